@@ -20,7 +20,7 @@ from shardlab.units import units_of
 from shardlab.widgets import MemoryPlan
 
 MODEL, RANKS = "gpt-1m", 4
-FILES = {name: f"shardlab/engines/{name}.py" for name in STRATEGIES} | {"fsdp": "shardlab/engines/fsdp/engine.py"}
+FILES = {name: f"shardlab/engines/{name}.py" for name in STRATEGIES}
 NOTEBOOKS = {
     "single": "02_where_the_bytes_go", "ddp": "03_data_parallel", "bucketed": "03_data_parallel",
     "zero1": "06_zero_1_and_2", "zero2": "06_zero_1_and_2", "zero3": "07_zero_3", "fsdp": "08_fsdp_units",

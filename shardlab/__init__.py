@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         show_tp_plan,
         write_report,
     )
-    from shardlab.experiment.verdicts import verdicts
+    from shardlab.experiment.run_verdicts import verdicts
     from shardlab.launch import RankPool, launch
     from shardlab.models import build_model
     from shardlab.partition import Link
@@ -70,7 +70,7 @@ _ROOMS = {
         "show_tp_plan",
         "write_report",
     ),
-    "shardlab.experiment.verdicts": ("verdicts",),
+    "shardlab.experiment.run_verdicts": ("verdicts",),
     "shardlab.launch": ("RankPool", "launch"),
     "shardlab.models": ("build_model",),
     "shardlab.partition": ("Link",),

@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
-from shardlab.comm import CollectiveEvent
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import Engine, StepTensors, build_engine, engine_options
+from shardlab.engines import AnyEngine, StepTensors, build_engine
 from shardlab.engines.peers import TorchDDP
 from shardlab.field_types import check_types
 from shardlab.launch import RankPool, current
-from shardlab.launch.checks import check_pool, check_ranks
+from shardlab.launch.placement import check_ranks
+from shardlab.launch.pool import check_pool
 from shardlab.models import GPT, MODELS, GPTConfig, build_model, next_token_loss
 from shardlab.tensor_parallel import gpt_plan, parallelize_module
 from shardlab.trace.memory_by_role import MemoryLedger
@@ -61,13 +61,6 @@ class Workload:
     seq_len: int
     round_factor: int = 1
 
-    def __post_init__(self) -> None:
-        """Check every field."""
-        chosen("model", [self.model], MODELS)
-        for name in ("rows", "seq_len", "round_factor"):
-            if (number := getattr(self, name)) < 1:
-                raise ValueError(f"{name}: {number} is below 1")
-
 
 @dataclass(frozen=True)
 class Contender:
@@ -88,11 +81,6 @@ class Contender:
     over_tensor: bool = False
     parallelized: bool = False
     static_graph: bool = False
-
-    def __post_init__(self) -> None:
-        """Check strategy and options."""
-        if unknown := set(self.options) - set(engine_options(self.strategy)):
-            raise ValueError(f"options: {self.strategy!r} does not take {', '.join(sorted(unknown))}")
 
 
 @dataclass(frozen=True)
@@ -364,7 +352,7 @@ def sessions(rounds: int) -> Iterator[list[tuple[str, ...]]]:
 class Turn:
     """One engine with its model, optimizer and batch."""
 
-    def __init__(self, engine: Engine, workload: Workload) -> None:
+    def __init__(self, engine: AnyEngine, workload: Workload) -> None:
         self._engine, self._device = engine, engine.mesh.device
         generator = torch.Generator().manual_seed(engine.data_rank)
         tokens = torch.randint(0, 256, (workload.rows, workload.seq_len + 1), generator=generator).to(self._device)
@@ -391,29 +379,9 @@ class Turn:
             self.step()
             return torch.cuda.max_memory_allocated(self._device)
         ledger = MemoryLedger(self._engine.live_tensors())
-        with self._engine.mesh.observed_by(_Scratch(ledger)), ledger:
+        with self._engine.mesh.observed_by(ledger), ledger:
             self.step()
         return ledger.peak().num_bytes
-
-
-class _Scratch:
-    """An observer that tells a ledger about the scratch memory of transports."""
-
-    def __init__(self, ledger: MemoryLedger) -> None:
-        self._ledger = ledger
-
-    def issued(self, event: CollectiveEvent) -> None:
-        """Nothing: roles do not matter for a total."""
-
-    waited = issued
-
-    def started(self, event: CollectiveEvent) -> None:
-        """Count the scratch memory that is taken."""
-        self._ledger.started(event)
-
-    def completed(self, event: CollectiveEvent) -> None:
-        """Count the scratch memory that is released."""
-        self._ledger.completed(event)
 
 
 def _peak_bytes(contender: Contender, workload: Workload, transport: str | None) -> int:

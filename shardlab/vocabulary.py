@@ -76,6 +76,10 @@ class SpanKind(StrEnum):
     OFF_CPU = "off_cpu"  # the rank neither computed nor waited: it slept, or other processes had its core
 
 
+FLAG = "whether a rank refuses"
+"""What the message is for by which all ranks raise together; one number over each data axis."""
+TOLD = "raised, so all do"
+"""In the error of a rank that has not raised by itself."""
 WHOLE_MODEL = "model"
 """The unit of a span or a sample that belongs to the whole model and to no part of it."""
 

@@ -3,6 +3,7 @@
     python tests/fuzz.py --minutes 60                       # all strategies, 1 to 4 ranks; also python -m tests.fuzz
     python tests/fuzz.py --minutes 5 --ranks 2,3 --strategies fsdp,zero3 --seed 7
     python tests/fuzz.py --minutes 10 --peers --keep-going  # torch's own engines, only what they can do
+    python tests/fuzz.py --minutes 10 --no-guards           # right programs on engines without guards
 
 Prints a script for each find (as small as Hypothesis could make it, run it with ``python``) and a summary at the end:
 how many sequences and operations, of which kinds, what was refused, what was found. Ends with status 1 if something was
@@ -21,7 +22,7 @@ if __package__ in (None, ""):
 
 from shardlab.launch import place
 from tests.fuzzing.engines import OURS, PEERS
-from tests.fuzzing.features import ALL, FEATURES, ON
+from tests.fuzzing.features import ALL, FEATURES, ON, RIGHT
 from tests.fuzzing.hunt import Hunt, HuntConfig
 
 
@@ -50,6 +51,7 @@ def _parsed(arguments: list[str] | None) -> tuple[HuntConfig, Path | None]:
     parser.add_argument(
         "--features", default=None, help=f"'all', or of {','.join(sorted(FEATURES))}; without it those on"
     )
+    parser.add_argument("--no-guards", action="store_true", help="engines without guards, and only right programs")
     parser.add_argument("--keep-going", dest="keep_going", action="store_true", default=False, help="after a find")
     parser.add_argument("--stop-at-first", dest="keep_going", action="store_false", help="end at the first find")
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds in one collective that count as a hang")
@@ -61,7 +63,8 @@ def _parsed(arguments: list[str] | None) -> tuple[HuntConfig, Path | None]:
     except ValueError as error:
         parser.error(str(error))
     strategies = given.strategies.split(",") if given.strategies else PEERS if given.peers else OURS
-    features = ON if given.features is None else ALL if given.features == "all" else given.features.split(",")
+    on = RIGHT if given.no_guards else ON
+    features = on if given.features is None else ALL if given.features == "all" else given.features.split(",")
     config = HuntConfig(
         minutes=given.minutes,
         seed=random.randrange(2**32) if given.seed is None else given.seed,

@@ -79,7 +79,6 @@ def test_commands_are_those_that_exist(tmp_path, monkeypatch):
         "diff",
         "bench",
         "exercises",
-        "faults",
         "doctor",
     )
     helped = "".join(CliRunner().invoke(app, [command, "--help"], env=wide).output for command in commands)

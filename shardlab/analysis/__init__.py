@@ -1,13 +1,12 @@
 """Tables in, tables out: time, communication and memory of a recorded run. Needs no torch."""
 
-from shardlab.analysis.attribution import attribution, hidden_by
+from shardlab.analysis.attribution import attribution, hidden_by, stragglers, waits
 from shardlab.analysis.bandwidth import LatencyBandwidth, bandwidth, fit_latency_bandwidth, wire_bytes, with_fit
 from shardlab.analysis.critical_path import critical_path, what_if_free
 from shardlab.analysis.held_bytes import allocator_items, at_rest, memory_over_step, peak, process_items
 from shardlab.analysis.intervals import intersect, merge, subtract, total
 from shardlab.analysis.matching import with_group
 from shardlab.analysis.overlap import overlap, step_split
-from shardlab.analysis.stragglers import stragglers, waits
 
 __all__ = [
     "LatencyBandwidth", "allocator_items", "at_rest", "attribution", "bandwidth", "critical_path",

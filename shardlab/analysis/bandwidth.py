@@ -24,12 +24,8 @@ from shardlab.tables import COLLECTIVES
 from shardlab.vocabulary import Collective
 
 HALF_OF_ALL_REDUCE = (
-    Collective.REDUCE_SCATTER,
-    Collective.ALL_GATHER,
-    Collective.ALL_TO_ALL,
-    Collective.GATHER,
-    Collective.SCATTER,
-)
+    Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.ALL_TO_ALL, Collective.GATHER, Collective.SCATTER,
+)  # fmt: skip
 MESSAGE_COLUMNS = ("op", "bytes", "time_us")
 
 
@@ -45,12 +41,9 @@ def wire_bytes(collectives: pd.DataFrame, by: Sequence[str] = ("op",)) -> pd.Dat
         buffers), ``num_collectives``.
 
     Raises:
-        ValueError: a column is missing, or ``by`` names a column that the table does not have.
+        ValueError: a column is missing.
     """
     COLLECTIVES.check(collectives)
-    unknown = [name for name in by if name not in COLLECTIVES.column_names]
-    if unknown:
-        raise ValueError(f"by: no columns {unknown} in table 'collectives'; it has {COLLECTIVES.column_names}")
     groups = collectives.groupby([*KEYS, *by], sort=True)
     return groups.agg(
         wire_bytes=("wire_bytes", "sum"), bytes=("bytes", "sum"), num_collectives=("seq", "size")
@@ -69,15 +62,12 @@ def bandwidth(collectives: pd.DataFrame) -> pd.DataFrame:
     """
     COLLECTIVES.check(collectives)
     times = bounds(collectives, "start_us", "end_us", "collectives")
-    table = collectives[[*KEYS, "seq", "op", "tag", "bytes", "group_size"]].copy()
+    table = collectives[[*KEYS, "seq", "op", "tag", "bytes", "group_size"]]
     duration_us, num_bytes = times[:, 1] - times[:, 0], numbers(collectives, "bytes")
-    known = (duration_us > 0) & (num_bytes > 0)
     algorithm = np.full(len(table), np.nan)
-    np.divide(num_bytes, duration_us * 1e3, out=algorithm, where=known)
-    table["duration_us"] = duration_us
-    table["algorithm_gb_per_s"] = algorithm
-    table["bus_gb_per_s"] = algorithm * _bus_factor(collectives)
-    return table
+    np.divide(num_bytes, duration_us * 1e3, out=algorithm, where=(duration_us > 0) & (num_bytes > 0))
+    bus = algorithm * _bus_factor(collectives)
+    return table.assign(duration_us=duration_us, algorithm_gb_per_s=algorithm, bus_gb_per_s=bus)
 
 
 def _bus_factor(collectives: pd.DataFrame) -> NDArray[np.float64]:

@@ -87,9 +87,7 @@ def memory_over_step(
     if not len(rows):
         raise ValueError("memory: no step was traced; trace one with recorder.step(step, trace_memory=True)")
     rows = _only(_only(one_run(rows, run), "step", step), "rank", rank, highest=True)
-    wide = rows.pivot_table(
-        index=[*MOMENT, "phase", "where"], columns="role", values="bytes", aggfunc="max", sort=False
-    )
+    wide = rows.pivot_table("bytes", [*MOMENT, "phase", "where"], "role", aggfunc="max", sort=False)
     roles = [str(role) for role in Role if role in wide.columns]
     on_device = wide[[role for role in roles if role != Role.OFFLOADED]]
     wide = wide[roles].astype("Int64").assign(bytes=on_device.sum(axis=1).astype("Int64"))
@@ -249,10 +247,8 @@ def held_at_rest(memory: pd.DataFrame) -> pd.DataFrame:
 def _by_column(rows: pd.DataFrame) -> pd.DataFrame:
     columns = rows["role"].astype(str).map(lambda role: COLUMN_OF.get(role, "other_bytes"))
     sums = rows.assign(column=columns).groupby([*RANK, "module", "column"], sort=False)["bytes"].sum()
-    table = sums.unstack(fill_value=0).reindex(
-        columns=[*dict.fromkeys(COLUMN_OF.values()), "other_bytes"], fill_value=0
-    )
-    return table.rename_axis(columns=None).astype("int64")
+    kept = [*dict.fromkeys(COLUMN_OF.values()), "other_bytes"]
+    return sums.unstack(fill_value=0).reindex(columns=kept, fill_value=0).rename_axis(columns=None).astype("int64")
 
 
 def _module_of(parameter: str, depth: int | None) -> str:

@@ -20,12 +20,8 @@ RUN = ["run", "source"]
 OUTERMOST_FIRST = (MeshAxis.REPLICA, MeshAxis.DATA, MeshAxis.SHARD, MeshAxis.TENSOR)
 # No rank can finish before the last has joined. (The root of a broadcast does not wait, and a record does not name it.)
 MEETING = (
-    Collective.ALL_REDUCE,
-    Collective.REDUCE_SCATTER,
-    Collective.ALL_GATHER,
-    Collective.ALL_TO_ALL,
-    Collective.BARRIER,
-)
+    Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.ALL_TO_ALL, Collective.BARRIER,
+)  # fmt: skip
 SAME = [*RUN, "step", "axis", "group", "place"]
 CLOCK_TOLERANCE_US = 1e3
 

@@ -1,6 +1,6 @@
-"""The command line: compare, template, plan, bench, exercises, faults, report, modules, trace, diff and doctor.
+"""The command line: compare, template, record, plan, bench, exercises, report, modules, trace, diff and doctor.
 
-Exit codes: 0 done; 1 a rank failed, losses differ or are not finite, or a fault was not told; 2 bad input, said in one
+Exit codes: 0 done; 1 a rank failed, losses differ or are not finite; 2 bad input, said in one
 line; 130 interrupted.
 Under torchrun every process runs this, and only rank 0 prints.
 """
@@ -16,11 +16,8 @@ from shardlab.cli.bench import bench
 from shardlab.cli.compare import compare
 from shardlab.cli.console import BAD_INPUT, bad_input, complain
 from shardlab.cli.exercises import exercises
-from shardlab.cli.faults import faults
-from shardlab.cli.modules import modules
 from shardlab.cli.plan import plan
-from shardlab.cli.record import SCRIPT_ARGUMENTS, record
-from shardlab.cli.records import diff, report, trace
+from shardlab.cli.records import SCRIPT_ARGUMENTS, diff, modules, record, report, trace
 from shardlab.installed import __version__
 
 app = typer.Typer(
@@ -56,7 +53,7 @@ def template() -> None:
 app.command()(compare)
 app.command()(template)
 app.command(context_settings=SCRIPT_ARGUMENTS)(bad_input()(record))
-for _command in (plan, bench, exercises, faults, report, modules, trace, diff):
+for _command in (plan, bench, exercises, report, modules, trace, diff):
     app.command()(bad_input()(_command))
 
 
@@ -76,10 +73,9 @@ def main() -> None:
     try:
         done = app(standalone_mode=False)
     except Exception as error:
-        if (
-            usage := getattr(error, "format_message", None)
-        ) is not None:  # an error of Click, of which newer versions of Typer have their own copy
-            complain(_with_commands(usage()))
+        # An error of Click, of which newer versions of Typer have their own copy.
+        if (usage := getattr(error, "format_message", None)) is not None:
+            complain(usage())
             sys.exit(BAD_INPUT)
         if not _is_rank_failure(error):
             raise
@@ -87,14 +83,6 @@ def main() -> None:
         sys.exit(1)
     # The script of 'record' runs out here, since its exceptions are none of a command.
     sys.exit(done() if callable(done) else done or 0)
-
-
-def _with_commands(message: str) -> str:
-    """Click's message; for an unknown command it lists the commands that exist."""
-    if not message.startswith("No such command"):
-        return message
-    names = (info.name or getattr(info.callback, "__name__", "") for info in app.registered_commands)
-    return f"{message} Commands: {', '.join(names)}."
 
 
 def _is_rank_failure(error: Exception) -> bool:

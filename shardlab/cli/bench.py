@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.cli.console import count, names_in, progress_bar
+from shardlab.cli.console import count, empty_table, names_in, progress_bar
 from shardlab.vocabulary import HostTransport
 
 if TYPE_CHECKING:
-    from shardlab.bench import BenchConfig, BenchRow, Workload
+    from shardlab.bench import BenchRow, Workload
 
 NOTE = (
     "ms: medians; time ratio: our step over theirs in the same round, median and quartiles, below 1 if ours is faster; "
@@ -58,6 +57,7 @@ def bench(
 ) -> None:
     """Time our engines against torch's own on the same ranks, step by step in turn."""
     from shardlab.bench import FULL_ROUNDS, PAIRS, QUICK_ROUNDS, WORKLOADS, BenchConfig, chosen
+    from shardlab.bench import bench as run_bench
 
     _check_file(json)
     config = BenchConfig(
@@ -68,7 +68,8 @@ def bench(
         device=device,
         transport=transport,
     )
-    rows = _with_progress(config)
+    with progress_bar(config.num_rounds) as advance:
+        rows = list(run_bench(config, on_progress=advance))
     console = Console(highlight=False)
     for workload in config.workloads:
         console.print(_table(workload, [row for row in rows if row.workload == workload.name]))
@@ -85,22 +86,13 @@ def _check_file(path: Path | None) -> None:
         raise ValueError(f"json: {path} cannot be written; name a file in an existing directory")
 
 
-def _with_progress(config: "BenchConfig") -> list["BenchRow"]:
-    from shardlab.bench import bench as run_bench
-
-    with progress_bar(config.num_rounds) as advance:
-        return list(run_bench(config, on_progress=advance))
-
-
 def _table(workload: "Workload", rows: Sequence["BenchRow"]) -> Table:
     size = f"{workload.model}, {workload.rows} x {workload.seq_len} tokens a rank"
     title = f"{workload.name}: {size}, {count(rows[0].ranks, 'rank')}, {rows[0].rounds} rounds"
     # Narrow, as is all in it: it fits into 80 columns.
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
-    for name in ("ours", "theirs"):
-        table.add_column(name, no_wrap=True)
-    for name in ("ours\nms", "theirs\nms", "floor\nms", "over\nfloor", "time\nratio", "\nquartiles", "peak\nratio"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("ours\nms", "theirs\nms", "floor\nms", "over\nfloor", "time\nratio", "\nquartiles", "peak\nratio")
+    style = {"title_style": "bold", "padding": 0, "pad_edge": True}
+    table = empty_table(title, left=("ours", "theirs"), right=numbers, **style)
     for row in rows:
         times = (f"{value:.{0 if value >= 1000 else 1}f}" for value in (row.ours_ms, row.theirs_ms, row.floor_ms))
         over_floor, ratio, peak = (f"{value:.2f}" for value in (row.ours_over_floor, row.ratio_median, row.peak_ratio))

@@ -3,14 +3,14 @@
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
-from rich.text import Text
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from shardlab.cli.console import bad_input, count, names_in
 from shardlab.cli.records import print_result
@@ -86,40 +86,24 @@ def compare(out: Out = None, overwrite: Overwrite = False, **chosen: Any) -> Non
         raise typer.Exit(1)
 
 
-class _Seconds(ProgressColumn):
-    """Time of a strategy so far; it stops when the strategy is done."""
+@contextmanager
+def _bars(config: "CompareConfig", console: Console) -> "Iterator[Callable[[StepDone], None]]":
+    """A bar for each strategy; each starts when the one before it is done. Call what this yields after each step."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"), TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console) as progress:
+        bars = {name: progress.add_task(name, total=config.steps, loss="", start=False) for name in config.strategies}
+        waiting = iter(bars.values())
+        progress.start_task(next(waiting))
 
-    def render(self, task: Task) -> Text:
-        """For example ``4.2 s``."""
-        elapsed = task.finished_time if task.finished else task.elapsed
-        return Text("waits" if elapsed is None else f"{elapsed:.1f} s", style="progress.elapsed", justify="right")
+        def advance(done: "StepDone") -> None:
+            progress.update(bars[done.strategy], completed=done.step + 1, loss=f"loss {done.loss:.4f}")
+            if done.step + 1 == config.steps and (following := next(waiting, None)) is not None:
+                progress.start_task(following)
 
-
-class _Bars:
-    """A bar for each strategy; each starts when the one before it is done."""
-
-    def __init__(self, config: "CompareConfig", console: Console) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[loss]}"),
-            _Seconds(),
-        )
-        self.progress = Progress(*columns, console=console)
-        self._order = list(config.strategies)
-        self._tasks: dict[str, TaskID] = {
-            name: self.progress.add_task(name, total=config.steps, loss="", start=name == self._order[0])
-            for name in self._order
-        }
-
-    def advance(self, done: "StepDone") -> None:
-        """Show that rank 0 has finished a step."""
-        task = self._tasks[done.strategy]
-        self.progress.update(task, completed=done.step + 1, loss=f"loss {done.loss:.4f}")
-        following = self._order.index(done.strategy) + 1
-        if self.progress.tasks[task].finished and following < len(self._order):
-            self.progress.start_task(self._tasks[self._order[following]])
+        yield advance
 
 
 def _with_progress(config: "CompareConfig", directory: Path) -> "Comparison":
@@ -132,10 +116,9 @@ def _with_progress(config: "CompareConfig", directory: Path) -> "Comparison":
         f"records go to {directory}",
         soft_wrap=True,
     )
-    bars = _Bars(config, console)
     try:
-        with bars.progress:
-            return experiment.compare(config, directory, on_progress=bars.advance)
+        with _bars(config, console) as advance:
+            return experiment.compare(config, directory, on_progress=advance)
     except KeyboardInterrupt:
         console.print(f"interrupted: the ranks have ended; the records so far are in {directory}", soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None

@@ -1,12 +1,15 @@
-"""Shared by the commands: errors in one line, names in a list, a progress bar, and numbers with their noun."""
+"""Shared by the commands: errors in one line, names in a list, tables, a progress bar, and numbers with their noun."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import floor, log10
+from typing import Any, Literal
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 BAD_INPUT = 2  # an exit code
@@ -44,6 +47,16 @@ def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("starting the ranks", total=total)
         yield lambda done: progress.update(task, advance=1, description=done)
+
+
+def empty_table(title: str = "", left: Iterable[str] = (), right: Iterable[str] = (), **style: Any) -> Table:
+    """A table without rows yet: its columns, first those of words, then those of numbers; no cell is broken."""
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, **{"pad_edge": False, **style})
+    sides: dict[Literal["left", "right"], Iterable[str]] = {"left": left, "right": right}
+    for side, names in sides.items():
+        for name in names:
+            table.add_column(name, justify=side, no_wrap=True)
+    return table
 
 
 def count(number: int, noun: str) -> str:

@@ -1,17 +1,17 @@
 """``shardlab exercises``: list them, or mark a class."""
 
 import json as json_text
+import sys
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from shardlab.cli.console import count
+from shardlab.cli.console import count, empty_table
 
 if TYPE_CHECKING:
     from shardlab.exercises import Exercise
@@ -36,7 +36,8 @@ def exercises(
     if json:
         typer.echo(json_text.dumps(rows, indent=2))
     elif grade is None:
-        _print([_short(row) for row in rows])
+        short = {"name": "name", "notebook": "notebook", "right": "references", "wrong": "wrong_solutions"}
+        _print([{name: row[key] for name, key in short.items()} for row in rows])  # fits into 80 columns
         typer.echo(
             f"Write each as a function: {rows[0]['name']} as {rows[0]['function']}.\n"
             "Every exercise is checked with right solutions, which must pass, and wrong ones, which must not."
@@ -55,18 +56,11 @@ def _listed(exercises: "list[Exercise]") -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _short(row: dict[str, Any]) -> dict[str, Any]:
-    """Fits into 80 columns."""
-    return {
-        "name": row["name"], "notebook": row["notebook"],
-        "right": row["references"], "wrong": row["wrong_solutions"],
-    }  # fmt: skip
-
-
 def _marked(folder: Path, exercises: "list[Exercise]") -> list[dict[str, Any]]:
-    from shardlab.exercises.grade import grade, output_aside
+    from shardlab.exercises.grade import grade
 
-    with output_aside():
+    # What submissions print goes to stderr, so that marks on stdout stay readable for machines.
+    with redirect_stdout(sys.stderr):
         marks: list[Mark] = list(grade(folder, exercises))
     rows = [asdict(mark) for mark in marks]
     return [row | {"verdict": str(row["verdict"])} for row in rows]
@@ -112,7 +106,7 @@ def _failed(marks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table = empty_table(show_edge=False, padding=(0, 1, 0, 0))
     for name, value in rows[0].items():
         # A name is not broken: the reason has lines enough.
         justify: Literal["left", "right"] = "right" if isinstance(value, int) else "left"

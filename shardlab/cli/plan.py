@@ -7,14 +7,13 @@ from math import isnan
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.cli.console import count, decimals_of, names_in, unit_of
+from shardlab.cli.console import count, decimals_of, empty_table, names_in, unit_of
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.planner.fit import CARDS, Gpu
-from shardlab.planner.model_states import ModelStates, model_states, precision_named
+from shardlab.planner.formulas import ModelStates, model_states, precision_named
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,7 +86,7 @@ def _plan_params(params: str, ranks: int, precision: str, gpu: Gpu | None, json:
 def _plan_workload(place: str, ranks: int, strategies: str, options: dict[str, Any], gpu: str, json: bool) -> None:
     from shardlab.experiment import plan as planned  # here, because it imports torch
     from shardlab.experiment.named_workload import workload_at
-    from shardlab.experiment.tensor_plan import shown_plan
+    from shardlab.experiment.tensor import shown_plan
     from shardlab.lab.fit import RunPlan
     from shardlab.planner.setup import STRATEGIES
 
@@ -114,9 +113,12 @@ def _plan_workload(place: str, ranks: int, strategies: str, options: dict[str, A
         f"{' * takes no precision, and keeps the dtype of the model.' if 'precision' in rows else ''}"
     )
     if gpu:
+        about_rows = "Rows: of a micro-batch, by what autograd keeps for each"
+        if rows["rows_that_fit"].isna().any():
+            about_rows = "What a row keeps is not known where layers are divided, or depend on values"
         console.print(_table_on(rows, f"on a GPU of {gpu}"))
         console.print(
-            f"Left: memory without what is at rest and what is gathered at once. {_about_rows(rows)}; libraries and "
+            f"Left: memory without what is at rest and what is gathered at once. {about_rows}; libraries and "
             f"the allocator take some too.{' Sending: all messages, one by one.' if rows['sending_ms'].any() else ''}"
         )
 
@@ -125,12 +127,6 @@ def _by_rows(rows: "pd.DataFrame") -> str:
     """Why messages are not told; empty if all are."""
     unknown = ", ".join(rows.loc[rows["messages_per_step"].isna(), "strategy"])
     return f" What {unknown} sends depends on the rows." if unknown else ""
-
-
-def _about_rows(rows: "pd.DataFrame") -> str:
-    if rows["rows_that_fit"].isna().any():
-        return "What a row keeps is not known where layers are divided, or depend on values"
-    return "Rows: of a micro-batch, by what autograd keeps for each"
 
 
 def _buckets(names: tuple[str, ...], options: dict[str, Any]) -> str:
@@ -143,9 +139,7 @@ def _buckets(names: tuple[str, ...], options: dict[str, Any]) -> str:
 
 def _table_of_layers(layers: "pd.DataFrame", title: str) -> Table:
     """Each layer with its style, or why it stays whole."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("module", no_wrap=True)
-    table.add_column("style", no_wrap=True)
+    table = empty_table(title, left=("module", "style"))
     table.add_column("why")
     for _, row in layers.iterrows():
         table.add_row(row["module"], row["style"], row["why"])
@@ -162,15 +156,13 @@ def _table_of(rows: "pd.DataFrame", title: str) -> Table:
     largest = float(rows[shown].max().max())
     unit, exponent = unit_of(largest)
     one, decimals = 10**exponent, decimals_of(largest / 10**exponent)
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("strategy", no_wrap=True)
     per, rows = {"wire_bytes_per_step": "/step"}, rows.astype({"messages_per_step": float})
-    for name in (*(f"{names[name]}\n{unit}{per.get(name, '')}" for name in shown), "messages\n/step"):
-        table.add_column(name, justify="right", no_wrap=True)
+    scaled = (f"{names[name]}\n{unit}{per.get(name, '')}" for name in shown)
+    table = empty_table(title, left=("strategy",), right=(*scaled, "messages\n/step"))
     for _, row in rows.iterrows():
-        scaled = [_number(row[name] / one, decimals) for name in shown]
         mark = " *" if row.get("precision") == "full" else ""
-        table.add_row(row["strategy"] + mark, *scaled, _number(row["messages_per_step"]))
+        numbers = (_number(row[name] / one, decimals) for name in shown)
+        table.add_row(row["strategy"] + mark, *numbers, _number(row["messages_per_step"]))
     return table
 
 
@@ -181,16 +173,13 @@ def _number(value: float, decimals: int = 0) -> str:
 
 def _table_on(rows: "pd.DataFrame", title: str) -> Table:
     """What is left of a GPU's memory."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("strategy", no_wrap=True)
     columns = {
         "gathered_bytes": ("gathered\nMB", _megabytes), "left_bytes": ("left\nMB", _megabytes),
         "row_bytes": ("a row keeps\nMB", _megabytes), "rows_that_fit": ("rows\nthat fit", "{:,.0f}".format),
         "sending_ms": ("sending\nms/step", "{:,.2f}".format),
     }  # fmt: skip
     shown = {name: column for name, column in columns.items() if rows[name].notna().any()}
-    for title, _ in shown.values():
-        table.add_column(title, justify="right", no_wrap=True)
+    table = empty_table(title, left=("strategy",), right=(name for name, _ in shown.values()))
     rows = rows.astype(dict.fromkeys(shown, float))
     for _, row in rows.iterrows():
         words = ["-" if isnan(row[name]) else written(row[name]) for name, (_, written) in shown.items()]
@@ -218,18 +207,16 @@ def _number_of_params(text: str) -> float:
 
 
 def _table(rows: tuple[ModelStates, ...], title: str, gpu: Gpu | None) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("strategy", no_wrap=True)
     unit, exponent = unit_of(rows[0].total_bytes)
-    for name in (*(f"{held}\n{unit}" for held in ("parameters", "gradients", "optimizer", "total")),
-                 "saving" if gpu is None else f"left\n{unit}", f"sent\n10^{exponent}"):  # fmt: skip
-        table.add_column(name, justify="right", no_wrap=True)
+    held = (f"{name}\n{unit}" for name in ("parameters", "gradients", "optimizer", "total"))
+    last = "saving" if gpu is None else f"left\n{unit}"
+    table = empty_table(title, left=("strategy",), right=(*held, last, f"sent\n10^{exponent}"))
     whole, one = rows[0].total_bytes, 10**exponent
     decimals = decimals_of(whole / one)
     for row in rows:
-        held = (row.parameter_bytes, row.gradient_bytes, row.optimizer_bytes, row.total_bytes)
         left = 0.0 if gpu is None else gpu.memory_bytes - row.total_bytes
-        *scaled, last, sent = [f"{value / one:,.{decimals}f}" for value in (*held, left, row.wire_elements)]
+        sizes = (row.parameter_bytes, row.gradient_bytes, row.optimizer_bytes, row.total_bytes, left, row.wire_elements)
+        *scaled, last, sent = [f"{value / one:,.{decimals}f}" for value in sizes]
         saving = f"{100 * (1 - row.total_bytes / whole):.1f} %"
         table.add_row(row.strategy, *scaled, saving if gpu is None else last, sent)
     return table

@@ -1,4 +1,4 @@
-"""``shardlab report``, ``trace`` and ``diff``: commands on existing records."""
+"""``shardlab record``, and the commands on records that exist: ``report``, ``trace``, ``modules`` and ``diff``."""
 
 import json as json_text
 from collections.abc import Collection, Hashable, Mapping
@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import pandas as pd
 import typer
-from rich import box
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from shardlab.cli.console import count
+from shardlab.cli.console import count, decimals_of, empty_table, unit_of
 
 if TYPE_CHECKING:
     from shardlab.experiment import CompareConfig, Comparison
-    from shardlab.experiment.difference import Difference
+    from shardlab.experiment.run_verdicts import Difference
 
 ROOMY = 100  # columns of a terminal in which the table gets wider gaps
 DISPENSABLE = ("overlap", "max_loss_difference", "exposed_comm_ms")  # left out in a narrow terminal, in this order
@@ -29,6 +28,12 @@ NOTE = (
     "all ranks."
 )
 LOSSES_DIFFER = 1
+OF_A_MODULE = {
+    "parameter_bytes": "params", "gradient_bytes": "grads", "optimizer_bytes": "optim", "offloaded_bytes": "host",
+    "other_bytes": "other", "bytes": "all",
+}  # fmt: skip
+SCRIPT_ARGUMENTS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+"""Arguments after the script belong to the script, even if they look like options."""
 
 
 class TraceFormat(StrEnum):
@@ -39,7 +44,33 @@ class TraceFormat(StrEnum):
 
 
 Directory = Annotated[Path, typer.Argument(help="A comparison, or one run: DIR/records/STRATEGY.", show_default=False)]
+Strategy = Annotated[str | None, typer.Option(help="Which run, if there are several.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")]
+
+
+def record(
+    script: Annotated[Path, typer.Argument(help="A Python script.", show_default=False)],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="A new or empty directory; by default runs/DATE.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove the record that is in --out.")] = False,
+    watch_every: Annotated[
+        int, typer.Option(min=1, help="Record what is sent, exposed or hidden in the first 16 steps, then in one in N.")
+    ] = 16,
+) -> Any:
+    """Run a script that knows nothing of shardlab, and record it; under torchrun every rank of it.
+
+    The output, the errors and the exit code are the script's own. Then: shardlab report DIR.
+    """
+    from shardlab.experiment import is_reporter
+    from shardlab.recording.record import Script, directory_by_date
+
+    # Called by main, when the command line has been dealt with: what the script raises is no error of an option.
+    prepared = Script(script, tuple(arguments or ()), out or directory_by_date(), overwrite, watch_every)
+    if out is None and is_reporter():
+        Console(stderr=True, highlight=False).print(
+            f"records go to {prepared.directory}; then: shardlab report {prepared.directory}", soft_wrap=True
+        )
+    return prepared
 
 
 def report(directory: Directory, json: AsJson = False) -> None:
@@ -61,27 +92,51 @@ def report(directory: Directory, json: AsJson = False) -> None:
 def trace(
     directory: Directory,
     output: Annotated[Path, typer.Option("-o", "--output", help="File to write (.json, .json.gz); hta: a directory.")],
-    strategy: Annotated[str | None, typer.Option(help="Which run, if there are several.")] = None,
+    strategy: Strategy = None,
     format: Annotated[TraceFormat, typer.Option(help="Perfetto, or Holistic Trace Analysis.")] = TraceFormat.PERFETTO,
 ) -> None:
     """Export a run for Perfetto (ui.perfetto.dev) or for Holistic Trace Analysis."""
     from shardlab.export import export_hta, write_perfetto
-    from shardlab.trace.store import load_runs, run_directories
+    from shardlab.trace.store import load_runs
 
-    records = load_runs(run_directories(directory))
-    if strategy is None and len(records.manifests) > 1:
-        raise ValueError(
-            f"strategy: none given, and {directory} holds several; name one of {', '.join(records.manifests)}"
-        )
+    records = load_runs([_run(directory, strategy)])
     if format is TraceFormat.HTA:
-        paths = export_hta(records, output, strategy)
+        paths = export_hta(records, output)
         typer.echo(
             f"Wrote {count(len(paths), 'file')}: TraceAnalysis(trace_dir={str(output)!r}) reads them. "
             "They hold the steps that 'hidden' is of: neither the first nor the traced one, unless there are no others."
         )
     else:
-        path = write_perfetto(records, output, strategy)
+        path = write_perfetto(records, output)
         typer.echo(f"Wrote {path} ({path.stat().st_size / 1e6:.1f} MB): open it in https://ui.perfetto.dev")
+
+
+def modules(
+    directory: Directory,
+    strategy: Strategy = None,
+    depth: Annotated[int | None, typer.Option(help="Parts of a module's name that count: 2 for blocks.3.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Which rank; by default the one that holds the most.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Print the bytes that a rank holds of each module: parameters, gradients, optimizer state."""
+    from shardlab.analysis.held_bytes import held_at_rest, module_bytes
+    from shardlab.trace.store import load_runs
+
+    records = load_runs([_run(directory, strategy)])
+    if not len(records.shards):
+        raise ValueError(f"run: {directory} does not say who holds what; only a finished comparison does")
+    table = module_bytes(records.shards, held_at_rest(records.memory), depth)
+    ranks = table.groupby("rank")["bytes"].sum()
+    chosen = sorted(ranks.index, key=lambda known: -ranks[known])[0] if rank is None else rank
+    if chosen not in ranks.index:
+        raise ValueError(f"rank: {chosen} is not one of {', '.join(map(str, ranks.index))}")
+    own = table[table["rank"] == chosen].drop(columns=["run", "source", "rank"])
+    if json:
+        print_json(own)
+        return
+    _print_modules(
+        own.set_index("module"), set(table["module"]), f"{records.shards['run'].iloc[0]}, rank {chosen}, at rest"
+    )
 
 
 def diff(
@@ -91,7 +146,7 @@ def diff(
 ) -> None:
     """Compare two comparisons or runs: every number of each strategy, and whether the losses are equal."""
     from shardlab.experiment import load_saved
-    from shardlab.experiment.difference import Difference
+    from shardlab.experiment.run_verdicts import Difference
     from shardlab.recording.report import is_recorded
 
     if is_recorded(first) or is_recorded(second):
@@ -108,7 +163,7 @@ def diff(
 
 def print_result(comparison: "Comparison", config: "CompareConfig", report: Path) -> None:
     """Print the table of a comparison, its verdicts, and the path of its report."""
-    from shardlab.experiment.verdicts import peak_note, verdicts
+    from shardlab.experiment.run_verdicts import peak_note, verdicts
 
     console = Console(highlight=False)
     table, left_out = _result_table(comparison, config, console)
@@ -120,6 +175,20 @@ def print_result(comparison: "Comparison", config: "CompareConfig", report: Path
         console.print(note, style="dim")
     console.print(*verdicts(comparison))
     console.print(f"Report: {report}", soft_wrap=True)
+
+
+def _run(directory: Path, strategy: str | None) -> Path:
+    """The directory of the one run that is meant."""
+    from shardlab.trace.store import run_directories
+
+    found = {path.name: path for path in run_directories(directory)}
+    if strategy is None and len(found) == 1:
+        return next(iter(found.values()))
+    if strategy not in found:
+        names = ", ".join(found)
+        said = "none given; name" if strategy is None else f"{strategy!r} is not"
+        raise ValueError(f"strategy: {said} one of {names}, the runs in {directory}")
+    return found[strategy]
 
 
 def _report_recorded(directory: Path, json: bool) -> None:
@@ -146,7 +215,7 @@ def _report_recorded(directory: Path, json: bool) -> None:
 def _diff_recorded(first: Path, second: Path, json: bool) -> None:
     """Print the numbers of two runs of which a script has made one or both: their losses are not comparable."""
     from shardlab.experiment import load_saved
-    from shardlab.experiment.difference import differences, pairs_of, readable
+    from shardlab.experiment.summary import differences, pairs_of, readable
     from shardlab.recording.report import is_recorded, load_recorded
 
     one, other = (
@@ -175,6 +244,21 @@ def _result_table(comparison: "Comparison", config: "CompareConfig", console: Co
         left_out.append(columns.pop(name)[0].replace("\n", " "))
         table = table_of(readable_summary(comparison.summary, columns), title, gap)
     return table, left_out
+
+
+def _print_modules(held: pd.DataFrame, modules: set[str], title: str) -> None:
+    """In the unit of the largest number, without columns of zeros; what this rank holds nothing of is named."""
+    largest = float(held.to_numpy().max())
+    unit, power = unit_of(largest)
+    decimals, total = decimals_of(largest / 10**power), held["bytes"].sum() / 10**power
+    texts = (held.loc[:, held.any()] / 10**power).map(lambda size: f"{size:,.{decimals}f}")
+    shown = texts.rename(columns=lambda name: f"{OF_A_MODULE[name]}\n{unit}")
+    console = Console(highlight=False)
+    gap = 2 if console.width >= ROOMY else 0
+    console.print(table_of(shown.reset_index(), title, gap, right=shown.columns))
+    console.print(f"In all {total:,.{decimals}f} {unit}.")
+    if elsewhere := sorted(modules - set(held.index)):
+        console.print(f"This rank holds nothing of {', '.join(elsewhere)}: other ranks do.")
 
 
 def _print_difference(difference: "Difference") -> None:
@@ -206,10 +290,7 @@ def table_of(shown: pd.DataFrame, title: str, gap: int, right: Collection[str] =
     """A table for the terminal; numbers and the columns ``right`` are aligned right."""
     from shardlab.plots.text import column_text
 
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False,
-        padding=(0, gap, 0, 0),
-    )  # fmt: skip
+    table = empty_table(title, title_style="bold", show_edge=False, padding=(0, gap, 0, 0))
     for name in shown.columns:
         numeric = name in right or pd.api.types.is_numeric_dtype(shown[name])
         # Where the terminal is too narrow, a name goes on in the next line; half a number says nothing.

@@ -47,7 +47,7 @@ class CollectiveEvent:
         scratch_bytes: bytes the transport holds between start and end beside the caller's buffers.
         storage: identity of the buffer's storage while it is alive, so that a memory ledger can tell what it is.
         source_line: ``file:line`` of the caller outside the library.
-        torch_moves: bytes this rank sends where a group of torch's own runs it (``partition.torch_gloo``), else None.
+        torch_moves: bytes this rank sends where a group of torch's own runs it (``partition.ring_cost``), else None.
         ranks: the global ranks of the group.
         device_times: events at begin and end, where a stream ran it: whoever records resolves them after the step.
         device_issue: event of the stream that computed, where it came to the issue.

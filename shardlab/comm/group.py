@@ -28,7 +28,7 @@ from shardlab.vocabulary import Collective, dtype_name
 _LIBRARY = (
     *(
         str(Path(__file__).parent.parent / room)
-        for room in ("comm", "engines", "faults/inject.py", "faults/kinds.py", "recording", "tensor_parallel", "trace")
+        for room in ("comm", "engines", "faults", "recording", "tensor_parallel", "trace")
     ),
     str(Path(torch.__file__).parent),
 )

@@ -7,10 +7,10 @@ public way to have a group of one's own is a registered backend; ``torch_group``
 Issue and, where torch waits through Python, the wait are seen as they happen. Where C++ waits (DDP, at the end of
 backward) ``end_waits`` infers it. ``torch_times`` finds out when a collective began and ended. Torch's gloo groups
 hold a copy of the whole buffer in a reduce-scatter and an all-gather, as torch's own profiler shows (torch 2.11 and
-2.13): that is their ``scratch_bytes``. What they send is in ``partition.torch_gloo``.
+2.13): that is their ``scratch_bytes``. What they send is in ``partition.ring_cost``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from time import perf_counter_ns
@@ -23,11 +23,10 @@ from typing_extensions import override
 from shardlab.comm.base_mesh import BaseMesh, groups_along
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import CollectiveEvent, Observer
-from shardlab.comm.group import Process, retire
-from shardlab.comm.script_collectives import bytes_kept
+from shardlab.comm.group import ObservedGroup, Process, retire
 from shardlab.comm.torch_times import GLOO_THREADS, HostTimes, StreamTimes, Times, complete_waits
 from shardlab.comm.trees import tensors_in
-from shardlab.partition.torch_gloo import moved_bytes
+from shardlab.partition.ring_cost import moved_bytes
 from shardlab.vocabulary import Collective
 
 BACKEND = "observed"
@@ -102,32 +101,90 @@ def _make_group(options: Any, make: Callable[[], "TorchGroup"]) -> "TorchGroup":
     return make()
 
 
-class _Verb(NamedTuple):
+class Verb(NamedTuple):
+    """How torch calls a collective.
+
+    Attributes:
+        op: the collective.
+        place: of the whole (unsharded) tensors among the arguments, nested as torch has them; a barrier has none.
+        gloo_copies: whether torch's gloo group holds a copy of the whole buffer meanwhile.
+        of_parts: the tensors there are one rank's part of the whole.
+        sizes: place among the arguments of the rows for each rank, where they may be uneven.
+    """
+
     op: Collective
-    whole: Callable[..., Any]  # picks the whole (unsharded) tensors from the call's arguments, nested as torch has them
-    gloo_copies: bool = False  # whether torch's gloo group holds a copy of the whole buffer meanwhile
-    sizes: int | None = None  # place among the arguments of the rows for each rank, where they may be uneven
+    place: int
+    gloo_copies: bool = False
+    of_parts: bool = False
+    sizes: int | None = None
 
 
 # A verb has another name from Python, from C++ and before torch 2.13; each torch calls those that it knows.
 _VERBS = {
-    "allreduce": _Verb(Collective.ALL_REDUCE, lambda tensors, *_: tensors),
-    "allreduce_coalesced": _Verb(Collective.ALL_REDUCE, lambda tensors, *_: tensors),
-    "broadcast": _Verb(Collective.BROADCAST, lambda tensors, *_: tensors),
-    "allgather": _Verb(Collective.ALL_GATHER, lambda outputs, *_: outputs),
-    "_allgather_base": _Verb(Collective.ALL_GATHER, lambda output, *_: output, gloo_copies=True),
-    "all_gather_single": _Verb(Collective.ALL_GATHER, lambda output, *_: output, gloo_copies=True),
-    "allgather_into_tensor_coalesced": _Verb(Collective.ALL_GATHER, lambda outputs, *_: outputs),
-    "all_gather_single_coalesced": _Verb(Collective.ALL_GATHER, lambda outputs, *_: outputs),
-    "reduce_scatter": _Verb(Collective.REDUCE_SCATTER, lambda _, inputs, *__: inputs),
-    "_reduce_scatter_base": _Verb(Collective.REDUCE_SCATTER, lambda _, whole, *__: whole, gloo_copies=True),
-    "reduce_scatter_single": _Verb(Collective.REDUCE_SCATTER, lambda _, whole, *__: whole, gloo_copies=True),
-    "reduce_scatter_tensor_coalesced": _Verb(Collective.REDUCE_SCATTER, lambda _, inputs, *__: inputs),
-    "reduce_scatter_single_coalesced": _Verb(Collective.REDUCE_SCATTER, lambda _, inputs, *__: inputs),
-    "alltoall_base": _Verb(Collective.ALL_TO_ALL, lambda _, whole, *__: whole, sizes=3),
-    "all_to_all_single": _Verb(Collective.ALL_TO_ALL, lambda _, whole, *__: whole, sizes=3),
-    "barrier": _Verb(Collective.BARRIER, lambda *_: ()),
+    "allreduce": Verb(Collective.ALL_REDUCE, 0),
+    "allreduce_coalesced": Verb(Collective.ALL_REDUCE, 0),
+    "broadcast": Verb(Collective.BROADCAST, 0),
+    "allgather": Verb(Collective.ALL_GATHER, 0),
+    "_allgather_base": Verb(Collective.ALL_GATHER, 0, gloo_copies=True),
+    "all_gather_single": Verb(Collective.ALL_GATHER, 0, gloo_copies=True),
+    "allgather_into_tensor_coalesced": Verb(Collective.ALL_GATHER, 0),
+    "all_gather_single_coalesced": Verb(Collective.ALL_GATHER, 0),
+    "reduce_scatter": Verb(Collective.REDUCE_SCATTER, 1),
+    "_reduce_scatter_base": Verb(Collective.REDUCE_SCATTER, 1, gloo_copies=True),
+    "reduce_scatter_single": Verb(Collective.REDUCE_SCATTER, 1, gloo_copies=True),
+    "reduce_scatter_tensor_coalesced": Verb(Collective.REDUCE_SCATTER, 1),
+    "reduce_scatter_single_coalesced": Verb(Collective.REDUCE_SCATTER, 1),
+    "alltoall_base": Verb(Collective.ALL_TO_ALL, 1, sizes=3),
+    "all_to_all_single": Verb(Collective.ALL_TO_ALL, 1, sizes=3),
+    "barrier": Verb(Collective.BARRIER, 0),
 }
+
+
+def announce(
+    group: ObservedGroup,
+    verb: Verb,
+    tensors: Sequence[torch.Tensor],
+    tag: str,
+    backend: str,
+    *,
+    sizes: Sequence[int] = (),
+    root: int | None = None,
+) -> CollectiveEvent:
+    """Tell the observers of a group of a collective that torch itself sends.
+
+    Args:
+        group: in which it is sent.
+        verb: how it is called.
+        tensors: the whole ones, or this rank's part.
+        tag: what it is for.
+        backend: of torch, which sends.
+        sizes: of an all-to-all, rows for each rank; empty for equal parts.
+        root: of the collectives that have one.
+    """
+    kept = bytes_kept(tensors, sizes, group) if verb.op is Collective.ALL_TO_ALL else None
+    event = group.announce(
+        verb.op, tensors, tag, own_chunk_bytes=kept, transport=backend, parts=group.num_ranks if verb.of_parts else 1,
+        scratch_bytes=sum(tensor.nbytes for tensor in tensors) if verb.gloo_copies and backend == "gloo" else 0,
+    )  # fmt: skip
+    event.torch_moves = moved_bytes(
+        backend, verb.op, event.num_bytes, group.num_ranks, group.rank, root, own_chunk_bytes=kept
+    )
+    return event
+
+
+def bytes_kept(tensors: Sequence[torch.Tensor], sizes: Sequence[int], group: ObservedGroup) -> int | None:
+    """Bytes of an all-to-all that a rank keeps, since they are for itself; None where it sends all ranks as many.
+
+    Args:
+        tensors: one for each rank, or one whose rows are divided among them.
+        sizes: rows for each rank; empty for equal parts.
+        group: in which it is sent.
+    """
+    if len(tensors) > 1:
+        return tensors[group.rank].nbytes
+    if len(sizes) != group.num_ranks or min(sizes) < 0:  # equal parts, or what torch is about to refuse
+        return None
+    return sum(tensor.nbytes for tensor in tensors) * sizes[group.rank] // max(1, sum(sizes))
 
 
 def _with_verbs(kind: type["TorchGroup"]) -> type["TorchGroup"]:
@@ -138,7 +195,7 @@ def _with_verbs(kind: type["TorchGroup"]) -> type["TorchGroup"]:
     return kind
 
 
-def _method(name: str, verb: _Verb) -> Callable[..., dist.Work]:
+def _method(name: str, verb: Verb) -> Callable[..., dist.Work]:
     def call(self: "TorchGroup", *args: Any, **kwargs: Any) -> dist.Work:
         return self._pass_on(name, verb, args, kwargs)
 
@@ -165,8 +222,7 @@ class TorchGroup(dist.ProcessGroup):
         self._comm: Communicator | None = comm
         self._tag_of = tag_of
         self._backend = dist.get_backend(inner)
-        self._is_gloo = self._backend == "gloo"
-        self.times: Times = HostTimes(GLOO_THREADS) if self._is_gloo else StreamTimes()
+        self.times: Times = HostTimes(GLOO_THREADS) if self._backend == "gloo" else StreamTimes()
         self._name = ""
         self.left_to_torch: list[tuple[CollectiveEvent, tuple[Observer, ...]]] = []  # C++ waits for them
 
@@ -199,21 +255,15 @@ class TorchGroup(dist.ProcessGroup):
         # Collectives that are still followed hold their observers, and through them an engine with all its memory.
         self.times = HostTimes(GLOO_THREADS)
 
-    def _pass_on(self, name: str, verb: _Verb, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "TorchWork":
+    def _pass_on(self, name: str, verb: Verb, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "TorchWork":
         inner, comm = self._inner, self._comm
         if inner is None or comm is None:
             raise RuntimeError(f"mesh: it is closed, so {verb.op} cannot be sent; build a new mesh")
-        whole = list(tensors_in(verb.whole(*args)))  # (options come by name, tensors do not)
-        scratch_bytes = sum(tensor.nbytes for tensor in whole) if self._is_gloo and verb.gloo_copies else 0
-        tag = self._tag_of(verb.op)
-        kept = None if verb.sizes is None else bytes_kept(whole, args[verb.sizes], comm)
-        event = comm.announce(
-            verb.op, whole, tag, own_chunk_bytes=kept, scratch_bytes=scratch_bytes, transport=self._backend
-        )
+        # Options come by name, tensors do not.
+        whole = [] if verb.op is Collective.BARRIER else list(tensors_in(args[verb.place]))
+        sizes = () if verb.sizes is None else args[verb.sizes]
         root = getattr(args[1], "rootRank", None) if len(args) > 1 else None
-        event.torch_moves = moved_bytes(
-            self._backend, verb.op, event.num_bytes, comm.num_ranks, comm.rank, root, own_chunk_bytes=kept
-        )
+        event = announce(comm, verb, whole, self._tag_of(verb.op), self._backend, sizes=sizes, root=root)
         observers = comm.observers
         # The inner group does the work; torch gets a Work of ours, so that the wait can be seen. Never None, which NCCL
         # returns for ``async_op=False``: C++ cannot take it from a group written in Python.

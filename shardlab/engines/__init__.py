@@ -1,4 +1,4 @@
-"""The strategies, by class and by name. The README says in which order to read them ("How to read the code")."""
+"""The engine and its strategies, by class and by name. The README says in which order to read them."""
 
 import inspect
 from typing import Any
@@ -8,39 +8,48 @@ from torch import nn
 from shardlab.comm import BaseMesh
 from shardlab.engines import checkpoint
 from shardlab.engines.agreement_check import check_agreement
-from shardlab.engines.base import Engine
+from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.ddp import DDP
+from shardlab.engines.engine import Engine
 from shardlab.engines.fsdp import FSDP
 from shardlab.engines.grad_scaler import GradScaler
+from shardlab.engines.guards import Guards
 from shardlab.engines.holdings import ShardRow
 from shardlab.engines.peers import TorchDDP, TorchFSDP2, TorchTP, TorchZeRO1
+from shardlab.engines.peers.base import Peer
 from shardlab.engines.precision import Precision
 from shardlab.engines.sharded_optimizer import ShardedOptimizer
 from shardlab.engines.single import Single
 from shardlab.engines.state import EngineState
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
+from shardlab.engines.strategy import Given, LaidOut, Strategy
 from shardlab.engines.zero1 import ZeRO1
 from shardlab.engines.zero2 import ZeRO2
 from shardlab.engines.zero3 import ZeRO3
 
-# Set here and not imported by the engines, so that training code does not depend on checkpoints. This file runs before
-# any import from the package.
+# Set here and not imported by the engines, so that training code depends neither on checkpoints nor on guards. This
+# file runs before any import from the package.
 EngineState.checkpointer = checkpoint
+Engine.guard_class = Guards
 
 __all__ = [
     "DDP",
     "FSDP",
     "STRATEGIES",
+    "AnyEngine",
     "Bucketed",
     "Engine",
+    "Given",
     "GradScaler",
+    "LaidOut",
     "OptimizerFn",
     "Precision",
     "ShardRow",
     "ShardedOptimizer",
     "Single",
     "StepTensors",
+    "Strategy",
     "ZeRO1",
     "ZeRO2",
     "ZeRO3",
@@ -49,9 +58,9 @@ __all__ = [
     "engine_options",
 ]
 
-STRATEGIES: dict[str, type[Engine]] = {
-    engine.name: engine
-    for engine in (
+STRATEGIES: dict[str, type[Strategy] | type[Peer]] = {
+    kind.name: kind
+    for kind in (
         *(Single, DDP, Bucketed, ZeRO1, ZeRO2, ZeRO3, FSDP),
         *(TorchDDP, TorchZeRO1, TorchFSDP2, TorchTP),  # torch's own, for comparison
     )
@@ -71,21 +80,34 @@ def engine_options(strategy: str) -> tuple[str, ...]:
 
 
 def build_engine(
-    name: str, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None = None, **options: Any
-) -> Engine:
+    name: str | Strategy,
+    model: nn.Module,
+    optimizer_fn: OptimizerFn,
+    mesh: BaseMesh | None = None,
+    *,
+    guards: bool = True,
+    **options: Any,
+) -> AnyEngine:
     """Build the engine of a strategy.
 
     Args:
-        name: one of ``STRATEGIES``.
+        name: one of ``STRATEGIES``, or a strategy of your own.
         model: see ``Engine``.
         optimizer_fn: see ``Engine``.
         mesh: see ``Engine``.
+        guards: what users must not do is refused, on all ranks; False for the bare engine, which trains right programs
+            alike. Torch's own engines have no guards.
         options: of that strategy's class, for example ``bucket_bytes``.
 
     Raises:
         ValueError: an unknown strategy, or an option it does not take; the message lists what is allowed.
     """
+    if isinstance(name, Strategy):
+        return Engine(model, optimizer_fn, mesh, name, guards=guards)
     allowed = engine_options(name)
     if unknown := sorted(set(options) - set(allowed)):
         raise ValueError(f"options: {name!r} takes {', '.join(allowed) or 'none'}, not {', '.join(unknown)}")
-    return STRATEGIES[name](model, optimizer_fn, mesh, **options)
+    kind = STRATEGIES[name]
+    if issubclass(kind, Peer):
+        return kind(model, optimizer_fn, mesh, **options)
+    return Engine(model, optimizer_fn, mesh, kind(**options), guards=guards)

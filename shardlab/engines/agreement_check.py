@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from shardlab.engines.agreement import share_json
-from shardlab.engines.base import Engine
-from shardlab.engines.precision import MixedPrecision
+from shardlab.engines.any_engine import AnyEngine
+from shardlab.engines.engine import Engine
 
 _CALLS = "call backward, step and zero_grad equally often on all ranks"
 _OPTIONS = "give the optimizer the same options on all ranks, for example by equal schedulers"
@@ -68,7 +68,7 @@ class Did:
         return {"backwards": str(self.num_backwards), "steps": str(self.num_steps)}
 
 
-def did(engine: Engine) -> Did:
+def did(engine: AnyEngine) -> Did:
     """What this rank has done; communicates nothing."""
     checksum, whole = None, {}
     if _has_equal_tensors(engine):
@@ -95,7 +95,7 @@ def disagreement(by_rank: Sequence[Did], num_tensor_ranks: int = 1, ranks: Seque
     return f"agreement: ranks differ in {found}" if found else ""
 
 
-def check_agreement(engine: Engine) -> None:
+def check_agreement(engine: AnyEngine) -> None:
     """Check that all ranks have called the same and have the same options and parameters; collective.
 
     Args:
@@ -176,21 +176,21 @@ def _usual(values: Sequence[Any]) -> tuple[Any, int, dict[int, Any]]:
     return usual, len(values) - len(others), others
 
 
-def _is_torchs(engine: Engine) -> bool:
+def _is_torchs(engine: AnyEngine) -> bool:
     """Whether each rank's pieces are inside of the parameters, as torch's FSDP keeps them."""
     return any(hasattr(param, "to_local") for param in engine.params.values())
 
 
-def _has_equal_tensors(engine: Engine) -> bool:
+def _has_equal_tensors(engine: AnyEngine) -> bool:
     return not _is_torchs(engine) and (engine.sharded_over is None or not engine._keeps_pieces)
 
 
-def _equal_tensors(engine: Engine) -> list[Tensor]:
+def _equal_tensors(engine: AnyEngine) -> list[Tensor]:
     """What is equal on all data ranks: the parameters, or what no_shard steps in their place."""
     return list(engine.step_tensors()) if engine._keeps_pieces else list(engine.params.values())
 
 
-def _sizes_of_whole(engine: Engine) -> dict[str, tuple[float, float]]:
+def _sizes_of_whole(engine: AnyEngine) -> dict[str, tuple[float, float]]:
     """Size and tolerance of what is stepped, by name: of pieces, the same ones on all tensor ranks of a data rank."""
     stepped = {
         name: tensor.detach()
@@ -204,7 +204,7 @@ def _sizes_of_whole(engine: Engine) -> dict[str, tuple[float, float]]:
     means = [size / stepped[name].numel() for name, size in sizes.items() if size > 0]
     # At most 1: beside one that is much larger, such as a temperature, the drift of a norm would be rounding.
     scale = min(1.0, max(filter(math.isfinite, means), default=0.0))
-    compute = engine.precision.compute if isinstance(engine, MixedPrecision) else None
+    compute = engine.strategy.precision.compute if isinstance(engine, Engine) else None
     return {
         name: (size, _share(tensor, compute) * (max(size, scale * tensor.numel()) if math.isfinite(size) else 0.0))
         for (name, tensor), size in zip(stepped.items(), sizes.values(), strict=True)

@@ -9,134 +9,140 @@ Buckets are sent in the same order on every rank, whatever order their gradients
 before it. A parameter that this rank did not use is sent as unused when backward has ended (``unused_params.py``).
 """
 
+import contextlib
 from collections.abc import Iterator
 
 from torch import nn
 from typing_extensions import override
 
-from shardlab.comm import BaseMesh
 from shardlab.comm.events import Pending
-from shardlab.engines.base import Engine
-from shardlab.engines.buckets import Bucket, build_buckets
-from shardlab.engines.checks import second_gradient
+from shardlab.engines.bucket import Bucket, bucket_layouts
 from shardlab.engines.holdings import Division, Holding
-from shardlab.engines.reduction_queue import ReductionQueue
-from shardlab.engines.step_tensors import OptimizerFn, StepTensors
+from shardlab.engines.strategy import Given, LaidOut, Strategy, check_replaced
+from shardlab.engines.unused_params import nobody_used
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
-from shardlab.vocabulary import Role
+from shardlab.vocabulary import Partition, Role
 
 
-class Bucketed(Engine):
+class Bucketed(Strategy):
     """Replicated parameters; gradients are all-reduced bucket by bucket during backward.
 
     Args:
-        model: see ``Engine``.
-        optimizer_fn: see ``Engine``.
-        mesh: see ``Engine``.
         bucket_bytes: capacity of a bucket in bytes.
     """
 
     name = "bucketed"
+    partition = Partition.ELEMENTS
+    num_chunks = 1
+    """Into how many chunks a bucket is divided."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer_fn: OptimizerFn,
-        mesh: BaseMesh | None = None,
-        *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    ) -> None:
+    def __init__(self, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         self.bucket_bytes = bucket_bytes
-        super().__init__(model, optimizer_fn, mesh)
 
     @override
-    def _prepare(self) -> StepTensors:
-        self.buckets = self._build_buckets()
-        self._place = {
-            param: (bucket, slot) for bucket in self.buckets for slot, param in enumerate(bucket.params)
-        }  # fmt: skip
-        self._scale = 1 / self.comm.num_ranks
-        self._queue = ReductionQueue(self.buckets, self._is_due, self._send)
-        return super()._prepare()
+    def lay_out(self, given: Given) -> LaidOut:
+        """As the base."""
+        super().lay_out(given)
+        rank = self.comm.rank if self.num_chunks > 1 else 0
+        sums = self.precision.reduce_dtype
+        # Sums in another dtype become means when they have the master weights'.
+        self.scale = 1 / self.num_ranks if sums is None else 1.0
+        layouts = bucket_layouts(self.params, self.num_chunks, self.bucket_bytes, self.partition)
+        self.buckets = [
+            Bucket(index, layout, [self.params[name] for name in layout.names], rank, sums, is_cut=self.steps_pieces)
+            for index, layout in enumerate(layouts)
+        ]
+        self._place = {param: (bucket, slot) for bucket in self.buckets for slot, param in enumerate(bucket.params)}
+        self._begin()
+        divisions = [Division(one.layout, self.comm, one.params[0].element_size()) for one in self.buckets]
+        return LaidOut(self.params, divisions)
 
-    def _build_buckets(self) -> list[Bucket]:
-        return build_buckets(self.params, num_ranks=1, capacity_bytes=self.bucket_bytes)
-
+    @contextlib.contextmanager
     @override
-    def _begin_backward(self) -> None:
-        super()._begin_backward()
+    def backward(self, *, sends: bool) -> Iterator[None]:
+        """As the base."""
         for bucket in self.buckets:
             bucket.begin()
-        self._queue.begin()
+        self._begin()
+        yield
+
+    def _begin(self) -> None:
+        """Expect a gradient of all that trains now, and send from the first bucket."""
+        self._missing = {one: {param for param in one.params if param.requires_grad} for one in self.buckets}
+        self._num_sent = 0
 
     @override
-    def _on_gradient(self, param: nn.Parameter) -> None:
-        super()._on_gradient(param)
+    def took(self, param: nn.Parameter, *, sends: bool) -> None:
+        """As the base."""
         bucket, slot = self._place[param]
-        gradient = param.grad
-        if gradient is None:
+        if param.grad is None:
             return  # a hook of the user's has dropped it: sent as unused when backward has ended
-        if not self._sync:
-            bucket.take(slot, gradient)
+        if not sends:
+            if bucket.adds_up:
+                bucket.fill(slot, self.scale)
             return
-        # Checked before sealing, which would write into a buffer that is being sent.
-        if self._queue.is_sent(bucket):
-            raise second_gradient(self._name_of(param))
-        bucket.seal(slot, gradient, self._scale)
-        self._queue.note(bucket, param, in_part=self._backward_watch.brings_parts)
-        self._queue.send_complete()
+        if bucket.index < self._num_sent:
+            raise RuntimeError(
+                f"gradient of {bucket.layout.names[slot]!r}: it comes in parts, and the first part has already been "
+                "sent; with reentrant activation checkpointing, write checkpoint(..., use_reentrant=False); where "
+                "full_params() came between two forwards, call backward() for each"
+            )
+        bucket.fill(slot, self.scale)
+        self._missing[bucket].discard(param)
+        # A complete bucket waits behind one that is not: another rank may complete them the other way round.
+        while self._num_sent < len(self.buckets) and not self._missing[self.buckets[self._num_sent]]:
+            self._send_next()
 
-    def _send(self, bucket: Bucket) -> None:
-        bucket.fill(self._scale)
-        bucket.pending = self._reduce(bucket)
+    def _send_next(self) -> None:
+        bucket = self.buckets[self._num_sent]
+        self._num_sent += 1
+        # Skip only what no rank has a gradient for: what has arrived on this rank must not decide.
+        if any(map(self.is_due, bucket.params)):
+            bucket.complete(self.scale)
+            bucket.pending = self.reduce(bucket)
 
-    def _reduce(self, bucket: Bucket) -> Pending:
+    def reduce(self, bucket: Bucket) -> Pending:
         """The strategy's verb."""
         assert bucket.buffer is not None
         return self.comm.all_reduce(bucket.buffer, tag=f"gradients of bucket {bucket.index}")
 
     @override
-    def _reduce_gradients(self) -> None:
+    def reduce_rest(self) -> None:
+        """As the base."""
         # Send all before waiting for the first, so that their transfers overlap.
-        self._queue.send_rest()
+        while self._num_sent < len(self.buckets):
+            self._send_next()
         for bucket in self.buckets:
-            self._complete(bucket)
+            self.complete(bucket)
+        self._num_sent = 0  # the next backward, or a step without one, begins anew
 
-    def _complete(self, bucket: Bucket) -> None:
+    def complete(self, bucket: Bucket) -> None:
         """Wait for a bucket that is being reduced, and take its means."""
         if bucket.pending is not None:
             # Waited for, and only then dropped: the handle keeps the buffer that is being written to.
             bucket.pending.wait()
             bucket.pending = None
-            bucket.holds_means = True
-            self._take_means(bucket)
+            self.take_means(bucket)
 
-    def _take_means(self, bucket: Bucket) -> None:
-        bucket.hand_out()
+    def take_means(self, bucket: Bucket) -> None:
+        """Give every used parameter its mean, the view of its slot."""
+        assert bucket.buffer is not None
+        views = bucket.slots(bucket.buffer)
+        nobody = nobody_used({slot: views[slot] for slot in bucket.unused})
+        for slot, (param, view) in enumerate(zip(bucket.params, views, strict=True)):
+            if slot not in nobody:
+                check_replaced(param, view, bucket.layout.names[slot])
+                param.grad = view.data  # with a version of its own
 
     @override
-    def _forget_gradients(self) -> None:
-        super()._forget_gradients()
+    def drop(self) -> None:
+        """As the base."""
         for bucket in self.buckets:
-            bucket.forget()
-        # Without this, a rank that steps without another backward would take everything for sent, and skip the
-        # collectives that the others are in.
-        self._queue.reset()
+            bucket.drop()
+        self._begin()
 
     @override
-    def _complete_failed_backward(self) -> None:
-        if self._are_means:
-            # The backward was refused here before it began, so the queue still counts the one before it as sent; the
-            # other ranks send every bucket.
-            self._queue.reset()
-        super()._complete_failed_backward()
-
-    @override
-    def divisions(self) -> list[Division]:
-        """Bucket by bucket."""
-        return [Division(bucket.layout, self.comm, bucket.params[0].element_size()) for bucket in self.buckets]
-
-    @override
-    def _gradient_holdings(self) -> Iterator[Holding]:
-        yield from super()._gradient_holdings()
+    def holdings(self) -> Iterator[Holding]:
+        """As the base."""
+        yield from super().holdings()
         yield from (Holding(Role.GRADIENT, bucket.buffer) for bucket in self.buckets if bucket.buffer is not None)

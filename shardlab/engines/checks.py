@@ -213,9 +213,7 @@ def check_others_step(
     Raises:
         RuntimeError: it steps parameters of the module, too early or in the place of the engine's pieces of them.
     """
-    # Of a sharded parameter it may have the placeholder, which knows what it stands for.
-    stepped_by_it = (tensor for group in optimizer.param_groups for tensor in group["params"])
-    others = {id(getattr(tensor, "_shardlab_param", tensor)) for tensor in stepped_by_it}
+    others = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
     for name, param in params.items():
         if is_behind and (id(param) in others or id(stepped.by_name(name)) in others):
             raise RuntimeError(
@@ -301,16 +299,3 @@ def check_optimizer_fn(optimizer_fn: object) -> None:
             f"optimizer_fn: a function of the tensors to step is needed, not {class_of(optimizer_fn)}; for "
             "example lambda tensors: AdamW(tensors, lr=1e-3)"
         )
-
-
-def second_gradient(name: str) -> RuntimeError:
-    """The error for a gradient of ``name`` that arrives after this backward has already sent an earlier one.
-
-    A gradient arrives in parts if a backward runs inside the backward, or through graphs from before and after a
-    change of dtype; a part that was not recognised as one looked complete.
-    """
-    return RuntimeError(
-        f"gradient of {name!r}: it comes in parts, and the first part has already been sent; with reentrant activation "
-        "checkpointing, write checkpoint(..., use_reentrant=False); with a precision, where a graph is retained over "
-        "full_params() or a state dict, write engine.backward(loss, retain_graph=True)"
-    )

@@ -11,18 +11,19 @@ from torch import nn
 from typing_extensions import override
 
 from shardlab.comm import Pending
-from shardlab.engines.base import Engine
+from shardlab.engines.strategy import Strategy
 from shardlab.engines.unused_params import mark_used, nobody_used, write_unused
 
 
-class DDP(Engine):
+class DDP(Strategy):
     """Replicated parameters; gradients are all-reduced one by one when backward has ended."""
 
     name = "ddp"
 
     @override
-    def _reduce_gradients(self) -> None:
-        due = [(name, param) for name, param in self.params.items() if self._is_due(param)]
+    def reduce_rest(self) -> None:
+        """As the base."""
+        due = [(name, param) for name, param in self.params.items() if self.is_due(param)]
         # Noted before anything is sent: sending gives unused parameters a gradient too, of -0.
         used = {name for name, param in due if param.grad is not None}
         # All are issued before the first is waited for, in the module's order on every rank, used here or not.
@@ -35,8 +36,8 @@ class DDP(Engine):
             assert param.grad is not None
             if name in unused:
                 param.grad = None
-            elif self.comm.num_ranks > 1:
-                param.grad.div_(self.comm.num_ranks)
+            elif self.num_ranks > 1:
+                param.grad.div_(self.num_ranks)
 
     def _send(self, name: str, param: nn.Parameter) -> Pending:
         # Sent even if it was not used here: other ranks may have used it, and wait for this rank's part.
@@ -44,9 +45,8 @@ class DDP(Engine):
             param.grad = torch.empty_like(param)
             write_unused(param.grad)
         else:
-            if param.grad.requires_grad:
-                # After create_graph=True: its graph is that of this rank's own gradient, and not of the mean.
-                param.grad = param.grad.detach()
+            # After create_graph=True its graph is that of this rank's own gradient, and not of the mean.
+            param.grad = param.grad.detach()
             if 0 in param.grad.stride():
                 param.grad = param.grad.clone()  # expanded, as autograd.grad returns that of a sum
             mark_used(param.grad[(slice(0, 1),) * param.dim()])

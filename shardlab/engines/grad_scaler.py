@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab.engines.base import Engine
+from shardlab.engines.any_engine import AnyEngine
 
 
 class GradScaler:
@@ -57,7 +57,7 @@ class GradScaler:
         self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
         self.num_good_steps = 0  # in a row, since the scale has grown
         self._overflow: bool | None = None  # in the gradients that have been unscaled
-        self._engine: weakref.ref[Engine] | None = None  # whose gradients these are
+        self._engine: weakref.ref[AnyEngine] | None = None  # whose gradients these are
         self._num_backwards = 0  # of the engine, when they were unscaled
 
     def scale(self, outputs: Any) -> Any:
@@ -79,7 +79,7 @@ class GradScaler:
         if new_scale is not None and self.enabled:
             self.current_scale = float(new_scale)
 
-    def unscale_(self, engine: Engine) -> bool:
+    def unscale_(self, engine: AnyEngine) -> bool:
         """Divide the gradients by the scale, and find out over all ranks whether any is inf or nan.
 
         Call it after the last backward of a step. Another optimizer over the engine's tensors steps only if all are
@@ -114,7 +114,7 @@ class GradScaler:
         self._overflow, self._num_backwards = bool(flag.item()), engine.num_backwards
         return not self._overflow
 
-    def step(self, engine: Engine) -> bool:
+    def step(self, engine: AnyEngine) -> bool:
         """Step the engine unless a gradient overflowed; return whether it stepped, the same on every rank.
 
         Raises:
@@ -137,11 +137,11 @@ class GradScaler:
             self.current_scale, self.num_good_steps = self.current_scale * self.growth_factor, 0
         return True
 
-    def _is_unscaled(self, engine: Engine) -> bool:
+    def _is_unscaled(self, engine: AnyEngine) -> bool:
         # What was unscaled before another backward has been cleared, by a loop that skipped the step itself.
         return self._overflow is not None and engine.num_backwards == self._num_backwards
 
-    def _check(self, engine: Engine) -> None:
+    def _check(self, engine: AnyEngine) -> None:
         known = None if self._engine is None else self._engine()
         if known is not None and known is not engine and not known._is_closed:
             raise ValueError(

@@ -6,6 +6,7 @@ the hooks, its forward would gather the original's parameters.
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -83,6 +84,17 @@ def unrefused(function: Callable[P, R]) -> Callable[P, R]:
 def gradient_node(param: nn.Parameter) -> Any:
     """Autograd's node that accumulates the gradients of a parameter; torch views it to find out."""
     return get_gradient_edge(param).node
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that calls a method while its object lives; torch keeps hooks where no garbage collector looks."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(*args: Any) -> None:
+        if (known := reference()) is not None:
+            known(*args)
+
+    return hook
 
 
 class ModuleHook:

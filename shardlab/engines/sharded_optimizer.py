@@ -7,7 +7,8 @@ Parameters and gradients stay whole on every rank. Each rank steps its pieces an
 all-gather puts the parameters together. Per rank for P fp32 parameters and Adam: 4P / 4P / 8P/N.
 """
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -17,14 +18,14 @@ from typing_extensions import override
 
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.agreement import all_or_none
-from shardlab.engines.buckets import build_buckets
 from shardlab.engines.checks import check_separate
-from shardlab.engines.claims import PIECES
-from shardlab.engines.flat_parameters import FlatParameters
-from shardlab.engines.holdings import Division, owned_in, owners_in
-from shardlab.engines.optimizer_fit import Cut, fitting_optimizer, parse_partition
-from shardlab.engines.optimizer_trial import Stepped
+from shardlab.engines.guards.claims import PIECES
+from shardlab.engines.guards.optimizers import Cut, fitting_optimizer
+from shardlab.engines.guards.snapshot import Snapshot
+from shardlab.engines.holdings import owned_in, owners_in
 from shardlab.engines.step_tensors import StepTensors, guard_groups, is_clipping
+from shardlab.engines.strategy import Given
+from shardlab.engines.zero1 import ZeRO1
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.vocabulary import Partition
 
@@ -60,23 +61,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **defaults: Any,
     ) -> None:
         super().__init__(params, dict(defaults))
-        self.partition = parse_partition(partition)
         self.num_steps = 0
         self._named = _names(self.param_groups)
         check_separate(self._named, {})
-        buckets = build_buckets(self._named, comm.num_ranks, bucket_bytes, self.partition, comm.rank)
         # Only after the base has taken its groups: from here on ``add_param_group()`` refuses.
-        self.flat_params = FlatParameters(self._named, buckets, comm)
+        self._zero = ZeRO1(bucket_bytes=bucket_bytes, partition=partition)
         device = next(iter(self._named.values())).device
+        given = Given(nn.Module(), self._named, (comm,), device, _may_have_gradient, lambda: True, lambda _: None)
+        laid_out = self._zero.lay_out(given)
+        self._comm, self._divisions, self._tensors = comm, laid_out.divisions, StepTensors(laid_out.stepped)
 
         def make(tensors: StepTensors) -> torch.optim.Optimizer:
             return optimizer_cls(self._groups_of(tensors), **defaults)
 
+        cut = Cut(self._zero.partition, is_spread=comm.num_ranks > 1, is_sliced=False)
         shapes = {name: tuple(param.shape) for name, param in self._named.items()}
-        stepped, cut = Stepped(self.flat_params.tensors, shapes, device), Cut(self.partition, comm.num_ranks)
-        self.inner = all_or_none((comm,), device, lambda: fitting_optimizer(make, stepped, cut))
-        guard_groups(self.inner, _Pieces(dict(self.flat_params.tensors.items())))
+        self.inner = all_or_none(
+            (comm,), device, lambda: fitting_optimizer(make, self._tensors, self._named, shapes, cut)
+        )
+        guard_groups(self.inner, _Pieces(laid_out.stepped))
         self._share()
+        self._stepped, self._given = Snapshot(laid_out.stepped), Snapshot(self._named)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -115,28 +120,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
             closure: reevaluates the model and returns the loss, as for any torch optimizer; called once.
 
         Raises:
-            RuntimeError: the pieces in ``param_groups`` were written to.
+            RuntimeError: the pieces in ``param_groups`` were written to, or a parameter's data was replaced.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.flat_params.are_written:
-            raise RuntimeError(
-                "optimizer.param_groups: this rank's pieces were written to, and other ranks have not seen it; write "
-                "into the parameters of the module, the same on all ranks"
-            )
+        self._refuse_writes()
         self._take_gradients()
-        self.flat_params.take_replaced()  # what module.to() or ``.data =`` has put there is stepped too
         try:
-            self.inner.step()
+            # Every rank joins the gather, also one that stepped nothing or whose step raised: else the ranks would go
+            # on with different models. Without grad mode, since it writes into parameters.
+            with torch.no_grad(), self._gathering():
+                self.inner.step()
         finally:
-            self.flat_params.take_assigned()
             self._drop_gradients()
-            # Without grad mode, since it writes into parameters. Every rank joins, also one that stepped nothing or
-            # whose step raised: else the ranks would go on with different models.
-            with torch.no_grad():
-                self.flat_params.gather(lambda param: param.requires_grad or param.grad is not None)
+            self._stepped.remember("version")
         self.num_steps += 1
         return loss
 
@@ -156,7 +155,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: called later.
         """
-        if hasattr(self, "flat_params"):
+        if hasattr(self, "_zero"):
             raise RuntimeError(
                 "param_group: the layout over ranks is fixed; build a new ShardedOptimizer with all groups"
             )
@@ -164,26 +163,41 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def owners(self) -> dict[str, tuple[int, ...]]:
         """The ranks that step a piece of each parameter, in the order the parameters were given."""
-        return owners_in(self._divisions(), self._named, self.flat_params.comm.num_ranks)
+        return owners_in(self._divisions, self._named, self._comm.num_ranks)
 
     def owned(self) -> dict[str, tuple[int, int]]:
         """The elements (start, stop) that this rank steps of each flattened parameter it steps anything of."""
-        return owned_in(self._divisions(), self._named)
+        return owned_in(self._divisions, self._named)
 
-    def _divisions(self) -> list[Division]:
-        buckets, comm = self.flat_params.buckets, self.flat_params.comm
-        return [Division(bucket.layout, comm, bucket.params[0].element_size()) for bucket in buckets]
+    @contextlib.contextmanager
+    def _gathering(self) -> Iterator[None]:
+        step = self._zero.stepping()
+        step.__enter__()
+        try:
+            yield
+        finally:
+            step.__exit__(None, None, None)
+
+    def _refuse_writes(self) -> None:
+        if self._stepped.changed("version"):
+            raise RuntimeError(
+                "optimizer.param_groups: this rank's pieces were written to, and other ranks have not seen it; "
+                "write into the parameters of the module, the same on all ranks"
+            )
+        if moved := self._given.changed("place"):
+            raise RuntimeError(
+                f"parameter {moved[0]!r}: its data was replaced by .data =, by module.to() or the like, and the "
+                "optimizer steps what was there; write into it in place, or build the optimizer afterwards"
+            )
 
     def _take_gradients(self) -> None:
-        for name in self.flat_params.pieces:
-            gradient = self._named[name].grad
-            self.flat_params.tensors.by_name(name).grad = (
-                None if gradient is None else self.flat_params.slice_of(name, gradient)
-            )
+        for name, (start, stop) in self.owned().items():
+            gradient, piece = self._named[name].grad, self._tensors.by_name(name)
+            piece.grad = None if gradient is None else gradient.reshape(-1)[start:stop].view(piece.shape)
 
     def _drop_gradients(self) -> None:
         # Or these views would keep the full gradients in memory after the caller's zero_grad().
-        for tensor in self.flat_params.tensors:
+        for tensor in self._tensors:
             tensor.grad = None
 
     def _groups_of(self, tensors: StepTensors) -> list[dict[str, Any]]:
@@ -211,6 +225,10 @@ class _Pieces(StepTensors):
                 "optimizer.param_groups: these are this rank's pieces, which have gradients only inside step(); clip "
                 "the gradients of the parameters: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
             )
+
+
+def _may_have_gradient(param: nn.Parameter) -> bool:
+    return param.requires_grad or param.grad is not None
 
 
 def _names(groups: list[dict[str, Any]]) -> dict[str, nn.Parameter]:

@@ -5,11 +5,10 @@ Nothing is sharded, nothing is sent. Bytes for P fp32 parameters with Adam: 4P p
 
 from typing_extensions import override
 
-from shardlab.engines.base import Engine
-from shardlab.engines.step_tensors import StepTensors
+from shardlab.engines.strategy import Given, LaidOut, Strategy
 
 
-class Single(Engine):
+class Single(Strategy):
     """Plain training in this process.
 
     Raises:
@@ -19,10 +18,12 @@ class Single(Engine):
     name = "single"
 
     @override
-    def _prepare(self) -> StepTensors:
-        if self.comm.num_ranks > 1:
+    def lay_out(self, given: Given) -> LaidOut:
+        """As the base."""
+        laid_out = super().lay_out(given)
+        if self.num_ranks > 1:
             raise ValueError(
-                f"mesh: 'single' trains in one process, but the data axis has {self.comm.num_ranks} ranks; "
+                f"mesh: 'single' trains in one process, but the data axis has {self.num_ranks} ranks; "
                 "use Mesh.alone(), or another strategy"
             )
-        return super()._prepare()
+        return laid_out

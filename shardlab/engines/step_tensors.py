@@ -14,7 +14,6 @@ indices.
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -116,28 +115,6 @@ class StepTensors(Sequence[Tensor]):
         finally:
             self._choice = None
 
-    def check_pieces(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
-        """Refuse what is written to pieces, or to the optimizer, as if they were the parameters, and has no effect.
-
-        Args:
-            optimizer: steps these.
-            params: of the module, by name.
-
-        Raises:
-            RuntimeError: a piece was frozen or thawed, or the optimizer has a state for a parameter.
-        """
-        for (name, tensor), trains in zip(self._tensors.items(), self._trains, strict=True):
-            if tensor.requires_grad is not trains:
-                raise RuntimeError(
-                    f"engine.step_tensors(): the piece of {name!r} was frozen or thawed, which has no effect; "
-                    f"write model.get_parameter({name!r}).requires_grad_({tensor.requires_grad}), on all ranks"
-                )
-            if tensor is not params[name] and params[name] in optimizer.state:
-                raise RuntimeError(
-                    f"engine.optimizer.state: it has an entry for the module's {name!r}, of which the optimizer steps "
-                    f"a piece; write engine.optimizer.state[engine.step_tensors().by_name({name!r})]"
-                )
-
     @property
     def names(self) -> list[str]:
         """Parameter names, in the module's order."""
@@ -212,72 +189,8 @@ class GroupTensors(list[Tensor]):
         return list, (list(self),)
 
 
-class EmptyPieces:
-    """Tells whether other data was put in the place of pieces without elements, which have no address to tell it by.
-
-    A rank that holds nothing of a parameter learns only by this what the others see at their pieces of it.
-
-    Args:
-        tensors: the pieces by name; those with elements are left out.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        # The storages are kept, so that no new one can be where an old one was.
-        self._known = {
-            name: (tensor, tensor.untyped_storage()) for name, tensor in tensors.items() if not tensor.numel()
-        }
-
-    @property
-    def are_assigned(self) -> bool:
-        """Whether that has happened since this was made."""
-        return any(map(self.is_assigned, self._known))
-
-    def is_assigned(self, name: str) -> bool:
-        """Whether it has happened to one of them; False for a piece with elements."""
-        tensor, known = self._known.get(name, (None, None))
-        return tensor is not None and known is not None and tensor.untyped_storage()._cdata != known._cdata
-
-
 OptimizerFn = Callable[[StepTensors], torch.optim.Optimizer]
 """Builds the optimizer from the tensors it is to step."""
-
-
-_patching = threading.RLock()
-
-
-class TrialEnds(BaseException):
-    """Ends a trial; no user's ``except Exception`` takes it for an error."""
-
-
-@contextlib.contextmanager
-def noting_groups(tensors: StepTensors, found: list[Group], at_most: int | None = None) -> Iterator[None]:
-    """Inside, every group of ``tensors`` that an optimizer is given is appended to ``found``.
-
-    Args:
-        tensors: of which.
-        found: gets them.
-        at_most: so many end the trial, by an error.
-    """
-    names, thread = _names(tensors), threading.get_ident()
-
-    def noting(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
-        add(self, param_group)
-        group = _group(self.param_groups[-1], names)
-        is_ours = not group.names or any(group.names)
-        # Others may make optimizers meanwhile, of other tensors.
-        if threading.get_ident() == thread and is_ours and len(found) != at_most:
-            found.append(group)
-            if len(found) == at_most:
-                raise TrialEnds
-
-    with _patching:
-        add = torch.optim.Optimizer.add_param_group
-        # There is no hook on it.
-        torch.optim.Optimizer.add_param_group = noting  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            torch.optim.Optimizer.add_param_group = add  # type: ignore[method-assign]
 
 
 def groups_of(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> list[Group]:

@@ -1,41 +1,38 @@
-"""ZeRO-1: the optimizer state is sharded; parameters and gradients are whole on every rank.
+"""ZeRO-1: each rank steps 1/N of every bucket, and holds optimizer state for that part alone.
 
-What differs from ``bucketed``: the verb. A bucket is reduce-scattered instead of all-reduced, so each rank receives the
-mean of its own chunk only. It steps that chunk, keeps optimizer state for it alone, and all-gathers the parameters
-after the step (``flat_parameters.py``). An all-reduce is a reduce-scatter and an all-gather, so the wire carries the
-same 2P(N-1)/N elements.
-
-Per rank for P fp32 parameters with Adam: 4P parameters, 4P gradients, 8P/N state; P includes what pads each bucket to
-a multiple of N. The chunk is reduced inside the bucket, where it is a slice; the rest of the bucket then holds this
-rank's own, stale gradients. So the means are the ``.grad`` of ``step_tensors()``, and ``param.grad`` after backward is
-a placeholder that refuses to be used (``stepped_in_pieces.py``). With a 16-bit ``precision`` parameters are 2P, with
-4P/N master weights, and the gather has fewer bytes; ``precision.py`` has the table.
-Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
+What differs from ``bucketed``: parameters lie in flat buffers of the same layout, a bucket is reduce-scattered instead
+of all-reduced, the optimizer steps this rank's pieces of it, and after the step the buffers are all-gathered, in place
+and without a copy. Per rank for P fp32 parameters with Adam: 4P parameters, 4P gradients, 8P/N state; P includes what
+pads each bucket to a multiple of N. On the wire 2P(N-1)/N elements a step, as in an all-reduce, of which they are the
+two halves. With a ``precision`` the buffers are rounded, and a rank steps its chunk of each unrounded: its master
+weights. Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
 """
 
-from torch import Tensor, nn
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
 from typing_extensions import override
 
-from shardlab.comm import BaseMesh
-from shardlab.comm.events import Pending
+from shardlab.comm.events import Pending, wait_all
+from shardlab.engines.bucket import Bucket
 from shardlab.engines.bucketed import Bucketed
-from shardlab.engines.buckets import Bucket, build_buckets
-from shardlab.engines.optimizer_fit import parse_partition
+from shardlab.engines.holdings import Holding
+from shardlab.engines.hooks import in_plain_mode, unrefused
 from shardlab.engines.precision import Precision, parse_precision
-from shardlab.engines.step_tensors import OptimizerFn
-from shardlab.engines.stepped_in_pieces import SteppedInPieces
+from shardlab.engines.strategy import Given, LaidOut, check_replaced
 from shardlab.engines.unused_params import nobody_used
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
-from shardlab.vocabulary import Partition
+from shardlab.partition.chunks import parse_partition
+from shardlab.vocabulary import Partition, Role
 
 
-class ZeRO1(SteppedInPieces, Bucketed):
-    """Replicated parameters and gradients, sharded optimizer state.
+class ZeRO1(Bucketed):
+    """Replicated parameters; each rank steps its pieces of them.
 
     Args:
-        model: see ``Engine``.
-        optimizer_fn: see ``Engine``.
-        mesh: see ``Engine``.
         bucket_bytes: capacity of a bucket in bytes.
         partition: 'elements', or whole parameters by 'round_robin', 'contiguous', 'balanced'.
         precision: 'full', 'bf16', 'fp16' or a ``Precision``. The optimizer steps master weights; gradients add up in
@@ -43,62 +40,235 @@ class ZeRO1(SteppedInPieces, Bucketed):
     """
 
     name = "zero1"
+    steps_pieces = True
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer_fn: OptimizerFn,
-        mesh: BaseMesh | None = None,
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         partition: Partition | str = Partition.ELEMENTS,
         precision: Precision | str = "full",
     ) -> None:
+        super().__init__(bucket_bytes=bucket_bytes)
         self.partition, self.precision = parse_partition(partition), parse_precision(precision)
-        super().__init__(model, optimizer_fn, mesh, bucket_bytes=bucket_bytes)
 
     @override
-    def _build_buckets(self) -> list[Bucket]:
-        comm = self.comm
-        return build_buckets(self.params, comm.num_ranks, self.bucket_bytes, self.partition, comm.rank)
+    def lay_out(self, given: Given) -> LaidOut:
+        """As the base; the parameters become views of flat buffers."""
+        self.num_chunks = given.comms[-1].num_ranks
+        laid_out = super().lay_out(given)
+        self.flat: list[Tensor] = []  # by bucket, all parameters, [padded_numel]
+        self.masters: list[Tensor | None] = []  # by bucket, this rank's chunk unrounded; None where nothing is rounded
+        self._pieces: dict[str, Tensor] = {}
+        self._num_open = 0  # full_params() blocks
+        self._whole: list[Tensor | None] = [None] * len(self.buckets)  # by bucket, all master weights, while shown
+        for bucket in self.buckets:
+            self._flatten(bucket)
+        self.keeps_pieces = any(master is not None for master in self.masters)
+        return LaidOut({name: self._pieces[name] for name in self.params}, laid_out.divisions)
+
+    def _flatten(self, bucket: Bucket) -> None:
+        stored = bucket.flat(bucket.params[0].dtype)
+        for view, param in zip(bucket.slots(stored), bucket.params, strict=True):
+            view.copy_(param.detach())
+        dtype = self.precision.compute_dtype_of(stored)
+        is_rounded = dtype != stored.dtype
+        self.masters.append(stored[bucket.chunk].clone() if is_rounded else None)
+        self.flat.append(stored.to(dtype) if is_rounded else stored)
+        self._show(bucket, self.flat[-1])
+        for name, param in zip(bucket.layout.names, bucket.params, strict=True):
+            # By ``.data``, so that a piece has a version of its own.
+            self._pieces[name] = self._piece(bucket, name).data.requires_grad_(param.requires_grad)
+
+    def _piece(self, bucket: Bucket, name: str) -> Tensor:
+        """What this rank steps of a parameter: a view of the buffer, so that a step needs no copy, or of the master."""
+        master = self.masters[bucket.index]
+        chunk, first = (self.flat[bucket.index], 0) if master is None else (master, bucket.chunk.start)
+        if name not in bucket.own:
+            # With the parameter's number of dims (at least one), since some optimizers accept only matrices.
+            return chunk.new_empty((0, *self.params[name].shape[1:]))
+        piece = bucket.own[name]
+        part = chunk[piece.flat_start - first : piece.flat_stop - first]
+        return part.view(self.params[name].shape) if piece.whole else part
+
+    @staticmethod
+    def _show(bucket: Bucket, flat: Tensor) -> None:
+        # By ``.data``: the same parameter objects stay in the module, with their hooks and versions.
+        for view, param in zip(bucket.slots(flat), bucket.params, strict=True):
+            param.data = view
 
     @override
-    def _reduce(self, bucket: Bucket) -> Pending:
+    def reduce(self, bucket: Bucket) -> Pending:
+        """As the base."""
         assert bucket.buffer is not None
-        bucket.chunk = self._new_chunk(bucket.buffer[bucket.own_chunk])
+        bucket.means = self.new_chunk(bucket.buffer[bucket.chunk])
         tag = f"gradients of bucket {bucket.index}"
-        return self.comm.reduce_scatter(bucket.buffer, bucket.chunk, bounds=bucket.layout.bounds, tag=tag)
+        return self.comm.reduce_scatter(bucket.buffer, bucket.means, bounds=bucket.layout.bounds, tag=tag)
 
-    def _new_chunk(self, place: Tensor) -> Tensor:
+    def new_chunk(self, place: Tensor) -> Tensor:
         """Where this rank's chunk of the reduced gradients goes, [chunk]: to its ``place`` in the buffer."""
         return place
 
     @override
-    def _take_means(self, bucket: Bucket) -> None:
-        assert bucket.chunk is not None
-        unused_here = {bucket.names[slot] for slot in bucket.unused}
+    def take_means(self, bucket: Bucket) -> None:
+        """Make the means, or parts of them, the ``.grad`` of the pieces."""
+        assert bucket.means is not None
+        unused_here = {bucket.layout.names[slot] for slot in bucket.unused}
         # With a precision these are sums, read before they become means: dividing a tiny one may give -0.
-        unused = nobody_used({
-            name: bucket.chunk[place] for name, place in bucket.places_in_chunk.items() if name in unused_here
-        })  # fmt: skip
+        nobody = nobody_used(_parts(bucket, bucket.means, unused_here))
         if self.precision.reduce_dtype is not None:
-            # The dtype that the optimizer steps; from here on this is what the rank holds of the gradients.
-            bucket.chunk = bucket.chunk.to(bucket.pieces[bucket.names[0]].dtype).div_(self.comm.num_ranks)
-        for name, place in bucket.places_in_chunk.items():
-            piece = bucket.pieces[name]
-            gradient = bucket.chunk[place].view(piece.shape)
-            if piece.grad is not None:  # means of an earlier backward
-                gradient.add_(piece.grad)
-            elif name in unused:
-                continue
-            # In full precision a view of the bucket, whose buffer stays for it; the other chunks are stale.
-            piece.grad = gradient
+            master = self._pieces[bucket.layout.names[0]].dtype
+            bucket.means = bucket.means.to(master).div_(self.num_ranks)
+        for name, part in _parts(bucket, bucket.means, bucket.own).items():
+            piece = self._pieces[name]
+            earlier = piece.grad
+            if earlier is not None or name not in nobody:
+                mean = part.view(piece.shape)
+                piece.grad = mean if earlier is None else mean.add_(earlier)
+
+    @contextlib.contextmanager
+    @override
+    def backward(self, *, sends: bool) -> Iterator[None]:
+        """As the base."""
+        for bucket in self.buckets:
+            # Means of an earlier backward, to which this one adds, may lie in the buffer that it fills.
+            if bucket.buffer is not None and not bucket.filled:
+                for name in bucket.own:
+                    gradient = self._pieces[name].grad
+                    if gradient is not None and _share(gradient, bucket.buffer):
+                        self._pieces[name].grad = gradient.clone()
+                bucket.means = None
+        with super().backward(sends=sends):
+            yield
+
+    @contextlib.contextmanager
+    @override
+    def stepping(self, *, loads: bool = False) -> Iterator[None]:
+        """As the base; at the end the pieces of all ranks are gathered."""
+        try:
+            yield
+        finally:  # an optimizer that raised may have stepped first, and those of other ranks have
+            # By what is due, which all ranks know: one that stepped nothing of a bucket must join its gather too.
+            self._gather([bucket for bucket in self.buckets if loads or any(map(self.is_due, bucket.params))])
+
+    @unrefused
+    def _gather(self, buckets: list[Bucket]) -> None:
+        # All are issued, in the order of the buckets on every rank, before the first is waited for.
+        pending: list[Pending] = []
+        for bucket in buckets:
+            flat, tag = self.flat[bucket.index], f"parameters of bucket {bucket.index}"
+            chunk = self.masters[bucket.index]
+            pending.append(self.comm.all_gather(flat, chunk, bounds=bucket.layout.bounds, tag=tag))
+        wait_all(pending)
+        # The parameters were written through the buffers, unseen by autograd: with a new version it refuses a backward
+        # that saved the old values, and without one it would compute with the new ones.
+        for bucket in buckets:
+            increment_version(bucket.params)
+
+    @contextlib.contextmanager
+    @override
+    def full(self, *, keep_changes: bool) -> Iterator[None]:
+        """As the base; where parameters are rounded, the master weights of all ranks are shown in their place."""
+        shown = [
+            bucket
+            for bucket in self.buckets
+            if self.masters[bucket.index] is not None and self._whole[bucket.index] is None
+        ]
+        self._num_open += 1
+        try:
+            for bucket in shown:
+                self._show_masters(bucket)
+            yield
+            if keep_changes:
+                self._keep()
+        finally:
+            self._num_open -= 1
+            for bucket in shown:
+                self._whole[bucket.index] = None
+            if not self._num_open:  # by then another block may not keep what was put there by ``.data =``
+                for bucket in self.buckets:
+                    self._show(bucket, self.flat[bucket.index])
+
+    @in_plain_mode
+    def _keep(self) -> None:
+        """Take over what was written, or put there by ``.data =``; every rank wrote the same, so nothing is sent."""
+        shown = [flat if whole is None else whole for flat, whole in zip(self.flat, self._whole, strict=True)]
+        for bucket, flat in zip(self.buckets, shown, strict=True):  # of all, before anything is kept
+            for name, param, view in zip(bucket.layout.names, bucket.params, bucket.slots(flat), strict=True):
+                check_replaced(param, view, name)
+        for bucket, flat in zip(self.buckets, shown, strict=True):
+            if any(map(_is_elsewhere, bucket.params, bucket.slots(flat))):
+                # Into other memory: what the user has taken out may be where the values were.
+                flat = bucket.flat(flat.dtype)
+                for view, param in zip(bucket.slots(flat), bucket.params, strict=True):
+                    view.copy_(param.detach())
+            self._store(bucket, flat)
+
+    def _store(self, bucket: Bucket, flat: Tensor) -> None:
+        master = self.masters[bucket.index]
+        if master is not None:
+            master.copy_(flat[bucket.chunk])
+            self.flat[bucket.index].copy_(flat)
+        elif flat is not self.flat[bucket.index]:
+            self.flat[bucket.index] = flat
+            for name in bucket.layout.names:
+                self._pieces[name].data = self._piece(bucket, name).data
+
+    @in_plain_mode
+    def _show_masters(self, bucket: Bucket) -> None:
+        master = self.masters[bucket.index]
+        assert master is not None
+        whole = torch.empty(bucket.layout.padded_numel, dtype=master.dtype, device=master.device)
+        tag = f"master weights of bucket {bucket.index}"
+        self.comm.all_gather(whole, master, bounds=bucket.layout.bounds, tag=tag).wait()
+        self._whole[bucket.index] = whole
+        self._show(bucket, whole)
 
     @override
-    def after_optimizer_step(self) -> None:
-        """Put together what all ranks have stepped."""
-        self._take_assigned()
-        # Decided by what is due, which all ranks know: one that stepped nothing of a bucket must join its gather too.
-        # What another optimizer has stepped may be in any bucket.
-        self.flat_params.gather_step((lambda _: True) if self._ungathered_by else self._is_due)
-        self._ungathered_by = ""
+    def drop(self) -> None:
+        """As the base."""
+        super().drop()
+        for bucket in self.buckets:
+            bucket.means = None
+
+    @override
+    def holdings(self) -> Iterator[Holding]:
+        """As the base."""
+        yield from (Holding(Role.GATHERED_PARAMETER, whole) for whole in self._whole if whole is not None)
+        yield from (Holding(Role.PARAMETER, flat) for flat in self.flat)
+        for name, param in self.params.items():
+            yield Holding(Role.PARAMETER, param, name, (0, param.numel()))
+        for bucket, master in zip(self.buckets, self.masters, strict=True):
+            if master is not None:
+                yield Holding(Role.MASTER_WEIGHT, master)
+                for name, piece in bucket.own.items():
+                    span = (piece.param_start, piece.param_stop)
+                    yield Holding(Role.MASTER_WEIGHT, self._pieces[name], name, span)
+        for bucket in self.buckets:
+            yield from self.gradients_of(bucket)
+        others = (tensor.grad for tensor in (*self.params.values(), *self._pieces.values()))
+        yield from (Holding(Role.GRADIENT, gradient) for gradient in others if gradient is not None)
+
+    def gradients_of(self, bucket: Bucket) -> Iterator[Holding]:
+        """What this rank holds of the gradients of a bucket: the buffer, whole."""
+        if bucket.buffer is not None:
+            yield Holding(Role.GRADIENT, bucket.buffer)
+            for name, view in zip(bucket.layout.names, bucket.slots(bucket.buffer), strict=True):
+                yield Holding(Role.GRADIENT, view, name, (0, view.numel()))
+        if bucket.means is not None:
+            yield Holding(Role.GRADIENT, bucket.means)
+
+
+def _is_elsewhere(param: Tensor, view: Tensor) -> bool:
+    return param.data_ptr() != view.data_ptr() or param.stride() != view.stride()
+
+
+def _parts(bucket: Bucket, chunk: Tensor, names: Mapping[str, object] | set[str]) -> dict[str, Tensor]:
+    """The parts of a chunk by parameter, flat."""
+    first = bucket.chunk.start
+    own = bucket.own.items()
+    return {name: chunk[one.flat_start - first : one.flat_stop - first] for name, one in own if name in names}
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from shardlab.engines.buckets import Bucket
+from shardlab.comm.events import Pending
+from shardlab.engines.bucket import Bucket
 from shardlab.engines.holdings import Holding
 from shardlab.engines.zero1 import ZeRO1
 from shardlab.vocabulary import Role
@@ -32,33 +33,38 @@ class ZeRO2(ZeRO1):
     name = "zero2"
 
     @override
-    def _send(self, bucket: Bucket) -> None:
+    def reduce(self, bucket: Bucket) -> Pending:
+        """As the base."""
         # A bound that does not depend on timing: behind a slow link all of the gradients would pile up.
         for earlier in self.buckets[: max(0, bucket.index - BUCKETS_IN_FLIGHT + 1)]:
-            self._complete(earlier)
-        super()._send(bucket)
+            self.complete(earlier)
+        return super().reduce(bucket)
 
     @override
-    def _new_chunk(self, place: Tensor) -> Tensor:
-        # A new one each time: the pieces' ``.grad`` is the chunk of an earlier backward, until that is added.
+    def new_chunk(self, place: Tensor) -> Tensor:
+        """A tensor of its own."""
         return torch.empty_like(place)
 
     @override
-    def _take_means(self, bucket: Bucket) -> None:
-        super()._take_means(bucket)
-        # The means are in the chunk: nothing refers to the buffer any more.
-        bucket.free()
+    def take_means(self, bucket: Bucket) -> None:
+        """As the base."""
+        super().take_means(bucket)
+        bucket.buffer = None  # the means are in the chunk: nothing refers to the buffer any more
 
     @override
-    def _forget_gradients(self) -> None:
-        super()._forget_gradients()
+    def drop(self) -> None:
+        """As the base."""
+        super().drop()
         for bucket in self.buckets:
-            # A buffer that is still here has what no_sync() accumulated and no backward has sent.
-            bucket.free()
+            bucket.buffer = None  # what no_sync() has accumulated and no backward has sent
 
     @override
-    def _gradients_of(self, bucket: Bucket) -> Iterator[Holding]:
-        if bucket.chunk is not None:
-            yield Holding(Role.GRADIENT, bucket.chunk)
-            for name, place in bucket.places_in_chunk.items():
-                yield Holding(Role.GRADIENT, bucket.chunk[place], name, self.owned()[name])
+    def gradients_of(self, bucket: Bucket) -> Iterator[Holding]:
+        """As the base."""
+        if bucket.buffer is not None:
+            yield Holding(Role.GRADIENT, bucket.buffer)
+        if bucket.means is not None:
+            yield Holding(Role.GRADIENT, bucket.means)
+        for name, piece in bucket.own.items():
+            if (gradient := self._pieces[name].grad) is not None:
+                yield Holding(Role.GRADIENT, gradient, name, (piece.param_start, piece.param_stop))

@@ -18,7 +18,7 @@ and the wanted result. The learner's function gets the communicator and the inpu
 ``Case(traffic=...)`` limits messages and bytes, ``Case(axes=...)`` makes a mesh of several axes, ``hints=`` are given
 one by one, ``attempt=`` says what a rank does with the function; it may return ``Measured``, so that what was held and
 a ``VirtualClock`` are scored too. ``shardlab exercises --grade FOLDER --with FILE`` marks a class by the exercises of a
-file as well. At the ladder's end ``shardlab.exercises.assembled`` trains with engines made of the learner's functions.
+file as well.
 """
 
 from shardlab.exercises.exercise import (
@@ -27,33 +27,16 @@ from shardlab.exercises.exercise import (
     Measured,
     Message,
     Traffic,
+    VirtualClock,
     call,
     call_in_place,
     call_without_ranks,
 )
-from shardlab.exercises.in_a_cell import check, find, hint, task
+from shardlab.exercises.in_a_cell import Prediction, check, find, hint, predict, task
 from shardlab.exercises.judge import Report, Verdict
 from shardlab.exercises.ladder import LADDER
-from shardlab.exercises.prediction import Prediction, predict
-from shardlab.exercises.virtual_clock import VirtualClock
 
 __all__ = [
-    "LADDER",
-    "Case",
-    "Exercise",
-    "Measured",
-    "Message",
-    "Prediction",
-    "Report",
-    "Traffic",
-    "Verdict",
-    "VirtualClock",
-    "call",
-    "call_in_place",
-    "call_without_ranks",
-    "check",
-    "find",
-    "hint",
-    "predict",
-    "task",
-]
+    "LADDER", "Case", "Exercise", "Measured", "Message", "Prediction", "Report", "Traffic", "Verdict", "VirtualClock",
+    "call", "call_in_place", "call_without_ranks", "check", "find", "hint", "predict", "task",
+]  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 from shardlab.comm import BaseMesh, Communicator
 from shardlab.exercises.values import numbers_in
+from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
 Function = Callable[..., Any]
@@ -32,6 +33,11 @@ class Message:
     line: str = ""
     axis: str = ""
     is_waited_for: bool = True
+
+    @classmethod
+    def around_a_ring(cls, op: Collective, num_bytes: int, num_ranks: int, axis: str = "") -> "Message":
+        """With what the ring formulas of ``partition.ring_cost`` say that each rank sends."""
+        return cls(str(op), num_bytes, ring_wire_bytes(op, num_bytes, num_ranks), axis=axis)
 
     @property
     def is_sent(self) -> bool:
@@ -83,14 +89,45 @@ class Measured:
     time_us: float = 0
 
 
+class VirtualClock:
+    """One rank that computes, and a link that carries one message at a time, in time that is the same on every machine.
+
+    A message starts when it is sent and the one before it has ended; it takes latency_us + bytes / bytes_per_us.
+
+    Args:
+        latency_us: of each message.
+        bytes_per_us: of the link; 125 is 1 Gbit/s.
+
+    Attributes:
+        now_us: where the rank has come to.
+        exposed_us: how long it has waited for messages.
+    """
+
+    def __init__(self, latency_us: float, bytes_per_us: float) -> None:
+        self._latency_us, self._bytes_per_us = latency_us, bytes_per_us
+        self.now_us = self.exposed_us = self._link_free_us = 0.0
+
+    def compute(self, time_us: float) -> None:
+        """The rank is busy for so long; messages that are under way go on."""
+        self.now_us += time_us
+
+    def send(self, num_bytes: float) -> float:
+        """Start a message; the time at which it ends."""
+        start_us = max(self.now_us, self._link_free_us)
+        self._link_free_us = start_us + self._latency_us + num_bytes / self._bytes_per_us
+        return self._link_free_us
+
+    def wait(self, end_us: float) -> None:
+        """Go on at ``end_us``, or at once if that is over."""
+        self.exposed_us += max(0.0, end_us - self.now_us)
+        self.now_us = max(self.now_us, end_us)
+
+
 @dataclass(frozen=True)
-class Done:
+class Done(Measured):
     """What one rank came to."""
 
-    result: object
-    messages: tuple[Message, ...]
-    peak_bytes: float = 0
-    time_us: float = 0
+    messages: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,16 +154,12 @@ class Case:
     axes: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check that every rank has inputs and a wanted result, and a place on the mesh."""
-        if not self.inputs or len(self.inputs) != len(self.wanted):
+        """Check that every rank of the mesh has inputs and a wanted result."""
+        num_ranks = prod(self.axes.values()) if self.axes else max(1, len(self.inputs))
+        if not num_ranks == len(self.inputs) == len(self.wanted):
             raise ValueError(
-                f"wanted: {len(self.wanted)} results for {len(self.inputs)} ranks in case {self.words!r}; "
-                "give one for each rank, and at least one rank"
-            )
-        if self.axes and prod(self.axes.values()) != len(self.inputs):
-            raise ValueError(
-                f"axes: {dict(self.axes)} hold {prod(self.axes.values())} ranks, and case {self.words!r} has inputs "
-                f"for {len(self.inputs)}; give inputs for every rank of the mesh"
+                f"case {self.words!r}: {len(self.inputs)} inputs and {len(self.wanted)} wanted results for {num_ranks} "
+                "ranks; give one of each for every rank"
             )
 
 
@@ -163,7 +196,6 @@ class Exercise:
         drawn_words: what stands in each column of it.
         result_words: what is compared, in the verdict.
         shown_inputs: a rank's inputs in words, where their values would not say what the learner's function gets.
-        lacks: says what this machine lacks for it; empty if nothing.
         num_references: right solutions that its tests hold.
         num_wrong: wrong solutions that its tests hold.
     """
@@ -179,7 +211,6 @@ class Exercise:
     drawn_words: str = "a number of the result"
     result_words: str = "result"
     shown_inputs: Callable[..., str] | None = None
-    lacks: Callable[[], str] = str
     num_references: int = 0
     num_wrong: int = 0
 

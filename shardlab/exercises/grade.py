@@ -5,7 +5,6 @@ A submission is a ``.py`` file, or a folder of them, in which functions have the
 mark with its reason, and the others are marked all the same.
 """
 
-import contextlib
 import hashlib
 import importlib.util
 import sys
@@ -156,10 +155,3 @@ def exercises_in(path: Path | str) -> list[Exercise]:
     if not found:
         raise ValueError(f"with: {path} holds no exercise; give one a name in it, as MINE = Exercise(...)")
     return found
-
-
-@contextlib.contextmanager
-def output_aside() -> Iterator[None]:
-    """What submissions print goes to stderr, so that marks on stdout stay readable for machines."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield

@@ -4,7 +4,7 @@ The function runs in ranks only, never in the caller's process: it may raise, ha
 counted by an observer of the communicator, not by asking it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import zip_longest
@@ -13,8 +13,7 @@ from pathlib import Path
 
 from shardlab.comm import CollectiveEvent
 from shardlab.comm.mesh import Mesh
-from shardlab.exercises.exercise import Attempt, Case, Done, Exercise, Function, Measured, Message
-from shardlab.exercises.traffic import wrong_traffic
+from shardlab.exercises.exercise import Attempt, Case, Done, Exercise, Function, Measured, Message, Traffic
 from shardlab.exercises.values import differences, plain, told_apart
 from shardlab.launch import RankDied, RankError, RankHang, RankPool, current
 from shardlab.trace.observed import wire_bytes
@@ -120,17 +119,9 @@ class MessageLog:
         self._events.append(event)
 
     def started(self, event: CollectiveEvent) -> None:
-        """Do nothing: start times are not used."""
+        """Nothing: what counts is in the event."""
 
-    def completed(self, event: CollectiveEvent) -> None:
-        """Do nothing: end times are not used."""
-
-    def waited(self, event: CollectiveEvent) -> None:
-        """Its times are in the event."""
-
-
-class _NotBegunError(RuntimeError):
-    """Ranks have not come to the learner's function."""
+    completed = waited = started
 
 
 def on_rank(
@@ -149,7 +140,7 @@ def on_rank(
         with mesh.observed_by(log):
             result = attempt(function, mesh if axes else mesh.data, *inputs[rank])
         found = result if isinstance(result, Measured) else Measured(result)
-        return Done(plain(found.result), tuple(log.messages), found.peak_bytes, found.time_us)
+        return Done(plain(found.result), found.peak_bytes, found.time_us, tuple(log.messages))
 
 
 def pool_for(cases: Sequence[Case], timeout_s: float = TIMEOUT_S, limit_s: float = LIMIT_S) -> RankPool:
@@ -178,51 +169,43 @@ def _imported(rank: int) -> None:
 
 def examine(exercise: Exercise, function: Function, pool: RankPool) -> Report:
     """Run all cases; the first that fails decides."""
-    if lack := exercise.lacks():
-        return Report(exercise.name, Verdict.BLOCKED, f"this machine lacks {lack}")
     if why := why_not_ready(pool):
         return Report(exercise.name, Verdict.BLOCKED, why)
     score = Score()
     for case in exercise.cases():
-        try:
-            done, reason = _run(exercise, function, case, pool)
-        except _NotBegunError as error:
-            return Report(exercise.name, Verdict.BLOCKED, f"{case.words}: {error}")
-        reason = reason or _wrong(case, done, exercise.result_words)
-        if reason:
+        done, reason, verdict = _run(exercise, function, case, pool)
+        if reason := reason or _wrong(case, done, exercise.result_words):
             first, _, rest = f"{case.words}: {reason}".partition("\n")
-            return Report(exercise.name, Verdict.FAILED, first, rest.strip(), case, done, score)
+            return Report(exercise.name, verdict, first, rest.strip(), case, done, score)
         score = score.plus(done, counts=case.traffic is not None)
     return Report(exercise.name, Verdict.PASSED, score=score)
 
 
-def _run(exercise: Exercise, function: Function, case: Case, pool: RankPool) -> tuple[tuple[Done, ...], str]:
-    """What each rank came to, and why they did not come to an end.
-
-    Raises:
-        _NotBegunError: that is not the function's doing, as ranks had not called it.
-    """
+def _run(exercise: Exercise, function: Function, case: Case, pool: RankPool) -> tuple[tuple[Done, ...], str, Verdict]:
+    """What each rank came to; or why they did not come to an end, and whether that is the function's doing."""
     begun = set[int]()
     try:
         done = pool.run(
             on_rank, exercise.attempt, function, case.inputs, case.axes, on_message=lambda rank, _: begun.add(rank)
         )
-    except RankDied as error:
-        if error.rank not in begun:
-            raise _NotBegunError(f"the process of rank {error.rank} ended before it called your function") from None
-        return (), f"the process of rank {error.rank} ended"
     except (RankError, RankHang, TypeError) as error:
-        if isinstance(error, RankHang) and (late := set(range(len(case.inputs))) - begun):
-            named = ", ".join(map(str, sorted(late)))
-            raise _NotBegunError(f"rank {named} had no time to call your function; run it again") from None
+        late = sorted(set(range(len(case.inputs))) - begun)
+        if isinstance(error, RankDied):
+            reason = f"the process of rank {error.rank} ended"
+            if error.rank in late:
+                return (), f"{reason} before it called your function", Verdict.BLOCKED
+            return (), reason, Verdict.FAILED
+        if isinstance(error, RankHang) and late:
+            named = ", ".join(map(str, late))
+            return (), f"rank {named} had no time to call your function; run it again", Verdict.BLOCKED
         # A TypeError is of the function itself: it holds what cannot be sent to a rank.
-        return (), str(error).strip()
-    return tuple(of_rank for of_rank in done if of_rank is not None), ""
+        return (), str(error).strip(), Verdict.FAILED
+    return tuple(of_rank for of_rank in done if of_rank is not None), "", Verdict.FAILED
 
 
 def _wrong(case: Case, done: Sequence[Done], result_words: str) -> str:
     """What is wrong; the result is checked first, because the cost of a wrong result does not matter."""
-    in_traffic = wrong_traffic(case.traffic, done) if case.traffic is not None else ""
+    in_traffic = _wrong_traffic(case.traffic, done) if case.traffic is not None else ""
     return _wrong_result(case, done, result_words) or _too_high(case, done) or in_traffic
 
 
@@ -246,3 +229,71 @@ def _wrong_result(case: Case, done: Sequence[Done], result_words: str) -> str:
             if words:
                 return f"rank {rank}, {words}"
     return ""
+
+
+def _wrong_traffic(traffic: Traffic, done: Sequence[Done]) -> str:
+    """What is wrong with the messages of a case, in words; empty if nothing is."""
+    for rank, of_rank in enumerate(done):
+        checks: tuple[Callable[[int, Done, Traffic], str], ...] = (_wrong_verb, _too_many, _too_large)
+        for check in checks:
+            if words := check(rank, of_rank, traffic):
+                return words
+    total = sum(message.sent_bytes for of_rank in done for message in of_rank.messages)
+    if total < traffic.least_bytes:
+        sent, needed = told_apart(total, traffic.least_bytes)
+        return (
+            f"all ranks together sent {sent} B, and {needed} B are needed: "
+            "send through the communicator that your function gets"
+        )
+    return _not_waited_for(done)
+
+
+def _not_waited_for(done: Sequence[Done]) -> str:
+    """Last: the result was right all the same, this time."""
+    for rank, of_rank in enumerate(done):
+        for number, message in enumerate(of_rank.messages):
+            if not message.is_waited_for:
+                return (
+                    f"rank {rank} never waited for message {number}, {_words(message)}; until then the tensor may "
+                    "still be read or written, so the result was right by chance"
+                )
+    return ""
+
+
+def _wrong_verb(rank: int, done: Done, traffic: Traffic) -> str:
+    for number, message in enumerate(done.messages):
+        if message.op not in traffic.ops:
+            allowed = " and ".join(traffic.ops) or "no message"
+            return f"rank {rank}, message {number} is {_words(message)}; allowed: {allowed}"
+    return ""
+
+
+def _too_many(rank: int, done: Done, traffic: Traffic) -> str:
+    sent = [message for message in done.messages if message.is_sent]
+    if len(sent) <= traffic.most_messages:
+        return ""
+    first, enough = sent[traffic.most_messages], traffic.most_messages
+    return (
+        f"rank {rank} sent {len(sent)} messages where {enough} {'is' if enough == 1 else 'are'} enough; "
+        f"message {done.messages.index(first)} is the first too many: {_words(first)}"
+    )
+
+
+def _too_large(rank: int, done: Done, traffic: Traffic) -> str:
+    sent = [message for message in done.messages if message.is_sent]
+    total = sum(message.sent_bytes for message in sent)
+    if total <= traffic.most_bytes:
+        return ""
+    largest = max((message.num_bytes for messages in traffic.wanted for message in messages), default=0)
+    first = next((message for message in sent if message.num_bytes > largest), sent[-1])
+    bytes_sent, enough = told_apart(total, traffic.most_bytes)
+    return (
+        f"rank {rank} sent {bytes_sent} B where {enough} B are enough; "
+        f"message {done.messages.index(first)} is {_words(first)}, and {largest} B is the largest needed"
+    )
+
+
+def _words(message: Message) -> str:
+    place = f" (at {message.line})" if message.line else ""
+    axis = f" over {message.axis}" if message.axis else ""
+    return f"{message.op} of {message.num_bytes} B{axis}{place}"

@@ -9,8 +9,7 @@ from plotly.subplots import make_subplots
 from shardlab.exercises.exercise import Exercise, Message
 from shardlab.exercises.judge import Report
 from shardlab.exercises.values import difference, plain
-from shardlab.plots.colours import BLUE, COLLECTIVE_COLOURS, GREEN, ORANGE, PINK, SAND, VIOLET
-from shardlab.plots.theme import finish, new_figure
+from shardlab.plots.theme import BLUE, COLLECTIVE_COLOURS, GREEN, ORANGE, PINK, SAND, VIOLET, finish, new_figure
 from shardlab.vocabulary import Collective
 
 SIDES = ("attempt", "wanted")

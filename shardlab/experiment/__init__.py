@@ -11,46 +11,26 @@ if TYPE_CHECKING:
     from shardlab.experiment.comparison import Comparison, compare, is_reporter, prepare
     from shardlab.experiment.config import CompareConfig
     from shardlab.experiment.directory import claim, new_directory
-    from shardlab.experiment.plan_table import plan
+    from shardlab.experiment.planned import plan
     from shardlab.experiment.report import write_report
     from shardlab.experiment.saved import load_comparison, load_saved
     from shardlab.experiment.step import StepResult, TrainStep
     from shardlab.experiment.summary import readable_summary
-    from shardlab.experiment.tensor_plan import show_tp_plan
+    from shardlab.experiment.tensor import show_tp_plan
     from shardlab.experiment.workload import Workload
 
-_FILES = {
-    "comparison": ("Comparison", "compare", "is_reporter", "prepare"),
-    "config": ("CompareConfig",),
-    "directory": ("claim", "new_directory"),
-    "plan_table": ("plan",),
-    "report": ("write_report",),
-    "saved": ("load_comparison", "load_saved"),
-    "step": ("StepResult", "TrainStep"),
-    "summary": ("readable_summary",),
-    "tensor_plan": ("show_tp_plan",),
-    "workload": ("Workload",),
-}
-_FILE_OF = {name: file for file, names in _FILES.items() for name in names}
-
 __all__ = [
-    "CompareConfig",
-    "Comparison",
-    "StepResult",
-    "TrainStep",
-    "Workload",
-    "claim",
-    "compare",
-    "is_reporter",
-    "load_comparison",
-    "load_saved",
-    "new_directory",
-    "plan",
-    "prepare",
-    "readable_summary",
-    "show_tp_plan",
+    "CompareConfig", "Comparison", "StepResult", "TrainStep", "Workload", "claim", "compare", "is_reporter",
+    "load_comparison", "load_saved", "new_directory", "plan", "prepare", "readable_summary", "show_tp_plan",
     "write_report",
-]
+]  # fmt: skip
+
+_FILE_OF = {
+    "CompareConfig": "config", "Comparison": "comparison", "StepResult": "step", "TrainStep": "step",
+    "Workload": "workload", "claim": "directory", "compare": "comparison", "is_reporter": "comparison",
+    "load_comparison": "saved", "load_saved": "saved", "new_directory": "directory", "plan": "planned",
+    "prepare": "comparison", "readable_summary": "summary", "show_tp_plan": "tensor", "write_report": "report",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

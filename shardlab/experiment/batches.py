@@ -12,10 +12,10 @@ from functools import partial
 from itertools import count, islice
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from shardlab.comm.trees import map_tensors, tensors_in
-from shardlab.experiment.same_data import NUM_BATCHES, checksum
+from shardlab.experiment.rank_checks import NUM_BATCHES, checksum
 from shardlab.experiment.workload import Workload, seeded
 from shardlab.tensor_parallel.rng import generator_states, set_generator_states
 
@@ -92,26 +92,6 @@ def rows_of(batch: Any) -> int:
             "dim must be the row in all of them. Let data be a function of (rank, ranks, seed) to divide it yourself"
         )
     return next(iter(sizes))
-
-
-def fewest_rows(data: Any, num_batches: int) -> int | None:
-    """The rows of the smallest batch, as far as they can be told before a batch is read; None otherwise.
-
-    Args:
-        data: of a workload, in batches.
-        num_batches: how many are trained on.
-
-    Raises:
-        ValueError: a batch of a list has no rows, or tensors with different numbers of them.
-    """
-    if isinstance(data, list | tuple):
-        return min(map(rows_of, data[:num_batches]), default=None)
-    if not isinstance(data, DataLoader) or data.batch_size is None:
-        return None
-    is_sized = not isinstance(data.dataset, IterableDataset) and hasattr(data.sampler, "__len__")
-    if not is_sized or data.drop_last or num_batches < len(data):
-        return data.batch_size
-    return len(data.sampler) % data.batch_size or data.batch_size  # type: ignore[arg-type]
 
 
 def size_of(batch: Any) -> int:

@@ -9,10 +9,14 @@ only rank 0 writes the rest.
 """
 
 import contextlib
+import inspect
 import json
 import platform
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import zip_longest
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -21,27 +25,24 @@ import cloudpickle
 import pandas as pd
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardlab.comm.signed import all_gather_bytes
 from shardlab.engines.agreement_check import disagreement
-from shardlab.experiment.batches import fewest_rows
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import claim, new_directory, run_directory
-from shardlab.experiment.finite import GRADIENTS, LOSS
-from shardlab.experiment.own_buffers import first_that_differ
 from shardlab.experiment.planned import against_plan, plans_or_why
+from shardlab.experiment.rank_checks import GRADIENTS, LOSS, first_that_differ, of_all_ranks
 from shardlab.experiment.run import Progress, RankReport, run_strategy
-from shardlab.experiment.same_data import of_all_ranks
 from shardlab.experiment.summary import summarise
-from shardlab.experiment.trained import check_same_model, description, outline
 from shardlab.experiment.workload import Workload
 from shardlab.installed import __version__
 from shardlab.launch import RankError, RankHang, RankPool, place
-from shardlab.launch.checks import check_pool
 from shardlab.launch.placement import torchrun_env
+from shardlab.launch.pool import check_pool
 from shardlab.trace.clock import Reading, origins_of
 from shardlab.trace.store import Records, load_runs, write_manifest
-from shardlab.vocabulary import MeshAxis
+from shardlab.vocabulary import MeshAxis, dtype_name
 
 # Every rank imports these, so they are imported once before the ranks are forked.
 PRELOAD = ("shardlab.experiment.run", "torch._dynamo")
@@ -110,19 +111,11 @@ def compare(
 
 
 def prepare(config: CompareConfig, directory: Path, *, overwrite: bool = False) -> None:
-    """Refuse data with fewer rows than ranks, and make the directory.
+    """Make the directory.
 
     Raises:
-        ValueError: a batch has too few rows, or see ``directory.claim``.
+        ValueError: see ``directory.claim``.
     """
-    data, ranks = config.trained, config.data_ranks
-    num_batches = config.steps * config.accumulation
-    fewest = fewest_rows(data.data, num_batches) if data.divides_rows and not data.is_dataset else None
-    if fewest is not None and fewest < ranks and set(config.strategies) != {"single"}:
-        raise ValueError(
-            f"data: its smallest batch has {fewest} rows, too few for {ranks} data ranks; give it at least as many "
-            "(drop_last=True leaves out a short last one), or take fewer ranks"
-        )
     # One process alone: a second could find, or remove, what the first has begun to write.
     if is_reporter():
         claim(directory, overwrite=overwrite, resume=config.resume)
@@ -316,3 +309,83 @@ def _disagreement(reports: list[RankReport], num_tensor_ranks: int) -> str:
         if words := disagreement([report.did[step] for report in reports], num_tensor_ranks):
             return f"after step {step}, {words.removeprefix('agreement: ')}"
     return ""
+
+
+def description(config: CompareConfig) -> dict[str, Any]:
+    """The fields ``workload`` of a manifest.
+
+    ``differs_by_rank`` has a sentence for each layer that makes ranks that train on parts of a batch differ from one
+    process that trains on all of it, even if everything is right; that a loss draws random numbers, only a run shows.
+    ``commit`` is that of the current folder.
+    """
+    workload, module = config.trained, config.on_meta
+    params = list(module.parameters())
+    return {
+        "name": str(workload),
+        "module": f"{type(module).__module__}.{type(module).__qualname__}",
+        "parameters": sum(param.numel() for param in params),
+        "trainable": sum(param.numel() for param in params if param.requires_grad),
+        "dtypes": sorted({dtype_name(param.dtype) for param in params}),
+        "data": _named(workload.data),
+        "loss": _named(workload.loss),
+        "optimizer": _named(workload.optimizer),
+        "seed": config.seed,
+        "differs_by_rank": differences_by_rank(module),
+        "commit": _commit(),
+    }
+
+
+def outline(rank: int, config: CompareConfig) -> list[str]:  # noqa: ARG001
+    """What this rank's model is made of, a line for each parameter and buffer; runs on a rank."""
+    module = config.on_meta
+    params = [
+        f"{name}: {list(param.shape)} {dtype_name(param.dtype)}{'' if param.requires_grad else ', frozen'}"
+        for name, param in module.named_parameters()
+    ]
+    return params + [f"buffer {name}: {list(buffer.shape)}" for name, buffer in module.named_buffers()]
+
+
+def check_same_model(outlines: list[list[str]]) -> None:
+    """Refuse a ``model`` that makes other modules on other ranks.
+
+    Args:
+        outlines: by rank.
+
+    Raises:
+        ValueError: they differ; the message names the first place.
+    """
+    for rank, lines in enumerate(outlines):
+        if lines != outlines[0]:
+            pairs = zip_longest(outlines[0], lines, fillvalue="nothing more")
+            first, other = next((one, another) for one, another in pairs if one != another)
+            raise ValueError(
+                f"model: it differs between ranks: rank 0 has {first!r}, and rank {rank} has {other!r}; build it from "
+                "what is the same on all ranks"
+            )
+
+
+def differences_by_rank(module: nn.Module) -> list[str]:
+    """Why ranks that share a batch compute something else than one process, for example BatchNorm's statistics."""
+    modules = module.modules()
+    if any(isinstance(one, _BatchNorm) and one.training and not isinstance(one, nn.SyncBatchNorm) for one in modules):
+        return ["BatchNorm uses the statistics of a rank's own rows"]
+    return []
+
+
+def _named(value: Any) -> str:
+    if isinstance(value, partial):
+        return _named(value.func)
+    if inspect.isfunction(value) or inspect.isclass(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    return type(value).__name__
+
+
+def _commit() -> str | None:
+    """The commit that is checked out in the current folder; None if it is in no repository."""
+    try:
+        said = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path.cwd(), capture_output=True, text=True, timeout=5, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return said.stdout.strip()

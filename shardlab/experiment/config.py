@@ -11,23 +11,17 @@ import torch
 from torch import nn
 
 from shardlab.data_sets import load_text
-from shardlab.engines import STRATEGIES, engine_options
-from shardlab.engines.fsdp import LAYOUTS, SHARDINGS
-from shardlab.engines.offload import OFFLOADS
-from shardlab.engines.optimizer_fit import parse_partition
+from shardlab.engines import STRATEGIES, Strategy, engine_options
 from shardlab.engines.peers import TorchFSDP2
-from shardlab.engines.precision import parse_precision
-from shardlab.experiment.builtin import builtin
-from shardlab.experiment.named_workload import workload_at
+from shardlab.experiment.directory import check_resume
+from shardlab.experiment.named_workload import builtin, workload_at
 from shardlab.experiment.options import CompareOptions
-from shardlab.experiment.resume import check_resume
 from shardlab.experiment.tensor import TORCH_TP, with_plan
 from shardlab.experiment.workload import Workload
 from shardlab.field_types import check_types
-from shardlab.launch.checks import check_ranks
+from shardlab.launch.placement import check_ranks
 from shardlab.models import MODELS, GPTConfig
 from shardlab.partition.ring_cost import Link
-from shardlab.strategies import Strategy
 from shardlab.units import AUTO, WrapPolicy, parse_wrap, wrap_text, wrapped_modules
 from shardlab.vocabulary import class_of, dtype_name
 
@@ -76,8 +70,7 @@ class CompareConfig(CompareOptions):
         # After the batch has been checked: a built-in workload is made from its rows.
         self.__dict__["trained"] = with_plan(self, self.trained)  # in the place of the cached property
         self._check_taken()
-        self._check_fsdp()
-        parse_partition(self.partition)
+        self._check_engines()
         if self.link is not None:
             Link.parse(self.link)
         self._check_peers()
@@ -89,9 +82,6 @@ class CompareConfig(CompareOptions):
         for field in ("ranks", "steps", "batch", "seq_len", "accumulation", "shard_group", "tp", "save_every"):
             if (number := getattr(self, field)) is not None and number < 1:
                 raise ValueError(f"{field}: {number} is below 1")
-        for field in ("prefetch", "replicate_below"):
-            if getattr(self, field) < 0:
-                raise ValueError(f"{field}: {getattr(self, field)} is below 0")
         for field in ("learning_rate", "bucket_mib", "timeout_s", "clip"):
             if (value := getattr(self, field)) is not None and not 0 < value < math.inf:
                 raise ValueError(f"{field}: {value} is not a finite number above 0")
@@ -159,23 +149,13 @@ class CompareConfig(CompareOptions):
                     f"{field}: only for {takers}, and the strategies are {', '.join(self.strategies)}; leave it out"
                 )
 
-    def _check_fsdp(self) -> None:
-        _one_of("sharding", self.sharding, SHARDINGS)
-        _one_of("layout", self.layout, LAYOUTS)
-        _one_of("offload", self.offload, OFFLOADS)
+    def _check_engines(self) -> None:
+        """Make each strategy, which refuses what it does not take: on a rank it would be too late."""
         if self.wrap_policy != AUTO:
-            wrapped_modules(self.on_meta, self.wrap_policy)  # here, since on a rank it would be too late
-        parse_precision(self.precision)
-        if self.replicate_below and self.sharding == "no_shard":
-            raise ValueError("replicate_below: with sharding=no_shard every parameter is replicated; leave it out")
-        if self.partition != "elements" and "fsdp" in self.strategies:
-            if self.sharding == "no_shard":
-                raise ValueError("partition: with sharding=no_shard every rank has all parameters; leave it out")
-            if self.layout == "dim0":
-                raise ValueError(
-                    f"partition: {self.partition!r} gives ranks whole parameters, and layout=dim0 cuts each into rows; "
-                    "use layout=flat, or partition=elements"
-                )
+            wrapped_modules(self.on_meta, self.wrap_policy)
+        for name in set(self.strategies) & STRATEGIES.keys():
+            if issubclass(kind := STRATEGIES[name], Strategy):
+                kind(**self.engine_options(engine_options(name)))
         if self.sharding == "hybrid_shard":
             self._check_groups()
         elif self.shard_group is not None:

@@ -1,6 +1,10 @@
-"""A run against its plan: what the planner predicts, and whether the record agrees in every byte and message.
+"""What each strategy will cost a workload, without running it, and whether a record agrees in every byte and message.
 
-The planner uses only the partition arithmetic and runs nothing, so plan and record are two independent counts.
+    plan(workload, ranks=8)                               # one row per strategy
+    plan(workload, ranks=64, strategies="fsdp", precision="bf16", prefetch=2)
+
+The planner uses only the partition arithmetic and runs nothing, so plan and record are two independent counts. The
+model is built on the meta device where that is possible: one of 7 billion parameters needs neither time nor memory.
 """
 
 from collections.abc import Mapping
@@ -11,12 +15,13 @@ import pandas as pd
 import torch
 from torch import nn
 
+from shardlab.engines import engine_options
 from shardlab.engines.precision import parse_precision
 from shardlab.experiment.config import CompareConfig, takes
-from shardlab.experiment.planned_tensor import PlannedTensorAxis
-from shardlab.experiment.planned_workload import FirstForward, PlannedWorkload
+from shardlab.experiment.planned_workload import FirstForward, PlannedTensorAxis, PlannedWorkload
+from shardlab.experiment.workload import Workload
 from shardlab.launch import place
-from shardlab.models import MODELS, GPTConfig
+from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.planner import (
     PlannedModel,
     Setup,
@@ -26,7 +31,7 @@ from shardlab.planner import (
     predicted_memory,
 )
 from shardlab.planner.setup import STRATEGIES, Optimizer
-from shardlab.planner.tensor import TensorSetup, divided, on_tensor_ranks, predicted_tensor_collectives
+from shardlab.planner.tensor import on_tensor_ranks
 from shardlab.trace.store import Records
 from shardlab.units import units_of
 from shardlab.vocabulary import MeshAxis, Phase, Role, dtype_name
@@ -75,8 +80,7 @@ def plan_runs(config: CompareConfig) -> dict[str, Plan | None]:
     if set(STRATEGIES).isdisjoint(config.strategies):
         return dict.fromkeys(config.strategies)
     known = PlannedWorkload.of(config)
-    is_gpt = config.workload is None and isinstance(MODELS[config.model], GPTConfig)
-    axis = None if config.tp == 1 or is_gpt else PlannedTensorAxis(config, known.module)
+    axis = None if config.tp == 1 else PlannedTensorAxis(config, known.module)
     return {strategy: _plan_run(config, strategy, known, axis) for strategy in config.strategies}
 
 
@@ -98,10 +102,8 @@ def _plan_run(
     if strategy not in STRATEGIES or known.optimizer is None or not _gathers_once(strategy, known.forward):
         return None
     module, model, over_tensor = known.module, known.model, None
-    is_divided = config.tp > 1 and strategy != "single"
-    if is_divided and axis is None:
-        model, over_tensor = divided(model, config.tp), predicted_tensor_collectives(tensor_setup_of(config, strategy))
-    elif is_divided and axis is not None:
+    is_divided = axis is not None and strategy != "single"
+    if axis is not None and is_divided:
         module, model = axis.module, described(axis.module, unused=known.forward.unused)
         over_tensor = axis.collectives(strategy)
     setup = setup_of(config, strategy, module, known.optimizer, known.forward)
@@ -193,19 +195,6 @@ def _units(config: CompareConfig, module: nn.Module, forward: FirstForward) -> d
     return {"units": units, "called": called, "unreached": forward.unreached}
 
 
-def tensor_setup_of(config: CompareConfig, strategy: str) -> TensorSetup:
-    """The planner's description of the tensor axis as ``compare`` divides a GPT over it."""
-    sizes = MODELS[config.model]
-    assert isinstance(sizes, GPTConfig)
-    precision = parse_precision(config.precision_of(strategy))
-    return TensorSetup(
-        config.tp, sizes.hidden, sizes.num_layers, sizes.vocab_size, config.seq_len,
-        config.global_batch // config.accumulation // config.data_ranks, config.accumulation,
-        sequence_parallel=config.sequence_parallel, gather_logits=False, data_ranks=config.data_ranks,
-        dtype=_name(precision.compute) or config.dtype,
-    )  # fmt: skip
-
-
 def against_plan(run: str, records: Records, plan: Plan | None) -> dict[str, Any]:
     """The columns of ``summary.json`` on the plan; null without a plan.
 
@@ -261,3 +250,87 @@ def _said(collectives: pd.DataFrame) -> list[tuple[Any, ...]]:
 
 def _name(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else dtype_name(dtype)
+
+
+_ROLES = {
+    "parameter_bytes": (Role.PARAMETER,),
+    "gradient_bytes": (Role.GRADIENT,),
+    "optimizer_bytes": (Role.OPTIMIZER_STATE, Role.MASTER_WEIGHT),
+    "offloaded_bytes": (Role.OFFLOADED,),
+}
+
+
+def plan(
+    workload: Workload | str, ranks: int, strategies: tuple[str, ...] | str = STRATEGIES, **options: Any
+) -> pd.DataFrame:
+    """One row per strategy: maxima over ranks of bytes at rest by role, of bytes sent and of messages in a step.
+
+    Args:
+        workload: what is trained, or the place of it, FILE.py:NAME.
+        ranks: number of ranks; they need not fit on this machine.
+        strategies: names of ours; those of torch are not planned.
+        options: other fields of ``CompareConfig``; buckets have the engines' 25 MiB unless ``bucket_mib`` is given.
+
+    Returns:
+        Sizes in bytes; where messages depend on the rows (see ``Plan``) they and the bytes sent are missing. With a
+        ``precision`` it has a column of that name: 'full' for strategies that take none.
+
+    Raises:
+        ValueError: an option has an invalid value, a strategy cannot be planned, or the data's first batch cannot be
+            read here.
+    """
+    plans = plans_of(workload, ranks, strategies, **options)
+    return table_of([row_of(strategy, found) for strategy, found in plans.items()])
+
+
+def plans_of(
+    workload: Workload | str, ranks: int, strategies: tuple[str, ...] | str = STRATEGIES, **options: Any
+) -> dict[str, Plan]:
+    """The tables behind ``plan``, by strategy; arguments and errors are its."""
+    names = (strategies,) if isinstance(strategies, str) else strategies
+    if any("bucket_bytes" in engine_options(name) for name in names):  # else the option would be refused
+        options = {"bucket_mib": DEFAULT_BUCKET_BYTES / 2**20, **options}
+    config = CompareConfig(workload=workload, ranks=ranks, strategies=names, **{"steps": 1, **options})
+    return {strategy: _planned(strategy, found) for strategy, found in plan_runs(config).items()}
+
+
+def _planned(strategy: str, planned: Plan | None) -> Plan:
+    if planned is None and strategy not in STRATEGIES:
+        raise ValueError(f"strategies: {strategy!r} cannot be planned, for it is not ours; {', '.join(STRATEGIES)} can")
+    if planned is None:
+        raise ValueError(
+            f"strategies: {strategy!r} cannot be planned here: the optimizer's state has other shapes than the "
+            "parameters or grows after its first step, a loss calls the model not exactly once (zero3) or an FSDP unit "
+            "twice (a reentrant checkpoint calls it again), no forward can be tried to see whether a backward reaches "
+            "a frozen FSDP unit, or one that backward gathers again is inside another (wrap one of them, or take "
+            "sharding shard_grad_op or no_shard)"
+        )
+    return planned
+
+
+def row_of(strategy: str, planned: Plan) -> dict[str, Any]:
+    """A row of ``plan``'s table."""
+    held, sent = planned.memory.groupby(["role", "rank"])["bytes"].sum(), planned.collectives
+    num_bytes, messages = (None, None) if sent is None else (0.0, 0)
+    if sent is not None and len(sent):
+        by_rank = sent.groupby("rank")
+        num_bytes, messages = float(by_rank["wire_bytes"].sum().max()), int(by_rank.size().max())
+    return {
+        "strategy": strategy,
+        "precision": planned.precision,
+        **{name: _largest(held[held.index.isin(roles, level="role")]) for name, roles in _ROLES.items()},
+        "rest_bytes": _largest(held),
+        "wire_bytes_per_step": num_bytes,
+        "messages_per_step": messages,
+    }
+
+
+def table_of(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """The rows as a table of numbers, some of which may be missing; without ``precision`` where it is full in all."""
+    table = pd.DataFrame(rows).astype({"wire_bytes_per_step": float, "messages_per_step": "Int64"})
+    return table.drop(columns="precision") if (table["precision"] == "full").all() else table
+
+
+def _largest(held: "pd.Series[int]") -> int:
+    """Of the ranks' sums."""
+    return int(held.groupby("rank").sum().max()) if len(held) else 0

@@ -2,32 +2,40 @@
 
 All of it is found out by trying, on the meta device where that is possible: a small step of the optimizer, and the
 graph of the first batch's loss.
+
+Where layers are divided, ``PlannedTensorAxis`` says what a rank holds of the model and which messages its layers send.
+The divided model is run without memory (``DryRunRank``), on the batches of the last step, which is the one that a
+record is compared with. So the messages are those of any plan, in the order in which autograd sends them.
 """
 
-import contextlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
+from shardlab.comm.events import CollectiveEvent
 from shardlab.comm.trees import map_tensors, tensors_in
-from shardlab.engines.backward_watch import may_nest, nodes_below
 from shardlab.engines.holdings import of_state
-from shardlab.engines.optimizer_fit import without_values
-from shardlab.engines.step_tensors import StepTensors, groups_of
+from shardlab.engines.precision import Precision, cast_floating, parse_precision
+from shardlab.engines.step_tensors import StepTensors
 from shardlab.experiment.batches import batches_of, divide, rows_of
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.workload import Workload, seeded
 from shardlab.planner import PlannedModel, described
 from shardlab.planner.setup import SGD, Optimizer
-from shardlab.tensor_parallel.plan_trial import MAX_NUMEL
+from shardlab.tables import COLLECTIVES
+from shardlab.tensor_parallel.plan_trial import MAX_NUMEL, DryRunRank
+from shardlab.trace.observed import wire_bytes
 from shardlab.units import units_of, wrapped_modules
-from shardlab.vocabulary import Role
+from shardlab.vocabulary import MeshAxis, Phase, Role
 
 SMALL = (5, 7, 2, 2, 2, 2, 2, 2)  # none of one element: what an optimizer keeps in one would look like a parameter's
 
@@ -89,41 +97,23 @@ def optimizer_of(workload: Workload, module: nn.Module) -> dict[str, Optimizer] 
         module: whose parameters; it may be on the meta device.
 
     Raises:
-        ValueError: the optimizer raises an error with the small tensors, or makes other groups of them than of the
-            parameters.
+        ValueError: the optimizer raises an error with the small tensors. If sizes decide which groups it makes, what is
+            planned is that of the small ones.
     """
     params = dict(module.named_parameters())
-    small_params = {name: _small(param) for name, param in params.items()}
-    small = StepTensors(small_params)
+    small = StepTensors({name: _small(param) for name, param in params.items()})
     try:
         optimizer = workload.optimizer(small)
         at_start = {name: kept for name, kept in _kept_by(optimizer, small).items() if kept != SGD}  # SGD keeps nothing
         after_one, after_two = _kept_after_step(optimizer, small), _kept_after_step(optimizer, small)
     except Exception as error:
-        raise _not_by_name(f"it raised {type(error).__name__} ({error}) with") from error
-    groups = _chosen(workload, params)  # None if it looks at values
-    if groups not in (None, _chosen(workload, small_params)):
-        raise _not_by_name("it makes other groups of the parameters than of")
+        raise ValueError(
+            f"optimizer: it raised {type(error).__name__} ({error}) with small tensors of the parameters' names, so "
+            "what it keeps cannot be planned; choose parameters by name, and let no size, value or identity decide"
+        ) from error
     known = {name: replace(kept, from_start=at_start.get(name)) for name, kept in after_one.items() if kept is not None}
     # State that begins later would make the bytes at rest those of a step, and not of the run.
     return known if len(known) == len(params) and after_one == after_two else None
-
-
-def _chosen(workload: Workload, params: dict[str, nn.Parameter]) -> list[list[str]] | None:
-    """The names in each group that the workload's optimizer makes of parameters; None if it raises an error."""
-    tensors = StepTensors(params)
-    with contextlib.ExitStack() as lent, contextlib.suppress(Exception):
-        for param in params.values():
-            lent.enter_context(without_values(param, param.dtype))
-        return [group.names for group in groups_of(workload.optimizer(tensors), tensors)]
-    return None
-
-
-def _not_by_name(what: str) -> ValueError:
-    return ValueError(
-        f"optimizer: {what} small tensors of the parameters' names, so what it keeps cannot be planned; choose "
-        "parameters by name, and let no size, value, class or identity decide"
-    )
 
 
 def _small(param: nn.Parameter) -> nn.Parameter:
@@ -230,7 +220,7 @@ def _tried(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward
     unused = tuple(name for name in params if name in trainable and params[name] not in reached)
     # Backward comes to a unit that trains even if the loss does not depend on it: another rank's may.
     frozen = [name for name, own in units_of(module, config.wrap_policy).items() if trainable.isdisjoint(own)]
-    unreached = tuple(name for name in frozen if nodes.isdisjoint(watch.made.get(name, ())))
+    unreached = tuple(name for name in frozen if name not in watch.need_gradients)
     return FirstForward(unused, tuple(watch.called), unreached, num_calls)
 
 
@@ -263,24 +253,150 @@ class _Counted:
 
 
 class _UnitWatch:
-    """Which units are called, in order, and the autograd nodes of what each of them makes."""
+    """Which units are called, in order, and of which an output needs a gradient."""
 
     def __init__(self) -> None:
         self.called: list[str] = []
-        self.made: dict[str, set[Any]] = {}
-        self._given: dict[str, set[Any]] = {}
+        self.need_gradients: set[str] = set()
 
     def hooks_on(self, name: str, unit: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        def before(*_: Any) -> None:
             self.called.append(name)
-            self._given[name] = _nodes_of((args, kwargs))
 
         def after(_: nn.Module, __: Any, output: Any) -> None:
-            # What a unit only passes on gets its gradient from where it was made.
-            self.made.setdefault(name, set()).update(_nodes_of(output) - self._given[name])
+            if any(tensor.grad_fn is not None for tensor in tensors_in(output)):
+                self.need_gradients.add(name)
 
-        return unit.register_forward_pre_hook(before, with_kwargs=True), unit.register_forward_hook(after)
+        return unit.register_forward_pre_hook(before), unit.register_forward_hook(after)
 
 
-def _nodes_of(value: Any) -> set[Any]:
-    return {tensor.grad_fn for tensor in tensors_in(value) if tensor.grad_fn is not None}
+def nodes_below(node: Any) -> set[Any]:
+    """The node and all that a backward reaches from it; nothing without a node, or if it is a parameter's own."""
+    seen: set[Any] = set()
+    ahead = [node] if node is not None and node.next_functions else []
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [following for following, _ in node.next_functions]
+    return seen
+
+
+def may_nest(node: Any) -> bool:
+    """Whether it may run a backward of its own, as reentrant checkpointing does: any function in Python may."""
+    if not isinstance(node, BackwardCFunction):
+        return False
+    function: Any = node._forward_cls  # type: ignore[attr-defined]
+    return not getattr(function, "runs_no_backward", False)
+
+
+class PlannedTensorAxis:
+    """A workload whose layers are divided.
+
+    Args:
+        config: its plan, data and options.
+        module: the whole model; it may be on the meta device.
+
+    Attributes:
+        module: what one rank holds, without memory.
+    """
+
+    def __init__(self, config: CompareConfig, module: nn.Module) -> None:
+        self._config, self._whole = config, module
+        self._uncast = self._rank(Precision())
+        self.module = self._uncast.module
+        self._batches: list[list[Any]] | None = None
+        self._known: dict[Any, list[CollectiveEvent] | None] = {}
+
+    def collectives(self, strategy: str) -> pd.DataFrame | None:
+        """Table ``collectives`` of the tensor axis, of all ranks; None if the forward depends on values.
+
+        Raises:
+            Exception: what the data raises.
+        """
+        precision = parse_precision(self._config.precision_of(strategy))
+        self._batches = self._batches or [list(step) for step in _last_steps(self._config)]
+        # Strategies differ only in where they cast, so they mostly share what was found.
+        casts = (precision, strategy == "fsdp" and precision.compute is not None)
+        rows: list[dict[str, Any]] = []
+        for data_rank, batches in enumerate(self._batches):
+            key = (casts, tuple(_shapes(batch) for batch in batches))
+            if key not in self._known:
+                self._known[key] = self._messages(strategy, precision, batches)
+            if (found := self._known[key]) is None:
+                return None
+            for place in range(self._config.tp):
+                rank = data_rank * self._config.tp + place
+                rows += [_row(event, rank, seq) for seq, event in enumerate(found)]
+        return COLLECTIVES.frame(rows)
+
+    def _rank(self, precision: Precision) -> DryRunRank:
+        plan = self._config.trained.tp_plan
+        assert isinstance(plan, Mapping)
+        return DryRunRank(self._whole, plan, self._config.tp, precision.compute, precision.buffers)
+
+    def _messages(self, strategy: str, precision: Precision, batches: list[Any]) -> list[CollectiveEvent] | None:
+        casts = precision != Precision()
+        # With casts use a separate rank, whose units may get hooks that cast: strategies share the uncast one.
+        rank = self._rank(precision) if casts else self._uncast
+        units = wrapped_modules(rank.module, self._config.wrap_policy) if casts and strategy == "fsdp" else {}
+        called = _Called(rank.module, precision, units.values())
+        workload = self._config.trained
+        try:
+            return [
+                event for batch in batches for event in rank.messages(partial(_loss, workload, called, batch, rank))
+            ]
+        except Exception:  # it depends on values, which are missing here; the ranks raise any other error too
+            return None
+
+
+class _Called:
+    """The module as a loss takes it: inputs and outputs are cast where the engines cast them."""
+
+    def __init__(self, module: nn.Module, precision: Precision, units: Iterable[nn.Module]) -> None:
+        self._module, self._precision = module, precision
+        for unit in units:
+            unit.register_forward_pre_hook(
+                lambda _, args, named: cast_floating((args, named), precision.compute), with_kwargs=True
+            )
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        args, named = cast_floating((args, named), self._precision.compute)
+        return cast_floating(self._module(*args, **named), self._precision.output)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _loss(workload: Workload, model: _Called, batch: Any, rank: DryRunRank) -> Tensor:
+    if workload.tp_loss is not None:
+        return workload.tp_loss(model, batch, rank.comm)
+    return workload.loss(model, batch)
+
+
+def _last_steps(config: CompareConfig) -> Iterator[Iterator[Any]]:
+    """The micro-batches of each data rank in the last step."""
+    workload, ranks = config.trained, config.data_ranks
+    rows, last = config.global_batch // config.accumulation, config.steps * config.accumulation
+    first = last - config.accumulation
+    if workload.divides_rows:
+        # Read once, since every rank gets its rows of the same batches.
+        whole = [share.batch for share in islice(batches_of(workload, 0, 1, config.seed, rows), first, last)]
+        yield from ((divide(batch, rank, ranks).batch for batch in whole) for rank in range(ranks))
+        return
+    for rank in range(ranks):
+        yield (share.batch for share in islice(batches_of(workload, rank, ranks, config.seed, rows), first, last))
+
+
+def _shapes(batch: Any) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+    return tuple((tensor.shape, tensor.dtype) for tensor in tensors_in(batch))
+
+
+def _row(event: CollectiveEvent, rank: int, seq: int) -> dict[str, Any]:
+    nan = float("nan")
+    return {
+        "run": "tensor", "source": "predicted", "rank": rank, "step": 0, "seq": seq, "axis": MeshAxis.TENSOR,
+        "op": event.op, "tag": event.tag, "phase": Phase.FORWARD, "dtype": event.dtype, "numel": event.numel,
+        "bytes": event.num_bytes, "wire_bytes": wire_bytes(event), "group_size": event.group_size, "transport": "",
+        "issue_us": nan, "start_us": nan, "end_us": nan, "wait_start_us": nan, "wait_end_us": nan,
+    }  # fmt: skip

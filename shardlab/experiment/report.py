@@ -12,18 +12,16 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from shardlab.analysis.causal_graph import NoHostWaitsError
-from shardlab.analysis.critical_path import ALL, critical_path, what_if_free
+from shardlab.analysis.critical_path import ALL, NoHostWaitsError, critical_path, what_if_free
 from shardlab.analysis.held_bytes import allocator_items, peak
-from shardlab.analysis.in_flight import traced_and_ordinary
 from shardlab.analysis.overlap import COMPUTE_KINDS, overlap
-from shardlab.analysis.timed import in_timed_steps, timed_steps
+from shardlab.analysis.timed import in_timed_steps, timed_steps, traced_and_ordinary
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import write_page
+from shardlab.experiment.run_verdicts import transports_of, verdicts
 from shardlab.experiment.saved import config_of
 from shardlab.experiment.summary import PLANNED, readable_summary, reference_of
-from shardlab.experiment.verdicts import transports_of, verdicts
 from shardlab.plots import (
     collective_timeline,
     held_by_process,

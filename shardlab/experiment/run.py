@@ -5,27 +5,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardlab import strategies
 from shardlab.comm import BaseMesh
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.trees import map_tensors
-from shardlab.engines import Engine, GradScaler, build_engine, engine_options
+from shardlab.engines import AnyEngine, GradScaler, build_engine, engine_options
 from shardlab.engines.agreement_check import Did, did
 from shardlab.experiment.batches import Share, batches_of, size_of
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.finite import FiniteCheck
-from shardlab.experiment.own_buffers import sums_of
-from shardlab.experiment.resume import checkpoint_directory, said_of
-from shardlab.experiment.same_data import NUM_BATCHES, first_other
+from shardlab.experiment.directory import checkpoint_directory, same_options
+from shardlab.experiment.rank_checks import NUM_BATCHES, FiniteCheck, first_other, sums_of
 from shardlab.experiment.step import StepResult, TrainStep
 from shardlab.experiment.tensor import divided, loss_of
 from shardlab.experiment.workload import seeded
-from shardlab.guards import Guards
 from shardlab.launch import current
 from shardlab.launch.pool import num_cores
 from shardlab.partition.ring_cost import Link
@@ -58,9 +54,9 @@ class RankReport:
         not_finite: the first step in which a number of this rank's own rows was inf or NaN, by what it was.
         did: what the rank had called, and its parameters' checksum, after some of the steps.
         drew: whether a step drew random numbers, as dropout does.
-        batches: checksums of the first ones, see ``same_data``.
+        batches: checksums of the first ones, see ``rank_checks``.
         other_batch: the first of them that is not what the checkpoint it went on from was trained on; None if all are.
-        buffers: checksums after the first steps, and after some of the later ones, see ``own_buffers``.
+        buffers: checksums after the first steps, and after some of the later ones, see ``rank_checks``.
     """
 
     recorder_share: float
@@ -82,7 +78,7 @@ class RankRun:
         recorder: of this rank.
     """
 
-    def __init__(self, config: CompareConfig, engine: Engine, recorder: Recorder) -> None:
+    def __init__(self, config: CompareConfig, engine: AnyEngine, recorder: Recorder) -> None:
         self.engine, self.recorder = engine, recorder
         self.shards: list[Row] = []
         """Who held what when memory was last read: after a step, while gradients were still there."""
@@ -113,7 +109,7 @@ class RankRun:
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint; collective."""
-        extra = said_of(self._config, self._config.resumed_rows)
+        extra = same_options(self._config, self._config.resumed_rows)
         self.engine.save(directory, extra={**extra, self._whose_batches: self.batches}, **self._objects)
 
     def resume(self, directory: Path) -> int:
@@ -257,12 +253,10 @@ def mesh_of(config: CompareConfig, strategy: str) -> BaseMesh:
     return Mesh(config.mesh_axes(strategy), device=device, link=link, transport=config.transport)
 
 
-def _engine(config: CompareConfig, strategy: str, mesh: BaseMesh) -> Engine:
+def _engine(config: CompareConfig, strategy: str, mesh: BaseMesh) -> AnyEngine:
     if strategy in config.own_strategies:
         model = config.trained.made(config.trained.build(config.seed), mesh.device, config.seed)
-        own = config.own_strategies[strategy]
-        # The same interface in another class, until all strategies are parts of this one.
-        return cast(Engine, strategies.Engine(model, config.trained.optimizer, mesh, own, Guards()))
+        return build_engine(config.own_strategies[strategy], model, config.trained.optimizer, mesh)
     workload, options = config.trained, config.engine_options(engine_options(strategy))
     model = workload.build(config.seed)
     if "init_fn" in engine_options(strategy) and config.tp == 1:
@@ -275,7 +269,7 @@ def _engine(config: CompareConfig, strategy: str, mesh: BaseMesh) -> Engine:
     return build_engine(strategy, model, workload.optimizer, mesh, **options)
 
 
-def shard_rows(engine: Engine) -> list[Row]:
+def shard_rows(engine: AnyEngine) -> list[Row]:
     """The engine's pieces as rows of table ``shards``, without run, rank and step."""
     return [
         {

@@ -18,8 +18,6 @@ from shardlab.trace.store import Records, load_runs, run_directories, whole_step
 
 NEEDED = ("config", "versions", "devices", "backend", "ranks", "mesh", "padding_bytes", "recorder_share")
 
-_TEXTS = {"strategy", "loss_reference", "source", "not_planned"}  # in a summary; the rest are numbers
-
 
 def load_comparison(directory: Path | str) -> Comparison:
     """Load a finished comparison from ``directory``.
@@ -38,24 +36,13 @@ def load_comparison(directory: Path | str) -> Comparison:
 
 def _summary(path: Path) -> pd.DataFrame:
     try:
-        rows = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        rows, why = None, f"it is no JSON: {error}"
-    else:
-        why = "it is no list of rows with a strategy, texts and numbers"
-    if not (isinstance(rows, list) and rows and all(isinstance(row, dict) and _is_row(row) for row in rows)):
+        summary = pd.DataFrame(json.loads(path.read_text()))
+        return summary.astype({"strategy": str})
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"run: {path} is damaged: {why}; remove the file, and 'shardlab report' computes the summary again from "
-            "the records"
-        )
-    return pd.DataFrame(rows)
-
-
-def _is_row(row: Mapping[str, Any]) -> bool:
-    known = {name: value for name, value in row.items() if value is not None}
-    return "strategy" in known and all(
-        isinstance(value, str if name in _TEXTS else int | float) for name, value in known.items()
-    )
+            f"run: {path} is damaged: {error!r}; remove the file, and 'shardlab report' computes it again from the "
+            "records"
+        ) from error
 
 
 def load_saved(directory: Path | str) -> tuple[Comparison, CompareConfig]:

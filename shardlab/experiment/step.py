@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab.engines import Engine, GradScaler
+from shardlab.engines import AnyEngine, GradScaler
 from shardlab.trace.recorder import Recorder
 from shardlab.vocabulary import Phase, SpanKind
 
@@ -59,7 +59,7 @@ class TrainStep:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: AnyEngine,
         loss: LossFn,
         *,
         accumulation: int = 1,
@@ -142,7 +142,7 @@ class TrainStep:
 class _Model:
     """What a loss takes for the module: it is called through the engine, and has the module's attributes."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: AnyEngine) -> None:
         self._engine = engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

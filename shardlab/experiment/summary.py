@@ -1,6 +1,6 @@
-"""One row per strategy: what it cost, whether it trained the same model, and how to print that."""
+"""One row per strategy: what it cost, whether it trained the same model, how to print that; two side by side."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -8,9 +8,8 @@ import numpy as np
 import pandas as pd
 
 from shardlab.analysis.held_bytes import at_rest
-from shardlab.analysis.in_flight import traced_and_ordinary
-from shardlab.analysis.timed import hidden_share, timed_steps
-from shardlab.experiment.own_buffers import said_of
+from shardlab.analysis.timed import hidden_share, timed_steps, traced_and_ordinary
+from shardlab.experiment.rank_checks import own_buffers_said
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Phase, Role
 
@@ -24,22 +23,25 @@ JUDGED_STEPS = 10
 ROUNDED_LOSS_TOLERANCE = 0.05  # 16-bit compute rounds differently
 MB = 1e6
 MOVED = "moved_bytes_per_step"
-COLUMNS = {
-    "strategy": ("strategy", 1),
-    "ranks": ("ranks", 1),
-    "loss_last": ("last loss", 1),
-    "max_loss_difference": ("loss differs", 1),
-    "step_ms": ("step (ms)", 1),
-    "exposed_comm_ms": ("exposed (ms)", 1),
-    "overlap": ("hidden (%)", 0.01),
-    "parameter_bytes": ("parameters (MB)", MB),
-    "gradient_bytes": ("gradients (MB)", MB),
-    "optimizer_bytes": ("optimizer (MB)", MB),
-    "offloaded_bytes": ("offloaded (MB)", MB),
-    "peak_bytes": ("peak (MB)", MB),
-    "wire_bytes_per_step": ("sent (MB/step)", MB),
-    "moved_bytes_per_step": ("moved (MB/step)", MB),
-}
+# Column, its header, its header in a terminal of 80 columns, where the unit stands below, and its divisor.
+_HEADERS: tuple[tuple[str, str, str, float], ...] = (
+    ("strategy", "strategy", "strategy", 1),
+    ("ranks", "ranks", "", 1),
+    ("loss_last", "last loss", "last\nloss", 1),
+    ("max_loss_difference", "loss differs", "loss\ndiffers", 1),
+    ("step_ms", "step (ms)", "step\nms", 1),
+    ("exposed_comm_ms", "exposed (ms)", "exposed\nms", 1),
+    ("overlap", "hidden (%)", "hidden\n%", 0.01),
+    ("parameter_bytes", "parameters (MB)", "params\nMB", MB),
+    ("gradient_bytes", "gradients (MB)", "grads\nMB", MB),
+    ("optimizer_bytes", "optimizer (MB)", "optim\nMB", MB),
+    ("offloaded_bytes", "offloaded (MB)", "host\nMB", MB),
+    ("peak_bytes", "peak (MB)", "peak\nMB", MB),
+    ("wire_bytes_per_step", "sent (MB/step)", "sent\nMB/step", MB),
+    (MOVED, "moved (MB/step)", "moved\nMB/step", MB),
+)
+COLUMNS = {name: (header, divisor) for name, header, _, divisor in _HEADERS}
+TERMINAL = {name: (header, divisor) for name, _, header, divisor in _HEADERS if header}
 PLANNED = {
     "strategy": ("strategy", 1),
     "planned_rest_bytes": ("planned at rest (bytes)", 1),
@@ -48,22 +50,20 @@ PLANNED = {
     "wire_bytes_per_step": ("sent (bytes)", 1),
     "as_planned": ("each role, rank and message as planned", 1),
 }
-# The same for a terminal of 80 columns: the unit stands below the name.
-TERMINAL = {
-    "strategy": ("strategy", 1),
-    "loss_last": ("last\nloss", 1),
-    "max_loss_difference": ("loss\ndiffers", 1),
-    "step_ms": ("step\nms", 1),
-    "exposed_comm_ms": ("exposed\nms", 1),
-    "overlap": ("hidden\n%", 0.01),
-    "parameter_bytes": ("params\nMB", MB),
-    "gradient_bytes": ("grads\nMB", MB),
-    "optimizer_bytes": ("optim\nMB", MB),
-    "offloaded_bytes": ("host\nMB", MB),
-    "peak_bytes": ("peak\nMB", MB),
-    "wire_bytes_per_step": ("sent\nMB/step", MB),
-    "moved_bytes_per_step": ("moved\nMB/step", MB),
-}
+Pair = tuple[str, str]
+# What two summaries are compared by; those without a column above have a header and a divisor here.
+QUANTITIES = (
+    "step_ms", "exposed_comm_ms", "overlap", "peak_bytes", "parameter_bytes", "gradient_bytes", "optimizer_bytes",
+    "offloaded_bytes", "other_bytes", "unattributed_bytes", "padding_bytes", "wire_bytes_per_step", MOVED,
+    "recorder_share", "loss_first", "loss_last",
+)  # fmt: skip
+_ONLY_COMPARED = {
+    "loss_first": ("first loss", 1), "other_bytes": ("other (kB)", 1e3),
+    "unattributed_bytes": ("unattributed (kB)", 1e3), "padding_bytes": ("padding (kB)", 1e3),
+    "recorder_share": ("recording (%)", 0.01),
+}  # fmt: skip
+NAMES = {name: header for name, (header, _) in (COLUMNS | _ONLY_COMPARED).items()}
+_DIVISORS = {name: divisor for name, (_, divisor) in (COLUMNS | _ONLY_COMPARED).items()}
 
 
 def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     steps. ``wire_bytes_per_step`` is what the algorithm needs the busiest rank to send in the last step, without the
     reported loss; ``moved_bytes_per_step`` is what the transport of the busiest rank sends for it, null if not known.
     ``in_flight_bytes`` are the most bytes of collectives under way at once in an ordinary step,
-    ``traced_in_flight_bytes`` in the traced one, that of the peak (``analysis.in_flight``); null where there was none.
+    ``traced_in_flight_bytes`` in the traced one, that of the peak (``analysis.timed``); null where there was none.
     ``recorder_share`` is the time of recording over the time of the steps, on the rank where it is largest.
     ``max_loss_difference`` is against ``loss_reference``, and null without one; ``losses_equal`` judges the first
     ``JUDGED_STEPS`` steps that both have, whose largest difference is ``judged_loss_difference``; null if they have no
@@ -115,7 +115,7 @@ def differs_by_rank(records: Records) -> list[str]:
     manifests: list[Mapping[str, Any]] = list(records.manifests.values())
     layers = ((manifest.get("workload") or {}).get("differs_by_rank", []) for manifest in manifests)
     drew = any(manifest.get("drew_random_numbers") for manifest in manifests)
-    buffers = said_of(manifests)
+    buffers = own_buffers_said(manifests)
     matters = bool(buffers) and not _as_single(records)
     return [*next(layers, []), *([DRAWS] if drew else []), *([buffers] if matters else [])]
 
@@ -256,3 +256,80 @@ def _moved(records: Records, run: str, step: int) -> float | None:
 def _number(value: Any, factor: float = 1.0) -> float | None:
     """A float, or None if it is missing (no overlap without communication), inf or NaN."""
     return None if pd.isna(value) or not isfinite(value) else float(value) * factor
+
+
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    """Rows of ``differences`` in readable units, without quantities that neither run has."""
+    rows = table[table[["first", "second"]].fillna(0).any(axis=1)]
+    divisor = rows["quantity"].map(_DIVISORS).astype("float64")
+    shown = {name: rows[name] / divisor for name in ("first", "second", "difference")}
+    return rows.assign(quantity=rows["quantity"].map(NAMES), **shown)
+
+
+def pairs_of(first: Sequence[str], second: Sequence[str]) -> list[Pair]:
+    """The strategies to compare: those with the same name, or the only one of a run with each of the other.
+
+    Raises:
+        ValueError: they have no strategy in common.
+    """
+    common = [(name, name) for name in first if name in second]
+    if not common and 1 in (len(first), len(second)):
+        return [(name, against) for name in first for against in second]
+    if not common:
+        raise ValueError(f"runs: {', '.join(first)} and {', '.join(second)} have no strategy in common")
+    return common
+
+
+def differences(first: pd.DataFrame, second: pd.DataFrame, pairs: Sequence[Pair]) -> pd.DataFrame:
+    """Every number of two summaries.
+
+    Args:
+        first: rows of ``summary.json``.
+        second: likewise.
+        pairs: see ``pairs_of``.
+
+    Returns:
+        One row per pair and quantity: ``strategy`` (both names where they differ), ``quantity``, ``first``, ``second``,
+        ``difference`` (second - first) and ``ratio`` (second / first); NaN if a summary has no number.
+    """
+    one, other = first.set_index("strategy"), second.set_index("strategy")
+    rows = []
+    for name, against in pairs:
+        for quantity in (name for name in QUANTITIES if name in one.columns and name in other.columns):
+            values = (_number_or_nan(one.at[name, quantity]), _number_or_nan(other.at[against, quantity]))
+            ratio = values[1] / values[0] if values[0] else np.nan
+            strategy = name if name == against else f"{name} / {against}"
+            rows.append((strategy, quantity, *values, values[1] - values[0], ratio))
+    return pd.DataFrame(rows, columns=["strategy", "quantity", "first", "second", "difference", "ratio"])
+
+
+def loss_differences(first: pd.DataFrame, second: pd.DataFrame, pairs: Sequence[Pair]) -> pd.DataFrame:
+    """How far the losses of two runs differ at each step.
+
+    Args:
+        first: table ``steps``.
+        second: likewise.
+        pairs: see ``pairs_of``.
+
+    Returns:
+        One row per pair and step that both have: ``first_run``, ``second_run``, ``step``, ``first``, ``second`` and
+        ``difference``, absolute; inf or NaN if a loss is.
+    """
+    parts = []
+    for name, against in pairs:
+        one, other = (_losses(steps, run) for steps, run in ((first, name), (second, against)))
+        both = pd.concat({"first": one, "second": other}, axis=1, join="inner").reset_index()
+        both.insert(0, "second_run", against)
+        both.insert(0, "first_run", name)
+        parts.append(both.assign(difference=(both["second"] - both["first"]).abs()))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _losses(steps: pd.DataFrame, run: str) -> "pd.Series[float]":
+    """The loss of each step, which is the same on all ranks."""
+    losses: pd.Series[float] = steps[steps["run"] == run].groupby("step")["loss"].first()
+    return losses
+
+
+def _number_or_nan(value: object) -> float:
+    return float("nan") if value is None or pd.isna(value) else float(value)  # type: ignore[call-overload, arg-type]

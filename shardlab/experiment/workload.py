@@ -13,7 +13,6 @@ cloudpickle: functions, lambdas and classes of a notebook are, open files and ge
 
 import inspect
 import random
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -125,7 +124,7 @@ class Workload:
             TypeError: ``model`` returned something else.
             ValueError: the module has no parameters.
         """
-        with seeded(seed), _saying_that_it_needs_a_gpu():
+        with seeded(seed):
             module = self.model()
         if not isinstance(module, nn.Module):
             raise TypeError(f"model: returned {type(module).__name__}; it must return a torch.nn.Module")
@@ -163,19 +162,6 @@ def seeded(seed: int | str) -> Iterator[None]:
     """Inside, torch, NumPy and ``random`` draw from ``seed``; outside they go on as if nothing had been drawn."""
     with generators_seeded(seed if isinstance(seed, int) else random.Random(seed).getrandbits(63)):
         yield
-
-
-@contextmanager
-def _saying_that_it_needs_a_gpu() -> Iterator[None]:
-    try:
-        yield
-    except (AssertionError, RuntimeError) as error:
-        if torch.cuda.is_available() or not re.search("CUDA|NVIDIA", str(error)):
-            raise
-        raise ValueError(
-            f"model: it needs a GPU to be made, and there is none here ({str(error).splitlines()[0]}); make it without "
-            ".cuda() or device='cuda': each rank moves it to its own device"
-        ) from error
 
 
 def _check_data(data: Any) -> None:

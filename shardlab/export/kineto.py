@@ -52,9 +52,6 @@ _TYPES = {
 }  # fmt: skip
 
 
-MAX_COUNT = 2**53  # above, JSON's readers do not agree
-
-
 @dataclass(frozen=True, slots=True)
 class Slice:
     """An event with a duration. Times are microseconds on the clock of the host."""
@@ -121,13 +118,13 @@ def _read(path: Path) -> RankTrace:
     if not isinstance(content, dict) or not isinstance(content.get("traceEvents"), list):
         raise ValueError(f"trace: {path} is not a trace of torch.profiler: it has no list 'traceEvents'")
     with of_file(path):
-        about, events = content.get("distributedInfo") or {}, _objects(content["traceEvents"])
-        groups = [count(group["pg_size"], "pg_size") for group in about.get("pg_config") or [] if "pg_size" in group]
+        about, events = content.get("distributedInfo") or {}, content["traceEvents"]
+        groups = [int(group["pg_size"]) for group in about.get("pg_config") or [] if "pg_size" in group]
         base_us = float(content.get("baseTimeNanoseconds", 0)) / 1e3
         return RankTrace(
             path=path,
-            rank=count(about.get("rank", 0), "rank"),
-            num_ranks=count(about.get("world_size", 1), "world_size"),
+            rank=int(about.get("rank", 0)),
+            num_ranks=int(about.get("world_size", 1)),
             group_sizes=frozenset(groups),
             slices=tuple(sorted(_slices(events, base_us), key=lambda one: (one.start_us, -one.end_us))),
             communication_threads=frozenset(
@@ -149,27 +146,10 @@ def of_file(path: Path) -> Iterator[None]:
         raise ValueError(f"trace: {path} is not as torch.profiler writes it: {error!r}") from error
 
 
-def count(value: Any, name: str) -> int:
-    """A count of the file; ValueError if it is none."""
-    if not str(value).isdecimal() or int(value) >= MAX_COUNT:
-        raise ValueError(f"{name} is {value!r:.40}; it must be a whole number below {MAX_COUNT}")
-    return int(value)
-
-
-def _objects(events: list[Any]) -> list[dict[str, Any]]:
-    for place, event in enumerate(events):
-        if not isinstance(event, dict) or not isinstance(event.get("args") or {}, dict):
-            raise ValueError(f"event {place} of 'traceEvents' or its 'args' is not an object")
-    return events
-
-
 def _slices(events: list[dict[str, Any]], base_us: float) -> Iterator[Slice]:
     for event in events:
         if event.get("ph") == "X" and event.get("cat") != "Trace":  # 'Trace' is a slice around the whole file
-            try:
-                start, duration = float(event["ts"]) + base_us, float(event["dur"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{event.get('name')!r} has no times: {error!r}") from error
+            start, duration = float(event["ts"]) + base_us, float(event["dur"])
             if not isfinite(start) or not 0 <= duration < float("inf"):
                 raise ValueError(
                     f"{event.get('name')!r} begins at {start} us and lasts {duration} us; the clock ran backwards, "

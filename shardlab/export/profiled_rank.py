@@ -6,18 +6,18 @@ backward inside a node of autograd, data inside a data loader, and otherwise for
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import replace
+from math import nan, prod
 from typing import Any
 
 import numpy as np
 
 from shardlab.analysis.intervals import Intervals, merge
-from shardlab.export.kineto import RankTrace, Slice, collective_of, communicates, count, dtype_of, function_of
-from shardlab.partition.ring_cost import ring_wire_bytes
-from shardlab.partition.torch_gloo import moved_bytes
+from shardlab.export.kineto import RankTrace, Slice, collective_of, communicates, dtype_of, function_of
+from shardlab.partition.ring_cost import moved_bytes, ring_wire_bytes
 from shardlab.vocabulary import Collective, MeshAxis, Phase, SpanKind
 
+Row = dict[str, Any]
 KERNEL, COPY = "kernel", "gpu_memcpy"
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 # Operators that only contain others: the work is inside.
@@ -32,17 +32,6 @@ PHASES = {
     SpanKind.DATA: Phase.DATA,
     SpanKind.FORWARD: Phase.FORWARD,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A stretch of compute, which the host issued at ``issued_us``."""
-
-    unit: str
-    kind: SpanKind
-    start_us: float
-    end_us: float
-    issued_us: float
 
 
 class Kinds:
@@ -73,12 +62,13 @@ def launched(trace: RankTrace, kernels: Iterable[Slice]) -> list[tuple[Slice, Sl
     return [(kernel, calls.get(kernel.args.get("correlation"), kernel)) for kernel in kernels]
 
 
-def compute(trace: RankTrace) -> Iterator[Work]:
-    """All work of a rank except communication."""
+def compute(trace: RankTrace) -> Iterator[tuple[float, Row]]:
+    """All work of a rank except communication: when the host issued it, and a row of table ``spans``."""
     kinds, kernels = Kinds(trace), trace.of(KERNEL)
     works = launched(trace, (one for one in kernels if not communicates(one)))
     for one, asked in works if kernels else ((one, one) for one in _operators(trace)):
-        yield Work(one.name, kinds.at(asked.thread, asked.start_us), one.start_us, one.end_us, asked.start_us)
+        kind = kinds.at(asked.thread, asked.start_us)
+        yield asked.start_us, {"unit": one.name, "kind": kind, "start_us": one.start_us, "end_us": one.end_us}
 
 
 def _operators(trace: RankTrace) -> Iterator[Slice]:
@@ -106,59 +96,27 @@ def _by_thread(slices: Iterable[Slice]) -> dict[tuple[str, str], Intervals]:
     return {thread: merge(times) for thread, times in found.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """A collective; what the trace does not contain is None."""
-
-    op: Collective
-    tag: str
-    axis: str
-    transport: str
-    kind: SpanKind
-    dtype: str
-    numel: int | None
-    num_bytes: int | None
-    group_size: int | None
-    issue_us: float
-    start_us: float
-    end_us: float
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes this rank had to send, by the ring formula; NaN if size or group are unknown."""
-        if self.num_bytes is None or self.group_size is None:
-            return float("nan")
-        return ring_wire_bytes(self.op, self.num_bytes, self.group_size)
-
-    @property
-    def moved_bytes(self) -> float:
-        """Bytes this rank sent, on average over the ranks, since a trace names no root; NaN if unknown."""
-        if self.num_bytes is None or self.group_size is None:
-            return float("nan")
-        return moved_bytes(self.transport, self.op, self.num_bytes, self.group_size)
+def communication(trace: RankTrace) -> list[Row]:
+    """Those of a rank in order of issue, as rows of table ``collectives``; what the trace does not say is missing."""
+    return sorted([*_of_device(trace), *_of_gloo(trace)], key=lambda row: (row["issue_us"], row["start_us"]))
 
 
-def communication(trace: RankTrace) -> list[Moved]:
-    """All collectives of a rank in order of issue."""
-    return sorted([*_of_device(trace), *_of_gloo(trace)], key=lambda moved: (moved.issue_us, moved.start_us))
-
-
-def _of_device(trace: RankTrace) -> Iterator[Moved]:
+def _of_device(trace: RankTrace) -> Iterator[Row]:
     kinds = Kinds(trace)
     for kernel, asked in launched(trace, [one for one in trace.of(KERNEL, COPY) if communicates(one)]):
         called, name = str(kernel.args.get("Collective name", "")), function_of(kernel.name)
         op = collective_of(called) or collective_of(name) or Collective.UNKNOWN
         tag = str(kernel.args.get("Tag") or (called if op is not Collective.UNKNOWN else "") or name)
-        sizes = [count(kernel.args[key], key) for key in ("In msg nelems", "Out msg nelems") if key in kernel.args]
+        sizes = [int(kernel.args[key]) for key in ("In msg nelems", "Out msg nelems") if key in kernel.args]
         group = kernel.args.get("Group size")
         yield _moved(
             op, tag, kernel, asked, "nccl" if name.startswith("nccl") else "device", kinds,
             dtype=str(kernel.args.get("dtype", "")), numel=max(sizes, default=None),
-            group_size=None if group is None else count(group, "Group size"), axis=_axis(kernel.args),
+            group_size=None if group is None else int(group), axis=_axis(kernel.args),
         )  # fmt: skip
 
 
-def _of_gloo(trace: RankTrace) -> Iterator[Moved]:
+def _of_gloo(trace: RankTrace) -> Iterator[Row]:
     kinds = Kinds(trace)
     # gloo does not say which group a task belongs to, so the size is known only if all groups have the same.
     group_size = trace.num_ranks if trace.group_sizes <= {trace.num_ranks} else None
@@ -202,15 +160,23 @@ def _calls_and_tasks(trace: RankTrace) -> list[tuple[Slice | None, list[Slice]]]
 def _moved(
     op: Collective, tag: str, ran: Slice, asked: Slice, transport: str, kinds: Kinds, *,
     dtype: str, numel: int | None, group_size: int | None, axis: str,
-) -> Moved:  # fmt: skip
+) -> Row:  # fmt: skip
     name, itemsize = dtype_of(dtype)
     # Without the collective nobody knows what part of the whole buffer the trace's numbers are.
     numel = 0 if op is Collective.BARRIER else None if op is Collective.UNKNOWN else numel
     num_bytes = 0 if numel == 0 else None if numel is None or itemsize is None else numel * itemsize
-    # The clocks of host and device differ a little, but nothing can start before it is issued.
-    issue_us = min(asked.start_us, ran.start_us)
-    kind = kinds.at(asked.thread, asked.start_us)
-    return Moved(op, tag, axis, transport, kind, name, numel, num_bytes, group_size, issue_us, ran.start_us, ran.end_us)
+    wire = moved = nan
+    if num_bytes is not None and group_size is not None:
+        wire = ring_wire_bytes(op, num_bytes, group_size)
+        moved = moved_bytes(transport, op, num_bytes, group_size)  # on average over the ranks: a trace names no root
+    return {
+        "axis": axis, "op": op, "tag": tag, "phase": PHASES[kinds.at(asked.thread, asked.start_us)], "dtype": name,
+        "numel": numel, "bytes": num_bytes, "wire_bytes": wire, "moved_bytes": moved, "group_size": group_size,
+        "transport": transport,
+        # The clocks of host and device differ a little, but nothing can start before it is issued.
+        "issue_us": min(asked.start_us, ran.start_us), "start_us": ran.start_us, "end_us": ran.end_us,
+        "wait_start_us": nan, "wait_end_us": nan,
+    }  # fmt: skip
 
 
 def _fits(call: Slice, does: Collective | None) -> bool:
@@ -224,7 +190,7 @@ def _numel(call: Slice, group_size: int | None) -> int | None:
     dims = call.args.get("Input Dims")
     if not dims:
         return None  # shapes were not recorded
-    largest = count(max(_size(entry) for entry in dims[:2]), "Input Dims")
+    largest = max(_size(entry) for entry in dims[:2])
     if call.name in OF_LISTS:
         return None if group_size is None else largest * group_size
     return largest
@@ -235,7 +201,7 @@ def _size(dims: Sequence[Any]) -> int:
     if not isinstance(dims, list) or not dims:
         return 0
     shapes = dims if isinstance(dims[0], list) else [dims]
-    return sum(prod(count(dim, "Input Dims") for dim in shape) for shape in shapes if shape)
+    return sum(prod(shape) for shape in shapes if shape)
 
 
 def _axis(args: Mapping[str, Any]) -> str:

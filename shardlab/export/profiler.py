@@ -9,14 +9,13 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from shardlab.analysis.overlap import overlap
-from shardlab.export.kineto import RankTrace, count, of_file, read_traces
-from shardlab.export.profiled_rank import PHASES, Moved, Work, communication, compute, issues
+from shardlab.export.kineto import RankTrace, of_file, read_traces
+from shardlab.export.profiled_rank import Row, communication, compute, issues
 from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Collective
@@ -24,7 +23,6 @@ from shardlab.vocabulary import Collective
 STEP_MARK = "ProfilerStep#"
 OUTSIDE = -1
 NAMED = 5
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -66,12 +64,15 @@ def import_profiler_trace(path: Path | str, run: str = "profiler") -> Records:
     spans, collectives, steps = [], [], []
     for trace in traces:
         with of_file(trace.path):
-            marks, moved = _steps(trace, origin_us), enumerate(communication(trace))
-            keys = {"run": run, "source": "measured", "rank": trace.rank}
-            spans += [keys | _span(work, origin_us, marks) for work in compute(trace)]
-            collectives += [keys | _collective(seq, one, origin_us, marks) for seq, one in moved]
+            marks, keys = _steps(trace), {"run": run, "source": "measured", "rank": trace.rank}
+            spans += [keys | {"step": marks.at(issued_us)} | row for issued_us, row in compute(trace)]
+            collectives += [
+                keys | {"step": marks.at(row["issue_us"]), "seq": seq} | row
+                for seq, row in enumerate(communication(trace))
+            ]
             steps += [keys | {"step": step, "step_us": end - start} for step, (start, end) in marks.times.items()]
     tables = {"collectives": COLLECTIVES.frame(collectives), "spans": SPANS.frame(spans)}
+    tables = {name: _since(origin_us, table) for name, table in tables.items()}
     _say_what_is_not_known(tables["collectives"], traces)
     manifest = {"run": run, "ranks": max(trace.num_ranks for trace in traces), "imported_from": Path(path).name}
     return Records(
@@ -83,15 +84,15 @@ def import_profiler_trace(path: Path | str, run: str = "profiler") -> Records:
     )
 
 
-def _steps(trace: RankTrace, origin_us: float) -> _Steps:
+def _since(origin_us: float, table: pd.DataFrame) -> pd.DataFrame:
+    """The table with times since the origin."""
+    return table.assign(**{name: table[name] - origin_us for name in table.columns if name.endswith("_us")})
+
+
+def _steps(trace: RankTrace) -> _Steps:
     """The steps that ``profile.step()`` marked. (An empty mark is no step: our export to HTA ends with one.)"""
     marks = [one for one in trace.of("user_annotation") if one.name.startswith(STEP_MARK) and one.end_us > one.start_us]
-    return _Steps(
-        {
-            count(one.name.removeprefix(STEP_MARK), STEP_MARK): (one.start_us - origin_us, one.end_us - origin_us)
-            for one in marks
-        }
-    )
+    return _Steps({int(one.name.removeprefix(STEP_MARK)): (one.start_us, one.end_us) for one in marks})
 
 
 def _say_what_is_not_known(collectives: pd.DataFrame, traces: Sequence[RankTrace]) -> None:
@@ -111,24 +112,6 @@ def _say_what_is_not_known(collectives: pd.DataFrame, traces: Sequence[RankTrace
             f"bytes as not known: {names}{more}",
             stacklevel=3,
         )
-
-
-def _span(work: Work, origin_us: float, steps: _Steps) -> Row:
-    return {
-        "step": steps.at(work.issued_us - origin_us), "unit": work.unit, "kind": work.kind,
-        "start_us": work.start_us - origin_us, "end_us": work.end_us - origin_us,
-    }  # fmt: skip
-
-
-def _collective(seq: int, moved: Moved, origin_us: float, steps: _Steps) -> Row:
-    return {
-        "step": steps.at(moved.issue_us - origin_us), "seq": seq, "axis": moved.axis, "op": moved.op, "tag": moved.tag,
-        "phase": PHASES[moved.kind], "dtype": moved.dtype, "numel": moved.numel, "bytes": moved.num_bytes,
-        "wire_bytes": moved.wire_bytes, "moved_bytes": moved.moved_bytes, "group_size": moved.group_size,
-        "transport": moved.transport,
-        "issue_us": moved.issue_us - origin_us, "start_us": moved.start_us - origin_us,
-        "end_us": moved.end_us - origin_us, "wait_start_us": np.nan, "wait_end_us": np.nan,
-    }  # fmt: skip
 
 
 def _step_table(steps: Sequence[Row], collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:

@@ -1,7 +1,7 @@
 """Faults on purpose: a straggler, a dead or stopped rank, a skipped or another collective, NaN, no memory, a bad link.
 
-``inject`` and ``faulty`` make them happen at a chosen rank, step and phase; ``matrix`` runs every kind under every
-strategy and says what the user is told, and how soon.
+``inject`` and ``faulty`` make them happen at a chosen rank, step and phase; ``told`` runs a broken program and prints
+what the user is told.
 """
 
 from shardlab.faults.inject import Happened, faulty, inject
@@ -21,21 +21,6 @@ from shardlab.faults.kinds import (
 from shardlab.faults.outcome import Told, outcome, told
 
 __all__ = [
-    "DeadRank",
-    "Fault",
-    "Happened",
-    "LossyLink",
-    "MismatchedCollective",
-    "NaN",
-    "OutOfMemory",
-    "SkippedCall",
-    "SkippedCollective",
-    "SlowLink",
-    "StoppedRank",
-    "Straggler",
-    "Told",
-    "faulty",
-    "inject",
-    "outcome",
-    "told",
-]
+    "DeadRank", "Fault", "Happened", "LossyLink", "MismatchedCollective", "NaN", "OutOfMemory", "SkippedCall",
+    "SkippedCollective", "SlowLink", "StoppedRank", "Straggler", "Told", "faulty", "inject", "outcome", "told",
+]  # fmt: skip

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from shardlab.comm import CollectiveEvent, Communicator, Pending
 from shardlab.comm.trees import map_tensors
-from shardlab.engines import Engine
-from shardlab.engines.claims import engine_of
+from shardlab.engines import AnyEngine
+from shardlab.engines.guards.claims import engine_of
 from shardlab.faults.kinds import AtCollective, AtLayer, Fault, OnLink, SkippedCall
 from shardlab.launch import current
 from shardlab.units.structure import called_modules
@@ -45,7 +45,7 @@ class Happened:
 
 
 @contextmanager
-def inject(engine: Engine, *faults: Fault) -> Iterator[None]:
+def inject(engine: AnyEngine, *faults: Fault) -> Iterator[None]:
     """Inside, the faults happen; call it on all ranks with the same faults.
 
     Args:
@@ -95,7 +95,7 @@ class _Begin:
 
     def __call__(self, module: nn.Module, *_: object) -> None:
         engine = engine_of(module)
-        if self._has_begun or not isinstance(engine, Engine) or engine.module is not module:
+        if self._has_begun or not isinstance(engine, AnyEngine) or engine.module is not module:
             return
         self._has_begun = True
         _check_ranks(self._faults, range(current().world_size))
@@ -115,7 +115,7 @@ class Injection:
         faults: of all ranks.
     """
 
-    def __init__(self, engine: Engine, faults: Sequence[Fault]) -> None:
+    def __init__(self, engine: AnyEngine, faults: Sequence[Fault]) -> None:
         own_rank = engine.comm.ranks[engine.comm.rank]
         self._engine = engine
         self._faults = [fault for fault in faults if fault.rank == own_rank]

@@ -27,8 +27,7 @@ from shardlab.comm.trees import map_tensors
 from shardlab.engines.precision import Precision, cast_floating, parse_precision
 from shardlab.experiment.batches import batches_of, divide, rows_of
 from shardlab.experiment.named_workload import workload_at
-from shardlab.experiment.plan_table import plans_of, row_of, table_of
-from shardlab.experiment.planned import Plan
+from shardlab.experiment.planned import Plan, plans_of, row_of, table_of
 from shardlab.experiment.workload import Workload, seeded
 from shardlab.planner.fit import Gpu, rows_that_fit, sending_us
 from shardlab.planner.setup import STRATEGIES

@@ -7,7 +7,7 @@ modules_table(engine)
 weights_table(model, slices)
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardlab.analysis.held_bytes import module_bytes
-from shardlab.engines import FSDP, Engine
-from shardlab.engines.fsdp.unit import Unit
+from shardlab.engines import AnyEngine, Engine
+from shardlab.engines.sharded import Sharded
+from shardlab.engines.shards import Unit
 from shardlab.experiment.run import shard_rows
 from shardlab.partition.slices import TensorSlice
-from shardlab.plots.weights import COLUMNS, EVERY_RANK
+from shardlab.plots.maps import COLUMNS, EVERY_RANK
 from shardlab.tables import SHARDS
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
@@ -43,7 +44,7 @@ class GatheredSample:
 
 
 @contextmanager
-def watch_gathered(engine: FSDP) -> Iterator[list[GatheredSample]]:
+def watch_gathered(engine: Engine) -> Iterator[list[GatheredSample]]:
     """Sample the gathered parameters of each unit inside the ``with`` block; yields the list of samples.
 
     A sample is taken when the forward or the backward of a unit begins (its own and prefetched parameters are gathered
@@ -56,7 +57,7 @@ def watch_gathered(engine: FSDP) -> Iterator[list[GatheredSample]]:
         samples.append(GatheredSample(moment, gathered_by_unit(engine)))
 
     hooks: list[RemovableHandle] = []
-    for unit in engine.units:
+    for unit in units_in(engine):
         _watch(unit, sample, hooks)
     try:
         yield samples
@@ -66,25 +67,36 @@ def watch_gathered(engine: FSDP) -> Iterator[list[GatheredSample]]:
     sample("end")
 
 
-def gathered_by_unit(engine: FSDP) -> dict[str, int]:
+def gathered_by_unit(engine: Engine) -> dict[str, int]:
     """Bytes of gathered parameters that each unit holds now, each storage counted once; 0 for a unit without any."""
     found = {}
-    for unit in engine.units:
-        held = (held for bucket in unit.buckets for held in bucket.parameter_holdings())
+    for unit in units_in(engine):
+        held = (held for shards in unit.shards for held in shards.holdings())
         gathered = [tensor for role, tensor, *_ in held if role is Role.GATHERED_PARAMETER]
         found[unit.name] = sum(bytes_by_role({Role.GATHERED_PARAMETER: gathered}).values())
     return found
 
 
-def unit_bytes(engine: FSDP) -> dict[str, int]:
+def unit_bytes(engine: Engine) -> dict[str, int]:
     """Bytes of each unit when it is gathered, including padding."""
     return {
         unit.name: sum(
-            bucket.layout.padded_numel * (engine.precision.compute or bucket.shard.dtype).itemsize
-            for bucket in unit.buckets
+            shards.layout.padded_numel * (engine.strategy.precision.compute or shards.shard.dtype).itemsize
+            for shards in unit.shards
         )
-        for unit in engine.units
+        for unit in units_in(engine)
     }
+
+
+def units_in(engine: Engine) -> Sequence[Unit]:
+    """The units of FSDP, or the buckets of ZeRO-3.
+
+    Raises:
+        ValueError: parameters are not sharded.
+    """
+    if not isinstance(engine.strategy, Sharded):
+        raise ValueError(f"engine: {engine.name!r} gathers no units; give an engine of 'fsdp' or 'zero3'")
+    return engine.strategy.units
 
 
 def gathered_table(samples: list[GatheredSample]) -> pd.DataFrame:
@@ -119,11 +131,12 @@ def _watch(unit: Unit, sample: Any, hooks: list[RemovableHandle]) -> None:
         if not owed:
             sample(f"{unit.name} backward done")
 
+    assert unit.module is not None
     hooks.append(unit.module.register_forward_pre_hook(lambda *_: sample(f"{unit.name} forward")))
     hooks.append(unit.module.register_forward_hook(after_forward))
 
 
-def modules_table(engine: Engine, depth: int | None = None) -> pd.DataFrame:
+def modules_table(engine: AnyEngine, depth: int | None = None) -> pd.DataFrame:
     """Bytes that this rank holds now of each module: gradients between backward and ``zero_grad()`` only.
 
     Args:

@@ -144,8 +144,6 @@ def bucket_verdict(sweep: pd.DataFrame) -> str:
     steps = sweep.groupby("bucket_bytes")["step_us"].median().sort_index()
     best = int(str(steps.idxmin()))
     words = f"Buckets of {_size(best)} were best, {format_us(steps[best])} a step"
-    if len(steps) == 1:
-        return f"{words.replace('were best', 'took')}; no other size was tried."
     smallest, largest = int(str(steps.index[0])), int(str(steps.index[-1]))
     ends = {"the smallest": smallest, "the largest": largest}
     near = min(ends, key=lambda name: float(steps[ends[name]]))

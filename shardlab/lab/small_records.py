@@ -28,7 +28,7 @@ import torch
 
 from shardlab.comm import CollectiveEvent
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import Engine
+from shardlab.engines import AnyEngine
 from shardlab.experiment.batches import size_of
 from shardlab.experiment.run import source_of
 from shardlab.experiment.step import TrainStep
@@ -99,7 +99,7 @@ def collectives_table(rows_of_ranks: Iterable[list[Row]]) -> pd.DataFrame:
     return COLLECTIVES.frame([row | {name: row[name] - origin_us for name in TIMES} for row in rows])
 
 
-def trace_step(rank: int, run: str, engine: Engine, loss: LossFn, batch: Any) -> Records:
+def trace_step(rank: int, run: str, engine: AnyEngine, loss: LossFn, batch: Any) -> Records:
     """Train two steps on one batch and record both; memory is traced by role in the second.
 
     The first step allocates the optimizer state. Every rank of the mesh must call this.

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 SIZE = {"COLUMNS": "80", "LINES": "24", "TERM": "dumb"}  # all three, or a program asks elsewhere
 
@@ -20,15 +21,8 @@ def terminal(command: str, folder: str | Path = ".") -> None:
     """
     own = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     plain = SIZE | {"PATH": own, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        command,
-        shell=True,
-        cwd=folder,
-        env=os.environ | plain,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, shell=True, cwd=folder, env=os.environ | plain, **output)
     lines = (line.rstrip() for line in done.stdout.splitlines())
     sys.stdout.write("\n".join([f"$ {command}", *lines, ""]))
     if done.returncode:

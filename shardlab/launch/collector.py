@@ -12,13 +12,15 @@ from shardlab.launch.errors import RankDied, RankError, RankHang, describe_exit
 from shardlab.launch.hang_board import BoardRow, CallState, describe, mismatch
 from shardlab.launch.messages import Answer, Failure, Note, Payload, unpack
 from shardlab.launch.processes import RankProcess, RankProcesses
-from shardlab.launch.silence import Silence, is_stopped, stack_of, state_of
+from shardlab.launch.stack import is_stopped, stack_of, state_of
+from shardlab.vocabulary import TOLD
 
 _LOOK_EVERY_S = 0.1
 _GRACE_S = 0.3
 _CAUSE_GRACE_S = 1.0
-# What gloo and NCCL report on the surviving ranks when one rank is gone: an effect of the failure, not its cause.
+# What gloo, NCCL and engines report on the other ranks when one rank fails: an effect of the failure, not its cause.
 _AFTERMATH = (
+    TOLD,
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
@@ -168,10 +170,7 @@ class Collector:
             return RankDied(first.rank, first.exit_code, self._table(rows), mismatch(rows))
         differ = first.exception_type == MismatchError.__name__
         difference = mismatch(self._processes.board.read()) if differ else ""
-        error = RankError(
-            first.rank, first.exception_type, first.summary, first.traceback_text, difference,
-            users_traceback=first.users_traceback, num_left_out=first.num_left_out,
-        )  # fmt: skip
+        error = RankError(first, difference)
         error.__cause__ = _original(first)
         return error
 
@@ -241,8 +240,37 @@ class Collector:
             rank.output.finish()
 
 
+class Silence:
+    """Since when nothing new has been seen of the ranks, and when to say so.
+
+    Args:
+        notice_s: seconds until the first notice; each later one comes after twice the time. None for no notice.
+    """
+
+    def __init__(self, notice_s: float | None) -> None:
+        self._notice_s = notice_s
+        self._seen: object = None
+        self._since = monotonic()
+        self._next_s = notice_s
+
+    def due(self, seen: object) -> float:
+        """Seconds of silence if a notice is due now, else 0.
+
+        Args:
+            seen: what is seen now; whatever differs from the last look ends the silence.
+        """
+        now = monotonic()
+        if seen != self._seen:
+            self._seen, self._since, self._next_s = seen, now, self._notice_s
+        silent_s = now - self._since
+        if self._next_s is None or silent_s < self._next_s:
+            return 0.0
+        self._next_s *= 2
+        return silent_s
+
+
 def _is_aftermath(failure: Failure | Death) -> bool:
-    return isinstance(failure, Failure) and any(words in failure.traceback_text for words in _AFTERMATH)
+    return isinstance(failure, Failure) and any(words in failure.texts.whole for words in _AFTERMATH)
 
 
 def _original(failure: Failure) -> BaseException | None:

@@ -7,8 +7,10 @@ The message has the frames of the user's own files, since most errors are in a m
 import os
 import signal
 import traceback
+from collections.abc import Iterator
+from types import TracebackType
 
-from shardlab.launch.tracebacks import is_users
+from shardlab.launch.messages import INSTALLED, Failure, Texts
 
 SHOWS_ALL = ("SHARDLAB_TRACEBACK", "full")  # of the environment
 
@@ -22,27 +24,16 @@ class RankError(RuntimeError):
         traceback_text: the traceback as that rank saw it, with all frames.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        exception_type: str,
-        summary: str,
-        traceback_text: str,
-        difference: str = "",
-        *,
-        users_traceback: str = "",
-        num_left_out: int = 0,
-    ) -> None:
-        self.rank = rank
-        self.exception_type = exception_type
-        self.traceback_text = traceback_text
-        first_line = f"rank {rank} raised {exception_type}" + (f": {summary}" if summary else "")
-        first_line += f". {difference}" if difference else ""
+    def __init__(self, failure: Failure, difference: str = "") -> None:
+        self.rank, self.exception_type = failure.rank, failure.exception_type
+        self.traceback_text, of_user, num_left_out = failure.texts
+        first_line = f"rank {self.rank} raised {self.exception_type}"
+        first_line += (f": {failure.summary}" if failure.summary else "") + (f". {difference}" if difference else "")
         name, value = SHOWS_ALL
-        shown = traceback_text
+        shown = self.traceback_text
         if num_left_out and os.environ.get(name) != value:
-            shown = f"{users_traceback}({num_left_out} frames of libraries are left out; {name}={value} shows them)"
-        super().__init__(f"{first_line}\n\nTraceback of rank {rank}:\n{shown}".rstrip())
+            shown = f"{of_user}({num_left_out} frames of libraries are left out; {name}={value} shows them)"
+        super().__init__(f"{first_line}\n\nTraceback of rank {self.rank}:\n{shown}".rstrip())
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in a cell: the lines that led here and the message, without the frames of the pool."""
@@ -59,11 +50,10 @@ class RankDied(RankError):  # noqa: N818 - the word says it: there was no except
     """
 
     def __init__(self, rank: int, exit_code: int | None, table: str, difference: str = "") -> None:
-        super().__init__(rank, "RankDied", "", "")
-        self.exit_code = exit_code
-        self.table = table
+        self.rank, self.exception_type, self.traceback_text = rank, type(self).__name__, ""
+        self.exit_code, self.table = exit_code, table
         first_line = f"rank {rank} died: {describe_exit(exit_code)}" + (f". {difference}" if difference else "")
-        self.args = (f"{first_line}\n\nWhat each rank was in:\n{table}",)
+        RuntimeError.__init__(self, f"{first_line}\n\nWhat each rank was in:\n{table}")
 
 
 class RankHang(RuntimeError):  # noqa: N818 - as above
@@ -93,3 +83,28 @@ def describe_exit(exit_code: int | None) -> str:
     if name == "SIGKILL":
         return "killed by SIGKILL (if nobody sent it: the kernel's out-of-memory killer does; try a smaller model)"
     return f"killed by {name}"
+
+
+def texts_of(error: BaseException, trace: TracebackType | None) -> Texts:
+    """The traceback of ``error`` from the frame ``trace`` on, and of the errors it was raised from."""
+    found = traceback.TracebackException(type(error), error, trace)
+    whole, num_left_out = "".join(found.format()), 0
+    if not any(map(is_users, found.stack)):
+        return Texts(whole, "", len(found.stack)) if isinstance(error, ValueError) else Texts(whole, whole, 0)
+    for part in _chain(found):
+        own = list(filter(is_users, part.stack))
+        num_left_out += len(part.stack) - len(own)
+        part.stack = traceback.StackSummary.from_list(own)
+    return Texts(whole, "".join(found.format()), num_left_out)
+
+
+def is_users(frame: traceback.FrameSummary) -> bool:
+    """Whether it is of a file that is not installed, or of a cell."""
+    return not frame.filename.startswith((*INSTALLED, "<frozen "))
+
+
+def _chain(found: traceback.TracebackException | None) -> Iterator[traceback.TracebackException]:
+    """The error, and the errors that it was raised from or while handling."""
+    while found is not None:
+        yield found
+        found = found.__cause__ or found.__context__

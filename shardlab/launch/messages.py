@@ -6,8 +6,6 @@ file, a ``helpers.py`` beside the notebook): a warm rank then always runs the co
 rank first imported it. Installed packages and shardlab itself go by name.
 """
 
-import copy
-import functools
 import importlib
 import io
 import linecache
@@ -18,11 +16,10 @@ import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
-from torch.utils.data import DataLoader
 
 from shardlab.installed import PACKAGE
 
@@ -71,17 +68,30 @@ class Note:
     message: Payload
 
 
+class Texts(NamedTuple):
+    """An error's traceback.
+
+    Attributes:
+        whole: every frame.
+        of_user: only the frames of the user's own files and cells. If there are none, it is empty for a ValueError,
+            whose message says what to change, and the same as ``whole`` for other errors, which are not the user's.
+        num_left_out: frames that are only in ``whole``.
+    """
+
+    whole: str
+    of_user: str
+    num_left_out: int
+
+
 @dataclass(frozen=True)
 class Failure:
-    """From a rank: an exception. ``time_ns`` orders the failures of several ranks; the texts: see ``tracebacks``."""
+    """From a rank: an exception. ``time_ns`` orders the failures of several ranks."""
 
     rank: int
     time_ns: int
     exception_type: str
     summary: str
-    traceback_text: str
-    users_traceback: str
-    num_left_out: int
+    texts: Texts
     exception: Payload | None
 
 
@@ -133,20 +143,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._registered: list[ModuleType] = []
 
     def reducer_override(self, value: object) -> object:
-        if isinstance(value, torch.Tensor) and _travels_as_a_copy(value):
+        # A parameter is left to torch: it keeps class and requires_grad, and its data, a tensor, comes here too.
+        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter) and _is_on_gpu(value):
             host = value.detach().cpu().requires_grad_(value.requires_grad)
-            return host.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if _torch_pickles(host) else _as_bytes(host)
-        if isinstance(value, DataLoader) and getattr(value, "_iterator", None) is not None:
-            idle = copy.copy(value)
-            idle._iterator = None  # persistent workers are children of this process; the other side starts its own
-            return idle.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return host.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if isinstance(value, CodeType):
             # Since 3.1.3 cloudpickle leaves out the file: tracebacks, and the lines of collectives, would name none.
             return _code_of_file, (value.co_filename, *self.dispatch_table[CodeType](value))
         if isinstance(value, ModuleType) and sys.modules.get(value.__name__) is value and type(value) is not ModuleType:
             return importlib.import_module, (value.__name__,)  # torch.ops, of a class that cloudpickle does not know
-        if (path := _operator_path(value)) is not None:
-            return _operator, path
         if isinstance(value, FunctionType | type):
             self._send_by_value(value.__module__)
         if isinstance(value, FunctionType):
@@ -175,21 +180,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.sources[file] = "".join(entry[2])
 
 
-def _operator_path(value: object) -> tuple[str, ...] | None:
-    """How ``torch.ops`` names an operator, its overload, or a namespace of operators; None for anything else."""
-    overload: tuple[str, ...] = ()
-    if isinstance(value, torch._ops.OpOverload):
-        overload = (value._overloadname,)
-    packet = value.overloadpacket if isinstance(value, torch._ops.OpOverload) else value
-    if isinstance(packet, torch._ops.OpOverloadPacket):
-        return (*packet._qualified_op_name.split("::"), *overload)
-    return (value.name,) if isinstance(value, torch._ops._OpNamespace) else None
-
-
-def _operator(*path: str) -> Any:
-    return functools.reduce(getattr, path, torch.ops)
-
-
 def _code_of_file(file: str, make: Callable[..., CodeType], parts: tuple[Any, ...]) -> CodeType:
     return make(*parts).replace(co_filename=file)
 
@@ -202,27 +192,6 @@ def _hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
     hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
     hooked.hooked = True
     return hooked  # type: ignore[no-any-return]
-
-
-def _travels_as_a_copy(tensor: torch.Tensor) -> bool:
-    # A parameter is left to torch: it keeps class and requires_grad, and its data, a tensor, comes here too.
-    return not isinstance(tensor, torch.nn.Parameter) and (_is_on_gpu(tensor) or not _torch_pickles(tensor))
-
-
-def _torch_pickles(tensor: torch.Tensor) -> bool:
-    """Whether pickle can read what torch writes: a dtype newer than its typed storages (float8, uint16) has none."""
-    if type(tensor) is not torch.Tensor or tensor.is_meta:  # without values there is nothing to copy
-        return True
-    return tensor.dtype in torch.storage._dtype_to_storage_type_map()
-
-
-def _as_bytes(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-    as_bytes = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return _from_bytes, (as_bytes, tensor.dtype, tensor.shape, tensor.requires_grad)
-
-
-def _from_bytes(as_bytes: torch.Tensor, dtype: torch.dtype, shape: torch.Size, requires_grad: bool) -> torch.Tensor:
-    return as_bytes.view(dtype).reshape(shape).requires_grad_(requires_grad)
 
 
 def _is_on_gpu(tensor: torch.Tensor) -> bool:

@@ -11,11 +11,17 @@ the same, NCCL told    nccl     no      from 2.30 on, with NCCL_MULTI_RANK_GPU_E
 """
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from shardlab.comm.torch_engine_groups import check_torch_engines
+from shardlab.comm.transports.choice import check_transport
+from shardlab.launch.hang_board import BoardWriter
 
 MOST_RANKS = 1024  # that one machine starts: each is a process with a torch of its own
 DEVICES = ("auto", "cpu", "cuda")
@@ -70,18 +76,14 @@ def place(world_size: int, device: str = "auto") -> Placement:
         )
     if num_gpus == 0:
         return Placement(world_size, "cpu", "gloo", ("cpu",) * world_size)
-    return _on_gpus(world_size, num_gpus)
+    devices = tuple(f"cuda:{rank % num_gpus}" for rank in range(world_size))
+    return _sending(Placement(world_size, "cuda", "nccl", devices), num_gpus)
 
 
 def check_world_size(world_size: int) -> None:
     """Raise ValueError unless ``world_size`` is an integer of at least 1."""
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise ValueError(f"world_size: {world_size!r} is given; allowed values are integers from 1")
-
-
-def _on_gpus(world_size: int, num_gpus: int) -> Placement:
-    devices = tuple(f"cuda:{rank % num_gpus}" for rank in range(world_size))
-    return _sending(Placement(world_size, "cuda", "nccl", devices), num_gpus)
 
 
 def _sending(placement: Placement, num_gpus: int) -> Placement:
@@ -99,17 +101,7 @@ def _sending(placement: Placement, num_gpus: int) -> Placement:
     return replace(placement, backend="gloo", staged=True, banner=banner)
 
 
-class Store(Protocol):
-    """Keys and values that all ranks share, as torch's stores are."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Write a value."""
-
-    def get(self, key: str, /) -> bytes:
-        """Read it; waits until it has been written."""
-
-
-def agreed(placement: Placement, rank: int, gpu: str, store: Store) -> Placement:
+def agreed(placement: Placement, rank: int, gpu: str, store: Any) -> Placement:
     """The placement once every rank has said which GPU it has: by NCCL if no two have the same.
 
     One process cannot tell from the GPUs it sees: under ``srun`` it may see its own GPU only, or all GPUs of a host
@@ -119,7 +111,7 @@ def agreed(placement: Placement, rank: int, gpu: str, store: Store) -> Placement
         placement: what this rank sees; ``devices[rank]`` is its own.
         rank: of this process.
         gpu: a unique id of this rank's GPU, such as its UUID.
-        store: shared by all ranks.
+        store: of torch, shared by all ranks.
     """
     # Before anything is read: each get waits until the rank it asks for has written.
     store.set(_GPU_OF.format(rank), f"{placement.devices[rank]} {gpu}")
@@ -147,3 +139,110 @@ def torchrun_env() -> TorchrunEnv | None:
     # A launcher that does not set LOCAL_RANK is taken to use one host: on several, LOCAL_RANK must choose the devices.
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     return TorchrunEnv(rank, world_size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+
+
+def check_ranks(
+    ranks: int, device: str, strategies: Sequence[str], transport: str | None, link: str | None = None
+) -> None:
+    """Check that ranks can start here, that they can send as asked, and that torch's own engines can, if named.
+
+    Args:
+        ranks: their number, at least 1.
+        device: see ``RankPool``.
+        strategies: names from ``engines.STRATEGIES``.
+        transport: see ``Mesh``.
+        link: see ``Mesh``.
+
+    Raises:
+        ValueError: they cannot; the message names the field.
+    """
+    env = torchrun_env()
+    if env is not None and env.world_size != ranks:
+        raise ValueError(f"ranks: {ranks}, but torchrun started {env.world_size} processes; the numbers must be equal")
+    if env is None and ranks > MOST_RANKS:
+        raise ValueError(f"ranks: {ranks} was given; one machine starts at most {MOST_RANKS}")
+    placement = place(ranks, device)
+    check_transport(placement.backend, transport, link)
+    # Under torchrun a process may see its own GPU alone; there the engines themselves refuse.
+    if env is None and any(strategy.startswith("torch_") for strategy in strategies):
+        check_torch_engines(placement.device_type, placement.backend)
+
+
+def no_emit(message: object) -> None:
+    """Drop ``message``: there is no parent to send it to."""
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """The surroundings of a rank.
+
+    Attributes:
+        rank: this rank, from 0.
+        world_size: number of ranks.
+        device: where this rank's tensors belong.
+        placement: devices and backend of all ranks.
+        board: this rank's slot of the hang board, an observer for communicators; None under torchrun.
+        emit: send a progress message to the parent's ``on_message`` while the function runs; not from a child process.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    placement: Placement
+    board: BoardWriter | None
+    emit: Callable[[object], None]
+
+
+class _Process:
+    """A process is one rank for its whole life and for all of its threads."""
+
+    context: RankContext | None = None
+
+
+def current() -> RankContext:
+    """The context of the rank this code runs in.
+
+    Raises:
+        RuntimeError: this process is not a rank.
+    """
+    if _Process.context is None:
+        env = torchrun_env()
+        if env is None:
+            raise RuntimeError(
+                "current(): this process is not a rank; call it in a function run by RankPool or launch()"
+            )
+        enter(torchrun_context(env, "auto"))
+        return current()
+    return _Process.context
+
+
+def enter(context: RankContext) -> None:
+    """Make this process the rank that ``context`` says."""
+    _Process.context = context
+
+
+def is_inside_rank() -> bool:
+    """Whether this process is a rank that a pool started."""
+    return _Process.context is not None and torchrun_env() is None
+
+
+def torchrun_context(env: TorchrunEnv, device: str) -> RankContext:
+    """The context of a process that torchrun started; every host is taken to be like this one."""
+    local = place(env.local_world_size, device)
+    rank_device = local.devices[env.local_rank]
+    # devices[i] of other hosts is a guess by symmetry; this rank's own entry is exact.
+    devices = tuple(local.devices[rank % env.local_world_size] for rank in range(env.world_size))
+    devices = (*devices[: env.rank], rank_device, *devices[env.rank + 1 :])
+    placement = replace(local, world_size=env.world_size, devices=devices)
+    return RankContext(env.rank, env.world_size, torch.device(rank_device), placement, None, no_emit)
+
+
+def make_group(context: RankContext, store: Any, timeout: timedelta) -> None:
+    """Make the default process group, for the context's device; ranks find each other by torch's ``store``."""
+    if context.device.type == "cuda":
+        torch.cuda.set_device(context.device)  # before the group: NCCL takes the current device
+    dist.init_process_group(
+        context.placement.backend, store=store, rank=context.rank, world_size=context.world_size, timeout=timeout,
+        # NCCL then connects now, and not in the middle of the first step.
+        device_id=context.device if context.placement.backend == "nccl" else None,
+    )  # fmt: skip

@@ -15,12 +15,12 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from shardlab.launch.collector import Collector, Patience
-from shardlab.launch.context import is_inside_rank
 from shardlab.launch.errors import RankError, RankHang
 from shardlab.launch.messages import Payload, Task, pack, unpack
-from shardlab.launch.placement import Placement, check_world_size, place, torchrun_env
-from shardlab.launch.processes import RankProcesses, StartOptions
+from shardlab.launch.placement import Placement, check_world_size, is_inside_rank, place, torchrun_env
+from shardlab.launch.processes import RankProcesses
 from shardlab.launch.torchrun import TorchrunRanks
+from shardlab.launch.worker import StartOptions
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ class RankPool:
         self.timeout_s = timeout_s
         self._patience = Patience(timeout_s, limit_s, notice_s)
         self._start_s = start_s
-        self._config = StartOptions(
+        self._options = StartOptions(
             placement=self.placement,
             # Longer than our own timeout, whose report covers all ranks. It ends waits that the board cannot see.
             group_timeout_s=max(timeout_s + 2.0, 10.0),
@@ -193,7 +193,7 @@ class RankPool:
         if self._torchrun is not None or (self._processes is not None and self._processes.is_alive):
             return
         self._end_processes(0.0)  # one that died between two calls
-        self._processes = RankProcesses(self._config)
+        self._processes = RankProcesses(self._options)
         # Not a bound method of the pool, which would keep the pool alive. Registered with atexit as well, because that
         # runs before multiprocessing's own exit function, which would wait for the ranks for ever.
         self._ender = weakref.finalize(self, self._processes.end)
@@ -298,3 +298,22 @@ def _check_seconds(**fields: float) -> None:
 def num_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_pool(pool: RankPool, ranks: int, device: str, *, by: str = "config") -> None:
+    """Check that a configuration asks for the ranks that a pool has.
+
+    Args:
+        pool: the ranks.
+        ranks: the number that is asked for.
+        device: ``auto``, which these ranks are, ``cpu`` or ``cuda``.
+        by: the configuration, for the message.
+
+    Raises:
+        ValueError: it asks for others.
+    """
+    if pool.world_size != ranks:
+        raise ValueError(f"pool: {pool.world_size} ranks, but {by}.ranks is {ranks}")
+    own = pool.placement.device_type
+    if device not in ("auto", own):
+        raise ValueError(f"pool: its ranks are on {own}, but {by}.device is {device!r}; leave device out")

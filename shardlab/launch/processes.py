@@ -2,48 +2,118 @@
 
 This file knows processes and pipes, nothing of results: ``collector.py`` waits for answers, and ``pool.py`` starts new
 processes where these have ended.
+
+Ranks are forked from Python's own forkserver, one small process per parent, free of CUDA and of threads, which ends
+with its parent. It has imported torch once, so that a rank is up in hundredths of a second. It and Python's resource
+tracker have a session of their own: what a terminal or Jupyter sends to the parent's process group is not for them,
+since they outlive the parent by a moment, to remove what it has left.
 """
 
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import secrets
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from multiprocessing.util import register_after_fork
 from pathlib import Path
 from time import monotonic
+from types import ModuleType
+from typing import Any
 
 import psutil
 
 from shardlab.comm.signed import SECRET
-from shardlab.launch import forkserver, worker
+from shardlab.launch import worker
 from shardlab.launch.hang_board import Board
 from shardlab.launch.messages import Stop, Task
-from shardlab.launch.output import RankOutput
-from shardlab.launch.placement import Placement
 
 _REAP_S = 2.0
+_SPAWN_IN_THIS_SESSION = util.spawnv_passfds
+_ALWAYS = ("torch", "shardlab.launch.worker", "shardlab.launch.left_folders")
+# Without preloading, each rank would import these when it builds an optimizer or a table: 0.5 to 2 s of CPU time.
+# The forkserver preloads them if the parent uses them too; if not, its first start takes only the import of torch.
+_IF_PARENT_HAS = {
+    "torch._dynamo": ("torch._dynamo",),
+    "pandas": ("pandas",),
+    "shardlab.engines": ("shardlab.engines", "torch._dynamo"),  # which torch imports with the first optimizer
+    "shardlab.experiment.comparison": ("shardlab.experiment.run", "torch._dynamo"),
+}
+# A pipe holds 64 KiB unless told otherwise: so much is certain to take all that was written before the call.
+_MAX_BYTES_PER_CALL = 1 << 20
+_CHUNK_BYTES = 1 << 16
 
 
-@dataclass(frozen=True)
-class StartOptions:
-    """How to start the processes of a set of ranks.
+class RankOutput:
+    """Reads one rank's output pipe without waiting and prints its lines as ``[rank 2] ...``."""
 
-    Attributes:
-        group_timeout_s: after this torch gives up a collective by itself.
-        num_threads: torch threads in each rank.
-        preload: modules for the forkserver beside torch.
-    """
+    def __init__(self, rank: int, pipe: Connection) -> None:
+        self._prefix = f"[rank {rank}] "
+        self._pipe = pipe
+        self._unended: list[bytes] = []  # of the last line, whose end has not come
+        self.num_bytes = 0  # that have come
+        self.is_open = True
+        os.set_blocking(pipe.fileno(), False)
 
-    placement: Placement
-    group_timeout_s: float
-    num_threads: int
-    preload: Sequence[str] = ()
+    def fileno(self) -> int:
+        """What ``multiprocessing.connection.wait`` waits on."""
+        return self._pipe.fileno()
+
+    def pump(self) -> None:
+        """Print every whole line that has come; returns at once."""
+        if not self.is_open:
+            return
+        *lines, rest = self._read().split(b"\n")
+        if lines:
+            lines[0] = self._take_unended() + lines[0]
+            self._print(lines)
+        if rest:
+            # Joined only when its end has come: at every read it would be copied whole.
+            self._unended.append(rest)
+
+    def finish(self) -> None:
+        """Print all that has come, also a last line without a newline."""
+        self.pump()
+        if self._unended:
+            self._print([self._take_unended()])
+
+    def close(self) -> None:
+        """Close the pipe."""
+        self.is_open = False
+        self._pipe.close()
+
+    def _take_unended(self) -> bytes:
+        parts, self._unended = self._unended, []
+        return b"".join(parts)
+
+    def _read(self) -> bytes:
+        chunks: list[bytes] = []
+        while sum(map(len, chunks)) < _MAX_BYTES_PER_CALL:
+            try:
+                chunk = os.read(self._pipe.fileno(), _CHUNK_BYTES)
+            except BlockingIOError:
+                break
+            if not chunk:
+                self.is_open = False  # the rank and all that wrote for it are gone
+                break
+            chunks.append(chunk)
+        self.num_bytes += sum(map(len, chunks))
+        return b"".join(chunks)
+
+    def _print(self, lines: list[bytes]) -> None:
+        texts = [line.decode(errors="replace").rstrip("\r") for line in lines]
+        # A progress bar redraws its line after a carriage return: its last state is the line.
+        shown = [f"{self._prefix}{text.rpartition(chr(13))[2]}\n" for text in texts]
+        sys.stdout.write("".join(shown))
+        sys.stdout.flush()
 
 
 @dataclass(frozen=True)
@@ -89,21 +159,21 @@ class RankProcess:
 class RankProcesses:
     """The running ranks. Call ``end`` in every case; if this process dies, the ranks end by themselves."""
 
-    def __init__(self, config: StartOptions) -> None:
+    def __init__(self, options: worker.StartOptions) -> None:
         self._owner_pid = os.getpid()
         # The ranks' own, in their environment, which other users cannot read; unless the user has set one.
         self._environ = {SECRET: secrets.token_hex(), **os.environ}
         self._ended = False
         # If this process is killed, the forkserver removes the folders named after its pid (``left_folders``).
         self.directory = Path(tempfile.mkdtemp(prefix=f"shardlab-{os.getpid()}-"))
-        self.board = Board(self.directory / "board", config.placement.world_size)
+        self.board = Board(self.directory / "board", options.placement.world_size)
         self.ranks: list[RankProcess] = []
         self._children: set[psutil.Process] = set()
         try:
-            context = forkserver.context(config.preload)
-            with forkserver.hidden_main():
-                for rank in range(config.placement.world_size):
-                    self.ranks.append(self._start_rank(rank, config, context))
+            context = _forkserver(options.preload)
+            with _hidden_main():
+                for rank in range(options.placement.world_size):
+                    self.ranks.append(self._start_rank(rank, options, context))
         except BaseException:
             self.end()  # some may run already, and nobody else knows of them
             raise
@@ -181,25 +251,62 @@ class RankProcesses:
             for output in outputs:
                 output.pump()
 
-    def _start_rank(self, rank: int, config: StartOptions, context: ForkServerContext) -> RankProcess:
+    def _start_rank(self, rank: int, options: worker.StartOptions, context: ForkServerContext) -> RankProcess:
         control, rank_control = context.Pipe()
         output, rank_output = context.Pipe(duplex=False)
         rank_life, life = context.Pipe(duplex=False)
         rank_config = worker.RankConfig(
-            rank=rank,
-            placement=config.placement,
-            directory=self.directory,
-            group_timeout_s=config.group_timeout_s,
-            num_threads=config.num_threads,
-            environ=self._environ,
-            control=rank_control,
-            output=rank_output,
-            life=rank_life,
+            rank, options, self.directory, self._environ, rank_control, rank_output, rank_life
         )
         process = context.Process(target=worker.main, args=(rank_config,), name=f"shardlab-rank-{rank}")
         process.start()
-        register_after_fork(life, Connection.close)  # a child of this process may outlive it
+        util.register_after_fork(life, Connection.close)  # a child of this process may outlive it
         # A pipe reports its end only when all copies of the other side are closed, this process' included.
         for theirs in (rank_control, rank_output):
             theirs.close()
         return RankProcess(rank, process, control, RankOutput(rank, output), life, rank_life)
+
+
+def _forkserver(preload: Sequence[str] = ()) -> ForkServerContext:
+    """Start the forkserver if it does not run yet, without waiting for it.
+
+    Args:
+        preload: more modules for it to import; without effect once it runs.
+    """
+    forkserver = multiprocessing.get_context("forkserver")
+    shared = (name for known, names in _IF_PARENT_HAS.items() if known in sys.modules for name in names)
+    forkserver.set_forkserver_preload(list(dict.fromkeys((*_ALWAYS, *shared, *preload))))
+    # Started here, and not at the first process, which would start it in this process's group.
+    with _hidden_main(), _own_session():
+        multiprocessing.forkserver.ensure_running()
+    return forkserver
+
+
+@contextmanager
+def _hidden_main() -> Iterator[None]:
+    """Give multiprocessing an empty ``__main__``, so that no rank runs the user's script again.
+
+    Functions travel by cloudpickle and need no ``__main__`` on the other side: a script works without a guard.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+@contextmanager
+def _own_session() -> Iterator[None]:
+    # Multiprocessing has no public way to say in which session its helpers run.
+    util.spawnv_passfds = _spawn
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = _SPAWN_IN_THIS_SESSION
+
+
+def _spawn(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    process = subprocess.Popen(args, executable=path, pass_fds=passfds, start_new_session=True)
+    process.returncode = 0  # multiprocessing waits for it, and subprocess is not to
+    return process.pid

@@ -16,9 +16,8 @@ from torch.distributed.rendezvous import rendezvous
 from shardlab.comm import become_rank, leave_group
 from shardlab.comm.group import Process, make_patient_group
 from shardlab.comm.signed import all_gather_bytes
-from shardlab.launch.context import enter, no_emit, torchrun_context
 from shardlab.launch.messages import Payload, pack, unpack
-from shardlab.launch.placement import Placement, TorchrunEnv, agreed
+from shardlab.launch.placement import Placement, TorchrunEnv, agreed, enter, make_group, no_emit, torchrun_context
 
 T = TypeVar("T")
 
@@ -99,15 +98,7 @@ class TorchrunRanks:
             # The first optimizer imports this module, whose functions have the default group as a default argument if
             # it exists by then; leave_group could then never end that group.
             importlib.import_module("torch.distributed.nn")
-            dist.init_process_group(
-                self.placement.backend,
-                store=self._store,
-                rank=self._context.rank,
-                world_size=self._context.world_size,
-                timeout=timedelta(seconds=self._timeout_s),
-                # NCCL then connects now, and not in the middle of the first step.
-                device_id=self._context.device if self.placement.backend == "nccl" else None,
-            )
+            make_group(self._context, self._store, timedelta(seconds=self._timeout_s))
             # At exit, not when a pool closes: torchrun's store would give a second group the addresses of the first.
             atexit.register(leave_group)
         make_patient_group()

@@ -1,32 +1,12 @@
 """Who holds what: pure arithmetic of shards, buckets, owners and wire bytes. Standard library only."""
 
 from shardlab.partition.buckets import assign_buckets
-from shardlab.partition.chunks import (
-    Layout,
-    Piece,
-    chunk_bounds,
-    chunk_sizes,
-    even_bounds,
-)
-from shardlab.partition.flat import FlatLayout, ParamSpec, Slot, flat_layout, owned_layout, owned_order
+from shardlab.partition.chunks import chunk_bounds, chunk_sizes, even_bounds
+from shardlab.partition.flat import ParamSpec, flat_layout, owned_layout
 from shardlab.partition.owners import Ownership, assign_owners
 from shardlab.partition.ring_cost import Link, ring_wire_bytes
 
 __all__ = [
-    "FlatLayout",
-    "Layout",
-    "Link",
-    "Ownership",
-    "ParamSpec",
-    "Piece",
-    "Slot",
-    "assign_buckets",
-    "assign_owners",
-    "chunk_bounds",
-    "chunk_sizes",
-    "even_bounds",
-    "flat_layout",
-    "owned_layout",
-    "owned_order",
-    "ring_wire_bytes",
-]
+    "Link", "Ownership", "ParamSpec", "assign_buckets", "assign_owners", "chunk_bounds", "chunk_sizes", "even_bounds",
+    "flat_layout", "owned_layout", "ring_wire_bytes",
+]  # fmt: skip

@@ -33,13 +33,10 @@ def assign_buckets(
         Every index exactly once; no empty bucket.
 
     Raises:
-        ValueError: ``capacity_bytes`` is below 1, or ``keys`` has another length than ``specs``.
+        ValueError: ``capacity_bytes`` is below 1.
     """
     require_count("capacity_bytes", capacity_bytes, 1)
-    if keys is None:
-        keys = (None,) * len(specs)
-    if len(keys) != len(specs):
-        raise ValueError(f"keys: {len(keys)} keys for {len(specs)} parameters; give one per parameter")
+    keys = (None,) * len(specs) if keys is None else keys
     open_buckets: dict[Hashable, list[int]] = {}
     open_bytes: dict[Hashable, int] = {}
     buckets: list[list[int]] = []
@@ -73,7 +70,7 @@ def plan_buckets(
             assigned over the whole model and not bucket by bucket.
 
     Raises:
-        ValueError: a count is too small, or ``keys`` has another length than ``specs``.
+        ValueError: a count is too small.
     """
     buckets = [
         aligned_first(specs[index] for index in bucket) for bucket in assign_buckets(specs, capacity_bytes, keys)

@@ -16,6 +16,20 @@ from itertools import accumulate
 from math import prod
 from typing import Protocol
 
+from shardlab.vocabulary import Partition
+
+
+def parse_partition(partition: Partition | str) -> Partition:
+    """The member of ``Partition`` with this name.
+
+    Raises:
+        ValueError: there is none; the message lists the allowed names.
+    """
+    try:
+        return Partition(partition)
+    except ValueError:
+        raise ValueError(f"partition: {partition!r} is not one of {', '.join(Partition)}") from None
+
 
 def require_count(field: str, value: int, minimum: int) -> None:
     """Raise ValueError, naming ``field``, when ``value`` is below ``minimum``."""

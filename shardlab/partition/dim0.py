@@ -11,7 +11,7 @@ which is rank 0's, so that every collective has equal parts.
                                                                    rank 0          rank 1
 
 The gathered buffer is rank-major: rank r's chunk begins at ``r * chunk``, so a parameter that several ranks hold does
-not lie in one stretch of it (with one rank it does); ``pieces_of`` says where its blocks are.
+not lie in one stretch of it (with one rank it does); ``pieces`` says where its blocks are.
 
 Legend: all offsets are in elements; ``start`` is included, ``stop`` is not. A 0-d parameter counts as one row.
 Source of the cut: the per-parameter sharding of torch's ``fully_shard`` (FSDP2).
@@ -75,11 +75,6 @@ class Dim0Layout:
         """Elements of each rank's chunk, padding included: all equal."""
         return (self.chunk_numel,) * self.num_ranks
 
-    @property
-    def even(self) -> bool:
-        """Whether all chunks are equal: always."""
-        return True
-
     def chunk(self, rank: int) -> tuple[int, int]:
         """First element of ``rank``'s chunk in the gathered buffer and one past its last.
 
@@ -97,10 +92,6 @@ class Dim0Layout:
         """
         require_rank(rank, self.num_ranks)
         return self._pieces[rank]
-
-    def pieces_of(self, slot_index: int) -> tuple[Piece, ...]:
-        """Where parameter ``specs[slot_index]`` lies in the gathered buffer: one piece a rank that has rows of it."""
-        return tuple(piece for held in self._pieces for piece in held if piece.slot_index == slot_index)
 
     @cached_property
     def _pieces(self) -> tuple[tuple[Piece, ...], ...]:

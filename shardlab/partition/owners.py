@@ -14,7 +14,7 @@ Every choice depends on order and bytes only, so all ranks agree without a messa
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardlab.partition.chunks import require_count, require_rank
+from shardlab.partition.chunks import require_count
 from shardlab.partition.flat import ParamSpec
 from shardlab.vocabulary import Partition
 
@@ -40,8 +40,7 @@ def assign_owners(specs: Sequence[ParamSpec], num_ranks: int, partition: Partiti
     if partition == Partition.BALANCED:
         return _largest_first(num_bytes, num_ranks)
     whole = ", ".join([Partition.ROUND_ROBIN, Partition.CONTIGUOUS, Partition.BALANCED])
-    hint = "; elements cuts through parameters: use flat_layout for it" if partition == Partition.ELEMENTS else ""
-    raise ValueError(f"partition: {str(partition)!r} gives no rank whole parameters; it must be one of {whole}{hint}")
+    raise ValueError(f"partition: {str(partition)!r} gives no rank whole parameters; it must be one of {whole}")
 
 
 def _largest_first(sizes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
@@ -120,15 +119,6 @@ class Ownership:
     owners: tuple[int, ...]
     num_ranks: int
 
-    def __post_init__(self) -> None:
-        """Check that each parameter has one owner among the ranks."""
-        if len(self.owners) != len(self.specs):
-            raise ValueError(
-                f"owners: {len(self.owners)} owners for {len(self.specs)} parameters; give one rank per parameter"
-            )
-        for owner in set(self.owners):
-            require_rank(owner, self.num_ranks)
-
     @classmethod
     def assign(cls, specs: Sequence[ParamSpec], num_ranks: int, partition: Partition) -> "Ownership":
         """The ownership that :func:`assign_owners` chooses, with the same errors."""
@@ -140,15 +130,9 @@ class Ownership:
         return {spec.name: owner for spec, owner in zip(self.specs, self.owners, strict=True)}
 
     @property
-    def bytes_by_rank(self) -> tuple[int, ...]:
-        """Bytes of the parameters that each rank owns."""
+    def byte_fractions(self) -> tuple[float, ...]:
+        """Fraction of all bytes (not of all parameters) that each rank owns; they add up to 1 unless there are none."""
         loads = [0] * self.num_ranks
         for spec, owner in zip(self.specs, self.owners, strict=True):
             loads[owner] += spec.num_bytes
-        return tuple(loads)
-
-    @property
-    def byte_fractions(self) -> tuple[float, ...]:
-        """Fraction of all bytes (not of all parameters) that each rank owns; they add up to 1 unless there are none."""
-        total = sum(self.bytes_by_rank)
-        return tuple(load / total if total else 0.0 for load in self.bytes_by_rank)
+        return tuple(load / (sum(loads) or 1) for load in loads)

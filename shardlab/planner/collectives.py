@@ -17,9 +17,11 @@ hybrid_shard      as full_shard over S ranks, then an all-reduce of the       3P
                   shard across R replicas                                     2 P/S (R-1)/R
 ================  ==========================================================  ===================
 
-Of M micro-batches only the last sends gradients; each gathers its parameters. A group of one rank sends nothing and has
-no rows. For a tensor-parallel model this file covers the data axes, and norms over the tensor axis; ``tensor`` covers
-the rest. Not listed: what is sent before the first step, and the mean of the loss, which the training step sends.
+Of M micro-batches only the last sends gradients; each gathers its parameters. After the last gradients, and once more
+before the optimizer steps, one number over each data axis says whether a rank refuses to go on. A group of one rank
+sends nothing and has no rows. For a tensor-parallel model this file covers the data axes, and norms over the tensor
+axis; ``tensor`` covers the rest. Not listed: what is sent before the first step, and the mean of the loss, which the
+training step sends.
 Source: Rajbhandari et al., arXiv 1910.02054, section 7; Zhao et al., arXiv 2304.11277, section 3.2.
 """
 
@@ -31,10 +33,9 @@ import pandas as pd
 
 from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.planner.groups import ROOT, Group, backward_order, groups_of
-from shardlab.planner.model import ITEMSIZES, PlannedModel
-from shardlab.planner.setup import Setup
+from shardlab.planner.setup import ITEMSIZES, PlannedModel, Setup
 from shardlab.tables import COLLECTIVES
-from shardlab.vocabulary import Collective, MeshAxis, Phase
+from shardlab.vocabulary import FLAG, Collective, MeshAxis, Phase
 
 
 @dataclass(frozen=True)
@@ -119,12 +120,12 @@ class _Step:
     def replicated(self) -> Iterator[Call]:
         for group in self.trainable:
             yield self.all_reduce(group)
-        yield from self.clip()
+        yield from self.until_step()
 
     def zero1(self) -> Iterator[Call]:
         for group in self.trainable:
             yield self.reduce_scatter(group)
-        yield from self.clip()
+        yield from self.until_step()
         for group in self.trainable:
             yield self.gather(group, Phase.STEP)
 
@@ -135,7 +136,7 @@ class _Step:
                     yield self.gather(group, phase)
         for group in self.trainable:
             yield self.reduce_scatter(group)
-        yield from self.clip()
+        yield from self.until_step()
 
     def fsdp(self) -> Iterator[Call]:
         for micro_batch in range(self.setup.micro_batches):
@@ -143,7 +144,7 @@ class _Step:
                 if group.unit not in self.setup.uncalled:
                     yield self.gather(group, Phase.FORWARD)
             yield from self.backward(last=micro_batch == self.setup.micro_batches - 1)
-        yield from self.clip()
+        yield from self.until_step()
 
     def backward(self, *, last: bool) -> Iterator[Call]:
         """A backward of FSDP: gathers where parameters were resharded, reductions where the step ends."""
@@ -184,6 +185,17 @@ class _Step:
             yield from self.finish_reduce(group)
         for group in groups:
             yield from self.start_reduce(group)
+
+    def until_step(self) -> Iterator[Call]:
+        """What is sent between the last gradients and the optimizer's step."""
+        yield from self.flag(Phase.BACKWARD)
+        yield from self.clip()
+        yield from self.flag(Phase.STEP)
+
+    def flag(self, phase: Phase) -> Iterator[Call]:
+        """Whether a rank refuses: the engine asks its axes outer first."""
+        for axis, size in self.data_axes[::-1]:
+            yield Call(Collective.ALL_REDUCE, axis, FLAG, phase, "float32", 4, 1, size)
 
     def clip(self) -> Iterator[Call]:
         """The norm of sharded gradients; before it, for a gradient scaler, one scalar per axis for the inf check."""

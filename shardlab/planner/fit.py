@@ -29,8 +29,7 @@ import pandas as pd
 
 from shardlab.partition.ring_cost import Link
 from shardlab.planner.groups import ROOT, Group, groups_of
-from shardlab.planner.model import ITEMSIZES, PlannedModel
-from shardlab.planner.setup import Setup
+from shardlab.planner.setup import ITEMSIZES, PlannedModel, Setup
 from shardlab.vocabulary import Offload, Sharding
 
 POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}

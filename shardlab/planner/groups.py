@@ -14,8 +14,7 @@ from shardlab.partition.chunks import Piece
 from shardlab.partition.dim0 import Dim0Layout, dim0_layout
 from shardlab.partition.flat import FlatLayout, ParamSpec, aligned_first, flat_layout, owned_layout
 from shardlab.partition.owners import Ownership
-from shardlab.planner.model import PlannedModel, PlannedParam
-from shardlab.planner.setup import Setup
+from shardlab.planner.setup import PlannedModel, PlannedParam, Setup
 from shardlab.vocabulary import LayoutName, Partition
 
 ROOT = "root"
@@ -98,16 +97,14 @@ def backward_order(
         units: the wrapped units in the order of forward.
         root: name of the unit of all other parameters; None where there are none.
         prefetch: units gathered ahead, 0 or more.
-        unreached: units that backward passes without a gradient: they are gathered only ahead, and never reduced.
+        unreached: units whose outputs need no gradient: backward does not come to them.
 
     Returns:
         Pairs of 'gather' or 'reduce' and the unit's name.
     """
-    reached = ([] if root is None else [root]) + list(reversed(units))
+    reached = ([] if root is None else [root]) + [unit for unit in reversed(units) if unit not in unreached]
     num_gathered = 0
     for place, unit in enumerate(reached):
-        if unit in unreached:
-            continue
         ahead = min(place + 1 + prefetch, len(reached))
         for later in reached[max(num_gathered, place) : ahead]:
             yield "gather", later

@@ -29,8 +29,7 @@ from math import nan
 import pandas as pd
 
 from shardlab.planner.groups import Group, groups_of
-from shardlab.planner.model import ITEMSIZES, PlannedModel
-from shardlab.planner.setup import REPLICATED, Optimizer, Setup
+from shardlab.planner.setup import ITEMSIZES, REPLICATED, Optimizer, PlannedModel, Setup
 from shardlab.tables import MEMORY
 from shardlab.vocabulary import Offload, Phase, Role
 
@@ -116,8 +115,7 @@ def _in_other_dtypes(group: Group, setup: Setup, shard: int) -> dict[Role, int]:
     if (computed := setup.dtype_in_compute(group.dtype)) != group.dtype:
         held = {Role.PARAMETER: numel * ITEMSIZES[computed], Role.MASTER_WEIGHT: chunk}
     if (reduced := setup.dtype_in_reduction(group.dtype)) != group.dtype and setup.strategy == "zero1":
-        means = chunk if any(group.stepped(shard)) else 0
-        held[Role.GRADIENT] = group.trainable * numel * ITEMSIZES[reduced] + means
+        held[Role.GRADIENT] = group.trainable * (numel * ITEMSIZES[reduced] + chunk)
     return held
 
 

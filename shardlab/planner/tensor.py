@@ -33,7 +33,7 @@ import pandas as pd
 from shardlab.partition.chunks import require_count
 from shardlab.partition.slices import even_slice
 from shardlab.planner.collectives import Call
-from shardlab.planner.model import ITEMSIZES, PlannedModel, PlannedParam
+from shardlab.planner.setup import ITEMSIZES, PlannedModel, PlannedParam
 from shardlab.tables import COLLECTIVES
 from shardlab.vocabulary import Collective, MeshAxis, Phase
 

@@ -7,9 +7,8 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.analysis.rows import require_columns
-from shardlab.plots.colours import INK, dash, run_colours
 from shardlab.plots.text import format_bytes, format_us, listing
-from shardlab.plots.theme import finish, new_figure, nothing
+from shardlab.plots.theme import INK, dash, finish, new_figure, nothing, run_colours
 
 # column of a summary -> its name in the figure, and how its values are written
 COSTS: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -86,17 +85,12 @@ def _number(value: object) -> float:
 
 def _bars(rows: pd.DataFrame, strategy: str, colour: str) -> go.Bar:
     return go.Bar(
-        x=rows["percent"].fillna(0.0).to_numpy(),
-        y=rows["cost"].tolist(),
-        orientation="h",
-        name=strategy,
+        x=rows["percent"].fillna(0.0).to_numpy(), y=rows["cost"].tolist(), orientation="h", name=strategy,
         marker={"color": colour, "pattern": {"shape": "/" if dash(strategy) == "dot" else ""}},
-        text=rows["words"].tolist(),
-        textposition="outside",
-        cliponaxis=False,
+        text=rows["words"].tolist(), textposition="outside", cliponaxis=False,
         customdata=rows[["before", "after"]].to_numpy().tolist(),
         hovertemplate=f"<b>{strategy}</b>, %{{y}}<br>%{{customdata[0]}} → %{{customdata[1]}}<extra></extra>",
-    )
+    )  # fmt: skip
 
 
 def _words(before: str, after: str, percent: float) -> str:

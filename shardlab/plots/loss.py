@@ -9,9 +9,21 @@ import plotly.graph_objects as go
 from shardlab.analysis import at_rest
 from shardlab.analysis.rows import labelled, labels_of
 from shardlab.plots.bars import SEEN
-from shardlab.plots.colours import GRID, ROLE_COLOURS, SYMBOLS, dash, run_colours
 from shardlab.plots.text import byte_scale, format_bytes, format_us, listing, significant, source_note, subtitle
-from shardlab.plots.theme import TEMPLATE, finish, log_axis, new_figure, nothing, thinned, thinning_note
+from shardlab.plots.theme import (
+    GRID,
+    ROLE_COLOURS,
+    SYMBOLS,
+    TEMPLATE,
+    dash,
+    finish,
+    log_axis,
+    new_figure,
+    nothing,
+    run_colours,
+    thinned,
+    thinning_note,
+)
 from shardlab.tables import MEMORY, STEPS
 
 TRAINING = "Training"
@@ -37,16 +49,14 @@ def loss_curves(steps: pd.DataFrame, unlike: str = "") -> go.Figure:
     words = [note or "mean over ranks", unlike or ("" if note else "equal losses coincide")]
     figure = new_figure("Loss by step", subtitle(steps, "; ".join(filter(None, words))))
     colours = run_colours(labels)
-    for index, label in enumerate(labels):
+    for place, label in enumerate(labels):
         rows = losses[losses["label"] == label].sort_values("step", kind="stable")
         figure.add_scatter(
-            x=rows["step"].to_numpy(),
-            y=rows["loss"].to_numpy(),
-            name=label,
+            x=rows["step"].to_numpy(), y=rows["loss"].to_numpy(), name=label,
             mode="lines" if len(rows) > 1 else "markers",
-            line={"color": colours[label], "width": nested_width(index, len(labels)), "dash": dash(label)},
+            line={"color": colours[label], "width": nested_width(place, len(labels)), "dash": dash(label)},
             hovertemplate=f"<b>{label}</b><br>step %{{x}}<br>loss %{{y:.6f}}<extra></extra>",
-        )
+        )  # fmt: skip
     figure.update_xaxes(title_text="step", tickformat="d", **_whole_steps(steps))
     figure.update_yaxes(title_text="loss")
     return finish(figure, _loss_summary(given, labels))
@@ -124,15 +134,12 @@ def _difference_trace(rows: pd.DataFrame, label: str, style: tuple[str, str, int
     zero = difference == 0
     symbol = [f"{shape}-open" if is_zero else shape for is_zero in zero]
     return go.Scatter(
-        x=rows["step"].to_numpy(),
-        y=np.where(zero, floor, difference),
-        name=label,
-        mode="lines+markers",
+        x=rows["step"].to_numpy(), y=np.where(zero, floor, difference), name=label, mode="lines+markers",
         line={"color": colour, "width": 1.5, "dash": dash(label)},
         marker={"symbol": symbol, "size": size, "line": {"color": colour, "width": 2}},
         hovertext=["exactly 0" if is_zero else f"{value:.3e}" for value, is_zero in zip(difference, zero, strict=True)],
         hovertemplate=f"<b>{label}</b><br>step %{{x}}<br>difference %{{hovertext}}<extra></extra>",
-    )
+    )  # fmt: skip
 
 
 def _difference_axis(figure: go.Figure, differences: pd.Series, floor: float) -> None:
@@ -191,12 +198,9 @@ def training_progress(steps: pd.DataFrame, memory: pd.DataFrame) -> go.Figure:
     by_step = rows.groupby(["label", "step"], sort=False).agg(loss=("loss", "mean"), step_us=("step_us", "max"))
     curves = by_step.reset_index().astype(dict.fromkeys(columns, "float64"))
     labels = labels_of(rows)
-    traces = _curves(curves, labels)
-    held = labelled(at_rest(memory)) if len(memory) else None
-    unit = "B"
-    if held is not None and len(held):
-        bars, unit = _memory_bars(held, labels)
-        traces += bars
+    held = labelled(at_rest(memory)) if len(memory) else memory
+    bars, unit = _memory_bars(held, labels) if len(held) else ([], "B")
+    traces = _curves(curves, labels) + bars
     last = curves[curves["label"] == labels[-1]].sort_values("step", kind="stable").iloc[-1]
     length = "memory traced" if pd.isna(last["step_us"]) else f"{format_us(float(last['step_us']))} a step"
     words = f"{labels[-1]}, step {last['step']:.0f}: loss {last['loss']:.4f}, {length}"
@@ -252,11 +256,7 @@ def _memory_bars(held: pd.DataFrame, labels: list[str]) -> tuple[list[Trace], st
     """A stack of roles for each run, and the unit of its axis."""
     held = held.assign(bytes=held["bytes"].astype("float64"))
     divisor, unit = byte_scale(float(held.groupby("label")["bytes"].sum().max()))
-    table = (
-        held.pivot_table(index="role", columns="label", values="bytes", aggfunc="max")
-        .reindex(columns=labels)
-        .fillna(0.0)
-    )
+    table = held.pivot_table("bytes", "role", "label", aggfunc="max").reindex(columns=labels).fillna(0.0)
     traces: list[Trace] = []
     for role, colour in ROLE_COLOURS.items():
         if str(role) not in table.index or not (table.loc[str(role)] > 0).any():

@@ -1,6 +1,10 @@
-"""Where the ranks are in the mesh, and which slices of the parameters each of them holds."""
+"""Where the ranks are in the mesh, and which slices of the parameters each of them holds.
 
-from collections.abc import Mapping
+Slices lie along the elements of all parameters, or in each weight as it multiplies, as a matrix drawn to scale.
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Any
@@ -9,17 +13,22 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from shardlab.analysis.rows import one_run
+from shardlab.analysis.rows import one_run, require_columns
 from shardlab.plots.bars import gaps
-from shardlab.plots.colours import AXIS_COLOURS, GREY, GRID, PALETTE
 from shardlab.plots.text import COUNT_UNITS, format_bytes, format_count, format_percent, listing, scale, subtitle
-from shardlab.plots.theme import finish, new_figure, nothing
+from shardlab.plots.theme import AXIS_COLOURS, GREY, GRID, PALETTE, finish, new_figure, nothing
 from shardlab.tables import SHARDS
 
 MESH = "The mesh"
 ROW_PX, BAND_PX, RANK_PX = 120, 26, 60
 MIN_LABEL_SHARE = 0.06
 PLOT_PX, LETTER_PX = 700, 6.2  # a typical width of the plot; width of a letter of a slanted name
+COLUMNS = ("parameter", "inputs", "outputs", "rank", "input_start", "input_stop", "output_start", "output_stop")
+EVERY_RANK = -1
+WEIGHTS = "Who holds which slice of each weight"
+WEIGHTS_NOTE = "laid out as in y = x A: inputs downward, outputs to the right; the strip below a matrix is its bias"
+LABEL_PX, HEIGHT_PX = 54, 210  # space above a matrix, and height of the tallest one
+LIGHT = "rgba(255,255,255,0.75)"
 
 
 def mesh_map(axes: Mapping[str, int], hosts: int = 1) -> go.Figure:
@@ -69,17 +78,13 @@ def _ranks(figure: go.Figure, outer: tuple[str, int], inner: tuple[str, int], pe
         for where in places
     ]
     figure.add_scatter(
-        x=[column for _, column in places],
-        y=[row for row, _ in places],
-        mode="markers+text",
+        x=[column for _, column in places], y=[row for row, _ in places], mode="markers+text",
         marker={"size": RANK_PX, "color": "#3d4654", "line": {"color": "rgba(255,255,255,0.75)", "width": 2}},
         text=[f"<b>{rank}</b>{host}" for rank, host in zip(ranks, words, strict=True)],
         textfont={"color": "#ffffff", "size": 15},
         customdata=[[f"rank {rank}", where] for rank, where in zip(ranks, coordinates, strict=True)],
-        hovertemplate="<b>%{customdata[0]}</b><br>%{customdata[1]}<extra></extra>",
-        showlegend=False,
-        name="ranks",
-    )
+        hovertemplate="<b>%{customdata[0]}</b><br>%{customdata[1]}<extra></extra>", showlegend=False, name="ranks",
+    )  # fmt: skip
 
 
 def _mesh_axes(figure: go.Figure, outer: tuple[str, int], inner: tuple[str, int]) -> None:
@@ -131,8 +136,8 @@ def shard_map(shards: pd.DataFrame, run: str | None = None, role: str = "paramet
     ranks = sorted(int(rank) for rank in set(rows["rank"]))
     for rank in ranks:
         figure.add_trace(_slices(rows[rows["rank"] == rank], extents, rank, divisor))
-    _axes(figure, extents, ranks, (divisor, unit))
-    return finish(figure, _summary(rows, role, _end(extents)))
+    _shard_axes(figure, extents, ranks, (divisor, unit))
+    return finish(figure, _shard_summary(rows, role, _end(extents)))
 
 
 def _extents(rows: pd.DataFrame) -> pd.DataFrame:
@@ -155,12 +160,8 @@ def _slices(rows: pd.DataFrame, extents: pd.DataFrame, rank: int, divisor: float
     begin = rows["parameter"].map(extents["begin"]).to_numpy(dtype=np.float64)
     start, stop = rows["start"].to_numpy(dtype=np.float64), rows["stop"].to_numpy(dtype=np.float64)
     return go.Bar(
-        base=(begin + start) / divisor,
-        x=(stop - start) / divisor,
-        y=[rank] * len(rows),
-        width=0.72,
-        orientation="h",
-        name=f"rank {rank}",
+        base=(begin + start) / divisor, x=(stop - start) / divisor, y=[rank] * len(rows), width=0.72,
+        orientation="h", name=f"rank {rank}",
         marker={"color": PALETTE[rank % len(PALETTE)], "line": gaps(stop - start, _end(extents))},
         hovertext=[
             f"<b>{row['parameter']}</b> ({row['shape']})<br>rank {rank}: elements {row['start']:,} to {row['stop']:,}"
@@ -169,10 +170,10 @@ def _slices(rows: pd.DataFrame, extents: pd.DataFrame, rank: int, divisor: float
             for row in rows.to_dict("records")
         ],
         hovertemplate="%{hovertext}<extra></extra>",
-    )
+    )  # fmt: skip
 
 
-def _axes(figure: go.Figure, extents: pd.DataFrame, ranks: list[int], unit: tuple[float, str]) -> None:
+def _shard_axes(figure: go.Figure, extents: pd.DataFrame, ranks: list[int], unit: tuple[float, str]) -> None:
     """Ranks downward; borders of parameters as lines; names above the parameters that are wide enough."""
     divisor, name = unit
     overhang = 0.0
@@ -207,7 +208,7 @@ def _overhang(parameter: str, extent: pd.Series, end: int) -> float:
     return max(0.0, float(LETTER_PX * len(parameter) - beside))
 
 
-def _summary(rows: pd.DataFrame, role: str, numel: int) -> str:
+def _shard_summary(rows: pd.DataFrame, role: str, numel: int) -> str:
     held = (rows["stop"] - rows["start"]).groupby(rows["rank"]).sum()
     low, high = int(held.min()), int(held.max())
     amount = f"{low:,}" if low == high else f"{low:,} to {high:,}"
@@ -216,3 +217,138 @@ def _summary(rows: pd.DataFrame, role: str, numel: int) -> str:
         f"Run {rows['run'].iloc[0]}, {role.replace('_', ' ')}, {numel:,} elements: "
         f"each of {len(held)} ranks holds {amount} elements ({share})."
     )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter is drawn: its upper left corner, and the height of one input."""
+
+    left: float
+    top: float
+    per_input: float
+
+
+def weight_slices(table: pd.DataFrame, head_dims: Mapping[str, int] | None = None) -> go.Figure:
+    """Every parameter as a rectangle whose sides are its inputs and outputs, cut into what each rank holds.
+
+    Args:
+        table: from ``lab.weights_table``.
+        head_dims: width of a head for parameters whose divided side consists of attention heads; dotted lines show the
+            borders of heads.
+
+    Raises:
+        ValueError: a column is missing, or ``head_dims`` names a parameter that is not divided.
+    """
+    require_columns(table, COLUMNS, "table", "it comes from weights_table")
+    if table.empty:
+        return nothing(WEIGHTS, "no parameters")
+    figure = new_figure(WEIGHTS, WEIGHTS_NOTE)
+    places, bottom = _places(table)
+    for rank in sorted(set(table["rank"]), key=lambda rank: (rank == EVERY_RANK, rank)):
+        figure.add_trace(_rectangles(table[table["rank"] == rank], places, int(rank)))
+    for name, head_dim in (head_dims or {}).items():
+        _draw_heads(figure, table[table["parameter"] == name], places, name, head_dim)
+    _label_modules(figure, table, places, bottom)
+    return finish(figure, _weights_summary(table))
+
+
+def _places(table: pd.DataFrame) -> tuple[dict[str, _Place], float]:
+    """The place of each parameter, and the height of the figure in features: modules side by side in two rows."""
+    whole = table.drop_duplicates("parameter")
+    tallest = float(whole["inputs"].max())
+    label, letter = tallest * LABEL_PX / HEIGHT_PX, tallest * 0.036
+    gap, strip = tallest * 0.3, max(1.0, tallest * 0.045)
+    modules = _by_module(whole)
+    widths = [max(float(rows["outputs"].max()) + gap, letter * len(_short(module))) for module, rows in modules]
+    places: dict[str, _Place] = {}
+    left, top, bottom, first_shelf = 0.0, label, 0.0, True
+    for (_, rows), width in zip(modules, widths, strict=True):
+        if first_shelf and left >= sum(widths) / 2:
+            left, top, first_shelf = 0.0, bottom + label, False
+        below = top
+        for name, inputs in zip(rows["parameter"], rows["inputs"], strict=True):
+            thick = strip if inputs == 1 else float(inputs)
+            places[name] = _Place(left, below, thick / inputs)
+            below += thick + strip / 2
+        left, bottom = left + width, max(bottom, below)
+    return places, bottom
+
+
+def _short(module: Hashable) -> str:
+    return str(module).rpartition(".")[2]
+
+
+def _by_module(whole: pd.DataFrame) -> list[tuple[Hashable, pd.DataFrame]]:
+    return list(whole.groupby(whole["parameter"].str.rpartition(".")[0], sort=False))
+
+
+def _rectangles(rows: pd.DataFrame, places: Mapping[str, _Place], rank: int) -> go.Bar:
+    where = [places[name] for name in rows["parameter"]]
+    owner = "every rank" if rank == EVERY_RANK else f"rank {rank}"
+    return go.Bar(
+        x=[place.left + start for place, start in zip(where, rows["output_start"], strict=True)],
+        width=(rows["output_stop"] - rows["output_start"]).to_numpy(),
+        base=[place.top + place.per_input * start for place, start in zip(where, rows["input_start"], strict=True)],
+        y=[
+            place.per_input * size
+            for place, size in zip(where, rows["input_stop"] - rows["input_start"], strict=True)
+        ],
+        offset=0,
+        name=owner,
+        marker={"color": GREY if rank == EVERY_RANK else PALETTE[rank % len(PALETTE)], "line": {"color": LIGHT,
+                "width": 1}},
+        hovertext=[
+            f"<b>{row['parameter']}</b> ({row['inputs']} x {row['outputs']})<br>{owner}: "
+            f"inputs {row['input_start']} to {row['input_stop']}, outputs {row['output_start']} to {row['output_stop']}"
+            for row in rows.to_dict("records")
+        ],
+        hovertemplate="%{hovertext}<extra></extra>",
+    )  # fmt: skip
+
+
+def _draw_heads(figure: go.Figure, rows: pd.DataFrame, places: Mapping[str, _Place], name: str, head_dim: int) -> None:
+    """Draw the borders of heads inside the slices; the borders of slices are drawn already."""
+    if name not in places or (rows["rank"] == EVERY_RANK).any():
+        raise ValueError(f"head_dims: {name!r} is not a parameter that is divided")
+    place, inputs, outputs = places[name], int(rows["inputs"].iloc[0]), int(rows["outputs"].iloc[0])
+    by_inputs = (rows["input_stop"] - rows["input_start"] < inputs).all()
+    borders = set(range(head_dim, inputs if by_inputs else outputs, head_dim))
+    along: list[float | None] = []
+    across: list[float | None] = []
+    for border in sorted(borders - set(rows["input_start" if by_inputs else "output_start"])):
+        along += [border, border, None]
+        across += [0, outputs if by_inputs else inputs, None]
+    x, y = (across, along) if by_inputs else (along, across)
+    figure.add_scatter(
+        x=[value if value is None else place.left + value for value in x],
+        y=[value if value is None else place.top + value for value in y],
+        mode="lines", line={"color": "#ffffff", "width": 1.5, "dash": "dot"}, hoverinfo="skip", showlegend=False,
+        name=f"heads of {name}",
+    )  # fmt: skip
+
+
+def _label_modules(figure: go.Figure, table: pd.DataFrame, places: Mapping[str, _Place], bottom: float) -> None:
+    whole = table.drop_duplicates("parameter")
+    for module, rows in _by_module(whole):
+        first = rows.iloc[0]
+        size = f"{first['inputs']} × {first['outputs']}" if first["inputs"] > 1 else f"{first['outputs']}"
+        figure.add_annotation(
+            x=places[first["parameter"]].left, y=places[first["parameter"]].top, xanchor="left", yanchor="bottom",
+            text=f"{_short(module)}<br>{size}", showarrow=False, align="left", font_size=13,
+        )  # fmt: skip
+    tallest = float(whole["inputs"].max())
+    right = max(places[name].left + outputs for name, outputs in zip(whole["parameter"], whole["outputs"], strict=True))
+    figure.update_layout(barmode="overlay", height=int(160 + bottom * HEIGHT_PX / tallest), margin_r=60)
+    figure.update_xaxes(visible=False, range=[-0.004 * right, 1.004 * right])
+    figure.update_yaxes(visible=False, range=[1.004 * bottom, 0])
+
+
+def _weights_summary(table: pd.DataFrame) -> str:
+    sides = [(table[f"{side}_stop"] - table[f"{side}_start"]) for side in ("input", "output")]
+    held = (sides[0] * sides[1]).groupby(table["rank"]).sum()
+    ranks = [rank for rank in held.index if rank != EVERY_RANK]
+    total = float(held.sum())
+    both = float(held.get(EVERY_RANK, 0.0))
+    parts = [f"rank {rank} {format_percent(float(held[rank]) / total)}" for rank in ranks]
+    parts.append(f"every rank {format_percent(both / total)}")
+    return f"{WEIGHTS}: of {format_count(total)} elements {listing(parts)}."

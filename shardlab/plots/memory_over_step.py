@@ -6,9 +6,8 @@ import plotly.graph_objects as go
 
 from shardlab.analysis import memory_over_step as course_of
 from shardlab.analysis.rows import require_columns
-from shardlab.plots.colours import GRID, INK, PALETTE, ROLE_COLOURS
 from shardlab.plots.text import byte_scale, format_bytes, format_us, subtitle
-from shardlab.plots.theme import finish, new_figure, nothing, thinned, thinning_note
+from shardlab.plots.theme import GRID, INK, PALETTE, ROLE_COLOURS, finish, new_figure, nothing, thinned, thinning_note
 from shardlab.tables import MEMORY
 from shardlab.vocabulary import Role
 
@@ -71,17 +70,10 @@ def memory_over_step(
 
 def _area(times_ms: np.ndarray, held: np.ndarray, role: Role, divisor: float) -> go.Scatter:
     return go.Scatter(
-        x=times_ms,
-        y=held / divisor,
-        mode="lines",
-        stackgroup="roles",
-        name=str(role).replace("_", " "),
-        # A sample holds until the next one.
-        line={"width": 0, "shape": "hv", "color": ROLE_COLOURS[role]},
-        fillcolor=ROLE_COLOURS[role],
-        customdata=[format_bytes(value) for value in held],
-        hovertemplate="%{customdata}",
-    )
+        x=times_ms, y=held / divisor, mode="lines", stackgroup="roles", name=str(role).replace("_", " "),
+        line={"width": 0, "shape": "hv", "color": ROLE_COLOURS[role]}, fillcolor=ROLE_COLOURS[role],
+        customdata=[format_bytes(value) for value in held], hovertemplate="%{customdata}",
+    )  # fmt: skip
 
 
 def _total(times_ms: np.ndarray, drawn: pd.DataFrame, divisor: float) -> go.Scatter:
@@ -193,13 +185,11 @@ def gathered_over_a_step(
 
 def _unit_bars(rows: pd.DataFrame, unit: str, colour: str, divisor: float) -> go.Bar:
     return go.Bar(
-        x=rows["sample"].to_numpy(),
-        y=(rows["bytes"] / divisor).to_numpy(),
-        name=unit,
+        x=rows["sample"].to_numpy(), y=(rows["bytes"] / divisor).to_numpy(), name=unit,
         marker={"color": colour, "line": {"width": 0}},
         customdata=[[moment, format_bytes(size)] for moment, size in zip(rows["moment"], rows["bytes"], strict=True)],
         hovertemplate=f"<b>{unit}</b><br>at: %{{customdata[0]}}<br>%{{customdata[1]}}<extra></extra>",
-    )
+    )  # fmt: skip
 
 
 def _gathered_axes(figure: go.Figure, moments: pd.DataFrame, unit: str) -> None:
@@ -207,13 +197,9 @@ def _gathered_axes(figure: go.Figure, moments: pd.DataFrame, unit: str) -> None:
     words = begins["moment"].str.replace(r"(forward|backward)$", "", regex=True).str.strip().str.split(".").str[-1]
     figure.update_layout(barmode="stack", bargap=0.06, legend_traceorder="normal")
     figure.update_xaxes(
-        title_text="moment: forward, then backward",
-        tickvals=begins["sample"].to_numpy(),
-        ticktext=words.tolist(),
-        range=[-0.6, float(moments["sample"].max()) + 0.6],
-        showgrid=False,
-        tickangle=0,
-    )
+        title_text="moment: forward, then backward", tickvals=begins["sample"].to_numpy(), ticktext=words.tolist(),
+        range=[-0.6, float(moments["sample"].max()) + 0.6], showgrid=False, tickangle=0,
+    )  # fmt: skip
     figure.update_yaxes(title_text=f"gathered ({unit})", rangemode="tozero")
     backward = begins.loc[begins["moment"].str.endswith(" backward"), "sample"]
     if len(backward):

@@ -9,19 +9,17 @@ import base64
 import io
 import json
 import logging
-import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
+from plotly.utils import PlotlyJSONEncoder
 
 from shardlab.plots.text import column_text
 from shardlab.plots.theme import HEIGHT, summary_of
@@ -35,6 +33,12 @@ PNG_COLOURS = 256  # a figure has a few hundred, nearly all from the edges of le
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
 )
+HEAD = f"""<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">"""
 STYLE = """
 :root {
   color-scheme: light dark;
@@ -92,26 +96,13 @@ figures.forEach((figure, place) => Plotly.newPlot(`figure-${place}`, figure.data
 def plain_json(figure: go.Figure) -> dict[str, Any]:
     """``{"data": ..., "layout": ...}`` of Python's own types; NaN and infinity become None."""
     # Not figure.to_dict(): it turns arrays into base64.
-    traces = [trace.to_plotly_json() for trace in figure.data]
-    return {"data": _plain(traces), "layout": _plain(figure.layout.to_plotly_json())}
+    content = {"data": [trace.to_plotly_json() for trace in figure.data], "layout": figure.layout.to_plotly_json()}
+    plain: dict[str, Any] = json.loads(json.dumps(content, cls=PlotlyJSONEncoder), parse_float=_rounded)
+    return plain
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray):
-        return [_plain(item) for item in value.tolist()]
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.generic):
-        return _plain(value.item())
-    return _rounded(value) if isinstance(value, float) else value
-
-
-def _rounded(value: float) -> float | int | None:
-    if not math.isfinite(value):
-        return None
-    rounded = float(f"{value:.{DIGITS - 1}e}")
+def _rounded(number: str) -> float | int:
+    rounded = float(f"{float(number):.{DIGITS - 1}e}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 2**53 else rounded
 
 
@@ -145,38 +136,24 @@ def mime_bundle(figure: go.Figure, *, with_png: bool = True) -> dict[str, Any]:
 
 
 def png(figure: go.Figure) -> bytes | None:
-    """The figure as a PNG with a transparent background; None if kaleido or Chrome or Chromium is missing."""
+    """The figure as a PNG with a transparent background; None if kaleido, Pillow, or Chrome or Chromium is missing."""
     try:
         from kaleido import calc_fig_sync
         from kaleido.errors import ChromeNotFoundError
+        from PIL import Image
     except ImportError:
         return None
     options = {"format": "png", "width": PNG_WIDTH, "height": figure.layout.height or HEIGHT, "scale": PNG_SCALE}
-    try:
-        with _without_noise():
-            image: bytes = calc_fig_sync(plain_json(figure), opts=options)
-    except ChromeNotFoundError:
-        return None
-    return _with_few_colours(image)
-
-
-@contextmanager
-def _without_noise() -> Iterator[None]:
-    """Silence kaleido's pipe: now and then it logs a harmless traceback, which a notebook must not show."""
+    # Now and then kaleido's pipe logs a harmless traceback, which a notebook must not show.
     logger = logging.getLogger("choreographer.channels.pipe")
     before, logger.disabled = logger.disabled, True
     try:
-        yield
+        image: bytes = calc_fig_sync(plain_json(figure), opts=options)
+    except ChromeNotFoundError:
+        return None
     finally:
         logger.disabled = before
-
-
-def _with_few_colours(image: bytes) -> bytes:
-    """The PNG with a palette: a quarter of the size, and it looks the same. Unchanged if Pillow is missing."""
-    try:
-        from PIL import Image
-    except ImportError:
-        return image
+    # With a palette it has a quarter of the size, and looks the same.
     few = Image.open(io.BytesIO(image)).quantize(PNG_COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     few.save(smaller := io.BytesIO(), "PNG", optimize=True)
     return smaller.getvalue()
@@ -200,26 +177,19 @@ def report_page(title: str, lead: str, tables: Mapping[str, pd.DataFrame], figur
     data = json.dumps([_drawn(figure) for figure in figures.values()], separators=(",", ":"), allow_nan=False)
     # '</script>' in a name would end the element; to a JSON parser '<\/' is the same string
     safe = data.replace("</", "<\\/").replace("<!--", "<\\u0021--")
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en">',
-            '<head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f"<title>{escape(title)}</title>",
-            f"<style>{STYLE}</style></head>",
-            "<body><main>",
-            f'<header><h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p></header>',
-            *sections,
-            "</main>",
-            f'<script type="application/json" id="figures">{safe}</script>',
-            f"<script>{get_plotlyjs() if figures else ''}</script>" if figures else "",
-            f"<script>{SCRIPT}</script>" if figures else "",
-            "</body></html>",
-        ]
-    )
+    lines = [
+        HEAD,
+        f"<title>{escape(title)}</title>",
+        f"<style>{STYLE}</style></head>",
+        "<body><main>",
+        f'<header><h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p></header>',
+        *sections,
+        "</main>",
+        f'<script type="application/json" id="figures">{safe}</script>',
+        f"<script>{get_plotlyjs()}</script>\n<script>{SCRIPT}</script>" if figures else "",
+        "</body></html>",
+    ]
+    return "\n".join(lines)
 
 
 def _drawn(figure: go.Figure) -> dict[str, object]:

@@ -8,9 +8,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from shardlab.analysis.rows import require_columns
-from shardlab.plots.colours import COLLECTIVE_COLOURS, SYMBOLS, run_colours
 from shardlab.plots.text import emulated_note, format_bytes, format_count, format_us, joined, listing, tick
-from shardlab.plots.theme import finish, log_axis, new_figure, nothing
+from shardlab.plots.theme import COLLECTIVE_COLOURS, SYMBOLS, finish, log_axis, new_figure, nothing, run_colours
 
 MESSAGES = "Time of a message against its size"
 READ_AS = "marks: measured; lines: latency + bytes / bandwidth"
@@ -68,18 +67,11 @@ def _draw_messages(figure: go.Figure, op: str, style: tuple[str, str], rows: pd.
     figure.add_scatter(
         x=sizes,
         y=np.interp(sizes, rows["bytes"].to_numpy(dtype=np.float64), rows["fitted_us"].to_numpy(dtype=np.float64)),
-        mode="lines",
-        name=f"{op}: fit",
-        legendgroup=op,
-        showlegend=False,
-        hoverinfo="skip",
+        mode="lines", name=f"{op}: fit", legendgroup=op, showlegend=False, hoverinfo="skip",
         line={"color": colour, "width": 2.5},
-    )
+    )  # fmt: skip
     figure.add_scatter(
-        x=rows["bytes"].to_numpy(),
-        y=rows["time_us"].to_numpy(),
-        mode="markers",
-        name=op.replace("_", " "),
+        x=rows["bytes"].to_numpy(), y=rows["time_us"].to_numpy(), mode="markers", name=op.replace("_", " "),
         legendgroup=op,
         marker={"color": colour, "symbol": symbol, "size": 10},
         customdata=np.column_stack(
@@ -138,12 +130,8 @@ def _panels() -> go.Figure:
 def _line(rows: pd.DataFrame, column: str, run: str, style: tuple[str, str]) -> go.Scatter:
     words = "step" if column == "step_us" else "exposed communication"
     return go.Scatter(
-        x=rows["bucket_bytes"].to_numpy(),
-        y=(rows[column] / 1e3).to_numpy(),
-        mode="lines+markers",
-        name=run,
-        legendgroup=run,
-        showlegend=column == "step_us",
+        x=rows["bucket_bytes"].to_numpy(), y=(rows[column] / 1e3).to_numpy(), mode="lines+markers",
+        name=run, legendgroup=run, showlegend=column == "step_us",
         line={"color": style[0], "width": 2.5},
         marker={"size": 9, "symbol": style[1]},
         customdata=[[format_bytes(size), format_us(time)] for size, time in zip(rows["bucket_bytes"], rows[column],
@@ -154,16 +142,10 @@ def _line(rows: pd.DataFrame, column: str, run: str, style: tuple[str, str]) -> 
 
 def _ring(figure: go.Figure, best: "pd.Series[Any]", colour: str) -> None:
     figure.add_scatter(
-        x=[best["bucket_bytes"]],
-        y=[best["step_us"] / 1e3],
-        mode="markers",
-        name="shortest step",
-        marker={"symbol": "circle-open", "size": 19, "color": colour, "line": {"width": 2.5}},
-        hoverinfo="skip",
-        showlegend=False,
-        row=1,
-        col=1,
-    )
+        x=[best["bucket_bytes"]], y=[best["step_us"] / 1e3], mode="markers", name="shortest step",
+        marker={"symbol": "circle-open", "size": 19, "color": colour, "line": {"width": 2.5}}, hoverinfo="skip",
+        showlegend=False, row=1, col=1,
+    )  # fmt: skip
 
 
 def _bucket_summary(best: "dict[str, pd.Series[Any]]", smallest: float, largest: float) -> str:
@@ -215,15 +197,11 @@ def throughput(table: pd.DataFrame) -> go.Figure:
 def _trace(rows: pd.DataFrame, run: str, colour: str, symbol: str | None) -> go.Scatter:
     kind = PREDICTED if symbol is None else "measured"
     trace = go.Scatter(
-        x=rows["rows"].to_numpy(),
-        y=rows["tokens_per_s"].to_numpy(),
-        mode="lines" if symbol is None else "markers",
-        name=run if symbol is not None else f"{run}, predicted",
-        legendgroup=run,
-        showlegend=symbol is not None,
+        x=rows["rows"].to_numpy(), y=rows["tokens_per_s"].to_numpy(), mode="lines" if symbol is None else "markers",
+        name=run if symbol is not None else f"{run}, predicted", legendgroup=run, showlegend=symbol is not None,
         customdata=[tick(format_count(value)) for value in rows["tokens_per_s"]],
         hovertemplate=f"<b>{run}</b>, {kind}<br>%{{x}} rows a rank<br>%{{customdata}} tokens a second<extra></extra>",
-    )
+    )  # fmt: skip
     style = {"line": {"color": colour, "width": 2.5}} if symbol is None else {
         "marker": {"color": colour, "symbol": symbol, "size": 11}
     }  # fmt: skip

@@ -8,9 +8,8 @@ from numpy.typing import NDArray
 from shardlab.analysis.overlap import PARTS, hidden_by_run
 from shardlab.analysis.rows import labelled, labels_of, require_columns
 from shardlab.plots.bars import add_part, end_with, shares_of
-from shardlab.plots.colours import EXPOSED, HIDDEN, SAND, SPAN_COLOURS, run_colours
 from shardlab.plots.text import averaged, format_percent, format_us, listing, subtitle
-from shardlab.plots.theme import finish, new_figure, nothing
+from shardlab.plots.theme import EXPOSED, HIDDEN, SAND, SPAN_COLOURS, finish, new_figure, nothing, run_colours
 from shardlab.tables import STEPS
 from shardlab.vocabulary import SpanKind
 
@@ -50,47 +49,30 @@ def step_times(steps: pd.DataFrame) -> go.Figure:
     medians = []
     for place, label in enumerate(labels):
         times_us = timed.loc[timed["label"] == label, "step_us"].to_numpy(dtype=np.float64)
-        quartiles_us = np.quantile(times_us, [0.25, 0.5, 0.75])
-        _draw(figure, label, (place, colours[label]), times_us, quartiles_us)
-        medians.append(f"{label} {format_us(quartiles_us[1])}")
+        _draw(figure, label, (place, colours[label]), times_us)
+        medians.append(f"{label} {format_us(np.median(times_us))}")
     figure.update_layout(height=max(340, 190 + 62 * len(labels)), showlegend=False)
     figure.update_xaxes(title_text="time of a step (ms)", rangemode="tozero")
     figure.update_yaxes(
-        tickvals=list(range(len(labels))),
-        ticktext=labels,
-        range=[len(labels) - 0.4, -0.6],
-        showgrid=False,
+        tickvals=list(range(len(labels))), ticktext=labels, range=[len(labels) - 0.4, -0.6], showgrid=False,
         zeroline=False,
-    )
+    )  # fmt: skip
     return finish(figure, f"Median time of a step: {listing(medians)}.")
 
 
-def _draw(
-    figure: go.Figure,
-    label: str,
-    style: tuple[int, str],
-    times_us: NDArray[np.float64],
-    quartiles_us: NDArray[np.float64],
-) -> None:
+def _draw(figure: go.Figure, label: str, style: tuple[int, str], times_us: NDArray[np.float64]) -> None:
     """The quartile bar with the median, and a dot below it for each step."""
     place, colour = style
-    low, median, high = quartiles_us / 1e3
+    low, median, high = np.quantile(times_us, [0.25, 0.5, 0.75]) / 1e3
     dots = times_us[:: -(-len(times_us) // MAX_DOTS)] / 1e3
     figure.add_scatter(
-        x=dots,
-        y=place + 0.3 + 0.06 * (np.arange(len(dots)) % 3 - 1),
-        mode="markers",
-        name=f"{label}: steps",
+        x=dots, y=place + 0.3 + 0.06 * (np.arange(len(dots)) % 3 - 1), mode="markers", name=f"{label}: steps",
         marker={"color": colour, "size": 6, "opacity": 0.55},
         hovertemplate=f"<b>{label}</b><br>%{{x:.3f}} ms<extra></extra>",
-    )
+    )  # fmt: skip
     figure.add_scatter(
-        x=[median],
-        y=[place],
-        mode="markers+text",
-        name=label,
-        text=[f"<b>{format_us(1e3 * median)}</b>"],
-        textposition="top center",
+        x=[median], y=[place], mode="markers+text", name=label,
+        text=[f"<b>{format_us(1e3 * median)}</b>"], textposition="top center",
         marker={"color": colour, "size": 15, "symbol": "line-ns", "line": {"color": colour, "width": 4}},
         error_x={"type": "data", "symmetric": False, "array": [high - median], "arrayminus": [median - low],
                  "color": colour, "thickness": 9, "width": 0},

@@ -14,11 +14,19 @@ import plotly.graph_objects as go
 from shardlab.analysis import bandwidth, overlap
 from shardlab.analysis.overlap import hidden_by_rank
 from shardlab.analysis.rows import one_step_of_run
-from shardlab.plots.colours import COLLECTIVE_COLOURS, EXPOSED, GREY, GRID, SPAN_COLOURS
 from shardlab.plots.text import format_bytes, format_percent, format_us, subtitle
-from shardlab.plots.theme import finish, new_figure, nothing, thinning_note
+from shardlab.plots.theme import (
+    COLLECTIVE_COLOURS,
+    EXPOSED,
+    GREY,
+    GRID,
+    SPAN_COLOURS,
+    finish,
+    new_figure,
+    nothing,
+    thinning_note,
+)
 from shardlab.plots.timeline_bars import (
-    COMPUTE,
     Tracks,
     bars,
     describe_collective,
@@ -100,10 +108,7 @@ def _extent(moved: pd.DataFrame, worked: pd.DataFrame) -> tuple[float, float]:
 
 def _draw_compute(figure: go.Figure, spans: pd.DataFrame, tracks: Tracks, extent: tuple[float, float]) -> None:
     """One trace per kind for the units, and one for the pale background that surrounds them."""
-    y = pd.Series(
-        {rank: rows[0] for (rank, track), rows in tracks.positions.items() if track == COMPUTE}, dtype="float64"
-    )
-    spans = spans.assign(y=spans["rank"].astype("int64").map(y))
+    spans = spans.assign(y=spans["rank"].astype("int64").map(tracks.of_compute()).astype("float64"))
     for ground in (True, False):
         for kind, colour in SPAN_COLOURS.items():
             rows = spans[(spans["kind"] == str(kind)) & (spans["ground"] == ground)]
@@ -118,11 +123,11 @@ def _draw_compute(figure: go.Figure, spans: pd.DataFrame, tracks: Tracks, extent
 
 def _draw_waits(figure: go.Figure, moved: pd.DataFrame, tracks: Tracks, extent: tuple[float, float]) -> None:
     waits = moved[(moved["wait_end_us"] > moved["wait_start_us"]).fillna(False)]
-    rows = {rank: rows[0] for (rank, track), rows in tracks.positions.items() if track == COMPUTE}
-    if not len(waits) or not rows:
+    if not len(waits) or not (rows := tracks.of_compute()):
         return
-    places = waits["rank"].astype("int64").map(rows)
-    waits = waits.assign(y=places, start_us=waits["wait_start_us"], end_us=waits["wait_end_us"])
+    waits = waits.assign(
+        y=waits["rank"].astype("int64").map(rows), start_us=waits["wait_start_us"], end_us=waits["wait_end_us"]
+    )
     figure.add_trace(strips(grouped(waits, "tag", describe_wait, extent), WAITS, EXPOSED))
 
 

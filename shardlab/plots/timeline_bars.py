@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from shardlab.analysis.intervals import concurrent_rows
 from shardlab.plots.bars import gaps
-from shardlab.plots.colours import readable_on
 from shardlab.plots.text import format_bytes, format_us
+from shardlab.plots.theme import readable_on
 from shardlab.vocabulary import WHOLE_MODEL, SpanKind
 
 COMPUTE = "compute"
@@ -43,6 +43,10 @@ class Tracks:
     def bottom(self) -> float:
         """The largest y."""
         return max(row for rows in self.positions.values() for row in rows)
+
+    def of_compute(self) -> dict[int, float]:
+        """The y of each rank's track of compute."""
+        return {rank: rows[0] for (rank, track), rows in self.positions.items() if track == COMPUTE}
 
     def labels(self) -> tuple[list[float], list[str]]:
         """Tick positions and names; the first track of a rank shows the rank's name too."""
@@ -126,21 +130,12 @@ def bars(merged: pd.DataFrame, name: str, colour: str, width: float) -> go.Bar:
     """All bars of one kind as one trace."""
     start, length = (merged[column].to_numpy(dtype=np.float64) for column in ("start", "length"))
     return go.Bar(
-        base=start,
-        x=length,
-        y=merged["y"].to_numpy(),
-        width=width,
-        orientation="h",
-        name=name,
+        base=start, x=length, y=merged["y"].to_numpy(), width=width, orientation="h", name=name,
         marker={"color": colour, "line": gaps(length, float((start + length).max(initial=0.0)))},
-        text=merged["name"].tolist() if len(merged) <= MAX_NAMED else None,
-        textposition="inside",
-        insidetextanchor="middle",
-        insidetextfont={"color": readable_on(colour)},
-        textangle=0,
-        hovertext=merged["text"].tolist(),
-        hovertemplate="%{hovertext}<extra></extra>",
-    )
+        text=merged["name"].tolist() if len(merged) <= MAX_NAMED else None, textposition="inside",
+        insidetextanchor="middle", insidetextfont={"color": readable_on(colour)}, textangle=0,
+        hovertext=merged["text"].tolist(), hovertemplate="%{hovertext}<extra></extra>",
+    )  # fmt: skip
 
 
 def strips(merged: pd.DataFrame, name: str, colour: str) -> go.Bar:

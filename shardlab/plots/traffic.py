@@ -12,15 +12,13 @@ from shardlab.analysis import wire_bytes
 from shardlab.analysis.matching import with_group
 from shardlab.analysis.rows import labelled, labels_of, one_run, one_step
 from shardlab.plots.bars import stacked_bars
-from shardlab.plots.colours import COLLECTIVE_COLOURS, INK
 from shardlab.plots.text import averaged, byte_listing, byte_scale, format_bytes, subtitle
-from shardlab.plots.theme import finish, new_figure, nothing
+from shardlab.plots.theme import COLLECTIVE_COLOURS, INK, finish, new_figure, nothing
 from shardlab.tables import COLLECTIVES
 from shardlab.vocabulary import Collective
 
 VOLUME = "Bytes on the wire per rank and step"
 MATRIX = "Bytes between ranks in a step"
-MAX_RANKS = 64  # with more ranks a cell stands for several
 MAX_WRITTEN = 16  # up to this many ranks a cell has room for its number
 SHADES = ((0.0, "#c4e3f3"), (1.0, "#3a95c9"))  # all contrast with white and with black, and black text with all
 SILENT = (Collective.RECV, Collective.BARRIER)
@@ -96,12 +94,10 @@ def traffic_matrix(
     label = str(rows["label"].iloc[0])
     rows = rows[rows["step"] == step]
     sent = bytes_between(with_group(rows.drop(columns="label"), axes))
-    shown, names = _merged(sent)
+    names = [str(rank) for rank in range(len(sent))]
     note = "each row's rank sends to the column's rank; a dot is the rank itself"
-    if len(shown) < len(sent):
-        note = f"{len(sent)} ranks drawn as {len(shown)} groups of neighbours"
     figure = new_figure(f"{MATRIX}: {label}, step {step}", subtitle(rows, note))
-    figure.add_trace(_cells(shown, names))
+    figure.add_trace(_cells(sent, names))
     _axes(figure, names)
     return finish(figure, _matrix_summary(sent, label, step))
 
@@ -135,35 +131,17 @@ def _receivers(members: list[int], rank: int, *, to_all: bool) -> list[int]:
     return after if to_all else after[:1]
 
 
-def _merged(sent: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[str]]:
-    """At most MAX_RANKS rows and columns, and their names; with more ranks, neighbours are summed."""
-    size, per_cell = len(sent), -(-len(sent) // MAX_RANKS)
-    starts = np.arange(0, size, per_cell, dtype=np.intp)
-    summed = np.add.reduceat(np.add.reduceat(sent, starts, axis=0), starts, axis=1)
-    spans = [(int(start), min(int(start) + per_cell, size) - 1) for start in starts]
-    return summed, [str(start) if start == end else f"{start}-{end}" for start, end in spans]
-
-
 def _cells(sent: NDArray[np.float64], names: list[str]) -> go.Heatmap:
     divisor, unit = byte_scale(float(sent.max()))
     words = [[format_bytes(value) if value else "" for value in row] for row in sent]
     return go.Heatmap(
-        z=np.where(sent > 0, sent / divisor, np.nan),
-        x=names,
-        y=names,
-        xgap=2,
-        ygap=2,
-        zmin=0,
-        zmax=float(sent.max()) / divisor or 1.0,
-        colorscale=SHADES,
+        z=np.where(sent > 0, sent / divisor, np.nan), x=names, y=names, xgap=2, ygap=2, zmin=0,
+        zmax=float(sent.max()) / divisor or 1.0, colorscale=SHADES,
         colorbar={"title": {"text": unit, "side": "top"}, "outlinewidth": 0, "thickness": 14, "len": 0.9},
-        text=words,
-        texttemplate="%{text}" if len(names) <= MAX_WRITTEN else None,
-        textfont={"color": "#000000"},
+        text=words, texttemplate="%{text}" if len(names) <= MAX_WRITTEN else None, textfont={"color": "#000000"},
         showscale=len(names) > MAX_WRITTEN,
-        hovertemplate="rank %{y} sends rank %{x}<br><b>%{text}</b><extra></extra>",
-        hoverongaps=False,
-    )
+        hovertemplate="rank %{y} sends rank %{x}<br><b>%{text}</b><extra></extra>", hoverongaps=False,
+    )  # fmt: skip
 
 
 def _axes(figure: go.Figure, names: list[str]) -> None:

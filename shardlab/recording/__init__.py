@@ -6,7 +6,8 @@
     torchrun --nproc-per-node 2 -m shardlab record train.py --its --arguments
 
 ``record`` opens and closes a record, ``loop`` infers steps and phases from what the script calls, ``hooks`` listens
-to those calls, ``holdings`` says what the process holds, ``script`` runs a file as Python would, ``report`` reads it.
+to those calls, ``script_tensors`` says what the process holds, ``script_collectives`` what it sends, and ``report``
+reads the record.
 """
 
 from shardlab.recording.record import record

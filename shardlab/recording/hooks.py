@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from shardlab.engines.claims import engine_of
+from shardlab.engines.guards.claims import engine_of
 from shardlab.engines.hooks import nothing
 from shardlab.recording.loop import Loop, scalars
 from shardlab.recording.script_tensors import ScriptTensors

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from shardlab.comm import CollectiveEvent
-from shardlab.comm.torch_names import POINT_TO_POINT
+from shardlab.recording.torch_callers import POINT_TO_POINT
 from shardlab.trace.clock import Clock, Mark
 from shardlab.trace.recorder import BEFORE_TRAINING, Recorder
 from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind

@@ -1,29 +1,42 @@
-"""``record``: opens a directory, listens while the block runs, and closes the record, also after an error."""
+"""``record``: opens a directory, listens while the block runs, and closes the record, also after an error.
 
+``Script`` is a file that is run inside ``record`` as ``python SCRIPT ARGS`` would run it.
+What a rank must know for that it knows without asking the others: its number, the directory, the origin of time.
+"""
+
+import builtins
 import contextlib
 import os
 import platform
 import sys
+import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from math import isnan, nan, prod
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any, Self
+from types import ModuleType
+from typing import Any, NamedTuple, Self
 
+import psutil
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import _get_current_dispatch_mode  # no public way to see whether one is active
 
 from shardlab.comm import CollectiveEvent
-from shardlab.comm.script_collectives import TorchCalls
+from shardlab.experiment.directory import OF_A_RANK, OF_FIRST, another, made
 from shardlab.installed import __version__
+from shardlab.launch.placement import torchrun_env
 from shardlab.recording.hooks import Hooks
 from shardlab.recording.loop import Loop
-from shardlab.recording.place import Place, claim, origin_ns
+from shardlab.recording.script_collectives import TorchCalls
 from shardlab.recording.script_tensors import ScriptTensors
-from shardlab.recording.tags import BUCKET, Tags
+from shardlab.recording.torch_callers import BUCKET, Tags
 from shardlab.trace.clock import Clock, clock_for
 from shardlab.trace.recorder import ALWAYS_AT_REST, Recorder
 from shardlab.trace.store import RunWriter, write_manifest
@@ -32,6 +45,22 @@ TRACED_STEP = 2  # not the first steps, in which optimizer state is still being 
 RARELY_FROM = 64
 ALWAYS_WATCHED = 16
 WATCH_EVERY = 16
+_MANIFEST, _PART = "manifest.json", "manifest.json.part"
+
+
+class Place(NamedTuple):
+    """A process among those that are recorded."""
+
+    rank: int
+    num_ranks: int
+
+    @classmethod
+    def here(cls) -> "Place":
+        """As torch's default group says if there is one, else as torchrun says, else alone."""
+        if dist.is_initialized():
+            return cls(dist.get_rank(), dist.get_world_size())
+        env = torchrun_env()
+        return cls(0, 1) if env is None else cls(env.rank, env.world_size)
 
 
 @contextlib.contextmanager
@@ -122,7 +151,7 @@ class Recording:
         self._tensors = ScriptTensors()
         self._loop = Loop(self)
         self._hooks = Hooks(self._loop, self._tensors, self._loop)
-        self._tags = Tags(self._loop, self._tensors)
+        self._tags = Tags(lambda: self._loop.step, self._tensors)
         self._calls: TorchCalls | None = None  # while collectives are watched
         self._axes: dict[str, int] = {}
         self._backends: set[str] = set()
@@ -278,3 +307,92 @@ def _forget(recording: "weakref.ref[Recording]") -> None:
     """In a forked child: listen no more."""
     if (known := recording()) is not None:
         known.stop_listening()
+
+
+def claim(directory: Path, place: Place, *, overwrite: bool = False) -> None:
+    """Make the directory of a record. The other ranks of this record may have begun to write: that is allowed.
+
+    Args:
+        directory: of the record.
+        place: this rank; to overwrite, each rank removes its own files, and rank 0 also those of no current rank.
+        overwrite: remove the record that is in it.
+
+    Raises:
+        ValueError: it holds anything else, is a file, or cannot be made. Then nothing was removed.
+    """
+    names = made(directory)
+    owners = {name: int(found[1]) for name in names if (found := OF_A_RANK.fullmatch(name))}
+    others = {name for name, rank in owners.items() if rank != place.rank}
+    if overwrite and (foreign := sorted(names - owners.keys() - OF_FIRST)):
+        raise ValueError(
+            f"overwrite: {directory} also holds {', '.join(foreign[:3])}, which no record has; name another directory"
+        )
+    begun = {name for name in others if name.endswith(".journal")} | {_PART} | ({_MANIFEST} if place.rank else set())
+    if not overwrite and names - begun:
+        raise ValueError(f"out: {directory} holds {another(directory)}")
+    if overwrite:
+        of_none = {name for name, rank in owners.items() if rank >= place.num_ranks}
+        for name in (owners.keys() - others) | (of_none | (OF_FIRST & names) if place.rank == 0 else set()):
+            (directory / name).unlink(missing_ok=True)
+
+
+def origin_ns(num_ranks: int) -> int:
+    """Where times count from, in ``time.perf_counter_ns``: of several ranks on a host the start of their parent."""
+    now_ns = time.perf_counter_ns()
+    if num_ranks == 1:
+        return now_ns
+    stat = Path(f"/proc/{os.getppid()}/stat")
+    if not stat.is_file():  # no Linux: here ranks may differ by the microseconds between two readings of a clock
+        return now_ns - time.time_ns() + int(psutil.Process(os.getppid()).create_time() * 1e9)
+    # The name, in brackets, may have spaces. Field 22 counts ticks of CLOCK_BOOTTIME, so for all ranks the same.
+    ticks = int(stat.read_text().rpartition(")")[2].split()[19])
+    return ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+
+
+def directory_by_date() -> Path:
+    """``runs/DATE``; under torchrun the date is that of its start, so that the ranks of a host have the same."""
+    if torchrun_env() is None:
+        return Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
+    began = psutil.Process(os.getppid()).create_time()
+    return Path("runs") / datetime.fromtimestamp(int(began)).strftime("%Y%m%d-%H%M%S")
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script and where its record goes.
+
+    Args:
+        path: of the script.
+        arguments: its own.
+        directory: new or empty.
+        overwrite: see ``record``.
+        watch_every: likewise.
+
+    Raises:
+        ValueError: there is no such script, the directory is not empty, or ``watch_every`` is no number of steps.
+    """
+
+    path: Path
+    arguments: Sequence[str]
+    directory: Path
+    overwrite: bool
+    watch_every: int
+
+    def __post_init__(self) -> None:
+        """Check before anything runs."""
+        if not self.path.is_file():
+            raise ValueError(f"script: {self.path} is not a file; name a Python script, then its arguments")
+        check_steps(TRACED_STEP, self.watch_every)
+        claim(self.directory, Place.here(), overwrite=self.overwrite)
+
+    def __call__(self) -> None:
+        """Run it as ``__main__``. What it raises, also ``SystemExit``, leaves as it is."""
+        sys.argv = [str(self.path), *self.arguments]
+        sys.path[0] = str(self.path.resolve().parent)  # where ``python SCRIPT`` finds the script's own modules
+        # Not by runpy, which makes ``sys.argv[0]`` what ``__file__`` is; Python makes only the latter absolute.
+        main, file = ModuleType("__main__"), str(self.path.absolute())
+        loader = SourceFileLoader("__main__", file)
+        vars(main).update(__file__=file, __loader__=loader, __builtins__=builtins, __cached__=None)
+        sys.modules["__main__"] = main  # for good: at exit too, scripts pickle what is theirs
+        with record(self.directory, watch_every=self.watch_every, overwrite=self.overwrite):
+            exec(loader.source_to_code(loader.get_data(file), file), vars(main))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from shardlab.trace.known_tensors import PLAIN, has_storage, known_tensors
+from shardlab.trace.memory_by_role import PLAIN, has_storage, known_tensors
 from shardlab.vocabulary import Role
 
 

@@ -5,7 +5,7 @@ if its output goes nowhere but into rows, and a row only if its input comes from
 this, and the order in which a module registers its layers neither; the autograd graph of the loss does.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from shardlab.comm.trees import tensors_in
 
 Run = Callable[[Any], Any]
 """Calls a module as its training does, and returns the loss or any outputs: ``lambda model: loss(model, batch)``."""
-END = "the loss"
+START, END = "the batch", "the loss"
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -26,14 +26,14 @@ class Flow:
 
     Attributes:
         feeders: names of the layers whose outputs reach a layer's input without another layer in between; of ``END``,
-            those that reach the result.
+            those that reach the result. ``START`` if a call's input comes from none.
         between: names of the parameters used on that way.
-        dropouts: for each of ``DROPOUTS`` that was called, the feeders of each call's input.
+        dropouts: the feeders of each of ``DROPOUTS`` that was called.
     """
 
     feeders: dict[str, frozenset[str]]
     between: dict[str, frozenset[str]]
-    dropouts: dict[str, tuple[frozenset[str], ...]]
+    dropouts: dict[str, frozenset[str]]
 
     @property
     def layers(self) -> list[str]:
@@ -50,27 +50,15 @@ def is_layer(module: nn.Module, kind: type[nn.Module]) -> bool:
     return isinstance(module, kind) and type(module).forward is kind.forward and "forward" not in vars(module)
 
 
-def with_gradients(result: Any) -> list[int]:
-    """Which of the tensors of a result, in their order, depend on a parameter."""
-    return [
-        place for place, tensor in enumerate(tensors_in(result)) if tensor.is_floating_point() and tensor.requires_grad
-    ]
-
-
-def summed(result: Any, which: Sequence[int] | None = None) -> Tensor:
-    """One number that depends on tensors of a result, to run a backward from.
-
-    Args:
-        result: what a run returned.
-        which: places of the tensors; None for those with gradients.
+def summed(result: Any) -> Tensor:
+    """One number that depends on all tensors of a result that depend on a parameter, to run a backward from.
 
     Raises:
-        ValueError: none of them has a gradient.
+        ValueError: there is none.
     """
-    which, tensors = with_gradients(result) if which is None else which, list(tensors_in(result))
-    if not which:
+    found = [tensor for tensor in tensors_in(result) if tensor.is_floating_point() and tensor.requires_grad]
+    if not found:
         raise ValueError("run: it returned no tensor that depends on a parameter; return the loss, or the output")
-    found = [tensors[place] for place in which]
     # In at least float32: half precision would hide small differences, and so would float32 those of float64.
     squares = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)).square().mean() for tensor in found]
     return torch.stack(squares).sum()
@@ -86,17 +74,14 @@ def flow_of(module: nn.Module, run: Run) -> Flow:
     # Keep the nodes alive until the graph has been read: a new node could get the id of a freed one.
     outputs: dict[Any, str] = {}
     inputs: dict[str, list[Any]] = {}
-    dropped: dict[str, list[Any]] = {}
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
         def called(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             # By its name too, as in layer(input=x).
             node = next((tensor.grad_fn for tensor in tensors_in((args, kwargs))), None)
-            if isinstance(part, DROPOUTS):
-                dropped.setdefault(name, []).append(node)
-                return
-            outputs[output.grad_fn] = name
             inputs.setdefault(name, []).append(node)
+            if not isinstance(part, DROPOUTS):
+                outputs[output.grad_fn] = name
 
         return called
 
@@ -113,17 +98,17 @@ def flow_of(module: nn.Module, run: Run) -> Flow:
     names: dict[Tensor, str] = {param: name for name, param in module.named_parameters()}
     inputs[END] = [summed(result).grad_fn]
     found = {name: [set(_reached(node, outputs)) for node in nodes] for name, nodes in inputs.items()}
-    return Flow(
-        {name: frozenset(x for one in ends for x in one if isinstance(x, str)) for name, ends in found.items()},
-        {
-            name: frozenset(names[x] for one in ends for x in one if isinstance(x, Tensor) and x in names)
-            for name, ends in found.items()
-        },
-        {
-            name: tuple(frozenset(x for x in _reached(node, outputs) if isinstance(x, str)) for node in nodes)
-            for name, nodes in dropped.items()
-        },
-    )
+    feeders = {
+        name: frozenset(x for ends in calls for x in [end for end in ends if isinstance(end, str)] or [START])
+        for name, calls in found.items()
+    }
+    between = {
+        name: frozenset(names[end] for ends in calls for end in ends if isinstance(end, Tensor) and end in names)
+        for name, calls in found.items()
+    }
+    dropped = [name for name in found if name != END and isinstance(module.get_submodule(name), DROPOUTS)]
+    dropouts = {name: feeders.pop(name) for name in dropped}
+    return Flow(feeders, between, dropouts)
 
 
 def _reached(start: Any, outputs: dict[Any, str]) -> Iterator[str | Tensor]:

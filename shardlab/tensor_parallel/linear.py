@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from shardlab.comm import Communicator
+from shardlab.comm import Communicator, broadcast_coalesced
 from shardlab.comm.autograd import gather, reduce, reduce_scatter, scatter
+from shardlab.comm.slices import cut
 from shardlab.partition.slices import TensorSlice, even_slice, parts_slice, require_divisible
 from shardlab.tensor_parallel.sequence import sum_gradient
 from shardlab.tensor_parallel.shared_input import SharedInput, linear_of_gathered
-from shardlab.tensor_parallel.slicing import equalise, require_width, sliced
 
 
 class ColumnParallelLinear(nn.Module):
@@ -189,7 +189,6 @@ def check_column(
     Raises:
         ValueError: see ``ColumnParallelLinear``.
     """
-    check_parts(name, parts)
     for size in parts or [out_features]:
         require_divisible(f"{name}: {'a part of ' if parts else ''}out_features", size, num_ranks)
     if parts is not None and sum(parts) != out_features:
@@ -202,11 +201,40 @@ def check_column(
         raise ValueError(f"{name}: regather is for an input in parts; set sequence_dim, or leave regather out")
 
 
-def check_parts(name: str, parts: object) -> None:
-    """Refuse what is no list of sizes.
+def equalise(module: nn.Module, comm: Communicator, name: str) -> None:
+    """Make a layer's parameters those of the axis' first rank, in place; blocking.
 
     Raises:
-        ValueError: it is something else, such as one number.
+        ValueError: a parameter has no memory.
     """
-    if not isinstance(parts, Sequence | None):
-        raise ValueError(f"{name}: parts {parts!r} is given; give the size of each projection, as parts=(8, 8)")
+    if meta := [key for key, param in module.named_parameters() if param.is_meta]:
+        raise ValueError(f"{name}: {meta[0]!r} is on the meta device; parallelize_module makes such layers itself")
+    # Before it is cut: ranks may have drawn different weights, and slices of different layers make no layer.
+    broadcast_coalesced(comm, module.parameters(), tag=f"parameters of {name} from rank 0")
+
+
+def sliced(param: Tensor, slice_: TensorSlice) -> nn.Parameter:
+    """A new parameter that holds this rank's slice only."""
+    return nn.Parameter(cut(param, slice_), requires_grad=param.requires_grad)
+
+
+def require_width(layer: str, field: str, x: Tensor, width: int, num_ranks: int) -> None:
+    """Refuse an input whose last dim is not ``width``; the error says if it is a part, or the whole, of what is needed.
+
+    Raises:
+        ValueError: it is not, or the input is a nested tensor.
+    """
+    if x.is_nested:
+        raise ValueError(
+            f"{layer}: the input is a nested tensor, which has no sizes to divide; pad it (nn.TransformerEncoder makes "
+            "one of a padding mask in evaluation: build it with enable_nested_tensor=False)"
+        )
+    found = x.shape[-1] if x.dim() else 0
+    if found == width:
+        return
+    hint = ""
+    if found * num_ranks == width:
+        hint = f": this is one of {num_ranks} parts; use gather_output=True in the layer before"
+    elif found == width * num_ranks:
+        hint = ": this is the whole of it; use input_is_parallel=False"
+    raise ValueError(f"{layer}: the input has {found} {field}; {width} are needed{hint}")

@@ -19,19 +19,22 @@ dots: ``*`` and ``[qkv]`` stand for text within one part. Columns of one parent 
 from collections.abc import Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shardlab.comm import Communicator, broadcast_coalesced
 from shardlab.comm.group import Process
+from shardlab.comm.slices import cut_state, merge_state
 from shardlab.meta_device import InitFn, reset_parameters
 from shardlab.partition.slices import slices_of
 from shardlab.tensor_parallel.linear import ColumnParallelLinear
 from shardlab.tensor_parallel.places import Places
 from shardlab.tensor_parallel.rng import equalise_rng
+from shardlab.tensor_parallel.sequence import SEQUENCE_DIM
 from shardlab.tensor_parallel.shared_input import caller_around
-from shardlab.tensor_parallel.styles import Style
+from shardlab.tensor_parallel.styles import Column, OnSequence, OwnDropout, Row, Scatter, Style, Vocabulary
 
 Plan = Mapping[str, Style]
 
@@ -66,7 +69,11 @@ def parallelize_module(
             a layer with a forward, hooks or parameters of its own, or one that is also held in a plain list.
             At the end only: tied weights whose styles slice them differently.
     """
-    _check_comm(comm)
+    if not isinstance(comm, Communicator):
+        raise ValueError(
+            f"comm: a {type(comm).__name__} was given; give the tensor axis of the mesh, as in "
+            "parallelize_module(model, plan, mesh['tensor'])"
+        )
     styles = checked(plan, model, comm.num_ranks)
     home = Process.device if device is None else torch.device(device)
     # Before any module is made: what init_fn draws must be equal on all ranks.
@@ -75,13 +82,33 @@ def parallelize_module(
     return model
 
 
+def merge_state_dict(model: nn.Module, comm: Communicator) -> dict[str, Any]:
+    """A copy of the whole state, the same on every rank, which the plain model loads with strict=True; collective."""
+    return merge_state(model.state_dict(), slices_of(model), comm)
+
+
+def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load the plain model's state: each rank copies its slices. Nothing is sent.
+
+    Raises:
+        RuntimeError: names differ, or shapes of what is no slice; torch names them.
+        ValueError: a parameter has another shape than the full one.
+    """
+    model.load_state_dict(cut_state(state, slices_of(model)), strict=True)
+
+
 def checked(plan: Plan, model: nn.Module, num_ranks: int) -> dict[str, Style]:
     """The style of each module by name; nothing is changed and nothing sent.
 
     Raises:
         ValueError: see ``parallelize_module``.
     """
-    _check_types(plan, model)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: {model!r:.60} was given; give an nn.Module")
+    if not isinstance(plan, Mapping):
+        raise ValueError(
+            f"plan: {plan!r:.60} was given; give a mapping from names of modules to styles, as {{'up': Column()}}"
+        )
     _check_fresh(model)
     styles = matched(plan, model)
     for name, style in styles.items():
@@ -128,18 +155,11 @@ def matched(plan: Plan, model: nn.Module) -> dict[str, Style]:
     first_name = {id(module): name for name, module in reversed(names.items())}
     found: dict[str, tuple[str, Style]] = {}
     for pattern, style in plan.items():
-        if isinstance(style, type):
-            raise ValueError(f"plan: {pattern!r} has the class {style.__name__}; write {style.__name__}()")
-        if not callable(getattr(style, "check", None)) or not callable(getattr(style, "apply", None)):
+        if isinstance(style, type) or not callable(getattr(style, "check", None)):
             raise ValueError(f"plan: {pattern!r} has {style!r:.60}; give a style, such as Column() or Row()")
         # A name without wildcards is looked up: a plan with a name for each layer of a large model has hundreds.
         hits = [pattern] if pattern in names else [name for name in names if _fits(name, pattern)]
         if not hits:
-            if not names:
-                raise ValueError(
-                    f"model: a {type(model).__name__} has no modules inside, and a plan is for those; give the model "
-                    "around it, or nn.Sequential(model) with the pattern '0'"
-                )
             near = get_close_matches(pattern, names, n=3, cutoff=0.0)
             raise ValueError(f"plan: {pattern!r} matches no module; the model has, for example, {', '.join(near)}")
         for name in hits:
@@ -161,23 +181,6 @@ def matched_names(pattern: str, model: nn.Module) -> list[str]:
 def _fits(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
-
-
-def _check_comm(comm: object) -> None:
-    if not isinstance(comm, Communicator):
-        raise ValueError(
-            f"comm: a {type(comm).__name__} was given; give the tensor axis of the mesh, as in "
-            "parallelize_module(model, plan, mesh['tensor'])"
-        )
-
-
-def _check_types(plan: object, model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model: {model!r:.60} was given; give an nn.Module")
-    if not isinstance(plan, Mapping):
-        raise ValueError(
-            f"plan: {plan!r:.60} was given; give a mapping from names of modules to styles, as {{'up': Column()}}"
-        )
 
 
 def _check_fresh(model: nn.Module) -> None:
@@ -206,3 +209,57 @@ def _share_inputs(model: nn.Module) -> None:
                     alike[0].shared_input.share(caller)
             for column in alike[1:]:
                 column.shared_input = alike[0].shared_input
+
+
+class GPTSizes(Protocol):
+    """The part of ``GPTConfig`` that is used here."""
+
+    @property
+    def head_dim(self) -> int: ...  # noqa: D102
+
+
+def gpt_plan(
+    sizes: GPTSizes, *, sequence_parallel: bool = False, regather: bool = False, gather_logits: bool = True
+) -> Plan:
+    """The plan for a ``shardlab.models.GPT``.
+
+    Per block 2 all-reduces of b*s*h elements (micro-batch, sequence, hidden) forward and 2 backward: behind and before
+    the attention, whose heads are divided, and the MLP. The embedding adds one forward, the head one backward, and
+    gathered logits an all-gather. With sequence parallelism each all-reduce is a reduce-scatter and an all-gather,
+    which send as much together; then dropout, LayerNorm and the residual are in parts too.
+    Source: Shoeybi et al., arXiv 1909.08053; Korthikanti et al., arXiv 2205.05198.
+
+    Args:
+        sizes: its config.
+        sequence_parallel: divide the sequence where the model treats each token by itself; the ranks must divide its
+            length.
+        regather: with ``sequence_parallel``: keep the inputs of attention and MLP in parts for backward.
+        gather_logits: give every rank all logits; False leaves them in parts along the vocabulary, for
+            ``vocab_parallel_cross_entropy``.
+
+    Raises:
+        ValueError: ``regather`` without ``sequence_parallel``.
+    """
+    if regather and not sequence_parallel:
+        raise ValueError(
+            "regather: True is given without sequence_parallel; set sequence_parallel=True, or leave it out"
+        )
+    along = SEQUENCE_DIM if sequence_parallel else None
+    column, row = Column(sequence_dim=along, regather=regather), Row(sequence_dim=along)
+    plan: dict[str, Style] = {
+        "token_embedding": Vocabulary(along),
+        "blocks.*.attention.[qkv]_proj": Column(head_dim=sizes.head_dim, sequence_dim=along, regather=regather),
+        "blocks.*.attention.out_proj": row,
+        "blocks.*.mlp.fc1": column,
+        "blocks.*.mlp.fc2": row,
+        "head": Column(gather_output=gather_logits, sequence_dim=along, regather=regather),
+    }
+    if sequence_parallel:
+        plan |= {
+            "position_embedding": Scatter(SEQUENCE_DIM),
+            "dropout": OwnDropout(),
+            "blocks.*.dropout": OwnDropout(),
+            "blocks.*.*_norm": OnSequence(),
+            "final_norm": OnSequence(),
+        }
+    return plan

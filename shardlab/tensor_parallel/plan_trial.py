@@ -5,11 +5,12 @@ finds a forward that reshapes by a fixed number of heads, and a layer whose inpu
 
 ``values``: all ranks as threads, with random parameters: outputs and all gradients are compared with the whole model's.
 It also finds what only looks right: a fused projection that is cut the wrong way, a softmax over parts of the features,
-a parameter of which each rank has only a part of the gradient, a forward that goes another way without gradients. For
-models of at most ``MAX_NUMEL`` elements in all copies. It is done in evaluation mode, and again in training mode if the
-module was given in that. Dropout takes the mean of what it would draw, which would be other masks on each rank.
+a parameter of which each rank has only a part of the gradient. For models of at most ``MAX_NUMEL`` elements in all
+copies. A module in training mode is tried in that, or, if it fails or draws random numbers there, in evaluation mode.
+Dropout takes the mean of what it would draw, which would be other masks on each rank.
 
-Modules are copied; the given one is not changed.
+``DryRunRank`` keeps the rank without memory, for what it holds and sends. Modules are copied; the given one is not
+changed.
 """
 
 import contextlib
@@ -19,7 +20,6 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from shardlab.comm import Communicator
+from shardlab.comm.events import CollectiveEvent
 from shardlab.comm.group import is_library
 from shardlab.comm.slices import cut
-from shardlab.comm.trees import tensors_in
 from shardlab.comm.without_ranks import SilentCommunicator, on_threads
 from shardlab.partition.slices import TensorSlice, slices_of
-from shardlab.tensor_parallel.dry_run import leave_as_is
-from shardlab.tensor_parallel.flow import Flow, Run, flow_of, summed, with_gradients
+from shardlab.tensor_parallel.flow import Flow, Run, flow_of, summed
 from shardlab.tensor_parallel.plan import Plan, checked, divide
 from shardlab.tensor_parallel.rng import generator_states
 from shardlab.vocabulary import MeshAxis
@@ -78,8 +77,8 @@ class PlanTrial:
             self.why_no_values = "it is on the meta device"
         elif not has_room(module, num_ranks):
             self.why_no_values = f"{_numel(module):,} parameters are too many"
-        self.why_no_shapes = self.why_no_training = self.why_unsure = ""
-        self._references: list[_Reference] = []
+        self.why_no_training = self.why_unsure = ""
+        self._reference: tuple[nn.Module, _Passed] | None = None
 
     @property
     def has_values(self) -> bool:
@@ -95,16 +94,19 @@ class PlanTrial:
         try:
             with _no_memory():
                 return flow_of(self._copy(_without_memory).eval(), self._run)
-        except Exception as error:
-            self.why_no_shapes = said(error)
+        except Exception:
             if not self.has_values:
                 raise
             return flow_of(self._copy(_random).eval(), self._run)
 
-    def shapes(self, plan: Plan) -> str:
-        """Why a plan fails when it is tried with shapes; empty if it does not."""
-        if self.why_no_shapes:
-            return ""
+    def fails(self, plan: Plan) -> str:
+        """Why a plan fails, tried with values or else with shapes; empty if it does not.
+
+        With ``why_unsure`` it may be right all the same.
+        """
+        return self._values(plan) if self.has_values else self._shapes(plan)
+
+    def _shapes(self, plan: Plan) -> str:
         try:
             with _no_memory():
                 comm = SilentCommunicator(self.num_ranks, 0, MeshAxis.TENSOR)
@@ -113,51 +115,111 @@ class PlanTrial:
             return said(error)
         return ""
 
-    def values(self, plan: Plan) -> str:
-        """Why a plan fails when it is tried with values; empty if it does not. ``why_unsure``: another may be right."""
-        self._references = self._references or self._made_references()
-        for reference in self._references:
-            try:
-                differs = partial(_differs, reference=reference, plan=plan, run_divided=self._run_divided)
-                whys = on_threads(self.num_ranks, differs, MeshAxis.TENSOR)
-            except Exception as error:
-                whys = [said(error)]
-            if why_not := next(filter(None, whys), ""):
-                return f"in training mode: {why_not}" if reference.is_training else why_not
-        return ""
+    def _values(self, plan: Plan) -> str:
+        whole, passed = self._reference = self._reference or self._made_reference()
 
-    def _made_references(self) -> "list[_Reference]":
-        """What the whole module gives in evaluation, and in training if it can be tried in that."""
+        def differs(comm: Communicator) -> str:
+            return _difference(_pass(copy.deepcopy(whole), plan, self._run_divided(comm), comm), passed)
+
+        try:
+            whys = on_threads(self.num_ranks, differs, MeshAxis.TENSOR)
+        except Exception as error:
+            whys = [said(error)]
+        return next(filter(None, whys), "")
+
+    def _made_reference(self) -> "tuple[nn.Module, _Passed]":
+        """A module with the values that each pass begins with, in the mode in which plans are tried; and its pass."""
         whole = self._copy(_random)
-        before = generator_states()
-        references = [_evaluated(copy.deepcopy(whole).eval(), self._run)]
-        if generator_states() != before:
-            self.why_unsure = "it draws random numbers"
-        elif not all(bool(gradient.isfinite().all()) for gradient in references[0].passed.gradients.values()):
-            self.why_unsure = "with random parameters it is not finite"
         if any(module.training for module in whole.modules()):
-            before = generator_states()
             try:
-                passed = _pass(copy.deepcopy(whole), {}, self._run, None)
+                passed, why_unsure = _whole_pass(whole, self._run)
             except Exception as error:
-                self.why_no_training = f"in training mode it fails: {said(error)}"
-            else:
-                if generator_states() != before:
-                    # Ranks would draw other numbers, and differ although they are right.
-                    self.why_no_training = "training draws random numbers, and not only for dropout"
-                else:
-                    references.append(_Reference(whole, passed, is_training=True))
-        return references
+                why_unsure = f"it fails: {said(error)}"
+            if not why_unsure:
+                return whole, passed
+            self.why_no_training = f"in training mode {why_unsure}"
+            whole.eval()
+        passed, self.why_unsure = _whole_pass(whole, self._run)
+        return whole, passed
 
     def _copy(self, made: Callable[[Tensor], Tensor]) -> nn.Module:
         """A copy whose parameters all train."""
-        # By identity, so that a tied weight stays one parameter in the copy.
-        memo: dict[int, object] = {}
-        for param in self._module.parameters():
-            memo[id(param)] = nn.Parameter(made(param.detach()), requires_grad=param.is_floating_point())
-        for buffer in self._module.buffers():
-            memo[id(buffer)] = _without_memory(buffer) if made is _without_memory else buffer.detach().cpu().clone()
-        return copy.deepcopy(self._module, memo)
+
+        def param(old: nn.Parameter) -> nn.Parameter:
+            return nn.Parameter(made(old.detach()), requires_grad=old.is_floating_point())
+
+        return _copied(self._module, param, made if made is _without_memory else lambda old: old.detach().cpu().clone())
+
+
+class DryRunRank:
+    """The first rank of a tensor axis.
+
+    Args:
+        module: on any device; it is copied.
+        plan: how it is divided.
+        num_ranks: of the tensor axis.
+        dtype: of its floating-point parameters; None for their own.
+        buffer_dtype: of its floating-point buffers, likewise.
+
+    Attributes:
+        module: the divided copy; its parameters have shapes and no memory.
+        comm: announces what would be sent.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        num_ranks: int,
+        dtype: torch.dtype | None = None,
+        buffer_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.comm: Communicator = SilentCommunicator(num_ranks, 0, MeshAxis.TENSOR)
+        with self._mode:
+            self.module = _copied(
+                module,
+                lambda old: nn.Parameter(_without_memory(old, dtype), requires_grad=old.requires_grad),
+                lambda old: _without_memory(old, buffer_dtype),
+            )
+            divide(self.module, checked(plan, module, num_ranks), self.comm, _leave_as_is, torch.device("cpu"))
+
+    def messages(self, loss: Callable[[], Tensor]) -> list[CollectiveEvent]:
+        """What a forward and a backward send over the tensor axis, in order.
+
+        Args:
+            loss: computes the loss of a micro-batch with ``module``.
+
+        Raises:
+            Exception: what ``loss`` raises, for example because it depends on values.
+        """
+        log = _Log()
+        with self._mode, self.comm.observed_by(log):
+            loss().backward()
+        return log.events
+
+
+class _Log:
+    """An observer that keeps what is issued."""
+
+    def __init__(self) -> None:
+        self.events: list[CollectiveEvent] = []
+
+    def issued(self, event: CollectiveEvent) -> None:
+        self.events.append(event)
+
+    def started(self, event: CollectiveEvent) -> None: ...
+
+    completed = waited = started
+
+
+def _copied(
+    module: nn.Module, of_param: Callable[[nn.Parameter], nn.Parameter], of_buffer: Callable[[Tensor], Tensor]
+) -> nn.Module:
+    """A copy with other parameters and buffers."""
+    # By identity, so that a tied weight stays one parameter in the copy.
+    memo: dict[int, object] = {id(old): of_param(old) for old in module.parameters()}
+    return copy.deepcopy(module, memo | {id(old): of_buffer(old) for old in module.buffers()})
 
 
 @contextlib.contextmanager
@@ -188,54 +250,11 @@ def said(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class _Passed:
-    """A forward and backward: the sum of the results, and of which tensors of them; and all gradients."""
+    """A forward and backward: the sum of the results and all gradients."""
 
     total: Tensor
-    which: list[int]
     gradients: Mapping[str, Tensor]
     slices: Mapping[str, TensorSlice]
-
-
-@dataclass(frozen=True)
-class _Reference:
-    """What the whole module gives, with which each rank of a divided one is compared.
-
-    Attributes:
-        whole: with the values that each pass begins with, in the mode in which it is tried.
-        passed: with gradients.
-        quiet: the sum of the same results without gradients; None if that is not to be had, or not to be tried.
-        is_training: in training mode.
-    """
-
-    whole: nn.Module
-    passed: _Passed
-    quiet: Tensor | None = None
-    is_training: bool = False
-
-
-def _evaluated(whole: nn.Module, run: Run) -> _Reference:
-    # A copy for each pass: it is divided and gets gradients, and the next pass needs the same values.
-    module = copy.deepcopy(whole)
-    passed = _pass(module, {}, run, None)
-    try:
-        # Of the same copy: a divided one has had its pass with gradients too, which may have changed its buffers.
-        quiet = _without_gradients(module, run, passed.which)
-    except Exception:  # such as a loss that asks for gradients itself
-        return _Reference(whole, passed)
-    return _Reference(whole, passed, quiet)
-
-
-def _differs(comm: Communicator, reference: _Reference, plan: Plan, run_divided: RunDivided) -> str:
-    """How this rank's results or gradients differ from the whole module's; empty if only by rounding."""
-    module, run = copy.deepcopy(reference.whole), run_divided(comm)
-    why_not = _difference(_pass(module, plan, run, comm), reference.passed)
-    if reference.quiet is None:
-        return why_not
-    # Also where there is a reason already: other ranks may have none, and wait for this one in a collective.
-    quiet = _without_gradients(module, run, reference.passed.which)
-    if why_not or _close(quiet, reference.quiet, reference.quiet.abs()):
-        return why_not
-    return "without gradients the result is another one than the whole model's: it goes another way there"
 
 
 class _MeanOfDropout(TorchDispatchMode):  # private, but nothing public reaches functional.dropout in a user's code
@@ -251,22 +270,25 @@ class _MeanOfDropout(TorchDispatchMode):  # private, but nothing public reaches 
 def _pass(module: nn.Module, plan: Plan, run: Run, comm: Communicator | None) -> _Passed:
     """One pass of a module, which is divided if there is a communicator."""
     if comm is not None:
-        divide(module, checked(plan, module, comm.num_ranks), comm, leave_as_is, torch.device("cpu"))
+        divide(module, checked(plan, module, comm.num_ranks), comm, _leave_as_is, torch.device("cpu"))
     with _MeanOfDropout():  # type: ignore[no-untyped-call]
-        tensors = list(tensors_in(run(module)))
-        which = with_gradients(tensors)
-        total = summed(tensors, which)
+        total = summed(run(module))
         total.backward()
     gradients = {
         name: torch.zeros_like(param) if param.grad is None else param.grad for name, param in module.named_parameters()
     }
-    return _Passed(total.detach(), which, gradients, slices_of(module))
+    return _Passed(total.detach(), gradients, slices_of(module))
 
 
-def _without_gradients(module: nn.Module, run: Run, which: list[int]) -> Tensor:
-    """The sum of the same results where torch's modules, and others, may take faster ways."""
-    with torch.no_grad(), _MeanOfDropout():  # type: ignore[no-untyped-call]
-        return summed(run(module), which)
+def _whole_pass(whole: nn.Module, run: Run) -> tuple[_Passed, str]:
+    """One pass of a copy of the whole module, and why another one may differ from it and be right."""
+    before = generator_states()
+    passed = _pass(copy.deepcopy(whole), {}, run, None)
+    if generator_states() != before:
+        return passed, "it draws random numbers"  # each rank would draw others
+    if not all(bool(gradient.isfinite().all()) for gradient in passed.gradients.values()):
+        return passed, "with random parameters it is not finite"
+    return passed, ""
 
 
 def _difference(rank: _Passed, whole: _Passed) -> str:
@@ -289,8 +311,8 @@ def _close(found: Tensor, expected: Tensor, scale: Tensor) -> bool:
     return bool((found - expected).norm() <= tolerance * scale)
 
 
-def _without_memory(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu")
+def _without_memory(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", dtype=dtype if tensor.is_floating_point() else None)
 
 
 def _random(tensor: Tensor) -> Tensor:
@@ -300,3 +322,7 @@ def _random(tensor: Tensor) -> Tensor:
         return tensor.clone()
     noise = torch.randn(tensor.shape, dtype=torch.float32).to(tensor.dtype)
     return noise / prod(tensor.shape[1:]) ** 0.5 if tensor.dim() > 1 else tensor + 0.1 * noise
+
+
+def _leave_as_is(name: str, module: nn.Module) -> None:
+    """An ``init_fn`` where nothing is to be initialised."""

@@ -4,17 +4,20 @@ A region is found by the flow of its outputs, whatever its layers are called: qu
 projection, gate and up before down, two layers in a row. If one layer makes several projections at once, the graph does
 not say how they lie in its output, so there are several forms to try: one after another (``parts``), or interleaved by
 head.
+
+A transformers model brings a plan along, in ``_tp_plan`` or its config's ``base_model_tp_plan``, which says by name
+pattern which layers may be divided: ``{"model.layers.*.self_attn.q_proj": "colwise"}``. Nothing of transformers is
+imported.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, product
 from typing import Any
 
 from torch import Tensor, nn
 
-from shardlab.tensor_parallel.flow import END, Flow, is_layer
-from shardlab.tensor_parallel.own_plan import translated
+from shardlab.tensor_parallel.flow import END, START, Flow, is_layer
 from shardlab.tensor_parallel.plan import matched_names
 from shardlab.tensor_parallel.styles import Column, OnSequence, Row, Style, Vocabulary
 
@@ -23,21 +26,47 @@ MAX_FORMS = 8
 SMALL = 0.01  # share of all parameters below which an embedding is not worth its message
 _HEAD_DIMS = ("head_dim", "head_size", "dim_head", "d_head", "attention_head_size")
 _NUM_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads")
+_OWN_STYLES: Mapping[str, Style | None] = {
+    "colwise": Column(),
+    "colwise_gather_output": Column(gather_output=True),
+    "colwise_rep": Column(gather_output=True),
+    "rowwise": Row(),
+    "rowwise_split_input": Row(input_is_parallel=False),
+    "rowwise_rep": Row(input_is_parallel=False),
+    "embedding_rowwise": Vocabulary(),
+    "replicated_with_grad_allreduce": OnSequence(),
+    "replicate": None,
+}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Region:
     """Layers that can only be divided together.
 
     Attributes:
         layers: their names.
-        forms: the ways to try, the likeliest first; none if it cannot be divided.
-        why_not: then the reason.
+        forms: the ways to try that have not been refused, the likeliest first.
+        reasons: why others were.
     """
 
     layers: tuple[str, ...]
-    forms: list[Form] = field(default_factory=list)
-    why_not: str = ""
+    forms: list[Form]
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def form(self) -> Form:
+        """The likeliest; nothing if none is left."""
+        return self.forms[0] if self.forms else {}
+
+    @property
+    def why_not(self) -> str:
+        """Why none is left: what was said of the likeliest."""
+        return self.reasons[0] if self.reasons and not self.forms else ""
+
+    def refuse(self, form: Form, why_not: str) -> None:
+        """Remove a form, and keep the reason."""
+        self.forms.remove(form)
+        self.reasons.append(why_not)
 
 
 def regions_of(module: nn.Module, flow: Flow) -> Iterator[Region]:
@@ -55,25 +84,68 @@ def regions_of(module: nn.Module, flow: Flow) -> Iterator[Region]:
         yield _region(module, flow, _in_order(flow, columns), _in_order(flow, rows))
 
 
+def own_plan(module: nn.Module) -> dict[str, str] | None:
+    """Patterns and transformers' words for them; None if the module brings no plan."""
+    plan = getattr(module, "_tp_plan", None)
+    if isinstance(plan, Mapping) and plan:
+        return dict(plan)
+    base = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
+    if not isinstance(base, Mapping) or not base:
+        return None
+    prefix = getattr(module, "base_model_prefix", "")
+    prefix = f"{prefix}." if isinstance(prefix, str) and prefix and hasattr(module, prefix) else ""
+    return {f"{prefix}{pattern}": word for pattern, word in base.items()}
+
+
 def own_regions(module: nn.Module, plan: dict[str, str]) -> Iterator[Region]:
     """Those of a model's own plan: what one parent holds belongs together, and what is tied."""
-    groups: dict[str, dict[str, str]] = {}
+    groups: dict[object, dict[str, str]] = {}
     for pattern, word in plan.items():
         for name in matched_names(pattern, module):
-            groups.setdefault(name.rpartition(".")[0], {})[name] = word
-    for group in _tied_together(module, groups):
+            parent, layer = name.rpartition(".")[0], module.get_submodule(name)
+            # Outside of blocks are embeddings and heads, which belong together only if they share a weight.
+            is_block = any(part.isdigit() for part in parent.split("."))
+            groups.setdefault(parent if is_block else id(getattr(layer, "weight", layer)), {})[name] = word
+    for group in groups.values():
         try:
-            styles = {name: translated(word, module.get_submodule(name)) for name, word in group.items()}
+            styles = {name: _own_style(module, name, word) for name, word in group.items()}
         except ValueError as error:
-            yield Region(tuple(group), why_not=str(error))
+            yield Region(tuple(group), [], [str(error)])
             continue
-        form = {name: _whole_heads(module, name, style) for name, style in styles.items() if style is not None}
+        form = {name: style for name, style in styles.items() if style is not None}
         yield Region(tuple(group), [form] if form else [])
+
+
+def alike_together(module: nn.Module, regions: Iterable[Region]) -> list[Region]:
+    """Regions that differ in numbers only, such as those of a transformer's layers, as one, which is divided alike."""
+    kinds: dict[object, list[Region]] = {}
+    for region in regions:
+        sizes = tuple(tuple(param.shape for param in module.get_submodule(name).parameters()) for name in region.layers)
+        key = (tuple(map(without_numbers, region.layers)), sizes, len(region.forms), region.why_not)
+        kinds.setdefault(key, []).append(region)
+    return [
+        Region(
+            tuple(name for region in alike for name in region.layers),
+            [merged(forms) for forms in zip(*(region.forms for region in alike), strict=True)],
+            alike[0].reasons,
+        )
+        for alike in kinds.values()
+    ]
+
+
+def merged(forms: Iterable[Form]) -> Form:
+    """Several forms as one."""
+    return {name: style for form in forms for name, style in form.items()}
+
+
+def without_numbers(name: str) -> str:
+    """A name with ``*`` for each number in it."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _is_closed(module: nn.Module, flow: Flow, columns: frozenset[str], rows: frozenset[str]) -> bool:
     """Whether the columns feed these rows and nothing else, and nothing else feeds the rows."""
-    if not columns or not rows or END in rows or columns & rows:
+    if not columns or not rows or START in columns or END in rows or columns & rows:
         return False
     linear = all(is_layer(module.get_submodule(name), nn.Linear) for name in columns | rows)
     return (
@@ -87,10 +159,10 @@ def _region(module: nn.Module, flow: Flow, columns: tuple[str, ...], rows: tuple
     layers = (*columns, *rows)
     widths = {_linear(module, row).in_features for row in rows}
     if len(widths) > 1:
-        return Region(layers, why_not=f"{', '.join(rows)} take inputs of different widths")
+        return Region(layers, [], [f"{', '.join(rows)} take inputs of different widths"])
     inner, why_not = _inner_modules(module, {name for row in rows for name in flow.between[row]})
     if why_not:
-        return Region(layers, why_not=why_not)
+        return Region(layers, [], [why_not])
     head_dim = _head_dim(module, layers, width := widths.pop())
     options = [_columns(_linear(module, name).out_features, width, len(columns), head_dim) for name in columns]
     ends: Form = {**{name: Row() for name in rows}, **{name: OnSequence() for name in inner}}
@@ -145,8 +217,12 @@ def _vocabularies(module: nn.Module, flow: Flow) -> Iterator[Region]:
     for weight in weights:
         form = _of_vocabulary(module, weight)
         apart = sorted(f"{name}.weight" for name in form if f"{name}.weight" in used_apart)
-        why_not = f"{apart[0]!r} is also used outside of its layer, where all of it is needed" if apart else ""
-        yield Region(tuple(form), [] if why_not else [form], why_not)
+        if apart:
+            yield Region(
+                tuple(form), [], [f"{apart[0]!r} is also used outside of its layer, where all of it is needed"]
+            )
+        else:
+            yield Region(tuple(form), [form])
 
 
 def _of_vocabulary(module: nn.Module, weight: Tensor) -> Form:
@@ -160,34 +236,23 @@ def _of_vocabulary(module: nn.Module, weight: Tensor) -> Form:
     return form
 
 
-def _tied_together(module: nn.Module, groups: dict[str, dict[str, str]]) -> Iterator[dict[str, str]]:
-    """Merge groups of one layer that share a weight; outside of blocks each layer is a group of its own."""
-    apart = [
-        group
-        for parent, found in groups.items()
-        for group in (({name: word} for name, word in found.items()) if not _is_block(parent) else (found,))
-    ]
-    by_weight: dict[object, dict[str, str]] = {}
-    for group in apart:
-        weights = [id(getattr(module.get_submodule(name), "weight", None)) for name in group]
-        key = weights[0] if len(weights) == 1 else id(group)
-        by_weight.setdefault(key, {}).update(group)
-    yield from by_weight.values()
+def _own_style(module: nn.Module, name: str, word: Any) -> Style | None:
+    """Our style for a word of a model's own plan; None for a layer that stays whole.
 
-
-def _is_block(parent: str) -> bool:
-    """Whether it is not the outermost part of a model, which holds embeddings and heads beside each other."""
-    return any(part.isdigit() for part in parent.split("."))
-
-
-def _whole_heads(module: nn.Module, name: str, style: Style) -> Style:
-    """A column that never cuts a head, where the module says how wide one is."""
-    layer, parent = module.get_submodule(name), module.get_submodule(name.rpartition(".")[0])
+    Raises:
+        ValueError: there is no such style here.
+    """
+    layer = module.get_submodule(name)
     width = getattr(layer, "out_features", 0)
-    head_dim = next((size for key in _HEAD_DIMS if (size := _whole_number(parent, key))), None)
-    if isinstance(style, Column) and not style.gather_output and head_dim and width % head_dim == 0:
-        return Column(parts=style.parts, head_dim=head_dim)
-    return style
+    if word == "colwise" and width:  # a column that never cuts a head, where the module says how wide one is
+        return Column(head_dim=_head_dim(module, (name,), width))
+    if word == "rowwise" and isinstance(layer, nn.Embedding):
+        return Vocabulary()
+    if word == "packed_colwise" and width:
+        return Column(parts=(width // 2, width - width // 2), head_dim=_head_dim(module, (name,), width))
+    if word not in _OWN_STYLES:
+        raise ValueError(f"its own plan says {word!r}, for which there is no style here")
+    return _OWN_STYLES[word]
 
 
 def _head_dim(module: nn.Module, layers: tuple[str, ...], width: int) -> int | None:

@@ -40,8 +40,6 @@ def sum_gradient(param: Tensor, comm: Communicator, name: str) -> None:
     Raises:
         ValueError: ``param`` is computed, and not from parameters whose gradients are summed.
     """
-    # An engine's placeholder stands for a sharded parameter: the one that will be in its place when forward computes.
-    param = getattr(param, "_shardlab_param", param)
     # On the meta device is what is made later.
     if comm.num_ranks == 1 or param.is_meta or _is_summed(param):
         return

@@ -18,7 +18,7 @@ from torch import nn
 from shardlab.comm import Communicator
 from shardlab.partition.slices import require_divisible
 from shardlab.tensor_parallel.flow import is_layer
-from shardlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, check_column, check_parts
+from shardlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, check_column
 from shardlab.tensor_parallel.rng import PartDropout
 from shardlab.tensor_parallel.sequence import SEQUENCE_DIM, compute_on_part, scatter_output
 from shardlab.tensor_parallel.vocab_parallel import VocabParallelEmbedding, check_embedding
@@ -53,7 +53,6 @@ class Column:
     def check(self, name: str, module: nn.Module, num_ranks: int) -> None:
         """A linear layer whose features, and heads, the ranks divide."""
         linear = _require(name, module, nn.Linear, self)
-        check_parts(name, self.parts)
         if self.head_dim is not None:
             for size in self.parts or (linear.out_features,):
                 if size % self.head_dim:
@@ -164,41 +163,32 @@ def _require(name: str, module: nn.Module, kind: type[M], style: Style) -> M:
         found = type(module).__name__
         article = "an" if found[0] in "AEIOU" else "a"
         raise ValueError(f"plan: {type(style).__name__} takes an nn.{kind.__name__}, and {name!r} is {article} {found}")
-    if lost := _lost_forward(module, kind) or _lost_tensors(module) or _lost_hooks(module):
+    if lost := _lost(module, kind):
         raise ValueError(f"plan: {name!r} has {lost}")
     return module
 
 
-def _lost_forward(module: nn.Module, kind: type[nn.Module]) -> str:
-    if is_layer(module, kind):
-        return ""
-    return (
-        "a forward of its own, which its parallel form would not have; move that into a module around a plain "
-        f"nn.{kind.__name__}, and give the plain one the style"
-    )
-
-
-def _lost_tensors(module: nn.Module) -> str:
-    """Names of children, parameters and buffers that a parallel layer has no place for; LoRA, or a parametrization."""
-    names = [*module._modules, *(name for name in module._parameters if name not in _PARAMETERS), *module._buffers]
-    if not names:
-        return ""
-    return (
-        f"{', '.join(names)}, which its parallel form would not have; remove them (as with torch.nn.utils."
-        "parametrize.remove_parametrizations), or give the module no style"
-    )
-
-
-def _lost_hooks(module: nn.Module) -> str:
+def _lost(module: nn.Module, kind: type[nn.Module]) -> str:
+    """What a module has that its parallel form would not have, and what to do; empty if it has nothing."""
+    if not is_layer(module, kind):
+        return (
+            "a forward of its own, which its parallel form would not have; move that into a module around a plain "
+            f"nn.{kind.__name__}, and give the plain one the style"
+        )
+    # Children, parameters and buffers that a parallel layer has no place for; LoRA, or a parametrization.
+    if names := [*module._modules, *(name for name in module._parameters if name not in _PARAMETERS), *module._buffers]:
+        return (
+            f"{', '.join(names)}, which its parallel form would not have; remove them (as with torch.nn.utils."
+            "parametrize.remove_parametrizations), or give the module no style"
+        )
     # Private: torch has no public way to ask for hooks.
     of_module = (
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
         module._state_dict_hooks, module._state_dict_pre_hooks,
         module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks,
     )  # fmt: skip
-    params = [param for param in module.parameters() if param._backward_hooks or param._post_accumulate_grad_hooks]
-    if not any(of_module) and not params:
+    of_params = any(param._backward_hooks or param._post_accumulate_grad_hooks for param in module.parameters())
+    if not any(of_module) and not of_params:
         return ""
-    return (
-        f"hooks{' on parameters' if params else ''}, which its parallel form would not have; register them afterwards"
-    )
+    where = " on parameters" if of_params else ""
+    return f"hooks{where}, which its parallel form would not have; register them afterwards"

@@ -17,13 +17,20 @@ from typing import Any
 from torch import nn
 
 from shardlab.tensor_parallel.flow import DROPOUTS, END, Flow, Run, is_layer
-from shardlab.tensor_parallel.form_choice import decide, kinds_of, own_dropouts, without_numbers
-from shardlab.tensor_parallel.own_plan import own_plan
 from shardlab.tensor_parallel.plan import Plan, checked, matched, matched_names
 from shardlab.tensor_parallel.plan_trial import PlanTrial, RunDivided, said
-from shardlab.tensor_parallel.regions import Form, own_regions, regions_of
+from shardlab.tensor_parallel.regions import (
+    Form,
+    Region,
+    alike_together,
+    merged,
+    own_plan,
+    own_regions,
+    regions_of,
+    without_numbers,
+)
 from shardlab.tensor_parallel.rng import generators_seeded
-from shardlab.tensor_parallel.styles import Style
+from shardlab.tensor_parallel.styles import Column, OwnDropout, Style
 
 AUTO = "auto"
 WHOLE = "whole"
@@ -91,17 +98,17 @@ def suggest_tp_plan(module: nn.Module, num_ranks: int, run: Run) -> Suggestion:
         except Exception as error:
             raise ValueError(f"run: it cannot be called with a copy of the module: {said(error)}") from error
         own = own_plan(module)
-        regions = list(regions_of(module, flow) if own is None else own_regions(module, own))
-        kinds = kinds_of(module, regions)
-        decide(trial, module, kinds)
+        found = regions_of(module, flow) if own is None else own_regions(module, own)
+        regions = alike_together(module, found)
+        _decide(trial, module, regions)
     chosen: Form = {}
     whys: dict[str, str] = {}
     origin = "" if own is None else "its own plan"
-    for kind in kinds:
-        chosen |= kind.form
-        why = kind.why_not or ", ".join(filter(None, (origin, _tried(trial))))
-        whys |= dict.fromkeys(kind.layers, why)
-    dropouts, why_dropouts = own_dropouts(module, flow, chosen, num_ranks)
+    for region in regions:
+        chosen |= region.form
+        why = region.why_not or ", ".join(filter(None, (origin, _tried(trial))))
+        whys |= dict.fromkeys(region.layers, why)
+    dropouts, why_dropouts = _own_dropouts(module, flow, chosen, num_ranks)
     chosen, whys = chosen | dropouts, whys | why_dropouts
     plan = _by_pattern(module, chosen)
     return Suggestion(plan, tuple(_rows(module, flow, plan, whys, has_own=own is not None)))
@@ -131,13 +138,67 @@ def check_tp_plan(
     return Suggestion(dict(plan), tuple(_rows(module, None, plan, whys, has_own=True)))
 
 
+def _decide(trial: PlanTrial, module: nn.Module, regions: list[Region]) -> None:
+    """Leave each region the one form that holds, or none and the reason."""
+    for region in regions:
+        for form in list(region.forms):
+            if why_not := _unfit(form, module, trial.num_ranks):
+                region.refuse(form, why_not)
+    # All together first: mostly every likeliest form holds, and one pass is enough.
+    fails = trial.fails(merged(region.form for region in regions))
+    for region in regions:
+        # Without values the one form of several that can be computed is the right one, so each is tried.
+        for form in list(region.forms) if fails or (len(region.forms) > 1 and not trial.has_values) else ():
+            if why_not := trial.fails(form):
+                region.refuse(form, why_not)
+            elif trial.has_values:
+                break
+    for region in regions if not trial.has_values else ():
+        if len(region.forms) > 1:
+            region.forms, region.reasons = (
+                [],
+                [
+                    "makes several projections at once, and how they lie in its output cannot be told without values: "
+                    f"{trial.why_no_values}; give tp_plan with Column(parts=...)"
+                ],
+            )
+
+
+def _own_dropouts(module: nn.Module, flow: Flow, form: Form, num_ranks: int) -> tuple[Form, dict[str, str]]:
+    """The styles of dropouts whose input a form leaves in parts, and what is to be said of each, also without a style.
+
+    Alike on all ranks, H features would share H/N masks. It is no reason not to divide the layers around.
+    """
+    columns = {name for name, style in form.items() if isinstance(style, Column) and not style.gather_output}
+    styles: Form = {}
+    whys = {}
+    for name, feeders in flow.dropouts.items():
+        if not feeders & columns:
+            continue
+        own: Form = {name: OwnDropout()}
+        # An activation that is whole has to be dropped alike on all ranks.
+        elsewhere = "it is also called where features are whole; use another one there"
+        if why_not := _unfit(own, module, num_ranks) if feeders <= columns else elsewhere:
+            whys[name] = f"draws one mask for the parts of all ranks: {why_not}"
+        else:
+            styles |= own
+            whys[name] = "its input is in parts: each rank drops other features"
+    return styles, whys
+
+
+def _unfit(form: Form, module: nn.Module, num_ranks: int) -> str:
+    try:
+        checked(form, module, num_ranks)
+    except ValueError as error:
+        return str(error).removeprefix("plan: ")  # it is said in a sentence, of a plan that nobody has given
+    return ""
+
+
 def _given(trial: PlanTrial, plan: Plan) -> str:
     """How a plan was tried that the user gives, which is refused only if it fails where the whole module does not."""
     try:
         trial.flow()  # finds whether shapes say anything: they do not if the forward depends on values
-        why_not = trial.shapes(plan)
-        if not why_not and trial.has_values:
-            why_not = trial.values(plan)
+        why_not = trial.fails(plan)
     except Exception as error:
         return f"sizes fit (not tried, for the whole module fails here: {said(error)})"
     if why_not and trial.why_unsure:
@@ -214,9 +275,6 @@ def _why_whole(module: nn.Module, name: str, flow: Flow | None, *, has_own: bool
     if isinstance(part, nn.Embedding):
         return "no vocabulary: it is small, or has no more rows than columns"
     consumers = flow.consumers(name)
-    beside = {other for consumer in consumers for other in flow.feeders[consumer] if flow.consumers(other) != consumers}
-    if len(consumers) == 1 and END not in consumers and beside:
-        return f"{_patterns(consumers)} needs all of it: it also takes the output of {_patterns(beside)}"
     return f"all of its output is needed, by {_patterns(consumers)}" if consumers else "nothing depends on its output"
 
 

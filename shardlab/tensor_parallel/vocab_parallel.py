@@ -25,12 +25,11 @@ from typing_extensions import override
 from shardlab.comm import Communicator
 from shardlab.comm.autograd import reduce, reduce_scatter, untraced
 from shardlab.partition.slices import TensorSlice, even_slice, require_divisible
-from shardlab.tensor_parallel.slicing import equalise, sliced
+from shardlab.tensor_parallel.linear import equalise, sliced
 
 REDUCTIONS = ("mean", "sum", "none")
 _HALF = (torch.float16, torch.bfloat16)
 _TOKENS = 8  # that are compared
-_SPREAD = 0x1E3779B97F4A7C15  # odd, without a pattern in its bits
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -184,26 +183,10 @@ def _varies(logits: Tensor) -> Tensor:
 
 
 def _checksum(logits: Tensor) -> Tensor:
-    """Of the bits of float32 or float64 logits and their places: two whole numbers below 2**24, which both represent.
-
-    A sum of the logits themselves would round, and be infinite where tokens are masked.
-    """
-    dtype, half = (torch.int32, 16) if logits.dtype == torch.float32 else (torch.int64, 32)
-    bits = logits.view(dtype)
-    # Round numbers end in zero bits, which stay zero in a product; so its high bits are mixed into its low ones.
-    mixed = (bits >> half).bitwise_xor_(bits).mul_(_multipliers(bits.shape[-1], bits))
-    mixed ^= mixed >> half
-    # In their own dtype, in which it may overflow: torch would sum int32 in a copy of twice the size.
-    sums = mixed.sum(-1, dtype=dtype).flatten().long()
-    total = (sums * _multipliers(sums.numel(), sums)).sum()
-    return torch.stack([(total >> 16) % 2**24, (total >> 40) % 2**24]).to(logits.dtype)
-
-
-def _multipliers(count: int, like: Tensor) -> Tensor:
-    """An odd number for each of ``count`` places, of the dtype and on the device of ``like``."""
-    spread = torch.arange(1, count + 1, device=like.device) * _SPREAD
-    # Without a pattern: multiples of one number would miss exchanges that keep the sum of the places.
-    return (spread ^ (spread >> 32)).to(like.dtype) | 1
+    """Of the logits that are not masked, and of their places: two numbers, equal for equal logits."""
+    shown = logits.masked_fill(logits.isneginf(), 0)
+    places = torch.arange(1, shown.numel() + 1, dtype=shown.dtype, device=shown.device).view_as(shown)
+    return torch.stack([shown.sum(), (shown * places.sqrt()).sum()])
 
 
 def _of_target(shifted: Tensor, targets: Tensor, counts: Tensor, comm: Communicator) -> Tensor:

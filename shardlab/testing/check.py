@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm.mesh import Mesh
-from shardlab.guards import Guards
+from shardlab.engines import Engine, Strategy
 from shardlab.launch import RankPool
-from shardlab.strategies import Engine, Strategy
 from shardlab.testing.nasty_models import MODELS, SmallGPT
 
 ROWS_PER_RANK = 2
@@ -98,7 +97,7 @@ def _train(rank: int, make: Callable[[], Strategy], model: str, loop: Loop) -> T
     with Mesh({"data": num_ranks}) as mesh:
         # Ranks that start different must end equal.
         module = _built(model, seed=rank)
-        with Engine(module, _optimizer, mesh, make(), Guards()) as engine:
+        with Engine(module, _optimizer, mesh, make()) as engine:
             for step in range(STEPS):
                 total = torch.zeros((), dtype=torch.float64)
                 for number in range(loop.micro_batches):

@@ -59,14 +59,14 @@ class Allocations:
             ``bytes``, ``blocks`` (storages on the CPU), ``where`` (file:line of the innermost frame outside torch) and
             ``stack`` (all frames, innermost first, one a line). Bytes add up to the peak above what was there before.
         """
-        by_stack: dict[tuple[str, str], list[int]] = {}
+        rows = []
         for entry in _alive_at_peak(self.entries):
             frames = entry.get("frames", [])
-            key = _where(frames), "\n".join(f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in frames)
-            by_stack.setdefault(key, []).append(entry["size"])
-        rows = [(sum(sizes), len(sizes), *key) for key, sizes in by_stack.items()]
-        ordered = sorted(rows, key=lambda row: -row[0])
-        return pd.DataFrame(ordered, columns=["bytes", "blocks", "where", "stack"])
+            stack = "\n".join(f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in frames)
+            rows.append((entry["size"], _where(frames), stack))
+        alive = pd.DataFrame(rows, columns=["size", "where", "stack"]).groupby(["where", "stack"], sort=False)["size"]
+        found = alive.agg(bytes="sum", blocks="count").reset_index()[["bytes", "blocks", "where", "stack"]]
+        return found.sort_values("bytes", ascending=False, kind="stable", ignore_index=True)
 
     def save(self, path: Path | str) -> Path:
         """Write a snapshot that https://pytorch.org/memory_viz shows, and return its path.

@@ -1,6 +1,8 @@
 """Bytes by role: what is held at rest, and the peak inside one traced step.
 
 At rest the engine says which tensors it holds and why; each storage counts once, in the first role that names it.
+What no engine, module or optimizer refers to is unattributed: the batch, a data set in memory, saved metrics, a leak.
+Tensors that only C++ refers to are not found; in the memory of the process they belong to the heap.
 
 Inside a traced step a dispatch mode sees every storage an operation makes and, by a weak reference, when it is
 freed. The log of these events is replayed after the step, when the role of each storage is known: a storage that ends
@@ -10,16 +12,17 @@ backward and the optimizer make is other: temporaries, gradients of activations,
 gone by the end of the step, as the whole ones are that ZeRO-3 and FSDP reduce. Exact to the byte is what operations
 return; scratch memory inside an operation, and the states of random generators that checkpointing keeps, come on top.
 The log leaves out storages that
-existed before the step and have no role; at rest they are unattributed (``known_tensors.py``). The communicator's
+existed before the step and have no role; at rest they are unattributed. The communicator's
 events give the scratch memory of the transports. Every entry names the unit that was running, so that the peak has a
 place in the model and memory can be drawn over the step. Tracing makes a step about three times slower, so its times
 are left out of the statistics. On CUDA the ledger knows tensors only, the allocator the rest
 (``process_memory.py``), and tensors in host memory count only if the engine has offloaded them.
 """
 
+import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from time import perf_counter_ns
@@ -27,13 +30,13 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # no public way to see every operation
 
 from shardlab.comm import CollectiveEvent
-from shardlab.trace.known_tensors import PLAIN
 from shardlab.vocabulary import WHOLE_MODEL, Collective, MeshAxis, Phase, Role
 
+PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _MOVES = {
     Collective.ALL_GATHER: Role.GATHERED_PARAMETER,
     Collective.REDUCE_SCATTER: Role.GRADIENT,
@@ -41,6 +44,26 @@ _MOVES = {
 }
 LiveTensors = Mapping[Role, Iterable[Tensor]]
 ByRole = dict[Role, int]
+
+
+def known_tensors() -> Iterator[Tensor]:
+    """Every plain tensor with a storage that the garbage collector lists; it does not list what ``gc.freeze`` froze."""
+    # In a rank, all objects from before its first call are frozen, so there are only a few thousand to search.
+    return (thing for thing in gc.get_objects() if type(thing) in PLAIN and has_storage(thing))
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether the tensor lies in memory of its own; not so on the meta device, or inside ``torch.func``."""
+    # Private: a tensor inside torch.func.vmap or grad looks plain, and there is no public way to tell.
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.layout is torch.strided and tensor.device.type != "meta" and not is_wrapped
+
+
+def with_unattributed(live: LiveTensors) -> LiveTensors:
+    """The tensors by role, and last all others in host memory; a storage counts in the first role that names it."""
+    if Role.UNATTRIBUTED in live:  # the caller has looked for them already
+        return live
+    return {**live, Role.UNATTRIBUTED: [tensor for tensor in known_tensors() if tensor.is_cpu]}
 
 
 def on_device(live: LiveTensors, device_type: str) -> dict[Role, list[Tensor]]:
@@ -63,15 +86,9 @@ def storages_by_role(live: LiveTensors) -> dict[int, tuple[Role, int]]:
 
 def bytes_by_role(live: LiveTensors) -> ByRole:
     """Live bytes of every role, each storage once; roles that hold nothing are 0."""
-    # The same as a sum over storages_by_role, in half the time: it runs in every step.
     held = dict.fromkeys(Role, 0)
-    seen: set[int] = set()
-    for role, tensors in live.items():
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if (key := storage._cdata) not in seen:
-                seen.add(key)
-                held[role] += storage.nbytes()
+    for role, num_bytes in storages_by_role(live).values():
+        held[role] += num_bytes
     return held
 
 
@@ -181,23 +198,21 @@ class MemoryLedger(TorchDispatchMode):
     def issued(self, event: CollectiveEvent) -> None:
         """Give the buffer a role by its collective: gathered buffers are parameters, reduced buffers are gradients."""
         serial = self._known.get(event.storage)
-        of_activations = event.axis == MeshAxis.TENSOR
-        if (
-            serial is not None
-            and event.op in _MOVES
-            and not of_activations
-            and self.phase in (Phase.FORWARD, Phase.BACKWARD)
-        ):
+        moves = event.op in _MOVES and event.axis != MeshAxis.TENSOR  # over the tensor axis travel activations
+        if serial is not None and moves and self.phase in (Phase.FORWARD, Phase.BACKWARD):
             # Only without a role: what the engine says of a storage comes before what a collective suggests.
             self._roles.setdefault(serial, _MOVES[event.op])
 
     def started(self, event: CollectiveEvent) -> None:
         """A transport takes its scratch (called from the queue's thread)."""
-        self._log.append(_Change(self._scratch, event.scratch_bytes, perf_counter_ns(), self.phase, self.unit))
+        self._note(self._scratch, event.scratch_bytes)
 
     def completed(self, event: CollectiveEvent) -> None:
         """A transport gives its scratch back."""
-        self._log.append(_Change(self._scratch, -event.scratch_bytes, perf_counter_ns(), self.phase, self.unit))
+        self._note(self._scratch, -event.scratch_bytes)
+
+    def waited(self, event: CollectiveEvent) -> None:
+        """Nothing: a wait holds no memory."""
 
     def moments(self) -> list[Moment]:
         """The course of the step: the highest and the last moment of each stretch in one unit and phase, in order."""
@@ -236,7 +251,7 @@ class MemoryLedger(TorchDispatchMode):
         self._num_bytes[serial] = num_bytes
         if self.phase is Phase.FORWARD or _recomputes():
             self._is_activation.add(serial)
-        self._log.append(_Change(serial, num_bytes, perf_counter_ns(), self.phase, self.unit))
+        self._note(serial, num_bytes)
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
         # Tensors outlive the ledger, so the callback must not keep it or its log alive.
@@ -265,7 +280,10 @@ class MemoryLedger(TorchDispatchMode):
 
     def _change(self, serial: int, num_bytes: int) -> None:
         before, self._num_bytes[serial] = self._num_bytes[serial], num_bytes
-        self._log.append(_Change(serial, num_bytes - before, perf_counter_ns(), self.phase, self.unit))
+        self._note(serial, num_bytes - before)
+
+    def _note(self, serial: int, num_bytes: int) -> None:
+        self._log.append(_Change(serial, num_bytes, perf_counter_ns(), self.phase, self.unit))
 
 
 def _recomputes() -> bool:

@@ -1,19 +1,15 @@
 """What the recorder observed in a step, as raw columns of its entry (``entries.py``), which must read without torch."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
 from math import isnan, nan
 from operator import attrgetter
 from typing import Any
 
-from shardlab.analysis.held_bytes import PROCESS, WHOLE_STEP
 from shardlab.comm import CollectiveEvent
 from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.trace.clock import Clock, Mark
 from shardlab.trace.entries import Columns
-from shardlab.trace.memory_by_role import ByRole
-from shardlab.trace.process_memory import Allocator
-from shardlab.vocabulary import Phase, ProcessPart, SpanKind
+from shardlab.vocabulary import Phase, SpanKind
 
 Row = dict[str, Any]
 Span = tuple[str, SpanKind, Mark, Mark]
@@ -97,32 +93,9 @@ def cpu_columns(readings: Sequence[tuple[int, int]], origin_ns: int) -> Columns:
     return {"time_ns": _since(origin_ns, times), "cpu_ns": used}
 
 
-def memory_rows(
-    where: str, held: ByRole, time_ns: int, phase: Phase, resident_bytes: int | None, allocator: Allocator
-) -> list[Row]:
-    """One row per role; each also has the figures of the allocator and of the process."""
-    common = {
-        "time_ns": time_ns, "phase": phase, "where": where, "resident_bytes": resident_bytes, **asdict(allocator),
-    }  # fmt: skip
-    return [{**common, "role": role, "bytes": num_bytes} for role, num_bytes in allocator.complete(held).items()]
-
-
-def process_rows(parts: Mapping[ProcessPart, int], time_ns: int, phase: Phase, resident_bytes: int | None) -> list[Row]:
-    """One row per part of the process beside its tensors; none where they are not known."""
-    common = {
-        "time_ns": time_ns, "phase": phase, "where": PROCESS, "resident_bytes": resident_bytes, **asdict(Allocator()),
-    }  # fmt: skip
-    return [{**common, "role": part, "bytes": num_bytes} for part, num_bytes in parts.items()]
-
-
 def columns_of(rows: Sequence[Row]) -> Columns:
     """Rows with the same names, as columns."""
     return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
-
-
-def unit_place(unit: str) -> str:
-    """``where`` of a sample taken in a unit, so that a module named 'rest' or 'peak' is not mistaken for those."""
-    return f"module {unit}" if unit in WHOLE_STEP else unit
 
 
 def _since(origin_ns: int, times: Iterable[float]) -> list[float]:

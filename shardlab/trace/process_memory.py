@@ -1,5 +1,6 @@
-"""Memory of this process as torch's CUDA allocator, malloc and the operating system report it.
+"""The rows of table ``memory`` of one step: what is held at rest, what the process holds beside it, and the peak.
 
+What it holds beside tensors is what torch's CUDA allocator, malloc and the operating system report.
 Every byte of the allocator has a reason:
 
     allocated = the roles of tensors + workspace            (rounding to whole blocks is part of the workspace)
@@ -12,17 +13,18 @@ kernel says which pages are anonymous, of files and shared, and GNU's malloc wha
 """
 
 import ctypes
-import os
 import sys
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import psutil
 import torch
 
-from shardlab.trace.memory_by_role import ByRole
-from shardlab.vocabulary import ProcessPart, Role
+from shardlab.analysis.held_bytes import PEAK, PROCESS, REST, WHOLE_STEP
+from shardlab.trace.memory_by_role import ByRole, LiveTensors, MemoryLedger, Moment, bytes_by_role, with_unattributed
+from shardlab.trace.observed import Row
+from shardlab.vocabulary import Phase, ProcessPart, Role
 
 
 @dataclass(frozen=True)
@@ -62,24 +64,6 @@ class Allocator:
         return {**held, Role.WORKSPACE: self.allocated_bytes - in_tensors}
 
 
-class ResidentBytes:
-    """Reads the resident set from a file that stays open, in a quarter of the time in which psutil opens it again."""
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
-        self._statm: int | None = None
-        if sys.platform == "linux":
-            self._statm = os.open("/proc/self/statm", os.O_RDONLY)
-            weakref.finalize(self, os.close, self._statm)
-
-    def __call__(self) -> int:
-        """Bytes now."""
-        if self._statm is None:
-            return int(self._process.memory_info().rss)
-        return int(os.pread(self._statm, 128, 0).split()[1]) * self._page_bytes
-
-
 class _Malloc(ctypes.Structure):
     """``struct mallinfo2`` of glibc 2.33 and later (``man mallinfo``)."""
 
@@ -95,20 +79,17 @@ class ProcessMemory:
     """Splits the resident set of this process, on Linux with GNU's malloc; on other systems it knows no parts."""
 
     def __init__(self) -> None:
-        self._status: int | None = None
         self._malloc: Callable[[], _Malloc] | None = None
         if sys.platform == "linux" and (found := getattr(ctypes.CDLL(None), "mallinfo2", None)) is not None:
             found.restype = _Malloc
             self._malloc = found
-            self._status = os.open("/proc/self/status", os.O_RDONLY)
-            weakref.finalize(self, os.close, self._status)
 
     def parts(self, held: ByRole) -> dict[ProcessPart, int]:
         """Bytes of each part now; with the tensors that are ``held`` they add up to the resident set."""
-        if self._malloc is None or self._status is None:
+        if self._malloc is None:
             return {}
         malloc, in_tensors = self._malloc(), sum(held.values())
-        lines = (line.split() for line in os.pread(self._status, 8192, 0).decode().splitlines())
+        lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
         kib = {words[0]: int(words[1]) for words in lines if words and words[0].startswith("Rss")}
         anonymous, files, shared = (1024 * kib[f"Rss{name}:"] for name in ("Anon", "File", "Shmem"))
         in_use = malloc.uordblks + malloc.hblkhd
@@ -121,3 +102,82 @@ class ProcessMemory:
             ProcessPart.LIBRARIES: files,
             ProcessPart.SHARED_SEGMENTS: shared,
         }
+
+
+class MemorySamples:
+    """Samples of one rank, as rows of one step after another.
+
+    Args:
+        device: of the compute.
+        origin_ns: from where times count.
+    """
+
+    def __init__(self, device: torch.device, origin_ns: int) -> None:
+        self.rows: list[Row] = []
+        self._device, self._on_cuda, self._origin_ns = device, device.type == "cuda", origin_ns
+        self._process, self._process_memory = psutil.Process(), ProcessMemory()
+
+    def begin_step(self) -> None:
+        """Forget the rows of the step before."""
+        self.rows = []
+        if self._on_cuda:
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def at_rest(self, named: LiveTensors, time_ns: int, phase: Phase) -> None:
+        """Sample what is held now, in place of an earlier sample of this step.
+
+        Args:
+            named: the tensors whose role is known; on the CPU all others count too, as unattributed.
+            time_ns: now.
+            phase: now.
+        """
+        self.rows.clear()
+        held = bytes_by_role(named if self._on_cuda else with_unattributed(named))
+        self._sample(REST, held, time_ns, phase, Allocator.now(self._device) if self._on_cuda else Allocator())
+        if not self._on_cuda:  # there the allocator's figures say what matters
+            parts, resident_bytes = self._process_memory.parts(held), self._process.memory_info().rss
+            self.rows += process_rows(parts, time_ns - self._origin_ns, phase, resident_bytes)
+
+    def peak(self, ledger: MemoryLedger | None) -> int | None:
+        """Add the rows of a traced step; return the step's peak: the CUDA allocator's, else the ledger's, else None."""
+        allocator = Allocator.peak(self._device) if self._on_cuda else Allocator()
+        if ledger is None:
+            return allocator.allocated_bytes
+        moments = ledger.moments()
+        highest = max(moments, key=lambda moment: moment.num_bytes)
+        self._sample(PEAK, highest.by_role, highest.time_ns, highest.phase, allocator)
+        for moment in moments:
+            self.rows += self._course(moment)
+        return highest.num_bytes if allocator.allocated_bytes is None else allocator.allocated_bytes
+
+    def _course(self, moment: Moment) -> list[Row]:
+        """Rows of a moment within the step; the resident set is not read then."""
+        time_ns = moment.time_ns - self._origin_ns
+        return memory_rows(unit_place(moment.unit), moment.by_role, time_ns, moment.phase, None, Allocator())
+
+    def _sample(self, where: str, held: ByRole, time_ns: int, phase: Phase, allocator: Allocator) -> None:
+        since_ns, resident_bytes = time_ns - self._origin_ns, self._process.memory_info().rss
+        self.rows += memory_rows(where, held, since_ns, phase, resident_bytes, allocator)
+
+
+def memory_rows(
+    where: str, held: ByRole, time_ns: int, phase: Phase, resident_bytes: int | None, allocator: Allocator
+) -> list[Row]:
+    """One row per role; each also has the figures of the allocator and of the process."""
+    common = {
+        "time_ns": time_ns, "phase": phase, "where": where, "resident_bytes": resident_bytes, **asdict(allocator),
+    }  # fmt: skip
+    return [{**common, "role": role, "bytes": num_bytes} for role, num_bytes in allocator.complete(held).items()]
+
+
+def process_rows(parts: Mapping[ProcessPart, int], time_ns: int, phase: Phase, resident_bytes: int | None) -> list[Row]:
+    """One row per part of the process beside its tensors; none where they are not known."""
+    common = {
+        "time_ns": time_ns, "phase": phase, "where": PROCESS, "resident_bytes": resident_bytes, **asdict(Allocator()),
+    }  # fmt: skip
+    return [{**common, "role": part, "bytes": num_bytes} for part, num_bytes in parts.items()]
+
+
+def unit_place(unit: str) -> str:
+    """``where`` of a sample taken in a unit, so that a module named 'rest' or 'peak' is not mistaken for those."""
+    return f"module {unit}" if unit in WHOLE_STEP else unit

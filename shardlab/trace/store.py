@@ -10,9 +10,9 @@ Arrow batch per table more. Reading needs no torch.
 """
 
 import json
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,17 +28,6 @@ from shardlab.trace.journal import Journal
 
 FORMAT = 3  # 1 knew less of the CUDA allocator; 2 had lines of JSON for entries
 STEPS_AT_ONCE = 256  # entries turned into Parquet together: a long run is not held in memory to be finished
-# What a manifest may have under these names, for readers that compute with it: a type, several, [a type] for a list
-# that is not empty, {a key: a type}; ... stands for every key.
-_FIELDS: dict[str, Any] = {
-    "run": str, "ranks": int, "mesh": ({...: int}, None), "devices": [str], "backend": str, "recorded": [str],
-    "versions": {"torch": str, ...: str},
-    "config": {"strategies": ([str], None), "workload": (str, None), "wrap": (str, None)},
-    "workload": {"module": str, "parameters": int, "data": str, "dtypes": ([str], []), "differs_by_rank": ([str], [])},
-    "padding_bytes": int, "recorder_share": (float, int, None), "unwatched_recorder_share": (float, int, None),
-    "not_finite": {...: {...: int}}, "disagreement": str, "drew_random_numbers": bool,
-    "always_watched": int, "watch_every": int,
-}  # fmt: skip
 _ARROW = {"string": pa.string(), "Int64": pa.int64(), "float64": pa.float64(), "boolean": pa.bool_()}
 
 
@@ -150,8 +139,7 @@ def load_runs(directories: Iterable[Path | str]) -> Records:
     runs = [load_run(directory) for directory in directories]
     if not runs:
         raise ValueError("run: there are no runs to load")
-    names = [field.name for field in fields(Records) if field.name != "manifests"]
-    joined = {name: pd.concat([getattr(run, name) for run in runs], ignore_index=True) for name in names}
+    joined = {name: pd.concat([getattr(run, name) for run in runs], ignore_index=True) for name in TABLES}
     return Records(**joined, manifests={name: known for run in runs for name, known in run.manifests.items()})
 
 
@@ -202,32 +190,17 @@ def _manifest(directory: Path) -> dict[str, Any]:
         raise ValueError(
             f"directory: {directory} was written in format {version} by {age} shardlab; this one reads format {FORMAT}"
         )
-    for name in manifest.keys() & _FIELDS.keys():
-        if not _fits(manifest[name], _FIELDS[name]):
-            raise ValueError(f"run: {path} is damaged: {name!r} is {manifest[name]!r:.60}, which no run writes there")
     return dict(manifest)
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a kind of ``_FIELDS``."""
-    if isinstance(kind, tuple):
-        return any(_fits(value, each) for each in kind)
-    if isinstance(kind, list):
-        return isinstance(value, list) and bool(value) == bool(kind) and all(_fits(each, kind[0]) for each in value)
-    if isinstance(kind, dict):
-        inside = value if isinstance(value, dict) else {}
-        own = {name: each for name, each in kind.items() if name is not ...}
-        rest = [inside[name] for name in inside.keys() - own.keys()] if ... in kind else []
-        fit = all(_fits(inside.get(name), each) for name, each in own.items())
-        return isinstance(value, dict) and fit and all(_fits(each, kind[...]) for each in rest)
-    return value is None if kind is None else isinstance(value, kind)
 
 
 def _load_tables(directory: Path) -> dict[str, pd.DataFrame]:
     # A rank that was killed while it wrote its Parquet files has both. Its journal is whole, the files may not be.
     cut_off = {path.stem: path for path in sorted(directory.glob("rank*.journal"))}
-    _check_whole(directory, without=cut_off)
-    parts = {name: _finished(directory, name, without=cut_off) for name in TABLES}
+    # A rank writes a file for each table, also for an empty one: without one of them every sum would be too small.
+    ranks = {path.name.split(".")[1] for path in directory.glob("*.rank*.parquet")} - cut_off.keys()
+    parts = {
+        name: [_read_parquet(directory / f"{name}.{rank}.parquet", name) for rank in sorted(ranks)] for name in TABLES
+    }
     for path in cut_off.values():
         for batch in _batches(path):
             for name, table in batch.items():
@@ -238,33 +211,13 @@ def _load_tables(directory: Path) -> dict[str, pd.DataFrame]:
     }
 
 
-def _check_whole(directory: Path, without: Container[str]) -> None:
-    """A rank writes a file for each table, also for an empty one; without one of them every sum would be too small.
-
-    Raises:
-        ValueError: a file is missing.
-    """
-    ranks = {path.name.split(".")[1] for path in directory.glob("*.rank*.parquet")}
-    for rank in sorted(rank for rank in ranks if rank not in without):
-        if missing := [name for name in TABLES if not (directory / f"{name}.{rank}.parquet").is_file()]:
-            files = ", ".join(f"{name}.{rank}.parquet" for name in missing)
-            raise ValueError(
-                f"run: {directory} has no {files}, though other tables of {rank}; copy all files of a run together"
-            )
-
-
-def _finished(directory: Path, name: str, without: Container[str]) -> list[pa.Table]:
-    paths = sorted(directory.glob(f"{name}.rank*.parquet"))
-    return [_read_parquet(path, name) for path in paths if path.name.split(".")[1] not in without]
-
-
 def _read_parquet(path: Path, name: str) -> pa.Table:
     try:
         # Before it is read by the schema, which would fill up the columns that another table lacks.
         TABLES[name].check(pd.DataFrame(columns=pq.read_schema(path).names))
         table = pq.read_table(path, schema=_SCHEMAS[name])
     except (ValueError, pa.ArrowException, OSError) as error:
-        raise ValueError(f"run: {path} cannot be read: {error}") from error
+        raise ValueError(f"run: {path} cannot be read: {error}; copy all files of a run together") from error
     if ranks := {f"rank{rank}" for rank in table["rank"].unique().to_pylist()} - {path.name.split(".")[1]}:
         raise ValueError(f"run: {path} holds rows of {', '.join(sorted(ranks))}; copy all files of a run together")
     return table

@@ -14,8 +14,7 @@ workbench            choose, run, watch, compare with earlier runs         ``Run
 
 from shardlab.widgets.explorer import memory_explorer
 from shardlab.widgets.history import RunHistory
-from shardlab.widgets.live import live
-from shardlab.widgets.live_tables import read_progress
+from shardlab.widgets.live import live, read_progress
 from shardlab.widgets.memory_plan import MemoryPlan
 from shardlab.widgets.step_events import events_of_step, ranks_at
 from shardlab.widgets.step_view import step_through

@@ -6,19 +6,19 @@ change; only an empty control leaves it to their number.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from ipywidgets import HTML, Dropdown, FloatText, HBox, IntText, Layout, Text, ValueWidget, VBox
 
 from shardlab.engines import STRATEGIES, engine_options
-from shardlab.engines.fsdp import SHARDINGS
 from shardlab.engines.offload import OFFLOADS
+from shardlab.engines.sharding import SHARDINGS
 from shardlab.experiment import CompareConfig, Workload
 from shardlab.experiment.config import BUILTIN_FIELDS, ENGINE_FIELDS, SEQUENCES_PER_RANK
 from shardlab.models import MODELS
 from shardlab.units import wrap_text
-from shardlab.widgets.runs_table import WORDS
+from shardlab.widgets.history import WORDS
 
 STYLE: dict[str, str] = {"description_width": "7em"}
 PRECISIONS = ("full", "bf16", "fp16")
@@ -31,29 +31,11 @@ COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
-class OptionalNumber:
-    """A number that may be left out: the text of a control, and back."""
-
-    field: str
-    kind: Callable[[str], float]
-    what: str
-
-    def read(self, text: str) -> float | None:
-        """The number, or None for an empty text.
-
-        Raises:
-            ValueError: it is neither.
-        """
-        try:
-            return self.kind(text) if text.strip() else None
-        except ValueError:
-            raise ValueError(f"{self.field}: {text!r} is not {self.what}; or leave it empty") from None
-
-
-OPTIONAL = {
-    "batch": OptionalNumber("batch", int, "a whole number"), "clip": OptionalNumber("clip", float, "a number"),
-}  # fmt: skip
+# Numbers that may be left out: their controls hold a text.
+OPTIONAL: dict[str, tuple[Callable[[str], float], str]] = {
+    "batch": (int, "a whole number"),
+    "clip": (float, "a number"),
+}
 
 
 class Choices:
@@ -78,7 +60,7 @@ class Choices:
             ValueError, TypeError: ``compare`` refuses the values, for the same reasons.
         """
         said = {name: control.value for name, control in self.inputs.items() if not control.disabled}
-        said |= {name: optional.read(said[name]) for name, optional in OPTIONAL.items() if name in said}
+        said |= {name: _number(name, said[name]) for name in OPTIONAL if name in said}
         said["strategies"] = (said["strategies"],)
         if "link" in said:
             said["link"] = said["link"].strip() or None
@@ -106,9 +88,8 @@ class Choices:
 
     def show_what_counts(self) -> None:
         """Disable the controls that the chosen strategy or model does not take."""
-        strategy, model = str(self.inputs["strategies"].value), self.inputs["model"].value
         for name, control in self.inputs.items():
-            control.disabled = not (_strategy_takes(name, strategy) and _model_takes(name, model))
+            control.disabled = not self._takes(name)
         batch = self.inputs["batch"]
         batch.placeholder = "that of the data" if batch.disabled else f"{self._usual_batch()} by default"
 
@@ -126,36 +107,27 @@ class Choices:
 
     def _kept(self) -> dict[str, Any]:
         """The options without a control that apply to the chosen strategy and model."""
-        strategy, model = str(self.inputs["strategies"].value), self.inputs["model"].value
         hybrid = not self.inputs["sharding"].disabled and self.inputs["sharding"].value == "hybrid_shard"
         return {
             field.name: getattr(self._base, field.name)
             for field in fields(CompareConfig)
             if field.name not in {*self.inputs, "workload"}
-            and _strategy_takes(field.name, strategy)
-            and _model_takes(field.name, model)
+            and self._takes(field.name)
             and (field.name != "shard_group" or hybrid)
             and (field.name != "dtype" or self._base.workload is None)
         }
 
-
-def _strategy_takes(name: str, strategy: str) -> bool:
-    """Whether an option has an effect under a strategy."""
-    if name in ENGINE_FIELDS:
-        return ENGINE_FIELDS[name] in engine_options(strategy)
-    is_torchs = strategy.startswith("torch_")
-    if name in ("link", "transport"):
-        return strategy != "single" and not is_torchs
-    if name in ("tp", "sequence_parallel"):  # torch_tp divides over all ranks, whatever is said
-        return strategy != "single" and not is_torchs
-    return True
-
-
-def _model_takes(name: str, model: str | Workload) -> bool:
-    """Whether an option has an effect on a model: a workload says many of them itself."""
-    if not isinstance(model, Workload) or name == "model":
-        return True
-    return name not in (*BUILTIN_FIELDS, "dtype") and (name != "batch" or model.is_dataset)
+    def _takes(self, name: str) -> bool:
+        """Whether an option has an effect under the chosen strategy and on the chosen model."""
+        strategy, model = str(self.inputs["strategies"].value), self.inputs["model"].value
+        said_by_a_workload = {*BUILTIN_FIELDS, "dtype"} - {"model"}
+        if isinstance(model, Workload) and (name in said_by_a_workload or (name == "batch" and not model.is_dataset)):
+            return False
+        if name in ENGINE_FIELDS:
+            return ENGINE_FIELDS[name] in engine_options(strategy)
+        # torch_tp divides over all ranks, whatever is said.
+        of_ours = ("link", "transport", "tp", "sequence_parallel")
+        return name not in of_ours or not (strategy == "single" or strategy.startswith("torch_"))
 
 
 def _inputs(config: CompareConfig) -> dict[str, ValueWidget]:
@@ -182,6 +154,15 @@ def _inputs(config: CompareConfig) -> dict[str, ValueWidget]:
             kind = FloatText if isinstance(value, float) else IntText
             controls[name] = kind(value=value, description=words, style=STYLE)
     return controls
+
+
+def _number(name: str, text: str) -> float | None:
+    """The number in an optional control, None if it is empty."""
+    kind, what = OPTIONAL[name]
+    try:
+        return kind(text) if text.strip() else None
+    except ValueError:
+        raise ValueError(f"{name}: {text!r} is not {what}; or leave it empty") from None
 
 
 def _text(value: object) -> str:

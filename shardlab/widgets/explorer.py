@@ -1,7 +1,6 @@
 """A memory explorer: move a slider, and see at once what a rank would hold according to the planner."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -40,10 +39,8 @@ def memory_explorer(
     Raises:
         ValueError, TypeError: as ``MemoryPlan`` and ``Workload``.
     """
-    if isinstance(what, MemoryPlan):
-        return Explorer(what)
-    if what is None:
-        return Explorer(MemoryPlan())
+    if isinstance(what, MemoryPlan | None):
+        return Explorer(what or MemoryPlan())
     if isinstance(what, CompareConfig):
         return Explorer(MemoryPlan(what.workload or what.model, what.ranks, sharding=what.sharding))
     return Explorer(MemoryPlan(Workload(what, *rest) if rest else what))  # type: ignore[arg-type]  # checked there
@@ -54,28 +51,23 @@ class Explorer(Panel):
 
     def __init__(self, plan: MemoryPlan) -> None:
         self.plan: MemoryPlan | None = plan
-        self.inputs = Inputs.of(plan)
+        self.inputs = Inputs(plan)
         self.message = Message()
         self.figure, self.table = Picture(self._figure(plan)), Picture(plan.costs())
-        for control in self.inputs.all():
+        for control in vars(self.inputs).values():
             control.observe(self._changed, names="value")
         self._say(plan)
-        super().__init__(
-            VBox([self.inputs.box(), self.message.widget]),
-            (self.figure, self.table),
-            "memory explorer",
-        )
+        controls = VBox([self.inputs.box(), self.message.widget])
+        super().__init__(controls, (self.figure, self.table), "memory explorer")
 
     def _changed(self, _: Any) -> None:
-        inputs = self.inputs
-        inputs.show_what_counts()
+        self.inputs.show_what_counts()
         try:
-            plan = inputs.plan()
+            self.plan = plan = self.inputs.plan()
         except ValueError as error:
             self.plan = None
             self.message.fail(str(error))
             return
-        self.plan = plan
         self._say(plan)
         self.figure.replace(self._figure(plan))
         self.table.replace(plan.costs())
@@ -83,10 +75,10 @@ class Explorer(Panel):
     def _figure(self, plan: MemoryPlan) -> go.Figure:
         if self.inputs.view.value == "ranks":
             strategy = str(self.inputs.strategy.value)
-            figure = memory_by_role(plan.by_ranks(strategy))
-            return figure.update_layout(title_text=f"Memory at rest of a rank under {strategy}")
-        figure = memory_by_role(plan.by_strategy())
-        return figure.update_layout(title_text=f"Memory at rest of each of {plan.ranks:,} ranks")
+            memory, title = plan.by_ranks(strategy), f"Memory at rest of a rank under {strategy}"
+        else:
+            memory, title = plan.by_strategy(), f"Memory at rest of each of {plan.ranks:,} ranks"
+        return memory_by_role(memory).update_layout(title_text=title)
 
     def _say(self, plan: MemoryPlan) -> None:
         self.message.say(
@@ -95,56 +87,36 @@ class Explorer(Panel):
         )
 
 
-@dataclass(frozen=True)
 class Inputs:
-    """The controls of the explorer."""
+    """The controls of the explorer, at first with the values of ``plan``."""
 
-    view: ToggleButtons
-    model: Dropdown
-    num_params: FloatLogSlider
-    ranks: SelectionSlider
-    strategy: Dropdown
-    precision: Dropdown
-    optimizer: Dropdown
-    sharding: Dropdown
-    shard_group: Dropdown
-
-    @classmethod
-    def of(cls, plan: MemoryPlan) -> "Inputs":
-        """Controls with the values of ``plan``."""
-        is_number = isinstance(plan.model, int | float)
-        models = [(name, name) for name in (*MODELS, ANY_NUMBER)]
-        own = [] if isinstance(plan.model, str | int | float) else [(_name(plan.model), plan.model)]
-        sizes = sorted({*RANKS, plan.ranks})
-        inputs = cls(
-            view=ToggleButtons(options=VIEWS, style={"button_width": "auto"}),
-            model=_choice("model", (*own, *models), ANY_NUMBER if is_number else plan.model),
-            num_params=FloatLogSlider(
-                value=plan.model if is_number else 7.5e9, min=6, max=13, step=0.05, readout_format=".2s",
-                description="parameters", style=STYLE, continuous_update=True,
-            ),
-            ranks=SelectionSlider(options=sizes, value=plan.ranks, description="ranks", style=STYLE),
-            strategy=_choice("strategy", STRATEGIES, "zero2"),
-            precision=_choice("precision", tuple(PRECISIONS), plan.precision),
-            optimizer=_choice("optimizer", tuple(OPTIMIZERS), plan.optimizer),
-            sharding=_choice("fsdp shards", tuple(map(str, Sharding)), str(plan.sharding)),
-            shard_group=_choice("shard group", _divisors(plan.ranks), plan.group),
+    def __init__(self, plan: MemoryPlan) -> None:
+        model, is_number = plan.model, isinstance(plan.model, int | float)
+        models: list[tuple[str, Any]] = [(name, name) for name in (*MODELS, ANY_NUMBER)]
+        if not isinstance(model, str | int | float):
+            models.insert(0, (str(model) if isinstance(model, Workload) else type(model).__name__, model))
+        self.view = ToggleButtons(options=VIEWS, style={"button_width": "auto"})
+        self.model = _choice("model", models, ANY_NUMBER if is_number else model)
+        self.num_params = FloatLogSlider(
+            value=model if is_number else 7.5e9, min=6, max=13, step=0.05, readout_format=".2s",
+            description="parameters", style=STYLE, continuous_update=True,
         )  # fmt: skip
-        inputs.show_what_counts()
-        return inputs
-
-    def all(self) -> tuple[Any, ...]:
-        """Every control."""
-        return tuple(vars(self).values())
+        sizes = sorted({*RANKS, plan.ranks})
+        self.ranks = SelectionSlider(options=sizes, value=plan.ranks, description="ranks", style=STYLE)
+        self.strategy = _choice("strategy", STRATEGIES, "zero2")
+        self.precision = _choice("precision", tuple(PRECISIONS), plan.precision)
+        self.optimizer = _choice("optimizer", tuple(OPTIMIZERS), plan.optimizer)
+        self.sharding = _choice("fsdp shards", tuple(map(str, Sharding)), str(plan.sharding))
+        self.shard_group = _choice("shard group", _divisors(plan.ranks), plan.group)
+        self.show_what_counts()
 
     def box(self) -> VBox:
         """The layout of the controls."""
         columns = (
-            VBox([self.model, self.num_params, self.ranks]),
-            VBox([self.precision, self.optimizer, self.strategy]),
-            VBox([self.sharding, self.shard_group]),
-        )
-        return VBox([HBox(columns, layout=Layout(flex_flow="row wrap")), self.view])
+            (self.model, self.num_params, self.ranks), (self.precision, self.optimizer, self.strategy),
+            (self.sharding, self.shard_group),
+        )  # fmt: skip
+        return VBox([HBox([VBox(column) for column in columns], layout=Layout(flex_flow="row wrap")), self.view])
 
     def show_what_counts(self) -> None:
         """Disable controls without effect, and offer groups that divide the ranks."""
@@ -176,11 +148,7 @@ class Inputs:
         )
 
 
-def _name(model: Any) -> str:
-    return str(model) if isinstance(model, Workload) else type(model).__name__
-
-
-def _choice(name: str, options: tuple[Any, ...], value: Any) -> Dropdown:
+def _choice(name: str, options: Sequence[Any], value: Any) -> Dropdown:
     return Dropdown(options=options, value=value, description=name, style=STYLE)
 
 

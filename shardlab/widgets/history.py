@@ -8,21 +8,40 @@ loss_curves(history.records().steps)
 """
 
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from shardlab.experiment import CompareConfig, Comparison, claim, compare
+from shardlab.experiment import CompareConfig, Comparison, claim, compare, load_comparison, load_saved
 from shardlab.experiment.comparison import PRELOAD
+from shardlab.experiment.options import CompareOptions
+from shardlab.experiment.planned import Plan, plans_or_why
+from shardlab.experiment.rank_checks import others_than
 from shardlab.experiment.run import Progress
+from shardlab.experiment.saved import config_of, fields_of
+from shardlab.experiment.summary import COLUMNS, readable_summary
 from shardlab.launch import RankPool
 from shardlab.trace.store import Records
-from shardlab.widgets.past_run import PastRun, State, ended_early, finished, found
-from shardlab.widgets.runs_table import runs_table
+from shardlab.vocabulary import MeshAxis
 
 PREFIX = "run-"
+STATE_FILE = "state.txt"
+COSTS = (
+    "strategy", "loss_last", "step_ms", "exposed_comm_ms", "overlap", "peak_bytes", "wire_bytes_per_step",
+    "moved_bytes_per_step",
+)  # fmt: skip
+# Names of options where they are shown; the others are shown as they are.
+WORDS = {
+    "strategies": "strategy", "bucket_mib": "bucket (MiB)", "seq_len": "sequence", "learning_rate": "learning rate",
+}  # fmt: skip
+# Of a manifest's description of what was trained; the rest is among the options.
+TRAINED = ("module", "parameters", "trainable", "data", "loss", "optimizer", "commit")
+DEFAULTS = {field.name: field.default for field in fields(CompareOptions)}
+SAID_ELSEWHERE = ("strategies", "workload", "ranks", "steps")  # in columns of their own
 
 
 class RunHistory:
@@ -39,7 +58,8 @@ class RunHistory:
     def __init__(self, directory: Path | str | None = None) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="shardlab-") if directory is None else None
         self.directory = Path(self._temporary.name if self._temporary is not None else str(directory))
-        self.runs: dict[int, PastRun] = dict(_earlier(self.directory))
+        found = {_number(path): _found(path) for path in sorted(self.directory.glob(f"{PREFIX}*"))}
+        self.runs = {number: run for number, run in found.items() if run.config is not None}
         self._pool: RankPool | None = None
         self._pool_is_for: tuple[int, str, float] | None = None
         self._stopping = False
@@ -49,19 +69,12 @@ class RunHistory:
         taken = [_number(path) for path in self.directory.glob(f"{PREFIX}*")]
         return self.directory / f"{PREFIX}{max(taken, default=0) + 1:03}"
 
-    def run(
-        self,
-        config: CompareConfig,
-        *,
-        directory: Path | None = None,
-        on_progress: Callable[[Progress], None] | None = None,
-    ) -> int:
+    def run(self, config: CompareConfig, *, directory: Path | None = None) -> int:
         """Run ``config`` and return its number. Ranks stay warm for the next run with the same number of ranks.
 
         Args:
             config: what to run.
             directory: ``next_directory()``, for callers that need to know it before.
-            on_progress: called after every step of rank 0.
 
         Raises:
             RankError: a rank failed; what it had recorded is in ``runs``.
@@ -71,19 +84,18 @@ class RunHistory:
         claim(directory)
         number, self._stopping = _number(directory), False
 
-        def progressed(progress: Progress) -> None:
+        def progressed(_: Progress) -> None:
             if self._stopping:  # stop() was called between two calls of the pool, which had nothing to interrupt
                 raise KeyboardInterrupt
-            if on_progress is not None:
-                on_progress(progress)
 
         try:
             comparison = compare(config, directory, pool=self._pool_for(config), on_progress=progressed)
         except BaseException as error:
             state = State.STOPPED if isinstance(error, KeyboardInterrupt) else State.FAILED
-            self.runs[number] = ended_early(directory, state, config)
+            (directory / STATE_FILE).write_text(state)  # for the next session
+            self.runs[number] = PastRun(state, _recorded(directory), config)
             raise
-        self.runs[number] = finished(comparison, config)
+        self.runs[number] = PastRun(State.FINISHED, comparison, config)
         return number
 
     def stop(self) -> None:
@@ -108,7 +120,7 @@ class RunHistory:
     def labels(self) -> list[str]:
         """Every run and strategy as the tables of ``records()`` name them: '2 zero1'."""
         return [
-            label(number, strategy)
+            f"{number} {strategy}"
             for number, comparison in self.comparisons.items()
             for strategy in comparison.summary["strategy"]
         ]
@@ -125,22 +137,13 @@ class RunHistory:
         """
         if not self.comparisons:
             raise ValueError("run: nothing has been run yet")
-        names = [field.name for field in fields(Records) if field.name != "manifests"]
+        records = {number: comparison.records for number, comparison in self.comparisons.items()}
         tables = {
-            name: pd.concat(
-                [
-                    _relabelled(getattr(comparison.records, name), number)
-                    for number, comparison in self.comparisons.items()
-                ],
-                ignore_index=True,
-            )
-            for name in names
-        }
-        manifests = {
-            label(number, run): manifest
-            for number, comparison in self.comparisons.items()
-            for run, manifest in comparison.records.manifests.items()
-        }
+            name: pd.concat([_relabelled(getattr(one, name), number) for number, one in records.items()],
+                            ignore_index=True)
+            for name in (field.name for field in fields(Records) if field.name != "manifests")
+        }  # fmt: skip
+        manifests = {f"{number} {run}": said for number, one in records.items() for run, said in one.manifests.items()}
         return Records(**tables, manifests=manifests)
 
     def _pool_for(self, config: CompareConfig) -> RankPool:
@@ -154,22 +157,168 @@ class RunHistory:
         return self._pool
 
 
-def label(number: int, run: str) -> str:
-    """The name of a run of a history in figures."""
-    return f"{number} {run}"
+class State(StrEnum):
+    """How a run ended."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"  # by a person
+    FAILED = "failed"  # a rank failed
+    UNFINISHED = "unfinished"  # its process was killed, or is still running
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run, with the steps that all ranks had finished.
+
+    Attributes:
+        state: how it ended.
+        comparison: its records and summary; None if no step was finished.
+        config: its configuration; None if an earlier session ran it and no step was finished.
+    """
+
+    state: State
+    comparison: Comparison | None
+    config: CompareConfig | None
+
+    @property
+    def summary(self) -> pd.DataFrame:
+        """One row per strategy; of a run without a finished step only ``strategy``, ``ranks`` and ``steps``."""
+        if self.comparison is not None:
+            return self.comparison.summary
+        if self.config is None:
+            return pd.DataFrame(columns=list(COLUMNS))
+        first = {"strategy": self.config.strategies[0], "ranks": self.config.ranks, "steps": 0}
+        return pd.DataFrame([dict.fromkeys(COLUMNS) | first])
+
+    def manifest(self, strategy: str) -> Mapping[str, Any]:
+        """What was written of one strategy before it ran; of a run without a finished step its configuration."""
+        if self.comparison is not None:
+            return self.comparison.records.manifests[strategy]
+        assert self.config is not None
+        return {"config": self.config.as_dict(strategy)}
+
+    def plan(self, strategy: str) -> tuple[Plan | None, str | None]:
+        """The plan of one strategy, None where the planner knows too little; and the error that planning raised.
+
+        A workload of an earlier session cannot be planned: its manifest has only its name.
+        """
+        if self.config is None or isinstance(self.config.workload, str):
+            return None, None
+        plans, why = plans_or_why(self.config)
+        return plans[strategy], why
+
+
+def _found(directory: Path) -> PastRun:
+    """A run of an earlier session.
+
+    Raises:
+        ValueError: it is finished, and its records are damaged.
+    """
+    if (directory / "summary.json").is_file():
+        comparison = load_comparison(directory)
+        return PastRun(State.FINISHED, comparison, config_of(comparison.records))
+    saved = directory / STATE_FILE
+    state = State(saved.read_text()) if saved.is_file() else State.UNFINISHED
+    recorded = _recorded(directory)
+    return PastRun(state, recorded, None if recorded is None else config_of(recorded.records))
+
+
+def _recorded(directory: Path) -> Comparison | None:
+    """What was recorded; None if no step was finished."""
+    try:
+        return load_saved(directory)[0]
+    except ValueError:
+        return None
 
 
 def _relabelled(frame: pd.DataFrame, number: int) -> pd.DataFrame:
     return frame.assign(run=(f"{number} " + frame["run"].astype(str)).astype("string"))
 
 
-def _earlier(directory: Path) -> Iterator[tuple[int, PastRun]]:
-    """The runs of earlier sessions whose records can be loaded, each with its number."""
-    for path in sorted(directory.glob(f"{PREFIX}*")):
-        if (run := found(path)).config is not None:
-            yield _number(path), run
-
-
 def _number(path: Path) -> int:
     text = path.name.removeprefix(PREFIX)
     return int(text) if text.isdigit() else 0
+
+
+def runs_table(runs: dict[int, PastRun]) -> pd.DataFrame:
+    """One row per run and strategy, newest first: how it ended, all settings that differ, and the costs.
+
+    A setting that a strategy does not take is a dash. It counts as the default, so that a column appears only if
+    somebody chose something else.
+    """
+    kept = [(number, run) for number, run in reversed(runs.items()) if len(run.summary)]
+    if not kept:
+        return pd.DataFrame({"run": []})
+    summaries = [run.summary.dropna(axis=1, how="all").assign(run=number, state=run.state) for number, run in kept]
+    summary = pd.concat(summaries, ignore_index=True)
+    settings = [settings_of(run, strategy) for _, run in kept for strategy in run.summary["strategy"]]
+    costs = readable_summary(summary.reindex(columns=list(COSTS)), {name: COLUMNS[name] for name in COSTS})
+    told = summary[["run", "strategy"]].assign(
+        # With 'single' one rank trains, with the rows and the threads of all.
+        ranks=[_of(trained, one.get("ranks")) for trained, one in zip(summary["ranks"], settings, strict=True)],
+        state=summary["state"].map(str),
+        steps=[_of(done, one["steps"]) for done, one in zip(summary["steps"], settings, strict=True)],
+    )
+    if (told["state"] == State.FINISHED).all():
+        told = told.drop(columns=["state"] if told["steps"].nunique() > 1 else ["state", "steps"])
+    for name in _differing(settings):
+        told[WORDS.get(name, name)] = [word(one.get(name)) for one in settings]
+    return pd.concat([told, costs.drop(columns="strategy")], axis=1)
+
+
+def _of(count: int, asked: int | None) -> str:
+    return str(count) if asked in (None, count) else f"{count} of {asked}"
+
+
+def settings_of(run: PastRun, strategy: str) -> dict[str, Any]:
+    """What a strategy of a run ran with: its options, what it trained, versions and devices."""
+    manifest = run.manifest(strategy)
+    options, trained = fields_of(manifest), manifest.get("workload") or {}
+    named = {"model": trained.get("name") or options.get("workload") or options.get("model")}
+    rates = None if run.comparison is None else run.comparison.records.steps.query("run == @strategy")["learning_rate"]
+    if options.get("learning_rate") is None and rates is not None and len(rates):  # the workload's own optimizer
+        options["learning_rate"] = float(rates.iloc[0])
+    if options.get("batch") is None and run.comparison is not None:  # the data's own
+        options["rows or tokens"] = _trained_in_first_step(run.comparison.records.steps, manifest, strategy)
+    devices = {"ran on": ", ".join(sorted(set(manifest.get("devices", ())))), "backend": manifest.get("backend")}
+    described = {name: trained.get(name) for name in TRAINED}
+    return {**options, **named, **described, **manifest.get("versions", {}), **devices}
+
+
+def _trained_in_first_step(steps: pd.DataFrame, manifest: Mapping[str, Any], strategy: str) -> int:
+    """On all data ranks together."""
+    own = steps[steps["run"] == strategy]
+    first = own[own["step"] == own["step"].min()]
+    return int(first["num_tokens"].sum()) // int(manifest["mesh"].get(MeshAxis.TENSOR, 1))
+
+
+def unlike(runs: Mapping[str, tuple[PastRun, str]]) -> str:
+    """In what runs differ beside their strategies, in words; empty if in nothing.
+
+    Args:
+        runs: a run and its strategy, by label.
+    """
+    settings = [settings_of(run, strategy) for run, strategy in runs.values()]
+    names = ["ranks"] if len({one.get("ranks") for one in settings}) > 1 else []
+    names += [WORDS.get(name, name) for name in _differing(settings)]
+    manifests = {label: run.manifest(strategy) for label, (run, strategy) in runs.items()}
+    if others_than(next(iter(manifests)), manifests):
+        names.append("the rows they trained on")
+    return f"the runs differ in {', '.join(names)}" if names else ""
+
+
+def _differing(settings: list[dict[str, Any]]) -> list[str]:
+    """The settings that are not the same everywhere, in the order of the options."""
+    names = dict.fromkeys([*DEFAULTS, *(name for one in settings for name in one)])
+    return [name for name in names if name not in SAID_ELSEWHERE and len(_values(name, settings)) > 1]
+
+
+def _values(name: str, settings: list[dict[str, Any]]) -> set[str]:
+    if name in DEFAULTS:
+        return {word(one.get(name, DEFAULTS[name])) for one in settings}
+    return {word(one[name]) for one in settings if one.get(name)}  # a run without a finished step has not said it
+
+
+def word(value: object) -> str:
+    """A setting in a cell."""
+    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

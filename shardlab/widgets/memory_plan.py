@@ -6,8 +6,8 @@ plan.by_ranks("zero2")    # table memory, one run per number of ranks
 plan.costs()              # bytes, saving and bytes sent per strategy
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import pandas as pd
 import torch
@@ -35,7 +35,6 @@ from shardlab.vocabulary import Sharding, class_of
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 OPTIMIZERS = {"adamw": ADAM, "sgd with momentum": SGD_MOMENTUM, "sgd": SGD}
-REFERENCE = "ddp"
 MAX_PARAMS = 1e14
 MAX_RANKS = 4096
 
@@ -63,8 +62,6 @@ class MemoryPlan:
     optimizer: str = "adamw"
     sharding: str = Sharding.FULL_SHARD
     shard_group: int | None = None
-    _planned: PlannedModel = field(init=False, repr=False, compare=False)
-    _units: dict[str, list[str]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check every field, and describe the model."""
@@ -74,15 +71,17 @@ class MemoryPlan:
         for name, allowed in (("precision", PRECISIONS), ("optimizer", OPTIMIZERS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(allowed)}")
-        planned, units = _described(self.model)
-        object.__setattr__(self, "_planned", planned)
-        object.__setattr__(self, "_units", units)
         self._setup("fsdp")
+
+    @cached_property
+    def _described(self) -> tuple[PlannedModel, dict[str, list[str]]]:
+        """The planner's model, and the parameters of each unit."""
+        return _described(self.model)
 
     @property
     def num_params(self) -> int:
         """Parameters of the model."""
-        return self._planned.numel
+        return self._described[0].numel
 
     @property
     def group(self) -> int:
@@ -93,8 +92,7 @@ class MemoryPlan:
 
     def by_strategy(self) -> pd.DataFrame:
         """Table ``memory``, predicted: bytes of rank 0 under each strategy. No rank holds more than rank 0."""
-        tables = [predicted_memory(self._planned, self._setup(name), ranks=[0], run=name) for name in STRATEGIES]
-        return MEMORY.frame(pd.concat(tables, ignore_index=True))
+        return self._memory({name: self._setup(name) for name in STRATEGIES})
 
     def by_ranks(self, strategy: str) -> pd.DataFrame:
         """Table ``memory``, predicted, for one strategy on 1, 2, 4, ... ranks up to ``ranks``; ``run`` is the number.
@@ -102,11 +100,11 @@ class MemoryPlan:
         Raises:
             ValueError: the strategy is unknown.
         """
-        tables = [
-            predicted_memory(self._planned, setup, ranks=[0], run=_ranks_words(setup.num_ranks))
-            for setup in self._setups(strategy)
-        ]
-        return MEMORY.frame(pd.concat(tables, ignore_index=True))
+        sizes = [*(2**power for power in range(self.ranks.bit_length()) if 2**power < self.ranks), self.ranks]
+        # A shard group that does not fit becomes all ranks.
+        setups = [self._setup(strategy, size, self.group if size % self.group == 0 else size) for size in sizes]
+        names = ["1 rank" if size == 1 else f"{size:,} ranks" for size in sizes]
+        return self._memory(dict(zip(names, setups, strict=True)))
 
     def costs(self) -> pd.DataFrame:
         """One row per strategy: bytes at rest by role, saving against ddp, and bytes that rank 0 sends in a step."""
@@ -118,26 +116,24 @@ class MemoryPlan:
         table = pd.DataFrame({
             "strategy": held.index, f"parameters ({unit})": held["parameter"] / divisor,
             f"gradients ({unit})": held["gradient"] / divisor, f"optimizer ({unit})": state / divisor,
-            f"total ({unit})": total / divisor, "saving (%)": 100 * (1 - total / total[REFERENCE]),
+            f"total ({unit})": total / divisor, "saving (%)": 100 * (1 - total / total["ddp"]),
             f"sent ({unit}/step)": [self._sent(name) / divisor for name in held.index],
         })  # fmt: skip
         return table.reset_index(drop=True)
 
-    def _sent(self, strategy: str) -> float:
-        return float(predicted_collectives(self._planned, self._setup(strategy), ranks=[0])["wire_bytes"].sum())
+    def _memory(self, setups: dict[str, Setup]) -> pd.DataFrame:
+        tables = [predicted_memory(self._described[0], setup, ranks=[0], run=run) for run, setup in setups.items()]
+        return MEMORY.frame(pd.concat(tables, ignore_index=True))
 
-    def _setups(self, strategy: str) -> Iterator[Setup]:
-        """Setups for 1, 2, 4, ... ranks and for ``ranks``; a shard group that does not fit becomes all ranks."""
-        sizes = [2**power for power in range(self.ranks.bit_length()) if 2**power < self.ranks]
-        for size in (*sizes, self.ranks):
-            yield self._setup(strategy, size, self.group if size % self.group == 0 else size)
+    def _sent(self, strategy: str) -> float:
+        return float(predicted_collectives(self._described[0], self._setup(strategy), ranks=[0])["wire_bytes"].sum())
 
     def _setup(self, strategy: str, ranks: int | None = None, group: int | None = None) -> Setup:
         hybrid = strategy == "fsdp" and self.sharding == Sharding.HYBRID_SHARD
         return Setup(
             strategy,
             ranks or self.ranks,
-            units=self._units,
+            units=self._described[1],
             sharding=self.sharding,
             shard_group_size=(group or self.group) if hybrid else None,
             optimizer=OPTIMIZERS[self.optimizer],
@@ -165,7 +161,3 @@ def _described(model: str | float | nn.Module | Workload) -> tuple[PlannedModel,
             f"model: {model:g} is not a whole number from 1 to {MAX_PARAMS:g}, nor one of {', '.join(MODELS)}"
         )
     return PlannedModel.of_specs([ParamSpec("parameters", (int(model),), 4)]), {}
-
-
-def _ranks_words(ranks: int) -> str:
-    return "1 rank" if ranks == 1 else f"{ranks:,} ranks"

@@ -7,6 +7,7 @@ uses what it can. (plotly's own FigureWidget takes 5 MB, and is blank if server 
 
 import threading
 from collections.abc import Sequence
+from html import escape
 from typing import Any, TypeAlias
 
 import pandas as pd
@@ -22,10 +23,8 @@ from shardlab.plots.theme import summary_of
 Content: TypeAlias = go.Figure | pd.DataFrame
 DRAWING_S = 0.15  # about the time in which a browser draws a figure
 SHOWN: dict[str, str | None] = {"height": None, "visibility": "visible"}
-HIDDEN: dict[str, str | None] = {
-    "height": "0px",
-    "visibility": "hidden",
-}  # not display: none, because plotly must know its width
+# Not display: none, because plotly must know its width.
+HIDDEN: dict[str, str | None] = {"height": "0px", "visibility": "hidden"}
 
 
 class Picture:
@@ -58,8 +57,8 @@ class Picture:
             final: also replace what is saved with the notebook, because this content will stay.
         """
         self.content = content
-        if self._handle is None or not _is_notebook():
-            return
+        if self._handle is None or not hasattr(get_ipython(), "kernel"):
+            return  # not shown, or in a terminal, which would print every replacement again
         with self._lock:  # the timer's thread swaps the places
             self._put(self._places[1])
             if self._turn is None:  # else a swap is due already, and will show the newer content
@@ -103,18 +102,13 @@ class Panel:
     def _ipython_display_(self) -> None:
         if get_ipython() is None:  # a script cannot show it
             return
-        display(self._controls_bundle(), raw=True)  # type: ignore[no-untyped-call]
+        words = f"[{self.purpose}; run this cell in JupyterLab to use the controls]"
+        display({**self.controls._repr_mimebundle_(), "text/plain": words}, raw=True)  # type: ignore[no-untyped-call]
         for picture in self.pictures:
             picture.show()
 
     def __repr__(self) -> str:
         return "\n\n".join([f"[{self.purpose}]", *map(str, self.pictures)])
-
-    def _controls_bundle(self) -> dict[str, Any]:
-        return {
-            **self.controls._repr_mimebundle_(),
-            "text/plain": f"[{self.purpose}; run this cell in JupyterLab to use the controls]",
-        }
 
 
 class Message:
@@ -122,7 +116,6 @@ class Message:
 
     def __init__(self, text: str = "") -> None:
         self.widget = HTML()
-        self.text = ""
         self.say(text)
 
     def say(self, text: str) -> None:
@@ -135,27 +128,22 @@ class Message:
 
     def _put(self, text: str, role: str, colour: str) -> None:
         self.text = text
-        safe = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-        self.widget.value = f'<div role="{role}" style="color:{colour};line-height:1.5">{safe}</div>'
+        self.widget.value = f'<div role="{role}" style="color:{colour};line-height:1.5">{escape(text, False)}</div>'
 
 
 def bundle_of(content: Content, *, with_png: bool) -> dict[str, Any]:
     """A figure or a table as the output of a cell."""
     if isinstance(content, go.Figure):
         return mime_bundle(content, with_png=with_png)
-    shown = pd.DataFrame({name: column_text(content[name]) for name in content.columns})
-    table = shown.to_html(index=False, border=0, justify="right")
+    table = _as_text(content).to_html(index=False, border=0, justify="right")
     html = f'<div style="overflow-x: auto">{table}</div>'  # else a page that is too narrow hides the last columns
     return {"text/html": html, "text/plain": text_of(content)}
 
 
 def text_of(content: Content) -> str:
     """A figure's summary, or a table in plain text."""
-    if isinstance(content, go.Figure):
-        return summary_of(content)
-    return pd.DataFrame({name: column_text(content[name]) for name in content.columns}).to_string(index=False)
+    return summary_of(content) if isinstance(content, go.Figure) else _as_text(content).to_string(index=False)
 
 
-def _is_notebook() -> bool:
-    """Whether there is a kernel with a page that can change; a terminal would print every replacement again."""
-    return hasattr(get_ipython(), "kernel")
+def _as_text(table: pd.DataFrame) -> pd.DataFrame:
+    return pd.DataFrame({name: column_text(table[name]) for name in table.columns})

@@ -20,11 +20,12 @@ frees      live bytes have shrunk
 Live bytes come from the samples of table ``memory``: at the borders of units in a memory-traced step, else at rest.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from shardlab.analysis.held_bytes import WHOLE_STEP
@@ -39,20 +40,23 @@ COLUMNS = ("time_us", "rank", "event", "what", "bytes", "words", *ROLES)
 
 
 class StepEvent(StrEnum):
-    """Kinds of events; the head of this file explains them."""
+    """Kinds of events; the head of this file explains them.
 
-    COMPUTES = "computes"
-    ENDS = "ends"
-    PAUSES = "pauses"
+    Their order is that of events at the same moment: what ends comes before what begins.
+    """
+
+    ARRIVES = "arrives"
+    GOES_ON = "goes on"
     RESUMES = "resumes"
+    ENDS = "ends"
+    FREES = "frees"
+    HOLDS = "holds"
+    COMPUTES = "computes"
     GATHERS = "gathers"
     REDUCES = "reduces"
     SENDS = "sends"
-    ARRIVES = "arrives"
     WAITS = "waits"
-    GOES_ON = "goes on"
-    HOLDS = "holds"
-    FREES = "frees"
+    PAUSES = "pauses"
 
 
 ISSUE = {
@@ -61,11 +65,6 @@ ISSUE = {
     Collective.ALL_REDUCE: StepEvent.REDUCES,
 }
 ISSUES = (StepEvent.GATHERS, StepEvent.REDUCES, StepEvent.SENDS)
-# At the same moment, what ends comes before what begins.
-ORDER = (
-    StepEvent.ARRIVES, StepEvent.GOES_ON, StepEvent.RESUMES, StepEvent.ENDS, StepEvent.FREES, StepEvent.HOLDS,
-    StepEvent.COMPUTES, StepEvent.GATHERS, StepEvent.REDUCES, StepEvent.SENDS, StepEvent.WAITS, StepEvent.PAUSES,
-)  # fmt: skip
 OF_NO_UNIT = {SpanKind.DATA: "loading data", SpanKind.OPTIMIZER: "the optimizer's step"}
 Row = dict[str, Any]
 
@@ -89,28 +88,20 @@ def events_of_step(records: Records, *, run: str | None = None, step: int | None
     steps = one_run(records.steps[records.steps["step"] >= 0], run)
     step = one_step(steps, traced_step(steps) if step is None else step)
     name, source = str(steps["run"].iloc[0]), str(steps["source"].iloc[0])
-    tables = {
-        table: frame[(frame["run"] == name) & (frame["source"] == source)]
-        for table, frame in (
-            ("collectives", records.collectives), ("spans", records.spans), ("memory", records.memory),
-        )
-    }  # fmt: skip
-    spans, collectives = (tables[table][tables[table]["step"] == step] for table in ("spans", "collectives"))
-    rows = [*_compute(spans), *_communication(collectives), *_memory(tables["memory"], step)]
+    collectives, spans, memory = (
+        table[(table["run"] == name) & (table["source"] == source)]
+        for table in (records.collectives, records.spans, records.memory)
+    )
+    collectives, spans = (table[table["step"] == step] for table in (collectives, spans))
+    rows = [*_compute(spans), *_communication(collectives), *_memory(memory, step)]
     if not rows:
         raise ValueError(f"step: {step} of run {name!r} has neither compute nor communication recorded")
-    begin = begin_of(collectives, spans)
-    order = {event: place for place, event in enumerate(ORDER)}
-    rows.sort(key=lambda row: (row["time_us"], order[row["event"]], row["rank"]))
+    order = list(StepEvent)
+    rows.sort(key=lambda row: (row["time_us"], order.index(row["event"]), row["rank"]))
     table = pd.DataFrame(rows, columns=list(COLUMNS))
+    begin = np.nanmin([collectives["issue_us"].min(), spans["start_us"].min()])  # the zero of the timeline
     table["time_us"] = (table["time_us"] - begin).clip(lower=0.0)
-    resting = _resting(tables["memory"], step)
-    return _filled(table, resting).astype({"bytes": "Int64", **dict.fromkeys(ROLES, "Int64")})
-
-
-def begin_of(collectives: pd.DataFrame, spans: pd.DataFrame) -> float:
-    """When the first rank begins the step: the zero of its timeline."""
-    return min(float(value) for value in (collectives["issue_us"].min(), spans["start_us"].min()) if pd.notna(value))
+    return _filled(table, _resting(memory, step)).astype({"bytes": "Int64", **dict.fromkeys(ROLES, "Int64")})
 
 
 @dataclass
@@ -182,19 +173,16 @@ def traced_step(steps: pd.DataFrame) -> int | None:
 def _compute(spans: pd.DataFrame) -> Iterator[Row]:
     for row in spans.to_dict("records"):
         if row["kind"] == SpanKind.OFF_CPU:
-            yield from _pause(row)
-            continue
-        what = OF_NO_UNIT.get(row["kind"], f"{row['kind']} of {row['unit']}")
+            what, where = str(row["unit"]), "" if row["unit"] == WHOLE_MODEL else f" in {row['unit']}"
+            begins, begins_words = StepEvent.PAUSES, f"goes off the CPU{where}"
+            ends, ends_words = StepEvent.RESUMES, f"is back on the CPU{where}"
+        else:
+            what = OF_NO_UNIT.get(row["kind"], f"{row['kind']} of {row['unit']}")
+            begins, begins_words = StepEvent.COMPUTES, f"begins {what}"
+            ends, ends_words = StepEvent.ENDS, f"is through with {what}"
         common = {"rank": int(row["rank"]), "what": what, "bytes": None}
-        yield {**common, "time_us": row["start_us"], "event": StepEvent.COMPUTES, "words": f"begins {what}"}
-        yield {**common, "time_us": row["end_us"], "event": StepEvent.ENDS, "words": f"is through with {what}"}
-
-
-def _pause(row: Mapping[Hashable, Any]) -> Iterator[Row]:
-    common = {"rank": int(row["rank"]), "what": str(row["unit"]), "bytes": None}
-    where = "" if row["unit"] == WHOLE_MODEL else f" in {row['unit']}"
-    yield {**common, "time_us": row["start_us"], "event": StepEvent.PAUSES, "words": f"goes off the CPU{where}"}
-    yield {**common, "time_us": row["end_us"], "event": StepEvent.RESUMES, "words": f"is back on the CPU{where}"}
+        yield {**common, "time_us": row["start_us"], "event": begins, "words": begins_words}
+        yield {**common, "time_us": row["end_us"], "event": ends, "words": ends_words}
 
 
 def _communication(collectives: pd.DataFrame) -> Iterator[Row]:
@@ -214,47 +202,37 @@ def _communication(collectives: pd.DataFrame) -> Iterator[Row]:
 def _memory(memory: pd.DataFrame, step: int) -> Iterator[Row]:
     """An event for each sample in the step that differs from the previous one of the same rank."""
     inside = memory[(memory["step"] == step) & ~memory["where"].isin(WHOLE_STEP)]
-    for rank in sorted({int(rank) for rank in inside["rank"]}):
-        rows = inside[inside["rank"] == rank]
+    for rank, rows in inside.groupby("rank"):
         wide = rows.pivot_table(index=["time_us", "where"], columns="role", values="bytes", aggfunc="max", sort=False)
         before: Row | None = None
         for held in wide.sort_index(level="time_us").reset_index().to_dict("records"):
             after, where = {role: int(held.get(role, 0)) for role in ROLES}, str(held["where"])
-            if before is None or _size_of_change(before, after) >= LEAST_CHANGE * sum(before.values()):
-                change = 0 if before is None else sum(after.values()) - sum(before.values())
+            changes = {role: after[role] - (before or after)[role] for role in ROLES}
+            if before is None or sum(map(abs, changes.values())) >= LEAST_CHANGE * sum(before.values()):
+                change = sum(changes.values())
+                begins = f"begins with {format_bytes(sum(after.values()))}"
                 yield {
                     "rank": rank, "time_us": held["time_us"], "what": where, "bytes": abs(change), **after,
                     "event": StepEvent.FREES if change < 0 else StepEvent.HOLDS,
-                    "words": _changes(before, after, where),
+                    "words": begins if before is None else _in_words(changes, where),
                 }  # fmt: skip
                 before = after
 
 
-def _size_of_change(before: Row, after: Row) -> int:
-    return sum(abs(after[role] - before[role]) for role in ROLES)
+def _in_words(changes: dict[str, int], where: str) -> str:
+    """'in blocks.2 holds 1.20 MB more activation; frees 300 kB of gathered parameter'."""
+    moves = sorted(((change, role.replace("_", " ")) for role, change in changes.items()), reverse=True)
+    grown = ", ".join(f"{format_bytes(change)} more {role}" for change, role in moves if change > 0)
+    freed = ", ".join(f"{format_bytes(-change)} of {role}" for change, role in reversed(moves) if change < 0)
+    parts = (f"holds {grown}" if grown else "", f"frees {freed}" if freed else "")
+    return f"in {where} {'; '.join(filter(None, parts))}"
 
 
-def _changes(before: Row | None, after: Row, where: str) -> str:
-    """'in blocks.2 holds 1.20 MB more activation, frees 300 kB of gathered parameter'."""
-    if before is None:
-        return f"begins with {format_bytes(sum(after.values()))}"
-    moves = sorted(((after[role] - before[role], role) for role in ROLES), reverse=True)
-    grown = [f"{format_bytes(change)} more {_noun(role)}" for change, role in moves if change > 0]
-    freed = [f"{format_bytes(-change)} of {_noun(role)}" for change, role in reversed(moves) if change < 0]
-    parts = [f"holds {', '.join(grown)}" if grown else "", f"frees {', '.join(freed)}" if freed else ""]
-    return f"in {where} {'; '.join(part for part in parts if part)}"
-
-
-def _noun(role: str) -> str:
-    return role.replace("_", " ")
-
-
-def _resting(memory: pd.DataFrame, step: int) -> dict[int, Row]:
+def _resting(memory: pd.DataFrame, step: int) -> dict[Any, Row]:
     """Bytes each rank held at rest: after the last sampled step before this one, else after the first."""
     rest = memory[memory["where"] == "rest"]
     found = {}
-    for rank in sorted({int(rank) for rank in rest["rank"]}):
-        rows = rest[rest["rank"] == rank]
+    for rank, rows in rest.groupby("rank"):
         earlier = rows[rows["step"] < step]
         nearest = earlier["step"].max() if len(earlier) else rows["step"].min()
         by_role = rows[rows["step"] == nearest].set_index("role")["bytes"]
@@ -262,15 +240,15 @@ def _resting(memory: pd.DataFrame, step: int) -> dict[int, Row]:
     return found
 
 
-def _filled(table: pd.DataFrame, resting: dict[int, Row]) -> pd.DataFrame:
+def _filled(table: pd.DataFrame, resting: dict[Any, Row]) -> pd.DataFrame:
     """Fill in the live bytes of every row from the last sample before it, or from the first sample.
 
     A step without samples gets the bytes at rest.
     """
-    filled = table.copy()
-    filled[list(ROLES)] = table.groupby("rank")[list(ROLES)].ffill()
-    filled[list(ROLES)] = filled.groupby("rank")[list(ROLES)].bfill()
+    roles = list(ROLES)
+    table[roles] = table.groupby("rank")[roles].ffill()
+    table[roles] = table.groupby("rank")[roles].bfill()
     for rank, held in resting.items():
-        rows = filled["rank"] == rank
-        filled.loc[rows, list(ROLES)] = filled.loc[rows, list(ROLES)].fillna(held)
-    return filled
+        rows = table["rank"] == rank
+        table.loc[rows, roles] = table.loc[rows, roles].fillna(held)
+    return table

@@ -15,9 +15,9 @@ from shardlab.experiment import CompareConfig, Workload, compare
 from shardlab.experiment.comparison import configured
 from shardlab.launch import RankPool
 from shardlab.plots import collective_timeline
-from shardlab.plots.colours import INK
-from shardlab.plots.memory_bars import held_by_rank
+from shardlab.plots.bars import held_by_rank
 from shardlab.plots.text import format_us
+from shardlab.plots.theme import INK
 from shardlab.trace.store import Records
 from shardlab.widgets.panel import Message, Panel, Picture
 from shardlab.widgets.step_events import ROLES, events_of_step, ranks_at, traced_step
@@ -84,9 +84,8 @@ class StepView(Panel):
         self.timeline, self.held = Picture(self._timeline_at(0)), Picture(self._held_at(0))
         self.ranks = Picture(self._doing_at(0))
         self._say(0)
-        super().__init__(
-            self._box(), (self.ranks, self.timeline, self.held), f"step {self.step} of {self.run}, event by event"
-        )
+        purpose = f"step {self.step} of {self.run}, event by event"
+        super().__init__(self._box(), (self.ranks, self.timeline, self.held), purpose)
 
     @property
     def index(self) -> int:
@@ -103,9 +102,8 @@ class StepView(Panel):
 
     def _make_controls(self) -> None:
         self.back = Button(description="previous", icon="step-backward", layout=Layout(width="auto"))
-        self.forth = Button(
-            description="next", icon="step-forward", button_style="primary", layout=Layout(width="auto")
-        )
+        narrow = Layout(width="auto")
+        self.forth = Button(description="next", icon="step-forward", button_style="primary", layout=narrow)
         self.slider = IntSlider(max=len(self._shown) - 1, description="event", layout=Layout(flex="1 1 24em"))
         self.play = Play(max=len(self._shown) - 1, interval=PLAY_MS)
         ranks = [("all ranks", ALL_RANKS), *((f"rank {rank}", rank) for rank in sorted(set(self.events["rank"])))]
@@ -130,8 +128,8 @@ class StepView(Panel):
         """Leave out the events of other ranks, and stay at the current time."""
         index, rank = self.index, change["new"]
         self._shown = self.events.index if rank == ALL_RANKS else self.events.index[self.events["rank"] == rank]
-        place = int(self._shown.searchsorted(index).clip(0, len(self._shown) - 1))
         last = len(self._shown) - 1
+        place = min(int(self._shown.searchsorted(index)), last)
         self.slider.value = min(self.slider.value, last)
         self.slider.max = self.play.max = last
         self.slider.value = place
@@ -154,8 +152,5 @@ class StepView(Panel):
 
     def _doing_at(self, index: int) -> pd.DataFrame:
         now = ranks_at(self.events, index)
-        texts = {name: now[name].replace("", "–") for name in ("computes", "in_flight", "waits_for")}
-        return pd.DataFrame({
-            "rank": now["rank"], "computes": texts["computes"], "waits for": texts["waits_for"],
-            "under way": texts["in_flight"],
-        })  # fmt: skip
+        shown = now[["rank", "computes", "waits_for", "in_flight"]].replace("", "–")
+        return shown.set_axis(["rank", "computes", "waits for", "under way"], axis=1)

@@ -8,21 +8,37 @@ processes, as always. Errors in the choices are shown beside the controls, never
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import plotly.graph_objects as go
 from ipywidgets import Button, Dropdown, HBox, Layout, VBox
 from torch import nn
 
+from shardlab.analysis import overlap
+from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment import CompareConfig, Workload
 from shardlab.experiment.comparison import configured
+from shardlab.plots import (
+    collective_timeline,
+    loss_curves,
+    memory_by_role,
+    memory_over_step,
+    overlap_bars,
+    run_difference,
+    shard_map,
+    step_times,
+    traffic_matrix,
+    wire_volume,
+)
 from shardlab.plots.theme import nothing
+from shardlab.trace.store import Records
+from shardlab.vocabulary import Phase
 from shardlab.widgets.choices import STYLE, Choices
-from shardlab.widgets.history import RunHistory
+from shardlab.widgets.history import RunHistory, unlike
 from shardlab.widgets.live import LiveView
-from shardlab.widgets.overlays import VIEWS, overlay
 from shardlab.widgets.panel import Message, Panel, Picture
 
 CHOOSE = "Choose, then press Run."
@@ -100,13 +116,9 @@ class Workbench(Panel):
 
     def start(self) -> None:
         """Run the configuration of the controls in a thread, as the Run button does. Errors are shown, not raised."""
-        if self.is_running:
+        if self.is_running or (config := self._checked()) is None:
             return
-        if (config := self._checked()) is None:
-            return
-        self._thread = threading.Thread(
-            target=self._run_and_tell, args=(config,), name="shardlab-workbench", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run_and_tell, args=(config,), daemon=True)
         self._set_running(True)  # before the thread, which says at its end that nothing runs
         self._thread.start()
 
@@ -176,7 +188,10 @@ class Workbench(Panel):
         try:
             self._run(config)
         except KeyboardInterrupt:
-            self.message.say(self._ended("was stopped"))
+            number, run = list(self.history.runs.items())[-1]
+            done = 0 if run.comparison is None else int(run.summary["steps"].iloc[-1])
+            steps = f"after {done} {'step' if done == 1 else 'steps'}, which are kept"
+            self.message.say(f"Run {number} was stopped {steps if done else 'before a step was finished'}.")
         except Exception as error:
             self.message.fail(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
         finally:
@@ -200,20 +215,11 @@ class Workbench(Panel):
         )
         return number
 
-    def _ended(self, how: str) -> str:
-        """What became of the newest run."""
-        number, run = list(self.history.runs.items())[-1]
-        if run.comparison is None:
-            return f"Run {number} {how} before a step was finished."
-        done = int(run.summary["steps"].iloc[-1])
-        return f"Run {number} {how} after {done} {'step' if done == 1 else 'steps'}, which are kept."
-
     def _show_runs(self) -> None:
         """Offer all runs, and draw the table and the chosen figure."""
         if self.history.runs:
             self.table.replace(self.history.table(), final=True)
-        labels = self.history.labels()
-        if labels:
+        if labels := self.history.labels():
             self._is_filling = True
             self.about.options, self.about.value = labels, labels[-1]
             self._is_filling = False
@@ -223,7 +229,7 @@ class Workbench(Panel):
         if self._is_filling or self._is_live or not self.history.comparisons:
             return
         try:
-            figure = overlay(self.history, str(self.view.value), str(self.about.value))
+            figure = VIEWS[self.view.value](self.history, self.about.value)
         except ValueError as error:  # for example a run whose memory was not traced
             figure = nothing(str(self.view.value), str(error))
         self.upper.replace(figure, final=True)
@@ -235,3 +241,66 @@ class Workbench(Panel):
         row = [self.run_button, self.stop_button, self.view, self.about]
         buttons = HBox(row, layout=Layout(flex_flow="row wrap", margin="0.6em 0 0 0"))
         return VBox([self.choices.box(), buttons, self.message.widget])
+
+
+def _unlike(history: RunHistory, labels: Sequence[str]) -> str:
+    """In what runs differ beside their strategies."""
+    parts = {label: label.partition(" ") for label in labels}
+    return unlike({label: (history.runs[int(number)], strategy) for label, (number, _, strategy) in parts.items()})
+
+
+def _overlap(records: Records) -> go.Figure:
+    return overlap_bars(overlap(*in_timed_steps(records.collectives, records.spans, records.steps)))
+
+
+def _change(history: RunHistory, label: str) -> go.Figure:
+    """The change from the previous run, whatever its strategy."""
+    labels = history.labels()
+    place = labels.index(label)
+    if place == 0:
+        return nothing(f"Change to {label}", "there is no run before it")
+    before = labels[place - 1]
+    strategy = label.partition(" ")[2]
+    rows = [_cost_of(history, name).assign(strategy=strategy) for name in (before, label)]
+    figure = run_difference(rows[0], rows[1], (before, label))
+    said = [figure.layout.title.subtitle.text, _unlike(history, (before, label))]
+    return figure.update_layout(title_subtitle_text="; ".join(filter(None, said)))
+
+
+def _cost_of(history: RunHistory, label: str) -> pd.DataFrame:
+    """The row of the summary of one run and strategy."""
+    number, _, strategy = label.partition(" ")
+    summary = history.comparisons[int(number)].summary
+    return summary[summary["strategy"] == strategy]
+
+
+def _course(history: RunHistory, label: str) -> go.Figure:
+    """Memory over the traced step, with the planned bytes at rest."""
+    number, _, strategy = label.partition(" ")
+    memory, (plan, why) = history.records().memory, history.runs[int(number)].plan(strategy)
+    if plan is not None:
+        memory = pd.concat([memory, plan.memory.assign(run=label)], ignore_index=True)
+    figure = memory_over_step(memory, run=label)
+    return figure if why is None else figure.update_layout(title_subtitle_text=f"Not planned: {why}")
+
+
+def _traffic(history: RunHistory) -> pd.DataFrame:
+    """The collectives without the reported loss."""
+    collectives = history.records().collectives
+    return collectives[collectives["phase"] != Phase.METRICS]
+
+
+# All runs together, or one of them in detail: of a history with at least one run, and the label of a run.
+VIEWS: dict[str, Callable[[RunHistory, str], go.Figure]] = {
+    "loss": lambda history, _: loss_curves(history.records().steps, _unlike(history, history.labels())),
+    "time of a step": lambda history, _: step_times(timed_steps(history.records().steps)),
+    "memory at rest": lambda history, _: memory_by_role(history.records().memory),
+    "memory at the peak": lambda history, _: memory_by_role(history.records().memory, "peak"),
+    "communication: exposed and hidden": lambda history, _: _overlap(history.records()),
+    "bytes sent": lambda history, _: wire_volume(_traffic(history), runs=history.labels()),
+    "change from the run before": _change,
+    "one run: timeline": lambda history, run: collective_timeline(_traffic(history), history.records().spans, run=run),
+    "one run: memory over a step": _course,
+    "one run: who sends to whom": lambda history, run: traffic_matrix(_traffic(history), run=run),
+    "one run: who holds which slice": lambda history, run: shard_map(history.records().shards, run=run),
+}

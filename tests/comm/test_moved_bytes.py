@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.script_collectives import TorchCalls, bytes_kept
-from shardlab.comm.torch_engine_groups import torch_group
+from shardlab.comm.torch_engine_groups import bytes_kept, torch_group
 from shardlab.engines import build_engine
-from shardlab.partition import torch_gloo
+from shardlab.partition import ring_cost
+from shardlab.recording.script_collectives import TorchCalls
 from shardlab.trace.observed import moved_bytes, wire_bytes
 from shardlab.vocabulary import Collective
 
@@ -191,9 +191,9 @@ def test_a_step_moves_what_its_record_says(pools, strategy, num_ranks):
 
 
 def test_what_is_not_known_is_no_number():
-    assert torch_gloo.moved_bytes("nccl", Collective.ALL_REDUCE, 100, 2) != torch_gloo.moved_bytes(
+    assert ring_cost.moved_bytes("nccl", Collective.ALL_REDUCE, 100, 2) != ring_cost.moved_bytes(
         "nccl", Collective.ALL_REDUCE, 100, 2
     )
     for op in Collective:  # without a root: the average over all roots
-        of_roots = [torch_gloo.moved_bytes("gloo", op, 120, 4, 1, root) for root in range(4)]
-        assert torch_gloo.moved_bytes("gloo", op, 120, 4, 1) == pytest.approx(sum(of_roots) / 4), op
+        of_roots = [ring_cost.moved_bytes("gloo", op, 120, 4, 1, root) for root in range(4)]
+        assert ring_cost.moved_bytes("gloo", op, 120, 4, 1) == pytest.approx(sum(of_roots) / 4), op

@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardlab.comm import event_waits, events, torch_engine_groups
+from shardlab.comm import events, torch_engine_groups
 from shardlab.comm.communicator import Communicator
-from shardlab.comm.event_waits import EventWaits
 from shardlab.comm.torch_engine_groups import TorchGroup
-from shardlab.comm.torch_times import FutureTimes, StreamTimes
+from shardlab.comm.torch_times import EventWaits, FutureTimes, StreamTimes, listen
 from tests.comm.device_streams import Device
 
 MS = 1_000_000
@@ -189,7 +188,7 @@ def test_the_futures_that_cpp_waits_for(device, group, observer):
 
 def test_cudas_streams_are_left_as_they_were(device):
     plain = torch.cuda.Stream.record_event, torch.cuda.Stream.wait_event
-    ends = [event_waits.listen(EventWaits(device)) for _ in range(2)]
+    ends = [listen(EventWaits(device)) for _ in range(2)]
     for end in ends:
         assert torch.cuda.Stream.wait_event is not plain[1]
         end()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import Engine, OptimizerFn, build_engine
+from shardlab.engines.shards import Shards
 from tests.dist import cases
 
 ENGINES = {
@@ -128,6 +129,11 @@ def engine_of(
         build_engine(strategy, model, make, mesh, **{**options, **more}) as engine,
     ):
         yield engine
+
+
+def shards_of(engine: Engine) -> list[Shards]:
+    """All shards of an engine whose parameters are sharded, unit by unit."""
+    return [shards for unit in engine.units for shards in unit.shards]
 
 
 def own_batch(engine: Engine, kind: str = "MLP", step: int = 0, micro_batch: int = 0) -> tuple[Tensor, ...]:

@@ -6,6 +6,8 @@ import torch
 class Assigns(torch.optim.SGD):
     """Puts new tensors in the place of what it steps."""
 
+    shardlab_looks_at = "element"
+
     def __init__(self, params, lr=0.1):
         super().__init__(params, lr=lr)
 
@@ -33,6 +35,8 @@ class HeavyBall(Assigns):
 class Extrapolates(torch.optim.Optimizer):
     """Keeps the gradient of the step before, and no copy of it."""
 
+    shardlab_looks_at = "element"
+
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
 
@@ -48,6 +52,8 @@ class Extrapolates(torch.optim.Optimizer):
 
 class Steps(torch.optim.Optimizer):
     """Plain descent, in a class that calls no other's step."""
+
+    shardlab_looks_at = "element"
 
     after = None
 
@@ -83,6 +89,8 @@ def steps_and_more(tensors):
 class Raises(torch.optim.SGD):
     """Raises after the update, and before hooks that follow it."""
 
+    shardlab_looks_at = "element"
+
     fails = False
 
     def __init__(self, params, lr=0.1):
@@ -96,6 +104,8 @@ class Raises(torch.optim.SGD):
 
 class FusedAndRaises(torch.optim.AdamW):
     """The same; its kernels write without raising autograd's version counters."""
+
+    shardlab_looks_at = "element"
 
     fails = False
 
@@ -127,6 +137,8 @@ class RaisesFirst(torch.optim.SGD):
 class Looks(torch.optim.SGD):
     """Looks at the model in the middle of its step."""
 
+    shardlab_looks_at = "element"
+
     look = None
 
     def __init__(self, params):
@@ -140,6 +152,8 @@ class Looks(torch.optim.SGD):
 
 class Clears(torch.optim.SGD):
     """Clears its gradients itself."""
+
+    shardlab_looks_at = "element"
 
     def __init__(self, params):
         super().__init__(params, lr=0.1)
@@ -167,6 +181,8 @@ class WithoutHooks(torch.optim.Optimizer):
 
 class Forgetful(torch.optim.SGD):
     """Passes on only what it knows of a state dict."""
+
+    shardlab_looks_at = "element"
 
     def __init__(self, params):
         super().__init__(params, lr=0.1, momentum=0.9)

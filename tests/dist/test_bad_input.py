@@ -12,7 +12,18 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import STRATEGIES, GradScaler, build_engine
 from shardlab.launch import RankError
 from tests.dist import cases
-from tests.dist.every_engine import KINDS, PIECES, SHARDED, adamw, assert_states, engine_of, one_step, plain_steps, sgd
+from tests.dist.every_engine import (
+    KINDS,
+    PIECES,
+    SHARDED,
+    WHOLE,
+    adamw,
+    assert_states,
+    engine_of,
+    one_step,
+    plain_steps,
+    sgd,
+)
 
 
 def rewriting_embedding():
@@ -100,7 +111,7 @@ def refused_models(rank, key):
         with pytest.raises(ValueError, match=words) as caught, engine_of(key, 2, make(), optimizer_fn=sgd):
             pass
         said.append(str(caught.value))
-    for make in (buffers_of_one_memory, columns_of_one_tensor):
+    for make in (buffers_of_one_memory, columns_of_one_tensor, *([scripted] if key in WHOLE else [])):
         with engine_of(key, 2, make(), optimizer_fn=sgd):
             pass
     return said

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardlab.comm.mesh import Mesh
@@ -425,7 +424,7 @@ def stale(rank, directory, setup):
         engine.load(directory)
         with torch.no_grad():
             output = engine(batch("MLP", 0)[0])
-        with engine.full_params(), pytest.raises(ValueError, match="load: leave"):
+        with engine.full_params(), pytest.raises(RuntimeError, match="load: it was called inside"):
             engine.load(directory)
         return saved, output
 
@@ -625,21 +624,6 @@ def edit_manifest(folder, **changes):
     directory_module.write_json(folder / "manifest.json", {**written, **changes})
 
 
-def edit_rows(folder, **changes):
-    rows = directory_module.read_json(folder / "manifest.json")["rows"]
-    edit_manifest(folder, rows=[{**row, **changes} if row["kind"] == "state" else row for row in rows])
-
-
-def edit_group(folder, **changes):
-    (group,) = directory_module.read_json(folder / "manifest.json")["groups"]
-    edit_manifest(folder, groups=[{**group, **changes}])
-
-
-def nested(folder):
-    path = folder / "manifest.json"
-    path.write_text(path.read_text().replace('"extra": ', '"extra": ' + "[" * 100_000 + "]" * 100_000 + ', "x": ', 1))
-
-
 def flip(path, place):
     raw = bytearray(path.read_bytes())
     raw[place] ^= 1
@@ -649,23 +633,6 @@ def flip(path, place):
 def flip_digit_of_steps(folder):
     path = folder / "manifest.json"
     flip(path, path.read_bytes().index(b'"num_steps": ') + len('"num_steps": '))
-
-
-def rewrite_file(folder, change):
-    """Another file, whose checksum the manifest knows."""
-    path = folder / "rank-00001.safetensors"
-    save_file({name: change(name, tensor) for name, tensor in load_file(path).items()}, path)
-    checksums = directory_module.read_json(folder / "manifest.json")["checksums"]
-    edit_manifest(folder, checksums={**checksums, path.name: directory_module.checksum(path)})
-
-
-def far_steps(name, tensor):
-    return torch.full_like(tensor, 1e30) if "/step/" in name else tensor
-
-
-def out_of_the_folder(folder):
-    (folder.parent / "rank-00001.safetensors").write_bytes((folder / "rank-00001.safetensors").read_bytes())
-    edit_rows(folder, file="../rank-00001.safetensors")
 
 
 def truncate(path):
@@ -679,34 +646,11 @@ SPOILED = {
     "no version": (lambda folder: folder.rename(folder.with_name("x")), {}, "directory: .*version-000001.* not exist"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), {}, r"manifest: .*manifest\.json is missing"),
     "damaged manifest": (lambda folder: truncate(folder / "manifest.json"), {}, "manifest: .* is damaged"),
-    "unknown field": (lambda folder: edit_manifest(folder, colour=1), {}, "manifest: .* is damaged: .*colour"),
-    "text for a rate": (
-        lambda folder: edit_group(folder, lr="0.1"),
-        {},
-        "param_groups: 'lr' of group 0 is '0.1' .* 0.01",
-    ),
-    "three betas": (
-        lambda folder: edit_group(folder, betas=[0.9, 0.9, 0.9]),
-        {},
-        r"param_groups: 'betas' .*\(0.9, 0.9",
-    ),
-    "no names": (lambda folder: edit_group(folder, params=None), {}, "manifest: .* is damaged: TypeError"),
-    "no dict": (lambda folder: edit_manifest(folder, parameters={"0.weight": 3}), {}, "parameters: .*|is damaged"),
-    "no shape": (lambda folder: edit_rows(folder, shape=None), {}, "manifest: .* is damaged: TypeError"),
-    "deep": (nested, {}, "manifest: .* is damaged: maximum recursion"),
-    "newer format": (lambda folder: edit_manifest(folder, format=4), {}, "manifest: .* has format 4"),
+    "other format": (lambda folder: edit_manifest(folder, format=4), {}, "manifest: .* has format 4"),
     "flipped digit": (flip_digit_of_steps, {}, "manifest: .* is damaged: its checksum"),
     "flipped bit": (lambda folder: flip(folder / "rank-00001.safetensors", -3), {}, "file: .*00001.* checksum"),
     "truncated": (lambda folder: truncate(folder / "rank-00001.safetensors"), {}, "file: .*00001.* checksum"),
-    "no step count": (lambda folder: edit_manifest(folder, num_steps=10**15), {}, "manifest: num_steps is 10{15}"),
-    "negative": (lambda folder: edit_manifest(folder, num_steps=-1), {}, "manifest: num_steps is -1"),
-    "far steps": (lambda folder: rewrite_file(folder, far_steps), {}, "file: 'state/step/.* no step counter"),
-    "other dtype": (lambda folder: rewrite_file(folder, lambda _, part: part.float()), {}, "file: .*float32, and the"),
-    "no dtype": (lambda folder: edit_rows(folder, dtype="save"), {}, "manifest: 'state/.* has dtype 'save'"),
-    "half of state": (lambda folder: edit_rows(folder, stop=1), {}, "manifest: the rows of state/"),
-    "elsewhere": (out_of_the_folder, {}, "manifest: '../rank-00001.safetensors' is no file of a checkpoint"),
     "other folder": (lambda folder: (folder.parent / "latest").write_text("../c/x"), {}, "directory: .* damaged"),
-    "no generators": (lambda folder: edit_manifest(folder, rng=[{}, {}]), {}, "rng: "),
     "no file": (lambda folder: (folder / "rank-00001.safetensors").unlink(), {}, "file: .*rank-00001.* is missing"),
     "missing": (None, {"kind": "Uneven"}, "parameters: .*another model, has no 'scale', 'first.weight'"),
     "shape": (None, {"kind": "OtherShape"}, r"parameters: '4\.bias' has shape \[5\] .* \[5, 1\]"),
@@ -730,17 +674,6 @@ def test_what_cannot_be_loaded_is_named_on_all_ranks_and_changes_nothing(pools, 
         assert unchanged
         assert re.search(words, first), f"{name}: {first}"
         assert str(directory) in first or str(directory.parent) in first, f"{name}: {first}"
-
-
-def test_a_version_of_a_format_without_checksums_is_read(pools, tmp_path):
-    run_on(pools, 2, first_half, "zero3", "MLP", tmp_path)
-    folder = directory_module.latest(tmp_path)
-    written = json.loads((folder / "manifest.json").read_text())
-    del written["checksum"], written["checksums"]
-    (folder / "manifest.json").write_text(json.dumps({**written, "format": 2}))
-    model, _ = plain("MLP")
-    for state, _ in run_on(pools, 2, second_half, "zero1", "MLP", tmp_path):
-        assert_same_model(state, model)
 
 
 def saves_in_turn(rank, directory):

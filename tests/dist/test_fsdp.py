@@ -13,7 +13,7 @@ from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Collective, Role
 from tests.comm.test_communicator import Log
 from tests.dist import cases
-from tests.dist.every_engine import adamw, assert_states, backward, engine_of, one_step, own_batch, plain_steps, sgd
+from tests.dist.every_engine import adamw, assert_states, backward, engine_of, one_step, own_batch, plain_steps, sgd, shards_of
 from tests.dist.nasty import Block, Stack
 
 UNITS = ("root", "blocks.0", "blocks.1", "blocks.2")
@@ -63,7 +63,7 @@ def collectives(rank, options, micro_batches, kind=Blocks):
                 with engine.no_sync():
                     backward(engine)
             one_step(engine)
-        padded = sum(bucket.layout.padded_numel for bucket in engine.buckets)
+        padded = sum(bucket.layout.padded_numel for bucket in shards_of(engine))
         return [(event.op, event.tag, event.numel) for event in log.events], padded
 
 
@@ -152,7 +152,7 @@ def gathered_peak(rank, prefetch, freeze):
             block.inner.register_full_backward_pre_hook(sample)
         one_step(engine)
         block_bytes, root_bytes = (
-            sum(bucket.layout.padded_numel for bucket in unit.buckets) * 8
+            sum(bucket.layout.padded_numel for bucket in unit.shards) * 8
             for unit in (engine.units[1], engine.units[0])
         )
         after = bytes_by_role(engine.live_tensors())[Role.GATHERED_PARAMETER]
@@ -180,7 +180,7 @@ def hybrid(rank, key):
             one_step(engine, step=step)
             engine.zero_grad()
         held = bytes_by_role(engine.live_tensors())
-        return engine.full_state_dict(), held, one, [bucket.layout.padded_numel for bucket in engine.buckets]
+        return engine.full_state_dict(), held, one, [bucket.layout.padded_numel for bucket in shards_of(engine)]
 
 
 @pytest.mark.parametrize("key", ["fsdp-hybrid", "fsdp-hybrid-dim0"])

@@ -6,12 +6,24 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
-from shardlab.engines.backward_watch import BackwardWatch
 from tests.fuzzing.drawn import Menu
 from tests.fuzzing.engines import OURS
 from tests.fuzzing.features import ON
 from tests.fuzzing.modules import build
-from tests.fuzzing.replay import Backward, BlockSpec, Clip, EngineSpec, Evaluate, Forward, ModuleSpec, Scenario, Step
+from tests.fuzzing.replay import (
+    Backward,
+    BlockSpec,
+    Clip,
+    EngineSpec,
+    Evaluate,
+    Forward,
+    FullParams,
+    Hold,
+    ModuleSpec,
+    Scenario,
+    StateOut,
+    Step,
+)
 from tests.fuzzing.run import close_meshes, run_scenario
 from tests.fuzzing.scenarios import scenarios
 from tests.fuzzing.script import script_of
@@ -37,7 +49,7 @@ def test_what_users_do_at_random_trains_as_one_process_or_is_refused(pools, num_
         warnings.simplefilter("ignore")  # of Hypothesis, about a test inside a test
         check()
     close_meshes(pools(num_ranks))
-    assert seen.count("refused") <= 0.25 * len(seen)
+    assert seen.count("refused") <= 0.4 * len(seen)
 
 
 @pytest.mark.parametrize("how", ["engine", "plain"])
@@ -65,6 +77,25 @@ def test_ranks_may_use_other_parameters_of_a_unit(pools, num_ranks, transport, s
     close_meshes(pools(num_ranks))
 
 
+FOUND = {
+    "a plain backward adds to placeholders, through other nodes than the parameters have by then": (
+        EngineSpec("zero1", (("precision", "float32, summed in float64"),)),
+        (Forward(quiet=True), Backward(quiet=True), FullParams(), Forward(), FullParams(), Backward("plain")),
+        "equal",
+    ),
+    "what is held rounded is not what is stored": (
+        EngineSpec("fsdp", (("precision", "float32"),)), (Hold(), StateOut()), "refused",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_what_was_found_stays_mended(pools, what):
+    engine, operations, answer = FOUND[what]
+    assert run_scenario(pools(2), Scenario(ModuleSpec(), engine, operations=operations)).kind == answer
+    close_meshes(pools(2))
+
+
 def _clipped_before_the_reduction(engine):
     engine.finish_gradients = lambda: None
     return engine
@@ -88,22 +119,8 @@ def _zeroed_too_early(engine):
 
 
 def _never_reshards(engine):
-    def after_forward(unit, output):
-        engine._schedule._came_with.clear()  # or the end of the pass would reshard it
-        return output
-
-    engine._schedule._after_forward = after_forward
-    return engine
-
-
-class SeesNoParts(BackwardWatch):
-    """Takes a part of a gradient for all of it."""
-
-    brings_parts = False
-
-
-def _sees_no_parts(engine):
-    engine._backward_watch.__class__ = SeesNoParts
+    for unit in engine.units:
+        unit.reshard = lambda: None
     return engine
 
 
@@ -119,18 +136,12 @@ FAULTS = {
     "never stepped": _never_stepped,
     "zeroed too early": _zeroed_too_early,
     "evaluation leaves units gathered": _never_reshards,
-    "parts of gradients taken for whole": _sees_no_parts,
     "a buffer of its own on each rank": _own_buffer,
 }
 EVERYWHERE = ("clipped before the reduction", "dropped buffer", "never stepped", "zeroed too early")
 SOMEWHERE = {
     "evaluation leaves units gathered": Scenario(
         ModuleSpec(blocks=(BlockSpec(),), path=(0,)), EngineSpec("fsdp"), operations=(Evaluate(1),)
-    ),
-    "parts of gradients taken for whole": Scenario(
-        ModuleSpec(blocks=(BlockSpec(checkpoint="whole reentrant"),), path=(0, 0)),
-        EngineSpec("bucketed", (("bucket_bytes", 1),)),
-        operations=TRAINING,
     ),
     "a buffer of its own on each rank": Scenario(
         ModuleSpec(blocks=(BlockSpec("running"),), path=(0,)), EngineSpec("ddp"), operations=(Forward(1),)

@@ -145,7 +145,7 @@ def overlap_order(rank):
         model[0].weight.register_post_accumulate_grad_hook(lambda _: seen.append(len(log.events)))
         with build_engine("bucketed", model, adamw, mesh, bucket_bytes=256) as engine, mesh.observed_by(log):
             one_step(engine)
-            return seen[0], len(log.events), len(engine.buckets)
+            return seen[0], len(log.events), len(engine.divisions())
 
 
 def test_buckets_leave_during_backward(pools):
@@ -195,7 +195,7 @@ def views(rank):
         addresses = []
         for step in range(3):
             one_step(engine, step=step)
-            buffer = engine.buckets[0].buffer
+            buffer = engine.strategy.buckets[0].buffer
             assert all(
                 param.grad.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
                 for param in engine.params.values()
@@ -241,7 +241,7 @@ def bytes_over_a_step(rank, num_ranks, options):
             engine.backward(loss)
             engine.step()
         seen["at rest"] = bytes_by_role(engine.live_tensors())
-        return seen, engine.padding_bytes, [(e.op, e.tag, e.numel) for e in log.events], len(engine.buckets)
+        return seen, engine.padding_bytes, [(e.op, e.tag, e.numel) for e in log.events], len(engine.divisions())
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -301,7 +301,7 @@ def gathered_everywhere(rank, num_ranks, options):
                 engine.zero_grad()
         for hook in hooks:
             hook.remove()
-        units = [[bucket.layout for bucket in unit.buckets] for unit in engine.units[:2]]
+        units = [[shards.layout for shards in unit.shards] for unit in engine.units[:2]]
         padded = [8 * sum(layout.padded_numel for layout in layouts) for layouts in units]
         return max(watch.seen), watch.seen[-1], padded, 8 * sum(layout.numel for layouts in units for layout in layouts)
 
@@ -404,8 +404,10 @@ def test_a_step_makes_no_stub_for_what_it_reshards(monkeypatch):
 
 
 MAP = (
-    "from tests.dist import cases\nfrom shardlab.engines.buckets import build_buckets\n"
-    "print([b.names for b in build_buckets(dict(cases.build('SmallGPT').named_parameters()), 3, 2000)])"
+    "from tests.dist import cases\nfrom shardlab.engines.bucket import bucket_layouts\n"
+    "from shardlab.vocabulary import Partition\n"
+    "params = dict(cases.build('SmallGPT').named_parameters())\n"
+    "print([one.names for one in bucket_layouts(params, 3, 2000, Partition.ELEMENTS)])"
 )
 
 

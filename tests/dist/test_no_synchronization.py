@@ -1,8 +1,8 @@
 """Between the first forward and the end of a step nothing lets the host wait for a device.
 
 On a GPU these operations do: reading a number, counting what a mask selects, and copying a list of Python's to the
-device. On the CPU they are as easily counted, by torch's dispatcher. One thing is asked on the CPU alone, whether a rank
-has sent marks in the place of gradients, and is left out here.
+device. On the CPU they are as easily counted, by torch's dispatcher. The flag by which ranks raise together is left out:
+on a GPU it is read by the next verb that needs the means.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardlab.engines import gradients
+from shardlab.engines import engine as engine_file
 from tests.dist import cases
 from tests.dist.every_engine import ENGINES, engine_of
 
@@ -48,7 +48,7 @@ def waits_of(rank, key, num_ranks):
         pytest.MonkeyPatch.context() as patch,
         engine_of(key, num_ranks, cases.build("SmallGPT"), "sgd") as engine,
     ):
-        patch.setattr(gradients, "failed_rank", lambda _: None)
+        patch.setattr(engine_file, "read_later", lambda _: lambda: 0.0)
         for step in range(2):
             batches = [cases.rows("SmallGPT", step, micro_batch, num_ranks) for micro_batch in range(2)]
             own = [[cases.own_rows(part, rank) for part in batch] for batch in batches]

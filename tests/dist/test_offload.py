@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import build_engine, offload
+from shardlab.engines import build_engine, offload, sharded, shards
 from shardlab.engines.checkpoint.directory import latest
 from shardlab.engines.checkpoint.manifest import read_manifest
-from shardlab.engines.fsdp import offloaded_engine, unit
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.dist import cases
+from tests.dist.every_engine import shards_of
 
 KINDS = ("MLP", "SmallGPT", "Uneven", "Tied", "Frozen", "FewElements")
 OPTIONS = (
@@ -117,8 +117,8 @@ def all_kinds_with_late_copies(rank, axes, options, norm_type):
 
     with (
         mock.patch.object(offload, "copy_to_host", copy_to_host),
-        mock.patch.object(unit, "copy_to_host", copy_to_host),
-        mock.patch.object(offloaded_engine, "wait_for_copies", wait_for_copies),
+        mock.patch.object(shards, "copy_to_host", copy_to_host),
+        mock.patch.object(sharded, "wait_for_copies", wait_for_copies),
     ):
         return all_kinds(rank, axes, options, norm_type), waits
 
@@ -139,7 +139,7 @@ def held_at_rest(_, options):
         seen = []
         with engine.stepping():
             seen.append(bytes_by_role(engine.live_tensors())[Role.PARAMETER])
-        padded = sum(bucket.layout.padded_numel for bucket in engine.buckets)
+        padded = sum(bucket.layout.padded_numel for bucket in shards_of(engine))
         return built, seen[0], 8 * padded // 2, sum(piece.nbytes for piece in engine.step_tensors())
 
 

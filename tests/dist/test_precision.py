@@ -14,7 +14,7 @@ from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.comm.test_communicator import Log
 from tests.dist import cases
-from tests.dist.every_engine import adamw, assert_states, sgd
+from tests.dist.every_engine import adamw, assert_states, sgd, shards_of
 from tests.dist.test_fsdp import Blocks
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -91,7 +91,7 @@ def bytes_and_wire(rank, precision):
             gathered,
             held,
             [(event.op, event.dtype, event.num_bytes) for event in log.events],
-            engine.buckets[0].layout.padded_numel,
+            shards_of(engine)[0].layout.padded_numel,
         )
 
 

@@ -140,16 +140,3 @@ def told_of_other_things(rank):
 
 def test_other_errors_stay_as_they_are(pools):
     assert pools(2).run(told_of_other_things) == [[], []]
-
-
-def hooks_on_units(_, precision):
-    with Mesh({"data": 2}) as mesh:
-        engine = build_engine("fsdp", build("Promotes"), adamw, mesh, precision=precision)
-        during = [len(block._forward_pre_hooks) for block in engine.module.blocks]
-        engine.close()
-        return during, [len(block._forward_pre_hooks) for block in engine.module.blocks]
-
-
-def test_full_precision_pays_nothing_for_it(pools):
-    assert pools(2).run(hooks_on_units, "full")[0] == ([1] * 4, [0] * 4)
-    assert pools(2).run(hooks_on_units, "bf16")[0] == ([2] * 4, [0] * 4)

@@ -313,9 +313,8 @@ def by_nothing(engine, x, y, directory):
     with torch.no_grad():
         engine(x)
     engine.full_state_dict()
-    for keep_changes in (False, True):
-        with engine.full_params(keep_changes=keep_changes):
-            pass
+    with engine.full_params():
+        pass
 
 
 CHANGES = {
@@ -475,7 +474,7 @@ def empty_among_others(rank, key):
         loss = cases.loss_of(engine(x), y)
         with torch.no_grad():
             engine.step_tensors().by_name("first").mul_(3)
-        with pytest.raises(RuntimeError, match=f"{REFUSAL}|has changed between forward and backward"):
+        with pytest.raises(RuntimeError, match=REFUSAL):
             engine.backward(loss)
         return gradients
 

@@ -195,12 +195,16 @@ def test_loaded_state_has_the_strides_of_its_parameter(pools, tmp_path):
 class CountsForAll(torch.optim.SGD):
     """Keeps its steps under a key that is no parameter."""
 
+    shardlab_looks_at = "element"
+
     def step(self, closure=None):
         super().step()
         self.state["all"]["step"] = self.state["all"].get("step", 0) + 1
 
 
 class CountsBeside(torch.optim.SGD):
+    shardlab_looks_at = "element"
+
     def state_dict(self):
         return {**super().state_dict(), "count": 1}
 

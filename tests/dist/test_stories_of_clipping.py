@@ -86,7 +86,7 @@ THEN = (
     lambda user: user.step(),
     lambda user: user.clip_grad_norm_(1.0),
     lambda user: user.go_back(1),
-    lambda user: user.quietly(1),
+    lambda user: (user.quietly(1), user.step()),  # nothing is sent by the first, so all are told by the second
     lambda user: user.loss(1).backward(),
     lambda user: user.full_gradients(),
 )
@@ -132,14 +132,14 @@ def torch_clips_one_rank_s_sums_inside_no_sync(user):
 
 
 @story(on=WHOLE, refused=rf"{WORDS}|call engine\.zero_grad\(\)", instead=lambda user: user.train(0))
-def a_plain_backward_that_was_refused_accepts_nothing(user):
+def what_a_plain_backward_inside_no_sync_adds_to_is_refused_when_all_meet(user):
     with user.no_sync():
         user.go_back(0)
         clip_grad_norm_(user.module.parameters(), 1e-3)
+        user.loss(1).backward()
+    for _ in range(2):
         with user.refused():
-            user.loss(1).backward()
-    with user.refused():
-        user.step()
+            user.step()
     user.zero_grad()
     user.train(0)
 
@@ -181,32 +181,26 @@ def torch_clips_while_parameters_are_held(user):
         for look in (lambda params: clip_grad_norm_(params, 1.0), lambda params: [p.grad * 2 for p in params]):
             with user.refused():
                 look(model.parameters())
-        user.go_back(1)
-        for param in model.parameters():
-            param.grad = None
-        with user.refused():
-            user.step()
-        user.zero_grad()
-        user.train(0, 1)
+    user.zero_grad()
+    user.train(0, 1)
 
 
 @story(on=PIECES, refused="engine.clip_grad_norm_|it was set or cleared", instead=lambda user: user.train(0, 1))
 def after_autograd_grad_torch_s_gradients_are_clipped_or_set(user):
     """It computes gradients and accumulates none."""
     for is_set in (True, False):
+        user.go_back(0)
         with user.full_params() as model:
-            user.go_back(0)
             params = list(model.parameters())
             gradients = torch.autograd.grad(user.loss(1), params)
             if is_set:
                 for param, gradient in zip(params, gradients, strict=True):
                     param.grad = gradient
-                with user.refused():
-                    user.step()
             else:
                 with user.refused():
                     clip_grad_norm_(params, 0.01)
-                user.step()
+        with user.refused(here=is_set):
+            user.step()
         user.zero_grad()
     user.train(1)
 

@@ -134,11 +134,6 @@ def what_it_owes_is_that_of_its_beginning(user, tries_again):
     block = user.module.blocks[0]
     trained = block.inner.weight.requires_grad
     failing(user, None if user.rank else 1)
-    gradients = [piece.grad for piece in user.tensors(lambda name: name.startswith("blocks.0"))]
-    found = [gradient for gradient in gradients if gradient is not None]
-    if user.rank == 1:
-        assert all(bool(gradient.isnan().any()) for gradient in found)
-        assert bool(found) is trained
     block.requires_grad_(not trained)
     if user.rank == 0 and tries_again:
         with user.refused():

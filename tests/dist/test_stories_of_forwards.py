@@ -258,12 +258,6 @@ def two_forwards_one_backward(user):
         stepped(user)
 
 
-for kind in (Reentrant, TiedReentrant, TiedReentrantFirst):
-    STORIES.story(name=f"{kind.__name__}_two_forwards", model=kind, on=ON)(two_forwards_one_backward)
-STORIES.story(name="Reentrant_plain_backwards", model=Reentrant, on=ON)(plain_backwards)
-
-
-@story(model=Reentrant, on=ON)
 def frozen_between_forwards_of_one_backward(user):
     """The first gradient may then come from a backward inside the plain one."""
     for step in range(2):
@@ -275,12 +269,35 @@ def frozen_between_forwards_of_one_backward(user):
         user.module.requires_grad_(True)
 
 
+# Gradients that come in parts are right where nothing has been sent by then; else they are refused, on all ranks.
+IN_PARTS = (
+    *((two_forwards_one_backward, kind, WHOLE) for kind in (Reentrant, TiedReentrant, TiedReentrantFirst)),
+    (plain_backwards, Reentrant, (*WHOLE, "fsdp", "fsdp-shard_grad_op")),
+    (frozen_between_forwards_of_one_backward, Reentrant, WHOLE),
+)
+
+
+def refused_and_cleared(user, go):
+    with user.refused():
+        go(user)
+    user.zero_grad()
+
+
+for go, kind, refusing in IN_PARTS:
+    right = tuple(key for key in ON if key not in refusing)
+    STORIES.story(name=f"{kind.__name__}_{go.__name__}", model=kind, on=right)(go)
+    STORIES.story(
+        name=f"{kind.__name__}_{go.__name__}_is_refused", model=kind, on=refusing, instead=None,
+        refused="use_reentrant=False",
+    )(functools.partial(refused_and_cleared, go=go))  # fmt: skip
+
+
 def wrap_layers(name, module):
     return isinstance(module, Block) or name in ("enter", "leave")
 
 
 @story(model=TiedReentrantFirst, on=("fsdp", "fsdp-shard_grad_op", "fsdp-no_shard"), options={"wrap": wrap_layers},
-       refused=r"inner\.weight' is sharded: .*use_reentrant=False", instead=None)  # fmt: skip
+       refused=r"inner\.\w+' is sharded: .*use_reentrant=False", instead=None)  # fmt: skip
 def a_unit_is_computed_again_when_it_has_been_let_go(user):
     """Nothing is frozen, and the root has the tied weight alone, whose first part is there before the recomputation."""
     user.module.requires_grad_(True)
@@ -490,12 +507,27 @@ INSIDE = {
 }
 for name, (kind, prepare) in INSIDE.items():
     for wrap in ("auto", "root" if kind is Nested else nn.Linear):
+        told = {"name": f"inside_forward_{name}_{getattr(wrap, '__name__', wrap)}", "model": kind}
+        everywhere = KINDS if wrap == "auto" else ("fsdp",)
+        refusing = SHARDED if kind is Adversarial else ()
 
-        @story(name=f"inside_forward_{name}_{getattr(wrap, '__name__', wrap)}", model=kind, instead=rank_by_rank,
-               on=KINDS if wrap == "auto" else ("fsdp",), options={"wrap": wrap})  # fmt: skip
         def inside_forward(user, prepare=prepare):
             prepare(user)
             user.train(0, 1)
+
+        def refused_inside(user, prepare=prepare):
+            prepare(user)
+            with user.refused():
+                user.go_back(0)
+            user.zero_grad()
+
+        on = tuple(key for key in everywhere if key not in refusing)
+        if on:
+            story(**told, on=on, instead=rank_by_rank, options={"wrap": wrap})(inside_forward)
+        if refused := tuple(key for key in everywhere if key in refusing):
+            told["name"] += "_is_refused"
+            story(**told, on=refused, instead=None, options={"wrap": wrap},
+                  refused="backward: it was called inside a forward")(refused_inside)  # fmt: skip
 
 
 @story(on=WHOLE, instead=lambda user: user.train(0))

@@ -1,6 +1,7 @@
 """Gradients that users clear, read, replace, scale and add up, between backward and step, as one process does."""
 
 import contextlib
+import copy
 import warnings
 
 import pytest
@@ -126,18 +127,8 @@ def sums_are_cleared_by_one_rank(user):
         user.zero_grad()
 
 
-@story(
-    name="sums_in_more_bits_are_cleared_by_one_rank", on=("zero1",), instead=cleared_by_rank_1,
-    options={"precision": Precision(reduce=torch.float64)}, optimizer=momentum,
-)  # fmt: skip
-def in_the_bucket(user):
-    """There they add up, and a placeholder is what the rank clears."""
-    sums_are_cleared_by_one_rank(user)
-
-
 @story(optimizer=momentum, on=("zero2",), options={"precision": Precision(reduce=torch.float64)})
 def means_and_sums_and_means_after_cleared_sums(user):
-    user.step()  # of nothing, after which there are no means that could stay
     user.quietly(3)
     cleared_by_hand(user.module)
     user.go_back(0)
@@ -146,18 +137,15 @@ def means_and_sums_and_means_after_cleared_sums(user):
     user.step()
 
 
-@story(on=("zero1", "zero2"), dtype=torch.float32, options={"precision": "bf16"}, instead=None)
+@story(on=("zero1", "zero2"), dtype=torch.float32, options={"precision": "bf16"}, instead=None,
+       refused="cleared or replaced at the parameter, and it is elsewhere")  # fmt: skip
 def a_submodule_s_sums_in_more_bits_are_cleared(user):
-    for ranks in ((0, 1), (1,)):
-        x = user.rows(0)[0].float()
-        if user.rank in ranks:
-            with user.no_sync():
-                user.backward(user(x).sum())
-        user.module[0].zero_grad()
+    with user.no_sync():
+        user.backward(user(user.rows(0)[0].float()).sum())
+    user.module[0].zero_grad()
+    with user.refused():
         user.finish_gradients()
-        assert all((gradient is None) is name.startswith("0.") for name, gradient in user.full_gradients().items())
-        user.zero_grad(set_to_none=False)
-        user.zero_grad()
+    user.zero_grad()
 
 
 # Adding up.
@@ -175,6 +163,14 @@ def backwards_add_to_means(user):
     penalty = torch.autograd.grad(user.loss(1), list(user.module.first.parameters()))
     user.step()
     assert all(part.shape == param.shape for part, param in zip(penalty, user.module.first.parameters(), strict=True))
+
+
+@story(on=WHOLE)
+def a_penalty_adds_to_means_by_a_backward_of_its_own(user):
+    """Which comes through no output of the engine."""
+    user.go_back(1)
+    sum(param.square().sum() for param in user.module.parameters()).backward()
+    user.step()
 
 
 class Idle(nn.Module):
@@ -359,14 +355,22 @@ def a_hook_of_one_rank_drops_a_gradient(user):
 test_stories = STORIES.told()
 
 
+@pytest.mark.parametrize("after_means", [False, True])
 @pytest.mark.parametrize("strategy", ["single", "zero1", "zero2"])
-def test_one_process_may_clip_what_no_sync_has_left_unless_means_lie_elsewhere(strategy):
+def test_one_process_may_clip_what_no_sync_has_left_unless_means_lie_elsewhere(strategy, after_means):
     model = cases.build("MLP")
     x, y = cases.rows("MLP", 0, 0, 1)
+    plain = copy.deepcopy(model)
     with build_engine(strategy, model, sgd) as engine:
-        with engine.no_sync():
-            engine.backward(cases.loss_of(engine(x), y))
+        for backward in [engine.backward] * after_means + [engine.no_sync()(engine.backward)]:
+            backward(cases.loss_of(engine(x), y))
+            cases.loss_of(plain(x), y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        words = r"write engine\.clip_grad_norm_\(max_norm\)"
-        with contextlib.nullcontext() if strategy == "single" else pytest.raises(RuntimeError, match=words):
+        nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+        if after_means and strategy != "single":
+            with pytest.raises(RuntimeError, match=r"write engine\.clip_grad_norm_\(max_norm\)"):
+                engine.step()
+        else:
             engine.step()
+            for param, alone in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(param, alone - 0.1 * alone.grad, rtol=0, atol=1e-12)

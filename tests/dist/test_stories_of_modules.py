@@ -307,10 +307,10 @@ def a_closed_engine_is_used(user):
         lambda: user.backward(user.module(x).sum()),
         user.step,
         lambda: user.clip_grad_norm_(1.0),
+        user.zero_grad,
     ):
         with user.refused():
             use()
-    user.zero_grad()
     user.module.zero_grad()
 
 
@@ -334,55 +334,35 @@ def a_backward_after_closing_is_plain_torchs(user):
     assert_states([gradients_of(user.module)], gradients_of(plain))
 
 
-@story(on=(*KINDS, "ddp", "fsdp-no_shard"))
-def given_back_inside_full_params_it_trains_alone(user):
+@story(on=ON, refused="close: .*leave the block", instead=lambda user: user.train(0, 1))
+def closed_inside_full_params(user):
     user.train(0)
-    if user.rank is not None:
-        user.go_back(1)
-    with user.full_params() as model:
-        model.to("cpu")
+    with user.full_params(), user.refused():
         user.close()
-    model.zero_grad()
-    optimizer = sgd(list(model.parameters()))
-    x, y = cases.rows("MLP", 1, 0, user.num_ranks)
-    cases.loss_of(model(x), y).backward()
-    optimizer.step()
+    user.train(1)
 
 
 @story(on=(*KINDS, "fsdp-no_shard", "fsdp-offload"))
-def closed_inside_full_params_it_stays_whole(user):
-    with user.full_params(keep_changes=True) as model:
-        with torch.no_grad():
-            model[0].weight.mul_(2)
-        user.close()
-        inside = {name: param.detach().clone() for name, param in model.named_parameters()}
+def closed_after_full_params(user):
+    with user.full_params(keep_changes=True) as model, torch.no_grad():
+        model[0].weight.mul_(2)
+    user.close()
     model(torch.ones(2, 7).double()).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
-    return inside
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-@story(on=PIECES, options={"precision": Precision(torch.bfloat16)}, name="the_same_in_16_bits",
-       instead=closed_inside_full_params_it_stays_whole)  # fmt: skip
-def in_16_bits(user):
-    return closed_inside_full_params_it_stays_whole(user)
+story(name="the_same_in_16_bits", on=PIECES, options={"precision": Precision(torch.bfloat16)})(closed_after_full_params)
 
 
-for bits, options in (("64", {}), ("16", {"precision": Precision(torch.bfloat16)})):
-
-    @story(
-        name=f"changed_after_closing_in_{bits}_bits",
-        on=KINDS if bits == "64" else PIECES,
-        options=options,
-        instead=None,
-    )
-    def what_is_changed_after_closing_is_nobodys_business(user):
-        model = user.module
-        with user.full_params(keep_changes=True):
-            user.close()
-            model.bfloat16()
-            model[0].weight = nn.Parameter(torch.zeros(2, 2))
-        assert model[0].weight.sum() == 0
-        assert sum(param.dtype == torch.bfloat16 for param in model.parameters()) == 5
+@story(on=ON, instead=None)
+def what_is_changed_after_closing_is_nobodys_business(user):
+    model = user.module
+    user.close()
+    model.bfloat16()
+    model[0].weight = nn.Parameter(torch.zeros(2, 2))
+    assert model[0].weight.sum() == 0
+    assert sum(param.dtype == torch.bfloat16 for param in model.parameters()) == 5
 
 
 @story(on=("zero3", "fsdp", "fsdp-no_shard"), model="Tied")

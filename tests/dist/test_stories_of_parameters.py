@@ -1,6 +1,7 @@
 """What users write into parameters or put in their place: taken over, or refused with what to write instead."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from tests.dist.telling import Stories
 
 STORIES = Stories()
 story = STORIES.story
-WRITTEN = "was written to while it was gathered"
+WRITTEN = "was written to.*keep_changes=True"
+REPLACED = "its data was replaced by"
 
 
 # Values, inside full_params(keep_changes=True), or where parameters are whole.
@@ -57,7 +59,7 @@ def data_is_replaced_inside_full_params(user):
         user.train(1, 2)
 
 
-@story(optimizer=momentum, on=WHOLE)
+@story(optimizer=momentum, on=("bucketed",))
 def data_is_replaced_where_parameters_are_whole(user):
     user.train(0)
     for replace in REPLACEMENTS:
@@ -70,14 +72,21 @@ def data_is_replaced_where_parameters_are_whole(user):
         user.train(2)
 
 
-@story(on=("zero1",))
-def what_was_assigned_is_there_after_a_refused_load(user):
+@story(on=("zero1", "zero2"), refused=f"'0.bias': {REPLACED}", instead=lambda user: user.train(0, 1, 2))
+def data_is_replaced_where_parameters_are_views(user):
     user.train(0)
-    clamped(user.module)
-    if user.rank is not None:
-        with pytest.raises(ValueError, match=r"checkpoint|directory"):
-            user.load(user.directory)
+    user.save(user.directory)
+    own = user.module[0].bias.data
+    uses = (user.full_state_dict, lambda: user.save(user.directory), lambda: user.load(user.directory), user.step)
+    for use in (*uses, lambda: user.go_back(1), lambda: user.go_back(1)):
+        by_data(user.module)
+        with user.refused():
+            use()
+        user.zero_grad()
+    user.module[0].bias.data = own
     user.train(1)
+    user.load(user.directory)
+    user.train(1, 2)
 
 
 @story()
@@ -155,7 +164,7 @@ class Pictures(nn.Module):
         return self.last(torch.tanh(self.conv(self.spread(x).view(-1, 3, 3, 3))).flatten(1))
 
 
-@story(model=Pictures, on=WHOLE)
+@story(model=Pictures, on=("bucketed",))
 def whole_parameters_get_another_memory_format(user):
     user.module.to(memory_format=torch.channels_last)
     user.train(0, 1, 2)
@@ -176,15 +185,44 @@ def stepped_while_held(user):
     return inside
 
 
-story(optimizer=momentum)(stepped_while_held)
+story(optimizer=momentum, on=WHOLE)(stepped_while_held)
 
 
-@story(optimizer=momentum, on=("fsdp",), instead=stepped_while_held)
-def stepped_while_a_unit_is_held_by_hand_too(user):
-    user.unshard("2")
-    inside = stepped_while_held(user)
-    user.reshard("2")
-    return inside
+def trained_while_held(user):
+    for use in (lambda: user.go_back(0), user.step):
+        user.go_back(0)
+        with user.full_params(), user.refused():
+            use()
+        user.zero_grad()
+        if user.name == "fsdp":
+            user.go_back(0)
+            user.unshard("2")
+            with user.refused():
+                use()
+            user.reshard("2")
+            user.zero_grad()
+    user.train(0)
+
+
+story(on=SHARDED, refused=r"full_params\(\)", instead=lambda user: user.train(0))(trained_while_held)
+story(name="rounded_trained_while_held", on=PIECES, dtype=torch.float32, options={"precision": "bf16"}, instead=None,
+      refused=r"full_params\(\)")(trained_while_held)  # fmt: skip
+
+
+@story(on=(*KINDS, "fsdp-no_shard"), optimizer=momentum)
+def parameters_are_read_and_written_between_backward_and_step(user):
+    for keeps in (False, True):
+        user.quietly(0, 0)
+        with user.full_params():
+            copy.deepcopy(user.module)
+        user.go_back(0, 1)
+        with user.full_params(keep_changes=keeps) as model, torch.no_grad():
+            user.full_state_dict()
+            for param in model.parameters():
+                param.mul_(1.0 if not keeps else 0.9)
+            user.loss(1)
+        user.step()
+        user.zero_grad()
 
 
 @story(on=(*KINDS, "fsdp-no_shard"), instead=None)
@@ -198,7 +236,7 @@ def changes_are_not_kept(user):
         assert_states([user.full_state_dict()], {name: value * holds for name, value in before.items()})
 
 
-@story(on=(*SHARDED, "fsdp-no_shard"), refused="has changed between forward and backward", instead=None)
+@story(on=(*SHARDED, "fsdp-no_shard"), refused="have changed between forward and backward", instead=None)
 def a_backward_through_values_that_are_lost(user):
     with user.full_params() as module:
         with torch.no_grad():
@@ -219,7 +257,7 @@ class Writes(cases.MLP):
         return super().forward(x)
 
 
-@story(model=Writes, on=(*WHOLE, "fsdp-no_shard"), options={"wrap": "root"})
+@story(model=Writes, on=WHOLE)
 def forward_writes_into_whole_parameters(user):
     for step in range(2):
         user.train(step)
@@ -227,12 +265,14 @@ def forward_writes_into_whole_parameters(user):
             user.loss(10 + step)
 
 
-@story(model=Writes, on=(*SHARDED, "fsdp-shard_grad_op"), options={"wrap": "root"},
-       refused=f"parameter '0\\.weight': it {WRITTEN}.*keep_changes=True", instead=lambda user: None)  # fmt: skip
+@story(model=Writes, on=(*SHARDED, "fsdp-shard_grad_op", "fsdp-no_shard"), options={"wrap": "root"},
+       refused=f"parameter '0\\.weight': it {WRITTEN}", instead=None)  # fmt: skip
 def forward_writes_into_gathered_parameters(user):
-    with user.refused():
+    for use in (user.full_state_dict, lambda: user.save(user.directory), lambda: user.go_back(1)):
         user.loss(0)
-        user.full_state_dict()  # shard_grad_op keeps what is gathered until then
+        with user.refused():
+            use()
+        user.zero_grad()
 
 
 def halve(module, _):
@@ -243,7 +283,7 @@ def convert(module, *_):
     module.weight.data = module.weight.data.float()
 
 
-@story(on=(*SHARDED, "fsdp-no_shard"), options={"wrap": "root"}, refused=WRITTEN, instead=lambda user: user.train(1))
+@story(on=(*SHARDED, "fsdp-no_shard"), options={"wrap": "root"}, refused=REPLACED, instead=lambda user: user.train(1))
 def gathered_data_is_replaced(user):
     for register, change in ((nn.Module.register_forward_pre_hook, halve), (nn.Module.register_forward_hook, convert)):
         hook = register(user.module[2], change)
@@ -257,7 +297,7 @@ def gathered_data_is_replaced(user):
 @story(on=("fsdp", "fsdp-shard_grad_op"), refused=f"it {WRITTEN}", instead=lambda user: user.train(0, 1))
 def units_that_are_gathered_by_hand_are_written(user):
     user.train(0)
-    for use in (user.step, user.full_state_dict):
+    for use in (user.full_state_dict, user.step, lambda: user.save(user.directory)):
         for unit in user.units:
             user.unshard(unit.name)
         with torch.no_grad():
@@ -265,6 +305,12 @@ def units_that_are_gathered_by_hand_are_written(user):
                 param.fill_(0.5)
         with user.refused():
             use()
+        for unit in user.units:
+            user.reshard(unit.name)
+        user.zero_grad()
+    with user.refused():  # what reshard() has lost
+        user.go_back(1)
+    user.zero_grad()
     user.train(1)
 
 
@@ -291,19 +337,17 @@ class WritesOnce(nn.Module):
         return gradient
 
 
-@story(model=WritesOnce, on=("zero3", "zero3-one"), refused=WRITTEN, instead=lambda user: user.train(0, 0))
+@story(model=WritesOnce, on=(*SHARDED, "zero3-one"), refused=f"{WRITTEN}|is sharded|rank 1 raised",
+       instead=lambda user: user.train(0, 0))  # fmt: skip
 def one_rank_writes_in_backward(user):
-    for goes_on in (False, True):  # with the means that are there all the same
-        user.module.writes = user.rank == 1
-        loss = user.loss(0)
-        with user.refused(here=user.rank == 1):
-            user.backward(loss)
-        user.module.writes = False
-        if not goes_on:
-            user.zero_grad()
-            user.go_back(0)
-        user.step()
-        user.zero_grad()
+    user.train(0)
+    user.module.writes = user.rank == 1
+    loss = user.loss(0)
+    with user.refused():
+        user.backward(loss)
+    user.module.writes = False
+    user.zero_grad()
+    user.train(0)
 
 
 class HasNoElements(nn.Module):
@@ -323,7 +367,7 @@ class HasNoElements(nn.Module):
 @story(model=HasNoElements, on=("zero3-contiguous",), refused=f"'weight': it {WRITTEN}", instead=lambda user: None)
 def a_rank_without_elements_refuses_what_the_others_refuse(user):
     with user.refused():
-        user.loss(0)
+        user.go_back(0)
 
 
 # Dtypes and shapes.
@@ -338,7 +382,7 @@ def the_module_is_converted(user):
 
 
 @story(
-    on=("bucketed",), refused=r"parameter '.*': it was float64 .* is \w+ now; convert the module before", instead=None
+    on=("bucketed",), refused=r"parameter '.*': its data was replaced by .*; convert the module before", instead=None
 )
 def the_module_of_gradients_in_buckets_is_converted(user):
     for dtype in (torch.float32, torch.bfloat16):
@@ -375,11 +419,15 @@ def rounded_data_is_replaced_inside_full_params(user):
     user.step()
 
 
-@story(on=PIECES, dtype=torch.float32, options={"precision": "bf16"}, refused="rounded copy|is sharded", instead=None)
+@story(on=PIECES, dtype=torch.float32, options={"precision": "bf16"}, refused=f"{REPLACED}|is sharded",
+       instead=None)  # fmt: skip
 def rounded_data_is_replaced(user):
     with user.refused():
         clamped(user.module)
         user.step()
+    if user.name == "zero1":  # where it is still so
+        with user.refused():
+            user.close()
 
 
 def doubled(model):
@@ -392,16 +440,17 @@ def loaded_plainly(model):
 
 
 @story(on=("zero1", "zero2"), dtype=torch.float32, options={"precision": "bf16"},
-       refused=r"written into in place or replaced.*full_params\(keep_changes=True\)", instead=None)  # fmt: skip
+       refused=WRITTEN, instead=None)  # fmt: skip
 def rounded_copies_are_written_until_they_are_loaded(user):
     user.save(user.directory)
     state = user.full_state_dict()
-    for write in (by_data, doubled, loaded_plainly):
+    for write in (doubled, loaded_plainly):
         for load in (lambda: user.load(user.directory), lambda: user.load_full_state_dict(state)):
-            write(user.module) if write is not by_data else halve(user.module[0], None)
-            for use in (user.full_state_dict, user.step, lambda: user.save(user.directory)):
+            write(user.module)
+            for use in (user.step, lambda: user.save(user.directory), user.full_state_dict):
                 with user.refused():
                     use()
+                user.zero_grad()
             load()
             assert_states([user.full_state_dict()], state)
 
@@ -434,7 +483,7 @@ for way in (other_parameter, parametrized):
     for inside in (False, True):
 
         @story(name=f"{way.__name__}{'_inside_full_params' * inside}", on=SHARDED, instead=None,
-               refused="being replaced, and the engine|was replaced, and the engine|is sharded")  # fmt: skip
+               refused="being replaced, and the engine|taken out of the module|is sharded")  # fmt: skip
         def an_attribute_is_replaced(user, way=way, inside=inside):
             user.train(0)
             with user.refused():
@@ -469,7 +518,7 @@ def gathered(user):
     return bytes_by_role(user.live_tensors()).get(Role.GATHERED_PARAMETER, 0)
 
 
-@story(on=SHARDED, refused="was replaced", instead=None)
+@story(on=SHARDED, refused="or replaced", instead=None)
 def an_engine_is_closed_after_such_a_refusal(user):
     user.train(0)
     model = user.module
@@ -486,21 +535,16 @@ def an_engine_is_closed_after_such_a_refusal(user):
         engine.step()
 
 
-@story(on=(*SHARDED, "fsdp-no_shard"), refused="was replaced", instead=lambda user: user.train(0))
+@story(on=(*KINDS, "fsdp-no_shard"), refused="or replaced", instead=lambda user: user.train(0))
 def an_attribute_is_replaced_and_put_back(user):
     owned = user.module[4]._parameters
     own, other = owned["weight"], nn.Parameter(torch.zeros(owned["weight"].shape).double())
     owned["weight"] = other
-    for use in (lambda: user.full_params().__enter__(), lambda: user(user.rows(0)[0])):
+    for use in (user.full_state_dict, user.step, lambda: user.save(user.directory), lambda: user.go_back(0)):
         with user.refused():
             use()
+        user.zero_grad()
     owned["weight"] = own
-    if user.name == "fsdp":
-        user.unshard("4")  # which full_params() leaves as it was, and so looks at again
-        with user.refused(), user.full_params():
-            own, owned["weight"] = owned["weight"], other
-        owned["weight"] = own
-        user.reshard("4")
     user.train(0)
 
 
@@ -516,19 +560,18 @@ USES = (
     lambda params, loss: params[0].data,
     lambda params, loss: params[0].data.clamp_(-1, 1),
     lambda params, loss: loss + sum(param.square().sum() for param in params),
-    lambda params, loss: setattr(params[0], "grad", torch.zeros(16, 7).double()),
     lambda params, loss: torch.add(torch.ones(1), other=params[0]),
 )
 
 
 @story(on=SHARDED, instead=lambda user: user.train(0), refused=r"parameter '\d\.\w+' is sharded"
-       r".*engine\.full_params\(\)|gradient of '\d\.\w+'.*engine\.step_tensors\(\)")  # fmt: skip
+       r".*engine\.full_params\(\)|gradient of '\d\.\w+'.*engine\.step_tensors\(\)|called outside engine")  # fmt: skip
 def sharded_parameters_are_used_outside_of_forward(user):
     loss = user.loss(0)
     for use in USES:
         with user.refused():
             use(list(user.module.parameters()), loss)
-    with user.refused() if user.name == "zero3" else contextlib.nullcontext():  # in fsdp it is a unit
+    with user.refused():
         user.module[0](torch.ones(1, 7).double())
     user.backward(loss)
     user.step()
@@ -567,16 +610,6 @@ def test_what_is_written_into_a_resharded_parameter_is_refused_and_does_not_stay
                     engine(x)
                 engine.zero_grad()
                 assert_states([engine.full_state_dict()], before)
-
-
-@pytest.mark.parametrize(("strategy", "options"), [("zero3", {}), ("fsdp", {}), ("fsdp", {"sharding": "no_shard"})])
-def test_memory_that_was_replaced_is_free(strategy, options):
-    with build_engine(strategy, cases.build("MLP"), sgd, **options) as engine:
-        old = [tensor.untyped_storage()._weak_ref() for tensor in engine.live_tensors()[Role.PARAMETER]]
-        with engine.full_params(keep_changes=True) as model:
-            for param in model.parameters():
-                param.data = param.data * 2
-        assert all(torch.UntypedStorage._expired(reference) for reference in old)
 
 
 test_stories = STORIES.told()

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from shardlab.engines.precision import Precision
 from tests.dist import cases
-from tests.dist.every_engine import KINDS, PIECES, SHARDED, assert_states, engine_of, sgd
+from tests.dist.every_engine import PIECES, SHARDED, assert_states, engine_of, sgd
 from tests.dist.own_optimizers import Assigns
 from tests.dist.telling import OnRanks, PlainTorch, Stories
 from tests.dist.test_stories_of_clipping import KeepsAList
-from tests.dist.test_stories_of_steps import NOT_STEPPED_IN_PIECES, STALE, UNGATHERED, clamp, old_values
+from tests.dist.test_stories_of_steps import ASSIGNED, NOT_STEPPED_IN_PIECES, UNGATHERED, clamp, old_values
 
+INSIDE = r"written to inside full_params\(\)"
 STORIES = Stories()
 story = STORIES.story
 
@@ -37,13 +37,9 @@ def a_second_optimizer_steps_first(user):
     with_a_second(user, torch.optim.SGD(user.tensors(layer_2), lr=0.5))
 
 
-@story(on=(*KINDS, "fsdp-offload"))
-def a_second_optimizer_assigns_first(user):
+@story(on=("bucketed",))
+def a_second_optimizer_assigns(user):
     with_a_second(user, Assigns(user.tensors(layer_2), lr=0.5))
-
-
-@story(on=(*NOT_STEPPED_IN_PIECES, "fsdp-offload"))
-def a_second_optimizer_assigns_last(user):
     with_a_second(user, Assigns(user.tensors(layer_2), lr=0.5), last=True)
 
 
@@ -55,22 +51,25 @@ def a_second_fused_optimizer_steps_in_a_hook(user):
     user.train(0, 1)
 
 
-@story(on=("zero1",), refused=r"SGD.step\(\).*call it before engine.step\(\)")
-def a_second_optimizer_steps_last_and_nobody_gathers(user):
-    second = torch.optim.SGD(user.tensors(layer_2), lr=0.5)
-    user.go_back(0)
-    user.step()
-    second.step()
-    if user.rank is not None:
-        for use in (lambda: user.loss(1), user.full_state_dict):
+for fused in (False, True):
+
+    @story(name=f"a_second_optimizer_steps_last_and_nobody_gathers_{fused}", on=("zero1",), refused=UNGATHERED)
+    def a_second_optimizer_steps_last_and_nobody_gathers(user, fused=fused):
+        second = torch.optim.Adam(user.tensors(layer_2), lr=0.1, fused=fused)
+        user.go_back(0)
+        user.step()
+        second.step()
+        if user.rank is not None:
             with user.refused():
-                use()
-    user.zero_grad()
-    user.step()  # gathers it
-    user.loss(1)
+                user.full_state_dict()
+            with user.refused():
+                user.go_back(1)
+        user.zero_grad()
+        user.step()  # gathers it
+        user.loss(1)
 
 
-@story()
+@story(on=NOT_STEPPED_IN_PIECES)
 def closed_after_a_second_optimizer(user):
     second = torch.optim.SGD(user.tensors(layer_2), lr=0.5)
     user.go_back(0)
@@ -93,34 +92,22 @@ def loaded_over_what_a_second_optimizer_has_stepped(user):
     assert_states([user.full_state_dict()], saved)
 
 
-def stepped_and_assigned(user):
+@story(on=(*PIECES, "fsdp-offload"), refused=ASSIGNED, instead=None)
+def assigned_by_a_second_optimizer(user):
     second = Assigns(user.tensors(), lr=0.5)
+    state = user.full_state_dict()
     user.train(0)
     user.go_back(1)
     second.step()
-
-
-@story(on=PIECES, instead=stepped_and_assigned)
-def what_a_second_optimizer_has_assigned_is_there_at_the_end(user):
-    stepped_and_assigned(user)
-    with pytest.raises(RuntimeError, match="Missing key"):
-        user.load_full_state_dict({})
+    with user.refused():
+        user.step()
     user.zero_grad()
-    user.close()
-
-
-for bits, options in (("64", {}), ("16", {"precision": Precision(torch.bfloat16)})):
-
-    @story(name=f"loaded_over_what_was_assigned_in_{bits}_bits", on=PIECES, instead=None, options=options)
-    def loaded_over_what_was_assigned(user):
-        user.save(user.directory)
-        saved = user.full_state_dict()
-        for load in (lambda: user.load(user.directory), lambda: user.load_full_state_dict(saved)):
-            stepped_and_assigned(user)
-            load()
-            user.zero_grad()
-            user.step()  # of nothing
-            assert_states([user.full_state_dict()], saved)
+    with user.refused():
+        user.load_full_state_dict(state)
+        user.go_back(1)
+    user.zero_grad()
+    with user.refused():
+        user.close()
 
 
 @story(
@@ -168,24 +155,31 @@ def another_optimizer_does_not_wait_for_means(user):
     user.step()
 
 
-@story(on=SHARDED, refused=r"modified by an inplace operation|^SGD.step\(\): .* would be stale", instead=None)
-def another_optimizer_steps_between_forward_and_backward(user):
-    second = torch.optim.SGD(user.tensors(layer_2), lr=0.5)
-    user.train(0)
-    user.go_back(1)
-    loss = user.loss(2)
-    second.step()
-    with user.refused():
-        user.backward(loss)
-    user.zero_grad()
-    loss = user.loss(3)
-    with user.full_params(keep_changes=True) as model:
-        model[2].weight.data = model[2].weight.data * 2
-    with user.refused():
-        user.backward(loss)
-    user.zero_grad()
-    with user.full_params(), user.refused():
+for fused in (False, True):
+
+    @story(name=f"another_optimizer_steps_between_forward_and_backward_{fused}", on=(*SHARDED, "fsdp-offload"),
+           refused=f"modified by an inplace operation|{INSIDE}", instead=None)  # fmt: skip
+    def another_optimizer_steps_between_forward_and_backward(user, fused=fused):
+        second = torch.optim.Adam(user.tensors(layer_2), lr=0.5, fused=fused)
+        user.train(0)
+        user.go_back(1)
+        loss = user.loss(2)
         second.step()
+        with user.refused():
+            user.backward(loss)
+        user.zero_grad()
+        loss = user.loss(3)
+        with user.full_params(keep_changes=True) as model:
+            model[2].weight.data = model[2].weight.data * 2
+        with user.refused():
+            user.backward(loss)
+        user.zero_grad()
+        user.go_back(1)
+        with user.full_params():
+            second.step()
+        with user.refused():
+            user.go_back(1)
+        user.zero_grad()
 
 
 # By hand.
@@ -197,7 +191,7 @@ def shrink(user):
         tensor.mul_(0.9)
 
 
-@story()
+@story(on=NOT_STEPPED_IN_PIECES)
 def pieces_are_clamped_before_the_step(user):
     user.module[0].requires_grad_(False)
     for step in range(3):
@@ -205,6 +199,21 @@ def pieces_are_clamped_before_the_step(user):
         clamp(user.optimizer)
         user.step()
         user.zero_grad()
+
+
+@story(on=("zero1",), refused="and the parameter is frozen, so that nobody gathers it", instead=None)
+def pieces_of_what_is_frozen(user):
+    user.module[0].requires_grad_(False)
+    state = user.full_state_dict()
+    for change in (lambda one: one.mul_(0.9), lambda one: setattr(one, "grad", torch.ones_like(one))):
+        user.go_back(0)
+        for piece in user.tensors(lambda name: name.startswith("0.")):
+            change(piece.detach()) if change.__code__.co_names[0] == "mul_" else change(piece)
+        with user.refused():
+            user.step()
+        user.zero_grad()
+        user.load_full_state_dict(state)
+    user.train(0)
 
 
 def clamped_after_the_step(user):
@@ -222,19 +231,32 @@ def pieces_are_clamped_last(user):
     for step in range(3):
         user.train(step)
         clamp(user.optimizer)
-        for use in (lambda: user.loss(0), user.full_state_dict, lambda: user.full_params().__enter__()):
+        for use in (lambda: user.go_back(0), user.full_state_dict, lambda: user.full_params().__enter__()):
             with user.refused():
                 use()
+            user.zero_grad()
         user.step()  # gathers
 
 
-@story(on=("zero1",), options={"precision": "bf16"}, refused="pieces were written to", instead=None)
+@story(on=("zero1",), refused=UNGATHERED, instead=None)
+def pieces_are_clamped_before_an_evaluation(user):
+    """Nothing tells the other ranks, and perhaps nothing follows."""
+    user.train(0)
+    clamp(user.optimizer)
+    with pytest.warns(UserWarning, match=UNGATHERED), torch.no_grad():
+        user.loss(0)
+    with user.refused():
+        user.close()
+
+
+@story(on=("zero1",), options={"precision": "bf16"}, refused=UNGATHERED, instead=None)
 def rounded_pieces_are_clamped_last(user):
     user.train(0)
-    for use in (user.full_state_dict, user.engine.close):
+    for use in (user.full_state_dict, lambda: user.go_back(0)):
         clamp(user.optimizer)
         with user.refused():
             use()
+        user.zero_grad()
         user.step()
     assert max(value.abs().max().item() for value in user.full_state_dict().values()) == pytest.approx(0.1, abs=1e-3)
 
@@ -242,7 +264,8 @@ def rounded_pieces_are_clamped_last(user):
 @torch.no_grad()
 def clamp_first_bias(user):
     """It is in the piece of one rank: nothing else tells the other ranks that it was written."""
-    return sum(tensor.clamp_(-0.1, 0.1).numel() for tensor in user.tensors(lambda name: name == "0.bias"))
+    for tensor in user.tensors(lambda name: name == "0.bias"):
+        tensor.clamp_(-0.1, 0.1)
 
 
 def first_bias_clamped(user):
@@ -251,12 +274,14 @@ def first_bias_clamped(user):
     user.train(1)
 
 
-@story(on=("zero1",), refused="pieces were written to", instead=first_bias_clamped)
+@story(on=("zero1",), refused=f"{UNGATHERED}|rank . raised, so all do", instead=first_bias_clamped)
 def one_rank_writes_last(user):
     user.train(0)
-    wrote = clamp_first_bias(user)
-    with user.refused(here=bool(wrote)):
-        user.full_state_dict()
+    if any(piece.numel() for piece in user.tensors(lambda name: name == "0.bias")):
+        clamp_first_bias(user)
+    with user.refused():
+        user.go_back(0)
+    user.zero_grad()
     user.step()
     user.train(1)
 
@@ -279,37 +304,17 @@ def what_one_rank_has_written_is_loaded_over(user):
     user.train(1)
 
 
-def assigned_after_the_step(user):
+@story(on=("zero1", "zero3", "fsdp-offload"), refused=ASSIGNED, instead=None)
+def pieces_are_assigned(user):
     user.train(0)
-    for tensor in user.tensors():
-        tensor.data = tensor.data.clamp(-0.1, 0.1)
-
-
-@story(on=NOT_STEPPED_IN_PIECES)
-def pieces_are_assigned_after_the_step(user):
-    assigned_after_the_step(user)
-    user.close()
-
-
-@story(on=("zero1",), refused="pieces were written to", instead=assigned_after_the_step)
-def pieces_are_assigned_after_the_step_that_gathers(user):
-    assigned_after_the_step(user)
-    with user.refused():
-        user.engine.close()
-    user.step()
-
-
-@story(on=("zero1", "zero3", "fsdp-offload"), instead=None,
-       refused="between forward and backward|pieces were written to")  # fmt: skip
-def pieces_are_assigned_between_forward_and_backward(user):
-    """A backward through the old values would be right, and one through the new is not."""
     loss = user.loss(0)
-    for tensor in user.step_tensors():
+    for tensor in user.tensors():
         tensor.data = tensor.data * 3
     with user.refused():
         user.backward(loss)
     user.zero_grad()
-    user.step()
+    with user.refused():
+        user.close()
 
 
 @story()
@@ -322,23 +327,18 @@ def pieces_are_written_between_forwards(user):
     user.train(1)
 
 
-def shrunk_in_between_twice(user):
-    for _ in range(2):
-        user.train(0)
-        shrink(user)
-        user.train(1)
-
-
-@story(on=SHARDED, refused=STALE, instead=shrunk_in_between_twice)
+@story(on=SHARDED, refused=INSIDE, instead=None)
 def pieces_are_written_while_full_parameters_are_held(user):
     for keeps in (False, True):
         user.train(0)
-        with user.refused(here=keeps), user.full_params(keep_changes=keeps):
+        with user.full_params(keep_changes=keeps):
             shrink(user)
-            for use in (lambda: user.loss(0), user.full_state_dict):
-                with user.refused():
-                    use()
-        user.train(1)
+            with user.refused():
+                user.full_state_dict()
+        user.zero_grad()
+        with user.refused():
+            user.go_back(1)
+        user.zero_grad()
 
 
 @story(on=SHARDED, refused="modified by an inplace operation", instead=None)
@@ -347,7 +347,7 @@ def a_backward_through_pieces_that_were_written(user):
 
 
 @story(on=PIECES, instead=None,
-       refused=r"write model\.get_parameter\('.*'\)\.requires_grad_\(False\)"
+       refused=r"write model\.get_parameter\('.*'\)\.requires_grad_\(\.\.\.\)"
        r"|optimizer\.state\[engine\.step_tensors\(\)")  # fmt: skip
 def pieces_are_treated_as_parameters(user):
     user.go_back(0)
@@ -356,12 +356,15 @@ def pieces_are_treated_as_parameters(user):
     with user.refused():
         user.step()
     piece.requires_grad_(True)
+    user.zero_grad()
     param = next(iter(user.params.values()))
     user.optimizer.state[param] = {}
+    user.go_back(0)
     with user.refused():
         user.step()
     del user.optimizer.state[param]
-    user.step()
+    user.zero_grad()
+    user.train(0)
 
 
 @story(refused="steps 1 tensors that it was not given.*needs another engine", instead=lambda user: user.train(0))
@@ -372,9 +375,9 @@ def a_parameter_of_after_the_engine_is_added(user):
     with user.refused():
         user.step()
     user.optimizer.param_groups.pop()
-    user.step()
     user.zero_grad()
     del user.module.scale
+    user.train(0)
 
 
 test_stories = STORIES.told()

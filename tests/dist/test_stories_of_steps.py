@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from tests.dist import own_optimizers as own
-from tests.dist.every_engine import KINDS, PIECES, SHARDED, WHOLE, momentum
+from tests.dist.every_engine import KINDS, PIECES, SHARDED, momentum
 from tests.dist.telling import Stories
 
 STORIES = Stories()
 story = STORIES.story
 NOT_STEPPED_IN_PIECES = ("bucketed", "zero3", "fsdp")
-STALE = "pieces were written to.*engine.full_params"
-UNGATHERED = "pieces were written to.*before engine.step"
+UNGATHERED = "was written to, and nobody has gathered it; write before engine.step"
+HALF = r"it was used inside engine\.step\(\)"
+ASSIGNED = r"the data of the piece of '.*' was replaced by \.data ="
 
 
 def twice(user):
@@ -77,8 +78,20 @@ def a_step_that_raised_opens_no_way_round_the_engine(user):
     assert user.num_steps == 1
 
 
-for kind in (own.Assigns, own.HeavyBall, own.Extrapolates):
-    STORIES.story(name=f"the_optimizer_is_{kind.__name__}", optimizer=kind)(lambda user: user.train(0, 1, 2, 3))
+for kind, on in ((own.Assigns, ("bucketed",)), (own.HeavyBall, ("bucketed",)), (own.Extrapolates, KINDS)):
+    story(name=f"the_optimizer_is_{kind.__name__}", optimizer=kind, on=on)(lambda user: user.train(0, 1, 2, 3))
+
+
+@story(optimizer=own.Assigns, on=(*PIECES, "fsdp-offload"), refused=ASSIGNED, instead=None)
+def an_optimizer_that_assigns_to_pieces(user):
+    """It goes on stepping what nobody gathers, so it is refused for good."""
+    user.train(0)
+    for use in (lambda: user.go_back(1), user.step, user.full_state_dict, lambda: user.save(user.directory)):
+        with user.refused():
+            use()
+        user.zero_grad()
+    with user.refused():
+        user.close()
 
 
 @story(optimizer=own.WithoutHooks)
@@ -103,17 +116,17 @@ def clamped_through_data_by_a_hook(user):
     twice(user)
 
 
-@story(on=(*KINDS, "fsdp-no_shard"))
+@story(on=(*NOT_STEPPED_IN_PIECES, "fsdp-no_shard", "fsdp-offload"))
 def written_by_one_rank_in_a_hook(user):
     """In full parameters: it is in the piece of one rank alone."""
-
-    @torch.no_grad()
-    def halve(*_):
-        with user.full_params(keep_changes=True) as model:
-            model[0].weight[0].mul_(0.5)
-
-    user.optimizer.register_step_post_hook(halve)
+    user.optimizer.register_step_post_hook(lambda *_: halve_first_row(user))
     twice(user)
+
+
+@torch.no_grad()
+def halve_first_row(user):
+    with user.full_params(keep_changes=True) as model:
+        model[0].weight[0].mul_(0.5)
 
 
 @torch.no_grad()
@@ -141,7 +154,7 @@ def clamped_by_a_hook(user):
         hook.remove()
 
 
-@story(on=(*KINDS, "fsdp-no_shard"))
+@story(on=("bucketed",))
 def clamped_in_full_params(user):
     with user.full_params(keep_changes=True) as model:
 
@@ -162,34 +175,35 @@ def logged_by_some(user):
 
 
 @story()
-def patched_and_held(user):
+def patched(user):
     step = user.optimizer.step
 
-    def patched(*args):
+    def step_and_clamp(*args):
         step(*args)
         clamp(user.optimizer)
 
-    user.optimizer.step = patched
-    with user.full_params():
-        twice(user)
+    user.optimizer.step = step_and_clamp
+    twice(user)
 
 
-@story(on=(*KINDS, "fsdp-no_shard"))
+@torch.no_grad()
+def shrink_in_place(user):
+    for param in user.module.parameters():
+        param.mul_(0.9)
+
+
+@torch.no_grad()
+def shrink_by_assigning(user):
+    for param in user.module.parameters():
+        param.data = param.data * 0.9
+
+
+@story(on=("bucketed",))
 def parameters_are_written_before_the_update(user):
-    for assigns in (False, True):
-        with user.full_params(keep_changes=True) as model:
-
-            @torch.no_grad()
-            def shrink(*_, assigns=assigns, model=model):
-                for param in model.parameters():
-                    if assigns:
-                        param.data = param.data * 0.9
-                    else:
-                        param.mul_(0.9)
-
-            hook = user.optimizer.register_step_pre_hook(shrink)
-            twice(user)
-            hook.remove()
+    for change in (shrink_in_place, shrink_by_assigning):
+        hook = user.optimizer.register_step_pre_hook(lambda *_, change=change: change(user))
+        twice(user)
+        hook.remove()
 
 
 @story()
@@ -204,24 +218,18 @@ def pieces_are_written_before_the_update(user):
     twice(user)
 
 
-@torch.no_grad()
-def write_into_copies(user):
-    for param in user.module.parameters():
-        param.mul_(0.5)
-
-
-@story(on=("zero1", "zero2"), options={"precision": "bf16"}, refused="it is a rounded copy", instead=None)
-def a_hook_writes_into_rounded_copies(user):
+@story(on=("zero1", "zero2"), options={"precision": "bf16"}, refused="it was written to, which does not reach",
+       instead=None)  # fmt: skip
+def rounded_copies_are_written_before_the_step(user):
     state = user.full_state_dict()
-    hook = user.optimizer.register_step_pre_hook(lambda *_: write_into_copies(user))
     user.go_back(0)
-    with user.refused():
-        user.step()
-    hook.remove()
+    shrink_in_place(user)
     with pytest.raises(RuntimeError, match="Missing key"):
         user.load_full_state_dict({})
-    with user.refused():
-        user.step()
+    for use in (user.step, user.full_state_dict, lambda: user.go_back(0)):
+        with user.refused():
+            use()
+        user.zero_grad()
     user.load_full_state_dict(state)  # replaces it
     twice(user)
 
@@ -241,20 +249,39 @@ def averaging(user, read):
     return dict(enumerate(average))
 
 
-@story(on=WHOLE)
+def copies(user):
+    return [param.detach().clone() for param in user.module.parameters()]
+
+
+@story(on=("bucketed",))
 def a_hook_averages_the_module(user):
-    return averaging(user, lambda user: [param.detach().clone() for param in user.module.parameters()])
+    return averaging(user, copies)
 
 
-@story(on=(*KINDS, "fsdp-offload"))
+@story(on=("zero1", "zero2"), refused=HALF, instead=lambda user: user.train(0, 0, 0, 0, 0, 0, 1))
+def a_hook_uses_a_module_that_is_half_stepped(user):
+    """It raises, and nothing of the step is lost."""
+    uses = (copies, shrink_in_place, shrink_by_assigning, halve_first_row, lambda user: user.loss(0))
+    for use in uses:
+        for register in (user.optimizer.register_step_pre_hook, user.optimizer.register_step_post_hook):
+            hook = register(lambda *_, use=use: use(user))
+            user.go_back(0)
+            with user.refused():
+                user.step()
+            hook.remove()
+            user.zero_grad()
+    user.zero_grad()
+    twice(user)
+
+
+@story(on=(*NOT_STEPPED_IN_PIECES, "fsdp-offload", "fsdp-offload-all"))
 def a_hook_averages_the_full_state(user):
     return averaging(user, lambda user: list(user.full_state_dict().values()))
 
 
-class Hooked(own.Assigns):
-    """Registers a hook itself, and so needs to say what it looks at."""
+class Hooked(own.Steps):
+    """Registers a hook itself."""
 
-    shardlab_looks_at = "element"
     read = None
 
     def __init__(self, params):
@@ -263,20 +290,14 @@ class Hooked(own.Assigns):
         self.register_step_post_hook(lambda *_: self.seen.append(self.read()))
 
 
-@story(optimizer=Hooked, on=(*KINDS, "fsdp-no_shard"), instead=None)
+@story(optimizer=Hooked, on=(*NOT_STEPPED_IN_PIECES, "fsdp-no_shard"), instead=None)
 def a_hook_reads_what_is_there_after_the_step(user):
     late = []
-    for holds in (False, True):
-        user.optimizer.read = (
-            (lambda: [p.detach().clone() for p in user.module.parameters()]) if holds
-            else (lambda: list(user.full_state_dict().values()))
-        )  # fmt: skip
-        hook = user.optimizer.register_step_post_hook(lambda *_: late.append(user.optimizer.read()))
-        with user.full_params() if holds else contextlib.nullcontext():
-            user.train(0)
-            for seen in (user.optimizer.seen[-1], late[-1]):
-                assert all(torch.equal(*pair) for pair in zip(seen, user.optimizer.read(), strict=True))
-        hook.remove()
+    user.optimizer.read = lambda: list(user.full_state_dict().values())
+    user.optimizer.register_step_post_hook(lambda *_: late.append(user.optimizer.read()))
+    user.train(0)
+    for seen in (user.optimizer.seen[-1], late[-1]):
+        assert all(torch.equal(*pair) for pair in zip(seen, user.optimizer.read(), strict=True))
 
 
 @story(optimizer=own.Steps, on=("fsdp-offload", "fsdp-offload-all"), instead=None)
@@ -303,19 +324,6 @@ for kind in (own.Steps, own.steps_and_more):
         user.optimizer.after = clamp
         twice(user)
 
-    @story(name=f"{kind.__name__}_evaluates", optimizer=kind, on=("zero1",), refused="pieces were written to",
-           instead=twice)  # fmt: skip
-    def evaluates(user):
-        """A model of old and new pieces."""
-        user.optimizer.after = lambda _: user.loss(0)
-        user.go_back(0)
-        with user.refused():
-            user.step()
-        user.optimizer.after = None
-        user.zero_grad()
-        user.step()  # of nothing: it gathers what the step that was refused had stepped
-        user.train(1)
-
 
 @story(optimizer=own.steps_and_more, instead=clamped_after_each)
 def hooks_that_torch_runs_halfway_through_a_step(user):
@@ -323,44 +331,24 @@ def hooks_that_torch_runs_halfway_through_a_step(user):
     logged_by_some(user)
 
 
-@story(optimizer=own.Looks, on=SHARDED, refused=STALE, instead=twice)
+@story(optimizer=own.Looks, on=(*SHARDED, "fsdp-offload"))
 def the_model_is_used_in_the_middle_of_a_step(user):
     user.optimizer.look = lambda: user.loss(0)
-    user.train(0)  # what is gathered is new
-    with user.full_params():  # and what is held is not
-        user.go_back(1)
-        with user.refused():
-            user.step()
-    user.zero_grad()
-
-
-@story(optimizer=own.FusedAndRaises, on=("zero1",), refused="pieces were written to", instead=twice)
-def a_fused_step_raises_after_the_update(user):
-    user.train(0)
-    user.optimizer.fails = True
-    user.go_back(1)
-    with pytest.raises(KeyError, match="after the update"):
-        user.step()
-    with user.refused():
-        user.loss(2)
-    user.optimizer.fails = False
-    user.zero_grad()
-    user.step()  # of nothing: it gathers
-    assert torch.isfinite(user.loss(2))
+    twice(user)
 
 
 for kind in (own.Raises, own.FusedAndRaises):
 
-    @story(name=f"{kind.__name__}_while_changes_are_kept", optimizer=kind, on=SHARDED, refused=STALE, instead=twice)
-    def raises_while_changes_are_kept(user):
+    @story(name=f"{kind.__name__}_after_the_update", optimizer=kind)
+    def raises_after_the_update(user):
         user.train(0)
-        with user.refused(), user.full_params(keep_changes=True):
-            user.go_back(1)
-            user.optimizer.fails = True
-            with pytest.raises(KeyError):
-                user.step()
-            with user.refused():
-                user.loss(2)
+        user.optimizer.fails = True
+        user.go_back(1)
+        with pytest.raises(KeyError, match="after the update"):
+            user.step()
+        user.optimizer.fails = False
+        user.zero_grad()
+        user.train(2)
 
 
 def old_values(user, between):

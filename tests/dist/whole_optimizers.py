@@ -1,10 +1,12 @@
-"""Optimizers that look at more than one element at a time, of classes that the library has never seen."""
+"""Optimizers that look at more than one element at a time, and say so."""
 
 import torch
 
 
 class Plain(torch.optim.Optimizer):
     """Steps each tensor by ``update``; the others are what differs."""
+
+    shardlab_looks_at = "tensor"
 
     def __init__(self, params, lr=1e-2):
         super().__init__(params, {"lr": lr})
@@ -18,22 +20,6 @@ class Plain(torch.optim.Optimizer):
 
     def update(self, param, state):
         return param.grad
-
-
-class Careful(Plain):
-    """Raises where a gradient is not finite."""
-
-    def update(self, param, state):
-        if not param.grad.isfinite().all():
-            raise FloatingPointError("a gradient is not finite")
-        return param.grad
-
-
-class Multiplicative(Plain):
-    """Multiplies each weight by a power of e, which is infinite at large gradients."""
-
-    def update(self, param, state):
-        return -param * torch.exp(-param.grad)
 
 
 class Normalised(Plain):
@@ -71,67 +57,14 @@ class Centred(Plain):
         return param.grad - param.grad.mean(dim=-1, keepdim=True) if param.dim() > 1 else param.grad
 
 
-class DecaysMatrices(Plain):
-    """Weight decay for what has two dims: element by element, but a flat piece of a matrix has one."""
-
-    def update(self, param, state):
-        return param.grad + 0.1 * param if param.dim() > 1 else param.grad
-
-
-class Projects(Plain):
-    """Projects its update where the gradient is nearly at right angles to the weight, as SGDP does."""
-
-    def update(self, param, state):
-        along = param / param.norm().clamp(min=1e-12)
-        if torch.nn.functional.cosine_similarity(param.grad.flatten(), param.flatten(), 0).abs() >= 1e-3:
-            return param.grad
-        return 2 * param.grad - along * (along * param.grad).sum()
-
-
 class Clipped(Plain):
-    """Clips the norm of all gradients within its step, unless ``max_norm`` is None."""
+    """Clips the norm of all gradients within its step."""
 
-    def __init__(self, params, lr=1e-2, max_norm=50.0):
-        super().__init__(params, lr)
-        self.max_norm = max_norm  # no option of the groups
+    shardlab_looks_at = "model"
 
     def step(self):
-        params = [param for group in self.param_groups for param in group["params"]]
-        if self.max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(params, self.max_norm)
+        torch.nn.utils.clip_grad_norm_([param for group in self.param_groups for param in group["params"]], 50.0)
         super().step()
-
-
-class Lookahead(torch.optim.Optimizer):
-    """Holds another optimizer, and goes half-way with it every second step (Zhang et al., arXiv 1907.08610)."""
-
-    def __init__(self, inner):
-        self.inner = inner
-        super().__init__(inner.param_groups, {})
-        self.param_groups = inner.param_groups
-        self.num_calls = 0
-
-    @torch.no_grad()
-    def step(self):
-        self.num_calls += 1
-        params = [param for group in self.param_groups for param in group["params"]]
-        for param in params:
-            self.state[param].setdefault("slow", param.clone())
-        self.inner.step()
-        for param in params if self.num_calls % 2 == 0 else ():
-            self.state[param]["slow"].lerp_(param, 0.5)
-            param.copy_(self.state[param]["slow"])
-
-
-class Backup(Plain):
-    """Keeps copies of the parameters that its constructor has made."""
-
-    def __init__(self, params):
-        super().__init__(params)
-        self.backup = {param: param.detach().clone() for group in self.param_groups for param in group["params"]}
-
-    def update(self, param, state):
-        return param.grad + 0.1 * self.backup[param]
 
 
 TENSOR = {kind.__name__: kind for kind in (Normalised, TrustRatio, Factored)}

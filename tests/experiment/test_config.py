@@ -101,7 +101,7 @@ def test_fsdp_options():
     with pytest.raises(ValueError, match="every parameter is replicated"):
         CompareConfig(("fsdp",), text="grammar", sharding="no_shard", replicate_below=10)
     for options, words in (
-        ({"layout": "dim0"}, "layout=dim0 cuts each into rows"),
+        ({"layout": "dim0"}, "layout='dim0' cuts each into rows"),
         ({"sharding": "no_shard"}, "leave it out"),
     ):
         with pytest.raises(ValueError, match=f"partition: .*{words}"):

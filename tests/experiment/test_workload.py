@@ -17,13 +17,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from shardlab import CompareConfig, Workload, compare, plan
 from shardlab.analysis.timed import timed_steps
 from shardlab.experiment.batches import batches_of, divide, rows_of
-from shardlab.experiment.difference import Difference
 from shardlab.experiment.planned import plan_runs
 from shardlab.experiment.planned_workload import optimizer_of
 from shardlab.experiment.report import write_report
+from shardlab.experiment.run_verdicts import Difference, alone_verdict, plan_verdict, resumed_verdict, verdict
 from shardlab.experiment.saved import load_saved
 from shardlab.experiment.summary import summarise
-from shardlab.experiment.verdicts import alone_verdict, plan_verdict, resumed_verdict, verdict
 from shardlab.experiment.workload import seeded
 from shardlab.launch import current
 from shardlab.planner import Optimizer
@@ -728,14 +727,6 @@ def test_a_field_that_cannot_be_pickled_is_named(pools, tmp_path):
     lock = threading.Lock()
     with pytest.raises(TypeError, match=r"loss: it cannot be pickled, .*lock"):
         compare(workload(loss=lambda model, batch: lock), tmp_path / "run", ranks=2, steps=2, pool=pools(2))
-
-
-def test_a_model_that_needs_a_gpu_to_be_made_is_refused():
-    if torch.cuda.is_available():
-        assert workload(model=lambda: nn.Linear(2, 2).cuda()).build(0) is not None
-        return
-    with pytest.raises(ValueError, match="model: it needs a GPU to be made, and there is none here"):
-        CompareConfig(workload=workload(model=lambda: nn.Linear(2, 2).cuda()), ranks=2)
 
 
 def test_a_loss_that_is_a_sum_is_told(pools, tmp_path):

@@ -1,107 +1,126 @@
-"""The short fault matrix: every kind of fault is told, or the run is right, and nothing is left behind."""
+"""Every kind of fault: what the user is told of it, and that the pool trains as before and nothing is left behind."""
 
-import json
-from types import SimpleNamespace
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep
 
+import psutil
 import pytest
-from typer.testing import CliRunner
 
-from shardlab.cli import app
-from shardlab.cli.faults import _matrix, _verdict
-from shardlab.faults import SkippedCollective
-from shardlab.faults.matrix import KINDS, MatrixConfig, Outcome, Row, _Runs
-from shardlab.launch import RankHang, RankPool
-from shardlab.vocabulary import Phase
-
-# What the user is told: by which exception, and whether it names the rank, a collective and a line of the loop.
-TOLD = {
-    "Straggler": ("right", "", False, False),
-    "SlowLink": ("right", "", False, False),
-    "LossyLink": ("right", "", False, False),
-    "DeadRank": ("rank named", "RankDied", True, True),
-    "StoppedRank": ("rank named", "RankHang", True, True),
-    "OutOfMemory": ("rank named", "RankError", False, True),
-    "SkippedCall": ("rank named", "RankError", False, True),
-    "SkippedCollective": ("rank named", "RankError", True, True),
-    "MismatchedCollective": ("rank named", "RankError", True, True),
-    "NaN": ("rank named", "", False, False),
-}
-
-
-def test_the_short_matrix():
-    done = CliRunner().invoke(app, ["faults", "--quick", "--strategies", "bucketed", "--timeout-s", "3", "--json"])
-    assert done.exit_code == 0, done.output
-    rows = json.loads(done.stdout)
-    found = {row["fault"]: (row["outcome"], row["error"], row["names_collective"], row["names_line"]) for row in rows}
-    assert found == TOLD
-    assert [(row["usable"], row["left"]) for row in rows] == [(True, "")] * len(KINDS)
-    (stopped,) = (row for row in rows if row["fault"] == "StoppedRank")
-    assert "for more than timeout_s=3 s" in stopped["said"]
-    for row in rows:
-        assert (row["told_s"] is None) == (row["error"] == "")
-
-
-def test_what_ranks_print_as_they_die_is_no_part_of_the_matrix(capsys):
-    with RankPool(3, device="cpu", timeout_s=5.0, notice_s=None, threads_per_rank=1) as pool:
-        died = _Runs("bucketed", "gloo", pool).row(SkippedCollective(1, 1, "step"))
-    assert (died.error, died.is_good) == ("RankDied", True)
-    assert not capsys.readouterr().out
-
-
-def test_ranks_that_wait_too_long_without_a_fault_need_a_longer_timeout():
-    def run(*_):
-        raise RankHang("ranks waited", (0, 1, 2), "table")
-
-    pool = SimpleNamespace(run=run, timeout_s=2.0)
-    with pytest.raises(ValueError, match=r"^timeout_s: 2 is too short .* Under ddp without a fault, ranks waited$"):
-        _Runs("ddp", None, pool)
-
-
-def row(outcome, **changed):
-    fields = {
-        "fault": "NaN", "phase": "step", "rank": 1, "strategy": "ddp", "error": "RankError", "names_collective": True,
-        "names_line": False, "told_s": 1.25, "usable": True, "left": "", "said": "words\nmore",
-    }  # fmt: skip
-    return Row(outcome=outcome, **{**fields, **changed})
-
-
-def test_the_table_says_what_is_not_good():
-    left = row(Outcome.RIGHT, strategy="fsdp", left="1 folders")
-    rows = [row(Outcome.NAMED), row(Outcome.SILENT, strategy="zero1"), left]
-    cells = [next(iter(column.cells)) for column in _matrix(rows).columns]
-    assert cells == ["NaN", "step", "1", "RC 1.2 s", "SILENT", "right (!)"]
-    late = row(Outcome.NAMED, fault="Straggler", phase="forward")
-    phases = [row(Outcome.NAMED, phase="forward", strategy="fsdp"), late]
-    shown = [list(column.cells) for column in _matrix([rows[0], *phases]).columns[:2]]
-    assert shown == [["NaN", "NaN", "Straggler"], ["forward", "step", "forward"]], "by fault, then by phase"
-    assert _verdict(rows).splitlines() == [
-        "In 1 of 3 cases the run was right or the user was told, and nothing was left.",
-        "zero1, NaN on rank 1 in the step: SILENT",
-        "fsdp, NaN on rank 1 in the step: 1 folders",
-    ]
-
-
-def test_all_cases_are_those_that_can_happen():
-    quick, whole = MatrixConfig(strategies=("fsdp",), quick=True), MatrixConfig()
-    assert {type(fault) for _, fault in quick.cases} == set(KINDS)
-    assert {fault.phase for _, fault in quick.cases} == {"backward"}
-    forward = {strategy for strategy, fault in whole.cases if (type(fault), fault.phase) == (KINDS[7], Phase.FORWARD)}
-    assert forward == {"fsdp"}, "the only one that gathers in the module's forward"
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--strategies", "single"], "strategies: 'single' has one process"),
-        (["--strategies", "torch_tp"], "strategies: 'torch_tp' needs a tensor axis"),
-        (["--strategies", "ddp, zero1", "--ranks", "2"], "ranks: 2 is below 3"),
-        (["--strategies", "ddp,ddp"], "strategies: ddp, ddp; at least one is needed, and each only once"),
-        (["--strategies", "ddp,zero4"], "strategies: 'zero4' is not one of ddp, bucketed"),
-        (["--ranks", "2"], "ranks: 2 is below 3"),
-        (["--timeout-s", "0"], "timeout_s: 0.0 is not above 0"),
-    ],
+from shardlab.experiment import compare
+from shardlab.experiment.comparison import PRELOAD
+from shardlab.experiment.run_verdicts import verdicts
+from shardlab.faults import (
+    DeadRank,
+    Fault,
+    Happened,
+    LossyLink,
+    MismatchedCollective,
+    NaN,
+    OutOfMemory,
+    SkippedCall,
+    SkippedCollective,
+    SlowLink,
+    StoppedRank,
+    Straggler,
 )
-def test_bad_options_are_refused_in_one_line(options, words):
-    done = CliRunner().invoke(app, ["faults", *options])
-    assert done.exit_code == 2
-    assert words in " ".join(done.output.split())
+from shardlab.launch import RankDied, RankError, RankHang, RankPool
+from shardlab.vocabulary import Collective
+from tests.faults.program import STEPS, train, workload
+
+
+@dataclass(frozen=True)
+class Told:
+    """By which exception the user is told, after which words comes the rank at fault, and what else is named."""
+
+    error: type[Exception]
+    rank_after: str
+    collective: bool
+    line: bool
+
+
+RIGHT = "the losses of a run without the fault"
+DEAD, HANGS = Told(RankDied, "^", True, True), Told(RankHang, r"\. ", True, True)
+RAISED, DIFFERS = Told(RankError, "^", False, True), Told(RankError, ": ", True, True)
+SKIPPED = Told(RankError, ": ", False, True)
+OF_RANK_1 = {
+    Straggler: RIGHT, SlowLink: RIGHT, LossyLink: RIGHT, DeadRank: DEAD, StoppedRank: HANGS, OutOfMemory: RAISED,
+    SkippedCall: SKIPPED, SkippedCollective: DIFFERS, MismatchedCollective: DIFFERS,
+}  # fmt: skip
+CASES = [
+    *((kind(1, 1), told) for kind, told in OF_RANK_1.items()),
+    (DeadRank(0, 1), DEAD),  # the rank from which parameters are broadcast
+    (StoppedRank(0, 1), HANGS),
+]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(
+        3, device="cpu", timeout_s=3.0, limit_s=30.0, notice_s=None, threads_per_rank=1, preload=PRELOAD
+    ) as made:  # of two ranks that differ nobody can say which is wrong
+        yield made
+
+
+@pytest.fixture(scope="module")
+def right(pool):
+    return pool.run(train, "bucketed", None, ())
+
+
+@pytest.mark.parametrize(("fault", "told"), CASES, ids=lambda value: str(value) if isinstance(value, Fault) else "")
+def test_the_user_is_told_and_nothing_is_left(pool, right, fault, told):
+    before, happened = belongings(), []
+    if told is RIGHT:
+        assert pool.run(train, "bucketed", None, [fault]) == right
+    else:
+        with pytest.raises(told.error) as caught:
+            pool.run(train, "bucketed", None, [fault], on_message=lambda _, message: happened.append(message))
+        check(told, fault, caught.value, happened)
+    # Before what is left is counted: the pool has its ranks again, so one that was left is one too many.
+    assert pool.run(train, "bucketed", None, ()) == right
+    assert not left(before)
+
+
+def check(told, fault, error, happened):
+    assert type(error) is told.error, error
+    assert [type(message) for message in happened] == [Happened], "the error comes of the fault"
+    said = str(error)
+    assert re.search(rf"{told.rank_after}.*\brank {fault.rank}\b", said.partition("\n")[0]), said
+    assert any(verb in said for verb in Collective) == told.collective, said
+    assert bool(re.search(r"\b(program|mlp)\.py\W.*\d", said)) == told.line, said
+    if told is HANGS:
+        assert "for more than timeout_s=3 s" in said
+
+
+def test_a_nan_makes_no_loop_fail_and_compare_names_the_rank(pool, tmp_path):
+    result = compare(workload([NaN(1, 1)]), tmp_path, pool=pool, strategies="bucketed", ranks=3, steps=STEPS)
+    assert re.search(r"NOT finite.*\brank 1\b", " ".join(verdicts(result)))
+
+
+def test_what_ranks_print_as_they_die_is_not_shown(pool, right, capsys):
+    """gloo ends a process that receives more than it has room for, and that prints the stacks of all its threads."""
+    with pytest.raises(RankDied):
+        pool.run(train, "bucketed", "gloo", [SkippedCollective(1, 1, "step")])
+    assert pool.run(train, "bucketed", None, ()) == right
+    assert "rank 1" not in capsys.readouterr().out
+
+
+def belongings():
+    """What this process has: processes below it, folders of its pools, open files."""
+    own = psutil.Process()
+    running = [child for child in own.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    folders = Path(tempfile.gettempdir()).glob(f"shardlab-{os.getpid()}-*")
+    return {"processes": len(running), "folders": len(list(folders)), "open files": own.num_fds()}
+
+
+def left(before):
+    """What there is more of than before; processes that were killed have three seconds to disappear."""
+    deadline = monotonic() + 3.0
+    while more := {name: number - before[name] for name, number in belongings().items() if number > before[name]}:
+        if monotonic() > deadline:
+            return more
+        sleep(0.05)
+    return {}

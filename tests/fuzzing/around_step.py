@@ -1,7 +1,7 @@
 """What users do around and inside a step: write in hooks and by hand, step twice, look at the model, and raise."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,7 +13,7 @@ from tests.fuzzing.operation import Operation
 from tests.fuzzing.optimizers import ends_with
 from tests.fuzzing.world import Seen, World
 
-HOOKS = ("write before", "write full", "raise before", "write after", "step again", "raise after")
+HOOKS = ("write before", "raise before", "write after", "step again", "raise after")
 
 
 @torch.no_grad()
@@ -40,52 +40,38 @@ class HookedStep(Operation):
     """A step with a hook of the user's before or after it; losses that wait are forgotten before.
 
     Attributes:
-        what: of ``HOOKS``. 'write full' is in ``full_params()``, the other writes are in what the optimizer steps;
-            'step again' is a second optimizer, whose kernels write without raising autograd's versions.
+        what: of ``HOOKS``. 'step again' is a second optimizer, whose kernels write without raising autograd's versions.
     """
 
     what: str = "write before"
     peers: ClassVar[bool] = False
 
     def applies(self, world: World) -> bool:
-        # Of a derived optimizer torch runs hooks halfway through the step too, where pieces are not gathered yet.
-        halfway = world.ours.optimizer_spec.derived and gathers_late(world)
-        if self.what == "raise after":
-            return not halfway
-        return self.what != "write full" or not (halfway or world.held)
+        return self.what != "raise after" or not gathers_late(world)
 
     def ours(self, world: World) -> Seen:
         engine = world.ours.engine
         world.ours.losses.clear()
-
-        def shrink_full() -> None:
-            with engine.full_params(keep_changes=True) as model:
-                shrink(model.parameters())
-
-        with self._hooked(engine.optimizer, list(engine.step_tensors()), shrink_full):
+        with self._hooked(engine.optimizer, list(engine.step_tensors())):
             engine.step()
         return {}
 
     def plain(self, world: World) -> Seen:
         params = list(world.plain.params.values())
         world.plain.losses.clear()
-        with self._hooked(world.plain.optimizer, params, lambda: shrink(params)):
+        with self._hooked(world.plain.optimizer, params):
             world.plain.optimizer.step()
         world.plain.num_steps += 1
         return {}
 
     @contextlib.contextmanager
-    def _hooked(
-        self, optimizer: torch.optim.Optimizer, tensors: list[Tensor], shrink_full: Callable[[], None]
-    ) -> Iterator[None]:
+    def _hooked(self, optimizer: torch.optim.Optimizer, tensors: list[Tensor]) -> Iterator[None]:
         second = torch.optim.AdamW(tensors, lr=0.02, eps=0.1, fused=True)
 
         def do(*_: object) -> None:
             if self.what.startswith("raise"):
                 raise Planted(self.what)
-            if self.what == "write full":
-                shrink_full()
-            elif self.what == "step again":
+            if self.what == "step again":
                 second.step()
             else:
                 shrink([tensor for group in optimizer.param_groups for tensor in group["params"]])
@@ -106,11 +92,9 @@ class StepThatRaises(Operation):
     """A step of a user's own optimizer that raises behind its update; the user goes on with the next batch.
 
     Attributes:
-        held: inside ``full_params(keep_changes=True)``, which may refuse to keep what is stale.
         drops: as in ``Step``.
     """
 
-    held: bool = False
     drops: bool = True
     peers: ClassVar[bool] = False
 
@@ -121,12 +105,8 @@ class StepThatRaises(Operation):
         engine = world.ours.engine
         if self.drops:
             world.ours.losses.clear()
-        with contextlib.ExitStack() as stack:
-            if self.held:
-                stack.enter_context(_refused_as_stale())
-                stack.enter_context(engine.full_params(keep_changes=True))
-            with ends_with(engine.optimizer, _raise), contextlib.suppress(Planted):
-                engine.step()
+        with ends_with(engine.optimizer, _raise), contextlib.suppress(Planted):
+            engine.step()
         return step_of_nothing(world)
 
     def plain(self, world: World) -> Seen:
@@ -146,15 +126,6 @@ class StepThatRaises(Operation):
 
 def _raise() -> None:
     raise Planted("at the end of a step")
-
-
-@contextlib.contextmanager
-def _refused_as_stale() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if "pieces were written to" not in str(error):
-            raise
 
 
 @dataclass(frozen=True)
@@ -190,10 +161,9 @@ class StepThatLooks(Operation):
 
 @dataclass(frozen=True)
 class WritePieces(Operation):
-    """Write by hand into what the optimizer steps, in place or by ``.data =``; gradients are forgotten."""
+    """Write by hand into what the optimizer steps, in place; gradients are forgotten."""
 
     part: str = "enter"
-    assigns: bool = False
     peers: ClassVar[bool] = False
 
     def applies(self, world: World) -> bool:
@@ -212,10 +182,7 @@ class WritePieces(Operation):
     def _write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
             if name.startswith(self.part):
-                if self.assigns:
-                    tensor.data = tensor.data * 0.9
-                else:
-                    shrink([tensor])
+                shrink([tensor])
 
     def after(self, world: World) -> None:
         world.gradients, world.unfinished, world.may_clash = "means", False, True

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shardlab.engines.fsdp import FSDP
 from tests.fuzzing.engines import PEERS
 from tests.fuzzing.operation import Operation
 from tests.fuzzing.optimizers import LEFT_OUT
@@ -137,7 +136,6 @@ class Hold(Operation):
 
     def ours(self, world: World) -> Seen:
         engine = world.ours.engine
-        assert isinstance(engine, FSDP)
         unit = engine.units[self.unit % len(engine.units)]
         (engine.unshard if self.hold else engine.reshard)(unit.name)
         return {}

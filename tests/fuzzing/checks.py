@@ -140,7 +140,7 @@ def _at_rest(world: World) -> Iterator[str]:
 
 def _peer_checks(world: World) -> Iterator[str]:
     """Of torch's engines, whose pieces are put together; collective."""
-    from shardlab.engines.peers.dtensors import whole
+    from shardlab.engines.peers.dtensor_peer import whole
 
     engine, plain = world.ours.engine, world.plain
     if isinstance(engine, DTensorPeer) or world.ours.spec.name == "torch_ddp":

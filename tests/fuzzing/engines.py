@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import Engine, build_engine
+from shardlab.engines import AnyEngine, build_engine
 from shardlab.engines.precision import Precision
 
 OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
@@ -39,6 +39,7 @@ class EngineSpec:
         axes: pairs of axis and size; the axis 'tensor' is the last, all others are data ranks.
         transport: 'shared_memory' or 'gloo'.
         place: of ``PLACES``.
+        guards: whether it has guards.
     """
 
     name: str = "ddp"
@@ -46,6 +47,7 @@ class EngineSpec:
     axes: tuple[tuple[str, int], ...] = (("data", 2),)
     transport: str = "shared_memory"
     place: str = "all"
+    guards: bool = True
 
     @property
     def num_ranks(self) -> int:
@@ -94,7 +96,8 @@ class EngineSpec:
         start = starts.get(self.place, 0)
         return tuple(range(start, start + self.num_ranks))
 
-    def build(self, model: nn.Module, optimizer_fn: Callable[..., torch.optim.Optimizer], mesh: Mesh) -> Engine:
+    def build(self, model: nn.Module, optimizer_fn: Callable[..., torch.optim.Optimizer], mesh: Mesh) -> AnyEngine:
         """The engine around ``model``."""
         options = {name: NAMED.get(name, {}).get(value, value) for name, value in self.options}
-        return build_engine(self.name, model, optimizer_fn, None if self.name == "single" else mesh, **options)
+        mesh_or_none = None if self.name == "single" else mesh
+        return build_engine(self.name, model, optimizer_fn, mesh_or_none, guards=self.guards, **options)

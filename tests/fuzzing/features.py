@@ -15,7 +15,7 @@ from tests.fuzzing.checkpoints import Load
 from tests.fuzzing.engines import EngineSpec
 from tests.fuzzing.modules import BRANCH_KINDS, BlockSpec
 from tests.fuzzing.operation import Operation
-from tests.fuzzing.optimizers import OWN
+from tests.fuzzing.optimizers import OWN, WHOLE
 from tests.fuzzing.states import FullParams, NamedIn, NamedOut, OptimizerIn, OptimizerOut, StateIn, StateOut
 from tests.fuzzing.training import Backward, FailsAlone, Forward, Step, ZeroGrad
 
@@ -46,9 +46,11 @@ FEATURES = frozenset({
     "retained graph",  # backward(retain_graph=True)
     "own optimizers",  # of a user's class
     "precision",  # fewer bits in compute or in reductions
+    "guards",  # and what they refuse; without them only right programs
 })  # fmt: skip
 ALL = FEATURES
 ON = FEATURES.difference(OFF)
+RIGHT = ON - {"guards", "torch's habits"}
 
 
 def sift(scenario: Scenario, features: frozenset[str]) -> Scenario:
@@ -217,6 +219,14 @@ def _precision(scenario: Scenario) -> Scenario:
     return with_engines(scenario, change)
 
 
+def _guards(scenario: Scenario) -> Scenario:
+    kind = "averaged" if scenario.optimizer.kind in WHOLE else scenario.optimizer.kind
+    scenario = replace(scenario, optimizer=replace(scenario.optimizer, kind=kind))
+    if any(engine.rounds for engine in scenario.engines):
+        scenario = _without(scenario, lambda one: isinstance(one, FullParams) and one.inside in ("evaluate", "train"))
+    return with_engines(scenario, lambda engine: replace(engine, guards=False))
+
+
 SIEVES: dict[str, Callable[[Scenario], Scenario]] = {
     "forward before step": _forward_before_step,
     "held over a step": _held_over_a_step,
@@ -236,4 +246,5 @@ SIEVES: dict[str, Callable[[Scenario], Scenario]] = {
     "retained graph": _retained,
     "own optimizers": _own_optimizers,
     "precision": _precision,
+    "guards": _guards,
 }

@@ -17,6 +17,8 @@ WHOLE = ("normalised", "centred", "clipped")
 class Averaged(torch.optim.Optimizer):
     """A user's own, element by element: an average of gradients, whose weight grows with a counter."""
 
+    shardlab_looks_at = "element"
+
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05, "weight_decay": 0.1})
 
@@ -41,6 +43,8 @@ class Averaged(torch.optim.Optimizer):
 class Normalised(Averaged):
     """Gradients divided by the norm of their tensor."""
 
+    shardlab_looks_at = "tensor"
+
     def direction(self, gradient: Tensor) -> Tensor:
         """Of a step."""
         return gradient / (0.1 + gradient.norm())
@@ -49,6 +53,8 @@ class Normalised(Averaged):
 class Centred(Averaged):
     """Gradients without the mean of their row."""
 
+    shardlab_looks_at = "tensor"
+
     def direction(self, gradient: Tensor) -> Tensor:
         """Of a step."""
         return gradient - gradient.mean(-1, keepdim=True) if gradient.dim() > 1 else gradient
@@ -56,6 +62,8 @@ class Centred(Averaged):
 
 class Clipped(Averaged):
     """Gradients divided by the norm of them all."""
+
+    shardlab_looks_at = "model"
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -116,6 +124,7 @@ def _derived_from(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimiz
     """A class as users derive it; torch runs hooks at the end of its step and of that of ``kind``."""
 
     class Derived(kind):  # type: ignore[misc, valid-type]
+        shardlab_looks_at = getattr(kind, "shardlab_looks_at", "element")
         at_the_end: Callable[[], object] | None = None
 
         def step(self, *args: Any) -> None:

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.slices import cut
-from shardlab.engines import Engine
+from shardlab.engines import AnyEngine
 from shardlab.tensor_parallel import Column, Row, parallelize_module
 from shardlab.tensor_parallel.plan import Plan
 
@@ -30,6 +30,6 @@ def plan_of(model: nn.Module) -> Plan:
     return {name: STYLES[kind] for name, kind in layers.items() if kind in STYLES}
 
 
-def own_part(engine: Engine, name: str, tensor: Tensor) -> Tensor:
+def own_part(engine: AnyEngine, name: str, tensor: Tensor) -> Tensor:
     """What a rank's model has of a parameter, or of its gradient: all of it, or a slice."""
     return cut(tensor, engine.slices[name]) if name in engine.slices else tensor

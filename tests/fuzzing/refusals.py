@@ -2,17 +2,20 @@
 
 import re
 
-from tests.fuzzing.modules import BRANCH_KINDS, ModuleSpec, Planted
+from tests.fuzzing.modules import BRANCH_KINDS, Planted
 from tests.fuzzing.optimizers import WHOLE
 from tests.fuzzing.world import World
 
 DOCUMENTED = (
     r"the layout over ranks is fixed; build a new",
     r"load: leave 'with engine\.full_params\(\):' first",
+    r"(backward|step): it was called inside ",
+    r"full_params: unit .* is held, and its parameters are rounded; call engine\.reshard",
+    r"step: what full_params\(\) or unshard\(\) holds would be stale",
 )
 """Refusals of operations, wherever they come; others are in ``is_documented``."""
-INSIDE_AND_OUTSIDE = (r"it comes in parts.*use_reentrant=False", r"is sharded: .*use_reentrant=False")
-"""Refusals of a weight that is used both inside and outside reentrant checkpointing."""
+IN_PARTS = (r"it comes in parts.*use_reentrant=False", r"parameter .* is sharded: ")
+"""Refusals of reentrant checkpointing, which brings a gradient in parts where a weight is used more than once."""
 MEET = r" on rank \d of the group meets "
 """What all ranks are told of whom one has left alone; their communicator is of no use any more."""
 OF_OPTIMIZERS = (
@@ -35,9 +38,9 @@ def is_documented(error: Exception, world: World) -> bool:
         return world.may_clash
     if "it was changed in place" in str(error):
         return world.gradients == "changed"
-    if _matches(error, INSIDE_AND_OUTSIDE):
-        # A graph from before full_params() that nobody knows of brings a part of the gradient too.
-        return _inside_and_outside(world.ours.module_spec) or (world.ours.spec.rounds and world.has_retained)
+    if _matches(error, IN_PARTS):
+        # Where parameters are rounded a look at the full ones, between two forwards, parts their gradients too.
+        return world.ours.spec.rounds or any("reentrant" in block.checkpoint for block in world.ours.module_spec.blocks)
     if refuses_forward(error):
         return world.ours.spec.rounds
     if _matches(error, (MEET,)):
@@ -52,17 +55,12 @@ def refuses_at_once(error: Exception) -> bool:
 
 def refuses_forward(error: Exception) -> bool:
     """Whether it refuses to compute inside ``full_params()``, where parameters do not have the dtype for that."""
-    return "leave 'with engine.full_params():' before engine(...)" in str(error)
+    return "forward: it was called inside 'with engine.full_params():'" in str(error)
 
 
 def has_met(error: Exception) -> bool:
     """Whether two different collectives have met."""
     return _matches(error, (MEET,))
-
-
-def _inside_and_outside(module: ModuleSpec) -> bool:
-    """Whether blocks share a weight that only some of them use inside reentrant checkpointing."""
-    return module.tied == "blocks" and len({"reentrant" in block.checkpoint for block in module.blocks}) > 1
 
 
 def _orders_may_differ(world: World) -> bool:

@@ -77,7 +77,7 @@ _parts = st.sampled_from(["enter", "blocks", "leave", "blocks.0", "blocks.1", "s
 
 _steps = st.one_of(
     st.builds(HookedStep, st.sampled_from(HOOKS)),
-    st.builds(StepThatRaises, st.booleans(), st.sampled_from([True, True, False])),
+    st.builds(StepThatRaises, st.sampled_from([True, True, False])),
     st.builds(StepThatLooks, _seeds),
 )
 
@@ -154,7 +154,7 @@ def _single(menu: Menu) -> st.SearchStrategy[list[Operation]]:
         st.builds(Finish),
         st.builds(Freeze, _parts, st.booleans()),
         st.builds(ChangeMeans, _parts, st.booleans()),
-        st.builds(WritePieces, _parts, st.booleans()),
+        st.builds(WritePieces, _parts),
         _steps,
         st.builds(LearningRate, st.sampled_from([None, 0.02])),
         st.builds(Mode, st.booleans()),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardlab.trace.memory_by_role import bytes_by_role
-from shardlab.vocabulary import Role
+from shardlab.vocabulary import TOLD, Role
 from tests.fuzzing.modules import Planted
 from tests.fuzzing.operation import Operation
 from tests.fuzzing.world import Ours, Plain, Seen, World, quiet
@@ -88,7 +88,6 @@ class Backward(Operation):
         finished = self.how == "engine" and not self.quiet
         world.gradients = "means" if finished else "local"
         world.unfinished = not finished and not self.quiet
-        world.has_retained = world.has_retained or (self.retain and self.how == "plain")
         world.gathered = self.how == "plain" or (bool(world.plain.losses) and world.ours.spec.keeps_gathered)
 
 
@@ -267,7 +266,7 @@ class FailsAlone(Operation):
             if self.fault == "forward" and ours.spec.gathers:
                 self._pass(world, "none")
         except RuntimeError as error:
-            if fails or "raised an exception before its part was sent" not in str(error):
+            if fails or TOLD not in str(error):
                 raise
         ours.engine.zero_grad()
         return {}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import Engine, GradScaler
+from shardlab.engines import AnyEngine, GradScaler
 from shardlab.engines.step_tensors import StepTensors
 from tests.fuzzing import modules
 from tests.fuzzing.engines import EngineSpec
@@ -59,7 +59,7 @@ class Ours:
         kept: what ``StateOut`` and ``OptimizerOut`` have kept.
     """
 
-    engine: Engine
+    engine: AnyEngine
 
     def __init__(self, spec: EngineSpec, module: ModuleSpec, optimizer: OptimizerSpec, mesh: Mesh) -> None:
         self.module_spec, self.optimizer_spec = module, optimizer
@@ -223,7 +223,6 @@ class World:
         left_alone: an error on one rank has left the others alone where they gather parameters.
         has_met: two different collectives have met, so that the engine is of no use any more.
         is_plain: the last backward was a plain ``loss.backward()``.
-        has_retained: a plain ``loss.backward(retain_graph=True)`` has kept a graph, which no engine can see.
     """
 
     ours: Ours
@@ -240,7 +239,6 @@ class World:
     left_alone: bool = False
     has_met: bool = False
     is_plain: bool = False
-    has_retained: bool = False
 
     @property
     def rank(self) -> int:
@@ -280,7 +278,7 @@ class World:
 
 
 @contextlib.contextmanager
-def quiet(engine: Engine, wanted: bool) -> Iterator[None]:
+def quiet(engine: AnyEngine, wanted: bool) -> Iterator[None]:
     """Inside ``no_sync()``, where wanted."""
     with engine.no_sync() if wanted else contextlib.nullcontext():
         yield

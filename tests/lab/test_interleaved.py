@@ -13,6 +13,7 @@ from shardlab.lab import sweeps
 from shardlab.lab.sweeps import bucket_sweep, link_for, run_interleaved
 from shardlab.models import build_model
 from shardlab.partition.ring_cost import ring_wire_bytes
+from shardlab.vocabulary import FLAG
 from tests.conftest import Pools
 
 BASE = CompareConfig(
@@ -40,6 +41,7 @@ def test_each_step_belongs_to_all_variants_in_turn_and_their_losses_are_equal(po
 def test_a_variant_records_its_own_collectives_alone(pools: Pools) -> None:
     records = run_interleaved({"flat": BASE, "also flat": BASE}, pools(2))
     gradients = records.collectives[records.collectives["phase"] == "backward"]
+    gradients = gradients[gradients["tag"] != FLAG]
     assert set(gradients.groupby(["run", "rank", "step"]).size()) == {1}
     assert set(gradients["bytes"]) == {PARAMETER_BYTES}
 
@@ -63,13 +65,14 @@ def test_a_sweep_sends_the_same_bytes_in_fewer_messages(pools: Pools) -> None:
     sizes = [1, 4_000_000, 100_000_000]
     sweep = bucket_sweep(sizes, replace(BASE, steps=2, link="10Gbps,10us"), pools(2))
     assert sweep["bucket_bytes"].value_counts().to_dict() == dict.fromkeys(sizes, 2)  # one timed step on two ranks
-    assert set(sweep["wire_bytes"]) == {ring_wire_bytes("all_reduce", PARAMETER_BYTES, 2)}
+    flags = 2 * ring_wire_bytes("all_reduce", 4, 2)
+    assert set(sweep["wire_bytes"]) == {ring_wire_bytes("all_reduce", PARAMETER_BYTES, 2) + flags}
     assert set(sweep["source"]) == {"emulated"}
     num_messages = sweep.groupby("bucket_bytes")["num_messages"].first()
     num_parameters = len(list(build_model("gpt-1m", 8).parameters()))
-    assert num_messages[1] == num_parameters
-    assert num_parameters > num_messages[4_000_000] > 1
-    assert num_messages[100_000_000] == 1
+    assert num_messages[1] == num_parameters + 2  # the two flags
+    assert num_parameters > num_messages[4_000_000] > 3
+    assert num_messages[100_000_000] == 3
 
 
 def test_a_link_is_as_slow_as_the_compute(monkeypatch) -> None:
@@ -86,8 +89,6 @@ def test_a_link_is_as_slow_as_the_compute(monkeypatch) -> None:
     link = link_for(BASE, None, sends_for=2, latency=0.01)
     assert (link.latency_us, link.bandwidth_gbps) == (1000, 0.04)
     assert link.transfer_us(1e6) == pytest.approx(2 * 100e3)
-    with pytest.raises(ValueError, match="sends_for: 0 was given; it must be above 0"):
-        link_for(BASE, None, sends_for=0)
 
 
 def test_a_link_that_was_found_can_be_emulated(pools: Pools) -> None:
@@ -97,12 +98,12 @@ def test_a_link_that_was_found_can_be_emulated(pools: Pools) -> None:
 
 @pytest.mark.parametrize(
     ("variants", "words"),
-    [({}, "at least one"),
+    [({}, "give one or more"),
      ({"a": replace(BASE, save_every=2)}, "'a' has save_every=2, but here are no checkpoints; leave it out"),
      ({"a": replace(BASE, strategies=("single",), bucket_mib=1.0)}, "'a' needs one strategy"),
      ({"a": replace(BASE, strategies=("ddp", "bucketed"))}, "'a' needs one strategy"),
      ({"a": replace(BASE, ranks=1)}, r"variants\['a'\]\.ranks is 1"),
-     ({"a": BASE, "b": replace(BASE, steps=1)}, "different numbers of steps")],
+     ({"a": BASE, "b": replace(BASE, steps=1)}, "all with the same number of steps")],
 )  # fmt: skip
 def test_variants_that_cannot_take_turns_are_refused(
     pools: Pools, variants: dict[str, CompareConfig], words: str

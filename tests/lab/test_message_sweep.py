@@ -48,11 +48,7 @@ def test_the_slowest_rank_counts(pools: Pools) -> None:
     assert time_us >= 20_000  # a sleep never ends early
 
 
-@pytest.mark.parametrize(
-    ("ops", "sizes", "repeats", "field"),
-    [({}, [16], 1, "ops"), ({"a": all_reduce}, [], 1, "num_bytes"), ({"a": all_reduce}, [12], 1, "num_bytes"),
-     ({"a": all_reduce}, [0], 1, "num_bytes"), ({"a": all_reduce}, [16], 0, "repeats")],
-)  # fmt: skip
-def test_bad_arguments_are_named(pools: Pools, ops: dict, sizes: list[int], repeats: int, field: str) -> None:
-    with pytest.raises(ValueError, match=f"^{field}"):
-        message_sweep(ops, sizes, pools(2), repeats)
+@pytest.mark.parametrize("sizes", [[], [12], [0]])
+def test_bad_sizes_are_named(pools: Pools, sizes: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"^num_bytes"):
+        message_sweep({"a": all_reduce}, sizes, pools(2))

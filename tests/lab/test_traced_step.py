@@ -41,7 +41,7 @@ def test_the_tables_are_those_of_a_run(pools):
         assert records.steps["loss"].iloc[1] < records.steps["loss"].iloc[0]
         assert {SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.OPTIMIZER} <= set(records.spans["kind"])
         counts = records.collectives.query("step == 1 and phase != 'metrics'").groupby("op").size()
-        assert counts.to_dict() == {"all_gather": 8, "reduce_scatter": 4}
+        assert counts.to_dict() == {"all_gather": 8, "all_reduce": 2, "reduce_scatter": 4}
         assert Role.ACTIVATION in set(records.memory["role"])
 
 

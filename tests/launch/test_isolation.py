@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from shardlab.launch import isolation
+from shardlab.launch import worker
 
 BLOCKS, BLOCK_BYTES = 32, 4 * 1024**2
 PAGES = BLOCKS * BLOCK_BYTES // resource.getpagesize()
@@ -49,7 +49,7 @@ def test_who_has_set_the_heap_by_the_environment_keeps_it_so(monkeypatch, enviro
             self.calls.append((parameter, value))
 
     libc = Libc()
-    monkeypatch.setattr(isolation.os, "environ", environ)
-    monkeypatch.setattr(isolation.ctypes, "CDLL", lambda _: libc)
-    isolation.keep_freed()
+    monkeypatch.setattr(worker.os, "environ", environ)
+    monkeypatch.setattr(worker.ctypes, "CDLL", lambda _: libc)
+    worker._keep_freed()
     assert len(libc.calls) == calls

@@ -38,41 +38,6 @@ def test_functions_may_name_the_operators_of_torch():
     assert unpack(pack(policy, "x"))(torch.ops.aten.mm.default) == policy(torch.ops.aten.mm.default)
 
 
-@pytest.mark.parametrize(
-    "operator", [torch.ops.aten, torch.ops.aten.add, torch.ops.aten.add.Tensor, torch.ops.aten.mm.default], ids=str
-)
-def test_operators_under_names_of_the_users_travel(operator):
-    assert unpack(pack(lambda: operator, "x"))() is operator
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64])
-@pytest.mark.parametrize("shape", [(), (0,), (3, 4)])
-def test_tensors_travel_whose_dtype_torchs_own_pickle_cannot_read(dtype, shape):
-    """AttributeError: type object 'torch.storage.UntypedStorage' has no attribute 'dtype'."""
-    sent = torch.arange(12).reshape(3, 4)[: shape[0] if shape else 1].to(dtype)
-    sent = sent.t() if len(shape) == 2 else sent.new_zeros(shape)
-    received = unpack(pack({"x": sent}, "x"))["x"]
-    assert (received.dtype, received.shape) == (sent.dtype, sent.shape)
-    assert received.tolist() == sent.tolist()
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.uint64])
-def test_such_tensors_travel_with_gaps_repeated_and_without_values(dtype):
-    """RuntimeError: self.stride(-1) must be 1; NotImplementedError: Cannot copy out of meta tensor."""
-    whole = torch.arange(12).reshape(3, 4).to(dtype)
-    for sent in (whole[:, 1], whole.reshape(-1)[::2], whole[0, 0].expand(3), whole[:, ::3]):
-        assert unpack(pack(sent, "x")).tolist() == sent.tolist()
-    received = unpack(pack(whole.to("meta"), "x"))
-    assert (received.is_meta, received.dtype, received.shape) == (True, dtype, (3, 4))
-
-
-def test_a_parameter_in_float8_travels():
-    sent = torch.nn.Parameter(torch.arange(4.0).to(torch.float8_e4m3fn), requires_grad=False)
-    received = unpack(pack(sent, "x"))
-    assert isinstance(received, torch.nn.Parameter)
-    assert received.tolist() == sent.tolist()
-
-
 def test_registry_of_cloudpickle_is_left_as_it_was():
     pack(test_installed_code_goes_by_name, "x")
     assert cloudpickle.list_registry_pickle_by_value() == set()

@@ -356,22 +356,6 @@ def test_a_rank_that_skipped_a_collective_is_named_on_gloo():
     assert re.search(r"\nrank +process +seq +collective", str(caught.value))
 
 
-class WithoutTextError(Exception):
-    def __str__(self):
-        raise LookupError
-
-
-def test_an_exception_whose_text_raises_is_told(pools):
-    def fail(rank):
-        if rank == 1:
-            raise WithoutTextError
-
-    with pytest.raises(RankError, match=r"rank 1 raised WithoutTextError: .*__str__ raised LookupError") as caught:
-        pools(2).run(fail)
-    assert "in fail" in caught.value.traceback_text
-    assert works_again(pools(2))
-
-
 def test_a_timeout_error_of_the_callers_own_alarm_ends_the_run():
     def ring(signum, frame):
         raise TimeoutError("the alarm")

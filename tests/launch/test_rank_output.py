@@ -13,7 +13,7 @@ from multiprocessing import Pipe
 import pytest
 
 from shardlab.launch import RankError, current
-from shardlab.launch.output import RankOutput
+from shardlab.launch.processes import RankOutput
 
 
 def lines_of(capsys, rank):

@@ -14,7 +14,7 @@ from shardlab.comm.group import _line_of_caller
 from shardlab.installed import PACKAGE
 from shardlab.launch.stack import StackWatch, _call_of, failed_call
 
-PROGRAM = f"{PACKAGE}/faults/program.py"
+PROGRAM = f"{PACKAGE}/models/mlp.py"
 
 
 class Steps:

@@ -10,7 +10,6 @@ import pytest
 from nbformat import NotebookNode
 
 from shardlab.exercises import LADDER, find
-from shardlab.exercises.assembled.train import ENGINES
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 PATHS = [path for path in sorted(FOLDER.glob("*.ipynb")) if "03" <= path.name[:2] <= "12"]
@@ -63,13 +62,6 @@ def test_it_asks_for_a_number_before_the_run_that_gives_it(path: Path) -> None:
     answered = next(place for place, source in enumerate(sources) if source.startswith("guess.against("))
     assert 0 < asked < answered
     assert ", None" in sources[asked], "the number is the reader's"
-
-
-def test_the_ladders_end_asks_for_the_parts_that_its_engines_need() -> None:
-    text = "\n".join(cell.source for cell in cells_of(FOLDER / "12_checkpoints_that_reshard.ipynb"))
-    (asked,) = re.findall(r"^assemble\((.*)\)$", text, re.MULTILINE)
-    needed = {name for engine in ENGINES.values() if engine.name != "ddp" for name in engine.needs}
-    assert set(asked.split(", ")) == needed
 
 
 def test_a_tested_notebook_leaves_no_trace_in_the_users_progress(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,6 @@ PLOTLY = "application/vnd.plotly.v1+json"
 NOT_COMPARED = {"nbval-ignore-output", "nbval-skip"}
 MACHINE_PATH = re.compile(r"(?:/(?:home|Users|root|work|tmp|usr|opt|var|mnt|private)/|[A-Z]:\\)\w")
 
-pytestmark = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-
 
 def read(path: Path) -> NotebookNode:
     return nbformat.read(path, as_version=4)
@@ -38,11 +36,11 @@ def has_figure(cell: NotebookNode) -> bool:
     return any(PLOTLY in output.get("data", {}) for output in cell.outputs)
 
 
-def test_it_is_small(path: Path) -> None:
+def check_it_is_small(path: Path) -> None:
     assert path.stat().st_size < 500_000
 
 
-def test_metadata_is_the_kernel_and_tags(path: Path) -> None:
+def check_metadata_is_the_kernel_and_tags(path: Path) -> None:
     notebook = read(path)
     assert dict(notebook.metadata) == {
         "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
@@ -54,18 +52,18 @@ def test_metadata_is_the_kernel_and_tags(path: Path) -> None:
     assert not [data for data in (o.get("data", {}) for o in outputs(path)) if any("widget" in mime for mime in data)]
 
 
-def test_cells_ran_in_order(path: Path) -> None:
+def check_cells_ran_in_order(path: Path) -> None:
     cells = code_cells(path)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
 
 
-def test_no_cell_failed_or_complained(path: Path) -> None:
+def check_no_cell_failed_or_complained(path: Path) -> None:
     for output in outputs(path):
         assert output.output_type != "error", output.get("evalue")
         assert output.get("name") != "stderr", output.get("text")
 
 
-def test_every_figure_is_readable_everywhere(path: Path) -> None:
+def check_every_figure_is_readable_everywhere(path: Path) -> None:
     figures = [output.data for cell in code_cells(path) for output in cell.outputs if PLOTLY in output.get("data", {})]
     assert figures, "a notebook answers with a picture"
     for data in figures:
@@ -73,19 +71,19 @@ def test_every_figure_is_readable_everywhere(path: Path) -> None:
         assert len(data["text/plain"].strip("'\" ")) > 20, "the summary says what is to be seen"
 
 
-def test_no_html_but_tables(path: Path) -> None:
+def check_no_html_but_tables(path: Path) -> None:
     for output in outputs(path):
         html = output.get("data", {}).get("text/html", "")
         assert "<script" not in html
         assert not html or 'class="dataframe"' in html
 
 
-def test_a_dozen_imports_at_most(path: Path) -> None:
+def check_a_dozen_imports_at_most(path: Path) -> None:
     parsed = [node for cell in code_cells(path) for node in ast.parse(cell.source).body]
     assert sum(isinstance(node, ast.Import | ast.ImportFrom) for node in parsed) <= 12
 
 
-def test_figures_are_not_compared_and_the_rest_is(path: Path) -> None:
+def check_figures_are_not_compared_and_the_rest_is(path: Path) -> None:
     for cell in code_cells(path):
         if has_figure(cell):
             assert tags(cell) & NOT_COMPARED, "a figure has a PNG only in the build, so nbval cannot compare it"
@@ -93,7 +91,7 @@ def test_figures_are_not_compared_and_the_rest_is(path: Path) -> None:
     assert len(compared) >= 3, "bytes, counts and verdicts must be compared"
 
 
-def test_it_begins_with_a_title_and_a_question_and_ends_with_a_file(path: Path) -> None:
+def check_it_begins_with_a_title_and_a_question_and_ends_with_a_file(path: Path) -> None:
     cells = read(path).cells
     first, last = cells[0], cells[-1]
     assert first.cell_type == last.cell_type == "markdown"
@@ -103,19 +101,19 @@ def test_it_begins_with_a_title_and_a_question_and_ends_with_a_file(path: Path) 
     assert "**The file that implements it:**" in last.source
 
 
-def test_it_has_something_to_break_and_an_exercise(path: Path) -> None:
+def check_it_has_something_to_break_and_an_exercise(path: Path) -> None:
     text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
     assert "## Something to break" in text
     assert "## Exercise" in text
 
 
-def test_links_lead_somewhere(path: Path) -> None:
+def check_links_lead_somewhere(path: Path) -> None:
     text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
     for target in re.findall(r"\]\(([^)]+)\)", text):
         assert target.startswith("https://") or (FOLDER / target).is_file(), target
 
 
-def test_no_path_of_a_machine(path: Path) -> None:
+def check_no_path_of_a_machine(path: Path) -> None:
     for cell in code_cells(path):
         for output in cell.outputs:
             shown = output.get("text", "") + json.dumps(
@@ -123,3 +121,11 @@ def test_no_path_of_a_machine(path: Path) -> None:
             )
             found = MACHINE_PATH.search(shown)
             assert found is None, f"cell {cell.execution_count}: {shown[max(0, found.start() - 40) : found.end() + 40]}"
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_a_notebook(path: Path) -> None:
+    checks = [value for name, value in globals().items() if name.startswith("check_")]
+    assert len(checks) == 12
+    for check in checks:
+        check(path)

@@ -4,8 +4,8 @@ import pytest
 
 from shardlab.analysis import critical_path
 from shardlab.experiment import CompareConfig, compare
+from shardlab.experiment.run_verdicts import traffic_verdict
 from shardlab.experiment.summary import readable_summary
-from shardlab.experiment.verdicts import traffic_verdict
 from shardlab.vocabulary import Phase, SpanKind
 
 PEERS = ("torch_ddp", "torch_zero1", "torch_fsdp2", "torch_tp")

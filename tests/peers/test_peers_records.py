@@ -11,8 +11,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.peers import Peer
 from shardlab.partition.ring_cost import Link
-from shardlab.trace.known_tensors import known_tensors
-from shardlab.trace.memory_by_role import MemoryLedger, bytes_by_role
+from shardlab.trace.memory_by_role import MemoryLedger, bytes_by_role, known_tensors
 from shardlab.trace.observed import wire_bytes
 from shardlab.vocabulary import Phase, Role
 from tests.dist import cases

@@ -21,7 +21,7 @@ from shardlab.planner import (
 from shardlab.planner.collectives import calls_of_step
 from shardlab.planner.groups import backward_order, groups_of
 from shardlab.planner.memory import bytes_at_rest
-from shardlab.vocabulary import Collective, MeshAxis, Role
+from shardlab.vocabulary import FLAG, Collective, MeshAxis, Role
 
 NUM_BLOCKS = 3
 
@@ -45,9 +45,14 @@ def at_rest(model, setup, rank=0):
     return bytes_at_rest(groups_of(model, setup), setup, rank)
 
 
+def sent(model, setup):
+    """The collectives of a step, without the flags of one number by which ranks raise together."""
+    return [call for call in calls_of_step(model, setup) if call.tag != FLAG]
+
+
 def wire_elements(model, setup, rank=0):
     """Elements that a rank sends in a step."""
-    frame = predicted_collectives(model, setup, ranks=[rank])
+    frame = predicted_collectives(model, setup, ranks=[rank]).query("tag != @FLAG")
     return float((frame["wire_bytes"] / (frame["bytes"] / frame["numel"])).sum())
 
 
@@ -128,7 +133,7 @@ def test_elements_on_the_wire_are_the_formulas(num_ranks):
 def test_hybrid_sends_three_volumes_in_the_group_and_reduces_the_shard_across_replicas():
     model, units = blocks_model()
     setup = fsdp(6, units, sharding="hybrid_shard", shard_group_size=3, micro_batches=2, clip=True)
-    calls = calls_of_step(model, setup)
+    calls = sent(model, setup)
     by_axis = {axis: [call for call in calls if call.axis == axis] for axis in (MeshAxis.SHARD, MeshAxis.REPLICA)}
     ops = Counter(call.op for call in by_axis[MeshAxis.SHARD])
     assert ops == {Collective.ALL_GATHER: 16, Collective.REDUCE_SCATTER: 4, Collective.ALL_REDUCE: 1}
@@ -150,7 +155,7 @@ def test_hybrid_sends_three_volumes_in_the_group_and_reduces_the_shard_across_re
 def test_a_group_of_one_sends_nothing(group_size, axes):
     model, units = blocks_model()
     setup = fsdp(6, units, sharding="hybrid_shard", shard_group_size=group_size)
-    assert {str(call.axis) for call in calls_of_step(model, setup)} == axes
+    assert {str(call.axis) for call in sent(model, setup)} == axes
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 5])
@@ -159,7 +164,7 @@ def test_counts_of_collectives_with_micro_batches(micro_batches):
     num_units = NUM_BLOCKS + 1
 
     def counts(setup):
-        return Counter(call.op for call in calls_of_step(model, setup))
+        return Counter(call.op for call in sent(model, setup))
 
     gathers = {"full_shard": 2 * num_units * micro_batches, "shard_grad_op": num_units * micro_batches}
     for sharding, num_gathers in gathers.items():
@@ -178,10 +183,23 @@ def test_counts_of_collectives_with_micro_batches(micro_batches):
     assert counts(zero2) == {Collective.ALL_GATHER: num_buckets, Collective.REDUCE_SCATTER: num_buckets}
 
 
+def test_two_flags_say_whether_a_rank_refuses():
+    """One after the last gradients, one before the optimizer steps, over each data axis, outer first."""
+    model, units = blocks_model()
+    setup = fsdp(6, units, sharding="hybrid_shard", shard_group_size=3, micro_batches=2, clip=True)
+    flags = [(place, call) for place, call in enumerate(calls_of_step(model, setup)) if call.tag == FLAG]
+    last = len(calls_of_step(model, setup)) - 1
+    assert [place - last for place, _ in flags] == [-4, -3, -1, 0]  # the norm is between them
+    assert [(call.axis, call.phase) for _, call in flags] == [
+        (axis, phase) for phase in ("backward", "step") for axis in ("replica", "shard")
+    ]
+    assert {(call.op, call.dtype, call.numel, call.itemsize) for _, call in flags} == {("all_reduce", "float32", 1, 4)}
+
+
 def test_order_of_an_fsdp_step():
     model, units = blocks_model()
     names = ["root", "blocks.0", "blocks.1", "blocks.2"]
-    calls = calls_of_step(model, fsdp(2, units, prefetch=0, clip=True))
+    calls = sent(model, fsdp(2, units, prefetch=0, clip=True))
     assert [call.tag for call in calls] == [
         *(f"parameters of {name}" for name in names),
         "parameters of root",
@@ -229,7 +247,7 @@ def test_mixed_precision_counts_16_bit_in_the_ranks_and_fp32_in_the_shards():
     assert [held[role] for role in (Role.PARAMETER, Role.GRADIENT, Role.MASTER_WEIGHT, Role.OPTIMIZER_STATE)] == [
         2 * part, 2 * part, 4 * part, 8 * part,
     ]  # fmt: skip
-    assert {(call.dtype, call.itemsize) for call in calls_of_step(model, setup)} == {("bfloat16", 2)}
+    assert {(call.dtype, call.itemsize) for call in sent(model, setup)} == {("bfloat16", 2)}
     zero1 = at_rest(model, Setup("zero1", 4, precision=PRECISIONS["mixed"]))
     assert (zero1[Role.PARAMETER], zero1[Role.MASTER_WEIGHT]) == (2 * model.numel, 4 * part)
 
@@ -248,7 +266,7 @@ def test_a_unit_of_two_kinds_is_a_group_for_each():
         ("u part 1", ("b",), "float32"),
         ("u part 2", ("c",), "bfloat16"),
     ]
-    reduced = [call.numel for call in calls_of_step(model, fsdp(2, {})) if call.op == Collective.REDUCE_SCATTER]
+    reduced = [call.numel for call in sent(model, fsdp(2, {})) if call.op == Collective.REDUCE_SCATTER]
     assert reduced == [8, 4]
     frame = predicted_memory(model, fsdp(2, {}))
     other = frame[frame["role"] == "other"]

@@ -10,7 +10,7 @@ import torch
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
-from shardlab.engines.buckets import build_buckets
+from shardlab.engines.bucket import bucket_layouts
 from shardlab.engines.precision import PRECISIONS
 from shardlab.planner import ADAM, SGD, SGD_MOMENTUM, Setup, described, predicted_collectives, predicted_memory
 from shardlab.planner.groups import groups_of
@@ -161,7 +161,7 @@ def recorded(rank, case, num_ranks):
     found = {}
     with Mesh(case.axes(num_ranks)) as mesh:
         for kind in case.kinds:
-            log = Log()
+            log = Log(flags=True)
             with case.engine(kind, mesh) as engine:
                 with mesh.observed_by(log):
                     found[kind] = observe(engine, case, kind, log, rank, num_ranks)
@@ -207,7 +207,7 @@ def test_recorded_equals_predicted_in_groups(pools, case):
 @pytest.mark.parametrize("case", [Case("single"), *CASES], ids=str)
 def test_one_rank_holds_everything_and_sends_nothing(case):
     for kind in case.kinds:
-        log = Log()
+        log = Log(flags=True)
         mesh = Mesh.alone()
         with case.engine(kind, mesh) as engine, mesh.observed_by(log):
             [expected] = predicted(kind, case, 1)
@@ -220,10 +220,11 @@ def test_buckets_are_the_engines_buckets(partition):
     for kind in cases.MODELS:
         model = cases.build(kind)
         setup = Setup("zero1", 3, bucket_bytes=BUCKET_BYTES, partition=partition)
-        buckets = build_buckets(dict(model.named_parameters()), 3, BUCKET_BYTES, partition)
+        params = dict(model.named_parameters())
+        layouts = bucket_layouts(params, 3, BUCKET_BYTES, partition)
         groups = groups_of(described(model), setup)
-        assert [group.layout for group in groups] == [bucket.layout for bucket in buckets]
-        assert [tuple(group.params) for group in groups] == [bucket.names for bucket in buckets]
+        assert [group.layout for group in groups] == list(layouts)
+        assert [tuple(group.params) for group in groups] == [layout.names for layout in layouts]
         assert [group.trainable for group in groups] == [
-            any(param.requires_grad for param in bucket.params) for bucket in buckets
+            any(params[name].requires_grad for name in layout.names) for layout in layouts
         ]

@@ -3,7 +3,8 @@ import itertools
 import numpy as np
 import pytest
 
-from shardlab.plots.colours import (
+from shardlab.plots.text import column_text, format_bytes, format_count, format_percent, format_us, significant, tick
+from shardlab.plots.theme import (
     COLLECTIVE_COLOURS,
     INK,
     PALETTE,
@@ -14,7 +15,6 @@ from shardlab.plots.colours import (
     readable_on,
     run_colours,
 )
-from shardlab.plots.text import column_text, format_bytes, format_count, format_percent, format_us, significant, tick
 from shardlab.vocabulary import Collective, ProcessPart, Role, SpanKind
 
 # Machado, Oliveira and Fernandes 2009, severity 1: protanopia, deuteranopia, tritanopia, on linear RGB.

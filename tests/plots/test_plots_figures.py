@@ -5,10 +5,9 @@ import pandas as pd
 import pytest
 
 from shardlab import analysis, plots
-from shardlab.plots.colours import COLLECTIVE_COLOURS, ROLE_COLOURS, STRATEGY_COLOURS
 from shardlab.plots.show import plain_json
 from shardlab.plots.text import averaged
-from shardlab.plots.theme import log_axis
+from shardlab.plots.theme import COLLECTIVE_COLOURS, ROLE_COLOURS, STRATEGY_COLOURS, log_axis
 from shardlab.tables import COLLECTIVES, SHARDS, SPANS
 from tests.plots.sample_records import BYTES_BY_ROLE, NUM_RANKS, NUM_STEPS, NUMEL, RUNS
 

@@ -3,9 +3,8 @@ import pandas as pd
 import pytest
 
 from shardlab.plots import memory_by_role, memory_over_step, summary_of
-from shardlab.plots.colours import ROLE_COLOURS
 from shardlab.plots.show import plain_json
-from shardlab.plots.theme import MAX_POINTS, thinned
+from shardlab.plots.theme import MAX_POINTS, ROLE_COLOURS, thinned
 from shardlab.tables import MEMORY
 
 NOTHING = dict.fromkeys(MEMORY.column_names[-5:], pd.NA)

@@ -2,9 +2,9 @@ import pandas as pd
 import pytest
 
 from shardlab.plots import mesh_map, summary_of, weight_slices
-from shardlab.plots.colours import AXIS_COLOURS, GREY, PALETTE
+from shardlab.plots.maps import COLUMNS, EVERY_RANK
 from shardlab.plots.show import plain_json
-from shardlab.plots.weights import COLUMNS, EVERY_RANK
+from shardlab.plots.theme import AXIS_COLOURS, GREY, PALETTE
 from shardlab.vocabulary import MeshAxis
 
 # An 8 x 4 matrix cut by outputs with its bias, a 4 x 8 one cut by inputs with a bias that every rank has.

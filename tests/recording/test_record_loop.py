@@ -16,8 +16,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import shardlab
 from shardlab.recording.loop import Loop
-from shardlab.recording.place import Place, claim
-from shardlab.recording.record import ALWAYS_WATCHED
+from shardlab.recording.record import ALWAYS_WATCHED, Place, claim
 from shardlab.recording.report import load_recorded
 from shardlab.recording.script_tensors import ScriptTensors
 from shardlab.trace.clock import HostClock

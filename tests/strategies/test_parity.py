@@ -5,11 +5,9 @@ import contextlib
 import pytest
 import torch
 
-from shardlab import strategies
+from shardlab import engines
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import build_engine
-from shardlab.guards import Guards
-from shardlab.strategies import Engine
+from shardlab.engines import Engine
 from tests.dist import cases, every_engine, nasty
 
 SMALL = {"bucket_bytes": 256}
@@ -48,11 +46,7 @@ def strategy_of(key, kind):
     name, options = STRATEGIES[key]
     if name == "FSDP" and kind == "Unused":
         options = {**options, "wrap": "root"}  # a unit that only some ranks run cannot be gathered by all
-    return getattr(strategies, name)(**options)
-
-
-def guards_of(guarded):
-    return Guards() if guarded else None
+    return getattr(engines, name)(**options)
 
 
 def train(rank, key, kind, loop, guarded):
@@ -62,7 +56,7 @@ def train(rank, key, kind, loop, guarded):
     axes = {"replica": 2, "shard": num_ranks // 2} if "hybrid" in key else {"data": num_ranks}
     with Mesh(axes) as mesh:
         model = cases.build(kind, seed=rank)  # ranks that start different must end equal
-        engine = Engine(model, cases.OPTIMIZERS[optimizer], mesh, strategy_of(key, kind), guards_of(guarded))
+        engine = Engine(model, cases.OPTIMIZERS[optimizer], mesh, strategy_of(key, kind), guards=guarded)
         for step in range(4):
             total = 0.0
             for micro_batch in range(micro_batches):
@@ -116,7 +110,7 @@ def train_nasty(rank, key, name, guarded):
     case = nasty.CASES[name]
     with Mesh({"data": torch.distributed.get_world_size()}) as mesh:
         strategy = strategy_of(key, "Unused" if name == "unused" else "")
-        return nasty.train(case, Engine(case.build(seed=rank), nasty.optimizer, mesh, strategy, guards_of(guarded)))
+        return nasty.train(case, Engine(case.build(seed=rank), nasty.optimizer, mesh, strategy, guards=guarded))
 
 
 @pytest.mark.parametrize("key", ["bucketed", "zero1", "zero2", "zero3", "fsdp", "fsdp-dim0", "fsdp-shard_grad_op"])
@@ -124,27 +118,3 @@ def test_nasty_cases_equal_one_process(pools, key):
     for place, name in enumerate(nasty.CASES):
         results = pools(2).run(train_nasty, key, name, bool(place % 2))
         every_engine.assert_states(results, nasty.reference(name, 2))
-
-
-def losses_in_16_bits(rank, which):
-    torch.manual_seed(0)
-    model, losses = cases.MLP(), []
-    with Mesh({"data": 2}) as mesh:
-        if which == "engines":
-            engine = build_engine("zero2", model, cases.OPTIMIZERS["adamw"], mesh, precision="bf16")
-        else:
-            strategy = getattr(strategies, which)(precision="bf16")
-            engine = Engine(model, cases.OPTIMIZERS["adamw"], mesh, strategy, guards_of(True))
-        for step in range(4):
-            x, y = (cases.own_rows(part, rank).float() for part in cases.rows("MLP", step, 0, 2))
-            loss = cases.loss_of(engine(x), y)
-            engine.backward(loss)
-            engine.step()
-            engine.zero_grad()
-            losses.append(float(loss))
-        return losses, {str(tensor.dtype) for tensor in engine.full_state_dict().values()}
-
-
-@pytest.mark.parametrize("which", ["ZeRO1", "ZeRO2", "ZeRO3", "FSDP"])
-def test_mixed_precision_computes_what_the_engines_compute(pools, which):
-    assert pools(2).run(losses_in_16_bits, which) == pools(2).run(losses_in_16_bits, "engines")

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from shardlab.comm.mesh import Mesh
-from shardlab.guards import Guards
-from shardlab.strategies import Engine
+from shardlab.engines import Engine
 from tests.dist import cases
 from tests.strategies.test_parity import strategy_of
 
@@ -84,8 +83,7 @@ class Steps:
 
 def tell(rank, story, key, guarded):
     with Mesh({"data": RANKS}) as mesh:
-        guards = Guards() if guarded else None
-        engine = Engine(cases.build("MLP"), cases.OPTIMIZERS["sgd"], mesh, strategy_of(key, "MLP"), guards)
+        engine = Engine(cases.build("MLP"), cases.OPTIMIZERS["sgd"], mesh, strategy_of(key, "MLP"), guards=guarded)
         step = Steps(engine, rank)
         step()
         STORIES[story].errs(engine, step)

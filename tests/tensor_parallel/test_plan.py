@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.weak import TensorWeakRef
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import Single
+from shardlab.engines import build_engine
 from shardlab.models import GPT, GPTConfig
 from shardlab.tensor_parallel import (
     Column,
@@ -191,7 +191,11 @@ REFUSED = {
         {"blocks.*.mlp": OnSequence(), "blocks.*.mlp.fc2": Row(sequence_dim=1)},
         "'blocks.0.mlp' is OnSequence with all that it holds; give 'blocks.0.mlp.fc2' no style",
     ),
-    "class": (gpt, {"blocks.*.mlp.fc1": Column}, "'blocks.*.mlp.fc1' has the class Column; write Column()"),
+    "class": (
+        gpt,
+        {"blocks.*.mlp.fc1": Column},
+        "'blocks.*.mlp.fc1' has <class 'shardlab.tensor_parallel.styles.Column'>; give a style",
+    ),
     "head_dim": (gpt, {"blocks.*.mlp.fc1": Column(head_dim=7)}, "head_dim 7 does not divide the 64 output features"),
     "hooked": (lambda: hooked(), {"blocks.*.mlp.fc1": Column()}, "'blocks.0.mlp.fc1' has hooks, which its parallel"),
     "tied differently": (TiedLinear, {"a": Column(), "b": Row()}, "'a' and 'b' would be sliced differently"),
@@ -226,7 +230,7 @@ def wrong_order(rank):
     with Mesh({"tensor": 2}) as mesh:
         model, plan = gpt(), gpt_plan(config())
         with (
-            Single(model, lambda tensors: torch.optim.SGD(tensors, lr=0.1)),
+            build_engine("single", model, lambda tensors: torch.optim.SGD(tensors, lr=0.1)),
             pytest.raises(ValueError, match="wrapped by an engine; call parallelize_module first"),
         ):
             parallelize_module(model, plan, mesh["tensor"])

@@ -9,7 +9,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.planner import ADAM, Setup, described, predicted_collectives, predicted_memory
-from shardlab.planner.activations import Layer, activation_bytes, predicted_activations
+from shardlab.planner.formulas import Layer, activation_bytes
 from shardlab.planner.tensor import TensorSetup, divided, on_tensor_ranks, predicted_tensor_collectives
 from shardlab.tensor_parallel import (
     Column,
@@ -60,7 +60,7 @@ def step(engine, comm, micro_batches, clip):
 
 
 def recorded(rank, axes, plan, strategy, options, micro_batches=1, clip=False):
-    log = Log()
+    log = Log(flags=True)
     with Mesh(axes) as mesh:
         model = parallelize_module(build(), gpt_plan(CONFIG, **plan), mesh["tensor"])
         described_model = described(model)
@@ -214,16 +214,6 @@ def test_table_2():
     assert activation_bytes(layer, 8, recompute="full") == 2 * sbh
     with pytest.raises(ValueError, match="recompute: 'some' is not one of none, selective, full"):
         activation_bytes(layer, recompute="some")
-
-
-def test_activations_as_a_table():
-    table = predicted_activations({"blocks.0": PAPER, "blocks.1": PAPER}, 2, sequence_parallel=True)
-    assert list(table["rank"]) == [0, 0, 1, 1]
-    assert list(table["where"]) == ["blocks.0", "blocks.1"] * 2
-    assert set(table["role"]) == {Role.ACTIVATION}
-    assert set(table["bytes"]) == {activation_bytes(PAPER, 2, sequence_parallel=True)}
-    with pytest.raises(ValueError, match="num_ranks: 7 ranks do not divide"):
-        predicted_activations({"blocks.0": PAPER}, 7)
 
 
 def test_bad_setups_are_refused():

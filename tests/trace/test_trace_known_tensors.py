@@ -10,8 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardlab.analysis import at_rest, process_items
-from shardlab.trace.known_tensors import with_unattributed
-from shardlab.trace.memory_by_role import MemoryLedger, bytes_by_role
+from shardlab.trace.memory_by_role import MemoryLedger, bytes_by_role, with_unattributed
 from shardlab.trace.process_memory import ProcessMemory
 from shardlab.trace.store import load_run, write_manifest
 from shardlab.vocabulary import Phase, ProcessPart, Role

@@ -11,8 +11,7 @@ import torch
 from shardlab.analysis import allocator_items
 from shardlab.tables import MEMORY
 from shardlab.trace.memory_by_role import MemoryLedger, bytes_by_role, on_device
-from shardlab.trace.observed import memory_rows
-from shardlab.trace.process_memory import Allocator
+from shardlab.trace.process_memory import Allocator, memory_rows
 from shardlab.vocabulary import Phase, Role
 
 CUDA = torch.device("cuda", 0)

@@ -228,5 +228,5 @@ def test_a_run_without_one_of_its_files_is_named(tmp_path):
     write_manifest(tmp_path, {"run": "zero1"})
     load_run(tmp_path)
     (tmp_path / "memory.rank1.parquet").unlink()
-    with pytest.raises(ValueError, match=r"has no memory\.rank1\.parquet, though other tables of rank1"):
+    with pytest.raises(ValueError, match=r"memory\.rank1\.parquet cannot be read: .*copy all files of a run together"):
         load_run(tmp_path)

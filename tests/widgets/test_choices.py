@@ -13,8 +13,7 @@ from shardlab.experiment.config import ENGINE_FIELDS
 from shardlab.experiment.options import CompareOptions
 from shardlab.widgets import workbench
 from shardlab.widgets.choices import Choices
-from shardlab.widgets.past_run import PastRun, State
-from shardlab.widgets.runs_table import WORDS, runs_table
+from shardlab.widgets.history import WORDS, PastRun, State, runs_table
 
 OTHER = {
     "bucket_mib": 0.25, "precision": "bf16", "sharding": "shard_grad_op", "prefetch": 3, "offload": "all",

@@ -12,7 +12,7 @@ from shardlab.trace.journal import END
 from shardlab.trace.process_memory import Allocator
 from shardlab.trace.store import RunWriter, write_manifest
 from shardlab.widgets import live, read_progress
-from shardlab.widgets.live_tables import MAX_STEPS, DirectoryTail
+from shardlab.widgets.live import MAX_STEPS, DirectoryTail
 from tests.trace.journals import add, heard
 from tests.widgets.runs import SMALL
 

@@ -7,8 +7,8 @@ import torch
 from shardlab.experiment import CompareConfig, Workload, compare
 from shardlab.plots import summary_of
 from shardlab.widgets import RunHistory, workbench
-from shardlab.widgets.overlays import VIEWS, overlay
-from shardlab.widgets.past_run import finished
+from shardlab.widgets.history import PastRun, State
+from shardlab.widgets.workbench import VIEWS
 from tests.widgets.runs import SMALL
 from tests.widgets.test_choices import loss, make_model
 
@@ -62,8 +62,8 @@ def test_runs_on_other_rows_are_not_said_to_coincide(pools, tmp_path):
     for number, what in enumerate((loader(4), loader(8), Workload(make_model, drawn(), loss, name="own")), 1):
         config = CompareConfig(workload=what, strategies="ddp", ranks=2, steps=2, device="cpu")
         comparison = compare(config, tmp_path / f"run-{number:03}", pool=pools(2))
-        history.runs[number] = finished(comparison, config)
-    said = overlay(history, "loss", "1 ddp").layout.title.subtitle.text
+        history.runs[number] = PastRun(State.FINISHED, comparison, config)
+    said = VIEWS["loss"](history, "1 ddp").layout.title.subtitle.text
     assert "the runs differ in batch, rows or tokens, data, the rows they trained on" in said
     assert "coincide" not in said
     assert history.table()["rows or tokens"].tolist() == ["–", "8", "4"]
@@ -80,13 +80,6 @@ def test_one_run_is_shown_with_its_plan(bench):
     assert "Run 1 zero1" in summary
     rest, predicted = summary.split("At rest ")[1].split(" Predicted at rest ")
     assert rest == predicted
-
-
-def test_wrong_views_are_refused(bench):
-    with pytest.raises(ValueError, match="view: 'pie' is not one of loss"):
-        overlay(bench.history, "pie", "1 zero1")
-    with pytest.raises(ValueError, match="label: '9 ddp' is not one of 1 zero1, 2 bucketed"):
-        overlay(bench.history, "loss", "9 ddp")
 
 
 def test_earlier_runs_are_found_again(bench):

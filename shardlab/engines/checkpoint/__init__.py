@@ -1,6 +1,6 @@
 """Checkpoints and full state dicts, as functions over ``engines.state.Checkpointed``.
 
-Read shards, directory, manifest, rng, save, shard_files, verify, load; then gather, module_state, optimizer_state.
+Read shards, directory, manifest, rng, save, shard_files, load; then gather, module_state, optimizer_state.
 No engine imports this package; ``shardlab.engines`` gives it to them.
 """
 

@@ -2,7 +2,8 @@
 
 A rank reads the element ranges it needs and nothing else (``shard_files`` recuts what was saved). Before the first
 tensor changes, all ranks have checked what the checkpoint must have in common with the engine (names, shapes, dtypes,
-the class of optimizer), and that its files are as they were written (``verify``); the error names the first difference.
+the class of optimizer), and that its files are as they were written; the error names the first difference. For that,
+one rank reads each file: CRC-32 runs at 1.5 GB/s of a core, and the page cache has the file when it is read again.
 
 Bytes read per rank for P fp32 parameters with Adam: ZeRO-3 and FSDP 12P/N, ZeRO-1 and ZeRO-2 4P + 8P/N, the others 12P;
 before that 12P/N for the checksums. The wire carries only a few words.
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardlab.engines.agreement import all_or_none, number_among, share_texts
-from shardlab.engines.checkpoint.directory import MANIFEST, identity, reading, replaced_by
+from shardlab.engines.checkpoint.directory import MANIFEST, checksum, identity, reading, replaced_by
 from shardlab.engines.checkpoint.manifest import Manifest, read_manifest
 from shardlab.engines.checkpoint.optimizer_state import (
     check_state_shape,
@@ -26,11 +27,10 @@ from shardlab.engines.checkpoint.optimizer_state import (
     install_state,
     named_groups,
 )
-from shardlab.engines.checkpoint.rng import check_rng_states, restore_rng
+from shardlab.engines.checkpoint.rng import restore_rng
 from shardlab.engines.checkpoint.save import check_mesh
 from shardlab.engines.checkpoint.shard_files import ShardFiles
 from shardlab.engines.checkpoint.shards import Kind, described, persistent_buffers, whole_shape_of, with_extra_state
-from shardlab.engines.checkpoint.verify import check_files, check_manifest, check_present
 from shardlab.engines.state import Checkpointed, Stateful
 
 
@@ -46,7 +46,7 @@ def load_checkpoint(engine: Checkpointed, directory: Path, objects: Mapping[str,
         manifest = all_or_none(comms, device, lambda: _fitting(engine, folder, objects))
         # Every rank has checked everything before the first tensor changes on any rank. The user's own code comes
         # before the tensors, since nobody else can tell what it refuses.
-        all_or_none(comms, device, lambda: check_files(folder, manifest, number, num_ranks))
+        all_or_none(comms, device, lambda: _check_files(folder, manifest, number, num_ranks))
         all_or_none(comms, device, lambda: _restore_objects(engine, folder, manifest, objects))
         all_or_none(comms, device, lambda: _restore(engine, folder, manifest))
     return manifest.extra
@@ -58,23 +58,30 @@ def _fitting(engine: Checkpointed, folder: Path, objects: Mapping[str, Stateful]
     manifest = read_manifest(folder)
     with _naming(folder):
         _check_model(engine, manifest)
-        check_manifest(manifest)
-        check_present(folder, manifest)
         _check_optimizer(engine, manifest)
         _check_objects(objects, manifest)
-        check_rng_states(manifest.rng)
+    if missing := [file for file in sorted(manifest.checksums) if not (folder / file).is_file()]:
+        raise ValueError(f"file: {folder / missing[0]} is missing")
     return manifest
 
 
 @contextmanager
 def _naming(folder: Path) -> Iterator[None]:
-    """Have errors inside say which version they are about; of what no save has written, any error may come."""
+    """Have errors inside say which version they are about."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(str(error) if str(folder) in str(error) else f"{error} (in {folder / MANIFEST})") from error
-    except Exception as error:
-        raise ValueError(f"manifest: {folder / MANIFEST} is damaged: {error!r}") from error
+        raise ValueError(f"{error} (in {folder / MANIFEST})") from error
+
+
+def _check_files(folder: Path, manifest: Manifest, number: int, num_ranks: int) -> None:
+    """Check the checksum of every ``num_ranks``-th file, from file ``number`` on."""
+    for file in sorted(manifest.checksums)[number::num_ranks]:
+        if (found := checksum(folder / file)) != (written := manifest.checksums[file]):
+            raise ValueError(
+                f"file: {folder / file} is damaged: its checksum is {found}, and was {written} when it was written; "
+                "load another version, or a copy"
+            )
 
 
 def _restore_objects(engine: Checkpointed, folder: Path, manifest: Manifest, objects: Mapping[str, Stateful]) -> None:
@@ -154,28 +161,11 @@ def _check_optimizer(engine: Checkpointed, manifest: Manifest) -> None:
                 f"param_groups: group {number} of the checkpoint and of the engine's optimizer differ in "
                 f"{_listed(sorted(differing))}"
             )
-        for key in saved.keys() & own.keys():
-            if not _is_alike(saved[key], own[key]):
-                raise ValueError(
-                    f"param_groups: {key!r} of group {number} is {saved[key]!r:.60} in the checkpoint, and "
-                    f"{own[key]!r:.60} in the engine's optimizer"
-                )
     for name in engine.params:
         for key, rows in manifest.tensors_of(Kind.STATE, name).items():
             check_state_shape(engine, name, key, tuple(rows[0].shape))
         for key, value in manifest.values.get(name, {}).items():
             check_state_value(engine, name, key, value)
-
-
-def _is_alike(saved: Any, own: Any) -> bool:
-    """Whether an option can stand for the optimizer's own: a number for a number, two betas for two."""
-    if isinstance(own, bool):
-        return saved is None or isinstance(saved, bool)  # None: torch decides, as it does of ``foreach``
-    if isinstance(own, tuple):
-        return isinstance(saved, tuple | list) and len(saved) == len(own) and all(map(_is_alike, saved, own))
-    if isinstance(own, int | float | Tensor):
-        return isinstance(saved, int | float | Tensor) and not isinstance(saved, bool)
-    return True
 
 
 def _check_objects(wanted: Iterable[str], manifest: Manifest) -> None:

@@ -24,7 +24,7 @@ from shardlab.engines.checkpoint.directory import MANIFEST, read_json
 from shardlab.engines.checkpoint.shards import Kind, TensorShard
 from shardlab.vocabulary import dtype_name
 
-FORMAT = 3  # 1 had no slices, 2 no checksums
+FORMAT = 3
 _MARK = "!"
 
 
@@ -85,7 +85,7 @@ class Manifest:
         rng: random generators, by rank.
         extra: the user's own.
         rows: where the tensors are.
-        checksums: of the files that hold them, by name (``directory.checksum``); empty text in formats 1 and 2.
+        checksums: of the files that hold them, by name (``directory.checksum``).
     """
 
     strategy: str
@@ -125,27 +125,20 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of one version of a checkpoint.
 
     Raises:
-        ValueError: it is missing, damaged, or of a newer format.
+        ValueError: it is missing, damaged, or of another format.
     """
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(f"manifest: {path} is missing")
     try:
         written = read_json(path)
-        format_number = int(written.pop("format"))
-        if format_number == FORMAT:
+        if (number := written.pop("format")) == FORMAT:
             del written["checksum"]  # which ``read_json`` has checked
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+            rows = [Row(**row) for row in written.pop("rows")]
+            return Manifest(**{key: decode(value) for key, value in written.items()}, rows=rows)
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(f"manifest: {path} is damaged: {error}") from None
-    if format_number > FORMAT:
-        raise ValueError(f"manifest: {path} has format {format_number}; this version of shardlab reads up to {FORMAT}")
-    try:
-        rows = [Row(**row) for row in written.pop("rows")]
-        if format_number < FORMAT:
-            written["checksums"] = {row.file: "" for row in rows}
-        return Manifest(**{key: decode(value) for key, value in written.items()}, rows=rows)
-    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:  # RecursionError is the last's
-        raise ValueError(f"manifest: {path} is damaged: {error}") from None
+    raise ValueError(f"manifest: {path} has format {number}; this version of shardlab reads format {FORMAT}")
 
 
 def encode(value: Any, where: str) -> Any:

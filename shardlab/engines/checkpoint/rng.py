@@ -22,22 +22,6 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def check_rng_states(states: Sequence[dict[str, Any]]) -> None:
-    """Refuse what ``restore_rng`` could not set; no generator changes.
-
-    Raises:
-        ValueError: they are no states of these generators.
-    """
-    try:
-        for state in (states[0], *states):  # there is at least one
-            torch.Generator().set_state(state["torch"])
-            random.Random().setstate(state["python"])
-            kind, keys, place, has_gauss, cached = state["numpy"]
-            np.random.RandomState().set_state((kind, keys.numpy().astype(np.uint32), place, has_gauss, cached))
-    except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"rng: the states of the random generators are damaged: {error!r}") from None
-
-
 def restore_rng(states: Sequence[dict[str, Any]], rank: int, device: torch.device) -> None:
     """Set every generator to what ``rng_state`` gave on the rank of this number.
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from shardlab.engines.checkpoint.manifest import Row
 from shardlab.partition.slices import TensorSlice
-from shardlab.vocabulary import dtype_name
 
 _AT_ONCE = 2**20  # elements read across slices at a time; each needs several int64 indices
 
@@ -63,12 +62,6 @@ class IndexRanges:
         outer, along, inner = self._split(full, self._size)
         return torch.where(indices[along] < 0, -1, (outer * width + indices[along]) * self._inner + inner)
 
-    @property
-    def numel(self) -> int:
-        """Elements of the slice."""
-        width = sum(stop - start for start, stop in self.ranges)
-        return prod(self.full_shape[: self.dim]) * width * self._inner
-
     def _split(self, place: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Indices before ``dim`` (flattened), along it, and after it (flattened)."""
         inner = place % self._inner
@@ -107,7 +100,7 @@ class ShardFiles:
             slice_: the slice that start and stop refer to; None for the whole tensor.
 
         Raises:
-            ValueError: an element is in no file, or a file cannot be read.
+            ValueError: an element is in no file.
         """
         wanted = IndexRanges.of(rows[0].shape, slice_)
         if alike := [row for row in rows if IndexRanges.of_row(row) == wanted]:
@@ -150,38 +143,9 @@ class ShardFiles:
 
     def slice(self, row: Row, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of what one file holds of a tensor; nothing else is read from disk."""
-        part = self._part(row, start, stop)
-        if part.numel() != stop - start:
-            raise ValueError(
-                f"file: {self._folder / row.file} has fewer elements of {row.tensor_name!r} than it should"
-            )
-        return part
-
-    def checked(self, row: Row) -> Any:
-        """The first number of the row's tensor, once it is known that the file has it, of its size and dtype.
-
-        Raises:
-            ValueError: it has not.
-        """
-        part = self._part(row, 0, 1)
-        dtype = dtype_name(part.dtype)
-        shape = self._open[row.file].get_slice(row.tensor_name).get_shape()
-        if (dtype, shape) != (row.dtype, [row.stop - row.start]):
-            raise ValueError(
-                f"file: {self._folder / row.file} has {row.tensor_name!r} as {shape} {dtype}, and the manifest as "
-                f"[{row.stop - row.start}] {row.dtype}"
-            )
-        return part.item()
-
-    def _part(self, row: Row, start: int, stop: int) -> Tensor:
-        path = self._folder / row.file
-        try:
-            if row.file not in self._open:
-                opened = safe_open(path, framework="pt")
-                self._open[row.file] = self._stack.enter_context(opened)
-            part: Tensor = self._open[row.file].get_slice(row.tensor_name)[start:stop]
-        except Exception as error:  # safetensors has its own error class, which is not a ValueError
-            raise ValueError(f"file: {row.tensor_name!r} cannot be read from {path}: {error}") from error
+        if row.file not in self._open:
+            self._open[row.file] = self._stack.enter_context(safe_open(self._folder / row.file, framework="pt"))
+        part: Tensor = self._open[row.file].get_slice(row.tensor_name)[start:stop]
         return part
 
     def __enter__(self) -> Self:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm.trees import tensors_in
-from shardlab.engines.claims import PIECES
+from shardlab.engines.guards.claims import PIECES
 from shardlab.engines.state import Checkpointed
 from shardlab.partition.chunks import chunk_bounds
 from shardlab.partition.slices import TensorSlice

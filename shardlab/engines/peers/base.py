@@ -3,24 +3,27 @@
 They send through a group that notifies the observers of the mesh's axis (``comm.torch_engine_groups``), so their
 collectives are recorded like ours. Torch reduces the gradients: they are means when ``loss.backward()`` returns. What
 ``no_sync()`` has left is sent by the next backward alone: clip and step before it use each rank's own, as in torch.
-Nor is torch's clipping of slices refused here.
 Torch's parts are imported when one of these engines is built, since that takes half a second.
 """
 
 import contextlib
 import weakref
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from shardlab.comm import BaseMesh
+from shardlab.comm.coalesced import broadcast_coalesced
 from shardlab.comm.torch_engine_groups import TorchGroup, torch_group
-from shardlab.engines.base import Engine
-from shardlab.engines.checks import check_types
-from shardlab.engines.step_tensors import OptimizerFn
+from shardlab.engines.any_engine import AnyEngine
+from shardlab.engines.checks import check_model, check_optimizer, check_types
+from shardlab.engines.guards.claims import Claim, check_free
+from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.vocabulary import Collective, MeshAxis
 
 STATE_IS_TORCHS = (
@@ -30,7 +33,7 @@ STATE_IS_TORCHS = (
 """``no_checkpoints`` of a peer whose optimizer state is in torch's own form."""
 
 
-class Peer(Engine):
+class Peer(AnyEngine):
     """One of torch's own engines.
 
     Args:
@@ -43,6 +46,7 @@ class Peer(Engine):
         ValueError: the mesh leaves ranks out, emulates a link, or has several ranks on a GPU.
     """
 
+    name: ClassVar[str]
     axis: ClassVar[str] = MeshAxis.DATA
     sends: ClassVar[Mapping[Collective, str]]
     """What each collective of a training step is for; in the tag, its number in the step follows."""
@@ -53,53 +57,106 @@ class Peer(Engine):
         check_types(model, mesh)
         if mesh is None:
             raise ValueError(f"mesh: {self.name!r} needs one, over all ranks of a RankPool, launch or torchrun")
+        check_free(model)
+        super().__init__(model, optimizer_fn, mesh, (MeshAxis.DATA,))
+        if self.slices:
+            raise ValueError(f"model: parallelize_module has already sliced it; give {self.name!r} a whole one")
         self._occasion = "setup"
         self._counts: Counter[Collective] = Counter()
         # Weakly: the engine holds its group, and torch holds groups in C++, where Python's collector sees no cycles.
         engine = weakref.proxy(self)
-        # Before the base, whose construction already builds torch's engine over this group.
         self._group = torch_group(mesh, self.axis, (lambda op: engine._tag(op)) if observed else None)
-        super().__init__(model, optimizer_fn, mesh)
+        check_model(model, mesh.device, self.num_data_ranks, may_be_meta=False, moves_params=False)
+        self._equalise([tensor for _, tensor in self._named_tensors()], "parameters and buffers from rank 0")
+        self._are_means = True  # no forward has come since torch has made means
+        self._prepare()
+        self._step_tensors = StepTensors(self.params)
+        self.optimizer = self._make_optimizer(optimizer_fn)
+        self._claim = Claim(self, self.params.values(), self.optimizer)
         # Only now: what was sent until here is no part of a training step.
         self._occasion = ""
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, through torch's engine."""
+        self._refuse_closed()
         # The numbers in the tags begin again with each forward.
         self._counts.clear()
+        self._are_means = False
         return self._forward(*args, **kwargs)
+
+    @override
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """As in ``Engine``."""
+        self._refuse_closed()
+        self.num_backwards += 1
+        loss.backward(retain_graph=retain_graph)
+        if self._sync:
+            self.finish_gradients()
+
+    @override
+    def finish_gradients(self) -> None:
+        """The gradients are already means, and torch's C++ code has waited for them: record when it did."""
+        self._refuse_closed()
+        if not self._are_means:
+            self._are_means = True
+            if isinstance(self._group, TorchGroup):
+                self._group.end_waits()
+            self._means_are_there()
 
     @override
     def step(self) -> None:
         """One optimizer step; afterwards the parameters are equal on all ranks."""
         self._counts.clear()
-        super().step()
+        self.finish_gradients()
+        with self._claim.stepping():
+            self.optimizer.step()
+        self.num_steps += 1
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in ``Engine``."""
+        self._refuse_closed()
+        for param in self.params.values():
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+
+    @override
+    def close(self) -> None:
+        """Let the module go; a second call does nothing."""
+        self._is_closed = True
+        self._claim.release()
+
+    @override
+    def install_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Load a state dict of the optimizer over this rank's ``step_tensors()``."""
+        with self._claim.installing():
+            self.optimizer.load_state_dict(state)
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Build torch's engine around the module."""
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    def _make_optimizer(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
+        optimizer = optimizer_fn(self._step_tensors)
+        check_optimizer(optimizer, self._step_tensors)
+        return optimizer
+
+    def _means_are_there(self) -> None:
+        """Torch has reduced the gradients."""
+
+    def _equalise(self, tensors: list[Tensor], tag: str) -> None:
+        """Make tensors those of the first rank, in place."""
+        broadcast_coalesced(self.comm, tensors, tag=tag)
+
     @override
     def _gather_gradients(self) -> dict[str, Tensor | None]:
         return {name: None if param.grad is None else param.grad.clone() for name, param in self.params.items()}
-
-    @override
-    def _reduce_gradients(self) -> None:
-        """The gradients are already means, and torch's C++ code has waited for them: record when it did."""
-        if isinstance(self._group, TorchGroup):
-            self._group.end_waits()
-
-    @override
-    def _note_local(self) -> None:
-        """Nothing: a plain ``loss.backward()``, which makes means of them, goes unnoticed here."""
-
-    @override
-    def guard_slices(self) -> None:
-        """Nothing, for the same reason."""
-
-    @override
-    def _watch_params(self) -> None:
-        """No hooks: torch's engines have their own."""
 
     @contextlib.contextmanager
     def _for(self, occasion: str) -> Iterator[None]:

@@ -1,14 +1,27 @@
-"""What the two engines of torch that keep parameters as ``DTensor`` share: ``torch_fsdp2`` and ``torch_tp``."""
+"""What the two engines of torch that keep parameters as ``DTensor`` share: ``torch_fsdp2`` and ``torch_tp``.
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+A ``DTensor`` is replicated, or cut along one dim into blocks of ceil(size / N), like ``partition.dim0``. A block along
+dim 0 is one range of the flattened parameter; along another dim it is one range for each index before that dim. The
+functions here also take a plain tensor, as a whole one; what is imported late is what makes tensors distributed.
+"""
 
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from typing_extensions import override
 
+from shardlab.engines.clip import NORM_TYPES
 from shardlab.engines.holdings import Holding
 from shardlab.engines.peers.base import STATE_IS_TORCHS, Peer
 from shardlab.vocabulary import Role
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class DTensorPeer(Peer):
@@ -23,8 +36,6 @@ class DTensorPeer(Peer):
     @override
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As in ``Engine``; torch reduces the norm."""
-        from shardlab.engines.peers.dtensors import clip_mixed_
-
         self.finish_gradients()
         with self._for("gradient norm"):
             return clip_mixed_(self.step_tensors(), max_norm, norm_type)
@@ -32,8 +43,6 @@ class DTensorPeer(Peer):
     @override
     def full_state_dict(self) -> dict[str, Any]:
         """As in ``Engine``; always collective."""
-        from shardlab.engines.peers.dtensors import whole
-
         # In the order of the state dict, which is the same on all ranks: each whole tensor is a collective of its own.
         with self._for("full parameters"):
             state = {
@@ -45,16 +54,12 @@ class DTensorPeer(Peer):
     @override
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``full_state_dict()`` or the plain module's ``state_dict()`` returned; communicates nothing."""
-        from shardlab.engines.peers.dtensors import distributed_like
-
         own = self.module.state_dict()
         cut = {name: distributed_like(value, own[name]) if name in own else value for name, value in state.items()}
         self.module.load_state_dict(cut, strict=True)
 
     @override
     def _gather_gradients(self) -> dict[str, Tensor | None]:
-        from shardlab.engines.peers.dtensors import whole
-
         with self._for("full gradients"):
             return {name: None if param.grad is None else whole(param.grad) for name, param in self.params.items()}
 
@@ -67,12 +72,6 @@ class DTensorPeer(Peer):
     def resident_params(self) -> dict[str, tuple[Tensor, int, int]]:
         """Always refused: a piece may be many ranges; use ``shard_map()``."""
         self._refuse_ranges("resident_params")
-
-    @override
-    def _tensor_axis(self) -> None:
-        """Torch cuts the model itself."""
-        if self.slices:
-            raise ValueError(f"model: parallelize_module has already sliced it; give {self.name!r} a whole one")
 
     def _refuse_ranges(self, method: str) -> NoReturn:
         raise NotImplementedError(f"{method}: a piece of strategy {self.name!r} may be many ranges; use shard_map()")
@@ -98,8 +97,6 @@ class DTensorPeer(Peer):
 
 def _pieces(role: Role, tensor: Tensor, param: Tensor, name: str) -> Iterator[Holding]:
     """What this rank has of a tensor that is distributed like its parameter: one piece for each range of elements."""
-    from shardlab.engines.peers.dtensors import local, ranges
-
     own = local(tensor)
     if role is Role.OTHER or own.shape != local(param).shape:
         yield Holding(role, own)
@@ -107,3 +104,81 @@ def _pieces(role: Role, tensor: Tensor, param: Tensor, name: str) -> Iterator[Ho
     spans = ranges(param)
     for span, part in zip(spans, own.reshape(-1).chunk(len(spans)) if spans else (), strict=True):
         yield Holding(role, part, name, span)
+
+
+def device_mesh(group: dist.ProcessGroup, device_type: str) -> "DeviceMesh":
+    """Torch's mesh of one axis over a group.
+
+    The axis is named after the group. Torch takes meshes with the same ranks and names for equal, and caches their
+    operations together with their groups; without a new name, a later engine would send through groups that are gone.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(group, device_type, mesh_dim_names=(f"group {group.group_name}",))
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether it is a ``DTensor``."""
+    return hasattr(tensor, "placements")
+
+
+def local(tensor: Any) -> Tensor:
+    """What this rank holds of a tensor; no copy."""
+    with torch.no_grad():
+        own: Tensor = tensor.to_local() if is_distributed(tensor) else tensor.detach()
+        return own
+
+
+def whole(tensor: Any) -> Tensor:
+    """A copy of the whole tensor; collective for a distributed one."""
+    full: Tensor = tensor.full_tensor() if is_distributed(tensor) else tensor
+    return full.detach().clone()
+
+
+def distributed_like(value: Tensor, like: Any) -> Tensor:
+    """A whole tensor that every rank has, cut like ``like``; communicates nothing."""
+    from torch.distributed.tensor import distribute_tensor
+
+    if not is_distributed(like):
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def ranges(tensor: Any) -> list[tuple[int, int]]:
+    """The ranges (start, stop) of the flattened parameter that this rank holds, all of one length; may be empty."""
+    if not is_distributed(tensor) or tensor.placements[0].is_replicate():
+        return [(0, tensor.numel())]
+    (placement,) = tensor.placements
+    size, width = tensor.shape[placement.dim], prod(tensor.shape[placement.dim + 1 :])
+    block = -(-size // tensor.device_mesh.size())
+    first = min(tensor.device_mesh.get_local_rank() * block, size)
+    last = min(first + block, size)
+    rows = range(prod(tensor.shape[: placement.dim])) if first < last else range(0)
+    return [((row * size + first) * width, (row * size + last) * width) for row in rows]
+
+
+def clip_mixed_(tensors: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` over distributed and plain tensors together, which torch's refuses.
+
+    Returns:
+        The norm before clipping, 0-d, a plain tensor, equal on all ranks.
+    """
+    if norm_type not in NORM_TYPES:
+        raise ValueError(f"norm_type: {norm_type} is not one of 1, 2, inf")
+    if not max_norm > 0:
+        raise ValueError(f"max_norm: {max_norm} is not greater than 0")
+    # By kind, since torch takes one kind in a call; a distributed norm is reduced, which all ranks do in this order.
+    kinds: dict[bool, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.grad is not None:
+            kinds.setdefault(is_distributed(tensor), []).append(tensor)
+    norms = [
+        whole(get_total_norm([tensor.grad for tensor in same if tensor.grad is not None], norm_type))
+        for same in kinds.values()
+    ]
+    if not norms:
+        return torch.zeros(())  # as torch.nn.utils.clip_grad_norm_ does
+    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type) if len(norms) > 1 else norms[0]
+    for same in kinds.values():
+        clip_grads_with_norm_(same, max_norm, norm)
+    return norm

@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.engines.holdings import Holding
-from shardlab.engines.peers.dtensor_peer import DTensorPeer
-from shardlab.engines.step_tensors import OptimizerFn, StepTensors
+from shardlab.engines.peers.dtensor_peer import DTensorPeer, device_mesh, is_distributed
+from shardlab.engines.step_tensors import OptimizerFn
 from shardlab.units.policy import AUTO, WrapPolicy, wrapped_modules
 from shardlab.vocabulary import Collective, Role
 
@@ -109,10 +109,8 @@ class TorchFSDP2(DTensorPeer):
         super().close()
 
     @override
-    def _prepare(self) -> StepTensors:
+    def _prepare(self) -> None:
         from torch.distributed.fsdp import fully_shard
-
-        from shardlab.engines.peers.dtensors import device_mesh
 
         self.check_params(self.params)
         over = device_mesh(self._group, self.mesh.device.type)
@@ -124,11 +122,8 @@ class TorchFSDP2(DTensorPeer):
         # Into the same dict, for what else holds it would keep a whole plain model alive.
         self.params.update(self.module.named_parameters())
         self._first_forward = {unit: unit.register_forward_pre_hook(self._keep_gathered) for unit in self._units}
-        return super()._prepare()
 
     def _keep_gathered(self, unit: nn.Module, _: Any) -> None:
         """Note a unit's gathered parameters in its first forward: after torch's hook they are plain tensors."""
-        from torch.distributed.tensor import DTensor
-
         self._first_forward.pop(unit).remove()
-        self._gathered += [param.detach() for param in unit.parameters() if not isinstance(param, DTensor)]
+        self._gathered += [param.detach() for param in unit.parameters() if not is_distributed(param)]

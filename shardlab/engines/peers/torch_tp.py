@@ -7,6 +7,7 @@ fc1, each reduced separately). Source of the method: Shoeybi et al., arXiv 1909.
 """
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
@@ -16,8 +17,8 @@ from typing_extensions import override
 
 from shardlab.comm import BaseMesh, broadcast_coalesced
 from shardlab.engines.checks import check_types
-from shardlab.engines.peers.dtensor_peer import DTensorPeer
-from shardlab.engines.step_tensors import OptimizerFn, StepTensors
+from shardlab.engines.peers.dtensor_peer import DTensorPeer, device_mesh
+from shardlab.engines.step_tensors import OptimizerFn
 from shardlab.vocabulary import Collective, MeshAxis, class_of
 
 STYLES = ("column", "row")
@@ -81,10 +82,8 @@ class TorchTP(DTensorPeer):
         broadcast_coalesced(self.mesh[MeshAxis.TENSOR], tensors, tag=tag)
 
     @override
-    def _prepare(self) -> StepTensors:
+    def _prepare(self) -> None:
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-        from shardlab.engines.peers.dtensors import device_mesh
 
         self._check_plan()
         styles = {"column": ColwiseParallel, "row": RowwiseParallel}
@@ -95,7 +94,6 @@ class TorchTP(DTensorPeer):
         # Read again: where layers are cut, distributed parameters have taken the place of the plain ones.
         # Into the same dict, for what else holds it would keep a whole plain model alive.
         self.params.update(self.module.named_parameters())
-        return super()._prepare()
 
     @override
     def _make_optimizer(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
@@ -111,21 +109,12 @@ class TorchTP(DTensorPeer):
         for pattern, style in self.plan.items():
             if style not in STYLES:
                 raise ValueError(f"plan: {style!r} of {pattern!r} is not one of {', '.join(STYLES)}")
-            layers = {name: layer for name, layer in self.module.named_modules() if _matches(name, pattern)}
+            layers = {name: layer for name, layer in self.module.named_modules() if fnmatchcase(name, pattern)}
             if not layers:
                 raise ValueError(f"plan: {pattern!r} matches no module of this {type(self.module).__name__}")
             for name, layer in layers.items():
-                _check_divides(name, layer, style, num_ranks)
-
-
-def _check_divides(name: str, layer: nn.Module, style: str, num_ranks: int) -> None:
-    if not isinstance(layer, nn.Linear):
-        raise ValueError(f"plan: {name!r} is {class_of(layer)}; only linear layers are cut")
-    size = layer.out_features if style == "column" else layer.in_features
-    if size % num_ranks:
-        raise ValueError(f"plan: {size} features of {name!r} do not divide among {num_ranks} ranks")
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(want in ("*", part) for part, want in zip(parts, wanted, strict=True))
+                if not isinstance(layer, nn.Linear):
+                    raise ValueError(f"plan: {name!r} is {class_of(layer)}; only linear layers are cut")
+                size = layer.out_features if style == "column" else layer.in_features
+                if size % num_ranks:
+                    raise ValueError(f"plan: {size} features of {name!r} do not divide among {num_ranks} ranks")

@@ -16,18 +16,5 @@ from shardlab.exercises.ladder.unscale import UNSCALE
 from shardlab.exercises.ladder.zero3 import ZERO3
 
 LADDER = (
-    RING,
-    BUCKETS,
-    HOOKS,
-    OVERLAP,
-    LINK,
-    BREAK_EVEN,
-    OWNERS,
-    NORM,
-    ZERO3,
-    UNITS,
-    UNSCALE,
-    COLUMN_ROW,
-    TWO_AXES,
-    RESHARD,
-)
+    RING, BUCKETS, HOOKS, OVERLAP, LINK, BREAK_EVEN, OWNERS, NORM, ZERO3, UNITS, UNSCALE, COLUMN_ROW, TWO_AXES, RESHARD,
+)  # fmt: skip

@@ -3,9 +3,8 @@
 from typing import Any
 
 from shardlab.comm import Communicator
-from shardlab.exercises.exercise import Case, Exercise, Function, Measured
+from shardlab.exercises.exercise import Case, Exercise, Function, Measured, VirtualClock
 from shardlab.exercises.values import whole_number
-from shardlab.exercises.virtual_clock import VirtualClock
 
 Step = tuple[float, float, list[int], float, float]  # us without rows, us a row, bytes, latency, bytes a us
 
@@ -85,15 +84,7 @@ def gains(result: object) -> list[float]:
 
 
 BREAK_EVEN = Exercise(
-    name="scaling.break_even",
-    task=TASK,
-    starter=STARTER,
-    cases=cases,
-    hints=HINTS,
-    notebook="05_why_are_two_slower_than_one",
-    attempt=play,
-    drawn=gains,
-    drawn_words="rows a second of two ranks over one: with these rows, and with a row less",
-    num_references=1,
-    num_wrong=5,
-)
+    "scaling.break_even", TASK, STARTER, cases, HINTS, "05_why_are_two_slower_than_one",
+    attempt=play, drawn=gains, drawn_words="rows a second of two ranks over one: with these rows, and with a row less",
+    num_references=1, num_wrong=5,
+)  # fmt: skip

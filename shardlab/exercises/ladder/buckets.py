@@ -53,15 +53,7 @@ def bucket_of_each(result: object) -> list[float]:
 
 
 BUCKETS = Exercise(
-    name="buckets.assign",
-    task=TASK,
-    starter=STARTER,
-    cases=cases,
-    hints=HINTS,
-    notebook="03_data_parallel",
-    attempt=call_without_ranks,
-    drawn=bucket_of_each,
-    drawn_words="the bucket of a parameter",
-    num_references=1,
-    num_wrong=5,
-)
+    "buckets.assign", TASK, STARTER, cases, HINTS, "03_data_parallel",
+    attempt=call_without_ranks, drawn=bucket_of_each, drawn_words="the bucket of a parameter",
+    num_references=1, num_wrong=5,
+)  # fmt: skip

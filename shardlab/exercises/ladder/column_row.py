@@ -5,8 +5,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardlab.exercises.exercise import Case, Exercise, Message, Traffic
-from shardlab.exercises.values import numbers_in
-from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
 ROWS, WIDTH, INNER = 2, 3, 6
@@ -45,11 +43,8 @@ def cases() -> list[Case]:
 def _case(words: str, num_ranks: int) -> Case:
     x, grad, full = _numbers(ROWS, WIDTH), _numbers(ROWS, WIDTH).flip(0) + 1, _weights()
     found = _whole(x, full, grad)
-    shares = [{name: _own(name, value, rank, num_ranks) for name, value in full.items()} for rank in range(num_ranks)]
-    wanted = tuple(
-        {name: _own(name, value, rank, num_ranks) for name, value in found.items()} for rank in range(num_ranks)
-    )
-    message = Message("all_reduce", x.nbytes, ring_wire_bytes(Collective.ALL_REDUCE, x.nbytes, num_ranks))
+    shares, wanted = _divided(full, num_ranks), tuple(_divided(found, num_ranks))
+    message = Message.around_a_ring(Collective.ALL_REDUCE, x.nbytes, num_ranks)
     traffic = Traffic.of([[message] * 2 if num_ranks > 1 else []] * num_ranks)
     return Case(words, tuple((x, share, grad) for share in shares), wanted, traffic)
 
@@ -74,22 +69,14 @@ def _whole(x: Tensor, weights: dict[str, Tensor], grad: Tensor) -> dict[str, Ten
     return {"output": output.detach(), **dict(zip(inputs, gradients, strict=True))}
 
 
-def _own(name: str, value: Tensor, rank: int, num_ranks: int) -> Tensor:
+def _divided(values: dict[str, Tensor], num_ranks: int) -> list[dict[str, Tensor]]:
+    """What each rank has: its slice of what is divided, and all of the rest."""
     dims = {"column": 0, "column_bias": 0, "row": 1}
-    if name not in dims:
-        return value
-    return value.chunk(num_ranks, dims[name])[rank].clone()
+    slices = {name: values[name].chunk(num_ranks, dim) for name, dim in dims.items() if name in values}
+    return [values | {name: of_ranks[rank].clone() for name, of_ranks in slices.items()} for rank in range(num_ranks)]
 
 
 COLUMN_ROW = Exercise(
-    name="tensor.column_row",
-    task=TASK,
-    starter=STARTER,
-    cases=cases,
-    hints=HINTS,
-    notebook="10_tensor_parallel",
-    drawn=numbers_in,
-    drawn_words="an element of the output, then of the gradients",
-    num_references=1,
-    num_wrong=6,
-)
+    "tensor.column_row", TASK, STARTER, cases, HINTS, "10_tensor_parallel",
+    drawn_words="an element of the output, then of the gradients", num_references=1, num_wrong=6,
+)  # fmt: skip

@@ -1,7 +1,6 @@
 """Exercise: data parallel from hooks, with micro-batches that add up and parameters that a rank does not use."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +9,6 @@ from typing_extensions import override
 from shardlab.comm import CollectiveEvent, Communicator
 from shardlab.exercises.exercise import Case, Exercise, Function, Message, Traffic
 from shardlab.exercises.values import numbers_in
-from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
 USED = {  # for each rank, whether each of its micro-batches uses the right branch
@@ -75,7 +73,7 @@ def _case(words: str, used: list[list[bool]]) -> Case:
     gradients = [_gradients(rank, used[rank]) for rank in range(len(used))]
     mean = {name: torch.stack([of_rank[name] for of_rank in gradients]).mean(0) for name in gradients[0]}
     messages = [
-        Message("all_reduce", param.nbytes, _wire(param.nbytes, len(used))) for param in Branches().parameters()
+        Message.around_a_ring(Collective.ALL_REDUCE, param.nbytes, len(used)) for param in Branches().parameters()
     ]
     is_all_used = all(map(all, used))
     wanted: dict[str, object] = {
@@ -85,10 +83,6 @@ def _case(words: str, used: list[list[bool]]) -> Case:
         wanted["sends during backward"] = True
     inputs = tuple((rank, tuple(used[rank]), is_all_used) for rank in range(len(used)))
     return Case(words, inputs, (wanted,) * len(used), Traffic.of([messages[::-1]] * len(used)))
-
-
-def _wire(num_bytes: int, num_ranks: int) -> float:
-    return ring_wire_bytes(Collective.ALL_REDUCE, num_bytes, num_ranks)
 
 
 def _rows(rank: int, micro_batch: int) -> Tensor:
@@ -107,8 +101,8 @@ def train(
     function: Function, comm: Communicator, rank: int, used: Sequence[bool], is_all_used: bool
 ) -> dict[str, object]:
     """The micro-batches of one step with the learner's hooks."""
-    model = Branches()
-    with _counted(comm) as seen:
+    model, seen = Branches(), _Seen()
+    with comm.observed_by(seen):
         finish = function(comm, model, len(used))
         for micro_batch, uses_right in enumerate(used):
             loss, sent_before = model(_rows(rank, micro_batch), uses_right).mean(), seen.num_bytes
@@ -137,17 +131,10 @@ class _Seen:
 
     def started(self, event: CollectiveEvent) -> None: ...
 
-    def completed(self, event: CollectiveEvent) -> None: ...
+    completed = started
 
     def waited(self, event: CollectiveEvent) -> None:  # noqa: ARG002
         self.num_waits += 1
-
-
-@contextmanager
-def _counted(comm: Communicator) -> Iterator[_Seen]:
-    seen = _Seen()
-    with comm.observed_by(seen):
-        yield seen
 
 
 def _those(used: Sequence[bool]) -> str:
@@ -161,18 +148,10 @@ def gradient_numbers(result: object) -> list[float]:
 
 
 HOOKS = Exercise(
-    name="data_parallel.hooks",
-    task=TASK,
-    starter=STARTER,
-    cases=cases,
-    hints=HINTS,
-    notebook="03_data_parallel",
-    attempt=train,
-    drawn=gradient_numbers,
-    drawn_words="an element of the gradients",
+    "data_parallel.hooks", TASK, STARTER, cases, HINTS, "03_data_parallel",
+    attempt=train, drawn=gradient_numbers, drawn_words="an element of the gradients",
     shown_inputs=lambda _rank, used, _: (
         f"num_micro_batches {len(used)}; right is used in micro-batches: {_those(used)}"
     ),
-    num_references=2,
-    num_wrong=7,
-)
+    num_references=2, num_wrong=7,
+)  # fmt: skip

@@ -5,10 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from shardlab.comm import Communicator
-from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic
+from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic, VirtualClock
 from shardlab.exercises.values import numbers_in, whole_number
-from shardlab.exercises.virtual_clock import VirtualClock
-from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
 Layers = Sequence[tuple[float, int]]  # microseconds of backward, bytes of gradients
@@ -48,7 +46,7 @@ def _case(words: str, layers: Layers, latency_us: float, bytes_per_us: float) ->
     link = (list(layers), latency_us, bytes_per_us)
     best = next(k for k in range(1, len(layers) + 1) if not any(_queued_us(k, *link)))
     sizes = [sum(num_bytes for _, num_bytes in bucket) for bucket in _buckets(best, layers)]
-    sent = [Message("all_reduce", size, ring_wire_bytes(Collective.ALL_REDUCE, size, 2)) for size in sizes]
+    sent = [Message.around_a_ring(Collective.ALL_REDUCE, size, 2) for size in sizes]
     wanted = {"layers in a bucket": best, "messages wait": _queued_us(best, *link)}
     return Case(words, (link,) * 2, (wanted,) * 2, Traffic.of([sent] * 2))
 
@@ -92,15 +90,7 @@ def waits_of_messages(result: object) -> list[float]:
 
 
 LINK = Exercise(
-    name="link.smallest_bucket",
-    task=TASK,
-    starter=STARTER,
-    cases=cases,
-    hints=HINTS,
-    notebook="04_overlap_defined",
-    attempt=backward,
-    drawn=waits_of_messages,
-    drawn_words="how long a message waits for the one before it (us)",
-    num_references=1,
-    num_wrong=5,
-)
+    "link.smallest_bucket", TASK, STARTER, cases, HINTS, "04_overlap_defined",
+    attempt=backward, drawn=waits_of_messages, drawn_words="how long a message waits for the one before it (us)",
+    num_references=1, num_wrong=5,
+)  # fmt: skip

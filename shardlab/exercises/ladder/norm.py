@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from shardlab.exercises.exercise import Case, Exercise, Message, Traffic
-from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
 SHARDS = {  # of each rank, and the norm
@@ -40,7 +39,7 @@ def cases() -> list[Case]:
 
 def _case(words: str, norm_type: float, shards: list[list[list[float]]], norm: float) -> Case:
     num_ranks = len(shards)
-    one_number = Message("all_reduce", 8, ring_wire_bytes(Collective.ALL_REDUCE, 8, num_ranks))
+    one_number = Message.around_a_ring(Collective.ALL_REDUCE, 8, num_ranks)
     inputs = tuple((_tensors(of_rank), norm_type) for of_rank in shards)
     traffic = Traffic.of([[one_number] if num_ranks > 1 else []] * num_ranks)
     return Case(words, inputs, (norm,) * num_ranks, traffic)
@@ -51,12 +50,6 @@ def _tensors(shards: list[list[float]]) -> list[Tensor]:
 
 
 NORM = Exercise(
-    name="clip.global_norm",
-    task=TASK,
-    starter=f"import torch\n\n\n{STARTER}",
-    cases=cases,
-    hints=HINTS,
-    notebook="06_zero_1_and_2",
-    num_references=1,
-    num_wrong=6,
-)
+    "clip.global_norm", TASK, f"import torch\n\n\n{STARTER}", cases, HINTS, "06_zero_1_and_2",
+    num_references=1, num_wrong=6,
+)  # fmt: skip

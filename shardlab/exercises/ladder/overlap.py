@@ -48,14 +48,6 @@ def _wanted(messages: Intervals, compute: Intervals, waits: Intervals) -> list[f
 
 
 OVERLAP = Exercise(
-    name="overlap.exposed",
-    task=TASK,
-    starter=STARTER,
-    cases=cases,
-    hints=HINTS,
-    notebook="04_overlap_defined",
-    attempt=call_without_ranks,
-    drawn_words="hidden, then exposed time",
-    num_references=2,
-    num_wrong=5,
-)
+    "overlap.exposed", TASK, STARTER, cases, HINTS, "04_overlap_defined",
+    attempt=call_without_ranks, drawn_words="hidden, then exposed time", num_references=2, num_wrong=5,
+)  # fmt: skip

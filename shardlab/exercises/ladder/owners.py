@@ -73,15 +73,7 @@ def elements_held(result: object) -> Sequence[float]:
 
 
 OWNERS = Exercise(
-    name="zero1.owners",
-    task=TASK,
-    starter=STARTER,
-    cases=cases,
-    hints=HINTS,
-    notebook="06_zero_1_and_2",
-    attempt=step_what_is_owned,
-    drawn=elements_held,
-    drawn_words="an element, 1 where the rank owns it",
-    num_references=1,
-    num_wrong=5,
-)
+    "zero1.owners", TASK, STARTER, cases, HINTS, "06_zero_1_and_2",
+    attempt=step_what_is_owned, drawn=elements_held, drawn_words="an element, 1 where the rank owns it",
+    num_references=1, num_wrong=5,
+)  # fmt: skip

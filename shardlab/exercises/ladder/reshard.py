@@ -82,16 +82,8 @@ def values_held(result: object) -> list[float]:
 
 
 RESHARD = Exercise(
-    name="checkpoint.reshard",
-    task=TASK,
-    starter=STARTER,
-    cases=cases,
-    hints=HINTS,
-    notebook="12_checkpoints_that_reshard",
-    attempt=call_without_ranks,
-    drawn=values_held,
-    drawn_words="an element that the rank holds",
+    "checkpoint.reshard", TASK, STARTER, cases, HINTS, "12_checkpoints_that_reshard",
+    attempt=call_without_ranks, drawn=values_held, drawn_words="an element that the rank holds",
     shown_inputs=lambda saved, sizes, num_ranks, rank: f"{_ranges_in(saved)}; {sizes}; {num_ranks}; {rank}",
-    num_references=1,
-    num_wrong=5,
-)
+    num_references=1, num_wrong=5,
+)  # fmt: skip

@@ -57,15 +57,7 @@ def _messages(rank: int, sizes: list[int]) -> list[Message]:
 
 
 RING = Exercise(
-    name="collectives.ring_all_reduce",
-    task=TASK,
-    starter=STARTER,
-    cases=cases,
-    hints=HINTS,
-    notebook="01_collectives_by_hand",
-    attempt=call_in_place,
-    drawn_words="an element of x",
-    result_words="x after the call",
-    num_references=1,
-    num_wrong=6,
-)
+    "collectives.ring_all_reduce", TASK, STARTER, cases, HINTS, "01_collectives_by_hand",
+    attempt=call_in_place, drawn_words="an element of x", result_words="x after the call",
+    num_references=1, num_wrong=6,
+)  # fmt: skip

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from shardlab.exercises.exercise import Case, Exercise, Message, Traffic
-from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
 MESHES = {
@@ -48,16 +47,13 @@ def _case(words: str, axes: Mapping[str, int]) -> Case:
     parts = {(row, column): _parts(row, column) for row in range(axes["data"]) for column in range(axes["tensor"])}
     wanted = tuple(_wanted(parts, row, column, axes) for row, column in parts)
     axis_of = {"output": "tensor", "slice": "data", "whole": "data", "norm": "tensor"}
-    messages = [_message(name, axis, axes[axis]) for name, axis in axis_of.items()]
+    messages = [
+        Message.around_a_ring(Collective.ALL_REDUCE, 8 * NUMEL[name], axes[axis], axis)
+        for name, axis in axis_of.items()
+    ]
     sent = [message for message in messages if message.sent_bytes]
     inputs = tuple((of_rank,) for of_rank in parts.values())
     return Case(words, inputs, wanted, Traffic.of([sent] * len(parts)), axes=axes)
-
-
-def _message(name: str, axis: str, num_ranks: int) -> Message:
-    num_bytes = 8 * NUMEL[name]
-    sent = ring_wire_bytes(Collective.ALL_REDUCE, num_bytes, num_ranks)
-    return Message("all_reduce", num_bytes, sent, axis=axis)
 
 
 def _parts(row: int, column: int) -> dict[str, Tensor]:
@@ -80,13 +76,6 @@ def _wanted(
 
 
 TWO_AXES = Exercise(
-    name="mesh.who_reduces",
-    task=TASK,
-    starter=STARTER,
-    cases=cases,
-    hints=HINTS,
-    notebook="11_two_dimensions",
-    drawn_words="an element of output, slice, whole and norm",
-    num_references=1,
-    num_wrong=6,
-)
+    "mesh.who_reduces", TASK, STARTER, cases, HINTS, "11_two_dimensions",
+    drawn_words="an element of output, slice, whole and norm", num_references=1, num_wrong=6,
+)  # fmt: skip

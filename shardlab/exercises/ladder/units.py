@@ -8,7 +8,6 @@ import torch
 
 from shardlab.comm import Communicator
 from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic
-from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
 Units = Sequence[Sequence[int]]
@@ -48,7 +47,7 @@ def cases() -> list[Case]:
 def _case(words: str, sizes: Sequence[int], budget: int, prefetch: int) -> Case:
     units = next(units for units in _cuts(len(sizes)) if _peak_bytes(units, sizes, prefetch) <= budget)
     num_bytes = [sum(sizes[index] for index in unit) for unit in units]
-    sent = [Message("all_gather", size, ring_wire_bytes(Collective.ALL_GATHER, size, 2)) for size in num_bytes]
+    sent = [Message.around_a_ring(Collective.ALL_GATHER, size, 2) for size in num_bytes]
     inputs, wanted = (list(sizes), budget, prefetch), {"layers": list(range(len(sizes)))}
     return Case(words, (inputs,) * 2, (wanted,) * 2, Traffic.of([sent] * 2), most_peak_bytes=budget)
 
@@ -83,14 +82,7 @@ def gather_units(function: Function, comm: Communicator, sizes: Sequence[int], b
 
 
 UNITS = Exercise(
-    name="fsdp.units",
-    task=TASK,
-    starter=STARTER,
-    cases=cases,
-    hints=HINTS,
-    notebook="08_fsdp_units",
-    attempt=gather_units,
-    drawn_words="the layers in the order in which they are gathered",
-    num_references=1,
-    num_wrong=5,
-)
+    "fsdp.units", TASK, STARTER, cases, HINTS, "08_fsdp_units",
+    attempt=gather_units, drawn_words="the layers in the order in which they are gathered",
+    num_references=1, num_wrong=5,
+)  # fmt: skip

@@ -5,8 +5,6 @@ from math import inf, nan
 import torch
 
 from shardlab.exercises.exercise import Case, Exercise, Message, Traffic
-from shardlab.exercises.values import numbers_in
-from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
 SCALE = 1024.0
@@ -47,20 +45,12 @@ def _case(words: str, shards: list[list[list[float]]]) -> Case:
     is_finite = all(bool(shard.isfinite().all()) for of_rank in tensors for shard in of_rank)
     num_ranks = len(shards)
     wanted = tuple([[shard / SCALE for shard in own], SCALE] if is_finite else [None, SCALE / 2] for own in tensors)
-    one_number = Message("all_reduce", 8, ring_wire_bytes(Collective.ALL_REDUCE, 8, num_ranks))
+    one_number = Message.around_a_ring(Collective.ALL_REDUCE, 8, num_ranks)
     traffic = Traffic.of([[one_number] if num_ranks > 1 else []] * num_ranks)
     return Case(words, tuple((own, SCALE) for own in tensors), wanted, traffic)
 
 
 UNSCALE = Exercise(
-    name="precision.unscale",
-    task=TASK,
-    starter=STARTER,
-    cases=cases,
-    hints=HINTS,
-    notebook="09_precision_offload_checkpointing",
-    drawn=numbers_in,
-    drawn_words="an element of the gradients, if there are any, then the scale",
-    num_references=1,
-    num_wrong=5,
-)
+    "precision.unscale", TASK, STARTER, cases, HINTS, "09_precision_offload_checkpointing",
+    drawn_words="an element of the gradients, if there are any, then the scale", num_references=1, num_wrong=5,
+)  # fmt: skip

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from shardlab.comm import Communicator, Pending
-from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic
-from shardlab.exercises.virtual_clock import VirtualClock
+from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic, VirtualClock
 from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
@@ -88,8 +87,8 @@ def cases() -> list[Case]:
 
 def _case(words: str, num_ranks: int, num_units: int) -> Case:
     inputs = [torch.linspace(-1, 1, NUMEL, dtype=torch.float64) + rank for rank in range(num_ranks)]
-    sent = ring_wire_bytes(Collective.ALL_GATHER, NUMEL * 8, num_ranks)
-    traffic = Traffic.of([[Message("all_gather", NUMEL * 8, sent)] * num_units] * num_ranks)
+    message = Message.around_a_ring(Collective.ALL_GATHER, NUMEL * 8, num_ranks)
+    traffic = Traffic.of([[message] * num_units] * num_ranks)
     events = _events(num_units)
     wanted = tuple({"events": events, "output": _output(x, num_units)} for x in inputs)
     return Case(words, tuple((num_units, x) for x in inputs), wanted, traffic)
@@ -135,15 +134,7 @@ def _gathered_after_each(events: Sequence[str]) -> list[float]:
 
 
 ZERO3 = Exercise(
-    name="zero3.forward",
-    task=TASK,
-    starter=STARTER,
-    cases=cases,
-    hints=HINTS,
-    notebook="07_zero_3",
-    attempt=forward,
-    drawn=gathered_after_each_event,
-    drawn_words="the number of gathered units after an event",
-    num_references=1,
-    num_wrong=5,
-)
+    "zero3.forward", TASK, STARTER, cases, HINTS, "07_zero_3",
+    attempt=forward, drawn=gathered_after_each_event, drawn_words="the number of gathered units after an event",
+    num_references=1, num_wrong=5,
+)  # fmt: skip

@@ -1,0 +1,585 @@
+"""The engine: what a user calls, the state of the gradients, and when the strategy is told what.
+
+    engine = Engine(model, lambda tensors: torch.optim.AdamW(tensors, lr=3e-4), mesh, ZeRO1())
+    loss = engine(x, y)
+    engine.backward(loss)              # or loss.backward(), which the engine notices
+    engine.clip_grad_norm_(1.0)
+    engine.step()
+    engine.zero_grad()
+
+The module keeps its class, its parameter names and its buffers. Gradients are means over the ranks of the data axes.
+
+If a backward raises on one rank, that rank sends what is still to be sent in it, so that no other waits; then a flag of
+one number, the last message of each reduction, tells all ranks, and all raise in the same verb. So does what guards
+refuse on one rank alone: the refusal is kept until the next flag, and this rank sends until then what is due.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from shardlab.comm import BaseMesh
+from shardlab.comm.coalesced import broadcast_coalesced
+from shardlab.comm.transports.base import MismatchError
+from shardlab.comm.trees import tensors_in
+from shardlab.engines.any_engine import AnyEngine
+from shardlab.engines.checks import check_model, tensor_axis
+from shardlab.engines.gradients import Gradients
+from shardlab.engines.holdings import Division, Holding
+from shardlab.engines.hooks import gradient_node, unrefused, untraced, weakly
+from shardlab.engines.precision import advise, cast_buffers, cast_floating
+from shardlab.engines.state import Stateful
+from shardlab.engines.step_tensors import OptimizerFn, StepTensors
+from shardlab.engines.strategy import Given, Strategy
+from shardlab.vocabulary import FLAG, TOLD, Role
+
+_OUTSIDE = -1  # torch's answer while no backward runs
+
+
+class Watch(Protocol):
+    """What an engine asks of guards, see ``shardlab.engines.guards``."""
+
+    def ask(self, moment: str, engine: "Engine") -> None:
+        """Raise what must not be; called at each of the engine's verbs."""
+
+    def optimizer(self, make: OptimizerFn, engine: "Engine") -> torch.optim.Optimizer:
+        """What ``make`` builds over the engine's tensors, if it fits them."""
+
+
+@final
+class Engine(AnyEngine):
+    """A strategy around a plain module.
+
+    Args:
+        model: an ``nn.Module`` on its device. Its parameters and buffers become those of the first data rank.
+        optimizer_fn: builds the optimizer from the tensors this rank steps (``StepTensors``).
+        mesh: gradients are averaged over its data axes; None for this process alone. A tensor-parallel model also
+            needs the axis ``tensor`` that it was parallelized over.
+        strategy: one that no engine has yet.
+        guards: what users must not do is refused, on all ranks; False for the bare engine, which trains right programs
+            alike.
+
+    Raises:
+        ValueError: the module has no parameters, the mesh lacks an axis, or the optimizer does not fit.
+    """
+
+    guard_class: ClassVar[type[Watch]]
+    """Set by ``shardlab.engines``, so that you can read the engine, and train with it, without guards."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_fn: OptimizerFn,
+        mesh: BaseMesh | None,
+        strategy: Strategy,
+        *,
+        guards: bool = True,
+    ) -> None:
+        super().__init__(model, optimizer_fn, mesh, strategy.axes)
+        self.strategy, self.name = strategy, strategy.name
+        self._guards = self.guard_class() if guards else None
+        self.tensor_comm = tensor_axis(self.mesh, model, self.slices)
+        self.gradients = Gradients.NONE
+        self._due: set[nn.Parameter] = set()  # trained in a backward since zero_grad(); may be frozen by now
+        self._refusal: Exception | None = None  # of a guard, until the next flag
+        self._flag: tuple[Exception | None, Callable[[], float]] | None = None  # sent and not read
+        self._running = self._sends = False  # a backward, and whether it communicates
+        self.num_open = 0  # full_params() blocks
+        self._open = contextlib.ExitStack()  # the strategy's part of it
+        check_model(
+            model,
+            self.mesh.device,
+            self.num_data_ranks,
+            may_be_meta=strategy.allocates,
+            moves_params=strategy.steps_pieces,
+        )
+        self._ask("model")
+        self._equalise_all()
+        cast_buffers(model, strategy.precision)
+        given = Given(model, self.params, self.data_comms, self.mesh.device, self._is_due, self._wake, self._equalise)
+        laid_out = strategy.lay_out(given)
+        self._divisions, self._hooks = laid_out.divisions, list(laid_out.hooks)
+        self._step_tensors = StepTensors(laid_out.stepped, are_parts=self.sharded_over is not None or bool(self.slices))
+        tensors = self._step_tensors
+        try:
+            watch = self._guards
+            self.optimizer = optimizer_fn(tensors) if watch is None else watch.optimizer(optimizer_fn, self)
+        except Exception:
+            self._give_back()  # this may gather: with guards all ranks have raised, so all of them join
+            raise
+        self._last_hooks = {
+            param: self._watch(name, param) for name, param in self.params.items() if param.is_floating_point()
+        }
+        self._hooks += self._last_hooks.values()
+        self._ask("built")
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        self._begin_verb()
+        self._ask("forward")
+        args, kwargs = cast_floating((args, kwargs), self.strategy.precision.compute)
+        try:
+            with self.strategy.forward():
+                output = self.module(*args, **kwargs)
+        except RuntimeError as error:
+            refusal, self._refusal = self._refusal, None
+            if refusal is not None:
+                raise refusal from error
+            advise(error, self.strategy.precision, self.module)
+            raise
+        output = cast_floating(output, self.strategy.precision.output)
+        self._run_hooks_last()  # a plain backward may show first by the hook of a parameter
+        self._ask("forwarded")  # what the strategy has put in the place of parameters is no user's write
+        self._follow(output)
+        return output
+
+    @override
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Gradients of ``loss``, averaged over the data axes unless inside ``no_sync()``.
+
+        Args:
+            loss: of this rank's rows.
+            retain_graph: keep the graph, so that another backward through it can add its gradients.
+
+        Raises:
+            RuntimeError: this backward raised on another rank, or guards refuse it; on all ranks. Or the last backward
+                failed, and ``zero_grad()`` was not called since.
+        """
+        self._begin_verb()
+        try:
+            self._begin()
+            loss.backward(retain_graph=retain_graph)
+            self._end()
+        except BaseException as error:
+            if self._running:  # else the end of the backward has raised, on all ranks
+                self._fail(error)
+            raise
+
+    @override
+    def finish_gradients(self) -> None:
+        """Return when the gradients are means over the data axes; collective where some are still local sums.
+
+        Raises:
+            RuntimeError: a backward has failed on some rank, and ``zero_grad()`` was not called since.
+        """
+        self._begin_verb()
+        self._refuse_failed()
+        self._read_flag()
+        if self.gradients is not Gradients.MEANS:
+            self._ask("reduce")
+            self.strategy.reduce_rest()
+            self.gradients = Gradients.MEANS
+            self._agree()
+            self._ask("means")
+        else:
+            self._ask("finish")
+
+    @override
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """As the base."""
+        norm = super().clip_grad_norm_(max_norm, norm_type)
+        self._ask("means")
+        return norm
+
+    @override
+    def step(self) -> None:
+        """One optimizer step; afterwards all ranks train on with the same model."""
+        self.finish_gradients()
+        self._ask_all("step")
+        self._ask("update")
+        try:
+            with self.strategy.stepping():
+                self.optimizer.step()
+        finally:  # an optimizer that raised may have stepped first
+            self._ask("stepped")
+        self.num_steps += 1
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients.
+
+        Args:
+            set_to_none: False keeps zeros where there were gradients, as in torch: the next step then moves these
+                parameters too, by momentum and weight decay. Pending reductions are finished first: collective.
+        """
+        self._begin_verb()
+        if not set_to_none and self.gradients is not Gradients.FAILED:
+            self.finish_gradients()
+            for tensor in self._step_tensors:
+                if tensor.grad is not None:
+                    tensor.grad.zero_()
+            self._ask("means")
+            return
+        for tensor in (*self.params.values(), *self._step_tensors):
+            tensor.grad = None
+        self.strategy.drop()
+        self._flag = None
+        self._due.clear()
+        self.gradients = Gradients.NONE
+        self._ask("zero_grad")  # last, so that no guard remembers, and keeps, what is cleared
+
+    @contextlib.contextmanager
+    @override
+    def full_params(self, *, keep_changes: bool = False) -> Iterator[nn.Module]:
+        """Inside, the module has its full parameters on every rank, in the dtype they are stored in; collective.
+
+        Of a tensor-parallel model these are this rank's slices; ``full_state_dict()`` has the whole ones.
+
+        Args:
+            keep_changes: where parameters are sharded or rounded, copy changes in place back when the block ends
+                without an error; otherwise they are lost. Every rank must write the same values; nothing checks that.
+        """
+        self._begin_verb()
+        self._ask_all("full", sends=self.strategy.keeps_pieces)
+        self.num_open += 1
+        try:
+            with self.strategy.full(keep_changes=keep_changes):
+                yield self.module
+        finally:
+            self.num_open -= 1
+            self._ask("left full")
+
+    @override
+    def full_state_dict(self) -> dict[str, Any]:
+        """As the base; collective where parameters are sharded or rounded."""
+        with self.full_params():
+            return super().full_state_dict()
+
+    @override
+    def load_full_state_dict(self, state: Any) -> None:
+        """As the base; each rank keeps its shards of it. Collective where parameters are sharded or rounded."""
+        self._begin_verb()
+        self._ask("load")
+        try:
+            with self.strategy.full(keep_changes=True):
+                super().load_full_state_dict(state)
+        except BaseException:
+            self._ask("not loaded")
+            raise
+        self._ask("loaded")
+
+    @override
+    def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:
+        """As the base."""
+        self._begin_verb()
+        self._ask_all("save")
+        super().save(directory, extra=extra, **objects)
+
+    @override
+    def load(self, directory: str | Path, **objects: Stateful) -> Any:
+        """As the base."""
+        self._begin_verb()
+        self._refuse_open("load")
+        self._ask_all("load")
+        extra = super().load(directory, **objects)
+        with self.strategy.stepping(loads=True):
+            pass  # each rank has loaded its own pieces
+        self._ask("loaded")
+        return extra
+
+    @override
+    def guard_slices(self) -> None:
+        """Whoever may change the means calls this after it."""
+        self._ask("means")
+
+    @override
+    def close(self) -> None:
+        """Give the module back, so that it trains alone again. A second call does nothing.
+
+        The first call is collective where parameters are sharded or rounded: it gathers. Gradients are dropped.
+        """
+        if self._is_closed:
+            return
+        self._refuse_open("close")
+        self._ask("close")
+        self.zero_grad()
+        self._give_back()
+        self._is_closed = True
+        self._ask_all("closed", sends=False)  # what is lost is told when nobody waits for this rank any more
+
+    @unrefused
+    def _give_back(self) -> None:
+        """Put into the module what plain training needs."""
+        if self.strategy.steps_pieces:
+            with self.strategy.full(keep_changes=False):
+                values = [param.detach().clone() for param in self.params.values()]
+            for param, value in zip(self.params.values(), values, strict=True):
+                param.data = value  # its own memory: what it was a view of may be freed
+        for hook in self._hooks:
+            hook.remove()
+
+    # What a backward is, and who raises.
+
+    def _watch(self, name: str, param: nn.Parameter) -> RemovableHandle:
+        # A frozen parameter may be unfrozen later, but torch takes the hook only while requires_grad is True.
+        trains, took, reached = param.requires_grad, weakly(self._took), weakly(self._reached)
+        param.requires_grad_(True)
+        self._hooks.append(param.register_hook(lambda _: reached(name)))
+        hook: RemovableHandle = param.register_post_accumulate_grad_hook(took)
+        param.requires_grad_(trains)
+        return hook
+
+    @untraced
+    def _run_hooks_last(self) -> None:
+        """Behind those that the user has registered since, which may change gradients."""
+        for param, hook in self._last_hooks.items():
+            # Private: torch runs them in the order in which they were registered, and has no other.
+            known = param._post_accumulate_grad_hooks
+            if known and next(reversed(known)) != hook.id:
+                known[hook.id] = known.pop(hook.id)
+
+    @untraced
+    def _follow(self, output: Any) -> None:
+        """Notice a plain backward through any tensor of ``output``, before it accumulates anything."""
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._came)
+
+    def _came(self, _: Tensor) -> None:
+        self._wake()
+
+    def _reached(self, name: str) -> None:
+        """Autograd has come to a parameter, perhaps past our outputs, to add to its gradient or to return it."""
+        if self._running or self._is_closed:
+            return
+        try:
+            # Only whether it answers: no is also said of a node that is new, where another dtype was shown since.
+            torch._C._will_engine_execute_node(gradient_node(self.params[name]))
+        except (RuntimeError, AttributeError):  # torch.autograd.grad, see _accumulates
+            return
+        self._begin_plain()
+
+    def _wake(self) -> bool:
+        """A hook runs in autograd: begin a plain backward unless one runs; whether one does."""
+        if not self._running and not self._is_closed and self._accumulates():
+            self._begin_plain()
+        return self._running
+
+    def _begin_plain(self) -> None:
+        # Private: there is no public way to be called at the end of a backward.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._begin()
+
+    def _accumulates(self) -> bool:
+        """Whether parameters will get gradients: ``torch.autograd.grad`` calls the same hooks and gives them none."""
+        nodes = (gradient_node(param) for param in self.params.values() if param.requires_grad)
+        try:
+            # Private: there is no public way to ask.
+            return any(map(torch._C._will_engine_execute_node, nodes))
+        except (RuntimeError, AttributeError):
+            # Torch has no answer where torch.autograd.grad was called for this very parameter, nor inside torch.func.
+            return False
+
+    def _took(self, param: nn.Parameter) -> None:
+        if not param.requires_grad:  # frozen after its forward: autograd calls the hook, and has accumulated nothing
+            return
+        if not self._running:
+            self._begin_plain()
+        if param.grad is not None and param.grad.is_sparse and self.num_data_ranks > 1:
+            name = next(name for name, known in self.params.items() if known is param)
+            raise ValueError(
+                f"model: parameter {name!r} has a sparse gradient, which strategy {self.name!r} cannot average; build "
+                "the embedding with sparse=False"
+            )
+        self.strategy.took(param, sends=self._sync)
+
+    def _begin(self) -> None:
+        self._refuse_failed()
+        self._run_hooks_last()
+        self._ask("backward")
+        self._due |= {param for param in self.params.values() if param.requires_grad}
+        self.num_backwards += 1
+        self.gradients, self._running, self._sends = self.gradients.to_local(), True, self._sync
+        self._open.enter_context(self.strategy.backward(sends=self._sync))
+
+    def _end(self) -> None:
+        try:
+            self._open.close()
+        finally:
+            self._running = False
+        self._ask("local")
+        if self._sync:
+            self.finish_gradients()
+
+    def _fail(self, error: BaseException) -> None:
+        """The backward that runs has raised here: join what the other ranks wait in, and tell them."""
+        self._running, self.gradients = False, Gradients.FAILED
+        if isinstance(error, MismatchError):  # ranks are in different collectives: nothing that is sent would match
+            return
+        self._open.__exit__(type(error), error, error.__traceback__)
+        if self._sends:
+            self.strategy.reduce_rest()
+            with contextlib.suppress(RuntimeError):
+                self._agree(RuntimeError(f"{type(error).__name__}: {error}"))
+        self._ask("failed")  # what the strategy has resharded is no user's change
+
+    def _begin_verb(self) -> None:
+        """Find out whether a plain ``loss.backward()`` raised: it is still open, and autograd does not run."""
+        self._refuse_closed()
+        if self._running and torch._C._current_graph_task_id() == _OUTSIDE:
+            self._fail(RuntimeError("loss.backward() raised"))
+
+    def _refuse_open(self, verb: str) -> None:
+        if self.num_open:
+            raise RuntimeError(f"{verb}: it was called inside 'with engine.full_params():'; leave the block first")
+
+    def _refuse_failed(self) -> None:
+        if self.gradients is Gradients.FAILED:
+            raise RuntimeError(
+                "gradients: the last backward raised, here or on another rank; call engine.zero_grad() on all ranks"
+            )
+
+    def _agree(self, raised: Exception | None = None) -> None:
+        """Raise on all ranks what one of them has to raise; one number over each data axis."""
+        raised, self._refusal = raised or self._refusal, None
+        if raised is None and self.num_data_ranks == 1:
+            return
+        # The largest number of a rank that raises, from 1: so all of them can name it.
+        flag = torch.full((1,), 0.0 if raised is None else self.data_rank + 1.0, device=self.mesh.device)
+        for comm in self.data_comms:
+            comm.all_reduce(flag, reduction="max", tag=FLAG).wait()
+        self._flag = raised, read_later(flag)
+        # On a GPU the host would wait for the whole backward: there the next verb that needs the means reads it.
+        if raised is not None or not flag.is_cuda:
+            self._read_flag()
+
+    def _read_flag(self) -> None:
+        if self._flag is None:
+            return
+        (raised, read), self._flag = self._flag, None
+        if number := int(read()):
+            self.gradients = Gradients.FAILED
+            raise raised or RuntimeError(
+                f"rank {number - 1} {TOLD}, and its own error says why; call engine.zero_grad() on all ranks"
+            )
+
+    @untraced
+    def _ask(self, moment: str) -> None:
+        """What a guard refuses is kept, and raised where all ranks meet next."""
+        if self._guards is not None:
+            try:
+                self._guards.ask(moment, self)
+            except (RuntimeError, ValueError) as refusal:
+                if moment in ("model", "built") or (self.num_data_ranks == 1 and moment != "close"):
+                    raise
+                if moment == "forward" and not torch.is_grad_enabled():
+                    warnings.warn(str(refusal), stacklevel=5)  # there may be no exchange any more
+                self._refusal = self._refusal or refusal
+
+    def _ask_all(self, moment: str, *, sends: bool = True) -> None:
+        """Ask, and raise what is refused: on all ranks, or here alone where others may not be (``sends``)."""
+        self._read_flag()
+        self._ask(moment)
+        if self._guards is not None and sends:
+            self._agree()
+            self._read_flag()
+        elif self._refusal is not None:
+            refusal, self._refusal = self._refusal, None
+            raise refusal
+
+    def _is_due(self, param: nn.Parameter) -> bool:
+        return param.requires_grad or param in self._due
+
+    # What Holdings and EngineState ask for.
+
+    @override
+    def divisions(self) -> list[Division]:
+        """How the parameters are divided, bucket by bucket."""
+        return self._divisions
+
+    @override
+    def holdings(self) -> Iterator[Holding]:
+        """Every long-lived tensor of the engine; a storage that comes in several roles counts in the first."""
+        for one in self.strategy.holdings():
+            if one.name or one.tensor.untyped_storage().nbytes():  # guards leave at .grad what has no memory
+                yield one
+        for state in super()._state_holdings():
+            if state.role is Role.OPTIMIZER_STATE and self.strategy.state_role is not Role.OPTIMIZER_STATE:
+                yield Holding(self.strategy.state_role, state.tensor)  # first, so that its bytes count there
+            yield state
+        yield from self._buffer_holdings()
+
+    @property
+    @override
+    def _keeps_pieces(self) -> bool:
+        return self.strategy.keeps_pieces
+
+    @override
+    def stepping(self) -> contextlib.AbstractContextManager[None]:
+        """As the base."""
+        visiting: Callable[[], contextlib.AbstractContextManager[None]] | None
+        visiting = getattr(self.strategy, "visiting", None)  # where shards are in host memory between steps
+        return contextlib.nullcontext() if visiting is None else visiting()
+
+    @override
+    def install_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Load a state dict of the optimizer over this rank's ``step_tensors()``."""
+        self._ask("install")
+        try:
+            # Torch moves the state to the device of the tensors; inside, those are where they are stepped.
+            with self.stepping():
+                self.optimizer.load_state_dict(state)
+        finally:
+            self._ask("installed")
+
+    @property
+    def units(self) -> tuple[Any, ...]:
+        """What is gathered together, in the module's order: units of FSDP, buckets of ZeRO-3; else nothing."""
+        return tuple(getattr(self.strategy, "units", ()))
+
+    def unshard(self, unit: str) -> None:
+        """Gather a unit of FSDP by hand and keep it until ``reshard(unit)``; collective.
+
+        Raises:
+            ValueError: there is no unit with that name; the message lists the units.
+        """
+        self._unit(unit).hold()
+
+    def reshard(self, unit: str) -> None:
+        """Reshard a unit that was gathered by hand."""
+        self._ask("full")
+        self._unit(unit).let_go()
+        self._ask("left full")
+
+    def _unit(self, name: str) -> Any:
+        units = {one.name: one for one in self.units}
+        if name not in units:
+            raise ValueError(f"unit: {name!r} is not one of {', '.join(units) or 'none'}")
+        return units[name]
+
+    def _equalise(self, tensors: list[Tensor]) -> None:
+        # Inner axis first, on all ranks: then the first rank of an outer axis sends on what it has just received.
+        for comm in reversed(self.data_comms):
+            broadcast_coalesced(comm, tensors, tag="parameters and buffers from rank 0")
+
+    def _equalise_all(self) -> None:
+        """Give all data ranks the model of the first; what is no slice, that of the first tensor rank."""
+        # Before anything is laid out, since all ranks must cut their shards from the same model.
+        named = self._named_tensors()
+        self._equalise([tensor for _, tensor in named])
+        if self.tensor_comm is not None:
+            whole = [tensor for name, tensor in named if name not in self.slices]
+            broadcast_coalesced(self.tensor_comm, whole, tag="whole parameters and buffers from tensor rank 0")
+
+
+def read_later(number: Tensor) -> Callable[[], float]:
+    """How to read a number, [1], so that the host waits for what is before it on the device and for nothing else."""
+    if not number.is_cuda:
+        return number.item
+    host, copied = torch.empty(number.shape, dtype=number.dtype, pin_memory=True), torch.cuda.Event()
+    host.copy_(number, non_blocking=True)
+    copied.record()
+
+    def read() -> float:
+        copied.synchronize()
+        return float(host.item())
+
+    return read

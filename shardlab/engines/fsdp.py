@@ -1,0 +1,396 @@
+"""Fully sharded data parallel: parameters are gathered unit by unit, just before they are needed.
+
+What differs from ``zero3``: hooks, and a program. A unit (by default a block) is gathered before its forward and
+resharded after it, gathered again before its backward, and reduce-scattered and resharded when backward has passed it.
+The next ``prefetch`` units are gathered during the compute of this one. So, where units are resharded after forward,
+the full parameters in memory at any time are those of the root, of one unit and of the prefetched ones.
+
+One program of messages: forward writes a tape (a unit begins, ends); backward's messages are the tape reversed.
+``ends`` gathers the unit, and starts the gathers of the next ones; ``begins``, at the first use of the unit, reshards
+it and sends its gradients. The program is made when backward begins, and so is the same on all ranks, whatever each of
+them uses; hooks only move a cursor in it. That is right because autograd runs nodes in the reverse order of their
+creation: when it has come to an output, all that is younger is done, and a gradient that has not come by then will not.
+
+Per rank for P fp32 parameters with Adam, S ranks in the shard group: at rest 4P/S parameters, 4P/S gradients, 8P/S
+state (P with padding); another 4 x (root + (1 + prefetch) units) during a step, and in backward the whole gradients of
+the root and of the units under way, with a buffer for each that is being reduced. On the wire, elements a step:
+
+=============  ====================  =================================================
+sharding       mesh axes             what travels
+=============  ====================  =================================================
+full_shard     data                  3P(N-1)/N: gather, gather, reduce-scatter
+shard_grad_op  data                  2P(N-1)/N: kept between forward and backward
+no_shard       data                  2P(N-1)/N: one all-reduce per unit
+hybrid_shard   replica, shard        3P(S-1)/S, and an all-reduce of P/S over replicas
+=============  ====================  =================================================
+
+Every rank must run the same units in the same order, since all of them join each gather. If ranks may skip a module,
+make it part of a larger unit with ``wrap``. Source: Zhao et al., arXiv 2304.11277, sections 3 and 4.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from shardlab.comm.transports.base import MismatchError
+from shardlab.comm.trees import tensors_in
+from shardlab.engines.hooks import ModuleHook
+from shardlab.engines.offload import OFFLOADS
+from shardlab.engines.precision import Precision, cast_floating, parse_precision
+from shardlab.engines.saved import stub_used
+from shardlab.engines.sharded import Sharded
+from shardlab.engines.sharding import ShardingOptions, build_units
+from shardlab.engines.shards import State, Unit
+from shardlab.engines.strategy import Given, LaidOut
+from shardlab.meta_device import InitFn, reset_parameters
+from shardlab.partition.chunks import parse_partition
+from shardlab.units.policy import AUTO, ROOT, WrapPolicy
+from shardlab.vocabulary import Partition, Role
+
+
+@contextlib.contextmanager
+def _advising() -> Iterator[None]:
+    try:
+        yield
+    except MismatchError as error:
+        error.add_note(
+            "fsdp: all ranks must call the same units in the same order; make one unit of the module that chooses: "
+            "wrap='root', or a wrap that names it"
+        )
+        raise
+
+
+class Act(NamedTuple):
+    """An entry of a pass's tape, and so of a backward's program."""
+
+    unit: Unit
+    ends: bool
+
+
+class Pass:
+    """One forward of the whole model, and the program of its backward."""
+
+    def __init__(self) -> None:
+        self.tape: list[Act] = []
+        self.used: list[Unit] = []  # in the order of their beginnings
+        self.program: list[Act] = []
+        self.next = 0  # the first of the program that has not been done
+        self.first: dict[Unit, int] = {}  # of each unit, the place in the program at which its first use begins
+
+    def begin(self) -> None:
+        """Make the program."""
+        self.program, self.next = self.tape[::-1], 0
+        self.first = {act.unit: place for place, act in enumerate(self.program) if not act.ends}
+
+
+class FSDP(Sharded):
+    """Sharded parameters, gradients and optimizer state, unit by unit.
+
+    Args:
+        sharding: full_shard, shard_grad_op, no_shard or hybrid_shard.
+        wrap: which modules are units, see ``wrapped_modules``.
+        prefetch: units to gather ahead, in forward and in backward; 0 gathers each when it is needed.
+        layout: 'flat' (end to end, padded at the end of the unit) or 'dim0' (each parameter by rows).
+        partition: 'elements' cuts parameters as ``layout`` says; 'round_robin', 'contiguous' and 'balanced' give whole
+            parameters to ranks, for optimizers that look at whole tensors.
+        precision: 'full', 'bf16', 'fp16' or a ``Precision``.
+        offload: what stays in host memory: 'none', 'parameters' or 'all' (gradients and optimizer state too).
+        replicate_below: parameters with fewer elements are replicated instead of sharded; 0 shards all.
+        init_fn: initializes parameters on the meta device: called as (name, module) for each module that holds some,
+            unit by unit; None calls ``module.reset_parameters()``.
+    """
+
+    name = "fsdp"
+    allocates = True
+
+    def __init__(
+        self,
+        *,
+        sharding: str = "full_shard",
+        wrap: WrapPolicy = AUTO,
+        prefetch: int = 1,
+        layout: str = "flat",
+        partition: Partition | str = Partition.ELEMENTS,
+        precision: Precision | str = "full",
+        offload: str = "none",
+        replicate_below: int = 0,
+        init_fn: InitFn | None = None,
+    ) -> None:
+        self.options = ShardingOptions(
+            sharding, wrap, prefetch, layout, parse_partition(partition), parse_precision(precision), offload,
+            replicate_below, init_fn or reset_parameters,
+        )  # fmt: skip
+        self.partition, self.precision, self.offload = self.options.partition, self.options.precision, OFFLOADS[offload]
+        self.axes, self._prefetch = self.options.axes, prefetch
+        self.state_role = Role.OFFLOADED if self.offload.gradients_and_state else Role.OPTIMIZER_STATE
+        self._pass: Pass | None = None  # the forward under way
+        self._is_taped = False
+        self._reshards = True  # after their forward, in this pass
+        self._waiting: list[Pass] = []  # forwards whose backward has not come
+        self._is_stale = False  # gradients have been cleared since: from the next forward on, those are forgotten
+        self._running: list[Pass] = []  # whose programs this backward runs
+        self._is_in_backward = self._sends = self._keeps = False
+        self._missing: dict[Unit, set[nn.Parameter]] = {}  # gradients that this backward has still to bring
+        self._sent: set[Unit] = set()  # since the last means
+        self._over: set[Unit] = set()  # of whole units: those whose gradients are there, in this backward
+        self._reducing: list[Unit] = []  # in the order of sending
+        self._asked: list[Unit] = []  # by autograd, where no program runs
+        self._depth: dict[Unit, int] = {}  # of calls of a unit, which may call itself
+        self._root_stays = 0
+        self._is_other_graph = False  # made inside full_params(), since the last backward
+
+    @override
+    def make_units(self, given: Given) -> list[Unit]:
+        """By ``wrap``; each is allocated, if need be, and sharded before the next."""
+        return build_units(given, self.options, self.at)
+
+    @override
+    def lay_out(self, given: Given) -> LaidOut:
+        """As the base; puts hooks on the units' modules."""
+        laid_out = super().lay_out(given)
+        self._root = next((unit for unit in self.units if unit.name == ROOT), None)
+        self._guess = list(self.units)  # the order of a forward
+        self._depth = dict.fromkeys(self.units, 0)
+        return replace(laid_out, hooks=[hook for unit in self.units for hook in self._watch(unit)])
+
+    def _watch(self, unit: Unit) -> list[RemovableHandle]:
+        module, dtype = unit.module, self.precision.compute
+        assert module is not None
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            self._before(unit)
+            # Of units too: a float32 buffer, for example, may have promoted them on their way.
+            return None if dtype is None else cast_floating((args, kwargs), dtype)
+
+        after = ModuleHook(lambda _, __, output: self._after(unit, output))
+        return [
+            # First: before hooks that compute with parameters, such as those of pruning.
+            module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True),
+            module.register_forward_hook(after),
+        ]
+
+    # Forward: gather, reshard, and write the tape.
+
+    @contextlib.contextmanager
+    @override
+    def forward(self) -> Iterator[None]:
+        """As the base."""
+        if self._pass is not None or self._is_in_backward:  # called by the module's own forward, or computed again
+            with self.saving_by_reference():
+                yield
+            return
+        with _advising(), self._one_pass():
+            yield
+
+    @contextlib.contextmanager
+    def _one_pass(self) -> Iterator[None]:
+        self._pass, self._is_taped = Pass(), torch.is_grad_enabled()
+        self._reshards = self.options.reshards_after_forward or not self._is_taped
+        if self._is_taped and self._is_stale:
+            self._waiting, self._is_stale = [], False
+        try:
+            with self.saving_by_reference():
+                yield
+            if self._is_taped:
+                self._waiting.append(self._pass)
+                self._guess = self._pass.used
+        except BaseException:
+            self._reshards = True
+            raise
+        finally:
+            self._pass = None
+            self._depth = dict.fromkeys(self.units, 0)
+            for unit in self.units:
+                if self._reshards:
+                    unit.reshard()
+                unit.drop_gather()  # the guess was wrong: nothing else would free it
+
+    @override
+    def saw_other_graph(self) -> None:
+        """As the base."""
+        self._is_other_graph = True
+
+    @override
+    def gather_saved(self, unit: Unit) -> None:
+        """As the base; where no program runs, as in torch.autograd.grad, only the last two stay gathered."""
+        unit.gather()
+        if not self._is_in_backward and self._pass is None:
+            self._asked = [*(one for one in self._asked if one is not unit), unit]
+            for earlier in self._asked[:-2]:
+                earlier.reshard()
+            del self._asked[:-2]
+
+    def _before(self, unit: Unit) -> None:
+        if self._pass is None:
+            if not self._is_in_backward and not unit.num_holders:
+                raise RuntimeError(
+                    f"model: unit {unit.name!r} was called outside engine(...), and its parameters are sharded; write "
+                    "engine(x), or engine.call(function, x) for what is not the module's own forward"
+                )
+            unit.gather()  # checkpointing computes it again: it stays until the program has passed it
+            return
+        self._depth[unit] += 1
+        unit.gather()
+        self._pass.used.append(unit)
+        if self._is_taped:
+            self._pass.tape.append(Act(unit, ends=False))
+        # Only after the wait: what is prefetched now travels while this unit computes, and not in front of it.
+        place = len(self._pass.used)
+        if self._guess[:place] == self._pass.used:  # none once this forward goes another way than the last
+            for following in self._guess[place : place + self._prefetch]:
+                following.start()
+
+    def _after(self, unit: Unit, output: Any) -> Any:
+        if self._pass is None:
+            return output
+        self._depth[unit] -= 1
+        # Before the reshard: an output that is a parameter is copied while its values are there.
+        output = self.without_parameters(output)
+        if self._is_taped:
+            self._tape_end(unit, self._pass, output)
+        if self._reshards and not self._depth[unit] and not (unit is self._root and self._root_stays):
+            unit.reshard()
+        return output
+
+    def _tape_end(self, unit: Unit, this: Pass, output: Any) -> None:
+        tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        if not tensors:  # no gradient will come to it: its backward is no part of the program
+            begun = Act(unit, ends=False)
+            del this.tape[len(this.tape) - 1 - this.tape[::-1].index(begun)]
+            return
+        this.tape.append(Act(unit, ends=True))
+        place = len(this.tape)
+        for tensor in tensors:
+            tensor.register_hook(lambda _: self._reached(this, place))
+
+    # Backward: the program.
+
+    @contextlib.contextmanager
+    @override
+    def backward(self, *, sends: bool) -> Iterator[None]:
+        """As the base."""
+        self.refuse_held(in_forward=self._pass is not None)
+        self.note_writes()
+        self._is_in_backward, self._sends = True, sends
+        # Where several forwards wait, nobody knows yet which of them this backward takes, alone or together: then what
+        # is gathered stays to the end, and gradients are sent there.
+        # So it does where gradients also come through what was computed inside full_params().
+        self._keeps = len(self._waiting) != 1 or self._is_other_graph
+        self._sent, self._over = set(), set()
+        self._missing = {unit: {param for param in unit.params if param.requires_grad} for unit in self.units}
+        try:
+            if not self._keeps:
+                self._run(self._waiting[0])
+            yield
+        finally:
+            for one in self._running:
+                self._advance(one, len(one.program))  # after an error too: the others wait in it
+            self._waiting = [one for one in self._waiting if one not in self._running]
+            self._running, self._is_in_backward, self._is_other_graph = [], False, False
+            for unit in self.units:
+                unit.reshard()
+
+    def _run(self, one: Pass) -> None:
+        one.begin()
+        self._running.append(one)
+        self._advance(one, 1)  # the root, or the last unit
+
+    def _reached(self, one: Pass, place: int) -> None:
+        """Backward has come to an output of the use that ends at ``place`` of the tape."""
+        if not self._wake():
+            return  # torch.autograd.grad: what it needs is gathered when it asks
+        if one not in self._running:
+            self._run(one)
+        self._advance(one, len(one.tape) - place + 1)
+
+    def _advance(self, one: Pass, stop: int) -> None:
+        """Do what stands in the program before ``stop``, in its order."""
+        while one.next < stop:
+            unit, ends = one.program[one.next]
+            is_first = not ends and one.first[unit] == one.next
+            one.next += 1
+            if ends:
+                unit.gather()
+                ahead = [act.unit for act in one.program[one.next :] if act.ends] if self._prefetch else []
+                for following in ahead[: self._prefetch]:
+                    following.start()
+            elif is_first and not self._keeps:
+                if not self._sends or unit is self._root:  # which is the last of all to be reduced
+                    unit.reshard()
+                elif unit.is_whole:
+                    self._reduce_in_turn(unit)
+                else:
+                    self._reduce(unit)
+
+    @override
+    def took(self, param: nn.Parameter, *, sends: bool) -> None:
+        """As the base."""
+        unit = self._unit_of[param]
+        if unit in self._sent:
+            raise RuntimeError(
+                f"gradient of a parameter of unit {unit.name!r}: it comes in parts, and the first part has already "
+                "been sent; with reentrant activation checkpointing, write checkpoint(..., use_reentrant=False); where "
+                "full_params() came between two forwards, call backward() for each"
+            )
+        if unit.state is State.SHARDED and param.grad is not None and bool(param.grad.isnan().any()):
+            raise stub_used(next(name for name, known in self.params.items() if known is param))
+        self._missing[unit].discard(param)
+        for one in self._running:
+            # All gradients are there, so nothing of the unit is needed; unless a part of it is frozen, whose backward
+            # may come later.
+            while one.next < len(one.program) and not (act := one.program[one.next]).ends and self._is_over(act.unit):
+                self._advance(one, one.next + 1)
+
+    def _is_over(self, unit: Unit) -> bool:
+        return not self._missing[unit] and all(param.requires_grad for param in unit.params)
+
+    def _reduce_in_turn(self, unit: Unit) -> None:
+        """What all ranks have whole, each may call in another order: it waits for what is before it."""
+        self._over.add(unit)
+        for one in self._order():
+            if one not in self._over | self._sent and any(map(self.is_due, one.params)):
+                return
+            if one not in self._sent:
+                self._reduce(one)
+
+    def _order(self) -> list[Unit]:
+        """In which backward passes units; behind them what is whole or was not called, and the root last."""
+        gathered = (unit for unit in reversed(self._guess) if not unit.is_whole)
+        return sorted(dict.fromkeys([*gathered, *reversed(self.units)]), key=lambda unit: unit is self._root)
+
+    def _reduce(self, unit: Unit) -> None:
+        for earlier in self._reducing:
+            earlier.advance()  # one buffer of a unit at a time, during the backward of the next: bounds the memory
+        self._reducing = [earlier for earlier in self._reducing if earlier.state is State.REDUCING] + [unit]
+        unit.reduce(self.is_due)
+        self._sent.add(unit)
+
+    @override
+    def reduce_rest(self) -> None:
+        """As the base."""
+        for unit in self._order():
+            if unit not in self._sent:
+                self._reduce(unit)
+        super().reduce_rest()
+        self._sent, self._reducing = set(), []
+
+    @override
+    def drop(self) -> None:
+        """As the base."""
+        super().drop()
+        # Not at once: a loop may clear gradients between a forward and its backward.
+        self._sent, self._reducing, self._is_stale = set(), [], True
+
+    @contextlib.contextmanager
+    @override
+    def stepping(self, *, loads: bool = False) -> Iterator[None]:
+        """As the base."""
+        with super().stepping(loads=loads):
+            self._waiting = []  # their graphs have saved values that this step replaces
+            yield

@@ -1,0 +1,310 @@
+"""Guards beside an engine: one snapshot of all that it owns, compared at the engine's verbs with a table of rules.
+
+Delete this room and every right program still trains, bit for bit the same. What a rule refuses on one rank, all ranks
+refuse in the same verb: the engine keeps the refusal until its next flag.
+"""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.utils.hooks import RemovableHandle
+
+from shardlab.engines.agreement import all_or_none
+from shardlab.engines.checks import check_not_scripted, check_optimizer, check_others_step
+from shardlab.engines.engine import Engine
+from shardlab.engines.gradients import Gradients
+from shardlab.engines.guards.claims import Claim, check_free
+from shardlab.engines.guards.optimizers import Cut, fitting_optimizer
+from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading
+from shardlab.engines.guards.rules import FROZEN, HALF_STEPPED, LOST, OPEN, REPLACED, RULES, Rule, Where
+from shardlab.engines.guards.snapshot import Snapshot
+from shardlab.engines.hooks import unrefused
+from shardlab.engines.shards import Shards
+from shardlab.engines.step_tensors import OptimizerFn, guard_groups, tensors_of
+from shardlab.vocabulary import Partition
+
+# After which of the engine's moments what the engine, autograd or the optimizer has changed is remembered as it is.
+_REMEMBERED = {
+    ("parameter", "place"): {"left full", "loaded"},
+    ("parameter", "version"): {"stepped", "left full", "loaded"},
+    ("parameter", "gradient"): {"local", "means", "zero_grad", "failed"},
+    ("parameter", "gradient_version"): {"local", "means", "zero_grad", "failed"},
+    ("piece", "place"): {"left full", "loaded"},
+    ("piece", "version"): {"stepped", "loaded"},
+    ("piece", "trains"): {"stepped", "loaded"},
+}
+# Sharded parameters are gathered anew for each forward.
+_REMEMBERED_OF_SHARDED = {
+    ("parameter", "version"): {"local", "forwarded", "failed", "full"},
+    ("piece", "version"): {"full"},
+}
+
+
+class Guards:
+    """Asked by one engine at its verbs."""
+
+    def __init__(self) -> None:
+        self._claim: Claim | None = None
+        self._given: dict[str, nn.Parameter] = {}  # the user's own; on the meta device others take their place
+        self._placeholders: dict[str, PlaceholderGradient] = {}
+        self._lost = ""  # a sharded parameter whose data was replaced while it was gathered
+        self._was_written = False  # when a state was to be loaded
+        self._has_moved = False  # a piece is elsewhere, for good: what is stepped there reaches nothing
+        self._shown: list[Callable[[bool], None]] = []  # to be told when the parameters are plain again
+        self._hooks: list[RemovableHandle] = []
+
+    @unrefused
+    def ask(self, moment: str, engine: Engine) -> None:
+        """Refuse what must not be at this moment; then remember what is.
+
+        Raises:
+            ValueError: at 'model' and 'built': what cannot be trained.
+            RuntimeError: a rule of the table.
+        """
+        if moment == "model":
+            check_free(engine.module)
+            self._given = dict(engine.params)
+            if engine.strategy.keeps_pieces:  # sharded: of what is rounded it becomes so later
+                check_not_scripted(engine.module)
+            return
+        if moment == "built":
+            self._build(engine)
+        if engine.num_open and moment == "left full":
+            return  # an inner block
+        refusal = "" if moment in ("built", "closed") else self._refusal(moment, engine)
+        if moment == "step" and not refusal:
+            self._check_groups(engine)
+            if engine.strategy.precision.compute is torch.float16 and not engine.loss_is_scaled:
+                warnings.warn(
+                    "precision: float16 without a GradScaler loses gradients below 6e-8; use engine.backward("
+                    "scaler.scale(loss)) and scaler.step(engine), or precision='bf16'",
+                    stacklevel=8,  # where step() was called
+                )
+        self._place(moment, engine)
+        engine.step_tensors().are_behind = engine.gradients.are_local and not (self._is_alone and self._is_whole)
+        if self._claim is not None and moment in ("update", "stepped", "install", "installed"):
+            self._claim.is_stepping = moment == "update"
+            self._claim.is_installing = moment == "install"
+        if moment in ("update", "stepped") and Where.SPREAD in self._where:
+            for name, param in engine.params.items():
+                if moment == "update":
+                    StubbedParameter.hide(param, name, HALF_STEPPED.format(name=name))
+                else:
+                    StubbedParameter.show(param)
+        self._remember(moment, engine)
+        if moment == "closed":
+            self._release()
+        if refusal:
+            raise RuntimeError(refusal)
+
+    def optimizer(self, make: OptimizerFn, engine: Engine) -> torch.optim.Optimizer:
+        """What a user's function builds over the engine's tensors.
+
+        Raises:
+            ValueError: it does not fit them; on all ranks.
+        """
+        over = engine.sharded_over
+        cut = Cut(
+            getattr(engine.strategy, "partition", Partition.ELEMENTS),
+            is_spread=over is not None,
+            is_sliced=any(one.num_ranks > 1 for one in engine.slices.values()),
+        )
+
+        shapes = {name: tuple(param.shape) for name, param in engine.params.items()}
+        shapes |= {name: one.full_shape for name, one in engine.slices.items() if name in shapes}
+
+        def build() -> torch.optim.Optimizer:
+            return fitting_optimizer(make, engine.step_tensors(), self._given, shapes, cut)
+
+        # Pieces differ by rank, so one rank may refuse its own while another accepts.
+        return build() if over is None else all_or_none(engine.comms, engine.mesh.device, build)
+
+    def _build(self, engine: Engine) -> None:
+        strategy = engine.strategy
+        self._num_stepped = _count(engine)
+        homes = [vars(module).get("_parameters") for module in engine.module.modules()]
+        # TorchScript has something else there.
+        self._homes = [(home, *item) for home in homes if isinstance(home, dict) for item in home.items()]
+        self._is_alone = all(comm.num_ranks == 1 for comm in engine.comms)
+        self._is_whole = not strategy.steps_pieces
+        self._where = _where(engine)
+        # Of one process whose gradients are in one place, what changes them changes means.
+        never = "gradient_version" if self._is_alone and self._is_whole else ""
+        self._rules = [rule for rule in RULES if rule.where in self._where and rule.change != never]
+        pieces = dict(engine.step_tensors().items()) if strategy.steps_pieces else {}
+        self._snapshots = {"parameter": Snapshot(engine.params), "piece": Snapshot(pieces)}
+        if Where.SHARDED in self._where:
+            for unit in strategy.units:  # type: ignore[attr-defined]
+                for shards in unit.shards:
+                    self._watch(shards)
+            modules = [module for module in engine.module.modules() if module._parameters]
+            self._hooks += [module.register_load_state_dict_pre_hook(refuse_loading) for module in modules]
+        if strategy.steps_pieces:
+            guard_groups(engine.optimizer, engine.step_tensors())
+        self._claim = Claim(
+            engine, engine.params.values(), engine.optimizer, lambda other: self._before_others_step(other, engine)
+        )
+
+    def _watch(self, shards: Shards) -> None:
+        """Let parameters refuse to be used while they are sharded."""
+
+        def show(is_shown: bool) -> None:
+            for name, param in shards.params.items():
+                if is_shown:
+                    StubbedParameter.show(param)
+                    continue
+                if name in shards.full and param.data_ptr() != shards.full[name].data_ptr():
+                    self._lost = self._lost or name
+                StubbedParameter.hide(param, name)
+
+        shards.watchers.append(show)
+        show(False)
+        self._shown.append(show)
+
+    def _refusal(self, moment: str, engine: Engine) -> str:
+        lost, self._lost = self._lost, ""
+        if lost and moment != "left full":
+            return LOST.format(name=lost)
+        if moment in ("forward", "step", "full", "save") and (name := self._taken_out(engine)):
+            return REPLACED.format(name=name)
+        if self._is_too_early(moment, engine):
+            return OPEN.format(verb=moment)
+        for rule in self._rules:
+            if moment in rule.at and self._is_asked(rule, moment, engine):
+                for name in self._snapshots[rule.of].changed(rule.change):
+                    if rule.where is not Where.SLICED or name in engine.slices:
+                        self._has_moved |= (rule.of, rule.change) == ("piece", "place")
+                        return rule.text.format(name=name)
+        return self._frozen(moment, engine) if moment in ("step", "stepped") and Where.SPREAD in self._where else ""
+
+    @staticmethod
+    def _is_too_early(moment: str, engine: Engine) -> bool:
+        if not engine.num_open or not engine.strategy.keeps_pieces:
+            return False
+        compute = engine.strategy.precision.compute
+        # A forward may read what is shown, unless that has another dtype than its input.
+        is_cast = compute is not None and any(param.dtype != compute for param in engine.params.values())
+        return moment in ("backward", "step") or (moment == "forward" and is_cast)
+
+    def _taken_out(self, engine: Engine) -> str:
+        """The name of a parameter that the module has lost, past the hooks that refuse it: as parametrizations do."""
+        if all(home.get(key) is param for home, key, param in self._homes):
+            return ""
+        left = set(engine.module.parameters())  # under other names, as after pruning
+        return next((name for name, param in engine.params.items() if param not in left), "")
+
+    def _is_asked(self, rule: Rule, moment: str, engine: Engine) -> bool:
+        if rule.gradients and engine.gradients not in rule.gradients:
+            return False
+        if rule.change == "gradient_version" and self._is_alone:
+            # One process alone may change its sums, which are the means; unless earlier ones are elsewhere.
+            return engine.gradients is Gradients.MEANS_AND_LOCAL
+        if rule.of == "piece":
+            if rule.where is Where.SHARDED and not engine.num_open and moment != "left full":
+                return False
+            return moment == "stepped" or not self._is_stepping  # they may be on a visit, and are stepped
+        # What is written into full parameters may be kept, and until then it is right to compute with.
+        return rule.change not in ("place", "version") or not engine.num_open or moment == "step"
+
+    @property
+    def _is_stepping(self) -> bool:
+        return self._claim is not None and self._claim.is_stepping
+
+    def _frozen(self, moment: str, engine: Engine) -> str:
+        """Where a bucket is frozen, nobody gathers what has become of its pieces."""
+        written = set(self._snapshots["piece"].changed("version"))
+        for division in engine.divisions():
+            names = division.layout.names
+            if not any(engine._is_due(engine.params[name]) for name in names):
+                for name in names:
+                    has_gradient = moment == "step" and engine.step_tensors().by_name(name).grad is not None
+                    if name in written or has_gradient:
+                        return FROZEN.format(name=name)
+        return ""
+
+    def _check_groups(self, engine: Engine) -> None:
+        for name, tensor in engine.step_tensors().items():
+            if tensor is not engine.params[name] and engine.params[name] in engine.optimizer.state:
+                raise RuntimeError(
+                    f"engine.optimizer.state: it has an entry for the module's {name!r}, of which the optimizer steps "
+                    f"a piece; write engine.optimizer.state[engine.step_tensors().by_name({name!r})]"
+                )
+        if _count(engine) != self._num_stepped:
+            # A group was added: of a tensor that the engine does not know, nobody averages the gradients.
+            check_optimizer(engine.optimizer, engine.step_tensors())
+            self._num_stepped = _count(engine)
+
+    def _place(self, moment: str, engine: Engine) -> None:
+        """Placeholders at ``.grad`` while the mean is at the piece; away before autograd adds."""
+        if not engine.strategy.steps_pieces:
+            return
+        if moment == "means" or (moment == "local" and Where.ROUNDED in self._where):
+            for name, param in engine.params.items():
+                if param.requires_grad and param.grad is None:
+                    placeholder = self._placeholders.get(name)
+                    if placeholder is None or placeholder.dtype != param.dtype:
+                        placeholder = self._placeholders[name] = PlaceholderGradient.of(name, param)
+                    param.grad = placeholder
+        elif moment in ("backward", "reduce", "zero_grad", "closed"):
+            for param in engine.params.values():
+                if isinstance(param.grad, PlaceholderGradient):
+                    param.grad = None
+
+    def _remember(self, moment: str, engine: Engine) -> None:
+        if moment == "load":
+            self._was_written = any(one.changed("version") for one in self._snapshots.values())
+        if moment == "not loaded" and not self._was_written:
+            moment = "loaded"  # what the load itself has written is dropped; what was written before is still refused
+        more = _REMEMBERED_OF_SHARDED if Where.SHARDED in self._where else {}
+        for (kind, field), moments in _REMEMBERED.items():
+            if moment not in moments and moment not in more.get((kind, field), ()):
+                continue
+            is_inside = engine.num_open and moment != "stepped"  # a step there, which is right, gathers
+            if kind == "piece" and (is_inside or (field == "place" and (self._has_moved or self._is_stepping))):
+                continue  # not what they were is right
+            self._snapshots[kind].remember(field)
+        if moment == "stepped":  # they are spent, and some optimizers change them
+            self._snapshots["parameter"].forgive_gradients()
+
+    @staticmethod
+    def _before_others_step(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
+        several, pieces = engine.num_data_ranks > 1, engine.step_tensors()
+        check_others_step(
+            optimizer, engine.params, pieces, engine.name, is_early=several and engine._running,
+            is_behind=several and engine.gradients.are_local and not engine._running,
+        )  # fmt: skip
+        others = tensors_of(optimizer)
+        increment_version([one for one in pieces if one.grad is not None and id(one) in others])  # fused kernels do not
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
+        for show in self._shown:
+            show(True)
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _count(engine: Engine) -> int:
+    return sum(len(group["params"]) for group in engine.optimizer.param_groups)
+
+
+def _where(engine: Engine) -> set[Where]:
+    """Which rules are for an engine."""
+    strategy, is_sharded = engine.strategy, hasattr(engine.strategy, "units")
+    is_spread = strategy.steps_pieces and not is_sharded and (engine.num_data_ranks > 1 or strategy.keeps_pieces)
+    holds = {
+        Where.ALL: True,
+        Where.PIECES: strategy.steps_pieces,
+        Where.FLAT: strategy.steps_pieces and not is_sharded,
+        Where.SPREAD: is_spread,
+        Where.NOT_IN_PLACE: strategy.keeps_pieces,
+        Where.ROUNDED: strategy.keeps_pieces and not is_sharded,
+        Where.SHARDED: is_sharded,
+        Where.SLICED: any(one.num_ranks > 1 for one in engine.slices.values()),
+    }
+    return {where for where, is_so in holds.items() if is_so}

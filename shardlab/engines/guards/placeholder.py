@@ -1,0 +1,196 @@
+"""Stand-ins for tensors of which this rank holds only a piece: they have shape and dtype, and refuse to be used.
+
+A parameter that is sharded and not gathered has no data on this rank: a stub, one NaN expanded to the whole shape. So
+that nobody computes with that, wherever the parameter is kept (in the module, a list, a closure, a partial), it is a
+``StubbedParameter`` meanwhile: the same object, with its hooks and its version, which answers for shape, dtype, device
+and name, and refuses every computation with an error that names it.
+
+Where mean gradients are in pieces, ``param.grad`` would be None. Code that reads it, such as
+``torch.nn.utils.clip_grad_norm_``, would silently do nothing. So ``param.grad`` is a ``PlaceholderGradient``. It holds
+no memory, and is removed before autograd accumulates into ``param.grad``.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+_OF_PARAMETER = frozenset(
+    {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex"}
+)
+# Answered as of the gathered parameter. Of the placeholder itself the device is meta, and what a user makes there is
+# silently computed with as memory without values: torch multiplies by it, and indexes with it.
+_AS_GATHERED = (Tensor.device, Tensor.is_cpu, Tensor.is_cuda, Tensor.is_meta, Tensor.dtype, Tensor.requires_grad)
+_FREEZES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]  # a bool in torch's stubs
+_OF_STUB = _OF_PARAMETER - {"__get__"} | {
+    "data_ptr", "untyped_storage", "storage_offset", "is_contiguous", "get_device", "register_hook",
+    "register_post_accumulate_grad_hook", "__hash__",
+}  # fmt: skip
+_WRITES = frozenset({"__set__", "__setitem__"})
+_READS = frozenset({"__get__", "detach", "clone", "numpy", "tolist", "item", "__array__", "__reduce_ex__"})
+_OF_GRADIENT = frozenset({"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "untyped_storage"})
+_VIEWS = (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH)
+_MOVES = (Tensor.data.__set__, torch._has_compatible_shallow_copy_type)  # type: ignore[attr-defined]
+_CONVERT = frozenset({"to", "float", "double", "half", "bfloat16", "cpu", "cuda"})  # as module.to() does to gradients
+
+
+def sharded_parameter(name: str, use: str = "") -> str:
+    """What to write instead where a sharded parameter is used.
+
+    Args:
+        name: the parameter's.
+        use: the function of torch that it was given to, if it has an advice of its own.
+    """
+    if use in _CONVERT:
+        advice = (
+            "convert the module before the engine is built, or leave it as it is and compute in fewer bits with "
+            "precision='bf16'; its values are there inside 'with engine.full_params():'"
+        )
+    elif use in _WRITES or (use.endswith("_") and not use.startswith("__")):
+        advice = (
+            "write inside 'with engine.full_params(keep_changes=True):', into parameters asked of the module there, or "
+            "use engine.load_full_state_dict(state)"
+        )
+    elif use in _READS:
+        advice = (
+            "read or copy it, or its module, inside 'with engine.full_params():' (to write, with keep_changes=True), "
+            "or take engine.full_state_dict(), which returns copies"
+        )
+    else:
+        advice = (
+            "in a forward, compute with it in the module that holds it, called inside engine(...), or choose larger "
+            "FSDP units, as wrap='root', also for engine.call(function, ...); elsewhere, as for a penalty on weights "
+            "(after engine(...)), compute inside 'with engine.full_params():' with parameters asked of the module "
+            "there; a weight used both inside and outside activation checkpointing needs use_reentrant=False there"
+        )
+    return f"parameter {name!r} is sharded: this rank holds only its shard; {advice}"
+
+
+def sharded_gradient(name: str) -> str:
+    """The error text for code that uses ``.grad`` of the module's parameter ``name`` where gradients are sharded."""
+    return (
+        f"gradient of {name!r}: this rank holds only a piece of it, the '.grad' of engine.step_tensors(); to clip by "
+        "the norm, write engine.clip_grad_norm_(max_norm); what changes each element by itself, as "
+        "torch.nn.utils.clip_grad_value_ or added noise does, takes engine.step_tensors() instead of "
+        "model.parameters(); engine.zero_grad() clears gradients, and engine.full_gradients() returns them whole"
+    )
+
+
+class StubbedParameter(nn.Parameter):
+    """What a parameter is while its data is a stub: the same object, which refuses to be computed with."""
+
+    _shardlab_name: str
+    _shardlab_text: str
+    _plain: type[nn.Parameter]
+
+    @staticmethod
+    def hide(param: nn.Parameter, name: str, text: str = "") -> None:
+        """Let a parameter refuse, with the advice for what is sharded or with this ``text``."""
+        if not isinstance(param, StubbedParameter):
+            param.__class__ = _stubbed(type(param))
+        param._shardlab_name, param._shardlab_text = name, text  # type: ignore[attr-defined]
+
+    @staticmethod
+    def show(param: nn.Parameter) -> None:
+        """Let it be again what it was."""
+        if isinstance(param, StubbedParameter):
+            del param._shardlab_name, param._shardlab_text  # or a copy would have them
+            param.__class__ = param._plain  # type: ignore[assignment]
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Let all be asked and set but the data; refuse everything else."""
+        of = getattr(func, "__self__", None)
+        if func in _FREEZES or getattr(func, "__name__", "") in _OF_STUB or (of is Tensor.grad):
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if getattr(func, "__name__", "") == "__get__":
+            answer = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+            if not isinstance(answer, Tensor):
+                return answer
+        raise _refusal(func, (*args, *(kwargs or {}).values()))
+
+    @override
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"sharded parameter {tuple(self.shape)}"
+
+
+@functools.cache
+def _stubbed(kind: type[nn.Parameter]) -> type[StubbedParameter]:
+    """A class of stubs of parameters of this class, which may be the user's."""
+    return type(kind.__name__, (StubbedParameter, kind), {"_plain": kind})
+
+
+def _refusal(func: Callable[..., Any], given: Iterable[Any]) -> RuntimeError:
+    # Functions such as torch.autograd.grad() take them in lists too.
+    values = (value for some in given for value in (some if isinstance(some, list | tuple) else (some,)))
+    used = next((value for value in values if isinstance(value, StubbedParameter)), None)
+    if used is None:
+        return RuntimeError("a sharded parameter was used")
+    use = getattr(func, "__name__", "")
+    if use in ("__get__", "__set__") and getattr(func, "__self__", None) is not Tensor.data:
+        use = ""
+    return RuntimeError(used._shardlab_text or sharded_parameter(used._shardlab_name, use))
+
+
+def refuse_loading(module: nn.Module, *_: Any) -> None:
+    """A hook before a module loads a state dict.
+
+    Raises:
+        RuntimeError: its parameters are sharded.
+    """
+    if any(isinstance(param, StubbedParameter) for param in module._parameters.values()):
+        raise RuntimeError(
+            f"load_state_dict: parameters of the {type(module).__name__} are sharded: this rank holds only its shards; "
+            "write engine.load_full_state_dict(state), or load inside 'with engine.full_params(keep_changes=True):'"
+        )
+
+
+class PlaceholderGradient(Tensor):
+    """A gradient of which this rank holds only a piece.
+
+    Attributes:
+        refusal: the error text.
+    """
+
+    refusal: str
+
+    @classmethod
+    def of(cls, name: str, param: nn.Parameter) -> "PlaceholderGradient":
+        """The placeholder for the gradient of ``param``: its shape, dtype and device, and no memory."""
+        return cls._without_memory(sharded_gradient(name), param, param.shape)
+
+    @classmethod
+    def _without_memory(cls, refusal: str, like: Tensor, shape: torch.Size) -> "PlaceholderGradient":
+        empty = torch.zeros((), dtype=like.dtype, device=like.device).expand(shape)
+        empty.untyped_storage().resize_(0)
+        made = empty.as_subclass(cls)
+        made.refusal = refusal
+        return made
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Answer for metadata, let a module be converted, refuse everything else."""
+        name = getattr(func, "__name__", "")
+        if name in _CONVERT:
+            # Asked of one element, since this tensor has no memory to read.
+            like = func(torch.zeros((), dtype=args[0].dtype, device=args[0].device), *args[1:], **(kwargs or {}))
+            return cls._without_memory(args[0].refusal, like, args[0].shape)
+        is_view = getattr(func, "__self__", None) in _VIEWS
+        if (name in _OF_GRADIENT and not is_view) or func in _MOVES:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        given = (value for some in args for value in (some if isinstance(some, list | tuple) else (some,)))
+        refusals = (getattr(value, "refusal", None) for value in given if isinstance(value, PlaceholderGradient))
+        raise RuntimeError(next((text for text in refusals if text), sharded_gradient("a parameter")))
+
+    @override
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"sharded gradient {tuple(self.shape)}"

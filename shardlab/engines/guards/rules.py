@@ -1,0 +1,132 @@
+"""What users may not do to the tensors that an engine owns: one table.
+
+A change that no rule names is allowed: the engine goes on with what it finds. Each rule says at which of the engine's
+verbs a change is looked for, where it counts, and what to write instead. The README's table of habits has the same
+rows.
+"""
+
+from enum import Enum
+from typing import NamedTuple
+
+from shardlab.engines.gradients import Gradients
+
+
+class Where(Enum):
+    """Which strategies a rule is for."""
+
+    ALL = "all"
+    PIECES = "stepped in pieces"  # the mean is elsewhere than at the parameter
+    FLAT = "stepped in pieces, not sharded"  # what is sharded refuses by itself, or when it is resharded
+    NOT_IN_PLACE = "sharded or rounded"  # what is written into a parameter does not reach what is stepped
+    ROUNDED = "rounded, not sharded"  # sums of no_sync() may add up elsewhere than at the parameter, in more bits
+    SPREAD = "stepped in pieces, which are gathered after the step"
+    SHARDED = "sharded"
+    SLICED = "sliced by tensor parallelism"
+
+
+class Rule(NamedTuple):
+    """A row.
+
+    Attributes:
+        of: 'parameter' or 'piece': which tensors.
+        change: a field of a ``Snapshot``.
+        at: the engine's verbs at which it is looked for.
+        where: for which strategies.
+        text: what the user is told; ``{name}`` is the parameter's.
+        gradients: the states of the gradients in which it counts; empty for all.
+    """
+
+    of: str
+    change: str
+    at: frozenset[str]
+    where: Where
+    text: str
+    gradients: frozenset[Gradients] = frozenset()
+
+
+_VERBS = frozenset({"forward", "backward", "step", "full", "save", "close"})
+_LOCAL = frozenset({Gradients.LOCAL, Gradients.MEANS_AND_LOCAL})
+_KEEP = "write inside 'with engine.full_params(keep_changes=True):'"
+_CLIP = "call engine.zero_grad(), and from then on write engine.clip_grad_norm_(max_norm)"
+
+LOST = (
+    "parameter {name!r}: its data was replaced by .data =, by module.to() or the like, and the engine keeps what was "
+    "there; " + _KEEP + ", and leave it before engine.step(), or convert the module before the engine is built"
+)
+HALF_STEPPED = (
+    "parameter {name!r}: it was used inside engine.step(), by the optimizer or a hook of it, where other ranks "
+    "have stepped the rest of it; use it before or after engine.step()"
+)
+FROZEN = (
+    "engine.step_tensors(): the piece of {name!r} was written to or given a gradient, and the parameter is frozen, so "
+    "that nobody gathers it; " + _KEEP + ", or let it train"
+)
+OPEN = (
+    "{verb}: it was called inside 'with engine.full_params():', where sharded or rounded parameters are shown as they "
+    "are stored; call it afterwards"
+)
+REPLACED = (
+    "parameter {name!r}: it was taken out of the module or replaced, and the engine trains what was there; put it "
+    "back, or engine.close(), change the module, and build another engine"
+)
+RULES = (
+    Rule(
+        "piece", "place", _VERBS | {"stepped", "load"}, Where.PIECES,
+        "engine.step_tensors(): the data of the piece of {name!r} was replaced by .data =; write into it in place, "
+        "before engine.step(), or in the optimizer's step",
+    ),
+    Rule(
+        "piece", "version", frozenset({"forward", "backward", "full", "close"}), Where.SPREAD,
+        "engine.step_tensors(): this rank's piece of {name!r} was written to, and nobody has gathered it; write before "
+        "engine.step(), on all ranks, or into the parameter, inside 'with engine.full_params(keep_changes=True):'",
+    ),
+    Rule(
+        "piece", "version", frozenset({"forward", "full", "left full"}), Where.SHARDED,
+        "engine.step_tensors(): the piece of {name!r} was written to inside full_params(), which shows what was there "
+        "before; write into the parameter there, with keep_changes=True, or into pieces outside of it",
+    ),
+    Rule(
+        "piece", "trains", frozenset({"step"}), Where.PIECES,
+        "engine.step_tensors(): the piece of {name!r} was frozen or thawed, which has no effect; write "
+        "model.get_parameter({name!r}).requires_grad_(...), on all ranks",
+    ),
+    Rule(
+        "parameter", "place", _VERBS | {"load"}, Where.FLAT, LOST,
+    ),
+    Rule(
+        "parameter", "version", _VERBS | {"forwarded", "local"}, Where.NOT_IN_PLACE,
+        "parameter {name!r}: it was written to, which does not reach what this rank keeps of it; " + _KEEP + ", or use "
+        "a buffer for what forward changes",
+    ),
+    Rule(
+        "parameter", "gradient_version", frozenset({"backward", "reduce", "step"}), Where.ALL,
+        "gradient of {name!r}: it was changed in place after a backward inside no_sync(), when it was this rank's own "
+        "sum and not yet the mean; " + _CLIP + ", or engine.finish_gradients() before what changes gradients",
+        gradients=_LOCAL,
+    ),
+    Rule(
+        "parameter", "gradient_version", frozenset({"backward", "finish"}), Where.SLICED,
+        "gradient of {name!r}: it was changed in place, and it is a slice: torch's clip_grad_norm_ would scale it by "
+        "another norm on each tensor rank; " + _CLIP + ", or assign a new tensor where each element is changed by "
+        "itself, as in param.grad = param.grad.clamp(-1, 1)",
+        gradients=frozenset({Gradients.MEANS}),
+    ),
+    Rule(
+        "parameter", "gradient", frozenset({"backward", "step"}), Where.PIECES,
+        "gradient of {name!r}: it was set or cleared at the parameter (by a submodule's zero_grad() or by '.grad ='), "
+        "but the mean is in engine.step_tensors(); write engine.zero_grad()",
+        gradients=frozenset({Gradients.MEANS}),
+    ),
+    Rule(
+        "parameter", "gradient", frozenset({"backward", "reduce", "step"}), Where.PIECES,
+        "gradient of {name!r}: what no_sync() has left there was cleared or replaced, and earlier means are in "
+        "engine.step_tensors(); write engine.zero_grad()",
+        gradients=frozenset({Gradients.MEANS_AND_LOCAL}),
+    ),
+    Rule(
+        "parameter", "gradient", frozenset({"backward", "reduce", "step"}), Where.ROUNDED,
+        "gradient of {name!r}: what no_sync() has left was cleared or replaced at the parameter, and it is elsewhere, "
+        "in more bits; write engine.zero_grad()",
+        gradients=frozenset({Gradients.LOCAL}),
+    ),
+)  # fmt: skip

@@ -1,0 +1,157 @@
+"""What autograd saves for backward, without the weights.
+
+A linear layer saves its weight for the gradient of its input. If that were the gathered tensor, resharding after
+forward would free nothing. So a saved tensor that lies in a gathered parameter is saved as "these strides of that
+parameter". When backward asks for it the unit is gathered again, unless that has happened.
+
+With hooks on saved tensors, torch no longer checks whether they have been overwritten since. So the check is done here,
+with the same counters: every tensor has a version, and shards raise theirs when their values change.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardlab.engines.shards import Shards
+
+
+class _Kept(NamedTuple):
+    tensor: Tensor
+    version: int
+
+
+class _Reference(NamedTuple):
+    shards: Shards
+    storage: str  # which of theirs
+    version: int  # of the shards
+    dtype: torch.dtype  # another than the parameters' where this is view_as_complex() of one
+    size: torch.Size
+    stride: tuple[int, ...]
+    start_bytes: int  # in the storage
+    is_conj: bool
+    is_neg: bool
+
+
+@contextlib.contextmanager
+def saved_by_reference(at: Mapping[int, tuple[Shards, str]], gather: Callable[[Shards], None]) -> Iterator[None]:
+    """Inside, autograd saves gathered parameters by reference; what has changed since is an error in backward.
+
+    Args:
+        at: the shards whose gathered parameters are in a storage, and which of their storages it is, by its address.
+        gather: gathers the unit of shards, when backward asks for a parameter of it.
+    """
+    of_stubs: list[str] = []
+
+    def pack(saved: Tensor) -> _Kept | _Reference:
+        found = at.get(_address(saved))
+        if found is None:
+            return _keep(saved)
+        start_bytes = int(saved.storage_offset()) * saved.element_size()
+        shards, storage = found
+        if storage not in shards.storages:
+            of_stubs.append(storage)  # not raised here, where C++ calls
+            return _keep(saved)
+        if _address(shards.storages[storage]) != _address(saved):
+            return _keep(saved)  # share_memory() has moved the parameters, and what is there now is something else
+        return _Reference(
+            shards, storage, shards.version, saved.dtype, saved.size(), saved.stride(), start_bytes, saved.is_conj(),
+            saved.is_neg(),
+        )  # fmt: skip
+
+    def unpack(packed: _Kept | _Reference) -> Tensor:
+        if isinstance(packed, _Kept):
+            return _kept(packed)
+        # Before the gather: the versions are the same on all ranks, so all refuse and none waits in it.
+        if packed.shards.version != packed.version:
+            raise _changed(packed)
+        gather(packed.shards)
+        return _view(packed.shards.storages[packed.storage].to(packed.shards.compute_dtype), packed)
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+        if of_stubs:
+            raise stub_used(of_stubs[0])
+    except RuntimeError as error:
+        if "support saved tensor hooks" not in str(error):
+            raise
+        raise RuntimeError(
+            "torch.func: its grad, vjp, jacrev and hessian do not run inside a forward whose parameters are sharded, "
+            "since what they save cannot be resharded; write torch.autograd.grad(..., create_graph=True), or use "
+            "strategy 'zero2', whose parameters are whole, or call them under torch.no_grad() inside 'with "
+            "engine.full_params():'"
+        ) from error
+
+
+def kept(tell: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+    """Inside, autograd keeps what it saves, though a parameter among it shows other data when backward comes.
+
+    Args:
+        tell: called whenever it saves something.
+    """
+
+    def keep(saved: Tensor) -> _Kept:
+        tell()
+        return _keep(saved)
+
+    return torch.autograd.graph.saved_tensors_hooks(keep, _kept)
+
+
+def _keep(saved: Tensor) -> _Kept:
+    # Not ``saved`` itself: an operation that saves its own output would hold itself, and a graph that never runs
+    # backward would keep its activations for ever. A detached tensor shares the version.
+    return _Kept(saved.detach(), saved._version)
+
+
+def _kept(packed: _Kept) -> Tensor:
+    if packed.tensor._version != packed.version:
+        raise _overwritten(packed)
+    return packed.tensor
+
+
+def _address(saved: Tensor) -> int:
+    """Where its storage begins; 0 for a tensor that has none, such as a sparse or nested one, and is no parameter."""
+    try:
+        return int(saved.untyped_storage().data_ptr())
+    except RuntimeError:  # NotImplementedError too
+        return 0
+
+
+def _view(storage: Tensor, saved: _Reference) -> Tensor:
+    """The part of a gathered parameter that was saved."""
+    start = saved.start_bytes // saved.dtype.itemsize
+    if saved.dtype == storage.dtype:
+        view = storage.as_strided(saved.size, saved.stride, start)
+    else:
+        view = storage.new_empty(0, dtype=saved.dtype).set_(storage.untyped_storage(), start, saved.size, saved.stride)
+    # The bits in which a lazy conjugate and a lazy minus differ from the memory they are views of.
+    view = view.conj() if saved.is_conj else view
+    return -view if saved.is_neg else view
+
+
+def stub_used(name: str) -> RuntimeError:
+    """The error where C++ has computed with a parameter that is not gathered: it asks nothing of Python."""
+    return RuntimeError(
+        f"parameter {name!r} is sharded: code that bypasses its module, as TorchScript does, has computed with it "
+        "where it is not gathered; choose larger FSDP units, as wrap='root', or compute inside 'with "
+        "engine.full_params():'"
+    )
+
+
+def _overwritten(kept: _Kept) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+        f"shape {list(kept.tensor.shape)} and {kept.tensor.dtype} is at version {kept.tensor._version}; expected "
+        f"version {kept.version} instead. Compute out of place (x = x + 1, not x += 1), or change a clone()"
+    )
+
+
+def _changed(reference: _Reference) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: parameters of "
+        f"{reference.shards.name} have changed between forward and backward, by step(), by loading a state or by hand. "
+        "Call backward() before the change, or forward again after it"
+    )

@@ -1,0 +1,171 @@
+"""What strategies with sharded parameters share: the step on shards, full parameters on demand, what is held."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from typing_extensions import override
+
+from shardlab.comm.trees import map_tensors
+from shardlab.engines.holdings import Holding
+from shardlab.engines.offload import OFFLOADS, wait_for_copies
+from shardlab.engines.saved import kept, saved_by_reference
+from shardlab.engines.shards import Shards, Unit
+from shardlab.engines.strategy import Given, LaidOut, Strategy
+from shardlab.vocabulary import Role
+
+
+class Sharded(Strategy):
+    """Parameters, gradients and optimizer state are sharded; ``make_units`` says how."""
+
+    steps_pieces = keeps_pieces = True
+    offload = OFFLOADS["none"]
+
+    @override
+    def lay_out(self, given: Given) -> LaidOut:
+        """As the base; the full parameters are freed."""
+        super().lay_out(given)
+        self.device, self._wake, self._module = given.device, given.wake, given.module
+        self.at: dict[int, tuple[Shards, str]] = {}
+        self.units = self.make_units(given)
+        if self.offload.parameters:
+            wait_for_copies(self.device)  # the host may read its shards from here on
+        self._unit_of = {param: unit for unit in self.units for param in unit.params}
+        self._unit_of_shards = {one: unit for unit in self.units for one in unit.shards}
+        pieces = {name: piece for one in self._unit_of_shards for name, piece in one.pieces.items()}
+        return LaidOut({name: pieces[name] for name in self.params}, [one.division for one in self._unit_of_shards])
+
+    def make_units(self, given: Given) -> Sequence[Unit]:
+        """Shard the parameters; the units in the order of the module."""
+        raise NotImplementedError
+
+    def saving_by_reference(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, autograd keeps no gathered parameter in memory."""
+        self.note_writes()
+        return saved_by_reference(self.at, lambda shards: self.gather_saved(self._unit_of_shards[shards]))
+
+    def gather_saved(self, unit: Unit) -> None:
+        """A node of autograd asks for what it has saved of a unit, and is about to compute with it."""
+        unit.gather()
+
+    @contextlib.contextmanager
+    @override
+    def stepping(self, *, loads: bool = False) -> Iterator[None]:
+        """As the base; no gather, since each rank steps what it keeps."""
+        if any(unit.num_holders for unit in self.units):
+            raise RuntimeError(
+                "step, load: what full_params() or unshard() holds would be stale; leave it, or reshard(), first"
+            )
+        for unit in self.units:
+            unit.reshard()  # what was kept for a backward that did not come, or left by torch.autograd.grad
+        with self.visiting():
+            try:
+                yield
+            finally:  # what a graph has saved by reference is not this any more
+                for one in self._unit_of_shards:
+                    one.version += 1
+
+    @contextlib.contextmanager
+    def visiting(self) -> Iterator[None]:
+        """Inside, shards in host memory whose optimizer state is on the device are on it too."""
+        if self.offload.gradients_and_state:
+            wait_for_copies(self.device)  # the host is about to write what a gather may still be reading
+        visiting = [one for one in self._unit_of_shards if one.visits]
+        for one in visiting:
+            one.visit()
+        try:
+            yield
+        finally:  # after an error too, or the next gather would send the host's old values
+            for one in visiting:
+                one.leave()
+            if visiting:
+                wait_for_copies(self.device)
+
+    @override
+    def reduce_rest(self) -> None:
+        """As the base; the sums of all units are taken, in one order on all ranks."""
+        for unit in self.units:
+            unit.finish()
+        if self.offload.gradients_and_state:
+            wait_for_copies(self.device)  # once, for the means of all units
+            for one in self._unit_of_shards:
+                one.arrive()
+
+    @override
+    def drop(self) -> None:
+        """As the base."""
+        for unit in self.units:
+            unit.drop()
+
+    @contextlib.contextmanager
+    @override
+    def full(self, *, keep_changes: bool) -> Iterator[None]:
+        """As the base."""
+        if rounded := [unit.name for unit in self.units if unit.num_holders and unit.is_rounded]:
+            raise RuntimeError(
+                f"full_params: unit {rounded[0]!r} is held, and its parameters are rounded; call engine.reshard("
+                f"{rounded[0]!r}) first"
+            )
+        held: list[Unit] = []
+        versions = {one: _writes(one) for one in self._unit_of_shards}
+        try:
+            for unit in self.units:
+                if not unit.is_as_stored:
+                    unit.reshard()
+                unit.gather(as_stored=True)
+                unit.num_holders += 1
+                held.append(unit)
+            with kept(
+                self.saw_other_graph
+            ):  # what plain code saves for a backward, which may come when this is sharded again
+                yield
+            # Not after an error: half of a change must not reach the shards.
+            if keep_changes:
+                for one in self._unit_of_shards:
+                    one.check_replaced()
+                for one in self._unit_of_shards:
+                    one.keep()
+        finally:
+            for unit in held:
+                unit.num_holders -= 1
+                unit.reshard()
+            for one, version in versions.items():
+                one.version += _writes(one) != version  # a forward inside may have saved what is lost now
+
+    def saw_other_graph(self) -> None:
+        """Plain code has computed with full parameters, and a backward may come through that."""
+
+    def without_parameters(self, output: Any) -> Any:
+        """The output of a forward with copies in the place of parameters, which are resharded when it has ended."""
+        return map_tensors(
+            lambda tensor: tensor.clone() if isinstance(tensor, nn.Parameter) and tensor in self._unit_of else tensor,
+            output,
+        )
+
+    def note_writes(self) -> None:
+        """What a graph has saved is refused in its backward where pieces have been written to since."""
+        for one in self._unit_of_shards:
+            one.note_writes()
+
+    def refuse_held(self, *, in_forward: bool = False) -> None:
+        """Refuse a backward whose end would reshard what is still needed, or that would compute with stored values."""
+        if in_forward or any(unit.num_holders for unit in self.units):
+            raise RuntimeError(
+                "backward: it was called inside a forward, inside 'with engine.full_params():', or while a unit is "
+                "held by engine.unshard(); parameters are sharded, so call it afterwards"
+            )
+
+    @override
+    def holdings(self) -> Iterator[Holding]:
+        """As the base."""
+        for one in self._unit_of_shards:
+            if self.offload.parameters:
+                yield Holding(Role.OFFLOADED, one.shard)
+        for one in self._unit_of_shards:
+            yield from one.holdings()
+
+
+def _writes(shards: Shards) -> int:
+    """How often the parameters have been written to."""
+    return sum(param._version for param in shards.params.values())

@@ -1,0 +1,194 @@
+"""How FSDP divides a model: the options, and the units made by them.
+
+Shardings are rows of a table over mesh axes, not classes. Each unit is allocated, initialized and sharded before the
+next. Parameters of a unit are of one kind if they have the same dtype and device, if all or none are trainable, and if
+all or none are sharded. Those too small to be sharded (``replicate_below``) have a layout of one chunk.
+
+With whole parameters (``partition``) the owners are chosen over the whole model and not unit by unit, or the same ranks
+would own the largest parameter of every block.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from shardlab import vocabulary
+from shardlab.comm import Communicator
+from shardlab.engines.agreement import all_or_none
+from shardlab.engines.offload import OFFLOADS, check_host_memory
+from shardlab.engines.precision import Precision
+from shardlab.engines.shards import Shards, Unit, Ways
+from shardlab.engines.strategy import Given
+from shardlab.meta_device import InitFn, materialize
+from shardlab.partition.chunks import Layout
+from shardlab.partition.dim0 import dim0_layout
+from shardlab.partition.flat import ParamSpec, aligned_first, flat_layout, owned_layout
+from shardlab.partition.owners import Ownership
+from shardlab.units.policy import ROOT, WrapPolicy, owners_of_parameters, wrapped_modules
+from shardlab.vocabulary import MeshAxis, Partition
+
+Params = Mapping[str, nn.Parameter]
+
+
+class Sharding(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        shard_axis: the axis to shard parameters over; None if they are not sharded.
+        replica_axis: the axis to replicate shards over; None if they are not replicated.
+        reshards_after_forward: whether full parameters are freed between forward and backward.
+    """
+
+    shard_axis: MeshAxis | None
+    replica_axis: MeshAxis | None
+    reshards_after_forward: bool
+
+
+SHARDINGS: Mapping[str, Sharding] = {
+    vocabulary.Sharding.FULL_SHARD: Sharding(MeshAxis.DATA, None, True),
+    vocabulary.Sharding.SHARD_GRAD_OP: Sharding(MeshAxis.DATA, None, False),
+    vocabulary.Sharding.NO_SHARD: Sharding(None, MeshAxis.DATA, False),
+    vocabulary.Sharding.HYBRID_SHARD: Sharding(MeshAxis.SHARD, MeshAxis.REPLICA, True),
+}
+
+LAYOUTS: Mapping[str, Callable[[list[ParamSpec], int], Layout]] = {
+    vocabulary.LayoutName.FLAT: flat_layout,
+    vocabulary.LayoutName.DIM0: dim0_layout,
+}
+
+
+@dataclass(frozen=True)
+class ShardingOptions:
+    """The checked options of ``FSDP``; see there."""
+
+    sharding: str
+    wrap: WrapPolicy
+    prefetch: int
+    layout: str
+    partition: Partition
+    precision: Precision
+    offload: str
+    replicate_below: int
+    init_fn: InitFn
+
+    def __post_init__(self) -> None:
+        """Check the values, and which of them go together."""
+        if self.prefetch < 0:
+            raise ValueError(f"prefetch: {self.prefetch} is below 0; give the number of units to gather ahead")
+        for field, value, allowed in (
+            ("sharding", self.sharding, SHARDINGS),
+            ("layout", self.layout, LAYOUTS),
+            ("offload", self.offload, OFFLOADS),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{field}: {value!r} is not one of {', '.join(allowed)}")
+        if self.replicate_below < 0:
+            raise ValueError(f"replicate_below: {self.replicate_below} elements is below 0; 0 shards all parameters")
+        if self.replicate_below and self.sharding == "no_shard":
+            raise ValueError("replicate_below: with sharding='no_shard' every parameter is replicated; leave it out")
+        if self.partition is not Partition.ELEMENTS and self.sharding == "no_shard":
+            raise ValueError("partition: with sharding='no_shard' every rank has all parameters; leave it out")
+        if self.partition is not Partition.ELEMENTS and self.layout == "dim0":
+            raise ValueError(
+                f"partition: {self.partition.value!r} gives ranks whole parameters, and layout='dim0' cuts each into "
+                "rows; use layout='flat', or partition='elements'"
+            )
+
+    @property
+    def axes(self) -> tuple[MeshAxis, ...]:
+        """The axes that gradients are averaged over, outer first."""
+        row = SHARDINGS[self.sharding]
+        return tuple(axis for axis in (row.replica_axis, row.shard_axis) if axis is not None)
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether full parameters are freed between forward and backward."""
+        return SHARDINGS[self.sharding].reshards_after_forward
+
+    def is_sharded(self, param: Tensor) -> bool:
+        """Whether ranks hold different elements of a parameter."""
+        return SHARDINGS[self.sharding].shard_axis is not None and param.numel() >= self.replicate_below
+
+
+def build_units(given: Given, options: ShardingOptions, at: dict[int, tuple[Shards, str]]) -> list[Unit]:
+    """Shard a module unit by unit, so that no rank needs memory for more than one unit of a model on the meta device.
+
+    Args:
+        given: what the strategy got; parameters on the meta device are replaced.
+        options: how to divide it.
+        at: see ``Shards``.
+    """
+    wrapped = wrapped_modules(given.module, options.wrap)
+    _check_host_memory(given, options)
+    owners = _owners(given, options)
+    units = []
+    for name, members in owners_of_parameters(given.module, wrapped, given.params, ROOT).items():
+        if members:
+            # In the same order on every rank, since equalise communicates; sharding frees this unit before the next.
+            if materialize(given.module, members, given.params, given.device, options.init_fn):
+                given.equalise([given.params[member] for member in members])
+            params = {member: given.params[member] for member in members}
+            units.append(Unit(name, _shards(name, params, given, options, owners, at), wrapped.get(name, given.module)))
+    return units
+
+
+def _check_host_memory(given: Given, options: ShardingOptions) -> None:
+    offload, num_ranks = OFFLOADS[options.offload], prod(comm.num_ranks for comm in given.comms)
+    if offload.parameters:
+        # Parameters and gradients; of the optimizer's state nobody knows the size yet.
+        num_bytes = sum(param.nbytes for param in given.params.values()) * (1 + offload.gradients_and_state)
+        shards = 1 if SHARDINGS[options.sharding].shard_axis is None else given.comms[-1].num_ranks
+        all_or_none(given.comms, given.device, lambda: check_host_memory(num_bytes // shards, num_ranks))
+
+
+def _owners(given: Given, options: ShardingOptions) -> Mapping[str, int]:
+    """The rank of the shard group that owns each parameter; without those that are cut or replicated."""
+    if options.partition is Partition.ELEMENTS:
+        return {}
+    specs = [_spec(name, param) for name, param in given.params.items() if options.is_sharded(param)]
+    return Ownership.assign(specs, given.comms[-1].num_ranks, options.partition).table
+
+
+def _shards(
+    unit: str,
+    params: Params,
+    given: Given,
+    options: ShardingOptions,
+    owners: Mapping[str, int],
+    at: dict[int, tuple[Shards, str]],
+) -> list[Shards]:
+    """Those of one unit, by kind, in the module's order, which is the same on every rank."""
+    kinds: dict[Hashable, dict[str, nn.Parameter]] = {}
+    for name, param in params.items():
+        kind = (param.dtype, param.device, param.requires_grad, options.is_sharded(param))
+        kinds.setdefault(kind, {})[name] = param
+    made = []
+    for place, alike in enumerate(kinds.values()):
+        name = unit if len(kinds) == 1 else f"{unit} part {place}"
+        comm, replicas = _axes(next(iter(alike.values())), given, options)
+        layout = _layout(alike, comm.num_ranks, options, owners)
+        slots = {key: alike[key] for key in layout.names}
+        ways = Ways(options.precision, replicas, OFFLOADS[options.offload])
+        made.append(Shards(name, slots, layout, comm, ways, at))
+    return made
+
+
+def _axes(param: nn.Parameter, given: Given, options: ShardingOptions) -> tuple[Communicator, Sequence[Communicator]]:
+    """The ranks a parameter is divided over, and the axes its shards are replicated over."""
+    if options.is_sharded(param):
+        return given.comms[-1], given.comms[:-1]
+    # Whole on every rank. Inner axis first, as the gradients of shards are summed: over the shard group, then replicas.
+    return Communicator(None, None, (0,), 0, MeshAxis.SHARD), given.comms[::-1]
+
+
+def _layout(params: Params, num_ranks: int, options: ShardingOptions, owners: Mapping[str, int]) -> Layout:
+    specs = aligned_first(_spec(name, param) for name, param in params.items())
+    ranks = [owners[spec.name] for spec in specs if spec.name in owners]
+    return owned_layout(specs, ranks, num_ranks) if ranks else LAYOUTS[options.layout](specs, num_ranks)
+
+
+def _spec(name: str, param: nn.Parameter) -> ParamSpec:
+    return ParamSpec(name, tuple(param.shape), param.element_size())

@@ -1,0 +1,444 @@
+"""Parameters of which each rank keeps a chunk, gathered to compute with, freed, and reduced: their only owner.
+
+Parameters of one kind (dtype, device, all frozen or none) make a ``Shards``; those that are gathered together make a
+``Unit``, which alone writes the state. The parameter stays the same object; what it shows changes:
+
+================================  ===================  ================  =====================  ====================
+stage: state of the unit          who acts             param.data        param.grad             .grad of the piece
+================================  ===================  ================  =====================  ====================
+at rest: SHARDED                  -                    stub, NaN         None                   None
+GATHERING                         Unit.start           stub              as before              as before
+GATHERED                          Unit.gather          full              as before              as before
+after forward: SHARDED            Unit.reshard         stub              as before              as before
+backward comes to it: GATHERED    Unit.gather          full              this rank's sum grows  means so far
+its last gradient: REDUCING       Unit.reduce          stub              None                   as before
+the means are there: SHARDED      Unit.finish          stub              None                   means
+inside no_sync(): SHARDED         Unit.reshard         stub              this rank's sum        as before
+step, zero_grad: SHARDED          optimizer, engine    stub              None                   stepped; None
+================================  ===================  ================  =====================  ====================
+
+A stub has the parameter's shape, for which autograd may ask, in one element, and the dtype of what is gathered: with
+another dtype a parameter would get another node in autograd. NaN, so that nobody computes with numbers that are not
+the parameter's.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum, auto
+from math import nan, prod
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from shardlab.comm.communicator import Communicator
+from shardlab.comm.events import Pending
+from shardlab.engines.holdings import Division, Holding
+from shardlab.engines.hooks import in_plain_mode, unrefused, untraced
+from shardlab.engines.offload import Offload, copy_to_host, in_host_memory
+from shardlab.engines.precision import Precision
+from shardlab.engines.strategy import check_replaced
+from shardlab.engines.tensor_layout import TensorLayout
+from shardlab.engines.unused_params import mark_all_used, nobody_used
+from shardlab.partition.chunks import Layout, first_elements
+from shardlab.vocabulary import Role
+
+
+class State(Enum):
+    """Where the parameters and gradients of a unit are."""
+
+    SHARDED = auto()
+    GATHERING = auto()
+    GATHERED = auto()
+    REDUCING = auto()  # the parameters are sharded again, and the gradients are on their way
+
+
+class Ways:
+    """How shards are stored and moved.
+
+    Args:
+        precision: dtypes to gather and to sum in.
+        replicas: axes over which the shards are replicated, in the order in which gradients are summed.
+        offload: what stays in host memory.
+    """
+
+    def __init__(
+        self,
+        precision: Precision | None = None,
+        replicas: Sequence[Communicator] = (),
+        offload: Offload = Offload(False, False),  # noqa: B008
+    ) -> None:
+        self.precision, self.replicas, self.offload = precision or Precision(), tuple(replicas), offload
+
+
+class Shards:
+    """This rank's chunk of some parameters, and all chunks while they are gathered.
+
+    Args:
+        name: in the tags of the messages.
+        params: full parameters by name, in the layout's slot order.
+        layout: which rank has which elements.
+        comm: the ranks of the layout.
+        ways: how they are stored and moved.
+        at: by the address of a storage, whose gathered parameters are there, and which of ``storages``; or whose stub.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: Mapping[str, nn.Parameter],
+        layout: Layout,
+        comm: Communicator,
+        ways: Ways,
+        at: "dict[int, tuple[Shards, str]]",
+    ) -> None:
+        self.name, self.params, self.layout, self.comm, self._ways, self._at = (
+            name,
+            dict(params),
+            layout,
+            comm,
+            ways,
+            at,
+        )
+        self.device = next(iter(self.params.values())).device
+        self.version = 0  # of the values, which a graph may have saved
+        self._seen = 0  # of the pieces' versions, their sum
+        self._tensors = TensorLayout(layout, comm.rank, {key: tuple(param.shape) for key, param in params.items()})
+        shard = self._tensors.cut(self.params)
+        self.shard = in_host_memory(shard) if ways.offload.parameters else shard
+        self.compute_dtype = ways.precision.compute_dtype_of(shard)
+        self.sum_dtype = ways.precision.reduce_dtype_of(shard)
+        # By ``.data``, so that a piece has a version of its own.
+        self.pieces = {
+            key: self._tensors.piece_of(key, self.shard).data.requires_grad_(param.requires_grad)
+            for key, param in params.items()
+        }
+        self.full: dict[str, Tensor] = {}  # while gathered
+        self.storages: dict[str, Tensor] = {}  # of these: one for all, or by parameter where each is a copy
+        self._places: dict[int, str] = {}  # the addresses of these
+        self.means: Tensor | None = None  # [chunk], whose parts are the .grad of the pieces
+        self._gathering: tuple[Tensor, Pending] | None = None
+        self._reducing: tuple[Tensor, Tensor, Pending] | None = None  # what is sent, where the sums will be
+        self._axes_left: list[Communicator] = []
+        self._arriving: tuple[Tensor, set[str]] | None = None  # means on their way to host memory
+        self._visiting: Tensor | None = None  # the shard, on the device for a step
+        self._unused: set[str] = set()
+        self._looked_at = first_elements(layout)
+        value = nan if self.compute_dtype.is_floating_point else 0
+        self._stubs = {
+            key: torch.full((), value, dtype=self.compute_dtype, device=self.device).expand(param.shape)
+            for key, param in params.items()
+        }
+        self._at.update({stub.untyped_storage().data_ptr(): (self, key) for key, stub in self._stubs.items()})
+        self.watchers: list[Callable[[bool], None]] = []  # told when the parameters are shown, and hidden
+        self.hide()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the shard is all of the parameters."""
+        return self.layout.num_ranks == 1
+
+    def note_writes(self) -> None:
+        """Find out whether pieces were written to; once for each pass, and not for each tensor that is saved."""
+        written = sum(piece._version for piece in self.pieces.values())
+        self.version, self._seen = self.version + (written != self._seen), written
+
+    @property
+    def _stepped(self) -> Tensor:
+        return self.shard if self._visiting is None else self._visiting
+
+    @property
+    def division(self) -> Division:
+        """How the parameters are divided."""
+        return Division(self.layout, self.comm, self.shard.element_size())
+
+    # Parameters.
+
+    @in_plain_mode
+    def gather(self, *, as_stored: bool = False) -> None:
+        """Begin to gather; ``as_stored``: in the shard's dtype."""
+        dtype = self.shard.dtype if as_stored else self.compute_dtype
+        if self.is_whole and not as_stored and dtype == self.shard.dtype and not self._ways.offload.parameters:
+            self._gathering = (
+                self.shard,
+                Pending(),
+            )  # no copy: what the user holds as stored is one, or writes would stay
+            return
+        buffer = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
+        # On the device before it is rounded: the host would round into memory that is not pinned, and wait.
+        chunk = self._stepped.to(self.device, non_blocking=True)
+        if self.is_whole:
+            buffer.copy_(chunk)
+            self._gathering = buffer, Pending()
+        else:
+            tag = f"parameters of {self.name}"
+            self._gathering = buffer, self.comm.all_gather(buffer, chunk, bounds=self.layout.bounds, tag=tag)
+
+    @unrefused
+    @in_plain_mode
+    def show(self) -> None:
+        """Wait for the gather, and let the parameters show the values."""
+        assert self._gathering is not None
+        buffer, pending = self._gathering
+        pending.wait()  # and only then dropped: after an error a transport may still write into the buffer
+        self._gathering = None
+        self.full = {name: self._tensors.read(name, buffer) for name in self.params}
+        self.storages = dict(self.full) if self._tensors.are_copied else {"": buffer}
+        self._places = {tensor.untyped_storage().data_ptr(): key for key, tensor in self.storages.items()}
+        self._at.update({place: (self, key) for place, key in self._places.items()})
+        for name, full in self.full.items():
+            self.params[name].data = full
+        for tell in self.watchers:
+            tell(True)
+
+    @unrefused
+    @in_plain_mode
+    def hide(self) -> None:
+        """Free what is gathered; a gather that nobody used is waited for first."""
+        if self._gathering is not None:
+            self._gathering[1].wait()  # a transport may still write into the buffer
+            self._gathering = None
+        for place in self._places:  # as they were: share_memory() moves a storage
+            self._at.pop(place, None)
+        self._places = {}
+        for tell in self.watchers:
+            tell(False)
+        self.full, self.storages = {}, {}
+        for name, param in self.params.items():
+            param.data = self._stubs[name]
+
+    def check_replaced(self) -> None:
+        """Raise RuntimeError if other data was put in the place of a full parameter that ``keep`` could not take."""
+        for name, param in self.params.items():
+            check_replaced(param, self.full[name], name)
+
+    def keep(self) -> None:
+        """Copy into the shard what was written into the full parameters, or put there by ``.data =``."""
+        self._stepped.copy_(self._tensors.cut({name: param.data for name, param in self.params.items()}))
+        self.version += 1
+
+    # Gradients.
+
+    @unrefused
+    def reduce(self) -> None:
+        """Begin to sum over the ranks the gradients that have accumulated in the parameters."""
+        buffer = torch.empty(self.layout.padded_numel, dtype=self.sum_dtype, device=self.device)
+        if self.layout.padding_numel:
+            buffer.zero_()  # no gradient is written to the padding
+        self._unused = {name for name, param in self.params.items() if param.grad is None}
+        self._tensors.write({name: param.grad for name, param in self.params.items()}, buffer)
+        for param in self.params.values():
+            param.grad = None  # or the next micro-batch would be added to it, and this one sent twice
+        # After the cast to the dtype of the sum, which may round a tiny gradient to -0, the sign of "unused".
+        mark_all_used([buffer[place : place + 1] for name, place in self._looked_at if name not in self._unused])
+        self._axes_left = list(self._ways.replicas)
+        if self.is_whole:
+            self._reducing = buffer, buffer, self._next_sum(buffer) if self._axes_left else Pending()
+            return
+        sums = torch.empty(self.shard.shape, dtype=buffer.dtype, device=self.device)
+        tag = f"gradients of {self.name}"
+        self._reducing = buffer, sums, self.comm.reduce_scatter(buffer, sums, bounds=self.layout.bounds, tag=tag)
+
+    def advance(self) -> bool:
+        """Wait for the sum under way and begin that over the next axis; False after the last, when means are there."""
+        if self._reducing is None:
+            return False
+        _, sums, pending = self._reducing
+        pending.wait()
+        if self._axes_left:
+            self._reducing = sums, sums, self._next_sum(sums)
+            return True
+        self._reducing = None
+        # Read before the sums become means: casting or dividing a tiny one may give -0.
+        nobody = nobody_used(
+            {name: self._tensors.piece_of(name, sums) for name in self._unused & self._tensors.own.keys()}
+        )
+        ranks = self.comm.num_ranks * prod(axis.num_ranks for axis in self._ways.replicas)
+        means = sums.to(self.shard.dtype).div_(ranks)
+        if self._ways.offload.gradients_and_state:
+            self._arriving = in_host_memory(means), nobody
+        else:
+            self._accept(means, nobody)
+        return False
+
+    def _next_sum(self, sums: Tensor) -> Pending:
+        return self._axes_left.pop(0).all_reduce(sums, tag=f"gradients of {self.name}")
+
+    def _accept(self, means: Tensor, nobody: set[str]) -> None:
+        self.means = means
+        for name in self._tensors.own:
+            gradient, earlier = self._tensors.piece_of(name, means), self.pieces[name].grad
+            if earlier is not None:
+                gradient.add_(earlier)
+            if name not in nobody or earlier is not None:
+                _set_gradient(self.pieces[name], gradient)
+
+    def arrive(self) -> None:
+        """Take the means that the host has waited for."""
+        if self._arriving is not None:
+            (means, nobody), self._arriving = self._arriving, None
+            self._accept(means, nobody)
+
+    def drop(self, *, waits: bool) -> None:
+        """Forget the means; also those on their way."""
+        if waits and self._reducing is not None:
+            self._reducing[2].wait()
+        self._reducing = self._arriving = self.means = None
+        for piece in self.pieces.values():
+            piece.grad = None
+
+    # A step of what stays in host memory and is stepped on the device.
+
+    @property
+    def visits(self) -> bool:
+        """Whether the pieces are on the device during a step alone."""
+        return self._ways.offload.parameters and not self._ways.offload.gradients_and_state
+
+    def visit(self) -> None:
+        """Copy the shard to the device, for a step."""
+        self._visiting = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
+        self._visiting.copy_(self.shard, non_blocking=True)
+        self._point_pieces_at(self._visiting)
+
+    def leave(self) -> None:
+        """Copy what has been stepped back; the host must wait before it reads it."""
+        if self._visiting is not None:
+            copy_to_host(self.shard, self._visiting)
+            visiting, self._visiting = self._visiting, None
+            self._point_pieces_at(self.shard, visiting)
+
+    def _point_pieces_at(self, shard: Tensor, before: Tensor | None = None) -> None:
+        for name, piece in self.pieces.items():
+            # One that an optimizer has put elsewhere by ``.data =`` stays there, for guards to find.
+            if before is None or piece.data_ptr() in (0, self._tensors.piece_of(name, before).data_ptr()):
+                # By ``.data``: the optimizer finds its state by these very tensor objects.
+                piece.data = self._tensors.piece_of(name, shard)
+
+    def holdings(self) -> Iterator[Holding]:
+        """What this rank holds of parameters and gradients."""
+        yield Holding(Role.OFFLOADED if self._ways.offload.parameters else Role.PARAMETER, self.shard)
+        for name, piece in self._tensors.own.items():
+            yield Holding(Role.PARAMETER, self.pieces[name], name, (piece.param_start, piece.param_stop))
+        gathered = [*self.full.values(), *([self._gathering[0]] if self._gathering is not None else [])]
+        yield from (Holding(Role.GATHERED_PARAMETER, tensor) for tensor in gathered)
+        if self._visiting is not None:
+            yield Holding(Role.PARAMETER, self._visiting)
+        at_home = Role.OFFLOADED if self._ways.offload.gradients_and_state else Role.GRADIENT
+        chunks = [self.means, self._arriving[0] if self._arriving is not None else None]
+        yield from (Holding(at_home, chunk) for chunk in chunks if chunk is not None)
+        whole = [param.grad for param in self.params.values() if param.grad is not None]
+        sent = self._reducing[:2] if self._reducing is not None else ()
+        yield from (Holding(Role.GRADIENT, tensor) for tensor in (*whole, *sent))
+        for name, piece in self._tensors.own.items():
+            if (gradient := self.pieces[name].grad) is not None:
+                yield Holding(Role.GRADIENT, gradient, name, (piece.param_start, piece.param_stop))
+
+
+class Unit:
+    """Parameters that are gathered, resharded and reduced together; the only one that writes their state.
+
+    Args:
+        name: of the module, or of the bucket.
+        shards: by kind.
+        module: for whose computation they are gathered.
+    """
+
+    def __init__(self, name: str, shards: Sequence[Shards], module: nn.Module | None = None) -> None:
+        self.name, self.shards, self.module = name, tuple(shards), module
+        self.params = tuple(param for one in shards for param in one.params.values())
+        self.state = State.SHARDED
+        self.num_holders = 0  # who keep it gathered
+        self._is_held = False  # by hand
+        self.is_as_stored = False  # shown in the shards' dtype, and not in the one to compute in
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has all of it."""
+        return all(one.is_whole for one in self.shards)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether what is shown has another dtype than the shards."""
+        return not self.is_as_stored and any(one.compute_dtype != one.shard.dtype for one in self.shards)
+
+    @untraced
+    def start(self, *, as_stored: bool = False) -> None:
+        """Begin to gather, unless that has begun."""
+        if self.state is State.SHARDED:
+            for one in self.shards:
+                one.gather(as_stored=as_stored)
+            self.state, self.is_as_stored = State.GATHERING, as_stored
+
+    @untraced
+    def gather(self, *, as_stored: bool = False) -> None:
+        """Gather, and let the parameters show their values."""
+        self.finish()
+        self.start(as_stored=as_stored)
+        if self.state is State.GATHERING:
+            for one in self.shards:
+                one.show()
+            self.state = State.GATHERED
+
+    @untraced
+    def reshard(self) -> None:
+        """Free what is gathered, unless somebody holds it."""
+        if self.state in (State.GATHERING, State.GATHERED) and not self.num_holders:
+            self.state = State.SHARDED
+            for one in self.shards:
+                one.hide()
+
+    def hold(self) -> None:
+        """Gather, and keep it until ``let_go()``: nothing reshards it meanwhile."""
+        self.gather()
+        self.num_holders += not self._is_held  # only once it is there: a gather that raised must not leave it held
+        self._is_held = True
+
+    def let_go(self) -> None:
+        """End a ``hold()``."""
+        self.num_holders -= self._is_held
+        self._is_held = False
+        self.reshard()
+        increment_version(self.params)  # what plain code has saved of them would be read as stubs
+
+    def drop_gather(self) -> None:
+        """Drop a prefetch that was not used."""
+        if self.state is State.GATHERING:
+            self.reshard()
+
+    def reduce(self, is_due: Callable[[nn.Parameter], bool]) -> None:
+        """Begin to reduce the gradients of the kinds in which one is due."""
+        self.reshard()  # first, so that the buffer does not come on top of the parameters
+        due = [one for one in self.shards if any(map(is_due, one.params.values()))]
+        for one in due:
+            one.reduce()
+        if due and self.state is State.SHARDED:
+            self.state = State.REDUCING
+
+    def advance(self) -> None:
+        """Wait for what is being reduced, and begin the sum over the next axis, if there is one."""
+        if not self._advance_all() and self.state is State.REDUCING:
+            self.state = State.SHARDED
+
+    def _advance_all(self) -> bool:
+        left = [one.advance() for one in self.shards]  # of all, before it is asked whether any goes on
+        return any(left)
+
+    def finish(self) -> None:
+        """Wait for the means."""
+        while self._advance_all():
+            pass
+        if self.state is State.REDUCING:
+            self.state = State.SHARDED
+
+    def drop(self) -> None:
+        """The gradients are cleared; what is gathered may wait for its backward."""
+        for one in self.shards:
+            one.drop(waits=True)
+        if self.state is State.REDUCING:
+            self.state = State.SHARDED
+
+
+def _set_gradient(piece: Tensor, gradient: Tensor) -> None:
+    # Torch refuses a gradient on another device than the piece's data, which is in host memory outside a step.
+    home, piece.data = piece.data, gradient
+    piece.grad = gradient
+    piece.data = home

@@ -1,0 +1,154 @@
+"""What a strategy is: the part of an engine that says where parameters, gradients and state are, and what is sent.
+
+An ``Engine`` has the user's verbs and the state of the gradients; its strategy has the idea. A strategy never calls its
+engine and knows nothing of users: it lays the model out, and is then told what happens. All methods have a default,
+which is that of replicated parameters; a strategy of your own overrides the few in which its idea is:
+
+    class OneMessage(Strategy):
+        name = "one_message"
+
+        def reduce_rest(self):
+            due = [param for param in self.params.values() if self.is_due(param)]
+            grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in due]
+            flat = torch.cat([grad.flatten() for grad in grads])
+            self.comm.all_reduce(flat, tag="all gradients").wait()
+            means = (flat / self.num_ranks).split([param.numel() for param in due])
+            for param, mean in zip(due, means):
+                param.grad = mean.view_as(param)
+
+(It takes a parameter that no rank used for one whose gradient is 0; ``ddp`` shows how to tell these apart.)
+
+Messages must be the same on all ranks, in number, order and size. So they may depend on what all ranks know (which
+parameters train, what forward ran), and never on what this rank's rows have used; ``is_due`` is the question to ask.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from math import prod
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shardlab.comm.communicator import Communicator
+from shardlab.engines.holdings import Division, Holding
+from shardlab.engines.precision import Precision
+from shardlab.vocabulary import MeshAxis, Role, dtype_name
+
+
+def check_replaced(param: nn.Parameter, view: Tensor, name: str) -> None:
+    """Check what the user has put in the place of ``view`` by ``.data =``.
+
+    Raises:
+        RuntimeError: it has another shape, dtype or device.
+    """
+    if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
+        raise RuntimeError(
+            f"parameter {name!r}: its data was replaced by {tuple(param.shape)} of {dtype_name(param.dtype)} on "
+            f"{param.device}, and the engine keeps {tuple(view.shape)} of {dtype_name(view.dtype)} on {view.device}; "
+            "convert the module before the engine is built"
+        )
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a strategy is built from.
+
+    Attributes:
+        module: the user's.
+        params: of the module by name, in its order; tied ones once.
+        comms: the axes of ``Strategy.axes``, in their order.
+        device: of the mesh.
+        is_due: whether any rank may have a gradient of a parameter; the same answer on all ranks.
+        wake: to be called by a hook of the strategy's that autograd runs, before it does anything: this may be the
+            first sign of a plain ``loss.backward()``. Returns whether a backward runs that accumulates gradients.
+        equalise: makes tensors those of the first rank; for parameters that the strategy itself has allocated.
+    """
+
+    module: nn.Module
+    params: dict[str, nn.Parameter]
+    comms: tuple[Communicator, ...]
+    device: torch.device
+    is_due: Callable[[nn.Parameter], bool]
+    wake: Callable[[], bool]
+    equalise: Callable[[list[Tensor]], None]
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """What a strategy has made of the model.
+
+    Attributes:
+        stepped: what this rank's optimizer steps, by the name of the parameter, in the module's order.
+        divisions: which rank has which elements, bucket by bucket; empty where all ranks have all.
+        hooks: what was put on the module; the engine removes them when it is closed.
+    """
+
+    stepped: Mapping[str, Tensor]
+    divisions: list[Division] = field(default_factory=list)
+    hooks: Sequence[RemovableHandle] = ()
+
+
+class Strategy:
+    """Replicated parameters, and gradients that nobody averages: what all strategies begin with."""
+
+    name: ClassVar[str] = "strategy"
+    precision = Precision()
+    """Of the computation; the engine casts inputs and outputs."""
+    steps_pieces: ClassVar[bool] = False
+    """Whether the optimizer gets tensors other than the module's parameters."""
+    allocates: ClassVar[bool] = False
+    """Whether parameters may be on the meta device, to be allocated by ``lay_out``."""
+    keeps_pieces = False
+    """Whether what this rank keeps between steps are those pieces alone, and no whole parameters."""
+    state_role = Role.OPTIMIZER_STATE
+    """What the optimizer's state counts as: offloaded, where it stays in host memory."""
+    axes: tuple[MeshAxis, ...] = (MeshAxis.DATA,)
+    """Those of the mesh to average over, outer first; parameters are divided over the last."""
+
+    def lay_out(self, given: Given) -> LaidOut:
+        """Take the model: divide, move, allocate. Called once, with equal parameters on all ranks."""
+        self.params, self.is_due = given.params, given.is_due
+        self.comm, self.comms = given.comms[-1], given.comms
+        self.num_ranks = prod(comm.num_ranks for comm in given.comms)
+        return LaidOut(given.params)
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Inside, the module's forward runs."""
+        return contextlib.nullcontext()
+
+    def backward(self, *, sends: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Inside, a backward runs; ``sends`` is False inside ``no_sync()``. Left after an error too."""
+        return contextlib.nullcontext()
+
+    def took(self, param: nn.Parameter, *, sends: bool) -> None:
+        """Autograd has accumulated into ``param.grad``."""
+
+    def reduce_rest(self) -> None:
+        """Send what has not been sent, and make means of all gradients; after backwards, also where there was none."""
+
+    def stepping(self, *, loads: bool = False) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Inside, the optimizer steps what ``lay_out`` returned; at the end all ranks have the stepped model.
+
+        Args:
+            loads: it is no step: a checkpoint has been written into all that this rank keeps, frozen or not.
+        """
+        return contextlib.nullcontext()
+
+    def drop(self) -> None:
+        """The gradients are cleared: forget them, wherever they are."""
+
+    def full(self, *, keep_changes: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Inside, the module has its full parameters, as they are stored; with ``keep_changes`` writes stay."""
+        return contextlib.nullcontext()
+
+    def holdings(self) -> Iterator[Holding]:
+        """Every long-lived tensor of parameters and gradients; a storage with two roles counts in the first."""
+        for name, param in self.params.items():
+            yield Holding(Role.PARAMETER, param, name, (0, param.numel()))
+        for name, param in self.params.items():
+            if param.grad is not None:
+                yield Holding(Role.GRADIENT, param.grad, name, (0, param.numel()))

@@ -1,0 +1,397 @@
+"""What a comparison shows, in sentences, and how two of them differ: are losses, plan and transports equal?"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from math import prod
+
+import pandas as pd
+
+from shardlab.analysis.timed import in_timed_steps, timed_steps
+from shardlab.experiment.comparison import Comparison
+from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.rank_checks import (
+    GRADIENTS,
+    LOSS,
+    others_than,
+    own_buffers_said,
+    resumed_on_others,
+    trained_on_others,
+)
+from shardlab.experiment.summary import (
+    FULL,
+    JUDGED_STEPS,
+    REFERENCE,
+    Pair,
+    differences,
+    differs_by_rank,
+    judged,
+    loss_differences,
+    not_finite,
+    pairs_of,
+    precision_of,
+    readable,
+    reference_of,
+    tolerance_of_run,
+)
+from shardlab.vocabulary import HostTransport, MeshAxis, Phase, SpanKind
+
+Saved = tuple[Comparison, CompareConfig]
+WITHOUT_EFFECT = {"strategies", "timeout_s"}  # fields that change no number of a strategy
+SAME_SUM = 1e-4  # relative
+APART = 1e-3  # of the single process's loss: more than rounding
+AGREED = 1e-3  # of the distance to the single process
+QUIET = 0.2  # of a step, off the CPU
+SAME_PEAK = 0.01  # of a peak: what is less does not change how it reads
+
+
+def verdicts(comparison: Comparison) -> list[str]:
+    """What a comparison shows, in sentences."""
+    # The worst first: where ranks disagree or strategies are missing, what follows says little.
+    kinds = (
+        agreement_verdict, unfinished_verdict, resumed_verdict, verdict, gradients_verdict, alone_verdict, plan_verdict,
+        traffic_verdict, transport_verdict, unseen_verdict, busy_verdict,
+    )  # fmt: skip
+    said = (kind(comparison) for kind in kinds)
+    return [sentence for sentence in said if sentence]
+
+
+def verdict(comparison: Comparison) -> str:
+    """One sentence: are the losses equal, and are they numbers at all?"""
+    if wrong := not_finite(comparison.records.steps):
+        runs = ", ".join(f"that of {run} from step {step} on" for run, step in wrong.items())
+        return (
+            f"Losses are NOT finite, so the run has failed: {runs}. {_began(comparison, wrong)}"
+            "Lower the learning rate, or clip the gradients."
+        )
+    judged = comparison.summary["judged_loss_difference"].max()
+    if pd.isna(judged) or len(comparison.summary) == 1:
+        return "Losses were not compared: only one strategy ran."
+    reference = reference_of(comparison.records)
+    origin = "the single process" if reference == REFERENCE else f"{reference}, the first strategy on several ranks,"
+    precisions = {run: precision_of(run, comparison.records) for run in comparison.summary["strategy"]}
+    rounded = {run: precision for run, precision in precisions.items() if precision != FULL}
+    equal = "equal" if comparison.losses_equal else "NOT equal"
+    if rounded and comparison.losses_equal:
+        equal = f"equal, those of {', '.join(rounded)} within the rounding of {next(iter(rounded.values()))}"
+    steps, largest = int(comparison.summary["steps"].max()), comparison.summary["max_loss_difference"].max()
+    if not comparison.losses_equal and (sentence := trained_on_others(comparison.records.manifests, REFERENCE)):
+        return sentence
+    why = "" if comparison.losses_equal else _own_buffers(comparison)
+    if not comparison.losses_equal and reference == REFERENCE:
+        if sums := _looks_like_sums(comparison):
+            return sums
+        why += _divides_rows_badly(comparison)
+    if steps <= JUDGED_STEPS:
+        return f"Losses are {equal}: the largest difference from {origin} is {judged:.1e}.{why}"
+    return (
+        f"Losses are {equal}: the largest difference from {origin} in the first {JUDGED_STEPS} steps is "
+        f"{judged:.1e}; over all {steps} steps, in which training amplifies every rounding, it is {largest:.1e}.{why}"
+    )
+
+
+def _own_buffers(comparison: Comparison) -> str:
+    """A sentence if ranks have buffers of their own, of which torch's DDP keeps only rank 0's."""
+    said = own_buffers_said(comparison.records.manifests.values())
+    others = " torch_ddp goes on from those of rank 0." if "torch_ddp" in comparison.records.manifests else ""
+    return f" What differs first: {said}.{others}" if said else ""
+
+
+def resumed_verdict(comparison: Comparison) -> str:
+    """One sentence if a run went on from a checkpoint that was trained on other rows; else empty."""
+    return resumed_on_others(comparison.records.manifests)
+
+
+def _began(comparison: Comparison, runs: Iterable[str]) -> str:
+    """A sentence for each run in which it began on some ranks only: then it is their rows, or their hardware."""
+    said = ""
+    for run in runs:
+        manifest = comparison.records.manifests[run]
+        step, what, ranks = _first_lost(manifest.get("not_finite", {}))
+        if 0 < len(ranks) < manifest["ranks"]:
+            where = ", ".join(ranks)
+            said += f"In {run} it began on rank {where}, with the {what} of its own rows in step {step}. "
+    return said
+
+
+def gradients_verdict(comparison: Comparison) -> str:
+    """One sentence if a gradient was inf or NaN so late that no loss has shown it; else empty."""
+    shown = not_finite(comparison.records.steps)
+    found = []
+    for run, manifest in comparison.records.manifests.items():
+        step, what, ranks = _first_lost(manifest.get("not_finite", {}))
+        if what == GRADIENTS and run not in shown:
+            found.append(f"in {run} on rank {', '.join(ranks)}, in step {step}")
+    return f"Gradients are NOT finite: {'; '.join(found)}." if found else ""
+
+
+def _first_lost(known: Mapping[str, Mapping[str, int]]) -> tuple[int, str, list[str]]:
+    """The first step with an inf or NaN on some rank's own rows, whether in loss or gradients, and on which ranks."""
+    found = [(step, what, rank) for what in (LOSS, GRADIENTS) for rank, step in known.get(what, {}).items()]
+    if not found:
+        return 0, "", []
+    # Of one step the loss, which stands first: a NaN in it is in the gradients too.
+    step, what, _ = min(found, key=lambda lost: lost[0])
+    return step, what, [rank for other, kind, rank in found if (other, kind) == (step, what)]
+
+
+def agreement_verdict(comparison: Comparison) -> str:
+    """One sentence if ranks that train the same parameters have not done the same; else empty."""
+    found = {run: words for run, known in comparison.records.manifests.items() if (words := known.get("disagreement"))}
+    if not found:
+        return ""
+    return "Ranks DISAGREE, so the numbers are of no one run: " + "; ".join(
+        f"in {run} {words}" for run, words in found.items()
+    )
+
+
+def unfinished_verdict(comparison: Comparison) -> str:
+    """One sentence if strategies are missing because the comparison was cut off; else empty."""
+    if not (comparison.directory / "records").is_dir():  # one run of it was loaded
+        return ""
+    wanted = [name for known in comparison.records.manifests.values() for name in known["config"]["strategies"]]
+    missing = [name for name in dict.fromkeys(wanted) if name not in set(comparison.summary["strategy"])]
+    return f"NOT finished: {', '.join(missing)}; the comparison was cut off before." if missing else ""
+
+
+def _looks_like_sums(comparison: Comparison) -> str:
+    """One sentence if the losses of all ranks together are the single process's: then each is a sum, and no mean."""
+    first = _first_losses(comparison)
+    for run in first.index:
+        ranks = _data_ranks(comparison, run)
+        if ranks > 1 and first[REFERENCE] and abs(first[run] * ranks / first[REFERENCE] - 1) < SAME_SUM:
+            return (
+                f"Losses are NOT equal: with {ranks} data ranks that of {run} is 1/{ranks} of the single process's, so "
+                "the loss is a sum over rows; return their mean."
+            )
+    return ""
+
+
+def _divides_rows_badly(comparison: Comparison) -> str:
+    """A sentence if the strategies that share a batch agree with each other and not with the single process."""
+    first = _first_losses(comparison)
+    shared = first[[_data_ranks(comparison, run) > 1 for run in first.index]]
+    distance = (shared - first[REFERENCE]).abs().min()
+    if len(shared) < 2 or distance < APART * abs(first[REFERENCE]) or shared.max() - shared.min() > AGREED * distance:
+        return ""
+    return (
+        f" From the first step on {', '.join(shared.index)} agree with each other: each rank's loss is of its own "
+        "rows. So the loss of a batch is not the mean of the losses of its parts, as where rows are compared with one "
+        "another (a contrastive loss) or weighed by their number; then the single process rightly differs."
+    )
+
+
+def _first_losses(comparison: Comparison) -> "pd.Series[float]":
+    """The loss of the first step, by run."""
+    steps = comparison.records.steps
+    first: pd.DataFrame = steps[(steps["step"] == steps["step"].min()) & (steps["rank"] == 0)]
+    losses: pd.Series[float] = first.set_index("run")["loss"]
+    return losses
+
+
+def _data_ranks(comparison: Comparison, run: str) -> int:
+    mesh = comparison.records.manifests[run]["mesh"]
+    return prod(size for axis, size in mesh.items() if axis != MeshAxis.TENSOR)
+
+
+def alone_verdict(comparison: Comparison) -> str:
+    """One sentence if losses were not compared with the single process, although there is one; else empty."""
+    reasons = differs_by_rank(comparison.records)
+    if not reasons or REFERENCE not in set(comparison.summary["strategy"]):
+        return ""
+    return f"They were not compared with the single process, which rightly differs: {', and '.join(reasons)}."
+
+
+def plan_verdict(comparison: Comparison) -> str:
+    """One sentence: do bytes and messages equal the plan?"""
+    planned = comparison.summary.dropna(subset="as_planned")
+    if planned.empty:
+        why = _why_not_planned(comparison.summary)
+        return f"There is no plan to compare bytes and messages with{why and f': {why}'}."
+    wrong = planned.loc[~planned["as_planned"].astype(bool), "strategy"]
+    if len(wrong):
+        return f"Bytes at rest or messages of {', '.join(wrong)} are NOT those of the plan."
+    unplanned = comparison.summary.loc[comparison.summary["as_planned"].isna(), "strategy"]
+    besides = f" ({', '.join(unplanned)}: not planned)" if len(unplanned) else ""
+    return f"Bytes at rest of every role and rank, and every message of a step, are those of the plan{besides}."
+
+
+def _why_not_planned(summary: pd.DataFrame) -> str:
+    """The error that planning raised; empty if it raised none, or none is known, as of an older run."""
+    said = summary.get("not_planned", pd.Series(dtype=object)).dropna()
+    return "" if said.empty else str(said.iloc[0])
+
+
+def traffic_verdict(comparison: Comparison) -> str:
+    """One sentence if a strategy's transport moves more than its algorithm needs; else empty."""
+    sent = comparison.records.collectives
+    sent = sent[(sent["phase"] != str(Phase.METRICS)) & (sent["step"] >= 0)]
+    sums = sent.groupby("run", sort=False)[["moved_bytes", "wire_bytes"]].sum()
+    factors = sums["moved_bytes"] / sums["wire_bytes"]
+    more = [f"{run} moves {factor:.2f} times" for run, factor in factors.items() if factor > 1 + SAME_SUM]
+    if not more:
+        return ""
+    return f"{', '.join(more)} what its algorithm needs: torch's gloo reduce-scatters by a whole all-reduce."
+
+
+def transport_verdict(comparison: Comparison) -> str:
+    """One sentence if torch's engines used another transport than ours, which affects times; else empty."""
+    transports = transports_of(comparison)
+    if set(transports) != set(HostTransport):
+        return ""
+    ours, theirs = (", ".join(transports[name]) for name in (HostTransport.SHARED_MEMORY, HostTransport.GLOO))
+    return (
+        f"Times compare more than engines: {ours} sent through shared memory, {theirs} over gloo; "
+        "with transport=gloo all do."
+    )
+
+
+def unseen_verdict(comparison: Comparison) -> str:
+    """One sentence if nobody saw a stream wait for what a strategy sent, so that times are not known; else empty."""
+    summary = comparison.summary
+    is_unseen = summary[["exposed_comm_ms", "overlap"]].isna().any(axis=1)
+    unseen = summary[is_unseen & (summary["wire_bytes_per_step"] > 0)]["strategy"]
+    if not len(unseen):
+        return ""
+    return (
+        f"How much communication was exposed or hidden is not known for {', '.join(unseen)}: streams ran it, and the "
+        "stream that computes was not seen to wait for it."
+    )
+
+
+def busy_verdict(comparison: Comparison) -> str:
+    """One sentence if ranks were not running for a good part of their steps, so that times say little; else empty."""
+    steps, spans = comparison.records.steps, comparison.records.spans
+    _, worked = in_timed_steps(comparison.records.collectives, spans, steps)
+    away = worked[worked["kind"] == str(SpanKind.OFF_CPU)]
+    lost = (away["end_us"] - away["start_us"]).groupby(away["run"]).sum()
+    shares = (lost / timed_steps(steps).groupby("run")["step_us"].sum()).dropna()
+    if not len(shares) or shares.max() <= QUIET:
+        return ""
+    return (
+        f"Times are UNCERTAIN: in {shares.idxmax()} ranks were off the CPU for {shares.max():.0%} of their steps: they "
+        "slept, or other programs or ranks had the cores."
+    )
+
+
+def peak_note(summary: pd.DataFrame) -> str:
+    """What is known of ordinary peaks, where the traced step had other collectives in flight; else empty."""
+    sizes = ["traced_in_flight_bytes", "in_flight_bytes", "peak_bytes"]
+    known = summary.dropna(subset=sizes).set_index("strategy")[sizes].astype("float64") / 1e6
+    differ = (known["traced_in_flight_bytes"] - known["in_flight_bytes"]).abs() > SAME_PEAK * known["peak_bytes"]
+    parts = [
+        f"{strategy} {traced:.2f} MB, ordinary steps {ordinary:.2f} MB (peak {peak:.2f} MB)"
+        for strategy, (traced, ordinary, peak) in zip(known.index[differ], known[differ].to_numpy(), strict=True)
+    ]
+    if not parts:
+        return ""
+    return (
+        "Peaks are those of a traced step, which computes more slowly: it had other collectives in flight than "
+        f"ordinary steps, whose peak may differ by as much. In flight at most: {'; '.join(parts)}."
+    )
+
+
+def transports_of(comparison: Comparison) -> dict[str, list[str]]:
+    """Each transport and the strategies that used it, without the reported loss, which is always sent by us."""
+    sent = comparison.records.collectives.dropna(subset="transport")
+    sent = sent[~sent["phase"].isin([Phase.SETUP, Phase.METRICS])]
+    real = sent["transport"].str.replace(" as .*", "", regex=True)  # without the name of an emulated link
+    return {str(name): list(runs.unique()) for name, runs in sent["run"].groupby(real)}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The differences between two comparisons, from the first to the second.
+
+    Raises:
+        ValueError: on first use, if they have no strategy in common.
+    """
+
+    first: Saved
+    second: Saved
+
+    @cached_property
+    def pairs(self) -> list[Pair]:
+        """The strategies that are compared."""
+        one, other = (list(saved[0].summary["strategy"]) for saved in (self.first, self.second))
+        return pairs_of(one, other)
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """Every number of every strategy; see ``differences``."""
+        return differences(self.first[0].summary, self.second[0].summary, self.pairs)
+
+    @property
+    def readable(self) -> pd.DataFrame:
+        """The same in readable units, without quantities that neither run has."""
+        return readable(self.table)
+
+    @property
+    def losses(self) -> pd.DataFrame:
+        """The losses of every step that both have, and their difference."""
+        return loss_differences(self.first[0].records.steps, self.second[0].records.steps, self.pairs)
+
+    @property
+    def losses_equal(self) -> bool:
+        """Whether the first common steps of each pair agree; False if it has none, or a loss is inf or NaN."""
+        agree = all(len(found := self._judged(pair)) and found.max() <= self.tolerance(pair) for pair in self.pairs)
+        return agree and not any(self._not_finite(pair) for pair in self.pairs)
+
+    def tolerance(self, pair: Pair) -> float:
+        """How far equal losses of a pair may differ: the tolerance of the run that computes in the coarser numbers."""
+        runs = zip((self.first, self.second), pair, strict=True)
+        return max(tolerance_of_run(run, saved.records, config.dtype) for (saved, config), run in runs)
+
+    @property
+    def settings(self) -> list[str]:
+        """One line for strategies that only one has, and for each field of the configuration that differs."""
+        one, other = self.first[1], self.second[1]
+        paired = {name for pair in self.pairs for name in pair}
+        alone = [
+            f"strategies: {', '.join(names)} only in the {which}, so not compared"
+            for which, saved in (("first", self.first), ("second", self.second))
+            if (names := [name for name in saved[0].summary["strategy"] if name not in paired])
+        ]
+        return alone + [
+            f"{field.name}: {getattr(one, field.name)} in the first, {getattr(other, field.name)} in the second"
+            for field in fields(CompareConfig)
+            if field.name not in WITHOUT_EFFECT and getattr(one, field.name) != getattr(other, field.name)
+        ]
+
+    @property
+    def verdicts(self) -> list[str]:
+        """One sentence on the losses of each pair."""
+        return [self._verdict(pair) for pair in self.pairs]
+
+    def _verdict(self, pair: Pair) -> str:
+        name = pair[0] if pair[0] == pair[1] else f"{pair[0]} and {pair[1]}"
+        found = self._judged(pair)
+        if not len(found):
+            return f"Losses of {name} cannot be compared: no step is in both."
+        if wrong := self._not_finite(pair):
+            return f"Losses of {name} are NOT equal: {' and '.join(wrong)}."
+        largest = float(found.max())
+        equal = "equal" if largest <= self.tolerance(pair) else "NOT equal"
+        said = f"Losses of {name} are {equal}: in {len(found)} steps they differ by at most {largest:.1e}."
+        return said if equal == "equal" else said + self._other_data(pair)
+
+    def _other_data(self, pair: Pair) -> str:
+        """A sentence if the two runs of a pair trained on other rows; else empty."""
+        saved = zip(("first", "second"), pair, (self.first, self.second), strict=True)
+        others = others_than("first", {which: saved[0].records.manifests[run] for which, run, saved in saved})
+        return f" Their data differ from step {others['second']} on." if others else ""
+
+    def _judged(self, pair: Pair) -> "pd.Series[float]":
+        """By step, how far the losses of a pair differ, in the steps that are judged."""
+        losses = self.losses
+        own = losses[(losses["first_run"] == pair[0]) & (losses["second_run"] == pair[1])]
+        return judged(own.set_index("step")["difference"])
+
+    def _not_finite(self, pair: Pair) -> list[str]:
+        """From which step on a loss of the pair is inf or NaN."""
+        found = (not_finite(saved[0].records.steps) for saved in (self.first, self.second))
+        return [
+            f"that of the {which} run is not finite from step {steps[run]} on"
+            for which, run, steps in zip(("first", "second"), pair, found, strict=True)
+            if run in steps
+        ]

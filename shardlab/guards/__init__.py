@@ -1,5 +1,0 @@
-"""What users may not do, and what they are told; an engine trains every right program without it."""
-
-from shardlab.guards.guards import Guards
-
-__all__ = ["Guards"]

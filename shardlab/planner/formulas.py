@@ -1,0 +1,238 @@
+"""Memory by the papers' formulas: model states from a number of parameters alone, and the activations of a layer.
+
+Model states, with the ZeRO paper's published numbers:
+
+========  ==========  =========  ===============  =======================
+strategy  parameters  gradients  optimizer state  elements sent per step
+========  ==========  =========  ===============  =======================
+ddp       bP          gP         KP               2P (N-1)/N
+zero1     bP          gP         KP/N             2P (N-1)/N
+zero2     bP          gP/N       KP/N             2P (N-1)/N
+zero3     bP/N        gP/N       KP/N             3P (N-1)/N
+========  ==========  =========  ===============  =======================
+
+Bytes per element of everything that training keeps for a parameter:
+
+=====  =========  ========  ======  ========  ========  =====================
+name   parameter  gradient  master  momentum  variance  total per parameter
+=====  =========  ========  ======  ========  ========  =====================
+fp32   4          4         0       4         4         16
+mixed  2          2         4       4         4         16, of which K = 12
+=====  =========  ========  ======  ========  ========  =====================
+
+Legend: P parameters, N ranks, b and g bytes of a parameter and a gradient, K bytes of optimizer state per parameter
+(master weight included). Without padding; bytes are whole numbers where P/N makes them so. Source: Rajbhandari et al.,
+arXiv 1910.02054, section 3.1 (mixed-precision Adam), section 5 and figure 1 (memory), section 7 (communication: 2P and
+3P elements, of which a ring of N ranks sends (N - 1)/N).
+
+Bytes of activations a transformer layer keeps for backward, in 16-bit training:
+
+==================================  ===========================================
+layer                               bytes per rank
+==================================  ===========================================
+whole                               s b h (34 + 5 a s / h)
+tensor parallel                     s b h (10 + 24 / t + 5 a s / (h t))
+tensor and sequence parallel        s b h (34 / t + 5 a s / (h t))
+the same, inputs kept whole         s b h (4 + 30 / t + 5 a s / (h t))
+==================================  ===========================================
+
+The term 5 a s / h is the attention matrix with its softmax and dropout; selective recomputation, and attention in one
+kernel that never stores it, drop it. Full recomputation keeps the layer's input only, 2 s b h. The fourth row is
+sequence parallelism that gathers the inputs of attention and MLP once and keeps them, instead of gathering them again
+in backward. Not counted, as in the paper: two numbers a token and LayerNorm.
+
+Legend: s tokens of a sequence, b sequences, h hidden, a heads, t tensor-parallel ranks. Matrices and GELU inputs of 2
+bytes an element, dropout masks of 1. Source: Korthikanti et al., arXiv 2205.05198, table 2.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
+from fractions import Fraction
+from typing import Any
+
+from shardlab.installed import data_path
+from shardlab.partition.chunks import require_count
+
+_NEEDED = ("parameter", "gradient")
+# strategy -> whether parameters, gradients and state are sharded, and how many times P travels in a step
+_SHARDED = {
+    "ddp": (False, False, False, 2),
+    "zero1": (False, False, True, 2),
+    "zero2": (False, True, True, 2),
+    "zero3": (True, True, True, 3),
+}
+# The paper rounds the 7.5B column and the figure, and truncates the columns of 128B and 1T.
+_ROUNDING = {"half_up": ROUND_HALF_UP, "truncated": ROUND_DOWN}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per element; 0 where nothing is kept. ``master`` is the fp32 copy beside 16-bit parameters."""
+
+    parameter: int
+    gradient: int
+    master: int
+    momentum: int
+    variance: int
+
+    def __post_init__(self) -> None:
+        """Parameters and gradients need at least a byte, the rest may be 0."""
+        for field in fields(self):
+            require_count(f"precision: {field.name}", getattr(self, field.name), int(field.name in _NEEDED))
+
+    @property
+    def optimizer(self) -> int:
+        """Bytes per element that optimizer-state sharding divides: the ZeRO paper's K."""
+        return self.master + self.momentum + self.variance
+
+
+PRECISIONS = {"mixed": Precision(2, 2, 4, 4, 4), "fp32": Precision(4, 4, 0, 4, 4)}
+
+
+def precision_named(name: str) -> Precision:
+    """The precision of this name.
+
+    Raises:
+        ValueError: there is none; the message lists the allowed names.
+    """
+    if name not in PRECISIONS:
+        raise ValueError(f"precision: {name!r} is not one of {', '.join(PRECISIONS)}")
+    return PRECISIONS[name]
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """One strategy on one rank: bytes by kind, and the elements it sends in a step."""
+
+    strategy: str
+    parameter_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    total_bytes: float
+    wire_elements: float
+
+
+def model_states(num_params: float, num_ranks: int, precision: Precision | str = "mixed") -> tuple[ModelStates, ...]:
+    """Bytes per rank for ddp, zero1, zero2, zero3, in this order.
+
+    Args:
+        num_params: parameters of the model, a whole number (7.5e9 will do).
+        num_ranks: ranks that share it, 1 or more.
+        precision: 'mixed', 'fp32' or bytes per element of your own.
+
+    Raises:
+        ValueError: a count that is too small or not whole, or an unknown precision; the message names the field.
+    """
+    if not (num_params >= 1 and float(num_params).is_integer()):
+        raise ValueError(f"params: {num_params} is given; it must be a whole number of at least 1")
+    require_count("ranks", num_ranks, 1)
+    if isinstance(precision, str):
+        precision = precision_named(precision)
+    return tuple(_states(strategy, int(num_params), num_ranks, precision) for strategy in _SHARDED)
+
+
+def _states(strategy: str, num_params: int, num_ranks: int, precision: Precision) -> ModelStates:
+    *sharded, volumes = _SHARDED[strategy]
+    itemsizes = (precision.parameter, precision.gradient, precision.optimizer)
+    held = [
+        Fraction(num_params * itemsize, num_ranks if is_sharded else 1)
+        for itemsize, is_sharded in zip(itemsizes, sharded, strict=True)
+    ]
+    sent = Fraction(volumes * num_params * (num_ranks - 1), num_ranks)
+    return ModelStates(strategy, *(_number(value) for value in (*held, sum(held, Fraction()), sent)))
+
+
+def _number(value: Fraction) -> float:
+    return value.numerator if value.denominator == 1 else float(value)
+
+
+@dataclass(frozen=True)
+class PaperNumber:
+    """One published number: ``printed`` GB (10^9 bytes) per rank, as the paper writes it, in ``where``."""
+
+    where: str
+    num_params: int
+    num_ranks: int
+    strategy: str
+    printed: str
+    rounding: str
+
+    @property
+    def computed(self) -> str:
+        """The formula's value with the paper's decimals and rounding."""
+        states = {row.strategy: row for row in model_states(self.num_params, self.num_ranks, "mixed")}
+        gigabytes = Decimal(states[self.strategy].total_bytes) / 10**9
+        return str(gigabytes.quantize(Decimal(self.printed), rounding=_ROUNDING[self.rounding]))
+
+
+def zero_paper_numbers() -> tuple[PaperNumber, ...]:
+    """All 58, as printed: the 54 of table 1 and the 4 of figure 1 (``data/zero_paper.json``)."""
+    paper = json.loads(data_path("zero_paper.json").read_text(encoding="utf-8"))
+    return (*_table_1(paper), *_figure_1(paper["figure_1"]))
+
+
+def _table_1(paper: dict[str, Any]) -> Iterator[PaperNumber]:
+    strategies = paper["setting"]["strategies"]
+    for column in paper["table_1"]["columns"].values():
+        for num_ranks, printed in column["by_ranks"].items():
+            for strategy, number in zip(strategies, printed, strict=True):
+                yield PaperNumber("table 1", column["num_params"], int(num_ranks), strategy, number, column["rounding"])
+
+
+def _figure_1(figure: dict[str, Any]) -> Iterator[PaperNumber]:
+    for strategy, printed in figure["by_strategy"].items():
+        yield PaperNumber("figure 1", figure["num_params"], figure["ranks"], strategy, printed, figure["rounding"])
+
+
+RECOMPUTATIONS = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Sizes of a transformer layer; its MLP is four times as wide as its residual."""
+
+    hidden: int
+    num_heads: int
+    seq_len: int
+    micro_batch: int
+
+    def __post_init__(self) -> None:
+        """All sizes must be 1 or more."""
+        for field in ("hidden", "num_heads", "seq_len", "micro_batch"):
+            require_count(field, getattr(self, field), 1)
+
+
+def activation_bytes(
+    layer: Layer,
+    num_ranks: int = 1,
+    *,
+    sequence_parallel: bool = False,
+    regather: bool = True,
+    recompute: str = "none",
+) -> float:
+    """Bytes per layer and rank, a whole number where the sizes divide.
+
+    Args:
+        layer: its sizes.
+        num_ranks: tensor-parallel ranks.
+        sequence_parallel: whether LayerNorm, dropout and the residual are in parts too.
+        regather: with ``sequence_parallel``: the inputs of attention and MLP are kept in parts and gathered again.
+        recompute: 'none', 'selective' (the attention matrix) or 'full' (everything but the layer's input).
+
+    Raises:
+        ValueError: an unknown ``recompute``, or ``num_ranks`` below 1.
+    """
+    require_count("num_ranks", num_ranks, 1)
+    if recompute not in RECOMPUTATIONS:
+        raise ValueError(f"recompute: {recompute!r} is not one of {', '.join(RECOMPUTATIONS)}")
+    sbh = layer.seq_len * layer.micro_batch * layer.hidden
+    outside = Fraction(1, num_ranks if sequence_parallel else 1)  # what heads and features do not divide
+    if recompute == "full":
+        return _number(2 * sbh * outside)
+    inputs = outside if regather else Fraction(1)
+    factor = 6 * outside + 4 * inputs + Fraction(24, num_ranks)
+    if recompute == "none":
+        factor += Fraction(5 * layer.num_heads * layer.seq_len, layer.hidden * num_ranks)
+    return _number(sbh * factor)
