@@ -40,7 +40,11 @@ def is_documented(error: Exception, world: World) -> bool:
         return world.gradients == "changed"
     if _matches(error, IN_PARTS):
         # Where parameters are rounded a look at the full ones, between two forwards, parts their gradients too.
-        return world.ours.spec.rounds or any("reentrant" in block.checkpoint for block in world.ours.module_spec.blocks)
+        return (
+            world.ours.spec.rounds
+            or world.has_stale
+            or any("reentrant" in block.checkpoint for block in world.ours.module_spec.blocks)
+        )
     if refuses_forward(error):
         return world.ours.spec.rounds
     if _matches(error, (MEET,)):
