@@ -335,7 +335,7 @@ class FSDP(Sharded):
             raise RuntimeError(
                 f"gradient of a parameter of unit {unit.name!r}: it comes in parts, and the first part has already "
                 "been sent; with reentrant activation checkpointing, write checkpoint(..., use_reentrant=False); where "
-                "full_params() came between two forwards, call backward() for each"
+                "full_params() or zero_grad() came between two forwards, call backward() for each"
             )
         if unit.state is State.SHARDED and param.grad is not None and bool(param.grad.isnan().any()):
             raise stub_used(next(name for name, known in self.params.items() if known is param))
