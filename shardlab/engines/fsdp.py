@@ -142,7 +142,6 @@ class FSDP(Sharded):
         self._reducing: list[Unit] = []  # in the order of sending
         self._asked: list[Unit] = []  # by autograd, where no program runs
         self._depth: dict[Unit, int] = {}  # of calls of a unit, which may call itself
-        self._root_stays = 0
         self._is_other_graph = False  # made inside full_params(), since the last backward
 
     @override
@@ -254,7 +253,7 @@ class FSDP(Sharded):
         output = self.without_parameters(output)
         if self._is_taped:
             self._tape_end(unit, self._pass, output)
-        if self._reshards and not self._depth[unit] and not (unit is self._root and self._root_stays):
+        if self._reshards and not self._depth[unit]:
             unit.reshard()
         return output
 
@@ -336,7 +335,7 @@ class FSDP(Sharded):
             raise RuntimeError(
                 f"gradient of a parameter of unit {unit.name!r}: it comes in parts, and the first part has already "
                 "been sent; with reentrant activation checkpointing, write checkpoint(..., use_reentrant=False); where "
-                "full_params() came between two forwards, call backward() for each"
+                "full_params() or zero_grad() came between two forwards, call backward() for each"
             )
         if unit.state is State.SHARDED and param.grad is not None and bool(param.grad.isnan().any()):
             raise stub_used(next(name for name, known in self.params.items() if known is param))

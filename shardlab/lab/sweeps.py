@@ -23,7 +23,7 @@ from shardlab.launch import RankPool, current
 from shardlab.launch.pool import check_pool
 from shardlab.partition.ring_cost import Link
 from shardlab.trace.store import Records, RunWriter, load_runs, write_manifest
-from shardlab.vocabulary import Phase, SpanKind
+from shardlab.vocabulary import FLAG, Phase, SpanKind
 
 Op = Callable[[Communicator, torch.Tensor], object]
 NUM_WARM_UPS = 2
@@ -210,7 +210,8 @@ def bucket_sweep(bucket_bytes: Sequence[int], config: CompareConfig, pool: RankP
     records = run_interleaved(
         {name: replace(config, strategies=(BUCKETED,), bucket_mib=size / MIB) for name, size in sizes.items()}, pool
     )
-    gradients = records.collectives[records.collectives["phase"] == Phase.BACKWARD]
+    sent = records.collectives
+    gradients = sent[(sent["phase"] == Phase.BACKWARD) & (sent["tag"] != FLAG)]
     keys = ["run", "rank", "step"]
     messages = gradients.groupby(keys).size().rename("num_messages").reset_index()
     rows = records.steps[records.steps["step"] > 0].merge(messages, on=keys)

@@ -28,6 +28,11 @@ def gathers_late(world: World) -> bool:
     return world.ours.spec.name in ("zero1", "zero2")
 
 
+def may_write(world: World) -> bool:
+    """Whether all pieces that are written to are gathered: not those of frozen parameters."""
+    return not gathers_late(world) or all(param.requires_grad for param in world.plain.params.values())
+
+
 def step_of_nothing(world: World) -> Seen:
     """What an engine asks for that gathers late, where its pieces were written last."""
     world.ours.engine.zero_grad()
@@ -47,7 +52,9 @@ class HookedStep(Operation):
     peers: ClassVar[bool] = False
 
     def applies(self, world: World) -> bool:
-        return self.what != "raise after" or not gathers_late(world)
+        if self.what.startswith("raise"):
+            return self.what != "raise after" or not gathers_late(world)
+        return may_write(world)
 
     def ours(self, world: World) -> Seen:
         engine = world.ours.engine
@@ -167,7 +174,7 @@ class WritePieces(Operation):
     peers: ClassVar[bool] = False
 
     def applies(self, world: World) -> bool:
-        return not world.held
+        return may_write(world) and not world.held
 
     def ours(self, world: World) -> Seen:
         self._write(world.ours.engine.step_tensors().items())

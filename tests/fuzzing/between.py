@@ -228,3 +228,4 @@ class Habit(Operation):
             world.gradients = "changed"  # what needs them next must refuse them, or they are not those of one process
         if self.what.endswith("zero_grad"):
             world.gradients, world.unfinished = "means", False
+            world.has_stale = world.has_stale or bool(world.plain.losses)

@@ -40,7 +40,9 @@ def is_documented(error: Exception, world: World) -> bool:
         return world.gradients == "changed"
     if _matches(error, IN_PARTS):
         # Where parameters are rounded a look at the full ones, between two forwards, parts their gradients too.
-        return world.ours.spec.rounds or any("reentrant" in block.checkpoint for block in world.ours.module_spec.blocks)
+        spec, blocks = world.ours.spec, world.ours.module_spec.blocks
+        is_forgotten = world.has_stale and spec.name == "fsdp"
+        return spec.rounds or is_forgotten or any("reentrant" in block.checkpoint for block in blocks)
     if refuses_forward(error):
         return world.ours.spec.rounds
     if _matches(error, (MEET,)):

@@ -86,7 +86,8 @@ class Backward(Operation):
 
     def after(self, world: World) -> None:
         finished = self.how == "engine" and not self.quiet
-        world.gradients = "means" if finished else "local"
+        if finished or world.gradients != "changed":  # what refuses the change may be the next exchange
+            world.gradients = "means" if finished else "local"
         world.unfinished = not finished and not self.quiet
         world.gathered = self.how == "plain" or (bool(world.plain.losses) and world.ours.spec.keeps_gathered)
 
@@ -168,6 +169,7 @@ class ZeroGrad(Operation):
 
     def after(self, world: World) -> None:
         world.gradients, world.unfinished = "means", False
+        world.has_stale = world.has_stale or bool(world.plain.losses)
 
 
 @dataclass(frozen=True)

@@ -222,6 +222,7 @@ class World:
         saved: what ``Save`` has written.
         left_alone: an error on one rank has left the others alone where they gather parameters.
         has_met: two different collectives have met, so that the engine is of no use any more.
+        has_stale: gradients were cleared while a loss waited, whose forward FSDP then forgets.
         is_plain: the last backward was a plain ``loss.backward()``.
     """
 
@@ -239,6 +240,7 @@ class World:
     left_alone: bool = False
     has_met: bool = False
     is_plain: bool = False
+    has_stale: bool = False
 
     @property
     def rank(self) -> int:
