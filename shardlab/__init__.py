@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         FSDP,
         Bucketed,
         Engine,
-        ShardedOptimizer,
         Single,
         ZeRO1,
         ZeRO2,
@@ -38,9 +37,11 @@ if TYPE_CHECKING:
     from shardlab.experiment.run_verdicts import verdicts
     from shardlab.launch import RankPool, launch
     from shardlab.models import build_model
+    from shardlab.optimizers import GradScaler, ShardedOptimizer
     from shardlab.partition import Link
     from shardlab.plots.show import show
     from shardlab.recording.record import record
+    from shardlab.testing import check_agreement, check_strategy
     from shardlab.trace.store import load_run
     from shardlab.units.table import show_units
 
@@ -53,7 +54,6 @@ _ROOMS = {
         "FSDP",
         "Bucketed",
         "Engine",
-        "ShardedOptimizer",
         "Single",
         "ZeRO1",
         "ZeRO2",
@@ -73,9 +73,11 @@ _ROOMS = {
     "shardlab.experiment.run_verdicts": ("verdicts",),
     "shardlab.launch": ("RankPool", "launch"),
     "shardlab.models": ("build_model",),
+    "shardlab.optimizers": ("GradScaler", "ShardedOptimizer"),
     "shardlab.partition": ("Link",),
     "shardlab.plots.show": ("show",),
     "shardlab.recording.record": ("record",),
+    "shardlab.testing": ("check_agreement", "check_strategy"),
     "shardlab.trace.store": ("load_run",),
     "shardlab.units.table": ("show_units",),
 }
@@ -88,6 +90,7 @@ __all__ = [
     "Communicator",
     "CompareConfig",
     "Engine",
+    "GradScaler",
     "Link",
     "Mesh",
     "RankPool",
@@ -100,6 +103,8 @@ __all__ = [
     "ZeRO3",
     "build_engine",
     "build_model",
+    "check_agreement",
+    "check_strategy",
     "compare",
     "launch",
     "load_comparison",

@@ -34,7 +34,8 @@ MAY_IMPORT = {
     "trace": {"analysis", "comm", "units", *NUMBERS},
     "export": {"analysis", "trace", *NUMBERS},
     "launch": {"comm", *NUMBERS},
-    "testing": {"comm", "engines", "launch", "models"},
+    "testing": {"comm", "engines", "launch", "models", "vocabulary"},
+    "optimizers": {"comm", "engines", "partition", "vocabulary"},
 }
 LOWER = set(MAY_IMPORT)
 MAY_IMPORT["experiment"] = LOWER

@@ -1,25 +1,23 @@
 """The engine and its strategies, by class and by name. The README says in which order to read them."""
 
 import inspect
+from importlib import import_module
 from typing import Any
 
 from torch import nn
 
 from shardlab.comm import BaseMesh
 from shardlab.engines import checkpoint
-from shardlab.engines.agreement_check import check_agreement
 from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.ddp import DDP
 from shardlab.engines.engine import Engine
 from shardlab.engines.fsdp import FSDP
-from shardlab.engines.grad_scaler import GradScaler
 from shardlab.engines.guards import Guards
 from shardlab.engines.holdings import ShardRow
 from shardlab.engines.peers import TorchDDP, TorchFSDP2, TorchTP, TorchZeRO1
 from shardlab.engines.peers.base import Peer
 from shardlab.engines.precision import Precision
-from shardlab.engines.sharded_optimizer import ShardedOptimizer
 from shardlab.engines.single import Single
 from shardlab.engines.state import EngineState
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
@@ -41,12 +39,10 @@ __all__ = [
     "Bucketed",
     "Engine",
     "Given",
-    "GradScaler",
     "LaidOut",
     "OptimizerFn",
     "Precision",
     "ShardRow",
-    "ShardedOptimizer",
     "Single",
     "StepTensors",
     "Strategy",
@@ -54,7 +50,6 @@ __all__ = [
     "ZeRO2",
     "ZeRO3",
     "build_engine",
-    "check_agreement",
     "engine_options",
 ]
 
@@ -65,6 +60,19 @@ STRATEGIES: dict[str, type[Strategy] | type[Peer]] = {
         *(TorchDDP, TorchZeRO1, TorchFSDP2, TorchTP),  # torch's own, for comparison
     )
 }
+
+# What stands on engines and was once here.
+_MOVED = {
+    "GradScaler": "shardlab.optimizers.grad_scaler",
+    "ShardedOptimizer": "shardlab.optimizers.sharded_optimizer",
+    "check_agreement": "shardlab.testing.agreement_check",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MOVED:
+        raise AttributeError(f"module 'shardlab.engines' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_MOVED[name]), name)
 
 
 def engine_options(strategy: str) -> tuple[str, ...]:

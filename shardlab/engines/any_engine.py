@@ -33,9 +33,6 @@ class AnyEngine(Holdings, EngineState):
         axes: those to average over, outer first.
     """
 
-    replaces_params = False
-    """Whether it puts parameters of its own into the module, by attribute, while it trains."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -143,13 +140,11 @@ class AnyEngine(Holdings, EngineState):
         return prod(comm.num_ranks for comm in self.data_comms)
 
     @property
-    @override
     def data_rank(self) -> int:
         """This rank's number among those that gradients are averaged over, from 0."""
         return number_among(self.data_comms)[0]
 
     @property
-    @override
     def comms(self) -> tuple[Communicator, ...]:
         """All axes whose ranks train this model together: the data axes, outer first, then the tensor axis."""
         return self.data_comms if self.tensor_comm is None else (*self.data_comms, self.tensor_comm)
@@ -170,10 +165,13 @@ class AnyEngine(Holdings, EngineState):
         for group in self.optimizer.param_groups:
             group["lr"] = value
 
-    @override
     def stepping(self) -> contextlib.AbstractContextManager[None]:
         """Inside, ``step_tensors()`` are on the device of the optimizer's state."""
         return contextlib.nullcontext()
+
+    @abstractmethod
+    def install_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Load a state dict of the optimizer over this rank's ``step_tensors()``."""
 
     def _named_tensors(self) -> list[tuple[str, Tensor]]:
         """What all ranks begin with alike, after a check that it has the same names and shapes on all of them."""

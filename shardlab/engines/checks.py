@@ -9,7 +9,6 @@ from torch.nn.parameter import is_lazy
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.step_tensors import StepTensors
 from shardlab.partition.slices import SLICES, TensorSlice
 from shardlab.vocabulary import MeshAxis, class_of
 
@@ -45,7 +44,6 @@ def check_model(
     _check_params(params, device)
     _check_max_norm(model, num_ranks)
     _check_meta(params, buffers, may_be_meta=may_be_meta)
-    _check_expanded(buffers, num_ranks)
     if moves_params:
         check_separate(params, {**buffers, **_attributes(model)})
 
@@ -113,19 +111,6 @@ def _check_meta(params: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor
         raise ValueError(f"model: buffer {names[0]!r} is on the meta device; create buffers on the mesh's device")
 
 
-def _check_expanded(buffers: Mapping[str, Tensor], num_ranks: int) -> None:
-    """Check that every buffer can receive the first rank's values.
-
-    Raises:
-        ValueError: elements of one share their memory.
-    """
-    for name, buffer in buffers.items():
-        if num_ranks > 1 and buffer.layout is torch.strided and buffer.numel() > 1 and 0 in buffer.stride():
-            raise ValueError(
-                f"model: elements of buffer {name!r} share their memory, as expand() leaves it; clone() it"
-            )
-
-
 def tensor_axis(mesh: BaseMesh, model: nn.Module, slices: Mapping[str, TensorSlice]) -> Communicator | None:
     """The ranks that hold the slices of a tensor-parallel model; None where the model is whole.
 
@@ -170,7 +155,8 @@ def check_optimizer(optimizer: object, given: Iterable[Tensor]) -> None:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer_fn: it returned {class_of(optimizer)}; return a torch.optim.Optimizer")
-    if needs_closure(optimizer):
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
             f"optimizer: {type(optimizer).__name__}.step() needs a closure, which it may call several times, and "
             "engine.step() takes none; use an optimizer that steps once for each backward, such as AdamW"
@@ -183,56 +169,6 @@ def check_optimizer(optimizer: object, given: Iterable[Tensor]) -> None:
             "function's argument, for example lambda tensors: AdamW(tensors, lr=1e-3), and add groups of "
             "engine.step_tensors() only; a parameter that is new in the module needs another engine"
         )
-
-
-def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its ``step`` cannot be called without a closure."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def check_others_step(
-    optimizer: torch.optim.Optimizer,
-    params: Mapping[str, Tensor],
-    stepped: StepTensors,
-    strategy: str,
-    *,
-    is_early: bool,
-    is_behind: bool,
-) -> None:
-    """Check that an optimizer other than the engine's may step now.
-
-    Args:
-        optimizer: the other one.
-        params: the module's, by name.
-        stepped: what the engine steps instead of them, or they themselves.
-        strategy: the engine's name.
-        is_early: whether a backward runs, which has not averaged its gradients over ranks yet.
-        is_behind: whether ``no_sync()`` has left gradients that are not averaged.
-
-    Raises:
-        RuntimeError: it steps parameters of the module, too early or in the place of the engine's pieces of them.
-    """
-    others = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-    for name, param in params.items():
-        if is_behind and (id(param) in others or id(stepped.by_name(name)) in others):
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step(): gradients of {name!r} are not averaged over the ranks yet, after "
-                "a backward inside no_sync(); call engine.finish_gradients() first, on all ranks"
-            )
-        if id(param) not in others:
-            continue
-        if is_early:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step(): it steps {name!r} inside backward, before gradients are "
-                "averaged over the ranks; write engine.step(), after engine.backward(loss)"
-            )
-        if stepped.by_name(name) is not param:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step(): it steps the module's {name!r}, but strategy {strategy!r} steps a "
-                "piece of it; let the engine build the optimizer, as in build_engine(strategy, model, "
-                "lambda tensors: AdamW(tensors, lr=1e-3), mesh), and write engine.step()"
-            )
 
 
 def check_separate(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
@@ -271,21 +207,6 @@ def _is_dense(tensor: Tensor) -> bool:
             return False
         filled *= size
     return True
-
-
-def check_not_scripted(model: nn.Module) -> None:
-    """Check that no part of the model is TorchScript, where placeholders cannot be put in the place of parameters.
-
-    Raises:
-        ValueError: one is.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(
-                f"model: {name or 'the model'!r} is {class_of(module)} of TorchScript, which computes with its "
-                "own parameters, and these are sharded; use the module that it was made from, or ddp, bucketed, zero1 "
-                "or zero2"
-            )
 
 
 def check_optimizer_fn(optimizer_fn: object) -> None:

@@ -1,4 +1,4 @@
-"""What an engine puts on a module: hooks that ``torch.compile`` skips, another forward, a guard of its places.
+"""What an engine puts on a module: hooks that ``torch.compile`` skips, another forward.
 
 A copy of a wrapped module (``copy.deepcopy``, pickle, ``torch.save``) is a plain module that trains alone. If it kept
 the hooks, its forward would gather the original's parameters.
@@ -8,16 +8,12 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from typing_extensions import override
 
 from shardlab.vocabulary import class_of
@@ -152,55 +148,3 @@ def forward_is(module: nn.Module, function: Callable[..., Any]) -> Iterator[None
         yield
     finally:
         restore()
-
-
-class Trains(Protocol):
-    """An engine, as far as it concerns what is put into its module."""
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def module(self) -> nn.Module: ...  # noqa: D102
-    @property
-    def replaces_params(self) -> bool: ...  # noqa: D102
-
-
-def refuse_replacing(owner_of: Callable[[nn.Parameter], Trains | None]) -> None:
-    """From now on refuse, in this process, to put something else in the place of parameters that an engine trains.
-
-    Forward would compute with what no engine averages, and a checkpoint would have what was there before. What holds
-    the same parameters, such as a wrapper, is let in. (Torch calls no hook for ``del``, nor where a parameter becomes
-    None.)
-
-    Args:
-        owner_of: the engine of a parameter; None if no engine trains it.
-    """
-
-    def check(module: nn.Module, name: str, value: nn.Module | nn.Parameter | None) -> None:
-        places: dict[str, Any] = module._modules if name in module._modules else module._parameters
-        old, new = places.get(name), _params_in(value)
-        lost = _params_in(old) - new
-        engine = next((engine for param in lost if (engine := owner_of(param)) is not None), None)
-        # A module outside of the engine's may refer to another from now on; torch's own engines put in what is theirs.
-        if engine is None or engine.replaces_params or all(known is not module for known in engine.module.modules()):
-            return
-        places[name] = None
-        try:
-            lost -= set(engine.module.parameters())  # what stays in another place, of which this was an alias
-        finally:
-            places[name] = old
-        if lost or any(owner_of(param) is not engine for param in new):
-            raise RuntimeError(
-                f"model: {name!r} of the {type(module).__name__} is being replaced, and the engine ({engine.name}) "
-                "trains what is there; copy values into that inside 'with engine.full_params(keep_changes=True):', or "
-                "engine.close(), replace it, and build another engine"
-            )
-
-    register_module_module_registration_hook(check)
-    register_module_parameter_registration_hook(check)
-
-
-def _params_in(thing: nn.Module | nn.Parameter | None) -> set[nn.Parameter]:
-    if isinstance(thing, nn.Module):
-        return set(thing.parameters())
-    return set() if thing is None else {thing}

@@ -116,9 +116,8 @@ class Sharded(Strategy):
                 unit.gather(as_stored=True)
                 unit.num_holders += 1
                 held.append(unit)
-            with kept(
-                self.saw_other_graph
-            ):  # what plain code saves for a backward, which may come when this is sharded again
+            # What plain code saves for a backward, which may come when this is sharded again.
+            with kept(self.saw_other_graph):
                 yield
             # Not after an error: half of a change must not reach the shards.
             if keep_changes:

@@ -25,6 +25,7 @@ the parameter's.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from math import nan, prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.hooks import in_plain_mode, unrefused, untraced
-from shardlab.engines.offload import Offload, copy_to_host, in_host_memory
+from shardlab.engines.offload import OFFLOADS, Offload, copy_to_host, in_host_memory
 from shardlab.engines.precision import Precision
 from shardlab.engines.strategy import check_replaced
 from shardlab.engines.tensor_layout import TensorLayout
@@ -52,22 +53,18 @@ class State(Enum):
     REDUCING = auto()  # the parameters are sharded again, and the gradients are on their way
 
 
-class Ways:
+class Ways(NamedTuple):
     """How shards are stored and moved.
 
-    Args:
+    Attributes:
         precision: dtypes to gather and to sum in.
         replicas: axes over which the shards are replicated, in the order in which gradients are summed.
         offload: what stays in host memory.
     """
 
-    def __init__(
-        self,
-        precision: Precision | None = None,
-        replicas: Sequence[Communicator] = (),
-        offload: Offload = Offload(False, False),  # noqa: B008
-    ) -> None:
-        self.precision, self.replicas, self.offload = precision or Precision(), tuple(replicas), offload
+    precision: Precision
+    replicas: Sequence[Communicator] = ()
+    offload: Offload = OFFLOADS["none"]
 
 
 class Shards:
@@ -91,14 +88,8 @@ class Shards:
         ways: Ways,
         at: "dict[int, tuple[Shards, str]]",
     ) -> None:
-        self.name, self.params, self.layout, self.comm, self._ways, self._at = (
-            name,
-            dict(params),
-            layout,
-            comm,
-            ways,
-            at,
-        )
+        self.name, self.params, self.layout, self.comm = name, dict(params), layout, comm
+        self._ways, self._at = ways, at
         self.device = next(iter(self.params.values())).device
         self.version = 0  # of the values, which a graph may have saved
         self._seen = 0  # of the pieces' versions, their sum
@@ -158,10 +149,8 @@ class Shards:
         """Begin to gather; ``as_stored``: in the shard's dtype."""
         dtype = self.shard.dtype if as_stored else self.compute_dtype
         if self.is_whole and not as_stored and dtype == self.shard.dtype and not self._ways.offload.parameters:
-            self._gathering = (
-                self.shard,
-                Pending(),
-            )  # no copy: what the user holds as stored is one, or writes would stay
+            # No copy; what the user holds as stored is one, or writes would stay.
+            self._gathering = self.shard, Pending()
             return
         buffer = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
         # On the device before it is rounded: the host would round into memory that is not pinned, and wait.
@@ -278,9 +267,9 @@ class Shards:
             (means, nobody), self._arriving = self._arriving, None
             self._accept(means, nobody)
 
-    def drop(self, *, waits: bool) -> None:
+    def drop(self) -> None:
         """Forget the means; also those on their way."""
-        if waits and self._reducing is not None:
+        if self._reducing is not None:
             self._reducing[2].wait()
         self._reducing = self._arriving = self.means = None
         for piece in self.pieces.values():
@@ -413,26 +402,22 @@ class Unit:
         if due and self.state is State.SHARDED:
             self.state = State.REDUCING
 
-    def advance(self) -> None:
-        """Wait for what is being reduced, and begin the sum over the next axis, if there is one."""
-        if not self._advance_all() and self.state is State.REDUCING:
-            self.state = State.SHARDED
-
-    def _advance_all(self) -> bool:
+    def advance(self) -> bool:
+        """Wait for what is being reduced, and begin the sum over the next axis; False where there is none."""
         left = [one.advance() for one in self.shards]  # of all, before it is asked whether any goes on
+        if not any(left) and self.state is State.REDUCING:
+            self.state = State.SHARDED
         return any(left)
 
     def finish(self) -> None:
         """Wait for the means."""
-        while self._advance_all():
+        while self.advance():
             pass
-        if self.state is State.REDUCING:
-            self.state = State.SHARDED
 
     def drop(self) -> None:
         """The gradients are cleared; what is gathered may wait for its backward."""
         for one in self.shards:
-            one.drop(waits=True)
+            one.drop()
         if self.state is State.REDUCING:
             self.state = State.SHARDED
 

@@ -1,8 +1,8 @@
 """What outlives an engine's process: full state dicts, and checkpoints that any strategy can load.
 
-``EngineState`` has the methods that users call. Functions in ``engines/checkpoint`` do the work; they see an engine as
-a ``Checkpointed``. Neither side imports the other: ``shardlab.engines`` connects them, so that you can read a strategy,
-and train with it, without a line of checkpoint code.
+``EngineState`` has the methods that users call. Functions in ``engines/checkpoint`` do the work. No engine imports
+them: ``shardlab.engines`` connects the two, so that you can read a strategy, and train with it, without a line of
+checkpoint code.
 """
 
 import contextlib
@@ -11,13 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-import torch
 from torch import Tensor, nn
-
-from shardlab.comm.base_mesh import BaseMesh
-from shardlab.comm.communicator import Communicator
-from shardlab.engines.step_tensors import StepTensors
-from shardlab.partition.slices import TensorSlice
 
 
 class Stateful(Protocol):
@@ -27,102 +21,13 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...  # noqa: D102
 
 
-class Checkpointed(Protocol):
-    """What checkpoint code needs of an engine; it sets nothing but ``num_steps`` and ``own_checkpoints``.
-
-    Attributes:
-        name: of the strategy.
-        module: the user's.
-        params: of the module by name, in its order; tied ones once. A sharded engine's may hold no data.
-        slices: which part of the whole model's parameter each is, by name; a parameter that is not here is whole.
-        optimizer: over ``step_tensors()``.
-        mesh: the device that tensors are sent from, and the axes.
-        data_comms: the axes whose ranks train on different rows, outer first.
-        tensor_comm: the axis over which the model is sliced.
-        num_steps: taken so far.
-        own_checkpoints: folders that this engine wrote or loaded, which its next save there replaces; each with the
-            numbers by which the file system tells it from a later folder of that name.
-    """
-
-    name: ClassVar[str]
-    module: nn.Module
-    params: dict[str, nn.Parameter]
-    slices: dict[str, TensorSlice]
-    optimizer: torch.optim.Optimizer
-    mesh: BaseMesh
-    data_comms: tuple[Communicator, ...]
-    tensor_comm: Communicator | None
-    num_steps: int
-    own_checkpoints: dict[Path, tuple[int, int]]
-
-    @property
-    @abstractmethod
-    def comms(self) -> tuple[Communicator, ...]:
-        """All axes whose ranks train this model together, outer first: the data axes and the tensor axis."""
-
-    @property
-    @abstractmethod
-    def data_rank(self) -> int:
-        """This rank's number over the data axes."""
-
-    @property
-    @abstractmethod
-    def sharded_over(self) -> Communicator | None:
-        """The ranks over which ``step_tensors()`` are spread; None where each rank steps everything."""
-
-    @abstractmethod
-    def spread_over(self) -> dict[str, tuple[Communicator, ...]]:
-        """For each parameter, the axes over which its stepped pieces are spread."""
-
-    @abstractmethod
-    def step_tensors(self) -> StepTensors:
-        """What this rank steps, by name."""
-
-    @abstractmethod
-    def owned(self) -> dict[str, tuple[int, int]]:
-        """The elements (start, stop) of each flattened parameter that this rank steps."""
-
-    @abstractmethod
-    def owners(self) -> dict[str, tuple[int, ...]]:
-        """The ranks that step a piece of each parameter."""
-
-    @abstractmethod
-    def resident_params(self) -> dict[str, tuple[Tensor, int, int]]:
-        """What this rank keeps of each parameter between steps, and which elements (start, stop) that is."""
-
-    @abstractmethod
-    def stepping(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, ``step_tensors()`` are on the device of the optimizer's state."""
-
-    @abstractmethod
-    def install_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Load a state dict of the optimizer over this rank's ``step_tensors()``."""
-
-
-class Checkpointer(Protocol):
-    """What ``EngineState`` needs of ``engines/checkpoint``: a function behind each of its methods."""
-
-    def save_checkpoint(  # noqa: D102
-        self, engine: Checkpointed, directory: Path, extra: Any, objects: Mapping[str, Stateful]
-    ) -> None: ...
-    def load_checkpoint(self, engine: Checkpointed, directory: Path, objects: Mapping[str, Stateful]) -> Any: ...  # noqa: D102
-    def full_state_dict(self, engine: Checkpointed) -> dict[str, Any]: ...  # noqa: D102
-    def load_full_state_dict(self, engine: Checkpointed, state: Mapping[str, Any]) -> None: ...  # noqa: D102
-    def first_ranks_own(self, engine: Checkpointed, state: dict[str, Any]) -> dict[str, Any]: ...  # noqa: D102
-    def full_gradients(self, engine: Checkpointed) -> dict[str, Tensor | None]: ...  # noqa: D102
-    def full_optimizer_state_dict(self, engine: Checkpointed) -> dict[str, Any]: ...  # noqa: D102
-    def load_full_optimizer_state_dict(self, engine: Checkpointed, state: Mapping[str, Any]) -> None: ...  # noqa: D102
-    def named_optimizer_state(self, engine: Checkpointed) -> dict[str, dict[str, Any]]: ...  # noqa: D102
-    def load_named_optimizer_state(  # noqa: D102
-        self, engine: Checkpointed, state: Mapping[str, Mapping[str, Any]]
-    ) -> None: ...
-
-
-class EngineState(Checkpointed, ABC):
+class EngineState(ABC):
     """The part of ``Engine`` that reads and writes its state."""
 
-    checkpointer: ClassVar[Checkpointer]
-    """Set by ``shardlab.engines``."""
+    name: str = ""
+    module: nn.Module
+    checkpointer: ClassVar[Any]
+    """The package ``engines/checkpoint``; set by ``shardlab.engines``."""
     no_checkpoints: ClassVar[str] = ""
     """Why a checkpoint cannot hold this strategy's optimizer state, and what to use instead; empty where it can."""
     _sync: bool
@@ -146,7 +51,7 @@ class EngineState(Checkpointed, ABC):
         are returned, as in a checkpoint. Collective; sends nothing if the module has neither and its parameters are
         neither sharded nor sliced. The module itself does not change.
         """
-        return self.checkpointer.full_state_dict(self)
+        return self.checkpointer.full_state_dict(self)  # type: ignore[no-any-return]
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``full_state_dict()`` or the plain module's ``state_dict()`` returned.
@@ -163,7 +68,7 @@ class EngineState(Checkpointed, ABC):
             What the plain optimizer's ``state_dict()`` would be: full tensors, parameters numbered through the groups.
             An optimizer over ``list(model.parameters())``, or over the same groups, loads it.
         """
-        return self._checkpointer_for("full_optimizer_state_dict").full_optimizer_state_dict(self)
+        return self._checkpointer_for("full_optimizer_state_dict").full_optimizer_state_dict(self)  # type: ignore[no-any-return]
 
     def load_full_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``full_optimizer_state_dict()`` or the plain optimizer's ``state_dict()`` returned.
@@ -182,7 +87,7 @@ class EngineState(Checkpointed, ABC):
             For each parameter that has been stepped, what the plain optimizer would hold for it: full tensors, such as
             ``["0.weight"]["exp_avg"]``, and step counters.
         """
-        return self._checkpointer_for("named_optimizer_state").named_optimizer_state(self)
+        return self._checkpointer_for("named_optimizer_state").named_optimizer_state(self)  # type: ignore[no-any-return]
 
     def load_named_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Load what ``named_optimizer_state()`` returned, whatever the order of its parameters and groups.
@@ -270,9 +175,9 @@ class EngineState(Checkpointed, ABC):
         """Clear all gradients."""
 
     def _gather_gradients(self) -> dict[str, Tensor | None]:
-        return self.checkpointer.full_gradients(self)
+        return self.checkpointer.full_gradients(self)  # type: ignore[no-any-return]
 
-    def _checkpointer_for(self, method: str) -> Checkpointer:
+    def _checkpointer_for(self, method: str) -> Any:
         """The checkpointer, for a method that needs the optimizer's state in our form.
 
         Raises:

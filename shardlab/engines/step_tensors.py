@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -70,7 +70,6 @@ class StepTensors(Sequence[Tensor]):
         self, tensors: Mapping[str, Tensor], *, are_parts: bool = False, chosen_from: "StepTensors | None" = None
     ) -> None:
         self._tensors, self.are_parts, self._chosen_from = dict(tensors), are_parts, chosen_from
-        self._trains = [tensor.requires_grad for tensor in self._tensors.values()]
         self.are_behind = False
         self._choice: Choice | None = None
 
@@ -195,13 +194,14 @@ OptimizerFn = Callable[[StepTensors], torch.optim.Optimizer]
 
 def groups_of(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> list[Group]:
     """The groups of an optimizer that steps some of ``tensors``."""
-    names = _names(tensors)
-    return [_group(group, names) for group in optimizer.param_groups]
-
-
-def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> Group:
-    options = {key: _comparable(value) for key, value in group.items() if key != "params"}
-    return Group([names.get(id(tensor), "") for tensor in group["params"]], options)
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    return [
+        Group(
+            [names.get(id(tensor), "") for tensor in group["params"]],
+            {key: _comparable(value) for key, value in group.items() if key != "params"},
+        )
+        for group in optimizer.param_groups
+    ]
 
 
 def _comparable(option: object) -> object:
@@ -211,10 +211,6 @@ def _comparable(option: object) -> object:
     if isinstance(option, list | tuple):
         return tuple(map(_comparable, option))
     return option if isinstance(option, bool | int | float | str) else None
-
-
-def _names(tensors: StepTensors) -> dict[int, str]:
-    return {id(tensor): name for name, tensor in tensors.items()}
 
 
 def guard_groups(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> None:

@@ -22,13 +22,10 @@ After the reduction such an element is -0 if and only if no rank used the parame
 terms below ``smallest_normal / eps`` are sent as +0 (1e-31 in float32, and only in the elements that are looked at).
 The other terms are multiples of the smallest normal number, and so are their sums. float16 needs nothing: no processor
 flushes it.
-
-A rank whose backward has raised sends NaN for what it has not sent, with its number in the bits that a sum of NaN and a
-number keeps (the payload; processors do, where nothing is rounded to 16 bits on the way, GPUs do not).
 """
 
 import sys
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from math import copysign
 from typing import TypeVar
 
@@ -36,14 +33,6 @@ import torch
 from torch import Tensor
 
 Key = TypeVar("Key", bound=Hashable)
-# By dtype: an integer type of its size, the bits of NaN, and how far above the lowest bit the payload's upper six are.
-_NAN = {
-    torch.float64: (torch.int64, 0x7FF8 << 48, 45),
-    torch.float32: (torch.int32, 0x7FC0 << 16, 16),
-    torch.bfloat16: (torch.int16, 0x7FC0, 0),
-    torch.float16: (torch.int16, 0x7E00, 3),
-}
-_MOST_RANKS = 62
 
 
 def mark_used(element: Tensor) -> None:
@@ -80,27 +69,6 @@ def nobody_used(reduced: Mapping[Key, Tensor]) -> set[Key]:
         return set()
     values = torch.cat(list(firsts.values())).tolist()
     return {key for key, first in zip(firsts, values, strict=True) if first == 0.0 and copysign(1.0, first) < 0.0}
-
-
-def failed(rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What a rank whose backward has raised sends in the place of a gradient, 0-d."""
-    if dtype not in _NAN:
-        return torch.full((), torch.nan, dtype=dtype, device=device)
-    of_size, bits, place = _NAN[dtype]
-    return torch.full((), bits | (min(rank, _MOST_RANKS) + 1) << place, dtype=of_size, device=device).view(dtype)
-
-
-def failed_rank(reduced: Iterable[Tensor | None]) -> int | None:
-    """The rank whose backward has raised, as the first elements of reduced tensors say; on a GPU nothing is read."""
-    for tensor in reduced:
-        # (A distributed tensor of torch's would gather to be read.)
-        if type(tensor) is not Tensor or not tensor.numel() or not tensor.is_cpu or tensor.dtype not in _NAN:
-            continue
-        first = tensor[(slice(0, 1),) * tensor.dim()].reshape(1)
-        of_size, _, place = _NAN[tensor.dtype]
-        if first.isnan() and (number := int(first.view(of_size)) >> place & 63):
-            return number - 1
-    return None
 
 
 def _floor(dtype: torch.dtype) -> float:

@@ -169,11 +169,8 @@ class ZeRO1(Bucketed):
     @override
     def full(self, *, keep_changes: bool) -> Iterator[None]:
         """As the base; where parameters are rounded, the master weights of all ranks are shown in their place."""
-        shown = [
-            bucket
-            for bucket in self.buckets
-            if self.masters[bucket.index] is not None and self._whole[bucket.index] is None
-        ]
+        rounded = [bucket for bucket in self.buckets if self.masters[bucket.index] is not None]
+        shown = [bucket for bucket in rounded if self._whole[bucket.index] is None]
         self._num_open += 1
         try:
             for bucket in shown:

@@ -28,7 +28,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardlab.comm.signed import all_gather_bytes
-from shardlab.engines.agreement_check import disagreement
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import claim, new_directory, run_directory
 from shardlab.experiment.planned import against_plan, plans_or_why
@@ -40,6 +39,7 @@ from shardlab.installed import __version__
 from shardlab.launch import RankError, RankHang, RankPool, place
 from shardlab.launch.placement import torchrun_env
 from shardlab.launch.pool import check_pool
+from shardlab.testing.agreement_check import disagreement
 from shardlab.trace.clock import Reading, origins_of
 from shardlab.trace.store import Records, load_runs, write_manifest
 from shardlab.vocabulary import MeshAxis, dtype_name

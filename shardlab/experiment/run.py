@@ -13,8 +13,7 @@ from torch import Tensor
 from shardlab.comm import BaseMesh
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.trees import map_tensors
-from shardlab.engines import AnyEngine, GradScaler, build_engine, engine_options
-from shardlab.engines.agreement_check import Did, did
+from shardlab.engines import AnyEngine, build_engine, engine_options
 from shardlab.experiment.batches import Share, batches_of, size_of
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import checkpoint_directory, same_options
@@ -24,8 +23,10 @@ from shardlab.experiment.tensor import divided, loss_of
 from shardlab.experiment.workload import seeded
 from shardlab.launch import current
 from shardlab.launch.pool import num_cores
+from shardlab.optimizers.grad_scaler import GradScaler
 from shardlab.partition.ring_cost import Link
 from shardlab.tensor_parallel.rng import generator_states
+from shardlab.testing.agreement_check import Did, did
 from shardlab.trace.clock import Origins, clock_for, own_origin_ns
 from shardlab.trace.memory_by_role import LiveTensors
 from shardlab.trace.observed import Row

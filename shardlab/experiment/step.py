@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab.engines import AnyEngine, GradScaler
+from shardlab.engines import AnyEngine
+from shardlab.optimizers.grad_scaler import GradScaler
 from shardlab.trace.recorder import Recorder
 from shardlab.vocabulary import Phase, SpanKind
 

@@ -1,5 +1,6 @@
-"""Is a strategy of your own right? ``check_strategy`` trains nasty models with it and compares with one process."""
+"""Is a strategy of your own right, against one process (``check_strategy``)? Do ranks agree (``check_agreement``)?"""
 
+from shardlab.testing.agreement_check import check_agreement
 from shardlab.testing.check import check_strategy
 
-__all__ = ["check_strategy"]
+__all__ = ["check_agreement", "check_strategy"]

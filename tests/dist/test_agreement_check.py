@@ -8,7 +8,7 @@ from torch import nn
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import STRATEGIES, build_engine, check_agreement
-from shardlab.engines.agreement_check import Did, _sum_of_bits, did, disagreement
+from shardlab.testing.agreement_check import Did, _sum_of_bits, did, disagreement
 from shardlab.faults import SkippedCall, inject
 from shardlab.tensor_parallel import Column, OnSequence, Row, Scatter, parallelize_module
 from tests.dist import cases

@@ -25,7 +25,7 @@ from shardlab.engines.checkpoint import gather as gather_module
 from shardlab.engines.checkpoint import save as save_module
 from shardlab.engines.checkpoint.manifest import decode, encode, read_manifest
 from shardlab.engines.checkpoint.shard_files import ShardFiles
-from shardlab.engines.grad_scaler import GradScaler
+from shardlab.optimizers.grad_scaler import GradScaler
 from shardlab.launch.errors import RankDied
 from tests.comm.test_communicator import Log
 from tests.dist import cases

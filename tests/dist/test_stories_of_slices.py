@@ -9,7 +9,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
-from shardlab.engines.grad_scaler import GradScaler
+from shardlab.optimizers.grad_scaler import GradScaler
 from shardlab.tensor_parallel import Column, Row, parallelize_module
 from tests.dist.every_engine import KINDS, assert_states, told_of
 

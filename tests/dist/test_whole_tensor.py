@@ -5,7 +5,7 @@ import torch
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
-from shardlab.engines.sharded_optimizer import ShardedOptimizer
+from shardlab.optimizers.sharded_optimizer import ShardedOptimizer
 from shardlab.vocabulary import Partition
 from tests.dist import cases, whole_optimizers
 from tests.dist.every_engine import adamw, assert_states, one_step, plain_steps

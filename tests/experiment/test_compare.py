@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardlab.analysis.timed import timed_steps
-from shardlab.engines.agreement_check import Did
+from shardlab.testing.agreement_check import Did
 from shardlab.experiment import CompareConfig, Workload, claim, compare, load_comparison, prepare, report, write_report
 from shardlab.experiment import directory as directory_module
 from shardlab.experiment.comparison import _disagreement

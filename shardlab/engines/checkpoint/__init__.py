@@ -1,4 +1,4 @@
-"""Checkpoints and full state dicts, as functions over ``engines.state.Checkpointed``.
+"""Checkpoints and full state dicts, as functions over an ``AnyEngine``.
 
 Read shards, directory, manifest, rng, save, shard_files, load; then gather, module_state, optimizer_state.
 No engine imports this package; ``shardlab.engines`` gives it to them.

@@ -16,8 +16,8 @@ from shardlab.comm.coalesced import MESSAGE_BYTES
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.slices import merge
 from shardlab.engines.agreement import share_json
+from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.checkpoint.shards import TensorShard, gradient_shards, is_counter, shape_of
-from shardlab.engines.state import Checkpointed
 from shardlab.vocabulary import dtype_name
 
 Key = tuple[str, str]  # parameter name, key in its state
@@ -41,7 +41,7 @@ class Stretch(NamedTuple):
         return prod(self.shape) * itemsize
 
 
-def gather_whole(engine: Checkpointed, shards: Iterable[TensorShard], *, tag: str) -> dict[Key, Tensor]:
+def gather_whole(engine: AnyEngine, shards: Iterable[TensorShard], *, tag: str) -> dict[Key, Tensor]:
     """Copies of tensors of the whole model by name and key, the same on every rank; collective.
 
     Args:
@@ -60,7 +60,7 @@ def gather_whole(engine: Checkpointed, shards: Iterable[TensorShard], *, tag: st
     }
 
 
-def full_gradients(engine: Checkpointed) -> dict[str, Tensor | None]:
+def full_gradients(engine: AnyEngine) -> dict[str, Tensor | None]:
     """See ``Engine.full_gradients``; the gradients must already be means."""
     full = gather_whole(engine, gradient_shards(engine), tag="full gradients")
     by_name = {name: gradient for (name, _), gradient in full.items()}
@@ -97,7 +97,7 @@ def gather_shards(
     return full
 
 
-def _merged(engine: Checkpointed, name: str, value: Tensor, *, tag: str) -> Tensor:
+def _merged(engine: AnyEngine, name: str, value: Tensor, *, tag: str) -> Tensor:
     if engine.tensor_comm is None or name not in engine.slices or tuple(value.shape) != shape_of(engine, name):
         return value
     return merge(value, engine.slices[name], engine.tensor_comm, tag=tag)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardlab.engines.agreement import all_or_none, number_among, share_texts
+from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.checkpoint.directory import MANIFEST, checksum, identity, reading, replaced_by
 from shardlab.engines.checkpoint.manifest import Manifest, read_manifest
 from shardlab.engines.checkpoint.optimizer_state import (
@@ -31,10 +32,10 @@ from shardlab.engines.checkpoint.rng import restore_rng
 from shardlab.engines.checkpoint.save import check_mesh
 from shardlab.engines.checkpoint.shard_files import ShardFiles
 from shardlab.engines.checkpoint.shards import Kind, described, persistent_buffers, whole_shape_of, with_extra_state
-from shardlab.engines.state import Checkpointed, Stateful
+from shardlab.engines.state import Stateful
 
 
-def load_checkpoint(engine: Checkpointed, directory: Path, objects: Mapping[str, Stateful]) -> Any:
+def load_checkpoint(engine: AnyEngine, directory: Path, objects: Mapping[str, Stateful]) -> Any:
     """See ``Engine.load``."""
     comms, device = engine.comms, engine.mesh.device
     number, num_ranks = number_among(comms)
@@ -52,7 +53,7 @@ def load_checkpoint(engine: Checkpointed, directory: Path, objects: Mapping[str,
     return manifest.extra
 
 
-def _fitting(engine: Checkpointed, folder: Path, objects: Mapping[str, Stateful]) -> Manifest:
+def _fitting(engine: AnyEngine, folder: Path, objects: Mapping[str, Stateful]) -> Manifest:
     """The manifest, if this engine can load it."""
     check_mesh(engine)
     manifest = read_manifest(folder)
@@ -84,7 +85,7 @@ def _check_files(folder: Path, manifest: Manifest, number: int, num_ranks: int) 
             )
 
 
-def _restore_objects(engine: Checkpointed, folder: Path, manifest: Manifest, objects: Mapping[str, Stateful]) -> None:
+def _restore_objects(engine: AnyEngine, folder: Path, manifest: Manifest, objects: Mapping[str, Stateful]) -> None:
     for name, module in with_extra_state(engine.module).items():
         module.set_extra_state(manifest.module_state[name])
     for name, thing in objects.items():
@@ -94,7 +95,7 @@ def _restore_objects(engine: Checkpointed, folder: Path, manifest: Manifest, obj
             raise RuntimeError(f"objects: {name!r} cannot load what {folder / MANIFEST} has: {error!r}") from error
 
 
-def _restore(engine: Checkpointed, folder: Path, manifest: Manifest) -> None:
+def _restore(engine: AnyEngine, folder: Path, manifest: Manifest) -> None:
     with ShardFiles(folder) as files, torch.no_grad():
         for name, (tensor, start, stop) in engine.resident_params().items():
             if start < stop:
@@ -114,7 +115,7 @@ def _restore(engine: Checkpointed, folder: Path, manifest: Manifest) -> None:
     restore_rng(manifest.rng, engine.data_rank, engine.mesh.device)
 
 
-def _restore_optimizer(engine: Checkpointed, files: ShardFiles, manifest: Manifest) -> None:
+def _restore_optimizer(engine: AnyEngine, files: ShardFiles, manifest: Manifest) -> None:
     def state_of(name: str, piece: Tensor, start: int, stop: int) -> dict[str, Any]:
         state = dict(manifest.values.get(name, {}))
         for key, rows in manifest.tensors_of(Kind.STATE, name).items():
@@ -131,7 +132,7 @@ def _restore_optimizer(engine: Checkpointed, files: ShardFiles, manifest: Manife
     install_state(engine, groups, state_of)
 
 
-def _check_model(engine: Checkpointed, manifest: Manifest) -> None:
+def _check_model(engine: AnyEngine, manifest: Manifest) -> None:
     """Check that parameters and buffers have the same names and shapes, and parameters the same dtypes."""
     tensors = engine.step_tensors()
     _check_names("parameters", manifest.parameters, engine.params)
@@ -145,7 +146,7 @@ def _check_model(engine: Checkpointed, manifest: Manifest) -> None:
     _check_names("module state", manifest.module_state, with_extra_state(engine.module))
 
 
-def _check_optimizer(engine: Checkpointed, manifest: Manifest) -> None:
+def _check_optimizer(engine: AnyEngine, manifest: Manifest) -> None:
     """Check the optimizer's class, the parameters in each group, and that this engine can cut the state."""
     kind = type(engine.optimizer).__name__
     if manifest.optimizer != kind:

@@ -18,12 +18,12 @@ from shardlab.comm.communicator import Communicator
 from shardlab.comm.signed import checked, signed
 from shardlab.comm.slices import cut_state, merge_state
 from shardlab.engines.agreement import all_or_none, share_texts
-from shardlab.engines.state import Checkpointed
+from shardlab.engines.any_engine import AnyEngine
 
 _EXTRA_STATE = "_extra_state"  # torch's suffix for what get_extra_state() returned: any type, of any size
 
 
-def full_state_dict(engine: Checkpointed) -> dict[str, Any]:
+def full_state_dict(engine: AnyEngine) -> dict[str, Any]:
     """See ``Engine.full_state_dict``; the module must have its full parameters, or its slices of them."""
     state = engine.module.state_dict()
     if engine.tensor_comm is not None:
@@ -34,7 +34,7 @@ def full_state_dict(engine: Checkpointed) -> dict[str, Any]:
     return _like(state, first_ranks_own(engine, whole))
 
 
-def load_full_state_dict(engine: Checkpointed, state: Mapping[str, Any]) -> None:
+def load_full_state_dict(engine: AnyEngine, state: Mapping[str, Any]) -> None:
     """See ``Engine.load_full_state_dict``; the module must have full parameters, or its slices of them."""
     given = _like(state, cut_state(state, engine.slices))
     own = engine.module.state_dict()
@@ -57,7 +57,7 @@ def _restored_after_an_error(module: nn.Module, own: Mapping[str, Any]) -> Itera
         raise
 
 
-def first_ranks_own(engine: Checkpointed, state: dict[str, Any]) -> dict[str, Any]:
+def first_ranks_own(engine: AnyEngine, state: dict[str, Any]) -> dict[str, Any]:
     """``state`` with the buffers and the extra state of the first data rank, the same on every rank; collective.
 
     Args:

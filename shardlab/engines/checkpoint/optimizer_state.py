@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardlab.comm.slices import cut
 from shardlab.engines.agreement import share_results
+from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.checkpoint.gather import gather_whole
 from shardlab.engines.checkpoint.manifest import decode, encode
 from shardlab.engines.checkpoint.shards import (
@@ -22,11 +23,10 @@ from shardlab.engines.checkpoint.shards import (
     state_values,
     whole_shape_of,
 )
-from shardlab.engines.state import Checkpointed
 from shardlab.vocabulary import class_of
 
 
-def named_groups(engine: Checkpointed) -> list[dict[str, Any]]:
+def named_groups(engine: AnyEngine) -> list[dict[str, Any]]:
     """The optimizer's parameter groups, with names in place of tensors.
 
     Raises:
@@ -42,7 +42,7 @@ def named_groups(engine: Checkpointed) -> list[dict[str, Any]]:
     return groups
 
 
-def full_optimizer_state_dict(engine: Checkpointed) -> dict[str, Any]:
+def full_optimizer_state_dict(engine: AnyEngine) -> dict[str, Any]:
     """See ``Engine.full_optimizer_state_dict``."""
     groups = named_groups(engine)
     numbers = _numbers(groups)
@@ -65,14 +65,14 @@ def full_optimizer_state_dict(engine: Checkpointed) -> dict[str, Any]:
     return {"state": ordered, "param_groups": [_numbered(group, numbers) for group in groups]}
 
 
-def named_optimizer_state(engine: Checkpointed) -> dict[str, dict[str, Any]]:
+def named_optimizer_state(engine: AnyEngine) -> dict[str, dict[str, Any]]:
     """See ``Engine.named_optimizer_state``."""
     state = full_optimizer_state_dict(engine)["state"]
     numbers = _numbers(named_groups(engine))
     return {name: state[numbers[name]] for name in engine.params if numbers.get(name) in state}
 
 
-def load_named_optimizer_state(engine: Checkpointed, state: Mapping[str, Mapping[str, Any]]) -> None:
+def load_named_optimizer_state(engine: AnyEngine, state: Mapping[str, Mapping[str, Any]]) -> None:
     """See ``Engine.load_named_optimizer_state``."""
     groups = named_groups(engine)
     numbers = _numbers(groups)
@@ -83,7 +83,7 @@ def load_named_optimizer_state(engine: Checkpointed, state: Mapping[str, Mapping
     load_full_optimizer_state_dict(engine, {"state": numbered, "param_groups": own})
 
 
-def load_full_optimizer_state_dict(engine: Checkpointed, state: Mapping[str, Any]) -> None:
+def load_full_optimizer_state_dict(engine: AnyEngine, state: Mapping[str, Any]) -> None:
     """See ``Engine.load_full_optimizer_state_dict``."""
     groups, given = named_groups(engine), state["param_groups"]
     sizes, given_sizes = ([len(group["params"]) for group in some] for some in (groups, given))
@@ -111,7 +111,7 @@ def load_full_optimizer_state_dict(engine: Checkpointed, state: Mapping[str, Any
     install_state(engine, named, piece_of)
 
 
-def check_state_value(engine: Checkpointed, name: str, key: str, value: Any) -> None:
+def check_state_value(engine: AnyEngine, name: str, key: str, value: Any) -> None:
     """Check that state that is no tensor can be loaded.
 
     Raises:
@@ -125,7 +125,7 @@ def check_state_value(engine: Checkpointed, name: str, key: str, value: Any) -> 
 
 
 def install_state(
-    engine: Checkpointed, groups: list[dict[str, Any]], state_of: Callable[[str, Tensor, int, int], dict[str, Any]]
+    engine: AnyEngine, groups: list[dict[str, Any]], state_of: Callable[[str, Tensor, int, int], dict[str, Any]]
 ) -> None:
     """Load what this rank holds into the optimizer.
 
@@ -147,7 +147,7 @@ def install_state(
     engine.install_optimizer_state({"state": state, "param_groups": [_numbered(group, numbers) for group in groups]})
 
 
-def check_state_shape(engine: Checkpointed, name: str, key: str, shape: tuple[int, ...]) -> None:
+def check_state_shape(engine: AnyEngine, name: str, key: str, shape: tuple[int, ...]) -> None:
     """Refuse state that cannot be cut as its parameter is; all ranks decide alike.
 
     Raises:
@@ -168,12 +168,12 @@ def _laid_as(piece: Tensor, value: Any) -> Any:
     return torch.empty_like(piece, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
 
 
-def _is_cut(engine: Checkpointed, name: str) -> bool:
+def _is_cut(engine: AnyEngine, name: str) -> bool:
     """Whether several ranks have parts of a parameter."""
     return name in engine.slices or bool(engine.spread_over()[name] and len(engine.owners()[name]) > 1)
 
 
-def _cut(engine: Checkpointed, name: str, value: Any, piece: Tensor, start: int, stop: int) -> Any:
+def _cut(engine: AnyEngine, name: str, value: Any, piece: Tensor, start: int, stop: int) -> Any:
     if not isinstance(value, Tensor):
         return value
     if tuple(value.shape) != whole_shape_of(engine, name):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from shardlab.engines.agreement import all_or_none, number_among, share_json, share_texts
+from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.checkpoint.directory import (
     MANIFEST,
     begun,
@@ -43,11 +44,11 @@ from shardlab.engines.checkpoint.shards import (
     whole_shape_of,
     with_extra_state,
 )
-from shardlab.engines.state import Checkpointed, Stateful
+from shardlab.engines.state import Stateful
 from shardlab.engines.step_tensors import tensors_of
 
 
-def save_checkpoint(engine: Checkpointed, directory: Path, extra: Any, objects: Mapping[str, Stateful]) -> None:
+def save_checkpoint(engine: AnyEngine, directory: Path, extra: Any, objects: Mapping[str, Stateful]) -> None:
     """See ``Engine.save``."""
     comms, device, is_first = engine.comms, engine.mesh.device, number_among(engine.comms)[0] == 0
     # Everything that can be refused is refused before anything is written.
@@ -63,7 +64,7 @@ def save_checkpoint(engine: Checkpointed, directory: Path, extra: Any, objects: 
         all_or_none(comms, device, lambda: _finish(engine, directory, version, head, parts) if is_first else None)
 
 
-def check_mesh(engine: Checkpointed) -> None:
+def check_mesh(engine: AnyEngine) -> None:
     """Refuse a mesh with ranks that do not train this model together."""
     if prod(engine.mesh.axes.values()) != prod(comm.num_ranks for comm in engine.comms):
         raise ValueError(
@@ -72,7 +73,7 @@ def check_mesh(engine: Checkpointed) -> None:
         )
 
 
-def _head(engine: Checkpointed, extra: Any, objects: Mapping[str, Stateful]) -> dict[str, Any]:
+def _head(engine: AnyEngine, extra: Any, objects: Mapping[str, Stateful]) -> dict[str, Any]:
     """The encoded manifest, without what each rank adds."""
     check_mesh(engine)
     tensors = engine.step_tensors()
@@ -97,7 +98,7 @@ def _head(engine: Checkpointed, extra: Any, objects: Mapping[str, Stateful]) -> 
     ).to_json()
 
 
-def _check_objects(engine: Checkpointed, objects: Mapping[str, Stateful]) -> None:
+def _check_objects(engine: AnyEngine, objects: Mapping[str, Stateful]) -> None:
     """Refuse another optimizer over pieces: each rank has the state of its own, and only the first rank's is saved."""
     whole = set(map(id, engine.params.values()))
     pieces = {id(tensor) for tensor in engine.step_tensors()} - whole
@@ -110,7 +111,7 @@ def _check_objects(engine: Checkpointed, objects: Mapping[str, Stateful]) -> Non
             )
 
 
-def _own_shards(engine: Checkpointed) -> list[TensorShard]:
+def _own_shards(engine: AnyEngine) -> list[TensorShard]:
     """What this rank writes: its part of what several ranks hold, and on the first rank the buffers."""
     spread = engine.spread_over()
     # Along axes that a parameter is not spread over, ranks have copies of the same piece.
@@ -128,7 +129,7 @@ def _own_shards(engine: Checkpointed) -> list[TensorShard]:
     return shards
 
 
-def _write_part(engine: Checkpointed, folder: Path, shards: list[TensorShard]) -> dict[str, Any]:
+def _write_part(engine: AnyEngine, folder: Path, shards: list[TensorShard]) -> dict[str, Any]:
     """Write this rank's file, and return what it adds to the manifest, encoded."""
     file = f"rank-{number_among(engine.comms)[0]:05d}.safetensors"
     rows = [Row.of(shard, file) for shard in shards]
@@ -170,7 +171,7 @@ def _with_counters(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _finish(
-    engine: Checkpointed, directory: Path, version: str, head: dict[str, Any], parts: list[dict[str, Any]]
+    engine: AnyEngine, directory: Path, version: str, head: dict[str, Any], parts: list[dict[str, Any]]
 ) -> None:
     """Write the manifest and publish the version; it replaces those that this engine wrote or loaded."""
     whole = {

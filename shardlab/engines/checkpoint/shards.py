@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm.trees import tensors_in
-from shardlab.engines.guards.claims import PIECES
-from shardlab.engines.state import Checkpointed
+from shardlab.engines.any_engine import AnyEngine
 from shardlab.partition.chunks import chunk_bounds
 from shardlab.partition.slices import TensorSlice
 from shardlab.vocabulary import class_of, dtype_name
@@ -66,14 +65,14 @@ class TensorShard:
         return replace(self, start=self.start + first, stop=self.start + last, tensor=self.tensor[first:last])
 
 
-def parameter_shards(engine: Checkpointed) -> Iterator[TensorShard]:
+def parameter_shards(engine: AnyEngine) -> Iterator[TensorShard]:
     """The pieces this rank steps: master weights, if there are any."""
     for name, piece, start, stop in _pieces(engine):
         shape = shape_of(engine, name)
         yield TensorShard(Kind.PARAMETER, name, "", shape, start, stop, _flat(piece), engine.slices.get(name))
 
 
-def gradient_shards(engine: Checkpointed) -> Iterator[TensorShard]:
+def gradient_shards(engine: AnyEngine) -> Iterator[TensorShard]:
     """The gradients of the pieces this rank steps; nothing for a parameter that no rank used."""
     for name, piece, start, stop in _pieces(engine):
         if (gradient := piece.grad) is not None:
@@ -84,7 +83,7 @@ def gradient_shards(engine: Checkpointed) -> Iterator[TensorShard]:
             )
 
 
-def state_shards(engine: Checkpointed) -> Iterator[TensorShard]:
+def state_shards(engine: AnyEngine) -> Iterator[TensorShard]:
     """The tensors in the optimizer state of those pieces; nothing for a parameter that was never stepped.
 
     Raises:
@@ -106,7 +105,7 @@ def state_shards(engine: Checkpointed) -> Iterator[TensorShard]:
                 yield TensorShard(Kind.STATE, name, key, tuple(value.shape), 0, value.numel(), _flat(value).clone())
 
 
-def state_values(engine: Checkpointed) -> dict[str, dict[str, Any]]:
+def state_values(engine: AnyEngine) -> dict[str, dict[str, Any]]:
     """Optimizer state that is not tensors, for the parameters whose first element this rank holds.
 
     Raises:
@@ -133,7 +132,7 @@ def _check_belongs(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ValueError: there is some.
     """
-    known = {"state", "param_groups", PIECES}
+    known = {"state", "param_groups"}
     lost = [key for key in optimizer.state if not isinstance(key, Tensor)] + list(optimizer.state_dict().keys() - known)
     if lost:
         raise ValueError(
@@ -181,12 +180,12 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def shape_of(engine: Checkpointed, name: str) -> tuple[int, ...]:
+def shape_of(engine: AnyEngine, name: str) -> tuple[int, ...]:
     """The shape of a parameter, even if it is a placeholder; in a tensor-parallel model, of the slice."""
     return tuple(engine.params[name].shape)
 
 
-def whole_shape_of(engine: Checkpointed, name: str) -> tuple[int, ...]:
+def whole_shape_of(engine: AnyEngine, name: str) -> tuple[int, ...]:
     """The shape of a parameter in the whole model."""
     return engine.slices[name].full_shape if name in engine.slices else shape_of(engine, name)
 
@@ -202,7 +201,7 @@ def with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
     return {name: part for name, part in module.named_modules() if type(part).get_extra_state is not plain}
 
 
-def _pieces(engine: Checkpointed) -> Iterator[tuple[str, Tensor, int, int]]:
+def _pieces(engine: AnyEngine) -> Iterator[tuple[str, Tensor, int, int]]:
     """Name, piece and elements of what this rank steps, without parameters that have no elements."""
     tensors = engine.step_tensors()
     for name, (start, stop) in engine.owned().items():

@@ -12,44 +12,20 @@ import contextlib
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from shardlab.comm.communicator import Communicator
-from shardlab.engines.hooks import refuse_replacing, weakly
+from shardlab.engines.any_engine import AnyEngine
+from shardlab.engines.hooks import weakly
 
 _CLAIM = "_shardlab_claim"
 _KEPT = "_shardlab_engine"
 _ZERO_GRAD = "zero_grad"
-PIECES = "shardlab_pieces"
-"""In an optimizer's state dict: of which pieces it is."""
-
-
-class StepsPieces(Protocol):
-    """What tells one rank's pieces from another's."""
-
-    @property
-    def tensor_comm(self) -> Communicator | None: ...  # noqa: D102
-    def owned(self) -> dict[str, tuple[int, int]]: ...  # noqa: D102
-
-
-class Claimant(StepsPieces, Protocol):
-    """What a claim asks of its engine."""
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def replaces_params(self) -> bool: ...  # noqa: D102
-    @property
-    def module(self) -> nn.Module: ...  # noqa: D102
-    def zero_grad(self, set_to_none: bool = True) -> None: ...  # noqa: D102
-    def spread_over(self) -> dict[str, tuple[Communicator, ...]]: ...  # noqa: D102
 
 
 class EngineReference:
@@ -60,13 +36,13 @@ class EngineReference:
         keeps: whether this reference keeps the engine alive.
     """
 
-    def __init__(self, engine: Claimant | None, *, keeps: bool = False) -> None:
-        self._reference: Callable[[], Claimant | None] | None = None
+    def __init__(self, engine: AnyEngine | None, *, keeps: bool = False) -> None:
+        self._reference: Callable[[], AnyEngine | None] | None = None
         if engine is not None:
             self._reference = (lambda: engine) if keeps else weakref.ref(engine)
 
     @property
-    def engine(self) -> Claimant | None:
+    def engine(self) -> AnyEngine | None:
         """The engine; None once it is garbage or ``forget()`` was called."""
         return None if self._reference is None else self._reference()
 
@@ -91,20 +67,13 @@ def check_free(model: nn.Module) -> None:
     """
     if any(_owner(thing) is not None for thing in (*model.modules(), *model.parameters())):
         gc.collect()  # an engine that an error left open may be garbage: it and its module refer to each other
-    for name, module in model.named_modules():
-        if (engine := _owner(module)) is not None:
-            if module is model is engine.module:
-                raise ValueError("model: it is wrapped by an engine already; close() that engine first")
-            what = f"its module {name!r}" if name else "it"
-            how = "is wrapped by an engine" if module is engine.module else "is inside a module that an engine wraps"
+    for name, thing in (*model.named_modules(), *model.named_parameters()):
+        if (engine := _owner(thing)) is not None:
+            what = f"its {'module' if isinstance(thing, nn.Module) else 'parameter'} {name!r}" if name else "it"
+            how = "is wrapped by" if thing is engine.module else "is in a module of"
             raise ValueError(
-                f"model: {what} {how} ({engine.name}) already; close() that engine first, or give both one engine"
-            )
-    for name, param in model.named_parameters():
-        if (engine := _owner(param)) is not None:
-            raise ValueError(
-                f"model: its parameter {name!r} is also in a module that an engine wraps ({engine.name}); close() that "
-                "engine first, or give both modules one engine"
+                f"model: {what} {how} an engine ({engine.name}) already; close() that engine first, or give both one "
+                "engine"
             )
 
 
@@ -120,7 +89,7 @@ class Claim:
 
     def __init__(
         self,
-        engine: Claimant,
+        engine: AnyEngine,
         params: Iterable[nn.Parameter],
         optimizer: torch.optim.Optimizer,
         before_others_step: Callable[[torch.optim.Optimizer], None] | None = None,
@@ -128,11 +97,15 @@ class Claim:
         self._mark = EngineReference(engine)
         self._module, self._optimizer = engine.module, optimizer
         self._params, self._before_others_step = tuple(params), before_others_step
-        self.is_stepping = False
-        self.is_installing = False
-        self._hooks = [*_watch_steps(self), *_mark_states(self)]
+        self.verb = ""
+        self._hooks = []
+        with contextlib.suppress(AttributeError):  # a wrapper that never called Optimizer.__init__ is not watched
+            self._hooks.append(optimizer.register_step_pre_hook(weakly(self.check_step)))
+            if any(engine.spread_over().values()):
+                self._hooks.append(optimizer.register_load_state_dict_pre_hook(weakly(self.check_load)))
         if before_others_step is not None:
-            self._hooks.append(_watch_others(self))
+            self._hooks.append(register_optimizer_step_pre_hook(weakly(self.check_others)))
+            weakref.finalize(self, self._hooks[-1].remove)  # an engine that nobody closes leaves none
         # Modules without parameters stay unmarked: two models may share an activation.
         claimed = [module for module in self._module.modules() if next(module.parameters(), None) is not None]
         # Of the module too, which may have others in their place by now (torch's own engines).
@@ -144,53 +117,42 @@ class Claim:
             object.__setattr__(owner, _ZERO_GRAD, ZeroGrad(owner, self._mark))
 
     @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Inside, ``optimizer.step()`` is the engine's own call."""
-        # Also taken back after a step that raised, or the user could step past the engine from then on.
-        self.is_stepping = True
+    def during(self, verb: str) -> Iterator[None]:
+        """Inside, the engine itself calls the optimizer, to 'step' or to 'load'."""
+        self.verb = verb
         try:
             yield
         finally:
-            self.is_stepping = False
-
-    @contextlib.contextmanager
-    def installing(self) -> Iterator[None]:
-        """Inside, ``optimizer.load_state_dict()`` is the engine's own call."""
-        self.is_installing = True
-        try:
-            yield
-        finally:
-            self.is_installing = False
+            self.verb = ""
 
     def check_step(self, *_: Any) -> None:
         """Refuse a step that the engine has not called.
 
         Raises:
-            RuntimeError: outside ``stepping()``, while the engine lives.
+            RuntimeError: outside of the engine's step, while the engine lives.
         """
-        if not self.is_stepping and self._mark.engine is not None:
+        if self.verb != "step" and self._mark.engine is not None:
             raise RuntimeError(
                 "engine.optimizer.step(): it would step this rank's tensors, perhaps before gradients are averaged, "
-                "and gather nothing; write engine.step(), or scaler.step(engine) with shardlab.engines.GradScaler"
+                "and gather nothing; write engine.step(), or scaler.step(engine) with shardlab.GradScaler"
             )
 
-    def check_state(self, _: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Refuse state that was saved for other pieces.
+    def check_load(self, *_: Any) -> None:
+        """Refuse state where tensors are pieces: nothing says of which it is.
 
         Raises:
-            ValueError: it is another rank's, or that of a plain optimizer.
+            ValueError: the engine has not called it.
         """
-        engine = self._mark.engine
-        if engine is not None and not self.is_installing and state.get(PIECES) != pieces_of(engine):
+        if self.verb != "load" and self._mark.engine is not None:
             raise ValueError(
-                "engine.optimizer.load_state_dict: this rank steps pieces of the parameters, and the state is not of "
-                "these pieces; write engine.load_full_optimizer_state_dict(state), with a plain optimizer's state or "
+                "engine.optimizer.load_state_dict: this rank steps pieces of the parameters, and nothing says of which "
+                "the state is; write engine.load_full_optimizer_state_dict(state), with a plain optimizer's state or "
                 "that of engine.full_optimizer_state_dict(), or engine.load(directory)"
             )
 
     def check_others(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Tell of a step of any optimizer but the engine's own."""
-        if self._mark.engine is not None and optimizer is not self._optimizer and not self.is_stepping:
+        if self._mark.engine is not None and optimizer is not self._optimizer and self.verb != "step":
             assert self._before_others_step is not None
             self._before_others_step(optimizer)
 
@@ -231,54 +193,15 @@ class ZeroGrad:
             engine.zero_grad(*args, **kwargs)
 
 
-def pieces_of(engine: StepsPieces) -> dict[str, Any]:
-    """The elements of each parameter that this rank steps, in plain types, with its place on the tensor axis."""
-    tensor_rank = 0 if engine.tensor_comm is None else engine.tensor_comm.rank
-    return {"tensor_rank": tensor_rank, "owned": {name: list(span) for name, span in engine.owned().items()}}
-
-
-def _watch_steps(claim: Claim) -> list[RemovableHandle]:
-    try:
-        return [claim._optimizer.register_step_pre_hook(weakly(claim.check_step))]
-    except AttributeError:
-        # A wrapper around another optimizer that never called Optimizer.__init__ has no hooks and is not watched.
-        return []
-
-
-def _mark_states(claim: Claim) -> list[RemovableHandle]:
-    """Where tensors are pieces, mark the optimizer's state dicts with whose pieces they are of, and refuse others'."""
-    engine, optimizer = claim._mark.engine, claim._optimizer
-    if engine is None or not any(engine.spread_over().values()):
-        return []
-    mark = pieces_of(engine)
-    try:
-        return [
-            optimizer.register_state_dict_post_hook(lambda _, state: state.update({PIECES: mark})),
-            optimizer.register_load_state_dict_pre_hook(weakly(claim.check_state)),
-        ]
-    except AttributeError:  # as above
-        return []
-
-
-def _watch_others(claim: Claim) -> RemovableHandle:
-    handle: RemovableHandle = register_optimizer_step_pre_hook(weakly(claim.check_others))
-    weakref.finalize(claim, handle.remove)  # an engine that nobody closes leaves none
-    return handle
-
-
-def engine_of(module: nn.Module) -> Claimant | None:
+def engine_of(module: nn.Module) -> AnyEngine | None:
     """The engine that trains a module; None if none does."""
     return _owner(module)
 
 
-def _owner(thing: object) -> Claimant | None:
+def _owner(thing: object) -> AnyEngine | None:
     return _engine_behind(getattr(thing, _CLAIM, None))
 
 
-def _engine_behind(mark: object) -> Claimant | None:
+def _engine_behind(mark: object) -> AnyEngine | None:
     """The engine that a mark refers to; None for what unpickling left in place of a mark."""
     return mark.engine if isinstance(mark, EngineReference) else None
-
-
-# Once, and not by each claim: whether somebody owns a parameter is written on it.
-refuse_replacing(_owner)

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from shardlab.engines.agreement import all_or_none
-from shardlab.engines.checks import check_not_scripted, check_optimizer, check_others_step
+from shardlab.engines.checks import check_optimizer
 from shardlab.engines.engine import Engine
 from shardlab.engines.gradients import Gradients
 from shardlab.engines.guards.claims import Claim, check_free
@@ -24,7 +24,7 @@ from shardlab.engines.guards.snapshot import Snapshot
 from shardlab.engines.hooks import unrefused
 from shardlab.engines.shards import Shards
 from shardlab.engines.step_tensors import OptimizerFn, guard_groups, tensors_of
-from shardlab.vocabulary import Partition
+from shardlab.vocabulary import Partition, class_of
 
 # After which of the engine's moments what the engine, autograd or the optimizer has changed is remembered as it is.
 _REMEMBERED = {
@@ -51,7 +51,6 @@ class Guards:
         self._given: dict[str, nn.Parameter] = {}  # the user's own; on the meta device others take their place
         self._placeholders: dict[str, PlaceholderGradient] = {}
         self._lost = ""  # a sharded parameter whose data was replaced while it was gathered
-        self._was_written = False  # when a state was to be loaded
         self._has_moved = False  # a piece is elsewhere, for good: what is stepped there reaches nothing
         self._shown: list[Callable[[bool], None]] = []  # to be told when the parameters are plain again
         self._hooks: list[RemovableHandle] = []
@@ -86,8 +85,7 @@ class Guards:
         self._place(moment, engine)
         engine.step_tensors().are_behind = engine.gradients.are_local and not (self._is_alone and self._is_whole)
         if self._claim is not None and moment in ("update", "stepped", "install", "installed"):
-            self._claim.is_stepping = moment == "update"
-            self._claim.is_installing = moment == "install"
+            self._claim.verb = {"update": "step", "install": "load"}.get(moment, "")
         if moment in ("update", "stepped") and Where.SPREAD in self._where:
             for name, param in engine.params.items():
                 if moment == "update":
@@ -211,7 +209,7 @@ class Guards:
 
     @property
     def _is_stepping(self) -> bool:
-        return self._claim is not None and self._claim.is_stepping
+        return self._claim is not None and self._claim.verb == "step"
 
     def _frozen(self, moment: str, engine: Engine) -> str:
         """Where a bucket is frozen, nobody gathers what has become of its pieces."""
@@ -226,12 +224,6 @@ class Guards:
         return ""
 
     def _check_groups(self, engine: Engine) -> None:
-        for name, tensor in engine.step_tensors().items():
-            if tensor is not engine.params[name] and engine.params[name] in engine.optimizer.state:
-                raise RuntimeError(
-                    f"engine.optimizer.state: it has an entry for the module's {name!r}, of which the optimizer steps "
-                    f"a piece; write engine.optimizer.state[engine.step_tensors().by_name({name!r})]"
-                )
         if _count(engine) != self._num_stepped:
             # A group was added: of a tensor that the engine does not know, nobody averages the gradients.
             check_optimizer(engine.optimizer, engine.step_tensors())
@@ -254,10 +246,6 @@ class Guards:
                     param.grad = None
 
     def _remember(self, moment: str, engine: Engine) -> None:
-        if moment == "load":
-            self._was_written = any(one.changed("version") for one in self._snapshots.values())
-        if moment == "not loaded" and not self._was_written:
-            moment = "loaded"  # what the load itself has written is dropped; what was written before is still refused
         more = _REMEMBERED_OF_SHARDED if Where.SHARDED in self._where else {}
         for (kind, field), moments in _REMEMBERED.items():
             if moment not in moments and moment not in more.get((kind, field), ()):
@@ -271,12 +259,27 @@ class Guards:
 
     @staticmethod
     def _before_others_step(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
-        several, pieces = engine.num_data_ranks > 1, engine.step_tensors()
-        check_others_step(
-            optimizer, engine.params, pieces, engine.name, is_early=several and engine._running,
-            is_behind=several and engine.gradients.are_local and not engine._running,
-        )  # fmt: skip
-        others = tensors_of(optimizer)
+        """Refuse an optimizer that steps the module's parameters, too early or in the place of pieces of them."""
+        others, pieces, kind = tensors_of(optimizer), engine.step_tensors(), type(optimizer).__name__
+        for name, param in engine.params.items():
+            piece = pieces.by_name(name)
+            is_given = id(param) in others
+            if engine.num_data_ranks > 1 and engine._running and is_given:
+                raise RuntimeError(
+                    f"{kind}.step(): it steps {name!r} inside backward, before gradients are averaged over the ranks; "
+                    "write engine.step(), after engine.backward(loss)"
+                )
+            if engine.num_data_ranks > 1 and engine.gradients.are_local and (is_given or id(piece) in others):
+                raise RuntimeError(
+                    f"{kind}.step(): gradients of {name!r} are not averaged over the ranks yet, after a backward "
+                    "inside no_sync(); call engine.finish_gradients() first, on all ranks"
+                )
+            if is_given and piece is not param:
+                raise RuntimeError(
+                    f"{kind}.step(): it steps the module's {name!r}, but strategy {engine.name!r} steps a piece of it; "
+                    "let the engine build the optimizer, as in build_engine(strategy, model, lambda tensors: "
+                    "AdamW(tensors, lr=1e-3), mesh), and write engine.step()"
+                )
         increment_version([one for one in pieces if one.grad is not None and id(one) in others])  # fused kernels do not
 
     def _release(self) -> None:
@@ -287,6 +290,21 @@ class Guards:
             show(True)
         for hook in self._hooks:
             hook.remove()
+
+
+def check_not_scripted(model: nn.Module) -> None:
+    """Check that no part of the model is TorchScript, where placeholders cannot be put in the place of parameters.
+
+    Raises:
+        ValueError: one is.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"model: {name or 'the model'!r} is {class_of(module)} of TorchScript, which computes with its "
+                "own parameters, and these are sharded; use the module that it was made from, or ddp, bucketed, zero1 "
+                "or zero2"
+            )
 
 
 def _count(engine: Engine) -> int:

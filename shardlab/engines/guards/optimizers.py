@@ -94,7 +94,7 @@ def fitting_optimizer(
 
     Args:
         make: the user's function; called again, with the module's parameters, where it looks at single tensors, to find
-            out whether it would make the same groups, and where it fails, to find out why.
+            out whether it would make the same groups.
         tensors: what the optimizer is to step.
         params: the module's, by name.
         shapes: of the whole model's parameters, by name.
@@ -102,16 +102,13 @@ def fitting_optimizer(
 
     Raises:
         ValueError: its steps would depend on what other ranks have, nobody has said what they depend on, or the
-            function has chosen tensors by what pieces do not have.
-        Exception: otherwise whatever ``make`` raises.
+            function has chosen tensors by what pieces do not have, or has raised.
     """
     try:
         with tensors.choosing() as choice:
             optimizer = make(tensors)
     except Exception as error:
-        if (advice := _why_it_failed(make, tensors, params, shapes, cut)) is not None:
-            raise ValueError(f"optimizer_fn: {error} ({type(error).__name__}); {advice}") from error
-        raise
+        raise ValueError(f"optimizer_fn: {error} ({type(error).__name__}); {_advice(tensors, params, cut)}") from error
     check_optimizer(optimizer, tensors)
     if cut.is_spread or cut.is_sliced:
         _check_fits(optimizer, cut)
@@ -135,33 +132,17 @@ def fitting_optimizer(
     return make(tensors)  # again, so that whatever the user's function keeps is of the optimizer that steps
 
 
-def _why_it_failed(
-    make: OptimizerFn, tensors: StepTensors, params: Mapping[str, Tensor], shapes: Shapes, cut: Cut
-) -> str | None:
-    with _as_whole(params, shapes) as whole:
-        are_others = cut.is_sliced or tensors.by_name(whole.names[0]) is not whole[0]
-        takes_whole = are_others and _takes(make, whole)
-    if takes_whole:
-        advice = (
-            "it works with the module's own parameters, and this rank's are pieces, perhaps empty ones; choose by name "
-            "with tensors.where(lambda name: ...)"
-        )
-        return f"{advice}, or, if it takes whole tensors, {_WHOLE}" if cut.goes_through else advice
-    frozen = [name for name, tensor in tensors.items() if not tensor.requires_grad]
-    if frozen and _takes(make, tensors.where(lambda name: name not in frozen)):
+def _advice(tensors: StepTensors, params: Mapping[str, Tensor], cut: Cut) -> str:
+    """What a function may have stumbled over that would have worked with the module's parameters."""
+    if frozen := [name for name, tensor in tensors.items() if not tensor.requires_grad]:
         return (
             f"it is given frozen parameters too, such as {frozen[0]!r}, since they may be unfrozen later; leave them "
             "out with tensors.where(lambda name: model.get_parameter(name).requires_grad)"
         )
-    return None
-
-
-def _takes(make: OptimizerFn, tensors: StepTensors) -> bool:
-    try:
-        make(tensors)
-    except Exception:  # a user's class may raise anything
-        return False
-    return True
+    if not cut.is_sliced and all(tensor is params[name] for name, tensor in tensors.items()):
+        return "it is given the module's parameters"
+    advice = "it is given this rank's pieces, perhaps empty ones; choose by name with tensors.where(lambda name: ...)"
+    return f"{advice}, or, if it takes whole tensors, {_WHOLE}" if cut.goes_through else advice
 
 
 @contextlib.contextmanager

@@ -46,7 +46,6 @@ class Peer(AnyEngine):
         ValueError: the mesh leaves ranks out, emulates a link, or has several ranks on a GPU.
     """
 
-    name: ClassVar[str]
     axis: ClassVar[str] = MeshAxis.DATA
     sends: ClassVar[Mapping[Collective, str]]
     """What each collective of a training step is for; in the tag, its number in the step follows."""
@@ -109,7 +108,7 @@ class Peer(AnyEngine):
         """One optimizer step; afterwards the parameters are equal on all ranks."""
         self._counts.clear()
         self.finish_gradients()
-        with self._claim.stepping():
+        with self._claim.during("step"):
             self.optimizer.step()
         self.num_steps += 1
 
@@ -132,7 +131,7 @@ class Peer(AnyEngine):
     @override
     def install_optimizer_state(self, state: dict[str, Any]) -> None:
         """Load a state dict of the optimizer over this rank's ``step_tensors()``."""
-        with self._claim.installing():
+        with self._claim.during("load"):
             self.optimizer.load_state_dict(state)
 
     @abstractmethod

@@ -31,7 +31,6 @@ class DTensorPeer(Peer):
     """
 
     no_checkpoints = STATE_IS_TORCHS
-    replaces_params = True
 
     @override
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -49,7 +48,7 @@ class DTensorPeer(Peer):
                 name: whole(value) if isinstance(value, Tensor) else value
                 for name, value in self.module.state_dict().items()
             }
-        return self.checkpointer.first_ranks_own(self, state)
+        return self.checkpointer.first_ranks_own(self, state)  # type: ignore[no-any-return]
 
     @override
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -19,7 +19,6 @@ from typing_extensions import override
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.agreement import all_or_none
 from shardlab.engines.checks import check_separate
-from shardlab.engines.guards.claims import PIECES
 from shardlab.engines.guards.optimizers import Cut, fitting_optimizer
 from shardlab.engines.guards.snapshot import Snapshot
 from shardlab.engines.holdings import owned_in, owners_in
@@ -28,6 +27,8 @@ from shardlab.engines.strategy import Given
 from shardlab.engines.zero1 import ZeRO1
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.vocabulary import Partition
+
+_PIECES = "shardlab_pieces"  # in its state dict: of which pieces it is
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -86,7 +87,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @override
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, of its pieces; ``load_state_dict()`` takes it on the same rank of as many."""
-        return {**super().state_dict(), PIECES: self._pieces}
+        return {**super().state_dict(), _PIECES: self._pieces}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -95,7 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: it is not of this rank's pieces.
         """
-        if state_dict.get(PIECES) != self._pieces:
+        if state_dict.get(_PIECES) != self._pieces:
             raise ValueError(
                 "optimizer.load_state_dict: this rank steps pieces of the parameters, and the state is not of these "
                 "pieces; load on each rank what state_dict() returned on that rank, with as many ranks, or train with "
