@@ -32,26 +32,10 @@ EngineState.checkpointer = checkpoint
 Engine.guard_class = Guards
 
 __all__ = [
-    "DDP",
-    "FSDP",
-    "STRATEGIES",
-    "AnyEngine",
-    "Bucketed",
-    "Engine",
-    "Given",
-    "LaidOut",
-    "OptimizerFn",
-    "Precision",
-    "ShardRow",
-    "Single",
-    "StepTensors",
-    "Strategy",
-    "ZeRO1",
-    "ZeRO2",
-    "ZeRO3",
-    "build_engine",
+    "DDP", "FSDP", "STRATEGIES", "AnyEngine", "Bucketed", "Engine", "Given", "LaidOut", "OptimizerFn",
+    "Precision", "ShardRow", "Single", "StepTensors", "Strategy", "ZeRO1", "ZeRO2", "ZeRO3", "build_engine",
     "engine_options",
-]
+]  # fmt: skip
 
 STRATEGIES: dict[str, type[Strategy] | type[Peer]] = {
     kind.name: kind

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
-from torch.utils.hooks import RemovableHandle
 
 from shardlab.engines.agreement import all_or_none
 from shardlab.engines.checks import check_optimizer
@@ -18,7 +17,7 @@ from shardlab.engines.engine import Engine
 from shardlab.engines.gradients import Gradients
 from shardlab.engines.guards.claims import Claim, check_free
 from shardlab.engines.guards.optimizers import Cut, fitting_optimizer
-from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading
+from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, sharded_parameter
 from shardlab.engines.guards.rules import FROZEN, HALF_STEPPED, LOST, OPEN, REPLACED, RULES, Rule, Where
 from shardlab.engines.guards.snapshot import Snapshot
 from shardlab.engines.hooks import unrefused
@@ -53,7 +52,6 @@ class Guards:
         self._lost = ""  # a sharded parameter whose data was replaced while it was gathered
         self._has_moved = False  # a piece is elsewhere, for good: what is stepped there reaches nothing
         self._shown: list[Callable[[bool], None]] = []  # to be told when the parameters are plain again
-        self._hooks: list[RemovableHandle] = []
 
     @unrefused
     def ask(self, moment: str, engine: Engine) -> None:
@@ -89,7 +87,7 @@ class Guards:
         if moment in ("update", "stepped") and Where.SPREAD in self._where:
             for name, param in engine.params.items():
                 if moment == "update":
-                    StubbedParameter.hide(param, name, HALF_STEPPED.format(name=name))
+                    StubbedParameter.hide(param, HALF_STEPPED.format(name=name))
                 else:
                     StubbedParameter.show(param)
         self._remember(moment, engine)
@@ -138,8 +136,6 @@ class Guards:
             for unit in strategy.units:  # type: ignore[attr-defined]
                 for shards in unit.shards:
                     self._watch(shards)
-            modules = [module for module in engine.module.modules() if module._parameters]
-            self._hooks += [module.register_load_state_dict_pre_hook(refuse_loading) for module in modules]
         if strategy.steps_pieces:
             guard_groups(engine.optimizer, engine.step_tensors())
         self._claim = Claim(
@@ -156,7 +152,7 @@ class Guards:
                     continue
                 if name in shards.full and param.data_ptr() != shards.full[name].data_ptr():
                     self._lost = self._lost or name
-                StubbedParameter.hide(param, name)
+                StubbedParameter.hide(param, sharded_parameter(name))
 
         shards.watchers.append(show)
         show(False)
@@ -288,8 +284,6 @@ class Guards:
             self._claim = None
         for show in self._shown:
             show(True)
-        for hook in self._hooks:
-            hook.remove()
 
 
 def check_not_scripted(model: nn.Module) -> None:

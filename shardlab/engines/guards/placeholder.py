@@ -29,44 +29,21 @@ _OF_STUB = _OF_PARAMETER - {"__get__"} | {
     "data_ptr", "untyped_storage", "storage_offset", "is_contiguous", "get_device", "register_hook",
     "register_post_accumulate_grad_hook", "__hash__",
 }  # fmt: skip
-_WRITES = frozenset({"__set__", "__setitem__"})
-_READS = frozenset({"__get__", "detach", "clone", "numpy", "tolist", "item", "__array__", "__reduce_ex__"})
 _OF_GRADIENT = frozenset({"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "untyped_storage"})
 _VIEWS = (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH)
-_MOVES = (Tensor.data.__set__, torch._has_compatible_shallow_copy_type)  # type: ignore[attr-defined]
-_CONVERT = frozenset({"to", "float", "double", "half", "bfloat16", "cpu", "cuda"})  # as module.to() does to gradients
 
 
-def sharded_parameter(name: str, use: str = "") -> str:
-    """What to write instead where a sharded parameter is used.
-
-    Args:
-        name: the parameter's.
-        use: the function of torch that it was given to, if it has an advice of its own.
-    """
-    if use in _CONVERT:
-        advice = (
-            "convert the module before the engine is built, or leave it as it is and compute in fewer bits with "
-            "precision='bf16'; its values are there inside 'with engine.full_params():'"
-        )
-    elif use in _WRITES or (use.endswith("_") and not use.startswith("__")):
-        advice = (
-            "write inside 'with engine.full_params(keep_changes=True):', into parameters asked of the module there, or "
-            "use engine.load_full_state_dict(state)"
-        )
-    elif use in _READS:
-        advice = (
-            "read or copy it, or its module, inside 'with engine.full_params():' (to write, with keep_changes=True), "
-            "or take engine.full_state_dict(), which returns copies"
-        )
-    else:
-        advice = (
-            "in a forward, compute with it in the module that holds it, called inside engine(...), or choose larger "
-            "FSDP units, as wrap='root', also for engine.call(function, ...); elsewhere, as for a penalty on weights "
-            "(after engine(...)), compute inside 'with engine.full_params():' with parameters asked of the module "
-            "there; a weight used both inside and outside activation checkpointing needs use_reentrant=False there"
-        )
-    return f"parameter {name!r} is sharded: this rank holds only its shard; {advice}"
+def sharded_parameter(name: str) -> str:
+    """What to write instead where the sharded parameter ``name`` is used."""
+    return (
+        f"parameter {name!r} is sharded: this rank holds only its shard; read it or copy it, or its module, inside "
+        "'with engine.full_params():', or take engine.full_state_dict(), which returns copies; write inside 'with "
+        "engine.full_params(keep_changes=True):', into parameters asked of the module there; convert the module before "
+        "the engine is built; in a forward, compute with it in the module that holds it, called inside engine(...), "
+        "or choose larger FSDP units, as wrap='root'; a penalty on weights is computed inside 'with "
+        "engine.full_params():' after engine(...); a weight used both inside and outside activation checkpointing "
+        "needs use_reentrant=False there"
+    )
 
 
 def sharded_gradient(name: str) -> str:
@@ -82,22 +59,21 @@ def sharded_gradient(name: str) -> str:
 class StubbedParameter(nn.Parameter):
     """What a parameter is while its data is a stub: the same object, which refuses to be computed with."""
 
-    _shardlab_name: str
-    _shardlab_text: str
+    _shardlab_refusal: str
     _plain: type[nn.Parameter]
 
     @staticmethod
-    def hide(param: nn.Parameter, name: str, text: str = "") -> None:
-        """Let a parameter refuse, with the advice for what is sharded or with this ``text``."""
+    def hide(param: nn.Parameter, text: str) -> None:
+        """Let a parameter refuse, with this ``text``."""
         if not isinstance(param, StubbedParameter):
             param.__class__ = _stubbed(type(param))
-        param._shardlab_name, param._shardlab_text = name, text  # type: ignore[attr-defined]
+        param._shardlab_refusal = text  # type: ignore[attr-defined]
 
     @staticmethod
     def show(param: nn.Parameter) -> None:
         """Let it be again what it was."""
         if isinstance(param, StubbedParameter):
-            del param._shardlab_name, param._shardlab_text  # or a copy would have them
+            del param._shardlab_refusal  # or a copy would have it
             param.__class__ = param._plain  # type: ignore[assignment]
 
     @classmethod
@@ -113,7 +89,7 @@ class StubbedParameter(nn.Parameter):
             answer = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
             if not isinstance(answer, Tensor):
                 return answer
-        raise _refusal(func, (*args, *(kwargs or {}).values()))
+        raise _refusal((*args, *(kwargs or {}).values()))
 
     @override
     def __repr__(self) -> str:  # type: ignore[override]
@@ -126,29 +102,11 @@ def _stubbed(kind: type[nn.Parameter]) -> type[StubbedParameter]:
     return type(kind.__name__, (StubbedParameter, kind), {"_plain": kind})
 
 
-def _refusal(func: Callable[..., Any], given: Iterable[Any]) -> RuntimeError:
+def _refusal(given: Iterable[Any]) -> RuntimeError:
     # Functions such as torch.autograd.grad() take them in lists too.
     values = (value for some in given for value in (some if isinstance(some, list | tuple) else (some,)))
-    used = next((value for value in values if isinstance(value, StubbedParameter)), None)
-    if used is None:
-        return RuntimeError("a sharded parameter was used")
-    use = getattr(func, "__name__", "")
-    if use in ("__get__", "__set__") and getattr(func, "__self__", None) is not Tensor.data:
-        use = ""
-    return RuntimeError(used._shardlab_text or sharded_parameter(used._shardlab_name, use))
-
-
-def refuse_loading(module: nn.Module, *_: Any) -> None:
-    """A hook before a module loads a state dict.
-
-    Raises:
-        RuntimeError: its parameters are sharded.
-    """
-    if any(isinstance(param, StubbedParameter) for param in module._parameters.values()):
-        raise RuntimeError(
-            f"load_state_dict: parameters of the {type(module).__name__} are sharded: this rank holds only its shards; "
-            "write engine.load_full_state_dict(state), or load inside 'with engine.full_params(keep_changes=True):'"
-        )
+    texts = (value._shardlab_refusal for value in values if isinstance(value, StubbedParameter))
+    return RuntimeError(next(texts, "a sharded parameter was used"))
 
 
 class PlaceholderGradient(Tensor):
@@ -163,14 +121,10 @@ class PlaceholderGradient(Tensor):
     @classmethod
     def of(cls, name: str, param: nn.Parameter) -> "PlaceholderGradient":
         """The placeholder for the gradient of ``param``: its shape, dtype and device, and no memory."""
-        return cls._without_memory(sharded_gradient(name), param, param.shape)
-
-    @classmethod
-    def _without_memory(cls, refusal: str, like: Tensor, shape: torch.Size) -> "PlaceholderGradient":
-        empty = torch.zeros((), dtype=like.dtype, device=like.device).expand(shape)
+        empty = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
         empty.untyped_storage().resize_(0)
         made = empty.as_subclass(cls)
-        made.refusal = refusal
+        made.refusal = sharded_gradient(name)
         return made
 
     @classmethod
@@ -178,18 +132,12 @@ class PlaceholderGradient(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Answer for metadata, let a module be converted, refuse everything else."""
-        name = getattr(func, "__name__", "")
-        if name in _CONVERT:
-            # Asked of one element, since this tensor has no memory to read.
-            like = func(torch.zeros((), dtype=args[0].dtype, device=args[0].device), *args[1:], **(kwargs or {}))
-            return cls._without_memory(args[0].refusal, like, args[0].shape)
-        is_view = getattr(func, "__self__", None) in _VIEWS
-        if (name in _OF_GRADIENT and not is_view) or func in _MOVES:
+        """Answer for metadata, refuse everything else."""
+        if getattr(func, "__name__", "") in _OF_GRADIENT and getattr(func, "__self__", None) not in _VIEWS:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         given = (value for some in args for value in (some if isinstance(some, list | tuple) else (some,)))
-        refusals = (getattr(value, "refusal", None) for value in given if isinstance(value, PlaceholderGradient))
-        raise RuntimeError(next((text for text in refusals if text), sharded_gradient("a parameter")))
+        texts = (value.refusal for value in given if isinstance(value, PlaceholderGradient))
+        raise RuntimeError(next(texts, sharded_gradient("a parameter")))
 
     @override
     def __repr__(self) -> str:  # type: ignore[override]
