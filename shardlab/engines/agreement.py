@@ -143,6 +143,7 @@ def _attempt(work: Callable[[], T]) -> tuple[tuple[T] | None, Exception | None]:
 
 
 def _described(failure: Exception) -> str:
+    text = "; ".join([str(failure), *getattr(failure, "__notes__", ())])
     if isinstance(failure, ValueError):
-        return json.dumps(["value", str(failure)])
-    return json.dumps(["other", f"{type(failure).__name__}: {failure}"])
+        return json.dumps(["value", text])
+    return json.dumps(["other", f"{type(failure).__name__}: {text}"])

@@ -44,6 +44,9 @@ def check_model(
     _check_params(params, device)
     _check_max_norm(model, num_ranks)
     _check_meta(params, buffers, may_be_meta=may_be_meta)
+    for name, one in buffers.items():
+        if num_ranks > 1 and one.layout is torch.strided and one.numel() > 1 and 0 in one.stride():
+            raise ValueError(f"model: elements of buffer {name!r} share their memory, as in expand(); clone() it")
     if moves_params:
         check_separate(params, {**buffers, **_attributes(model)})
 

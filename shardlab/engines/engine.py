@@ -261,8 +261,10 @@ class Engine(AnyEngine):
         try:
             with self.strategy.full(keep_changes=True):
                 super().load_full_state_dict(state)
-        finally:
-            self._ask("loaded")
+        except BaseException:
+            self._ask("not loaded")
+            raise
+        self._ask("loaded")
 
     @override
     def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:

@@ -79,18 +79,18 @@ def test_a_module_belongs_to_one_engine(pools, key):
     first, second = pools(2).run(wrapped_round_about, key)
     assert first == second
     twice, inside, round_about, deep, sharing = first
-    assert "it is wrapped by an engine already" in twice
+    assert "model: it is wrapped by an engine" in twice
     assert "it is inside a module that an engine wraps" in inside
     assert "its module 'body' is wrapped by an engine" in round_about
     assert "it is inside a module" in deep
-    assert "its parameter 'weight' is also in a module that an engine wraps" in sharing
+    assert "its parameter 'weight' is in a module of an engine" in sharing
 
 
 def peers_round_about(rank, key):
     outer = Outer()
     with engine_of(key, 2, outer, optimizer_fn=sgd) as engine:
         for other in ("bucketed", *PEERS):
-            with pytest.raises(ValueError, match=r"model: it is inside a module that an engine wraps"):
+            with pytest.raises(ValueError, match=r"model: it is in a module of an engine"):
                 build_engine(other, outer.body, sgd, engine.mesh)
     outer = Outer()
     with engine_of("bucketed", 2, outer.body, optimizer_fn=sgd) as engine:

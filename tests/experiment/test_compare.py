@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from shardlab.analysis.timed import timed_steps
-from shardlab.testing.agreement_check import Did
 from shardlab.experiment import CompareConfig, Workload, claim, compare, load_comparison, prepare, report, write_report
 from shardlab.experiment import directory as directory_module
 from shardlab.experiment.comparison import _disagreement
@@ -25,6 +24,7 @@ from shardlab.faults import NaN, faulty
 from shardlab.launch import RankError
 from shardlab.models import build_model
 from shardlab.partition.chunks import even_bounds
+from shardlab.testing.agreement_check import Did
 from shardlab.vocabulary import Collective, Phase, Role
 
 KEYS = {

@@ -6,8 +6,8 @@ from torch import nn
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
-from shardlab.optimizers.grad_scaler import GradScaler
 from shardlab.models import GPT, GPTConfig, next_token_loss
+from shardlab.optimizers.grad_scaler import GradScaler
 from shardlab.partition.slices import even_slice
 from shardlab.tensor_parallel import gpt_plan, parallelize_module, vocab_parallel_cross_entropy
 from tests.comm.test_communicator import Log

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
+from torch.utils.hooks import RemovableHandle
 
 from shardlab.engines.agreement import all_or_none
 from shardlab.engines.checks import check_optimizer
@@ -17,7 +18,7 @@ from shardlab.engines.engine import Engine
 from shardlab.engines.gradients import Gradients
 from shardlab.engines.guards.claims import Claim, check_free
 from shardlab.engines.guards.optimizers import Cut, fitting_optimizer
-from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, sharded_parameter
+from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading, sharded_parameter
 from shardlab.engines.guards.rules import FROZEN, HALF_STEPPED, LOST, OPEN, REPLACED, RULES, Rule, Where
 from shardlab.engines.guards.snapshot import Snapshot
 from shardlab.engines.hooks import unrefused
@@ -50,7 +51,9 @@ class Guards:
         self._given: dict[str, nn.Parameter] = {}  # the user's own; on the meta device others take their place
         self._placeholders: dict[str, PlaceholderGradient] = {}
         self._lost = ""  # a sharded parameter whose data was replaced while it was gathered
+        self._was_written = False  # when a state was to be loaded
         self._has_moved = False  # a piece is elsewhere, for good: what is stepped there reaches nothing
+        self._hooks: list[RemovableHandle] = []
         self._shown: list[Callable[[bool], None]] = []  # to be told when the parameters are plain again
 
     @unrefused
@@ -136,6 +139,8 @@ class Guards:
             for unit in strategy.units:  # type: ignore[attr-defined]
                 for shards in unit.shards:
                     self._watch(shards)
+            modules = [module for module in engine.module.modules() if module._parameters]
+            self._hooks = [module.register_load_state_dict_pre_hook(refuse_loading) for module in modules]
         if strategy.steps_pieces:
             guard_groups(engine.optimizer, engine.step_tensors())
         self._claim = Claim(
@@ -242,6 +247,10 @@ class Guards:
                     param.grad = None
 
     def _remember(self, moment: str, engine: Engine) -> None:
+        if moment == "load":
+            self._was_written = any(one.changed("version") for one in self._snapshots.values())
+        if moment == "not loaded" and not self._was_written:
+            moment = "loaded"  # what the load itself has written is dropped; what was written before is still refused
         more = _REMEMBERED_OF_SHARDED if Where.SHARDED in self._where else {}
         for (kind, field), moments in _REMEMBERED.items():
             if moment not in moments and moment not in more.get((kind, field), ()):
@@ -284,6 +293,8 @@ class Guards:
             self._claim = None
         for show in self._shown:
             show(True)
+        for hook in self._hooks:
+            hook.remove()
 
 
 def check_not_scripted(model: nn.Module) -> None:

@@ -102,13 +102,16 @@ def fitting_optimizer(
 
     Raises:
         ValueError: its steps would depend on what other ranks have, nobody has said what they depend on, or the
-            function has chosen tensors by what pieces do not have, or has raised.
+            function has chosen tensors by what pieces do not have.
+        Exception: whatever ``make`` raises, with a note on what it was given.
     """
     try:
         with tensors.choosing() as choice:
             optimizer = make(tensors)
     except Exception as error:
-        raise ValueError(f"optimizer_fn: {error} ({type(error).__name__}); {_advice(tensors, params, cut)}") from error
+        if (advice := _advice(tensors, params, cut)) is not None:
+            error.add_note(f"optimizer_fn: {advice}")
+        raise
     check_optimizer(optimizer, tensors)
     if cut.is_spread or cut.is_sliced:
         _check_fits(optimizer, cut)
@@ -132,7 +135,7 @@ def fitting_optimizer(
     return make(tensors)  # again, so that whatever the user's function keeps is of the optimizer that steps
 
 
-def _advice(tensors: StepTensors, params: Mapping[str, Tensor], cut: Cut) -> str:
+def _advice(tensors: StepTensors, params: Mapping[str, Tensor], cut: Cut) -> str | None:
     """What a function may have stumbled over that would have worked with the module's parameters."""
     if frozen := [name for name, tensor in tensors.items() if not tensor.requires_grad]:
         return (
@@ -140,7 +143,7 @@ def _advice(tensors: StepTensors, params: Mapping[str, Tensor], cut: Cut) -> str
             "out with tensors.where(lambda name: model.get_parameter(name).requires_grad)"
         )
     if not cut.is_sliced and all(tensor is params[name] for name, tensor in tensors.items()):
-        return "it is given the module's parameters"
+        return None
     advice = "it is given this rank's pieces, perhaps empty ones; choose by name with tensors.where(lambda name: ...)"
     return f"{advice}, or, if it takes whole tensors, {_WHOLE}" if cut.goes_through else advice
 

@@ -109,6 +109,19 @@ def _refusal(given: Iterable[Any]) -> RuntimeError:
     return RuntimeError(next(texts, "a sharded parameter was used"))
 
 
+def refuse_loading(module: nn.Module, *_: Any) -> None:
+    """A hook before a module loads a state dict; torch's own error would repeat that of each parameter.
+
+    Raises:
+        RuntimeError: its parameters are sharded.
+    """
+    if any(isinstance(param, StubbedParameter) for param in module._parameters.values()):
+        raise RuntimeError(
+            f"load_state_dict: parameters of the {type(module).__name__} are sharded; write "
+            "engine.load_full_state_dict(state), or load inside 'with engine.full_params(keep_changes=True):'"
+        )
+
+
 class PlaceholderGradient(Tensor):
     """A gradient of which this rank holds only a piece.
 
