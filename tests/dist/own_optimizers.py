@@ -166,19 +166,6 @@ class Clears(torch.optim.SGD):
                 param.grad = None
 
 
-class WithoutHooks(torch.optim.Optimizer):
-    """As wrappers are often written: without ``Optimizer.__init__``, so without torch's hooks, and not to be copied."""
-
-    shardlab_looks_at = "element"
-
-    def __init__(self, params):
-        self.inner = torch.optim.SGD(params, lr=0.1)
-        self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
-
-    def step(self, closure=None):
-        return self.inner.step(closure)
-
-
 class Forgetful(torch.optim.SGD):
     """Passes on only what it knows of a state dict."""
 

@@ -6,7 +6,7 @@ does what is refused, and the story goes on after it, so that nothing waits and 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -205,23 +205,34 @@ class Stories(dict[str, Story]):
         return enter
 
     def told(self) -> Callable[..., None]:
-        """The test that tells all of them."""
+        """The test that tells all of them, each on all of its engines."""
 
-        @pytest.mark.parametrize(("name", "key"), [(name, key) for name, story in self.items() for key in story.on])
-        def test_story(pools: Any, tmp_path: Path, name: str, key: str) -> None:
-            check(pools, self[name], key, tmp_path)
+        @pytest.mark.parametrize("name", self)
+        def test_story(pools: Any, tmp_path: Path, name: str) -> None:
+            check(pools, self[name], tmp_path)
 
         return test_story
 
 
-def tell_ranks(rank: int, key: str, story: Story, directory: Path) -> tuple[Any, dict[str, Tensor], int]:
+Told = tuple[Any, dict[str, Tensor], int]
+
+
+def tell_ranks(rank: int, keys: Sequence[str], story: Story, directory: Path) -> list[Told]:
+    return [tell_rank(key, story, directory / key) for key in keys]
+
+
+def tell_rank(key: str, story: Story, directory: Path) -> Told:
     options = {name: value for name, value in story.options.items() if name != "wrap" or key.startswith("fsdp")}
     num_ranks = 1 if key == "single" else current().world_size
-    with engine_of(key, num_ranks, story.build(), optimizer_fn=story.optimizer, **options) as engine:
-        user = OnRanks(engine, story.refused, directory)
-        user.kind = story.kind
-        returned = story.tell(user)
-        return returned, {} if story.instead is None else user.state(), user.num_refused
+    try:
+        with engine_of(key, num_ranks, story.build(), optimizer_fn=story.optimizer, **options) as engine:
+            user = OnRanks(engine, story.refused, directory)
+            user.kind = story.kind
+            returned = story.tell(user)
+            return returned, {} if story.instead is None else user.state(), user.num_refused
+    except BaseException as error:
+        error.add_note(f"told to {key}")
+        raise
 
 
 def in_one_process(story: Story, num_ranks: int) -> tuple[Any, dict[str, Tensor]]:
@@ -231,20 +242,34 @@ def in_one_process(story: Story, num_ranks: int) -> tuple[Any, dict[str, Tensor]
     return returned, user.full_state_dict()
 
 
-def check(pools: Any, story: Story, key: str, directory: Path) -> None:
+def check(pools: Any, story: Story, directory: Path) -> None:
     """Tell a story to ranks and, if there is something to compare, to one process."""
-    num_ranks = 4 if "hybrid" in key else 1 if key == "single" else story.num_ranks
-    args = (key, story, directory / "c")
-    results = [tell_ranks(0, *args)] if num_ranks == 1 else pools(num_ranks).run(tell_ranks, *args)
-    returned, states, refused = zip(*results, strict=True)
-    assert any(refused) is bool(story.refused)
-    if story.instead is None:
+    places: dict[int, list[str]] = {}
+    for key in story.on:
+        places.setdefault(4 if "hybrid" in key else 1 if key == "single" else story.num_ranks, []).append(key)
+    for num_ranks, keys in places.items():
+        args = (keys, story, directory)
+        results = [tell_ranks(0, *args)] if num_ranks == 1 else pools(num_ranks).run(tell_ranks, *args)
+        expected = None if story.instead is None else in_one_process(story, num_ranks)
+        for key, *told in zip(keys, *results, strict=True):
+            try:
+                compare(told, expected, bool(story.refused))
+            except AssertionError as error:
+                error.add_note(f"told to {key}")
+                raise
+
+
+def compare(told: Sequence[Told], expected: tuple[Any, dict[str, Tensor]] | None, has_refused: bool) -> None:
+    """What the ranks of one engine have come to."""
+    returned, states, refused = zip(*told, strict=True)
+    assert any(refused) is has_refused
+    if expected is None:
         return
-    wanted, expected = in_one_process(story, num_ranks)
+    wanted, state = expected
     if isinstance(wanted, dict):
         assert_states(returned, wanted)
     elif wanted is not None:
         for number, whole in enumerate(wanted):
             found = torch.cat([parts[number] for parts in returned])
             torch.testing.assert_close(found, whole, atol=1e-10, rtol=0)
-    assert_states(states, expected)
+    assert_states(states, state)

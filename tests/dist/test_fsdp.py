@@ -13,7 +13,17 @@ from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Collective, Role
 from tests.comm.test_communicator import Log
 from tests.dist import cases
-from tests.dist.every_engine import adamw, assert_states, backward, engine_of, one_step, own_batch, plain_steps, sgd, shards_of
+from tests.dist.every_engine import (
+    adamw,
+    assert_states,
+    backward,
+    engine_of,
+    one_step,
+    own_batch,
+    plain_steps,
+    sgd,
+    shards_of,
+)
 from tests.dist.nasty import Block, Stack
 
 UNITS = ("root", "blocks.0", "blocks.1", "blocks.2")
@@ -152,8 +162,7 @@ def gathered_peak(rank, prefetch, freeze):
             block.inner.register_full_backward_pre_hook(sample)
         one_step(engine)
         block_bytes, root_bytes = (
-            sum(bucket.layout.padded_numel for bucket in unit.shards) * 8
-            for unit in (engine.units[1], engine.units[0])
+            sum(bucket.layout.padded_numel for bucket in unit.shards) * 8 for unit in (engine.units[1], engine.units[0])
         )
         after = bytes_by_role(engine.live_tensors())[Role.GATHERED_PARAMETER]
         return samples, root_bytes, block_bytes, after

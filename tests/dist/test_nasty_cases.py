@@ -21,14 +21,15 @@ def is_too_small(module, options):
 
 def train_all(rank, key, num_ranks, names):
     states = {}
-    for name in names:
+    for place, name in enumerate(names):
         case = nasty.CASES[name]
-        options = ALL[key][1] if key != "fsdp" or num_ranks == 3 else {"wrap": 50, "prefetch": 0}  # units by size
+        options = dict(ALL[key][1]) if key != "fsdp" or num_ranks == 3 else {"wrap": 50, "prefetch": 0}  # units by size
         # A unit that only some ranks run cannot be gathered by all.
         if key.startswith("fsdp") and (name == "unused" or is_too_small(case.build(), options)):
             options = {**options, "wrap": "root"}
         try:
             # Ranks that start different must end equal.
+            options["guards"] = bool(place % 2)
             with engine_of(key, num_ranks, case.build(seed=rank), optimizer_fn=nasty.optimizer, **options) as engine:
                 states[name] = nasty.train(case, engine)
         except Exception as error:

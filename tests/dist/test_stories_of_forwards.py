@@ -78,16 +78,6 @@ def other_depths(user):
 
 
 @deep()
-def unused_in_no_sync(user):
-    """A block that the first micro-batch leaves out and the last uses, and the other way round."""
-    for step in range(2):
-        with user.no_sync():
-            user.backward(of_depth(user, step, 1 + step))
-        user.backward(of_depth(user, step, 3 - step))
-        stepped(user)
-
-
-@deep()
 def thawed_between_steps(user):
     """Frozen, thawed and frozen again, in every moment of a step."""
     block = user.module.blocks[1]
@@ -98,16 +88,6 @@ def thawed_between_steps(user):
             block.requires_grad_(False)  # its gradient is there, and is stepped
         stepped(user)
     block.requires_grad_(True)
-
-
-@deep()
-def frozen_between_micro_batches(user):
-    """What has accumulated a gradient is stepped, though it is frozen when the gradients are reduced."""
-    user.quietly(0)
-    user.module.blocks[0].requires_grad_(False)
-    user.module.leave.requires_grad_(False)
-    user.go_back(1)
-    stepped(user)
 
 
 @deep(on=ON)
@@ -151,15 +131,6 @@ def the_gradient_of_the_input_is_penalised(user):
 
 
 @deep()
-def cleared_between_forward_and_backward(user):
-    for step in range(3):
-        loss = user.loss(step)
-        user.zero_grad()
-        user.backward(loss)
-        stepped(user)
-
-
-@deep()
 def inference_between_forward_and_backward(user):
     for step, plain in enumerate((False, True, False)):
         loss = user.loss(step)
@@ -169,28 +140,6 @@ def inference_between_forward_and_backward(user):
         with torch.inference_mode():
             user.loss(step)
         stepped(user)
-
-
-@story()
-def inference_before_layers_are_thawed(user):
-    user.module[0].requires_grad_(False)
-    user.train(0)
-    with torch.inference_mode():
-        user.loss(1)
-    user.module[0].requires_grad_(True)
-    user.train(1)
-    with torch.inference_mode(), user.full_params():
-        pass
-    user.train(2)
-
-
-@story(model="Frozen", on=(*KINDS, "fsdp-dim0"))
-def a_frozen_weight_is_thawed_and_another_frozen(user):
-    """And back, in both ways in which people write it."""
-    for step in range(6):
-        user.module.first.weight.requires_grad = step in (2, 3)
-        user.module.last.requires_grad_(step != 3)
-        user.train(step)
 
 
 @story(on=ON, instead=None)
@@ -232,24 +181,12 @@ class Reentrant(Deep):
 class TiedReentrant(Deep):
     """A weight that belongs to the root, and that reentrant checkpointing inside one of the blocks uses too."""
 
-    checkpointed = -1
-
     def __init__(self):
         super().__init__()
         self.enter.requires_grad_(False)
-        self.blocks[self.checkpointed] = CheckpointedBlock()
+        self.blocks[-1] = CheckpointedBlock()
         for block in self.blocks:
             block.inner.weight = self.blocks[0].inner.weight
-
-
-class TiedReentrantFirst(TiedReentrant):
-    """All gradients of the root have come before the block is computed again."""
-
-    checkpointed = 1
-
-    def __init__(self):
-        super().__init__()
-        self.blocks[0] = Block()  # with a weight of its own
 
 
 def two_forwards_one_backward(user):
@@ -258,22 +195,10 @@ def two_forwards_one_backward(user):
         stepped(user)
 
 
-def frozen_between_forwards_of_one_backward(user):
-    """The first gradient may then come from a backward inside the plain one."""
-    for step in range(2):
-        first = user.loss(2 * step)
-        user.module.enter.requires_grad_(False)
-        x, y = user.rows(2 * step + 1)
-        (first + cases.loss_of(user(x.requires_grad_()), y)).backward()
-        stepped(user)
-        user.module.requires_grad_(True)
-
-
 # Gradients that come in parts are right where nothing has been sent by then; else they are refused, on all ranks.
 IN_PARTS = (
-    *((two_forwards_one_backward, kind, WHOLE) for kind in (Reentrant, TiedReentrant, TiedReentrantFirst)),
+    *((two_forwards_one_backward, kind, WHOLE) for kind in (Reentrant, TiedReentrant)),
     (plain_backwards, Reentrant, (*WHOLE, "fsdp", "fsdp-shard_grad_op")),
-    (frozen_between_forwards_of_one_backward, Reentrant, WHOLE),
 )
 
 
@@ -290,22 +215,6 @@ for go, kind, refusing in IN_PARTS:
         name=f"{kind.__name__}_{go.__name__}_is_refused", model=kind, on=refusing, instead=None,
         refused="use_reentrant=False",
     )(functools.partial(refused_and_cleared, go=go))  # fmt: skip
-
-
-def wrap_layers(name, module):
-    return isinstance(module, Block) or name in ("enter", "leave")
-
-
-@story(model=TiedReentrantFirst, on=("fsdp", "fsdp-shard_grad_op", "fsdp-no_shard"), options={"wrap": wrap_layers},
-       refused=r"inner\.\w+' is sharded: .*use_reentrant=False", instead=None)  # fmt: skip
-def a_unit_is_computed_again_when_it_has_been_let_go(user):
-    """Nothing is frozen, and the root has the tied weight alone, whose first part is there before the recomputation."""
-    user.module.requires_grad_(True)
-    with user.refused():
-        user.go_back(0)
-    user.zero_grad()
-    with torch.no_grad():
-        user.loss(1)
 
 
 class InsideAndOutside(Deep):
@@ -528,15 +437,6 @@ for name, (kind, prepare) in INSIDE.items():
             told["name"] += "_is_refused"
             story(**told, on=refused, instead=None, options={"wrap": wrap},
                   refused="backward: it was called inside a forward")(refused_inside)  # fmt: skip
-
-
-@story(on=WHOLE, instead=lambda user: user.train(0))
-def gradients_of_inputs_by_torch_func(user):
-    x = user.rows(0)[0]
-    found = torch.func.grad(lambda rows: user(rows).sum())(x)
-    (wanted,) = torch.autograd.grad(user(x.requires_grad_()).sum(), x)
-    user.train(0)
-    assert float((found - wanted).abs().max()) < 1e-12
 
 
 class Transforms(nn.Module):

@@ -51,17 +51,6 @@ def every_zero_grad_forgets_all(user):
         user.step()  # of nothing
 
 
-@story(model="Uneven", optimizer=momentum, on=(*KINDS, "zero2", "fsdp-no_shard"))
-def every_zero_grad_can_keep_zeros(user):
-    for step, zero in enumerate(ZEROING):
-        user.go_back(step)
-        user.step()
-        zero(user, set_to_none=False)
-        user.step()  # by momentum alone
-        user.quietly(step, 1)
-        zero(user, set_to_none=False)
-
-
 def cleared_by_hand(module):
     for param in module.parameters():
         param.grad = None
@@ -105,64 +94,7 @@ def in_more_bits(user):
     sums_are_replaced_while_their_means_lie_elsewhere(user)
 
 
-def cleared_by_rank_1(user):
-    """What that rank has cleared of its sums is not sent."""
-    for step in range(2):
-        for rank in range(user.num_ranks):
-            before = None if (grad := user.module[2].weight.grad) is None else grad.clone()
-            user.loss_of_rank(rank, step).backward()
-            if rank == 1:
-                user.module[2].weight.grad = before
-        user.step()
-        user.zero_grad()
-
-
-@story(on=WHOLE, optimizer=momentum, instead=cleared_by_rank_1)
-def sums_are_cleared_by_one_rank(user):
-    for step in range(2):
-        user.quietly(step)
-        if user.rank == 1:
-            user.module[2].weight.grad = None
-        user.step()
-        user.zero_grad()
-
-
-@story(optimizer=momentum, on=("zero2",), options={"precision": Precision(reduce=torch.float64)})
-def means_and_sums_and_means_after_cleared_sums(user):
-    user.quietly(3)
-    cleared_by_hand(user.module)
-    user.go_back(0)
-    user.quietly(1)
-    user.go_back(2)
-    user.step()
-
-
-@story(on=("zero1", "zero2"), dtype=torch.float32, options={"precision": "bf16"}, instead=None,
-       refused="cleared or replaced at the parameter, and it is elsewhere")  # fmt: skip
-def a_submodule_s_sums_in_more_bits_are_cleared(user):
-    with user.no_sync():
-        user.backward(user(user.rows(0)[0].float()).sum())
-    user.module[0].zero_grad()
-    with user.refused():
-        user.finish_gradients()
-    user.zero_grad()
-
-
 # Adding up.
-
-
-@story(model="Unused", on=WHOLE)
-def backwards_add_to_means(user):
-    """By engine.backward, in no_sync, and plain, from a forward before the first."""
-    first, second = user.loss(1), user.loss(1)
-    user.backward(first)
-    second.backward()
-    user.finish_gradients()
-    user.quietly(1)
-    user.go_back(1)
-    penalty = torch.autograd.grad(user.loss(1), list(user.module.first.parameters()))
-    user.step()
-    assert all(part.shape == param.shape for part, param in zip(penalty, user.module.first.parameters(), strict=True))
 
 
 @story(on=WHOLE)
@@ -241,16 +173,6 @@ def a_backward_leaves_a_graph(user):
     user.step()
 
 
-@story(on=("bucketed",), refused="does not require grad", instead=None)
-def the_mean_has_no_graph(user):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
-        user.loss(0).backward(create_graph=True)
-    with user.refused():
-        sum(param.grad.square().sum() for param in user.module.parameters()).backward()
-    user.zero_grad()
-
-
 @story(on=WHOLE)
 def sums_are_read_replaced_and_cleared(user):
     """The user's own doing, which travels as it is."""
@@ -263,30 +185,6 @@ def sums_are_read_replaced_and_cleared(user):
     assert found["0.weight"] is None
     user.step()
     return {name: gradient for name, gradient in found.items() if gradient is not None}
-
-
-@story(on=("ddp", "bucketed"), instead=None)
-def an_expanded_gradient_is_averaged(user):
-    params = list(user.module.parameters())
-    for param, gradient in zip(params, torch.autograd.grad(sum(one.sum() for one in params), params), strict=True):
-        param.grad = gradient * 1.0 if user.rank else gradient
-    user.finish_gradients()
-    assert all(float(param.grad.sum()) == param.numel() for param in params)
-
-
-@story(on=("zero1", "zero2"), dtype=torch.float32, options={"precision": "bf16"}, instead=None)
-def sums_in_the_buckets_that_somebody_looks_at_stay(user):
-    found = []
-    for keeps in (False, True):
-        x, y = (part.float() for part in user.rows(0))
-        kept = []
-        for quiet in (True, True, False):
-            with user.no_sync() if quiet else contextlib.nullcontext():
-                user.backward(cases.loss_of(user(x), y))
-            kept += [tensor.detach() for tensor in user.live_tensors()[Role.GRADIENT]] if keeps else []
-        found.append(user.full_gradients())
-        user.zero_grad()
-    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 # Hooks of the user's.
@@ -304,32 +202,6 @@ def hooks_change_gradients(user):
     user.train(0, 1)
     hooks[0].remove()
     user.train(2)
-
-
-class Box:
-    """Not looked into for tensors."""
-
-    def __init__(self, y):
-        self.y = y
-
-
-class Boxed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = cases.build("MLP")
-
-    def forward(self, x):
-        return Box(self.body(x))
-
-
-@story(model=Boxed, on=WHOLE)
-def hooks_see_the_first_gradient_too_where_it_alone_tells_of_a_backward(user):
-    with user.full_params() as model:
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(halved)
-    x, y = user.rows(0)
-    nn.functional.mse_loss(user(x).y, y).backward()
-    user.step()
 
 
 def one_rank_without_it(user):

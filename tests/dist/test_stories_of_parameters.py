@@ -9,10 +9,8 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from shardlab.engines import build_engine
-from shardlab.trace.memory_by_role import bytes_by_role
-from shardlab.vocabulary import Role
 from tests.dist import cases
-from tests.dist.every_engine import KINDS, PIECES, SHARDED, WHOLE, adamw, assert_states, momentum, sgd
+from tests.dist.every_engine import KINDS, PIECES, SHARDED, WHOLE, adamw, assert_states, momentum
 from tests.dist.telling import Stories
 
 STORIES = Stories()
@@ -47,7 +45,12 @@ def swapped(model):
     model[0].bias.data, model[2].bias.data = model[2].bias.data, model[0].bias.data
 
 
-REPLACEMENTS = (by_data, clamped, there_and_back, as_vector, swapped)
+def strided(model):
+    for param in model.parameters():
+        param.data = param.data.t().contiguous().t() if param.dim() == 2 else param.data
+
+
+REPLACEMENTS = (by_data, clamped, there_and_back, as_vector, swapped, strided)
 
 
 @story(optimizer=momentum, on=(*KINDS, "fsdp-no_shard"))
@@ -107,67 +110,6 @@ def averaged_weights_are_put_in_and_back(user):
                 for name, param in model.named_parameters():
                     param.data = backup[name]
     user.train(2)
-
-
-@story()
-def others_are_trained_meanwhile(user):
-    """A step between taking weights out and putting them back leaves the ones that were taken out alone."""
-    user.train(0)
-    backup = {}
-    with user.full_params(keep_changes=True) as model:
-        for name, param in model.named_parameters():
-            backup[name] = param.data
-            param.data = torch.full_like(param, 0.1)
-    user.train(1)
-    with user.full_params(keep_changes=True) as model:
-        for name, param in model.named_parameters():
-            param.data = backup[name] + param.data
-    user.train(2)
-
-
-@story()
-def weights_get_other_strides(user):
-    user.train(0)
-    with user.full_params(keep_changes=True) as model:
-        for param in model.parameters():
-            param.data = param.data.t().contiguous().t() if param.dim() == 2 else param.data
-    user.train(1, 2)
-
-
-class Square(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one = nn.Linear(7, 7)
-        self.last = nn.Linear(7, 5)
-
-    def forward(self, x):
-        return self.last(self.one(x))
-
-
-@story(model=Square)
-def a_weight_is_transposed(user):
-    with user.full_params(keep_changes=True) as model:
-        model.one.weight.data = model.one.weight.data.t()
-    user.train(0, 1)
-
-
-class Pictures(nn.Module):
-    """Rows are made into pictures of 3 channels."""
-
-    def __init__(self):
-        super().__init__()
-        self.spread = nn.Linear(7, 27)
-        self.conv = nn.Conv2d(3, 4, 2)
-        self.last = nn.Linear(16, 5)
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.conv(self.spread(x).view(-1, 3, 3, 3))).flatten(1))
-
-
-@story(model=Pictures, on=("bucketed",))
-def whole_parameters_get_another_memory_format(user):
-    user.module.to(memory_format=torch.channels_last)
-    user.train(0, 1, 2)
 
 
 def stepped_while_held(user):
@@ -314,71 +256,7 @@ def units_that_are_gathered_by_hand_are_written(user):
     user.train(1)
 
 
-class WritesOnce(nn.Module):
-    """Writes into a weight in backward, where it is told to."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
-        self.last = nn.Linear(7, 5)
-        self.writes = False
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        if self.writes:
-            x.register_hook(self.write)
-        return self.last(x)
-
-    def write(self, gradient):
-        with torch.no_grad():
-            self.layers[0].bias.add_(1)
-            self.layers[2].bias.add_(1)
-        return gradient
-
-
-@story(model=WritesOnce, on=(*SHARDED, "zero3-one"), refused=f"{WRITTEN}|is sharded|rank 1 raised",
-       instead=lambda user: user.train(0, 0))  # fmt: skip
-def one_rank_writes_in_backward(user):
-    user.train(0)
-    user.module.writes = user.rank == 1
-    loss = user.loss(0)
-    with user.refused():
-        user.backward(loss)
-    user.module.writes = False
-    user.zero_grad()
-    user.train(0)
-
-
-class HasNoElements(nn.Module):
-    """Of the first parameter's bucket the second rank holds nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.nothing = nn.Parameter(torch.empty(0))
-        self.weight = nn.Parameter(torch.ones(5, 7))
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.weight.mul_(2)
-        return x @ self.weight.T
-
-
-@story(model=HasNoElements, on=("zero3-contiguous",), refused=f"'weight': it {WRITTEN}", instead=lambda user: None)
-def a_rank_without_elements_refuses_what_the_others_refuse(user):
-    with user.refused():
-        user.go_back(0)
-
-
 # Dtypes and shapes.
-
-
-@story(on=(*PIECES, "fsdp-no_shard"), refused="its data was replaced by .* convert the module before", instead=None)
-def the_module_is_converted(user):
-    with user.refused():
-        with user.full_params(keep_changes=True) as model:
-            model.float()
-        user.step()
 
 
 @story(
@@ -394,40 +272,12 @@ def the_module_of_gradients_in_buckets_is_converted(user):
         user.zero_grad()
 
 
-@story(on=PIECES, refused="'2.weight': its data was replaced by", instead=None)
-def data_has_another_shape(user):
-    """And nothing is kept by half."""
-    for shape in ((16, 5), (3, 3), (0,)):
-        own = None
-        with user.refused():
-            with user.full_params(keep_changes=True) as model:
-                own = model[2].weight.data
-                model[0].bias.data = torch.full_like(model[0].bias, 9.0)
-                model[2].weight.data = torch.zeros(shape, dtype=torch.float64)
-            user.step()
-        if user.name == "zero1":
-            user.module[2].weight.data = own
-        else:
-            assert float(user.full_state_dict()["0.bias"].max()) < 9.0
-
-
 @story(on=PIECES, dtype=torch.float32, options={"precision": "bf16"}, instead=lambda user: clamped(user.module))
 def rounded_data_is_replaced_inside_full_params(user):
     assert {param.dtype for param in user.module.parameters()} == {torch.bfloat16}
     with user.full_params(keep_changes=True):
         clamped(user.module)
     user.step()
-
-
-@story(on=PIECES, dtype=torch.float32, options={"precision": "bf16"}, refused=f"{REPLACED}|is sharded",
-       instead=None)  # fmt: skip
-def rounded_data_is_replaced(user):
-    with user.refused():
-        clamped(user.module)
-        user.step()
-    if user.name == "zero1":  # where it is still so
-        with user.refused():
-            user.close()
 
 
 def doubled(model):
@@ -493,16 +343,23 @@ for way in (other_parameter, parametrized):
 
 
 @story(
-    refused=r"^model: '2' of the MLP is being replaced.*engine\.close\(\)|^model: 'bias' of the Linear is being",
+    refused="it was taken out of the module or replaced, and the engine trains what was there",
     instead=None,
 )
 def a_submodule_is_replaced(user):
     model = user.module
-    for name, value in (("2", nn.Linear(16, 16)), ("2", None), ("2", nn.Tanh())):
+    linear, bias = model[2], model[0].bias
+    for value in (nn.Linear(16, 16).double(), None, nn.Tanh()):
+        model[2] = value
         with user.refused():
-            setattr(model, name, value)
+            user.go_back(0)
+        model[2] = linear
+        user.zero_grad()
+    model[0].bias = nn.Parameter(torch.zeros(16).double())
     with user.refused():
-        model[0].bias = nn.Parameter(torch.zeros(16))
+        user.go_back(0)
+    model[0].bias = bias
+    user.zero_grad()
     model[1] = nn.Tanh()  # has no parameters
     model[1].alias = model[0]
     model[1].alias = model[2]  # another name for what stays
@@ -512,27 +369,6 @@ def a_submodule_is_replaced(user):
     user.train(0)
     user.close()
     model[2] = nn.Linear(16, 16)
-
-
-def gathered(user):
-    return bytes_by_role(user.live_tensors()).get(Role.GATHERED_PARAMETER, 0)
-
-
-@story(on=SHARDED, refused="or replaced", instead=None)
-def an_engine_is_closed_after_such_a_refusal(user):
-    user.train(0)
-    model = user.module
-    model[0]._parameters["weight"] = new = nn.Parameter(torch.zeros(model[0].weight.shape).double())
-    for _ in range(2):
-        with user.refused():
-            user.go_back(1)
-        user.zero_grad()
-    assert gathered(user) == 0
-    user.close()
-    assert model[0].weight is new
-    with build_engine(user.name, model, sgd, user.mesh) as engine:
-        engine.backward(engine(user.rows(0)[0]).sum())
-        engine.step()
 
 
 @story(on=(*KINDS, "fsdp-no_shard"), refused="or replaced", instead=lambda user: user.train(0))

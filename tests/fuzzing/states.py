@@ -49,6 +49,8 @@ class FullParams(Operation):
             with engine.full_params(keep_changes=True) as model:
                 for param, data in zip(model.parameters(), borrowed, strict=True):
                     param.data = data
+        if self.inside == "evaluate" and world.ours.spec.rounds:
+            engine.full_state_dict()  # raises what the forward is refused for, of which no exchange has told yet
         return seen
 
     def plain(self, world: World) -> Seen:
