@@ -129,7 +129,7 @@ class Engine(AnyEngine):
         try:
             with self.strategy.forward():
                 output = self.module(*args, **kwargs)
-        except RuntimeError as error:
+        except Exception as error:
             refusal, self._refusal = self._refusal, None
             if refusal is not None:
                 raise refusal from error

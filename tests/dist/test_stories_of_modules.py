@@ -81,7 +81,7 @@ def test_a_module_belongs_to_one_engine(pools, key):
     assert "model: it is wrapped by an engine" in twice
     assert "it is in a module of an engine" in inside
     assert "its module 'body' is wrapped by an engine" in round_about
-    assert "it is inside a module" in deep
+    assert "it is in a module of an engine" in deep
     assert "its parameter 'weight' is in a module of an engine" in sharing
 
 

@@ -124,8 +124,8 @@ class Guards:
     def _build(self, engine: Engine) -> None:
         strategy = engine.strategy
         self._num_stepped = _count(engine)
-        homes = [vars(module).get("_parameters") for module in engine.module.modules()]
-        # TorchScript has something else there.
+        kinds = ("_modules", "_parameters")  # TorchScript has something else there
+        homes = [vars(module).get(kind) for module in engine.module.modules() for kind in kinds]
         self._homes = [(home, *item) for home in homes if isinstance(home, dict) for item in home.items()]
         self._is_alone = all(comm.num_ranks == 1 for comm in engine.comms)
         self._is_whole = not strategy.steps_pieces
@@ -189,7 +189,7 @@ class Guards:
         return moment in ("backward", "step") or (moment == "forward" and is_cast)
 
     def _taken_out(self, engine: Engine) -> str:
-        """The name of a parameter that the module has lost, past the hooks that refuse it: as parametrizations do."""
+        """The name of a parameter that the module has lost, by an assignment, or as parametrizations do."""
         if all(home.get(key) is param for home, key, param in self._homes):
             return ""
         left = set(engine.module.parameters())  # under other names, as after pruning
