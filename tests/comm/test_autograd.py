@@ -28,23 +28,33 @@ def inputs(num_ranks, seed=0):
     return [torch.randn(shape, generator=generator, dtype=torch.float64).transpose(1, 2) for _ in range(num_ranks)]
 
 
-def cross(rank, name, dim, strided):
+def cross(comm, name, dim, strided):
+    x = inputs(comm.num_ranks)[comm.rank]
+    x = (x if strided else x.contiguous()).requires_grad_()
+    before = x.detach().clone()
+    log = Log()
+    with comm.observed_by(log):
+        y = getattr(borders, name)(x, comm, *([] if dim is None else [dim]), tag="x")
+        forward = [(str(e.op), e.tag) for e in log.events]
+        gradient = gradient_of(y.shape, comm.rank).transpose(0, 1).contiguous().transpose(0, 1)  # strides of its own
+        kept = gradient.clone()
+        y.backward(gradient)
+    assert torch.equal(gradient, kept)
+    assert torch.equal(x.detach(), before)
+    return y.detach(), x.grad, forward, [(str(e.op), e.tag) for e in log.events][len(forward) :]
+
+
+CASES = [
+    (name, dim, strided)
+    for name in DIMS
+    for dim in ((0, 1, 2, -1, -3) if DIMS[name] else (None,))
+    for strided in (True, False)
+]
+
+
+def cross_all(rank):
     with Mesh({"tensor": torch.distributed.get_world_size()}) as mesh:
-        comm = mesh["tensor"]
-        x = inputs(comm.num_ranks)[rank]
-        x = (x if strided else x.contiguous()).requires_grad_()
-        before = x.detach().clone()
-        log = Log()
-        with comm.observed_by(log):
-            y = getattr(borders, name)(x, comm, *([] if dim is None else [dim]), tag="x")
-            forward = [(str(e.op), e.tag, e.num_bytes) for e in log.events]
-            gradient = gradient_of(y.shape, rank).transpose(0, 1).contiguous().transpose(0, 1)  # strides of its own
-            kept = gradient.clone()
-            y.backward(gradient)
-        assert torch.equal(gradient, kept)
-        assert torch.equal(x.detach(), before)
-        backward = [(str(e.op), e.tag, e.num_bytes) for e in log.events][len(forward) :]
-        return y.detach(), x.grad, forward, backward
+        return [cross(mesh["tensor"], *case) for case in CASES]
 
 
 def gradient_of(shape, rank):
@@ -75,19 +85,14 @@ def expected(name, dim, num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("name", DIMS)
-def test_forward_and_backward(pools, name, num_ranks):
-    for dim in (0, 1, 2, -1, -3) if DIMS[name] else (None,):
-        for strided in (True, False):
-            results = pools(num_ranks).run(cross, name, dim, strided)
-            for rank, (y, dx) in enumerate(zip(*expected(name, dim, num_ranks), strict=True)):
-                found_y, found_dx, forward, backward = results[rank]
-                torch.testing.assert_close(found_y, y, atol=1e-13, rtol=0)
-                torch.testing.assert_close(found_dx, dx, atol=1e-13, rtol=0)
-                assert [op for op, _, _ in forward] == SENT[name][0]
-                assert [op for op, _, _ in backward] == SENT[name][1]
-                assert {tag for _, tag, _ in forward} <= {"x"}
-                assert {tag for _, tag, _ in backward} <= {"gradient of x"}
+def test_forward_and_backward(pools, num_ranks):
+    for (name, dim, _), *results in zip(CASES, *pools(num_ranks).run(cross_all), strict=True):
+        for rank, (y, dx) in enumerate(zip(*expected(name, dim, num_ranks), strict=True)):
+            found_y, found_dx, forward, backward = results[rank]
+            torch.testing.assert_close(found_y, y, atol=1e-13, rtol=0)
+            torch.testing.assert_close(found_dx, dx, atol=1e-13, rtol=0)
+            assert forward == [(op, "x") for op in SENT[name][0]]
+            assert backward == [(op, "gradient of x") for op in SENT[name][1]]
 
 
 def check_gradients(rank):
@@ -130,13 +135,13 @@ def recomputed(rank, use_reentrant):
         return torch.allclose(x.grad, plain.grad, atol=1e-13), [(str(e.op), e.tag) for e in log.events]
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing_sends_again(pools, use_reentrant):
-    for right, sent in pools(2).run(recomputed, use_reentrant):
-        assert right
-        assert sent[0] == ("all_reduce", "y")
-        assert sent[-1] == ("all_reduce", "gradient of x")
-        assert set(sent[1:-1]) <= {("all_reduce", "y")}
+def test_activation_checkpointing_sends_again(pools):
+    for use_reentrant in (True, False):
+        for right, sent in pools(2).run(recomputed, use_reentrant):
+            assert right
+            assert sent[0] == ("all_reduce", "y")
+            assert sent[-1] == ("all_reduce", "gradient of x")
+            assert set(sent[1:-1]) <= {("all_reduce", "y")}
 
 
 def test_a_group_of_one_moves_nothing():

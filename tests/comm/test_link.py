@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.transports.staged_and_emulated import EmulatedLink
 from shardlab.partition.ring_cost import Link
 from tests.comm.test_communicator import Log
 
@@ -85,24 +84,6 @@ def under_another_default_device(rank):
         (mesh.data.recv(value, 0) if rank else mesh.data.send(value, 1)).wait()
         mesh.data.all_reduce(value).wait()
     return value.tolist()
-
-
-class Sent:
-    name = "gloo"
-
-    def __init__(self):
-        self.devices = []
-
-    def send(self, tensor, dst):
-        self.devices.append(str(tensor.device))
-
-
-def test_what_goes_ahead_of_a_message_is_on_the_cpu():
-    sent = Sent()
-    with torch.device("meta"):
-        link = EmulatedLink(sent, LINK, 2)
-    link.send(torch.ones(4), 1)
-    assert sent.devices == ["cpu", "cpu"]
 
 
 def test_a_mesh_is_the_same_under_another_default_device(pools):

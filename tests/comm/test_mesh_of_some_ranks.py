@@ -46,8 +46,7 @@ def train_halves(rank, how, transport):
     return half, state, float(total)
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
-@pytest.mark.parametrize("how", ["each its own", "all by all"])
+@pytest.mark.parametrize(("how", "transport"), [("each its own", "gloo"), ("all by all", "shared_memory")])
 def test_two_halves_train_different_models_at_once(pools, how, transport):
     results = pools(4).run(train_halves, how, transport)
     assert [half for half, *_ in results] == [0, 1, 0, 1]
@@ -69,17 +68,15 @@ def test_ranks_ascend_along_each_axis_as_in_a_group_of_torch(pools):
 
 
 def disagreeing(rank):
-    wishes = [[0, 1], [0, 1], [1, 2]]
     messages = []
-    with pytest.raises(ValueError, match="ranks: ") as caught:
-        Mesh({"data": 2}, ranks=wishes[rank])
-    messages.append(str(caught.value))
-    with pytest.raises(ValueError, match="ranks: ") as caught:
-        Mesh({"data": 3} if rank else {"shard": 3})
-    messages.append(str(caught.value))
-    with pytest.raises(ValueError, match="ranks: ") as caught:
-        Mesh({"data": 3}, link=None if rank == 0 else Link(10.0, 1.0))
-    messages.append(str(caught.value))
+    for axes, options in (
+        ({"data": 2}, {"ranks": [[0, 1], [0, 1], [1, 2]][rank]}),
+        ({"data": 3} if rank else {"shard": 3}, {}),
+        ({"data": 3}, {"link": None if rank == 0 else Link(10.0, 1.0)}),
+    ):
+        with pytest.raises(ValueError, match="ranks: ") as caught:
+            Mesh(axes, **options)
+        messages.append(str(caught.value))
     with pytest.raises(ValueError, match=r"ranks names them, ranks=\[0, 1\]") as caught:
         Mesh({"data": 2})
     value = torch.ones(1)
@@ -121,12 +118,11 @@ if os.environ.get("RANK", "0") == "0":
 """
 
 
-@pytest.mark.parametrize("starter", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]])
-def test_the_same_under_torchrun(tmp_path, starter):
+def test_the_same_under_torchrun(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, *starter, str(path)],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(path)],
         capture_output=True, text=True, timeout=120, env={**script_env(), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     # The means of 0 and 1, and of 2 and 3.

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.torch_engine_groups import bytes_kept, torch_group
+from shardlab.comm.torch_engine_groups import bytes_kept
 from shardlab.engines import build_engine
 from shardlab.partition import ring_cost
 from shardlab.recording.script_collectives import TorchCalls
 from shardlab.trace.observed import moved_bytes, wire_bytes
 from shardlab.vocabulary import Collective
+from tests.comm.test_communicator import Log
 
 NUMEL = 144_000  # divisible by 2, 3 and 4, in chunks that are large against gloo's headers
 BYTES_SENT = 200  # offset of tcpi_bytes_sent in Linux' struct tcp_info, before tcpi_bytes_retrans; both 64 bits
@@ -32,19 +33,6 @@ def sent_by_sockets():
                 sent, again = struct.unpack_from("QQ", info, BYTES_SENT)
                 total += sent - again
     return total
-
-
-class Events:
-    def __init__(self):
-        self.events = []
-
-    def issued(self, event):
-        self.events.append(event)
-
-    def started(self, event):
-        """Nothing."""
-
-    completed = waited = started
 
 
 def every_verb(num_ranks, rank):
@@ -73,7 +61,7 @@ def every_verb(num_ranks, rank):
 
 def said_and_seen(rank, num_ranks):
     """(collective, bytes in its event, bytes the sockets sent) of each verb, in parts of the whole buffer."""
-    found, heard = [], Events()
+    found, heard = [], Log()
     with TorchCalls(heard, lambda *_: ""), torch.no_grad():
         for call in every_verb(num_ranks, rank):
             dist.barrier()
@@ -92,25 +80,6 @@ def test_each_verb_moves_what_its_event_says(pools, num_ranks):
         assert len(found) == 13
         for op, said, seen in found:
             assert said == pytest.approx(seen, abs=0.02), (op, rank)  # headers are 1 %
-
-
-def uneven_exchange(rank, num_ranks):
-    """(what its event says, bytes sent) of an all-to-all in the group of torch's engines, in parts of the buffer."""
-    sizes, heard = [NUMEL // 4, *[0] * (num_ranks - 2), NUMEL - NUMEL // 4], Events()
-    received = [sizes[rank]] * num_ranks
-    with Mesh({"data": num_ranks}, device="cpu") as mesh, mesh.observed_by(heard), torch.no_grad():
-        group = torch_group(mesh, "data", lambda op: "")
-        output = torch.empty(sum(received), dtype=torch.int64)
-        whole = torch.arange(NUMEL)
-        seen = sent_by(dist.all_to_all_single, output, whole, received, sizes, group=group, async_op=True)
-    (event,) = heard.events
-    return moved_bytes(event) / whole.nbytes, wire_bytes(event) / whole.nbytes, seen
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_an_uneven_exchange_of_torchs_engines_moves_what_its_event_says(pools, num_ranks):
-    for rank, (moved, needed, seen) in enumerate(pools(num_ranks).run(uneven_exchange, num_ranks)):
-        assert moved == needed == pytest.approx(seen, abs=0.02), rank
 
 
 def sent_by(verb, *args, **kwargs):
@@ -140,7 +109,7 @@ def composed_and_torchs(rank, num_ranks, root):
     return sent, of_torch, torch.equal(*copies) and torch.equal(*exchanged)
 
 
-@pytest.mark.parametrize(("num_ranks", "root"), [(2, 1), (3, 0), (3, 2), (4, 0), (4, 1), (4, 3)])
+@pytest.mark.parametrize(("num_ranks", "root"), [(2, 1), (3, 0), (4, 1)])
 def test_a_composed_broadcast_and_exchange_send_what_torchs_do(pools, num_ranks, root):
     for sent, of_torch, are_equal in pools(num_ranks).run(composed_and_torchs, num_ranks, root):
         assert are_equal
@@ -161,7 +130,7 @@ def test_what_a_rank_of_an_all_to_all_keeps():
 
 def step_of(rank, strategy, num_ranks):
     """(needed, moved, seen by the sockets) of one step, in parts of the parameters."""
-    heard = Events()
+    heard = Log()
     with Mesh({"data": num_ranks}, device="cpu", transport="gloo") as mesh:
         model = torch.nn.Linear(480, 300, bias=False)
         with build_engine(strategy, model, lambda tensors: torch.optim.SGD(tensors, lr=0.1), mesh) as engine:
@@ -179,10 +148,9 @@ def step_of(rank, strategy, num_ranks):
     return [total / 4 / model.out_features / model.in_features for total in sums]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("strategy", ["torch_ddp", "torch_zero1", "torch_fsdp2", "bucketed", "zero2", "fsdp"])
-def test_a_step_moves_what_its_record_says(pools, strategy, num_ranks):
-    for needed, moved, seen in pools(num_ranks).run(step_of, strategy, num_ranks):
+def test_a_step_moves_what_its_record_says(pools, strategy):
+    for needed, moved, seen in pools(3).run(step_of, strategy, 3):
         assert moved == pytest.approx(seen, abs=0.02)
         if not strategy.startswith("torch"):
             assert needed == moved

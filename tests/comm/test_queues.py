@@ -5,41 +5,33 @@ import threading
 import time
 import warnings
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
 
-from shardlab.comm.events import CollectiveEvent, Failures
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.queues import ThreadQueue
 from shardlab.comm.transports.gloo import GlooTransport
 from shardlab.launch import RankError, RankHang, RankPool
 from shardlab.partition.ring_cost import Link
-from shardlab.vocabulary import Collective, HostTransport
+from shardlab.vocabulary import HostTransport
+from tests.comm.test_communicator import Log
 
 ELEMENTS = 64
 
 
-class Threads:
-    """An observer: (what, collective, by the caller's thread or the queue's)."""
+class Threads(Log):
+    """(what, collective, by the caller's thread or the queue's)."""
 
     def __init__(self):
-        self.caller, self.calls = threading.get_ident(), []
+        super().__init__()
+        self.caller, self.threads = threading.get_ident(), []
 
-    def _note(self, what, event):
-        self.calls.append((what, event.seq, "caller" if threading.get_ident() == self.caller else "queue"))
-
-    def issued(self, event):
-        self._note("issued", event)
-
-    def started(self, event):
-        self._note("started", event)
-
-    def completed(self, event):
-        self._note("completed", event)
-
-    def waited(self, event):
-        self._note("waited", event)
+    def __getattribute__(self, name):
+        if name in ("started", "completed"):
+            thread = "caller" if threading.get_ident() == self.caller else "queue"
+            return lambda event: self.threads.append((name, event.seq, thread))
+        return super().__getattribute__(name)
 
 
 def who_begins(rank, link):
@@ -60,7 +52,7 @@ def who_begins(rank, link):
         for one in pending:
             one.wait()
         sums.append([float(reduced.sum())])
-    return sums, watch.calls
+    return sums, watch.threads
 
 
 def _slow_start():
@@ -109,10 +101,10 @@ def refused(rank, transport, numel):
         return after.tolist()
 
 
-@pytest.mark.parametrize("numel", [1, 4])  # of one element only one rank has something to add
 @pytest.mark.parametrize("transport", HostTransport)
-def test_what_cannot_begin_raises_where_it_is_waited_for(pools, transport, numel):
-    assert pools(2).run(refused, transport, numel) == [[2.0] * 4] * 2
+def test_what_cannot_begin_raises_where_it_is_waited_for(pools, transport):
+    for numel in (1, 4):  # of one element only one rank has something to add
+        assert pools(2).run(refused, transport, numel) == [[2.0] * 4] * 2
 
 
 def made_in_inference_mode(rank):
@@ -176,8 +168,9 @@ def raises_itself(rank, error, of_warnings):
             mesh.close()
 
 
-@pytest.mark.parametrize("of_warnings", ["always", "error"])
-@pytest.mark.parametrize("error", [ValueError("the user's own"), SystemExit("the user's own")])
+@pytest.mark.parametrize(
+    ("error", "of_warnings"), [(ValueError("the user's own"), "always"), (SystemExit("the user's own"), "error")]
+)
 def test_closing_leaves_the_callers_own_error_and_notes_on_it_what_nobody_waited_for(pools, capsys, error, of_warnings):
     with pytest.raises(RankError, match=f"raised {type(error).__name__}: the user's own") as caught:
         pools(2).run(raises_itself, error, of_warnings)
@@ -204,13 +197,46 @@ def closes_by_hand_in_a_handler(rank):
             mesh.close()
 
 
-def test_closing_by_hand_in_the_handler_of_another_error_warns(pools):
+def handles_one(rank, then):
+    """Of one collective on each axis that fails on all ranks the first is waited for; one more may be issued then."""
+    with Mesh({"replica": 2, "shard": 2}) as mesh:
+        first, _ = [mesh[axis].all_reduce(torch.ones(1).to(NOT_ADDED[0])) for axis in mesh.axes]
+        with pytest.raises(RuntimeError, match="float8_e4m3fn cannot be added"):
+            first.wait()
+        if then:
+            mesh["replica"].all_reduce(torch.ones(1).to(NOT_ADDED[1]))
+
+
+def fails_late(rank):
+    """On the last axis, which waits for a slow link while the queue of the first one closes."""
+    with Mesh({"replica": 2, "shard": 2}, link=Link(latency_us=50_000, bandwidth_gbps=10)) as mesh:
+        mesh["shard"].barrier()
+        mesh["shard"].all_reduce(torch.ones(1).to(NOT_ADDED[0]))
+
+
+def waits_again(rank):
+    """For an error that was told before the last collective was issued."""
+    with Mesh({"data": 2}) as mesh:
+        first = mesh.data.all_reduce(torch.ones(1).to(NOT_ADDED[0]))
+        with pytest.raises(RuntimeError, match="float8_e4m3fn cannot be added"):
+            first.wait()
+        mesh.data.all_reduce(torch.ones(1).to(NOT_ADDED[1]))
+        mesh.data.barrier().wait()  # by now it has failed
+        with pytest.raises(RuntimeError, match="float8_e4m3fn cannot be added"):
+            first.wait()
+
+
+def test_closing_raises_what_nobody_has_been_told(pools):
     pools(2).run(closes_by_hand_in_a_handler)
-
-
-def test_closing_raises_in_the_handler_of_another_error(pools):
-    with pytest.raises(RankError, match="float8_e4m3fn cannot be added"):
-        pools(2).run(closes_in_a_handler)
+    pools(4).run(handles_one, False)
+    for num_ranks, story, dtype in (
+        (2, closes_in_a_handler, "e4m3fn"),
+        (4, partial(handles_one, then=True), "e5m2"),  # what failed after an error was told
+        (4, fails_late, "e4m3fn"),
+        (2, waits_again, "e5m2"),
+    ):
+        with pytest.raises(RankError, match=f"float8_{dtype} cannot be added"):
+            pools(num_ranks).run(story)
 
 
 def nobody_sends(rank, folder):
@@ -229,62 +255,6 @@ def test_an_end_that_comes_while_a_mesh_closes_leaves_it_at_once(tmp_path):
     with RankPool(4, device="cpu", timeout_s=1.0) as pool, pytest.raises(RankHang):
         pool.run(nobody_sends, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3"]
-
-
-def handles_one(rank, then):
-    """Of one collective on each axis that fails on all ranks the first is waited for; one more may be issued then."""
-    with Mesh({"replica": 2, "shard": 2}) as mesh:
-        first, _ = [mesh[axis].all_reduce(torch.ones(1).to(NOT_ADDED[0])) for axis in mesh.axes]
-        with pytest.raises(RuntimeError, match="float8_e4m3fn cannot be added"):
-            first.wait()
-        if then:
-            mesh["replica"].all_reduce(torch.ones(1).to(NOT_ADDED[1]))
-
-
-def test_closing_raises_what_failed_after_an_error_was_told_and_on_no_axis_what_failed_before(pools):
-    pools(4).run(handles_one, False)
-    with pytest.raises(RankError, match="float8_e5m2 cannot be added"):
-        pools(4).run(handles_one, True)
-
-
-def fails_late(rank):
-    """On the last axis, which waits for a slow link while the queue of the first one closes."""
-    with Mesh({"replica": 2, "shard": 2}, link=Link(latency_us=50_000, bandwidth_gbps=10)) as mesh:
-        mesh["shard"].barrier()
-        mesh["shard"].all_reduce(torch.ones(1).to(NOT_ADDED[0]))
-
-
-def test_closing_raises_what_fails_on_another_axis_meanwhile(pools):
-    with pytest.raises(RankError, match="float8_e4m3fn cannot be added"):
-        pools(4).run(fails_late)
-
-
-def waits_again(rank):
-    """For an error that was told before the last collective was issued."""
-    with Mesh({"data": 2}) as mesh:
-        first = mesh.data.all_reduce(torch.ones(1).to(NOT_ADDED[0]))
-        with pytest.raises(RuntimeError, match="float8_e4m3fn cannot be added"):
-            first.wait()
-        mesh.data.all_reduce(torch.ones(1).to(NOT_ADDED[1]))
-        mesh.data.barrier().wait()  # by now it has failed
-        with pytest.raises(RuntimeError, match="float8_e4m3fn cannot be added"):
-            first.wait()
-
-
-def test_waiting_again_for_an_error_hides_no_later_one(pools):
-    with pytest.raises(RankError, match="float8_e5m2 cannot be added"):
-        pools(2).run(waits_again)
-
-
-def test_a_queue_of_the_cpu_waits_for_no_stream(monkeypatch):
-    """Also where CUDA is in use: then a host collective would wait for all that computes on the default stream."""
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr("shardlab.comm.queues.CUDA", None)
-    event = CollectiveEvent(0, Collective.BARRIER, "data", "", "", 0, 0, 2, "gloo", False, "")
-    queue, done = ThreadQueue("comm-data", torch.device("cpu"), Failures()), []
-    queue.submit(lambda: done.append(True), event, ())()
-    queue.close()
-    assert done == [True]
 
 
 def in_another_order(rank):

@@ -22,7 +22,8 @@ from shardlab.comm.transports.gloo import GlooTransport
 from shardlab.comm.transports.rendezvous import share_buffers
 from shardlab.comm.transports.shared_buffers import SharedBuffers
 from shardlab.comm.transports.shared_memory import SharedMemoryTransport
-from shardlab.launch import RankDied, RankError, RankPool
+from shardlab.launch import RankError
+from tests.comm.test_communicator import Log
 
 SHORT = timedelta(seconds=20)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
@@ -40,30 +41,26 @@ def data(rank, numel, dtype):
     return (100 * torch.randn(numel, generator=torch.Generator().manual_seed(rank))).to(dtype)
 
 
-def reduced(rank, numel, dtype, reduction, half_bytes):
-    shared, tensor = transport(half_bytes), data(rank, numel, dtype)
-    shared.all_reduce(tensor, reduction)
-    shared.close()
-    return tensor
+REDUCED = [(numel, dtype, half) for numel in (0, 1, 2, 25) for dtype in DTYPES for half in (48, rendezvous.HALF_BYTES)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def reduced(rank):
+    found = []
+    for numel, dtype, half_bytes in REDUCED:
+        shared, tensor = transport(half_bytes), data(rank, numel, dtype)
+        shared.all_reduce(tensor, "sum")
+        shared.close()
+        found.append(tensor)
+    return found
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_all_reduce_adds_in_the_order_of_the_ranks(pools, num_ranks, dtype):
-    for numel in (0, 1, 2, 25):
+def test_all_reduce_adds_in_the_order_of_the_ranks(pools, num_ranks):
+    for (numel, dtype, _), *results in zip(REDUCED, *pools(num_ranks).run(reduced), strict=True):
         expected = data(0, numel, dtype)
         for rank in range(1, num_ranks):
             expected += data(rank, numel, dtype)
-        for half_bytes in (48, rendezvous.HALF_BYTES):
-            for tensor in pools(num_ranks).run(reduced, numel, dtype, "sum", half_bytes):
-                assert torch.equal(tensor, expected)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_the_largest(pools, num_ranks):
-    expected = torch.stack([data(rank, 25, torch.float32) for rank in range(num_ranks)]).amax(0)
-    for tensor in pools(num_ranks).run(reduced, 25, torch.float32, "max", 48):
-        assert torch.equal(tensor, expected)
+        assert all(torch.equal(tensor, expected) for tensor in results)
 
 
 def as_over_gloo(rank, bounds, dtype, half_bytes):
@@ -88,11 +85,11 @@ def as_over_gloo(rank, bounds, dtype, half_bytes):
     return [*same, torch.equal(*results)]
 
 
-@pytest.mark.parametrize("half_bytes", [48, rendezvous.HALF_BYTES])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bounds", [(0, 11, 24), (0, 7, 7, 90), (0, 5, 17, 18, 40)], ids=["2", "3", "4"])
-def test_chunks_are_those_of_gloo(pools, bounds, dtype, half_bytes):
-    assert pools(len(bounds) - 1).run(as_over_gloo, bounds, dtype, half_bytes) == [[True] * 7] * (len(bounds) - 1)
+def test_chunks_are_those_of_gloo(pools, bounds):
+    num_ranks = len(bounds) - 1
+    for dtype, half_bytes in ((torch.float32, 48), (torch.bfloat16, 48), (torch.float32, rendezvous.HALF_BYTES)):
+        assert pools(num_ranks).run(as_over_gloo, bounds, dtype, half_bytes) == [[True] * 7] * num_ranks
 
 
 def hurried(rank, rounds):
@@ -114,37 +111,12 @@ def test_halves_take_turns(pools):
     assert pools(2).run(hurried, 300) == [expected] * 2
 
 
-def zero_signs(rank):
-    """Of -0 -0, of -0 +0: see ``engines.unused_params``."""
-    shared, tensor = transport(), torch.tensor([-0.0, -0.0 if rank else 0.0])
-    shared.all_reduce(tensor, "sum")
-    shared.close()
-    return torch.signbit(tensor).tolist()
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_the_sign_of_zero_is_kept(pools, num_ranks):
-    assert pools(num_ranks).run(zero_signs) == [[True, False]] * num_ranks
-
-
-class Events(list):
-    """An observer: the events in the order of issue."""
-
-    def issued(self, event):
-        self.append(event)
-
-    def started(self, event):
-        pass
-
-    completed = waited = started
-
-
 def names(rank, transports):
-    events = Events()
+    log = Log()
     for wanted in transports:
-        with Mesh({"data": dist.get_world_size()}, transport=wanted) as mesh, mesh.observed_by(events):
+        with Mesh({"data": dist.get_world_size()}, transport=wanted) as mesh, mesh.observed_by(log):
             mesh.data.barrier().wait()
-    return [event.transport for event in events]
+    return [event.transport for event in log.events]
 
 
 def test_a_mesh_says_how_it_sends(pools):
@@ -238,63 +210,19 @@ def test_ranks_that_share_no_memory_use_gloo(pools, somewhere):
         pools(2).run(somewhere, ("shared_memory",))
 
 
-def meeting_another(rank, dtype):
-    shared = transport()
-    if rank == 0:
-        shared.all_reduce(torch.ones(8), "sum")
-    elif dtype is None:
-        shared.all_gather(torch.ones(8), (0, 4, 8))
-    else:
-        shared.all_reduce(torch.ones(8, dtype=dtype), "sum")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "other"),
-    [(None, "all_gather of 8 float32"), (torch.int32, "all_reduce of 8 int32")],
-    ids=["collective", "dtype"],
-)
-def test_two_collectives_do_not_meet(dtype, other):
-    with RankPool(2, device="cpu", timeout_s=20) as pool, pytest.raises(RankError) as caught:
-        pool.run(meeting_another, dtype)
-    text, own = str(caught.value), "all_reduce of 8 float32"
-    assert f"{own} on rank 0 of the group meets {other} on rank 1" in text or (
-        f"{other} on rank 1 of the group meets {own} on rank 0" in text
-    )
-
-
 def going_on_after_a_mismatch(rank):
     shared, errors = transport(), []
     for _ in range(2):
-        try:
-            meet(shared, rank)
-        except MismatchError as error:
-            errors.append(str(error))
+        with pytest.raises(MismatchError) as caught:
+            shared.all_gather(torch.ones(8), (0, 4, 8)) if rank else shared.all_reduce(torch.ones(8), "sum")
+        errors.append(str(caught.value))
     return errors
-
-
-def meet(shared, rank):
-    if rank == 0:
-        shared.all_reduce(torch.ones(8), "sum")
-    else:
-        shared.all_gather(torch.ones(8), (0, 4, 8))
 
 
 def test_after_a_mismatch_nobody_waits_for_more(pools):
     for first, again in pools(2).run(going_on_after_a_mismatch):
         assert first == again
         assert "meets" in first
-
-
-def leaving(rank):
-    shared = transport()
-    if rank == 1:
-        os._exit(3)
-    shared.barrier()
-
-
-def test_a_rank_that_has_gone_is_named():
-    with RankPool(2, device="cpu", timeout_s=20) as pool, pytest.raises(RankDied, match="rank 1"):
-        pool.run(leaving)
 
 
 def late(rank):
@@ -337,7 +265,7 @@ def test_closed_meshes_leave_nothing_open(pools):
 
 def listened(rank):
     """What a mesh says it sent, and what the shared buffers were asked to carry."""
-    met, events, meet = [], Events(), SharedBuffers.synchronize
+    met, log, meet = [], Log(), SharedBuffers.synchronize
 
     def noted(self, call):
         met.append((call.collective, call.numel, call.dtype))
@@ -345,14 +273,14 @@ def listened(rank):
 
     SharedBuffers.synchronize = noted
     try:
-        with Mesh({"data": 3}) as mesh, mesh.observed_by(events):
+        with Mesh({"data": 3}) as mesh, mesh.observed_by(log):
             mesh.data.all_reduce(torch.ones(7)).wait()
             mesh.data.reduce_scatter(torch.ones(9), torch.empty(3)).wait()
             mesh.data.all_gather(torch.ones(9)).wait()
             mesh.data.all_reduce(torch.ones(2 * rendezvous.HALF_BYTES // 4 + 1)).wait()
     finally:
         SharedBuffers.synchronize = meet
-    return [(str(event.op), event.numel, event.dtype) for event in events], met
+    return [(str(event.op), event.numel, event.dtype) for event in log.events], met
 
 
 def test_what_is_recorded_is_what_passes_the_shared_buffers(pools):

@@ -69,7 +69,7 @@ def recorded(device, directory, train, *observed):
     return run.steps.iloc[0], run.collectives
 
 
-@pytest.mark.parametrize(("between_ms", "exposed_ms"), [(0, 6), (4, 2), (6, 0), (9, 0)])
+@pytest.mark.parametrize(("between_ms", "exposed_ms"), [(4, 2), (9, 0)])
 def test_a_stream_that_waits_does_not_compute(device, tmp_path, between_ms, exposed_ms):
     comm = communicator_of(device, 6 * MS)
 
@@ -88,7 +88,7 @@ def test_a_stream_that_waits_does_not_compute(device, tmp_path, between_ms, expo
     assert row["wait_end_us"] - row["wait_start_us"] == pytest.approx(1e3 * exposed_ms, abs=1)
 
 
-@pytest.mark.parametrize(("computed_ms", "exposed_ms"), [(0, 6), (4, 2), (10, 0)])
+@pytest.mark.parametrize(("computed_ms", "exposed_ms"), [(4, 2), (10, 0)])
 def test_compute_under_way_goes_on_while_the_host_waits(device, tmp_path, computed_ms, exposed_ms):
     """As staged collectives do: the host sleeps until the thread is done, 6 ms after it began."""
 
@@ -136,16 +136,16 @@ def among_four(device):
     return Communicator(transport, queue, (0, 1, 2, 3), 1, "data", partial(mark, device)), transport.exchanged
 
 
-@pytest.mark.parametrize("waits_for", [0, 1])
-def test_a_send_and_a_receive_travel_together(device, waits_for):
+def test_a_send_and_a_receive_travel_together(device):
     """On one stream, two ranks that send before they receive would wait for each other for ever."""
-    comm, exchanged = among_four(device)
-    pending = [comm.send(torch.ones(4), 2), comm.recv(torch.ones(4), 2)]
-    assert exchanged == []
-    pending[waits_for].wait()
-    assert exchanged == [[("send", 2), ("recv", 2)]]
-    pending[1 - waits_for].wait()
-    assert len(exchanged) == 1
+    for waits_for in (0, 1):
+        comm, exchanged = among_four(device)
+        pending = [comm.send(torch.ones(4), 2), comm.recv(torch.ones(4), 2)]
+        assert exchanged == []
+        pending[waits_for].wait()
+        assert exchanged == [[("send", 2), ("recv", 2)]]
+        pending[1 - waits_for].wait()
+        assert len(exchanged) == 1
 
 
 def test_a_receive_leaves_later_ones_behind(device):
@@ -159,14 +159,13 @@ def test_a_receive_leaves_later_ones_behind(device):
     assert exchanged == [[("recv", 0)], [("recv", 2), ("send", 2)]]
 
 
-@pytest.mark.parametrize("then", ["all_reduce", "close"])
-def test_messages_leave_before_a_collective_and_at_the_end(device, then):
-    comm, exchanged = among_four(device)
-    columns = torch.zeros(4, 2)[:, 0]
-    pending = comm.recv(columns, 0)
-    comm.all_reduce(torch.ones(4)) if then == "all_reduce" else comm.close()
-    assert exchanged == [[("recv", 0)]]
-    pending.wait()
+def test_messages_leave_before_a_collective_and_at_the_end(device):
+    for then in ("all_reduce", "close"):
+        comm, exchanged = among_four(device)
+        pending = comm.recv(torch.zeros(4, 2)[:, 0], 0)
+        comm.all_reduce(torch.ones(4)) if then == "all_reduce" else comm.close()
+        assert exchanged == [[("recv", 0)]]
+        pending.wait()
 
 
 def around_the_ring(rank):

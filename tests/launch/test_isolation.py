@@ -3,6 +3,7 @@
 import ctypes
 import os
 import resource
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -39,17 +40,10 @@ def test_what_is_freed_is_kept_for_the_next_step_and_given_back_after_the_call(p
         assert held - after > BLOCKS * BLOCK_BYTES * 3 / 4
 
 
-@pytest.mark.parametrize(("environ", "calls"), [({}, 2), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, 0)])
-def test_who_has_set_the_heap_by_the_environment_keeps_it_so(monkeypatch, environ, calls):
-    class Libc:
-        def __init__(self):
-            self.calls = []
-
-        def mallopt(self, parameter, value):
-            self.calls.append((parameter, value))
-
-    libc = Libc()
-    monkeypatch.setattr(worker.os, "environ", environ)
-    monkeypatch.setattr(worker.ctypes, "CDLL", lambda _: libc)
-    worker._keep_freed()
-    assert len(libc.calls) == calls
+def test_who_has_set_the_heap_by_the_environment_keeps_it_so(monkeypatch):
+    calls = []
+    monkeypatch.setattr(worker.ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *given: calls.append(given)))
+    for environ, expected in (({"MALLOC_TRIM_THRESHOLD_": "131072"}, 0), ({}, 2)):
+        monkeypatch.setattr(worker.os, "environ", environ)
+        worker._keep_freed()
+        assert len(calls) == expected

@@ -4,7 +4,6 @@ import linecache
 import threading
 import traceback
 
-import cloudpickle
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -38,11 +37,6 @@ def test_functions_may_name_the_operators_of_torch():
     assert unpack(pack(policy, "x"))(torch.ops.aten.mm.default) == policy(torch.ops.aten.mm.default)
 
 
-def test_registry_of_cloudpickle_is_left_as_it_was():
-    pack(test_installed_code_goes_by_name, "x")
-    assert cloudpickle.list_registry_pickle_by_value() == set()
-
-
 class Own(torch.optim.SGD):
     def step(self, closure=None):
         """Nothing."""
@@ -66,12 +60,6 @@ def test_an_optimizer_s_class_that_was_used_here_calls_the_hooks_of_the_rank(poo
 def test_what_cannot_be_pickled_is_named():
     with pytest.raises(TypeError, match="the result of rank 1 cannot be pickled"):
         pack(threading.Lock(), "the result of rank 1")
-
-
-def test_shared_tensors_stay_shared():
-    x = torch.zeros(3)
-    a, b = unpack(pack((x, x), "x"))
-    assert a is b
 
 
 def test_a_module_on_a_gpu_keeps_its_parameters(monkeypatch):

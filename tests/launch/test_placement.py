@@ -24,27 +24,19 @@ def machine(monkeypatch):
     return with_gpus
 
 
-def test_no_gpu(machine):
-    machine(0)
-    placement = place(3)
-    assert (placement.device_type, placement.backend, placement.devices) == ("cpu", "gloo", ("cpu",) * 3)
-    assert (placement.staged, placement.banner) == (False, None)
-
-
-def test_a_gpu_for_every_rank(machine):
-    machine(4)
-    placement = place(2)
-    assert (placement.device_type, placement.backend, placement.devices) == ("cuda", "nccl", ("cuda:0", "cuda:1"))
-    assert (placement.staged, placement.banner) == (False, None)
-
-
-def test_ranks_share_gpus(machine):
-    machine(2)
-    placement = place(3)
-    assert (placement.device_type, placement.backend) == ("cuda", "gloo")
-    assert placement.devices == ("cuda:0", "cuda:1", "cuda:0")
-    assert placement.staged
-    assert "3 ranks share 2 GPUs (NCCL refuses two ranks on one GPU)" in placement.banner
+def test_any_number_of_gpus(machine):
+    for num_gpus, nccl, num_ranks, backend, devices, staged, banner in (
+        (0, True, 3, "gloo", ("cpu",) * 3, False, None),
+        (4, True, 2, "nccl", ("cuda:0", "cuda:1"), False, None),
+        (2, True, 3, "gloo", ("cuda:0", "cuda:1", "cuda:0"), True, "3 ranks share 2 GPUs (NCCL refuses"),
+        (2, False, 2, "gloo", ("cuda:0", "cuda:1"), True, "without NCCL"),
+    ):
+        machine(num_gpus, nccl)
+        placement = place(num_ranks)
+        assert (placement.backend, placement.devices, placement.staged) == (backend, devices, staged)
+        assert placement.device_type == ("cuda" if num_gpus else "cpu")
+        assert placement.banner is None if banner is None else banner in placement.banner
+    assert place(2, "cpu").devices == ("cpu", "cpu")
 
 
 def test_nccl_may_be_told_to_let_ranks_share(machine, monkeypatch):
@@ -58,13 +50,6 @@ def test_nccl_may_be_told_to_let_ranks_share(machine, monkeypatch):
     assert (shared.backend, shared.staged, shared.banner) == ("nccl", False, placement.banner)
     machine(2, nccl=False)
     assert place(3).staged
-
-
-def test_torch_without_nccl(machine):
-    machine(2, nccl=False)
-    placement = place(2)
-    assert (placement.backend, placement.staged) == ("gloo", True)
-    assert "without NCCL" in placement.banner
 
 
 def in_every_rank(gpus, num_visible, local_ranks=None):
@@ -93,6 +78,8 @@ def test_three_ranks_that_see_one_gpu_each_are_not_staged_if_it_is_another_one(m
     shared = in_every_rank(["GPU-a", "GPU-b", "GPU-a"], 1)
     assert (shared.backend, shared.staged) == ("gloo", True)
     assert "3 ranks share 2 GPUs" in shared.banner
+    machine(1, nccl=False)
+    assert "without NCCL" in in_every_rank(["GPU-a", "GPU-b"], 1).banner
 
 
 def test_four_ranks_on_two_hosts_of_two_gpus_without_a_local_world_size(machine):
@@ -102,31 +89,15 @@ def test_four_ranks_on_two_hosts_of_two_gpus_without_a_local_world_size(machine)
     assert placement.devices == ("cuda:0", "cuda:1", "cuda:0", "cuda:1")
 
 
-def test_one_gpu_each_without_nccl_is_staged(machine):
-    machine(1, nccl=False)
-    assert "without NCCL" in in_every_rank(["GPU-a", "GPU-b"], 1).banner
-
-
-def test_cpu_is_cpu_on_any_machine(machine):
-    machine(8)
-    assert place(2, "cpu").devices == ("cpu", "cpu")
-
-
-def test_cuda_without_gpu(machine):
+def test_bad_input_names_the_field(machine):
     machine(0)
     with pytest.raises(ValueError, match=r"device: 'cuda' is given.*allowed values here are auto, cpu"):
         place(2, "cuda")
-
-
-@pytest.mark.parametrize("world_size", [0, -2, 1.5, True, "2"])
-def test_bad_world_size(world_size):
-    with pytest.raises(ValueError, match="world_size"):
-        place(world_size)
-
-
-def test_unknown_device():
     with pytest.raises(ValueError, match=r"device: 'tpu'.*auto, cpu, cuda"):
         place(2, "tpu")
+    for world_size in (0, -2, 1.5, True, "2"):
+        with pytest.raises(ValueError, match="world_size"):
+            place(world_size)
 
 
 def test_no_cuda_context_comes_of_it():

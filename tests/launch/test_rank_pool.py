@@ -1,13 +1,11 @@
 """Functions go to ranks, results come back."""
 
 import functools
-import itertools
 import multiprocessing
 import os
 import random
 import sys
 import threading
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,52 +40,33 @@ def with_lock(rank: int) -> int:
         return rank
 
 
-def test_results_in_rank_order(pools):
-    assert pools(4).run(lambda rank: rank * 10) == [0, 10, 20, 30]
-
-
-def test_arguments_closures_and_partials(pools):
-    base = 5
+def test_arguments_closures_partials_and_code_of_a_module_travel(pools, monkeypatch):
+    base, pool = 5, pools(2)
 
     def add(rank, a, *, b):
         return base + rank + a + b
 
-    assert pools(2).run(add, 1, b=2) == [8, 9]
-    assert pools(2).run(functools.partial(add, b=3), 1) == [9, 10]
-
-
-def test_code_of_a_test_module_travels_with_its_helpers_and_classes(pools):
-    assert pools(2).run(by_module_code, Point(1)) == [Point(101), Point(103)]
-
-
-def test_code_that_cannot_go_by_value_goes_by_name(pools):
-    assert pools(2).run(with_lock) == [0, 1]
-
-
-def test_warm_rank_runs_the_code_as_it_is_now(pools, monkeypatch):
-    pools(2).run(by_module_code, Point(1))
-    monkeypatch.setattr("tests.launch.test_rank_pool.OFFSET", 200)
-    assert pools(2).run(by_module_code, Point(1)) == [Point(201), Point(203)]
+    assert pool.run(add, 1, b=2) == [8, 9]
+    assert pool.run(functools.partial(add, b=3), 1) == [9, 10]
+    assert pool.run(by_module_code, Point(1)) == [Point(101), Point(103)]
+    assert pool.run(with_lock) == [0, 1]
+    monkeypatch.setattr("tests.launch.test_rank_pool.OFFSET", 200)  # a warm rank runs the code as it is now
+    assert pool.run(by_module_code, Point(1)) == [Point(201), Point(203)]
 
 
 def test_ranks_are_in_one_group(pools):
     def total(rank):
         x = torch.full((3,), float(rank + 1))
         dist.all_reduce(x)
-        return x, dist.get_rank(), dist.get_world_size()
+        return x.tolist(), dist.get_rank(), dist.get_world_size(), all_gather_bytes(b"x" * rank)
 
-    for rank, (x, group_rank, world_size) in enumerate(pools(3).run(total)):
-        assert x.tolist() == [6.0, 6.0, 6.0]
-        assert (group_rank, world_size) == (rank, 3)
-
-
-def test_all_gather_bytes(pools):
-    assert pools(3).run(lambda rank: all_gather_bytes(b"x" * rank)) == [[b"", b"x", b"xx"]] * 3
+    assert pools(3).run(total) == [([6.0] * 3, rank, 3, [b"", b"x", b"xx"]) for rank in range(3)]
 
 
 def test_ranks_stay_warm_and_restart_on_demand():
-    with RankPool(2, device="cpu") as pool:
+    with RankPool(2, device="cpu", threads_per_rank=3) as pool:
         assert pool.pids == ()
+        assert pool.run(lambda rank: torch.get_num_threads()) == [3, 3]
         first = pool.run(lambda rank: os.getpid())
         assert pool.run(lambda rank: os.getpid()) == first == list(pool.pids)
         pool.restart()
@@ -113,9 +92,6 @@ def test_current_in_a_rank(pools):
     rows = pools(2).run(where)
     assert [row[:4] for row in rows] == [(0, 2, "cpu", True), (1, 2, "cpu", True)]
     assert rows[0][4] == pools(2).placement
-
-
-def test_current_outside_a_rank():
     with pytest.raises(RuntimeError, match="this process is not a rank"):
         current()
 
@@ -136,11 +112,6 @@ def test_environment_and_directory_are_the_parents_at_start(monkeypatch, tmp_pat
     monkeypatch.chdir(tmp_path)
     [result] = launch(lambda rank: (os.environ["SHARDLAB_TEST"], str(Path.cwd())), 1, device="cpu")
     assert result == ("now", str(tmp_path))
-
-
-def test_threads_per_rank():
-    with RankPool(2, device="cpu", threads_per_rank=3) as pool:
-        assert pool.run(lambda rank: torch.get_num_threads()) == [3, 3]
 
 
 def test_large_arguments_and_results(pools):
@@ -190,10 +161,6 @@ def test_after_the_group_is_destroyed_calls_go_on_and_a_mesh_says_why_not():
         pool.run(destroy)
 
 
-def test_launch_passes_arguments():
-    assert launch(lambda rank, a, b: (rank, a, b), 2, 1, b=2, device="cpu") == [(0, 1, 2), (1, 1, 2)]
-
-
 def test_unpicklable_argument_is_refused_before_ranks_start():
     with RankPool(2, device="cpu") as pool:
         with pytest.raises(TypeError, match="cannot be pickled"):
@@ -208,23 +175,13 @@ def test_unpicklable_result_names_the_rank(pools):
     assert pools(2).run(lambda rank: rank) == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "field"),
-    [
-        ({"world_size": 0}, "world_size"),
-        ({"world_size": -1}, "world_size"),
-        ({"world_size": 2, "timeout_s": 0}, "timeout_s"),
-        ({"world_size": 2, "timeout_s": float("nan")}, "timeout_s"),
-        ({"world_size": 2, "limit_s": 0}, "limit_s"),
-        ({"world_size": 2, "notice_s": "soon"}, "notice_s"),
-        ({"world_size": 2, "threads_per_rank": 1.5}, "threads_per_rank"),
-        ({"world_size": 2, "threads_per_rank": 0}, "threads_per_rank"),
-        ({"world_size": 2, "device": "tpu"}, "device"),
-    ],
-)
-def test_bad_input_names_the_field(kwargs, field):
-    with pytest.raises(ValueError, match=field):
-        RankPool(**kwargs)
+def test_bad_input_names_the_field():
+    for field, value in (
+        ("world_size", 0), ("timeout_s", 0), ("timeout_s", float("nan")), ("limit_s", 0), ("notice_s", "soon"),
+        ("threads_per_rank", 1.5), ("threads_per_rank", 0), ("device", "tpu"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=field):
+            RankPool(**{"world_size": 2, field: value})
 
 
 def test_closed_pool_says_so():
@@ -235,13 +192,10 @@ def test_closed_pool_says_so():
         pool.run(lambda rank: rank)
 
 
-def test_pool_inside_a_rank_is_refused(pools):
-    with pytest.raises(RankError, match="ranks cannot start ranks"):
-        pools(2).run(lambda rank: RankPool(2))
-
-
-def test_run_inside_on_message_is_refused(pools):
+def test_a_pool_in_a_rank_and_a_run_in_a_run_are_refused(pools):
     pool = pools(2)
+    with pytest.raises(RankError, match="ranks cannot start ranks"):
+        pool.run(lambda rank: RankPool(2))
     with pytest.raises(RuntimeError, match="one at a time"):
         pool.run(lambda rank: current().emit(1), on_message=lambda rank, message: pool.run(lambda rank: rank))
     assert pool.run(lambda rank: rank) == [0, 1]
@@ -268,61 +222,6 @@ def test_a_second_thread_is_refused_from_the_first_moment_of_a_call(pools):
     slow.may_end.set()
     thread.join()
     assert results == [[0, 1]]
-
-
-def starts_uninterrupted(pool, moment):
-    """Whether ``start`` ends before an interrupt at the ``moment``-th place where Python looks for signals."""
-    places = itertools.count()
-
-    def interrupt(frame, event, arg):
-        if event in ("call", "c_return") and next(places) == moment:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-    try:
-        sys.setprofile(interrupt)
-        pool.start()
-    except KeyboardInterrupt:
-        return False
-    finally:
-        sys.setprofile(None)
-    return True
-
-
-def test_an_interrupt_at_no_moment_leaves_the_pool_in_use(monkeypatch):
-    monkeypatch.setattr(RankPool, "_start", lambda pool: None)
-    pool = RankPool(2, device="cpu")
-    for moment in itertools.count():
-        if starts_uninterrupted(pool, moment):
-            break
-        pool.start()
-    assert moment > 3
-
-
-def leave_a_cycle(rank):
-    engine = nn.Module()
-    engine.itself = [engine]
-    sys.left_behind = weakref.ref(engine)
-
-
-def emptied(rank, begin):
-    """How often the GPU's cache has been emptied since the last call."""
-    if begin:
-        torch.shardlab_emptied, torch.cuda.plain = [], torch.cuda.empty_cache
-        torch.cuda.empty_cache = lambda: torch.shardlab_emptied.append(1)
-        return 0
-    torch.cuda.empty_cache = torch.cuda.plain
-    return len(torch.shardlab_emptied)
-
-
-def test_what_a_call_has_reserved_on_a_gpu_is_given_back(pools):
-    assert pools(2).run(emptied, True) == [0, 0]
-    assert pools(2).run(emptied, False) == [1, 1]
-
-
-def test_what_one_call_leaves_in_a_cycle_is_gone_at_the_next(pools):
-    pools(2).run(leave_a_cycle)
-    assert pools(2).run(lambda rank: sys.left_behind() is None) == [True, True]
 
 
 def test_engines_and_meshes_that_nobody_closed_keep_no_descriptor_in_the_next_call(pools):

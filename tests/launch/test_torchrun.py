@@ -48,14 +48,14 @@ atexit.register(say_threads)  # the first registered is the last called
 import torch
 from shardlab import Mesh, RankPool, build_engine
 
-def train(rank, strategy):
+def train(rank):
     with Mesh({"data": 2}, device="cpu") as mesh:
-        with build_engine(strategy, torch.nn.Linear(8, 8), lambda t: torch.optim.SGD(t, lr=0.1), mesh) as engine:
+        with build_engine("fsdp", torch.nn.Linear(8, 8), lambda t: torch.optim.SGD(t, lr=0.1), mesh) as engine:
             engine.backward(engine(torch.ones(4, 8)).sum())
             engine.step()
 
 with RankPool(2, device="cpu") as pool:
-    pool.run(train, STRATEGY)
+    pool.run(train)
 """
 
 
@@ -77,25 +77,14 @@ def test_same_script_with_and_without_torchrun(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
-@pytest.mark.parametrize("strategy", ["bucketed", "fsdp"])
-def test_no_thread_of_gloo_outlives_the_script(tmp_path, strategy):
+def test_no_thread_of_gloo_outlives_the_script(tmp_path):
     """One that lets go of a tensor while the interpreter ends aborts the process, once in some hundred runs.
 
     Not with torch's own engines: torch keeps what they make in caches of its own.
     """
-    done = torchrun(tmp_path / "script.py", ENDS_WITHOUT_THREADS.replace("STRATEGY", repr(strategy)))
+    done = torchrun(tmp_path / "script.py", ENDS_WITHOUT_THREADS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["THREADS []"] * 2
-
-
-def test_exception_in_one_rank_ends_the_job(tmp_path):
-    text = """
-from shardlab.launch import launch
-launch(lambda rank: 1 / rank, 2, device="cpu")
-"""
-    done = torchrun(tmp_path / "script.py", text)
-    assert done.returncode != 0
-    assert "ZeroDivisionError" in done.stderr
 
 
 SURVIVES_A_FAILURE = """
@@ -149,8 +138,6 @@ from shardlab.launch import RankPool
 
 def destroy(rank):
     dist.destroy_process_group()
-    if RAISES:
-        raise KeyError(rank)
 
 told = []
 with RankPool(2, device="cpu", timeout_s=5) as pool:
@@ -163,12 +150,11 @@ os.write(1, f"{json.dumps([os.environ['RANK'], *told])}\\n".encode())
 """
 
 
-@pytest.mark.parametrize("raises", [False, True])
-def test_a_group_that_the_function_destroys_is_told(tmp_path, raises):
-    done = torchrun(tmp_path / "script.py", DESTROYS_THE_GROUP.replace("RAISES", repr(raises)))
+def test_a_group_that_the_function_destroys_is_told(tmp_path):
+    done = torchrun(tmp_path / "script.py", DESTROYS_THE_GROUP)
     destroyed = "RankPool: the default process group has been destroyed"
     assert sorted(map(json.loads, done.stdout.splitlines())) == [
-        [str(rank), ["0", "1"], str(rank) if raises else destroyed, destroyed] for rank in range(2)
+        [str(rank), ["0", "1"], destroyed, destroyed] for rank in range(2)
     ]
 
 
@@ -197,8 +183,8 @@ ONE_RANK_TAKES_LONG = """
 import os, time
 from shardlab.launch import RankPool
 
-with RankPool(2, device="cpu", timeout_s=4) as pool:
-    print(pool.run(lambda rank: time.sleep(0 if rank else 8)))
+with RankPool(2, device="cpu", timeout_s=2) as pool:
+    print(pool.run(lambda rank: time.sleep(0 if rank else 4)))
 """
 
 

@@ -110,13 +110,14 @@ def assert_same(results):
 
 
 PAIRS = [
-    *(("tp2 x dp2", strategy, "tp1 x dp3", strategy) for strategy in STRATEGIES if strategy != "hybrid"),
-    *(("tp2 x dp2", strategy, "tp4", strategy) for strategy in ("bucketed", "zero3", "fsdp")),
+    ("tp2 x dp2", "bucketed", "tp1 x dp3", "zero1"),
+    ("tp2 x dp2", "zero1", "tp4", "bucketed"),
+    ("tp2 x dp2", "zero2", "tp1 x dp3", "zero3"),
     ("tp2 x dp2", "zero3", "tp2 x dp2", "fsdp-dim0-small"),
+    ("tp2 x dp2", "fsdp", "tp4", "zero3"),
     ("tp2 x dp2", "fsdp-dim0-small", "dp3", "zero2"),
     ("dp3", "zero1", "tp2 x dp2", "fsdp"),
-    ("dp2", "fsdp", "tp4", "zero3"),
-    ("tp4", "bucketed", "tp2", "zero1"),
+    ("dp2", "fsdp", "tp2 x dp2", "zero2"),
     ("hybrid", "hybrid", "tp2", "bucketed"),
     ("tp2", "fsdp", "hybrid", "hybrid"),
 ]
@@ -143,10 +144,9 @@ def test_goes_on_with_another_plan(pools, tmp_path):
     assert_same(pools(2).run(load, "tp2", "zero1", tmp_path, OTHER_PLAN))
 
 
-@pytest.mark.parametrize("strategy", ["bucketed", "zero3"])
-def test_every_element_is_written_once(pools, tmp_path, strategy):
+def test_every_element_is_written_once(pools, tmp_path):
     """12 bytes of parameter and Adam state a parameter (twice that in float64), whatever the mesh."""
-    pools(4).run(save, "tp2 x dp2", strategy, tmp_path)
+    pools(4).run(save, "tp2 x dp2", "zero3", tmp_path)
     folder = tmp_path / (tmp_path / "latest").read_text().strip()
     manifest = json.loads((folder / "manifest.json").read_text())
     model = build(0)
@@ -190,15 +190,14 @@ SLICES = [
 ]
 
 
-@pytest.mark.parametrize("slice_", SLICES, ids=str)
-def test_places_lead_to_the_same_elements(slice_):
+def test_places_lead_to_the_same_elements():
     full = torch.arange(48).view(SHAPE)
-    ranges = IndexRanges.of(SHAPE, slice_)
-    own = torch.cat(
-        [full.narrow(ranges.dim, start, stop - start) for start, stop in ranges.ranges], ranges.dim
-    ).reshape(-1)
-    places = torch.arange(own.numel())
-    assert torch.equal(ranges.full_place(places), own)
-    back = ranges.own_place(torch.arange(48))
-    assert torch.equal(back[own], places)
-    assert int((back >= 0).sum()) == own.numel()
+    for slice_ in SLICES:
+        ranges = IndexRanges.of(SHAPE, slice_)
+        parts = [full.narrow(ranges.dim, start, stop - start) for start, stop in ranges.ranges]
+        own = torch.cat(parts, ranges.dim).reshape(-1)
+        places = torch.arange(own.numel())
+        assert torch.equal(ranges.full_place(places), own)
+        back = ranges.own_place(torch.arange(48))
+        assert torch.equal(back[own], places)
+        assert int((back >= 0).sum()) == own.numel()

@@ -48,7 +48,7 @@ def trained(rank, plan, key, compile_it, backend):
                 with build_engine(strategy, model, OPTIMIZERS["sgd"], mesh, **options) as engine:
                     compile_it(model, backend)
                     with mesh["tensor"].observed_by(log):
-                        losses, norms = train_engine(engine, mesh, 2, 1, None, False, 2.0)
+                        losses, norms = train_engine(engine, mesh, 2)
                     results.append((losses, norms, engine.full_state_dict(), engine.full_optimizer_state_dict()))
         sent = [(str(event.op), event.tag, event.numel) for event in log.events]
         return results, sent, torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -60,7 +60,6 @@ def trained(rank, plan, key, compile_it, backend):
     ("plan", "key", "compile_it", "backend"),
     [
         ("whole", "alone", blocks, "aot_eager"),
-        ("regather, logits in parts", "alone", blocks, "eager"),
         ("regather, logits in parts", "fsdp", module, "eager"),
     ],
 )
@@ -92,13 +91,13 @@ def new_parameters(rank, names):
         torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("names", [[""], ["norm", "down", "head"]], ids=["module", "layers"])
-def test_new_parameters_of_compiled_modules_are_summed_too(pools, names):
+def test_new_parameters_of_compiled_modules_are_summed_too(pools):
     model = test_new_parameters.build()
     model(test_new_parameters.batch()).square().sum().backward()
-    for found in pools(2).run(new_parameters, names):
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(found[name], param.grad, atol=1e-10, rtol=0, msg=name)
+    for names in ([""], ["norm", "down", "head"]):
+        for found in pools(2).run(new_parameters, names):
+            for name, param in model.named_parameters():
+                torch.testing.assert_close(found[name], param.grad, atol=1e-10, rtol=0, msg=name)
 
 
 def compiled_loss(rank):

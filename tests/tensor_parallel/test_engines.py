@@ -1,5 +1,8 @@
 """A tensor-parallel GPT under every data strategy equals one process, in float64 to 1e-10."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +13,6 @@ from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.optimizers.grad_scaler import GradScaler
 from shardlab.partition.slices import even_slice
 from shardlab.tensor_parallel import gpt_plan, parallelize_module, vocab_parallel_cross_entropy
-from tests.comm.test_communicator import Log
 from tests.dist import whole_optimizers
 
 CONFIG = GPTConfig(vocab_size=12, seq_len=6, num_layers=2, num_heads=4, num_kv_heads=2, hidden=8)
@@ -72,7 +74,7 @@ def loss_of(engine, x, y, comm):
     return vocab_parallel_cross_entropy(logits, y, comm)
 
 
-def train_engine(engine, mesh, steps, micro_batches, clip, plain_backward, norm_type):
+def train_engine(engine, mesh, steps, micro_batches=1, clip=None, plain_backward=False, norm_type=2.0, gradients=None):
     losses, norms = [], []
     for step in range(steps):
         total = 0.0
@@ -87,6 +89,8 @@ def train_engine(engine, mesh, steps, micro_batches, clip, plain_backward, norm_
                     loss = loss_of(engine, x, y, mesh["tensor"]) / micro_batches
                     engine.backward(loss)
             total += float(loss.detach())
+        if gradients is not None:
+            gradients.append(engine.full_gradients())
         if clip is not None:
             norms.append(float(engine.clip_grad_norm_(clip, norm_type)))
         engine.step()
@@ -96,16 +100,19 @@ def train_engine(engine, mesh, steps, micro_batches, clip, plain_backward, norm_
     return losses, norms
 
 
-def train(rank, key, plan, optimizer, steps=4, micro_batches=1, clip=None, plain_backward=False, norm_type=2.0):
+def train(rank, key, plan, optimizer, recomputes=False, **how):
     strategy, options, axes = ENGINES[key]
     with Mesh(axes) as mesh:
         model = parallel(rank, mesh, PLANS[plan])
+        for block in model.blocks if recomputes else ():
+            plain = block.forward
+            block.forward = lambda x, plain=plain: torch.utils.checkpoint.checkpoint(plain, x, use_reentrant=False)
         with build_engine(strategy, model, OPTIMIZERS[optimizer], mesh, **options) as engine:
-            losses, norms = train_engine(engine, mesh, steps, micro_batches, clip, plain_backward, norm_type)
+            losses, norms = train_engine(engine, mesh, **{"steps": 4, **how})
             return losses, norms, engine.full_state_dict(), engine.full_optimizer_state_dict()
 
 
-def reference(optimizer, steps=4, micro_batches=1, clip=None, norm_type=2.0):
+def reference(optimizer, steps=4, micro_batches=1, clip=None, norm_type=2.0, gradients=None):
     model = build()
     optim = OPTIMIZERS[optimizer](list(model.parameters()))
     losses, norms = [], []
@@ -117,6 +124,8 @@ def reference(optimizer, steps=4, micro_batches=1, clip=None, norm_type=2.0):
             loss.backward()
             total += float(loss.detach())
         losses.append(total)
+        if gradients is not None:
+            gradients.append({name: param.grad.clone() for name, param in model.named_parameters()})
         if clip is not None:
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip, norm_type)))
         optim.step()
@@ -149,50 +158,65 @@ def assert_same(results, expected):
 
 @pytest.mark.parametrize("key", ENGINES)
 def test_equals_one_process(pools, key):
-    for plan, optimizer in (("whole", "sgd"), ("sequence", "adamw"), ("regather, logits in parts", "sgd")):
-        assert_same(pools(num_ranks_of(key)).run(train, key, plan, optimizer), reference(optimizer))
-
-
-@pytest.mark.parametrize("key", ENGINES)
-def test_accumulation_and_clipping_equal_one_process(pools, key):
-    expected = reference("sgd", steps=3, micro_batches=2, clip=0.05)
+    pool = pools(num_ranks_of(key))
+    assert_same(pool.run(train, key, "whole", "adamw"), reference("adamw"))
+    assert_same(pool.run(train, key, "regather, logits in parts", "sgd"), reference("sgd"))
+    accumulated = {"steps": 3, "micro_batches": 2, "clip": 0.05}
+    expected = reference("sgd", **accumulated)
     assert max(expected[1]) > 0.05
-    results = pools(num_ranks_of(key)).run(train, key, "sequence", "sgd", steps=3, micro_batches=2, clip=0.05)
-    assert_same(results, expected)
+    assert_same(pool.run(train, key, "sequence", "sgd", **accumulated), expected)
 
 
-@pytest.mark.parametrize("key", ["bucketed", "zero2", "zero3", "fsdp"])
-def test_plain_backward(pools, key):
-    expected = reference("sgd", steps=3, micro_batches=2)
-    results = pools(4).run(train, key, "sequence", "sgd", steps=3, micro_batches=2, plain_backward=True)
-    assert_same(results, expected)
-
-
-@pytest.mark.parametrize("norm_type", [1.0, float("inf")])
-def test_norm_types(pools, norm_type):
-    for key in ("bucketed", "zero2", "fsdp-small"):
-        expected = reference("sgd", steps=2, clip=0.05, norm_type=norm_type)
-        assert_same(pools(4).run(train, key, "whole", "sgd", steps=2, clip=0.05, norm_type=norm_type), expected)
-
-
-def clipped(rank, key):
+def gathered(rank, key, plan):
     strategy, options, axes = ENGINES[key]
-    log = Log()
     with Mesh(axes) as mesh:
-        model = parallel(rank, mesh, {})
-        with build_engine(strategy, model, OPTIMIZERS["sgd"], mesh, **options) as engine:
-            x, y = batch(0, 0, engine.data_rank, engine.num_data_ranks)
-            engine.backward(next_token_loss(engine(x), y))
-            with mesh.observed_by(log):
-                engine.clip_grad_norm_(0.05)
-    return [(str(e.axis), e.numel) for e in log.events]
+        model, gradients = parallel(rank, mesh, PLANS[plan]), []
+        with build_engine(strategy, model, OPTIMIZERS["adamw"], mesh, **options) as engine:
+            losses, norms = train_engine(engine, mesh, 2, gradients=gradients)
+            state, full = engine.named_optimizer_state(), engine.full_optimizer_state_dict()
+            trained = losses, norms, engine.full_state_dict(), full
+            engine.load_named_optimizer_state(state)
+            again = [engine.named_optimizer_state()]
+            engine.load_full_optimizer_state_dict(full)
+            again.append(engine.named_optimizer_state())
+            engine.load_full_state_dict(other := build(1).state_dict())
+            loaded = engine.full_state_dict()
+            return trained, gradients, state, again, [torch.equal(loaded[name], other[name]) for name in other]
 
 
-def test_clipping_sends_one_small_message_an_axis(pools):
-    for sent in pools(4).run(clipped, "bucketed"):
-        assert sent == [("tensor", 1)]
-    for sent in pools(4).run(clipped, "zero2"):
-        assert [axis for axis, _ in sent] == ["data", "tensor"]
+def test_gradients_and_states_are_those_of_the_whole_model(pools):
+    expected_gradients = []
+    expected = reference("adamw", 2, gradients=expected_gradients)
+    for key, plan in (
+        ("bucketed", "whole"), ("bucketed", "regather, logits in parts"), ("zero1-balanced", "sequence"),
+        ("zero2", "regather, logits in parts"), ("zero3", "whole"), ("fsdp", "sequence"), ("fsdp-small", "whole"),
+        ("fsdp-dim0", "regather, logits in parts"), ("hybrid-shard", "sequence"), ("alone", "whole"),
+    ):  # fmt: skip
+        for trained, gradients, state, again, is_loaded in pools(num_ranks_of(key)).run(gathered, key, plan):
+            assert_same([trained], expected)
+            assert all(is_loaded)
+            for own, plain in zip(gradients, expected_gradients, strict=True):
+                assert list(own) == list(plain)
+                for name, gradient in plain.items():
+                    close(own[name], gradient, name)
+            assert list(state) == list(expected_gradients[0])
+            for number, (name, values) in enumerate(state.items()):
+                for entry, value in values.items():
+                    close(value, expected[3]["state"][number][entry], name)
+                    assert all(torch.equal(loaded[name][entry], value) for loaded in again)
+
+
+@pytest.mark.parametrize("key", ["bucketed", "zero2", "fsdp"])
+def test_other_ways_through_a_step(pools, key):
+    """Backward without the engine, other norms, and activations that are computed again."""
+    for optimizer, plan, how in (
+        ("sgd", "sequence", {"steps": 3, "micro_batches": 2, "plain_backward": True}),
+        ("sgd", "whole", {"steps": 2, "clip": 0.05, "norm_type": 1.0}),
+        ("sgd", "whole", {"steps": 2, "clip": 0.05, "norm_type": float("inf")}),
+        ("sgd", "regather, logits in parts", {"recomputes": True}),
+    ):
+        plain = {name: value for name, value in how.items() if name not in ("plain_backward", "recomputes")}
+        assert_same(pools(4).run(train, key, plan, optimizer, **how), reference(optimizer, **plain))
 
 
 def replicated(rank, key):
@@ -200,42 +224,17 @@ def replicated(rank, key):
     with Mesh(axes) as mesh:
         model = parallel(rank, mesh, {"sequence_parallel": True})
         with build_engine(strategy, model, OPTIMIZERS["adamw"], mesh, **options) as engine:
-            train_engine(engine, mesh, 20, 1, 1.0, False, 2.0)
+            train_engine(engine, mesh, 20, clip=1.0)
         return {name: param.detach() for name, param in model.named_parameters() if name not in engine.slices}
 
 
-@pytest.mark.parametrize("key", ["bucketed", "fsdp"])
-def test_replicated_parameters_stay_bitwise_equal_over_20_steps(pools, key):
-    results = pools(4).run(replicated, key)
-    assert results[0].keys() >= {"final_norm.weight", "blocks.0.mlp.fc2.bias", "position_embedding.weight"}
-    for found in results:
-        for name, value in found.items():
-            assert torch.equal(value, results[0][name]), name
-
-
-def held(rank, key):
-    strategy, options, axes = ENGINES[key]
-    with Mesh(axes) as mesh:
-        model = parallel(rank, mesh, {})
-        with build_engine(strategy, model, OPTIMIZERS["adamw"], mesh, **options) as engine:
-            full = build(1).state_dict()
-            engine.load_full_state_dict(full)
-            after = engine.full_state_dict()
-            same = all(torch.equal(after[name], value) for name, value in full.items())
-            train_engine(engine, mesh, 1, 1, None, False, 2.0)
-            state = engine.full_optimizer_state_dict()
-            engine.load_full_optimizer_state_dict(state)
-            again = engine.full_optimizer_state_dict()
-            return same, state, again
-
-
-@pytest.mark.parametrize("key", ["bucketed", "zero1", "zero3", "fsdp-small", "hybrid-shard"])
-def test_full_states_go_in_and_out(pools, key):
-    for same, state, again in pools(4).run(held, key):
-        assert same
-        for number, values in state["state"].items():
-            for name, value in values.items():
-                assert torch.equal(again["state"][number][name], value)
+def test_replicated_parameters_stay_bitwise_equal_over_20_steps(pools):
+    for key in ("bucketed", "fsdp"):
+        results = pools(4).run(replicated, key)
+        assert results[0].keys() >= {"final_norm.weight", "blocks.0.mlp.fc2.bias", "position_embedding.weight"}
+        for found in results:
+            for name, value in found.items():
+                assert torch.equal(value, results[0][name]), name
 
 
 def elements_held(rank, key):
@@ -257,13 +256,13 @@ def elements_held(rank, key):
             return found, num_bytes, stepped, set(engine.slices)
 
 
-@pytest.mark.parametrize("key", ["ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp-dim0"])
+@pytest.mark.parametrize("key", ["bucketed", "zero1", "zero2", "fsdp-dim0"])
 def test_the_shard_map_counts_in_whole_parameters(pools, key):
     """Every element is held as often as it should be: a slice's once, where the data axis shards it once altogether."""
     shapes = {name: tuple(param.shape) for name, param in build().named_parameters()}
     results = pools(4).run(elements_held, key)
     for role in ("parameter", "gradient", "optimizer_state"):
-        sharded = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp-dim0": 3}.get(key, 0)
+        sharded = {"zero1": 1, "zero2": 2, "fsdp-dim0": 3}.get(key, 0)
         is_sharded = sharded >= {"optimizer_state": 1, "gradient": 2, "parameter": 3}[role]
         for name, shape in shapes.items():
             held = [place for found, *_ in results for place in found.get((role, name, shape), [])]
@@ -272,24 +271,6 @@ def test_the_shard_map_counts_in_whole_parameters(pools, key):
             assert sorted(held) == sorted(list(range(numel)) * times), (role, name)
     for _, num_bytes, stepped, _ in results:
         assert num_bytes["optimizer_state"] == 2 * 8 * stepped
-
-
-def recomputed(rank, key, plan):
-    strategy, options, axes = ENGINES[key]
-    with Mesh(axes) as mesh:
-        model = parallel(rank, mesh, PLANS[plan])
-        for block in model.blocks:
-            plain = block.forward
-            block.forward = lambda x, plain=plain: torch.utils.checkpoint.checkpoint(plain, x, use_reentrant=False)
-        with build_engine(strategy, model, OPTIMIZERS["sgd"], mesh, **options) as engine:
-            losses, norms = train_engine(engine, mesh, 4, 1, None, False, 2.0)
-            return losses, norms, engine.full_state_dict(), engine.full_optimizer_state_dict()
-
-
-@pytest.mark.parametrize("key", ["bucketed", "zero3", "fsdp"])
-def test_activation_checkpointing(pools, key):
-    for plan in ("whole", "regather, logits in parts"):
-        assert_same(pools(4).run(recomputed, key, plan), reference("sgd"))
 
 
 class Silent(torch.optim.SGD):
@@ -350,3 +331,32 @@ def scaled(rank):
 
 def test_ranks_agree_on_an_overflow(pools):
     assert pools(4).run(scaled) == [(False, 32768.0)] * 4
+
+
+def copied(rank, plan):
+    with Mesh({"data": 1, "tensor": 2}) as mesh, Mesh({"data": 2, "tensor": 1}) as undivided:
+        model, average = parallel(rank, mesh, PLANS[plan]), build()
+        x, y = batch(0, 0)
+        with build_engine("ddp", model, OPTIMIZERS["sgd"], mesh) as engine:
+            for part in (model, engine.module):
+                for way in (copy.deepcopy, pickle.dumps):
+                    with pytest.raises(TypeError, match=r"axis 'tensor'.*before parallelize_module"):
+                        way(part)
+            engine.backward(loss_of(engine, x, y, mesh["tensor"]))
+            engine.step()
+            average.load_state_dict(engine.full_state_dict())  # what the refusal says to do
+            output = average(x)
+        model = parallel(0, undivided, {})
+        return output, bool((copy.deepcopy(model)(x) == model(x)).all())
+
+
+def test_a_copy_is_refused_and_the_whole_model_is_to_be_had(pools):
+    """A copy would lack the hooks on parameters that are whole."""
+    model, (x, y) = build(), batch(0, 0)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    loss_of(model, x, y, None).backward()
+    optimizer.step()
+    for plan in ("whole", "sequence"):
+        for output, is_alike_on_one_rank in pools(2).run(copied, plan):
+            close(output, model(x), "output")
+            assert is_alike_on_one_rank

@@ -88,27 +88,17 @@ def gradients(rank, change, device="cpu"):
         return found, [(str(event.op), event.tag, event.numel) for event in log.events], hooks
 
 
-@pytest.mark.parametrize("change", [assign, one, thawed, with_note])
-def test_gradients_of_new_parameters_are_whole(pools, change):
+def test_gradients_of_new_parameters_are_whole(pools):
+    """On the meta device the module has the style, and its layer is made after the module was divided."""
     model = build()
     model(batch()).square().sum().backward()
     unchanged = pools(2).run(gradients, keep)
-    for (found, sent, hooks), (_, expected, expected_hooks) in zip(
-        pools(2).run(gradients, change), unchanged, strict=True
-    ):
-        assert (sent, hooks) == (expected, expected_hooks)
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(found[name], param.grad, atol=1e-10, rtol=0, msg=name)
-
-
-def test_parameters_made_inside_a_module_on_parts_are_summed_too(pools):
-    """The module has the style; its layer is on the meta device, and is made after the module was divided."""
-    (expected, sent, hooks), _ = pools(2).run(gradients, keep)
-    for found, also_sent, also_hooks in pools(2).run(gradients, keep, "meta"):
-        assert also_sent == sent
-        assert also_hooks == hooks
-        for name, value in found.items():
-            assert torch.equal(value, expected[name]), name
+    for change, device in ((assign, "cpu"), (one, "cpu"), (thawed, "cpu"), (with_note, "cpu"), (keep, "meta")):
+        changed = pools(2).run(gradients, change, device)
+        for (found, *sent_and_hooks), (_, *expected) in zip(changed, unchanged, strict=True):
+            assert sent_and_hooks == expected
+            for name, param in model.named_parameters():
+                torch.testing.assert_close(found[name], param.grad, atol=1e-10, rtol=0, msg=name)
 
 
 def sgd(params):
@@ -130,8 +120,9 @@ def trained_in_units(rank, change, device, options):
             return engine.full_state_dict()
 
 
-@pytest.mark.parametrize("options", [{}, {"layout": "dim0"}], ids=["flat", "dim0"])
-@pytest.mark.parametrize(("change", "device"), [(assign, "cpu"), (keep, "meta"), (assign, "meta")])
+@pytest.mark.parametrize(
+    ("change", "device", "options"), [(assign, "cpu", {}), (keep, "meta", {"layout": "dim0"}), (assign, "meta", {})]
+)
 def test_new_parameters_of_an_inner_unit_are_summed_too(pools, change, device, options):
     model = build()
     optimizer = sgd(model.parameters())
@@ -178,16 +169,13 @@ def computed(rank, kind):
 REPLICATED = ("norm.weight", "norm.bias", "down.bias", "head.0.weight", "head.0.bias")
 
 
-@pytest.mark.parametrize("kind", ["own", "copied"])
-def test_parameters_that_are_computed_have_whole_gradients(pools, kind):
-    model = build()
-    values = {name: param * 2 for name, param in model.named_parameters() if kind == "own" or name in REPLICATED}
-    torch.func.functional_call(model, values, (batch(),)).square().sum().backward()
-    for found in pools(2).run(computed, kind):
-        for name, gradient in found.items():
-            torch.testing.assert_close(gradient, model.get_parameter(name).grad, atol=1e-10, rtol=0, msg=name)
-
-
-def test_parameters_that_are_computed_elsewhere_are_refused(pools):
+def test_parameters_that_are_computed_have_whole_gradients_or_are_refused(pools):
+    for kind in ("own", "copied"):
+        model = build()
+        values = {name: param * 2 for name, param in model.named_parameters() if kind == "own" or name in REPLICATED}
+        torch.func.functional_call(model, values, (batch(),)).square().sum().backward()
+        for found in pools(2).run(computed, kind):
+            for name, gradient in found.items():
+                torch.testing.assert_close(gradient, model.get_parameter(name).grad, atol=1e-10, rtol=0, msg=name)
     with pytest.raises(RankError, match=r"norm\.weight: it is computed .*copy\(tensor, comm\)"):
         pools(2).run(computed, "bare")

@@ -35,7 +35,7 @@ class LowRank(nn.Linear):
 
 
 class Renamed(nn.Linear):
-    """Computes as torch's own."""
+    """No more than another name."""
 
 
 def patched():
@@ -50,80 +50,50 @@ def watched(register):
     return layer
 
 
+def hooked(register):
+    return lambda: watched(register)
+
+
 OWN_FORWARD = "'0' has a forward of its own, which its parallel form would not have; move that into a module around a"
-LOST = {
-    "forward of a subclass": (lambda: ScaledLinear(8, 8), Row(), OWN_FORWARD),
-    "forward of an embedding": (lambda: ScaledEmbedding(8, 8), Vocabulary(), OWN_FORWARD),
-    "forward of a dropout": (HalfDropout, OwnDropout(), OWN_FORWARD),
-    "forward of an instance": (patched, Column(), OWN_FORWARD),
-    "parameters": (LowRank, Column(), "'0' has a, which its parallel form would not have; remove"),
-    "parametrization": (
+HOOKS = "'0' has hooks, which its parallel form would not have; register"
+ON_PARAMETERS = "'0' has hooks on parameters, which"
+LOST = [
+    (lambda: ScaledLinear(8, 8), Row(), OWN_FORWARD),
+    (lambda: ScaledEmbedding(8, 8), Vocabulary(), OWN_FORWARD),
+    (HalfDropout, OwnDropout(), OWN_FORWARD),
+    (patched, Column(), OWN_FORWARD),
+    (LowRank, Column(), "'0' has a, which its parallel form would not have; remove"),
+    (
         lambda: parametrizations.weight_norm(nn.Linear(8, 8)),
         Column(),
-        "'0' has parametrizations, which its parallel form would not have; remove them",
+        "'0' has parametrizations, which its parallel form",
     ),
-    "pruning": (
+    (
         lambda: prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5),
         Row(),
-        "'0' has weight_orig, weight_mask, which its parallel form would not have",
+        "'0' has weight_orig, weight_mask, which its",
     ),
-    "backward hook": (
-        lambda: watched(lambda layer: layer.register_full_backward_hook(lambda *_: None)),
-        Column(),
-        "'0' has hooks, which its parallel form would not have; register them afterwards",
-    ),
-    "backward pre-hook": (
-        lambda: watched(lambda layer: layer.register_full_backward_pre_hook(lambda *_: None)),
-        Column(),
-        "'0' has hooks, which",
-    ),
-    "hook before a state dict is loaded": (
-        lambda: watched(lambda layer: layer.register_load_state_dict_pre_hook(lambda *_: None)),
-        Column(),
-        "'0' has hooks, which",
-    ),
-    "hook after a state dict is loaded": (
-        lambda: watched(lambda layer: layer.register_load_state_dict_post_hook(lambda *_: None)),
-        Row(),
-        "'0' has hooks, which",
-    ),
-    "hook before a state dict is made": (
-        lambda: watched(lambda layer: layer.register_state_dict_pre_hook(lambda *_: None)),
-        Column(),
-        "'0' has hooks, which",
-    ),
-    "hook after a state dict is made": (
-        lambda: watched(lambda layer: layer.register_state_dict_post_hook(lambda *_: None)),
-        Column(),
-        "'0' has hooks, which",
-    ),
-    "hook on a parameter on parts": (
+    (hooked(lambda layer: layer.register_full_backward_hook(lambda *_: None)), Column(), HOOKS),
+    (hooked(lambda layer: layer.register_full_backward_pre_hook(lambda *_: None)), Column(), HOOKS),
+    (hooked(lambda layer: layer.register_load_state_dict_pre_hook(lambda *_: None)), Column(), HOOKS),
+    (hooked(lambda layer: layer.register_load_state_dict_post_hook(lambda *_: None)), Row(), HOOKS),
+    (hooked(lambda layer: layer.register_state_dict_pre_hook(lambda *_: None)), Column(), HOOKS),
+    (hooked(lambda layer: layer.register_state_dict_post_hook(lambda *_: None)), Column(), HOOKS),
+    (hooked(lambda layer: layer.weight.register_hook(lambda gradient: 3 * gradient)), Column(), ON_PARAMETERS),
+    (hooked(lambda layer: layer.bias.register_post_accumulate_grad_hook(lambda _: None)), Row(), ON_PARAMETERS),
+    (
         lambda: nn.Sequential(watched(lambda layer: layer.weight.register_hook(lambda gradient: gradient.clamp(0, 1)))),
         OnSequence(),
         "'0' has hooks on the gradient of '0.0.weight', which would see a part of it; register them afterwards",
     ),
-    "hook on a parameter": (
-        lambda: watched(lambda layer: layer.weight.register_hook(lambda gradient: 3 * gradient)),
-        Column(),
-        "'0' has hooks on parameters, which",
-    ),
-    "hook on an accumulated gradient": (
-        lambda: watched(lambda layer: layer.bias.register_post_accumulate_grad_hook(lambda _: None)),
-        Row(),
-        "'0' has hooks on parameters, which",
-    ),
-}
+]
 
 
-@pytest.mark.parametrize("name", LOST)
-def test_what_a_parallel_layer_would_lose_is_refused(name):
-    make, style, message = LOST[name]
-    with pytest.raises(ValueError, match=message):
-        checked({"0": style}, nn.Sequential(make()), 2)
-
-
-def test_a_subclass_that_computes_as_torchs_own_is_divided():
-    layer = Renamed(8, 8)
+def test_what_a_parallel_layer_would_lose_is_refused():
+    for make, style, message in LOST:
+        with pytest.raises(ValueError, match=message):
+            checked({"0": style}, nn.Sequential(make()), 2)
+    layer = Renamed(8, 8)  # computes as torch's own
     layer.weight.register_hook(lambda gradient: gradient).remove()
     assert checked({"0": Column()}, nn.Sequential(layer), 2) == {"0": Column()}
 
@@ -185,60 +155,44 @@ def test_a_layer_that_a_module_list_holds_too_is_divided():
     assert checked({"up": Column(), "down": Row()}, InAList(nn.ModuleList), 2)
 
 
-UP = {"0": Column()}
-ARGUMENTS = {
-    "torch's order": (
-        lambda model, comm: (model, comm, UP),
-        "comm: a dict was given; give the tensor axis",
-    ),
-    "a whole mesh": (
-        lambda model, comm: (model, UP, BaseMesh.alone()),
-        "comm: a BaseMesh was given; give the tensor",
-    ),
-    "no module": (lambda model, comm: (UP, model, comm), "model: {'0': Column"),
-    "one style": (
-        lambda model, comm: (model, Column(), comm),
-        r"plan: Column\(.*; give a mapping from names",
-    ),
-    "a word": (
-        lambda model, comm: (model, {"0": "colwise"}, comm),
-        "plan: '0' has 'colwise'; give a style, such as",
-    ),
+ARGUMENTS = {  # what is said of model, plan and communicator
+    "comm: a dict was given; give the tensor axis": lambda model, comm: (model, comm, {"0": Column()}),
+    "comm: a BaseMesh was given; give the tensor": lambda model, comm: (model, {"0": Column()}, BaseMesh.alone()),
+    "model: {'0': Column": lambda model, comm: ({"0": Column()}, model, comm),
+    r"plan: Column\(.*; give a mapping from names": lambda model, comm: (model, Column(), comm),
+    "plan: '0' has 'colwise'; give a style, such as": lambda model, comm: (model, {"0": "colwise"}, comm),
 }
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_that_do_not_fit_are_refused_by_name(name):
-    arguments, message = ARGUMENTS[name]
-    model = nn.Sequential(nn.Linear(8, 8))
-    with pytest.raises(ValueError, match=message):
-        parallelize_module(*arguments(model, SilentCommunicator(2, 0, "tensor")))
-    assert type(model[0]) is nn.Linear
+def test_arguments_that_do_not_fit_are_refused_by_name():
+    for message, arguments in ARGUMENTS.items():
+        model = nn.Sequential(nn.Linear(8, 8))
+        with pytest.raises(ValueError, match=message):
+            parallelize_module(*arguments(model, SilentCommunicator(2, 0, "tensor")))
+        assert type(model[0]) is nn.Linear
 
 
-@pytest.mark.parametrize("style", [Scatter(1), OnSequence(gather_along=1)])
-def test_a_tuple_is_neither_scattered_nor_gathered(style):
-    model = nn.Sequential(nn.LSTM(4, 4, batch_first=True))
-    parallelize_module(model, {"0": style}, SilentCommunicator(2, 0, "tensor"))
-    with pytest.raises(
-        ValueError, match=rf"0: {type(style).__name__}.* takes a module that returns a tensor, .* a tuple"
-    ):
-        model(torch.zeros(1, 2, 4))
+def test_a_tuple_is_neither_scattered_nor_gathered():
+    for style in (Scatter(1), OnSequence(gather_along=1)):
+        model = nn.Sequential(nn.LSTM(4, 4, batch_first=True))
+        parallelize_module(model, {"0": style}, SilentCommunicator(2, 0, "tensor"))
+        with pytest.raises(ValueError, match=f"0: {type(style).__name__}.* takes a module that returns a tensor"):
+            model(torch.zeros(1, 2, 4))
 
 
-@pytest.mark.parametrize("style", [Column(), Row(input_is_parallel=False), OwnDropout()])
-def test_layers_take_their_input_by_torchs_name(style):
-    layer = nn.Dropout(0.5) if isinstance(style, OwnDropout) else nn.Linear(8, 8)
-    model = parallelize_module(nn.Sequential(layer), {"0": style}, SilentCommunicator(2, 0, "tensor"))
-    assert model[0](input=torch.ones(2, 8)).shape == (2, 4 if isinstance(style, Column) else 8)
+def test_layers_take_their_input_by_torchs_name():
+    for style in (Column(), Row(input_is_parallel=False), OwnDropout()):
+        layer = nn.Dropout(0.5) if isinstance(style, OwnDropout) else nn.Linear(8, 8)
+        model = parallelize_module(nn.Sequential(layer), {"0": style}, SilentCommunicator(2, 0, "tensor"))
+        assert model[0](input=torch.ones(2, 8)).shape == (2, 4 if isinstance(style, Column) else 8)
 
 
-@pytest.mark.parametrize("sequence_dim", [None, 0])
-def test_autocast_gives_the_dtype_that_torch_gives(sequence_dim):
-    layer = nn.Linear(8, 8)
-    row = parallelize_module(nn.Sequential(layer), {"0": Row(False, sequence_dim)}, SilentCommunicator(2, 0, "tensor"))
-    with torch.autocast("cpu", torch.bfloat16):
-        y = row(torch.ones(2, 8))
-    assert y.dtype == torch.bfloat16
-    y.sum().backward()
-    assert torch.equal(row[0].bias.grad, torch.full((8,), float(len(y))))
+def test_autocast_gives_the_dtype_that_torch_gives():
+    for sequence_dim in (None, 0):
+        style = Row(False, sequence_dim)
+        row = parallelize_module(nn.Sequential(nn.Linear(8, 8)), {"0": style}, SilentCommunicator(2, 0, "tensor"))
+        with torch.autocast("cpu", torch.bfloat16):
+            y = row(torch.ones(2, 8))
+        assert y.dtype == torch.bfloat16
+        y.sum().backward()
+        assert torch.equal(row[0].bias.grad, torch.full((8,), float(len(y))))

@@ -21,11 +21,21 @@ def batch():
     return torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def evaluated(rank):
+def in_ranks(rank):
+    """The output of what is divided; what torch's fast path would read as whole weights is refused."""
+    plan, padding = (
+        {"layers.*.linear1": Column(), "layers.*.linear2": Row()},
+        torch.arange(5) >= torch.tensor([[5], [3]]),
+    )
     with Mesh({"tensor": 2}) as mesh:
-        plan = {"layers.*.linear1": Column(), "layers.*.linear2": Row()}
+        for style in (Column(gather_output=True), Row(), Row(input_is_parallel=False)):
+            model = encoder()
+            with pytest.raises(
+                ValueError, match=r"'layers\.0\.self_attn\.out_proj' is inside of an nn\.MultiheadAttent"
+            ):
+                parallelize_module(model, {"layers.*.self_attn.out_proj": style}, mesh["tensor"])
+            assert isinstance(model.layers[0].self_attn.out_proj, nn.Linear)
         model = parallelize_module(encoder(), plan, mesh["tensor"])
-        padding = torch.arange(5) >= torch.tensor([[5], [3]])
         with torch.no_grad():
             with pytest.raises(
                 ValueError, match=r"layers\.0\.linear1: the input is a nested tensor.*enable_nested_tens"
@@ -37,20 +47,5 @@ def evaluated(rank):
 def test_torchs_fast_path_does_not_read_slices_as_whole_weights(pools):
     with torch.no_grad():
         expected = encoder()(batch())
-    for y in pools(2).run(evaluated):
+    for y in pools(2).run(in_ranks):
         torch.testing.assert_close(y, expected, atol=1e-10, rtol=0)
-
-
-def divided_attention(rank):
-    with Mesh({"tensor": 2}) as mesh:
-        for style in (Column(gather_output=True), Row(), Row(input_is_parallel=False)):
-            model = encoder()
-            with pytest.raises(
-                ValueError, match=r"'layers\.0\.self_attn\.out_proj' is inside of an nn\.MultiheadAttent"
-            ):
-                parallelize_module(model, {"layers.*.self_attn.out_proj": style}, mesh["tensor"])
-            assert isinstance(model.layers[0].self_attn.out_proj, nn.Linear)
-
-
-def test_the_projection_of_torchs_attention_is_refused(pools):
-    pools(2).run(divided_attention)
