@@ -29,9 +29,9 @@ def right_buckets(sizes, capacity):
     return buckets
 
 
-def right_owners(sizes, num_ranks, rank):
+def right_owners(sizes, num_ranks, rank, **mistakes):
     chunk = -(-sum(sizes.values()) // num_ranks)
-    return ranges_within(sizes, rank * chunk, (rank + 1) * chunk)
+    return ranges_within(sizes, rank * chunk, (rank + 1) * chunk, **mistakes)
 
 
 def ranges_within(sizes, first, last, keep_empty=False, flat=False, past_the_end=False):

@@ -1,5 +1,7 @@
 """Wrong answers to every exercise, those that people write; ``reasons`` says for what each must fail."""
 
+from functools import partial
+
 import torch
 
 from tests.exercises.right import (
@@ -118,19 +120,9 @@ def whole_parameters(sizes, num_ranks, rank):
     return {name: (0, size) for place, (name, size) in enumerate(sizes.items()) if place % num_ranks == rank}
 
 
-def empty_ranges(sizes, num_ranks, rank):
-    chunk = -(-sum(sizes.values()) // num_ranks)
-    return ranges_within(sizes, rank * chunk, (rank + 1) * chunk, keep_empty=True)
-
-
-def offsets_on_the_line(sizes, num_ranks, rank):
-    chunk = -(-sum(sizes.values()) // num_ranks)
-    return ranges_within(sizes, rank * chunk, (rank + 1) * chunk, flat=True)
-
-
-def padding_too(sizes, num_ranks, rank):
-    chunk = -(-sum(sizes.values()) // num_ranks)
-    return ranges_within(sizes, rank * chunk, (rank + 1) * chunk, past_the_end=True)
+empty_ranges = partial(right_owners, keep_empty=True)
+offsets_on_the_line = partial(right_owners, flat=True)
+padding_too = partial(right_owners, past_the_end=True)
 
 
 def local_norm(comm, shards, norm_type):
@@ -195,16 +187,9 @@ def hooks_as_they_come(comm, model, num_micro_batches, *, divisor=0, every_time=
     return finish
 
 
-def forgets_to_divide(comm, model, num_micro_batches):
-    return hooks_as_they_come(comm, model, num_micro_batches, divisor=1)
-
-
-def waits_for_the_unused(comm, model, num_micro_batches):
-    return right_hooks(comm, model, num_micro_batches, sends_rest=False)
-
-
-def sends_every_micro_batch(comm, model, num_micro_batches):
-    return hooks_as_they_come(comm, model, num_micro_batches, every_time=True)
+forgets_to_divide = partial(hooks_as_they_come, divisor=1)
+waits_for_the_unused = partial(right_hooks, sends_rest=False)
+sends_every_micro_batch = partial(hooks_as_they_come, every_time=True)
 
 
 def waits_at_once(comm, model, num_micro_batches):
@@ -262,8 +247,7 @@ def not_ahead(units, x):
     return x
 
 
-def keeps_the_last(units, x):
-    return right_forward(units, x, last_free=False)
+keeps_the_last = partial(right_forward, last_free=False)
 
 
 def frees_one_late(units, x):
