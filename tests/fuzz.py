@@ -22,7 +22,7 @@ if __package__ in (None, ""):
 
 from shardlab.launch import place
 from tests.fuzzing.engines import OURS, PEERS
-from tests.fuzzing.features import ALL, FEATURES, ON, RIGHT
+from tests.fuzzing.features import ALL, ON, RIGHT
 from tests.fuzzing.hunt import Hunt, HuntConfig
 
 
@@ -48,9 +48,7 @@ def _parsed(arguments: list[str] | None) -> tuple[HuntConfig, Path | None]:
     parser.add_argument("--ranks", default="1,2,3,4", help="numbers of ranks, in turns")
     parser.add_argument("--strategies", default=None, help=f"of {','.join(OURS)}; without it all of them")
     parser.add_argument("--peers", action="store_true", help=f"torch's own engines instead: {','.join(PEERS)}")
-    parser.add_argument(
-        "--features", default=None, help=f"'all', or of {','.join(sorted(FEATURES))}; without it those on"
-    )
+    parser.add_argument("--features", default=None, help=f"'all', or of {','.join(sorted(ALL))}; without it those on")
     parser.add_argument("--no-guards", action="store_true", help="engines without guards, and only right programs")
     parser.add_argument("--keep-going", dest="keep_going", action="store_true", default=False, help="after a find")
     parser.add_argument("--stop-at-first", dest="keep_going", action="store_false", help="end at the first find")

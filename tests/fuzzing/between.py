@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from tests.fuzzing.engines import PEERS
 from tests.fuzzing.operation import Operation
 from tests.fuzzing.optimizers import LEFT_OUT
-from tests.fuzzing.world import Seen, World
+from tests.fuzzing.world import Losses, Seen, World
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,7 @@ class Evaluate(Operation):
         return {"output": output, "loss needs a gradient": loss.requires_grad}
 
     def plain(self, world: World) -> Seen:
-        with contextlib.ExitStack() as stack:
-            for model in world.plain.models:
-                stack.enter_context(evaluating(model, self.mode, inference=self.inference))
-            loss, output = world.plain.forward(self.seed, world.rank, depth=self.depth)
+        loss, output = evaluated(world, self.seed, self.depth, self.mode, inference=self.inference)
         return {"output": output, "loss needs a gradient": loss[world.rank].requires_grad}
 
 
@@ -48,6 +44,16 @@ def evaluating(model: torch.nn.Module, mode: bool, *, inference: bool = False) -
         model.train(before)
 
 
+def evaluated(
+    world: World, seed: int, depth: int | None = None, mode: bool = True, *, inference: bool = False
+) -> tuple[Losses, Tensor]:
+    """What the one process finds without gradients."""
+    with contextlib.ExitStack() as stack:
+        for model in world.plain.models:
+            stack.enter_context(evaluating(model, mode, inference=inference))
+        return world.plain.forward(seed, world.rank, depth=depth)
+
+
 @dataclass(frozen=True)
 class Freeze(Operation):
     """Freeze (or thaw) the parameters of a part of the module, on all ranks; ``leave.bias`` always trains."""
@@ -61,11 +67,10 @@ class Freeze(Operation):
     def plain(self, world: World) -> Seen:
         return self._set(world.plain.models[0])
 
-    def _set(self, module: torch.nn.Module) -> Seen:
+    def _set(self, module: torch.nn.Module) -> None:
         for name, param in module.named_parameters():
             if name.startswith(self.part) and name != LEFT_OUT:
                 param.requires_grad_(not self.frozen)
-        return {}
 
 
 @dataclass(frozen=True)
@@ -74,19 +79,17 @@ class LearningRate(Operation):
 
     value: float | None = None
 
-    def ours(self, world: World) -> Seen:
+    def ours(self, world: World) -> None:
         if self.value is None:
             world.ours.scheduler.step()
         else:
             world.ours.engine.learning_rate = self.value
-        return {}
 
-    def plain(self, world: World) -> Seen:
+    def plain(self, world: World) -> None:
         if self.value is None:
             world.plain.scheduler.step()
         for group in world.plain.optimizer.param_groups if self.value is not None else ():
             group["lr"] = self.value
-        return {}
 
 
 @dataclass(frozen=True)
@@ -95,14 +98,12 @@ class Mode(Operation):
 
     train: bool = True
 
-    def ours(self, world: World) -> Seen:
+    def ours(self, world: World) -> None:
         world.ours.engine.module.train(self.train)
-        return {}
 
-    def plain(self, world: World) -> Seen:
+    def plain(self, world: World) -> None:
         for model in world.plain.models:
             model.train(self.train)
-        return {}
 
 
 @dataclass(frozen=True)
@@ -113,35 +114,28 @@ class AddGroup(Operation):
         stepped = [param for group in world.plain.optimizer.param_groups for param in group["params"]]
         return all(param is not world.plain.params[LEFT_OUT] for param in stepped)
 
-    def ours(self, world: World) -> Seen:
+    def ours(self, world: World) -> None:
         tensor = world.ours.engine.step_tensors().by_name(LEFT_OUT)
         world.ours.engine.optimizer.add_param_group({"params": [tensor], "lr": 0.02})
-        return {}
 
-    def plain(self, world: World) -> Seen:
+    def plain(self, world: World) -> None:
         world.plain.optimizer.add_param_group({"params": [world.plain.params[LEFT_OUT]], "lr": 0.02})
-        return {}
 
 
 @dataclass(frozen=True)
-class Hold(Operation):
+class Hold(Operation, peers=False):
     """Gather a unit of FSDP by hand and hold it, or let it go."""
 
     unit: int = 0
     hold: bool = True
-    peers: ClassVar[bool] = False
 
     def applies(self, world: World) -> bool:
         return world.ours.spec.name == "fsdp"
 
-    def ours(self, world: World) -> Seen:
+    def ours(self, world: World) -> None:
         engine = world.ours.engine
         unit = engine.units[self.unit % len(engine.units)]
         (engine.unshard if self.hold else engine.reshard)(unit.name)
-        return {}
-
-    def plain(self, world: World) -> Seen:
-        return {}
 
     def after(self, world: World) -> None:
         # Known also to ranks outside the engine's mesh: all ranks must say the same of whether an operation applies.
@@ -151,12 +145,11 @@ class Hold(Operation):
 
 
 @dataclass(frozen=True)
-class ChangeMeans(Operation):
+class ChangeMeans(Operation, peers=False):
     """Clear or scale by hand the mean gradients of a part, where the optimizer will find them."""
 
     part: str = "enter"
     clear: bool = True
-    peers: ClassVar[bool] = False
 
     def applies(self, world: World) -> bool:
         return world.gradients == "means" and not world.unfinished
@@ -169,15 +162,14 @@ class ChangeMeans(Operation):
     def plain(self, world: World) -> Seen:
         return self._change(world.plain.params.items())
 
-    def _change(self, tensors: Iterable[tuple[str, Tensor]]) -> Seen:
+    def _change(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
             if name.startswith(self.part) and tensor.grad is not None:
                 tensor.grad = None if self.clear else tensor.grad.mul_(0.5)
-        return {}
 
 
 @dataclass(frozen=True)
-class Habit(Operation):
+class Habit(Operation, is_habit=True):
     """A habit of plain torch: right, or refused with the line to write instead.
 
     Attributes:
@@ -185,7 +177,6 @@ class Habit(Operation):
     """
 
     what: str = "optimizer.step"
-    is_habit: ClassVar[bool] = True
 
     def applies(self, world: World) -> bool:
         # Torch's engines clip each rank's own gradients by their own norm where no_sync() has left them.

@@ -116,11 +116,15 @@ def _do(world: World, operation: Operation, deep: bool) -> str:
     before, optimizer = world.plain.states(), copied(world.plain.optimizer.state_dict())
     operation.prepare(world)
     takes_part = operation.takes_part(world)
+    if operation.drops:
+        world.ours.losses.clear()
     ours = _attempt(operation.ours, world) if takes_part else {}
     if world.meshes.largest([isinstance(ours, Exception)])[0] and not takes_part:
         ours = RuntimeError("another rank's")
     if operation.is_habit and isinstance(ours, Exception):
         return "declined: " + (check_refusal(ours) if takes_part else "")
+    if operation.drops:
+        world.plain.losses.clear()
     plain = _attempt(operation.plain, world)
     if isinstance(ours, Exception) and isinstance(plain, Exception):
         if refuses_at_once(ours):
@@ -176,7 +180,7 @@ def _looks(world: World, deep: bool) -> Iterator[str]:
 
 def _attempt(side: Any, world: World) -> Any:
     try:
-        return side(world)
+        return side(world) or {}
     except (ValueError, RuntimeError, ArithmeticError, NotImplementedError) as error:
         return error
 

@@ -158,8 +158,11 @@ class Plain:
         """Backward of the mean of the ranks' losses, each by itself, so that an error of one keeps none from going."""
         on_all(lambda loss: (loss / len(losses)).backward(retain_graph=retain_graph), losses)
 
+    def step(self) -> None:
+        self.optimizer.step()
+        self.num_steps += 1
+
     def zero_grad(self) -> None:
-        """Forget all gradients."""
         for param in self.params.values():
             param.grad = None
 
@@ -258,14 +261,15 @@ class World:
             return values
         return {name: own_part(self.ours.engine, name, value) for name, value in values.items()}
 
-    def drop_graphs(self) -> None:
-        """The user forgets the losses that wait."""
-        self.ours.losses.clear()
-        self.plain.losses.clear()
+    def settle(self, *, keeps: bool = True) -> None:
+        """Gradients are means, and nothing is gathered but what a loss that waits may keep."""
+        self.gradients, self.unfinished = "means", False
+        self.gathered = keeps and bool(self.plain.losses) and self.ours.spec.keeps_gathered
 
     def recover(self) -> None:
         """What a user does who has caught an error and goes on with the next batch."""
-        self.drop_graphs()
+        self.ours.losses.clear()
+        self.plain.losses.clear()
         if self.ours.is_member:
             self.ours.engine.zero_grad()
         self.plain.zero_grad()
