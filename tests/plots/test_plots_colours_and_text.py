@@ -1,6 +1,8 @@
 import itertools
+import math
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from shardlab.plots.text import column_text, format_bytes, format_count, format_percent, format_us, significant, tick
@@ -59,64 +61,44 @@ def test_text_on_a_bar_is_black_or_white_whichever_reads_better():
 
 @pytest.mark.parametrize("deficiency", DEFICIENCIES)
 def test_any_two_colours_can_be_told_apart(deficiency):
-    for first, second in itertools.combinations(PALETTE, 2):
-        assert distance(first, second, deficiency) >= 12, (first, second)
-    for first, second in itertools.combinations(SPAN_COLOURS.values(), 2):
-        assert distance(first, second, deficiency) >= 13, (first, second)
+    for colours, least in ((PALETTE, 12), (SPAN_COLOURS.values(), 13)):
+        for first, second in itertools.combinations(colours, 2):
+            assert distance(first, second, deficiency) >= least, (first, second)
 
 
-@pytest.mark.parametrize("ground", ["#ffffff", "#111111"])
-def test_contrast_on_light_and_dark(ground):
-    for colour in {*PALETTE, *WORDS, *STRATEGY_COLOURS.values()}:
-        assert contrast(colour, ground) >= 2.9, colour
-    assert contrast(INK, ground) >= 4.3
+def test_contrast_on_light_and_dark():
+    for ground in ("#ffffff", "#111111"):
+        for colour in {*PALETTE, *WORDS, *STRATEGY_COLOURS.values()}:
+            assert contrast(colour, ground) >= 2.9, colour
+        assert contrast(INK, ground) >= 4.3
 
 
-def test_every_word_has_one_colour_of_its_own():
-    assert set(ROLE_COLOURS) == set(Role)
-    assert set(COLLECTIVE_COLOURS) == set(Collective)
-    assert set(SPAN_COLOURS) == set(SpanKind)
-    assert set(PART_COLOURS) == set(ProcessPart)
+def test_every_word_has_one_colour_of_its_own_and_a_strategy_keeps_it_in_any_company():
+    for words, colours in (
+        (Role, ROLE_COLOURS), (Collective, COLLECTIVE_COLOURS), (SpanKind, SPAN_COLOURS), (ProcessPart, PART_COLOURS),
+    ):  # fmt: skip
+        assert set(words) == set(colours)
     for colours in (ROLE_COLOURS | PART_COLOURS, COLLECTIVE_COLOURS, SPAN_COLOURS):
         assert len(set(colours.values())) == len(colours)
-
-
-def test_a_strategy_keeps_its_colour_in_any_company():
     for names in (["zero1"], ["mine", "zero1"], ["zero1", "ddp", "mine", "yours"]):
-        assert run_colours(names)["zero1"] == STRATEGY_COLOURS["zero1"]
-    chosen = run_colours(["zero1", "ddp", "mine", "yours"])
-    assert len(set(chosen.values())) == 4
+        chosen = run_colours(names)
+        assert chosen["zero1"] == STRATEGY_COLOURS["zero1"]
+        assert len(set(chosen.values())) == len(names)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (format_bytes(0), "0 B"),
-        (format_bytes(999), "999 B"),
-        (format_bytes(999_960), "1.00 MB"),
-        (format_bytes(12_345_678), "12.3 MB"),
-        (format_bytes(4.8e9), "4.80 GB"),
-        (format_us(0.25), "0.250 µs"),
-        (format_us(12_345), "12.3 ms"),
-        (format_us(2.5e6), "2.50 s"),
-        (format_us(float("nan")), "–"),
-        (format_count(1_234_567), "1.23 M"),
-        (format_percent(0.6875), "69 %"),
-        (format_percent(0.0321), "3.2 %"),
-        (format_percent(float("nan")), "–"),
-        (significant(9.999), "10.0"),
-        (significant(3e-8), "3.00e-08"),
-        (tick("1.00 kB"), "1 kB"),
-        (tick("100 µs"), "100 µs"),
-    ],
-)
-def test_numbers_read_well(text, expected):
-    assert text == expected
+READ = {
+    format_bytes: {0: "0 B", 999: "999 B", 999_960: "1.00 MB", 12_345_678: "12.3 MB", 4.8e9: "4.80 GB"},
+    format_us: {0.25: "0.250 µs", 12_345: "12.3 ms", 2.5e6: "2.50 s", math.nan: "–"},
+    format_count: {1_234_567: "1.23 M"},
+    format_percent: {0.6875: "69 %", 0.0321: "3.2 %", math.nan: "–"},
+    significant: {9.999: "10.0", 3e-8: "3.00e-08"},
+    tick: {"1.00 kB": "1 kB", "100 µs": "100 µs"},
+}
 
 
-def test_a_column_shares_its_decimals():
-    import pandas as pd
-
+def test_numbers_read_well():
+    for format_, texts in READ.items():
+        assert {value: format_(value) for value in texts} == texts
     assert column_text(pd.Series([10.0, 7.5, np.nan, 0.0])) == ["10.00", "7.50", "–", "0.00"]
     assert column_text(pd.Series([1.0, 3e-8, 0.0])) == ["1.00", "3.00e-08", "0"]
     assert column_text(pd.Series([4_800_000, pd.NA], dtype="Int64")) == ["4,800,000", "–"]
