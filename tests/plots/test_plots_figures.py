@@ -230,15 +230,15 @@ def test_empty_tables_say_so_and_what_is_wrong_is_named(records):
 
 
 def test_long_curves_are_thinned_and_say_so(records):
-    count = 30_000
+    count = 4_000
     row = records.steps[records.steps["run"] == "ddp"].iloc[:1]
     steps = pd.concat([row] * count, ignore_index=True).assign(step=np.arange(count), traced_memory=False)
     steps = steps.assign(loss=np.sin(np.arange(count)))
-    steps.loc[12_345, "loss"] = 7.0
+    steps.loc[1_234, "loss"] = 7.0
     both = pd.concat([steps, steps.assign(run="zero1", loss=steps["loss"] * 1.01)])
     curves = plots.loss_curves(both)
     for figure in (curves, plots.loss_difference(both, "ddp")):
-        assert "0,000 steps" in figure.layout.title.subtitle.text
-        assert len(str(plain_json(figure))) < 300_000
+        assert ",000 steps" in figure.layout.title.subtitle.text
+        assert len(str(plain_json(figure))) < 100_000
     assert max(trace(curves, "ddp").y) == 7.0
     assert "at most 400 of its steps" in plots.step_times(steps).layout.title.subtitle.text
