@@ -58,29 +58,26 @@ def test_mixed_precision_and_micro_batches_are_as_planned(pools: Pools, tmp_path
     assert compare(config, tmp_path / "run", pool=pools(4)).summary["as_planned"].all()
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"tp": 3}, "tp: 3 does not divide 4 ranks"),
-        ({"tp": 8}, "tp: 8 does not divide 4 ranks"),
-        ({"tp": 0}, "tp: 0 is below 1"),
-        ({"ranks": 3, "tp": 3}, "tp: token_embedding: .*256 does not divide over 3"),
-        ({"ranks": 5, "tp": 5, "model": "mlp"}, r"tp: nothing of mlp can be divided over 5 ranks \(.*use 510 or 515"),
-        ({"strategies": ("single", "torch_ddp")}, "start torch_ddp without it"),
-        ({"strategies": ("zero1", "torch_tp")}, "tp: torch_tp divides the model over all 4 ranks; set tp to 4"),
-        ({"strategies": ("torch_tp",), "ranks": 2, "sequence_parallel": True}, "torch_tp keeps the sequence whole"),
-        ({"tp": 1, "sequence_parallel": True}, "sequence_parallel: .* set tp to 2"),
-        ({"seq_len": 15, "sequence_parallel": True}, "seq_len: 15 does not divide over tp=2"),
-        ({"batch": 3}, "among 2 ranks"),
-    ],
+REFUSED = (
+    ({"tp": 3}, "tp: 3 does not divide 4 ranks"),
+    ({"tp": 0}, "tp: 0 is below 1"),
+    ({"ranks": 3, "tp": 3}, "tp: token_embedding: .*256 does not divide over 3"),
+    ({"ranks": 5, "tp": 5, "model": "mlp"}, r"tp: nothing of mlp can be divided over 5 ranks \(.*use 510 or 515"),
+    ({"strategies": ("single", "torch_ddp")}, "start torch_ddp without it"),
+    ({"strategies": ("zero1", "torch_tp")}, "tp: torch_tp divides the model over all 4 ranks; set tp to 4"),
+    ({"strategies": ("torch_tp",), "ranks": 2, "sequence_parallel": True}, "torch_tp keeps the sequence whole"),
+    ({"tp": 1, "sequence_parallel": True}, "sequence_parallel: .* set tp to 2"),
+    ({"seq_len": 15, "sequence_parallel": True}, "seq_len: 15 does not divide over tp=2"),
+    ({"batch": 3}, "among 2 ranks"),
 )
-def test_what_cannot_be_divided_is_refused(fields, words) -> None:
-    with pytest.raises(ValueError, match=words):
-        CompareConfig(**{**BASE, "batch": None, "strategies": ("single", "zero1"), **fields})
 
 
-def test_a_default_batch_is_four_a_data_rank() -> None:
-    assert CompareConfig(**{**BASE, "batch": None}).global_batch == 8
+def test_what_cannot_be_divided_is_refused() -> None:
+    base = {**BASE, "batch": None, "strategies": ("single", "zero1")}
+    for fields, words in REFUSED:
+        with pytest.raises(ValueError, match=words):
+            CompareConfig(**{**base, **fields})
+    assert CompareConfig(**base).global_batch == 8, "four a data rank"
 
 
 def own(**parts) -> Workload:
@@ -134,12 +131,11 @@ WRONG_PLANS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("wrong", WRONG_PLANS)
-def test_a_plan_that_is_given_is_tried_before_ranks_start(wrong) -> None:
-    parts, change, more, said = WRONG_PLANS[wrong]
-    workload = replace(own(**parts), tp_plan=change(shown_plan(own(**parts), 2)[0].tp_plan), **more)
-    with pytest.raises(ValueError, match=f"^tp_plan: tried in one process, it fails: .*{said}"):
-        CompareConfig(workload=workload, ranks=2, tp=2, strategies="zero1")
+def test_a_plan_that_is_given_is_tried_before_ranks_start() -> None:
+    for parts, change, more, said in WRONG_PLANS.values():
+        workload = replace(own(**parts), tp_plan=change(shown_plan(own(**parts), 2)[0].tp_plan), **more)
+        with pytest.raises(ValueError, match=f"^tp_plan: tried in one process, it fails: .*{said}"):
+            CompareConfig(workload=workload, ranks=2, tp=2, strategies="zero1")
 
 
 class Untried(torch.nn.Module):
@@ -182,12 +178,11 @@ UNTRIED = {
 }
 
 
-@pytest.mark.parametrize("what", UNTRIED)
-def test_a_plan_that_is_given_is_not_refused_where_it_cannot_be_tried(what) -> None:
-    workload, said = UNTRIED[what]
-    workload = replace(workload, tp_plan={"up": Column(), "down": Row()})
-    assert re.search(said, show_tp_plan(workload, 2).set_index("module").loc["up", "why"])
-    assert CompareConfig(workload=workload, ranks=2, tp=2, strategies="zero1").trained is workload
+def test_a_plan_that_is_given_is_not_refused_where_it_cannot_be_tried() -> None:
+    for workload, said in UNTRIED.values():
+        workload = replace(workload, tp_plan={"up": Column(), "down": Row()})
+        assert re.search(said, show_tp_plan(workload, 2).set_index("module").loc["up", "why"])
+        assert CompareConfig(workload=workload, ranks=2, tp=2, strategies="zero1").trained is workload
 
 
 @pytest.mark.parametrize("num_copies", [4, 5])
