@@ -73,10 +73,6 @@ def test_buckets_the_best_is_the_shortest_and_lies_where_it_is_said_to() -> None
         assert all(float(ratio) >= 1 for ratio in re.findall(r"([\d.]+) times as long", said))
 
 
-def test_the_largest_bucket_may_be_the_best() -> None:
-    assert "It is the largest" in bucket_verdict(sweep().assign(step_us=[4.0, 3, 2, 1] * 3))
-
-
 def test_messages_flat_or_steep_by_their_own_times() -> None:
     sizes = [4**k for k in range(5, 13)]
     table = pd.DataFrame({"op": "all_reduce", "bytes": sizes, "time_us": [200 + size / 3e3 for size in sizes]})
@@ -96,16 +92,9 @@ def test_messages_flat_or_steep_by_their_own_times() -> None:
         assert f"16 times the bytes took {ratio:.2g} times as long" in said
 
 
-def test_a_larger_message_may_be_faster() -> None:
-    table = pd.DataFrame({"op": "all_reduce", "bytes": [1024, 16384], "time_us": [320.0, 193.0]})
-    assert "16 times the bytes took 0.6 times as long" in growth_verdict(table, "all_reduce", 1024, 16384)
-
-
-@pytest.mark.parametrize(
-    ("speeds", "said"), [((3.0, 3.1), "stayed"), ((3.0, 1.0), "fell to 33%"), ((1, 2), "rose to 200%")]
-)
-def test_bus_bandwidth_is_of_two_numbers_of_ranks(speeds: tuple[float, float], said: str) -> None:
-    assert said in bus_verdict(pd.DataFrame({"group_size": [2, 4], "bus_gb_per_s": speeds}))
+def test_bus_bandwidth_is_of_two_numbers_of_ranks() -> None:
+    for speeds, said in (((3.0, 3.1), "stayed"), ((3.0, 1.0), "fell to 33%"), ((1, 2), "rose to 200%")):
+        assert said in bus_verdict(pd.DataFrame({"group_size": [2, 4], "bus_gb_per_s": speeds}))
 
 
 def test_measured_against_predicted_gives_the_reasons_that_apply() -> None:
@@ -140,14 +129,12 @@ def one_step(seed: int, slow: float = 1.0, ranks: int = 2, buckets: int = 4):
     return collectives(*rows), spans(*worked)
 
 
-@pytest.mark.parametrize("slow", [1.0, 7.0])
-def test_no_message_gains_more_than_it_lasts(slow: float) -> None:
-    for seed in range(5):
-        gains = message_gains(*one_step(seed, slow))
+def test_no_message_gains_more_than_it_lasts() -> None:
+    for seed in range(4):
+        gains = message_gains(*one_step(seed, slow=1.0 + 6 * (seed % 2)))
         assert (gains["gain (ms)"] <= gains["duration (ms)"] + 1e-9).all(), seed
-        assert gains["hidden (ms)"].add(gains["exposed (ms)"]).to_numpy() == pytest.approx(
-            gains["duration (ms)"].to_numpy()
-        )
+        parts = gains["hidden (ms)"] + gains["exposed (ms)"]
+        assert parts.tolist() == pytest.approx(gains["duration (ms)"].tolist())
         said, more = gain_verdict(gains), gains["gain (ms)"] > ALIKE * gains["exposed (ms)"]
         assert f"Without {gains['gain (ms)'].idxmax()} the step would gain most" in said
         assert ("no message gains more than it exposes" in said) == (not more.any())
@@ -248,11 +235,11 @@ def test_a_busy_machine_is_said_to_be_busy() -> None:
     steps = pd.DataFrame({"run": "a", "rank": 0, "step": range(6), "step_us": [900.0, 100, 101, 102, 103, 104]})
     assert "about equal time: the median is 1.02" in busy_in_steps(steps)
     assert busy_in_steps(slowed(steps)) == busy_in_steps(steps)
-    uneven = steps.assign(step_us=[900.0, 100, 140, 150, 160, 170])
-    assert "did not take equal time" in busy_in_steps(uneven.assign(step_us=[1.0, 100, 101, 120, 130, 140]))
-    assert "This machine was busy: half of the steps took at least 1.5 times" in busy_in_steps(
-        uneven.assign(step_us=[900.0, 100, 150, 151, 160, 170])
-    )
+    for times, said in (
+        ([1.0, 100, 101, 120, 130, 140], "did not take equal time"),
+        ([900.0, 100, 150, 151, 160, 170], "This machine was busy: half of the steps took at least 1.5 times"),
+    ):
+        assert said in busy_in_steps(steps.assign(step_us=times))
     messages = pd.DataFrame({"time_us": [1.0, 2.0], "median_us": [4.0, 8.0]})
     assert "half of the messages took at least 4.0 times" in busy_in_messages(messages)
     assert others_verdict(0.03, 2) == "This machine is quiet: other programs use 3.0 % of its 2 cores."
