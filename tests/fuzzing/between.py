@@ -47,7 +47,6 @@ def evaluating(model: torch.nn.Module, mode: bool, *, inference: bool = False) -
 def evaluated(
     world: World, seed: int, depth: int | None = None, mode: bool = True, *, inference: bool = False
 ) -> tuple[Losses, Tensor]:
-    """What the one process finds without gradients."""
     with contextlib.ExitStack() as stack:
         for model in world.plain.models:
             stack.enter_context(evaluating(model, mode, inference=inference))

@@ -58,7 +58,6 @@ optimizers = st.builds(
 
 @st.composite
 def modules(draw: st.DrawFn) -> ModuleSpec:
-    """Modules of up to four blocks."""
     blocks = draw(st.lists(_blocks, max_size=4))
     calls = st.lists(st.integers(0, len(blocks) - 1), max_size=len(blocks) + 1) if blocks else st.just([])
     in_order = draw(st.sampled_from([True, True, False]))

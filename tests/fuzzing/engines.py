@@ -51,12 +51,10 @@ class EngineSpec:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of its mesh."""
         return prod(size for _, size in self.axes)
 
     @property
     def num_tensor_ranks(self) -> int:
-        """Ranks that each parameter is sliced over."""
         return dict(self.axes).get("tensor", 1)
 
     @property
@@ -83,7 +81,6 @@ class EngineSpec:
 
     @property
     def rounds(self) -> bool:
-        """Whether it computes in fewer bits than one process."""
         return "precision" in dict(self.options)
 
     def leaves_out(self, num_ranks: int) -> bool:
@@ -97,7 +94,6 @@ class EngineSpec:
         return tuple(range(start, start + self.num_ranks))
 
     def build(self, model: nn.Module, optimizer_fn: Callable[..., torch.optim.Optimizer], mesh: Mesh) -> AnyEngine:
-        """The engine around ``model``."""
         options = {name: NAMED.get(name, {}).get(value, value) for name, value in self.options}
         mesh_or_none = None if self.name == "single" else mesh
         return build_engine(self.name, model, optimizer_fn, mesh_or_none, guards=self.guards, **options)

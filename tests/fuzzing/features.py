@@ -28,7 +28,6 @@ OFF: dict[str, str] = {
 
 
 def sift(scenario: Scenario, features: frozenset[str]) -> Scenario:
-    """The scenario without what belongs to features that are off."""
     for name, take_out in SIEVES.items():
         if name not in features:
             scenario = take_out(scenario)

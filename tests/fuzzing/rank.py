@@ -153,7 +153,6 @@ def _do(world: World, operation: Operation, deep: bool) -> str:
 
 
 def _end(world: World) -> str:
-    """Look at everything, close, and train alone."""
     if world.meshes.largest([world.has_met])[0] or not world.ours.is_member:
         return "equal"
     for unit in sorted(world.held):

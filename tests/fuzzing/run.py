@@ -37,7 +37,6 @@ class Scenario:
 
     @property
     def num_ranks(self) -> int:
-        """Of the pool."""
         return self.pool or self.engine.num_ranks
 
     @property
@@ -64,7 +63,6 @@ class Verdict:
 
     @property
     def is_find(self) -> bool:
-        """Whether it is neither equal nor refused as documented."""
         return self.kind not in ("equal", "refused")
 
     @property
@@ -76,7 +74,6 @@ class Verdict:
 
 
 def run_scenario(pool: RankPool, scenario: Scenario) -> Verdict:
-    """The verdict over all ranks of the pool."""
     saves = any(isinstance(operation, Save) for operation in scenario.operations)
     directory = tempfile.mkdtemp(prefix="fuzz-") if saves else None
     progress: dict[int, int] = {}

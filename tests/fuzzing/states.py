@@ -23,7 +23,6 @@ class FullParams(Operation, peers=False):
 
     @property
     def changes(self) -> bool:
-        """Whether parameters have other values afterwards, or had meanwhile."""
         return self.inside in ("change", "replace", "borrow") and self.keep
 
     def ours(self, world: World) -> Seen:
@@ -184,12 +183,10 @@ class GradientsOut(Operation, peers=False, settles=True):
 
 
 def levelled(state: dict[str, dict[str, Any]]) -> Seen:
-    """State by parameter name as one level of names."""
     return {f"state {name} {key}": value for name, held in state.items() for key, value in held.items()}
 
 
 def flat(state: dict[str, Any]) -> Seen:
-    """An optimizer's state dict as one level of names."""
     found = {f"state {number} {key}": v for number, held in state["state"].items() for key, v in held.items()}
     for number, group in enumerate(state["param_groups"]):
         found |= {f"group {number} {key}": v for key, v in group.items() if key in ("lr", "weight_decay", "params")}

@@ -33,7 +33,6 @@ R = TypeVar("R")
 
 
 def loss_of(output: Any, target: Tensor) -> Tensor:
-    """The loss of one rank's rows."""
     return nn.functional.mse_loss(prediction(output), target)
 
 
@@ -70,12 +69,10 @@ class Ours:
 
     @property
     def is_member(self) -> bool:
-        """Whether this rank is on the engine's mesh."""
         return self.mesh.is_member
 
     @property
     def rank(self) -> int:
-        """Among the data ranks."""
         return self.engine.data_rank if self.is_member else 0
 
     def begin(self, spec: EngineSpec, mesh: Mesh, seed: int | None) -> None:
@@ -167,30 +164,24 @@ class Plain:
             param.grad = None
 
     def detached(self) -> dict[str, Tensor]:
-        """The parameters by name."""
         return {name: param.detach() for name, param in self.params.items()}
 
     def state(self, rank: int) -> dict[str, Tensor]:
-        """A copy of the module's state, with the buffers of one rank."""
         return {name: value.detach().clone() for name, value in self.models[rank].state_dict().items()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """The state into all ranks' modules."""
         for model in self.models:
             model.load_state_dict(state, strict=True)
 
     def states(self) -> list[dict[str, Tensor]]:
-        """Copies of the state of every rank's module; the buffers differ."""
         return [self.state(rank) for rank in range(len(self.models))]
 
     def restore(self, states: list[dict[str, Tensor]]) -> None:
-        """Undo what has happened since ``states()``."""
         self.resize(len(states))
         for model, state in zip(self.models, states, strict=True):
             model.load_state_dict(state, strict=True)
 
     def resize(self, num_ranks: int) -> None:
-        """As if there were so many data ranks."""
         self.models = modules.replicas(self.models, num_ranks)
 
     def thaw(self) -> None:
@@ -199,11 +190,9 @@ class Plain:
             self.params[name].requires_grad_(param.requires_grad)
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Copies."""
         return {name: None if param.grad is None else param.grad.clone() for name, param in self.params.items()}
 
     def named_state(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's state by parameter name."""
         return {name: self.optimizer.state[p] for name, p in self.params.items() if p in self.optimizer.state}
 
 
@@ -247,7 +236,6 @@ class World:
 
     @property
     def rank(self) -> int:
-        """Among the data ranks."""
         return self.ours.rank
 
     @property
@@ -285,13 +273,11 @@ class World:
 
 @contextlib.contextmanager
 def quiet(engine: AnyEngine, wanted: bool) -> Iterator[None]:
-    """Inside ``no_sync()``, where wanted."""
     with engine.no_sync() if wanted else contextlib.nullcontext():
         yield
 
 
 def hooks_of(model: nn.Module) -> int:
-    """Every hook on a module and its parameters."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
     on_modules = sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -299,7 +285,6 @@ def hooks_of(model: nn.Module) -> int:
 
 
 def copied(value: Any) -> Any:
-    """A deep copy that shares no tensor."""
     return copy.deepcopy(value)
 
 

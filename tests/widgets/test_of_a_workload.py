@@ -5,7 +5,7 @@ import torch
 
 from shardlab import Workload
 from shardlab.plots import summary_of
-from shardlab.widgets import live, memory_explorer, step_through, workbench
+from shardlab.widgets import live, step_through, workbench
 from tests.widgets.test_choices import loss, make_model, samples
 
 
@@ -31,11 +31,6 @@ def test_a_workload_is_compared_and_watched(own, pools, tmp_path):
     assert "zero1, step 2: loss" in summary_of(view.curves.content)
     with pytest.raises(TypeError, match=r"live: .* is watched, and nothing is run"):
         live(tmp_path, steps=3)
-
-
-def test_the_explorer_takes_what_compare_takes(own):
-    for explorer in (memory_explorer(own), memory_explorer(make_model, samples(), loss), memory_explorer(make_model())):
-        assert explorer.plan.num_params == 49
 
 
 class OnRanks(torch.utils.data.Dataset):

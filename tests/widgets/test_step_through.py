@@ -33,11 +33,6 @@ def test_every_beginning_has_its_end_on_its_rank(events):
     assert (events["event"] == "waits").sum() == (events["event"] == "goes on").sum()
 
 
-def test_words_of_what_is_of_no_unit(events):
-    begun = set(events.loc[events["event"] == "computes", "words"])
-    assert {"begins loading data", "begins the optimizer's step", "begins forward of blocks.0"} <= begun
-
-
 def test_what_is_held_is_the_last_sample_of_the_record(events, comparison):
     memory = comparison.records.memory
     inside = memory[(memory["run"] == "zero3") & (memory["rank"] == 1) & ~memory["where"].isin(["rest", "peak"])]
@@ -79,24 +74,20 @@ def test_without_a_traced_step_each_rank_holds_what_it_held_at_rest(comparison):
     last = rest[(rest["step"] == rest["step"].max()) & (rest["rank"] == 0)].set_index("role")["bytes"]
     row = ranks_at(other, 10).set_index("rank").loc[0]
     assert {role: row[role] for role in ROLES} == {role: last[role] for role in ROLES}
-
-
-def test_without_memory_it_is_said(comparison):
-    records = replace(comparison.records, memory=comparison.records.memory[:0])
-    now = ranks_at(events_of_step(records, run="zero1", step=3), 5)
+    now = ranks_at(events_of_step(replace(records, memory=records.memory[:0]), run="zero1", step=3), 5)
     assert now[list(ROLES)].isna().all(axis=None)
     assert "memory was not recorded" in summary_of(held_by_rank(now))
 
 
 def test_wrong_questions_are_answered_by_name(comparison, events):
-    with pytest.raises(ValueError, match="name one of zero1, zero3"):
-        events_of_step(comparison.records)
-    with pytest.raises(ValueError, match="step: 99 was not recorded"):
-        events_of_step(comparison.records, run="zero1", step=99)
-    with pytest.raises(ValueError, match="index: -1 is not one of"):
-        ranks_at(events, -1)
-    with pytest.raises(ValueError, match="ranks: missing columns; needs rank"):
-        held_by_rank(pd.DataFrame({"a": [1]}))
+    for ask, words in (
+        (lambda: events_of_step(comparison.records), "name one of zero1, zero3"),
+        (lambda: events_of_step(comparison.records, run="zero1", step=99), "step: 99 was not recorded"),
+        (lambda: ranks_at(events, -1), "index: -1 is not one of"),
+        (lambda: held_by_rank(pd.DataFrame({"a": [1]})), "ranks: missing columns; needs rank"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ask()
 
 
 def test_a_click_goes_on_to_the_next_event(comparison):
