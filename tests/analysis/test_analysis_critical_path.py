@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shardlab.analysis import attribution, critical_path, hidden_by, overlap, what_if_free
 from shardlab.analysis.critical_path import ALL, LATE
 from shardlab.analysis.intervals import innermost
-from tests.analysis.hand_made import NAN, collective, collectives, span, spans, two_ranks
+from tests.analysis.hand_made import NAN, collective, collectives, random_step, span, spans, two_ranks
 
 times = st.integers(0, 30).map(float)
 some = st.lists(st.tuples(times, times).map(lambda pair: (min(pair), max(pair))), max_size=6)
@@ -140,32 +140,11 @@ def test_what_cannot_be_explained_is_refused():
 
 def test_replaying_a_random_schedule_gives_back_its_times():
     """Many buckets on one lane and two ranks with random work: freeing nothing changes nothing."""
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        moved, worked = random_step(rng)
+    for seed in range(20):
+        moved, worked = random_step(seed, buckets=5, apart=0.0)
         table = what_if_free(moved, worked).set_index("tag")
         assert (table["gain_us"] >= -1e-9).all()
         assert table.loc[ALL, "gain_us"] == table["gain_us"].max()
         path = critical_path(moved, worked)
         assert path["duration_us"].sum() == pytest.approx(table["step_us"].iloc[0], rel=0.2)
         assert np.allclose(path["start_us"].to_numpy()[1:], path["end_us"].to_numpy()[:-1])
-
-
-def random_step(rng, num_buckets=5):
-    """Two ranks that compute, issue and wait at the end; the lane takes one bucket after another."""
-    issues = np.cumsum(rng.uniform(5, 30, (2, num_buckets)), axis=1)
-    times, free = [], np.zeros(2)
-    for bucket in range(num_buckets):
-        start = np.maximum(issues[:, bucket], free)
-        free = np.full(2, start.max() + rng.uniform(1, 40))
-        times.append((issues[:, bucket], start, free))
-    rows, work = [], []
-    for rank in (0, 1):
-        now = issues[rank, -1] + 10
-        work.append(span(rank, "model", "backward", 0.0, now))
-        for bucket, moments in enumerate(times):
-            wait = (now, max(now, moments[2][rank]) + 0.5)
-            now = wait[1]
-            rows.append(collective(rank, bucket, tuple(moment[rank] for moment in moments), wait))
-        work.append(span(rank, "model", "optimizer", now, now + 7))
-    return collectives(*rows), spans(*work)

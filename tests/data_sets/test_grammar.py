@@ -9,32 +9,6 @@ from shardlab.data_sets import Draw, Grammar, data_path, load_grammar
 GRAMMAR = load_grammar()
 
 
-def byte_steps(grammar):
-    """The grammar one byte at a time: place -> {byte: (probability, next place)}, a place is (state, bytes so far)."""
-    weight = defaultdict(float)
-    for state, draws in grammar.states.items():
-        for draw in draws:
-            for length in range(len(draw.word) + 1):
-                weight[state, draw.word[:length]] += draw.probability
-    steps = defaultdict(dict)
-    for state, draws in grammar.states.items():
-        for draw in draws:
-            for length in range(len(draw.word)):
-                place, after = (state, draw.word[:length]), (state, draw.word[: length + 1])
-                target = (draw.next_state, b"") if length + 1 == len(draw.word) else after
-                steps[place][draw.word[length]] = (weight[after] / weight[place], target)
-    return steps
-
-
-def stationary_places(grammar):
-    places = defaultdict(float)
-    for state, share in grammar.stationary.items():
-        for draw in grammar.states[state]:
-            for length in range(len(draw.word)):
-                places[state, draw.word[:length]] += share * draw.probability / grammar.mean_word_bytes
-    return places
-
-
 def test_two_states_by_hand():
     grammar = Grammar("a", {"a": (Draw(b"x", 0.5, "a"), Draw(b"yy", 0.5, "b")), "b": (Draw(b"zzz", 1.0, "a"),)})
     assert grammar.stationary == pytest.approx({"a": 2 / 3, "b": 1 / 3})
@@ -49,17 +23,6 @@ def test_the_stationary_distribution_stays_where_it_is():
             after[draw.next_state] += share * draw.probability
     assert sum(after.values()) == pytest.approx(1, abs=1e-12)
     assert dict(after) == pytest.approx(GRAMMAR.stationary, abs=1e-12)
-
-
-def test_the_floor_is_the_same_counted_byte_by_byte():
-    steps, places = byte_steps(GRAMMAR), stationary_places(GRAMMAR)
-    assert sum(places.values()) == pytest.approx(1, abs=1e-12)
-    by_byte = sum(
-        -share * probability * math.log(probability)
-        for place, share in places.items()
-        for probability, _ in steps[place].values()
-    )
-    assert by_byte == pytest.approx(GRAMMAR.floor_nats_per_byte, abs=1e-12)
 
 
 def nats_of(grammar, text):
