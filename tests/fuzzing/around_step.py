@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,7 +38,6 @@ def step_of_nothing(world: World) -> Seen:
     return {}
 
 
-@dataclass(frozen=True)
 class HookedStep(Operation, peers=False, drops=True, steps=True):
     """A step with a hook of the user's before or after it; losses that wait are forgotten before.
 
@@ -85,7 +83,6 @@ class HookedStep(Operation, peers=False, drops=True, steps=True):
             hook.remove()
 
 
-@dataclass(frozen=True)
 class StepThatRaises(Operation, peers=False, steps=True):
     """A step of a user's own optimizer that raises behind its update; the user goes on with the next batch.
 
@@ -116,7 +113,6 @@ def _raise() -> None:
     raise Planted("at the end of a step")
 
 
-@dataclass(frozen=True)
 class StepThatLooks(Operation, peers=False, drops=True, steps=True):
     """A step of a user's own optimizer that evaluates the model behind its update."""
 
@@ -141,7 +137,6 @@ class StepThatLooks(Operation, peers=False, drops=True, steps=True):
         return seen
 
 
-@dataclass(frozen=True)
 class WritePieces(Operation, peers=False, steps=True):
     """Write by hand into what the optimizer steps, in place; gradients are forgotten."""
 

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from tests.fuzzing.optimizers import LEFT_OUT
 from tests.fuzzing.world import Losses, Seen, World
 
 
-@dataclass(frozen=True)
 class Evaluate(Operation):
     """A forward without gradients, in evaluation mode or not, by ``no_grad`` or by ``inference_mode``."""
 
@@ -53,7 +51,6 @@ def evaluated(
         return world.plain.forward(seed, world.rank, depth=depth)
 
 
-@dataclass(frozen=True)
 class Freeze(Operation):
     """Freeze (or thaw) the parameters of a part of the module, on all ranks; ``leave.bias`` always trains."""
 
@@ -72,7 +69,6 @@ class Freeze(Operation):
                 param.requires_grad_(not self.frozen)
 
 
-@dataclass(frozen=True)
 class LearningRate(Operation):
     """Set the learning rate, or let the scheduler do it."""
 
@@ -91,7 +87,6 @@ class LearningRate(Operation):
             group["lr"] = self.value
 
 
-@dataclass(frozen=True)
 class Mode(Operation):
     """``module.train()`` or ``module.eval()``."""
 
@@ -105,7 +100,6 @@ class Mode(Operation):
             model.train(self.train)
 
 
-@dataclass(frozen=True)
 class AddGroup(Operation):
     """The parameter that the optimizer was not given, in a group of its own."""
 
@@ -121,7 +115,6 @@ class AddGroup(Operation):
         world.plain.optimizer.add_param_group({"params": [world.plain.params[LEFT_OUT]], "lr": 0.02})
 
 
-@dataclass(frozen=True)
 class Hold(Operation, peers=False):
     """Gather a unit of FSDP by hand and hold it, or let it go."""
 
@@ -143,7 +136,6 @@ class Hold(Operation, peers=False):
         (world.held.add if self.hold else world.held.discard)(unit)
 
 
-@dataclass(frozen=True)
 class ChangeMeans(Operation, peers=False):
     """Clear or scale by hand the mean gradients of a part, where the optimizer will find them."""
 
@@ -167,7 +159,6 @@ class ChangeMeans(Operation, peers=False):
                 tensor.grad = None if self.clear else tensor.grad.mul_(0.5)
 
 
-@dataclass(frozen=True)
 class Habit(Operation, is_habit=True):
     """A habit of plain torch: right, or refused with the line to write instead.
 

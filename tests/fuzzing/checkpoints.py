@@ -1,14 +1,11 @@
 """Checkpoints: save, and load into this engine or into another one, on as many ranks or not."""
 
-from dataclasses import dataclass
-
 from tests.fuzzing.engines import EngineSpec
 from tests.fuzzing.operation import Operation
 from tests.fuzzing.optimizers import WHOLE
 from tests.fuzzing.world import Seen, World, copied
 
 
-@dataclass(frozen=True)
 class Save(Operation, peers=False):
     """``engine.save(directory)``; of several meshes at once each saves into its own, and the first one's is loaded."""
 
@@ -32,7 +29,6 @@ class Save(Operation, peers=False):
             world.settle(keeps=False)
 
 
-@dataclass(frozen=True)
 class Load(Operation, peers=False, drops=True):
     """``engine.load(directory)``; with ``into``, a fresh engine of that kind takes the place of this one.
 

@@ -11,9 +11,8 @@ from typing import ClassVar
 from tests.fuzzing.world import Seen, World
 
 
-@dataclass(frozen=True)
 class Operation:
-    """One thing a user does.
+    """One thing a user does; a subclass is a frozen dataclass, and says what is special about it.
 
     Attributes:
         is_habit: whether it is a habit of plain torch which an engine may refuse in any case.
@@ -32,6 +31,7 @@ class Operation:
     def __init_subclass__(cls, **of_its_kind: bool) -> None:
         for name, value in of_its_kind.items():
             setattr(cls, name, value)
+        dataclass(frozen=True)(cls)
 
     def applies(self, world: World) -> bool:
         return True

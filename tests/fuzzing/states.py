@@ -1,6 +1,5 @@
 """What users do with states: full parameters, state dicts out and in."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from tests.fuzzing.operation import Operation
 from tests.fuzzing.world import Seen, World, copied
 
 
-@dataclass(frozen=True)
 class FullParams(Operation, peers=False):
     """Inside ``full_params()``: 'look' at parameters, 'change' or 'replace' them, 'evaluate' or 'train' the engine.
 
@@ -72,7 +70,6 @@ class FullParams(Operation, peers=False):
         world.gathered = False
 
 
-@dataclass(frozen=True)
 class StateOut(Operation):
     """``full_state_dict()``, compared and kept."""
 
@@ -88,7 +85,6 @@ class StateOut(Operation):
         world.gathered = False
 
 
-@dataclass(frozen=True)
 class StateIn(Operation, drops=True):
     """``load_full_state_dict()`` of what ``StateOut`` has kept. Losses that wait are forgotten."""
 
@@ -105,7 +101,6 @@ class StateIn(Operation, drops=True):
         world.gathered = False
 
 
-@dataclass(frozen=True)
 class OptimizerOut(Operation, peers=False):
     """``full_optimizer_state_dict()``, compared and kept."""
 
@@ -122,7 +117,6 @@ class OptimizerOut(Operation, peers=False):
             world.settle(keeps=False)
 
 
-@dataclass(frozen=True)
 class OptimizerIn(Operation, peers=False):
     """``load_full_optimizer_state_dict()`` of what ``OptimizerOut`` has kept."""
 
@@ -138,7 +132,6 @@ class OptimizerIn(Operation, peers=False):
         world.plain.optimizer.load_state_dict(copied(world.plain.kept["optimizer"]))
 
 
-@dataclass(frozen=True)
 class NamedOut(Operation, peers=False):
     """``named_optimizer_state()``, compared and kept."""
 
@@ -155,7 +148,6 @@ class NamedOut(Operation, peers=False):
             world.settle(keeps=False)
 
 
-@dataclass(frozen=True)
 class NamedIn(Operation, peers=False):
     """``load_named_optimizer_state()`` of what ``NamedOut`` has kept."""
 
@@ -171,7 +163,6 @@ class NamedIn(Operation, peers=False):
         state.update({params[name]: copied(held) for name, held in world.plain.kept["named"].items()})
 
 
-@dataclass(frozen=True)
 class GradientsOut(Operation, peers=False, settles=True):
     """``full_gradients()``, compared."""
 

@@ -1,7 +1,6 @@
 """The steps of a training loop: forward, backward, clip, step, and forget the gradients."""
 
 import contextlib
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from tests.fuzzing.operation import Operation
 from tests.fuzzing.world import Seen, World, quiet
 
 
-@dataclass(frozen=True)
 class Forward(Operation):
     """A forward whose loss waits for a backward.
 
@@ -46,7 +44,6 @@ class Forward(Operation):
         world.gathered = True  # what was gathered ahead in vain may stay until backward
 
 
-@dataclass(frozen=True)
 class Backward(Operation):
     """Backward of losses that wait.
 
@@ -98,7 +95,6 @@ def take(losses: list[Tensor], which: str, *, retain: bool = False) -> Tensor:
     return loss
 
 
-@dataclass(frozen=True)
 class Clip(Operation, settles=True):
     """Clipping by the engine; ``norm_type`` is 1, 2 or 'inf'."""
 
@@ -113,7 +109,6 @@ class Clip(Operation, settles=True):
         return {"norm": torch.nn.utils.clip_grad_norm_(params, self.max_norm, float(self.norm_type))}
 
 
-@dataclass(frozen=True)
 class Step(Operation, steps=True):
     """An optimizer step; ``drops``: losses that wait are forgotten before, since their weights are no longer there."""
 
@@ -126,7 +121,6 @@ class Step(Operation, steps=True):
         world.plain.step()
 
 
-@dataclass(frozen=True)
 class ZeroGrad(Operation):
     """Forget all gradients; ``zeros``: by zeros in their places."""
 
@@ -154,7 +148,6 @@ class ZeroGrad(Operation):
         world.has_stale = world.has_stale or bool(world.plain.losses)
 
 
-@dataclass(frozen=True)
 class Finish(Operation, settles=True):
     """``finish_gradients()`` by hand."""
 
@@ -162,7 +155,6 @@ class Finish(Operation, settles=True):
         world.ours.engine.finish_gradients()
 
 
-@dataclass(frozen=True)
 class ScaledStep(Operation, peers=False, drops=True, settles=True):
     """A step with loss scaling; where ``overflow``, a loss of one rank is infinite, and every rank skips the step."""
 
@@ -193,7 +185,6 @@ class ScaledStep(Operation, peers=False, drops=True, settles=True):
         return {"output": output, "stepped": not self.overflow, "scale": plain.scale}
 
 
-@dataclass(frozen=True)
 class FailsAlone(Operation, peers=False, drops=True):
     """Forward and backward, where the user's code raises on one data rank only; all go on with the next batch.
 
