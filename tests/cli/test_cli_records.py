@@ -137,20 +137,6 @@ def test_report_of_a_run_that_was_cut_off_has_its_whole_steps(mine):
     assert rows["zero1"]["losses_equal"] is True
 
 
-def test_a_strategy_that_was_cut_off_before_its_first_step_is_left_out(mine):
-    run = cut_off(mine) / "records" / "zero2"
-    run.mkdir()
-    manifest = json.loads((mine / "records" / "zero1" / "manifest.json").read_text()) | {"run": "zero2"}
-    (run / "manifest.json").write_text(json.dumps(manifest))
-    rows = load_run(mine / "records" / "bucketed").collectives.assign(run="zero2")
-    writer = RunWriter(run, 0, "zero2", "measured")
-    writer.append(-1, {"collectives": heard(rows_of(rows, 0, -1))})
-    writer._journal.close()
-    done = shardlab("report", mine)
-    assert done.exit_code == 0, done.stderr
-    assert "zero2" not in heads(done.stdout)
-
-
 def test_trace_writes_valid_files(finished, tmp_path):
     for strategy in ("bucketed", "zero1"):
         done = shardlab("trace", finished, "--strategy", strategy, "-o", tmp_path / "trace.json")

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from shardlab import Workload, plan
 from shardlab.experiment import CompareConfig, compare
@@ -71,31 +70,12 @@ def test_experts_that_rows_choose_are_planned_and_messages_that_rows_decide_are_
         assert plan_verdict(found).endswith(said)
 
 
-def test_experts_inside_of_units_leave_the_messages_of_fsdp_known(pools: Pools, tmp_path) -> None:
-    batches = list(torch.randn(6, 4, 4, generator=torch.Generator().manual_seed(0)))
-    workload = Workload(lambda: nn.Sequential(ByValue(8), ByValue(8)), batches, mean_square)
-    planned = plan(workload, 2, OURS, bucket_mib=1.0)
-    found = compare(workload, tmp_path / "run", strategies=OURS, ranks=2, steps=2, pool=pools(2)).summary
-    assert found["wire_bytes_per_step"].tolist() == planned["wire_bytes_per_step"].tolist()
-    assert (found["rest_bytes"] < planned["rest_bytes"]).all()  # some experts have not been used yet
-    assert found["as_planned"].isna().all()
-
-
 def test_a_model_by_rows_that_is_too_large_to_be_tried_is_planned(monkeypatch) -> None:
     monkeypatch.setattr("shardlab.experiment.planned_workload.MAX_NUMEL", 39)
     workload = Workload(ByValue, [torch.ones(2, 4)], mean_square)
     planned = plan(workload, 64).set_index("strategy")
     assert planned["rest_bytes"].notna().all()
     assert planned.index[planned["messages_per_step"].isna()].tolist() == ["fsdp"]
-
-
-def test_a_forward_of_values_in_which_no_rows_choose_is_compared_as_ever(pools: Pools, tmp_path) -> None:
-    def scaled(model, batch):
-        return mean_square(model, batch) * batch.sum().item()
-
-    workload = Workload(lambda: nn.Linear(4, 4), [torch.ones(2, 4)], scaled)
-    found = compare(workload, tmp_path / "run", strategies=OURS, ranks=2, steps=2, pool=pools(2)).summary
-    assert found["as_planned"].tolist() == [True] * 7
 
 
 def test_losses_in_16_bits_are_judged_as_rounded(pools: Pools, tmp_path) -> None:
@@ -224,30 +204,6 @@ def test_nested_units_are_planned_where_a_rank_holds_everything(pools: Pools, tm
         plan(workload, ranks, "fsdp", precision="bf16", **options)  # which copies them, in an order not known
 
 
-class Checkpointed(nn.Module):
-    """Blocks that a reentrant checkpoint computes, some of which are frozen; and a layer that nothing uses."""
-
-    def __init__(self, num_frozen: int) -> None:
-        super().__init__()
-        self.first, self.unused = nn.Linear(6, 6), nn.Linear(6, 2)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
-        self.blocks[:num_frozen].requires_grad_(False)
-        self.double()
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=True)
-        return x
-
-
-@pytest.mark.parametrize("num_frozen", [0, 2])
-def test_what_only_a_backward_inside_the_backward_reaches_is_planned(pools: Pools, tmp_path, num_frozen) -> None:
-    workload = Workload(partial(Checkpointed, num_frozen), Labelled(), labelled_loss, torch.optim.AdamW)
-    found = compare(workload, tmp_path / "run", strategies=OURS, ranks=2, steps=2, pool=pools(2)).summary
-    assert found["as_planned"].tolist() == [True] * 6 + [None]  # each unit is called again in backward
-
-
 def loss_of_two_calls(model, batch):
     return (labelled_loss(model, batch) + labelled_loss(model, {**batch, "x": -batch["x"]})) / 2
 
@@ -306,23 +262,3 @@ def test_state_made_at_once_and_in_steps_is_planned_of_any_parameter(pools: Pool
     workload = Workload(PartlyTrained, Labelled(), labelled_loss, optimizer)
     found = compare(workload, tmp_path / "run", strategies=OURS, ranks=2, steps=2, pool=pools(2), **options)
     assert found.summary["as_planned"].all()
-
-
-class Late(torch.optim.SGD):
-    """Keeps the gradient of the step before, which the first step does not have."""
-
-    shardlab_looks_at = "element"
-
-    @torch.no_grad()
-    def step(self, closure=None) -> None:
-        super().step(closure)
-        for tensor in self.param_groups[0]["params"]:
-            state = self.state[tensor]
-            state["before" if "steps" in state else "steps"] = tensor.grad.clone()
-
-
-def test_state_that_begins_after_the_first_step_is_not_planned() -> None:
-    workload = Workload(Residual, Labelled(), keyword_loss, Late)
-    assert optimizer_of(workload, Residual()) is None
-    with pytest.raises(ValueError, match=r"cannot be planned here: the optimizer's state .* grows after its first"):
-        plan(workload, 2, "ddp")

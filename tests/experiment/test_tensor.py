@@ -185,15 +185,6 @@ def test_a_plan_that_is_given_is_not_refused_where_it_cannot_be_tried() -> None:
         assert CompareConfig(workload=workload, ranks=2, tp=2, strategies="zero1").trained is workload
 
 
-@pytest.mark.parametrize("num_copies", [4, 5])
-def test_a_model_has_memory_only_if_the_plan_is_tried_with_values(monkeypatch, num_copies) -> None:
-    """Two ranks and three whole copies."""
-    numel = sum(param.numel() for param in own().on_meta().parameters())
-    monkeypatch.setattr("shardlab.tensor_parallel.plan_trial.MAX_NUMEL", numel * num_copies)
-    why = show_tp_plan(own(), 2).set_index("module").loc["blocks.*.a.q", "why"]
-    assert ("on the meta device" in why) == (num_copies == 4)
-
-
 def test_a_built_in_model_without_a_plan_gets_one(pools: Pools, tmp_path) -> None:
     config = CompareConfig(**{**BASE, "ranks": 2}, strategies=("single", "zero1"), model="mlp")
     result = compare(config, tmp_path / "run", pool=pools(2))
@@ -205,33 +196,6 @@ def test_in_16_bits_and_in_micro_batches_of_uneven_rows_it_is_as_planned(pools: 
     workload = replace(own(dtype=torch.float32), data=[torch.zeros(rows, 9, dtype=torch.int64) for rows in (4, 5, 3)])
     options = {"strategies": ("zero2", "fsdp"), "precision": "bf16", "accumulation": 2, "clip": 1.0}
     result = compare(workload, tmp_path / "run", ranks=4, tp=2, steps=2, pool=pools(4), **options)
-    assert result.summary["as_planned"].all()
-
-
-class Tower(torch.nn.Module):
-    """Its blocks have no forward of their own, so that each layer is a unit."""
-
-    def __init__(self):
-        super().__init__()
-        parts = {"up": (6, 8), "down": (8, 6)}
-        self.blocks = torch.nn.ModuleList(
-            torch.nn.ModuleDict({name: torch.nn.Linear(*sizes) for name, sizes in parts.items()}) for _ in range(2)
-        )
-        self.scale = torch.nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block["down"](torch.relu(block["up"](x)))
-        return x * self.scale
-
-
-def test_layers_that_are_units_are_divided(pools: Pools, tmp_path) -> None:
-    workload = Workload(Tower, [torch.randn(4, 6)], lambda model, x: model(x).square().mean())
-    layers = show_tp_plan(workload, 2).set_index("module")
-    assert layers.loc["blocks.*.up", "style"] == "Column()"
-    assert layers.loc["", "why"] == "a Tower: only nn.Linear and nn.Embedding are divided"
-    result = compare(workload, tmp_path / "run", ranks=2, tp=2, strategies=("single", "fsdp"), steps=2, pool=pools(2))
-    assert result.losses_equal
     assert result.summary["as_planned"].all()
 
 

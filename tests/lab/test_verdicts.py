@@ -18,7 +18,6 @@ from shardlab.lab.notebook_verdicts import (
     gain_verdict,
     growth_verdict,
     hidden_verdict,
-    late_verdict,
     message_gains,
     message_verdicts,
     others_verdict,
@@ -188,16 +187,6 @@ def test_parts_and_floor_say_what_the_bars_show() -> None:
         assert ("did not slow it" in said) == (ratios.max() <= ALIKE)
         assert ("share cores or memory" in said) == (ratios.max() > ALIKE)
     assert words(floor_verdict(slowed(quiet), "1 rank")) == words(floor_verdict(quiet, "1 rank"))
-
-
-def test_who_came_last_and_who_waited() -> None:
-    for seed in SEEDS:
-        moved = one_step(seed, ranks=4, buckets=1)[0]
-        said = late_verdict(moved)
-        last = moved.set_index("rank")["start_us"].idxmax()
-        assert f"Rank {last} came last" in said
-        length = (moved["end_us"] - moved["start_us"]).set_axis(moved["rank"])
-        assert said.startswith(f"Rank {length.idxmax()} was in it for")
 
 
 def test_a_busy_machine_is_said_to_be_busy() -> None:

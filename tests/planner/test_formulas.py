@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlab.partition import ParamSpec, flat_layout
-from shardlab.partition.dim0 import dim0_layout
-from shardlab.partition.flat import aligned_first
+from shardlab.partition import ParamSpec
 from shardlab.planner import (
     PRECISIONS,
     PlannedModel,
@@ -260,16 +258,6 @@ def test_a_unit_of_two_kinds_is_a_group_for_each():
     frame = predicted_memory(model, fsdp(2, {}))
     other = frame[frame["role"] == "other"]
     assert list(other["bytes"]) == [24 + 3 * 4 - 4, 24 + 3 * 4 - 4]  # a on rank 0, d on rank 1, half of c on each
-
-
-def test_layouts_are_those_of_the_partition():
-    model, units = blocks_model(rows=5)
-    specs = {param.spec.name: param.spec for param in model.params}
-    for layout, lay_out in (("flat", flat_layout), ("dim0", dim0_layout)):
-        groups = groups_of(model, fsdp(3, units, layout=layout))
-        assert [group.name for group in groups] == ["root", *units]
-        assert groups[0].layout == lay_out([specs["head"], specs["embedding"]], 3)  # 10 elements, and then 25
-        assert groups[1].layout == lay_out(aligned_first(specs[name] for name in units["blocks.0"]), 3)
 
 
 def test_tables_say_predicted_and_have_every_role_and_rank():

@@ -4,9 +4,8 @@ import pytest
 
 from shardlab import analysis, plots
 from shardlab.plots.show import plain_json
-from shardlab.plots.text import averaged
 from shardlab.plots.theme import COLLECTIVE_COLOURS, ROLE_COLOURS, STRATEGY_COLOURS, log_axis
-from shardlab.tables import COLLECTIVES, SHARDS, SPANS
+from shardlab.tables import COLLECTIVES, SPANS
 from tests.plots.sample_records import BYTES_BY_ROLE, NUM_RANKS, NUM_STEPS, NUMEL, RUNS
 
 
@@ -128,38 +127,12 @@ def test_traced_steps_have_no_time(records):
     assert "memory traced" in plots.summary_of(only_traced)
 
 
-def test_averages_say_of_what():
-    split = pd.DataFrame({"label": ["a"] * 4 + ["b"] * 2, "rank": [0, 0, 1, 1, 0, 1], "step": [1, 2, 1, 2, 3, 3]})
-    for table, words in (
-        (split[split["label"] == "a"], "mean over 2 ranks and 2 steps"),
-        (split, "mean over 2 ranks and all steps of each"),
-        (split[split["label"] == "b"], "mean over 2 ranks, step 3"),
-        (split.drop_duplicates(["label", "rank"]), "mean over 2 ranks, one step each"),
-        (split.query("label == 'b' and rank == 1"), "rank 1, step 3"),
-        (split.drop(index=5), "mean over all ranks of each and all steps of each"),  # one process beside two ranks
-        (split[:0], ""),
-    ):
-        assert averaged(table, "mean") == words
-
-
 def test_a_logarithmic_axis_encloses_its_values_and_names_1_2_and_5():
     axis = log_axis([240.0, 22_600.0], str)
     assert 10 ** axis["range"][0] < 240 < 22_600 < 10 ** axis["range"][1]
     assert axis["tickvals"] == pytest.approx([200, 500, 1e3, 2e3, 5e3, 1e4, 2e4])
     assert log_axis([1.0, 1e8], str)["tickvals"] == pytest.approx([10.0**power for power in range(9)])
     assert log_axis([0.7086, 0.7093], str)["tickvals"] == [0.5, 1.0]  # nearly equal
-
-
-def test_a_shard_map_is_in_the_order_of_the_buckets():
-    """Also where a rank holds nothing of the parameters that only another rank lists."""
-    held = [(0, "a", 0), (0, "c", 1), (1, "b", 0), (1, "d", 1)]
-    rows = [
-        {"run": "fsdp", "source": "measured", "rank": rank, "step": 0, "parameter": name, "shape": "4",
-         "role": "parameter", "bucket": bucket, "start": 0, "stop": 4, "bytes": 16}
-        for rank, name, bucket in held
-    ]  # fmt: skip
-    figure = plots.shard_map(SHARDS.frame(rows))
-    assert [list(trace(figure, f"rank {rank}").base) for rank in range(2)] == [[0, 8], [4, 12]]
 
 
 def test_shard_map_tiles_the_parameters(records):

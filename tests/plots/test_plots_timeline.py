@@ -3,7 +3,6 @@ import pandas as pd
 import pytest
 
 from shardlab.plots import collective_timeline, summary_of
-from shardlab.plots.show import plain_json
 from shardlab.plots.theme import COLLECTIVE_COLOURS, SPAN_COLOURS
 from shardlab.plots.timeline_bars import drawn_levels
 from shardlab.tables import COLLECTIVES, SPANS
@@ -86,25 +85,6 @@ def test_a_unit_as_long_as_the_model_is_inside_of_it_and_what_overlaps_is_not():
     assert units_drawn([(0.0, 10.0, "a"), (8.0, 20.0, "b"), (9.0, 12.0, "c")]) == ["a", "b"]
     parts = [(0.0, 5.0, "blocks.4.mlp"), (0.0, 5.0, "blocks.4"), (0.0, 5.0, "model")]
     assert units_drawn([*parts, (5.0, 9.0, "model"), (6.0, 8.0, "blocks.3")]) == ["blocks.3", "blocks.4"]
-
-
-def test_a_hundred_thousand_spans_give_few_traces_and_few_bars():
-    count = 100_000
-    start = np.arange(count) * 10.0
-    spans = pd.DataFrame(
-        {
-            "run": "r", "source": "measured", "rank": np.arange(count) % 4, "step": 0,
-            "unit": [f"op{index % 97}" for index in range(count)],
-            "kind": np.where(start < start[-1] / 2, "forward", "backward"), "start_us": start, "end_us": start + 8.0,
-        }
-    )  # fmt: skip
-    figure = collective_timeline(COLLECTIVES.frame([]), SPANS.frame(spans))
-    assert len(figure.data) <= 8
-    assert sum(len(part.x) for part in figure.data) < 10_000
-    assert len(str(plain_json(figure))) < 2_000_000
-    drawn = sum(float(np.sum(part.x)) for part in figure.data)
-    assert 0.5 * count * 0.008 < drawn < 1.5 * count * 4 * 0.01
-    assert figure.layout.title.subtitle.text.startswith("100,000 spans and collectives drawn as")
 
 
 def test_a_hundred_thousand_collectives_are_merged_with_their_strips():

@@ -40,15 +40,6 @@ def test_slices_are_drawn_to_scale_and_do_not_overlap():
     )
 
 
-def test_heads_are_lines_inside_the_slices():
-    lines = weight_slices(TABLE, {"up.weight": 1, "down.weight": 1})
-    by_outputs, by_inputs = bars(lines, "heads of up.weight"), bars(lines, "heads of down.weight")
-    left = bars(lines, "rank 0").x[0]
-    assert [x - left for x in by_outputs.x if x is not None] == [1, 1, 3, 3]
-    assert len([y for y in by_inputs.y if y is not None]) == 4
-    assert not [x for x in bars(weight_slices(TABLE, {"up.weight": 2}), "heads of up.weight").x if x is not None]
-
-
 def test_a_table_or_heads_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"table: missing columns \['rank'\]"):
         weight_slices(TABLE.drop(columns="rank"))

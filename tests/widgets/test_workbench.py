@@ -2,14 +2,11 @@ import re
 import threading
 
 import pytest
-import torch
 
-from shardlab.experiment import CompareConfig, Workload, compare
+from shardlab.experiment import CompareConfig
 from shardlab.plots import summary_of
 from shardlab.widgets import RunHistory, workbench
-from shardlab.widgets.history import PastRun, State
 from shardlab.widgets.workbench import VIEWS
-from tests.widgets.test_choices import loss, make_model
 
 QUICK = CompareConfig(
     strategies=("zero1",), ranks=2, steps=3, model="gpt-1m", text="grammar", seq_len=16, batch=2, device="cpu"
@@ -51,26 +48,6 @@ def test_what_differs_between_runs_stands_in_the_figure_that_compares_them(bench
     assert bench.upper.content.layout.title.subtitle.text.endswith("mean over ranks; the runs differ in bucket (MiB)")
     bench.view.value, bench.about.value = "change from the run before", "2 bucketed"
     assert bench.upper.content.layout.title.subtitle.text.endswith("; the runs differ in bucket (MiB)")
-
-
-def test_runs_on_other_rows_are_not_said_to_coincide(pools, tmp_path):
-    def loader(rows):
-        return Workload(make_model, torch.utils.data.DataLoader(drawn(), rows), loss, name="own")
-
-    history = RunHistory(tmp_path)
-    for number, what in enumerate((loader(4), loader(8), Workload(make_model, drawn(), loss, name="own")), 1):
-        config = CompareConfig(workload=what, strategies="ddp", ranks=2, steps=2, device="cpu")
-        comparison = compare(config, tmp_path / f"run-{number:03}", pool=pools(2))
-        history.runs[number] = PastRun(State.FINISHED, comparison, config)
-    said = VIEWS["loss"](history, "1 ddp").layout.title.subtitle.text
-    assert "the runs differ in batch, rows or tokens, data, the rows they trained on" in said
-    assert "coincide" not in said
-    assert history.table()["rows or tokens"].tolist() == ["–", "8", "4"]
-
-
-def drawn():
-    generator = torch.Generator().manual_seed(0)
-    return torch.utils.data.TensorDataset(torch.randn(64, 4, generator=generator), torch.ones(64))
 
 
 def test_one_run_is_shown_with_its_plan_and_earlier_runs_are_found_again(bench):
