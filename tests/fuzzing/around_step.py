@@ -39,12 +39,9 @@ def step_of_nothing(world: World) -> Seen:
 
 
 class HookedStep(Operation, peers=False, drops=True, steps=True):
-    """A step with a hook of the user's before or after it; losses that wait are forgotten before.
+    """A step with a hook of the user's before or after it; losses that wait are forgotten before."""
 
-    Attributes:
-        what: of ``HOOKS``. 'step again' is a second optimizer, whose kernels write without raising autograd's versions.
-    """
-
+    # of ``HOOKS``. 'step again' is a second optimizer, whose kernels write without raising autograd's versions
     what: str = "write before"
 
     def applies(self, world: World) -> bool:
@@ -84,13 +81,9 @@ class HookedStep(Operation, peers=False, drops=True, steps=True):
 
 
 class StepThatRaises(Operation, peers=False, steps=True):
-    """A step of a user's own optimizer that raises behind its update; the user goes on with the next batch.
+    """A step of a user's own optimizer that raises behind its update; the user goes on with the next batch."""
 
-    Attributes:
-        drops: as in ``Step``.
-    """
-
-    drops: bool = True
+    drops: bool = True  # as in ``Step``
 
     def applies(self, world: World) -> bool:
         return world.ours.optimizer_spec.derived and not world.held

@@ -160,12 +160,9 @@ class ChangeMeans(Operation, peers=False):
 
 
 class Habit(Operation, is_habit=True):
-    """A habit of plain torch: right, or refused with the line to write instead.
+    """A habit of plain torch: right, or refused with the line to write instead."""
 
-    Attributes:
-        what: 'optimizer.step', 'module.zero_grad', 'optimizer.zero_grad', 'clip module' or 'clip step tensors'.
-    """
-
+    # 'optimizer.step', 'module.zero_grad', 'optimizer.zero_grad', 'clip module' or 'clip step tensors'
     what: str = "optimizer.step"
 
     def applies(self, world: World) -> bool:

@@ -31,23 +31,15 @@ NAMED: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """An engine.
+    """An engine."""
 
-    Attributes:
-        name: of the strategy.
-        options: pairs of name and value; a name in ``NAMED`` stands for its value.
-        axes: pairs of axis and size; the axis 'tensor' is the last, all others are data ranks.
-        transport: 'shared_memory' or 'gloo'.
-        place: of ``PLACES``.
-        guards: whether it has guards.
-    """
-
-    name: str = "ddp"
-    options: tuple[tuple[str, Any], ...] = ()
+    name: str = "ddp"  # of the strategy
+    options: tuple[tuple[str, Any], ...] = ()  # pairs of name and value; a name in ``NAMED`` stands for its value
+    # pairs of axis and size; the axis 'tensor' is the last, all others are data ranks
     axes: tuple[tuple[str, int], ...] = (("data", 2),)
-    transport: str = "shared_memory"
-    place: str = "all"
-    guards: bool = True
+    transport: str = "shared_memory"  # 'shared_memory' or 'gloo'
+    place: str = "all"  # of ``PLACES``
+    guards: bool = True  # whether it has guards
 
     @property
     def num_ranks(self) -> int:

@@ -33,44 +33,26 @@ class Planted(ArithmeticError):  # noqa: N818 - the user's own
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One block.
+    """One block."""
 
-    Attributes:
-        kind: of ``ALIKE_KINDS`` or ``BRANCH_KINDS``.
-        checkpoint: activation checkpointing of the whole block, by its caller, or of its inside, by itself.
-        frozen: whether its parameters do not train.
-    """
-
-    kind: str = "linear"
-    checkpoint: str = "none"
-    frozen: bool = False
+    kind: str = "linear"  # of ``ALIKE_KINDS`` or ``BRANCH_KINDS``
+    checkpoint: str = "none"  # activation checkpointing of the whole block, by its caller, or of its inside, by itself
+    frozen: bool = False  # whether its parameters do not train
 
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """A module of blocks between two layers.
+    """A module of blocks between two layers."""
 
-    Attributes:
-        width: of the blocks.
-        blocks: each is there once.
-        path: the blocks in the order in which they are called; one may be called twice, or never.
-        enter: the first layer, 'linear' or 'embedding'.
-        tied: 'none', 'blocks' (all blocks have one weight) or 'ends' (the embedding and the last layer).
-        shared: the first block has a second place in the module, which is called last.
-        spare: there is a layer that no rank uses.
-        frozen_enter: the first layer does not train.
-        output: what the module returns, see ``OUTPUT_KINDS``.
-    """
-
-    width: int = 4
-    blocks: tuple[BlockSpec, ...] = ()
-    path: tuple[int, ...] = ()
-    enter: str = "linear"
-    tied: str = "none"
-    shared: bool = False
-    spare: bool = False
-    frozen_enter: bool = False
-    output: str = "tensor"
+    width: int = 4  # of the blocks
+    blocks: tuple[BlockSpec, ...] = ()  # each is there once
+    path: tuple[int, ...] = ()  # the blocks in the order in which they are called; one may be called twice, or never
+    enter: str = "linear"  # the first layer, 'linear' or 'embedding'
+    tied: str = "none"  # 'none', 'blocks' (all blocks have one weight) or 'ends' (the embedding and the last layer)
+    shared: bool = False  # the first block has a second place in the module, which is called last
+    spare: bool = False  # there is a layer that no rank uses
+    frozen_enter: bool = False  # the first layer does not train
+    output: str = "tensor"  # what the module returns, see ``OUTPUT_KINDS``
 
 
 @dataclass

@@ -12,20 +12,13 @@ from tests.fuzzing.world import Seen, World
 
 
 class Operation:
-    """One thing a user does; a subclass is a frozen dataclass, and says what is special about it.
+    """One thing a user does; a subclass is a frozen dataclass, and says what is special about it."""
 
-    Attributes:
-        is_habit: whether it is a habit of plain torch which an engine may refuse in any case.
-        peers: whether torch's engines take part.
-        drops: whether losses that wait are forgotten before.
-        settles: whether afterwards gradients are means, see ``World.settle``.
-        steps: whether afterwards parameters have other values, of which losses that wait know nothing.
-    """
-
-    is_habit: ClassVar[bool] = False
-    peers: ClassVar[bool] = True
-    drops: ClassVar[bool] = False
-    settles: ClassVar[bool] = False
+    is_habit: ClassVar[bool] = False  # whether it is a habit of plain torch which an engine may refuse in any case
+    peers: ClassVar[bool] = True  # whether torch's engines take part
+    drops: ClassVar[bool] = False  # whether losses that wait are forgotten before
+    settles: ClassVar[bool] = False  # whether afterwards gradients are means, see ``World.settle``
+    # whether afterwards parameters have other values, of which losses that wait know nothing
     steps: ClassVar[bool] = False
 
     def __init_subclass__(cls, **of_its_kind: bool) -> None:

@@ -78,22 +78,15 @@ OWN = {"averaged": Averaged, "normalised": Normalised, "centred": Centred, "clip
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer that forgives neither a gradient off by a factor nor one that is 0 instead of None.
+    """An optimizer that forgives neither a gradient off by a factor nor one that is 0 instead of None."""
 
-    Attributes:
-        kind: 'sgd' (with momentum and weight decay), 'adam' or 'adamw' (with a large eps), or of ``OWN``.
-        groups: biases have a group of their own.
-        left_out: the last layer's bias is in no group, until ``AddGroup``.
-        fused: 'adam' and 'adamw' by kernels that write without raising autograd's versions. (Torch's fused SGD raises a
-            TypeError where a parameter has its first gradient later than others.)
-        derived: of a class of the user's, whose step may do more at its end, see ``ends_with``.
-    """
-
-    kind: str = "sgd"
-    groups: bool = False
-    left_out: bool = False
+    kind: str = "sgd"  # 'sgd' (with momentum and weight decay), 'adam' or 'adamw' (with a large eps), or of ``OWN``
+    groups: bool = False  # biases have a group of their own
+    left_out: bool = False  # the last layer's bias is in no group, until ``AddGroup``
+    # 'adam' and 'adamw' by kernels that write without raising autograd's versions. (Torch's fused SGD raises a
+    # TypeError where a parameter has its first gradient later than others.)
     fused: bool = False
-    derived: bool = False
+    derived: bool = False  # of a class of the user's, whose step may do more at its end, see ``ends_with``
 
     def build(self, named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
         named = [(name, tensor) for name, tensor in named if not (self.left_out and name == LEFT_OUT)]

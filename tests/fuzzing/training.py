@@ -13,21 +13,13 @@ from tests.fuzzing.world import Seen, World, quiet
 
 
 class Forward(Operation):
-    """A forward whose loss waits for a backward.
+    """A forward whose loss waits for a backward."""
 
-    Attributes:
-        seed: of the rows.
-        depth: blocks that are called; None for all.
-        quiet: inside ``no_sync()``.
-        fault: where the user's code raises: 'none', 'forward' or, later, 'backward'.
-        called: by ``engine.call()``.
-    """
-
-    seed: int = 0
-    depth: int | None = None
-    quiet: bool = False
-    fault: str = "none"
-    called: bool = False
+    seed: int = 0  # of the rows
+    depth: int | None = None  # blocks that are called; None for all
+    quiet: bool = False  # inside ``no_sync()``
+    fault: str = "none"  # where the user's code raises: 'none', 'forward' or, later, 'backward'
+    called: bool = False  # by ``engine.call()``
 
     def ours(self, world: World) -> Seen:
         with quiet(world.ours.engine, self.quiet):
@@ -45,19 +37,12 @@ class Forward(Operation):
 
 
 class Backward(Operation):
-    """Backward of losses that wait.
+    """Backward of losses that wait."""
 
-    Attributes:
-        how: 'engine' or 'plain' (``loss.backward()``).
-        which: 'all', the sum of all; 'first' or 'last', whose others go on waiting.
-        quiet: inside ``no_sync()``.
-        retain: the graph, so that these losses go on waiting too.
-    """
-
-    how: str = "engine"
-    which: str = "all"
-    quiet: bool = False
-    retain: bool = False
+    how: str = "engine"  # 'engine' or 'plain' (``loss.backward()``)
+    which: str = "all"  # 'all', the sum of all; 'first' or 'last', whose others go on waiting
+    quiet: bool = False  # inside ``no_sync()``
+    retain: bool = False  # the graph, so that these losses go on waiting too
 
     def applies(self, world: World) -> bool:
         return bool(world.plain.losses)
@@ -192,20 +177,13 @@ class FailsAlone(Operation, peers=False, drops=True):
     Where it gathers parameters the others wait for this rank, which begins again: then two collectives may meet. Over
     gloo, which does not look at what meets, they would wait until time is up; so would replicas of theirs, which see
     nothing of what has met.
-
-    Attributes:
-        seed: of the rows.
-        on: the data rank, modulo their number.
-        fault: where, 'forward' or 'backward'.
-        how: as in ``Backward``.
-        quiet: inside ``no_sync()``.
     """
 
-    seed: int = 0
-    on: int = 0
-    fault: str = "backward"
-    how: str = "engine"
-    quiet: bool = False
+    seed: int = 0  # of the rows
+    on: int = 0  # the data rank, modulo their number
+    fault: str = "backward"  # where, 'forward' or 'backward'
+    how: str = "engine"  # as in ``Backward``
+    quiet: bool = False  # inside ``no_sync()``
 
     def applies(self, world: World) -> bool:
         raises = any(block.kind == "overwrite" for block in world.ours.module_spec.blocks)  # on the other ranks too

@@ -198,41 +198,24 @@ class Plain:
 
 @dataclass
 class World:
-    """Both sides and what is known of them.
+    """Both sides and what is known of them."""
 
-    Attributes:
-        ours: the engine's side.
-        plain: one process.
-        meshes: of this rank.
-        directory: shared by the ranks, for checkpoints; or None.
-        tolerance: of a comparison, absolute for values up to 1.
-        gradients: 'means' where the engine's gradients can be compared, else 'local', or 'changed' by the user.
-        unfinished: a plain ``loss.backward()`` may not have been finished.
-        gathered: parameters may be there in full now.
-        held: numbers of the units that the user has gathered by hand.
-        may_clash: an error of autograd's version check may come from a step between forward and backward.
-        saved: what ``Save`` has written.
-        left_alone: an error on one rank has left the others alone where they gather parameters.
-        has_met: two different collectives have met, so that the engine is of no use any more.
-        has_stale: gradients were cleared while a loss waited, whose forward FSDP then forgets.
-        is_plain: the last backward was a plain ``loss.backward()``.
-    """
-
-    ours: Ours
-    plain: Plain
-    meshes: Meshes
-    directory: Path | None = None
-    tolerance: float = 1e-10
+    ours: Ours  # the engine's side
+    plain: Plain  # one process
+    meshes: Meshes  # of this rank
+    directory: Path | None = None  # shared by the ranks, for checkpoints; or None
+    tolerance: float = 1e-10  # of a comparison, absolute for values up to 1
+    # 'means' where the engine's gradients can be compared, else 'local', or 'changed' by the user
     gradients: str = "means"
-    unfinished: bool = False
-    gathered: bool = False
-    held: set[int] = field(default_factory=set)
-    may_clash: bool = False
-    saved: dict[str, Any] = field(default_factory=dict)
-    left_alone: bool = False
-    has_met: bool = False
-    is_plain: bool = False
-    has_stale: bool = False
+    unfinished: bool = False  # a plain ``loss.backward()`` may not have been finished
+    gathered: bool = False  # parameters may be there in full now
+    held: set[int] = field(default_factory=set)  # numbers of the units that the user has gathered by hand
+    may_clash: bool = False  # an error of autograd's version check may come from a step between forward and backward
+    saved: dict[str, Any] = field(default_factory=dict)  # what ``Save`` has written
+    left_alone: bool = False  # an error on one rank has left the others alone where they gather parameters
+    has_met: bool = False  # two different collectives have met, so that the engine is of no use any more
+    is_plain: bool = False  # the last backward was a plain ``loss.backward()``
+    has_stale: bool = False  # gradients were cleared while a loss waited, whose forward FSDP then forgets
 
     @property
     def rank(self) -> int:
