@@ -6,24 +6,17 @@ from shardlab.experiment.summary import pairs_of
 from shardlab.plots import run_difference, summary_of, traffic_matrix
 from shardlab.plots.difference import COSTS
 from shardlab.plots.theme import STRATEGY_COLOURS
-from shardlab.tables import COLLECTIVES
+from tests.analysis.hand_made import collective, collectives
 from tests.plots.sample_records import NUM_RANKS, NUMEL
 
 
 def rows(axis_sizes, calls, num_ranks):
     """One row per rank and call (axis, op, bytes sent)."""
-    return COLLECTIVES.frame(
-        [
-            {
-                "run": "r", "source": "measured", "rank": rank, "step": 0, "seq": seq, "axis": axis, "op": op,
-                "tag": "t", "phase": "backward", "dtype": "float32", "numel": 1, "bytes": 4, "wire_bytes": float(sent),
-                "group_size": axis_sizes[axis], "transport": "gloo",
-                **dict.fromkeys(COLLECTIVES.column_names[-5:], 0.0),
-            }
-            for rank in range(num_ranks)
-            for seq, (axis, op, sent) in enumerate(calls)
-        ]
-    )  # fmt: skip
+    return collectives(*(
+        collective(rank, seq, (0.0, 0.0, 0.0), run="r", axis=axis, op=op, wire_bytes=sent, group_size=axis_sizes[axis])
+        for rank in range(num_ranks)
+        for seq, (axis, op, sent) in enumerate(calls)
+    ))  # fmt: skip
 
 
 def cells(figure):
