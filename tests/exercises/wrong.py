@@ -12,28 +12,14 @@ from tests.exercises.right import (
     right_norm,
     right_owners,
     right_reshard,
+    right_ring,
 )
 
-
-def ring_in_ceil_chunks(comm, x):
-    """``chunk`` makes fewer chunks than ranks when there are few elements."""
-    count, rank, chunks = comm.num_ranks, comm.rank, x.chunk(comm.num_ranks)
-    for step in range(2 * (count - 1)):
-        out, back = chunks[(rank - step) % count], chunks[(rank - step - 1) % count]
-        sending = comm.send(out, (rank + 1) % count)
-        comm.recv(received := torch.empty_like(back), (rank - 1) % count).wait()
-        sending.wait()
-        back.copy_(received) if step >= count - 1 else back.add_(received)
-
-
-def half_a_ring(comm, x):
-    count, rank, chunks = comm.num_ranks, comm.rank, torch.tensor_split(x, comm.num_ranks)
-    for step in range(count - 1):
-        sending = comm.send(chunks[(rank - step) % count], (rank + 1) % count)
-        back = chunks[(rank - step - 1) % count]
-        comm.recv(received := torch.empty_like(back), (rank - 1) % count).wait()
-        sending.wait()
-        back.add_(received)
+# ``chunk`` makes fewer chunks than ranks when there are few elements.
+ring_in_ceil_chunks = partial(right_ring, cut=torch.chunk)
+half_a_ring = partial(right_ring, rounds=1)
+# Copies are sent, so the sums are right; but nobody knows when the copies may go.
+lets_sends_go = partial(right_ring, waits=False)
 
 
 def whole_vectors(comm, x):
@@ -55,16 +41,6 @@ def receives_first(comm, x):
         comm.recv(received := torch.empty_like(x), (comm.rank - 1) % comm.num_ranks).wait()
         comm.send(x, (comm.rank + 1) % comm.num_ranks).wait()
         x += received
-
-
-def lets_sends_go(comm, x):
-    """Copies are sent, so the sums are right; but nobody knows when the copies may go."""
-    count, rank, chunks = comm.num_ranks, comm.rank, torch.tensor_split(x, comm.num_ranks)
-    for step in range(2 * (count - 1)):
-        back = chunks[(rank - step - 1) % count]
-        comm.send(chunks[(rank - step) % count].clone(), (rank + 1) % count)
-        comm.recv(received := torch.empty_like(back), (rank - 1) % count).wait()
-        back.copy_(received) if step >= count - 1 else back.add_(received)
 
 
 def buckets_of_forward(sizes, capacity):

@@ -23,7 +23,6 @@ OPTIONS = (
     {"strategies": ("zero1", "fsdp"), "partition": "balanced", "offload": "all", "precision": "fp16", "clip": 1.0},
     {"strategies": ("zero1", "zero2", "zero3", "fsdp"), "precision": "bf16", "accumulation": 2},
     {"strategies": ("fsdp",), "layout": "dim0", "replicate_below": 200, "prefetch": 2, "wrap": "20000"},
-    {"strategies": ("fsdp",), "sharding": "no_shard", "offload": "parameters"},
 )
 
 

@@ -35,7 +35,8 @@ def test_losses_equal_one_process(pools: Pools, tmp_path, sequence_parallel) -> 
 
 
 def test_hybrid_beside_tensor(pools: Pools, tmp_path) -> None:
-    config = CompareConfig(**BASE, strategies=("single", "fsdp"), sharding="hybrid_shard", shard_group=2)
+    options = {"sharding": "hybrid_shard", "shard_group": 2, "precision": "fp16", "accumulation": 2, "clip": 1.0}
+    config = CompareConfig(**{**BASE, "batch": 8}, strategies=("zero2", "fsdp"), **options)
     assert config.mesh_axes("fsdp") == {"replica": 1, "shard": 2, "tensor": 2}
     result = compare(config, tmp_path / "run", pool=pools(4))
     assert result.losses_equal
@@ -49,13 +50,6 @@ def test_torch_s_own_divides_the_model_over_the_same_ranks(pools: Pools, tmp_pat
     assert (result.summary["max_loss_difference"] <= 1e-9).all()
     held = result.summary.set_index("strategy")["parameter_bytes"]
     assert held["bucketed"] < held["torch_tp"] < held["single"]  # ours divides the embedding and the output, too
-
-
-def test_mixed_precision_and_micro_batches_are_as_planned(pools: Pools, tmp_path) -> None:
-    config = CompareConfig(
-        **{**BASE, "batch": 8}, strategies=("fsdp", "zero2", "zero3"), precision="fp16", accumulation=2, clip=1.0
-    )
-    assert compare(config, tmp_path / "run", pool=pools(4)).summary["as_planned"].all()
 
 
 REFUSED = (
@@ -189,13 +183,6 @@ def test_a_built_in_model_without_a_plan_gets_one(pools: Pools, tmp_path) -> Non
     config = CompareConfig(**{**BASE, "ranks": 2}, strategies=("single", "zero1"), model="mlp")
     result = compare(config, tmp_path / "run", pool=pools(2))
     assert result.losses_equal
-    assert result.summary["as_planned"].all()
-
-
-def test_in_16_bits_and_in_micro_batches_of_uneven_rows_it_is_as_planned(pools: Pools, tmp_path) -> None:
-    workload = replace(own(dtype=torch.float32), data=[torch.zeros(rows, 9, dtype=torch.int64) for rows in (4, 5, 3)])
-    options = {"strategies": ("zero2", "fsdp"), "precision": "bf16", "accumulation": 2, "clip": 1.0}
-    result = compare(workload, tmp_path / "run", ranks=4, tp=2, steps=2, pool=pools(4), **options)
     assert result.summary["as_planned"].all()
 
 

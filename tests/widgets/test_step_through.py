@@ -26,13 +26,6 @@ def test_the_events_are_those_of_the_traced_step_in_the_order_of_time(events, co
     assert (events["event"] == "arrives").sum() == len(rows)
 
 
-def test_every_beginning_has_its_end_on_its_rank(events):
-    for (_, what), rows in events[events["event"].isin(["computes", "ends"])].groupby(["rank", "what"]):
-        depth = (rows["event"] == "computes").astype(int) - (rows["event"] == "ends").astype(int)
-        assert depth.sum() == 0, what
-    assert (events["event"] == "waits").sum() == (events["event"] == "goes on").sum()
-
-
 def test_what_is_held_is_the_last_sample_of_the_record(events, comparison):
     memory = comparison.records.memory
     inside = memory[(memory["run"] == "zero3") & (memory["rank"] == 1) & ~memory["where"].isin(["rest", "peak"])]
@@ -43,16 +36,6 @@ def test_what_is_held_is_the_last_sample_of_the_record(events, comparison):
     grown = mine[mine["event"] == "frees"]
     assert len(grown)
     assert grown["words"].str.contains("frees").all()
-
-
-def test_before_the_first_sample_a_rank_holds_what_the_step_begins_with(events):
-    """Not what it held at rest after the step before: zero_grad() has come in between."""
-    for _, mine in events.groupby("rank"):
-        first = mine[mine["words"].str.startswith("begins with")].iloc[0]
-        before = mine[mine["time_us"] <= first["time_us"]]
-        assert len(before) > 1
-        assert (before[list(ROLES)] == first[list(ROLES)]).all(axis=None)
-        assert first["gradient"] == 0
 
 
 def test_a_rank_is_in_what_began_and_has_not_ended(events):
