@@ -11,7 +11,6 @@ found. What is left out for now, and why, stands in ``tests/fuzzing/features.py`
 """
 
 import argparse
-import json
 import os
 import random
 import sys
@@ -22,13 +21,13 @@ if __package__ in (None, ""):
 
 from shardlab.launch import place
 from tests.fuzzing.engines import OURS, PEERS
-from tests.fuzzing.features import ALL, FEATURES, ON, RIGHT
+from tests.fuzzing.features import ALL, ON, RIGHT
 from tests.fuzzing.hunt import Hunt, HuntConfig
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse, hunt, report; the exit status."""
-    config, json_file = _parsed(arguments)
+    config = _parsed(arguments)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's DDP warns on each of its builds
     hunt = Hunt(config)
     try:
@@ -36,27 +35,22 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         hunt.close()
     sys.stdout.write(hunt.summary())
-    if json_file is not None:
-        json_file.write_text(json.dumps(hunt.as_json(), indent=1) + "\n")
     return 1 if hunt.finds else 0
 
 
-def _parsed(arguments: list[str] | None) -> tuple[HuntConfig, Path | None]:
+def _parsed(arguments: list[str] | None) -> HuntConfig:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1.0, help="how long")
     parser.add_argument("--seed", type=int, default=None, help="of the first round; without it a random one")
     parser.add_argument("--ranks", default="1,2,3,4", help="numbers of ranks, in turns")
     parser.add_argument("--strategies", default=None, help=f"of {','.join(OURS)}; without it all of them")
     parser.add_argument("--peers", action="store_true", help=f"torch's own engines instead: {','.join(PEERS)}")
-    parser.add_argument(
-        "--features", default=None, help=f"'all', or of {','.join(sorted(FEATURES))}; without it those on"
-    )
+    parser.add_argument("--features", default=None, help=f"'all', or of {','.join(sorted(ALL))}; without it those on")
     parser.add_argument("--no-guards", action="store_true", help="engines without guards, and only right programs")
     parser.add_argument("--keep-going", dest="keep_going", action="store_true", default=False, help="after a find")
     parser.add_argument("--stop-at-first", dest="keep_going", action="store_false", help="end at the first find")
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds in one collective that count as a hang")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or auto")
-    parser.add_argument("--json", type=Path, default=None, help="write the summary and the finds into this file")
     given = parser.parse_args(arguments)
     try:
         place(1, given.device)
@@ -65,7 +59,7 @@ def _parsed(arguments: list[str] | None) -> tuple[HuntConfig, Path | None]:
     strategies = given.strategies.split(",") if given.strategies else PEERS if given.peers else OURS
     on = RIGHT if given.no_guards else ON
     features = on if given.features is None else ALL if given.features == "all" else given.features.split(",")
-    config = HuntConfig(
+    return HuntConfig(
         minutes=given.minutes,
         seed=random.randrange(2**32) if given.seed is None else given.seed,
         ranks=tuple(int(part) for part in given.ranks.split(",")),
@@ -75,7 +69,6 @@ def _parsed(arguments: list[str] | None) -> tuple[HuntConfig, Path | None]:
         timeout_s=given.timeout,
         device=given.device,
     )
-    return config, given.json
 
 
 if __name__ == "__main__":

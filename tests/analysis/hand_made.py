@@ -1,5 +1,7 @@
 """Rows of the tables made by hand, whose answers follow from arithmetic."""
 
+import random
+
 import pandas as pd
 
 from shardlab.tables import COLLECTIVES, SPANS
@@ -56,3 +58,26 @@ def two_ranks():
 
 def together(*frames):
     return pd.concat(frames, ignore_index=True)
+
+
+def random_step(seed, slow=1.0, ranks=2, buckets=4, apart=3.0):
+    """Buckets of one backward, sent one after another, each from when the last rank has it; waits come at the end.
+
+    ``apart``: by how much at most the ranks' ends of a bucket differ.
+    """
+    draw = random.Random(seed)
+    ready = [sorted(slow * draw.uniform(0, 100) for _ in range(buckets)) for _ in range(ranks)]
+    rows, free, waited = [], [0.0] * ranks, [slow * 100.0] * ranks
+    for seq in range(buckets):
+        starts = [max(ready[rank][seq], free[rank]) for rank in range(ranks)]
+        took = slow * draw.uniform(5, 60)
+        for rank in range(ranks):
+            free[rank] = max(starts) + took + slow * draw.uniform(0, apart)
+            before, waited[rank] = waited[rank], max(waited[rank], free[rank])
+            times = (ready[rank][seq], starts[rank], free[rank])
+            rows.append(collective(rank, seq, times, (before, waited[rank])))
+    halves = [(rank, half) for rank in range(ranks) for half in (0, 1)]
+    work = [span(rank, f"block {half}", "backward", slow * 50 * half, slow * 50 * (half + 1)) for rank, half in halves]
+    end = max(waited) + slow
+    work += [span(rank, "model", "optimizer", end, end + slow) for rank in range(ranks)]
+    return collectives(*rows), spans(*work)

@@ -23,22 +23,17 @@ def spans(*times, **columns):
     return SPANS.frame([base | {"start_us": start, "end_us": end} for start, end in times])
 
 
-def test_hand_made_half():
+def test_by_hand():
     row = overlap(collectives((0, 10), (20, 30)), spans((5, 25))).iloc[0]
-    assert (row["comm_us"], row["compute_us"], row["both_us"]) == (20, 20, 10)
+    assert (row["comm_us"], row["compute_us"], row["both_us"], row["exposed_us"]) == (20, 20, 10, 10)
     assert row["overlap"] == 0.5
-    assert row["exposed_us"] == 10
-
-
-def test_concurrent_communication_and_nested_spans_count_once():
+    # What runs at once and what is nested count once.
     row = overlap(collectives((0, 10), (2, 4)), spans((0, 5), (1, 2), (3, 5))).iloc[0]
     assert (row["comm_us"], row["compute_us"], row["overlap"]) == (10, 5, 0.5)
-
-
-def test_without_communication_there_is_no_number():
-    row = overlap(collectives(), spans((5, 25))).iloc[0]
+    row = overlap(collectives(), spans((5, 25))).iloc[0]  # without communication there is no number
     assert np.isnan(row["overlap"])
     assert (row["comm_us"], row["exposed_us"], row["compute_us"]) == (0, 0, 20)
+    assert overlap(collectives((0, 10)), spans((0, 10), kind="data")).iloc[0]["overlap"] == 0
 
 
 def test_waiting_inside_a_span_hides_nothing():
@@ -69,11 +64,7 @@ def test_the_share_of_several_steps_is_that_of_their_sums():
     assert hidden_by_rank(not_seen)["overlap"].isna().all()
 
 
-def test_data_loading_is_not_compute():
-    assert overlap(collectives((0, 10)), spans((0, 10), kind="data")).iloc[0]["overlap"] == 0
-
-
-def test_ranks_steps_and_sources_stay_apart():
+def test_runs_ranks_steps_and_sources_stay_apart_and_in_order():
     comm = pd.concat([collectives((0, 10), rank=rank, step=step) for rank in (0, 1) for step in (0, 1)])
     work = pd.concat([spans((0, 10), rank=0, step=0), spans((0, 5), rank=1, step=1, source="predicted")])
     table = overlap(comm, work).set_index(["source", "rank", "step"])
@@ -81,41 +72,28 @@ def test_ranks_steps_and_sources_stay_apart():
     assert table.at[("measured", 1, 1), "overlap"] == 0
     assert np.isnan(table.at[("predicted", 1, 1), "overlap"])
     assert len(table) == 5
-
-
-def test_runs_keep_the_order_they_came_in():
     work = pd.concat([spans((0, 1), run=run) for run in ("single", "ddp", "bucketed")])
     assert overlap(collectives((0, 1), run="ddp"), work)["run"].tolist() == ["single", "ddp", "bucketed"]
 
 
-@pytest.mark.parametrize(
-    ("comm", "work", "message"),
-    [
+def test_what_cannot_be_true_is_refused_by_name():
+    for comm, work, message in (
         (collectives((10, 0)), spans(), r"collectives.*row 0 .*rank 0, step 0, 'g'.*end_us 0 < start_us 10"),
         (collectives((0, NAN)), spans(), r"collectives.*row 0 .*no end_us"),
         (collectives(), spans((0, 1), (3, 2)), r"spans.*row 1 .*'m'.*clock ran backwards"),
         (collectives((0, 1), wait_start_us=3.0, wait_end_us=2.0), spans(), "wait_end_us 2 < wait_start_us 3"),
         (collectives((0, 1)).drop(columns="end_us"), spans(), "missing columns .'end_us'"),
-        (collectives((0, 1)), spans().drop(columns="kind"), "missing columns .'kind'"),
-    ],
-)
-def test_what_cannot_be_true_is_refused_by_name(comm, work, message):
-    with pytest.raises(ValueError, match=message):
-        overlap(comm, work)
+    ):
+        with pytest.raises(ValueError, match=message):
+            overlap(comm, work)
 
 
-@pytest.mark.parametrize(
-    ("op", "factor"),
-    [("all_reduce", 1.5), ("reduce_scatter", 0.75), ("all_gather", 0.75), ("broadcast", 1.0), ("gather", 0.75)],
-)
-def test_bandwidth_by_hand(op, factor):
-    row = bandwidth(collectives((0, 2), op=op, bytes=8_000_000)).iloc[0]
-    assert row["algorithm_gb_per_s"] == pytest.approx(4000)
-    assert row["bus_gb_per_s"] == pytest.approx(4000 * factor)
-
-
-def test_no_time_or_no_bytes_has_no_bandwidth():
-    assert np.isnan(bandwidth(collectives((1, 1))).iloc[0]["bus_gb_per_s"])
+def test_bandwidth_by_hand():
+    factors = {"all_reduce": 1.5, "reduce_scatter": 0.75, "all_gather": 0.75, "broadcast": 1.0, "gather": 0.75}
+    for op, factor in factors.items():
+        row = bandwidth(collectives((0, 2), op=op, bytes=8_000_000)).iloc[0]
+        assert (row["algorithm_gb_per_s"], row["bus_gb_per_s"]) == pytest.approx((4000, 4000 * factor)), op
+    assert np.isnan(bandwidth(collectives((1, 1))).iloc[0]["bus_gb_per_s"])  # no time
     assert np.isnan(bandwidth(collectives((0, 1), op="barrier", bytes=0)).iloc[0]["algorithm_gb_per_s"])
 
 
@@ -127,14 +105,11 @@ def test_wire_bytes_are_summed_per_rank_step_and_op():
     assert wire_bytes(rows, ())["wire_bytes"].tolist() == [3007.0]
 
 
-@pytest.mark.parametrize(
-    ("first", "is_profile", "timed"), [(0, False, [1, 2]), (11, False, [12, 13]), (11, True, [11, 12, 13])]
-)
-def test_the_first_step_of_a_run_warms_up_wherever_it_begins_and_a_profile_has_none(first, is_profile, timed):
-    """Not even one that was killed before its traced step, by which it was once told apart from a profile."""
-    run = steps(False, False, False)
-    run = run.assign(step=run["step"] + first, learning_rate=NAN if is_profile else 0.1)
-    assert timed_steps(run)["step"].tolist() == timed
+def test_the_first_step_of_a_run_warms_up_wherever_it_begins_and_a_profile_has_none():
+    for first, rate, timed in ((0, 0.1, [1, 2]), (11, 0.1, [12, 13]), (11, NAN, [11, 12, 13])):
+        run = steps(False, False, False)
+        run = run.assign(step=run["step"] + first, learning_rate=rate)
+        assert timed_steps(run)["step"].tolist() == timed
 
 
 def test_a_stream_whose_wait_was_not_seen_has_no_number():

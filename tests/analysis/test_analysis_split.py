@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from shardlab.analysis import step_split, stragglers
-from shardlab.tables import COLLECTIVES, SPANS, STEPS
+from shardlab.tables import COLLECTIVES, STEPS
 from tests.analysis.hand_made import KEYS, collective, collectives, span, spans, two_ranks
 
 PARTS = ["compute_us", "moving_us", "waiting_us", "off_cpu_us", "other_us"]
@@ -41,24 +41,13 @@ def test_time_off_the_cpu_is_a_part_where_nothing_moves_and_exposed_where_someth
 
 def test_the_communication_of_the_report_does_not_count():
     moved, worked = two_ranks()
+    times = steps(130.0, 125.0)
     report = collectives(*(collective(rank, 2, (200, 200, 300), (200, 300), phase="metrics") for rank in (0, 1)))
     both = pd.concat([moved, report], ignore_index=True)
-    assert step_split(both, worked, steps(130.0, 125.0)).equals(step_split(moved, worked, steps(130.0, 125.0)))
-
-
-def test_without_communication_there_is_compute_and_the_rest():
-    _, worked = two_ranks()
-    split = step_split(COLLECTIVES.frame([]), worked, steps(130.0, 125.0)).set_index("rank")
+    assert step_split(both, worked, times).equals(step_split(moved, worked, times))
+    split = step_split(COLLECTIVES.frame([]), worked, times).set_index("rank")
     assert split.loc[0, PARTS].tolist() == [95.0, 0.0, 0.0, 0.0, 35.0]
-
-
-def test_ranks_that_are_missing_are_refused():
-    moved, worked = two_ranks()
     with pytest.raises(ValueError, match="all ranks"):
-        step_split(moved[moved["rank"] == 0], worked, steps(130.0, 125.0))
-
-
-def test_missing_columns_are_named():
-    moved, _ = two_ranks()
+        step_split(moved[moved["rank"] == 0], worked, times)
     with pytest.raises(ValueError, match="step_us"):
-        step_split(moved, SPANS.frame([]), steps(1.0, 1.0).drop(columns="step_us"))
+        step_split(moved, worked, times.drop(columns="step_us"))

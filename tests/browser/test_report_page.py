@@ -41,24 +41,16 @@ def opened(request, browser, report):
     page.close()
 
 
-def test_every_figure_is_drawn(opened):
-    page, _, _, _ = opened
+def test_the_page_is_whole_and_fetches_nothing(opened, report):
+    page, _, complaints, requests = opened
     figures = drawn_figures(page)
     assert len(figures) == page.locator(".plot").count() >= 8
     for figure in figures:
         assert figure.height > 100
         assert 0 < figure.width <= figure.room
         assert figure.marks > 0
-
-
-def test_nothing_is_complained_of_and_nothing_fetched(opened, report):
-    _, _, complaints, requests = opened
     assert complaints == []
     assert [url for url in requests if not url.startswith(("data:", "blob:"))] == [report.as_uri()]
-
-
-def test_nothing_is_wider_than_the_page(opened):
-    page, _, _, _ = opened
     assert page.evaluate(TOO_WIDE) == []
 
 

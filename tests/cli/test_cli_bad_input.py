@@ -36,13 +36,9 @@ for place, arguments in enumerate(json.loads(sys.argv[1])):
     answers.append([code, *(open(name).read() for name in files)])
 print(json.dumps(answers))
 """
-CASES = {
+CASES = {  # options, and words of what is said; each field's own refusals are those of CompareConfig
     "unknown strategy": (["--strategies", "ddp,zero9"], ["strategies", "'zero9'", "single", "bucketed", "zero1"]),
     "no strategy": (["--strategies", ","], ["strategies", "at least one"]),
-    "unknown model": (["--model", "gpt-9b"], ["model", "'gpt-9b'", "gpt-1m", "mlp"]),
-    "unknown dtype": (["--dtype", "int8"], ["dtype", "'int8'", "float32", "float64"]),
-    "unknown partition": (["--partition", "thirds"], ["partition", "'thirds'", "elements", "round_robin"]),
-    "unknown device": (["--device", "tpu"], ["device", "'tpu'", "auto", "cpu", "cuda"]),
     "no such link": (["--link", "fast"], ["link", "'fast'", "10Gbps,50us"]),
     "no ranks": (["--ranks", "0"], ["ranks", "0 is below 1"]),
     "many ranks": (["--ranks", "99999999999"], ["ranks", "99999999999", "at most 1024"]),
@@ -50,9 +46,6 @@ CASES = {
         ["--ranks", "99999999999", "--strategies", "fsdp", "--sharding", "hybrid_shard"],
         ["ranks: 99999999999 was"],
     ),
-    "no steps": (["--steps", "0"], ["steps", "0 is below 1"]),
-    "no accumulation": (["--accumulation", "0"], ["accumulation", "0 is below 1"]),
-    "no batch": (["--batch", "0"], ["batch", "0 is below 1"]),
     "batch does not divide": (["--ranks", "3", "--batch", "10"], ["batch", "10", "a multiple of 3"]),
     "missing text": (["--text", "nowhere.txt"], ["text", "there is no file", "nowhere.txt", "stdlib"]),
     "a directory as text": (["--text", "used"], ["text", "used is a directory", "stdlib"]),
@@ -64,7 +57,6 @@ CASES = {
     "no such units": (["--strategies", "fsdp", "--wrap", "layers.*"], ["wrap", "'layers.*' matches no", "'blocks.*'"]),
     "no units": (["--strategies", "fsdp", "--wrap", "0"], ["wrap", "'0'", "auto, root", "encoder.*,decoder.*"]),
     "not a number": (["--ranks", "x"], ["--ranks", "integer"]),
-    "not a rate": (["--learning-rate", "fast"], ["--learning-rate"]),
     "unknown option": (["--rank", "2"], ["No such option", "--rank"]),
     "an argument": (["four"], ["four"]),
     "half a use": (["--ranks"], ["--ranks"]),
@@ -89,37 +81,22 @@ def answers(tmp_path_factory):
     return dict(zip([*CASES, "unknown command", "nothing"], json.loads(done.stdout), strict=True))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_bad_input_is_one_line_and_exit_code_2(answers, case):
-    code, stdout, stderr = answers[case]
-    assert code == 2, stderr
-    assert stdout == ""
-    assert stderr.startswith("error: ")
-    assert len(stderr.splitlines()) == 1
-    for word in CASES[case][1]:
-        assert word in stderr
+def test_bad_input_is_one_line_and_exit_code_2(answers):
+    for case, (_, words) in CASES.items():
+        code, stdout, stderr = answers[case]
+        assert (code, stdout) == (2, ""), case
+        assert stderr.startswith("error: ")
+        assert len(stderr.splitlines()) == 1
+        assert not [word for word in words if word not in stderr], stderr
 
 
-def test_an_unknown_command_likewise(answers):
+def test_an_unknown_command_likewise_and_without_one_the_commands_are_shown(answers):
     code, _, stderr = answers["unknown command"]
     assert (code, len(stderr.splitlines())) == (2, 1)
     assert "'compar'" in stderr
     assert "Did you mean 'compare'?" in stderr
-
-
-def test_without_a_command_the_commands_are_shown(answers):
     code, stdout, stderr = answers["nothing"]
     assert code == 2
     assert "compare" in stdout + stderr
     assert "doctor" in stdout + stderr
     assert "Traceback" not in stderr
-
-
-def test_help_imports_no_torch():
-    code = (
-        "import sys; sys.argv = ['shardlab', 'compare', '--help']\ntry:\n    import shardlab.cli; shardlab.cli.main()\n"
-    )
-    code += "finally:\n    print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "False"
-    assert "--strategies" in done.stdout

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -13,7 +14,6 @@ import pytest
 from typer.testing import CliRunner
 
 from shardlab.cli import app
-from shardlab.cli.records import _print_modules as print_modules
 from shardlab.experiment import CompareConfig, compare
 from shardlab.experiment.summary import COLUMNS, NAMES, QUANTITIES
 from shardlab.installed import __version__
@@ -44,7 +44,7 @@ def shardlab(*arguments):
     return result
 
 
-def test_bytes_at_rest_by_module(finished, capsys):
+def test_bytes_at_rest_by_module(finished):
     def at(number, *options):
         said = shardlab("modules", finished, "--strategy", "zero1", "--rank", number, "--json", *options)
         return {row["module"]: row for row in json.loads(said.output)}
@@ -59,11 +59,6 @@ def test_bytes_at_rest_by_module(finished, capsys):
     printed = shardlab("modules", finished, "--strategy", "zero1").output
     assert "zero1, rank 0, at rest" in printed
     assert "In all" in printed
-    held = pd.DataFrame({"parameter_bytes": [1500], "bytes": [1500]}, index=pd.Index(["head"], name="module"))
-    print_modules(held, {"head", "norm"}, "fsdp, rank 0")
-    assert re.search(
-        r"head +1.5000 +1.5000\nIn all 1.5000 kB.\nThis rank holds nothing of norm", capsys.readouterr().out
-    )
     narrow = CliRunner().invoke(app, ["modules", str(finished), "--strategy", "zero1"], env={"COLUMNS": "50"}).output
     assert "…" not in narrow
     assert narrow.splitlines()[1].split() == ["params", "grads", "optim", "other", "all"]  # nothing is in host memory
@@ -118,13 +113,17 @@ def test_report_of_a_finished_comparison(mine):
     assert rows == json.loads((mine / "summary.json").read_text())
 
 
-def test_report_does_not_need_the_text_or_the_device(mine):
+def test_report_does_not_need_the_text_or_the_device_and_takes_one_run_alone(mine):
     for path in mine.glob("records/*/manifest.json"):
         manifest = json.loads(path.read_text())
         manifest["config"] |= {"text": "/nowhere/else.txt", "device": "cuda"}
         path.write_text(json.dumps(manifest))
     assert shardlab("report", mine).exit_code == 0
     assert "/nowhere/else.txt" in (mine / "report.html").read_text()
+    done = shardlab("report", mine / "records" / "zero1")
+    assert done.exit_code == 0
+    assert "Losses were not compared" in done.stdout
+    assert (mine / "records" / "zero1" / "report.html").exists()
 
 
 def test_report_of_a_run_that_was_cut_off_has_its_whole_steps(mine):
@@ -138,56 +137,32 @@ def test_report_of_a_run_that_was_cut_off_has_its_whole_steps(mine):
     assert rows["zero1"]["losses_equal"] is True
 
 
-def test_a_strategy_that_was_cut_off_before_its_first_step_is_left_out(mine):
-    run = cut_off(mine) / "records" / "zero2"
-    run.mkdir()
-    manifest = json.loads((mine / "records" / "zero1" / "manifest.json").read_text()) | {"run": "zero2"}
-    (run / "manifest.json").write_text(json.dumps(manifest))
-    rows = load_run(mine / "records" / "bucketed").collectives.assign(run="zero2")
-    writer = RunWriter(run, 0, "zero2", "measured")
-    writer.append(-1, {"collectives": heard(rows_of(rows, 0, -1))})
-    writer._journal.close()
-    done = shardlab("report", mine)
-    assert done.exit_code == 0, done.stderr
-    assert "zero2" not in heads(done.stdout)
-
-
-def test_report_of_one_run_alone(mine):
-    run = mine / "records" / "zero1"
-    done = shardlab("report", run)
-    assert done.exit_code == 0
-    assert "Losses were not compared" in done.stdout
-    assert (run / "report.html").exists()
-
-
-@pytest.mark.parametrize("strategy", ["bucketed", "zero1"])
-def test_trace_writes_a_valid_file(finished, tmp_path, strategy):
-    done = shardlab("trace", finished, "--strategy", strategy, "-o", tmp_path / "trace.json")
-    assert done.exit_code == 0
-    assert "https://ui.perfetto.dev" in done.stdout
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    assert check(trace)["X"]
-    assert trace["otherData"]["run"] == strategy
-
-
-def test_trace_of_one_run_needs_no_strategy(finished, tmp_path):
-    assert shardlab("trace", finished / "records" / "ddp", "-o", tmp_path / "a.json").exit_code == 2
-    assert shardlab("trace", finished / "records" / "zero1", "-o", tmp_path / "a.json").exit_code == 0
-
-
-def test_trace_for_holistic_trace_analysis(finished, tmp_path):
+def test_trace_writes_valid_files(finished, tmp_path):
+    for strategy in ("bucketed", "zero1"):
+        done = shardlab("trace", finished, "--strategy", strategy, "-o", tmp_path / "trace.json")
+        assert done.exit_code == 0
+        assert "https://ui.perfetto.dev" in done.stdout
+        trace = json.loads((tmp_path / "trace.json").read_text())
+        assert check(trace)["X"]
+        assert trace["otherData"]["run"] == strategy
+    assert shardlab("trace", finished / "records" / "zero1", "-o", tmp_path / "one.json").exit_code == 0
     done = shardlab("trace", finished, "--strategy", "zero1", "-o", tmp_path / "hta", "--format", "hta")
     assert done.exit_code == 0
     assert sorted(path.name for path in (tmp_path / "hta").iterdir()) == ["rank0.json", "rank1.json"]
 
 
-def test_trace_imports_no_torch(finished, tmp_path):
+def test_trace_and_help_import_no_torch(finished, tmp_path):
     words = ["trace", str(finished), "--strategy", "zero1", "-o", str(tmp_path / "a.json")]
-    code = (
-        f"import sys\nfrom shardlab.cli import app\napp({words}, standalone_mode=False)\nprint('torch' in sys.modules)"
-    )
+    code = f"""
+import sys
+import shardlab.plots, shardlab.analysis, shardlab.trace.store, shardlab.export, shardlab.planner, shardlab.cli.plan
+from shardlab.cli import app
+app({words}, standalone_mode=False)
+app(["compare", "--help"], standalone_mode=False)
+print('torch' in sys.modules)"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
+    assert "--strategies" in done.stdout
 
 
 def test_diff_of_the_same_is_nothing(finished):
@@ -203,61 +178,49 @@ def test_diff_of_the_same_is_nothing(finished):
 
 
 def test_diff_of_two_strategies_by_their_directories(finished):
-    done = shardlab("diff", finished / "records" / "bucketed", finished / "records" / "zero1")
+    two = (finished / "records" / "bucketed", finished / "records" / "zero1")
+    done = shardlab("diff", *two)
     assert done.exit_code == 0
     assert "Losses of bucketed and zero1 are equal" in done.stdout
     assert re.search(r"last loss +\d\.\d{7} ", done.stdout), "a loss of few digits cannot be compared"
-    rows = json.loads(
-        shardlab("diff", finished / "records" / "bucketed", finished / "records" / "zero1", "--json").stdout
-    )
-    ratios = {row["quantity"]: row["ratio"] for row in rows}
+    ratios = {row["quantity"]: row["ratio"] for row in json.loads(shardlab("diff", *two, "--json").stdout)}
     assert ratios["optimizer_bytes"] == pytest.approx(0.5, rel=0.01)
     assert ratios["parameter_bytes"] == 1
     assert ratios["wire_bytes_per_step"] == pytest.approx(1, rel=0.01)
+    assert shardlab("diff", two[1], finished).exit_code == 0  # the one that both have
 
 
-def test_diff_says_what_was_set_otherwise_and_that_losses_differ(finished, pools, tmp_path):
-    other = CompareConfig(
-        strategies=("zero1",), ranks=2, steps=2, model="mlp", text="grammar", seq_len=8, device="cpu", seed=7
-    )
-    compare(other, tmp_path / "other", pool=pools(2))
-    done = shardlab("diff", finished, tmp_path / "other")
+def test_diff_says_what_was_set_otherwise_and_that_losses_differ_or_are_not_finite(finished, pools, tmp_path):
+    other = replace(CONFIG, strategies=("single", "zero1"), steps=2, seed=7, learning_rate=1e30)
+    directory = compare(other, tmp_path / "other", pool=pools(2)).directory
+    done = shardlab("diff", finished, directory)
     assert done.exit_code == 1
     assert "seed: 0 in the first, 7 in the second" in done.stdout
     assert "steps: 4 in the first, 2 in the second" in done.stdout
-    assert "Losses of zero1 are NOT equal: in 2 steps" in done.stdout
-    assert "single" not in heads(done.stdout)
-
-
-def spoil_nothing(mine):
-    return mine / "nowhere"
-
-
-def spoil_format(mine):
-    write_manifest(mine / "records" / "zero1", {"format": FORMAT + 1})
-    return mine
-
-
-def spoil_parquet(mine):
-    path = mine / "records" / "zero1" / "spans.rank1.parquet"
-    path.write_bytes(path.read_bytes()[:100])
-    return mine
-
-
-def spoil_manifest(mine):
-    (mine / "records" / "zero1" / "manifest.json").write_text('{"format": 1, "run')
-    return mine
+    assert "Losses of zero1 are NOT equal: " in done.stdout
+    assert "bucketed" not in heads(done.stdout)
+    assert "Losses are NOT finite" in shardlab("report", directory).stdout
+    assert "NaN" not in shardlab("report", directory, "--json").stdout
+    done = shardlab("diff", directory, directory)
+    assert done.exit_code == 1
+    wrong = "that of the first run is not finite from step 1 on and that of the second run is not finite from step 1 on"
+    assert f"Losses of zero1 are NOT equal: {wrong}." in done.stdout
 
 
 def test_a_summary_that_was_changed_is_one_line(mine):
     whole = (mine / "summary.json").read_text()
     (mine / "summary.json").write_text("[1, 2]")
-    done = shardlab("report", mine)
-    assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1)
-    assert "summary.json is damaged: " in done.stderr
+    assert "summary.json is damaged: " in one_line("report", mine)
     (mine / "summary.json").write_text(whole)
     without_steps(mine, "zero1")
     assert "in the records of zero1 no rank has finished a step" in shardlab("report", mine).stderr
+
+
+def one_line(*arguments):
+    """Of a refusal."""
+    done = shardlab(*arguments)
+    assert (done.exit_code, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    return " ".join(done.stderr.split())
 
 
 def edit_manifest(mine, **changes):
@@ -300,105 +263,71 @@ def test_a_report_is_written_through_no_link_and_stays_where_there_is_no_room(mi
     assert not (mine / "report.html.part").exists()
 
 
-@pytest.mark.parametrize("is_finished", [True, False])
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (lambda mine: edit_manifest(mine, config={}), "zero1 is damaged: it names no strategies"),
-        (
-            lambda mine: edit_manifest(mine, config={"strategies": ["zero1"], "steps": "4"}),
-            "configuration in the manifests is damaged: steps: '4' was given; it must be a whole number",
-        ),
-        (lambda mine: edit_manifest(mine, run="zero2"), "holds tables of zero1, and the manifest of zero2"),
-        (
-            lambda mine: (mine / "records" / "zero1" / "manifest.json").write_text("[" * 100_000),
-            "manifest.json is damaged",
-        ),
-        (of_another("steps", 1), "memory.rank1.parquet cannot be read: table 'memory': missing columns"),
-        (of_another("memory", 0), "memory.rank1.parquet holds rows of rank0"),
-        (without_steps, "no rank has finished a step, so there is nothing to report"),
-    ],
-)  # fmt: skip
-def test_a_report_of_records_that_were_changed_is_one_line(mine, is_finished, spoil, words):
-    spoil(mine)
-    if not is_finished:
-        (mine / "summary.json").unlink()
-    done = shardlab("report", mine)
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert words in " ".join(done.stderr.split())
-    assert len(done.stderr.splitlines()) == 1
+def cut_manifest(content):
+    return lambda mine: (mine / "records" / "zero1" / "manifest.json").write_text(content)
 
 
-def other_run(mine):
-    write_manifest(mine / "by_hand", {"run": "by_hand"})
-    writer = RunWriter(mine / "by_hand", 0, "by_hand", "measured")
-    writer.close()
-    return mine / "by_hand"
+def cut_parquet(mine):
+    path = mine / "records" / "zero1" / "spans.rank1.parquet"
+    path.write_bytes(path.read_bytes()[:100])
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (
-            spoil_nothing,
-            "holds no manifest.json and no records/*/manifest.json, so it is neither a run nor a comparison",
-        ),
-        (spoil_format, f"was written in format {FORMAT + 1} by a newer shardlab"),
-        (spoil_parquet, "spans.rank1.parquet cannot be read"),
-        (spoil_manifest, "manifest.json is damaged"),
-    ],
+CHANGED = (
+    (partial(edit_manifest, config={}), "zero1 is damaged: it names no strategies"),
+    (
+        partial(edit_manifest, config={"strategies": ["zero1"], "steps": "4"}),
+        "configuration in the manifests is damaged: steps: '4' was given; it must be a whole number",
+    ),
+    (partial(edit_manifest, run="zero2"), "holds tables of zero1, and the manifest of zero2"),
+    (partial(edit_manifest, format=FORMAT + 1), f"was written in format {FORMAT + 1} by a newer shardlab"),
+    (cut_manifest("[" * 100_000), "manifest.json is damaged"),
+    (cut_manifest('{"format": 1, "run'), "manifest.json is damaged"),
+    (cut_parquet, "spans.rank1.parquet cannot be read"),
+    (of_another("steps", 1), "memory.rank1.parquet cannot be read: table 'memory': missing columns"),
+    (of_another("memory", 0), "memory.rank1.parquet holds rows of rank0"),
+    (without_steps, "no rank has finished a step, so there is nothing to report"),
 )
-@pytest.mark.parametrize("command", ["report", "trace", "diff"])
-def test_what_cannot_be_read_is_one_line(mine, tmp_path, command, spoil, words):
-    directory = spoil(mine)
-    options = {"report": (), "trace": ("--strategy", "zero1", "-o", tmp_path / "t.json"), "diff": (directory,)}[command]
-    done = shardlab(command, directory, *options)
-    assert done.exit_code == 2
-    assert done.stdout == ""
-    assert words in " ".join(done.stderr.split())
-    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_report_of_records_that_were_changed_is_one_line(finished, tmp_path, is_finished):
+    for number, (spoil, words) in enumerate(CHANGED):
+        mine = shutil.copytree(finished, tmp_path / str(number))
+        spoil(mine)
+        if not is_finished:
+            (mine / "summary.json").unlink()
+        assert words in one_line("report", mine)
+
+
+def test_what_cannot_be_read_is_one_line(mine, tmp_path):
+    nowhere = "holds no manifest.json and no records/*/manifest.json, so it is neither a run nor a comparison"
+    cut_manifest("{")(mine)
+    for directory, words in ((mine / "nowhere", nowhere), (mine, "manifest.json is damaged")):
+        for command in (("report", directory), ("diff", directory, directory),
+                        ("trace", directory, "--strategy", "zero1", "-o", tmp_path / "t.json")):  # fmt: skip
+            assert words in one_line(*command)
 
 
 def test_what_compare_did_not_write_is_said(mine, tmp_path):
-    directory = other_run(mine)
+    directory = mine / "by_hand"
+    write_manifest(directory, {"run": "by_hand"})
+    RunWriter(directory, 0, "by_hand", "measured").close()
     assert "'compare' did not write it; load_run reads it" in shardlab("report", directory).stderr
     assert "nothing to export" in shardlab("trace", directory, "-o", tmp_path / "t.json").stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_a_trace_of_what_is_refused(finished, tmp_path):
+    (tmp_path / "there").write_text("")
+    for options, words in (
         ((), "name one of bucketed, single, zero1"),
         (("--strategy", "zero9"), "'zero9' is not one of bucketed, single, zero1"),
         (("--strategy", "zero1", "--format", "excel"), "'excel' is not one of 'perfetto', 'hta'"),
         (("--strategy", "zero1", "--format", "hta"), "must be a new or an empty directory"),
-    ],
-)
-def test_a_trace_of_what_is_refused(finished, tmp_path, options, words):
-    (tmp_path / "there").write_text("")
-    done = CliRunner().invoke(app, ["trace", str(finished), "-o", str(tmp_path / "there"), *options])
-    assert done.exit_code == 2
-    assert words in " ".join(done.stderr.replace("│", " ").split())
-
-
-def test_runs_with_nothing_in_common(finished):
-    done = shardlab("diff", finished / "records" / "zero1", finished)
-    assert done.exit_code == 0  # the one that both have
-    done = shardlab("report", finished / "records")
-    assert done.exit_code == 2
+    ):
+        done = CliRunner().invoke(app, ["trace", str(finished), "-o", str(tmp_path / "there"), *options])
+        assert done.exit_code == 2
+        assert words in " ".join(done.stderr.replace("│", " ").split())
 
 
 def test_the_version():
     assert shardlab("--version").stdout == f"shardlab {__version__}\n"
-
-
-def test_a_run_whose_losses_are_not_finite_is_not_equal_to_itself(pools, tmp_path):
-    config = replace(CONFIG, strategies=("single", "bucketed"), learning_rate=1e30)
-    directory = compare(config, tmp_path / "blown", pool=pools(2)).directory
-    assert "Losses are NOT finite" in shardlab("report", directory).stdout
-    assert "NaN" not in shardlab("report", directory, "--json").stdout
-    done = shardlab("diff", directory, directory)
-    assert done.exit_code == 1
-    wrong = "that of the first run is not finite from step 1 on and that of the second run is not finite from step 1 on"
-    for strategy in config.strategies:
-        assert f"Losses of {strategy} are NOT equal: {wrong}." in done.stdout

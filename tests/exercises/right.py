@@ -6,15 +6,16 @@ import numpy as np
 import torch
 
 
-def right_ring(comm, x):
+def right_ring(comm, x, *, cut=torch.tensor_split, rounds=2, waits=True):
+    """The options are what people forget."""
     count, rank = comm.num_ranks, comm.rank
-    chunks = torch.tensor_split(x, count)
-    for step in range(2 * (count - 1)):
+    chunks = cut(x, count)
+    for step in range(rounds * (count - 1)):
         out, back = chunks[(rank - step) % count], chunks[(rank - step - 1) % count]
-        sending = comm.send(out, (rank + 1) % count)
-        received = torch.empty_like(back)
-        comm.recv(received, (rank - 1) % count).wait()
-        sending.wait()
+        sending = comm.send(out if waits else out.clone(), (rank + 1) % count)
+        comm.recv(received := torch.empty_like(back), (rank - 1) % count).wait()
+        if waits:
+            sending.wait()
         back.copy_(received) if step >= count - 1 else back.add_(received)
 
 
@@ -29,9 +30,9 @@ def right_buckets(sizes, capacity):
     return buckets
 
 
-def right_owners(sizes, num_ranks, rank):
+def right_owners(sizes, num_ranks, rank, **mistakes):
     chunk = -(-sum(sizes.values()) // num_ranks)
-    return ranges_within(sizes, rank * chunk, (rank + 1) * chunk)
+    return ranges_within(sizes, rank * chunk, (rank + 1) * chunk, **mistakes)
 
 
 def ranges_within(sizes, first, last, keep_empty=False, flat=False, past_the_end=False):

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 from dataclasses import replace
 from math import nan
@@ -14,22 +15,12 @@ import torch
 
 import shardlab.exercises
 from shardlab.exercises import LADDER, Case, Exercise, Measured, Verdict, VirtualClock, check, find, hint, task
-from shardlab.exercises.in_a_cell import progress_path
-from shardlab.exercises.judge import Score, examine, on_rank
+from shardlab.exercises.judge import Score, examine
 from shardlab.exercises.picture import held, held_table, moved, moved_table
 from shardlab.exercises.values import difference, plain
-from shardlab.launch import RankPool, current
 from tests.conftest import Pools
 from tests.exercises.right import right_buckets
 from tests.exercises.wrong import half_a_ring
-
-
-def sleeps(comm, x):
-    time.sleep(60)
-
-
-def ends_its_process(comm, x):
-    os._exit(3)
 
 
 @pytest.fixture
@@ -75,24 +66,19 @@ def test_progress_keeps_attempts_hints_and_that_it_was_passed(progress, capsys):
     check("buckets.assign", right_buckets)
     check("buckets.assign", lambda sizes, capacity: [])
     kept = json.loads(progress.read_text())["buckets.assign"]
-    assert kept == {
-        "attempts": 2,
-        "hints": len(hints),
-        "passed": True,
-        "messages": 0,
-        "bytes": 0,
-        "peak_bytes": 0,
-        "time_us": 0,
-    }
+    scores = dict.fromkeys(("messages", "bytes", "peak_bytes", "time_us"), 0)
+    assert kept == {"attempts": 2, "hints": len(hints), "passed": True, **scores}
     progress.write_text("[]")
     with pytest.raises(ValueError, match=r"progress: .* holds no progress; move it away"):
         check("buckets.assign", right_buckets)
-
-
-def test_progress_lies_in_the_users_data_directory(monkeypatch, tmp_path):
-    monkeypatch.delenv("SHARDLAB_PROGRESS", raising=False)
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert progress_path() == tmp_path / "shardlab" / "exercises.json"
+    task("buckets.assign")
+    printed = capsys.readouterr().out
+    assert LADDER[1].task in printed
+    assert LADDER[1].starter in printed
+    with pytest.raises(ValueError, match=r"exercise: 'ring' is not known; there are collectives\.ring_all_reduce"):
+        check("ring", half_a_ring)
+    with pytest.raises(ValueError, match="name: 'my exercise' was given; write words with dots"):
+        Exercise("my exercise", "", "", list)
 
 
 def test_ranks_that_do_not_start_block_and_progress_that_cannot_be_kept_is_said(tmp_path, capsys):
@@ -109,59 +95,23 @@ def test_ranks_that_do_not_start_block_and_progress_that_cannot_be_kept_is_said(
     assert LADDER[1].hints[0] in printed
 
 
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        (ends_its_process, "2 ranks, 8 elements: the process of rank . ended"),
+def test_a_function_that_does_not_come_to_an_end_fails(progress):
+    for function, words in (
+        (lambda comm, x: os._exit(3), "2 ranks, 8 elements: the process of rank . ended"),
         (lambda comm, x: sys.exit("enough"), "2 ranks, 8 elements: rank . raised SystemExit: enough"),
         (lambda comm, x, y: None, "2 ranks, 8 elements: rank . raised TypeError: .*missing 1 required"),
-        (sleeps, r"2 ranks, 8 elements: the run took longer than limit_s=6 s"),
-    ],
-    ids=["dies", "exits", "another signature", "never ends"],
-)
-def test_a_function_that_does_not_come_to_an_end_fails(progress, function, words):
-    report = check("collectives.ring_all_reduce", function, timeout_s=6, limit_s=6)
-    assert report.verdict is Verdict.FAILED
-    assert re.search(words, report.reason), report.reason
+        (lambda comm, x: time.sleep(60), r"2 ranks, 8 elements: the run took longer than limit_s=6 s"),
+        (lambda comm, x, lock=threading.Lock(): None, "cannot be pickled"),  # noqa: B008
+    ):
+        report = check("collectives.ring_all_reduce", function, timeout_s=6, limit_s=6)
+        assert report.verdict is Verdict.FAILED
+        assert re.search(words, report.reason), report.reason
 
 
-class SlowToArrive:
-    """Rank 1 comes to it only after the others have waited for longer than they may, or never."""
-
-    def __init__(self, delay):
-        self.delay = delay
-
-    def __call__(self, comm, value):
-        return value
-
-    def __setstate__(self, state):
-        self.__dict__ |= state
-        if current().rank == 1:
-            self.delay()
-
-
-@pytest.mark.parametrize(
-    ("delay", "words"),
-    [
-        (lambda: time.sleep(60), "two: rank 0, 1 had no time to call your function; run it again"),
-        (lambda: os._exit(3), "two: the process of rank 1 ended before it called your function"),
-    ],
-)
-def test_a_function_that_never_ran_has_not_failed(delay, words):
-    exercise = Exercise("class.two", "", "", lambda: [Case("two", ((0,), (0,)), (0, 0))])
-    with RankPool(2, device="cpu", timeout_s=1.0) as pool:
-        report = examine(exercise, SlowToArrive(delay), pool)
-    assert (report.verdict, report.reason) == (Verdict.BLOCKED, words)
-
-
-def as_float64(value):
-    return torch.tensor([value], dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "found", "words"),
-    [
-        (as_float64(0.1419359999), as_float64(0.1419361002), "0.141936 is wanted, 0.1419361 was found"),
+def test_what_differs_is_told_apart_and_what_is_equal_passes():
+    close = [torch.tensor([value], dtype=torch.float64) for value in (0.1419359999, 0.1419361002)]
+    for wanted, found, words in (
+        (*close, "0.141936 is wanted, 0.1419361 was found"),
         (torch.tensor([1.0, nan]), torch.tensor([1.0, nan]), ""),
         (nan, nan, ""),
         (0.1, np.float32(0.1), "result: 0.1 is wanted, 0.10000000149011612 was found"),
@@ -169,24 +119,9 @@ def as_float64(value):
         ([1, 2], torch.tensor([1, 2]), ""),
         (3, torch.tensor([1, 2]), "result: 3 is wanted, tensor([1, 2]) was found"),
         (True, np.bool_(True), ""),
-    ],
-)
-def test_what_differs_is_told_apart_and_what_is_equal_passes(wanted, found, words):
-    assert words in difference(wanted, plain(found))
-    assert bool(words) == bool(difference(wanted, plain(found)))
-
-
-def test_what_cannot_be_sent_to_a_rank_or_back_fails(pools: Pools):
-    lock = __import__("threading").Lock()
-    report = examine(find("buckets.assign"), lambda sizes, capacity: lock, pools(2))
-    assert "cannot be pickled" in report.reason
-    report = examine(find("buckets.assign"), lambda sizes, capacity: object(), pools(2))
-    assert "the result holds an object; return tensors" in report.reason
-
-
-def test_ranks_that_a_case_does_not_need_come_back_at_once(pools: Pools):
-    done = pools(3).run(on_rank, lambda function, comm, value: value, None, ((1,), (2,)))
-    assert [each and each.result for each in done] == [1, 2, None]
+    ):
+        assert words in difference(wanted, plain(found))
+        assert bool(words) == bool(difference(wanted, plain(found)))
 
 
 def holds(function, comm, peak_bytes, time_us):
@@ -227,19 +162,6 @@ def test_a_message_waits_on_the_virtual_clock_for_the_one_before_it():
     clock.wait(second)
     assert (clock.now_us, clock.exposed_us) == (50, 20)
     assert clock.send(2) == 61
-
-
-def test_an_unknown_exercise_is_refused_by_name(progress):
-    with pytest.raises(ValueError, match=r"exercise: 'ring' is not known; there are collectives\.ring_all_reduce"):
-        check("ring", half_a_ring)
-    with pytest.raises(ValueError, match="name: 'my exercise' was given; write words with dots"):
-        Exercise("my exercise", "", "", list)
-
-
-def test_the_task_and_its_starter_are_printed(capsys):
-    task("buckets.assign")
-    assert LADDER[1].task in (printed := capsys.readouterr().out)
-    assert LADDER[1].starter in printed
 
 
 def test_a_teachers_own_exercise_as_the_room_shows_it(progress, capsys):

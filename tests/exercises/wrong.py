@@ -1,5 +1,7 @@
 """Wrong answers to every exercise, those that people write; ``reasons`` says for what each must fail."""
 
+from functools import partial
+
 import torch
 
 from tests.exercises.right import (
@@ -10,28 +12,14 @@ from tests.exercises.right import (
     right_norm,
     right_owners,
     right_reshard,
+    right_ring,
 )
 
-
-def ring_in_ceil_chunks(comm, x):
-    """``chunk`` makes fewer chunks than ranks when there are few elements."""
-    count, rank, chunks = comm.num_ranks, comm.rank, x.chunk(comm.num_ranks)
-    for step in range(2 * (count - 1)):
-        out, back = chunks[(rank - step) % count], chunks[(rank - step - 1) % count]
-        sending = comm.send(out, (rank + 1) % count)
-        comm.recv(received := torch.empty_like(back), (rank - 1) % count).wait()
-        sending.wait()
-        back.copy_(received) if step >= count - 1 else back.add_(received)
-
-
-def half_a_ring(comm, x):
-    count, rank, chunks = comm.num_ranks, comm.rank, torch.tensor_split(x, comm.num_ranks)
-    for step in range(count - 1):
-        sending = comm.send(chunks[(rank - step) % count], (rank + 1) % count)
-        back = chunks[(rank - step - 1) % count]
-        comm.recv(received := torch.empty_like(back), (rank - 1) % count).wait()
-        sending.wait()
-        back.add_(received)
+# ``chunk`` makes fewer chunks than ranks when there are few elements.
+ring_in_ceil_chunks = partial(right_ring, cut=torch.chunk)
+half_a_ring = partial(right_ring, rounds=1)
+# Copies are sent, so the sums are right; but nobody knows when the copies may go.
+lets_sends_go = partial(right_ring, waits=False)
 
 
 def whole_vectors(comm, x):
@@ -53,16 +41,6 @@ def receives_first(comm, x):
         comm.recv(received := torch.empty_like(x), (comm.rank - 1) % comm.num_ranks).wait()
         comm.send(x, (comm.rank + 1) % comm.num_ranks).wait()
         x += received
-
-
-def lets_sends_go(comm, x):
-    """Copies are sent, so the sums are right; but nobody knows when the copies may go."""
-    count, rank, chunks = comm.num_ranks, comm.rank, torch.tensor_split(x, comm.num_ranks)
-    for step in range(2 * (count - 1)):
-        back = chunks[(rank - step - 1) % count]
-        comm.send(chunks[(rank - step) % count].clone(), (rank + 1) % count)
-        comm.recv(received := torch.empty_like(back), (rank - 1) % count).wait()
-        back.copy_(received) if step >= count - 1 else back.add_(received)
 
 
 def buckets_of_forward(sizes, capacity):
@@ -118,19 +96,9 @@ def whole_parameters(sizes, num_ranks, rank):
     return {name: (0, size) for place, (name, size) in enumerate(sizes.items()) if place % num_ranks == rank}
 
 
-def empty_ranges(sizes, num_ranks, rank):
-    chunk = -(-sum(sizes.values()) // num_ranks)
-    return ranges_within(sizes, rank * chunk, (rank + 1) * chunk, keep_empty=True)
-
-
-def offsets_on_the_line(sizes, num_ranks, rank):
-    chunk = -(-sum(sizes.values()) // num_ranks)
-    return ranges_within(sizes, rank * chunk, (rank + 1) * chunk, flat=True)
-
-
-def padding_too(sizes, num_ranks, rank):
-    chunk = -(-sum(sizes.values()) // num_ranks)
-    return ranges_within(sizes, rank * chunk, (rank + 1) * chunk, past_the_end=True)
+empty_ranges = partial(right_owners, keep_empty=True)
+offsets_on_the_line = partial(right_owners, flat=True)
+padding_too = partial(right_owners, past_the_end=True)
 
 
 def local_norm(comm, shards, norm_type):
@@ -195,16 +163,9 @@ def hooks_as_they_come(comm, model, num_micro_batches, *, divisor=0, every_time=
     return finish
 
 
-def forgets_to_divide(comm, model, num_micro_batches):
-    return hooks_as_they_come(comm, model, num_micro_batches, divisor=1)
-
-
-def waits_for_the_unused(comm, model, num_micro_batches):
-    return right_hooks(comm, model, num_micro_batches, sends_rest=False)
-
-
-def sends_every_micro_batch(comm, model, num_micro_batches):
-    return hooks_as_they_come(comm, model, num_micro_batches, every_time=True)
+forgets_to_divide = partial(hooks_as_they_come, divisor=1)
+waits_for_the_unused = partial(right_hooks, sends_rest=False)
+sends_every_micro_batch = partial(hooks_as_they_come, every_time=True)
 
 
 def waits_at_once(comm, model, num_micro_batches):
@@ -262,8 +223,7 @@ def not_ahead(units, x):
     return x
 
 
-def keeps_the_last(units, x):
-    return right_forward(units, x, last_free=False)
+keeps_the_last = partial(right_forward, last_free=False)
 
 
 def frees_one_late(units, x):

@@ -1,5 +1,7 @@
 """Wrong answers: definitions of overlap, buckets on a link, units under a budget, layers divided, two axes."""
 
+from functools import partial
+
 import torch
 
 from tests.exercises.right import (
@@ -93,20 +95,10 @@ def by_size(sizes, budget, prefetch):
     return [[order[index] for index in unit] for unit in right_units(sorted(sizes), max(budget, *sizes), 0)]
 
 
-def bias_on_every_rank(comm, x, weights, grad):
-    return right_column_row(comm, x, weights, grad, early_bias=0.0)
-
-
-def gradient_of_x_in_terms(comm, x, weights, grad):
-    return right_column_row(comm, x, weights, grad, sums_x=False)
-
-
-def relu_forgotten_in_backward(comm, x, weights, grad):
-    return right_column_row(comm, x, weights, grad, mask=False)
-
-
-def bias_gradient_summed(comm, x, weights, grad):
-    return right_column_row(comm, x, weights, grad, sums_bias=True)
+bias_on_every_rank = partial(right_column_row, early_bias=0.0)
+gradient_of_x_in_terms = partial(right_column_row, sums_x=False)
+relu_forgotten_in_backward = partial(right_column_row, mask=False)
+bias_gradient_summed = partial(right_column_row, sums_bias=True)
 
 
 def features_gathered(comm, x, weights, grad):
@@ -127,12 +119,8 @@ def over_all_ranks(mesh, parts):
     return right_who_reduces(mesh, parts)
 
 
-def divided_by_all(mesh, parts):
-    return right_who_reduces(mesh, parts, divisor=mesh["data"].num_ranks * mesh["tensor"].num_ranks)
-
-
-def whole_counted_twice(mesh, parts):
-    return right_who_reduces(mesh, parts, counts_whole_twice=True)
+divided_by_all = partial(right_who_reduces, divisor=4)
+whole_counted_twice = partial(right_who_reduces, counts_whole_twice=True)
 
 
 def axes_exchanged(mesh, parts):
@@ -151,37 +139,14 @@ def norm_of_this_rank(mesh, parts):
     return {**found, "norm": (parts["slice"].square().sum() + parts["whole"].square().sum()).sqrt()}
 
 
-def nothing_hides(*step):
-    return right_break_even(*step, hides=0)
-
-
-def forward_hides_too(*step):
-    return right_break_even(*step, hides=1)
-
-
-def messages_at_once(*step):
-    return right_break_even(*step, queues=False)
-
-
-def as_fast_is_enough(*step):
-    return right_break_even(*step, wins=lambda two, one: two <= one)
-
-
-def as_fast_as_one_step(*step):
-    """Compares with the same step of one rank plus a tenth, and not with two of them."""
-    return right_break_even(*step, wins=lambda two, one: two < 1.1 * one / 2)
-
-
-def asks_nobody(comm, shards, scale):
-    return right_unscale(comm, shards, scale, asks=False)
-
-
-def nan_overlooked(comm, shards, scale):
-    return right_unscale(comm, shards, scale, is_right=lambda shard: not shard.isinf().any())
-
-
-def scale_kept(comm, shards, scale):
-    return right_unscale(comm, shards, scale, backoff=1)
+nothing_hides = partial(right_break_even, hides=0)
+forward_hides_too = partial(right_break_even, hides=1)
+messages_at_once = partial(right_break_even, queues=False)
+as_fast_is_enough = partial(right_break_even, wins=lambda two, one: two <= one)
+as_fast_as_one_step = partial(right_break_even, wins=lambda two, one: two < 1.1 * one / 2)
+asks_nobody = partial(right_unscale, asks=False)
+nan_overlooked = partial(right_unscale, is_right=lambda shard: not shard.isinf().any())
+scale_kept = partial(right_unscale, backoff=1)
 
 
 def first_shard_only(comm, shards, scale):

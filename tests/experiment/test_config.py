@@ -11,10 +11,13 @@ from shardlab.engines import STRATEGIES
 from shardlab.experiment import CompareConfig
 from shardlab.models import MODELS
 
+ALLOWED = {
+    "strategies": STRATEGIES, "model": MODELS, "dtype": ("float32", "float64"),
+    "partition": ("elements", "round_robin", "contiguous", "balanced"), "device": ("auto", "cpu", "cuda"),
+}  # fmt: skip
 WRONG = {
     "strategies": [("ddp", "zero9"), (), ("ddp", "ddp")],
-    "model": ["gpt-9b"],
-    "dtype": ["int8", "float16"],
+    "dtype": ["float16"],
     "ranks": [0, -1],
     "steps": [0],
     "seq_len": [0],
@@ -23,40 +26,18 @@ WRONG = {
     "clip": [0.0, float("nan")],
     "bucket_mib": [0.0],
     "timeout_s": [0.0, float("inf")],
-    "partition": ["thirds"],
     "link": ["fast", "10Gbps", "0Gbps,1us"],
-    "device": ["tpu"],
     "batch": [0, -4, 7],
 }
 
 
-@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG.items() for value in values])
-def test_a_wrong_value_is_refused_by_its_field(field, value):
-    with pytest.raises(ValueError, match=field) as refusal:
-        CompareConfig(**{"ranks": 2, "text": "grammar", field: value})
-    assert len(str(refusal.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "allowed"),
-    [
-        ("strategies", ("x",), STRATEGIES),
-        ("model", "x", MODELS),
-        ("dtype", "x", ("float32", "float64")),
-        ("partition", "x", ("elements", "round_robin", "contiguous", "balanced")),
-        ("device", "x", ("auto", "cpu", "cuda")),
-    ],
-)
-def test_the_message_lists_what_is_allowed(field, value, allowed):
-    with pytest.raises(ValueError, match=field) as refusal:
-        CompareConfig(**{"text": "grammar", field: value})
-    assert all(name in str(refusal.value) for name in allowed)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_cuda_without_a_gpu():
-    with pytest.raises(ValueError, match="device: 'cuda' is given, but torch sees no GPU"):
-        CompareConfig(text="grammar", device="cuda")
+def test_a_wrong_value_is_refused_by_its_field():
+    wrong = [(field, value) for field, values in WRONG.items() for value in values]
+    for field, value in (*wrong, *((field, "x") for field in ALLOWED)):
+        with pytest.raises(ValueError, match=field) as refusal:
+            CompareConfig(**{"ranks": 2, "text": "grammar", field: value})
+        assert len(str(refusal.value).splitlines()) == 1
+        assert value != "x" or all(name in str(refusal.value) for name in ALLOWED[field])
 
 
 def test_a_batch_that_does_not_divide_names_one_that_does():
@@ -66,24 +47,18 @@ def test_a_batch_that_does_not_divide_names_one_that_does():
     assert CompareConfig(ranks=3, accumulation=2, text="grammar").global_batch == 24
 
 
-def test_a_shard_group_without_groups():
-    with pytest.raises(ValueError, match="shard_group: only sharding=hybrid_shard has groups"):
-        CompareConfig(("fsdp",), ranks=4, shard_group=2, text="grammar")
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "takers"),
-    [
+def test_an_option_that_no_strategy_takes_is_refused():
+    for field, value, takers in (
         ("sharding", "no_shard", "fsdp"),
         ("offload", "all", "fsdp"),
         ("replicate_below", 100, "fsdp"),
         ("partition", "balanced", "zero1, zero2, zero3, fsdp"),
         ("bucket_mib", 2.0, "bucketed, zero1, zero2, zero3"),
-    ],
-)
-def test_an_option_that_no_strategy_takes_is_refused(field, value, takers):
-    with pytest.raises(ValueError, match=f"{field}: only for {takers}.*, and the strategies are single, ddp"):
-        CompareConfig(("single", "ddp"), text="grammar", **{field: value})
+    ):
+        with pytest.raises(ValueError, match=f"{field}: only for {takers}.*, and the strategies are single, ddp"):
+            CompareConfig(("single", "ddp"), text="grammar", **{field: value})
+    with pytest.raises(ValueError, match="shard_group: only sharding=hybrid_shard has groups"):
+        CompareConfig(("fsdp",), ranks=4, shard_group=2, text="grammar")
 
 
 def test_a_manifest_has_only_what_its_strategy_took():
@@ -109,17 +84,6 @@ def test_fsdp_options():
         assert CompareConfig(("fsdp",), text="grammar", **options).partition == "elements"
 
 
-def test_texts(tmp_path):
-    (tmp_path / "empty").write_bytes(b"")
-    (tmp_path / "short").write_bytes(b"a" * 64)
-    (tmp_path / "enough").write_bytes(b"a" * 65)
-    for name, words in (("empty", "is empty"), ("short", "need 65"), ("missing", "there is no file")):
-        with pytest.raises(ValueError, match=words) as refusal:
-            CompareConfig(text=str(tmp_path / name), seq_len=64)
-        assert "text" in str(refusal.value)
-    assert CompareConfig(text=str(tmp_path / "enough"), seq_len=64).steps == 20
-
-
 def test_torchrun_must_have_started_as_many(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
@@ -128,33 +92,26 @@ def test_torchrun_must_have_started_as_many(monkeypatch):
     assert CompareConfig(ranks=2, text="grammar").ranks == 2
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "said"),
-    [
-        ("strategies", 3, "strategies: 3 was given; give one or several of"),
-        ("model", nn.Linear(2, 3), "own with workload=Workload(model=lambda: Net(), data=..., loss=...)"),
-        ("model", nn.Linear, "model: a class was given, where a built-in model's name belongs"),
-        ("ranks", "2", "ranks: '2' was given; it must be a whole number"),
-        ("ranks", 2.5, "ranks: 2.5 was given; it must be a whole number"),
-        ("steps", True, "steps: True was given; it must be a whole number"),
-        ("steps", None, "steps: None was given; it must be a whole number"),
-        ("batch", "8", "batch: '8' was given; it must be a whole number or None"),
-        ("clip", "1", "clip: '1' was given; it must be a number or None"),
-        ("timeout_s", "x", "timeout_s: 'x' was given; it must be a number"),
-        ("text", None, "text: None was given; it must be a text"),
-        ("link", 3, "link: 3 was given; it must be a text or None"),
-        ("sequence_parallel", 1, "sequence_parallel: 1 was given; it must be True or False"),
-        ("seed", 2**64, "seed: 18446744073709551616 was given; it must be a whole number of 64 bits"),
-    ],
+WRONG_TYPES = (
+    ("strategies", 3, "strategies: 3 was given; give one or several of"),
+    ("model", nn.Linear(2, 3), "own with workload=Workload(model=lambda: Net(), data=..., loss=...)"),
+    ("model", nn.Linear, "model: a class was given, where a built-in model's name belongs"),
+    ("ranks", "2", "ranks: '2' was given; it must be a whole number"),
+    ("ranks", 2.5, "ranks: 2.5 was given; it must be a whole number"),
+    ("steps", True, "steps: True was given; it must be a whole number"),
+    ("batch", "8", "batch: '8' was given; it must be a whole number or None"),
+    ("clip", "1", "clip: '1' was given; it must be a number or None"),
+    ("text", None, "text: None was given; it must be a text"),
+    ("sequence_parallel", 1, "sequence_parallel: 1 was given; it must be True or False"),
+    ("seed", 2**64, "seed: 18446744073709551616 was given; it must be a whole number of 64 bits"),
 )
-def test_a_wrong_type_is_named(field, value, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
-        CompareConfig(**{field: value})
 
 
-def test_one_strategy_needs_no_tuple():
+def test_a_wrong_type_is_named():
+    for field, value, said in WRONG_TYPES:
+        with pytest.raises(ValueError, match=re.escape(said)):
+            CompareConfig(**{field: value})
     assert CompareConfig(strategies="zero2").strategies == ("zero2",)
-    assert CompareConfig(strategies=["zero2", "ddp"]).strategies == ("zero2", "ddp")
 
 
 def test_units_are_chosen_as_for_the_engine():

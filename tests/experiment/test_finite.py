@@ -13,8 +13,7 @@ def backward(model, factor, rows):
     model(rows).mul(factor).sum().backward()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("factor", [nan, inf])
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, nan), (torch.float32, inf), (torch.float64, nan)])
 def test_a_backward_that_makes_no_number_is_noticed_once(dtype, factor):
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
     model[0].weight.requires_grad_(False)  # the next one is looked at
@@ -41,18 +40,14 @@ def test_the_sum_of_many_large_gradients_is_a_number():
     assert check.lost == {}
 
 
-@pytest.mark.parametrize(("factor", "lost"), [(1.0, {}), (nan, {GRADIENTS: 0})])
-def test_a_sparse_gradient_is_looked_at_too(factor, lost):
-    model = nn.Embedding(5, 3, sparse=True)
-    check = FiniteCheck(model.parameters())
-    backward(model, factor, torch.tensor([1, 2]))
-    check.ended(0, 1.0)
-    assert check.lost == lost
-
-
-@pytest.mark.parametrize("params", [None, []])
-def test_without_a_parameter_only_losses_are_looked_at(params):
-    check = FiniteCheck(params)
+def test_a_sparse_gradient_is_looked_at_too_and_without_a_parameter_only_losses():
+    for factor, lost in ((1.0, {}), (nan, {GRADIENTS: 0})):
+        model = nn.Embedding(5, 3, sparse=True)
+        check = FiniteCheck(model.parameters())
+        backward(model, factor, torch.tensor([1, 2]))
+        check.ended(0, 1.0)
+        assert check.lost == lost
+    check = FiniteCheck(None)
     check.ended(0, inf)
     check.remove()
     assert check.lost == {LOSS: 0}

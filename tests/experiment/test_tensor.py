@@ -35,7 +35,8 @@ def test_losses_equal_one_process(pools: Pools, tmp_path, sequence_parallel) -> 
 
 
 def test_hybrid_beside_tensor(pools: Pools, tmp_path) -> None:
-    config = CompareConfig(**BASE, strategies=("single", "fsdp"), sharding="hybrid_shard", shard_group=2)
+    options = {"sharding": "hybrid_shard", "shard_group": 2, "precision": "fp16", "accumulation": 2, "clip": 1.0}
+    config = CompareConfig(**{**BASE, "batch": 8}, strategies=("zero2", "fsdp"), **options)
     assert config.mesh_axes("fsdp") == {"replica": 1, "shard": 2, "tensor": 2}
     result = compare(config, tmp_path / "run", pool=pools(4))
     assert result.losses_equal
@@ -51,36 +52,26 @@ def test_torch_s_own_divides_the_model_over_the_same_ranks(pools: Pools, tmp_pat
     assert held["bucketed"] < held["torch_tp"] < held["single"]  # ours divides the embedding and the output, too
 
 
-def test_mixed_precision_and_micro_batches_are_as_planned(pools: Pools, tmp_path) -> None:
-    config = CompareConfig(
-        **{**BASE, "batch": 8}, strategies=("fsdp", "zero2", "zero3"), precision="fp16", accumulation=2, clip=1.0
-    )
-    assert compare(config, tmp_path / "run", pool=pools(4)).summary["as_planned"].all()
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"tp": 3}, "tp: 3 does not divide 4 ranks"),
-        ({"tp": 8}, "tp: 8 does not divide 4 ranks"),
-        ({"tp": 0}, "tp: 0 is below 1"),
-        ({"ranks": 3, "tp": 3}, "tp: token_embedding: .*256 does not divide over 3"),
-        ({"ranks": 5, "tp": 5, "model": "mlp"}, r"tp: nothing of mlp can be divided over 5 ranks \(.*use 510 or 515"),
-        ({"strategies": ("single", "torch_ddp")}, "start torch_ddp without it"),
-        ({"strategies": ("zero1", "torch_tp")}, "tp: torch_tp divides the model over all 4 ranks; set tp to 4"),
-        ({"strategies": ("torch_tp",), "ranks": 2, "sequence_parallel": True}, "torch_tp keeps the sequence whole"),
-        ({"tp": 1, "sequence_parallel": True}, "sequence_parallel: .* set tp to 2"),
-        ({"seq_len": 15, "sequence_parallel": True}, "seq_len: 15 does not divide over tp=2"),
-        ({"batch": 3}, "among 2 ranks"),
-    ],
+REFUSED = (
+    ({"tp": 3}, "tp: 3 does not divide 4 ranks"),
+    ({"tp": 0}, "tp: 0 is below 1"),
+    ({"ranks": 3, "tp": 3}, "tp: token_embedding: .*256 does not divide over 3"),
+    ({"ranks": 5, "tp": 5, "model": "mlp"}, r"tp: nothing of mlp can be divided over 5 ranks \(.*use 510 or 515"),
+    ({"strategies": ("single", "torch_ddp")}, "start torch_ddp without it"),
+    ({"strategies": ("zero1", "torch_tp")}, "tp: torch_tp divides the model over all 4 ranks; set tp to 4"),
+    ({"strategies": ("torch_tp",), "ranks": 2, "sequence_parallel": True}, "torch_tp keeps the sequence whole"),
+    ({"tp": 1, "sequence_parallel": True}, "sequence_parallel: .* set tp to 2"),
+    ({"seq_len": 15, "sequence_parallel": True}, "seq_len: 15 does not divide over tp=2"),
+    ({"batch": 3}, "among 2 ranks"),
 )
-def test_what_cannot_be_divided_is_refused(fields, words) -> None:
-    with pytest.raises(ValueError, match=words):
-        CompareConfig(**{**BASE, "batch": None, "strategies": ("single", "zero1"), **fields})
 
 
-def test_a_default_batch_is_four_a_data_rank() -> None:
-    assert CompareConfig(**{**BASE, "batch": None}).global_batch == 8
+def test_what_cannot_be_divided_is_refused() -> None:
+    base = {**BASE, "batch": None, "strategies": ("single", "zero1")}
+    for fields, words in REFUSED:
+        with pytest.raises(ValueError, match=words):
+            CompareConfig(**{**base, **fields})
+    assert CompareConfig(**base).global_batch == 8, "four a data rank"
 
 
 def own(**parts) -> Workload:
@@ -134,12 +125,11 @@ WRONG_PLANS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("wrong", WRONG_PLANS)
-def test_a_plan_that_is_given_is_tried_before_ranks_start(wrong) -> None:
-    parts, change, more, said = WRONG_PLANS[wrong]
-    workload = replace(own(**parts), tp_plan=change(shown_plan(own(**parts), 2)[0].tp_plan), **more)
-    with pytest.raises(ValueError, match=f"^tp_plan: tried in one process, it fails: .*{said}"):
-        CompareConfig(workload=workload, ranks=2, tp=2, strategies="zero1")
+def test_a_plan_that_is_given_is_tried_before_ranks_start() -> None:
+    for parts, change, more, said in WRONG_PLANS.values():
+        workload = replace(own(**parts), tp_plan=change(shown_plan(own(**parts), 2)[0].tp_plan), **more)
+        with pytest.raises(ValueError, match=f"^tp_plan: tried in one process, it fails: .*{said}"):
+            CompareConfig(workload=workload, ranks=2, tp=2, strategies="zero1")
 
 
 class Untried(torch.nn.Module):
@@ -182,60 +172,16 @@ UNTRIED = {
 }
 
 
-@pytest.mark.parametrize("what", UNTRIED)
-def test_a_plan_that_is_given_is_not_refused_where_it_cannot_be_tried(what) -> None:
-    workload, said = UNTRIED[what]
-    workload = replace(workload, tp_plan={"up": Column(), "down": Row()})
-    assert re.search(said, show_tp_plan(workload, 2).set_index("module").loc["up", "why"])
-    assert CompareConfig(workload=workload, ranks=2, tp=2, strategies="zero1").trained is workload
-
-
-@pytest.mark.parametrize("num_copies", [4, 5])
-def test_a_model_has_memory_only_if_the_plan_is_tried_with_values(monkeypatch, num_copies) -> None:
-    """Two ranks and three whole copies."""
-    numel = sum(param.numel() for param in own().on_meta().parameters())
-    monkeypatch.setattr("shardlab.tensor_parallel.plan_trial.MAX_NUMEL", numel * num_copies)
-    why = show_tp_plan(own(), 2).set_index("module").loc["blocks.*.a.q", "why"]
-    assert ("on the meta device" in why) == (num_copies == 4)
+def test_a_plan_that_is_given_is_not_refused_where_it_cannot_be_tried() -> None:
+    for workload, said in UNTRIED.values():
+        workload = replace(workload, tp_plan={"up": Column(), "down": Row()})
+        assert re.search(said, show_tp_plan(workload, 2).set_index("module").loc["up", "why"])
+        assert CompareConfig(workload=workload, ranks=2, tp=2, strategies="zero1").trained is workload
 
 
 def test_a_built_in_model_without_a_plan_gets_one(pools: Pools, tmp_path) -> None:
     config = CompareConfig(**{**BASE, "ranks": 2}, strategies=("single", "zero1"), model="mlp")
     result = compare(config, tmp_path / "run", pool=pools(2))
-    assert result.losses_equal
-    assert result.summary["as_planned"].all()
-
-
-def test_in_16_bits_and_in_micro_batches_of_uneven_rows_it_is_as_planned(pools: Pools, tmp_path) -> None:
-    workload = replace(own(dtype=torch.float32), data=[torch.zeros(rows, 9, dtype=torch.int64) for rows in (4, 5, 3)])
-    options = {"strategies": ("zero2", "fsdp"), "precision": "bf16", "accumulation": 2, "clip": 1.0}
-    result = compare(workload, tmp_path / "run", ranks=4, tp=2, steps=2, pool=pools(4), **options)
-    assert result.summary["as_planned"].all()
-
-
-class Tower(torch.nn.Module):
-    """Its blocks have no forward of their own, so that each layer is a unit."""
-
-    def __init__(self):
-        super().__init__()
-        parts = {"up": (6, 8), "down": (8, 6)}
-        self.blocks = torch.nn.ModuleList(
-            torch.nn.ModuleDict({name: torch.nn.Linear(*sizes) for name, sizes in parts.items()}) for _ in range(2)
-        )
-        self.scale = torch.nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block["down"](torch.relu(block["up"](x)))
-        return x * self.scale
-
-
-def test_layers_that_are_units_are_divided(pools: Pools, tmp_path) -> None:
-    workload = Workload(Tower, [torch.randn(4, 6)], lambda model, x: model(x).square().mean())
-    layers = show_tp_plan(workload, 2).set_index("module")
-    assert layers.loc["blocks.*.up", "style"] == "Column()"
-    assert layers.loc["", "why"] == "a Tower: only nn.Linear and nn.Embedding are divided"
-    result = compare(workload, tmp_path / "run", ranks=2, tp=2, strategies=("single", "fsdp"), steps=2, pool=pools(2))
     assert result.losses_equal
     assert result.summary["as_planned"].all()
 

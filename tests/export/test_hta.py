@@ -3,7 +3,6 @@
 import json
 from statistics import median
 
-import pandas as pd
 import pytest
 
 from shardlab.analysis.timed import hidden_share
@@ -49,34 +48,6 @@ def test_of_a_real_run(comparison, tmp_path, strategy):
     found = [by_definition(path) for path in paths]
     assert found == pytest.approx([expected[rank] for rank in range(4)], abs=0.1)  # whole microseconds
     assert median(found) == pytest.approx(hidden(comparison, strategy), abs=0.1)
-
-
-def test_the_first_step_and_a_traced_one_do_not_count(tmp_path):
-    one = hand_made()
-    later = {0: (0, True), 1: (1000, False), 2: (2000, False), 3: (3000, True)}  # its time, and whether it was traced
-    repeated = {
-        name: pd.concat(
-            [delayed(getattr(one, name), time_us).assign(step=step) for step, (time_us, _) in later.items()]
-        )
-        for name in TABLES
-    }
-    steps = repeated["steps"]
-    steps["traced_memory"] = steps["step"].map({step: traced for step, (_, traced) in later.items()}).astype("boolean")
-    worked = repeated["spans"]
-    everywhere = worked["step"].isin([0, 3])  # in these two all communication would be hidden
-    repeated["spans"] = worked.assign(end_us=worked["end_us"].where(~everywhere, worked["end_us"] + 50))
-    records = Records(**repeated, manifests=one.manifests)
-    for rank, path in enumerate(export_hta(records, tmp_path)):
-        assert by_definition(path) == pytest.approx(ours(hand_made(), "a")[rank])
-        marks = [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
-        assert [name for name in marks if name.startswith("ProfilerStep")] == [
-            "ProfilerStep#1", "ProfilerStep#2", "ProfilerStep#3",
-        ]  # fmt: skip
-
-
-def delayed(table, time_us):
-    """The table with all its times later."""
-    return table.assign(**{name: table[name] + time_us for name in table.columns if name.endswith("_us")})
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # its own use of pandas

@@ -4,10 +4,8 @@ import gzip
 import json
 from collections import Counter
 
-import pandas as pd
 import pytest
 
-from shardlab.analysis.intervals import concurrent_rows
 from shardlab.export import perfetto_trace, write_perfetto
 from shardlab.tables import TABLES
 from shardlab.trace.store import Records
@@ -73,38 +71,27 @@ def test_a_real_run_is_valid_and_whole(comparison, strategy):
     assert any(event["name"] == "live bytes" for event in events["C"])
 
 
-def test_tracks_separate_what_overlaps():
-    times = pd.DataFrame([(0, 10), (2, 4), (3, 12), (4, 5), (10, 11)]).to_numpy(dtype="float64")
-    assert concurrent_rows(times).tolist() == [0, 1, 2, 1, 0]
-
-
 def test_files_are_written_plain_or_compressed(tmp_path):
-    plain = write_perfetto(hand_made(), tmp_path / "trace.json")
-    packed = write_perfetto(hand_made(), tmp_path / "trace.json.gz")
+    plain, packed = (write_perfetto(hand_made(), tmp_path / name) for name in ("trace.json", "trace.json.gz"))
     assert json.loads(plain.read_text()) == json.loads(gzip.decompress(packed.read_bytes()))
     with pytest.raises(ValueError, match=r"output: .* cannot be written"):
         write_perfetto(hand_made(), tmp_path / "nowhere" / "trace.json")
 
 
-def test_the_records_of_one_rank_alone_have_no_arrows_to_others():
-    records = hand_made()
-    alone = {name: getattr(records, name)[getattr(records, name)["rank"] == 0] for name in TABLES}
-    events = check(perfetto_trace(Records(**alone, manifests={})))
-    assert {event["name"] for event in events["s"]} == {"issued", "waited for"}
-
-
 def test_what_cannot_be_drawn_is_refused():
     records = hand_made()
-    empty = Records(**{name: getattr(records, name).iloc[:0] for name in TABLES}, manifests={})
-    with pytest.raises(ValueError, match="no spans and no collectives"):
-        perfetto_trace(empty)
-    with pytest.raises(ValueError, match="run: 'b' is not one of a"):
-        perfetto_trace(records, "b")
-    other = {name: getattr(records, name).assign(run="b") for name in TABLES}
-    with pytest.raises(ValueError, match="holds 2 runs, name one of a, b"):
-        perfetto_trace(joined(records, Records(**other, manifests={})))
-    late = records.collectives.assign(end_us=0.0)
-    with pytest.raises(ValueError, match="the clock ran backwards"):
-        perfetto_trace(
-            Records(**{**{name: getattr(records, name) for name in TABLES}, "collectives": late}, manifests={})
-        )
+    tables = {name: getattr(records, name) for name in TABLES}
+    other = Records(**{name: table.assign(run="b") for name, table in tables.items()}, manifests={})
+    late = Records(**tables | {"collectives": records.collectives.assign(end_us=0.0)}, manifests={})
+    empty = Records(**{name: table.iloc[:0] for name, table in tables.items()}, manifests={})
+    for of, run, words in (
+        (empty, None, "no spans and no collectives"),
+        (records, "b", "run: 'b' is not one of a"),
+        (joined(records, other), None, "holds 2 runs, name one of a, b"),
+        (late, None, "the clock ran backwards"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            perfetto_trace(of, run)
+    alone = {name: table[table["rank"] == 0] for name, table in tables.items()}  # without arrows to others
+    events = check(perfetto_trace(Records(**alone, manifests={})))
+    assert {event["name"] for event in events["s"]} == {"issued", "waited for"}

@@ -216,68 +216,73 @@ def renamed(kernel, category="kernel", **args):
     return trace
 
 
-@pytest.mark.parametrize(
-    ("kernel", "args", "op", "transport"),
-    [
-        ("ncclDevKernel_Reduce_Sum_f32_RING_LL(x)", {"Collective name": "reduce"}, "reduce", "nccl"),
-        ("ncclDevKernel_SendRecv(x)", {"Collective name": "gather"}, "gather", "nccl"),
-        ("ncclDevKernel_Generic_4(x)", {"Collective name": "scatter"}, "scatter", "nccl"),
-        ("ncclSymDevKernel_AllReduce_RSxLD_AGxST_sum_bf16(x)", {}, "all_reduce", "nccl"),
-        ("ncclSymkDevKernel_ReduceScatter_LDMC_sum_bf16(x)", {}, "reduce_scatter", "nccl"),
-        ("ncclAllGatherRingLLKernel_copy_i8(ncclColl)", {}, "all_gather", "nccl"),
-        ("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*)", {}, "all_reduce",
-         "device"),
-        ("<unnamed>::two_shot_all_reduce_kernel_inplace<float, (int)16>(float*)", {}, "all_reduce", "device"),
-        ("void vllm::cross_device_reduce_2stage<__nv_bfloat16, 8>(vllm::RankData*)", {}, "all_reduce", "device"),
-        ("kuserbuffers_pushrecv(int, int, int, int, int*)", {}, "recv", "device"),
-        ("another_vendors_kernel", {"Collective name": "_allgather_base"}, "all_gather", "device"),
-    ],
+KERNELS = (
+    ("ncclDevKernel_Reduce_Sum_f32_RING_LL(x)", {"Collective name": "reduce"}, "reduce", "nccl"),
+    ("ncclDevKernel_SendRecv(x)", {"Collective name": "gather"}, "gather", "nccl"),
+    ("ncclDevKernel_Generic_4(x)", {"Collective name": "scatter"}, "scatter", "nccl"),
+    ("ncclSymDevKernel_AllReduce_RSxLD_AGxST_sum_bf16(x)", {}, "all_reduce", "nccl"),
+    ("ncclSymkDevKernel_ReduceScatter_LDMC_sum_bf16(x)", {}, "reduce_scatter", "nccl"),
+    ("ncclAllGatherRingLLKernel_copy_i8(ncclColl)", {}, "all_gather", "nccl"),
+    ("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*)", {}, "all_reduce",
+     "device"),
+    ("<unnamed>::two_shot_all_reduce_kernel_inplace<float, (int)16>(float*)", {}, "all_reduce", "device"),
+    ("void vllm::cross_device_reduce_2stage<__nv_bfloat16, 8>(vllm::RankData*)", {}, "all_reduce", "device"),
+    ("kuserbuffers_pushrecv(int, int, int, int, int*)", {}, "recv", "device"),
+    ("another_vendors_kernel", {"Collective name": "_allgather_base"}, "all_gather", "device"),
 )  # fmt: skip
-def test_whoever_communicates_by_a_name_that_tells_how(tmp_path, kernel, args, op, transport):
-    records = import_profiler_trace(written(tmp_path, "trace.json", renamed(kernel, **args)))
-    (row,) = records.collectives.to_dict("records")
-    assert (row["op"], row["transport"]) == (op, transport)
-    assert records.steps["exposed_comm_us"].tolist() == [10]
-    assert len(records.spans) == 2
 
 
-@pytest.mark.parametrize(
-    ("kernel", "category"),
-    [
-        ("ncclDevKernel_Generic_4(x)", "kernel"),
-        ("ncclSomethingNew", "kernel"),
-        ("void c10d::symmetric_memory::put_signal_kernel(unsigned int**)", "kernel"),
-        ("void userbuffers_fp16_sum_inplace_gpu_rr<2>(int)", "kernel"),
-        ("void deep_ep::internode_ll::dispatch<true, 7168>(void*)", "kernel"),
-        ("Memcpy PtoP (Device -> Device)", "gpu_memcpy"),
-    ],
-)
-def test_communication_that_no_name_explains_counts_and_is_said(tmp_path, kernel, category):
+def test_whoever_communicates_by_a_name_that_tells_how(tmp_path):
+    for kernel, args, op, transport in KERNELS:
+        records = import_profiler_trace(written(tmp_path, "trace.json", renamed(kernel, **args)))
+        (row,) = records.collectives.to_dict("records")
+        assert (row["op"], row["transport"]) == (op, transport)
+        assert records.steps["exposed_comm_us"].tolist() == [10]
+        assert len(records.spans) == 2
+    assert row["issue_us"] == row["start_us"]  # without arguments a kernel has no size
+    assert all(pd.isna(row[name]) for name in ("wire_bytes", "bytes", "group_size"))
+
+
+UNEXPLAINED = {
+    "ncclDevKernel_Generic_4(x)": "kernel",
+    "ncclSomethingNew": "kernel",
+    "void c10d::symmetric_memory::put_signal_kernel(unsigned int**)": "kernel",
+    "void userbuffers_fp16_sum_inplace_gpu_rr<2>(int)": "kernel",
+    "void deep_ep::internode_ll::dispatch<true, 7168>(void*)": "kernel",
+    "Memcpy PtoP (Device -> Device)": "gpu_memcpy",
+}
+
+
+def test_communication_that_no_name_explains_counts_and_is_said(tmp_path):
     about = {"Collective name": "coalesced", "In msg nelems": 512, "Out msg nelems": 512, "Group size": 2}
-    path = written(tmp_path, "trace.json", renamed(kernel, category, **about))
-    with pytest.warns(UserWarning, match=r"count as unknown communication, and their bytes as not known: \w.* \(1\)$"):
-        records = import_profiler_trace(path)
-    (row,) = records.collectives.to_dict("records")
-    assert row["op"] == "unknown communication"
-    assert pd.isna(row["bytes"])
-    assert records.steps["overlap"].tolist() == pytest.approx([20 / 30])
-    assert records.steps["wire_bytes"].isna().all()
-    assert "(without 1 whose bytes are not known)" in summary_of(wire_volume(records.collectives))
-    assert "1 collective a rank sends –" in summary_of(collective_timeline(records.collectives, records.spans, step=7))
+    said = r"count as unknown communication, and their bytes as not known: \w.* \(1\)$"
+    for kernel, category in UNEXPLAINED.items():
+        path = written(tmp_path, "trace.json", renamed(kernel, category, **about))
+        with pytest.warns(UserWarning, match=said):
+            records = import_profiler_trace(path)
+        (row,) = records.collectives.to_dict("records")
+        assert row["op"] == "unknown communication"
+        assert pd.isna(row["bytes"])
+        assert records.steps["overlap"].tolist() == pytest.approx([20 / 30])
+        assert records.steps["wire_bytes"].isna().all()
+    moved = records.collectives
+    assert "(without 1 whose bytes are not known)" in summary_of(wire_volume(moved))
+    assert "1 collective a rank sends –" in summary_of(collective_timeline(moved, records.spans, step=7))
     export_hta(records, tmp_path / "hta")
     with pytest.warns(UserWarning, match="unknown communication"):
         assert import_profiler_trace(tmp_path / "hta").collectives["op"].tolist() == ["unknown communication"]
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    ["void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>(x)", "void deep_ep::layout::get_layout(x)",
-     "triton_poi_fused_all_gather_into_tensor_wait_tensor_3", "void indexSelectScatterGather<float>(x)"],
-)  # fmt: skip
-def test_a_kernel_of_one_device_is_compute(tmp_path, kernel):
-    records = import_profiler_trace(written(tmp_path, "trace.json", renamed(kernel)))
-    assert len(records.collectives) == 0
-    assert kernel in set(records.spans["unit"])
+def test_a_kernel_of_one_device_is_compute(tmp_path):
+    for kernel in (
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>(x)",
+        "void deep_ep::layout::get_layout(x)",
+        "triton_poi_fused_all_gather_into_tensor_wait_tensor_3",
+        "void indexSelectScatterGather<float>(x)",
+    ):
+        records = import_profiler_trace(written(tmp_path, "trace.json", renamed(kernel)))
+        assert len(records.collectives) == 0
+        assert kernel in set(records.spans["unit"])
 
 
 def test_a_trace_that_has_calls_and_not_what_ran_says_so(tmp_path):
@@ -289,54 +294,36 @@ def test_a_trace_that_has_calls_and_not_what_ran_says_so(tmp_path):
     assert records.steps["overlap"].isna().all()
 
 
-def test_kernels_without_arguments_have_no_size(tmp_path):
-    (row,) = import_profiler_trace(written(tmp_path, "old.json", renamed(KERNEL))).collectives.to_dict("records")
-    assert row["op"] == "all_reduce"
-    assert row["issue_us"] == row["start_us"]
-    assert np.isnan(row["wire_bytes"])
-    assert pd.isna(row["bytes"])
-    assert pd.isna(row["group_size"])
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "is damaged or not JSON"),
-        ("[]", "it has no list 'traceEvents'"),
-        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1}]}', r"is not as torch\.profiler writes it: KeyError"),
-        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1, "dur": -2}]}', "lasts -2.0 us; the clock ran backwards"),
-        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1e999, "dur": 1}]}', "'a' begins at inf us"),
-        ('{"traceEvents": ' + "[" * 100_000 + "]" * 100_000 + "}", "is damaged or not JSON .*recursion"),
-        ('{"traceEvents": [3]}', r"is not as torch\.profiler writes it: Attribute"),
-        ('{"traceEvents": [], "distributedInfo": {"rank": "first"}}', "trace.json: invalid literal for int.*'first'"),
-        ('{"traceEvents": [], "distributedInfo": [1]}', r"trace\.json is not as torch\.profiler writes it: Attribute"),
-    ],
+DAMAGED = {
+    "{": "is damaged or not JSON",
+    "[]": "it has no list 'traceEvents'",
+    '{"traceEvents": [{"ph": "X", "name": "a", "ts": 1}]}': r"is not as torch\.profiler writes it: KeyError",
+    '{"traceEvents": [{"ph": "X", "name": "a", "ts": 1, "dur": -2}]}': "lasts -2.0 us; the clock ran backwards",
+    '{"traceEvents": [{"ph": "X", "name": "a", "ts": 1e999, "dur": 1}]}': "'a' begins at inf us",
+    '{"traceEvents": ' + "[" * 100_000 + "]" * 100_000 + "}": "is damaged or not JSON .*recursion",
+    '{"traceEvents": [3]}': r"is not as torch\.profiler writes it: Attribute",
+    '{"traceEvents": [], "distributedInfo": {"rank": "first"}}': "trace.json: invalid literal for int.*'first'",
+}
+CHANGED = (
+    (STEP, {"name": "ProfilerStep#warm"}, r"invalid literal for int.*'warm'"),
+    (KERNEL, {"args": {"Group size": 0}}, "group_size"),
+    (KERNEL, {"args": {"Group size": [2]}}, "is not as torch.profiler writes it: TypeError"),
+    (KERNEL, {"args": {"correlation": {}}}, "is not as torch.profiler writes it: TypeError"),
 )
-def test_damaged_traces_are_named(tmp_path, content, message):
+
+
+def test_damaged_traces_are_named(tmp_path):
     path = tmp_path / "trace.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        import_profiler_trace(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("step", "warm", r"invalid literal for int.*'warm'"),
-        ("Group size", 0, r"group_size"),
-        ("Group size", [2], r"is not as torch.profiler writes it: TypeError"),
-        ("correlation", {}, r"is not as torch.profiler writes it: TypeError"),
-    ],
-)
-def test_values_that_no_profiler_writes_are_named(tmp_path, name, value, message):
-    trace = cuda_trace()
-    step, kernel = (next(one for one in trace["traceEvents"] if one["name"] == what) for what in (STEP, KERNEL))
-    if name == "step":
-        step["name"] = f"ProfilerStep#{value}"
-    else:
-        kernel["args"][name] = value
-    with pytest.raises(ValueError, match=rf"trace.*trace\.json.*{message}"):
-        import_profiler_trace(written(tmp_path, "trace.json", trace))
+    for content, message in DAMAGED.items():
+        path.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            import_profiler_trace(path)
+    for what, changes, message in CHANGED:
+        trace = cuda_trace()
+        event = next(one for one in trace["traceEvents"] if one["name"] == what)
+        event |= {**changes, "args": event["args"] | changes.get("args", {})}
+        with pytest.raises(ValueError, match=rf"trace.*trace\.json.*{message}"):
+            import_profiler_trace(written(tmp_path, "trace.json", trace))
 
 
 def test_what_is_no_trace_is_named(tmp_path):
@@ -354,29 +341,22 @@ def test_what_is_no_trace_is_named(tmp_path):
         import_profiler_trace(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "op"),
-    [
-        ("c10d::_allgather_base_", "all_gather"), ("c10d::allgather_into_tensor_coalesced_", "all_gather"),
-        ("c10d::reduce_scatter_tensor_coalesced_", "reduce_scatter"), ("c10d::alltoall_base_", "all_to_all"),
-        ("gloo:all_reduce", "all_reduce"), ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(x)", "reduce_scatter"),
-        ("ncclKernel_AllGather_RING_LL_Sum_int8_t", "all_gather"), ("_reduce_scatter_base", "reduce_scatter"),
-        ("ncclDevKernel_SendRecv(x)", "send"), ("c10d::recv_", "recv"), ("aten::mm", None),
-        ("c10d::reduce_", "reduce"), ("gloo:gather", "gather"), ("c10d::scatter_", "scatter"),
-        ("gloo:sparse_all_reduce", "all_reduce"), ("gloo:recvAnySource", "recv"),
-    ],
-)  # fmt: skip
-def test_names_of_collectives(name, op):
-    assert collective_of(name) == op
+NAMES = {
+    "c10d::_allgather_base_": "all_gather", "c10d::allgather_into_tensor_coalesced_": "all_gather",
+    "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter", "c10d::alltoall_base_": "all_to_all",
+    "gloo:all_reduce": "all_reduce", "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(x)": "reduce_scatter",
+    "ncclKernel_AllGather_RING_LL_Sum_int8_t": "all_gather", "_reduce_scatter_base": "reduce_scatter",
+    "ncclDevKernel_SendRecv(x)": "send", "c10d::recv_": "recv", "aten::mm": None, "c10d::reduce_": "reduce",
+    "gloo:gather": "gather", "c10d::scatter_": "scatter", "gloo:sparse_all_reduce": "all_reduce",
+    "gloo:recvAnySource": "recv",
+}  # fmt: skip
 
 
-def test_every_collective_has_a_name_as_a_kernel():
+def test_names_of_collectives_and_types():
+    assert {name: collective_of(name) for name in NAMES} == NAMES
     assert {op: collective_of(f"ncclDevKernel_{name}") for op, name in NCCL_NAMES.items()} == {
         op: None if op is Collective.UNKNOWN else op for op in Collective
     }
-
-
-def test_names_of_types():
     assert dtype_of("c10::BFloat16") == ("bfloat16", 2)
     assert dtype_of("long int") == dtype_of("Long") == ("int64", 8)
     assert dtype_of("Float8_e4m3fn") == ("Float8_e4m3fn", None)

@@ -2,8 +2,6 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,36 +38,27 @@ def step_of_nothing(world: World) -> Seen:
     return {}
 
 
-@dataclass(frozen=True)
-class HookedStep(Operation):
-    """A step with a hook of the user's before or after it; losses that wait are forgotten before.
+class HookedStep(Operation, peers=False, drops=True, steps=True):
+    """A step with a hook of the user's before or after it; losses that wait are forgotten before."""
 
-    Attributes:
-        what: of ``HOOKS``. 'step again' is a second optimizer, whose kernels write without raising autograd's versions.
-    """
-
+    # of ``HOOKS``. 'step again' is a second optimizer, whose kernels write without raising autograd's versions
     what: str = "write before"
-    peers: ClassVar[bool] = False
 
     def applies(self, world: World) -> bool:
         if self.what.startswith("raise"):
             return self.what != "raise after" or not gathers_late(world)
         return may_write(world)
 
-    def ours(self, world: World) -> Seen:
+    def ours(self, world: World) -> None:
         engine = world.ours.engine
-        world.ours.losses.clear()
         with self._hooked(engine.optimizer, list(engine.step_tensors())):
             engine.step()
-        return {}
 
-    def plain(self, world: World) -> Seen:
+    def plain(self, world: World) -> None:
         params = list(world.plain.params.values())
-        world.plain.losses.clear()
         with self._hooked(world.plain.optimizer, params):
             world.plain.optimizer.step()
         world.plain.num_steps += 1
-        return {}
 
     @contextlib.contextmanager
     def _hooked(self, optimizer: torch.optim.Optimizer, tensors: list[Tensor]) -> Iterator[None]:
@@ -90,57 +79,37 @@ class HookedStep(Operation):
         finally:
             hook.remove()
 
-    def after(self, world: World) -> None:
-        world.gradients, world.unfinished, world.may_clash, world.gathered = "means", False, False, False
 
+class StepThatRaises(Operation, peers=False, steps=True):
+    """A step of a user's own optimizer that raises behind its update; the user goes on with the next batch."""
 
-@dataclass(frozen=True)
-class StepThatRaises(Operation):
-    """A step of a user's own optimizer that raises behind its update; the user goes on with the next batch.
-
-    Attributes:
-        drops: as in ``Step``.
-    """
-
-    drops: bool = True
-    peers: ClassVar[bool] = False
+    drops: bool = True  # as in ``Step``
 
     def applies(self, world: World) -> bool:
         return world.ours.optimizer_spec.derived and not world.held
 
     def ours(self, world: World) -> Seen:
         engine = world.ours.engine
-        if self.drops:
-            world.ours.losses.clear()
         with ends_with(engine.optimizer, _raise), contextlib.suppress(Planted):
             engine.step()
         return step_of_nothing(world)
 
-    def plain(self, world: World) -> Seen:
+    def plain(self, world: World) -> None:
         plain = world.plain
-        if self.drops:
-            plain.losses.clear()
         with ends_with(plain.optimizer, _raise), contextlib.suppress(Planted):
             plain.optimizer.step()
         plain.zero_grad()
         plain.num_steps += 1
-        return {}
-
-    def after(self, world: World) -> None:
-        world.gradients, world.unfinished, world.may_clash = "means", False, not self.drops
-        world.gathered = bool(world.plain.losses) and world.ours.spec.keeps_gathered
 
 
 def _raise() -> None:
     raise Planted("at the end of a step")
 
 
-@dataclass(frozen=True)
-class StepThatLooks(Operation):
+class StepThatLooks(Operation, peers=False, drops=True, steps=True):
     """A step of a user's own optimizer that evaluates the model behind its update."""
 
     seed: int = 0
-    peers: ClassVar[bool] = False
 
     def applies(self, world: World) -> bool:
         return world.ours.optimizer_spec.derived and not gathers_late(world) and not world.held
@@ -148,7 +117,6 @@ class StepThatLooks(Operation):
     @torch.no_grad()
     def ours(self, world: World) -> Seen:
         seen: Seen = {}
-        world.ours.losses.clear()
         with ends_with(world.ours.engine.optimizer, lambda: seen.update(output=world.ours.forward(self.seed)[1])):
             world.ours.engine.step()
         return seen
@@ -156,22 +124,16 @@ class StepThatLooks(Operation):
     @torch.no_grad()
     def plain(self, world: World) -> Seen:
         seen, plain = {}, world.plain
-        plain.losses.clear()
         with ends_with(plain.optimizer, lambda: seen.update(output=plain.forward(self.seed, world.rank)[1])):
             plain.optimizer.step()
         plain.num_steps += 1
         return seen
 
-    def after(self, world: World) -> None:
-        world.gradients, world.unfinished, world.may_clash, world.gathered = "means", False, False, False
 
-
-@dataclass(frozen=True)
-class WritePieces(Operation):
+class WritePieces(Operation, peers=False, steps=True):
     """Write by hand into what the optimizer steps, in place; gradients are forgotten."""
 
     part: str = "enter"
-    peers: ClassVar[bool] = False
 
     def applies(self, world: World) -> bool:
         return may_write(world) and not world.held
@@ -180,17 +142,12 @@ class WritePieces(Operation):
         self._write(world.ours.engine.step_tensors().items())
         return step_of_nothing(world)
 
-    def plain(self, world: World) -> Seen:
+    def plain(self, world: World) -> None:
         self._write(world.plain.params.items())
         world.plain.zero_grad()
         world.plain.num_steps += 1
-        return {}
 
     def _write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
             if name.startswith(self.part):
                 shrink([tensor])
-
-    def after(self, world: World) -> None:
-        world.gradients, world.unfinished, world.may_clash = "means", False, True
-        world.gathered = bool(world.plain.losses) and world.ours.spec.keeps_gathered

@@ -2,8 +2,6 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,10 +9,9 @@ from torch import Tensor
 from tests.fuzzing.engines import PEERS
 from tests.fuzzing.operation import Operation
 from tests.fuzzing.optimizers import LEFT_OUT
-from tests.fuzzing.world import Seen, World
+from tests.fuzzing.world import Losses, Seen, World
 
 
-@dataclass(frozen=True)
 class Evaluate(Operation):
     """A forward without gradients, in evaluation mode or not, by ``no_grad`` or by ``inference_mode``."""
 
@@ -29,10 +26,7 @@ class Evaluate(Operation):
         return {"output": output, "loss needs a gradient": loss.requires_grad}
 
     def plain(self, world: World) -> Seen:
-        with contextlib.ExitStack() as stack:
-            for model in world.plain.models:
-                stack.enter_context(evaluating(model, self.mode, inference=self.inference))
-            loss, output = world.plain.forward(self.seed, world.rank, depth=self.depth)
+        loss, output = evaluated(world, self.seed, self.depth, self.mode, inference=self.inference)
         return {"output": output, "loss needs a gradient": loss[world.rank].requires_grad}
 
 
@@ -48,7 +42,15 @@ def evaluating(model: torch.nn.Module, mode: bool, *, inference: bool = False) -
         model.train(before)
 
 
-@dataclass(frozen=True)
+def evaluated(
+    world: World, seed: int, depth: int | None = None, mode: bool = True, *, inference: bool = False
+) -> tuple[Losses, Tensor]:
+    with contextlib.ExitStack() as stack:
+        for model in world.plain.models:
+            stack.enter_context(evaluating(model, mode, inference=inference))
+        return world.plain.forward(seed, world.rank, depth=depth)
+
+
 class Freeze(Operation):
     """Freeze (or thaw) the parameters of a part of the module, on all ranks; ``leave.bias`` always trains."""
 
@@ -61,51 +63,43 @@ class Freeze(Operation):
     def plain(self, world: World) -> Seen:
         return self._set(world.plain.models[0])
 
-    def _set(self, module: torch.nn.Module) -> Seen:
+    def _set(self, module: torch.nn.Module) -> None:
         for name, param in module.named_parameters():
             if name.startswith(self.part) and name != LEFT_OUT:
                 param.requires_grad_(not self.frozen)
-        return {}
 
 
-@dataclass(frozen=True)
 class LearningRate(Operation):
     """Set the learning rate, or let the scheduler do it."""
 
     value: float | None = None
 
-    def ours(self, world: World) -> Seen:
+    def ours(self, world: World) -> None:
         if self.value is None:
             world.ours.scheduler.step()
         else:
             world.ours.engine.learning_rate = self.value
-        return {}
 
-    def plain(self, world: World) -> Seen:
+    def plain(self, world: World) -> None:
         if self.value is None:
             world.plain.scheduler.step()
         for group in world.plain.optimizer.param_groups if self.value is not None else ():
             group["lr"] = self.value
-        return {}
 
 
-@dataclass(frozen=True)
 class Mode(Operation):
     """``module.train()`` or ``module.eval()``."""
 
     train: bool = True
 
-    def ours(self, world: World) -> Seen:
+    def ours(self, world: World) -> None:
         world.ours.engine.module.train(self.train)
-        return {}
 
-    def plain(self, world: World) -> Seen:
+    def plain(self, world: World) -> None:
         for model in world.plain.models:
             model.train(self.train)
-        return {}
 
 
-@dataclass(frozen=True)
 class AddGroup(Operation):
     """The parameter that the optimizer was not given, in a group of its own."""
 
@@ -113,35 +107,27 @@ class AddGroup(Operation):
         stepped = [param for group in world.plain.optimizer.param_groups for param in group["params"]]
         return all(param is not world.plain.params[LEFT_OUT] for param in stepped)
 
-    def ours(self, world: World) -> Seen:
+    def ours(self, world: World) -> None:
         tensor = world.ours.engine.step_tensors().by_name(LEFT_OUT)
         world.ours.engine.optimizer.add_param_group({"params": [tensor], "lr": 0.02})
-        return {}
 
-    def plain(self, world: World) -> Seen:
+    def plain(self, world: World) -> None:
         world.plain.optimizer.add_param_group({"params": [world.plain.params[LEFT_OUT]], "lr": 0.02})
-        return {}
 
 
-@dataclass(frozen=True)
-class Hold(Operation):
+class Hold(Operation, peers=False):
     """Gather a unit of FSDP by hand and hold it, or let it go."""
 
     unit: int = 0
     hold: bool = True
-    peers: ClassVar[bool] = False
 
     def applies(self, world: World) -> bool:
         return world.ours.spec.name == "fsdp"
 
-    def ours(self, world: World) -> Seen:
+    def ours(self, world: World) -> None:
         engine = world.ours.engine
         unit = engine.units[self.unit % len(engine.units)]
         (engine.unshard if self.hold else engine.reshard)(unit.name)
-        return {}
-
-    def plain(self, world: World) -> Seen:
-        return {}
 
     def after(self, world: World) -> None:
         # Known also to ranks outside the engine's mesh: all ranks must say the same of whether an operation applies.
@@ -150,13 +136,11 @@ class Hold(Operation):
         (world.held.add if self.hold else world.held.discard)(unit)
 
 
-@dataclass(frozen=True)
-class ChangeMeans(Operation):
+class ChangeMeans(Operation, peers=False):
     """Clear or scale by hand the mean gradients of a part, where the optimizer will find them."""
 
     part: str = "enter"
     clear: bool = True
-    peers: ClassVar[bool] = False
 
     def applies(self, world: World) -> bool:
         return world.gradients == "means" and not world.unfinished
@@ -169,23 +153,17 @@ class ChangeMeans(Operation):
     def plain(self, world: World) -> Seen:
         return self._change(world.plain.params.items())
 
-    def _change(self, tensors: Iterable[tuple[str, Tensor]]) -> Seen:
+    def _change(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
             if name.startswith(self.part) and tensor.grad is not None:
                 tensor.grad = None if self.clear else tensor.grad.mul_(0.5)
-        return {}
 
 
-@dataclass(frozen=True)
-class Habit(Operation):
-    """A habit of plain torch: right, or refused with the line to write instead.
+class Habit(Operation, is_habit=True):
+    """A habit of plain torch: right, or refused with the line to write instead."""
 
-    Attributes:
-        what: 'optimizer.step', 'module.zero_grad', 'optimizer.zero_grad', 'clip module' or 'clip step tensors'.
-    """
-
+    # 'optimizer.step', 'module.zero_grad', 'optimizer.zero_grad', 'clip module' or 'clip step tensors'
     what: str = "optimizer.step"
-    is_habit: ClassVar[bool] = True
 
     def applies(self, world: World) -> bool:
         # Torch's engines clip each rank's own gradients by their own norm where no_sync() has left them.

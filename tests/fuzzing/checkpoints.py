@@ -1,27 +1,20 @@
 """Checkpoints: save, and load into this engine or into another one, on as many ranks or not."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from tests.fuzzing.engines import EngineSpec
 from tests.fuzzing.operation import Operation
 from tests.fuzzing.optimizers import WHOLE
 from tests.fuzzing.world import Seen, World, copied
 
 
-@dataclass(frozen=True)
-class Save(Operation):
+class Save(Operation, peers=False):
     """``engine.save(directory)``; of several meshes at once each saves into its own, and the first one's is loaded."""
 
-    peers: ClassVar[bool] = False
-
-    def ours(self, world: World) -> Seen:
+    def ours(self, world: World) -> None:
         assert world.directory is not None
         folder = world.directory / str(world.ours.mesh.ranks[0])
         world.ours.engine.save(folder, scheduler=world.ours.scheduler, extra={"number": 1})
-        return {}
 
-    def plain(self, world: World) -> Seen:
+    def plain(self, world: World) -> None:
         plain = world.plain
         world.saved = {
             "folder": str(world.ours.spec.ranks(0, world.meshes.num_ranks)[0]),
@@ -30,22 +23,19 @@ class Save(Operation):
             "scheduler": copied(plain.scheduler.state_dict()),
             "num_steps": plain.num_steps,
         }
-        return {}
 
     def after(self, world: World) -> None:
         if world.unfinished:
-            world.gradients, world.unfinished, world.gathered = "means", False, False
+            world.settle(keeps=False)
 
 
-@dataclass(frozen=True)
-class Load(Operation):
+class Load(Operation, peers=False, drops=True):
     """``engine.load(directory)``; with ``into``, a fresh engine of that kind takes the place of this one.
 
     Losses that wait are forgotten, as the gradients are.
     """
 
     into: EngineSpec | None = None
-    peers: ClassVar[bool] = False
 
     def applies(self, world: World) -> bool:
         if not world.saved or (self.into is not None and not _can_begin(self.into, world)):
@@ -65,7 +55,6 @@ class Load(Operation):
 
     def ours(self, world: World) -> Seen:
         ours = world.ours
-        ours.losses.clear()
         if self.into is not None:
             training = world.plain.models[0].training
             ours.move(self.into, world.meshes.of(self.into), world.plain.scale)
@@ -79,7 +68,6 @@ class Load(Operation):
 
     def plain(self, world: World) -> Seen:
         plain = world.plain
-        plain.losses.clear()
         if self.into is not None:
             plain.resize(self.into.num_data_ranks)
         plain.load(world.saved["state"])
@@ -90,7 +78,7 @@ class Load(Operation):
         return {"extra": {"number": 1}} if world.ours.is_member else {}
 
     def after(self, world: World) -> None:
-        world.gradients, world.unfinished, world.gathered = "means", False, False
+        world.settle()
         if self.into is not None:
             world.plain.thaw()
             world.ours.spec = self.into  # also where this rank takes no part, before or after

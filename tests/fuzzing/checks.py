@@ -106,7 +106,6 @@ def _flat(value: Any) -> Any:
 
 
 def _counts(world: World) -> Iterator[str]:
-    """Step counter, groups, buffers, what trains, hooks."""
     engine, plain = world.ours.engine, world.plain
     if engine.num_steps != plain.num_steps:
         yield f"num_steps: {engine.num_steps} instead of {plain.num_steps}"

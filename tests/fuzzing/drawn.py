@@ -24,19 +24,12 @@ from tests.fuzzing.optimizers import OWN, WHOLE, OptimizerSpec
 
 @dataclass(frozen=True)
 class Menu:
-    """What may be drawn.
+    """What may be drawn."""
 
-    Attributes:
-        num_ranks: of the pool.
-        strategies: names of engines.
-        features: see ``features``.
-        most: operations and training steps together.
-    """
-
-    num_ranks: int = 2
-    strategies: tuple[str, ...] = OURS
-    features: frozenset[str] = ALL
-    most: int = 12
+    num_ranks: int = 2  # of the pool
+    strategies: tuple[str, ...] = OURS  # names of engines
+    features: frozenset[str] = ALL  # see ``features``
+    most: int = 12  # operations and training steps together
 
 
 seldom = st.sampled_from([False, False, False, False, True])
@@ -58,7 +51,6 @@ optimizers = st.builds(
 
 @st.composite
 def modules(draw: st.DrawFn) -> ModuleSpec:
-    """Modules of up to four blocks."""
     blocks = draw(st.lists(_blocks, max_size=4))
     calls = st.lists(st.integers(0, len(blocks) - 1), max_size=len(blocks) + 1) if blocks else st.just([])
     in_order = draw(st.sampled_from([True, True, False]))

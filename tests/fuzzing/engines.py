@@ -31,32 +31,22 @@ NAMED: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """An engine.
+    """An engine."""
 
-    Attributes:
-        name: of the strategy.
-        options: pairs of name and value; a name in ``NAMED`` stands for its value.
-        axes: pairs of axis and size; the axis 'tensor' is the last, all others are data ranks.
-        transport: 'shared_memory' or 'gloo'.
-        place: of ``PLACES``.
-        guards: whether it has guards.
-    """
-
-    name: str = "ddp"
-    options: tuple[tuple[str, Any], ...] = ()
+    name: str = "ddp"  # of the strategy
+    options: tuple[tuple[str, Any], ...] = ()  # pairs of name and value; a name in ``NAMED`` stands for its value
+    # pairs of axis and size; the axis 'tensor' is the last, all others are data ranks
     axes: tuple[tuple[str, int], ...] = (("data", 2),)
-    transport: str = "shared_memory"
-    place: str = "all"
-    guards: bool = True
+    transport: str = "shared_memory"  # 'shared_memory' or 'gloo'
+    place: str = "all"  # of ``PLACES``
+    guards: bool = True  # whether it has guards
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of its mesh."""
         return prod(size for _, size in self.axes)
 
     @property
     def num_tensor_ranks(self) -> int:
-        """Ranks that each parameter is sliced over."""
         return dict(self.axes).get("tensor", 1)
 
     @property
@@ -83,7 +73,6 @@ class EngineSpec:
 
     @property
     def rounds(self) -> bool:
-        """Whether it computes in fewer bits than one process."""
         return "precision" in dict(self.options)
 
     def leaves_out(self, num_ranks: int) -> bool:
@@ -97,7 +86,6 @@ class EngineSpec:
         return tuple(range(start, start + self.num_ranks))
 
     def build(self, model: nn.Module, optimizer_fn: Callable[..., torch.optim.Optimizer], mesh: Mesh) -> AnyEngine:
-        """The engine around ``model``."""
         options = {name: NAMED.get(name, {}).get(value, value) for name, value in self.options}
         mesh_or_none = None if self.name == "single" else mesh
         return build_engine(self.name, model, optimizer_fn, mesh_or_none, guards=self.guards, **options)

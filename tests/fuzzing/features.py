@@ -1,12 +1,11 @@
 """What is left out of the scenarios for now, and why; deleting a line of ``OFF`` switches it on.
 
-Scenarios are made of anything; ``sift`` takes out what belongs to a feature that is off. The numbers are those of the
-list in the issue "what a user interleaves by habit trains as one process does, or is refused".
+Scenarios are made of anything; ``sift`` takes out what belongs to a feature that is off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,34 +26,8 @@ OFF: dict[str, str] = {
 }
 """Features that are off, with the reason."""
 
-FEATURES = frozenset({
-    "forward before step",  # FSDP: a forward without backward between backward and step()
-    "held over a step",  # FSDP: unshard(unit) before a step
-    "frozen anew",  # FSDP: freeze and thaw, and units that a micro-batch leaves out
-    "overwritten",  # a module overwrites in place what autograd has saved
-    "step before backward",  # a loss of before the step
-    "units differ",  # FSDP, not no_shard: units that a rank may leave out
-    "torch's habits",  # on the optimizer or module instead of the engine
-    "rank's own buffers",  # in full_state_dict(), where they differ between ranks
-    "reentrant",  # FSDP: reentrant checkpointing
-    "plain backward",  # loss.backward()
-    "left out",  # an optimizer that leaves a parameter out, whose state is loaded
-    "other ranks",  # a checkpoint that is loaded into another number of ranks
-    "part of the ranks",  # meshes that leave ranks out, or several at once
-    "tensor axis",  # a tensor-parallel module under an engine
-    "error on one rank",  # raised by the user's code
-    "retained graph",  # backward(retain_graph=True)
-    "own optimizers",  # of a user's class
-    "precision",  # fewer bits in compute or in reductions
-    "guards",  # and what they refuse; without them only right programs
-})  # fmt: skip
-ALL = FEATURES
-ON = FEATURES.difference(OFF)
-RIGHT = ON - {"guards", "torch's habits"}
-
 
 def sift(scenario: Scenario, features: frozenset[str]) -> Scenario:
-    """The scenario without what belongs to features that are off."""
     for name, take_out in SIEVES.items():
         if name not in features:
             scenario = take_out(scenario)
@@ -65,9 +38,28 @@ def _without(scenario: Scenario, unwanted: Callable[[Operation], bool]) -> Scena
     return replace(scenario, operations=tuple(one for one in scenario.operations if not unwanted(one)))
 
 
+def _without_kinds(*kinds: type[Operation]) -> Callable[[Scenario], Scenario]:
+    return lambda scenario: _without(scenario, lambda one: isinstance(one, kinds))
+
+
+def _with(kind: type[Operation], **fields: object) -> Callable[[Scenario], Scenario]:
+    """All operations of a kind with other values of these fields."""
+
+    def take_out(scenario: Scenario) -> Scenario:
+        some = (replace(one, **fields) if isinstance(one, kind) else one for one in scenario.operations)
+        return replace(scenario, operations=tuple(some))
+
+    return take_out
+
+
 def _with_blocks(scenario: Scenario, change: Callable[[BlockSpec], BlockSpec]) -> Scenario:
     blocks = tuple(change(block) for block in scenario.module.blocks)
     return replace(scenario, module=replace(scenario.module, blocks=blocks))
+
+
+def _linear(scenario: Scenario, *kinds: str) -> Scenario:
+    """The scenario with simple blocks in the places of these."""
+    return _with_blocks(scenario, lambda b: replace(b, kind="linear") if b.kind in kinds else b)
 
 
 def _uses_fsdp(scenario: Scenario) -> bool:
@@ -104,26 +96,10 @@ def _last_backward(operations: list[Operation]) -> int:
     return places[-1] if places else 0
 
 
-def _held_over_a_step(scenario: Scenario) -> Scenario:
-    return _without(scenario, lambda one: isinstance(one, Hold))
-
-
 def _frozen_anew(scenario: Scenario) -> Scenario:
     if not _uses_fsdp(scenario):
         return scenario
-    scenario = _without(scenario, lambda one: isinstance(one, Freeze))
-    some = [replace(one, depth=None) if isinstance(one, Forward) else one for one in scenario.operations]
-    scenario = replace(scenario, operations=tuple(some))
-    return _with_blocks(scenario, lambda b: replace(b, kind="linear") if b.kind == "sometimes" else b)
-
-
-def _overwritten(scenario: Scenario) -> Scenario:
-    return _with_blocks(scenario, lambda b: replace(b, kind="linear") if b.kind == "overwrite" else b)
-
-
-def _step_before_backward(scenario: Scenario) -> Scenario:
-    some = (replace(one, drops=True) if isinstance(one, Step) else one for one in scenario.operations)
-    return replace(scenario, operations=tuple(some))
+    return _linear(_with(Forward, depth=None)(_without_kinds(Freeze)(scenario)), "sometimes")
 
 
 def _units_differ(scenario: Scenario) -> Scenario:
@@ -131,35 +107,22 @@ def _units_differ(scenario: Scenario) -> Scenario:
     options = [dict(engine.options) for engine in scenario.engines]
     if not any(some.get("wrap") in (5, "every") and some.get("sharding") != "no_shard" for some in options):
         return scenario
-    return _with_blocks(scenario, lambda b: replace(b, kind="linear") if b.kind in BRANCH_KINDS else b)
-
-
-def _habits(scenario: Scenario) -> Scenario:
-    return _without(scenario, lambda one: isinstance(one, Habit))
+    return _linear(scenario, *BRANCH_KINDS)
 
 
 def _own_buffers(scenario: Scenario) -> Scenario:
     if all(block.kind not in ("running", "batchnorm") for block in scenario.module.blocks):
         return scenario
-    return _without(scenario, lambda one: isinstance(one, StateOut | StateIn))
+    return _without_kinds(StateOut, StateIn)(scenario)
 
 
 def _reentrant(scenario: Scenario) -> Scenario:
-    def change(block: BlockSpec) -> BlockSpec:
-        return replace(block, checkpoint=block.checkpoint.split()[0])
-
-    return _with_blocks(scenario, change)
-
-
-def _plain_backward(scenario: Scenario) -> Scenario:
-    some = (replace(one, how="engine") if isinstance(one, Backward) else one for one in scenario.operations)
-    return replace(scenario, operations=tuple(some))
+    return _with_blocks(scenario, lambda block: replace(block, checkpoint=block.checkpoint.split()[0]))
 
 
 def _left_out(scenario: Scenario) -> Scenario:
-    if not scenario.optimizer.left_out:
-        return scenario
-    return _without(scenario, lambda one: isinstance(one, NamedIn | NamedOut | OptimizerIn | OptimizerOut))
+    kinds = (NamedIn, NamedOut, OptimizerIn, OptimizerOut)
+    return _without_kinds(*kinds)(scenario) if scenario.optimizer.left_out else scenario
 
 
 def with_engines(scenario: Scenario, change: Callable[[EngineSpec], EngineSpec]) -> Scenario:
@@ -198,17 +161,8 @@ def _tensor_axis(scenario: Scenario) -> Scenario:
     return with_engines(scenario, change)
 
 
-def _error_on_one_rank(scenario: Scenario) -> Scenario:
-    return _without(scenario, lambda one: isinstance(one, FailsAlone))
-
-
-def _retained(scenario: Scenario) -> Scenario:
-    some = (replace(one, retain=False) if isinstance(one, Backward) else one for one in scenario.operations)
-    return replace(scenario, operations=tuple(some))
-
-
-def _own_optimizers(scenario: Scenario) -> Scenario:
-    kind = "sgd" if scenario.optimizer.kind in OWN else scenario.optimizer.kind
+def _with_optimizer(scenario: Scenario, unwanted: Iterable[str], kind: str) -> Scenario:
+    kind = kind if scenario.optimizer.kind in unwanted else scenario.optimizer.kind
     return replace(scenario, optimizer=replace(scenario.optimizer, kind=kind))
 
 
@@ -220,31 +174,33 @@ def _precision(scenario: Scenario) -> Scenario:
 
 
 def _guards(scenario: Scenario) -> Scenario:
-    kind = "averaged" if scenario.optimizer.kind in WHOLE else scenario.optimizer.kind
-    scenario = replace(scenario, optimizer=replace(scenario.optimizer, kind=kind))
+    scenario = _with_optimizer(scenario, WHOLE, "averaged")
     if any(engine.rounds for engine in scenario.engines):
         scenario = _without(scenario, lambda one: isinstance(one, FullParams) and one.inside in ("evaluate", "train"))
     return with_engines(scenario, lambda engine: replace(engine, guards=False))
 
 
 SIEVES: dict[str, Callable[[Scenario], Scenario]] = {
-    "forward before step": _forward_before_step,
-    "held over a step": _held_over_a_step,
-    "frozen anew": _frozen_anew,
-    "overwritten": _overwritten,
-    "step before backward": _step_before_backward,
-    "units differ": _units_differ,
-    "torch's habits": _habits,
-    "rank's own buffers": _own_buffers,
-    "reentrant": _reentrant,
-    "plain backward": _plain_backward,
-    "left out": _left_out,
-    "other ranks": _other_ranks,
-    "part of the ranks": _part_of_the_ranks,
-    "tensor axis": _tensor_axis,
-    "error on one rank": _error_on_one_rank,
-    "retained graph": _retained,
-    "own optimizers": _own_optimizers,
-    "precision": _precision,
-    "guards": _guards,
+    "forward before step": _forward_before_step,  # FSDP: a forward without backward between backward and step()
+    "held over a step": _without_kinds(Hold),  # FSDP: unshard(unit) before a step
+    "frozen anew": _frozen_anew,  # FSDP: freeze and thaw, and units that a micro-batch leaves out
+    "overwritten": lambda scenario: _linear(scenario, "overwrite"),  # in place, what autograd has saved
+    "step before backward": _with(Step, drops=True),  # a loss of before the step
+    "units differ": _units_differ,  # FSDP, not no_shard: units that a rank may leave out
+    "torch's habits": _without_kinds(Habit),  # on the optimizer or module instead of the engine
+    "rank's own buffers": _own_buffers,  # in full_state_dict(), where they differ between ranks
+    "reentrant": _reentrant,  # FSDP: reentrant checkpointing
+    "plain backward": _with(Backward, how="engine"),  # loss.backward()
+    "left out": _left_out,  # an optimizer that leaves a parameter out, whose state is loaded
+    "other ranks": _other_ranks,  # a checkpoint that is loaded into another number of ranks
+    "part of the ranks": _part_of_the_ranks,  # meshes that leave ranks out, or several at once
+    "tensor axis": _tensor_axis,  # a tensor-parallel module under an engine
+    "error on one rank": _without_kinds(FailsAlone),  # raised by the user's code
+    "retained graph": _with(Backward, retain=False),  # backward(retain_graph=True)
+    "own optimizers": lambda scenario: _with_optimizer(scenario, OWN, "sgd"),  # of a user's class
+    "precision": _precision,  # fewer bits in compute or in reductions
+    "guards": _guards,  # and what they refuse; without them only right programs
 }
+ALL = frozenset(SIEVES)
+ON = ALL.difference(OFF)
+RIGHT = ON - {"guards", "torch's habits"}

@@ -6,12 +6,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
-from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from shardlab.launch import RankPool
 from tests.fuzzing.features import ON
@@ -44,7 +41,6 @@ class HuntConfig:
     keep_going: bool = False
     timeout_s: float = 10.0
     device: str = "cpu"
-    bar: bool = True
 
 
 @dataclass
@@ -57,7 +53,6 @@ class Statistics:
     strategies: Counter[str] = field(default_factory=Counter)
 
     def add(self, scenario: Scenario, verdict: Verdict) -> None:
-        """Count a scenario."""
         self.scenarios += 1
         self.strategies[scenario.engine.name] += 1
         if verdict.kind == "refused":
@@ -74,29 +69,21 @@ class Hunt:
         self.finds: list[tuple[Scenario, Verdict]] = []
         self._pools: dict[int, RankPool] = {}
         self._known: set[tuple[str, str, str]] = set()
-        self._seconds: list[float] = []  # from the beginning to each find, before it was made small
-        self._began = time.monotonic()
-        self._until = self._began + 60 * config.minutes
-        columns = (TextColumn("{task.completed} scenarios"), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=Console(stderr=True), disable=not config.bar, redirect_stdout=False)
-        self._task = self._bar.add_task("")
+        self._until = time.monotonic() + 60 * config.minutes
 
     def run(self) -> None:
-        """Until the time is up, or at the first find."""
-        with self._bar:
-            round_ = 0
-            while time.monotonic() < self._until and (self.config.keep_going or not self.finds):
-                num_ranks = self.config.ranks[round_ % len(self.config.ranks)]
-                self._round(num_ranks, self.config.seed + round_)
-                round_ += 1
+        round_ = 0
+        while time.monotonic() < self._until and (self.config.keep_going or not self.finds):
+            num_ranks = self.config.ranks[round_ % len(self.config.ranks)]
+            self._round(num_ranks, self.config.seed + round_)
+            sys.stderr.write(f"\r{self.statistics.scenarios} scenarios")
+            round_ += 1
 
     def close(self) -> None:
-        """End the ranks."""
         for pool in self._pools.values():
             pool.close()
 
     def pool_of(self, num_ranks: int) -> RankPool:
-        """A warm pool."""
         if num_ranks not in self._pools:
             self._pools[num_ranks] = RankPool(
                 num_ranks, device=self.config.device, timeout_s=self.config.timeout_s, threads_per_rank=1,
@@ -113,20 +100,15 @@ class Hunt:
         if find is not None:
             find = session.reduced(find[0])
             self.finds.append(find)
-            self._seconds.append(session.found_at - self._began)
             self._known.add(_key(*find))
-            self._bar.stop()  # so that the script does not lie in it
             sys.stdout.write(f"\n# seed {seed}, {num_ranks} ranks\n{script_of(*find)}\n")
-            self._bar.start()
 
     def _judge(self, scenario: Scenario) -> Verdict:
         verdict = run_scenario(self.pool_of(scenario.num_ranks), scenario)
         self.statistics.add(scenario, verdict)
-        self._bar.advance(self._task)
         return verdict
 
     def summary(self) -> str:
-        """What was done and found, to be read."""
         done = self.statistics
         lines = [
             f"{done.scenarios} sequences, {sum(done.operations.values())} operations, {len(self.finds)} finds "
@@ -139,22 +121,6 @@ class Hunt:
         ]
         return "\n".join(lines) + "\n"
 
-    def as_json(self) -> dict[str, Any]:
-        """The same for a program."""
-        done = self.statistics
-        return {
-            "seed": self.config.seed,
-            "sequences": done.scenarios,
-            "operations": dict(done.operations),
-            "strategies": dict(done.strategies),
-            "refused": dict(done.refused),
-            "finds": [
-                {"strategy": scenario.engine.name, "kind": verdict.kind, "text": verdict.text,
-                 "seconds": seconds, "script": script_of(scenario, verdict)}
-                for (scenario, verdict), seconds in zip(self.finds, self._seconds, strict=True)
-            ],
-        }  # fmt: skip
-
 
 class _Session:
     """One seed's scenarios. Each is done once: Hypothesis asks for the same again while it shrinks."""
@@ -166,7 +132,7 @@ class _Session:
         self._seen: dict[Scenario, Verdict] = {}
         self._wanted: tuple[str, str, str] | None = None
         self._last: tuple[Scenario, Verdict] | None = None
-        self._shrink_until = self.found_at = 0.0
+        self._shrink_until = 0.0
 
     def search(self, menu: Menu, seed: int, number: int) -> tuple[Scenario, Verdict] | None:
         """The smallest find, or None."""
@@ -210,8 +176,8 @@ class _Session:
         if not verdict.is_find or _key(scenario, verdict) in self._known:
             return False
         if self._wanted is None:
-            self._wanted, self.found_at = _key(scenario, verdict), time.monotonic()
-            self._shrink_until = self.found_at + SHRINK_S
+            self._wanted = _key(scenario, verdict)
+            self._shrink_until = time.monotonic() + SHRINK_S
         if _key(scenario, verdict) != self._wanted:
             return False
         self._last = (scenario, verdict)

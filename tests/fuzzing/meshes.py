@@ -62,6 +62,5 @@ class Meshes:
 
 
 def close_all() -> None:
-    """Close whatever is kept in this process."""
     while _KEPT:
         _KEPT.popitem()[1].close()

@@ -4,7 +4,7 @@ Legend: I = 3 features of a row, W the width, V = 5 outputs (and rows of the emb
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,44 +33,26 @@ class Planted(ArithmeticError):  # noqa: N818 - the user's own
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One block.
+    """One block."""
 
-    Attributes:
-        kind: of ``ALIKE_KINDS`` or ``BRANCH_KINDS``.
-        checkpoint: activation checkpointing of the whole block, by its caller, or of its inside, by itself.
-        frozen: whether its parameters do not train.
-    """
-
-    kind: str = "linear"
-    checkpoint: str = "none"
-    frozen: bool = False
+    kind: str = "linear"  # of ``ALIKE_KINDS`` or ``BRANCH_KINDS``
+    checkpoint: str = "none"  # activation checkpointing of the whole block, by its caller, or of its inside, by itself
+    frozen: bool = False  # whether its parameters do not train
 
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """A module of blocks between two layers.
+    """A module of blocks between two layers."""
 
-    Attributes:
-        width: of the blocks.
-        blocks: each is there once.
-        path: the blocks in the order in which they are called; one may be called twice, or never.
-        enter: the first layer, 'linear' or 'embedding'.
-        tied: 'none', 'blocks' (all blocks have one weight) or 'ends' (the embedding and the last layer).
-        shared: the first block has a second place in the module, which is called last.
-        spare: there is a layer that no rank uses.
-        frozen_enter: the first layer does not train.
-        output: what the module returns, see ``OUTPUT_KINDS``.
-    """
-
-    width: int = 4
-    blocks: tuple[BlockSpec, ...] = ()
-    path: tuple[int, ...] = ()
-    enter: str = "linear"
-    tied: str = "none"
-    shared: bool = False
-    spare: bool = False
-    frozen_enter: bool = False
-    output: str = "tensor"
+    width: int = 4  # of the blocks
+    blocks: tuple[BlockSpec, ...] = ()  # each is there once
+    path: tuple[int, ...] = ()  # the blocks in the order in which they are called; one may be called twice, or never
+    enter: str = "linear"  # the first layer, 'linear' or 'embedding'
+    tied: str = "none"  # 'none', 'blocks' (all blocks have one weight) or 'ends' (the embedding and the last layer)
+    shared: bool = False  # the first block has a second place in the module, which is called last
+    spare: bool = False  # there is a layer that no rank uses
+    frozen_enter: bool = False  # the first layer does not train
+    output: str = "tensor"  # what the module returns, see ``OUTPUT_KINDS``
 
 
 @dataclass
@@ -131,63 +113,60 @@ class Block(nn.Module):
         return {"x": x + y} if self.spec.kind == "dict" else x + y
 
     def _compute(self, x: Tensor) -> Tensor:
-        return getattr(self, f"_{self.spec.kind}", self._linear)(x)
+        return COMPUTE.get(self.spec.kind, COMPUTE["linear"])(self, x)
 
-    def _linear(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x))
 
-    def _norm(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(self.norm(x)))
+def _says(x: Tensor) -> bool:
+    """What the rows of a rank say to a branch."""
+    return float(x.detach()[0, 0]) > 0
 
-    _batchnorm = _norm
 
-    def _scale(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x)) * self.scale
+def _nested(block: Block, x: Tensor) -> Tensor:
+    for inner in block.blocks:
+        x = inner(x)
+    return torch.tanh(block.inner(x))
 
-    def _few(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x)) * self.row
 
-    def _transposed(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x) @ self.weight)
+def _sometimes(block: Block, x: Tensor) -> Tensor:
+    y = torch.tanh(block.inner(x))
+    return y + block.other(y) if _says(x) else y
 
-    def _nested(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return torch.tanh(self.inner(x))
 
-    @staticmethod
-    def _says(x: Tensor) -> bool:
-        """What the rows of a rank say to a branch."""
-        return float(x.detach()[0, 0]) > 0
+def _overwrite(block: Block, x: Tensor) -> Tensor:
+    y = torch.tanh(block.inner(x))
+    z = y * 2.0
+    y.mul_(0.5)  # tanh has saved y
+    return z
 
-    def _branch(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x) if self._says(x) else self.other(x))
 
-    def _sometimes(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.inner(x))
-        return y + self.other(y) if self._says(x) else y
+def _counter(block: Block, x: Tensor) -> Tensor:
+    block.count += 1
+    return torch.tanh(block.inner(x)) / block.count.clone()
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(self.down(torch.tanh(self.up(x)))))
 
-    def _inplace(self, x: Tensor) -> Tensor:
-        return self.inner(x).add_(1.0).tanh_()
+def _running(block: Block, x: Tensor) -> Tensor:
+    if block.training:
+        with torch.no_grad():
+            block.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+    return torch.tanh(block.inner(x)) + block.mean.clone()
 
-    def _overwrite(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.inner(x))
-        z = y * 2.0
-        y.mul_(0.5)  # tanh has saved y
-        return z
 
-    def _counter(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return torch.tanh(self.inner(x)) / self.count.clone()
-
-    def _running(self, x: Tensor) -> Tensor:
-        if self.training:
-            with torch.no_grad():
-                self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-        return torch.tanh(self.inner(x)) + self.mean.clone()
+COMPUTE: dict[str, Callable[[Block, Tensor], Tensor]] = {
+    "linear": lambda block, x: torch.tanh(block.inner(x)),
+    "norm": lambda block, x: torch.tanh(block.inner(block.norm(x))),
+    "batchnorm": lambda block, x: torch.tanh(block.inner(block.norm(x))),
+    "scale": lambda block, x: torch.tanh(block.inner(x)) * block.scale,
+    "few": lambda block, x: torch.tanh(block.inner(x)) * block.row,
+    "transposed": lambda block, x: torch.tanh(block.inner(x) @ block.weight),
+    "mlp": lambda block, x: torch.tanh(block.inner(block.down(torch.tanh(block.up(x))))),
+    "branch": lambda block, x: torch.tanh(block.inner(x) if _says(x) else block.other(x)),
+    "inplace": lambda block, x: block.inner(x).add_(1.0).tanh_(),
+    "nested": _nested,
+    "sometimes": _sometimes,
+    "overwrite": _overwrite,
+    "counter": _counter,
+    "running": _running,
+}
 
 
 class Model(nn.Module):
@@ -237,7 +216,6 @@ def _fail(h: Tensor, fault: str) -> Tensor:
 
 
 def prediction(output: Any) -> Tensor:
-    """The prediction in whatever a module returns."""
     if isinstance(output, Output):
         return output.y
     if isinstance(output, dict):
@@ -246,7 +224,6 @@ def prediction(output: Any) -> Tensor:
 
 
 def build(spec: ModuleSpec, seed: int = 0) -> Model:
-    """The module, with parameters of its own for every seed."""
     with seeded(seed):
         return Model(spec).double().to(current().device)
 
@@ -273,7 +250,6 @@ def rows(seed: int, rank: int, num_rows: int = 2) -> tuple[Tensor, Tensor]:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, torch draws from this seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

@@ -24,7 +24,6 @@ class Averaged(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """One step of each tensor that has a gradient."""
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:
@@ -36,7 +35,6 @@ class Averaged(torch.optim.Optimizer):
                 param.sub_(group["lr"] * (average + group["weight_decay"] * param))
 
     def direction(self, gradient: Tensor) -> Tensor:
-        """Of a step."""
         return gradient
 
 
@@ -46,7 +44,6 @@ class Normalised(Averaged):
     shardlab_looks_at = "tensor"
 
     def direction(self, gradient: Tensor) -> Tensor:
-        """Of a step."""
         return gradient / (0.1 + gradient.norm())
 
 
@@ -56,7 +53,6 @@ class Centred(Averaged):
     shardlab_looks_at = "tensor"
 
     def direction(self, gradient: Tensor) -> Tensor:
-        """Of a step."""
         return gradient - gradient.mean(-1, keepdim=True) if gradient.dim() > 1 else gradient
 
 
@@ -67,14 +63,12 @@ class Clipped(Averaged):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """One step."""
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         if params:
             self.scale = 1.0 / (1.0 + torch.stack([param.grad.norm() for param in params]).norm())
         super().step()
 
     def direction(self, gradient: Tensor) -> Tensor:
-        """Of a step."""
         return gradient * self.scale
 
 
@@ -84,25 +78,17 @@ OWN = {"averaged": Averaged, "normalised": Normalised, "centred": Centred, "clip
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer that forgives neither a gradient off by a factor nor one that is 0 instead of None.
+    """An optimizer that forgives neither a gradient off by a factor nor one that is 0 instead of None."""
 
-    Attributes:
-        kind: 'sgd' (with momentum and weight decay), 'adam' or 'adamw' (with a large eps), or of ``OWN``.
-        groups: biases have a group of their own.
-        left_out: the last layer's bias is in no group, until ``AddGroup``.
-        fused: 'adam' and 'adamw' by kernels that write without raising autograd's versions. (Torch's fused SGD raises a
-            TypeError where a parameter has its first gradient later than others.)
-        derived: of a class of the user's, whose step may do more at its end, see ``ends_with``.
-    """
-
-    kind: str = "sgd"
-    groups: bool = False
-    left_out: bool = False
+    kind: str = "sgd"  # 'sgd' (with momentum and weight decay), 'adam' or 'adamw' (with a large eps), or of ``OWN``
+    groups: bool = False  # biases have a group of their own
+    left_out: bool = False  # the last layer's bias is in no group, until ``AddGroup``
+    # 'adam' and 'adamw' by kernels that write without raising autograd's versions. (Torch's fused SGD raises a
+    # TypeError where a parameter has its first gradient later than others.)
     fused: bool = False
-    derived: bool = False
+    derived: bool = False  # of a class of the user's, whose step may do more at its end, see ``ends_with``
 
     def build(self, named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-        """The optimizer over these tensors, known by their names in the module."""
         named = [(name, tensor) for name, tensor in named if not (self.left_out and name == LEFT_OUT)]
         if not self.groups:
             return self._over([{"params": [tensor for _, tensor in named]}])
@@ -128,7 +114,6 @@ def _derived_from(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimiz
         at_the_end: Callable[[], object] | None = None
 
         def step(self, *args: Any) -> None:
-            """A step of ``kind``, and more."""
             super().step(*args)
             if self.at_the_end is not None:
                 self.at_the_end()

@@ -25,7 +25,6 @@ def make_parallel(model: nn.Module, mesh: Mesh) -> None:
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """A style for every linear layer that has one."""
     layers = {name: name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
     return {name: STYLES[kind] for name, kind in layers.items() if kind in STYLES}
 

@@ -116,11 +116,15 @@ def _do(world: World, operation: Operation, deep: bool) -> str:
     before, optimizer = world.plain.states(), copied(world.plain.optimizer.state_dict())
     operation.prepare(world)
     takes_part = operation.takes_part(world)
+    if operation.drops:
+        world.ours.losses.clear()
     ours = _attempt(operation.ours, world) if takes_part else {}
     if world.meshes.largest([isinstance(ours, Exception)])[0] and not takes_part:
         ours = RuntimeError("another rank's")
     if operation.is_habit and isinstance(ours, Exception):
         return "declined: " + (check_refusal(ours) if takes_part else "")
+    if operation.drops:
+        world.plain.losses.clear()
     plain = _attempt(operation.plain, world)
     if isinstance(ours, Exception) and isinstance(plain, Exception):
         if refuses_at_once(ours):
@@ -149,7 +153,6 @@ def _do(world: World, operation: Operation, deep: bool) -> str:
 
 
 def _end(world: World) -> str:
-    """Look at everything, close, and train alone."""
     if world.meshes.largest([world.has_met])[0] or not world.ours.is_member:
         return "equal"
     for unit in sorted(world.held):
@@ -176,7 +179,7 @@ def _looks(world: World, deep: bool) -> Iterator[str]:
 
 def _attempt(side: Any, world: World) -> Any:
     try:
-        return side(world)
+        return side(world) or {}
     except (ValueError, RuntimeError, ArithmeticError, NotImplementedError) as error:
         return error
 

@@ -61,7 +61,6 @@ def refuses_forward(error: Exception) -> bool:
 
 
 def has_met(error: Exception) -> bool:
-    """Whether two different collectives have met."""
     return _matches(error, (MEET,))
 
 
@@ -90,7 +89,6 @@ def check_refusal(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Of its text."""
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 

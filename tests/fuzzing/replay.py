@@ -3,31 +3,11 @@
 import sys
 
 from shardlab.launch import RankPool
-from tests.fuzzing.around_step import HookedStep, StepThatLooks, StepThatRaises, WritePieces
-from tests.fuzzing.between import AddGroup, ChangeMeans, Evaluate, Freeze, Habit, Hold, LearningRate, Mode
-from tests.fuzzing.checkpoints import Load, Save
-from tests.fuzzing.engines import EngineSpec
-from tests.fuzzing.modules import BlockSpec, ModuleSpec
-from tests.fuzzing.optimizers import OptimizerSpec
+from tests.fuzzing.engines import EngineSpec  # noqa: F401
+from tests.fuzzing.modules import BlockSpec, ModuleSpec  # noqa: F401
+from tests.fuzzing.optimizers import OptimizerSpec  # noqa: F401
 from tests.fuzzing.run import Scenario, run_scenario
-from tests.fuzzing.states import (
-    FullParams,
-    GradientsOut,
-    NamedIn,
-    NamedOut,
-    OptimizerIn,
-    OptimizerOut,
-    StateIn,
-    StateOut,
-)
-from tests.fuzzing.training import Backward, Clip, FailsAlone, Finish, Forward, ScaledStep, Step, ZeroGrad
-
-__all__ = [
-    "AddGroup", "Backward", "BlockSpec", "ChangeMeans", "Clip", "EngineSpec", "Evaluate", "FailsAlone", "Finish",
-    "Forward", "Freeze", "FullParams", "GradientsOut", "Habit", "Hold", "HookedStep", "LearningRate", "Load", "Mode",
-    "ModuleSpec", "NamedIn", "NamedOut", "OptimizerIn", "OptimizerOut", "OptimizerSpec", "Save", "ScaledStep",
-    "Scenario", "StateIn", "StateOut", "Step", "StepThatLooks", "StepThatRaises", "WritePieces", "ZeroGrad", "replay",
-]  # fmt: skip
+from tests.fuzzing.scenarios import *  # noqa: F403
 
 
 def replay(scenario: Scenario) -> None:

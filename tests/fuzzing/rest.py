@@ -73,7 +73,6 @@ def state_bytes(states: Mapping[str, Mapping[str, Any]], params: Mapping[str, Te
 
 
 def _thawed(group: Group) -> Group:
-    """The group, as if all of it trained: it may, later."""
     return replace(group, params={name: replace(param, trainable=True) for name, param in group.params.items()})
 
 

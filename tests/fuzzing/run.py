@@ -17,27 +17,18 @@ from tests.fuzzing.optimizers import OptimizerSpec
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is trained, by what, and what the user does.
+    """What is trained, by what, and what the user does."""
 
-    Attributes:
-        module: see ``ModuleSpec``.
-        engine: see ``EngineSpec``.
-        optimizer: see ``OptimizerSpec``.
-        operations: in order; afterwards the engine is closed and its module trains alone.
-        deep: the whole state is put together after every operation, not only at the end.
-        pool: ranks that there are, if not those of the first engine's mesh.
-    """
-
-    module: ModuleSpec
-    engine: EngineSpec
+    module: ModuleSpec  # see ``ModuleSpec``
+    engine: EngineSpec  # see ``EngineSpec``
+    # see ``OptimizerSpec``
     optimizer: OptimizerSpec = OptimizerSpec()  # noqa: RUF009 - it is frozen
-    operations: tuple[Operation, ...] = ()
-    deep: bool = False
-    pool: int = 0
+    operations: tuple[Operation, ...] = ()  # in order; afterwards the engine is closed and its module trains alone
+    deep: bool = False  # the whole state is put together after every operation, not only at the end
+    pool: int = 0  # ranks that there are, if not those of the first engine's mesh
 
     @property
     def num_ranks(self) -> int:
-        """Of the pool."""
         return self.pool or self.engine.num_ranks
 
     @property
@@ -48,23 +39,15 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of a whole scenario.
+    """Of a whole scenario."""
 
-    Attributes:
-        kind: 'equal', 'refused' (as documented), 'different', 'hang', 'crash' or 'apart' (ranks answer differently).
-        text: what, in words.
-        at: number of the operation; None where it is not known.
-        steps: of every operation that was done, its kind and what came of it.
-    """
-
-    kind: str
-    text: str = ""
-    at: int | None = None
-    steps: tuple[tuple[str, str], ...] = ()
+    kind: str  # 'equal', 'refused' (as documented), 'different', 'hang', 'crash' or 'apart' (ranks answer differently)
+    text: str = ""  # what, in words
+    at: int | None = None  # number of the operation; None where it is not known
+    steps: tuple[tuple[str, str], ...] = ()  # of every operation that was done, its kind and what came of it
 
     @property
     def is_find(self) -> bool:
-        """Whether it is neither equal nor refused as documented."""
         return self.kind not in ("equal", "refused")
 
     @property
@@ -76,7 +59,6 @@ class Verdict:
 
 
 def run_scenario(pool: RankPool, scenario: Scenario) -> Verdict:
-    """The verdict over all ranks of the pool."""
     saves = any(isinstance(operation, Save) for operation in scenario.operations)
     directory = tempfile.mkdtemp(prefix="fuzz-") if saves else None
     progress: dict[int, int] = {}

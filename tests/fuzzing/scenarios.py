@@ -32,7 +32,6 @@ from tests.fuzzing.training import Backward, Clip, FailsAlone, Finish, Forward, 
 
 
 def scenarios(menu: Menu) -> st.SearchStrategy[Scenario]:
-    """Scenarios of a menu."""
     return _scenarios(menu).map(lambda scenario: sift(scenario, menu.features))
 
 
@@ -55,7 +54,6 @@ def _for_peers(operation: Operation) -> Operation:
 
 
 def _fitting(draw: st.DrawFn, scenario: Scenario) -> Scenario:
-    """The scenario with a module and an optimizer that its engines mostly take."""
     scenario = replace(
         scenario,
         optimizer=drawn_optimizer(draw, scenario.engines),
@@ -141,7 +139,6 @@ def _back(draw: st.DrawFn) -> list[Operation]:
 
 
 def _single(menu: Menu) -> st.SearchStrategy[list[Operation]]:
-    """Any one operation."""
     into = st.one_of(st.none(), engines(menu))
     faults = st.sampled_from(["none", "none", "none", "forward", "backward"])
     kinds: list[st.SearchStrategy[Any]] = [

@@ -22,7 +22,6 @@ if __name__ == "__main__":
 
 
 def script_of(scenario: Scenario, verdict: Verdict) -> str:
-    """A script that does the scenario again and says what came of it."""
     text = verdict.text.splitlines()[0] if verdict.text else ""
     return TEMPLATE.format(kind=verdict.kind, text=text, scenario=source(scenario))
 

@@ -63,7 +63,6 @@ def _simpler_modules(module: ModuleSpec) -> Iterator[ModuleSpec]:
 
 
 def _by_default(value: Any) -> Iterator[Any]:
-    """The value with one field as it is by default."""
     assert is_dataclass(value)
     assert not isinstance(value, type)
     for field in fields(value):

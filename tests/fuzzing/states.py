@@ -1,17 +1,15 @@
 """What users do with states: full parameters, state dicts out and in."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from tests.fuzzing.between import evaluating
+from tests.fuzzing.between import evaluated, evaluating
 from tests.fuzzing.operation import Operation
 from tests.fuzzing.world import Seen, World, copied
 
 
-@dataclass(frozen=True)
-class FullParams(Operation):
+class FullParams(Operation, peers=False):
     """Inside ``full_params()``: 'look' at parameters, 'change' or 'replace' them, 'evaluate' or 'train' the engine.
 
     'borrow' replaces them, and then puts back the memory that was there.
@@ -20,11 +18,9 @@ class FullParams(Operation):
     keep: bool = False
     inside: str = "look"
     seed: int = 0
-    peers: ClassVar[bool] = False
 
     @property
     def changes(self) -> bool:
-        """Whether parameters have other values afterwards, or had meanwhile."""
         return self.inside in ("change", "replace", "borrow") and self.keep
 
     def ours(self, world: World) -> Seen:
@@ -62,13 +58,7 @@ class FullParams(Operation):
                 for param in plain.params.values() if self.inside != "borrow" else ():
                     param.mul_(0.9)
         elif self.inside == "evaluate":
-            before = plain.models[0].training
-            for model in plain.models:
-                model.eval()
-            with torch.no_grad():
-                seen["output"] = plain.forward(self.seed, world.rank)[1]
-            for model in plain.models:
-                model.train(before)
+            seen["output"] = evaluated(world, self.seed)[1]
         elif self.inside == "train":
             loss, seen["output"] = plain.forward(self.seed, world.rank)
             plain.backward(loss)
@@ -78,11 +68,10 @@ class FullParams(Operation):
         if self.changes:
             world.ours.losses.clear()
         if self.inside == "train":
-            world.gradients, world.unfinished = "means", False
+            world.settle()
         world.gathered = False
 
 
-@dataclass(frozen=True)
 class StateOut(Operation):
     """``full_state_dict()``, compared and kept."""
 
@@ -98,32 +87,24 @@ class StateOut(Operation):
         world.gathered = False
 
 
-@dataclass(frozen=True)
-class StateIn(Operation):
+class StateIn(Operation, drops=True):
     """``load_full_state_dict()`` of what ``StateOut`` has kept. Losses that wait are forgotten."""
 
     def applies(self, world: World) -> bool:
         return "state" in world.plain.kept
 
-    def ours(self, world: World) -> Seen:
-        world.ours.losses.clear()
+    def ours(self, world: World) -> None:
         world.ours.engine.load_full_state_dict(world.ours.kept["state"])
-        return {}
 
-    def plain(self, world: World) -> Seen:
-        world.plain.losses.clear()
+    def plain(self, world: World) -> None:
         world.plain.load(world.plain.kept["state"])
-        return {}
 
     def after(self, world: World) -> None:
         world.gathered = False
 
 
-@dataclass(frozen=True)
-class OptimizerOut(Operation):
+class OptimizerOut(Operation, peers=False):
     """``full_optimizer_state_dict()``, compared and kept."""
-
-    peers: ClassVar[bool] = False
 
     def ours(self, world: World) -> Seen:
         world.ours.kept["optimizer"] = state = world.ours.engine.full_optimizer_state_dict()
@@ -135,34 +116,26 @@ class OptimizerOut(Operation):
 
     def after(self, world: World) -> None:
         if world.unfinished:
-            world.gradients, world.unfinished, world.gathered = "means", False, False
+            world.settle(keeps=False)
 
 
-@dataclass(frozen=True)
-class OptimizerIn(Operation):
+class OptimizerIn(Operation, peers=False):
     """``load_full_optimizer_state_dict()`` of what ``OptimizerOut`` has kept."""
-
-    peers: ClassVar[bool] = False
 
     def applies(self, world: World) -> bool:
         return "optimizer" in world.plain.kept and len(world.plain.kept["optimizer"]["param_groups"]) == len(
             world.plain.optimizer.param_groups
         )
 
-    def ours(self, world: World) -> Seen:
+    def ours(self, world: World) -> None:
         world.ours.engine.load_full_optimizer_state_dict(world.ours.kept["optimizer"])
-        return {}
 
-    def plain(self, world: World) -> Seen:
+    def plain(self, world: World) -> None:
         world.plain.optimizer.load_state_dict(copied(world.plain.kept["optimizer"]))
-        return {}
 
 
-@dataclass(frozen=True)
-class NamedOut(Operation):
+class NamedOut(Operation, peers=False):
     """``named_optimizer_state()``, compared and kept."""
-
-    peers: ClassVar[bool] = False
 
     def ours(self, world: World) -> Seen:
         world.ours.kept["named"] = state = world.ours.engine.named_optimizer_state()
@@ -174,34 +147,26 @@ class NamedOut(Operation):
 
     def after(self, world: World) -> None:
         if world.unfinished:
-            world.gradients, world.unfinished, world.gathered = "means", False, False
+            world.settle(keeps=False)
 
 
-@dataclass(frozen=True)
-class NamedIn(Operation):
+class NamedIn(Operation, peers=False):
     """``load_named_optimizer_state()`` of what ``NamedOut`` has kept."""
-
-    peers: ClassVar[bool] = False
 
     def applies(self, world: World) -> bool:
         return "named" in world.plain.kept
 
-    def ours(self, world: World) -> Seen:
+    def ours(self, world: World) -> None:
         world.ours.engine.load_named_optimizer_state(world.ours.kept["named"])
-        return {}
 
-    def plain(self, world: World) -> Seen:
+    def plain(self, world: World) -> None:
         state, params = world.plain.optimizer.state, world.plain.params
         state.clear()
         state.update({params[name]: copied(held) for name, held in world.plain.kept["named"].items()})
-        return {}
 
 
-@dataclass(frozen=True)
-class GradientsOut(Operation):
+class GradientsOut(Operation, peers=False, settles=True):
     """``full_gradients()``, compared."""
-
-    peers: ClassVar[bool] = False
 
     def ours(self, world: World) -> Seen:
         return world.ours.engine.full_gradients()
@@ -209,18 +174,12 @@ class GradientsOut(Operation):
     def plain(self, world: World) -> Seen:
         return world.plain.gradients()
 
-    def after(self, world: World) -> None:
-        world.gradients, world.unfinished = "means", False
-        world.gathered = bool(world.plain.losses) and world.ours.spec.keeps_gathered
-
 
 def levelled(state: dict[str, dict[str, Any]]) -> Seen:
-    """State by parameter name as one level of names."""
     return {f"state {name} {key}": value for name, held in state.items() for key, value in held.items()}
 
 
 def flat(state: dict[str, Any]) -> Seen:
-    """An optimizer's state dict as one level of names."""
     found = {f"state {number} {key}": v for number, held in state["state"].items() for key, v in held.items()}
     for number, group in enumerate(state["param_groups"]):
         found |= {f"group {number} {key}": v for key, v in group.items() if key in ("lr", "weight_decay", "params")}

@@ -1,8 +1,6 @@
 """The steps of a training loop: forward, backward, clip, step, and forget the gradients."""
 
 import contextlib
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,26 +9,17 @@ from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import TOLD, Role
 from tests.fuzzing.modules import Planted
 from tests.fuzzing.operation import Operation
-from tests.fuzzing.world import Ours, Plain, Seen, World, quiet
+from tests.fuzzing.world import Seen, World, quiet
 
 
-@dataclass(frozen=True)
 class Forward(Operation):
-    """A forward whose loss waits for a backward.
+    """A forward whose loss waits for a backward."""
 
-    Attributes:
-        seed: of the rows.
-        depth: blocks that are called; None for all.
-        quiet: inside ``no_sync()``.
-        fault: where the user's code raises: 'none', 'forward' or, later, 'backward'.
-        called: by ``engine.call()``.
-    """
-
-    seed: int = 0
-    depth: int | None = None
-    quiet: bool = False
-    fault: str = "none"
-    called: bool = False
+    seed: int = 0  # of the rows
+    depth: int | None = None  # blocks that are called; None for all
+    quiet: bool = False  # inside ``no_sync()``
+    fault: str = "none"  # where the user's code raises: 'none', 'forward' or, later, 'backward'
+    called: bool = False  # by ``engine.call()``
 
     def ours(self, world: World) -> Seen:
         with quiet(world.ours.engine, self.quiet):
@@ -47,26 +36,18 @@ class Forward(Operation):
         world.gathered = True  # what was gathered ahead in vain may stay until backward
 
 
-@dataclass(frozen=True)
 class Backward(Operation):
-    """Backward of losses that wait.
+    """Backward of losses that wait."""
 
-    Attributes:
-        how: 'engine' or 'plain' (``loss.backward()``).
-        which: 'all', the sum of all; 'first' or 'last', whose others go on waiting.
-        quiet: inside ``no_sync()``.
-        retain: the graph, so that these losses go on waiting too.
-    """
-
-    how: str = "engine"
-    which: str = "all"
-    quiet: bool = False
-    retain: bool = False
+    how: str = "engine"  # 'engine' or 'plain' (``loss.backward()``)
+    which: str = "all"  # 'all', the sum of all; 'first' or 'last', whose others go on waiting
+    quiet: bool = False  # inside ``no_sync()``
+    retain: bool = False  # the graph, so that these losses go on waiting too
 
     def applies(self, world: World) -> bool:
         return bool(world.plain.losses)
 
-    def ours(self, world: World) -> Seen:
+    def ours(self, world: World) -> None:
         loss = take(world.ours.losses, self.which, retain=self.retain)
         world.is_plain = self.how == "plain"
         with quiet(world.ours.engine, self.quiet):
@@ -74,15 +55,13 @@ class Backward(Operation):
                 world.ours.engine.backward(loss, retain_graph=self.retain)
             else:
                 loss.backward(retain_graph=self.retain)
-        return {}
 
-    def plain(self, world: World) -> Seen:
+    def plain(self, world: World) -> None:
         ranks = zip(*world.plain.losses, strict=True)
         waiting = [list(losses) for losses in ranks]
         losses = [take(losses, self.which, retain=self.retain) for losses in waiting]
         world.plain.backward(losses, retain_graph=self.retain)
         world.plain.losses[:] = [list(losses) for losses in zip(*waiting, strict=True)]
-        return {}
 
     def after(self, world: World) -> None:
         finished = self.how == "engine" and not self.quiet
@@ -101,8 +80,7 @@ def take(losses: list[Tensor], which: str, *, retain: bool = False) -> Tensor:
     return loss
 
 
-@dataclass(frozen=True)
-class Clip(Operation):
+class Clip(Operation, settles=True):
     """Clipping by the engine; ``norm_type`` is 1, 2 or 'inf'."""
 
     max_norm: float = 1.0
@@ -115,36 +93,19 @@ class Clip(Operation):
         params = list(world.plain.params.values())
         return {"norm": torch.nn.utils.clip_grad_norm_(params, self.max_norm, float(self.norm_type))}
 
-    def after(self, world: World) -> None:
-        world.gradients, world.unfinished = "means", False
-        world.gathered = bool(world.plain.losses) and world.ours.spec.keeps_gathered
 
-
-@dataclass(frozen=True)
-class Step(Operation):
+class Step(Operation, steps=True):
     """An optimizer step; ``drops``: losses that wait are forgotten before, since their weights are no longer there."""
 
     drops: bool = True
 
-    def ours(self, world: World) -> Seen:
-        if self.drops:
-            world.ours.losses.clear()
+    def ours(self, world: World) -> None:
         world.ours.engine.step()
-        return {}
 
-    def plain(self, world: World) -> Seen:
-        if self.drops:
-            world.plain.losses.clear()
-        world.plain.optimizer.step()
-        world.plain.num_steps += 1
-        return {}
-
-    def after(self, world: World) -> None:
-        world.gradients, world.unfinished, world.may_clash = "means", False, not self.drops
-        world.gathered = bool(world.plain.losses) and world.ours.spec.keeps_gathered
+    def plain(self, world: World) -> None:
+        world.plain.step()
 
 
-@dataclass(frozen=True)
 class ZeroGrad(Operation):
     """Forget all gradients; ``zeros``: by zeros in their places."""
 
@@ -172,33 +133,21 @@ class ZeroGrad(Operation):
         world.has_stale = world.has_stale or bool(world.plain.losses)
 
 
-@dataclass(frozen=True)
-class Finish(Operation):
+class Finish(Operation, settles=True):
     """``finish_gradients()`` by hand."""
 
-    def ours(self, world: World) -> Seen:
+    def ours(self, world: World) -> None:
         world.ours.engine.finish_gradients()
-        return {}
-
-    def plain(self, world: World) -> Seen:
-        return {}
-
-    def after(self, world: World) -> None:
-        world.gradients, world.unfinished = "means", False
-        world.gathered = bool(world.plain.losses) and world.ours.spec.keeps_gathered
 
 
-@dataclass(frozen=True)
-class ScaledStep(Operation):
+class ScaledStep(Operation, peers=False, drops=True, settles=True):
     """A step with loss scaling; where ``overflow``, a loss of one rank is infinite, and every rank skips the step."""
 
     seed: int = 0
     overflow: bool = False
-    peers: ClassVar[bool] = False
 
     def ours(self, world: World) -> Seen:
-        ours: Ours = world.ours
-        ours.losses.clear()
+        ours = world.ours
         ours.engine.zero_grad()
         loss, output = ours.forward(self.seed)
         if self.overflow and world.rank == len(world.plain.models) - 1:
@@ -209,46 +158,32 @@ class ScaledStep(Operation):
         return {"output": output, "stepped": stepped, "scale": ours.scaler.current_scale}
 
     def plain(self, world: World) -> Seen:
-        plain: Plain = world.plain
-        plain.losses.clear()
+        plain = world.plain
         plain.zero_grad()
         loss, output = plain.forward(self.seed, world.rank)
         plain.backward(loss)
         if self.overflow:
             plain.scale *= 0.5
         else:
-            plain.optimizer.step()
-            plain.num_steps += 1
+            plain.step()
         plain.zero_grad()
         return {"output": output, "stepped": not self.overflow, "scale": plain.scale}
 
-    def after(self, world: World) -> None:
-        world.gradients, world.unfinished, world.gathered = "means", False, False
 
-
-@dataclass(frozen=True)
-class FailsAlone(Operation):
+class FailsAlone(Operation, peers=False, drops=True):
     """Forward and backward, where the user's code raises on one data rank only; all go on with the next batch.
 
     Where a forward sends nothing, the user's loop tells the other ranks of an error in it, and none calls a backward.
     Where it gathers parameters the others wait for this rank, which begins again: then two collectives may meet. Over
     gloo, which does not look at what meets, they would wait until time is up; so would replicas of theirs, which see
     nothing of what has met.
-
-    Attributes:
-        seed: of the rows.
-        on: the data rank, modulo their number.
-        fault: where, 'forward' or 'backward'.
-        how: as in ``Backward``.
-        quiet: inside ``no_sync()``.
     """
 
-    seed: int = 0
-    on: int = 0
-    fault: str = "backward"
-    how: str = "engine"
-    quiet: bool = False
-    peers: ClassVar[bool] = False
+    seed: int = 0  # of the rows
+    on: int = 0  # the data rank, modulo their number
+    fault: str = "backward"  # where, 'forward' or 'backward'
+    how: str = "engine"  # as in ``Backward``
+    quiet: bool = False  # inside ``no_sync()``
 
     def applies(self, world: World) -> bool:
         raises = any(block.kind == "overwrite" for block in world.ours.module_spec.blocks)  # on the other ranks too
@@ -256,10 +191,9 @@ class FailsAlone(Operation):
         # Inside no_sync() the pass ends without the reductions in which the ranks would meet.
         return not (raises or (spec.gathers and (self.quiet or spec.transport == "gloo" or spec.has_replicas)))
 
-    def ours(self, world: World) -> Seen:
+    def ours(self, world: World) -> None:
         ours, fails = world.ours, world.rank == self.on % world.ours.spec.num_data_ranks
         world.left_alone = ours.spec.gathers
-        ours.losses.clear()
         ours.engine.zero_grad()
         try:
             self._pass(world, self.fault if fails else "none")
@@ -271,7 +205,6 @@ class FailsAlone(Operation):
             if fails or TOLD not in str(error):
                 raise
         ours.engine.zero_grad()
-        return {}
 
     def _pass(self, world: World, fault: str) -> None:
         with quiet(world.ours.engine, self.quiet):
@@ -283,9 +216,8 @@ class FailsAlone(Operation):
             else:
                 loss.backward()
 
-    def plain(self, world: World) -> Seen:
+    def plain(self, world: World) -> None:
         plain = world.plain
-        plain.losses.clear()
         on, again = self.on % len(plain.models), self.fault == "forward" and world.ours.spec.gathers
         with contextlib.suppress(Planted):
             if again:
@@ -294,7 +226,6 @@ class FailsAlone(Operation):
             losses, _ = plain.forward(self.seed, world.rank, fault="none" if again else self.fault, on=on)
             plain.backward(losses)
         plain.zero_grad()
-        return {}
 
     def after(self, world: World) -> None:
         world.gradients, world.unfinished, world.gathered, world.left_alone = "means", False, True, False

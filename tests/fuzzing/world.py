@@ -33,7 +33,6 @@ R = TypeVar("R")
 
 
 def loss_of(output: Any, target: Tensor) -> Tensor:
-    """The loss of one rank's rows."""
     return nn.functional.mse_loss(prediction(output), target)
 
 
@@ -70,12 +69,10 @@ class Ours:
 
     @property
     def is_member(self) -> bool:
-        """Whether this rank is on the engine's mesh."""
         return self.mesh.is_member
 
     @property
     def rank(self) -> int:
-        """Among the data ranks."""
         return self.engine.data_rank if self.is_member else 0
 
     def begin(self, spec: EngineSpec, mesh: Mesh, seed: int | None) -> None:
@@ -158,36 +155,33 @@ class Plain:
         """Backward of the mean of the ranks' losses, each by itself, so that an error of one keeps none from going."""
         on_all(lambda loss: (loss / len(losses)).backward(retain_graph=retain_graph), losses)
 
+    def step(self) -> None:
+        self.optimizer.step()
+        self.num_steps += 1
+
     def zero_grad(self) -> None:
-        """Forget all gradients."""
         for param in self.params.values():
             param.grad = None
 
     def detached(self) -> dict[str, Tensor]:
-        """The parameters by name."""
         return {name: param.detach() for name, param in self.params.items()}
 
     def state(self, rank: int) -> dict[str, Tensor]:
-        """A copy of the module's state, with the buffers of one rank."""
         return {name: value.detach().clone() for name, value in self.models[rank].state_dict().items()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """The state into all ranks' modules."""
         for model in self.models:
             model.load_state_dict(state, strict=True)
 
     def states(self) -> list[dict[str, Tensor]]:
-        """Copies of the state of every rank's module; the buffers differ."""
         return [self.state(rank) for rank in range(len(self.models))]
 
     def restore(self, states: list[dict[str, Tensor]]) -> None:
-        """Undo what has happened since ``states()``."""
         self.resize(len(states))
         for model, state in zip(self.models, states, strict=True):
             model.load_state_dict(state, strict=True)
 
     def resize(self, num_ranks: int) -> None:
-        """As if there were so many data ranks."""
         self.models = modules.replicas(self.models, num_ranks)
 
     def thaw(self) -> None:
@@ -196,55 +190,35 @@ class Plain:
             self.params[name].requires_grad_(param.requires_grad)
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Copies."""
         return {name: None if param.grad is None else param.grad.clone() for name, param in self.params.items()}
 
     def named_state(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's state by parameter name."""
         return {name: self.optimizer.state[p] for name, p in self.params.items() if p in self.optimizer.state}
 
 
 @dataclass
 class World:
-    """Both sides and what is known of them.
+    """Both sides and what is known of them."""
 
-    Attributes:
-        ours: the engine's side.
-        plain: one process.
-        meshes: of this rank.
-        directory: shared by the ranks, for checkpoints; or None.
-        tolerance: of a comparison, absolute for values up to 1.
-        gradients: 'means' where the engine's gradients can be compared, else 'local', or 'changed' by the user.
-        unfinished: a plain ``loss.backward()`` may not have been finished.
-        gathered: parameters may be there in full now.
-        held: numbers of the units that the user has gathered by hand.
-        may_clash: an error of autograd's version check may come from a step between forward and backward.
-        saved: what ``Save`` has written.
-        left_alone: an error on one rank has left the others alone where they gather parameters.
-        has_met: two different collectives have met, so that the engine is of no use any more.
-        has_stale: gradients were cleared while a loss waited, whose forward FSDP then forgets.
-        is_plain: the last backward was a plain ``loss.backward()``.
-    """
-
-    ours: Ours
-    plain: Plain
-    meshes: Meshes
-    directory: Path | None = None
-    tolerance: float = 1e-10
+    ours: Ours  # the engine's side
+    plain: Plain  # one process
+    meshes: Meshes  # of this rank
+    directory: Path | None = None  # shared by the ranks, for checkpoints; or None
+    tolerance: float = 1e-10  # of a comparison, absolute for values up to 1
+    # 'means' where the engine's gradients can be compared, else 'local', or 'changed' by the user
     gradients: str = "means"
-    unfinished: bool = False
-    gathered: bool = False
-    held: set[int] = field(default_factory=set)
-    may_clash: bool = False
-    saved: dict[str, Any] = field(default_factory=dict)
-    left_alone: bool = False
-    has_met: bool = False
-    is_plain: bool = False
-    has_stale: bool = False
+    unfinished: bool = False  # a plain ``loss.backward()`` may not have been finished
+    gathered: bool = False  # parameters may be there in full now
+    held: set[int] = field(default_factory=set)  # numbers of the units that the user has gathered by hand
+    may_clash: bool = False  # an error of autograd's version check may come from a step between forward and backward
+    saved: dict[str, Any] = field(default_factory=dict)  # what ``Save`` has written
+    left_alone: bool = False  # an error on one rank has left the others alone where they gather parameters
+    has_met: bool = False  # two different collectives have met, so that the engine is of no use any more
+    is_plain: bool = False  # the last backward was a plain ``loss.backward()``
+    has_stale: bool = False  # gradients were cleared while a loss waited, whose forward FSDP then forgets
 
     @property
     def rank(self) -> int:
-        """Among the data ranks."""
         return self.ours.rank
 
     @property
@@ -258,14 +232,15 @@ class World:
             return values
         return {name: own_part(self.ours.engine, name, value) for name, value in values.items()}
 
-    def drop_graphs(self) -> None:
-        """The user forgets the losses that wait."""
-        self.ours.losses.clear()
-        self.plain.losses.clear()
+    def settle(self, *, keeps: bool = True) -> None:
+        """Gradients are means, and nothing is gathered but what a loss that waits may keep."""
+        self.gradients, self.unfinished = "means", False
+        self.gathered = keeps and bool(self.plain.losses) and self.ours.spec.keeps_gathered
 
     def recover(self) -> None:
         """What a user does who has caught an error and goes on with the next batch."""
-        self.drop_graphs()
+        self.ours.losses.clear()
+        self.plain.losses.clear()
         if self.ours.is_member:
             self.ours.engine.zero_grad()
         self.plain.zero_grad()
@@ -281,13 +256,11 @@ class World:
 
 @contextlib.contextmanager
 def quiet(engine: AnyEngine, wanted: bool) -> Iterator[None]:
-    """Inside ``no_sync()``, where wanted."""
     with engine.no_sync() if wanted else contextlib.nullcontext():
         yield
 
 
 def hooks_of(model: nn.Module) -> int:
-    """Every hook on a module and its parameters."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
     on_modules = sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -295,7 +268,6 @@ def hooks_of(model: nn.Module) -> int:
 
 
 def copied(value: Any) -> Any:
-    """A deep copy that shares no tensor."""
     return copy.deepcopy(value)
 
 

@@ -19,7 +19,7 @@ def some_collectives(rank: int, num_ranks: int) -> list[Row]:
         return log.rows()
 
 
-def test_rows_are_those_inside_the_block(pools: Pools) -> None:
+def test_rows_are_those_inside_the_block_and_times_do_not_run_backwards(pools: Pools) -> None:
     table = collectives_table(pools(3).run(some_collectives, 3))
     assert table.groupby("rank")["tag"].agg(list).to_dict() == {rank: ["first", "second"] for rank in range(3)}
     assert table["seq"].tolist() == [0, 1] * 3
@@ -27,15 +27,7 @@ def test_rows_are_those_inside_the_block(pools: Pools) -> None:
     assert set(table["source"]) == {"measured"}
     first = table[table["tag"] == "first"].iloc[0]
     assert (first["bytes"], first["wire_bytes"]) == (24, ring_wire_bytes("all_reduce", 24, 3))
-
-
-def test_times_count_from_the_first_issue_and_do_not_run_backwards(pools: Pools) -> None:
-    table = collectives_table(pools(2).run(some_collectives, 2))
     assert table["issue_us"].min() == 0
-    assert (table["issue_us"] <= table["start_us"]).all()
-    assert (table["start_us"] <= table["end_us"]).all()
-    assert (table["end_us"] <= table["wait_end_us"]).all()
-
-
-def test_no_rows_are_an_empty_table() -> None:
+    times = table[["issue_us", "start_us", "end_us", "wait_end_us"]]
+    assert (times.diff(axis=1).iloc[:, 1:] >= 0).all(axis=None)
     assert collectives_table([[], []]).empty

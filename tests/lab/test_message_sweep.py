@@ -48,7 +48,7 @@ def test_the_slowest_rank_counts(pools: Pools) -> None:
     assert time_us >= 20_000  # a sleep never ends early
 
 
-@pytest.mark.parametrize("sizes", [[], [12], [0]])
-def test_bad_sizes_are_named(pools: Pools, sizes: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"^num_bytes"):
-        message_sweep({"a": all_reduce}, sizes, pools(2))
+def test_bad_sizes_are_named(pools: Pools) -> None:
+    for sizes in ([], [12], [0]):
+        with pytest.raises(ValueError, match=r"^num_bytes"):
+            message_sweep({"a": all_reduce}, sizes, pools(2))

@@ -39,14 +39,10 @@ def test_slices_as_they_multiply():
     assert sizes.sum() == sum(param.numel() for param in model.parameters())
 
 
-def test_a_projection_of_several_parts_has_several_ranges():
-    table = weights_table(
-        nn.ModuleDict({"qkv": nn.Linear(2, 12)}), {"qkv.weight": parts_slice((12, 2), 0, [4] * 3, 0, 2)}
-    )
+def test_a_projection_of_several_parts_has_several_ranges_and_a_layer_alone_one():
+    qkv = {"qkv.weight": parts_slice((12, 2), 0, [4] * 3, 0, 2)}
+    table = weights_table(nn.ModuleDict({"qkv": nn.Linear(2, 12)}), qkv)
     assert held(table, "qkv.weight", 1) == [((0, 2), (2, 4)), ((0, 2), (6, 8)), ((0, 2), (10, 12))]
-
-
-def test_a_layer_alone():
     table = weights_table(nn.Linear(2, 12), {"weight": even_slice((12, 2), 0, 0, 3)})
     assert held(table, "weight", 2) == [((0, 2), (8, 12))]
     assert held(table, "bias", -1) == [((0, 1), (0, 12))]

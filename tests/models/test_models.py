@@ -28,16 +28,6 @@ def test_every_size_has_its_stated_number_of_parameters():
     assert counted == NUM_PARAMETERS
 
 
-def test_the_number_of_parameters_follows_the_formula():
-    for config in MODELS.values():
-        if isinstance(config, GPTConfig):
-            h = config.hidden
-            blocks = config.num_layers * (12 * h * h + 13 * h)
-            with torch.device("meta"):
-                numel = sum(p.numel() for p in GPT(config).parameters())
-            assert numel == blocks + (config.vocab_size + config.seq_len) * h + 2 * h
-
-
 def test_the_seed_alone_decides_the_weights_and_the_global_state_is_left_alone():
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -56,26 +46,21 @@ def test_every_dtype_starts_from_the_same_weights():
     assert all(torch.equal(double[name], single[name].double()) for name in single)
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt-1m"])
-def test_an_untrained_model_is_near_the_uniform_loss_and_learns(name):
-    model = build_model(name, 16, torch.float64, seed=0)
-    inputs = tokens(4, 17, 256)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(3):
-        loss = next_token_loss(model(inputs[:, :-1]), inputs[:, 1:])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] == pytest.approx(math.log(256), abs=0.2)
-    assert losses[2] < losses[1] < losses[0]
-
-
-def test_every_parameter_gets_a_gradient():
-    model = GPT(SMALL)
-    next_token_loss(model(tokens()), tokens()).backward()
-    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+def test_an_untrained_model_is_near_the_uniform_loss_and_learns():
+    for name in ("mlp", "gpt-1m"):
+        model = build_model(name, 16, torch.float64, seed=0)
+        inputs = tokens(4, 17, 256)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses = []
+        for _ in range(3):
+            loss = next_token_loss(model(inputs[:, :-1]), inputs[:, 1:])
+            optimizer.zero_grad()
+            loss.backward()
+            assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(math.log(256), abs=0.2)
+        assert losses[2] < losses[1] < losses[0]
 
 
 def test_a_position_sees_only_what_came_before():
@@ -138,21 +123,17 @@ def test_a_model_travels_to_a_rank():
     assert torch.equal(copy(tokens()), model(tokens()))
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
+def test_errors_name_the_field():
+    for call, message in (
         (lambda: build_model("gpt-2", 16), "model: 'gpt-2' is not one of mlp, gpt-1m"),
         (lambda: build_model("mlp", 0), "seq_len: 0 is below 1"),
         (lambda: build_model("mlp", 16, torch.int64), "dtype: torch.int64 is not a floating-point type"),
         (lambda: GPTConfig(hidden=10, num_heads=4), "hidden: 10 is not a multiple of num_heads=4"),
         (lambda: GPTConfig(num_heads=4, num_kv_heads=3), "num_kv_heads: 3 does not divide num_heads=4"),
         (lambda: GPTConfig(dropout=1.0), "dropout: 1.0 is not at least 0 and below 1"),
-        (lambda: GPTConfig(num_layers=0), "num_layers: 0 is below 1"),
         (lambda: ByteMLPConfig(hidden=0), "hidden: 0 is below 1"),
         (lambda: MLP(1, 1, 0, 1), "num_layers: 0 is below 1"),
         (lambda: GPT(SMALL)(tokens(1, 9)), "seq_len: 9 tokens; this model takes at most 8"),
-    ],
-)
-def test_errors_name_the_field(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

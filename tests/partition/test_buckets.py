@@ -18,17 +18,13 @@ def specs_of(*numels):
     return [ParamSpec(f"p{index}", (numel,), 4) for index, numel in enumerate(numels)]
 
 
-def test_buckets_fill_from_the_last_parameter():
+def test_buckets_fill_from_the_last_parameter_with_their_own_kind():
     assert assign_buckets(specs_of(1, 1, 1, 1, 1), 8) == ((4, 3), (2, 1), (0,))
-
-
-def test_a_parameter_larger_than_the_capacity_is_alone():
     assert assign_buckets(specs_of(1, 100, 1, 1), 8) == ((3, 2), (1,), (0,))
-
-
-def test_alternating_keys_share_a_bucket_with_their_own_kind():
     keys = ["fp32", "bf16", "fp32", "bf16", "fp32"]
     assert assign_buckets(specs_of(1, 1, 1, 1, 1), 1000, keys) == ((3, 1), (4, 2, 0))
+    with pytest.raises(ValueError, match="capacity_bytes: 0 is too small"):
+        assign_buckets(specs_of(1), 0)
 
 
 @given(SPECS, st.integers(1, 200), st.data())
@@ -60,19 +56,10 @@ def test_the_map_does_not_depend_on_the_hash_seed():
         "keys = [(('float32', 'bfloat16', 'float64')[i * i % 3], i % 2 == 0) for i in range(60)]\n"
         "print(assign_buckets(specs, 64, keys), hash('a'))\n"
     )
-    maps, hashes = set(), set()
-    for seed in ("0", "1", "12345"):
+    found = []
+    for seed in ("1", "12345"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
-        printed = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, check=True, text=True
-        )
-        buckets, text_hash = printed.stdout.rsplit(maxsplit=1)
-        maps.add(buckets)
-        hashes.add(text_hash)
-    assert len(maps) == 1
-    assert len(hashes) == 3
-
-
-def test_errors_name_the_field():
-    with pytest.raises(ValueError, match="capacity_bytes: 0 is too small"):
-        assign_buckets(specs_of(1), 0)
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True, text=True)
+        found.append(done.stdout.rsplit(maxsplit=1))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] != found[1][1]

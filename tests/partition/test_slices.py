@@ -5,14 +5,13 @@ import pytest
 from shardlab.partition.slices import TensorSlice, even_slice, parts_slice, require_divisible, slices_of, stretches
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_even_slices_tile_the_dim(num_ranks, dim):
-    found = [even_slice((8, 4), dim, rank, num_ranks) for rank in range(num_ranks)]
-    assert [index for slice_ in found for start, stop in slice_.ranges for index in range(start, stop)] == list(
-        range((8, 4)[dim])
-    )
-    assert {slice_.shape for slice_ in found} == {(8 // num_ranks, 4) if dim == 0 else (8, 4 // num_ranks)}
+def test_even_slices_tile_the_dim():
+    for num_ranks in (1, 2, 4):
+        for dim in (0, 1):
+            found = [even_slice((8, 4), dim, rank, num_ranks) for rank in range(num_ranks)]
+            places = [index for slice_ in found for start, stop in slice_.ranges for index in range(start, stop)]
+            assert places == list(range((8, 4)[dim]))
+            assert {slice_.shape for slice_ in found} == {(8 // num_ranks, 4) if dim == 0 else (8, 4 // num_ranks)}
 
 
 def test_every_part_is_divided():
@@ -35,18 +34,14 @@ def test_stretches_are_the_places_of_the_elements():
         assert found == places[2:7]
 
 
-def test_parts_must_add_up():
+def test_the_error_says_what_would_work():
+    for size, num_ranks, works in (
+        (6, 4, "4 or 8, or 3 ranks"), (3, 2, "2 or 4"), (3, 4, "4, or 3 ranks"), (7, 3, "6 or 9"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^heads: {size} does not divide over {num_ranks} .*; use {works}$"):
+            require_divisible("heads", size, num_ranks)
     with pytest.raises(ValueError, match="parts: they add up to 6"):
         parts_slice((8, 3), 0, (4, 2), 0, 2)
-
-
-@pytest.mark.parametrize(
-    ("size", "num_ranks", "works"),
-    [(6, 4, "4 or 8, or 3 ranks"), (3, 2, "2 or 4"), (3, 4, "4, or 3 ranks"), (7, 3, "6 or 9")],
-)
-def test_the_error_says_what_would_work(size, num_ranks, works):
-    with pytest.raises(ValueError, match=f"^heads: {size} does not divide over {num_ranks} .*; use {works}$"):
-        require_divisible("heads", size, num_ranks)
 
 
 def test_slices_are_collected_by_name():

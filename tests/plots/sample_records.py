@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 
 from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
+from tests.analysis.hand_made import collective
 
 NUM_RANKS = 4
 NUM_STEPS = 10
@@ -13,10 +14,8 @@ NUMEL = 1_200_000
 NUM_BLOCKS = 4
 RUNS = ("single", "ddp", "bucketed", "zero1")
 BYTES_BY_ROLE = {
-    "single": {"parameter": 4 * NUMEL, "gradient": 4 * NUMEL, "optimizer_state": 8 * NUMEL},
-    "ddp": {"parameter": 4 * NUMEL, "gradient": 4 * NUMEL, "optimizer_state": 8 * NUMEL},
-    "bucketed": {"parameter": 4 * NUMEL, "gradient": 4 * NUMEL, "optimizer_state": 8 * NUMEL},
-    "zero1": {"parameter": 4 * NUMEL, "gradient": 4 * NUMEL, "optimizer_state": 8 * NUMEL // NUM_RANKS},
+    run: {"parameter": 4 * NUMEL, "gradient": 4 * NUMEL, "optimizer_state": 8 * NUMEL // parts}
+    for run, parts in zip(RUNS, (1, 1, 1, NUM_RANKS), strict=True)
 }
 
 
@@ -63,28 +62,12 @@ def step_spans(run, rank, step):
     return spans
 
 
-def collective(run, rank, step, seq, op, numel, tag, times):
-    issue, start, end = times
-    factor = 2 if op == "all_reduce" else 1
-    return {
-        **keys(run, rank, step),
-        "seq": seq,
-        "axis": "data",
-        "op": op,
-        "tag": tag,
-        "phase": "step" if op == "all_gather" else "backward",
-        "dtype": "float32",
-        "numel": numel,
-        "bytes": 4 * numel,
-        "wire_bytes": factor * 4 * numel * (NUM_RANKS - 1) / NUM_RANKS,
-        "group_size": NUM_RANKS,
-        "transport": "gloo",
-        "issue_us": issue,
-        "start_us": start,
-        "end_us": end,
-        "wait_start_us": max(issue, end - 500),
-        "wait_end_us": end,
-    }
+def moved(run, rank, step, seq, op, numel, tag, times):
+    return collective(
+        rank, seq, times, (max(times[0], times[2] - 500), times[2]), run=run, step=step, op=op, tag=tag, numel=numel,
+        phase="step" if op == "all_gather" else "backward", bytes=4 * numel, group_size=NUM_RANKS,
+        wire_bytes=(2 if op == "all_reduce" else 1) * 4 * numel * (NUM_RANKS - 1) / NUM_RANKS,
+    )  # fmt: skip
 
 
 def step_collectives(run, rank, step):
@@ -92,17 +75,16 @@ def step_collectives(run, rank, step):
     begin = step * 100_000 + 200 * rank
     if run == "single":
         return []
-    numel, rows = NUMEL // NUM_BLOCKS, []
-    op = "reduce_scatter" if run == "zero1" else "all_reduce"
+    rows, op = [], "reduce_scatter" if run == "zero1" else "all_reduce"
     for index in range(NUM_BLOCKS):
         issue = begin + 50_000 if run == "ddp" else begin + 18_000 + 8_000 * (index + 1)
-        start = begin + 50_000 + 2_500 * index if run == "ddp" else issue + 300
-        length = 2_500 if run == "ddp" else 6_000
+        start, length = (begin + 50_000 + 2_500 * index, 2_500) if run == "ddp" else (issue + 300, 6_000)
+        times = (issue, start, start + length)
         tag = f"gradients of bucket {index}"
-        rows.append(collective(run, rank, step, 8 * step + index, op, numel, tag, (issue, start, start + length)))
+        rows.append(moved(run, rank, step, 8 * step + index, op, NUMEL // NUM_BLOCKS, tag, times))
     if run == "zero1":
         times = (begin + 61_500, begin + 61_600, begin + 66_000)
-        rows.append(collective(run, rank, step, 8 * step + 4, "all_gather", NUMEL, "parameters", times))
+        rows.append(moved(run, rank, step, 8 * step + 4, "all_gather", NUMEL, "parameters", times))
     return rows
 
 
@@ -117,20 +99,12 @@ def memory_rows(run, rank, step):
 
 def step_row(run, rank, step):
     loss = 5.5 * np.exp(-step / 8) + 1 + (0 if run in ("single", "ddp") else 1e-8 * (1 + step % 3))
+    step_us = {"single": 90_000, "ddp": 70_000, "bucketed": 66_000, "zero1": 68_000}[run] + 900.0 * (step * 7 % 10)
     return {
-        **keys(run, rank, step),
-        "loss": loss,
-        "grad_norm": 1.0,
-        "learning_rate": 3e-4,
-        "step_us": {"single": 90_000, "ddp": 70_000, "bucketed": 66_000, "zero1": 68_000}[run]
-        + 900.0 * (step * 7 % 10),
-        "exposed_comm_us": np.nan,
-        "overlap": np.nan,
-        "peak_bytes": pd.NA,
-        "wire_bytes": 0.0,
-        "num_tokens": 512,
+        **keys(run, rank, step), "loss": loss, "grad_norm": 1.0, "learning_rate": 3e-4, "step_us": step_us,
+        "exposed_comm_us": np.nan, "overlap": np.nan, "peak_bytes": pd.NA, "wire_bytes": 0.0, "num_tokens": 512,
         "traced_memory": step == 0,
-    }
+    }  # fmt: skip
 
 
 PARAMETERS = {"embed.weight": (3000, 100), "blocks.0.w": (300, 1000), "blocks.1.w": (599, 1000), "norm": (1000,)}

@@ -47,25 +47,14 @@ def area(figure, name):
 def test_each_role_is_stacked_in_its_colour_against_the_time_in_the_step(memory):
     figure = memory_over_step(memory)
     activation = area(figure, "activation")
-    assert list(activation.x) == [0, 1, 2, 4, 6, 8]
-    assert list(activation.y) == [0, 4, 8, 9, 4, 0]
+    assert (list(activation.x), list(activation.y)) == ([0, 1, 2, 4, 6, 8], [0, 4, 8, 9, 4, 0])
     assert activation.fillcolor == ROLE_COLOURS["activation"]
     names = [part.name for part in figure.data if part.stackgroup]
     assert names == ["parameter", "gradient", "activation"], "what stays lies below what comes and goes"
-
-
-def test_hover_tells_the_sum_and_the_unit(memory):
-    assert area(memory_over_step(memory), "all").customdata[3] == "<b>13.0 MB</b> in blocks.1, backward"
-
-
-def test_the_highest_moment_is_marked(memory):
-    mark = area(memory_over_step(memory), "peak")
+    assert area(figure, "all").customdata[3] == "<b>13.0 MB</b> in blocks.1, backward"
+    mark = area(figure, "peak")
     assert (list(mark.x), list(mark.y), list(mark.text)) == ([4], [13.0], ["13.0 MB<br>\u25bc"])
-    assert memory_over_step(memory).layout.yaxis.range[1] > 13.5
-
-
-def test_phases_are_named_where_there_is_room(memory):
-    assert [note.text for note in memory_over_step(memory).layout.annotations] == ["data", "forward", "backward"]
+    assert [note.text for note in figure.layout.annotations] == ["data", "forward", "backward"]
 
 
 def test_the_predicted_outline_is_a_dashed_line_at_what_is_held_at_rest(memory):
@@ -79,13 +68,10 @@ def test_the_predicted_outline_is_a_dashed_line_at_what_is_held_at_rest(memory):
     assert summary_of(figure).endswith("At rest 4.00 MB. Predicted at rest 4.20 MB.")
 
 
-def test_the_rank_with_the_highest_moment_is_shown_unless_one_is_named():
-    memory = MEMORY.frame([*course(), *course(rank=1, extra=100)])
-    assert "rank 1" in memory_over_step(memory).layout.title.text
-    assert "rank 0" in memory_over_step(memory, rank=0).layout.title.text
-
-
-def test_what_was_not_traced_is_refused(memory):
+def test_the_rank_with_the_highest_moment_is_shown_unless_one_is_named_that_was_traced(memory):
+    both = MEMORY.frame([*course(), *course(rank=1, extra=100)])
+    assert "rank 1" in memory_over_step(both).layout.title.text
+    assert "rank 0" in memory_over_step(both, rank=0).layout.title.text
     with pytest.raises(ValueError, match="no step was traced"):
         memory_over_step(memory[memory["where"] == "rest"])
     with pytest.raises(ValueError, match="step: 7 was not traced; there are 2"):
@@ -99,30 +85,21 @@ def test_the_peak_by_strategy_says_in_which_unit_it_was(memory):
     assert "zero1 13.0 MB (in blocks.1, backward)" in summary_of(figure)
 
 
-def test_a_hundred_thousand_moments_are_thinned_and_the_figure_says_so():
+def test_a_hundred_thousand_moments_are_thinned_to_ends_and_extremes_and_the_figure_says_so():
     count = 100_000
     size = (1e6 + 1e5 * np.sin(np.arange(count) / 500)).astype(int)
     size[54_321] = 9_000_000  # one moment must not be lost
-    memory = pd.concat(
-        [
-            pd.DataFrame({
-                "run": "r", "source": "measured", "rank": 0, "step": 0, "time_us": np.arange(count) * 1.0,
-                "phase": "backward", "where": [f"u{n % 50}" for n in range(count)], "role": role, "bytes": size,
-                **NOTHING,
-            })
-            for role in ("parameter", "activation")
-        ]
-    )  # fmt: skip
+    base = {
+        "run": "r", "source": "measured", "rank": 0, "step": 0, "time_us": np.arange(count) * 1.0,
+        "phase": "backward", "where": [f"u{n % 50}" for n in range(count)], "bytes": size, **NOTHING,
+    }  # fmt: skip
+    memory = pd.concat([pd.DataFrame({**base, "role": role}) for role in ("parameter", "activation")])
     figure = memory_over_step(MEMORY.frame(memory))
     assert max(area(figure, "all").y) == 18
     assert len(str(plain_json(figure))) < 600_000
     assert figure.layout.title.subtitle.text.startswith("100,000 moments drawn as")
-
-
-def test_thinning_keeps_ends_and_extremes():
     values = np.zeros(10_001)
     values[[777, 5000]] = 1.0, -1.0
     kept = thinned(values)
     assert len(kept) <= MAX_POINTS + 2
     assert {0, 777, 5000, 10_000} <= set(kept.tolist())
-    assert thinned(values[:MAX_POINTS]).tolist() == list(range(MAX_POINTS))

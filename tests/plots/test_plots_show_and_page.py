@@ -46,16 +46,6 @@ def test_a_png_joins_where_one_is_asked_for(figure, monkeypatch):
     assert set(show_module.mime_bundle(figure)) == {PLOTLY, "text/plain"}
 
 
-def test_no_browser_is_no_failure(figure, monkeypatch):
-    kaleido = pytest.importorskip("kaleido")
-
-    def missing(*args, **kwargs):
-        raise kaleido.errors.ChromeNotFoundError
-
-    monkeypatch.setattr(kaleido, "calc_fig_sync", missing)
-    assert show_module.png(figure) is None
-
-
 def test_a_real_browser_makes_a_png_of_the_size_asked_for(figure):
     """Skips where kaleido finds no Chrome or Chromium; a warning on the way is an error."""
     image = show_module.png(figure)
@@ -67,19 +57,14 @@ def test_a_real_browser_makes_a_png_of_the_size_asked_for(figure):
     assert len(image) < 40_000
 
 
-def test_a_script_gets_the_summary(figure, monkeypatch, capsys):
-    monkeypatch.setattr(show_module, "is_in_a_cell", lambda: False)
-    plots.show(figure)
-    assert capsys.readouterr().out == plots.summary_of(figure) + "\n"
-
-
-def test_show_displays_one_bundle(figure, monkeypatch):
+def test_a_script_gets_the_summary_and_a_cell_one_bundle(figure, monkeypatch, capsys):
     shown = []
-    monkeypatch.setattr(show_module, "is_in_a_cell", lambda: True)
     monkeypatch.setattr("IPython.display.display", lambda bundle, raw: shown.append((bundle, raw)))
-    plots.show(figure)
-    assert len(shown) == 1
-    assert shown[0][1] is True
+    for is_in_a_cell in (False, True):
+        monkeypatch.setattr(show_module, "is_in_a_cell", lambda is_in_a_cell=is_in_a_cell: is_in_a_cell)
+        plots.show(figure)
+    assert capsys.readouterr().out == plots.summary_of(figure) + "\n"
+    assert [raw for _, raw in shown] == [True]
 
 
 class Page(HTMLParser):
@@ -108,16 +93,12 @@ def page(figure):
     return plots.report_page("Runs & costs", "A lead.", {"Costs.": table}, {"First.": figure, "Second.": hostile})
 
 
-def test_the_page_is_one_file_that_fetches_nothing(page):
+def test_the_page_is_one_file_that_fetches_nothing_and_is_readable_without_eyes(page, figure):
     tags = Page(page).tags
     assert not [attrs for _, attrs in tags if "src" in attrs or "href" in attrs]
     assert "default-src 'none'" in page
     assert page.count("plotly.js v") == 1
     assert page.count("alert(1)</script>") == 0
-
-
-def test_the_page_is_readable_without_eyes(page, figure):
-    tags = Page(page).tags
     assert [tag for tag, _ in tags if tag in ("h1", "h2")] == ["h1", "h2", "h2"]
     labels = [attrs["aria-label"] for _, attrs in tags if attrs.get("role") == "img"]
     assert labels == [plots.summary_of(figure)] * 2

@@ -2,9 +2,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from shardlab.analysis.intervals import concurrent_rows
 from shardlab.plots import collective_timeline, summary_of
-from shardlab.plots.show import plain_json
 from shardlab.plots.theme import COLLECTIVE_COLOURS, SPAN_COLOURS
 from shardlab.plots.timeline_bars import drawn_levels
 from shardlab.tables import COLLECTIVES, SPANS
@@ -28,45 +26,12 @@ def test_bars_are_the_collectives_in_ms_from_the_start_of_the_step(records):
     assert max(queued.x) == pytest.approx(0.3)
 
 
-def test_hover_tells_bytes_bandwidth_and_waiting(records):
+def test_hover_and_summary_have_the_numbers(records):
     figure = collective_timeline(records.collectives, records.spans, run="zero1", step=3)
     text = bars(figure, "reduce scatter")[0].hovertext[0]
     for part in ("gradients of bucket 0", "1.20 MB float32", "sends 900 kB", "bus 0.15 GB/s", "queued 300 µs",
                  "waited 500 µs", "took 6.00 ms", "issued in backward"):  # fmt: skip
         assert part in text
-
-
-def test_the_level_drawn_is_the_blocks_with_the_model_as_ground(records):
-    figure = collective_timeline(records.collectives, records.spans, run="ddp")
-    ground, solid = bars(figure, "backward")
-    assert len(ground.x) == NUM_RANKS
-    assert ground.opacity < 1
-    assert len(solid.x) == NUM_RANKS * NUM_BLOCKS
-    assert {text.split("</b>")[0] for text in solid.hovertext} == {f"<b>blocks.{i}" for i in range(NUM_BLOCKS)}
-    assert solid.marker.color == SPAN_COLOURS["backward"]
-
-
-def test_lanes_name_ranks_compute_and_axes(records):
-    figure = collective_timeline(records.collectives, records.spans, run="ddp")
-    names = figure.layout.yaxis.ticktext
-    assert names[:2] == ("<b>rank 0</b>  compute", "data axis")
-    assert len(names) == 2 * NUM_RANKS
-
-
-def test_what_is_drawn_is_explained_and_nothing_else(records):
-    words = collective_timeline(records.collectives, records.spans, run="ddp").layout.title.subtitle.text
-    assert words == "pale: the model around its units"
-    at_once = records.collectives.assign(start_us=records.collectives["issue_us"])
-    words = collective_timeline(at_once, SPANS.frame([]), run="ddp").layout.title.subtitle.text
-    assert words == ""
-
-
-def test_two_timelines_can_have_one_scale(records):
-    figure = collective_timeline(records.collectives, records.spans, run="ddp", until_ms=250.0)
-    assert figure.layout.xaxis.range == (0, 250)
-
-
-def test_summary_has_the_numbers(records):
     text = summary_of(collective_timeline(records.collectives, records.spans, run="ddp"))
     assert text.startswith("Step 9 of run ddp: 4 ranks")
     assert "4 collectives a rank send 7.20 MB; 0 % of communication is hidden by compute, 10.0 ms exposed" in text
@@ -74,13 +39,28 @@ def test_summary_has_the_numbers(records):
     assert text.endswith("No communication.")
 
 
+def test_the_level_drawn_is_the_blocks_with_the_model_as_ground(records):
+    figure = collective_timeline(records.collectives, records.spans, run="ddp", until_ms=250.0)
+    ground, solid = bars(figure, "backward")
+    assert len(ground.x) == NUM_RANKS
+    assert ground.opacity < 1
+    assert len(solid.x) == NUM_RANKS * NUM_BLOCKS
+    assert {text.split("</b>")[0] for text in solid.hovertext} == {f"<b>blocks.{i}" for i in range(NUM_BLOCKS)}
+    assert solid.marker.color == SPAN_COLOURS["backward"]
+    assert figure.layout.xaxis.range == (0, 250)
+    names = figure.layout.yaxis.ticktext
+    assert names[:2] == ("<b>rank 0</b>  compute", "data axis")
+    assert len(names) == 2 * NUM_RANKS
+
+
 def test_wrong_names_are_refused(records):
-    with pytest.raises(ValueError, match="name one of"):
-        collective_timeline(records.collectives, records.spans)
-    with pytest.raises(ValueError, match="run: 'zero9' is not one of"):
-        collective_timeline(records.collectives, records.spans, run="zero9")
-    with pytest.raises(ValueError, match="step: 99 was not recorded; there are 0 to 9"):
-        collective_timeline(records.collectives, records.spans, run="ddp", step=99)
+    for options, words in (
+        ({}, "name one of"),
+        ({"run": "zero9"}, "run: 'zero9' is not one of"),
+        ({"run": "ddp", "step": 99}, "step: 99 was not recorded; there are 0 to 9"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            collective_timeline(records.collectives, records.spans, **options)
 
 
 def test_a_prediction_of_the_same_run_stays_apart(records):
@@ -92,12 +72,6 @@ def test_a_prediction_of_the_same_run_stays_apart(records):
     assert figure.layout.title.subtitle.text.startswith("predicted by the planner")
 
 
-def test_concurrent_collectives_get_rows_below_each_other():
-    times = [(0, 10), (1, 3), (2, 4), (10, 12)]
-    assert concurrent_rows(times).tolist() == [0, 1, 2, 0]
-    assert concurrent_rows(times, most=2).tolist() == [0, 1, 1, 0]
-
-
 def units_drawn(rows):
     """The units that get a bar, of backward spans given as (start, end, unit)."""
     common = {"run": "r", "source": "measured", "rank": 0, "step": 0, "kind": "backward"}
@@ -106,40 +80,11 @@ def units_drawn(rows):
     return sorted(drawn.loc[~drawn["ground"], "unit"])
 
 
-def test_partly_overlapping_spans_are_not_nested():
-    rows = [(0.0, 10.0, "a"), (8.0, 20.0, "b"), (9.0, 12.0, "c")]
-    assert units_drawn(rows) == ["a", "b"]
-
-
-def test_a_unit_as_long_as_the_model_is_inside_of_it():
+def test_a_unit_as_long_as_the_model_is_inside_of_it_and_what_overlaps_is_not():
     """So it is where waiting cuts spans: what is left of the model is then just the unit, or just the unit's part."""
-    rows = [
-        (0.0, 5.0, "blocks.4.mlp"),
-        (0.0, 5.0, "blocks.4"),
-        (0.0, 5.0, "model"),
-        (5.0, 9.0, "model"),
-        (6.0, 8.0, "blocks.3"),
-    ]
-    assert units_drawn(rows) == ["blocks.3", "blocks.4"]
-
-
-def test_a_hundred_thousand_spans_give_few_traces_and_few_bars():
-    count = 100_000
-    start = np.arange(count) * 10.0
-    spans = pd.DataFrame(
-        {
-            "run": "r", "source": "measured", "rank": np.arange(count) % 4, "step": 0,
-            "unit": [f"op{index % 97}" for index in range(count)],
-            "kind": np.where(start < start[-1] / 2, "forward", "backward"), "start_us": start, "end_us": start + 8.0,
-        }
-    )  # fmt: skip
-    figure = collective_timeline(COLLECTIVES.frame([]), SPANS.frame(spans))
-    assert len(figure.data) <= 8
-    assert sum(len(part.x) for part in figure.data) < 10_000
-    assert len(str(plain_json(figure))) < 2_000_000
-    drawn = sum(float(np.sum(part.x)) for part in figure.data)
-    assert 0.5 * count * 0.008 < drawn < 1.5 * count * 4 * 0.01
-    assert figure.layout.title.subtitle.text.startswith("100,000 spans and collectives drawn as")
+    assert units_drawn([(0.0, 10.0, "a"), (8.0, 20.0, "b"), (9.0, 12.0, "c")]) == ["a", "b"]
+    parts = [(0.0, 5.0, "blocks.4.mlp"), (0.0, 5.0, "blocks.4"), (0.0, 5.0, "model")]
+    assert units_drawn([*parts, (5.0, 9.0, "model"), (6.0, 8.0, "blocks.3")]) == ["blocks.3", "blocks.4"]
 
 
 def test_a_hundred_thousand_collectives_are_merged_with_their_strips():

@@ -6,24 +6,17 @@ from shardlab.experiment.summary import pairs_of
 from shardlab.plots import run_difference, summary_of, traffic_matrix
 from shardlab.plots.difference import COSTS
 from shardlab.plots.theme import STRATEGY_COLOURS
-from shardlab.tables import COLLECTIVES
+from tests.analysis.hand_made import collective, collectives
 from tests.plots.sample_records import NUM_RANKS, NUMEL
 
 
 def rows(axis_sizes, calls, num_ranks):
     """One row per rank and call (axis, op, bytes sent)."""
-    return COLLECTIVES.frame(
-        [
-            {
-                "run": "r", "source": "measured", "rank": rank, "step": 0, "seq": seq, "axis": axis, "op": op,
-                "tag": "t", "phase": "backward", "dtype": "float32", "numel": 1, "bytes": 4, "wire_bytes": float(sent),
-                "group_size": axis_sizes[axis], "transport": "gloo",
-                **dict.fromkeys(COLLECTIVES.column_names[-5:], 0.0),
-            }
-            for rank in range(num_ranks)
-            for seq, (axis, op, sent) in enumerate(calls)
-        ]
-    )  # fmt: skip
+    return collectives(*(
+        collective(rank, seq, (0.0, 0.0, 0.0), run="r", axis=axis, op=op, wire_bytes=sent, group_size=axis_sizes[axis])
+        for rank in range(num_ranks)
+        for seq, (axis, op, sent) in enumerate(calls)
+    ))  # fmt: skip
 
 
 def cells(figure):
@@ -58,12 +51,13 @@ def test_all_to_all_goes_to_every_other_and_a_barrier_to_none():
 
 
 def test_what_cannot_be_derived_is_refused():
-    with pytest.raises(ValueError, match="a send does not record its receiver"):
-        traffic_matrix(rows({"data": 2}, [("data", "send", 8)], 2))
-    with pytest.raises(ValueError, match="axes:"):
-        traffic_matrix(rows({"data": 4}, [("data", "all_reduce", 8)], 2))
-    with pytest.raises(ValueError, match="step: 5 was not recorded"):
-        traffic_matrix(rows({"data": 2}, [("data", "all_reduce", 8)], 2), step=5)
+    for size, op, options, words in (
+        (2, "send", {}, "a send does not record its receiver"),
+        (4, "all_reduce", {}, "axes:"),
+        (2, "all_reduce", {"step": 5}, "step: 5 was not recorded"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            traffic_matrix(rows({"data": size}, [("data", op, 8)], 2), **options)
 
 
 def summary(**changed):
@@ -86,16 +80,13 @@ def test_a_difference_without_a_ratio_is_written_out():
     assert figure.data[0].text == ("0 B → 2.00 kB",)
     none = summary(exposed_comm_ms=None)
     assert "nothing changed" in summary_of(run_difference(none, none))
+    figure = run_difference(summary(), summary().assign(strategy=["fsdp", "zero3"]))
+    assert "no strategy in common" in summary_of(figure)
+    with pytest.raises(ValueError, match=r"summary 'second': missing columns \['peak_bytes'\]"):
+        run_difference(summary(), summary().drop(columns="peak_bytes"))
 
 
 def test_the_only_run_of_a_record_is_compared_with_each_strategy():
     assert pairs_of(["train"], ["single", "fsdp"]) == [("train", "single"), ("train", "fsdp")]
     assert pairs_of(["single", "fsdp"], ["train"]) == [("single", "train"), ("fsdp", "train")]
     assert pairs_of(["single", "fsdp"], ["fsdp"]) == [("fsdp", "fsdp")]
-
-
-def test_two_runs_without_a_common_strategy_have_no_difference():
-    figure = run_difference(summary(), summary().assign(strategy=["fsdp", "zero3"]))
-    assert "no strategy in common" in summary_of(figure)
-    with pytest.raises(ValueError, match=r"summary 'second': missing columns \['peak_bytes'\]"):
-        run_difference(summary(), summary().drop(columns="peak_bytes"))

@@ -37,10 +37,6 @@ def batches():
     return torch.utils.data.DataLoader(samples(), batch_size=8)
 
 
-def test_there_is_a_control_for_all_that_the_course_changes():
-    assert set(Choices(CompareConfig(text="grammar")).inputs) >= COURSE
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_control_is_enabled_where_compare_takes_its_option(strategy):
     choices = Choices(CompareConfig(text="grammar", device="cpu", ranks=2))
@@ -76,25 +72,23 @@ def test_options_without_a_control_are_kept_where_they_apply():
     assert (choices.config().layout, choices.config().seed) == ("flat", 7)
 
 
-@pytest.mark.parametrize(
-    ("chosen", "sentence"),
-    [
-        ({"tp": 3}, "tp: 3 does not divide 2 ranks; take a divisor of 2"),
-        ({"batch": 5}, "batch: 5 sequences do not divide among 2 ranks x 1 micro-batches"),
-        ({"batch": "many"}, "batch: 'many' is not a whole number; or leave it empty"),
-        ({"clip": "-1"}, "clip: -1.0 is not a finite number above 0"),
-        ({"strategies": "fsdp", "wrap": "blocks.*"}, "blocks.*"),
-        ({"strategies": "fsdp", "prefetch": -1}, "prefetch: -1 is below 0"),
-    ],
-)
-def test_the_sentence_of_a_refusal_is_in_the_panel_before_ranks_start(chosen, sentence, tmp_path):
+def test_the_sentence_of_a_refusal_is_in_the_panel_before_ranks_start(tmp_path):
     bench = workbench(make_model, samples(), loss, tmp_path / "runs")
-    bench.choose(**chosen)
-    with pytest.raises((ValueError, TypeError)) as refused:
-        bench.config()
-    assert sentence in bench.message.text == str(refused.value)
-    bench.start()
-    assert not bench.is_running
+    for chosen, sentence, back in (
+        ({"tp": 3}, "tp: 3 does not divide 2 ranks; take a divisor of 2", {"tp": 1}),
+        ({"batch": 5}, "batch: 5 sequences do not divide among 2 ranks x 1 micro-batches", {"batch": None}),
+        ({"batch": "many"}, "batch: 'many' is not a whole number; or leave it empty", {"batch": None}),
+        ({"clip": "-1"}, "clip: -1.0 is not a finite number above 0", {"clip": None}),
+        ({"strategies": "fsdp", "wrap": "blocks.*"}, "blocks.*", {"wrap": "auto"}),
+        ({"strategies": "fsdp", "prefetch": -1}, "prefetch: -1 is below 0", {}),
+    ):
+        bench.choose(**chosen)
+        with pytest.raises((ValueError, TypeError)) as refused:
+            bench.config()
+        assert sentence in bench.message.text == str(refused.value)
+        bench.start()
+        assert not bench.is_running
+        bench.choose(**back)
     assert not list(tmp_path.iterdir())
 
 
@@ -110,43 +104,30 @@ def differently(field, config):
     return other
 
 
-@pytest.mark.parametrize("field", [field.name for field in fields(CompareOptions)])
-def test_the_table_has_a_column_for_every_option_in_which_two_runs_differ(field):
-    config = CompareConfig(strategies="zero1" if field == "bucket_mib" else "fsdp", ranks=2, batch=12, device="cpu")
-    runs = {
-        number: PastRun(State.STOPPED, None, one) for number, one in enumerate((config, differently(field, config)))
-    }
-    table = runs_table(runs)
-    differing = [name for name in table.columns if name != "run" and table[name].astype(str).nunique() > 1]
-    assert differing == ["model" if field == "workload" else WORDS.get(field, field)]
-
-
-@pytest.mark.parametrize("changes", [{"ranks": 3}, {"tp": 2}, {"accumulation": 2}])
-def test_a_batch_that_goes_with_the_ranks_is_shown_and_stays_in_the_workbench(changes):
-    config = CompareConfig(strategies="fsdp", ranks=2, text="grammar", device="cpu")
-    other = replace(config, **changes)
-    table = runs_table({1: PastRun(State.STOPPED, None, config), 2: PastRun(State.STOPPED, None, other)})
-    assert table["batch"].tolist() == [str(other.global_batch), "8"]
-    choices = Choices(config)
-    choices.choose(changes)
-    if "ranks" in changes:
-        with pytest.raises(
-            ValueError, match="batch: 8 sequences do not divide among 3 ranks x 1 micro-batches; a mult"
-        ):
-            choices.config()
-    else:
-        assert choices.config().global_batch == 8
-    choices.choose({"batch": None})
-    assert choices.config().global_batch == other.global_batch
-
-
-def test_the_shard_group_that_goes_with_the_ranks_is_shown():
-    config = CompareConfig(strategies="fsdp", sharding="hybrid_shard", ranks=4, batch=12, device="cpu")
-    runs = {1: PastRun(State.STOPPED, None, config), 2: PastRun(State.STOPPED, None, replace(config, ranks=6))}
-    assert runs_table(runs)["shard_group"].tolist() == ["3", "2"]
-
-
-def test_runs_that_do_not_differ_have_no_such_columns():
-    config = CompareConfig(strategies="fsdp", text="grammar")
+def test_the_table_has_a_column_for_every_option_in_which_two_runs_differ():
+    for field in [field.name for field in fields(CompareOptions)]:
+        config = CompareConfig(strategies="zero1" if field == "bucket_mib" else "fsdp", ranks=2, batch=12, device="cpu")
+        both = (config, differently(field, config))
+        table = runs_table({number: PastRun(State.STOPPED, None, one) for number, one in enumerate(both)})
+        differing = [name for name in table.columns if name != "run" and table[name].astype(str).nunique() > 1]
+        assert differing == ["model" if field == "workload" else WORDS.get(field, field)]
     table = runs_table({1: PastRun(State.FINISHED, None, config), 2: PastRun(State.FINISHED, None, config)})
     assert not {"model", "prefetch", "wrap", "batch", "state"} & set(table.columns)
+
+
+def test_a_batch_that_goes_with_the_ranks_is_shown_and_stays_in_the_workbench():
+    config = CompareConfig(strategies="fsdp", ranks=2, text="grammar", device="cpu")
+    for changes in ({"ranks": 3}, {"tp": 2}, {"accumulation": 2}):
+        other = replace(config, **changes)
+        table = runs_table({1: PastRun(State.STOPPED, None, config), 2: PastRun(State.STOPPED, None, other)})
+        assert table["batch"].tolist() == [str(other.global_batch), "8"]
+        choices = Choices(config)
+        choices.choose(changes)
+        if "ranks" in changes:
+            said = "batch: 8 sequences do not divide among 3 ranks x 1 micro-batches; a mult"
+            with pytest.raises(ValueError, match=said):
+                choices.config()
+        else:
+            assert choices.config().global_batch == 8
+        choices.choose({"batch": None})
+        assert choices.config().global_batch == other.global_batch

@@ -61,12 +61,6 @@ def append(writer, step):
     )
 
 
-def test_nothing_is_there_before_anything_is_written(tmp_path):
-    progress = read_progress(tmp_path / "not" / "yet")
-    assert len(progress.steps) == len(progress.spans) == 0
-    assert "no step has ended yet" in summary_of(training_progress(progress.steps, progress.memory))
-
-
 def test_a_step_is_known_when_its_entry_is_whole(tmp_path, writers, tail):
     append(writers[0], 0)
     assert tail.read().steps["step"].tolist() == [0]
@@ -81,6 +75,8 @@ def test_a_step_is_known_when_its_entry_is_whole(tmp_path, writers, tail):
 
 
 def test_nothing_new_is_the_same_object(tmp_path, writers, tail):
+    progress = read_progress(tmp_path / "not" / "yet")
+    assert "no step has ended yet" in summary_of(training_progress(progress.steps, progress.memory))
     append(writers[0], 0)
     progress = tail.read()
     assert tail.read() is progress
@@ -143,16 +139,11 @@ def test_a_long_run_is_thinned(tmp_path, writers, tail):
     assert steps.max() >= MAX_STEPS + 8
 
 
-def test_a_damaged_entry_is_named(tmp_path, writers):
-    append(writers[0], 0)
-    add(tmp_path / "records" / "zero1" / "rank0.journal", b"no entry")
-    with pytest.raises(ValueError, match=r"rank0\.journal is damaged"):
-        read_progress(tmp_path)
-
-
 def test_a_damaged_record_ends_the_view_and_not_the_run(tmp_path, writers):
     append(writers[0], 0)
     add(tmp_path / "records" / "zero1" / "rank1.journal", b"no entry")
+    with pytest.raises(ValueError, match=r"rank1\.journal is damaged"):
+        read_progress(tmp_path)
     view = live(tmp_path).start()
     view.stop()
     assert "is damaged" in view.message.text

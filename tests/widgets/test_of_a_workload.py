@@ -1,11 +1,10 @@
 """Widgets take what ``compare`` takes: a workload of one's own, trained on real ranks."""
 
 import pytest
-import torch
 
 from shardlab import Workload
 from shardlab.plots import summary_of
-from shardlab.widgets import live, memory_explorer, step_through, workbench
+from shardlab.widgets import live, step_through, workbench
 from tests.widgets.test_choices import loss, make_model, samples
 
 
@@ -31,34 +30,6 @@ def test_a_workload_is_compared_and_watched(own, pools, tmp_path):
     assert "zero1, step 2: loss" in summary_of(view.curves.content)
     with pytest.raises(TypeError, match=r"live: .* is watched, and nothing is run"):
         live(tmp_path, steps=3)
-
-
-def test_the_explorer_takes_what_compare_takes(own):
-    for explorer in (memory_explorer(own), memory_explorer(make_model, samples(), loss), memory_explorer(make_model())):
-        assert explorer.plan.num_params == 49
-
-
-class OnRanks(torch.utils.data.Dataset):
-    """Rows that only ranks can read."""
-
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, place):
-        if not torch.distributed.is_initialized():
-            raise OSError("no such file")
-        return samples()[place]
-
-
-def test_a_run_whose_data_cannot_be_read_here_is_shown_without_its_plan(tmp_path):
-    bench = workbench(Workload(make_model, OnRanks(), loss, name="own"), tmp_path, steps=3, device="cpu")
-    bench.run(batch=8)
-    bench.view.value = "one run: memory over a step"
-    summary = summary_of(bench.upper.content)
-    assert "At rest" in summary
-    assert "Predicted" not in summary
-    assert "raised OSError (no such file)" in bench.upper.content.layout.title.subtitle.text
-    bench.close()
 
 
 def test_the_workbench_trains_a_workload(own, tmp_path):

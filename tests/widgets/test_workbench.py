@@ -2,15 +2,11 @@ import re
 import threading
 
 import pytest
-import torch
 
-from shardlab.experiment import CompareConfig, Workload, compare
+from shardlab.experiment import CompareConfig
 from shardlab.plots import summary_of
 from shardlab.widgets import RunHistory, workbench
-from shardlab.widgets.history import PastRun, State
 from shardlab.widgets.workbench import VIEWS
-from tests.widgets.runs import SMALL
-from tests.widgets.test_choices import loss, make_model
 
 QUICK = CompareConfig(
     strategies=("zero1",), ranks=2, steps=3, model="gpt-1m", text="grammar", seq_len=16, batch=2, device="cpu"
@@ -37,14 +33,14 @@ def test_the_table_shows_runs_newest_first_with_what_differs(bench):
     assert bench.message.text.startswith("Run 2 is over: bucketed")
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_every_picture_can_be_chosen(bench, view):
-    bench.view.value = view
-    summary = summary_of(bench.upper.content)
-    assert any(letter.isdigit() for letter in summary)
-    if not view.startswith("one run"):
-        assert "bucketed" in summary
-        assert "1 zero1" in summary
+def test_every_picture_can_be_chosen(bench):
+    for view in VIEWS:
+        bench.view.value = view
+        summary = summary_of(bench.upper.content)
+        assert any(letter.isdigit() for letter in summary)
+        if not view.startswith("one run"):
+            assert "bucketed" in summary
+            assert "1 zero1" in summary
 
 
 def test_what_differs_between_runs_stands_in_the_figure_that_compares_them(bench):
@@ -54,79 +50,43 @@ def test_what_differs_between_runs_stands_in_the_figure_that_compares_them(bench
     assert bench.upper.content.layout.title.subtitle.text.endswith("; the runs differ in bucket (MiB)")
 
 
-def test_runs_on_other_rows_are_not_said_to_coincide(pools, tmp_path):
-    def loader(rows):
-        return Workload(make_model, torch.utils.data.DataLoader(drawn(), rows), loss, name="own")
-
-    history = RunHistory(tmp_path)
-    for number, what in enumerate((loader(4), loader(8), Workload(make_model, drawn(), loss, name="own")), 1):
-        config = CompareConfig(workload=what, strategies="ddp", ranks=2, steps=2, device="cpu")
-        comparison = compare(config, tmp_path / f"run-{number:03}", pool=pools(2))
-        history.runs[number] = PastRun(State.FINISHED, comparison, config)
-    said = VIEWS["loss"](history, "1 ddp").layout.title.subtitle.text
-    assert "the runs differ in batch, rows or tokens, data, the rows they trained on" in said
-    assert "coincide" not in said
-    assert history.table()["rows or tokens"].tolist() == ["–", "8", "4"]
-
-
-def drawn():
-    generator = torch.Generator().manual_seed(0)
-    return torch.utils.data.TensorDataset(torch.randn(64, 4, generator=generator), torch.ones(64))
-
-
-def test_one_run_is_shown_with_its_plan(bench):
+def test_one_run_is_shown_with_its_plan_and_earlier_runs_are_found_again(bench):
     bench.view.value, bench.about.value = "one run: memory over a step", "1 zero1"
     summary = summary_of(bench.upper.content)
     assert "Run 1 zero1" in summary
     rest, predicted = summary.split("At rest ")[1].split(" Predicted at rest ")
     assert rest == predicted
-
-
-def test_earlier_runs_are_found_again(bench):
     history = RunHistory(bench.history.directory)
     assert history.labels() == ["1 zero1", "2 bucketed"]
     assert history.next_directory().name == "run-003"
     assert set(history.records().steps["run"]) == {"1 zero1", "2 bucketed"}
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
+def test_bad_input_is_said_beside_the_controls(tmp_path):
+    bench = workbench(QUICK, tmp_path)
+    for wrong, message in (
         ({"ranks": 0}, "ranks: 0 is below 1"),
-        ({"steps": -3}, "steps: -3 is below 1"),
         ({"link": "fast"}, "link: 'fast' is not understood; write bandwidth,latency"),
         ({"bucket_mib": 0.0}, "bucket_mib: 0.0 is not a finite number above 0"),
-    ],
-)
-def test_bad_input_is_said_beside_the_controls(wrong, message, tmp_path):
-    bench = workbench(QUICK, tmp_path)
-    before = {name: bench.inputs[name].value for name in wrong}
-    bench.choose(**wrong)
-    assert message in bench.message.text
-    bench.run_button.click()
-    assert message in bench.message.text
-    assert 'role="alert"' in bench.message.widget.value
-    assert not bench.is_running
+    ):
+        before = {name: bench.inputs[name].value for name in wrong}
+        bench.choose(**wrong)
+        assert message in bench.message.text
+        bench.run_button.click()
+        assert message in bench.message.text
+        assert 'role="alert"' in bench.message.widget.value
+        assert not bench.is_running
+        bench.choose(**before)
+        assert bench.message.text == "Choose, then press Run."
     assert not list(tmp_path.iterdir())
-    bench.choose(**before)
-    assert bench.message.text == "Choose, then press Run."
-
-
-def test_only_what_a_strategy_takes_can_be_chosen(tmp_path):
-    bench = workbench(QUICK, tmp_path)
-    bench.choose(strategies="bucketed")
-    assert bench.inputs["precision"].disabled
-    bench.choose(strategies="fsdp", precision="bf16", sharding="shard_grad_op")
-    assert not bench.inputs["precision"].disabled
-    assert bench.inputs["bucket_mib"].disabled
-    config = bench.config()
-    assert (config.precision, config.sharding) == ("bf16", "shard_grad_op")
-    bench.choose(strategies="ddp")
-    assert bench.config().precision == "full"
-    with pytest.raises(ValueError, match="colour: there is no such control; there are model, steps"):
-        bench.choose(colour="red")
-    with pytest.raises(ValueError, match="model: 'gpt-9z' is not one of"):
-        bench.choose(model="gpt-9z")
+    for wrong, message in (
+        ({"colour": "red"}, "colour: there is no such control; there are model, steps"),
+        ({"model": "gpt-9z"}, "model: 'gpt-9z' is not one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bench.choose(**wrong)
+    with pytest.raises(ValueError, match="nothing has been run yet"):
+        RunHistory(tmp_path / "empty").records()
 
 
 def test_a_run_can_be_stopped_and_the_next_one_goes_on(tmp_path):
@@ -175,25 +135,3 @@ def test_a_run_stopped_before_its_first_step_is_in_the_list_too(tmp_path, monkey
         [1, "zero1", "stopped", "0 of 3"]
     ]
     bench.close()
-
-
-def test_a_failure_in_a_rank_is_one_line(tmp_path, monkeypatch):
-    bench = workbench(QUICK, tmp_path)
-
-    def failing(*args, **kwargs):
-        raise RuntimeError("no room left\nTraceback of rank 1")
-
-    monkeypatch.setattr(bench.history, "run", failing)
-    bench.start()
-    assert bench.wait(30)
-    assert bench.message.text == "RuntimeError: no room left"
-
-
-def test_several_strategies_at_once_are_several_lines(pools, tmp_path):
-    history = RunHistory(tmp_path)
-    history.run(SMALL)
-    assert history.labels() == ["1 zero1", "1 zero3"]
-    assert history.runs[1].config.ranks == 2
-    history.close()
-    with pytest.raises(ValueError, match="nothing has been run yet"):
-        RunHistory(tmp_path / "empty").records()
