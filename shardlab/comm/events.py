@@ -87,19 +87,26 @@ class CollectiveEvent:
 
 
 class Observer(Protocol):
-    """Gets the events. Calls must be short; ``completed``, mostly ``started`` too, come from a queue's thread."""
+    """Gets the events. Calls must be short; ``completed``, mostly ``started`` too, come from a queue's thread.
 
-    def issued(self, event: CollectiveEvent) -> None:
+    Whoever inherits from it defines those that it wants to hear of.
+    """
+
+    def issued(self, event: CollectiveEvent) -> None:  # noqa: ARG002
         """The caller asked for the collective."""
+        return
 
-    def started(self, event: CollectiveEvent) -> None:
+    def started(self, event: CollectiveEvent) -> None:  # noqa: ARG002
         """The transport began it."""
+        return
 
-    def completed(self, event: CollectiveEvent) -> None:
+    def completed(self, event: CollectiveEvent) -> None:  # noqa: ARG002
         """Its result is there (or it failed)."""
+        return
 
-    def waited(self, event: CollectiveEvent) -> None:
+    def waited(self, event: CollectiveEvent) -> None:  # noqa: ARG002
         """The caller has waited for it."""
+        return
 
 
 class Failures:

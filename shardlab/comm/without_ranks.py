@@ -147,10 +147,6 @@ class _MemoryTransport(Transport):
     def barrier(self) -> None:
         self._meeting.barrier.wait()
 
-    @override
-    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
-        return 0
-
 
 class _AtOnce:
     """A queue that runs each job when it is given."""
@@ -164,7 +160,7 @@ class _AtOnce:
     ) -> Job:
         """Run ``job``."""
         job()
-        return _nothing
+        return lambda: None
 
     def submit_message(self, message: Message, event: CollectiveEvent, observers: tuple[Observer, ...]) -> Job:
         """Run it."""
@@ -172,7 +168,3 @@ class _AtOnce:
 
     def close(self) -> None:
         """Nothing is left to run."""
-
-
-def _nothing() -> None:
-    """What is left to wait for."""

@@ -179,6 +179,11 @@ def call_without_ranks(function: Function, _comm: Communicator, *inputs: object)
     return function(*inputs)
 
 
+def task_in(docstring: str | None) -> str:
+    """The task of an exercise that has a file of its own: what stands there below the first line."""
+    return (docstring or "").partition("\n\n")[2].rstrip()
+
+
 @dataclass(frozen=True)
 class Exercise:
     """What is asked, and how an answer is judged.

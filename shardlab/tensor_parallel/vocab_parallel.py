@@ -105,7 +105,6 @@ def vocab_parallel_cross_entropy(
     comm: Communicator,
     *,
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
     """What ``torch.nn.functional.cross_entropy`` gives for the gathered logits, equal on all ranks.
@@ -115,7 +114,6 @@ def vocab_parallel_cross_entropy(
         targets: int64, (...), numbers in the whole vocabulary, equal on all ranks.
         comm: the tensor axis.
         ignore_index: a target that does not count.
-        label_smoothing: 0 to 1.
         reduction: 'mean' over the targets that count, 'sum' or 'none'.
 
     Returns:
@@ -128,7 +126,7 @@ def vocab_parallel_cross_entropy(
             tokens tell. Parts that are equal bit for bit there look the same if they hold all targets and are not
             constant where they are not -inf. Gathered logits that are so constant are not refused.
     """
-    _check(logits, targets, label_smoothing, reduction)
+    _check(logits, targets, reduction)
     if logits.dtype in _HALF:
         logits = logits.float()
     counts = targets != ignore_index
@@ -137,14 +135,9 @@ def vocab_parallel_cross_entropy(
     if comm.num_ranks > 1:
         _refuse_whole(are_whole, logits.shape[-1])
     shifted = logits - peak.unsqueeze(-1)
-    terms = [shifted.exp().sum(-1), _of_target(shifted, targets, counts, comm)]
-    if label_smoothing:
-        terms.append(shifted.sum(-1))
-    exp_sum, at_target, *rest = reduce(torch.stack(terms), comm, tag="sums of logits").unbind()
-    losses = exp_sum.log() - (1 - label_smoothing) * at_target
-    if rest:
-        losses = losses - label_smoothing / (logits.shape[-1] * comm.num_ranks) * rest[0]
-    losses = torch.where(counts, losses, 0)
+    terms = torch.stack([shifted.exp().sum(-1), _of_target(shifted, targets, counts, comm)])
+    exp_sum, at_target = reduce(terms, comm, tag="sums of logits").unbind()
+    losses = torch.where(counts, exp_sum.log() - at_target, 0)
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
@@ -210,11 +203,9 @@ def _refuse_whole(are_whole: Tensor, width: int) -> None:
     )
 
 
-def _check(logits: Tensor, targets: Tensor, label_smoothing: float, reduction: str) -> None:
+def _check(logits: Tensor, targets: Tensor, reduction: str) -> None:
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: {reduction!r} is not one of {', '.join(REDUCTIONS)}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing: {label_smoothing} is given; it must be within 0 and 1")
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"targets: shape {tuple(targets.shape)} is given; beside logits {tuple(logits.shape)} it must be "

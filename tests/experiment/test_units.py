@@ -1,15 +1,11 @@
 """What a workload or an option says is a unit, is one in FSDP, in the spans, in memory and in the plan."""
 
-import json
-
 import pytest
 import torch
 from torch.nn import functional
 
 from shardlab import CompareConfig, Workload, compare
-from shardlab.experiment.saved import load_saved
 from shardlab.units import wrap_text
-from shardlab.widgets.history import RunHistory
 from tests.units.look_alikes import GPT2, Residual
 
 STRATEGIES = ("zero3", "fsdp", "torch_fsdp2")
@@ -50,16 +46,3 @@ def test_units_that_match_nothing_are_refused_before_ranks_start(tmp_path):
     for options in ({"wrap": "layers.*"}, {"workload": Workload(GPT2, tokens, next_token, wrap="layers.*")}):
         with pytest.raises(ValueError, match=said):
             CompareConfig(**{"workload": Workload(GPT2, tokens, next_token), "strategies": ("fsdp",), **options})
-
-
-def test_records_of_before_auto_are_read(pools, tmp_path):
-    """They say that a unit is a block, of models in which that is the same."""
-    config = CompareConfig(strategies=("fsdp",), ranks=2, steps=2, model="mlp", text="grammar", seq_len=8, device="cpu")
-    directory = tmp_path / "run-001"
-    compare(config, directory, pool=pools(2))
-    path = directory / "records" / "fsdp" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["config"]["wrap"] = "block"
-    path.write_text(json.dumps(manifest))
-    assert load_saved(directory)[1].wrap == "auto"
-    assert RunHistory(tmp_path).runs[1].config.wrap == "auto"

@@ -66,12 +66,9 @@ class NcclTransport(Transport):
         """Sizes are elements per rank."""
         width = buffer.element_size()
         dist.all_to_all_single(
-            as_bytes(output),
-            as_bytes(buffer),
-            [size * width for size in output_sizes],
-            [size * width for size in sizes],
-            group=self._group,
-        )
+            as_bytes(output), as_bytes(buffer), [size * width for size in output_sizes],
+            [size * width for size in sizes], group=self._group,
+        )  # fmt: skip
 
     @override
     def send(self, tensor: Tensor, dst: int) -> None:
@@ -105,11 +102,6 @@ class NcclTransport(Transport):
     def barrier(self) -> None:
         """A barrier on the stream."""
         dist.barrier(self._group)
-
-    @override
-    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
-        """NCCL's own channels are allocated once, outside of torch's allocator."""
-        return 0
 
 
 def require_signed_zeros(

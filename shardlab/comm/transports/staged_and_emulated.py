@@ -12,6 +12,7 @@ compute hides it as it would hide a network card; every record says ``emulated``
 
 from collections.abc import Callable
 from time import perf_counter, sleep
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,11 +87,6 @@ class StagedTransport(Transport):
         self._inner.barrier()
 
     @override
-    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
-        """None on the device: staging takes host memory."""
-        return 0
-
-    @override
     def close(self) -> None:
         """Close the real transport."""
         self._inner.close()
@@ -121,6 +117,18 @@ class StagedTransport(Transport):
         self._stream.synchronize()
 
 
+def _paced(op: Collective, place: int) -> Callable[..., None]:
+    """A verb of ``EmulatedLink``; ``place`` is that of the whole buffer among its arguments."""
+
+    def verb(self: "EmulatedLink", *args: Any) -> None:
+        self._inner.barrier()  # before the clock starts: a late rank is not the link's doing
+        began = perf_counter()
+        getattr(self._inner, op)(*args)
+        self._sleep_until(began, op, args[place].nbytes)
+
+    return verb
+
+
 class EmulatedLink(Transport):
     """Delays every collective of ``inner`` to the time it would take on ``link``."""
 
@@ -132,30 +140,11 @@ class EmulatedLink(Transport):
         # Goes ahead of what one rank sends: from here on it travels. (A script may set another default device.)
         self._start = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
-    @override
-    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
-        """Ring all-reduce: 2(N-1) steps."""
-        self._paced(Collective.ALL_REDUCE, tensor, lambda: self._inner.all_reduce(tensor, reduction, tag))
-
-    @override
-    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
-        """Ring reduce-scatter: N-1 steps."""
-        self._paced(Collective.REDUCE_SCATTER, buffer, lambda: self._inner.reduce_scatter(output, buffer, bounds, tag))
-
-    @override
-    def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
-        """Ring all-gather: N-1 steps."""
-        self._paced(Collective.ALL_GATHER, buffer, lambda: self._inner.all_gather(buffer, bounds, tag))
-
-    @override
-    def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Pipelined along the ring."""
-        self._paced(Collective.BROADCAST, tensor, lambda: self._inner.broadcast(tensor, src))
-
-    @override
-    def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
-        """N-1 exchanges."""
-        self._paced(Collective.ALL_TO_ALL, buffer, lambda: self._inner.all_to_all(output, buffer, output_sizes, sizes))
+    all_reduce = _paced(Collective.ALL_REDUCE, 0)
+    reduce_scatter = _paced(Collective.REDUCE_SCATTER, 1)
+    all_gather = _paced(Collective.ALL_GATHER, 0)
+    broadcast = _paced(Collective.BROADCAST, 0)
+    all_to_all = _paced(Collective.ALL_TO_ALL, 1)
 
     @override
     def send(self, tensor: Tensor, dst: int) -> None:
@@ -188,12 +177,6 @@ class EmulatedLink(Transport):
     def close(self) -> None:
         """Close the real transport."""
         self._inner.close()
-
-    def _paced(self, op: Collective, tensor: Tensor, call: Callable[[], None]) -> None:
-        self._inner.barrier()  # before the clock starts: a late rank is not the link's doing
-        began = perf_counter()
-        call()
-        self._sleep_until(began, op, tensor.nbytes)
 
     def _sleep_until(self, began: float, op: Collective, num_bytes: int) -> None:
         left = began + self._link.ring_time_us(op, num_bytes, self._num_ranks) / 1e6 - perf_counter()

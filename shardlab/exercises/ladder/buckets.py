@@ -1,9 +1,16 @@
-"""Exercise: which gradients travel in one message."""
+"""Exercise: which gradients travel in one message.
+
+buckets_assign(sizes, capacity): the indices of the parameters, bucket by bucket, as a list of lists.
+
+sizes are bytes of the gradients in the order in which forward uses the parameters; backward makes the gradients in the
+reverse order, and buckets are filled as they come: list them so, also inside a bucket. A bucket is closed when the next
+gradient would take it past capacity bytes. A gradient larger than that is alone in its bucket. No bucket is empty.
+"""
 
 from collections.abc import Sequence
 from typing import cast
 
-from shardlab.exercises.exercise import Case, Exercise, call_without_ranks
+from shardlab.exercises.exercise import Case, Exercise, call_without_ranks, task_in
 from shardlab.partition.buckets import assign_buckets
 from shardlab.partition.flat import ParamSpec
 
@@ -14,12 +21,6 @@ SIZES = {  # bytes of each parameter's gradient, in the order of forward, and of
     "the last bucket is not full": ((8, 16, 8, 16, 8), 32),
     "no parameters": ((), 100),
 }
-
-TASK = """buckets_assign(sizes, capacity): the indices of the parameters, bucket by bucket, as a list of lists.
-
-sizes are bytes of the gradients in the order in which forward uses the parameters; backward makes the gradients in the
-reverse order, and buckets are filled as they come: list them so, also inside a bucket. A bucket is closed when the next
-gradient would take it past capacity bytes. A gradient larger than that is alone in its bucket. No bucket is empty."""
 
 STARTER = """def buckets_assign(sizes, capacity):
     return [[index] for index in range(len(sizes))]  # your code: fewer messages
@@ -53,7 +54,7 @@ def bucket_of_each(result: object) -> list[float]:
 
 
 BUCKETS = Exercise(
-    "buckets.assign", TASK, STARTER, cases, HINTS, "03_data_parallel",
+    "buckets.assign", task_in(__doc__), STARTER, cases, HINTS, "03_data_parallel",
     attempt=call_without_ranks, drawn=bucket_of_each, drawn_words="the bucket of a parameter",
     num_references=1, num_wrong=5,
 )  # fmt: skip

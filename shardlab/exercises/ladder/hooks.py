@@ -1,24 +1,6 @@
-"""Exercise: data parallel from hooks, with micro-batches that add up and parameters that a rank does not use."""
+"""Exercise: data parallel from hooks, with micro-batches that add up and parameters that a rank does not use.
 
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor, nn
-from typing_extensions import override
-
-from shardlab.comm import CollectiveEvent, Communicator
-from shardlab.exercises.exercise import Case, Exercise, Function, Message, Traffic
-from shardlab.exercises.values import numbers_in
-from shardlab.vocabulary import Collective
-
-USED = {  # for each rank, whether each of its micro-batches uses the right branch
-    "1 micro-batch": [[True], [True]],
-    "2 micro-batches": [[True, True], [True, True]],
-    "rank 0 does not use the right branch": [[False], [True]],
-    "rank 0 uses it in the first of 2 micro-batches only": [[True, False], [True, True]],
-}
-
-TASK = """data_parallel_hooks(comm, model, num_micro_batches): register hooks on the parameters of model; return finish.
+data_parallel_hooks(comm, model, num_micro_batches): register hooks on the parameters of model; return finish.
 
 In the check, model has three layers: trunk, left and right. (In assemble they are a GPT's: trunk the embeddings, left
 the blocks, right the head.) Each rank calls forward and backward num_micro_batches times, and finish() once. After
@@ -28,7 +10,26 @@ finish(). Where every micro-batch uses all parameters, all messages must leave d
 not use right at all, or not in the last micro-batch, while another rank does; its part is then zero, and all ranks
 must send the same parameters in the same order. param.register_post_accumulate_grad_hook(hook) calls
 hook(param) when its grad has been added to; comm.all_reduce(tensor) returns at once, and .wait() on what it returns
-waits for the sum."""
+waits for the sum.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from shardlab.comm import CollectiveEvent, Communicator, Observer
+from shardlab.exercises.exercise import Case, Exercise, Function, Message, Traffic, task_in
+from shardlab.exercises.values import numbers_in
+from shardlab.vocabulary import Collective
+
+USED = {  # for each rank, whether each of its micro-batches uses the right branch
+    "1 micro-batch": [[True], [True]],
+    "2 micro-batches": [[True, True], [True, True]],
+    "rank 0 does not use the right branch": [[False], [True]],
+    "rank 0 uses it in the first of 2 micro-batches only": [[True, False], [True, True]],
+}
 
 STARTER = """def data_parallel_hooks(comm, model, num_micro_batches):
     def finish():
@@ -120,7 +121,7 @@ def train(
     return result | {"sends during backward": sends}
 
 
-class _Seen:
+class _Seen(Observer):
     """An observer: how many bytes were sent, and how often somebody waited."""
 
     def __init__(self) -> None:
@@ -128,10 +129,6 @@ class _Seen:
 
     def issued(self, event: CollectiveEvent) -> None:
         self.num_bytes += event.num_bytes
-
-    def started(self, event: CollectiveEvent) -> None: ...
-
-    completed = started
 
     def waited(self, event: CollectiveEvent) -> None:  # noqa: ARG002
         self.num_waits += 1
@@ -148,7 +145,7 @@ def gradient_numbers(result: object) -> list[float]:
 
 
 HOOKS = Exercise(
-    "data_parallel.hooks", TASK, STARTER, cases, HINTS, "03_data_parallel",
+    "data_parallel.hooks", task_in(__doc__), STARTER, cases, HINTS, "03_data_parallel",
     attempt=train, drawn=gradient_numbers, drawn_words="an element of the gradients",
     shown_inputs=lambda _rank, used, _: (
         f"num_micro_batches {len(used)}; right is used in micro-batches: {_those(used)}"

@@ -1,11 +1,18 @@
-"""Exercise: the norm of all gradients, where every rank holds only shards of them."""
+"""Exercise: the norm of all gradients, where every rank holds only shards of them.
+
+clip_global_norm(comm, shards, norm_type): the norm over all elements of all ranks, the same on every rank, as
+a number or a tensor with one element.
+
+shards is this rank's list of float64 tensors, which may be empty; norm_type is 1.0, 2.0 or float("inf"). One message of
+one float64 number is enough: comm.all_reduce(tensor, reduction="sum" or "max").wait() works in place.
+"""
 
 from math import inf
 
 import torch
 from torch import Tensor
 
-from shardlab.exercises.exercise import Case, Exercise, Message, Traffic
+from shardlab.exercises.exercise import Case, Exercise, Message, Traffic, task_in
 from shardlab.vocabulary import Collective
 
 SHARDS = {  # of each rank, and the norm
@@ -14,12 +21,6 @@ SHARDS = {  # of each rank, and the norm
     "1-norm, 2 ranks": (1.0, [[[1.0, -2.0]], [[-3.0], [4.0]]], 10.0),
     "2-norm, 1 rank": (2.0, [[[3.0], [-4.0]]], 5.0),
 }
-
-TASK = """clip_global_norm(comm, shards, norm_type): the norm over all elements of all ranks, the same on every rank, as
-a number or a tensor with one element.
-
-shards is this rank's list of float64 tensors, which may be empty; norm_type is 1.0, 2.0 or float("inf"). One message of
-one float64 number is enough: comm.all_reduce(tensor, reduction="sum" or "max").wait() works in place."""
 
 STARTER = """def clip_global_norm(comm, shards, norm_type):
     return torch.nn.utils.get_total_norm(shards, norm_type)  # your code: of this rank alone
@@ -50,6 +51,6 @@ def _tensors(shards: list[list[float]]) -> list[Tensor]:
 
 
 NORM = Exercise(
-    "clip.global_norm", TASK, f"import torch\n\n\n{STARTER}", cases, HINTS, "06_zero_1_and_2",
+    "clip.global_norm", task_in(__doc__), f"import torch\n\n\n{STARTER}", cases, HINTS, "06_zero_1_and_2",
     num_references=1, num_wrong=6,
 )  # fmt: skip

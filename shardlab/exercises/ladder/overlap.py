@@ -1,9 +1,17 @@
-"""Exercise: how much of the communication is hidden, from intervals; three definitions in use are wrong."""
+"""Exercise: how much of the communication is hidden, from intervals; three definitions in use are wrong.
+
+overlap_exposed(messages, compute, waits): on one rank, the time of communication as (hidden, exposed).
+
+Each argument is a list of (start, end), in any order; intervals of one list may overlap and lie inside each other. A
+moment counts once, however many intervals of a list hold it. It is hidden communication if a message is under way and
+the rank computes; a rank that waits does not compute, although the span around it is open. Communication that is not
+hidden is exposed.
+"""
 
 from collections.abc import Sequence
 
 from shardlab.analysis.intervals import intersect, subtract, total
-from shardlab.exercises.exercise import Case, Exercise, call_without_ranks
+from shardlab.exercises.exercise import Case, Exercise, call_without_ranks, task_in
 
 Intervals = Sequence[tuple[float, float]]
 
@@ -17,13 +25,6 @@ INTERVALS: dict[str, tuple[Intervals, Intervals, Intervals]] = {  # messages, co
     # No grid of moments holds them all.
     "bounds that are no whole numbers, in any order": ([(3.5, 9.2718), (0.5, 4)], [(6, 8), (1, 3.7321)], [(6.5, 7)]),
 }
-
-TASK = """overlap_exposed(messages, compute, waits): on one rank, the time of communication as (hidden, exposed).
-
-Each argument is a list of (start, end), in any order; intervals of one list may overlap and lie inside each other. A
-moment counts once, however many intervals of a list hold it. It is hidden communication if a message is under way and
-the rank computes; a rank that waits does not compute, although the span around it is open. Communication that is not
-hidden is exposed."""
 
 STARTER = """def overlap_exposed(messages, compute, waits):
     hidden = 0.0  # your code: now everything is exposed, and what overlaps counts twice
@@ -48,6 +49,6 @@ def _wanted(messages: Intervals, compute: Intervals, waits: Intervals) -> list[f
 
 
 OVERLAP = Exercise(
-    "overlap.exposed", TASK, STARTER, cases, HINTS, "04_overlap_defined",
+    "overlap.exposed", task_in(__doc__), STARTER, cases, HINTS, "04_overlap_defined",
     attempt=call_without_ranks, drawn_words="hidden, then exposed time", num_references=2, num_wrong=5,
 )  # fmt: skip

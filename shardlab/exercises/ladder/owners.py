@@ -1,4 +1,12 @@
-"""Exercise: which elements of which parameters each rank owns under ZeRO-1, with sizes that do not divide."""
+"""Exercise: which elements of which parameters each rank owns under ZeRO-1, with sizes that do not divide.
+
+zero1_owners(sizes, num_ranks, rank): the ranges that rank owns, as {name: (start, stop)}.
+
+sizes is {name: number of elements}. The parameters lie end to end in this order, and every rank owns an equal chunk of
+ceil(total / num_ranks) elements of that line; the last ones may own fewer, or none. start and stop count within the
+parameter. A parameter of which the rank owns nothing is left out. The check then lets every rank step the ranges that
+it owns: each element must be stepped by exactly one ("ranks that step" counts them).
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -7,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardlab.comm import Communicator
-from shardlab.exercises.exercise import Case, Exercise, Function
+from shardlab.exercises.exercise import Case, Exercise, Function, task_in
 from shardlab.partition.flat import ParamSpec, flat_layout
 
 SIZES = {
@@ -16,13 +24,6 @@ SIZES = {
     "2 ranks, a parameter without elements": (2, {"weight": 4, "empty": 0, "bias": 4}),
     "1 rank": (1, {"weight": 3, "bias": 1}),
 }
-
-TASK = """zero1_owners(sizes, num_ranks, rank): the ranges that rank owns, as {name: (start, stop)}.
-
-sizes is {name: number of elements}. The parameters lie end to end in this order, and every rank owns an equal chunk of
-ceil(total / num_ranks) elements of that line; the last ones may own fewer, or none. start and stop count within the
-parameter. A parameter of which the rank owns nothing is left out. The check then lets every rank step the ranges that
-it owns: each element must be stepped by exactly one ("ranks that step" counts them)."""
 
 STARTER = """def zero1_owners(sizes, num_ranks, rank):
     return {name: (0, size) for name, size in sizes.items()}  # your code: here every rank owns everything
@@ -73,7 +74,7 @@ def elements_held(result: object) -> Sequence[float]:
 
 
 OWNERS = Exercise(
-    "zero1.owners", TASK, STARTER, cases, HINTS, "06_zero_1_and_2",
+    "zero1.owners", task_in(__doc__), STARTER, cases, HINTS, "06_zero_1_and_2",
     attempt=step_what_is_owned, drawn=elements_held, drawn_words="an element, 1 where the rank owns it",
     num_references=1, num_wrong=5,
 )  # fmt: skip

@@ -1,4 +1,12 @@
-"""Exercise: which layers make a unit, so that what is gathered stays within a budget and few messages are sent."""
+"""Exercise: which layers make a unit, so that what is gathered stays within a budget and few messages are sent.
+
+fsdp_units(sizes, budget, prefetch): which layers make up each unit, as a list of lists of indices.
+
+sizes are the bytes of the layers' weights in the order of forward. A unit is a run of neighbouring layers, gathered in
+one message before its first layer computes and freed after its last. With prefetch 0 one unit is gathered at a time,
+with prefetch 1 the next one as well, while this one computes. A gathered layer counts whole. Never may more than budget
+bytes be gathered, and there must be as few units as possible. There is always a way.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
@@ -7,7 +15,7 @@ from typing import Any
 import torch
 
 from shardlab.comm import Communicator
-from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic
+from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic, task_in
 from shardlab.vocabulary import Collective
 
 Units = Sequence[Sequence[int]]
@@ -19,13 +27,6 @@ SIZES = {  # bytes of each layer, budget, prefetch
     "one unit ahead, a large layer": ([16, 80, 16, 16, 16, 48], 128, 1),
     "all fit": ([16, 16, 16], 64, 0),
 }
-
-TASK = """fsdp_units(sizes, budget, prefetch): which layers make up each unit, as a list of lists of indices.
-
-sizes are the bytes of the layers' weights in the order of forward. A unit is a run of neighbouring layers, gathered in
-one message before its first layer computes and freed after its last. With prefetch 0 one unit is gathered at a time,
-with prefetch 1 the next one as well, while this one computes. A gathered layer counts whole. Never may more than budget
-bytes be gathered, and there must be as few units as possible. There is always a way."""
 
 STARTER = """def fsdp_units(sizes, budget, prefetch):
     return [[index] for index in range(len(sizes))]  # your code: within the budget, but a message for every layer
@@ -82,7 +83,7 @@ def gather_units(function: Function, comm: Communicator, sizes: Sequence[int], b
 
 
 UNITS = Exercise(
-    "fsdp.units", TASK, STARTER, cases, HINTS, "08_fsdp_units",
+    "fsdp.units", task_in(__doc__), STARTER, cases, HINTS, "08_fsdp_units",
     attempt=gather_units, drawn_words="the layers in the order in which they are gathered",
     num_references=1, num_wrong=5,
 )  # fmt: skip

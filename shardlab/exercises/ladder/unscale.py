@@ -1,10 +1,18 @@
-"""Exercise: gradients of a scaled loss, of which one rank's may have overflowed: all ranks skip the step, or none."""
+"""Exercise: gradients of a scaled loss, of which one rank's may have overflowed: all ranks skip the step, or none.
+
+precision_unscale(comm, shards, scale): undo the scaling of the loss, on all ranks or on none.
+
+shards is this rank's list of float64 gradients of a loss that was multiplied by scale; it may be empty. If every
+element on every rank is finite, return (the shards divided by scale, scale). If one of them is inf or NaN anywhere, all
+ranks must skip the step and try a smaller scale: return (None, scale / 2) on each. One message of one float64 number is
+enough: comm.all_reduce(tensor, reduction="sum" or "max").wait() works in place.
+"""
 
 from math import inf, nan
 
 import torch
 
-from shardlab.exercises.exercise import Case, Exercise, Message, Traffic
+from shardlab.exercises.exercise import Case, Exercise, Message, Traffic, task_in
 from shardlab.vocabulary import Collective
 
 SCALE = 1024.0
@@ -16,13 +24,6 @@ SHARDS: dict[str, list[list[list[float]]]] = {  # of each rank
     "rank 0 has no shards": [[], [[1024.0], [inf]]],
     "1 rank": [[[2048.0, -1024.0]]],
 }
-
-TASK = """precision_unscale(comm, shards, scale): undo the scaling of the loss, on all ranks or on none.
-
-shards is this rank's list of float64 gradients of a loss that was multiplied by scale; it may be empty. If every
-element on every rank is finite, return (the shards divided by scale, scale). If one of them is inf or NaN anywhere, all
-ranks must skip the step and try a smaller scale: return (None, scale / 2) on each. One message of one float64 number is
-enough: comm.all_reduce(tensor, reduction="sum" or "max").wait() works in place."""
 
 STARTER = """def precision_unscale(comm, shards, scale):
     return [shard / scale for shard in shards], scale  # your code: and if one of them is not finite, on another rank?
@@ -51,6 +52,6 @@ def _case(words: str, shards: list[list[list[float]]]) -> Case:
 
 
 UNSCALE = Exercise(
-    "precision.unscale", TASK, STARTER, cases, HINTS, "09_precision_offload_checkpointing",
+    "precision.unscale", task_in(__doc__), STARTER, cases, HINTS, "09_precision_offload_checkpointing",
     drawn_words="an element of the gradients, if there are any, then the scale", num_references=1, num_wrong=5,
 )  # fmt: skip
