@@ -247,11 +247,9 @@ def _name(dtype: torch.dtype | None) -> str | None:
 
 
 _ROLES = {
-    "parameter_bytes": (Role.PARAMETER,),
-    "gradient_bytes": (Role.GRADIENT,),
-    "optimizer_bytes": (Role.OPTIMIZER_STATE, Role.MASTER_WEIGHT),
-    "offloaded_bytes": (Role.OFFLOADED,),
-}
+    "parameter_bytes": (Role.PARAMETER,), "gradient_bytes": (Role.GRADIENT,),
+    "optimizer_bytes": (Role.OPTIMIZER_STATE, Role.MASTER_WEIGHT), "offloaded_bytes": (Role.OFFLOADED,),
+}  # fmt: skip
 
 
 def plan(

@@ -225,17 +225,15 @@ def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
     held = {str(role): int(num_bytes) for role, num_bytes in rest.loc[run].to_dict().items()}
     return {
         "peak_bytes": None if pd.isna(peak := steps["peak_bytes"].max()) else int(peak),
-        "parameter_bytes": held.get(Role.PARAMETER, 0),
-        "gradient_bytes": held.get(Role.GRADIENT, 0),
+        "parameter_bytes": held.get(Role.PARAMETER, 0), "gradient_bytes": held.get(Role.GRADIENT, 0),
         "optimizer_bytes": held.get(Role.OPTIMIZER_STATE, 0) + held.get(Role.MASTER_WEIGHT, 0),
-        "offloaded_bytes": held.get(Role.OFFLOADED, 0),
-        "other_bytes": held.get(Role.OTHER, 0),
+        "offloaded_bytes": held.get(Role.OFFLOADED, 0), "other_bytes": held.get(Role.OTHER, 0),
         "unattributed_bytes": held.get(Role.UNATTRIBUTED, 0),
         "padding_bytes": int(records.manifests[run]["padding_bytes"]),
         "wire_bytes_per_step": float(last["wire_bytes"].max()),
         MOVED: None if last.empty else _moved(records, run, int(last["step"].iloc[0])),
         "recorder_share": _number(records.manifests[run]["recorder_share"]),
-    }
+    }  # fmt: skip
 
 
 def _moved(records: Records, run: str, step: int) -> float | None:

@@ -60,7 +60,6 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = sliced(embedding.weight, rows)
         self.padding_idx = embedding.padding_idx
 
-    @override
     def forward(self, tokens: Tensor) -> Tensor:
         """Embeddings (..., H) of int64 tokens (...), or their part along ``sequence_dim``.
 

@@ -35,12 +35,10 @@ class StagedTransport(Transport):
         # A stream of its own: the host waits for each copy, and must not wait for what is computed meanwhile.
         self._stream = streams.Stream(device)
 
-    @override
     def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
         """Reduce in place."""
         self._through_host(tensor, lambda host: self._inner.all_reduce(host, reduction, tag))
 
-    @override
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Only this rank's chunk travels back to the device."""
         # The host copies live until the queue's job ends; pinned memory then returns to torch's cache.
@@ -50,7 +48,6 @@ class StagedTransport(Transport):
         if host_output is not output:
             self._copy(output, host_output)
 
-    @override
     def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """In place. Only this rank's chunk travels to the host."""
         host, own = self._room_for(buffer), slice(bounds[self._rank], bounds[self._rank + 1])
@@ -60,23 +57,19 @@ class StagedTransport(Transport):
         if host is not buffer:
             self._copy(buffer, host)
 
-    @override
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy from ``src``."""
         self._through_host(tensor, lambda host: self._inner.broadcast(host, src))
 
-    @override
     def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
         """Sizes are elements per rank."""
         host = self._to_host(buffer)
         self._through_host(output, lambda received: self._inner.all_to_all(received, host, output_sizes, sizes))
 
-    @override
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send to one rank."""
         self._inner.send(self._to_host(tensor), dst)
 
-    @override
     def recv(self, tensor: Tensor, src: int) -> None:
         """Receive from one rank."""
         self._through_host(tensor, lambda host: self._inner.recv(host, src))
@@ -146,13 +139,11 @@ class EmulatedLink(Transport):
     broadcast = _paced(Collective.BROADCAST, 0)
     all_to_all = _paced(Collective.ALL_TO_ALL, 1)
 
-    @override
     def send(self, tensor: Tensor, dst: int) -> None:
         """One message; the delay is on the receiver's side, where it is seen."""
         self._inner.send(self._start, dst)
         self._inner.send(tensor, dst)
 
-    @override
     def recv(self, tensor: Tensor, src: int) -> None:
         """One message."""
         # Before the clock starts: a late sender is not the link's doing.

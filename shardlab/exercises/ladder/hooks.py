@@ -11,6 +11,12 @@ not use right at all, or not in the last micro-batch, while another rank does; i
 must send the same parameters in the same order. param.register_post_accumulate_grad_hook(hook) calls
 hook(param) when its grad has been added to; comm.all_reduce(tensor) returns at once, and .wait() on what it returns
 waits for the sum.
+
+Hints:
+- Fix an order that is the same on all ranks, such as reversed(list(model.parameters())).
+- Count how often each hook has been called. A parameter is ready when it was called num_micro_batches times.
+- In each hook, send the next parameters of the order for as long as they are ready; finish sends all that is left.
+- A parameter without grad on this rank gets zeros before it is sent: another rank may have used it.
 """
 
 from collections.abc import Sequence
@@ -20,7 +26,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from shardlab.comm import CollectiveEvent, Communicator, Observer
-from shardlab.exercises.exercise import Case, Exercise, Function, Message, Traffic, task_in
+from shardlab.exercises.exercise import Case, Exercise, Function, Message, Traffic, hints_in, task_in
 from shardlab.exercises.values import numbers_in
 from shardlab.vocabulary import Collective
 
@@ -37,13 +43,6 @@ STARTER = """def data_parallel_hooks(comm, model, num_micro_batches):
 
     return finish
 """
-
-HINTS = (
-    "Fix an order that is the same on all ranks, such as reversed(list(model.parameters())).",
-    "Count how often each hook has been called. A parameter is ready when it was called num_micro_batches times.",
-    "In each hook, send the next parameters of the order for as long as they are ready; finish sends all that is left.",
-    "A parameter without grad on this rank gets zeros before it is sent: another rank may have used it.",
-)
 
 
 class Branches(nn.Module):
@@ -145,7 +144,7 @@ def gradient_numbers(result: object) -> list[float]:
 
 
 HOOKS = Exercise(
-    "data_parallel.hooks", task_in(__doc__), STARTER, cases, HINTS, "03_data_parallel",
+    "data_parallel.hooks", task_in(__doc__), STARTER, cases, hints_in(__doc__), "03_data_parallel",
     attempt=train, drawn=gradient_numbers, drawn_words="an element of the gradients",
     shown_inputs=lambda _rank, used, _: (
         f"num_micro_batches {len(used)}; right is used in micro-batches: {_those(used)}"

@@ -6,12 +6,17 @@ Each argument is a list of (start, end), in any order; intervals of one list may
 moment counts once, however many intervals of a list hold it. It is hidden communication if a message is under way and
 the rank computes; a rank that waits does not compute, although the span around it is open. Communication that is not
 hidden is exposed.
+
+Hints:
+- Sort the bounds of all three lists. Between two neighbours nothing begins or ends: look at one moment of each.
+- A moment t lies in a list if any(start <= t < end for start, end in intervals).
+- hidden: the pieces in messages and in compute and not in waits; exposed: all others in messages.
 """
 
 from collections.abc import Sequence
 
 from shardlab.analysis.intervals import intersect, subtract, total
-from shardlab.exercises.exercise import Case, Exercise, call_without_ranks, task_in
+from shardlab.exercises.exercise import Case, Exercise, call_without_ranks, hints_in, task_in
 
 Intervals = Sequence[tuple[float, float]]
 
@@ -31,12 +36,6 @@ STARTER = """def overlap_exposed(messages, compute, waits):
     return hidden, sum(end - start for start, end in messages) - hidden
 """
 
-HINTS = (
-    "Sort the bounds of all three lists. Between two neighbours nothing begins or ends: look at one moment of each.",
-    "A moment t lies in a list if any(start <= t < end for start, end in intervals).",
-    "hidden: the pieces in messages and in compute and not in waits; exposed: all others in messages.",
-)
-
 
 def cases() -> list[Case]:
     """One for each way in which definitions differ."""
@@ -49,6 +48,6 @@ def _wanted(messages: Intervals, compute: Intervals, waits: Intervals) -> list[f
 
 
 OVERLAP = Exercise(
-    "overlap.exposed", task_in(__doc__), STARTER, cases, HINTS, "04_overlap_defined",
+    "overlap.exposed", task_in(__doc__), STARTER, cases, hints_in(__doc__), "04_overlap_defined",
     attempt=call_without_ranks, drawn_words="hidden, then exposed time", num_references=2, num_wrong=5,
 )  # fmt: skip

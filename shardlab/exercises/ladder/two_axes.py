@@ -9,6 +9,11 @@ other rows. parts is a dict of float64 vectors on this rank: "output", its term 
 which all ranks of a tensor axis have whole and equal. Return a dict: "output" is the whole output for these rows;
 "slice" and "whole" are the gradients' means over all rows; "norm" is the 2-norm of the model's whole gradient, every
 element counted once. Four messages are enough.
+
+Hints:
+- Which ranks have other terms of the same sum? Of the output those on the tensor axis, of gradients the others.
+- A mean over the rows divides by the number of data ranks, not by that of all ranks.
+- For the norm add up squares: those of the slice over the tensor axis; those of the whole are here already.
 """
 
 from collections.abc import Mapping
@@ -16,7 +21,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shardlab.exercises.exercise import Case, Exercise, Message, Traffic, task_in
+from shardlab.exercises.exercise import Case, Exercise, Message, Traffic, hints_in, task_in
 from shardlab.vocabulary import Collective
 
 MESHES = {
@@ -31,12 +36,6 @@ STARTER = """def mesh_who_reduces(mesh, parts):
         mesh["data"].all_reduce(part).wait()  # your code: is it this axis for each of them, and a sum?
     return {**parts, "norm": 0.0}
 """
-
-HINTS = (
-    "Which ranks have other terms of the same sum? Of the output those on the tensor axis, of gradients the others.",
-    "A mean over the rows divides by the number of data ranks, not by that of all ranks.",
-    "For the norm add up squares: those of the slice over the tensor axis; those of the whole are here already.",
-)
 
 
 def cases() -> list[Case]:
@@ -77,6 +76,6 @@ def _wanted(
 
 
 TWO_AXES = Exercise(
-    "mesh.who_reduces", task_in(__doc__), STARTER, cases, HINTS, "11_two_dimensions",
+    "mesh.who_reduces", task_in(__doc__), STARTER, cases, hints_in(__doc__), "11_two_dimensions",
     drawn_words="an element of output, slice, whole and norm", num_references=1, num_wrong=6,
 )  # fmt: skip
