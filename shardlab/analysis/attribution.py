@@ -141,12 +141,10 @@ def waits(collectives: pd.DataFrame, axes: Mapping[str, int] | None = None) -> p
     bounds(rows[waited], "wait_start_us", "wait_end_us", "collectives")
     wait_start, wait_end = (np.where(waited, numbers(rows, name), 0.0) for name in ("wait_start_us", "wait_end_us"))
     return rows[KEPT].assign(
-        queued_us=issued[:, 1] - issued[:, 0],
-        straggler_us=joined - start,
-        transfer_us=end - joined,
+        queued_us=issued[:, 1] - issued[:, 0], straggler_us=joined - start, transfer_us=end - joined,
         waited_us=wait_end - wait_start,
         waited_for_last_us=np.maximum(0.0, np.minimum(wait_end, joined) - np.maximum(wait_start, start)),
-    )
+    )  # fmt: skip
 
 
 def stragglers(

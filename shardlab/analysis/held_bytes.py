@@ -182,11 +182,9 @@ def _items(rows: pd.DataFrame) -> dict[str, int]:
         int(rows[f"{name}_bytes"].iloc[0]) for name in ("allocated", "rounding", "fragmented", "reserved")
     )
     beside = {
-        LIBRARIES: workspace - rounding,
-        ROUNDING: rounding,
-        FRAGMENTED: fragmented,
+        LIBRARIES: workspace - rounding, ROUNDING: rounding, FRAGMENTED: fragmented,
         CACHED: reserved - allocated - fragmented,
-    }
+    }  # fmt: skip
     return {role: num_bytes for role, num_bytes in held.items() if num_bytes} | beside
 
 

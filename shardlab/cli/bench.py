@@ -61,13 +61,10 @@ def bench(
 
     _check_file(json)
     config = BenchConfig(
-        ranks=ranks,
-        rounds=rounds if rounds is not None else QUICK_ROUNDS if quick else FULL_ROUNDS,
-        workloads=chosen("workloads", names_in(workloads), WORKLOADS),
-        pairs=chosen("pairs", names_in(pairs), PAIRS),
-        device=device,
-        transport=transport,
-    )
+        ranks=ranks, rounds=rounds if rounds is not None else QUICK_ROUNDS if quick else FULL_ROUNDS,
+        workloads=chosen("workloads", names_in(workloads), WORKLOADS), pairs=chosen("pairs", names_in(pairs), PAIRS),
+        device=device, transport=transport,
+    )  # fmt: skip
     with progress_bar(config.num_rounds) as advance:
         rows = list(run_bench(config, on_progress=advance))
     console = Console(highlight=False)

@@ -11,15 +11,6 @@ from shardlab.comm.events import CollectiveEvent, DeviceEvent, Observer, Pending
 from shardlab.comm.group import become_rank, end_retired, leave_group
 
 __all__ = [
-    "BaseMesh",
-    "CollectiveEvent",
-    "Communicator",
-    "DeviceEvent",
-    "Observer",
-    "Pending",
-    "become_rank",
-    "broadcast_coalesced",
-    "end_retired",
-    "leave_group",
-    "wait_all",
-]
+    "BaseMesh", "CollectiveEvent", "Communicator", "DeviceEvent", "Observer", "Pending", "become_rank",
+    "broadcast_coalesced", "end_retired", "leave_group", "wait_all",
+]  # fmt: skip

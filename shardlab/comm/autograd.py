@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import Node
-from typing_extensions import override
 
 from shardlab.comm.communicator import Communicator
 from shardlab.partition.slices import require_divisible
@@ -117,13 +116,11 @@ class _Border(torch.autograd.Function):
     runs_no_backward = True  # for engines that ask what a backward will reach
 
     @staticmethod
-    @override
     def forward(ctx: Any, tensor: Tensor, there: Move, back: Move, comm: Communicator, dim: int, tag: str) -> Tensor:
         ctx.conjugate = (back, there, comm, dim, f"gradient of {tag}" if tag else "gradient")
         return there(tensor, comm, dim, tag)
 
     @staticmethod
-    @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient: Tensor = _Border.apply(gradients[0], *ctx.conjugate)  # type: ignore[no-untyped-call]
         return gradient, None, None, None, None, None

@@ -17,22 +17,8 @@ from torch import Tensor
 
 from shardlab.comm.events import Mark, Pending
 from shardlab.comm.group import ObservedGroup
-from shardlab.comm.transports.base import (
-    Bounds,
-    Job,
-    Message,
-    Queue,
-    Reduction,
-    Start,
-    Transport,
-    bounds_of,
-    exchange_sizes,
-    rank_of,
-    require_chunk,
-    require_output,
-    require_reduction,
-    without_graph,
-)
+from shardlab.comm.transports import base
+from shardlab.comm.transports.base import Bounds, Job, Message, Queue, Reduction, Start, Transport
 from shardlab.vocabulary import Collective
 
 
@@ -73,9 +59,9 @@ class Communicator(ObservedGroup):
         Raises:
             ValueError: another reduction than 'sum' and 'max'; a tensor that gradients are to flow through.
         """
-        require_reduction(reduction)
+        base.require_reduction(reduction)
         transport = self._transport
-        own = without_graph("tensor", tensor)  # the memory of now: an engine may give the tensor another
+        own = base.without_graph("tensor", tensor)  # the memory of now: an engine may give the tensor another
         if transport is None:
             return Pending()
 
@@ -105,26 +91,23 @@ class Communicator(ObservedGroup):
         Raises:
             ValueError: a tensor that does not fit, or that gradients are to flow through; the bounds do not fit.
         """
-        bounds = bounds_of(buffer, bounds, self.num_ranks)
-        buffer = without_graph("buffer", buffer)
+        bounds = base.bounds_of(buffer, bounds, self.num_ranks)
+        buffer = base.without_graph("buffer", buffer)
         target = self._chunk(buffer, bounds)
         if output is not None:
-            require_output(output, buffer, target.numel())
-            target = without_graph("output", output)
+            base.require_output(output, buffer, target.numel())
+            target = base.without_graph("output", output)
         transport = self._transport
         if transport is None:
             _copy_back(buffer, target)
             return Pending()
         own_bytes = target.nbytes
         return self._submit(
-            Collective.REDUCE_SCATTER,
-            buffer,
-            lambda: transport.reduce_scatter(target, buffer, bounds, tag),
-            tag,
+            Collective.REDUCE_SCATTER, buffer, lambda: transport.reduce_scatter(target, buffer, bounds, tag), tag,
             own_chunk_bytes=own_bytes,
             scratch_bytes=transport.scratch_bytes(own_bytes * self.num_ranks, reduces_and_scatters=True),
             keep=(buffer, target),
-        )
+        )  # fmt: skip
 
     def all_gather(
         self, buffer: Tensor, chunk: Tensor | None = None, *, bounds: Bounds | None = None, tag: str = ""
@@ -141,24 +124,20 @@ class Communicator(ObservedGroup):
         Raises:
             ValueError: a tensor that does not fit, or that gradients are to flow through; the bounds do not fit.
         """
-        bounds = bounds_of(buffer, bounds, self.num_ranks)
-        buffer = without_graph("buffer", buffer)
+        bounds = base.bounds_of(buffer, bounds, self.num_ranks)
+        buffer = base.without_graph("buffer", buffer)
         place = self._chunk(buffer, bounds)
         # Copied by the caller, not by the job: the caller may change its chunk as soon as this returns.
         if chunk is not None:
-            require_chunk(chunk, place)
-            place.copy_(without_graph("chunk", chunk).reshape(-1))
+            base.require_chunk(chunk, place)
+            place.copy_(base.without_graph("chunk", chunk).reshape(-1))
         transport = self._transport
         if transport is None:
             return Pending()
         return self._submit(
-            Collective.ALL_GATHER,
-            buffer,
-            lambda: transport.all_gather(buffer, bounds, tag),
-            tag,
-            own_chunk_bytes=place.nbytes,
-            keep=(buffer,),
-        )
+            Collective.ALL_GATHER, buffer, lambda: transport.all_gather(buffer, bounds, tag), tag,
+            own_chunk_bytes=place.nbytes, keep=(buffer,),
+        )  # fmt: skip
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, tag: str = "") -> Pending:
         """Copy ``tensor`` (any shape, any dtype) from group rank ``src`` into the others', in place.
@@ -166,8 +145,8 @@ class Communicator(ObservedGroup):
         Raises:
             ValueError: a rank that the group does not have; a tensor that gradients are to flow through.
         """
-        src = rank_of("src", src, self.num_ranks)
-        transport, own = self._transport, without_graph("tensor", tensor)
+        src = base.rank_of("src", src, self.num_ranks)
+        transport, own = self._transport, base.without_graph("tensor", tensor)
         if transport is None:
             return Pending()
 
@@ -199,21 +178,17 @@ class Communicator(ObservedGroup):
         Raises:
             ValueError: a tensor that does not fit, or that gradients are to flow through; the sizes do not fit.
         """
-        received, sent = exchange_sizes(output, buffer, output_sizes, sizes, self.num_ranks, self.rank)
-        output, buffer = without_graph("output", output), without_graph("buffer", buffer)
+        received, sent = base.exchange_sizes(output, buffer, output_sizes, sizes, self.num_ranks, self.rank)
+        output, buffer = base.without_graph("output", output), base.without_graph("buffer", buffer)
         transport = self._transport
         if transport is None:
             _copy_back(buffer, output)
             return Pending()
         own_bytes = sent[self.rank] * buffer.element_size()
         return self._submit(
-            Collective.ALL_TO_ALL,
-            buffer,
-            lambda: transport.all_to_all(output, buffer, received, sent),
-            tag,
-            own_chunk_bytes=own_bytes,
-            keep=(output, buffer),
-        )
+            Collective.ALL_TO_ALL, buffer, lambda: transport.all_to_all(output, buffer, received, sent), tag,
+            own_chunk_bytes=own_bytes, keep=(output, buffer),
+        )  # fmt: skip
 
     def send(self, tensor: Tensor, dst: int, *, tag: str = "") -> Pending:
         """Send ``tensor`` to group rank ``dst``.
@@ -233,7 +208,7 @@ class Communicator(ObservedGroup):
         Raises:
             ValueError: no other rank; a tensor that gradients are to flow through.
         """
-        tensor = without_graph("tensor", tensor)
+        tensor = base.without_graph("tensor", tensor)
         flat = _flattened(tensor)
         # The queue copies back, once the message has come: before that there is nothing in ``flat`` to copy.
         message = Message(self._peer(src, "src"), False, flat, src, partial(_copy_back, flat, tensor))

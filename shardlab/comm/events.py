@@ -9,28 +9,15 @@ from dataclasses import dataclass, field
 from math import nan
 from threading import Lock
 from time import perf_counter_ns
-from typing import Any, Protocol
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from shardlab.vocabulary import Collective
 
-
-class DeviceEvent(Protocol):
-    """A point in the work of a stream, as ``torch.cuda.Event`` is."""
-
-    def record(self, stream: Any = None) -> None:
-        """Put it behind the work that the stream has now; None for the current stream."""
-
-    def query(self) -> bool:
-        """Whether the stream has come to it."""
-
-    def synchronize(self) -> None:
-        """Let the host wait for it."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds until ``end_event``, in float32."""
-
+DeviceEvent = torch.cuda.Event
+"""A point in the work of a stream."""
 
 Mark = Callable[[], DeviceEvent]
 """Makes an event, with a time, behind the work that the current stream has now."""
@@ -87,19 +74,26 @@ class CollectiveEvent:
 
 
 class Observer(Protocol):
-    """Gets the events. Calls must be short; ``completed``, mostly ``started`` too, come from a queue's thread."""
+    """Gets the events. Calls must be short; ``completed``, mostly ``started`` too, come from a queue's thread.
 
-    def issued(self, event: CollectiveEvent) -> None:
+    Whoever inherits from it defines those that it wants to hear of.
+    """
+
+    def issued(self, event: CollectiveEvent) -> None:  # noqa: ARG002
         """The caller asked for the collective."""
+        return
 
-    def started(self, event: CollectiveEvent) -> None:
+    def started(self, event: CollectiveEvent) -> None:  # noqa: ARG002
         """The transport began it."""
+        return
 
-    def completed(self, event: CollectiveEvent) -> None:
+    def completed(self, event: CollectiveEvent) -> None:  # noqa: ARG002
         """Its result is there (or it failed)."""
+        return
 
-    def waited(self, event: CollectiveEvent) -> None:
+    def waited(self, event: CollectiveEvent) -> None:  # noqa: ARG002
         """The caller has waited for it."""
+        return
 
 
 class Failures:

@@ -151,22 +151,13 @@ class ObservedGroup:
         """
         assert self._transport is not None
         event = CollectiveEvent(
-            seq=self._seq,
-            op=op,
-            axis=self.axis,
-            tag=tag,
-            dtype=dtype_name(buffers[0].dtype) if buffers else "",
+            seq=self._seq, op=op, axis=self.axis, tag=tag, dtype=dtype_name(buffers[0].dtype) if buffers else "",
             numel=parts * sum(buffer.numel() for buffer in buffers),
-            num_bytes=parts * sum(buffer.nbytes for buffer in buffers),
-            group_size=self.num_ranks,
-            transport=transport or self._transport.name,
-            emulated=self._transport.emulated,
-            source_line=_line_of_caller(),
-            own_chunk_bytes=own_chunk_bytes,
-            scratch_bytes=scratch_bytes,
-            storage=buffers[0].untyped_storage()._cdata if buffers else 0,
-            ranks=self.ranks,
-        )
+            num_bytes=parts * sum(buffer.nbytes for buffer in buffers), group_size=self.num_ranks,
+            transport=transport or self._transport.name, emulated=self._transport.emulated,
+            source_line=_line_of_caller(), own_chunk_bytes=own_chunk_bytes, scratch_bytes=scratch_bytes,
+            storage=buffers[0].untyped_storage()._cdata if buffers else 0, ranks=self.ranks,
+        )  # fmt: skip
         self._seq += 1
         for observer in self._observers:
             observer.issued(event)

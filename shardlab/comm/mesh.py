@@ -10,7 +10,7 @@ of more than one rank is collective: every rank of the default group builds one 
 if it is on none, the one of the others.
 """
 
-import json
+import pickle
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -76,7 +76,8 @@ class Mesh(BaseMesh):
         # Taken before the ranks meet: what is retired from here on may still be in use on another rank.
         no_longer_used = Process.retired
         self._failures = Failures()
-        for asked in _asked_by_all(_Asked(tuple(self.axes.items()), self.ranks, link, transport)):
+        sizes = tuple((str(axis), size) for axis, size in self.axes.items())
+        for asked in _asked_by_all(_Asked(sizes, self.ranks, link, transport and str(transport))):
             for axis in dict(asked.axes):
                 self._build(asked, axis)
         # Now all ranks have come here, so none still uses the groups retired before. A mesh of this rank alone would
@@ -112,17 +113,6 @@ class _Asked(NamedTuple):
     link: Link | None
     transport: str | None
 
-    def as_json(self) -> bytes:
-        """As it is sent to the other ranks."""
-        axes, ranks = [(str(axis), int(size)) for axis, size in self.axes], [int(rank) for rank in self.ranks]
-        return json.dumps([axes, ranks, self.link and str(self.link), self.transport and str(self.transport)]).encode()
-
-    @classmethod
-    def parse(cls, told: bytes) -> "_Asked":
-        """What another rank has sent."""
-        axes, ranks, link, transport = json.loads(told)
-        return cls(tuple((axis, size) for axis, size in axes), tuple(ranks), link and Link.parse(link), transport)
-
     def __str__(self) -> str:
         options = "".join(f", {key}={getattr(self, key)!r}" for key in ("link", "transport") if getattr(self, key))
         return f"Mesh({dict(self.axes)}, ranks={list(self.ranks)}{options})"
@@ -136,7 +126,7 @@ def _asked_by_all(own: _Asked) -> list[_Asked]:
     """
     if len(own.ranks) == 1:
         return [own]
-    asked = [_Asked.parse(told) for told in all_gather_bytes(own.as_json())]
+    asked: list[_Asked] = [pickle.loads(told) for told in all_gather_bytes(pickle.dumps(own))]  # signed by ranks
     for rank, wanted in enumerate(asked):
         for member in wanted.ranks:
             if asked[member] != wanted:

@@ -274,7 +274,7 @@ def _together(held: Sequence[_Held], waited: _Held) -> list[_Held]:
 
 def _end_of_current_stream() -> DeviceEvent:
     """An event after all work given to the current stream: a staged transport must not read a tensor before it."""
-    event = CUDA.Event(blocking=True)  # whoever waits for it sleeps: several ranks share the cores
+    event: DeviceEvent = CUDA.Event(blocking=True)  # whoever waits for it sleeps: several ranks share the cores
     event.record()
     return event
 

@@ -4,51 +4,17 @@ Code that uses streams takes them as an argument, so that its order, its times a
 streams whose work takes a known time.
 """
 
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, TypeAlias
 
 import torch
 
 from shardlab.comm.events import DeviceEvent, Mark
 
-
-class DeviceStream(Protocol):
-    """Work that a device does in the order in which it was given."""
-
-    def wait_event(self, event: Any) -> None:
-        """Do what is given from now on after the event."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """Do what is given from now on after all that the other stream has now."""
-
-    def synchronize(self) -> None:
-        """Let the host wait for all of it."""
-
-
-class Streams(Protocol):
-    """The streams of a device, as ``torch.cuda`` has them."""
-
-    def Event(self, enable_timing: bool = False, blocking: bool = False) -> DeviceEvent:  # noqa: N802
-        """A new event."""
-
-    def Stream(self, device: Any = None) -> DeviceStream:  # noqa: N802
-        """A new stream."""
-
-    def current_stream(self, device: Any = None) -> DeviceStream:
-        """The stream that gets the work."""
-
-    def default_stream(self, device: Any = None) -> DeviceStream:
-        """The stream that gets it unless another was chosen: where modules compute."""
-
-    def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Inside, ``stream`` is the current one."""
-
-    def synchronize(self, device: Any = None) -> None:
-        """Let the host wait for all streams."""
-
-
-CUDA = cast(Streams, torch.cuda)
+DeviceStream = torch.cuda.Stream
+Streams: TypeAlias = Any
+"""The streams of a device: ``torch.cuda``, or what stands for it in a test."""
+CUDA: Streams = torch.cuda
 
 
 def streams_of(device: torch.device) -> Streams | None:
@@ -58,7 +24,7 @@ def streams_of(device: torch.device) -> Streams | None:
 
 def mark(streams: Streams) -> DeviceEvent:
     """An event with a time, behind the work that the current stream has now."""
-    event = streams.Event(enable_timing=True)
+    event: DeviceEvent = streams.Event(enable_timing=True)
     event.record()
     return event
 

@@ -109,7 +109,7 @@ class Verb(NamedTuple):
         place: of the whole (unsharded) tensors among the arguments, nested as torch has them; a barrier has none.
         gloo_copies: whether torch's gloo group holds a copy of the whole buffer meanwhile.
         of_parts: the tensors there are one rank's part of the whole.
-        sizes: place among the arguments of the rows for each rank, where they may be uneven.
+        sizes: place among the arguments of the rows for each rank, where they may be uneven; not for the dispatcher.
     """
 
     op: Collective
@@ -119,25 +119,29 @@ class Verb(NamedTuple):
     sizes: int | None = None
 
 
-# A verb has another name from Python, from C++ and before torch 2.13; each torch calls those that it knows.
-_VERBS = {
-    "allreduce": Verb(Collective.ALL_REDUCE, 0),
-    "allreduce_coalesced": Verb(Collective.ALL_REDUCE, 0),
-    "broadcast": Verb(Collective.BROADCAST, 0),
-    "allgather": Verb(Collective.ALL_GATHER, 0),
-    "_allgather_base": Verb(Collective.ALL_GATHER, 0, gloo_copies=True),
-    "all_gather_single": Verb(Collective.ALL_GATHER, 0, gloo_copies=True),
-    "allgather_into_tensor_coalesced": Verb(Collective.ALL_GATHER, 0),
-    "all_gather_single_coalesced": Verb(Collective.ALL_GATHER, 0),
-    "reduce_scatter": Verb(Collective.REDUCE_SCATTER, 1),
-    "_reduce_scatter_base": Verb(Collective.REDUCE_SCATTER, 1, gloo_copies=True),
-    "reduce_scatter_single": Verb(Collective.REDUCE_SCATTER, 1, gloo_copies=True),
-    "reduce_scatter_tensor_coalesced": Verb(Collective.REDUCE_SCATTER, 1),
-    "reduce_scatter_single_coalesced": Verb(Collective.REDUCE_SCATTER, 1),
-    "alltoall_base": Verb(Collective.ALL_TO_ALL, 1, sizes=3),
-    "all_to_all_single": Verb(Collective.ALL_TO_ALL, 1, sizes=3),
-    "barrier": Verb(Collective.BARRIER, 0),
-}
+# A verb has another name from Python, from C++, from the dispatcher (which adds "_") and before torch 2.13; each torch
+# calls those that it knows. A barrier has a tensor only so that torch can tell the device.
+_NAMES = {
+    Verb(Collective.ALL_REDUCE, 0): ("allreduce", "allreduce_coalesced"),
+    Verb(Collective.BROADCAST, 0): ("broadcast",),
+    Verb(Collective.REDUCE, 0): ("reduce",),
+    Verb(Collective.ALL_GATHER, 0): (
+        "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "all_gather_single_coalesced",
+    ),
+    Verb(Collective.ALL_GATHER, 0, gloo_copies=True): ("_allgather_base", "all_gather_single"),
+    Verb(Collective.REDUCE_SCATTER, 1): (
+        "reduce_scatter", "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced",
+    ),
+    Verb(Collective.REDUCE_SCATTER, 1, gloo_copies=True): ("_reduce_scatter_base", "reduce_scatter_single"),
+    Verb(Collective.ALL_TO_ALL, 1): ("alltoall",),
+    Verb(Collective.ALL_TO_ALL, 1, sizes=3): ("alltoall_base", "all_to_all_single"),
+    Verb(Collective.GATHER, 1, of_parts=True): ("gather",),
+    Verb(Collective.SCATTER, 0, of_parts=True): ("scatter",),
+    Verb(Collective.SEND, 0): ("send",),
+    Verb(Collective.RECV, 0): ("recv", "recv_anysource", "recv_any_source"),
+    Verb(Collective.BARRIER, 0): ("barrier",),
+}  # fmt: skip
+VERBS = {name: verb for verb, names in _NAMES.items() for name in names}
 
 
 def announce(
@@ -189,7 +193,7 @@ def bytes_kept(tensors: Sequence[torch.Tensor], sizes: Sequence[int], group: Obs
 
 def _with_verbs(kind: type["TorchGroup"]) -> type["TorchGroup"]:
     """Give the group a method for each verb this torch has."""
-    for name, verb in _VERBS.items():
+    for name, verb in VERBS.items():
         if hasattr(dist.ProcessGroup, name):
             setattr(kind, name, _method(name, verb))
     return kind

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from math import isnan
 from time import perf_counter_ns
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,47 +26,6 @@ from shardlab.comm.streams import CUDA, DeviceStream, Streams, mark
 
 T = TypeVar("T")
 GLOO_THREADS = 2  # torch gives a gloo group two threads: a third collective waits until one of them is free
-
-
-class Times(Protocol):
-    """Finds out when each collective began and ended."""
-
-    def follow(
-        self, call: Callable[[], dist.Work | None], event: CollectiveEvent, observers: tuple[Observer, ...]
-    ) -> dist.Work | None:
-        """Issue it and follow it; None where the group returns no work, and nobody has to wait."""
-
-    def wait(self, wait: Callable[[], T], event: CollectiveEvent) -> T:
-        """Wait for it, and note for how long the device waits."""
-
-    def ended(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
-        """The wait for it has returned."""
-
-    def close(self) -> None:
-        """Follow no more."""
-
-
-def complete_waits(left: Iterable[tuple["Times", CollectiveEvent, tuple[Observer, ...]]]) -> None:
-    """Complete the events of collectives that C++ has waited for, in the order of issue.
-
-    C++ begins to wait when it has nothing more to send, and waits for one after another. So a collective that had ended
-    by then was not waited for.
-    """
-    waited = list(left)
-    if not waited:
-        return
-    last = max((event for _, event, _ in waited), key=lambda event: event.issue_ns)
-    now_ns: float = last.issue_ns
-    for times, event, observers in waited:
-        times.ended(event, observers)
-        if event.device_times is not None:
-            # The wait begins no earlier than the collective: before that the stream waited for the previous one.
-            event.device_wait = None if last.device_issue is None else (last.device_issue, *event.device_times)
-        elif event.end_ns > now_ns:
-            event.wait_start_ns, event.wait_end_ns = now_ns, event.end_ns
-            now_ns = event.end_ns
-        for observer in observers:
-            observer.waited(event)
 
 
 class HostTimes:
@@ -204,6 +163,33 @@ class FutureTimes(StreamTimes):
     @override
     def _record_end(self, work: dist.Work, end: DeviceEvent) -> None:
         work.get_future().add_done_callback(lambda _: end.record())
+
+
+Times = HostTimes | StreamTimes
+"""Finds out when each collective began and ended."""
+
+
+def complete_waits(left: Iterable[tuple[Times, CollectiveEvent, tuple[Observer, ...]]]) -> None:
+    """Complete the events of collectives that C++ has waited for, in the order of issue.
+
+    C++ begins to wait when it has nothing more to send, and waits for one after another. So a collective that had ended
+    by then was not waited for.
+    """
+    waited = list(left)
+    if not waited:
+        return
+    last = max((event for _, event, _ in waited), key=lambda event: event.issue_ns)
+    now_ns: float = last.issue_ns
+    for times, event, observers in waited:
+        times.ended(event, observers)
+        if event.device_times is not None:
+            # The wait begins no earlier than the collective: before that the stream waited for the previous one.
+            event.device_wait = None if last.device_issue is None else (last.device_issue, *event.device_times)
+        elif event.end_ns > now_ns:
+            event.wait_start_ns, event.wait_end_ns = now_ns, event.end_ns
+            now_ns = event.end_ns
+        for observer in observers:
+            observer.waited(event)
 
 
 _BEHIND = "_shardlab_behind"  # attribute of a device's event: the collectives before it, by who has seen them

@@ -101,55 +101,44 @@ class _MemoryTransport(Transport):
     def __init__(self, meeting: _Meeting, rank: int) -> None:
         self._meeting, self._rank = meeting, rank
 
-    @override
-    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:  # noqa: ARG002
         def take(tensors: list[Tensor]) -> Tensor:
             stacked = torch.stack(tensors)
             return stacked.sum(0) if reduction == "sum" else stacked.amax(0)
 
         tensor.copy_(self._meeting.exchange(self._rank, tensor, take))
 
-    @override
-    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
+    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:  # noqa: ARG002
         own = slice(bounds[self._rank], bounds[self._rank + 1])
         output.copy_(
             self._meeting.exchange(self._rank, buffer, lambda given: torch.stack([x[own] for x in given]).sum(0))
         )
 
-    @override
-    def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
+    def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:  # noqa: ARG002
         def take(buffers: list[Tensor]) -> Tensor:
             return torch.cat([other[bounds[rank] : bounds[rank + 1]] for rank, other in enumerate(buffers)])
 
         buffer.copy_(self._meeting.exchange(self._rank, buffer, take))
 
-    @override
     def broadcast(self, tensor: Tensor, src: int) -> None:
         # A clone: once they have met, the source may change its tensor while others still copy.
         tensor.copy_(self._meeting.exchange(self._rank, tensor, lambda tensors: tensors[src].clone()))
 
-    @override
-    def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
+    def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:  # noqa: ARG002
         def take(sent: list[tuple[Tensor, list[int]]]) -> Tensor:
             return torch.cat([other.split(parts)[self._rank] for other, parts in sent])
 
         output.copy_(self._meeting.exchange(self._rank, (buffer, sizes), take))
 
-    @override
-    def send(self, tensor: Tensor, dst: int) -> None:
+    def send(self, tensor: Tensor, dst: int) -> None:  # noqa: ARG002
         raise RuntimeError("send: threads meet in collectives of all of them only; start ranks for messages of two")
 
-    @override
-    def recv(self, tensor: Tensor, src: int) -> None:
+    def recv(self, tensor: Tensor, src: int) -> None:  # noqa: ARG002
         raise RuntimeError("recv: threads meet in collectives of all of them only; start ranks for messages of two")
 
     @override
     def barrier(self) -> None:
         self._meeting.barrier.wait()
-
-    @override
-    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
-        return 0
 
 
 class _AtOnce:
@@ -164,7 +153,7 @@ class _AtOnce:
     ) -> Job:
         """Run ``job``."""
         job()
-        return _nothing
+        return lambda: None
 
     def submit_message(self, message: Message, event: CollectiveEvent, observers: tuple[Observer, ...]) -> Job:
         """Run it."""
@@ -172,7 +161,3 @@ class _AtOnce:
 
     def close(self) -> None:
         """Nothing is left to run."""
-
-
-def _nothing() -> None:
-    """What is left to wait for."""

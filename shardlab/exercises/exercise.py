@@ -179,6 +179,17 @@ def call_without_ranks(function: Function, _comm: Communicator, *inputs: object)
     return function(*inputs)
 
 
+def task_in(docstring: str | None) -> str:
+    """The task of an exercise that has a file of its own: what stands there below the first line."""
+    return (docstring or "").partition("\n\n")[2].partition("\n\nHints:\n")[0]
+
+
+def hints_in(docstring: str | None) -> tuple[str, ...]:
+    """Its hints: a list below the task."""
+    hints = (docstring or "").partition("\n\nHints:\n- ")[2].rstrip().split("\n- ")
+    return tuple(" ".join(hint.split("\n  ")) for hint in hints)
+
+
 @dataclass(frozen=True)
 class Exercise:
     """What is asked, and how an answer is judged.

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from math import isnan
 from pathlib import Path
 
-from shardlab.comm import CollectiveEvent
+from shardlab.comm import CollectiveEvent, Observer
 from shardlab.comm.mesh import Mesh
 from shardlab.exercises.exercise import Attempt, Case, Done, Exercise, Function, Measured, Message, Traffic
 from shardlab.exercises.values import differences, plain, told_apart
@@ -95,7 +95,7 @@ class Report:
         return f"{self.exercise}: {self.verdict}"
 
 
-class MessageLog:
+class MessageLog(Observer):
     """An observer that keeps what a rank sends and receives, and over which axis, if there are several."""
 
     def __init__(self, *, with_axis: bool = False) -> None:
@@ -117,11 +117,6 @@ class MessageLog:
     def issued(self, event: CollectiveEvent) -> None:
         """Keep it."""
         self._events.append(event)
-
-    def started(self, event: CollectiveEvent) -> None:
-        """Nothing: what counts is in the event."""
-
-    completed = waited = started
 
 
 def on_rank(

@@ -16,7 +16,6 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import zip_longest
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -203,7 +202,7 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
             on_progress(message)
 
     with _naming_the_field(config):
-        check_same_model(pool.run(outline, config))
+        pool.run(_meet, config)
     for strategy in config.strategies:
         # Under torchrun the processes choose a directory each; that of rank 0 is used.
         agreed = pool.run(_agree, directory)
@@ -255,8 +254,8 @@ def _agree(rank: int, directory: Path) -> tuple[Path, Reading]:  # noqa: ARG001
     return directory, Reading.now()
 
 
-def _meet(rank: int) -> None:
-    """Do nothing: ``pool.run`` returns when all ranks have."""
+def _meet(rank: int, config: CompareConfig | None = None) -> None:
+    """Do nothing: ``pool.run`` returns when all ranks have, and been sent the configuration."""
 
 
 def _write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
@@ -321,47 +320,13 @@ def description(config: CompareConfig) -> dict[str, Any]:
     workload, module = config.trained, config.on_meta
     params = list(module.parameters())
     return {
-        "name": str(workload),
-        "module": f"{type(module).__module__}.{type(module).__qualname__}",
+        "name": str(workload), "module": f"{type(module).__module__}.{type(module).__qualname__}",
         "parameters": sum(param.numel() for param in params),
         "trainable": sum(param.numel() for param in params if param.requires_grad),
-        "dtypes": sorted({dtype_name(param.dtype) for param in params}),
-        "data": _named(workload.data),
-        "loss": _named(workload.loss),
-        "optimizer": _named(workload.optimizer),
-        "seed": config.seed,
-        "differs_by_rank": differences_by_rank(module),
-        "commit": _commit(),
-    }
-
-
-def outline(rank: int, config: CompareConfig) -> list[str]:  # noqa: ARG001
-    """What this rank's model is made of, a line for each parameter and buffer; runs on a rank."""
-    module = config.on_meta
-    params = [
-        f"{name}: {list(param.shape)} {dtype_name(param.dtype)}{'' if param.requires_grad else ', frozen'}"
-        for name, param in module.named_parameters()
-    ]
-    return params + [f"buffer {name}: {list(buffer.shape)}" for name, buffer in module.named_buffers()]
-
-
-def check_same_model(outlines: list[list[str]]) -> None:
-    """Refuse a ``model`` that makes other modules on other ranks.
-
-    Args:
-        outlines: by rank.
-
-    Raises:
-        ValueError: they differ; the message names the first place.
-    """
-    for rank, lines in enumerate(outlines):
-        if lines != outlines[0]:
-            pairs = zip_longest(outlines[0], lines, fillvalue="nothing more")
-            first, other = next((one, another) for one, another in pairs if one != another)
-            raise ValueError(
-                f"model: it differs between ranks: rank 0 has {first!r}, and rank {rank} has {other!r}; build it from "
-                "what is the same on all ranks"
-            )
+        "dtypes": sorted({dtype_name(param.dtype) for param in params}), "data": _named(workload.data),
+        "loss": _named(workload.loss), "optimizer": _named(workload.optimizer), "seed": config.seed,
+        "differs_by_rank": differences_by_rank(module), "commit": _commit(),
+    }  # fmt: skip
 
 
 def differences_by_rank(module: nn.Module) -> list[str]:

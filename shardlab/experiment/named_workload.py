@@ -88,13 +88,10 @@ def builtin(options: CompareOptions, rows: int) -> Workload:
     plan = tensor_plan(options)
     return Workload(
         model=partial(build_model, options.model, options.seq_len, getattr(torch, options.dtype), options.seed),
-        data=partial(sequences, options.text, options.seq_len, rows, options.accumulation),
-        loss=next_token,
-        optimizer=partial(torch.optim.AdamW, lr=options.learning_rate),
-        tp_plan=SUGGESTED if plan is None else plan,
-        tp_loss=None if plan is None else next_token_of_parts,
-        name=options.model,
-    )
+        data=partial(sequences, options.text, options.seq_len, rows, options.accumulation), loss=next_token,
+        optimizer=partial(torch.optim.AdamW, lr=options.learning_rate), tp_plan=SUGGESTED if plan is None else plan,
+        tp_loss=None if plan is None else next_token_of_parts, name=options.model,
+    )  # fmt: skip
 
 
 def next_token_of_parts(model: Any, sequences: tuple[Tensor, Tensor], axis: Communicator) -> Tensor:

@@ -15,6 +15,7 @@ import pandas as pd
 import torch
 from torch import nn
 
+from shardlab import planner
 from shardlab.engines import engine_options
 from shardlab.engines.precision import parse_precision
 from shardlab.experiment.config import CompareConfig, takes
@@ -22,14 +23,7 @@ from shardlab.experiment.planned_workload import FirstForward, PlannedTensorAxis
 from shardlab.experiment.workload import Workload
 from shardlab.launch import place
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
-from shardlab.planner import (
-    PlannedModel,
-    Setup,
-    described,
-    gathered_at_once,
-    predicted_collectives,
-    predicted_memory,
-)
+from shardlab.planner import PlannedModel, Setup
 from shardlab.planner.setup import STRATEGIES, Optimizer
 from shardlab.planner.tensor import on_tensor_ranks
 from shardlab.trace.store import Records
@@ -104,18 +98,18 @@ def _plan_run(
     module, model, over_tensor = known.module, known.model, None
     is_divided = axis is not None and strategy != "single"
     if axis is not None and is_divided:
-        module, model = axis.module, described(axis.module, unused=known.forward.unused)
+        module, model = axis.module, planner.described(axis.module, unused=known.forward.unused)
         over_tensor = axis.collectives(strategy)
     setup = setup_of(config, strategy, module, known.optimizer, known.forward)
     if not _order_is_known(setup, known):
         return None
-    memory, sent = predicted_memory(model, setup), _sent(model, setup, known.forward)
+    memory, sent = planner.predicted_memory(model, setup), _sent(model, setup, known.forward)
     if is_divided:
         memory = on_tensor_ranks(memory, config.tp)
         # The norm, on both axes, comes last.
         over_both = [] if over_tensor is None or sent is None else [over_tensor, on_tensor_ranks(sent, config.tp)]
         sent = pd.concat(over_both) if over_both else None
-    gathered = gathered_at_once(model, setup)
+    gathered = planner.gathered_at_once(model, setup)
     return Plan(memory, sent, gathered, config.precision_of(strategy), by_rows=known.forward.by_rows)
 
 
@@ -123,7 +117,7 @@ def _sent(model: PlannedModel, setup: Setup, forward: FirstForward) -> pd.DataFr
     """The messages over the data axes; None if rows choose which units FSDP gathers."""
     if setup.strategy == "fsdp" and setup.num_ranks > 1 and forward.by_rows and forward.units is None:
         return None
-    return predicted_collectives(model, setup)
+    return planner.predicted_collectives(model, setup)
 
 
 def _gathers_once(strategy: str, forward: FirstForward) -> bool:
@@ -253,11 +247,9 @@ def _name(dtype: torch.dtype | None) -> str | None:
 
 
 _ROLES = {
-    "parameter_bytes": (Role.PARAMETER,),
-    "gradient_bytes": (Role.GRADIENT,),
-    "optimizer_bytes": (Role.OPTIMIZER_STATE, Role.MASTER_WEIGHT),
-    "offloaded_bytes": (Role.OFFLOADED,),
-}
+    "parameter_bytes": (Role.PARAMETER,), "gradient_bytes": (Role.GRADIENT,),
+    "optimizer_bytes": (Role.OPTIMIZER_STATE, Role.MASTER_WEIGHT), "offloaded_bytes": (Role.OFFLOADED,),
+}  # fmt: skip
 
 
 def plan(
@@ -316,13 +308,10 @@ def row_of(strategy: str, planned: Plan) -> dict[str, Any]:
         by_rank = sent.groupby("rank")
         num_bytes, messages = float(by_rank["wire_bytes"].sum().max()), int(by_rank.size().max())
     return {
-        "strategy": strategy,
-        "precision": planned.precision,
+        "strategy": strategy, "precision": planned.precision,
         **{name: _largest(held[held.index.isin(roles, level="role")]) for name, roles in _ROLES.items()},
-        "rest_bytes": _largest(held),
-        "wire_bytes_per_step": num_bytes,
-        "messages_per_step": messages,
-    }
+        "rest_bytes": _largest(held), "wire_bytes_per_step": num_bytes, "messages_per_step": messages,
+    }  # fmt: skip
 
 
 def table_of(rows: list[dict[str, Any]]) -> pd.DataFrame:

@@ -202,9 +202,16 @@ def _tried_with_values(config: CompareConfig, module: nn.Module, batch: Any) -> 
 
 
 def _tried(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward:
-    watch = _UnitWatch()
-    hooks = [hook for item in wrapped_modules(module, config.wrap_policy).items() for hook in watch.hooks_on(*item)]
-    calls: list[Any] = []
+    called, need_gradients, calls = list[str](), set[str](), list[Any]()
+    hooks: list[RemovableHandle] = []
+
+    def after(name: str, _: nn.Module, __: Any, output: Any) -> None:
+        if any(tensor.grad_fn is not None for tensor in tensors_in(output)):
+            need_gradients.add(name)
+
+    for name, unit in wrapped_modules(module, config.wrap_policy).items():
+        hooks.append(unit.register_forward_pre_hook(lambda *_, name=name: called.append(name)))
+        hooks.append(unit.register_forward_hook(partial(after, name)))
     params = dict(module.named_parameters())
     try:
         with seeded(0):
@@ -220,8 +227,8 @@ def _tried(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward
     unused = tuple(name for name in params if name in trainable and params[name] not in reached)
     # Backward comes to a unit that trains even if the loss does not depend on it: another rank's may.
     frozen = [name for name, own in units_of(module, config.wrap_policy).items() if trainable.isdisjoint(own)]
-    unreached = tuple(name for name in frozen if name not in watch.need_gradients)
-    return FirstForward(unused, tuple(watch.called), unreached, num_calls)
+    unreached = tuple(name for name in frozen if name not in need_gradients)
+    return FirstForward(unused, tuple(called), unreached, num_calls)
 
 
 def _with_gradients(loss: Tensor, params: Mapping[str, nn.Parameter]) -> set[nn.Parameter]:
@@ -250,24 +257,6 @@ class _Counted:
     def _counted(self, function: Any, /, *args: Any, **named: Any) -> Any:
         self._calls.append(function)
         return function(*args, **named)
-
-
-class _UnitWatch:
-    """Which units are called, in order, and of which an output needs a gradient."""
-
-    def __init__(self) -> None:
-        self.called: list[str] = []
-        self.need_gradients: set[str] = set()
-
-    def hooks_on(self, name: str, unit: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-        def before(*_: Any) -> None:
-            self.called.append(name)
-
-        def after(_: nn.Module, __: Any, output: Any) -> None:
-            if any(tensor.grad_fn is not None for tensor in tensors_in(output)):
-                self.need_gradients.add(name)
-
-        return unit.register_forward_pre_hook(before), unit.register_forward_hook(after)
 
 
 def nodes_below(node: Any) -> set[Any]:

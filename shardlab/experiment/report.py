@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from shardlab import plots
 from shardlab.analysis.critical_path import ALL, NoHostWaitsError, critical_path, what_if_free
 from shardlab.analysis.held_bytes import allocator_items, peak
 from shardlab.analysis.overlap import COMPUTE_KINDS, overlap
@@ -22,17 +23,6 @@ from shardlab.experiment.directory import write_page
 from shardlab.experiment.run_verdicts import transports_of, verdicts
 from shardlab.experiment.saved import config_of
 from shardlab.experiment.summary import PLANNED, readable_summary, reference_of
-from shardlab.plots import (
-    collective_timeline,
-    held_by_process,
-    loss_curves,
-    loss_difference,
-    memory_by_role,
-    overlap_bars,
-    report_page,
-    step_times,
-    wire_volume,
-)
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Collective, Phase, Role, SpanKind
 
@@ -59,7 +49,7 @@ def write_report(comparison: Comparison, config: CompareConfig | None = None) ->
     """Write ``report.html`` beside the records and return its path; without ``config`` the records say it."""
     config = config_of(comparison.records) if config is None else config
     title = f"{config.title} on {config.ranks} {'rank' if config.ranks == 1 else 'ranks'}"
-    page = report_page(title, _lead(comparison, config), _tables(comparison), _figures(comparison))
+    page = plots.report_page(title, _lead(comparison, config), _tables(comparison), _figures(comparison))
     return write_page(comparison.directory / "report.html", page)
 
 
@@ -139,19 +129,19 @@ def _figures(comparison: Comparison) -> dict[str, go.Figure]:
     records = comparison.records
     traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
     timed, runs = timed_steps(records.steps), list(comparison.summary["strategy"])
-    figures = {"Every strategy trains on the same rows.": loss_curves(records.steps)}
+    figures = {"Every strategy trains on the same rows.": plots.loss_curves(records.steps)}
     reference = reference_of(records)
     if reference is not None and records.steps["run"].nunique() > 1:
         # What losses that are not equal mean, the verdicts say above.
         why = "Only the order of summation differs." if comparison.losses_equal else "More than rounding differs."
-        figures[why] = loss_difference(records.steps, reference)
+        figures[why] = plots.loss_difference(records.steps, reference)
     figures |= memory_figures(records)
     if (records.memory["where"] == "process").any():
-        figures["All that a rank's process holds: tensors, and what torch does not own."] = held_by_process(
+        figures["All that a rank's process holds: tensors, and what torch does not own."] = plots.held_by_process(
             records.memory
         )
     for run in (run for run in runs if run in set(traffic["run"])):
-        figures[f"When {run} computes and when it communicates."] = collective_timeline(
+        figures[f"When {run} computes and when it communicates."] = plots.collective_timeline(
             traffic, records.spans, run=run, step=middle_step(timed[timed["run"] == run])
         )
     return figures | time_figures(records, traffic, runs)
@@ -159,9 +149,11 @@ def _figures(comparison: Comparison) -> dict[str, go.Figure]:
 
 def memory_figures(records: Records) -> dict[str, go.Figure]:
     """What each rank holds between two steps, and at the peak."""
-    figures = {"What each rank holds between two steps.": memory_by_role(records.memory)}
+    figures = {"What each rank holds between two steps.": plots.memory_by_role(records.memory)}
     if (records.memory["where"] == "peak").any():
-        figures["The peak of a step, on the rank where it is highest."] = memory_by_role(records.memory, where="peak")
+        figures["The peak of a step, on the rank where it is highest."] = plots.memory_by_role(
+            records.memory, where="peak"
+        )
     return figures
 
 
@@ -174,9 +166,9 @@ def time_figures(records: Records, traffic: pd.DataFrame, runs: list[str] | None
         runs: in this order; None for one run.
     """
     return {
-        HIDDEN: overlap_bars(overlap(*in_timed_steps(records.collectives, records.spans, records.steps))),
-        "Bytes sent by one rank in one step, by the ring formula.": wire_volume(traffic, runs=runs),
-        f"How long a step takes, {_which(records.steps)}.": step_times(timed_steps(records.steps)),
+        HIDDEN: plots.overlap_bars(overlap(*in_timed_steps(records.collectives, records.spans, records.steps))),
+        "Bytes sent by one rank in one step, by the ring formula.": plots.wire_volume(traffic, runs=runs),
+        f"How long a step takes, {_which(records.steps)}.": plots.step_times(timed_steps(records.steps)),
     }
 
 
@@ -245,14 +237,9 @@ def _path_row(records: Records, run: str, step: int) -> dict[str, Any] | None:
     away = lengths.get(str(SpanKind.OFF_CPU), 0.0)
     single = gains.drop(ALL, errors="ignore")
     return {
-        "strategy": run,
-        "step": step,
-        "length (ms)": lengths.sum(),
-        "compute (ms)": compute,
-        "communication (ms)": moving,
-        "off the CPU (ms)": away,
-        "all else (ms)": lengths.sum() - compute - moving - away,
-        "gain if free (ms)": gains.get(ALL, 0.0),
+        "strategy": run, "step": step, "length (ms)": lengths.sum(), "compute (ms)": compute,
+        "communication (ms)": moving, "off the CPU (ms)": away,
+        "all else (ms)": lengths.sum() - compute - moving - away, "gain if free (ms)": gains.get(ALL, 0.0),
         "gains most alone": single.idxmax() if len(single) else None,
         "its gain (ms)": single.max() if len(single) else None,
-    }
+    }  # fmt: skip

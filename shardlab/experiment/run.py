@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -238,11 +237,6 @@ def run_strategy(
 def source_of(mesh: BaseMesh) -> str:
     """The ``source`` of records of a run on ``mesh``: measured, or over an emulated link."""
     return "emulated" if any(comm.emulated for comm in mesh.communicators) else "measured"
-
-
-def now_ns() -> int:
-    """The origin of a run's time axis."""
-    return perf_counter_ns()
 
 
 def mesh_of(config: CompareConfig, strategy: str) -> BaseMesh:

@@ -8,32 +8,11 @@ from math import prod
 import pandas as pd
 
 from shardlab.analysis.timed import in_timed_steps, timed_steps
+from shardlab.experiment import rank_checks, summary
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.rank_checks import (
-    GRADIENTS,
-    LOSS,
-    others_than,
-    own_buffers_said,
-    resumed_on_others,
-    trained_on_others,
-)
-from shardlab.experiment.summary import (
-    FULL,
-    JUDGED_STEPS,
-    REFERENCE,
-    Pair,
-    differences,
-    differs_by_rank,
-    judged,
-    loss_differences,
-    not_finite,
-    pairs_of,
-    precision_of,
-    readable,
-    reference_of,
-    tolerance_of_run,
-)
+from shardlab.experiment.rank_checks import GRADIENTS, LOSS
+from shardlab.experiment.summary import JUDGED_STEPS, REFERENCE, Pair
 from shardlab.vocabulary import HostTransport, MeshAxis, Phase, SpanKind
 
 Saved = tuple[Comparison, CompareConfig]
@@ -48,58 +27,60 @@ SAME_PEAK = 0.01  # of a peak: what is less does not change how it reads
 def verdicts(comparison: Comparison) -> list[str]:
     """What a comparison shows, in sentences."""
     # The worst first: where ranks disagree or strategies are missing, what follows says little.
-    kinds = (
-        agreement_verdict, unfinished_verdict, resumed_verdict, verdict, gradients_verdict, alone_verdict, plan_verdict,
-        traffic_verdict, transport_verdict, unseen_verdict, busy_verdict,
+    said = (
+        agreement_verdict(comparison), unfinished_verdict(comparison), resumed_verdict(comparison), verdict(comparison),
+        gradients_verdict(comparison), alone_verdict(comparison), plan_verdict(comparison), traffic_verdict(comparison),
+        transport_verdict(comparison), unseen_verdict(comparison), busy_verdict(comparison),
     )  # fmt: skip
-    said = (kind(comparison) for kind in kinds)
     return [sentence for sentence in said if sentence]
 
 
 def verdict(comparison: Comparison) -> str:
     """One sentence: are the losses equal, and are they numbers at all?"""
-    if wrong := not_finite(comparison.records.steps):
+    if wrong := summary.not_finite(comparison.records.steps):
         runs = ", ".join(f"that of {run} from step {step} on" for run, step in wrong.items())
         return (
             f"Losses are NOT finite, so the run has failed: {runs}. {_began(comparison, wrong)}"
             "Lower the learning rate, or clip the gradients."
         )
-    judged = comparison.summary["judged_loss_difference"].max()
-    if pd.isna(judged) or len(comparison.summary) == 1:
+    largest_judged = comparison.summary["judged_loss_difference"].max()
+    if pd.isna(largest_judged) or len(comparison.summary) == 1:
         return "Losses were not compared: only one strategy ran."
-    reference = reference_of(comparison.records)
+    reference = summary.reference_of(comparison.records)
     origin = "the single process" if reference == REFERENCE else f"{reference}, the first strategy on several ranks,"
-    precisions = {run: precision_of(run, comparison.records) for run in comparison.summary["strategy"]}
-    rounded = {run: precision for run, precision in precisions.items() if precision != FULL}
+    precisions = {run: summary.precision_of(run, comparison.records) for run in comparison.summary["strategy"]}
+    rounded = {run: precision for run, precision in precisions.items() if precision != summary.FULL}
     equal = "equal" if comparison.losses_equal else "NOT equal"
     if rounded and comparison.losses_equal:
         equal = f"equal, those of {', '.join(rounded)} within the rounding of {next(iter(rounded.values()))}"
     steps, largest = int(comparison.summary["steps"].max()), comparison.summary["max_loss_difference"].max()
-    if not comparison.losses_equal and (sentence := trained_on_others(comparison.records.manifests, REFERENCE)):
-        return sentence
-    why = "" if comparison.losses_equal else _own_buffers(comparison)
-    if not comparison.losses_equal and reference == REFERENCE:
-        if sums := _looks_like_sums(comparison):
-            return sums
-        why += _divides_rows_badly(comparison)
+    why = ""
+    if not comparison.losses_equal:
+        sentence = rank_checks.trained_on_others(comparison.records.manifests, REFERENCE)
+        if not sentence and reference == REFERENCE:
+            sentence = _looks_like_sums(comparison)
+        if sentence:
+            return sentence
+        why = _own_buffers(comparison) + (_divides_rows_badly(comparison) if reference == REFERENCE else "")
     if steps <= JUDGED_STEPS:
-        return f"Losses are {equal}: the largest difference from {origin} is {judged:.1e}.{why}"
+        return f"Losses are {equal}: the largest difference from {origin} is {largest_judged:.1e}.{why}"
     return (
         f"Losses are {equal}: the largest difference from {origin} in the first {JUDGED_STEPS} steps is "
-        f"{judged:.1e}; over all {steps} steps, in which training amplifies every rounding, it is {largest:.1e}.{why}"
+        f"{largest_judged:.1e}; over all {steps} steps, in which training amplifies every rounding, it is "
+        f"{largest:.1e}.{why}"
     )
 
 
 def _own_buffers(comparison: Comparison) -> str:
     """A sentence if ranks have buffers of their own, of which torch's DDP keeps only rank 0's."""
-    said = own_buffers_said(comparison.records.manifests.values())
+    said = rank_checks.own_buffers_said(comparison.records.manifests.values())
     others = " torch_ddp goes on from those of rank 0." if "torch_ddp" in comparison.records.manifests else ""
     return f" What differs first: {said}.{others}" if said else ""
 
 
 def resumed_verdict(comparison: Comparison) -> str:
     """One sentence if a run went on from a checkpoint that was trained on other rows; else empty."""
-    return resumed_on_others(comparison.records.manifests)
+    return rank_checks.resumed_on_others(comparison.records.manifests)
 
 
 def _began(comparison: Comparison, runs: Iterable[str]) -> str:
@@ -116,7 +97,7 @@ def _began(comparison: Comparison, runs: Iterable[str]) -> str:
 
 def gradients_verdict(comparison: Comparison) -> str:
     """One sentence if a gradient was inf or NaN so late that no loss has shown it; else empty."""
-    shown = not_finite(comparison.records.steps)
+    shown = summary.not_finite(comparison.records.steps)
     found = []
     for run, manifest in comparison.records.manifests.items():
         step, what, ranks = _first_lost(manifest.get("not_finite", {}))
@@ -196,7 +177,7 @@ def _data_ranks(comparison: Comparison, run: str) -> int:
 
 def alone_verdict(comparison: Comparison) -> str:
     """One sentence if losses were not compared with the single process, although there is one; else empty."""
-    reasons = differs_by_rank(comparison.records)
+    reasons = summary.differs_by_rank(comparison.records)
     if not reasons or REFERENCE not in set(comparison.summary["strategy"]):
         return ""
     return f"They were not compared with the single process, which rightly differs: {', and '.join(reasons)}."
@@ -206,7 +187,8 @@ def plan_verdict(comparison: Comparison) -> str:
     """One sentence: do bytes and messages equal the plan?"""
     planned = comparison.summary.dropna(subset="as_planned")
     if planned.empty:
-        why = _why_not_planned(comparison.summary)
+        said = comparison.summary.get("not_planned", pd.Series(dtype=object)).dropna()  # not in an older summary
+        why = "" if said.empty else str(said.iloc[0])
         return f"There is no plan to compare bytes and messages with{why and f': {why}'}."
     wrong = planned.loc[~planned["as_planned"].astype(bool), "strategy"]
     if len(wrong):
@@ -214,12 +196,6 @@ def plan_verdict(comparison: Comparison) -> str:
     unplanned = comparison.summary.loc[comparison.summary["as_planned"].isna(), "strategy"]
     besides = f" ({', '.join(unplanned)}: not planned)" if len(unplanned) else ""
     return f"Bytes at rest of every role and rank, and every message of a step, are those of the plan{besides}."
-
-
-def _why_not_planned(summary: pd.DataFrame) -> str:
-    """The error that planning raised; empty if it raised none, or none is known, as of an older run."""
-    said = summary.get("not_planned", pd.Series(dtype=object)).dropna()
-    return "" if said.empty else str(said.iloc[0])
 
 
 def traffic_verdict(comparison: Comparison) -> str:
@@ -314,22 +290,22 @@ class Difference:
     def pairs(self) -> list[Pair]:
         """The strategies that are compared."""
         one, other = (list(saved[0].summary["strategy"]) for saved in (self.first, self.second))
-        return pairs_of(one, other)
+        return summary.pairs_of(one, other)
 
     @cached_property
     def table(self) -> pd.DataFrame:
         """Every number of every strategy; see ``differences``."""
-        return differences(self.first[0].summary, self.second[0].summary, self.pairs)
+        return summary.differences(self.first[0].summary, self.second[0].summary, self.pairs)
 
     @property
     def readable(self) -> pd.DataFrame:
         """The same in readable units, without quantities that neither run has."""
-        return readable(self.table)
+        return summary.readable(self.table)
 
     @property
     def losses(self) -> pd.DataFrame:
         """The losses of every step that both have, and their difference."""
-        return loss_differences(self.first[0].records.steps, self.second[0].records.steps, self.pairs)
+        return summary.loss_differences(self.first[0].records.steps, self.second[0].records.steps, self.pairs)
 
     @property
     def losses_equal(self) -> bool:
@@ -340,7 +316,7 @@ class Difference:
     def tolerance(self, pair: Pair) -> float:
         """How far equal losses of a pair may differ: the tolerance of the run that computes in the coarser numbers."""
         runs = zip((self.first, self.second), pair, strict=True)
-        return max(tolerance_of_run(run, saved.records, config.dtype) for (saved, config), run in runs)
+        return max(summary.tolerance_of_run(run, saved.records, config.dtype) for (saved, config), run in runs)
 
     @property
     def settings(self) -> list[str]:
@@ -378,18 +354,19 @@ class Difference:
     def _other_data(self, pair: Pair) -> str:
         """A sentence if the two runs of a pair trained on other rows; else empty."""
         saved = zip(("first", "second"), pair, (self.first, self.second), strict=True)
-        others = others_than("first", {which: saved[0].records.manifests[run] for which, run, saved in saved})
+        manifests = {which: saved[0].records.manifests[run] for which, run, saved in saved}
+        others = rank_checks.others_than("first", manifests)
         return f" Their data differ from step {others['second']} on." if others else ""
 
     def _judged(self, pair: Pair) -> "pd.Series[float]":
         """By step, how far the losses of a pair differ, in the steps that are judged."""
         losses = self.losses
         own = losses[(losses["first_run"] == pair[0]) & (losses["second_run"] == pair[1])]
-        return judged(own.set_index("step")["difference"])
+        return summary.judged(own.set_index("step")["difference"])
 
     def _not_finite(self, pair: Pair) -> list[str]:
         """From which step on a loss of the pair is inf or NaN."""
-        found = (not_finite(saved[0].records.steps) for saved in (self.first, self.second))
+        found = (summary.not_finite(saved[0].records.steps) for saved in (self.first, self.second))
         return [
             f"that of the {which} run is not finite from step {steps[run]} on"
             for which, run, steps in zip(("first", "second"), pair, found, strict=True)

@@ -1,7 +1,7 @@
 """Loading what ``compare`` has written: a finished comparison, one that was cut off, or one run of it."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,9 @@ def load_comparison(directory: Path | str) -> Comparison:
 
 def _summary(path: Path) -> pd.DataFrame:
     try:
-        summary = pd.DataFrame(json.loads(path.read_text()))
-        return summary.astype({"strategy": str})
+        summary = pd.DataFrame(json.loads(path.read_text())).astype({"strategy": str})
+        summary[list(COLUMNS)]  # an older shardlab wrote fewer
+        return summary
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"run: {path} is damaged: {error!r}; remove the file, and 'shardlab report' computes it again from the "
@@ -58,12 +59,6 @@ def load_saved(directory: Path | str) -> tuple[Comparison, CompareConfig]:
     directory = Path(directory)
     if (directory / "summary.json").is_file():
         comparison = load_comparison(directory)
-        missing = [name for name in COLUMNS if name not in comparison.summary.columns]
-        if missing:
-            raise ValueError(
-                f"run: {directory / 'summary.json'} has no {', '.join(missing)}: an older shardlab wrote it; remove "
-                "the file, and the summary is computed again from the records"
-            )
         check_steps(comparison.records, directory, comparison.summary["strategy"])
         return comparison, config_of(comparison.records)
     records = whole_steps(load_runs(run_directories(directory)))
@@ -102,7 +97,7 @@ def config_of(records: Records) -> CompareConfig:
     for run, manifest in records.manifests.items():
         if not manifest["config"].get("strategies"):
             raise ValueError(f"run: the configuration in the manifest of {run} is damaged: it names no strategies")
-        known |= fields_of(manifest)
+        known |= manifest["config"]
     config = object.__new__(CompareConfig)
     for field in fields(CompareConfig):
         value = known.get(field.name, field.default)
@@ -112,9 +107,3 @@ def config_of(records: Records) -> CompareConfig:
     except ValueError as error:
         raise ValueError(f"run: the configuration in the manifests is damaged: {error}") from None
     return config
-
-
-def fields_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration in a manifest, in today's words: older records say 'block' for the repeated blocks."""
-    config = dict(manifest["config"])
-    return config | {"wrap": "auto"} if config.get("wrap") == "block" else config

@@ -159,9 +159,7 @@ def readable_summary(summary: pd.DataFrame, columns: Mapping[str, tuple[str, flo
 
 
 def _moves_others(summary: pd.DataFrame) -> bool:
-    """Whether some transport moves other bytes than the algorithm needs; of older runs it is not known."""
-    if MOVED not in summary.columns:
-        return False
+    """Whether some transport moves other bytes than the algorithm needs."""
     moved, needed = (summary[name].astype("Float64") for name in (MOVED, "wire_bytes_per_step"))
     return bool(((moved - needed).abs() > 0.5).any())
 
@@ -176,16 +174,11 @@ def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: s
     failed = not not_finite(records.steps).keys().isdisjoint({run, reference})
     equal = None if difference is None else difference <= tolerance
     return {
-        "strategy": run,
-        "ranks": int(records.manifests[run]["ranks"]),
-        "steps": len(own),
-        "loss_first": _number(own.iloc[0]),
-        "loss_last": _number(own.iloc[-1]),
-        "loss_reference": reference,
+        "strategy": run, "ranks": int(records.manifests[run]["ranks"]), "steps": len(own),
+        "loss_first": _number(own.iloc[0]), "loss_last": _number(own.iloc[-1]), "loss_reference": reference,
         "max_loss_difference": None if failed or differences is None else _number(differences.max()),
-        "judged_loss_difference": None if failed else difference,
-        "losses_equal": False if failed else equal,
-    }
+        "judged_loss_difference": None if failed else difference, "losses_equal": False if failed else equal,
+    }  # fmt: skip
 
 
 def judged(differences: "pd.Series[float]") -> "pd.Series[float]":
@@ -232,17 +225,15 @@ def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
     held = {str(role): int(num_bytes) for role, num_bytes in rest.loc[run].to_dict().items()}
     return {
         "peak_bytes": None if pd.isna(peak := steps["peak_bytes"].max()) else int(peak),
-        "parameter_bytes": held.get(Role.PARAMETER, 0),
-        "gradient_bytes": held.get(Role.GRADIENT, 0),
+        "parameter_bytes": held.get(Role.PARAMETER, 0), "gradient_bytes": held.get(Role.GRADIENT, 0),
         "optimizer_bytes": held.get(Role.OPTIMIZER_STATE, 0) + held.get(Role.MASTER_WEIGHT, 0),
-        "offloaded_bytes": held.get(Role.OFFLOADED, 0),
-        "other_bytes": held.get(Role.OTHER, 0),
+        "offloaded_bytes": held.get(Role.OFFLOADED, 0), "other_bytes": held.get(Role.OTHER, 0),
         "unattributed_bytes": held.get(Role.UNATTRIBUTED, 0),
         "padding_bytes": int(records.manifests[run]["padding_bytes"]),
         "wire_bytes_per_step": float(last["wire_bytes"].max()),
         MOVED: None if last.empty else _moved(records, run, int(last["step"].iloc[0])),
         "recorder_share": _number(records.manifests[run]["recorder_share"]),
-    }
+    }  # fmt: skip
 
 
 def _moved(records: Records, run: str, step: int) -> float | None:

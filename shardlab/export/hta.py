@@ -72,13 +72,9 @@ def _new(directory: Path) -> Path:
 
 def _trace(name: str, about: dict[str, Any], events: list[Event]) -> dict[str, Any]:
     return {
-        "schemaVersion": 1,
-        "deviceProperties": [{"id": DEVICE_PID, "name": NOTE}],
-        "distributedInfo": about,
-        "traceName": f"{name}: {NOTE}",
-        "displayTimeUnit": "ms",
-        "traceEvents": in_order(_with_launches(events)),
-    }
+        "schemaVersion": 1, "deviceProperties": [{"id": DEVICE_PID, "name": NOTE}], "distributedInfo": about,
+        "traceName": f"{name}: {NOTE}", "displayTimeUnit": "ms", "traceEvents": in_order(_with_launches(events)),
+    }  # fmt: skip
 
 
 def _steps(spans: pd.DataFrame, collectives: pd.DataFrame) -> Iterator[Event]:

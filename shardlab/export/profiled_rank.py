@@ -27,11 +27,9 @@ COMMUNICATION = ("c10d::", "c10d_functional::", "_c10d_functional::", "record_pa
 REDUCE_SCATTER_OF_LIST = "c10d::reduce_scatter_"
 OF_LISTS = ("c10d::allgather_", REDUCE_SCATTER_OF_LIST, "c10d::gather_", "c10d::scatter_")
 PHASES = {
-    SpanKind.OPTIMIZER: Phase.STEP,
-    SpanKind.BACKWARD: Phase.BACKWARD,
-    SpanKind.DATA: Phase.DATA,
+    SpanKind.OPTIMIZER: Phase.STEP, SpanKind.BACKWARD: Phase.BACKWARD, SpanKind.DATA: Phase.DATA,
     SpanKind.FORWARD: Phase.FORWARD,
-}
+}  # fmt: skip
 
 
 class Kinds:

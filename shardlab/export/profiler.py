@@ -76,12 +76,9 @@ def import_profiler_trace(path: Path | str, run: str = "profiler") -> Records:
     _say_what_is_not_known(tables["collectives"], traces)
     manifest = {"run": run, "ranks": max(trace.num_ranks for trace in traces), "imported_from": Path(path).name}
     return Records(
-        **tables,
-        memory=MEMORY.frame([]),
-        shards=SHARDS.frame([]),
-        steps=_step_table(steps, **tables),
+        **tables, memory=MEMORY.frame([]), shards=SHARDS.frame([]), steps=_step_table(steps, **tables),
         manifests={run: manifest},
-    )
+    )  # fmt: skip
 
 
 def _since(origin_us: float, table: pd.DataFrame) -> pd.DataFrame:

@@ -26,7 +26,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from shardlab.comm import CollectiveEvent
+from shardlab.comm import CollectiveEvent, Observer
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import AnyEngine
 from shardlab.experiment.batches import size_of
@@ -47,7 +47,7 @@ SINCE_BOOT_NS = 0
 TIMES = ["issue_us", "start_us", "end_us", "wait_start_us", "wait_end_us"]
 
 
-class EventLog:
+class EventLog(Observer):
     """An observer of collectives that keeps every event.
 
     Args:
@@ -77,11 +77,6 @@ class EventLog:
     def issued(self, event: CollectiveEvent) -> None:
         """Keep the event; its times are filled in later."""
         self._events.append(event)
-
-    def started(self, event: CollectiveEvent) -> None:
-        """Its time is in the event."""
-
-    completed = waited = started
 
 
 @contextmanager

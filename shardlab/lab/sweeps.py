@@ -18,7 +18,7 @@ import torch
 from shardlab.comm import Communicator
 from shardlab.comm.mesh import Mesh
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.run import RankRun, mesh_of, now_ns, recorded_run, source_of
+from shardlab.experiment.run import RankRun, mesh_of, recorded_run, source_of
 from shardlab.launch import RankPool, current
 from shardlab.launch.pool import check_pool
 from shardlab.partition.ring_cost import Link
@@ -58,7 +58,7 @@ def run_interleaved(variants: Mapping[str, CompareConfig], pool: RankPool, direc
             write_manifest(
                 where / name, {"run": name, "ranks": config.ranks, "config": config.as_dict(config.strategies[0])}
             )
-        pool.run(_train_interleaved, dict(variants), where, now_ns())
+        pool.run(_train_interleaved, dict(variants), where, perf_counter_ns())
         return load_runs(where / name for name in variants)
 
 

@@ -20,14 +20,9 @@ _GRACE_S = 0.3
 _CAUSE_GRACE_S = 1.0
 # What gloo, NCCL and engines report on the other ranks when one rank fails: an effect of the failure, not its cause.
 _AFTERMATH = (
-    TOLD,
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "remote process exited or there was a network error",
-    "NCCL communicator was aborted",
-    "failed to recv",
-)
+    TOLD, "Connection closed by peer", "Connection reset by peer", "Broken pipe",
+    "remote process exited or there was a network error", "NCCL communicator was aborted", "failed to recv",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,8 @@ class Collector:
         self._processes = processes
         self._patience = patience
         self._began = monotonic()
-        self._silence = Silence(patience.notice_s)
+        self._heard: object = None  # in the last look, and since when
+        self._heard_at, self._next_notice_s = monotonic(), patience.notice_s
         self._num_messages = 0
         self._on_message = on_message
         self._interrupted = interrupted
@@ -188,7 +184,11 @@ class Collector:
             summary = f"{self._patience.limit}={limit_s:g} s\n{self._places()}"
             raise RankHang(summary, waiting, self._table(rows))
         heard = (rows, self._num_messages, [rank.output.num_bytes for rank in self._processes.ranks])
-        if silent_s := self._silence.due(heard):
+        if heard != self._heard:
+            self._heard, self._heard_at, self._next_notice_s = heard, monotonic(), self._patience.notice_s
+        silent_s = monotonic() - self._heard_at
+        if self._next_notice_s is not None and silent_s >= self._next_notice_s:
+            self._next_notice_s *= 2
             sys.stderr.write(
                 f"shardlab: for {silent_s:.0f} s no rank has printed, sent a message, or begun or ended a collective:\n"
                 f"{self._places()}\n"
@@ -238,35 +238,6 @@ class Collector:
     def _finish_output(self) -> None:
         for rank in self._processes.ranks:
             rank.output.finish()
-
-
-class Silence:
-    """Since when nothing new has been seen of the ranks, and when to say so.
-
-    Args:
-        notice_s: seconds until the first notice; each later one comes after twice the time. None for no notice.
-    """
-
-    def __init__(self, notice_s: float | None) -> None:
-        self._notice_s = notice_s
-        self._seen: object = None
-        self._since = monotonic()
-        self._next_s = notice_s
-
-    def due(self, seen: object) -> float:
-        """Seconds of silence if a notice is due now, else 0.
-
-        Args:
-            seen: what is seen now; whatever differs from the last look ends the silence.
-        """
-        now = monotonic()
-        if seen != self._seen:
-            self._seen, self._since, self._next_s = seen, now, self._notice_s
-        silent_s = now - self._since
-        if self._next_s is None or silent_s < self._next_s:
-            return 0.0
-        self._next_s *= 2
-        return silent_s
 
 
 def _is_aftermath(failure: Failure | Death) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Lock
 from time import perf_counter_ns
 
-from shardlab.comm.events import CollectiveEvent
+from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.launch.stack import SeenCall
 from shardlab.vocabulary import Collective
 
@@ -80,8 +80,8 @@ class BoardRow:
         return (now_ns - self.since_ns) / 1e9 if self.state is CallState.ISSUED else 0.0
 
 
-class BoardWriter:
-    """A rank's slot, written as an observer of its communicators (``shardlab.comm.events.Observer``)."""
+class BoardWriter(Observer):
+    """A rank's slot, written as an observer of its communicators: a hang shows as issued and not completed."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self._map = _map_file(path)
@@ -101,9 +101,6 @@ class BoardWriter:
             if len(self._in_flight) == 1:
                 self._write(event, CallState.ISSUED)
 
-    def started(self, event: CollectiveEvent) -> None:
-        """Nothing to write: a hang shows as issued and not completed."""
-
     def completed(self, event: CollectiveEvent) -> None:
         """Show the next oldest in flight, or this one as completed."""
         with self._lock:
@@ -116,9 +113,6 @@ class BoardWriter:
                 self._write(event, CallState.COMPLETED)
             else:
                 self._write(oldest, CallState.ISSUED)
-
-    def waited(self, event: CollectiveEvent) -> None:
-        """Nothing to write."""
 
     def look_at_streams(self) -> None:
         """Mark collectives that have ended on their stream: the host runs on, and may never query or wait for them."""

@@ -26,11 +26,9 @@ from shardlab.installed import PACKAGE
 INSTALLED = tuple(
     {
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        *site.getsitepackages(),
-        site.getusersitepackages(),
-        str(PACKAGE),
+        *site.getsitepackages(), site.getusersitepackages(), str(PACKAGE),
     }
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

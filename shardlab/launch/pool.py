@@ -72,10 +72,7 @@ class RankPool:
         start_s: float = 300.0,
     ) -> None:
         _check(world_size, threads_per_rank)
-        _check_seconds(timeout_s=timeout_s, start_s=start_s)
-        _check_seconds(
-            **{name: value for name, value in (("limit_s", limit_s), ("notice_s", notice_s)) if value is not None}
-        )
+        _check_seconds(timeout_s=timeout_s, start_s=start_s, limit_s=limit_s, notice_s=notice_s)
         if is_inside_rank():
             raise RuntimeError("RankPool: ranks cannot start ranks; make the pool in the parent process")
         env = torchrun_env()
@@ -288,10 +285,11 @@ def _check(world_size: int, threads_per_rank: int | None) -> None:
         raise ValueError(f"threads_per_rank: {threads_per_rank!r} is given; allowed values are integers from 1")
 
 
-def _check_seconds(**fields: float) -> None:
+def _check_seconds(**fields: float | None) -> None:
     for name, value in fields.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (is_number and value > 0 and math.isfinite(value)):
+        if value is None and name in ("limit_s", "notice_s"):
+            continue
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise ValueError(f"{name}: {value!r} is given; allowed values are seconds above 0")
 
 

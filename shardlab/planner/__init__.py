@@ -6,23 +6,14 @@ Nothing here imports torch. ``model_states`` needs only the number of parameters
 
 from shardlab.planner.collectives import predicted_collectives
 from shardlab.planner.fit import Gpu, gathered_at_once
-from shardlab.planner.formulas import (
-    PRECISIONS,
-    Layer,
-    ModelStates,
-    PaperNumber,
-    Precision,
-    activation_bytes,
-    model_states,
-    zero_paper_numbers,
-)
+from shardlab.planner.formulas import PRECISIONS, Layer, ModelStates, Precision, activation_bytes, model_states
 from shardlab.planner.memory import predicted_memory
 from shardlab.planner.setup import ADAM, SGD, SGD_MOMENTUM, Optimizer, PlannedModel, PlannedParam, Setup, described
 from shardlab.planner.tensor import TensorSetup, divided, on_tensor_ranks, predicted_tensor_collectives
 
 __all__ = [
-    "ADAM", "PRECISIONS", "SGD", "SGD_MOMENTUM", "Gpu", "Layer", "ModelStates", "Optimizer", "PaperNumber",
+    "ADAM", "PRECISIONS", "SGD", "SGD_MOMENTUM", "Gpu", "Layer", "ModelStates", "Optimizer",
     "PlannedModel", "PlannedParam", "Precision", "Setup", "TensorSetup", "activation_bytes", "described", "divided",
     "gathered_at_once", "model_states", "on_tensor_ranks", "predicted_collectives", "predicted_memory",
-    "predicted_tensor_collectives", "zero_paper_numbers",
+    "predicted_tensor_collectives",
 ]  # fmt: skip

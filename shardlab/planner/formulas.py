@@ -1,6 +1,6 @@
 """Memory by the papers' formulas: model states from a number of parameters alone, and the activations of a layer.
 
-Model states, with the ZeRO paper's published numbers:
+Model states, with which tests compare all that the ZeRO paper has published:
 
 ========  ==========  =========  ===============  =======================
 strategy  parameters  gradients  optimizer state  elements sent per step
@@ -45,14 +45,9 @@ Legend: s tokens of a sequence, b sequences, h hidden, a heads, t tensor-paralle
 bytes an element, dropout masks of 1. Source: Korthikanti et al., arXiv 2205.05198, table 2.
 """
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 from fractions import Fraction
-from typing import Any
 
-from shardlab.installed import data_path
 from shardlab.partition.chunks import require_count
 
 _NEEDED = ("parameter", "gradient")
@@ -63,8 +58,6 @@ _SHARDED = {
     "zero2": (False, True, True, 2),
     "zero3": (True, True, True, 3),
 }
-# The paper rounds the 7.5B column and the figure, and truncates the columns of 128B and 1T.
-_ROUNDING = {"half_up": ROUND_HALF_UP, "truncated": ROUND_DOWN}
 
 
 @dataclass(frozen=True)
@@ -146,44 +139,6 @@ def _states(strategy: str, num_params: int, num_ranks: int, precision: Precision
 
 def _number(value: Fraction) -> float:
     return value.numerator if value.denominator == 1 else float(value)
-
-
-@dataclass(frozen=True)
-class PaperNumber:
-    """One published number: ``printed`` GB (10^9 bytes) per rank, as the paper writes it, in ``where``."""
-
-    where: str
-    num_params: int
-    num_ranks: int
-    strategy: str
-    printed: str
-    rounding: str
-
-    @property
-    def computed(self) -> str:
-        """The formula's value with the paper's decimals and rounding."""
-        states = {row.strategy: row for row in model_states(self.num_params, self.num_ranks, "mixed")}
-        gigabytes = Decimal(states[self.strategy].total_bytes) / 10**9
-        return str(gigabytes.quantize(Decimal(self.printed), rounding=_ROUNDING[self.rounding]))
-
-
-def zero_paper_numbers() -> tuple[PaperNumber, ...]:
-    """All 58, as printed: the 54 of table 1 and the 4 of figure 1 (``data/zero_paper.json``)."""
-    paper = json.loads(data_path("zero_paper.json").read_text(encoding="utf-8"))
-    return (*_table_1(paper), *_figure_1(paper["figure_1"]))
-
-
-def _table_1(paper: dict[str, Any]) -> Iterator[PaperNumber]:
-    strategies = paper["setting"]["strategies"]
-    for column in paper["table_1"]["columns"].values():
-        for num_ranks, printed in column["by_ranks"].items():
-            for strategy, number in zip(strategies, printed, strict=True):
-                yield PaperNumber("table 1", column["num_params"], int(num_ranks), strategy, number, column["rounding"])
-
-
-def _figure_1(figure: dict[str, Any]) -> Iterator[PaperNumber]:
-    for strategy, printed in figure["by_strategy"].items():
-        yield PaperNumber("figure 1", figure["num_params"], figure["ranks"], strategy, printed, figure["rounding"])
 
 
 RECOMPUTATIONS = ("none", "selective", "full")

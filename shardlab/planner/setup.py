@@ -301,13 +301,10 @@ def described(module: "nn.Module", *, unused: Iterable[str] = ()) -> PlannedMode
     slices = slices_of(module)
     params = tuple(
         PlannedParam(
-            ParamSpec(name, tuple(param.shape), param.element_size()),
-            trainable=bool(param.requires_grad),
-            used=name not in without_gradient,
-            dtype=dtype_name(param.dtype),
-            sliced=name in slices,
+            ParamSpec(name, tuple(param.shape), param.element_size()), trainable=bool(param.requires_grad),
+            used=name not in without_gradient, dtype=dtype_name(param.dtype), sliced=name in slices,
         )
         for name, param in module.named_parameters()
-    )
+    )  # fmt: skip
     tensor_ranks = max((found.num_ranks for found in slices.values()), default=1)
     return PlannedModel(params, sum(buffer.nbytes for buffer in module.buffers()), tensor_ranks)

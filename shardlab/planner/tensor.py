@@ -40,14 +40,10 @@ from shardlab.vocabulary import Collective, MeshAxis, Phase
 # The dim along which a parameter of the package's GPT is divided; all others are replicated.
 GPT_DIMS: Mapping[str, int] = MappingProxyType(
     {
-        "token_embedding.weight": 0,
-        "blocks.*.attention.[qkv]_proj.*": 0,
-        "blocks.*.attention.out_proj.weight": 1,
-        "blocks.*.mlp.fc1.*": 0,
-        "blocks.*.mlp.fc2.weight": 1,
-        "head.weight": 0,
+        "token_embedding.weight": 0, "blocks.*.attention.[qkv]_proj.*": 0, "blocks.*.attention.out_proj.weight": 1,
+        "blocks.*.mlp.fc1.*": 0, "blocks.*.mlp.fc2.weight": 1, "head.weight": 0,
     }
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

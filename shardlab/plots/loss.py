@@ -8,22 +8,9 @@ import plotly.graph_objects as go
 
 from shardlab.analysis import at_rest
 from shardlab.analysis.rows import labelled, labels_of
+from shardlab.plots import theme
 from shardlab.plots.bars import SEEN
 from shardlab.plots.text import byte_scale, format_bytes, format_us, listing, significant, source_note, subtitle
-from shardlab.plots.theme import (
-    GRID,
-    ROLE_COLOURS,
-    SYMBOLS,
-    TEMPLATE,
-    dash,
-    finish,
-    log_axis,
-    new_figure,
-    nothing,
-    run_colours,
-    thinned,
-    thinning_note,
-)
 from shardlab.tables import MEMORY, STEPS
 
 TRAINING = "Training"
@@ -42,24 +29,24 @@ def loss_curves(steps: pd.DataFrame, unlike: str = "") -> go.Figure:
     STEPS.check(steps)
     losses = _losses(steps)
     if losses.empty:
-        return nothing("Loss", "no losses recorded")
+        return theme.nothing("Loss", "no losses recorded")
     labels = labels_of(losses)
     given, losses = losses, _thinned(losses, "loss")
-    note = thinning_note(len(given), len(losses), "steps: the extremes of each stretch,")
+    note = theme.thinning_note(len(given), len(losses), "steps: the extremes of each stretch,")
     words = [note or "mean over ranks", unlike or ("" if note else "equal losses coincide")]
-    figure = new_figure("Loss by step", subtitle(steps, "; ".join(filter(None, words))))
-    colours = run_colours(labels)
+    figure = theme.new_figure("Loss by step", subtitle(steps, "; ".join(filter(None, words))))
+    colours = theme.run_colours(labels)
     for place, label in enumerate(labels):
         rows = losses[losses["label"] == label].sort_values("step", kind="stable")
         figure.add_scatter(
             x=rows["step"].to_numpy(), y=rows["loss"].to_numpy(), name=label,
             mode="lines" if len(rows) > 1 else "markers",
-            line={"color": colours[label], "width": nested_width(place, len(labels)), "dash": dash(label)},
+            line={"color": colours[label], "width": nested_width(place, len(labels)), "dash": theme.dash(label)},
             hovertemplate=f"<b>{label}</b><br>step %{{x}}<br>loss %{{y:.6f}}<extra></extra>",
         )  # fmt: skip
     figure.update_xaxes(title_text="step", tickformat="d", **_whole_steps(steps))
     figure.update_yaxes(title_text="loss")
-    return finish(figure, _loss_summary(given, labels))
+    return theme.finish(figure, _loss_summary(given, labels))
 
 
 def nested_width(index: int, count: int) -> float:
@@ -87,20 +74,20 @@ def loss_difference(steps: pd.DataFrame, reference: str = "single") -> go.Figure
     differences = _differences(losses, reference)
     title = f"Difference of the loss from {reference}"
     if differences.empty:
-        return nothing(title, "no other run has finite losses at the same steps")
+        return theme.nothing(title, "no other run has finite losses at the same steps")
     given, differences = differences, _thinned(differences, "difference")
-    note = thinning_note(len(given), len(differences), "steps: the extremes of each stretch,")
-    figure = new_figure(title, subtitle(steps, note or "absolute difference at each step"))
+    note = theme.thinning_note(len(given), len(differences), "steps: the extremes of each stretch,")
+    figure = theme.new_figure(title, subtitle(steps, note or "absolute difference at each step"))
     floor = _zero_floor(differences["difference"])
     labels = labels_of(differences)
-    colours = run_colours(labels)
+    colours = theme.run_colours(labels)
     for place, label in enumerate(labels):
         # later markers are smaller, so that runs with the same difference all stay visible
-        style = (colours[label], SYMBOLS[place % len(SYMBOLS)], max(7, 14 - 3 * place))
+        style = (colours[label], theme.SYMBOLS[place % len(theme.SYMBOLS)], max(7, 14 - 3 * place))
         figure.add_trace(_difference_trace(differences[differences["label"] == label], label, style, floor))
     figure.update_xaxes(title_text="step", tickformat="d", **_whole_steps(steps))
     _difference_axis(figure, differences["difference"], floor)
-    return finish(figure, _difference_summary(given, reference))
+    return theme.finish(figure, _difference_summary(given, reference))
 
 
 def _losses(steps: pd.DataFrame) -> pd.DataFrame:
@@ -113,7 +100,7 @@ def _losses(steps: pd.DataFrame) -> pd.DataFrame:
 def _thinned(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     """The rows of each label that are drawn, in order of the steps."""
     curves = [curve.sort_values("step", kind="stable") for _, curve in rows.groupby("label", sort=False)]
-    return pd.concat([curve.iloc[thinned(curve[column])] for curve in curves])
+    return pd.concat([curve.iloc[theme.thinned(curve[column])] for curve in curves])
 
 
 def _differences(losses: pd.DataFrame, reference: str) -> pd.DataFrame:
@@ -135,7 +122,7 @@ def _difference_trace(rows: pd.DataFrame, label: str, style: tuple[str, str, int
     symbol = [f"{shape}-open" if is_zero else shape for is_zero in zero]
     return go.Scatter(
         x=rows["step"].to_numpy(), y=np.where(zero, floor, difference), name=label, mode="lines+markers",
-        line={"color": colour, "width": 1.5, "dash": dash(label)},
+        line={"color": colour, "width": 1.5, "dash": theme.dash(label)},
         marker={"symbol": symbol, "size": size, "line": {"color": colour, "width": 2}},
         hovertext=["exactly 0" if is_zero else f"{value:.3e}" for value, is_zero in zip(difference, zero, strict=True)],
         hovertemplate=f"<b>{label}</b><br>step %{{x}}<br>difference %{{hovertext}}<extra></extra>",
@@ -145,9 +132,9 @@ def _difference_trace(rows: pd.DataFrame, label: str, style: tuple[str, str, int
 def _difference_axis(figure: go.Figure, differences: pd.Series, floor: float) -> None:
     """A logarithmic axis; the line at which zeros are drawn is labelled 'exactly 0'."""
     positive = differences[differences > 0].tolist()
-    axis = log_axis(positive or [floor], _scientific)
+    axis = theme.log_axis(positive or [floor], _scientific)
     if (differences == 0).any():
-        figure.add_hline(y=floor, line={"color": GRID, "width": 2, "dash": "dash"})
+        figure.add_hline(y=floor, line={"color": theme.GRID, "width": 2, "dash": "dash"})
         above = [(value, text) for value, text in zip(axis["tickvals"], axis["ticktext"], strict=True) if positive]
         axis["tickvals"], axis["ticktext"] = zip((floor, "exactly 0"), *above, strict=True)
         axis["range"][0] = np.log10(floor) - 0.3
@@ -193,7 +180,7 @@ def training_progress(steps: pd.DataFrame, memory: pd.DataFrame) -> go.Figure:
     rows = labelled(steps[steps["step"] >= 0])
     rows = rows.assign(step_us=rows["step_us"].where(~rows["traced_memory"].astype("bool")))
     if rows.empty:
-        return nothing(TRAINING, "no step has ended yet")
+        return theme.nothing(TRAINING, "no step has ended yet")
     columns = ["step", "loss", "step_us"]
     by_step = rows.groupby(["label", "step"], sort=False).agg(loss=("loss", "mean"), step_us=("step_us", "max"))
     curves = by_step.reset_index().astype(dict.fromkeys(columns, "float64"))
@@ -207,13 +194,13 @@ def training_progress(steps: pd.DataFrame, memory: pd.DataFrame) -> go.Figure:
     note = source_note(steps)
     # Built at once: the figure is redrawn while ranks train, and plotly validates the whole figure at every change.
     figure = go.Figure(data=traces, layout=_layout(f"{words}; {note}" if note else words, unit))
-    return finish(figure, f"{TRAINING} of {len(labels)} {'run' if len(labels) == 1 else 'runs'}. {words}.")
+    return theme.finish(figure, f"{TRAINING} of {len(labels)} {'run' if len(labels) == 1 else 'runs'}. {words}.")
 
 
 def _layout(words: str, unit: str) -> dict[str, Any]:
     steps = {"title": {"text": "step"}, "tickformat": "d"}
     return {
-        "template": TEMPLATE,
+        "template": theme.TEMPLATE,
         "title": {"text": TRAINING, "subtitle": {"text": words}},
         "height": 400,
         "barmode": "stack",
@@ -229,11 +216,11 @@ def _layout(words: str, unit: str) -> dict[str, Any]:
 def _curves(curves: pd.DataFrame, labels: list[str]) -> list[Trace]:
     """Loss and time of every run; each run is thinner, so that coinciding losses all stay visible."""
     traces: list[Trace] = []
-    colours = run_colours(labels)
+    colours = theme.run_colours(labels)
     for place, label in enumerate(labels):
         curve = curves[curves["label"] == label].sort_values("step", kind="stable")
         width = nested_width(place, len(labels))
-        line = {"color": colours[label], "dash": dash(label)}
+        line = {"color": colours[label], "dash": theme.dash(label)}
         loss = _curve(curve["step"], curve["loss"], f"<b>{label}</b><br>step %{{x}}<br>loss %{{y:.4f}}<extra></extra>")
         time = _curve(
             curve["step"], curve["step_us"] / 1e3, f"<b>{label}</b><br>step %{{x}}<br>%{{y:.1f}} ms<extra></extra>"
@@ -247,7 +234,7 @@ def _curves(curves: pd.DataFrame, labels: list[str]) -> list[Trace]:
 def _curve(steps: pd.Series, values: pd.Series, hover: str) -> Trace:
     known = values.notna().to_numpy()
     x, y = steps.to_numpy()[known], values.to_numpy(dtype=np.float64)[known]
-    drawn = thinned(y) if len(y) else np.zeros(0, dtype=np.intp)
+    drawn = theme.thinned(y) if len(y) else np.zeros(0, dtype=np.intp)
     mode = "lines" if len(drawn) > 1 else "markers"
     return {"type": "scatter", "x": x[drawn], "y": y[drawn], "mode": mode, "hovertemplate": hover}
 
@@ -258,7 +245,7 @@ def _memory_bars(held: pd.DataFrame, labels: list[str]) -> tuple[list[Trace], st
     divisor, unit = byte_scale(float(held.groupby("label")["bytes"].sum().max()))
     table = held.pivot_table("bytes", "role", "label", aggfunc="max").reindex(columns=labels).fillna(0.0)
     traces: list[Trace] = []
-    for role, colour in ROLE_COLOURS.items():
+    for role, colour in theme.ROLE_COLOURS.items():
         if str(role) not in table.index or not (table.loc[str(role)] > 0).any():
             continue
         sizes, words = table.loc[str(role)].to_numpy(dtype=np.float64), str(role).replace("_", " ")

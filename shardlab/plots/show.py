@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Mapping
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -39,52 +40,7 @@ HEAD = f"""<!doctype html>
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">"""
-STYLE = """
-:root {
-  color-scheme: light dark;
-  --paper: #ffffff; --ink: #1d2127; --soft: #59616c; --line: #d9dde3; --band: #f5f6f8;
-}
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #111315; --ink: #e8eaed; --soft: #a3abb6; --line: #32373e; --band: #1a1d21; }
-}
-* { box-sizing: border-box; }
-body {
-  margin: 0; background: var(--paper); color: var(--ink);
-  font: 17px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, "DejaVu Sans", sans-serif;
-}
-main { max-width: max(1160px, min(94vw, 1800px)); margin: 0 auto; padding: 3rem 1.5rem 4rem; }
-h1 { font-size: 2.1rem; line-height: 1.2; letter-spacing: -0.015em; margin: 0 0 .6rem; }
-h2 { font-size: 1.3rem; line-height: 1.3; margin: 0; }
-.lead { font-size: 1.12rem; color: var(--soft); max-width: 46rem; margin: 0; }
-.note { color: var(--soft); font-size: .92rem; margin: .1rem 0 0; }
-section { margin-top: 3.2rem; }
-.wide { overflow-x: auto; margin-top: 2.4rem; }
-table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
-/* A table wider than the page scrolls; its caption stays. */
-caption {
-  text-align: left; color: var(--soft); padding-bottom: .7rem; font-size: .95rem;
-  position: sticky; left: 0; max-width: min(64rem, 100vw - 3rem);
-}
-th, td { padding: .5rem .5rem; text-align: left; vertical-align: bottom; border-bottom: 1px solid var(--line); }
-thead th { font-weight: 600; line-height: 1.25; border-bottom: 2px solid var(--ink); border-top: 2px solid var(--ink); }
-thead small { font-weight: 400; color: var(--soft); font-size: .85em; }
-tbody tr:last-child > * { border-bottom: 2px solid var(--ink); }
-tbody tr:nth-child(even) > * { background: var(--band); }
-tbody th { font-weight: 600; white-space: nowrap; }
-.number { text-align: right; white-space: nowrap; }
-thead .number { white-space: normal; }
-figure { margin: .8rem 0 0; }
-.plot { width: 100%; }
-figcaption { color: var(--ink); font-size: .95rem; border-top: 1px solid var(--line); padding-top: .6rem; }
-figcaption span { color: var(--soft); }
-/* The grey of the figures suits any background; here the background is known, so the text can have more contrast. */
-.plot g[class$="tick"] text, .plot text[class$="title"], .plot .legendtext, .plot .annotation-text,
-.plot .textpoint text, .plot .bartext-outside {
-  fill: var(--ink) !important;
-}
-@media (max-width: 640px) { main { padding: 1.6rem 1rem; } h1 { font-size: 1.6rem; } body { font-size: 16px; } }
-@media print { main { max-width: none; } section { break-inside: avoid; } }
-"""
+_CSS = Path(__file__).with_name("report.css")
 TITLE_PX = 68
 SCRIPT = """
 const figures = JSON.parse(document.getElementById("figures").textContent);
@@ -180,7 +136,7 @@ def report_page(title: str, lead: str, tables: Mapping[str, pd.DataFrame], figur
     lines = [
         HEAD,
         f"<title>{escape(title)}</title>",
-        f"<style>{STYLE}</style></head>",
+        f"<style>\n{_CSS.read_text()}</style></head>",
         "<body><main>",
         f'<header><h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p></header>',
         *sections,

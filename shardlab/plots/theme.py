@@ -38,57 +38,31 @@ EXPOSED = WINE
 HIDDEN = "#8c96a6"
 
 ROLE_COLOURS: dict[str, str] = {
-    Role.PARAMETER: BLUE,
-    Role.GATHERED_PARAMETER: VIOLET,
-    Role.GRADIENT: ORANGE,
-    Role.OPTIMIZER_STATE: GREEN,
-    Role.MASTER_WEIGHT: BROWN,
-    Role.COMMUNICATION_BUFFER: PINK,
-    Role.ACTIVATION: SAND,
-    Role.OFFLOADED: WINE,
-    Role.OTHER: GREY,
-    Role.UNATTRIBUTED: "#a0705a",
-    Role.WORKSPACE: "#805080",
-}
+    Role.PARAMETER: BLUE, Role.GATHERED_PARAMETER: VIOLET, Role.GRADIENT: ORANGE, Role.OPTIMIZER_STATE: GREEN,
+    Role.MASTER_WEIGHT: BROWN, Role.COMMUNICATION_BUFFER: PINK, Role.ACTIVATION: SAND, Role.OFFLOADED: WINE,
+    Role.OTHER: GREY, Role.UNATTRIBUTED: "#a0705a", Role.WORKSPACE: "#805080",
+}  # fmt: skip
 
 PART_COLOURS: dict[str, str] = {
-    ProcessPart.HEAP: "#7a8450",
-    ProcessPart.FREE_HEAP: "#96826e",
-    ProcessPart.INTERPRETER: "#6b7fae",
-    ProcessPart.LIBRARIES: "#5f8a8b",
-    ProcessPart.SHARED_SEGMENTS: "#9a7b9a",
-}
+    ProcessPart.HEAP: "#7a8450", ProcessPart.FREE_HEAP: "#96826e", ProcessPart.INTERPRETER: "#6b7fae",
+    ProcessPart.LIBRARIES: "#5f8a8b", ProcessPart.SHARED_SEGMENTS: "#9a7b9a",
+}  # fmt: skip
 
 COLLECTIVE_COLOURS: dict[str, str] = {
-    Collective.ALL_REDUCE: BLUE,
-    Collective.REDUCE_SCATTER: ORANGE,
-    Collective.ALL_GATHER: VIOLET,
-    Collective.BROADCAST: GREEN,
-    Collective.ALL_TO_ALL: PINK,
-    Collective.SEND: SAND,
-    Collective.RECV: BROWN,
-    Collective.REDUCE: WINE,
-    Collective.GATHER: "#8904fb",
-    Collective.SCATTER: "#a0705a",
-    Collective.BARRIER: GREY,
+    Collective.ALL_REDUCE: BLUE, Collective.REDUCE_SCATTER: ORANGE, Collective.ALL_GATHER: VIOLET,
+    Collective.BROADCAST: GREEN, Collective.ALL_TO_ALL: PINK, Collective.SEND: SAND, Collective.RECV: BROWN,
+    Collective.REDUCE: WINE, Collective.GATHER: "#8904fb", Collective.SCATTER: "#a0705a", Collective.BARRIER: GREY,
     Collective.UNKNOWN: "#4c6088",
-}
+}  # fmt: skip
 
 AXIS_COLOURS: dict[str, str] = {
-    MeshAxis.DATA: BLUE,
-    MeshAxis.SHARD: VIOLET,
-    MeshAxis.REPLICA: GREEN,
-    MeshAxis.TENSOR: ORANGE,
-}
+    MeshAxis.DATA: BLUE, MeshAxis.SHARD: VIOLET, MeshAxis.REPLICA: GREEN, MeshAxis.TENSOR: ORANGE,
+}  # fmt: skip
 
 SPAN_COLOURS: dict[str, str] = {
-    SpanKind.DATA: "#b08d57",
-    SpanKind.FORWARD: "#8c96a6",
-    SpanKind.BACKWARD: "#5b6678",
-    SpanKind.RECOMPUTE: "#936aaf",
-    SpanKind.OPTIMIZER: "#1f8a70",
-    SpanKind.OFF_CPU: "#c33222",
-}
+    SpanKind.DATA: "#b08d57", SpanKind.FORWARD: "#8c96a6", SpanKind.BACKWARD: "#5b6678", SpanKind.RECOMPUTE: "#936aaf",
+    SpanKind.OPTIMIZER: "#1f8a70", SpanKind.OFF_CPU: "#c33222",
+}  # fmt: skip
 
 STRATEGY_COLOURS = {
     "single": GREY,

@@ -6,45 +6,71 @@ time in the queue; a strip below compute is a rank that waits. A rank that neith
 or another process has its core, is off the CPU: that has a bar of its own where compute stands. (The recorder knows for
 how long it was so between two marks, not when; the bar stands at their end.) There is one trace per kind and
 collective, however many bars.
+
+Collectives of one axis that are in flight at the same time get rows below each other in its track.
+
+A span of the whole model contains those of its blocks, which contain those of their layers. The level drawn is the
+outermost at which there are at least two units: the blocks. Surrounding spans stay visible as a pale background, so
+that time in the model but in no unit shows too.
 """
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from numpy.typing import NDArray
 
 from shardlab.analysis import bandwidth, overlap
+from shardlab.analysis.intervals import concurrent_rows
 from shardlab.analysis.overlap import hidden_by_rank
 from shardlab.analysis.rows import one_step_of_run
+from shardlab.plots import theme
+from shardlab.plots.bars import gaps
 from shardlab.plots.text import format_bytes, format_percent, format_us, subtitle
-from shardlab.plots.theme import (
-    COLLECTIVE_COLOURS,
-    EXPOSED,
-    GREY,
-    GRID,
-    SPAN_COLOURS,
-    finish,
-    new_figure,
-    nothing,
-    thinning_note,
-)
-from shardlab.plots.timeline_bars import (
-    Tracks,
-    bars,
-    describe_collective,
-    describe_queue,
-    describe_span,
-    describe_wait,
-    drawn_levels,
-    grouped,
-    kind_in_words,
-    lay_out,
-    strips,
-)
 from shardlab.tables import COLLECTIVES, SPANS
-from shardlab.vocabulary import SpanKind
+from shardlab.vocabulary import WHOLE_MODEL, SpanKind
 
 WAITS, QUEUED = "rank waits", "queued"
 STRIPS = (WAITS, QUEUED)  # below the bars
 VISIBLE = 0.01  # of a step
+COMPUTE = "compute"
+MAX_ROWS = 6
+MAX_BARS = 1000
+RANK_GAP = 0.35
+MAX_NAMED = 200  # with more bars none is wide enough for its name
+Row = Mapping[str, Any]
+Describe = Callable[[Row], str]
+
+
+@dataclass(frozen=True)
+class Tracks:
+    """Positions of the tracks: ``positions[(rank, track)]`` are its rows from top to bottom, as y downward from 0."""
+
+    positions: dict[tuple[int, str], list[float]]
+    num_rows: int
+
+    @property
+    def bottom(self) -> float:
+        """The largest y."""
+        return max(row for rows in self.positions.values() for row in rows)
+
+    def of_compute(self) -> dict[int, float]:
+        """The y of each rank's track of compute."""
+        return {rank: rows[0] for (rank, track), rows in self.positions.items() if track == COMPUTE}
+
+    def labels(self) -> tuple[list[float], list[str]]:
+        """Tick positions and names; the first track of a rank shows the rank's name too."""
+        named: set[int] = set()
+        ticks, names = [], []
+        for (rank, track), rows in self.positions.items():
+            ticks.append(float(np.mean(rows)))
+            words = track if track == COMPUTE else f"{track} axis"
+            names.append(words if rank in named else f"<b>rank {rank}</b>  {words}")
+            named.add(rank)
+        return ticks, names
 
 
 def collective_timeline(
@@ -70,13 +96,13 @@ def collective_timeline(
     COLLECTIVES.check(collectives)
     SPANS.check(spans)
     if not len(collectives) and not len(spans):
-        return nothing("Timeline of a step", "no collectives and no spans recorded")
+        return theme.nothing("Timeline of a step", "no collectives and no spans recorded")
     moved, worked, both = one_step_of_run(collectives, spans, run, step)
     name, step = str(both["label"].iloc[0]), int(both["step"].iloc[0])
     measures = overlap(moved, worked)
     begin, window = _extent(moved, worked)
     tracks, places = lay_out(moved, worked)
-    figure = new_figure(f"Timeline of step {step}: {name}")
+    figure = theme.new_figure(f"Timeline of step {step}: {name}")
     levels = drawn_levels(worked)
     _draw_compute(figure, levels, tracks, (begin, window))
     _draw_waits(figure, moved, tracks, (begin, window))
@@ -85,14 +111,14 @@ def collective_timeline(
     if until_ms is not None:
         figure.update_xaxes(range=[0, until_ms])
     figure.update_layout(title_subtitle_text=subtitle(both, _note(figure, levels, moved)))
-    return finish(figure, _summary(name, step, measures, (moved, worked), window))
+    return theme.finish(figure, _summary(name, step, measures, (moved, worked), window))
 
 
 def _note(figure: go.Figure, levels: pd.DataFrame, moved: pd.DataFrame) -> str:
     """What the legend does not say, after a note if some bars stand for several spans or collectives."""
     shown = sum(len(trace.x) for trace in figure.data if trace.name not in STRIPS)
     parts = [
-        thinning_note(len(levels) + len(moved), shown, "spans and collectives"),
+        theme.thinning_note(len(levels) + len(moved), shown, "spans and collectives"),
         "pale: the model around its units" if levels["ground"].any() else "",
         "" if len(moved) else "no communication",
     ]
@@ -110,7 +136,7 @@ def _draw_compute(figure: go.Figure, spans: pd.DataFrame, tracks: Tracks, extent
     """One trace per kind for the units, and one for the pale background that surrounds them."""
     spans = spans.assign(y=spans["rank"].astype("int64").map(tracks.of_compute()).astype("float64"))
     for ground in (True, False):
-        for kind, colour in SPAN_COLOURS.items():
+        for kind, colour in theme.SPAN_COLOURS.items():
             rows = spans[(spans["kind"] == str(kind)) & (spans["ground"] == ground)]
             if len(rows):
                 merged = grouped(rows, "unit", describe_span, extent)
@@ -128,7 +154,7 @@ def _draw_waits(figure: go.Figure, moved: pd.DataFrame, tracks: Tracks, extent: 
     waits = waits.assign(
         y=waits["rank"].astype("int64").map(rows), start_us=waits["wait_start_us"], end_us=waits["wait_end_us"]
     )
-    figure.add_trace(strips(grouped(waits, "tag", describe_wait, extent), WAITS, EXPOSED))
+    figure.add_trace(strips(grouped(waits, "tag", describe_wait, extent), WAITS, theme.EXPOSED))
 
 
 def _draw_collectives(figure: go.Figure, moved: pd.DataFrame, extent: tuple[float, float]) -> None:
@@ -138,10 +164,12 @@ def _draw_collectives(figure: go.Figure, moved: pd.DataFrame, extent: tuple[floa
     queued = moved[moved["start_us"] > moved["issue_us"]]
     queued = queued.assign(start_us=queued["issue_us"], end_us=queued["start_us"])
     if len(queued):
-        figure.add_trace(strips(grouped(queued, "tag", describe_queue, extent), QUEUED, GREY).update(opacity=0.85))
+        figure.add_trace(
+            strips(grouped(queued, "tag", describe_queue, extent), QUEUED, theme.GREY).update(opacity=0.85)
+        )
     speeds = bandwidth(moved.drop(columns="y"))["bus_gb_per_s"]
     moved = moved.assign(bus_gb_per_s=speeds)
-    for op, colour in COLLECTIVE_COLOURS.items():
+    for op, colour in theme.COLLECTIVE_COLOURS.items():
         rows = moved[moved["op"] == str(op)]
         if len(rows):
             merged = grouped(rows, "tag", describe_collective, extent)
@@ -159,7 +187,7 @@ def _axes(figure: go.Figure, tracks: Tracks) -> None:
     )
     for rank in sorted({rank for rank, _ in tracks.positions})[1:]:
         top = min(rows[0] for (owner, _), rows in tracks.positions.items() if owner == rank)
-        figure.add_hline(y=top - 0.5 - 0.175, line={"color": GRID, "width": 1})
+        figure.add_hline(y=top - 0.5 - 0.175, line={"color": theme.GRID, "width": 1})
 
 
 def _longest_off_cpu(worked: pd.DataFrame) -> str:
@@ -190,3 +218,194 @@ def _summary(
         f" {format_percent(hidden)} of communication is hidden by compute,"
         f" {format_us(exposed_us)} exposed (medians over ranks)."
     )
+
+
+def lay_out(collectives: pd.DataFrame, spans: pd.DataFrame) -> tuple[Tracks, NDArray[np.float64]]:
+    """Tracks of one step, and the y of each collective.
+
+    Args:
+        collectives: rows of one step with ``start_us`` and ``end_us``.
+        spans: rows of one step.
+    """
+    ranks = sorted({int(rank) for rank in [*spans["rank"], *collectives["rank"]]})
+    axes = [str(axis) for axis in collectives["axis"].drop_duplicates()]
+    has_compute = len(spans) > 0
+    places, y, num_rows = np.zeros(len(collectives)), 0.0, 0
+    positions: dict[tuple[int, str], list[float]] = {}
+    for rank in ranks:
+        here = (collectives["rank"] == rank).to_numpy(dtype=np.bool_)
+        mine = [axis for axis in axes if (here & (collectives["axis"] == axis).to_numpy(dtype=np.bool_)).any()]
+        for track in ([COMPUTE] if has_compute else []) + mine:
+            where = np.flatnonzero(here & (collectives["axis"] == track).to_numpy(dtype=np.bool_))
+            rows = concurrent_rows(collectives[["start_us", "end_us"]].iloc[where], MAX_ROWS)
+            count = int(rows.max(initial=0)) + 1
+            places[where] = y + rows
+            positions[rank, track] = [y + row for row in range(count)]
+            y, num_rows = y + count, num_rows + count
+        y += RANK_GAP
+    return Tracks(positions, num_rows), places
+
+
+def grouped(rows: pd.DataFrame, what: str, describe: Describe, extent: tuple[float, float]) -> pd.DataFrame:
+    """Bars for rows with ``y``, ``start_us``, ``end_us``; rows within one column of the screen share a bar.
+
+    Args:
+        rows: spans or collectives of one trace.
+        what: column with the name of a bar: ``unit`` or ``tag``.
+        describe: makes the hover text of a row.
+        extent: (beginning, length) of the figure in microseconds.
+
+    Returns:
+        ``y``, ``start`` and ``length`` (ms from the beginning), ``count`` (rows in the bar), ``name`` (written in
+        the bar), ``text`` (shown on hover).
+    """
+    start = rows["start_us"].to_numpy(dtype=np.float64) - extent[0]
+    end = rows["end_us"].to_numpy(dtype=np.float64) - extent[0]
+    y = rows["y"].to_numpy(dtype=np.float64)
+    group = np.arange(len(rows))
+    if len(rows) > MAX_BARS:  # otherwise each row has a column of the screen
+        for row in np.unique(y):
+            here = np.flatnonzero(y == row)
+            group[here] = here[bar_groups(start[here], end[here], extent[1])]
+    _, first, place, count = np.unique(group, return_index=True, return_inverse=True, return_counts=True)
+    begins, ends = np.full(len(first), np.inf), np.full(len(first), -np.inf)
+    np.minimum.at(begins, place, start)
+    np.maximum.at(ends, place, end)
+    alone = rows.iloc[first[count == 1]].to_dict("records")
+    texts, names = iter([describe(row) for row in alone]), iter([written(str(row[what])) for row in alone])
+    return pd.DataFrame({
+        "y": y[first], "start": begins / 1e3, "length": (ends - begins) / 1e3, "count": count,
+        "name": [next(names) if number == 1 else "" for number in count],
+        "text": [next(texts) if number == 1 else f"<b>{number} merged</b>: zoomed out too far to tell them apart"
+                 for number in count],
+    })  # fmt: skip
+
+
+def written(name: str) -> str:
+    """The part of a name that a bar shows: 'bucket 0' of 'gradients of bucket 0', since the colour says what moves."""
+    return name.rpartition(" of ")[2]
+
+
+def bars(merged: pd.DataFrame, name: str, colour: str, width: float) -> go.Bar:
+    """All bars of one kind as one trace."""
+    start, length = (merged[column].to_numpy(dtype=np.float64) for column in ("start", "length"))
+    return go.Bar(
+        base=start, x=length, y=merged["y"].to_numpy(), width=width, orientation="h", name=name,
+        marker={"color": colour, "line": gaps(length, float((start + length).max(initial=0.0)))},
+        text=merged["name"].tolist() if len(merged) <= MAX_NAMED else None, textposition="inside",
+        insidetextanchor="middle", insidetextfont={"color": theme.readable_on(colour)}, textangle=0,
+        hovertext=merged["text"].tolist(), hovertemplate="%{hovertext}<extra></extra>",
+    )  # fmt: skip
+
+
+def strips(merged: pd.DataFrame, name: str, colour: str) -> go.Bar:
+    """Thin bars below those of ``bars``, for times in which nothing moved."""
+    trace = bars(merged.assign(y=merged["y"] + 0.38), name, colour, 0.14)
+    return trace.update(text=None, marker_line=None)
+
+
+def kind_in_words(kind: str) -> str:
+    """A kind of span as the legend names it."""
+    # Not "data": an axis of the mesh is called so, and has a row of its own.
+    return {SpanKind.OFF_CPU: "off the CPU", SpanKind.DATA: "loading data"}.get(SpanKind(kind), kind)
+
+
+def describe_span(row: Row) -> str:
+    """Hover text of a unit that computes, or that is off the CPU."""
+    kind = kind_in_words(row["kind"])
+    return f"<b>{row['unit'] or 'model'}</b>: {kind}, rank {row['rank']}<br>{_length(row, 'start_us', 'end_us')}"
+
+
+def describe_wait(row: Row) -> str:
+    """Hover text of a rank that waits."""
+    return f"<b>rank {row['rank']} waits</b> for {row['tag']}<br>{_length(row, 'start_us', 'end_us')}"
+
+
+def describe_queue(row: Row) -> str:
+    """Hover text of the time from the issue of a collective to its start."""
+    return f"<b>queued</b>: {row['tag']}<br>{_length(row, 'start_us', 'end_us')}"
+
+
+def describe_collective(row: Row) -> str:
+    """Hover text of a collective: bytes, times, bandwidth, and whether the rank waited for it."""
+    speed = float(row["bus_gb_per_s"])
+    waited = all(pd.notna(row[name]) for name in ("wait_start_us", "wait_end_us"))
+    group: str = f" of {row['group_size']}" if pd.notna(row["group_size"]) else ""
+    lines = [
+        f"<b>{row['op']}</b>: {row['tag']}, rank {row['rank']}{group} on {row['axis']}",
+        f"{format_bytes(row['bytes'])} {row['dtype']}, {_sent(row)}",
+        f"took {_length(row, 'start_us', 'end_us')}" + ("" if np.isnan(speed) else f", bus {speed:.3g} GB/s"),
+        f"queued {_length(row, 'issue_us', 'start_us')}",
+        f"the rank waited {_length(row, 'wait_start_us', 'wait_end_us')}" if waited else "the rank never waited for it",
+        f"transport {row['transport']}, issued in {row['phase']}",
+    ]
+    return "<br>".join(lines)
+
+
+def _sent(row: Row) -> str:
+    needed, moved = float(row["wire_bytes"]), float(row.get("moved_bytes", np.nan))
+    if abs(moved - needed) >= 1:  # not if it is not known
+        return f"has to send {format_bytes(needed)}, sends {format_bytes(moved)}"
+    return f"sends {format_bytes(needed)}"
+
+
+def _length(row: Row, start: str, end: str) -> str:
+    return format_us(float(row[end]) - float(row[start]))
+
+
+def drawn_levels(spans: pd.DataFrame) -> pd.DataFrame:
+    """The spans to draw, with a column ``ground``: True for spans that only surround the level that is drawn.
+
+    Args:
+        spans: rows of table ``spans`` of one step; the level is chosen for each kind, over all ranks.
+    """
+    kept = []
+    for _, kind_rows in spans.groupby("kind", sort=False):
+        parts = [_with_depth(rows) for _, rows in kind_rows.groupby("rank", sort=False)]
+        rows = pd.concat(parts)
+        level = _level(rows)
+        solid = (rows["depth"] == level) | ((rows["depth"] < level) & rows["leaf"])
+        kept.append(rows[rows["depth"] <= level].assign(ground=~solid[rows["depth"] <= level]))
+    return pd.concat(kept) if kept else spans.assign(depth=0, leaf=True, ground=False)
+
+
+def bar_groups(start: NDArray[np.float64], end: NDArray[np.float64], window: float) -> NDArray[np.intp]:
+    """The group of each bar: beyond MAX_BARS bars, those narrower than a column of the screen share one per column.
+
+    Args:
+        start: beginning of each bar.
+        end: end of each bar.
+        window: width of the whole figure, in the same unit.
+    """
+    own = np.arange(len(start))
+    if len(start) <= MAX_BARS or window <= 0:
+        return own
+    column = np.floor(start / (window / MAX_BARS)).astype(np.intp)
+    short = (end - start) < window / MAX_BARS
+    keys = np.where(short, -1 - column + column.min(), own)
+    return np.unique(keys, return_inverse=True)[1].astype(np.intp)
+
+
+def _with_depth(rows: pd.DataFrame) -> pd.DataFrame:
+    """One rank's spans of one kind with ``depth`` (number of surrounding spans) and ``leaf`` (contains no span)."""
+    # If two spans begin and end together, the whole model surrounds a unit, and a unit surrounds its parts.
+    parts = rows["unit"].astype(str).where(rows["unit"] != WHOLE_MODEL, "")
+    rows = rows.assign(depth=parts.str.count(r"\.") + (parts != ""))
+    rows = rows.sort_values(["start_us", "end_us", "depth"], ascending=[True, False, True], kind="stable")
+    ends = rows["end_us"].to_numpy(dtype=np.float64)
+    depth = np.zeros(len(rows), dtype=np.intp)
+    around: list[float] = []
+    for index, (start, end) in enumerate(zip(rows["start_us"].to_numpy(dtype=np.float64), ends, strict=True)):
+        while around and (around[-1] <= start or around[-1] < end):
+            around.pop()
+        depth[index] = len(around)
+        around.append(end)
+    leaf = np.append(depth[1:] <= depth[:-1], True) if len(rows) else np.zeros(0, dtype=np.bool_)
+    return rows.assign(depth=depth, leaf=leaf)
+
+
+def _level(rows: pd.DataFrame) -> int:
+    """The outermost depth with two or more units; 0 if every depth has only one."""
+    units = rows.groupby("depth")["unit"].nunique()
+    wide = units[units >= 2]
+    return int(wide.index.min()) if len(wide) else 0

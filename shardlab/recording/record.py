@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _get_current_dispatch_mode  # no public way to see whether one is active
 
-from shardlab.comm import CollectiveEvent
+from shardlab.comm import CollectiveEvent, Observer
 from shardlab.experiment.directory import OF_A_RANK, OF_FIRST, another, made
 from shardlab.installed import __version__
 from shardlab.launch.placement import torchrun_env
@@ -135,7 +135,7 @@ def check_steps(trace_memory: int | None, watch_every: int) -> None:
         raise ValueError(f"watch_every: {watch_every!r} is given; it must be a whole number of steps, 1 or more")
 
 
-class Recording:
+class Recording(Observer):
     """One rank's record, open while it is entered.
 
     Args:
@@ -210,9 +210,6 @@ class Recording:
         """It has ended."""
         if self._recorder is not None:
             self._recorder.completed(event)
-
-    def waited(self, event: CollectiveEvent) -> None:
-        """Nothing to do: its times are in the event."""
 
     def open(self) -> tuple[Recorder, Clock]:
         """Called at the first step, when it is known on which device the script computes."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.group import ObservedGroup
-from shardlab.comm.torch_engine_groups import Verb, announce
+from shardlab.comm.torch_engine_groups import VERBS, Verb, announce
 from shardlab.comm.torch_times import GLOO_THREADS, FutureTimes, HostTimes, Times, complete_waits
 from shardlab.comm.transports.base import Transport
 from shardlab.comm.trees import tensors_in
@@ -33,30 +33,6 @@ from shardlab.vocabulary import Collective
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 TagOf = Callable[[Collective, Caller, Sequence[torch.Tensor]], str]
 T = TypeVar("T")
-
-
-# A barrier has a tensor only so that torch can tell the device.
-_VERBS = {
-    "allreduce_": Verb(Collective.ALL_REDUCE, 0),
-    "allreduce_coalesced_": Verb(Collective.ALL_REDUCE, 0),
-    "broadcast_": Verb(Collective.BROADCAST, 0),
-    "reduce_": Verb(Collective.REDUCE, 0),
-    "allgather_": Verb(Collective.ALL_GATHER, 0),
-    "allgather_coalesced_": Verb(Collective.ALL_GATHER, 0),
-    "_allgather_base_": Verb(Collective.ALL_GATHER, 0, gloo_copies=True),
-    "allgather_into_tensor_coalesced_": Verb(Collective.ALL_GATHER, 0),
-    "reduce_scatter_": Verb(Collective.REDUCE_SCATTER, 1),
-    "_reduce_scatter_base_": Verb(Collective.REDUCE_SCATTER, 1, gloo_copies=True),
-    "reduce_scatter_tensor_coalesced_": Verb(Collective.REDUCE_SCATTER, 1),
-    "alltoall_": Verb(Collective.ALL_TO_ALL, 1),
-    "alltoall_base_": Verb(Collective.ALL_TO_ALL, 1),
-    "gather_": Verb(Collective.GATHER, 1, of_parts=True),
-    "scatter_": Verb(Collective.SCATTER, 0, of_parts=True),
-    "send": Verb(Collective.SEND, 0),
-    "recv_": Verb(Collective.RECV, 0),
-    "recv_any_source_": Verb(Collective.RECV, 0),
-    "barrier": Verb(Collective.BARRIER, 0),
-}
 
 
 class _Sent(NamedTuple):
@@ -108,10 +84,9 @@ class TorchCalls:
     def __enter__(self) -> Self:
         """Begin to tell."""
         kernels = self._stack.enter_context(_kernels("c10d"))
-        for name, verb in _VERBS.items():
-            kernels.impl(
-                name, self._kernel(getattr(torch.ops.c10d, name).default, verb), "BackendSelect", with_keyset=True
-            )
+        for name, verb in [(known, verb) for plain, verb in VERBS.items() for known in (plain, f"{plain}_")]:
+            if (op := getattr(torch.ops.c10d, name, None)) is not None:
+                kernels.impl(name, self._kernel(op.default, verb), "BackendSelect", with_keyset=True)
         functional = self._stack.enter_context(_kernels("_c10d_functional"))
         functional.impl("wait_tensor", self._wait_tensor, "BackendSelect", with_keyset=True)
         plain, calls = dist.Work.wait, self

@@ -49,13 +49,10 @@ SCRIPT, AUTOGRAD = Caller(""), Caller("autograd", waits_in_cpp=True)
 _DDP, _DDP_BUCKETS = Caller("ddp", waits_in_cpp=True), Caller("ddp_buckets", waits_in_cpp=True)
 _REBUILDS = "_pre_forward"  # private: the method of DDP in which C++ sends the order of the new buckets
 _CALLERS = {
-    "/distributed/fsdp/": Caller("fsdp"),
-    "/distributed/optim/zero_redundancy_optimizer.py": Caller("zero"),
-    "/distributed/tensor/": Caller("dtensor"),
-    "/distributed/pipelining/": Caller("pipeline"),
-    "/nn/parallel/distributed.py": _DDP,
-    "/distributed/algorithms/ddp_comm_hooks/": _DDP,
-}
+    "/distributed/fsdp/": Caller("fsdp"), "/distributed/optim/zero_redundancy_optimizer.py": Caller("zero"),
+    "/distributed/tensor/": Caller("dtensor"), "/distributed/pipelining/": Caller("pipeline"),
+    "/nn/parallel/distributed.py": _DDP, "/distributed/algorithms/ddp_comm_hooks/": _DDP,
+}  # fmt: skip
 
 
 def caller_of(frame: FrameType | None) -> Caller:
@@ -121,15 +118,12 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 BUCKET = "gradients of bucket"
 USED = "map of used parameters"  # DDP's, with find_unused_parameters
 WORDS = {
-    ("ddp", Collective.ALL_REDUCE): BUCKET,
-    ("ddp", Collective.BROADCAST): "parameters or buffers",
+    ("ddp", Collective.ALL_REDUCE): BUCKET, ("ddp", Collective.BROADCAST): "parameters or buffers",
     ("ddp_buckets", Collective.BROADCAST): "order of the new buckets",
-    ("ddp", Collective.ALL_GATHER): "shapes of parameters",
-    ("fsdp", Collective.ALL_GATHER): "parameters of unit",
+    ("ddp", Collective.ALL_GATHER): "shapes of parameters", ("fsdp", Collective.ALL_GATHER): "parameters of unit",
     ("fsdp", Collective.REDUCE_SCATTER): "gradients of unit",
-    ("fsdp", Collective.ALL_REDUCE): "gradients over replicas",
-    ("zero", Collective.BROADCAST): "parameters",
-}
+    ("fsdp", Collective.ALL_REDUCE): "gradients over replicas", ("zero", Collective.BROADCAST): "parameters",
+}  # fmt: skip
 PARTS = {
     "ddp": "DDP", "fsdp": "FSDP", "zero": "ZeroRedundancyOptimizer", "dtensor": "DTensor", "autograd": "DTensor",
     "pipeline": "the pipeline",

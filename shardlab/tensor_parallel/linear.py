@@ -83,7 +83,6 @@ class ColumnParallelLinear(nn.Module):
             self.bias = sliced(linear.bias, self.tensor_slices["bias"])
         self.register_forward_pre_hook(is_to_be_called)
 
-    @override
     def forward(self, input: Tensor) -> Tensor:
         """Output features (..., out / N), all of them with ``gather_output``, for an input (..., in)."""
         require_width(self.name, "input features", input, self.in_features, self.comm.num_ranks)
@@ -139,7 +138,6 @@ class RowParallelLinear(nn.Module):
             sum_gradient(self.bias, comm, f"{name}.bias")
         self.register_forward_pre_hook(is_to_be_called)
 
-    @override
     def forward(self, input: Tensor) -> Tensor:
         """Output (..., out), or its part of the sequence, for an input (..., in / N), or (..., in) if it is whole."""
         if self.bias is not None and self.bias.requires_grad and self.sequence_dim is not None:

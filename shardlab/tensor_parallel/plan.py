@@ -256,10 +256,7 @@ def gpt_plan(
     }
     if sequence_parallel:
         plan |= {
-            "position_embedding": Scatter(SEQUENCE_DIM),
-            "dropout": OwnDropout(),
-            "blocks.*.dropout": OwnDropout(),
-            "blocks.*.*_norm": OnSequence(),
-            "final_norm": OnSequence(),
-        }
+            "position_embedding": Scatter(SEQUENCE_DIM), "dropout": OwnDropout(), "blocks.*.dropout": OwnDropout(),
+            "blocks.*.*_norm": OnSequence(), "final_norm": OnSequence(),
+        }  # fmt: skip
     return plan

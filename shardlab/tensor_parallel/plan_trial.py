@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from shardlab.comm import Communicator
-from shardlab.comm.events import CollectiveEvent
+from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.group import is_library
 from shardlab.comm.slices import cut
 from shardlab.comm.without_ranks import SilentCommunicator, on_threads
@@ -199,7 +199,7 @@ class DryRunRank:
         return log.events
 
 
-class _Log:
+class _Log(Observer):
     """An observer that keeps what is issued."""
 
     def __init__(self) -> None:
@@ -207,10 +207,6 @@ class _Log:
 
     def issued(self, event: CollectiveEvent) -> None:
         self.events.append(event)
-
-    def started(self, event: CollectiveEvent) -> None: ...
-
-    completed = waited = started
 
 
 def _copied(

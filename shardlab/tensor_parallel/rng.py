@@ -17,7 +17,6 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from shardlab.comm import Communicator
 
@@ -101,7 +100,6 @@ class PartDropout(nn.Dropout):
         super().__init__(dropout.p, dropout.inplace)
         self.comm = comm
 
-    @override
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.Dropout``."""
         if not self.training or self.p == 0:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from typing_extensions import override
 
 from shardlab.comm import Communicator
 from shardlab.comm.autograd import all_gather, copy
@@ -130,7 +129,6 @@ class _LinearOfGathered(torch.autograd.Function):
     runs_no_backward = True  # for engines that ask what a backward will reach
 
     @staticmethod
-    @override
     def forward(
         ctx: Any, gathered: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, shared_input: SharedInput
     ) -> Tensor:
@@ -141,7 +139,6 @@ class _LinearOfGathered(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         part, weight = ctx.saved_tensors
         needs_input, _, needs_weight, needs_bias, _ = ctx.needs_input_grad

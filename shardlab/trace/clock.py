@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -129,22 +129,6 @@ class CpuReadings:
         return [(begin_ns, cpu_ns) for cpu_ns in before] + [row for row in rows if row[0] > begin_ns]
 
 
-class Clock(Protocol):
-    """Takes marks during a step and turns them into nanoseconds after it."""
-
-    def cpu_time(self) -> CpuTime | None:
-        """CPU time of the calling thread; None where it says nothing of the compute, or is not known."""
-
-    def mark(self) -> Mark:
-        """A mark of this moment, in the order of the compute."""
-
-    def resolve(self, marks: Sequence[Mark]) -> Sequence[int]:
-        """Nanoseconds of ``time.perf_counter_ns``; after the step."""
-
-    def settle(self) -> None:
-        """Wait until all marks can be resolved; at the end of a step."""
-
-
 class HostClock:
     """For compute on the CPU."""
 
@@ -191,6 +175,10 @@ class StreamClock:
         self._zero = mark(self._streams)
         self._zero.synchronize()
         self._zero_ns = (began_ns + perf_counter_ns()) // 2
+
+
+Clock = HostClock | StreamClock
+"""Takes marks during a step and turns them into nanoseconds after it."""
 
 
 def clock_for(device: torch.device) -> Clock:

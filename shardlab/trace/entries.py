@@ -247,24 +247,12 @@ def without(span: Interval, holes: Sequence[Interval]) -> list[Interval]:
     return pieces
 
 
-def shared(one: Sequence[Interval], other: Sequence[Interval]) -> float:
-    """Length of what lies in both; both are merged."""
-    length, place = 0.0, 0
-    for start, end in one:
-        while place < len(other) and other[place][1] <= start:
-            place += 1
-        for other_start, other_end in other[place:]:
-            if other_start >= end:
-                break
-            length += min(end, other_end) - max(start, other_start)
-    return length
-
-
 def exposure(communication: Iterable[Interval], compute: Iterable[Interval]) -> tuple[float, float]:
     """(exposed time, overlap) of one step, as in ``analysis.overlap``; NaN where nothing was communicated."""
     union = merged(communication)
     length = sum(end - start for start, end in union)
     if length == 0:
         return nan, nan
-    hidden = shared(union, merged(compute))
-    return length - hidden, hidden / length
+    busy = merged(compute)
+    exposed = sum(end - start for span in union for start, end in without(span, busy))
+    return exposed, (length - exposed) / length

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -56,7 +57,7 @@ class Allocator:
         )
         return cls(allocated, active - requested, fragmented, reserved)
 
-    def complete(self, held: ByRole) -> ByRole:
+    def complete(self, held: Mapping[Any, int]) -> Mapping[Any, int]:
         """The roles, with ``Role.WORKSPACE`` for what is in no tensor: on the device they add up to allocated."""
         if self.allocated_bytes is None:
             return held
@@ -96,12 +97,10 @@ class ProcessMemory:
         if in_use < in_tensors:  # another malloc was loaded in front of GNU's
             return {}
         return {
-            ProcessPart.HEAP: in_use - in_tensors,
-            ProcessPart.FREE_HEAP: malloc.fordblks,
-            ProcessPart.INTERPRETER: anonymous - in_use - malloc.fordblks,
-            ProcessPart.LIBRARIES: files,
+            ProcessPart.HEAP: in_use - in_tensors, ProcessPart.FREE_HEAP: malloc.fordblks,
+            ProcessPart.INTERPRETER: anonymous - in_use - malloc.fordblks, ProcessPart.LIBRARIES: files,
             ProcessPart.SHARED_SEGMENTS: shared,
-        }
+        }  # fmt: skip
 
 
 class MemorySamples:
@@ -136,7 +135,7 @@ class MemorySamples:
         self._sample(REST, held, time_ns, phase, Allocator.now(self._device) if self._on_cuda else Allocator())
         if not self._on_cuda:  # there the allocator's figures say what matters
             parts, resident_bytes = self._process_memory.parts(held), self._process.memory_info().rss
-            self.rows += process_rows(parts, time_ns - self._origin_ns, phase, resident_bytes)
+            self.rows += memory_rows(PROCESS, parts, time_ns - self._origin_ns, phase, resident_bytes, Allocator())
 
     def peak(self, ledger: MemoryLedger | None) -> int | None:
         """Add the rows of a traced step; return the step's peak: the CUDA allocator's, else the ledger's, else None."""
@@ -161,21 +160,13 @@ class MemorySamples:
 
 
 def memory_rows(
-    where: str, held: ByRole, time_ns: int, phase: Phase, resident_bytes: int | None, allocator: Allocator
+    where: str, held: Mapping[Any, int], time_ns: int, phase: Phase, resident_bytes: int | None, allocator: Allocator
 ) -> list[Row]:
-    """One row per role; each also has the figures of the allocator and of the process."""
+    """One row per role or part of the process; each also has the figures of the allocator and of the process."""
     common = {
         "time_ns": time_ns, "phase": phase, "where": where, "resident_bytes": resident_bytes, **asdict(allocator),
     }  # fmt: skip
     return [{**common, "role": role, "bytes": num_bytes} for role, num_bytes in allocator.complete(held).items()]
-
-
-def process_rows(parts: Mapping[ProcessPart, int], time_ns: int, phase: Phase, resident_bytes: int | None) -> list[Row]:
-    """One row per part of the process beside its tensors; none where they are not known."""
-    common = {
-        "time_ns": time_ns, "phase": phase, "where": PROCESS, "resident_bytes": resident_bytes, **asdict(Allocator()),
-    }  # fmt: skip
-    return [{**common, "role": part, "bytes": num_bytes} for part, num_bytes in parts.items()]
 
 
 def unit_place(unit: str) -> str:

@@ -25,18 +25,11 @@ import torch
 
 from shardlab.comm import CollectiveEvent
 from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
+from shardlab.trace import observed
 from shardlab.trace.clock import Clock, CpuReadings, Mark
 from shardlab.trace.entries import CARRIED, CPU, Columns
 from shardlab.trace.memory_by_role import LiveTensors, MemoryLedger, on_device
-from shardlab.trace.observed import (
-    Row,
-    Span,
-    carried_columns,
-    collective_columns,
-    columns_of,
-    cpu_columns,
-    span_columns,
-)
+from shardlab.trace.observed import Row, Span
 from shardlab.trace.process_memory import MemorySamples
 from shardlab.trace.store import RunWriter
 from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind
@@ -239,11 +232,11 @@ class Recorder:
             "traced_memory": self._ledger is not None, "watched": self._watched,
         }  # fmt: skip
         tables = {
-            SPANS.name: span_columns(self._spans, self._clock, self._origin_ns),
+            SPANS.name: observed.span_columns(self._spans, self._clock, self._origin_ns),
             CARRIED: self._steps.carried(end_ns),
-            CPU: cpu_columns(self._cpu.between(begin_ns, end_ns), self._origin_ns),
-            MEMORY.name: columns_of(self._memory.rows),
-            STEPS.name: columns_of([step]),
+            CPU: observed.cpu_columns(self._cpu.between(begin_ns, end_ns), self._origin_ns),
+            MEMORY.name: observed.columns_of(self._memory.rows),
+            STEPS.name: observed.columns_of([step]),
         }
         self._cpu.stop()
         self._steps.add(self._step, self._events, tables, end_ns)
@@ -269,7 +262,7 @@ class Recorder:
 
     def write_shards(self, rows: list[Row]) -> None:
         """Write table ``shards``: who holds which slice."""
-        self._writer.append(self._step, {SHARDS.name: columns_of(rows)})
+        self._writer.append(self._step, {SHARDS.name: observed.columns_of(rows)})
 
     def _mark(self, *, always: bool = False) -> Mark:
         """Mark the time and read the CPU time; unless ``always``, the reading is skipped if the last one is recent."""
@@ -321,7 +314,7 @@ class _HeldSteps:
 
     def carried(self, end_ns: int) -> Columns:
         """What earlier steps sent and was under way in one that ended at ``end_ns``."""
-        return carried_columns(self._carried, end_ns, self._origin_ns)
+        return observed.carried_columns(self._carried, end_ns, self._origin_ns)
 
     def add(self, step: int, sent: Sent, tables: Mapping[str, Columns], end_ns: float) -> None:
         """Write a step, now or later.
@@ -348,7 +341,7 @@ class _HeldSteps:
         self._seq += len(sent)
         # Copies: whoever follows an event that has not ended sets its times later.
         known = [(event if _has_ended(event) else _until(event, now_ns), phase) for event, phase in sent]
-        return collective_columns(known, first, self._clock, self._origin_ns)
+        return observed.collective_columns(known, first, self._clock, self._origin_ns)
 
 
 def _has_ended(event: CollectiveEvent) -> bool:

@@ -21,13 +21,6 @@ from shardlab.widgets.step_view import step_through
 from shardlab.widgets.workbench import workbench
 
 __all__ = [
-    "MemoryPlan",
-    "RunHistory",
-    "events_of_step",
-    "live",
-    "memory_explorer",
-    "ranks_at",
-    "read_progress",
-    "step_through",
-    "workbench",
-]
+    "MemoryPlan", "RunHistory", "events_of_step", "live", "memory_explorer", "ranks_at", "read_progress",
+    "step_through", "workbench",
+]  # fmt: skip

@@ -140,12 +140,9 @@ class Inputs:
         hybrid = self.sharding.value == Sharding.HYBRID_SHARD
         return MemoryPlan(
             model=float(round(self.num_params.value)) if self.model.value == ANY_NUMBER else self.model.value,
-            ranks=int(self.ranks.value),
-            precision=str(self.precision.value),
-            optimizer=str(self.optimizer.value),
-            sharding=str(self.sharding.value),
-            shard_group=int(self.shard_group.value) if hybrid else None,
-        )
+            ranks=int(self.ranks.value), precision=str(self.precision.value), optimizer=str(self.optimizer.value),
+            sharding=str(self.sharding.value), shard_group=int(self.shard_group.value) if hybrid else None,
+        )  # fmt: skip
 
 
 def _choice(name: str, options: Sequence[Any], value: Any) -> Dropdown:

@@ -22,7 +22,7 @@ from shardlab.experiment.options import CompareOptions
 from shardlab.experiment.planned import Plan, plans_or_why
 from shardlab.experiment.rank_checks import others_than
 from shardlab.experiment.run import Progress
-from shardlab.experiment.saved import config_of, fields_of
+from shardlab.experiment.saved import config_of
 from shardlab.experiment.summary import COLUMNS, readable_summary
 from shardlab.launch import RankPool
 from shardlab.trace.store import Records
@@ -273,7 +273,7 @@ def _of(count: int, asked: int | None) -> str:
 def settings_of(run: PastRun, strategy: str) -> dict[str, Any]:
     """What a strategy of a run ran with: its options, what it trained, versions and devices."""
     manifest = run.manifest(strategy)
-    options, trained = fields_of(manifest), manifest.get("workload") or {}
+    options, trained = dict(manifest["config"]), manifest.get("workload") or {}
     named = {"model": trained.get("name") or options.get("workload") or options.get("model")}
     rates = None if run.comparison is None else run.comparison.records.steps.query("run == @strategy")["learning_rate"]
     if options.get("learning_rate") is None and rates is not None and len(rates):  # the workload's own optimizer

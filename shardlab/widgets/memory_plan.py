@@ -131,14 +131,10 @@ class MemoryPlan:
     def _setup(self, strategy: str, ranks: int | None = None, group: int | None = None) -> Setup:
         hybrid = strategy == "fsdp" and self.sharding == Sharding.HYBRID_SHARD
         return Setup(
-            strategy,
-            ranks or self.ranks,
-            units=self._described[1],
-            sharding=self.sharding,
-            shard_group_size=(group or self.group) if hybrid else None,
-            optimizer=OPTIMIZERS[self.optimizer],
+            strategy, ranks or self.ranks, units=self._described[1], sharding=self.sharding,
+            shard_group_size=(group or self.group) if hybrid else None, optimizer=OPTIMIZERS[self.optimizer],
             precision=PRECISIONS["mixed"] if self.precision == "mixed" else None,
-        )
+        )  # fmt: skip
 
 
 def _described(model: str | float | nn.Module | Workload) -> tuple[PlannedModel, dict[str, list[str]]]:

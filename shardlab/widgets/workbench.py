@@ -17,22 +17,11 @@ import plotly.graph_objects as go
 from ipywidgets import Button, Dropdown, HBox, Layout, VBox
 from torch import nn
 
+from shardlab import plots
 from shardlab.analysis import overlap
 from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment import CompareConfig, Workload
 from shardlab.experiment.comparison import configured
-from shardlab.plots import (
-    collective_timeline,
-    loss_curves,
-    memory_by_role,
-    memory_over_step,
-    overlap_bars,
-    run_difference,
-    shard_map,
-    step_times,
-    traffic_matrix,
-    wire_volume,
-)
 from shardlab.plots.theme import nothing
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Phase
@@ -250,7 +239,7 @@ def _unlike(history: RunHistory, labels: Sequence[str]) -> str:
 
 
 def _overlap(records: Records) -> go.Figure:
-    return overlap_bars(overlap(*in_timed_steps(records.collectives, records.spans, records.steps)))
+    return plots.overlap_bars(overlap(*in_timed_steps(records.collectives, records.spans, records.steps)))
 
 
 def _change(history: RunHistory, label: str) -> go.Figure:
@@ -262,7 +251,7 @@ def _change(history: RunHistory, label: str) -> go.Figure:
     before = labels[place - 1]
     strategy = label.partition(" ")[2]
     rows = [_cost_of(history, name).assign(strategy=strategy) for name in (before, label)]
-    figure = run_difference(rows[0], rows[1], (before, label))
+    figure = plots.run_difference(rows[0], rows[1], (before, label))
     said = [figure.layout.title.subtitle.text, _unlike(history, (before, label))]
     return figure.update_layout(title_subtitle_text="; ".join(filter(None, said)))
 
@@ -280,7 +269,7 @@ def _course(history: RunHistory, label: str) -> go.Figure:
     memory, (plan, why) = history.records().memory, history.runs[int(number)].plan(strategy)
     if plan is not None:
         memory = pd.concat([memory, plan.memory.assign(run=label)], ignore_index=True)
-    figure = memory_over_step(memory, run=label)
+    figure = plots.memory_over_step(memory, run=label)
     return figure if why is None else figure.update_layout(title_subtitle_text=f"Not planned: {why}")
 
 
@@ -292,15 +281,17 @@ def _traffic(history: RunHistory) -> pd.DataFrame:
 
 # All runs together, or one of them in detail: of a history with at least one run, and the label of a run.
 VIEWS: dict[str, Callable[[RunHistory, str], go.Figure]] = {
-    "loss": lambda history, _: loss_curves(history.records().steps, _unlike(history, history.labels())),
-    "time of a step": lambda history, _: step_times(timed_steps(history.records().steps)),
-    "memory at rest": lambda history, _: memory_by_role(history.records().memory),
-    "memory at the peak": lambda history, _: memory_by_role(history.records().memory, "peak"),
+    "loss": lambda history, _: plots.loss_curves(history.records().steps, _unlike(history, history.labels())),
+    "time of a step": lambda history, _: plots.step_times(timed_steps(history.records().steps)),
+    "memory at rest": lambda history, _: plots.memory_by_role(history.records().memory),
+    "memory at the peak": lambda history, _: plots.memory_by_role(history.records().memory, "peak"),
     "communication: exposed and hidden": lambda history, _: _overlap(history.records()),
-    "bytes sent": lambda history, _: wire_volume(_traffic(history), runs=history.labels()),
+    "bytes sent": lambda history, _: plots.wire_volume(_traffic(history), runs=history.labels()),
     "change from the run before": _change,
-    "one run: timeline": lambda history, run: collective_timeline(_traffic(history), history.records().spans, run=run),
+    "one run: timeline": lambda history, run: plots.collective_timeline(
+        _traffic(history), history.records().spans, run=run
+    ),
     "one run: memory over a step": _course,
-    "one run: who sends to whom": lambda history, run: traffic_matrix(_traffic(history), run=run),
-    "one run: who holds which slice": lambda history, run: shard_map(history.records().shards, run=run),
+    "one run: who sends to whom": lambda history, run: plots.traffic_matrix(_traffic(history), run=run),
+    "one run: who holds which slice": lambda history, run: plots.shard_map(history.records().shards, run=run),
 }

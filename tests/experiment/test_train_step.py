@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.experiment import CompareConfig, TrainStep, Workload
-from shardlab.experiment.run import now_ns, recorded_run
+from shardlab.experiment.run import recorded_run
 from shardlab.trace.store import RunWriter
 
 MICRO_BATCHES = 3
@@ -113,7 +113,7 @@ def test_a_loader_ends_with_its_run_and_not_with_a_cycle(tmp_path):
     """In which its workers would not hear of it, and torch waits 5 s for each."""
     loader = DataLoader(TensorDataset(*rows(0)), batch_size=2)
     config = CompareConfig(workload=Workload(model, loader, mse), strategies=("fsdp",), ranks=1)
-    with recorded_run(config, "fsdp", Mesh.alone(), RunWriter(tmp_path, 0, "fsdp", "measured"), now_ns()) as run:
+    with recorded_run(config, "fsdp", Mesh.alone(), RunWriter(tmp_path, 0, "fsdp", "measured"), 0) as run:
         run.step(0)
     held = [weakref.ref(run._batches), weakref.ref(loader)]
     del run, config, loader

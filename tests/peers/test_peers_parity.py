@@ -53,7 +53,6 @@ def test_accumulation_clipping_and_adamw_equal_one_process(pools, strategy, num_
     [
         ("torch_ddp", "Unused", {"find_unused_parameters": True}),
         ("torch_ddp", "SmallGPT", {"bucket_bytes": 512}),
-        ("torch_zero1", "MLP", {"parameters_as_bucket_view": True}),
         ("torch_fsdp2", "Tied", {"wrap": "root"}),
         ("torch_fsdp2", "SmallGPT", {"reshard_after_forward": False}),
         ("torch_tp", "WideGPT", {"plan": {"blocks.*.mlp.fc1": "column", "blocks.*.mlp.fc2": "row"}}),

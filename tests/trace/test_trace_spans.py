@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.analysis import intervals
-from shardlab.trace.entries import exposure, merged, shared, without
+from shardlab.trace.entries import exposure, merged, without
 
 times = st.integers(0, 40).map(float)
 some = st.lists(st.tuples(times, times).map(lambda pair: (min(pair), max(pair))), max_size=8)
@@ -25,8 +25,11 @@ def test_without_is_the_difference(span, holes):
 
 
 @given(some, some)
-def test_shared_is_the_length_of_the_intersection(one, other):
-    assert shared(merged(one), merged(other)) == intervals.total(intervals.intersect(one, other))
+def test_exposed_is_the_length_of_the_difference(one, other):
+    exposed, overlap = exposure(one, other)
+    if length := intervals.total(one):
+        assert exposed == length - intervals.total(intervals.intersect(one, other))
+        assert overlap == (length - exposed) / length
 
 
 def test_exposure_of_the_intervals_of_the_issue():

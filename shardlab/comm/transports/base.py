@@ -99,9 +99,9 @@ class Transport(ABC):
     def barrier(self) -> None:
         """Return when all ranks have called it."""
 
-    @abstractmethod
-    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
-        """Bytes held during a collective, besides the caller's buffers."""
+    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:  # noqa: ARG002
+        """Bytes of tensors, on their device, held during a collective besides the caller's buffers."""
+        return 0
 
     def close(self) -> None:
         """Free what only this transport holds; its group is not part of that."""

@@ -49,8 +49,7 @@ class GlooTransport(Transport):
         self._num_ranks = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
 
-    @override
-    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:  # noqa: ARG002
         """Reduce in place; needs a dtype gloo can add."""
         _wait(self._begin_all_reduce(tensor, reduction))
 
@@ -65,7 +64,6 @@ class GlooTransport(Transport):
         parts = tensor.chunk(2) if tensor.nbytes >= HALVES_FROM_BYTES else (tensor,)
         return [dist.all_reduce(part, REDUCE_OPS[reduction], self._group, async_op=True) for part in parts]
 
-    @override
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Each segment is exchanged between all pairs; then its N versions are summed."""
         chunks = [buffer[start:stop] for start, stop in pairwise(bounds)]
@@ -97,13 +95,11 @@ class GlooTransport(Transport):
         # Sends too: once this returns the caller may write into the memory that they read.
         _wait(works)
 
-    @override
     def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Every rank sends its chunk to all others, each straight into its place."""
         chunks = [buffer[start:stop] for start, stop in pairwise(bounds)]
         self._exchange([chunks[self._rank]] * self._num_ranks, chunks, f"{Collective.ALL_GATHER} {bounds} {tag}")
 
-    @override
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy bytes, so every dtype travels, down the same binomial tree as gloo's own broadcast."""
         if not tensor.numel():
@@ -117,19 +113,16 @@ class GlooTransport(Transport):
         children = [(src + place + step) % self._num_ranks for step in steps if place + step < self._num_ranks]
         _wait([dist.isend(as_bytes(tensor), group=self._group, group_dst=child, tag=number) for child in children])
 
-    @override
     def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
         """Copy bytes, so every dtype travels; sizes are elements per rank."""
         incoming, outgoing = output.split(output_sizes), buffer.split(sizes)
         incoming[self._rank].copy_(outgoing[self._rank])
         self._exchange(outgoing, incoming, Collective.ALL_TO_ALL)
 
-    @override
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send bytes."""
         dist.send(as_bytes(tensor), group=self._group, group_dst=dst, tag=_number(Collective.SEND, tensor))
 
-    @override
     def recv(self, tensor: Tensor, src: int) -> None:
         """Receive bytes."""
         dist.recv(as_bytes(tensor), group=self._group, group_src=src, tag=_number(Collective.SEND, tensor))

@@ -32,13 +32,11 @@ class NcclTransport(Transport):
         self._group = group
         self._rank = dist.get_rank(group)
 
-    @override
-    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:  # noqa: ARG002
         """Reduce in place."""
         dist.all_reduce(tensor, REDUCE_OPS[reduction], self._group)
 
-    @override
-    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
+    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:  # noqa: ARG002
         """In place where ``output`` is this rank's chunk of ``buffer``."""
         chunks = _chunks(buffer, bounds)
         # By the bounds, which all ranks share: ranks that made different calls would wait for each other.
@@ -47,8 +45,7 @@ class NcclTransport(Transport):
         else:
             dist.reduce_scatter(output, chunks, group=self._group)
 
-    @override
-    def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
+    def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:  # noqa: ARG002
         """In place."""
         chunks = [as_bytes(chunk) for chunk in _chunks(buffer, bounds)]
         if len({chunk.numel() for chunk in chunks}) == 1:
@@ -56,29 +53,22 @@ class NcclTransport(Transport):
         else:
             dist.all_gather(chunks, chunks[self._rank], group=self._group)
 
-    @override
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy from ``src``."""
         dist.broadcast(as_bytes(tensor), group=self._group, group_src=src)
 
-    @override
     def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
         """Sizes are elements per rank."""
         width = buffer.element_size()
         dist.all_to_all_single(
-            as_bytes(output),
-            as_bytes(buffer),
-            [size * width for size in output_sizes],
-            [size * width for size in sizes],
-            group=self._group,
-        )
+            as_bytes(output), as_bytes(buffer), [size * width for size in output_sizes],
+            [size * width for size in sizes], group=self._group,
+        )  # fmt: skip
 
-    @override
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send to one rank."""
         self.exchange([Message(self, True, tensor, dst)])
 
-    @override
     def recv(self, tensor: Tensor, src: int) -> None:
         """Receive from one rank."""
         self.exchange([Message(self, False, tensor, src)])
@@ -105,11 +95,6 @@ class NcclTransport(Transport):
     def barrier(self) -> None:
         """A barrier on the stream."""
         dist.barrier(self._group)
-
-    @override
-    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
-        """NCCL's own channels are allocated once, outside of torch's allocator."""
-        return 0
 
 
 def require_signed_zeros(

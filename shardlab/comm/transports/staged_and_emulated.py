@@ -12,6 +12,7 @@ compute hides it as it would hide a network card; every record says ``emulated``
 
 from collections.abc import Callable
 from time import perf_counter, sleep
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,12 +35,10 @@ class StagedTransport(Transport):
         # A stream of its own: the host waits for each copy, and must not wait for what is computed meanwhile.
         self._stream = streams.Stream(device)
 
-    @override
     def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
         """Reduce in place."""
         self._through_host(tensor, lambda host: self._inner.all_reduce(host, reduction, tag))
 
-    @override
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Only this rank's chunk travels back to the device."""
         # The host copies live until the queue's job ends; pinned memory then returns to torch's cache.
@@ -49,7 +48,6 @@ class StagedTransport(Transport):
         if host_output is not output:
             self._copy(output, host_output)
 
-    @override
     def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """In place. Only this rank's chunk travels to the host."""
         host, own = self._room_for(buffer), slice(bounds[self._rank], bounds[self._rank + 1])
@@ -59,23 +57,19 @@ class StagedTransport(Transport):
         if host is not buffer:
             self._copy(buffer, host)
 
-    @override
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy from ``src``."""
         self._through_host(tensor, lambda host: self._inner.broadcast(host, src))
 
-    @override
     def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
         """Sizes are elements per rank."""
         host = self._to_host(buffer)
         self._through_host(output, lambda received: self._inner.all_to_all(received, host, output_sizes, sizes))
 
-    @override
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send to one rank."""
         self._inner.send(self._to_host(tensor), dst)
 
-    @override
     def recv(self, tensor: Tensor, src: int) -> None:
         """Receive from one rank."""
         self._through_host(tensor, lambda host: self._inner.recv(host, src))
@@ -84,11 +78,6 @@ class StagedTransport(Transport):
     def barrier(self) -> None:
         """Return when all ranks have called it."""
         self._inner.barrier()
-
-    @override
-    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
-        """None on the device: staging takes host memory."""
-        return 0
 
     @override
     def close(self) -> None:
@@ -121,6 +110,18 @@ class StagedTransport(Transport):
         self._stream.synchronize()
 
 
+def _paced(op: Collective, place: int) -> Callable[..., None]:
+    """A verb of ``EmulatedLink``; ``place`` is that of the whole buffer among its arguments."""
+
+    def verb(self: "EmulatedLink", *args: Any) -> None:
+        self._inner.barrier()  # before the clock starts: a late rank is not the link's doing
+        began = perf_counter()
+        getattr(self._inner, op)(*args)
+        self._sleep_until(began, op, args[place].nbytes)
+
+    return verb
+
+
 class EmulatedLink(Transport):
     """Delays every collective of ``inner`` to the time it would take on ``link``."""
 
@@ -132,38 +133,17 @@ class EmulatedLink(Transport):
         # Goes ahead of what one rank sends: from here on it travels. (A script may set another default device.)
         self._start = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
-    @override
-    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
-        """Ring all-reduce: 2(N-1) steps."""
-        self._paced(Collective.ALL_REDUCE, tensor, lambda: self._inner.all_reduce(tensor, reduction, tag))
+    all_reduce = _paced(Collective.ALL_REDUCE, 0)
+    reduce_scatter = _paced(Collective.REDUCE_SCATTER, 1)
+    all_gather = _paced(Collective.ALL_GATHER, 0)
+    broadcast = _paced(Collective.BROADCAST, 0)
+    all_to_all = _paced(Collective.ALL_TO_ALL, 1)
 
-    @override
-    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
-        """Ring reduce-scatter: N-1 steps."""
-        self._paced(Collective.REDUCE_SCATTER, buffer, lambda: self._inner.reduce_scatter(output, buffer, bounds, tag))
-
-    @override
-    def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
-        """Ring all-gather: N-1 steps."""
-        self._paced(Collective.ALL_GATHER, buffer, lambda: self._inner.all_gather(buffer, bounds, tag))
-
-    @override
-    def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Pipelined along the ring."""
-        self._paced(Collective.BROADCAST, tensor, lambda: self._inner.broadcast(tensor, src))
-
-    @override
-    def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
-        """N-1 exchanges."""
-        self._paced(Collective.ALL_TO_ALL, buffer, lambda: self._inner.all_to_all(output, buffer, output_sizes, sizes))
-
-    @override
     def send(self, tensor: Tensor, dst: int) -> None:
         """One message; the delay is on the receiver's side, where it is seen."""
         self._inner.send(self._start, dst)
         self._inner.send(tensor, dst)
 
-    @override
     def recv(self, tensor: Tensor, src: int) -> None:
         """One message."""
         # Before the clock starts: a late sender is not the link's doing.
@@ -188,12 +168,6 @@ class EmulatedLink(Transport):
     def close(self) -> None:
         """Close the real transport."""
         self._inner.close()
-
-    def _paced(self, op: Collective, tensor: Tensor, call: Callable[[], None]) -> None:
-        self._inner.barrier()  # before the clock starts: a late rank is not the link's doing
-        began = perf_counter()
-        call()
-        self._sleep_until(began, op, tensor.nbytes)
 
     def _sleep_until(self, began: float, op: Collective, num_bytes: int) -> None:
         left = began + self._link.ring_time_us(op, num_bytes, self._num_ranks) / 1e6 - perf_counter()

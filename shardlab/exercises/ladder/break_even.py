@@ -1,9 +1,24 @@
-"""Exercise: the fewest rows with which two ranks do more than one, on a virtual clock."""
+"""Exercise: the fewest rows with which two ranks do more than one, on a virtual clock.
+
+scaling_break_even(fixed_us, row_us, sizes, latency_us, bytes_per_us): the fewest rows that two ranks need.
+
+With b rows a rank computes for fixed_us + b * row_us in a step; the first third is forward, the rest backward. Backward
+makes gradients at an even rate: when a part of all bytes is there, the same part of backward has passed. They fill
+buckets of sizes[0], sizes[1], ... bytes. A bucket's message starts when it is full and the message before it has ended,
+and takes latency_us + bytes / bytes_per_us. The step of two ranks is over when compute and the last message are, and
+has trained 2b rows; one rank sends nothing and trains b. Return the smallest b >= 1 with which two ranks train more
+rows a second than one. There is one.
+
+Hints:
+- Two are faster than one if the step of two is shorter than 2 * (fixed_us + b * row_us). Try b = 1, 2, 3, ...
+- Go through the buckets with two numbers: how many bytes are full, and when the message before has ended.
+- A bucket is full at compute / 3 + compute * 2 / 3 * (bytes so far) / (all bytes).
+"""
 
 from typing import Any
 
 from shardlab.comm import Communicator
-from shardlab.exercises.exercise import Case, Exercise, Function, Measured, VirtualClock
+from shardlab.exercises.exercise import Case, Exercise, Function, Measured, VirtualClock, hints_in, task_in
 from shardlab.exercises.values import whole_number
 
 Step = tuple[float, float, list[int], float, float]  # us without rows, us a row, bytes, latency, bytes a us
@@ -18,24 +33,9 @@ STEPS: dict[str, Step] = {
     "one row is enough": (500, 5, [100], 10, 10),
 }
 
-TASK = """scaling_break_even(fixed_us, row_us, sizes, latency_us, bytes_per_us): the fewest rows that two ranks need.
-
-With b rows a rank computes for fixed_us + b * row_us in a step; the first third is forward, the rest backward. Backward
-makes gradients at an even rate: when a part of all bytes is there, the same part of backward has passed. They fill
-buckets of sizes[0], sizes[1], ... bytes. A bucket's message starts when it is full and the message before it has ended,
-and takes latency_us + bytes / bytes_per_us. The step of two ranks is over when compute and the last message are, and
-has trained 2b rows; one rank sends nothing and trains b. Return the smallest b >= 1 with which two ranks train more
-rows a second than one. There is one."""
-
 STARTER = """def scaling_break_even(fixed_us, row_us, sizes, latency_us, bytes_per_us):
     return 1  # your code: with few rows two ranks wait for messages longer than they gain
 """
-
-HINTS = (
-    "Two are faster than one if the step of two is shorter than 2 * (fixed_us + b * row_us). Try b = 1, 2, 3, ...",
-    "Go through the buckets with two numbers: how many bytes are full, and when the message before has ended.",
-    "A bucket is full at compute / 3 + compute * 2 / 3 * (bytes so far) / (all bytes).",
-)
 
 
 def cases() -> list[Case]:
@@ -84,7 +84,7 @@ def gains(result: object) -> list[float]:
 
 
 BREAK_EVEN = Exercise(
-    "scaling.break_even", TASK, STARTER, cases, HINTS, "05_why_are_two_slower_than_one",
+    "scaling.break_even", task_in(__doc__), STARTER, cases, hints_in(__doc__), "05_why_are_two_slower_than_one",
     attempt=play, drawn=gains, drawn_words="rows a second of two ranks over one: with these rows, and with a row less",
     num_references=1, num_wrong=5,
 )  # fmt: skip

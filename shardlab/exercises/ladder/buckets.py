@@ -1,9 +1,21 @@
-"""Exercise: which gradients travel in one message."""
+"""Exercise: which gradients travel in one message.
+
+buckets_assign(sizes, capacity): the indices of the parameters, bucket by bucket, as a list of lists.
+
+sizes are bytes of the gradients in the order in which forward uses the parameters; backward makes the gradients in the
+reverse order, and buckets are filled as they come: list them so, also inside a bucket. A bucket is closed when the next
+gradient would take it past capacity bytes. A gradient larger than that is alone in its bucket. No bucket is empty.
+
+Hints:
+- Go through reversed(range(len(sizes))).
+- Keep the bucket that is open and its bytes. Is there none, or would it be too full? Then open a new one.
+- With bytes == capacity a bucket is full, not too full: compare with >, after adding.
+"""
 
 from collections.abc import Sequence
 from typing import cast
 
-from shardlab.exercises.exercise import Case, Exercise, call_without_ranks
+from shardlab.exercises.exercise import Case, Exercise, call_without_ranks, hints_in, task_in
 from shardlab.partition.buckets import assign_buckets
 from shardlab.partition.flat import ParamSpec
 
@@ -15,21 +27,9 @@ SIZES = {  # bytes of each parameter's gradient, in the order of forward, and of
     "no parameters": ((), 100),
 }
 
-TASK = """buckets_assign(sizes, capacity): the indices of the parameters, bucket by bucket, as a list of lists.
-
-sizes are bytes of the gradients in the order in which forward uses the parameters; backward makes the gradients in the
-reverse order, and buckets are filled as they come: list them so, also inside a bucket. A bucket is closed when the next
-gradient would take it past capacity bytes. A gradient larger than that is alone in its bucket. No bucket is empty."""
-
 STARTER = """def buckets_assign(sizes, capacity):
     return [[index] for index in range(len(sizes))]  # your code: fewer messages
 """
-
-HINTS = (
-    "Go through reversed(range(len(sizes))).",
-    "Keep the bucket that is open and its bytes. Is there none, or would it be too full? Then open a new one.",
-    "With bytes == capacity a bucket is full, not too full: compare with >, after adding.",
-)
 
 
 def cases() -> list[Case]:
@@ -53,7 +53,7 @@ def bucket_of_each(result: object) -> list[float]:
 
 
 BUCKETS = Exercise(
-    "buckets.assign", TASK, STARTER, cases, HINTS, "03_data_parallel",
+    "buckets.assign", task_in(__doc__), STARTER, cases, hints_in(__doc__), "03_data_parallel",
     attempt=call_without_ranks, drawn=bucket_of_each, drawn_words="the bucket of a parameter",
     num_references=1, num_wrong=5,
 )  # fmt: skip

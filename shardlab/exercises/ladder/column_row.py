@@ -1,22 +1,29 @@
-"""Exercise: two linear layers divided among ranks, by columns and by rows, with their biases and backward."""
+"""Exercise: two linear layers divided among ranks, by columns and by rows, with their biases and backward.
+
+tensor_column_row(comm, x, weights, grad): relu(x A^T + a) B^T + b divided among ranks, forward and backward.
+
+x, shape (2, 3), and grad, the gradient of the output, are whole on every rank. weights is a dict: "column" has this
+rank's rows of A, shape (6 / N, 3), "column_bias" its elements of a, "row" its columns of B, shape (3, 6 / N), and
+"row_bias" all of b. Return a dict with "output", "x", the gradient of x, and under the four names the gradients of what
+this rank has. Two messages are enough: comm.all_reduce(tensor).wait() adds up in place. All is float64.
+
+Hints:
+- relu looks at one feature at a time: each rank needs only its own. The sum over features is the sum over ranks.
+- b must be added once, after the sum. Its gradient is grad.sum(0), whole on every rank without a message.
+- Of y = h B^T the gradients are grad.T @ h for B and grad @ B for h; where relu gave 0, h passes none on.
+- Every rank used all of x, for its own features: the gradient of x is a sum over ranks, the second message.
+"""
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardlab.exercises.exercise import Case, Exercise, Message, Traffic
+from shardlab.exercises.exercise import Case, Exercise, Message, Traffic, hints_in, task_in
 from shardlab.vocabulary import Collective
 
 ROWS, WIDTH, INNER = 2, 3, 6
 NAMES = ("column", "column_bias", "row", "row_bias")
 RANKS = {"2 ranks": 2, "3 ranks": 3, "1 rank": 1}
-
-TASK = """tensor_column_row(comm, x, weights, grad): relu(x A^T + a) B^T + b divided among ranks, forward and backward.
-
-x, shape (2, 3), and grad, the gradient of the output, are whole on every rank. weights is a dict: "column" has this
-rank's rows of A, shape (6 / N, 3), "column_bias" its elements of a, "row" its columns of B, shape (3, 6 / N), and
-"row_bias" all of b. Return a dict with "output", "x", the gradient of x, and under the four names the gradients of what
-this rank has. Two messages are enough: comm.all_reduce(tensor).wait() adds up in place. All is float64."""
 
 STARTER = """import torch
 
@@ -26,13 +33,6 @@ def tensor_column_row(comm, x, weights, grad):
     output = hidden @ weights["row"].T + weights["row_bias"]  # your code: now each rank has a term of the sum
     return {"output": output}
 """
-
-HINTS = (
-    "relu looks at one feature at a time: each rank needs only its own. The sum over features is the sum over ranks.",
-    "b must be added once, after the sum. Its gradient is grad.sum(0), whole on every rank without a message.",
-    "Of y = h B^T the gradients are grad.T @ h for B and grad @ B for h; where relu gave 0, h passes none on.",
-    "Every rank used all of x, for its own features: the gradient of x is a sum over ranks, the second message.",
-)
 
 
 def cases() -> list[Case]:
@@ -77,6 +77,6 @@ def _divided(values: dict[str, Tensor], num_ranks: int) -> list[dict[str, Tensor
 
 
 COLUMN_ROW = Exercise(
-    "tensor.column_row", TASK, STARTER, cases, HINTS, "10_tensor_parallel",
+    "tensor.column_row", task_in(__doc__), STARTER, cases, hints_in(__doc__), "10_tensor_parallel",
     drawn_words="an element of the output, then of the gradients", num_references=1, num_wrong=6,
 )  # fmt: skip

@@ -1,4 +1,23 @@
-"""Exercise: data parallel from hooks, with micro-batches that add up and parameters that a rank does not use."""
+"""Exercise: data parallel from hooks, with micro-batches that add up and parameters that a rank does not use.
+
+data_parallel_hooks(comm, model, num_micro_batches): register hooks on the parameters of model; return finish.
+
+In the check, model has three layers: trunk, left and right. (In assemble they are a GPT's: trunk the embeddings, left
+the blocks, right the head.) Each rank calls forward and backward num_micro_batches times, and finish() once. After
+that, every parameter's grad must be a tensor: the mean over the ranks of what the micro-batches have added up. One
+message per parameter is enough; a message after every micro-batch would be too many. Nothing may be waited for before
+finish(). Where every micro-batch uses all parameters, all messages must leave during the last backward. A rank may
+not use right at all, or not in the last micro-batch, while another rank does; its part is then zero, and all ranks
+must send the same parameters in the same order. param.register_post_accumulate_grad_hook(hook) calls
+hook(param) when its grad has been added to; comm.all_reduce(tensor) returns at once, and .wait() on what it returns
+waits for the sum.
+
+Hints:
+- Fix an order that is the same on all ranks, such as reversed(list(model.parameters())).
+- Count how often each hook has been called. A parameter is ready when it was called num_micro_batches times.
+- In each hook, send the next parameters of the order for as long as they are ready; finish sends all that is left.
+- A parameter without grad on this rank gets zeros before it is sent: another rank may have used it.
+"""
 
 from collections.abc import Sequence
 
@@ -6,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from shardlab.comm import CollectiveEvent, Communicator
-from shardlab.exercises.exercise import Case, Exercise, Function, Message, Traffic
+from shardlab.comm import CollectiveEvent, Communicator, Observer
+from shardlab.exercises.exercise import Case, Exercise, Function, Message, Traffic, hints_in, task_in
 from shardlab.exercises.values import numbers_in
 from shardlab.vocabulary import Collective
 
@@ -18,31 +37,12 @@ USED = {  # for each rank, whether each of its micro-batches uses the right bran
     "rank 0 uses it in the first of 2 micro-batches only": [[True, False], [True, True]],
 }
 
-TASK = """data_parallel_hooks(comm, model, num_micro_batches): register hooks on the parameters of model; return finish.
-
-In the check, model has three layers: trunk, left and right. (In assemble they are a GPT's: trunk the embeddings, left
-the blocks, right the head.) Each rank calls forward and backward num_micro_batches times, and finish() once. After
-that, every parameter's grad must be a tensor: the mean over the ranks of what the micro-batches have added up. One
-message per parameter is enough; a message after every micro-batch would be too many. Nothing may be waited for before
-finish(). Where every micro-batch uses all parameters, all messages must leave during the last backward. A rank may
-not use right at all, or not in the last micro-batch, while another rank does; its part is then zero, and all ranks
-must send the same parameters in the same order. param.register_post_accumulate_grad_hook(hook) calls
-hook(param) when its grad has been added to; comm.all_reduce(tensor) returns at once, and .wait() on what it returns
-waits for the sum."""
-
 STARTER = """def data_parallel_hooks(comm, model, num_micro_batches):
     def finish():
         pass  # your code
 
     return finish
 """
-
-HINTS = (
-    "Fix an order that is the same on all ranks, such as reversed(list(model.parameters())).",
-    "Count how often each hook has been called. A parameter is ready when it was called num_micro_batches times.",
-    "In each hook, send the next parameters of the order for as long as they are ready; finish sends all that is left.",
-    "A parameter without grad on this rank gets zeros before it is sent: another rank may have used it.",
-)
 
 
 class Branches(nn.Module):
@@ -120,7 +120,7 @@ def train(
     return result | {"sends during backward": sends}
 
 
-class _Seen:
+class _Seen(Observer):
     """An observer: how many bytes were sent, and how often somebody waited."""
 
     def __init__(self) -> None:
@@ -128,10 +128,6 @@ class _Seen:
 
     def issued(self, event: CollectiveEvent) -> None:
         self.num_bytes += event.num_bytes
-
-    def started(self, event: CollectiveEvent) -> None: ...
-
-    completed = started
 
     def waited(self, event: CollectiveEvent) -> None:  # noqa: ARG002
         self.num_waits += 1
@@ -148,7 +144,7 @@ def gradient_numbers(result: object) -> list[float]:
 
 
 HOOKS = Exercise(
-    "data_parallel.hooks", TASK, STARTER, cases, HINTS, "03_data_parallel",
+    "data_parallel.hooks", task_in(__doc__), STARTER, cases, hints_in(__doc__), "03_data_parallel",
     attempt=train, drawn=gradient_numbers, drawn_words="an element of the gradients",
     shown_inputs=lambda _rank, used, _: (
         f"num_micro_batches {len(used)}; right is used in micro-batches: {_those(used)}"

@@ -1,11 +1,34 @@
-"""Exercise: the smallest bucket whose message is hidden, on a virtual clock."""
+"""Exercise: the smallest bucket whose message is hidden, on a virtual clock.
+
+link_smallest_bucket(layers, latency_us, bytes_per_us): of how many layers a bucket must be.
+
+layers is a list of (time_us, num_bytes) in the order of backward: a layer computes for time_us, and leaves num_bytes of
+gradients. A bucket holds k layers, the last bucket what is left. Its message starts as soon as its last layer has
+computed and the message before it has ended, and takes latency_us + bytes / bytes_per_us. Return the smallest k with
+which no message has to wait for the one before it. (One bucket of all layers always does: it has none before it.)
+
+Hints:
+- Go through the buckets with two times: when a bucket is ready, and when the message before it has ended.
+- Try k = 1, 2, 3, ... and return the first with which no bucket is ready before the message of the last one ended.
+- The last bucket may be smaller: then it is ready sooner, while the message before it may still be out.
+"""
 
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from shardlab.comm import Communicator
-from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic, VirtualClock
+from shardlab.exercises.exercise import (
+    Case,
+    Exercise,
+    Function,
+    Measured,
+    Message,
+    Traffic,
+    VirtualClock,
+    hints_in,
+    task_in,
+)
 from shardlab.exercises.values import numbers_in, whole_number
 from shardlab.vocabulary import Collective
 
@@ -19,22 +42,9 @@ LINKS: dict[str, tuple[Layers, float, float]] = {  # layers, latency in us, byte
     "a link that never keeps up": ([(100, 4000)] * 5, 50, 20),
 }
 
-TASK = """link_smallest_bucket(layers, latency_us, bytes_per_us): of how many layers a bucket must be.
-
-layers is a list of (time_us, num_bytes) in the order of backward: a layer computes for time_us, and leaves num_bytes of
-gradients. A bucket holds k layers, the last bucket what is left. Its message starts as soon as its last layer has
-computed and the message before it has ended, and takes latency_us + bytes / bytes_per_us. Return the smallest k with
-which no message has to wait for the one before it. (One bucket of all layers always does: it has none before it.)"""
-
 STARTER = """def link_smallest_bucket(layers, latency_us, bytes_per_us):
     return 1  # your code: the smallest bucket, but its latency may be longer than a layer computes
 """
-
-HINTS = (
-    "Go through the buckets with two times: when a bucket is ready, and when the message before it has ended.",
-    "Try k = 1, 2, 3, ... and return the first with which no bucket is ready before the message of the last one ended.",
-    "The last bucket may be smaller: then it is ready sooner, while the message before it may still be out.",
-)
 
 
 def cases() -> list[Case]:
@@ -90,7 +100,7 @@ def waits_of_messages(result: object) -> list[float]:
 
 
 LINK = Exercise(
-    "link.smallest_bucket", TASK, STARTER, cases, HINTS, "04_overlap_defined",
+    "link.smallest_bucket", task_in(__doc__), STARTER, cases, hints_in(__doc__), "04_overlap_defined",
     attempt=backward, drawn=waits_of_messages, drawn_words="how long a message waits for the one before it (us)",
     num_references=1, num_wrong=5,
 )  # fmt: skip

@@ -1,11 +1,23 @@
-"""Exercise: the norm of all gradients, where every rank holds only shards of them."""
+"""Exercise: the norm of all gradients, where every rank holds only shards of them.
+
+clip_global_norm(comm, shards, norm_type): the norm over all elements of all ranks, the same on every rank, as
+a number or a tensor with one element.
+
+shards is this rank's list of float64 tensors, which may be empty; norm_type is 1.0, 2.0 or float("inf"). One message of
+one float64 number is enough: comm.all_reduce(tensor, reduction="sum" or "max").wait() works in place.
+
+Hints:
+- Norms do not add up, but for a 1-norm. What does, for a 2-norm, and how do you come back from it?
+- Of an inf-norm nothing adds up: the largest counts, and a negative element may be the largest in absolute value.
+- A rank without shards sends a zero: all ranks take part in every collective, with the same dtype (float64).
+"""
 
 from math import inf
 
 import torch
 from torch import Tensor
 
-from shardlab.exercises.exercise import Case, Exercise, Message, Traffic
+from shardlab.exercises.exercise import Case, Exercise, Message, Traffic, hints_in, task_in
 from shardlab.vocabulary import Collective
 
 SHARDS = {  # of each rank, and the norm
@@ -15,21 +27,9 @@ SHARDS = {  # of each rank, and the norm
     "2-norm, 1 rank": (2.0, [[[3.0], [-4.0]]], 5.0),
 }
 
-TASK = """clip_global_norm(comm, shards, norm_type): the norm over all elements of all ranks, the same on every rank, as
-a number or a tensor with one element.
-
-shards is this rank's list of float64 tensors, which may be empty; norm_type is 1.0, 2.0 or float("inf"). One message of
-one float64 number is enough: comm.all_reduce(tensor, reduction="sum" or "max").wait() works in place."""
-
 STARTER = """def clip_global_norm(comm, shards, norm_type):
     return torch.nn.utils.get_total_norm(shards, norm_type)  # your code: of this rank alone
 """
-
-HINTS = (
-    "Norms do not add up, but for a 1-norm. What does, for a 2-norm, and how do you come back from it?",
-    "Of an inf-norm nothing adds up: the largest counts, and a negative element may be the largest in absolute value.",
-    "A rank without shards sends a zero: all ranks take part in every collective, with the same dtype (float64).",
-)
 
 
 def cases() -> list[Case]:
@@ -50,6 +50,6 @@ def _tensors(shards: list[list[float]]) -> list[Tensor]:
 
 
 NORM = Exercise(
-    "clip.global_norm", TASK, f"import torch\n\n\n{STARTER}", cases, HINTS, "06_zero_1_and_2",
+    "clip.global_norm", task_in(__doc__), f"import torch\n\n\n{STARTER}", cases, hints_in(__doc__), "06_zero_1_and_2",
     num_references=1, num_wrong=6,
 )  # fmt: skip

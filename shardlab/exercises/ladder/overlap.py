@@ -1,9 +1,22 @@
-"""Exercise: how much of the communication is hidden, from intervals; three definitions in use are wrong."""
+"""Exercise: how much of the communication is hidden, from intervals; three definitions in use are wrong.
+
+overlap_exposed(messages, compute, waits): on one rank, the time of communication as (hidden, exposed).
+
+Each argument is a list of (start, end), in any order; intervals of one list may overlap and lie inside each other. A
+moment counts once, however many intervals of a list hold it. It is hidden communication if a message is under way and
+the rank computes; a rank that waits does not compute, although the span around it is open. Communication that is not
+hidden is exposed.
+
+Hints:
+- Sort the bounds of all three lists. Between two neighbours nothing begins or ends: look at one moment of each.
+- A moment t lies in a list if any(start <= t < end for start, end in intervals).
+- hidden: the pieces in messages and in compute and not in waits; exposed: all others in messages.
+"""
 
 from collections.abc import Sequence
 
 from shardlab.analysis.intervals import intersect, subtract, total
-from shardlab.exercises.exercise import Case, Exercise, call_without_ranks
+from shardlab.exercises.exercise import Case, Exercise, call_without_ranks, hints_in, task_in
 
 Intervals = Sequence[tuple[float, float]]
 
@@ -18,23 +31,10 @@ INTERVALS: dict[str, tuple[Intervals, Intervals, Intervals]] = {  # messages, co
     "bounds that are no whole numbers, in any order": ([(3.5, 9.2718), (0.5, 4)], [(6, 8), (1, 3.7321)], [(6.5, 7)]),
 }
 
-TASK = """overlap_exposed(messages, compute, waits): on one rank, the time of communication as (hidden, exposed).
-
-Each argument is a list of (start, end), in any order; intervals of one list may overlap and lie inside each other. A
-moment counts once, however many intervals of a list hold it. It is hidden communication if a message is under way and
-the rank computes; a rank that waits does not compute, although the span around it is open. Communication that is not
-hidden is exposed."""
-
 STARTER = """def overlap_exposed(messages, compute, waits):
     hidden = 0.0  # your code: now everything is exposed, and what overlaps counts twice
     return hidden, sum(end - start for start, end in messages) - hidden
 """
-
-HINTS = (
-    "Sort the bounds of all three lists. Between two neighbours nothing begins or ends: look at one moment of each.",
-    "A moment t lies in a list if any(start <= t < end for start, end in intervals).",
-    "hidden: the pieces in messages and in compute and not in waits; exposed: all others in messages.",
-)
 
 
 def cases() -> list[Case]:
@@ -48,6 +48,6 @@ def _wanted(messages: Intervals, compute: Intervals, waits: Intervals) -> list[f
 
 
 OVERLAP = Exercise(
-    "overlap.exposed", TASK, STARTER, cases, HINTS, "04_overlap_defined",
+    "overlap.exposed", task_in(__doc__), STARTER, cases, hints_in(__doc__), "04_overlap_defined",
     attempt=call_without_ranks, drawn_words="hidden, then exposed time", num_references=2, num_wrong=5,
 )  # fmt: skip

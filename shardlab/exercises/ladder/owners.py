@@ -1,4 +1,17 @@
-"""Exercise: which elements of which parameters each rank owns under ZeRO-1, with sizes that do not divide."""
+"""Exercise: which elements of which parameters each rank owns under ZeRO-1, with sizes that do not divide.
+
+zero1_owners(sizes, num_ranks, rank): the ranges that rank owns, as {name: (start, stop)}.
+
+sizes is {name: number of elements}. The parameters lie end to end in this order, and every rank owns an equal chunk of
+ceil(total / num_ranks) elements of that line; the last ones may own fewer, or none. start and stop count within the
+parameter. A parameter of which the rank owns nothing is left out. The check then lets every rank step the ranges that
+it owns: each element must be stepped by exactly one ("ranks that step" counts them).
+
+Hints:
+- The chunk of a rank is rank * size to (rank + 1) * size on the line, with size = -(-total // num_ranks).
+- Walk along the line with an offset: a parameter lies at offset to offset + numel.
+- What two ranges share is max(starts) to min(stops), if the first is smaller; subtract the offset.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -7,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardlab.comm import Communicator
-from shardlab.exercises.exercise import Case, Exercise, Function
+from shardlab.exercises.exercise import Case, Exercise, Function, hints_in, task_in
 from shardlab.partition.flat import ParamSpec, flat_layout
 
 SIZES = {
@@ -17,22 +30,9 @@ SIZES = {
     "1 rank": (1, {"weight": 3, "bias": 1}),
 }
 
-TASK = """zero1_owners(sizes, num_ranks, rank): the ranges that rank owns, as {name: (start, stop)}.
-
-sizes is {name: number of elements}. The parameters lie end to end in this order, and every rank owns an equal chunk of
-ceil(total / num_ranks) elements of that line; the last ones may own fewer, or none. start and stop count within the
-parameter. A parameter of which the rank owns nothing is left out. The check then lets every rank step the ranges that
-it owns: each element must be stepped by exactly one ("ranks that step" counts them)."""
-
 STARTER = """def zero1_owners(sizes, num_ranks, rank):
     return {name: (0, size) for name, size in sizes.items()}  # your code: here every rank owns everything
 """
-
-HINTS = (
-    "The chunk of a rank is rank * size to (rank + 1) * size on the line, with size = -(-total // num_ranks).",
-    "Walk along the line with an offset: a parameter lies at offset to offset + numel.",
-    "What two ranges share is max(starts) to min(stops), if the first is smaller; subtract the offset.",
-)
 
 
 def cases() -> list[Case]:
@@ -73,7 +73,7 @@ def elements_held(result: object) -> Sequence[float]:
 
 
 OWNERS = Exercise(
-    "zero1.owners", TASK, STARTER, cases, HINTS, "06_zero_1_and_2",
+    "zero1.owners", task_in(__doc__), STARTER, cases, hints_in(__doc__), "06_zero_1_and_2",
     attempt=step_what_is_owned, drawn=elements_held, drawn_words="an element, 1 where the rank owns it",
     num_references=1, num_wrong=5,
 )  # fmt: skip

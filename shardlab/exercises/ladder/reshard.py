@@ -1,11 +1,24 @@
-"""Exercise: a checkpoint of 4 ranks, read by 3, then by 1."""
+"""Exercise: a checkpoint of 4 ranks, read by 3, then by 1.
+
+checkpoint_reshard(saved, sizes, num_ranks, rank): what rank holds of a checkpoint that others have saved.
+
+saved has a dict for each rank that saved, in any order: {name: (start, values)}, where values are the elements of
+the parameter from start on. sizes is {name: number of elements} of the whole parameters, in order. Return the same
+kind of dict for one of num_ranks new ranks: the parameters lie end to end, and every rank holds an equal chunk of
+ceil(total / num_ranks) elements, as in zero1.owners. Parameters of which the rank holds nothing are left out.
+
+Hints:
+- Your zero1_owners(sizes, num_ranks, rank) of notebook 06 says which ranges the new rank holds: copy it over.
+- Each of these ranges may lie in several of the old dicts: take what each of them shares with it.
+- Make an empty vector of the range, and copy every shared part to its place, minus the range's start.
+"""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from shardlab.exercises.exercise import Case, Exercise, call_without_ranks
+from shardlab.exercises.exercise import Case, Exercise, call_without_ranks, hints_in, task_in
 from shardlab.exercises.values import numbers_in
 from shardlab.partition.flat import ParamSpec, flat_layout
 
@@ -22,22 +35,9 @@ CASES = {  # the ranks that saved, in the order of saved, and how many read
     "2 to 4, with a rank that holds nothing": (range(2), 4, FEW),
 }
 
-TASK = """checkpoint_reshard(saved, sizes, num_ranks, rank): what rank holds of a checkpoint that others have saved.
-
-saved has a dict for each rank that saved, in any order: {name: (start, values)}, where values are the elements of
-the parameter from start on. sizes is {name: number of elements} of the whole parameters, in order. Return the same
-kind of dict for one of num_ranks new ranks: the parameters lie end to end, and every rank holds an equal chunk of
-ceil(total / num_ranks) elements, as in zero1.owners. Parameters of which the rank holds nothing are left out."""
-
 STARTER = """def checkpoint_reshard(saved, sizes, num_ranks, rank):
     return saved[rank % len(saved)]  # your code: here a rank reads one old file, which holds other ranges
 """
-
-HINTS = (
-    "Your zero1_owners(sizes, num_ranks, rank) of notebook 06 says which ranges the new rank holds: copy it over.",
-    "Each of these ranges may lie in several of the old dicts: take what each of them shares with it.",
-    "Make an empty vector of the range, and copy every shared part to its place, minus the range's start.",
-)
 
 
 def cases() -> list[Case]:
@@ -82,7 +82,7 @@ def values_held(result: object) -> list[float]:
 
 
 RESHARD = Exercise(
-    "checkpoint.reshard", TASK, STARTER, cases, HINTS, "12_checkpoints_that_reshard",
+    "checkpoint.reshard", task_in(__doc__), STARTER, cases, hints_in(__doc__), "12_checkpoints_that_reshard",
     attempt=call_without_ranks, drawn=values_held, drawn_words="an element that the rank holds",
     shown_inputs=lambda saved, sizes, num_ranks, rank: f"{_ranges_in(saved)}; {sizes}; {num_ranks}; {rank}",
     num_references=1, num_wrong=5,

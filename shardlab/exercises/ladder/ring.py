@@ -1,30 +1,30 @@
-"""Exercise: an all-reduce from send and recv, around a ring."""
+"""Exercise: an all-reduce from send and recv, around a ring.
 
-import torch
-
-from shardlab.exercises.exercise import Case, Exercise, Message, Traffic, call_in_place
-from shardlab.partition.chunks import chunk_sizes
-
-SIZES = ((2, 8), (3, 7), (4, 3), (1, 5))  # ranks, elements
-
-TASK = """collectives_ring_all_reduce(comm, x): add up x over all ranks, in place, with comm.send and comm.recv alone.
+collectives_ring_all_reduce(comm, x): add up x over all ranks, in place, with comm.send and comm.recv alone.
 
 x is a vector of any length, comm.rank this rank's number, comm.num_ranks the number N of ranks. Divide x into N
 chunks, which need not be equal and may be empty. First every chunk travels around the ring and is added to at every
 rank, then the finished chunks travel around once more: a rank sends at most 2(N - 1) messages, of one chunk each.
 comm.send(tensor, rank) and comm.recv(tensor, rank) return at once; call .wait() on each of what they return, before you
-use or change the tensor."""
+use or change the tensor.
+
+Hints:
+- torch.tensor_split(x, N) gives N chunks for any length, some of them empty; each is a view of x.
+- In step k rank r sends chunk (r - k) % N and receives chunk (r - k - 1) % N into a buffer, which it adds.
+- After N - 1 steps rank r holds the finished chunk (r + 1) % N. Go on with k: the same chunks follow; copy now.
+- Start the send, then wait for the receive, then for the send: if all ranks wait for a receive first, none sends.
+"""
+
+import torch
+
+from shardlab.exercises.exercise import Case, Exercise, Message, Traffic, call_in_place, hints_in, task_in
+from shardlab.partition.chunks import chunk_sizes
+
+SIZES = ((2, 8), (3, 7), (4, 3), (1, 5))  # ranks, elements
 
 STARTER = """def collectives_ring_all_reduce(comm, x):
     pass  # your code: the next rank around the ring is (comm.rank + 1) % comm.num_ranks
 """
-
-HINTS = (
-    "torch.tensor_split(x, N) gives N chunks for any length, some of them empty; each is a view of x.",
-    "In step k rank r sends chunk (r - k) % N and receives chunk (r - k - 1) % N into a buffer, which it adds.",
-    "After N - 1 steps rank r holds the finished chunk (r + 1) % N. Go on with k: the same chunks follow; copy now.",
-    "Start the send, then wait for the receive, then for the send: if all ranks wait for a receive first, none sends.",
-)
 
 
 def cases() -> list[Case]:
@@ -57,7 +57,7 @@ def _messages(rank: int, sizes: list[int]) -> list[Message]:
 
 
 RING = Exercise(
-    "collectives.ring_all_reduce", TASK, STARTER, cases, HINTS, "01_collectives_by_hand",
+    "collectives.ring_all_reduce", task_in(__doc__), STARTER, cases, hints_in(__doc__), "01_collectives_by_hand",
     attempt=call_in_place, drawn_words="an element of x", result_words="x after the call",
     num_references=1, num_wrong=6,
 )  # fmt: skip

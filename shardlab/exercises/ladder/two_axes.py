@@ -1,11 +1,27 @@
-"""Exercise: on a mesh of two axes, who adds up what with whom."""
+"""Exercise: on a mesh of two axes, who adds up what with whom.
+
+mesh_who_reduces(mesh, parts): every rank's share of a step in which tensor and data parallel meet.
+
+mesh["tensor"] and mesh["data"] are communicators: .num_ranks, and .all_reduce(tensor).wait() for a sum in place. Ranks
+on one tensor axis train on the same rows and share each layer; ranks on one data axis have the same slices and train on
+other rows. parts is a dict of float64 vectors on this rank: "output", its term of a row-parallel layer's output;
+"slice", the gradient, on its rows, of its slice of a weight; "whole", the gradient, on its rows, of a norm's weight,
+which all ranks of a tensor axis have whole and equal. Return a dict: "output" is the whole output for these rows;
+"slice" and "whole" are the gradients' means over all rows; "norm" is the 2-norm of the model's whole gradient, every
+element counted once. Four messages are enough.
+
+Hints:
+- Which ranks have other terms of the same sum? Of the output those on the tensor axis, of gradients the others.
+- A mean over the rows divides by the number of data ranks, not by that of all ranks.
+- For the norm add up squares: those of the slice over the tensor axis; those of the whole are here already.
+"""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from shardlab.exercises.exercise import Case, Exercise, Message, Traffic
+from shardlab.exercises.exercise import Case, Exercise, Message, Traffic, hints_in, task_in
 from shardlab.vocabulary import Collective
 
 MESHES = {
@@ -15,27 +31,11 @@ MESHES = {
 }
 NUMEL = {"output": 3, "slice": 2, "whole": 2, "norm": 1}
 
-TASK = """mesh_who_reduces(mesh, parts): every rank's share of a step in which tensor and data parallel meet.
-
-mesh["tensor"] and mesh["data"] are communicators: .num_ranks, and .all_reduce(tensor).wait() for a sum in place. Ranks
-on one tensor axis train on the same rows and share each layer; ranks on one data axis have the same slices and train on
-other rows. parts is a dict of float64 vectors on this rank: "output", its term of a row-parallel layer's output;
-"slice", the gradient, on its rows, of its slice of a weight; "whole", the gradient, on its rows, of a norm's weight,
-which all ranks of a tensor axis have whole and equal. Return a dict: "output" is the whole output for these rows;
-"slice" and "whole" are the gradients' means over all rows; "norm" is the 2-norm of the model's whole gradient, every
-element counted once. Four messages are enough."""
-
 STARTER = """def mesh_who_reduces(mesh, parts):
     for part in parts.values():
         mesh["data"].all_reduce(part).wait()  # your code: is it this axis for each of them, and a sum?
     return {**parts, "norm": 0.0}
 """
-
-HINTS = (
-    "Which ranks have other terms of the same sum? Of the output those on the tensor axis, of gradients the others.",
-    "A mean over the rows divides by the number of data ranks, not by that of all ranks.",
-    "For the norm add up squares: those of the slice over the tensor axis; those of the whole are here already.",
-)
 
 
 def cases() -> list[Case]:
@@ -76,6 +76,6 @@ def _wanted(
 
 
 TWO_AXES = Exercise(
-    "mesh.who_reduces", TASK, STARTER, cases, HINTS, "11_two_dimensions",
+    "mesh.who_reduces", task_in(__doc__), STARTER, cases, hints_in(__doc__), "11_two_dimensions",
     drawn_words="an element of output, slice, whole and norm", num_references=1, num_wrong=6,
 )  # fmt: skip

@@ -1,10 +1,23 @@
-"""Exercise: gradients of a scaled loss, of which one rank's may have overflowed: all ranks skip the step, or none."""
+"""Exercise: gradients of a scaled loss, of which one rank's may have overflowed: all ranks skip the step, or none.
+
+precision_unscale(comm, shards, scale): undo the scaling of the loss, on all ranks or on none.
+
+shards is this rank's list of float64 gradients of a loss that was multiplied by scale; it may be empty. If every
+element on every rank is finite, return (the shards divided by scale, scale). If one of them is inf or NaN anywhere, all
+ranks must skip the step and try a smaller scale: return (None, scale / 2) on each. One message of one float64 number is
+enough: comm.all_reduce(tensor, reduction="sum" or "max").wait() works in place.
+
+Hints:
+- tensor.isfinite() is False for inf, -inf and NaN. A rank without shards has found nothing wrong.
+- A rank that skips alone no longer steps with the others. Send 1.0 if something is wrong here.
+- With reduction="max" everybody ends with 1.0 if anybody had it. Do not add up the gradients: inf - inf is NaN.
+"""
 
 from math import inf, nan
 
 import torch
 
-from shardlab.exercises.exercise import Case, Exercise, Message, Traffic
+from shardlab.exercises.exercise import Case, Exercise, Message, Traffic, hints_in, task_in
 from shardlab.vocabulary import Collective
 
 SCALE = 1024.0
@@ -17,22 +30,9 @@ SHARDS: dict[str, list[list[list[float]]]] = {  # of each rank
     "1 rank": [[[2048.0, -1024.0]]],
 }
 
-TASK = """precision_unscale(comm, shards, scale): undo the scaling of the loss, on all ranks or on none.
-
-shards is this rank's list of float64 gradients of a loss that was multiplied by scale; it may be empty. If every
-element on every rank is finite, return (the shards divided by scale, scale). If one of them is inf or NaN anywhere, all
-ranks must skip the step and try a smaller scale: return (None, scale / 2) on each. One message of one float64 number is
-enough: comm.all_reduce(tensor, reduction="sum" or "max").wait() works in place."""
-
 STARTER = """def precision_unscale(comm, shards, scale):
     return [shard / scale for shard in shards], scale  # your code: and if one of them is not finite, on another rank?
 """
-
-HINTS = (
-    "tensor.isfinite() is False for inf, -inf and NaN. A rank without shards has found nothing wrong.",
-    "A rank that skips alone no longer steps with the others. Send 1.0 if something is wrong here.",
-    'With reduction="max" everybody ends with 1.0 if anybody had it. Do not add up the gradients: inf - inf is NaN.',
-)
 
 
 def cases() -> list[Case]:
@@ -51,6 +51,6 @@ def _case(words: str, shards: list[list[list[float]]]) -> Case:
 
 
 UNSCALE = Exercise(
-    "precision.unscale", TASK, STARTER, cases, HINTS, "09_precision_offload_checkpointing",
+    "precision.unscale", task_in(__doc__), STARTER, cases, hints_in(__doc__), "09_precision_offload_checkpointing",
     drawn_words="an element of the gradients, if there are any, then the scale", num_references=1, num_wrong=5,
 )  # fmt: skip

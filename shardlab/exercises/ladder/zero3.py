@@ -1,4 +1,18 @@
-"""Exercise: gather, use and free the units of a ZeRO-3 forward, one unit ahead."""
+"""Exercise: gather, use and free the units of a ZeRO-3 forward, one unit ahead.
+
+zero3_forward(units, x): send x through all units in order and return it.
+
+Every rank holds a shard of each unit. unit.gather() starts to gather its weights, unit.use(x) waits for them and
+returns the unit's output, unit.free() gives the gathered weights up. While a unit is used, the next one must be on
+its way, and never may more than two units be gathered at once. At the end none is. (On the virtual clock a unit is
+used for 100 us, and a gather takes 40 us and 1 us for every 2 bytes that a rank sends: with one unit ahead only the
+first gather is waited for.)
+
+Hints:
+- Begin with the first unit, before the loop, if there is one.
+- In the loop: start the next unit if there is one, then use this one, then free it.
+- The third unit may start only when the first one is freed: after free(), before the second one is used.
+"""
 
 from collections.abc import Sequence
 
@@ -6,21 +20,23 @@ import torch
 from torch import Tensor
 
 from shardlab.comm import Communicator, Pending
-from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic, VirtualClock
+from shardlab.exercises.exercise import (
+    Case,
+    Exercise,
+    Function,
+    Measured,
+    Message,
+    Traffic,
+    VirtualClock,
+    hints_in,
+    task_in,
+)
 from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
 NUMEL = 12  # of a unit: divides by 1, 2 and 3
 USE_US, LATENCY_US, BYTES_PER_US = 100, 40, 2  # on the virtual clock a unit is used for longer than a gather takes
 SIZES = {"2 ranks, 4 units": (2, 4), "3 ranks, 2 units": (3, 2), "2 ranks, 1 unit": (2, 1), "2 ranks, no units": (2, 0)}
-
-TASK = """zero3_forward(units, x): send x through all units in order and return it.
-
-Every rank holds a shard of each unit. unit.gather() starts to gather its weights, unit.use(x) waits for them and
-returns the unit's output, unit.free() gives the gathered weights up. While a unit is used, the next one must be on
-its way, and never may more than two units be gathered at once. At the end none is. (On the virtual clock a unit is
-used for 100 us, and a gather takes 40 us and 1 us for every 2 bytes that a rank sends: with one unit ahead only the
-first gather is waited for.)"""
 
 STARTER = """def zero3_forward(units, x):
     for unit in units:
@@ -29,12 +45,6 @@ STARTER = """def zero3_forward(units, x):
         x = unit.use(x)  # your code: now all units are gathered at once, and none is freed
     return x
 """
-
-HINTS = (
-    "Begin with the first unit, before the loop, if there is one.",
-    "In the loop: start the next unit if there is one, then use this one, then free it.",
-    "The third unit may start only when the first one is freed: after free(), before the second one is used.",
-)
 
 
 class Unit:
@@ -134,7 +144,7 @@ def _gathered_after_each(events: Sequence[str]) -> list[float]:
 
 
 ZERO3 = Exercise(
-    "zero3.forward", TASK, STARTER, cases, HINTS, "07_zero_3",
+    "zero3.forward", task_in(__doc__), STARTER, cases, hints_in(__doc__), "07_zero_3",
     attempt=forward, drawn=gathered_after_each_event, drawn_words="the number of gathered units after an event",
     num_references=1, num_wrong=5,
 )  # fmt: skip
