@@ -4,10 +4,12 @@ Code that uses streams takes them as an argument, so that its order, its times a
 streams whose work takes a known time.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from shardlab.comm.events import DeviceEvent, Mark
 
@@ -33,3 +35,18 @@ def mark_of(device: torch.device) -> Mark | None:
     """What marks the stream that computes on a device; None for the CPU."""
     streams = streams_of(device)
     return None if streams is None else partial(mark, streams)
+
+
+def read_later(number: Tensor) -> Callable[[], float]:
+    """How to read a number, [1], so that the host waits for what is before it on the device and for nothing else."""
+    if not number.is_cuda:
+        return number.item
+    host, copied = torch.empty(number.shape, dtype=number.dtype, pin_memory=True), torch.cuda.Event()
+    host.copy_(number, non_blocking=True)
+    copied.record()
+
+    def read() -> float:
+        copied.synchronize()
+        return float(host.item())
+
+    return read

@@ -32,23 +32,20 @@ def all_or_none(comms: Sequence[Communicator], device: torch.device, work: Calla
         ValueError: on all ranks; the work of the first rank that failed raised one, with this message.
         RuntimeError: likewise, if that was any other exception.
     """
-    result, failure = _attempt(work)
+    result: list[T] = []
+    failure: Exception | None = None
+    try:
+        result.append(work())
+    except Exception as error:  # any kind: the other ranks must learn of it
+        failure = error
     # Ranks whose work succeeded come here too, so none is left waiting for one that failed.
-    _raise_first(share_texts(comms, device, "" if failure is None else _described(failure)), failure)
-    assert result is not None
+    texts = share_texts(comms, device, "" if failure is None else _described(failure))
+    for rank, text in enumerate(texts):
+        if text:
+            kind, message = json.loads(text)
+            where = "" if set(texts) == {text} else f" (on rank {rank})"
+            raise (ValueError if kind == "value" else RuntimeError)(message + where) from failure
     return result[0]
-
-
-def share_results(comms: Sequence[Communicator], device: torch.device, work: Callable[[], Any]) -> list[Any]:
-    """Every rank's result of local ``work`` (anything JSON holds), on every rank; errors as in ``all_or_none``.
-
-    Sends no more than the results: an error travels in the place of one.
-    """
-    result, failure = _attempt(work)
-    told = ["", _described(failure)] if failure is not None else [result[0] if result else None, ""]
-    shared = share_json(comms, device, told)
-    _raise_first([text for _, text in shared], failure)
-    return [value for value, _ in shared]
 
 
 def share_json(comms: Sequence[Communicator], device: torch.device, value: Any) -> list[Any]:
@@ -126,24 +123,7 @@ def _sum(comms: Sequence[Communicator], tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _raise_first(texts: Sequence[str], own: Exception | None) -> None:
-    """Raise the first of the failures that ranks have described; of a rank without one the text is empty."""
-    for rank, text in enumerate(texts):
-        if text:
-            kind, message = json.loads(text)
-            where = "" if set(texts) == {text} else f" (on rank {rank})"
-            raise (ValueError if kind == "value" else RuntimeError)(message + where) from own
-
-
-def _attempt(work: Callable[[], T]) -> tuple[tuple[T] | None, Exception | None]:
-    try:
-        return (work(),), None
-    except Exception as failure:  # any kind: the other ranks must learn of it
-        return None, failure
-
-
 def _described(failure: Exception) -> str:
     text = "; ".join([str(failure), *getattr(failure, "__notes__", ())])
-    if isinstance(failure, ValueError):
-        return json.dumps(["value", text])
-    return json.dumps(["other", f"{type(failure).__name__}: {text}"])
+    is_value = isinstance(failure, ValueError)
+    return json.dumps(["value", text] if is_value else ["other", f"{type(failure).__name__}: {text}"])

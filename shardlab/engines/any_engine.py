@@ -13,14 +13,14 @@ from typing_extensions import override
 from shardlab.comm import BaseMesh
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.agreement import check_alike, number_among
-from shardlab.engines.checks import check_optimizer_fn, check_types
+from shardlab.engines.checks import check_types
 from shardlab.engines.clip import Axes, clip_
-from shardlab.engines.holdings import Holding, Holdings
+from shardlab.engines.holdings import Holdings
 from shardlab.engines.hooks import forward_is
 from shardlab.engines.state import EngineState
 from shardlab.engines.step_tensors import OptimizerFn
 from shardlab.partition.slices import slices_of
-from shardlab.vocabulary import MeshAxis, Role
+from shardlab.vocabulary import MeshAxis
 
 
 class AnyEngine(Holdings, EngineState):
@@ -40,8 +40,7 @@ class AnyEngine(Holdings, EngineState):
         mesh: BaseMesh | None,
         axes: Sequence[MeshAxis],
     ) -> None:
-        check_types(model, mesh)
-        check_optimizer_fn(optimizer_fn)
+        check_types(model, mesh, optimizer_fn)
         self.module, self.mesh = model, BaseMesh.alone() if mesh is None else mesh
         self.data_comms = tuple(self.mesh[axis] for axis in axes)
         self.comm = self.data_comms[-1]  # the innermost, over which strategies that shard do so
@@ -178,9 +177,6 @@ class AnyEngine(Holdings, EngineState):
         named = [*self.params.items(), *self.module.named_buffers()]
         check_alike(self.data_comms, self.mesh.device, named)
         return [(name, tensor) for name, tensor in named if not tensor.is_meta]
-
-    def _buffer_holdings(self) -> Iterator[Holding]:
-        yield from (Holding(Role.OTHER, buffer) for buffer in self.module.buffers())
 
     def _refuse_closed(self) -> None:
         if self._is_closed:

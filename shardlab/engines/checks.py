@@ -13,8 +13,8 @@ from shardlab.partition.slices import SLICES, TensorSlice
 from shardlab.vocabulary import MeshAxis, class_of
 
 
-def check_types(model: object, mesh: object) -> None:
-    """Refuse a model that is no module, and a mesh that is no mesh.
+def check_types(model: object, mesh: object, optimizer_fn: object) -> None:
+    """Refuse a model that is no module, a mesh that is no mesh, and an optimizer instead of a function that builds it.
 
     Raises:
         ValueError: the message names the argument.
@@ -23,6 +23,11 @@ def check_types(model: object, mesh: object) -> None:
         raise ValueError(f"model: {model!r:.60} was given; give an nn.Module")
     if not isinstance(mesh, BaseMesh | None):
         raise ValueError(f'mesh: {mesh!r:.60} was given; give a Mesh, as Mesh({{"data": 2}}), or None for one process')
+    if not callable(optimizer_fn):
+        raise ValueError(
+            f"optimizer_fn: a function of the tensors to step is needed, not {class_of(optimizer_fn)}; for example "
+            "lambda tensors: AdamW(tensors, lr=1e-3)"
+        )
 
 
 def check_model(
@@ -210,16 +215,3 @@ def _is_dense(tensor: Tensor) -> bool:
             return False
         filled *= size
     return True
-
-
-def check_optimizer_fn(optimizer_fn: object) -> None:
-    """Check that this is a function that builds an optimizer.
-
-    Raises:
-        ValueError: it is something else, for example the optimizer itself.
-    """
-    if not callable(optimizer_fn):
-        raise ValueError(
-            f"optimizer_fn: a function of the tensors to step is needed, not {class_of(optimizer_fn)}; for "
-            "example lambda tensors: AdamW(tensors, lr=1e-3)"
-        )

@@ -18,7 +18,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, final
+from typing import Any, ClassVar, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.coalesced import broadcast_coalesced
+from shardlab.comm.streams import read_later
 from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.trees import tensors_in
 from shardlab.engines.any_engine import AnyEngine
@@ -41,16 +42,6 @@ from shardlab.engines.strategy import Given, Strategy
 from shardlab.vocabulary import FLAG, TOLD, Role
 
 _OUTSIDE = -1  # torch's answer while no backward runs
-
-
-class Watch(Protocol):
-    """What an engine asks of guards, see ``shardlab.engines.guards``."""
-
-    def ask(self, moment: str, engine: "Engine") -> None:
-        """Raise what must not be; called at each of the engine's verbs."""
-
-    def optimizer(self, make: OptimizerFn, engine: "Engine") -> torch.optim.Optimizer:
-        """What ``make`` builds over the engine's tensors, if it fits them."""
 
 
 @final
@@ -70,8 +61,8 @@ class Engine(AnyEngine):
         ValueError: the module has no parameters, the mesh lacks an axis, or the optimizer does not fit.
     """
 
-    guard_class: ClassVar[type[Watch]]
-    """Set by ``shardlab.engines``, so that you can read the engine, and train with it, without guards."""
+    guard_class: ClassVar[Callable[[], Any]]
+    """``engines.guards.Guards``; set by ``shardlab.engines``, so that you can read and use the engine without guards."""
 
     def __init__(
         self,
@@ -505,7 +496,7 @@ class Engine(AnyEngine):
             if state.role is Role.OPTIMIZER_STATE and self.strategy.state_role is not Role.OPTIMIZER_STATE:
                 yield Holding(self.strategy.state_role, state.tensor)  # first, so that its bytes count there
             yield state
-        yield from self._buffer_holdings()
+        yield from (Holding(Role.OTHER, buffer) for buffer in self.module.buffers())
 
     @property
     @override
@@ -515,9 +506,8 @@ class Engine(AnyEngine):
     @override
     def stepping(self) -> contextlib.AbstractContextManager[None]:
         """As the base."""
-        visiting: Callable[[], contextlib.AbstractContextManager[None]] | None
-        visiting = getattr(self.strategy, "visiting", None)  # where shards are in host memory between steps
-        return contextlib.nullcontext() if visiting is None else visiting()
+        visiting = getattr(self.strategy, "visiting", contextlib.nullcontext)  # shards in host memory between steps
+        return cast(contextlib.AbstractContextManager[None], visiting())
 
     @override
     def install_optimizer_state(self, state: dict[str, Any]) -> None:
@@ -533,7 +523,7 @@ class Engine(AnyEngine):
     @property
     def units(self) -> tuple[Any, ...]:
         """What is gathered together, in the module's order: units of FSDP, buckets of ZeRO-3; else nothing."""
-        return tuple(getattr(self.strategy, "units", ()))
+        return tuple(self.strategy.units)
 
     def unshard(self, unit: str) -> None:
         """Gather a unit of FSDP by hand and keep it until ``reshard(unit)``; collective.
@@ -568,18 +558,3 @@ class Engine(AnyEngine):
         if self.tensor_comm is not None:
             whole = [tensor for name, tensor in named if name not in self.slices]
             broadcast_coalesced(self.tensor_comm, whole, tag="whole parameters and buffers from tensor rank 0")
-
-
-def read_later(number: Tensor) -> Callable[[], float]:
-    """How to read a number, [1], so that the host waits for what is before it on the device and for nothing else."""
-    if not number.is_cuda:
-        return number.item
-    host, copied = torch.empty(number.shape, dtype=number.dtype, pin_memory=True), torch.cuda.Event()
-    host.copy_(number, non_blocking=True)
-    copied.record()
-
-    def read() -> float:
-        copied.synchronize()
-        return float(host.item())
-
-    return read

@@ -5,6 +5,7 @@ over ranks (``divisions()``, empty without buckets; a replicated bucket is a lay
 the shard map and the live tensors by role are derived from the answers here, in the same way for every strategy.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -86,13 +87,9 @@ class Holdings:
     optimizer: torch.optim.Optimizer
     _step_tensors: StepTensors
 
+    @abstractmethod
     def holdings(self) -> Iterator[Holding]:
         """Every long-lived tensor of the engine; a storage that comes in several roles counts in the first."""
-        # Parameters first: what follows may be a view of one, and must not count as a second copy.
-        yield from self._parameter_holdings()
-        yield from self._gradient_holdings()
-        yield from self._state_holdings()
-        yield from (Holding(Role.OTHER, buffer) for buffer in self.module.buffers())
 
     def divisions(self) -> list[Division]:
         """How the parameters are divided, bucket by bucket; empty without buckets, where they are all whole."""
@@ -177,15 +174,6 @@ class Holdings:
     def _keeps_pieces(self) -> bool:
         """Whether what is loaded and handed back are the stepped pieces, and not whole parameters."""
         return False
-
-    def _parameter_holdings(self) -> Iterator[Holding]:
-        for name, param in self.params.items():
-            yield Holding(Role.PARAMETER, param, name, (0, param.numel()))
-
-    def _gradient_holdings(self) -> Iterator[Holding]:
-        for name, param in self.params.items():
-            if param.grad is not None:
-                yield Holding(Role.GRADIENT, param.grad, name, (0, param.numel()))
 
     def _state_holdings(self) -> Iterator[Holding]:
         spans = self.owned()

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,8 @@ class Strategy:
     """Whether what this rank keeps between steps are those pieces alone, and no whole parameters."""
     state_role = Role.OPTIMIZER_STATE
     """What the optimizer's state counts as: offloaded, where it stays in host memory."""
+    units: Sequence[Any] = ()
+    """What is gathered together, in the module's order."""
     axes: tuple[MeshAxis, ...] = (MeshAxis.DATA,)
     """Those of the mesh to average over, outer first; parameters are divided over the last."""
 

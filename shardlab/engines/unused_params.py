@@ -18,13 +18,10 @@ After the reduction such an element is -0 if and only if no rank used the parame
 * whoever adds keeps the sign, as all processors do. A switch need not: NCCL is tried before it is used
   (``comm.transports.nccl.require_signed_zeros``).
 
-``torch.set_flush_denormal(True)`` breaks the second: a subnormal result becomes 0 with the result's sign. In that mode,
-terms below ``smallest_normal / eps`` are sent as +0 (1e-31 in float32, and only in the elements that are looked at).
-The other terms are multiples of the smallest normal number, and so are their sums. float16 needs nothing: no processor
-flushes it.
+``torch.set_flush_denormal(True)`` breaks the second, where the first element of a gradient is a sum below
+``smallest_normal``: it becomes 0 with the result's sign, and the parameter counts as unused.
 """
 
-import sys
 from collections.abc import Hashable, Mapping
 from math import copysign
 from typing import TypeVar
@@ -38,8 +35,6 @@ Key = TypeVar("Key", bound=Hashable)
 def mark_used(element: Tensor) -> None:
     """Mark a gradient as used, where it is reduced; ``element`` is the only element that will be looked at."""
     element.add_(0.0)
-    if floor := _floor(element.dtype):
-        element.masked_fill_(element.abs() < floor, 0.0)
 
 
 def mark_all_used(elements: list[Tensor]) -> None:
@@ -48,9 +43,6 @@ def mark_all_used(elements: list[Tensor]) -> None:
         return
     # Of all at once; not by their indices, for whose copy to the device the host would wait.
     torch._foreach_add_(elements, 0.0)
-    if floor := _floor(elements[0].dtype):
-        for element in elements:
-            element.masked_fill_(element.abs() < floor, 0.0)
 
 
 def write_unused(slot: Tensor) -> None:
@@ -69,10 +61,3 @@ def nobody_used(reduced: Mapping[Key, Tensor]) -> set[Key]:
         return set()
     values = torch.cat(list(firsts.values())).tolist()
     return {key for key, first in zip(firsts, values, strict=True) if first == 0.0 and copysign(1.0, first) < 0.0}
-
-
-def _floor(dtype: torch.dtype) -> float:
-    """The smallest term whose sums cannot be flushed to zero; 0 if nothing is flushed."""
-    flushes = sys.float_info.min / 2 == 0.0  # torch can set this mode but not report it; a division shows it
-    limits = torch.finfo(dtype)
-    return limits.smallest_normal / limits.eps if flushes and dtype is not torch.float16 else 0.0

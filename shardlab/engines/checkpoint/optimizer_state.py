@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardlab.comm.slices import cut
-from shardlab.engines.agreement import share_results
+from shardlab.engines.agreement import all_or_none, share_json
 from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.checkpoint.gather import gather_whole
 from shardlab.engines.checkpoint.manifest import decode, encode
@@ -54,7 +54,8 @@ def full_optimizer_state_dict(engine: AnyEngine) -> dict[str, Any]:
 
     # Numbers and text are sent as JSON, tensors in a few large messages. What one rank refuses is refused by all: only
     # those that hold a parameter's first element have values.
-    shared = share_results(engine.comms, engine.mesh.device, own_values)
+    comms, device = engine.comms, engine.mesh.device
+    shared = share_json(comms, device, all_or_none(comms, device, own_values))
     state: dict[int, dict[str, Any]] = {}
     for values in decode(shared):
         for name, found in values.items():

@@ -136,7 +136,7 @@ class Guards:
         pieces = dict(engine.step_tensors().items()) if strategy.steps_pieces else {}
         self._snapshots = {"parameter": Snapshot(engine.params), "piece": Snapshot(pieces)}
         if Where.SHARDED in self._where:
-            for unit in strategy.units:  # type: ignore[attr-defined]
+            for unit in strategy.units:
                 for shards in unit.shards:
                     self._watch(shards)
             modules = [module for module in engine.module.modules() if module._parameters]
@@ -318,7 +318,7 @@ def _count(engine: Engine) -> int:
 
 def _where(engine: Engine) -> set[Where]:
     """Which rules are for an engine."""
-    strategy, is_sharded = engine.strategy, hasattr(engine.strategy, "units")
+    strategy, is_sharded = engine.strategy, bool(engine.strategy.units)
     is_spread = strategy.steps_pieces and not is_sharded and (engine.num_data_ranks > 1 or strategy.keeps_pieces)
     holds = {
         Where.ALL: True,

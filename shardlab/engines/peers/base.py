@@ -23,8 +23,9 @@ from shardlab.comm.torch_engine_groups import TorchGroup, torch_group
 from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.checks import check_model, check_optimizer, check_types
 from shardlab.engines.guards.claims import Claim, check_free
+from shardlab.engines.holdings import Holding
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
-from shardlab.vocabulary import Collective, MeshAxis
+from shardlab.vocabulary import Collective, MeshAxis, Role
 
 STATE_IS_TORCHS = (
     "keeps its optimizer state in torch's own form; use full_state_dict() for the parameters and "
@@ -53,7 +54,7 @@ class Peer(AnyEngine):
     def __init__(
         self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None, *, observed: bool = True
     ) -> None:
-        check_types(model, mesh)
+        check_types(model, mesh, optimizer_fn)
         if mesh is None:
             raise ValueError(f"mesh: {self.name!r} needs one, over all ranks of a RankPool, launch or torchrun")
         check_free(model)
@@ -133,6 +134,24 @@ class Peer(AnyEngine):
         """Load a state dict of the optimizer over this rank's ``step_tensors()``."""
         with self._claim.during("load"):
             self.optimizer.load_state_dict(state)
+
+    @override
+    def holdings(self) -> Iterator[Holding]:
+        """As the base."""
+        # Parameters first: what follows may be a view of one, and must not count as a second copy.
+        yield from self._parameter_holdings()
+        yield from self._gradient_holdings()
+        yield from self._state_holdings()
+        yield from (Holding(Role.OTHER, buffer) for buffer in self.module.buffers())
+
+    def _parameter_holdings(self) -> Iterator[Holding]:
+        for name, param in self.params.items():
+            yield Holding(Role.PARAMETER, param, name, (0, param.numel()))
+
+    def _gradient_holdings(self) -> Iterator[Holding]:
+        for name, param in self.params.items():
+            if param.grad is not None:
+                yield Holding(Role.GRADIENT, param.grad, name, (0, param.numel()))
 
     @abstractmethod
     def _prepare(self) -> None:

@@ -61,7 +61,7 @@ class TorchTP(DTensorPeer):
         observed: bool = True,
         plan: Mapping[str, str] = GPT_PLAN,
     ) -> None:
-        check_types(model, mesh)
+        check_types(model, mesh, optimizer_fn)
         if mesh is not None and mesh.axes.get(MeshAxis.DATA) != 1:
             raise ValueError(
                 f"mesh: it has {mesh.axes}; 'torch_tp' needs an axis 'tensor' to cut the model over, and an axis "
