@@ -61,8 +61,8 @@ class Engine(AnyEngine):
         ValueError: the module has no parameters, the mesh lacks an axis, or the optimizer does not fit.
     """
 
-    guard_class: ClassVar[Callable[[], Any]]
-    """``engines.guards.Guards``; set by ``shardlab.engines``, so that you can read and use the engine without guards."""
+    guard_class: ClassVar[type[Any]]
+    """``engines.guards.Guards``; set by ``shardlab.engines``, so that an engine can be read and used without."""
 
     def __init__(
         self,
