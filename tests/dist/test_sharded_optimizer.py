@@ -146,21 +146,3 @@ def goes_on(rank):
 
 def test_it_goes_on_with_the_state_it_loads(pools):
     assert pools(2).run(goes_on) == [(True, True)] * 2
-
-
-def groups(rank):
-    with Mesh({"data": 2}) as mesh:
-        one, two = nn.Linear(3, 3), nn.Linear(3, 3)
-        made = [{"params": one.named_parameters()}, {"params": two.named_parameters(), "lr": 0.5}]
-        optimizer = ShardedOptimizer(made, torch.optim.SGD, comm=mesh.data, lr=0.1)
-        with pytest.raises(RuntimeError, match="param_group: the layout over ranks is fixed"):
-            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-        before = [param.detach().clone() for param in (one.weight, two.weight)]
-        (one(torch.ones(3)).sum() + two(torch.ones(3)).sum()).backward()
-        optimizer.step()
-        moved = [old - param.detach() for old, param in zip(before, (one.weight, two.weight), strict=True)]
-        return [round(float(each.mean()), 6) for each in moved]
-
-
-def test_groups_may_name_their_parameters_alike_and_none_comes_later(pools):
-    assert pools(2).run(groups) == [[0.1, 0.5]] * 2

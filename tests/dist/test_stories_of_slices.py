@@ -99,26 +99,6 @@ def zeroed_first(engine):
     engine.backward(loss_of_step(engine, 1))
 
 
-def zeroed_while_local(engine):
-    engine.zero_grad()
-    with engine.no_sync():
-        engine.backward(loss_of_step(engine, 0))
-    engine.zero_grad(set_to_none=False)
-
-
-def zeroed_by_hand(engine):
-    engine.step()
-    for tensor in engine.step_tensors():
-        tensor.grad.zero_()
-    engine.backward(loss_of_step(engine, 1))
-
-
-def zeroed_by_hand_alone(model, optimizer):
-    optimizer.step()
-    model.zero_grad()
-    loss_of_step(model, 1).backward()
-
-
 def stepped_first(engine):
     engine.step()
     engine.backward(loss_of_step(engine, 1))
@@ -137,8 +117,6 @@ ALLOWED = {
     ),
     "out of place": (halved, lambda model, _: [p.grad.mul_(0.5) for p in model.parameters()]),
     "zeros": (zeroed_first, lambda model, _: (model.zero_grad(), loss_of_step(model, 1).backward())),
-    "zeros of local sums": (zeroed_while_local, lambda model, _: model.zero_grad(set_to_none=False)),
-    "zeros by hand after a step": (zeroed_by_hand, zeroed_by_hand_alone),
     "a step that changes them": (stepped_first, stepped_first_alone),
     "unscaled": (
         lambda engine: GradScaler(init_scale=2.0).unscale_(engine),
@@ -172,23 +150,6 @@ def test_what_may_be_done_to_gradients_of_slices(pools, strategy):
             optimizer.step()
             optimizer.zero_grad()
         assert_states([states[way] for states in results], model.state_dict())
-
-
-def whole_ones_clipped(rank, strategy):
-    with slices_trained_by(strategy) as engine:
-        engine.backward(loss_of_step(engine, 0))
-        norm = clip_grad_norm_([param for name, param in engine.params.items() if name not in engine.slices], 1e-3)
-        engine.step()
-        return norm
-
-
-@pytest.mark.parametrize("strategy", ["single", "ddp", "bucketed"])
-def test_torch_clips_what_every_tensor_rank_has_whole(pools, strategy):
-    model = sliceable()
-    loss_of_step(model, 0).backward()
-    expected = float(model[2].bias.grad.norm())
-    for norm in pools(2).run(whole_ones_clipped, strategy):
-        assert float(norm) == pytest.approx(expected, abs=1e-10)
 
 
 def quiet_plain_backward(engine):
