@@ -13,7 +13,6 @@ from shardlab.engines import ShardedOptimizer
 from tests.dist import cases
 from tests.dist.every_engine import assert_states
 from tests.dist.own_optimizers import FusedAndRaises, Raises
-from tests.dist.test_stories_of_parameters import REPLACEMENTS
 
 CLASSES = {"raises": Raises, "fused": FusedAndRaises}
 
@@ -96,22 +95,6 @@ def test_all_ranks_have_one_model_and_written_pieces_are_refused(pools, story):
         clip_grad_norm_(model.parameters(), 0.01)
     optimizer.step()
     assert_states(pools(2).run(stepped, story), model.state_dict())
-
-
-def replaced_on_ranks(rank):
-    for replace in REPLACEMENTS:
-        with Mesh({"data": 2}) as mesh:
-            model = cases.build("MLP")
-            optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, comm=mesh.data, lr=0.1)
-            x, y = cases.rows("MLP", 0, 0, 2)
-            cases.loss_of(model(x), y).backward()
-            replace(model)
-            with pytest.raises(RuntimeError, match="its data was replaced"):
-                optimizer.step()
-
-
-def test_it_refuses_to_step_what_was_replaced(pools):
-    pools(2).run(replaced_on_ranks)
 
 
 def goes_on(rank):
