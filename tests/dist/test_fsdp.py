@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Collective, Role
@@ -100,37 +99,6 @@ def test_shard_grad_op_and_no_shard(pools):
         assert [(op, tag) for op, tag, _ in events] == [
             ("all_reduce", f"gradients of {unit}") for unit in (*UNITS[:0:-1], "root")
         ]
-
-
-class Scaled(nn.Module):
-    """Blocks whose scales belong to the root, are recomputed in backward, and are frozen in the first block."""
-
-    def __init__(self):
-        super().__init__()
-        self.enter = nn.Linear(7, 8)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        for place, block in enumerate(self.blocks):
-            block.scale = nn.Parameter(torch.full((8,), 1.5), requires_grad=place > 0)
-        self.leave = nn.Linear(8, 5)
-
-    def forward(self, x):
-        x = self.enter(x)
-        for block in self.blocks:
-            x = checkpoint(lambda x, block=block: block(x) * block.scale, x, use_reentrant=False)
-        return self.leave(x)
-
-
-def train_scaled(rank, num_ranks, sharding):
-    options = {"sharding": sharding, "wrap": [nn.Linear]}
-    with engine_of("fsdp", num_ranks, build(Scaled), optimizer_fn=adamw, **options) as engine:
-        return three_steps(engine)
-
-
-@pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op"])
-def test_what_is_frozen_stays_until_its_own_backward(pools, sharding):
-    """All gradients of the root are there before the first block, whose frozen scale is the root's, runs backward."""
-    expected = plain_steps(build(Scaled), adamw, 3, 0, 1, 2)
-    assert_states(pools(3).run(train_scaled, 3, sharding), expected)
 
 
 def half_frozen():

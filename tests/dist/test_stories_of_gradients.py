@@ -94,6 +94,17 @@ def in_more_bits(user):
     sums_are_replaced_while_their_means_lie_elsewhere(user)
 
 
+@story(on=("zero1", "zero2"), dtype=torch.float32, options={"precision": "bf16"}, instead=None,
+       refused="cleared or replaced at the parameter, and it is elsewhere")  # fmt: skip
+def a_submodule_s_sums_in_more_bits_are_cleared(user):
+    with user.no_sync():
+        user.backward(user(user.rows(0)[0].float()).sum())
+    user.module[0].zero_grad()
+    with user.refused():
+        user.finish_gradients()
+    user.zero_grad()
+
+
 # Adding up.
 
 
