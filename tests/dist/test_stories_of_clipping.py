@@ -27,12 +27,12 @@ def clipped(user, tensors_of):
     return {str(step): norm for step, norm in enumerate(norms)}
 
 
-@story(model="SmallGPT", on=("ddp", "bucketed", "torch_ddp", "torch_zero1"), optimizer=momentum)
+@story(on=("ddp", "bucketed", "torch_ddp", "torch_zero1"), optimizer=momentum)
 def torch_clips_parameters_where_they_are_whole(user):
     return clipped(user, user.module.parameters)
 
 
-@story(model="SmallGPT", on=("ddp", "bucketed", "fsdp-no_shard"), optimizer=momentum)
+@story(on=("ddp", "bucketed", "fsdp-no_shard"), optimizer=momentum)
 def torch_clips_what_is_stepped_where_it_is_whole(user):
     return clipped(user, user.tensors)
 
