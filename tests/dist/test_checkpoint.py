@@ -22,6 +22,7 @@ from torch import nn
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.checkpoint import directory as directory_module
+from shardlab.engines.checkpoint import gather as gather_module
 from shardlab.engines.checkpoint import save as save_module
 from shardlab.engines.checkpoint.manifest import decode, encode, read_manifest
 from shardlab.engines.checkpoint.shard_files import ShardFiles
@@ -33,7 +34,7 @@ from tests.dist.every_engine import ALL, axes_of, options_of
 ROWS = 12
 ADAMW = cases.OPTIMIZERS["adamw"]
 # Each way in which parameters and state are cut.
-CUTS = ("single", "bucketed", "zero1", "zero1-balanced", "zero3", "fsdp", "fsdp-dim0", "fsdp-hybrid")
+CUTS = ("single", "bucketed", "zero1", "zero1-balanced", "zero3", "fsdp-balanced", "fsdp-dim0", "fsdp-hybrid")
 
 
 def adafactor(tensors):
@@ -177,11 +178,13 @@ def test_factored_scalar_and_early_state(pools, tmp_path, optimizer_fn, source, 
         assert_same_state(optimizer_state, optimizer.state_dict())
 
 
-def full_states(rank, setup, kind, axes, optimizer_fn=ADAMW):
+def full_states(rank, setup, kind, axes, optimizer_fn=ADAMW, message_bytes=gather_module.MESSAGE_BYTES):
+    gather_module.MESSAGE_BYTES, usual = message_bytes, gather_module.MESSAGE_BYTES
     with Mesh(axes) as mesh, build(setup, kind, mesh, optimizer_fn) as engine:
         train(engine, kind, range(3))
         taken = engine.full_state_dict(), engine.full_optimizer_state_dict()
         train(engine, kind, range(3, 4))  # what was taken is a copy
+    gather_module.MESSAGE_BYTES = usual
     return taken
 
 
@@ -236,6 +239,24 @@ def test_parameter_groups_keep_their_numbers_and_options(pools, tmp_path):
         assert_same_model(state, model)
         assert_same_state(optimizer_state, optimizer.state_dict())
         plain("Uneven", plain_grouped, steps=())[1].load_state_dict(optimizer_state)
+
+
+def backwards(tensors):
+    return ADAMW(list(tensors)[::-1])
+
+
+def test_the_order_within_a_group_is_the_loading_model_s(pools, tmp_path):
+    run_on(pools, 2, first_half, "zero2", "Uneven", tmp_path / "c", backwards)
+    model, optimizer = plain("Uneven")
+    for state, optimizer_state in run_on(pools, 3, second_half, "zero3", "Uneven", tmp_path / "c", ADAMW):
+        assert_same_model(state, model)
+        assert_same_state(optimizer_state, optimizer.state_dict())
+
+
+def test_small_messages_gather_the_same(pools):
+    _, optimizer = plain("SmallGPT", steps=range(3))
+    for _, optimizer_state in pools(3).run(full_states, "zero1", "SmallGPT", {"data": 3}, ADAMW, 700):
+        assert_same_state(optimizer_state, optimizer.state_dict())
 
 
 def with_scheduler(rank, setup, num_ranks, directory, milestones, load):
@@ -303,6 +324,26 @@ def test_random_generators_go_on_rank_by_rank(pools, tmp_path):
             assert_close(found[name], value, name)
         assert drawn == drawn_again
     assert results[0][2] != results[1][2]
+
+
+def draws_on_more_ranks(rank, directory, num_ranks):
+    """After a load by ranks that were all seeded alike, as scripts do."""
+    torch.manual_seed(rank)
+    with Mesh({"data": num_ranks}) as mesh, build("fsdp", "MLP", mesh) as engine:
+        if num_ranks == 2:
+            return engine.save(directory)
+        for generator in (torch.manual_seed, random.seed, np.random.seed):
+            generator(99)
+        engine.load(directory)
+        return draws()
+
+
+def test_on_more_ranks_each_draws_numbers_of_its_own(pools, tmp_path):
+    pools(2).run(draws_on_more_ranks, tmp_path, 2)
+    first, again = (pools(3).run(draws_on_more_ranks, tmp_path, 3) for _ in range(2))
+    assert first == again
+    for drawn in zip(*first, strict=True):
+        assert len(set(map(str, drawn))) == 3, drawn
 
 
 def stale(rank, directory, setup):
