@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from shardlab.models import GPT, GPTConfig
 from shardlab.testing.nasty_models import (
     MODELS,
     MLP as MLP,
@@ -24,6 +25,14 @@ from shardlab.testing.nasty_models import (
 ROWS_PER_RANK = 2
 
 
+class WideGPT(GPT):
+    """Twelve heads, which 2, 3 and 4 tensor ranks divide."""
+
+    def __init__(self) -> None:
+        super().__init__(GPTConfig(vocab_size=11, seq_len=6, num_layers=2, num_heads=12, hidden=24))
+
+
+OTHER_MODELS = {"WideGPT": WideGPT}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda tensors: torch.optim.AdamW(tensors, lr=1e-2, weight_decay=0.1),
     # Adam forgives a gradient that is off by a factor; these two do not.
@@ -35,14 +44,14 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def build(kind: str, seed: int = 0) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return MODELS[kind]().double()
+        return (MODELS | OTHER_MODELS)[kind]().double()
 
 
 def rows(kind: str, step: int, micro_batch: int, num_ranks: int) -> tuple[Tensor, Tensor]:
     """The global batch, [R * ROWS_PER_RANK, ...]; the first feature's sign differs by row, so also by rank."""
     generator = torch.Generator().manual_seed(1000 * step + micro_batch)
     num_rows = num_ranks * ROWS_PER_RANK
-    if kind == "SmallGPT":
+    if kind.endswith("GPT"):
         tokens = torch.randint(0, 11, (num_rows, 7), generator=generator)
         return tokens[:, :-1], tokens[:, 1:]
     x = torch.randn(num_rows, 7, generator=generator, dtype=torch.float64)

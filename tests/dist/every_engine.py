@@ -47,9 +47,12 @@ OTHER_CUTS = {
     "fsdp-shard_grad_op-flat": ("fsdp", {"sharding": "shard_grad_op", "prefetch": 0}),
     "fsdp-balanced": ("fsdp", {"partition": "balanced"}),
     "fsdp-no_shard-root": ("fsdp", {"sharding": "no_shard", "wrap": "root"}),
+    "fsdp-offload-shard_grad_op": ("fsdp", {"offload": "all", "sharding": "shard_grad_op"}),
+    "fsdp-offload-no_shard": ("fsdp", {"offload": "parameters", "sharding": "no_shard"}),
+    "fsdp-offload-small": ("fsdp", {"offload": "all", "layout": "dim0", "replicate_below": 20}),
 }
 PEERS = {name: (name, {}) for name in ("torch_ddp", "torch_zero1", "torch_fsdp2")}
-ALL = {"single": ("single", {}), **ENGINES, **OTHER_CUTS, **PEERS}
+ALL = {"single": ("single", {}), **ENGINES, **OTHER_CUTS, **PEERS, "torch_tp": ("torch_tp", {})}
 
 # One engine of each kind: whole; whole, stepped in pieces; sharded at once; sharded in units.
 KINDS = ("bucketed", "zero1", "zero3", "fsdp")
@@ -103,6 +106,8 @@ def assert_states(results: Iterable[Mapping[str, Tensor]], expected: Mapping[str
 
 def axes_of(key: str, num_ranks: int) -> dict[str, int]:
     """The mesh's."""
+    if key == "torch_tp":
+        return {"data": 1, "tensor": num_ranks}
     return {"replica": 2, "shard": num_ranks // 2} if "hybrid" in key else {"data": num_ranks}
 
 

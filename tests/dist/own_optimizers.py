@@ -19,37 +19,6 @@ class Assigns(torch.optim.SGD):
                     param.data = param.data - group["lr"] * param.grad.data
 
 
-class HeavyBall(Assigns):
-    """Keeps the weights of the step before, and no copy of them."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    last, before = param.data, self.state[param].get("before", param.data)
-                    param.data = last - group["lr"] * param.grad.data + 0.5 * (last - before)
-                    self.state[param]["before"] = last
-
-
-class Extrapolates(torch.optim.Optimizer):
-    """Keeps the gradient of the step before, and no copy of it."""
-
-    shardlab_looks_at = "element"
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    last = self.state[param].get("last", param.grad)
-                    param.sub_(1.5 * param.grad - 0.5 * last, alpha=group["lr"])
-                    self.state[param]["last"] = param.grad
-
-
 class Steps(torch.optim.Optimizer):
     """Plain descent, in a class that calls no other's step."""
 
@@ -132,22 +101,6 @@ class RaisesFirst(torch.optim.SGD):
             self.failed = True
             raise ArithmeticError("once")
         return super().step(closure)
-
-
-class Looks(torch.optim.SGD):
-    """Looks at the model in the middle of its step."""
-
-    shardlab_looks_at = "element"
-
-    look = None
-
-    def __init__(self, params):
-        super().__init__(params, lr=0.1)
-
-    def step(self, closure=None):
-        super().step(closure)
-        if self.look is not None:
-            self.look()
 
 
 class Clears(torch.optim.SGD):

@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardlab.engines.step_tensors import StepTensors
-from tests.comm.test_communicator import Log
 from tests.dist import cases
-from tests.dist.every_engine import KINDS, PIECES, assert_states, backward, engine_of, one_step, own_batch, sgd
+from tests.dist.every_engine import KINDS, PIECES, assert_states, backward, engine_of, sgd
 from tests.dist.telling import StepTensorsAlone
 
 UNLIKE = "or by identity, class or attributes"
@@ -54,35 +52,11 @@ def only_one_side(keeps):
     return lambda tensors: sgd([one for one in tensors if hasattr(one, "no_decay") is keeps])
 
 
-class SplitLater(torch.optim.AdamW):
-    """Takes all tensors, and makes groups of them by their shapes afterwards."""
-
-    shardlab_looks_at = "element"
-
-    def __init__(self, tensors):
-        super().__init__(tensors, lr=0.1)
-        params = self.param_groups[0]["params"]
-        self.param_groups[0]["params"] = [one for one in params if one.ndim > 1]
-        self.add_param_group({"params": [one for one in params if one.ndim < 2], "weight_decay": 0.0})
-
-
 def through_iterators(tensors):
     def some(wanted):
         return filter(lambda one: (one.numel() > 200) is wanted, itertools.chain(tensors))
 
     return torch.optim.AdamW([{"params": some(True)}, {"params": some(False), "weight_decay": 0.0}], lr=0.1)
-
-
-class Reads(torch.optim.SGD):
-    """Reads what it has just been given, which has no values when it is tried."""
-
-    shardlab_looks_at = "element"
-
-    def __init__(self, tensors):
-        super().__init__(two_groups(lambda one: hasattr(one, "no_decay"))(tensors).param_groups, lr=0.1)
-        self.scales = [
-            1 / float(one.abs().mean()) for group in self.param_groups for one in group["params"] if len(one)
-        ]
 
 
 def of_a_schedule(tensors):
@@ -94,12 +68,6 @@ def of_a_schedule(tensors):
 
 def rates(tensors):
     return torch.optim.SGD([{"params": [one], "lr": 0.5 if one.dim() > 1 else 0.1} for one in tensors], lr=0.1)
-
-
-def betas(tensors):
-    return torch.optim.Adam(
-        [{"params": [one], "betas": (0.5 if one.dim() > 1 else 0.9, 0.9)} for one in tensors], lr=0.1
-    )
 
 
 def after_a_write(tensors):
@@ -118,12 +86,9 @@ WAYS = {
     "dims": lambda model: two_groups(lambda one: one.dim() <= 1),
     "only some": lambda model: only_one_side(True),
     "only others": lambda model: only_one_side(False),
-    "later": lambda model: SplitLater,
     "iterators": lambda model: through_iterators,
-    "reading": lambda model: Reads,
     "schedule": lambda model: of_a_schedule,
     "rates": lambda model: rates,
-    "betas": lambda model: betas,
     "write": lambda model: after_a_write,
 }
 
@@ -141,11 +106,11 @@ def chosen(rank, key, names, options):
     return found
 
 
-BY_DIMS = ("dims", "later", "rates", "betas")
+BY_DIMS = ("dims", "rates")
 KNOWN_OF = {"zero2-round_robin": BY_DIMS, "fsdp-dim0": BY_DIMS, "fsdp-no_shard": (*BY_DIMS, "iterators")}
 
 
-@pytest.mark.parametrize("key", [*KINDS, "zero2-round_robin", "fsdp-dim0", "fsdp-no_shard"])
+@pytest.mark.parametrize("key", ["bucketed", "zero1", "fsdp", "zero2-round_robin", "fsdp-dim0", "fsdp-no_shard"])
 def test_by_what_pieces_do_not_have_is_refused(pools, key):
     names = [name for name in WAYS if name != "write" or not key.startswith("zero")]  # which writes into the pieces
     for found in pools(2).run(chosen, key, names, {}):
@@ -165,23 +130,6 @@ def test_whole_pieces_have_dims_and_no_size(pools):
         for found in pools(2).run(chosen, key, ["dims", "iterators"], options):
             assert found["dims"] == [3, 3]
             assert "optimizer_fn: it groups tensors by their shape or size" in found["iterators"]
-
-
-def from_meta(rank):
-    """Parameters that the engine allocates are those of the model."""
-    for way in ("identity", "write"):
-        model = nn.Sequential(nn.Linear(6, 6, device="meta"), nn.Linear(6, 6, device="meta"))
-        for param in model[0].parameters():
-            param.no_decay = True
-        known = {id(param) for param in model[0].parameters()}
-        make = two_groups(lambda one, known=known: id(one) in known) if way == "identity" else after_a_write
-        with pytest.raises(ValueError, match=f"optimizer_fn: .*({UNLIKE}|could not be tried).*choose by name"):
-            with engine_of("fsdp", 2, model, optimizer_fn=make):
-                pass
-
-
-def test_parameters_that_are_allocated_by_the_engine_are_those_of_the_model(pools):
-    pools(2).run(from_meta)
 
 
 def grouped_and_scheduled(rank, key):
@@ -204,7 +152,7 @@ def grouped_and_scheduled(rank, key):
         return engine.full_state_dict()
 
 
-@pytest.mark.parametrize("key", [*KINDS, "ddp", "zero2", "fsdp-dim0", "fsdp-no_shard"])
+@pytest.mark.parametrize("key", [*KINDS, "fsdp-dim0", "fsdp-no_shard"])
 def test_groups_by_name_and_schedulers(pools, key):
     model = cases.build("Uneven")
     optimizer = by_name(StepTensorsAlone(model))
@@ -299,86 +247,4 @@ def test_another_error_of_the_function_is_told(pools, key):
     pools(2).run(raises_it, key)
 
 
-def with_frozen_biases(rank, key):
-    """Muon takes matrices alone, and all that trains are matrices."""
-    model = cases.build("MLP")
-    for layer in (model[0], model[2], model[4]):
-        layer.bias.requires_grad_(False)
-    words = r"optimizer_fn: .*frozen parameters too, such as '0\.bias'.*tensors\.where"
-    options = {} if key == "ddp" else {"partition": "balanced"}
-    with pytest.raises(ValueError, match=words):
-        with engine_of(key, 2, model, optimizer_fn=lambda tensors: torch.optim.Muon(tensors, lr=1e-2), **options):
-            pass
-
-    def trainable(tensors):
-        return torch.optim.Muon(tensors.where(lambda name: model.get_parameter(name).requires_grad), lr=1e-2)
-
-    with engine_of(key, 2, model, optimizer_fn=trainable, **options) as engine:
-        before = engine.full_state_dict()
-        one_step(engine)
-        return {name: not torch.equal(value, before[name]) for name, value in engine.full_state_dict().items()}
-
-
-def test_an_optimizer_that_does_not_take_what_is_frozen_is_told_how_to_leave_it_out(pools):
-    for key in ("ddp", *PIECES):
-        for changed in pools(2).run(with_frozen_biases, key):
-            assert all(trains == name.endswith("weight") for name, trains in changed.items())
-
-
 # Fused kernels, which write unseen by autograd.
-
-
-def adam(fused):
-    return lambda tensors: torch.optim.AdamW(tensors, lr=0.1, fused=fused)
-
-
-def fused_steps(rank, key, fused):
-    """What steps send where a part of the model is frozen; and where the user sets gradients at the frozen pieces."""
-    log = Log()
-    with engine_of(key, 2, cases.build("Frozen"), optimizer_fn=adam(fused)) as engine:
-        for step in range(2):
-            x, y = own_batch(engine, "Frozen", step)
-            engine.backward(cases.loss_of(engine(x), y))
-            with engine.mesh.observed_by(log):
-                engine.step()
-            engine.zero_grad()
-        state = engine.full_state_dict()
-        engine.backward(cases.loss_of(engine(x), y))
-        for name, piece in engine.step_tensors().items():
-            if not engine.params[name].requires_grad:
-                piece.grad = torch.ones_like(piece)
-        with pytest.raises(RuntimeError, match="frozen, so that nobody gathers it"):
-            engine.step()
-        return [event.tag for event in log.events], state
-
-
-@pytest.mark.parametrize("key", ["zero1", "zero1-balanced", "zero2"])
-def test_a_fused_step_gathers_what_it_has_stepped(pools, key):
-    (tags, state), (other_tags, other) = pools(2).run(fused_steps, key, True)
-    (unfused_tags, unfused), _ = pools(2).run(fused_steps, key, False)
-    assert tags == other_tags == unfused_tags
-    assert_states([state, other], unfused)
-
-
-def test_step_tensors_without_rows_are_tried_too(pools):
-    assert pools(2).run(without_rows) == [[1, 1, 1]] * 2
-
-
-class WithoutRows(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.empty, self.bias = nn.Parameter(torch.empty(0, 4)), nn.Parameter(torch.randn(5))
-
-    def forward(self, x):
-        return self.empty.sum() + (self.bias * x).sum()
-
-
-def without_rows(rank):
-    steps = []
-    for key in PIECES:
-        with engine_of(key, 2, WithoutRows(), "adamw") as engine:
-            assert isinstance(engine.step_tensors(), StepTensors)
-            engine.backward(engine(torch.ones(5) * rank))
-            engine.step()
-            steps.append(engine.num_steps)
-    return steps

@@ -52,19 +52,19 @@ def fsdp(*args, **options):
     return build_engine("fsdp", *args, **options)
 
 
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-def test_every_kind_of_units_equals_one_process(pools, wrap):
+def test_every_kind_of_units_equals_one_process(pools):
     model = build(GPT2)
     optimizer = adamw(list(model.parameters()))
     for step in range(3):
         loss_of(model, rows_of(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    results = pools(2).run(train, wrap, fsdp)
-    assert_states([state for state, _ in results], model.state_dict())
-    table = show_units(model, wrap)
-    units = table.loc[table["parameters"] > 0, "unit"]
-    assert results[0][1] == {f"parameters of {unit}" for unit in units}
+    for wrap in WRAPS.values():
+        results = pools(2).run(train, wrap, fsdp)
+        assert_states([state for state, _ in results], model.state_dict())
+        table = show_units(model, wrap)
+        units = table.loc[table["parameters"] > 0, "unit"]
+        assert results[0][1] == {f"parameters of {unit}" for unit in units}
 
 
 def test_torchs_own_takes_the_same_units(pools):
@@ -166,34 +166,6 @@ def meta_misuse(rank):
 
 def test_meta_misuse_is_named(pools):
     assert pools(2).run(meta_misuse) == [True, True]
-
-
-class ScaledRows(nn.Module):
-    """Beside a matrix, which dim0 gathers in stretches, parameters that stay in one."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(6, 4, dtype=torch.float64))
-        self.row = nn.Parameter(torch.ones(1, 4, dtype=torch.float64))
-        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    def forward(self, x):
-        return x @ self.weight.T * self.scale + (x * self.row).sum()
-
-
-def gathered_by_rows(rank):
-    with (
-        Mesh({"data": 2}) as mesh,
-        build_engine("fsdp", ScaledRows(), adamw, mesh, layout="dim0") as engine,
-    ):
-        engine.unshard("root")
-        held = bytes_by_role(engine.live_tensors())[Role.GATHERED_PARAMETER]
-        engine.reshard("root")
-        return held
-
-
-def test_by_rows_what_stays_in_one_stretch_keeps_no_buffer_beside_the_copies(pools):
-    assert pools(2).run(gathered_by_rows) == [(24 + 4 + 1) * 8] * 2
 
 
 class Branches(nn.Module):

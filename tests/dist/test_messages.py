@@ -4,8 +4,6 @@ Formulas are checked against what was sent and what is alive, and the order of e
 """
 
 import gc
-import subprocess
-import sys
 import threading
 import time
 
@@ -92,50 +90,6 @@ def test_hybrid_sends_three_in_the_group_and_one_shard_over_replicas(pools):
             assert held == tuple(size * numel // shards for size in (8, 8, 16))
 
 
-def bytes_and_wire(rank, strategy, num_ranks):
-    log = Log()
-    with Mesh({"data": num_ranks}) as mesh:
-        model = cases.build("MLP").to(torch.float32)
-        with build_engine(strategy, model, adamw, mesh) as engine, mesh.observed_by(log):
-            x, y = (cases.own_rows(part, rank).to(torch.float32) for part in cases.rows("MLP", 0, 0, num_ranks))
-            engine.backward(cases.loss_of(engine(x), y))
-            engine.step()
-            held = bytes_by_role(engine.live_tensors())
-            return held, engine.padding_bytes, [(e.op, wire_bytes(e), e.tag) for e in log.events]
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_bytes_at_rest_and_on_the_wire_are_the_formulas(pools, num_ranks):
-    numel = sum(param.numel() for param in cases.build("MLP").parameters())
-    for strategy in ("ddp", "bucketed", "zero1", "zero2"):
-        results = pools(num_ranks).run(bytes_and_wire, strategy, num_ranks)
-        for held, padding, events in results:
-            gradients = (4 * numel + padding) // (num_ranks if strategy == "zero2" else 1)
-            assert held[Role.PARAMETER] == 4 * numel + padding
-            assert held[Role.GRADIENT] == gradients
-            assert padding == (-numel % num_ranks) * 4 * strategy.startswith("zero")
-            wire = sum(wire for _, wire, _ in events)
-            assert wire == pytest.approx(2 * (4 * numel + padding) * (num_ranks - 1) / num_ranks, abs=1e-9)
-        states = [held[Role.OPTIMIZER_STATE] for held, _, _ in results]
-        if strategy.startswith("zero"):
-            assert sum(states) == 8 * numel
-            assert max(states) == 8 * -(-numel // num_ranks)
-        else:
-            assert states == [8 * numel] * num_ranks
-
-
-def test_collectives_in_order(pools):
-    expected = {
-        "ddp": [("all_reduce", f"gradient of {n}.{kind}") for n in (0, 2, 4) for kind in ("weight", "bias")],
-        "bucketed": [("all_reduce", "gradients of bucket 0")],
-        "zero1": [("reduce_scatter", "gradients of bucket 0"), ("all_gather", "parameters of bucket 0")],
-        "zero2": [("reduce_scatter", "gradients of bucket 0"), ("all_gather", "parameters of bucket 0")],
-    }
-    for strategy, collectives in expected.items():
-        for _, _, events in pools(2).run(bytes_and_wire, strategy, 2):
-            assert [(op, tag) for op, _, tag in events] == collectives
-
-
 def overlap_order(rank):
     """Issue order against the hooks: the first bucket must leave before the first layer's gradient is there."""
     log = Log()
@@ -190,25 +144,6 @@ def test_no_sync_sends_no_gradient(pools):
             assert "reduce_scatter" in after or "all_reduce" in after
 
 
-def views(rank):
-    with Mesh({"data": 2}) as mesh, build_engine("bucketed", cases.build("MLP"), adamw, mesh) as engine:
-        addresses = []
-        for step in range(3):
-            one_step(engine, step=step)
-            buffer = engine.strategy.buckets[0].buffer
-            assert all(
-                param.grad.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-                for param in engine.params.values()
-            )
-            addresses.append(buffer.data_ptr())
-            engine.zero_grad()
-        return len(set(addresses))
-
-
-def test_gradients_are_views_of_one_lasting_bucket(pools):
-    assert pools(2).run(views) == [1, 1]
-
-
 def lines_of_collectives(rank):
     log, lines = Log(), {}
     for strategy in (*STRATEGIES, "fsdp"):
@@ -225,40 +160,6 @@ def lines_of_collectives(rank):
 def test_every_collective_names_a_line_of_the_caller(pools):
     for strategy, lines in pools(2).run(lines_of_collectives)[0].items():
         assert all(line.startswith(f"{__file__}:") for line in lines), (strategy, lines)
-
-
-def bytes_over_a_step(rank, num_ranks, options):
-    log = Log()
-    with (
-        Mesh({"data": num_ranks}) as mesh,
-        build_engine("zero3", cases.build("MLP").float(), adamw, mesh, **options) as engine,
-    ):
-        seen = {"built": bytes_by_role(engine.live_tensors())}
-        x, y = (cases.own_rows(part, rank).float() for part in cases.rows("MLP", 0, 0, num_ranks))
-        with mesh.observed_by(log):
-            loss = cases.loss_of(engine(x), y)
-            seen["after forward"] = bytes_by_role(engine.live_tensors())
-            engine.backward(loss)
-            engine.step()
-        seen["at rest"] = bytes_by_role(engine.live_tensors())
-        return seen, engine.padding_bytes, [(e.op, e.tag, e.numel) for e in log.events], len(engine.divisions())
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_everything_is_sharded_at_rest(pools, num_ranks):
-    numel = sum(param.numel() for param in cases.build("MLP").parameters())
-    for options in ({}, {"bucket_bytes": 600}):
-        results = pools(num_ranks).run(bytes_over_a_step, num_ranks, options)
-        for seen, padding, events, num_units in results:
-            chunk = (4 * numel + padding) // num_ranks
-            assert seen["built"][Role.PARAMETER] == seen["at rest"][Role.PARAMETER] == chunk
-            assert seen["at rest"][Role.GRADIENT] == chunk
-            assert all(held[Role.GATHERED_PARAMETER] == 0 for held in seen.values())
-            gathers = [("all_gather", f"parameters of bucket {index}") for index in range(num_units)]
-            reduces = [("reduce_scatter", f"gradients of bucket {index}") for index in range(num_units)]
-            assert [event[:2] for event in events] == [*gathers, *gathers, *reduces]
-            assert sum(event[2] for event in events) == 3 * (numel + padding // 4)
-        assert sum(seen["at rest"][Role.OPTIMIZER_STATE] for seen, *_ in results) == 8 * numel
 
 
 def gathered(engine):
@@ -306,7 +207,7 @@ def gathered_everywhere(rank, num_ranks, options):
         return max(watch.seen), watch.seen[-1], padded, 8 * sum(layout.numel for layouts in units for layout in layouts)
 
 
-@pytest.mark.parametrize(("layout", "num_ranks"), [("flat", 2), ("dim0", 3), ("flat", 4)])
+@pytest.mark.parametrize(("layout", "num_ranks"), [("flat", 2), ("dim0", 3)])
 def test_never_more_gathered_than_root_and_unit_and_prefetched(pools, layout, num_ranks):
     for prefetch in (0, 1, 2):
         options = {"layout": layout, "prefetch": prefetch}
@@ -329,23 +230,23 @@ def live(engine):
     }
 
 
-def a_hundred_steps(rank, key):
+def many_steps(rank, key):
     held = gc.get_objects()  # so that an earlier test's leftovers cannot go in the middle of this one
     counts = []
     with engine_of(key, 2, build(), optimizer_fn=adamw) as engine:
-        for step in range(100):
+        for step in range(40):
             one_step(engine, step=step % 5)
             engine.clip_grad_norm_(1.0)
             engine.zero_grad()
-            if step in (10, 99):
+            if step in (10, 39):
                 counts.append(live(engine))
     del held
     return counts
 
 
-@pytest.mark.parametrize("key", [*KINDS, "ddp", "zero2", "fsdp-shard_grad_op", "fsdp-offload"])
+@pytest.mark.parametrize("key", [*KINDS, "fsdp-offload"])
 def test_tensors_hooks_and_pending_handles_stay_constant(pools, key):
-    for early, late in pools(2).run(a_hundred_steps, key):
+    for early, late in pools(2).run(many_steps, key):
         assert early == late
         assert early["pending"] == 0
         assert early["hooks"] > 0
@@ -392,35 +293,3 @@ def test_the_sum_over_replicas_travels_while_the_next_unit_computes(pools):
                 in_flight += 1 if what == "issued" else -1
                 most = max(most, in_flight)
         assert most == 1  # buffers of a unit at a time
-
-
-def test_a_step_makes_no_stub_for_what_it_reshards(monkeypatch):
-    """Each is a launch on a device; at a hundred blocks they were thousands a step."""
-    made, full = [], torch.full
-    with build_engine("fsdp", build(), adamw, wrap="blocks.*", precision="bf16") as engine:
-        monkeypatch.setattr(torch, "full", lambda *args, **options: made.append(args) or full(*args, **options))
-        engine.backward(engine(torch.ones(2, 7, dtype=torch.float64)).sum())
-        assert made == []
-
-
-MAP = (
-    "from tests.dist import cases\nfrom shardlab.engines.bucket import bucket_layouts\n"
-    "from shardlab.vocabulary import Partition\n"
-    "params = dict(cases.build('SmallGPT').named_parameters())\n"
-    "print([one.names for one in bucket_layouts(params, 3, 2000, Partition.ELEMENTS)])"
-)
-
-
-def test_the_bucket_map_does_not_depend_on_the_hash_seed():
-    maps = {
-        subprocess.run(
-            [sys.executable, "-c", MAP],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("0", "1", "77")
-    }
-    assert len(maps) == 1
-    assert "blocks.0.attention.q_proj.weight" in maps.pop()

@@ -1,8 +1,8 @@
 """Between the first forward and the end of a step nothing lets the host wait for a device.
 
 On a GPU these operations do: reading a number, counting what a mask selects, and copying a list of Python's to the
-device. On the CPU they are as easily counted, by torch's dispatcher. The flag by which ranks raise together is left out:
-on a GPU it is read by the next verb that needs the means.
+device. On the CPU they are as easily counted, by torch's dispatcher. The flag by which ranks raise together is left
+out: on a GPU it is read by the next verb that needs the means.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlab.engines import engine as engine_file
 from tests.dist import cases
-from tests.dist.every_engine import ENGINES, engine_of
+from tests.dist.every_engine import KINDS, engine_of
 
 WAITS = frozenset(
     {
@@ -63,7 +63,7 @@ def waits_of(rank, key, num_ranks):
     return found
 
 
-@pytest.mark.parametrize("key", [key for key in ENGINES if "offload" not in key])
+@pytest.mark.parametrize("key", ["ddp", *KINDS, "zero2-round_robin", "fsdp-dim0", "fsdp-no_shard", "fsdp-hybrid"])
 def test_nothing_lets_the_host_wait(pools, key):
     num_ranks = 4 if "hybrid" in key else 2
     for found in pools(num_ranks).run(waits_of, key, num_ranks):

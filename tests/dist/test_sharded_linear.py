@@ -26,7 +26,7 @@ def sharded(rank, num_ranks):
     return y.detach(), own.grad, weight_shard.grad, bias_shard.grad, events
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_equals_the_plain_layer(pools, num_ranks):
     x, weight, bias = (part.requires_grad_() for part in full(num_ranks))
     y = torch.nn.functional.linear(x, weight, bias)
@@ -62,11 +62,10 @@ def any_leading_dims(rank, leading, has_bias):
     return (own_y.detach(), *own_grads), (y[rank].detach(), *grads)
 
 
-@pytest.mark.parametrize("leading", [(), (3,), (2, 3)])
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_any_leading_dims_and_no_bias(pools, leading, has_bias):
-    for found, expected in pools(2).run(any_leading_dims, leading, has_bias):
-        torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+def test_any_leading_dims_and_no_bias(pools):
+    for leading, has_bias in (((), True), ((3,), False), ((2, 3), True)):
+        for found, expected in pools(2).run(any_leading_dims, leading, has_bias):
+            torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
 
 
 def under_autocast(rank, has_bias):
@@ -85,25 +84,11 @@ def under_autocast(rank, has_bias):
     return (own_y.detach(), *own_grads), (y.chunk(2)[rank].detach(), *grads)
 
 
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_autocast_gives_the_dtypes_that_torch_gives(pools, has_bias):
-    for found, expected in pools(2).run(under_autocast, has_bias):
-        assert found[0].dtype == torch.bfloat16
-        torch.testing.assert_close(found, expected, atol=0.1, rtol=0.02)
-
-
-def twice_differentiated(rank):
-    _, weight, bias = (part.chunk(2)[rank].clone().requires_grad_() for part in full(2))
-    with Mesh({"data": 2}) as mesh:
-        x = full(2)[0][2 * rank : 2 * rank + 2].clone().requires_grad_()
-        loss = sharded_linear(x, weight, bias, mesh.data).square().sum()
-        (grad_x,) = torch.autograd.grad(loss, x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            grad_x.square().sum().backward()
-
-
-def test_a_second_derivative_is_refused(pools):
-    pools(2).run(twice_differentiated)
+def test_autocast_gives_the_dtypes_that_torch_gives(pools):
+    for has_bias in (True, False):
+        for found, expected in pools(2).run(under_autocast, has_bias):
+            assert found[0].dtype == torch.bfloat16
+            torch.testing.assert_close(found, expected, atol=0.1, rtol=0.02)
 
 
 def refused(rank):

@@ -13,7 +13,6 @@ from shardlab.engines import ShardedOptimizer
 from tests.dist import cases
 from tests.dist.every_engine import assert_states
 from tests.dist.own_optimizers import FusedAndRaises, Raises
-from tests.dist.test_stories_of_parameters import REPLACEMENTS
 
 CLASSES = {"raises": Raises, "fused": FusedAndRaises}
 
@@ -98,22 +97,6 @@ def test_all_ranks_have_one_model_and_written_pieces_are_refused(pools, story):
     assert_states(pools(2).run(stepped, story), model.state_dict())
 
 
-def replaced_on_ranks(rank):
-    for replace in REPLACEMENTS:
-        with Mesh({"data": 2}) as mesh:
-            model = cases.build("MLP")
-            optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, comm=mesh.data, lr=0.1)
-            x, y = cases.rows("MLP", 0, 0, 2)
-            cases.loss_of(model(x), y).backward()
-            replace(model)
-            with pytest.raises(RuntimeError, match="its data was replaced"):
-                optimizer.step()
-
-
-def test_it_refuses_to_step_what_was_replaced(pools):
-    pools(2).run(replaced_on_ranks)
-
-
 def goes_on(rank):
     def made(mesh):
         torch.manual_seed(0)
@@ -146,21 +129,3 @@ def goes_on(rank):
 
 def test_it_goes_on_with_the_state_it_loads(pools):
     assert pools(2).run(goes_on) == [(True, True)] * 2
-
-
-def groups(rank):
-    with Mesh({"data": 2}) as mesh:
-        one, two = nn.Linear(3, 3), nn.Linear(3, 3)
-        made = [{"params": one.named_parameters()}, {"params": two.named_parameters(), "lr": 0.5}]
-        optimizer = ShardedOptimizer(made, torch.optim.SGD, comm=mesh.data, lr=0.1)
-        with pytest.raises(RuntimeError, match="param_group: the layout over ranks is fixed"):
-            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-        before = [param.detach().clone() for param in (one.weight, two.weight)]
-        (one(torch.ones(3)).sum() + two(torch.ones(3)).sum()).backward()
-        optimizer.step()
-        moved = [old - param.detach() for old, param in zip(before, (one.weight, two.weight), strict=True)]
-        return [round(float(each.mean()), 6) for each in moved]
-
-
-def test_groups_may_name_their_parameters_alike_and_none_comes_later(pools):
-    assert pools(2).run(groups) == [[0.1, 0.5]] * 2

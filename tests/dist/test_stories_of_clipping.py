@@ -27,12 +27,12 @@ def clipped(user, tensors_of):
     return {str(step): norm for step, norm in enumerate(norms)}
 
 
-@story(model="SmallGPT", on=("ddp", "bucketed", "torch_ddp", "torch_zero1"), optimizer=momentum)
+@story(on=("ddp", "bucketed", "torch_ddp", "torch_zero1"), optimizer=momentum)
 def torch_clips_parameters_where_they_are_whole(user):
     return clipped(user, user.module.parameters)
 
 
-@story(model="SmallGPT", on=("ddp", "bucketed", "fsdp-no_shard"), optimizer=momentum)
+@story(on=("ddp", "bucketed", "fsdp-no_shard"), optimizer=momentum)
 def torch_clips_what_is_stepped_where_it_is_whole(user):
     return clipped(user, user.tensors)
 
@@ -108,17 +108,6 @@ def torch_clips_what_no_sync_has_left(user):
 
 
 @story(on=WHOLE, refused="changed in place", instead=lambda user: user.train(0))
-def torch_clips_where_one_rank_alone_has_something(user):
-    if user.rank == 1:
-        user.quietly(0)
-    clip_grad_norm_(user.module.parameters(), 1.0)
-    with user.refused() if user.rank == 1 else pytest.raises(RuntimeError, match=told_of(1)):
-        user.finish_gradients()
-    user.zero_grad()
-    user.train(0)
-
-
-@story(on=WHOLE, refused="changed in place", instead=lambda user: user.train(0))
 def torch_clips_one_rank_s_sums_inside_no_sync(user):
     """And all communicate before they leave it."""
     with user.no_sync():
@@ -127,19 +116,6 @@ def torch_clips_one_rank_s_sums_inside_no_sync(user):
             clip_grad_norm_(user.module.parameters(), 1e-3)
         with user.refused() if user.rank == 0 else pytest.raises(RuntimeError, match=told_of(0)):
             user.finish_gradients()
-    user.zero_grad()
-    user.train(0)
-
-
-@story(on=WHOLE, refused=rf"{WORDS}|call engine\.zero_grad\(\)", instead=lambda user: user.train(0))
-def what_a_plain_backward_inside_no_sync_adds_to_is_refused_when_all_meet(user):
-    with user.no_sync():
-        user.go_back(0)
-        clip_grad_norm_(user.module.parameters(), 1e-3)
-        user.loss(1).backward()
-    for _ in range(2):
-        with user.refused():
-            user.step()
     user.zero_grad()
     user.train(0)
 
@@ -170,19 +146,6 @@ def torch_clips_behind_a_forward_without_backward(user):
     user.step()
     user.zero_grad()
     user.train(1)
-
-
-@story(
-    on=SHARDED, refused="engine.clip_grad_norm_|set or cleared at the parameter", instead=lambda user: user.train(0, 1)
-)
-def torch_clips_while_parameters_are_held(user):
-    user.go_back(0)
-    with user.full_params() as model:
-        for look in (lambda params: clip_grad_norm_(params, 1.0), lambda params: [p.grad * 2 for p in params]):
-            with user.refused():
-                look(model.parameters())
-    user.zero_grad()
-    user.train(0, 1)
 
 
 @story(on=PIECES, refused="engine.clip_grad_norm_|it was set or cleared", instead=lambda user: user.train(0, 1))
@@ -237,27 +200,6 @@ def a_list_of_parameters_from_before_the_engine_is_clipped_or_cleared(user):
     user.train(1)
     user.close()
     assert all(param.grad is None for param in params)
-
-
-class BeginsWithIntegers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
-        self.second = nn.Parameter(torch.full((4,), 1 / 3, dtype=torch.float64))
-
-    def forward(self):
-        return self.second.square().sum()
-
-
-@story(
-    model=BeginsWithIntegers,
-    on=("ddp", "bucketed"),
-    optimizer=lambda tensors: torch.optim.SGD(tensors.where(lambda name: name == "second"), lr=0.1),
-)
-def the_norm_has_the_widest_dtype(user):
-    user.backward(user())
-    norm = user.clip_grad_norm_(10.0)
-    assert float(norm) == pytest.approx(4 / 3, abs=1e-14)
 
 
 test_stories = STORIES.told()

@@ -378,15 +378,6 @@ class Nested(nn.Module):
         return self.again(x + self.body(x), True) * (1 + target)
 
 
-class Tangent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7)), nn.Linear(7, 5)
-
-    def forward(self, x):
-        return self.head(torch.func.jvp(self.body, (x,), (torch.ones_like(x),))[1])
-
-
 def rank_by_rank(user):
     user.module.scale = user.num_ranks
     for step in range(2):
@@ -412,31 +403,25 @@ INSIDE = {
     "a_backward_of_the_engine": (Adversarial, by_the_engine),
     "the_engine": (Nested, nested_engine),
     "a_call": (Nested, nested_call),
-    "a_tangent": (Tangent, lambda user: None),
 }
 for name, (kind, prepare) in INSIDE.items():
-    for wrap in ("auto", "root" if kind is Nested else nn.Linear):
-        told = {"name": f"inside_forward_{name}_{getattr(wrap, '__name__', wrap)}", "model": kind}
-        everywhere = KINDS if wrap == "auto" else ("fsdp",)
-        refusing = SHARDED if kind is Adversarial else ()
+    refusing = SHARDED if kind is Adversarial else ()
 
-        def inside_forward(user, prepare=prepare):
-            prepare(user)
-            user.train(0, 1)
+    @story(name=f"inside_forward_{name}", model=kind, on=[key for key in KINDS if key not in refusing],
+           instead=rank_by_rank)  # fmt: skip
+    def inside_forward(user, prepare=prepare):
+        prepare(user)
+        user.train(0, 1)
 
+    if refusing:
+
+        @story(name=f"inside_forward_{name}_is_refused", model=kind, on=refusing, instead=None,
+               refused="backward: it was called inside a forward")  # fmt: skip
         def refused_inside(user, prepare=prepare):
             prepare(user)
             with user.refused():
                 user.go_back(0)
             user.zero_grad()
-
-        on = tuple(key for key in everywhere if key not in refusing)
-        if on:
-            story(**told, on=on, instead=rank_by_rank, options={"wrap": wrap})(inside_forward)
-        if refused := tuple(key for key in everywhere if key in refusing):
-            told["name"] += "_is_refused"
-            story(**told, on=refused, instead=None, options={"wrap": wrap},
-                  refused="backward: it was called inside a forward")(refused_inside)  # fmt: skip
 
 
 class Transforms(nn.Module):

@@ -94,38 +94,18 @@ def in_more_bits(user):
     sums_are_replaced_while_their_means_lie_elsewhere(user)
 
 
+@story(on=("zero1", "zero2"), dtype=torch.float32, options={"precision": "bf16"}, instead=None,
+       refused="cleared or replaced at the parameter, and it is elsewhere")  # fmt: skip
+def a_submodule_s_sums_in_more_bits_are_cleared(user):
+    with user.no_sync():
+        user.backward(user(user.rows(0)[0].float()).sum())
+    user.module[0].zero_grad()
+    with user.refused():
+        user.finish_gradients()
+    user.zero_grad()
+
+
 # Adding up.
-
-
-@story(on=WHOLE)
-def a_penalty_adds_to_means_by_a_backward_of_its_own(user):
-    """Which comes through no output of the engine."""
-    user.go_back(1)
-    sum(param.square().sum() for param in user.module.parameters()).backward()
-    user.step()
-
-
-class Idle(nn.Module):
-    """One parameter is never used, so its bucket is complete only when backward has been finished."""
-
-    def __init__(self):
-        super().__init__()
-        self.used, self.idle = nn.Linear(7, 5), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.used(x)
-
-
-@story(model=Idle, on=(*KINDS, "zero2"))
-def plain_backwards_add_up_until_they_are_sent(user):
-    for quiet in (False, True):
-        losses = [user.loss(step) for step in range(3)]
-        losses[0].backward()
-        with user.no_sync() if quiet else contextlib.nullcontext():
-            losses[1].backward()
-        losses[2].backward()
-        user.step()
-        user.zero_grad()
 
 
 BY_HAND = {
@@ -146,21 +126,6 @@ def means_are_changed_by_hand_before_the_next_is_added(user):
             user.go_back(1)
             user.step()
             user.zero_grad()
-
-
-@story()
-def gradients_of_two_losses_of_which_the_first_are_kept(user):
-    for step in range(2):
-        user.go_back(step)
-        tensors = user.tensors()
-        first = [tensor.grad for tensor in tensors]
-        user.zero_grad()
-        user.go_back(step + 1)
-        for tensor, gradient in zip(tensors, first, strict=True):
-            if gradient is not None:
-                tensor.grad = tensor.grad + 2 * gradient
-        user.step()
-        user.zero_grad()
 
 
 @story()
@@ -202,26 +167,6 @@ def hooks_change_gradients(user):
     user.train(0, 1)
     hooks[0].remove()
     user.train(2)
-
-
-def one_rank_without_it(user):
-    for rank in range(user.num_ranks):
-        before = None if user.module[2].weight.grad is None else user.module[2].weight.grad.clone()
-        user.loss_of_rank(rank, 0).backward()
-        if rank == 0:
-            user.module[2].weight.grad = before
-    user.step()
-
-
-@story(instead=one_rank_without_it)
-def a_hook_of_one_rank_drops_a_gradient(user):
-    def drop(param):
-        param.grad = None
-
-    with user.full_params() as model:
-        if user.rank == 0:
-            model[2].weight.register_post_accumulate_grad_hook(drop)
-    user.train(0)
 
 
 test_stories = STORIES.told()

@@ -152,19 +152,6 @@ def a_copy_is_a_plain_module_of_its_own(user):
     return found
 
 
-@story(
-    model=sequential,
-    on=(*SHARDED, "fsdp-no_shard"),
-    refused=r"is sharded.*full_params\(\)",
-    instead=lambda user: user.train(0),
-)
-def what_is_released_is_not_copied(user):
-    for way in (copy.deepcopy, saved_and_loaded):
-        with user.refused():
-            way(user.module)
-    user.train(0)
-
-
 @story(model=Deep, optimizer=adamw)
 def a_model_is_averaged(user):
     with held_if_sharded(user):

@@ -1,6 +1,5 @@
 """What users write into parameters or put in their place: taken over, or refused with what to write instead."""
 
-import contextlib
 import copy
 
 import pytest
@@ -319,27 +318,6 @@ def a_gradient_is_computed_with_the_rounded_weights_of_the_forward(user):
 
 
 # Other parameters and modules in their place.
-
-
-def other_parameter(model):
-    model[0].weight = nn.Parameter(torch.zeros(model[0].weight.shape).double())
-
-
-def parametrized(model):
-    nn.utils.parametrizations.weight_norm(model[0])
-
-
-for way in (other_parameter, parametrized):
-    for inside in (False, True):
-
-        @story(name=f"{way.__name__}{'_inside_full_params' * inside}", on=SHARDED, instead=None,
-               refused="being replaced, and the engine|taken out of the module|is sharded")  # fmt: skip
-        def an_attribute_is_replaced(user, way=way, inside=inside):
-            user.train(0)
-            with user.refused():
-                with user.full_params(keep_changes=True) if inside else contextlib.nullcontext():
-                    way(user.module)
-                user.go_back(1)
 
 
 @story(

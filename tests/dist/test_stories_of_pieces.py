@@ -4,10 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.dist import cases
-from tests.dist.every_engine import PIECES, SHARDED, assert_states, engine_of, sgd
-from tests.dist.own_optimizers import Assigns
-from tests.dist.telling import OnRanks, PlainTorch, Stories
+from tests.dist.every_engine import PIECES, SHARDED, sgd
+from tests.dist.telling import Stories
 from tests.dist.test_stories_of_clipping import KeepsAList
 from tests.dist.test_stories_of_steps import ASSIGNED, NOT_STEPPED_IN_PIECES, UNGATHERED, clamp, old_values
 
@@ -37,12 +35,6 @@ def a_second_optimizer_steps_first(user):
     with_a_second(user, torch.optim.SGD(user.tensors(layer_2), lr=0.5))
 
 
-@story(on=("bucketed",))
-def a_second_optimizer_assigns(user):
-    with_a_second(user, Assigns(user.tensors(layer_2), lr=0.5))
-    with_a_second(user, Assigns(user.tensors(layer_2), lr=0.5), last=True)
-
-
 @story()
 def a_second_fused_optimizer_steps_in_a_hook(user):
     """Its kernels write without raising autograd's version counters."""
@@ -67,47 +59,6 @@ for fused in (False, True):
         user.zero_grad()
         user.step()  # gathers it
         user.loss(1)
-
-
-@story(on=NOT_STEPPED_IN_PIECES)
-def closed_after_a_second_optimizer(user):
-    second = torch.optim.SGD(user.tensors(layer_2), lr=0.5)
-    user.go_back(0)
-    user.step()
-    second.step()
-    user.close()
-
-
-@story(instead=None)
-def loaded_over_what_a_second_optimizer_has_stepped(user):
-    second = torch.optim.SGD(user.tensors(), lr=0.5)
-    user.save(user.directory)
-    saved = user.full_state_dict()
-    user.train(0)
-    user.go_back(1)
-    second.step()
-    with pytest.raises(ValueError, match="nothing"):
-        user.load(user.directory / "nothing")
-    user.load(user.directory)
-    assert_states([user.full_state_dict()], saved)
-
-
-@story(on=(*PIECES, "fsdp-offload"), refused=ASSIGNED, instead=None)
-def assigned_by_a_second_optimizer(user):
-    second = Assigns(user.tensors(), lr=0.5)
-    state = user.full_state_dict()
-    user.train(0)
-    user.go_back(1)
-    second.step()
-    with user.refused():
-        user.step()
-    user.zero_grad()
-    with user.refused():
-        user.load_full_state_dict(state)
-        user.go_back(1)
-    user.zero_grad()
-    with user.refused():
-        user.close()
 
 
 @story(
@@ -191,16 +142,6 @@ def shrink(user):
         tensor.mul_(0.9)
 
 
-@story(on=NOT_STEPPED_IN_PIECES)
-def pieces_are_clamped_before_the_step(user):
-    user.module[0].requires_grad_(False)
-    for step in range(3):
-        user.go_back(step)
-        clamp(user.optimizer)
-        user.step()
-        user.zero_grad()
-
-
 @story(on=("zero1",), refused="and the parameter is frozen, so that nobody gathers it", instead=None)
 def pieces_of_what_is_frozen(user):
     user.module[0].requires_grad_(False)
@@ -249,18 +190,6 @@ def pieces_are_clamped_before_an_evaluation(user):
         user.close()
 
 
-@story(on=("zero1",), options={"precision": "bf16"}, refused=UNGATHERED, instead=None)
-def rounded_pieces_are_clamped_last(user):
-    user.train(0)
-    for use in (user.full_state_dict, lambda: user.go_back(0)):
-        clamp(user.optimizer)
-        with user.refused():
-            use()
-        user.zero_grad()
-        user.step()
-    assert max(value.abs().max().item() for value in user.full_state_dict().values()) == pytest.approx(0.1, abs=1e-3)
-
-
 @torch.no_grad()
 def clamp_first_bias(user):
     """It is in the piece of one rank: nothing else tells the other ranks that it was written."""
@@ -283,24 +212,6 @@ def one_rank_writes_last(user):
         user.go_back(0)
     user.zero_grad()
     user.step()
-    user.train(1)
-
-
-@story(on=("zero1",))
-def one_rank_writes_beside_what_is_frozen(user):
-    user.train(0)
-    user.module[2].requires_grad_(False)
-    user.go_back(1)
-    clamp_first_bias(user)
-    user.step()
-
-
-@story(on=("zero1",), instead=lambda user: user.train(0, 1))
-def what_one_rank_has_written_is_loaded_over(user):
-    user.train(0)
-    state = user.full_state_dict()
-    clamp_first_bias(user)
-    user.load_full_state_dict(state)
     user.train(1)
 
 
@@ -381,11 +292,3 @@ def a_parameter_of_after_the_engine_is_added(user):
 
 
 test_stories = STORIES.told()
-
-
-def test_one_process_writes_into_the_parameters_themselves(tmp_path):
-    alone = PlainTorch(cases.build("MLP"), sgd, 1)
-    clamped_after_the_step(alone)
-    with engine_of("zero1", 1, cases.build("MLP"), optimizer_fn=sgd) as engine:
-        clamped_after_the_step(OnRanks(engine, "", tmp_path))
-        assert_states([engine.full_state_dict()], alone.full_state_dict())

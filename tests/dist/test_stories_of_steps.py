@@ -78,8 +78,7 @@ def a_step_that_raised_opens_no_way_round_the_engine(user):
     assert user.num_steps == 1
 
 
-for kind, on in ((own.Assigns, ("bucketed",)), (own.HeavyBall, ("bucketed",)), (own.Extrapolates, KINDS)):
-    story(name=f"the_optimizer_is_{kind.__name__}", optimizer=kind, on=on)(lambda user: user.train(0, 1, 2, 3))
+story(name="the_optimizer_assigns", optimizer=own.Assigns, on=("bucketed",))(lambda user: user.train(0, 1, 2, 3))
 
 
 @story(optimizer=own.Assigns, on=(*PIECES, "fsdp-offload"), refused=ASSIGNED, instead=None)
@@ -135,18 +134,6 @@ def clamped_by_a_hook(user):
         hook.remove()
 
 
-@story()
-def patched(user):
-    step = user.optimizer.step
-
-    def step_and_clamp(*args):
-        step(*args)
-        clamp(user.optimizer)
-
-    user.optimizer.step = step_and_clamp
-    twice(user)
-
-
 @torch.no_grad()
 def shrink_in_place(user):
     for param in user.module.parameters():
@@ -156,18 +143,6 @@ def shrink_in_place(user):
 @story(on=("bucketed",))
 def parameters_are_written_before_the_update(user):
     user.optimizer.register_step_pre_hook(lambda *_: shrink_in_place(user))
-    twice(user)
-
-
-@story()
-def pieces_are_written_before_the_update(user):
-    @torch.no_grad()
-    def shrink(optimizer, *_):
-        for group in optimizer.param_groups:
-            for tensor in group["params"]:
-                tensor.mul_(0.9)
-
-    user.optimizer.register_step_pre_hook(shrink)
     twice(user)
 
 
@@ -211,27 +186,6 @@ def a_hook_averages_the_full_state(user):
     return averaging(user, lambda user: list(user.full_state_dict().values()))
 
 
-class Hooked(own.Steps):
-    """Registers a hook itself."""
-
-    read = None
-
-    def __init__(self, params):
-        super().__init__(params)
-        self.seen = []
-        self.register_step_post_hook(lambda *_: self.seen.append(self.read()))
-
-
-@story(optimizer=Hooked, on=(*NOT_STEPPED_IN_PIECES, "fsdp-no_shard"), instead=None)
-def a_hook_reads_what_is_there_after_the_step(user):
-    late = []
-    user.optimizer.read = lambda: list(user.full_state_dict().values())
-    user.optimizer.register_step_post_hook(lambda *_: late.append(user.optimizer.read()))
-    user.train(0)
-    for seen in (user.optimizer.seen[-1], late[-1]):
-        assert all(torch.equal(*pair) for pair in zip(seen, user.optimizer.read(), strict=True))
-
-
 # In the middle of it, and after an error.
 
 
@@ -247,12 +201,6 @@ for kind in (own.Steps, own.steps_and_more):
     def writes_after_its_base(user):
         user.optimizer.after = clamp
         twice(user)
-
-
-@story(optimizer=own.Looks, on=(*SHARDED, "fsdp-offload"))
-def the_model_is_used_in_the_middle_of_a_step(user):
-    user.optimizer.look = lambda: user.loss(0)
-    twice(user)
 
 
 for kind in (own.Raises, own.FusedAndRaises):

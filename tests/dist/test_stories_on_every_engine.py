@@ -119,7 +119,7 @@ for told, not_on in (
             num_ranks=3,
         )(told)
     peers = tuple(key for key in PEERS if key not in not_on)
-    story(name=f"{told.__name__}_of_torch", model="SmallGPT", optimizer=momentum, on=peers)(told)
+    story(name=f"{told.__name__}_of_torch", optimizer=momentum, on=peers)(told)
 
 
 class Coder(nn.Module):

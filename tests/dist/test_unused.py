@@ -7,11 +7,10 @@ from torch import nn
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.precision import Precision
-from shardlab.engines.unused_params import mark_all_used, nobody_used, write_unused
 from shardlab.vocabulary import HostTransport
-from tests.dist.every_engine import ALL, engine_of, sgd
+from tests.dist.every_engine import ALL, KINDS, engine_of, sgd
 
-KEYS = ("ddp", "bucketed", "zero1", "zero1-balanced", "zero2", "zero3", "fsdp", "fsdp-dim0", "fsdp-no_shard")
+KEYS = ("ddp", *KINDS, "zero1-balanced", "fsdp-no_shard")
 # Half of the smallest number of each dtype rounds to zero, with its sign.
 SMALLEST = {torch.float32: 1.4e-45, torch.float64: 5e-324}
 
@@ -73,7 +72,7 @@ def on_first(slope, num_ranks):
     return (slope, *[None] * (num_ranks - 1))
 
 
-@pytest.mark.parametrize("key", ["fsdp", "fsdp-dim0", "fsdp-no_shard"])
+@pytest.mark.parametrize("key", ["fsdp", "fsdp-no_shard"])
 def test_what_becomes_zero_in_the_dtype_of_the_reduction_is_still_a_gradient(pools, key):
     for precision, slope in (
         (Precision(reduce=torch.float16), -1e-9),
@@ -113,17 +112,3 @@ def test_a_gradient_too_small_to_divide_is_still_a_gradient(pools, key):
     seen = [has_gradient for found in pools(2).run(too_small_to_divide, key) for has_gradient in found]
     assert seen
     assert all(seen)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_marking_changes_nothing_but_the_sign_of_zero(dtype):
-    smallest = torch.finfo(dtype).smallest_normal
-    values = [-0.0, 0.0, -1.0, 3.0, float("inf"), float("nan"), -smallest]
-    buffer = torch.tensor(values, dtype=dtype)
-    expected = buffer.clone()
-    expected[0] = 0.0
-    mark_all_used([buffer[place : place + 1] for place in range(len(values))])
-    assert not nobody_used({0: buffer, 6: buffer[6:]})
-    torch.testing.assert_close(buffer, expected, atol=0, rtol=0, equal_nan=True)
-    write_unused(buffer)
-    assert nobody_used({0: buffer}) == {0}

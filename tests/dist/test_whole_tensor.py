@@ -7,9 +7,9 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.optimizers.sharded_optimizer import ShardedOptimizer
 from shardlab.vocabulary import Partition
-from tests.dist import cases, whole_optimizers
+from tests.dist import whole_optimizers
 from tests.dist.every_engine import adamw, assert_states, one_step, plain_steps
-from tests.dist.test_fsdp import Blocks, build, seeded
+from tests.dist.test_fsdp import build
 
 WHOLE = [str(partition) for partition in Partition if partition is not Partition.ELEMENTS]
 FSDP = {
@@ -82,12 +82,6 @@ def test_exact_with_whole_parameters(pools, kind, num_ranks):
                 assert all(len(ranks) == 1 for ranks in owners.values()), key
 
 
-@pytest.mark.parametrize("partition", WHOLE)
-def test_every_partition_of_fsdp(pools, partition):
-    for found in pools(3).run(trained, 3, "TrustRatio", partition):
-        assert_states([state for state, _ in found.values()], reference("TrustRatio", 3))
-
-
 def refusals(rank, kind):
     """Messages, and that the module then trains under another engine as if nothing had been."""
     messages = []
@@ -155,28 +149,6 @@ def test_what_looks_at_the_whole_model_is_never_sharded(pools):
     assert set(first) == {"optimizer: Clipped looks at the whole model, so it cannot be sharded; use bucketed or ddp"}
 
 
-def centred_rows(tensors):
-    """They are whole with the layout 'dim0', which only the user can know."""
-    optimizer = whole_optimizers.Centred(tensors)
-    optimizer.shardlab_looks_at = "element"
-    return optimizer
-
-
-def rows_are_enough(rank):
-    with (
-        Mesh({"data": 3}) as mesh,
-        build_engine("fsdp", build(), centred_rows, mesh, layout="dim0") as engine,
-    ):
-        for step in range(STEPS):
-            one_step(engine, step=step)
-            engine.zero_grad()
-        return engine.full_state_dict()
-
-
-def test_rows_are_enough_for_some(pools):
-    assert_states(pools(3).run(rows_are_enough), reference("Centred", 3))
-
-
 def refused_on_one_rank(rank):
     """A user's class that only rank 1's pieces displease."""
 
@@ -215,74 +187,6 @@ def test_contradictory_options_of_fsdp(pools):
         assert unknown == "partition: 'halves' is not one of elements, round_robin, contiguous, balanced"
 
 
-def saved(rank, directory):
-    with (
-        Mesh({"data": 3}) as mesh,
-        build_engine("fsdp", build(), OPTIMIZERS["Adafactor"], mesh, partition="balanced") as engine,
-    ):
-        one_step(engine, step=0)
-        engine.save(directory)
-        rows = [(row.parameter, row.role, row.start, row.stop) for row in engine.shard_map()]
-        return rows, engine.owned()
-
-
-def continued(rank, directory, strategy, partition):
-    with (
-        Mesh({"data": 2}) as mesh,
-        build_engine(strategy, build(), OPTIMIZERS["Adafactor"], mesh, partition=partition) as engine,
-    ):
-        engine.load(directory)
-        one_step(engine, step=1)
-        return engine.full_state_dict(), engine.full_optimizer_state_dict()
-
-
-def test_a_checkpoint_goes_to_another_number_of_ranks(pools, tmp_path):
-    model = build()
-    optimizer = OPTIMIZERS["Adafactor"](list(model.parameters()))
-    for step, num_ranks in ((0, 3), (1, 2)):
-        x, y = cases.rows("MLP", step, 0, num_ranks)
-        optimizer.zero_grad()
-        cases.loss_of(model(x), y).backward()
-        optimizer.step()
-    pieces = pools(3).run(saved, tmp_path)
-    assert {name for _, owned in pieces for name in owned} == dict(model.named_parameters()).keys()
-    for rows, owned in pieces:
-        assert {row[0] for row in rows} == set(owned)
-        assert all((start, stop) == owned[name] for name, role, start, stop in rows if role == "parameter")
-    for strategy, partition in (("fsdp", "round_robin"), ("zero1", "contiguous"), ("zero3", "balanced")):
-        for state, optimizer_state in pools(2).run(continued, tmp_path, strategy, partition):
-            assert_states([state], model.state_dict())
-            for number, expected in optimizer.state_dict()["state"].items():
-                for key, value in expected.items():
-                    torch.testing.assert_close(optimizer_state["state"][number][key], value, atol=1e-10, rtol=0)
-
-
-def from_meta(rank, strategy_partition):
-    with torch.device("meta"):
-        model = Blocks().double()
-    with Mesh({"data": 4}) as mesh:
-        options = {"partition": strategy_partition, "init_fn": seeded}
-        with build_engine("fsdp", model, OPTIMIZERS["TrustRatio"], mesh, **options) as engine:
-            one_step(engine)
-            return engine.full_state_dict(), sum(stop - start for start, stop in engine.owned().values())
-
-
-def test_from_the_meta_device(pools):
-    model = build()
-    with torch.no_grad():
-        for name, module in model.named_modules():
-            seeded(name, module)
-    optimizer = OPTIMIZERS["TrustRatio"](list(model.parameters()))
-    x, y = cases.rows("MLP", 0, 0, 4)
-    cases.loss_of(model(x), y).backward()
-    optimizer.step()
-    results = pools(4).run(from_meta, "balanced")
-    assert_states([state for state, _ in results], model.state_dict())
-    loads = [numel for _, numel in results]
-    assert sum(loads) == sum(param.numel() for param in model.parameters())
-    assert max(loads) < 2 * min(loads)  # balanced over the model, not anew in every block
-
-
 class SkipsNaN(torch.optim.SGD):
     """Leaves out the step if any gradient is not finite."""
 
@@ -295,26 +199,3 @@ class SkipsNaN(torch.optim.SGD):
         gradients = [param.grad for group in self.param_groups for param in group["params"]]
         if all(torch.isfinite(gradient).all() for gradient in gradients if gradient is not None):
             super().step(closure)
-
-
-def in_16_bits(rank):
-    """The master weights are whole parameters too."""
-    with Mesh({"data": 2}) as mesh:
-        options = {"partition": "balanced", "precision": "bf16"}
-        with build_engine("fsdp", build().float(), OPTIMIZERS["TrustRatio"], mesh, **options) as engine:
-            whole = [tensor.shape for tensor in engine.step_tensors() if tensor.numel()]
-            for step in range(2):
-                x, y = (cases.own_rows(part, rank).float() for part in cases.rows("MLP", step, 0, 2))
-                engine.backward(cases.loss_of(engine(x), y))
-                engine.step()
-                engine.zero_grad()
-            return whole, engine.full_state_dict()
-
-
-def test_in_16_bits(pools):
-    results = pools(2).run(in_16_bits)
-    shapes = sorted(tuple(shape) for whole, _ in results for shape in whole)
-    assert shapes == sorted(tuple(param.shape) for param in build().parameters())
-    for name, value in results[0][1].items():
-        assert torch.equal(value, results[1][1][name])
-        assert not torch.equal(value, build().state_dict()[name].float())
