@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.group import Process
 from shardlab.comm.mesh import Mesh
 from shardlab.partition.chunks import chunk_bounds
@@ -183,17 +182,6 @@ def test_a_group_of_one_moves_and_records_nothing():
         mesh.data.barrier().wait()
     assert torch.equal(output, torch.arange(4.0))
     assert not log.events
-
-
-def test_an_observer_inside_itself_stays():
-    log, mesh = Log(), BaseMesh.alone()
-    with mesh.observed_by(log), mesh.observed_by(log):
-        pass
-    with mesh.observed_by(log):
-        with mesh.observed_by(log):
-            assert mesh.data.observers == (log, log)
-        assert mesh.data.observers == (log,)
-    assert mesh.data.observers == ()
 
 
 def in_flight(rank):

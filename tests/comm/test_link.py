@@ -74,17 +74,3 @@ def wrong_links(rank):
 
 def test_what_is_no_link_is_refused(pools):
     pools(2).run(wrong_links)
-
-
-def under_another_default_device(rank):
-    with torch.device("meta"):
-        mesh = Mesh({"data": 2}, device="cpu", link="10Gbps,50us")
-    with mesh:
-        value = torch.full((4,), 2.0 - rank)
-        (mesh.data.recv(value, 0) if rank else mesh.data.send(value, 1)).wait()
-        mesh.data.all_reduce(value).wait()
-    return value.tolist()
-
-
-def test_a_mesh_is_the_same_under_another_default_device(pools):
-    assert pools(2).run(under_another_default_device) == [[4.0] * 4] * 2

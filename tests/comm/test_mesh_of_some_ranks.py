@@ -1,8 +1,5 @@
 """Meshes over a part of the ranks: two that train at once, ranks that are on none, ranks that disagree."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -11,7 +8,6 @@ from shardlab.engines import build_engine
 from shardlab.partition.ring_cost import Link
 from tests.dist import cases
 from tests.dist.every_engine import assert_states
-from tests.launch.helpers import script_env
 
 STEPS = {0: 2, 1: 5}
 KINDS = {0: "Uneven", 1: "SmallGPT"}
@@ -96,35 +92,3 @@ def test_ranks_that_want_different_meshes_with_each_other_are_told_so_on_all(poo
     assert "link=Link(latency_us=10.0, bandwidth_gbps=1.0)" in messages[2]
     assert total == 3.0
     assert all(result == results[0] for result in results)
-
-
-SCRIPT = """
-import os, torch
-from shardlab import Mesh, RankPool, build_engine
-
-def train(rank):
-    with Mesh({"data": 2}, ranks=[0, 1] if rank < 2 else [2, 3]) as mesh:
-        model = torch.nn.Linear(2, 1, bias=False).to(mesh.device)
-        torch.nn.init.ones_(model.weight)
-        with build_engine("zero3", model, lambda tensors: torch.optim.SGD(tensors, lr=1.0), mesh) as engine:
-            engine.backward(engine(torch.full((1, 2), float(rank))).sum())
-            engine.step()
-            return engine.full_state_dict()["weight"].tolist()
-
-with RankPool(4, device="cpu") as pool:
-    results = pool.run(train)
-if os.environ.get("RANK", "0") == "0":
-    os.write(1, f"RESULT {results}\\n".encode())
-"""
-
-
-def test_the_same_under_torchrun(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(path)],
-        capture_output=True, text=True, timeout=120, env={**script_env(), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    # The means of 0 and 1, and of 2 and 3.
-    expected = f"RESULT {[[[0.5, 0.5]]] * 2 + [[[-1.5, -1.5]]] * 2}"
-    assert [line for line in done.stdout.splitlines() if "RESULT" in line] == [expected], done.stderr

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.torch_engine_groups import bytes_kept
 from shardlab.engines import build_engine
 from shardlab.partition import ring_cost
 from shardlab.recording.script_collectives import TorchCalls
@@ -114,18 +113,6 @@ def test_a_composed_broadcast_and_exchange_send_what_torchs_do(pools, num_ranks,
     for sent, of_torch, are_equal in pools(num_ranks).run(composed_and_torchs, num_ranks, root):
         assert are_equal
         assert sent == pytest.approx(of_torch, abs=0.02)
-
-
-def test_what_a_rank_of_an_all_to_all_keeps():
-    class Group:
-        num_ranks, rank = 3, 1
-
-    rows = torch.ones(6, 2)
-    assert bytes_kept([rows], [1, 3, 2], Group) == 3 * 8
-    assert bytes_kept(rows.split([1, 3, 2]), (), Group) == 3 * 8  # a list
-    assert bytes_kept([rows[:0]], [0, 0, 0], Group) == 0
-    for unknown in ([], [6], [7, -1, 0]):  # equal parts; those that torch refuses
-        assert bytes_kept([rows], unknown, Group) is None
 
 
 def step_of(rank, strategy, num_ranks):

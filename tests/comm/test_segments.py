@@ -7,7 +7,7 @@ import torch
 
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.transports import gloo
-from shardlab.comm.transports.gloo import HALVES_FROM_BYTES, SEGMENT_BYTES, GlooTransport
+from shardlab.comm.transports.gloo import HALVES_FROM_BYTES, SEGMENT_BYTES
 
 
 def scattered(rank, bounds, segment_bytes, in_place):
@@ -37,16 +37,6 @@ def test_segments_change_nothing(pools, bounds):
         for rank, (chunk, untouched) in enumerate(results):
             assert torch.equal(chunk, expected[bounds[rank] : bounds[rank + 1]])
             assert untouched
-
-
-def scratch(rank):
-    transport = GlooTransport(torch.distributed.group.WORLD)
-    whole = 3 * (SEGMENT_BYTES + 8)
-    return [transport.scratch_bytes(size, reduces_and_scatters=True) for size in (12, whole)]
-
-
-def test_what_is_held_is_a_segment_from_each_other_rank(pools):
-    assert pools(3).run(scratch) == [[2 * 4, 2 * SEGMENT_BYTES]] * 3
 
 
 def reduced(rank, num_elements, halves_from):

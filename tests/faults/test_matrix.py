@@ -53,7 +53,6 @@ OF_RANK_1 = {
 CASES = [
     *((kind(1, 1), told) for kind, told in OF_RANK_1.items()),
     (DeadRank(0, 1), DEAD),  # the rank from which parameters are broadcast
-    (StoppedRank(0, 1), HANGS),
 ]
 
 

@@ -17,6 +17,7 @@ from shardlab.trace.clock import StreamClock
 from shardlab.trace.recorder import Recorder
 from shardlab.trace.store import RunWriter, load_run, write_manifest
 from shardlab.vocabulary import Phase, SpanKind
+from tests.comm.test_communicator import Log
 
 
 def cycles_per_ms():
@@ -144,23 +145,11 @@ def test_every_verb_of_nccl_in_a_queue(gpu_pools, figure):
     figure("all-reduce of 4 kB by NCCL in a group of one", f"{1e3 * found['all_reduce torch.float32'][1]:.1f} us")
 
 
-class Notes:
-    def __init__(self):
-        self.events = []
-
-    def issued(self, event):
-        self.events.append(event)
-
-    def started(self, event): ...
-
-    completed = waited = started
-
-
 def without_work(rank):
     """With ``async_op=False`` NCCL returns no work; the group around it does."""
     device = torch.device("cuda", torch.cuda.current_device())
     comm = Communicator(NcclTransport(dist.group.WORLD), None, (0, 1), 0, "data")
-    notes, found = Notes(), []
+    notes, found = Log(), []
     with comm.observed_by(notes):
         group = TorchGroup(dist.group.WORLD, comm, lambda op: f"{op}")
         for is_async in (False, True):

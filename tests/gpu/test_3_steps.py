@@ -47,11 +47,11 @@ def synchronising_raises():
 
 
 @pytest.mark.parametrize("key", ENGINES)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_no_step_waits_for_the_device(key, optimizer):
+def test_no_step_waits_for_the_device(key):
     strategy, options = ENGINES[key]
     model = cases.build("SmallGPT").float().cuda()
-    with build_engine(strategy, model, cases.OPTIMIZERS[optimizer], BaseMesh.alone("cuda"), **options) as engine:
+    optimizer = cases.OPTIMIZERS["adamw"]
+    with build_engine(strategy, model, optimizer, BaseMesh.alone("cuda"), **options) as engine:
         for step in range(2):
             x, y = (part.cuda() for part in cases.rows("SmallGPT", step, 0, 1))
             torch.cuda.synchronize()
@@ -80,10 +80,9 @@ def trained(rank, num_ranks, steps, **options):
 
 @pytest.mark.parametrize("precision", ["full", "bf16"])
 @pytest.mark.parametrize("offload", ["parameters", "all"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_offload_changes_no_result(gpu_pools, offload, precision, num_ranks):
-    plain = gpu_pools(num_ranks).run(trained, num_ranks, 5, precision=precision)
-    moved = gpu_pools(num_ranks).run(trained, num_ranks, 5, precision=precision, offload=offload)
+def test_offload_changes_no_result(gpu_pools, offload, precision):
+    plain = gpu_pools(2).run(trained, 2, 5, precision=precision)
+    moved = gpu_pools(2).run(trained, 2, 5, precision=precision, offload=offload)
     for expected, found in zip(plain, moved, strict=True):
         for name, value in expected.items():
             # SGD on the CPU may round the last bit otherwise.

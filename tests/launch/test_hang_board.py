@@ -3,7 +3,7 @@
 from time import perf_counter_ns
 
 from shardlab.comm.events import CollectiveEvent
-from shardlab.launch.hang_board import Board, BoardWriter, CallState, describe, mismatch
+from shardlab.launch.hang_board import Board, BoardWriter, CallState, mismatch
 from shardlab.launch.stack import SeenCall
 from shardlab.vocabulary import Collective
 
@@ -90,17 +90,6 @@ def test_a_call_that_was_seen_does_not_come_back_over_what_came_after_it(tmp_pat
     writer.seen(wait)  # done, and its caller not awake yet
     writer.seen(None)
     assert shown(board) == (CallState.COMPLETED, 5)
-
-
-def test_describe(tmp_path):
-    board, writer = make(tmp_path)
-    writer.issued(event(0))
-    lines = describe(board.read(), ["running", "running", "dead"]).splitlines()
-    assert " ".join(lines[0].split()) == "rank process seq collective tag state since (s) elements source line"
-    assert lines[1].split() == ["0", "running", "-", "-", "-", "no", "collective", "yet", "-", "-", "-"]
-    shown = ["1", "running", "0", "all_reduce", "(data)", "gradients", "waiting", "0.0", "4", "float32", LINE]
-    assert lines[2].split() == shown
-    assert lines[3].split()[:2] == ["2", "dead"]
 
 
 def test_a_failed_wait_shows_the_collective_that_ended_before_it(tmp_path):

@@ -3,13 +3,10 @@
 import ctypes
 import os
 import resource
-from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
-
-from shardlab.launch import worker
 
 BLOCKS, BLOCK_BYTES = 32, 4 * 1024**2
 PAGES = BLOCKS * BLOCK_BYTES // resource.getpagesize()
@@ -38,12 +35,3 @@ def test_what_is_freed_is_kept_for_the_next_step_and_given_back_after_the_call(p
     for (pages, held), after in zip(pools(2).run(pages_cleared), pools(2).run(resident_bytes), strict=True):
         assert pages < PAGES / 20
         assert held - after > BLOCKS * BLOCK_BYTES * 3 / 4
-
-
-def test_who_has_set_the_heap_by_the_environment_keeps_it_so(monkeypatch):
-    calls = []
-    monkeypatch.setattr(worker.ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *given: calls.append(given)))
-    for environ, expected in (({"MALLOC_TRIM_THRESHOLD_": "131072"}, 0), ({}, 2)):
-        monkeypatch.setattr(worker.os, "environ", environ)
-        worker._keep_freed()
-        assert len(calls) == expected

@@ -86,40 +86,11 @@ def test_exception_that_cannot_be_rebuilt_is_told_as_text(pools):
     assert caught.value.__cause__ is None
 
 
-def test_failure_wins_over_those_who_wait_for_the_failed_rank(pools):
-    def fail(rank):
-        if rank == 1:
-            raise ValueError("the cause")
-        dist.barrier()
-
-    with pytest.raises(RankError, match="the cause"):
-        pools(3).run(fail)
-    assert works_again(pools(3))
-
-
 def test_sys_exit_in_a_rank_is_an_error(pools):
     for code in (0, "a message"):
         with pytest.raises(RankError) as caught:
             pools(2).run(lambda rank, code: sys.exit(code) if rank == 0 else None, code)
         assert (caught.value.rank, caught.value.exception_type) == (0, "SystemExit")
-
-
-def test_killed_rank_names_itself_and_what_the_others_wait_in(pools):
-    def die(rank):
-        if rank == 1:
-            time.sleep(0.5)
-            os.kill(os.getpid(), signal.SIGKILL)
-        current().board.issued(event("gradients of bucket 2"))
-        time.sleep(60)
-
-    with pytest.raises(RankDied, match="rank 1 died: killed by SIGKILL") as caught:
-        pools(2).run(die)
-    assert (caught.value.rank, caught.value.exit_code) == (1, -signal.SIGKILL)
-    assert "out-of-memory" in str(caught.value)
-    row = caught.value.table.splitlines()[1]
-    for words in ("0 ", "running", "all_reduce (data)", "gradients of bucket 2", "waiting", "train.py:31"):
-        assert words in row
-    assert works_again(pools(2))
 
 
 def test_death_wins_over_the_broken_connections_it_causes(pools):
@@ -164,24 +135,6 @@ def test_crash_in_c_code_shows_the_python_stack(pools, capsys):
     with pytest.raises(RankDied, match="SIGSEGV"):
         pools(1).run(lambda rank: faulthandler._sigsegv())
     assert "[rank 0] Fatal Python error: Segmentation fault" in capsys.readouterr().out
-
-
-def test_hang_by_event_names_who_waits_and_who_is_absent():
-    def skip(rank):
-        if rank != 1:
-            current().board.issued(event("loss"))
-            time.sleep(60)
-
-    with RankPool(3, device="cpu", timeout_s=1.0) as pool:
-        start = time.monotonic()
-        with pytest.raises(RankHang) as caught:
-            pool.run(skip)
-        assert time.monotonic() - start < 30
-        assert caught.value.waiting == (0, 2)
-        first = str(caught.value).splitlines()[0]
-        assert "rank 0 in all_reduce 'loss' of 4 float32 at train.py:31" in first
-        assert "Not in it: rank 1 (returned)" in first
-        assert works_again(pool)
 
 
 @pytest.mark.parametrize(("verb", "transport"), [("all_gather", "gloo"), ("all_reduce", "shared_memory")])

@@ -63,19 +63,13 @@ def test_the_script_sees_what_python_would_show_it(script, tmp_path):
     assert len(load_run(tmp_path / "run").steps) == 3
 
 
-@pytest.mark.parametrize(
-    ("ending", "code", "words"),
-    [
-        ("raise SystemExit(7)", 7, ""),
-        ("raise ValueError('mine')", 1, "ValueError: mine"),  # one of ours would be said in a line, with code 2
-    ],
-)
-def test_errors_and_exit_codes_are_the_scripts_own(script, tmp_path, ending, code, words):
-    done = start("-m", "shardlab", "record", "--out", "run", script(ending), cwd=tmp_path)
+def test_errors_and_exit_codes_are_the_scripts_own(script, tmp_path):
+    """An error of ours would be said in a line, with code 2."""
+    done = start("-m", "shardlab", "record", "--out", "run", script("raise ValueError('mine')"), cwd=tmp_path)
     error = done.communicate(timeout=120)[1]
-    assert done.returncode == code
-    assert words in error
-    assert bool(words) == ("Traceback" in error)
+    assert done.returncode == 1
+    assert "Traceback" in error
+    assert "ValueError: mine" in error
     assert len(load_run(tmp_path / "run").steps) == 3
 
 

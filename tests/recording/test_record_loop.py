@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import gc
 import io
 import math
 import os
@@ -18,10 +17,9 @@ import shardlab
 from shardlab.recording.loop import Loop
 from shardlab.recording.record import ALWAYS_WATCHED, Place, claim
 from shardlab.recording.report import load_recorded
-from shardlab.recording.script_tensors import ScriptTensors
 from shardlab.trace.clock import HostClock
 from shardlab.trace.store import load_run
-from shardlab.vocabulary import Phase, SpanKind
+from shardlab.vocabulary import Phase
 
 NAMES = ("forward", "loss", "backward", "clip", "optimizer", "logging")
 
@@ -69,6 +67,11 @@ def kinds(records, step):
     return rows.sort_values("start_us")["kind"].tolist()
 
 
+def at_rest(records, step=1):
+    rows = records.memory[(records.memory["where"] == "rest") & (records.memory["step"] == step)]
+    return rows.set_index("role")["bytes"]
+
+
 def sgd(*models):
     return torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.1)
 
@@ -82,13 +85,6 @@ def test_a_plain_loop(tmp_path):
     assert kinds(records, 3) == ["forward", "forward", "backward", "optimizer"]  # the model, then the loss
     assert set(records.spans["unit"]) == {"up", "down", "model"}
     assert records.collectives.empty
-
-
-def test_what_happens_between_two_steps_belongs_to_the_next(tmp_path):
-    model = Net()
-    records = recorded(tmp_path, lambda: train(model, sgd(model), 6, lambda: time.sleep(0.05)), trace_memory=None)
-    steps = records.steps.set_index("step")["step_us"]
-    assert (steps[[3, 4, 5]] >= 50_000).all()  # 0 and 1 are followed by a reading of all memory
 
 
 def test_gradient_accumulation_is_one_step_with_the_sum_of_its_losses(tmp_path):
@@ -126,27 +122,9 @@ def test_optimizers_that_step_together_end_one_step(tmp_path):
     records = recorded(tmp_path, loop)
     assert records.steps["step"].tolist() == [0, 1, 2]
     assert kinds(records, 1)[-2:] == ["optimizer", "optimizer"]
-    rest = records.memory[(records.memory["where"] == "rest") & (records.memory["step"] == 1)].set_index("role")[
-        "bytes"
-    ]
+    rest = at_rest(records)
     assert rest["optimizer_state"] == 2 * 4 * (16 * 8 + 8)  # Adam's; read after both have stepped
     assert rest.index.is_unique
-
-
-def test_two_models_in_turn_are_steps_of_their_own(tmp_path):
-    one, other = Net(), Net()
-    first, second = sgd(one), sgd(other)
-
-    def loop():
-        for step in range(3):
-            for model, optimizer in ((one, first), (other, second)):
-                loss_of(model, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-    records = recorded(tmp_path, loop)
-    assert len(records.steps) == 6
-    assert {"forward", "backward", "optimizer"} <= set(kinds(records, 4))
 
 
 class Wrapper(nn.Module):
@@ -214,22 +192,19 @@ class Told:
 
 
 class Watching:
-    """In place of a record: which steps it watches, and whether it listens now."""
+    """In place of a record that watches every step."""
 
-    def __init__(self, *watched):
-        self.told, self.watched, self.listens = Told(), watched, True
+    def __init__(self):
+        self.told = Told()
 
     def open(self):
         return self.told, HostClock()
 
     def watches(self, step):
-        return not self.watched or step in self.watched
-
-    def watch(self, *, on):
-        self.listens = on
+        return True
 
     def __getattr__(self, name):
-        return lambda *_: None
+        return lambda *_, **__: None
 
 
 def test_a_collective_belongs_to_the_step_and_phase_it_is_sent_in():
@@ -265,27 +240,6 @@ def test_a_collective_belongs_to_the_step_and_phase_it_is_sent_in():
     ]
 
 
-def test_what_is_sent_before_a_watched_step_is_heard_and_nothing_of_the_others():
-    record = Watching(1)
-    loop, listened = Loop(record), []
-    for step in range(4):
-        with loop.forward():
-            loop.issued(Sent(f"forward {step}"))
-            listened.append(record.listens)
-        with loop.backward([]):
-            loop.begin_span("unit", SpanKind.BACKWARD)
-        loop.optimizer_begins(0.1, trains=False)
-        loop.optimizer_ends()
-        loop.issued(Sent(f"between two optimizers {step}"))
-        loop.optimizer_begins(0.1, trains=False)
-        loop.optimizer_ends()
-        loop.issued(Sent(f"logging {step}"))
-    assert [(event, step) for event, step, _ in record.told.heard] == [
-        ("logging 0", 1), ("forward 1", 1), ("between two optimizers 1", 1)
-    ]  # fmt: skip
-    assert listened == [False, True, False, False]
-
-
 def test_a_step_that_is_not_watched_has_its_loss_and_time_and_leaves_the_modules_alone(tmp_path):
     model = Net()
     optimizer, losses, hooked, plain = sgd(model), [], [], torch.distributed.Work.wait
@@ -304,22 +258,6 @@ def test_a_step_that_is_not_watched_has_its_loss_and_time_and_leaves_the_modules
     known = records.steps.set_index("step")["wire_bytes"].dropna()
     assert set(known.index) == set(records.spans["step"]) == {*range(ALWAYS_WATCHED), 18}
     assert load_recorded(tmp_path / "run").summary["wire_bytes_per_step"].tolist() == [0.0]
-
-
-def test_hooks_that_come_while_a_unit_runs_do_not_disturb_it(tmp_path):
-    """An optimizer inside of backward ends a step there; here inside a unit's forward, which is as early."""
-    model, optimizer = Net(), None
-
-    class Steps(nn.Module):
-        def forward(self, x):
-            optimizer.step()
-            return x
-
-    model.up = nn.Sequential(nn.Linear(8, 16), Steps())
-    optimizer = sgd(model)
-    with shardlab.record(tmp_path / "run", watch_every=2):
-        for step in range(ALWAYS_WATCHED + 6):
-            loss_of(model, step).backward()
 
 
 def test_a_step_that_the_scaler_skips_is_a_step_without_optimizer(tmp_path):
@@ -360,20 +298,6 @@ def test_a_closure_is_trained_inside_the_optimizer(tmp_path):
     assert kinds(records, 1).count("backward") >= 2
 
 
-def test_a_module_called_by_its_parts_and_a_loss_without_a_module(tmp_path):
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-
-    def loop():
-        for _ in range(3):
-            weight.square().sum().backward()
-            optimizer.step()
-
-    records = recorded(tmp_path, loop)
-    assert len(records.steps) == 3
-    assert kinds(records, 2) == ["backward", "optimizer"]
-
-
 def test_a_second_model_that_begins_to_train_later_is_seen(tmp_path):
     one, late = Net(), nn.Sequential(nn.Linear(8, 8))
 
@@ -388,45 +312,22 @@ def test_a_second_model_that_begins_to_train_later_is_seen(tmp_path):
     assert "0" in set(records.spans.loc[records.spans["step"] == 6, "unit"])
 
 
-def test_everything_is_as_before_afterwards(tmp_path):
+def test_copies_and_files_of_a_model_have_no_hooks_and_afterwards_nothing_has(tmp_path):
     model = Net()
-    optimizer = sgd(model)
     hooks = (torch.nn.modules.module._global_forward_pre_hooks, _global_optimizer_pre_hooks)
-    before = [torch.autograd.backward, torch.amp.GradScaler.scale, torch.distributed.Work.wait, *map(len, hooks)]
-    recorded(tmp_path, lambda: train(model, optimizer, 2))
-    assert [
-        torch.autograd.backward,
-        torch.amp.GradScaler.scale,
-        torch.distributed.Work.wait,
-        *map(len, hooks),
-    ] == before
-    for module in model.modules():
-        assert not module._forward_pre_hooks
-        assert not module._forward_hooks
 
+    def patched():
+        return [torch.autograd.backward, torch.amp.GradScaler.scale, torch.distributed.Work.wait, *map(len, hooks)]
 
-def test_the_numbers_are_the_same_with_and_without(tmp_path):
-    losses = []
-    for directory in (None, tmp_path / "run"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.1), nn.GELU(), nn.Linear(64, 8))
-        optimizer = torch.optim.AdamW(model.parameters())
-        if directory is None:
-            losses.append(train(model, optimizer, 5))
-        else:
-            with shardlab.record(directory):
-                losses.append(train(model, optimizer, 5))
-    assert losses[0] == losses[1]
-
-
-def test_copies_and_files_of_a_model_have_no_hooks(tmp_path):
-    model = Net()
+    before = patched()
     with shardlab.record(tmp_path / "run"):
         train(model, sgd(model), 2)
         buffer = io.BytesIO()
         torch.save(model, buffer)
         twin = copy.deepcopy(model)
         loss_of(twin).backward()
+    assert patched() == before
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)
     assert torch.equal(loaded(torch.ones(8)), twin(torch.ones(8)))
@@ -463,45 +364,34 @@ def test_a_forked_child_records_nothing(tmp_path):
     assert load_run(tmp_path / "run").steps["step"].tolist() == [0, 1, 2]
 
 
-def test_tensors_do_not_keep_a_model_alive():
-    tensors, model = ScriptTensors(), Net()
-    tensors.roots.add(model)
-    del model
-    gc.collect()
-    assert not list(tensors.roots)
-
-
 def test_what_belongs_to_nothing_that_trains_is_unattributed(tmp_path):
     model, other = Net(), torch.zeros(1000, 1000)
     records = recorded(tmp_path, lambda: train(model, sgd(model), 2))
-    rest = records.memory[(records.memory["where"] == "rest") & (records.memory["step"] == 1)].set_index("role")[
-        "bytes"
-    ]
+    rest = at_rest(records)
     assert rest["parameter"] == 4 * sum(param.numel() for param in model.parameters())
     assert rest["unattributed"] >= other.nbytes
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
+def test_what_does_not_fit_is_refused(tmp_path):
+    for number, (spoil, message) in enumerate((
         (lambda path: (path / "notes.txt").write_text(""), "out: .* holds another run"),
         (lambda path: (path / "rank0.journal").write_text(""), "out: .* holds another run"),
         (lambda path: (path.rmdir(), path.write_text("")), "out: .* is a file"),
-    ],
-)
-def test_a_directory_that_is_not_empty_is_refused(tmp_path, spoil, message):
-    directory = tmp_path / "run"
-    directory.mkdir()
-    spoil(directory)
-    with pytest.raises(ValueError, match=message), shardlab.record(directory):
+    )):  # fmt: skip
+        (directory := tmp_path / str(number)).mkdir()
+        spoil(directory)
+        with pytest.raises(ValueError, match=message), shardlab.record(directory):
+            pass
+    with pytest.raises(ValueError, match="trace_memory: -1 is given"), shardlab.record(tmp_path, trace_memory=-1):
         pass
-
-
-def test_what_other_ranks_have_begun_to_write_is_no_other_run(tmp_path):
-    (tmp_path / "rank1.journal").write_bytes(b"")
-    model = Net()
-    with shardlab.record(tmp_path):
-        train(model, sgd(model), 1)
+    with pytest.raises(ValueError, match="watch_every: 0 is given"), shardlab.record(tmp_path, watch_every=0):
+        pass
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rank1.journal").write_bytes(b"")  # another rank has begun to write: no other run
+    with shardlab.record(tmp_path / "run"):
+        with pytest.raises(ValueError, match=r"record: this process records into .*run already"):
+            shardlab.record(tmp_path / "other").__enter__()
+        train(model := Net(), sgd(model), 1)
 
 
 def test_overwrite_removes_a_record_and_what_ranks_that_are_no_more_left_of_it(tmp_path):
@@ -517,30 +407,11 @@ def test_overwrite_removes_a_record_and_what_ranks_that_are_no_more_left_of_it(t
     with pytest.raises(ValueError, match=r"overwrite: .* also holds notes\.txt, which no record has"):
         shardlab.record(tmp_path, overwrite=True).__enter__()
     assert len(load_run(tmp_path).steps) == 1
-
-
-def test_a_rank_that_overwrites_leaves_what_is_of_the_others(tmp_path):
     for name in ("rank0.journal", "rank1.journal", "steps.rank1.parquet", "manifest.json"):
-        (tmp_path / name).write_text("{}")
-    claim(tmp_path, Place(1, 2), overwrite=True)
-    assert {path.name for path in tmp_path.iterdir()} == {"rank0.journal", "manifest.json"}
-
-
-def test_record_inside_record_is_refused(tmp_path):
-    model = Net()
-    with shardlab.record(tmp_path / "run"):
-        with pytest.raises(ValueError, match=r"record: this process records into .*run already"):
-            shardlab.record(tmp_path / "other").__enter__()
-        train(model, sgd(model), 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"trace_memory": -1}, "trace_memory: -1 is given"), ({"watch_every": 0}, "watch_every: 0 is given")],
-)
-def test_steps_to_trace_and_to_watch_are_numbers(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message), shardlab.record(tmp_path, **options):
-        pass
+        (tmp_path / "ranks" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "ranks" / name).write_text("{}")
+    claim(tmp_path / "ranks", Place(1, 2), overwrite=True)  # a rank leaves what is of the others
+    assert {path.name for path in (tmp_path / "ranks").iterdir()} == {"rank0.journal", "manifest.json"}
 
 
 def test_an_engine_of_ours_is_refused_in_its_first_forward(tmp_path):

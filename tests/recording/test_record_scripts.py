@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -59,33 +60,23 @@ def at_rest(records, step):
     return {rank: dict(zip(own["role"], own["bytes"], strict=True)) for rank, own in rows.groupby("rank")}
 
 
-def test_losses_are_bit_identical_and_so_is_all_output(recorded):
-    _, plain, with_recorder, *_ = recorded
+def test_output_and_losses_are_bit_identical_and_every_step_is_there(recorded):
+    name, plain, with_recorder, records, _ = recorded
     assert plain.count("loss") == STEPS
     assert with_recorder == plain
-
-
-def test_every_step_of_every_rank_is_there(recorded):
-    *_, records, _ = recorded
-    assert sorted(zip(records.steps["rank"], records.steps["step"], strict=True)) == [
-        (rank, step) for rank in range(2) for step in range(STEPS)
-    ]
-    assert (records.steps["step_us"] > 0).all()
-    assert records.steps["grad_norm"].isna().all()
-    assert records.steps["num_tokens"].isna().all()
-    assert records.steps.loc[records.steps["traced_memory"], "step"].unique().tolist() == [2]
-
-
-def test_the_loss_is_what_backward_was_called_on(recorded):
-    name, plain, _, records, _ = recorded
+    steps = records.steps
+    assert sorted(zip(steps["rank"], steps["step"], strict=True)) == list(product(range(2), range(STEPS)))
+    assert (steps["step_us"] > 0).all()
+    assert steps[["grad_norm", "num_tokens"]].isna().all(axis=None)
+    assert steps.loc[steps["traced_memory"], "step"].unique().tolist() == [2]
     printed = [float.fromhex(line.split()[1]) for line in plain.splitlines()]
-    own = records.steps.sort_values("step").groupby("rank")["loss"].apply(list)
+    own = steps.sort_values("step").groupby("rank")["loss"].apply(list)
     # The DDP script prints the mean over ranks, into which it reduces its loss in place; the others print rank 0's.
     found = [sum(losses) / 2 for losses in zip(*own, strict=True)] if name == "ddp" else own[0]
     assert found == pytest.approx(printed, rel=1e-6)
 
 
-def test_collectives_are_named_by_what_torch_sends_them_for(recorded):
+def test_collectives_are_named_by_what_torch_sends_them_for_and_have_their_times_in_order(recorded):
     name, *_, records, _ = recorded
     units = 4  # three blocks and the root
     gradients = ("gradients of bucket", "all_reduce", "backward")
@@ -104,12 +95,7 @@ def test_collectives_are_named_by_what_torch_sends_them_for(recorded):
     for step in (2, 3):
         assert sorted(sent(records, step)) == sorted(expected)
     assert set(records.collectives["axis"]) == {"tensor" if name == "tensor_parallel" else "data"}
-
-
-def test_every_collective_has_its_times_in_order(recorded):
-    *_, records, _ = recorded
     rows = records.collectives
-    assert len(rows)
     assert (rows["issue_us"] <= rows["start_us"]).all()
     assert (rows["start_us"] <= rows["end_us"]).all()
     waited = rows.dropna(subset="wait_start_us")
@@ -119,7 +105,7 @@ def test_every_collective_has_its_times_in_order(recorded):
         assert pair["issue_us"].max() <= pair["end_us"].min() + 1e3
 
 
-def test_units_are_timed_forward_and_backward(recorded):
+def test_units_are_timed_and_memory_is_known_by_role(recorded):
     name, *_, records, _ = recorded
     # On a busy machine a short unit, all of whose time was off the CPU, is missing in a step; never in every step.
     spans = records.spans
@@ -132,10 +118,6 @@ def test_units_are_timed_forward_and_backward(recorded):
     assert units <= set(spans.loc[spans["kind"] == "forward", "unit"])
     whole = spans[spans["unit"] == "model"]
     assert {"forward", "backward", "optimizer"} == set(whole["kind"]) - {"off_cpu"}
-
-
-def test_memory_at_rest_is_known_by_role(recorded):
-    name, *_, records, _ = recorded
     for rank, held in at_rest(records, 1).items():
         if name == "ddp":
             numel = 10 * 10 + 10 + 10 * 5 + 5
@@ -151,10 +133,6 @@ def test_memory_at_rest_is_known_by_role(recorded):
             numel = 16 * 10 + 16 + 5 * 16 + 5
             assert (held["parameter"], held["gradient"], held["optimizer_state"]) == (4 * numel, 4 * numel, 8 * numel)
         assert held["unattributed"] < 20_000, rank  # the batch and the loss
-
-
-def test_the_traced_step_has_a_peak_by_role(recorded):
-    *_, records, _ = recorded
     peak = records.memory[records.memory["where"] == "peak"]
     assert set(peak["step"]) == {2}
     total = peak.groupby("rank")["bytes"].sum()

@@ -106,18 +106,6 @@ class Mixing(nn.Module):
         return self.down(self.up(x).softmax(-1))
 
 
-class Scaled(nn.Module):
-    """A parameter of its own between the two layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(HIDDEN, INNER), nn.Linear(INNER, HIDDEN)
-        self.temperature = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return self.down(torch.tanh(self.up(x) * self.temperature))
-
-
 class Stranger(nn.Module):
     """A transformer of two blocks of the given parts; the head is tied to the embedding or not."""
 

@@ -5,12 +5,9 @@ import torch
 from torch.nn import functional
 
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.slices import merge
 from shardlab.engines import build_engine
-from shardlab.partition.slices import slices_of
-from shardlab.tensor_parallel import parallelize_module, vocab_parallel_cross_entropy
+from shardlab.tensor_parallel import vocab_parallel_cross_entropy
 from tests.comm.test_communicator import Log
-from tests.tensor_parallel import test_new_parameters
 from tests.tensor_parallel.test_engines import (
     ENGINES,
     OPTIMIZERS,
@@ -58,10 +55,7 @@ def trained(rank, plan, key, compile_it, backend):
 
 @pytest.mark.parametrize(
     ("plan", "key", "compile_it", "backend"),
-    [
-        ("whole", "alone", blocks, "aot_eager"),
-        ("regather, logits in parts", "fsdp", module, "eager"),
-    ],
+    [("whole", "alone", blocks, "aot_eager"), ("regather, logits in parts", "fsdp", module, "eager")],
 )
 def test_a_compiled_model_trains_as_one_that_is_not(pools, plan, key, compile_it, backend):
     num_ranks = 2 if key == "alone" else 4
@@ -70,34 +64,6 @@ def test_a_compiled_model_trains_as_one_that_is_not(pools, plan, key, compile_it
         assert_same(results, reference("sgd", 2))
         assert sent == expected
         assert graphs > 0
-
-
-def new_parameters(rank, names):
-    torch._dynamo.reset()
-    try:
-        with Mesh({"tensor": 2}) as mesh:
-            comm = mesh["tensor"]
-            model = parallelize_module(test_new_parameters.build(), test_new_parameters.PLAN, comm)
-            test_new_parameters.assign(model)
-            for name in names:
-                model.get_submodule(name).compile(backend="eager")
-            model(test_new_parameters.batch().chunk(2, 1)[rank]).square().sum().backward()
-            slices = slices_of(model)
-            return {
-                name: merge(param.grad, slices[name], comm) if name in slices else param.grad
-                for name, param in model.named_parameters()
-            }
-    finally:
-        torch._dynamo.reset()
-
-
-def test_new_parameters_of_compiled_modules_are_summed_too(pools):
-    model = test_new_parameters.build()
-    model(test_new_parameters.batch()).square().sum().backward()
-    for names in ([""], ["norm", "down", "head"]):
-        for found in pools(2).run(new_parameters, names):
-            for name, param in model.named_parameters():
-                torch.testing.assert_close(found[name], param.grad, atol=1e-10, rtol=0, msg=name)
 
 
 def compiled_loss(rank):

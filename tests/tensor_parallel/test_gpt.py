@@ -10,12 +10,7 @@ from torch import nn
 from shardlab.comm.mesh import Mesh
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.partition.slices import slices_of
-from shardlab.tensor_parallel import (
-    gpt_plan,
-    merge_state_dict,
-    parallelize_module,
-    vocab_parallel_cross_entropy,
-)
+from shardlab.tensor_parallel import gpt_plan, merge_state_dict, parallelize_module, vocab_parallel_cross_entropy
 from tests.comm.test_communicator import Log
 
 SIZES = {"vocab_size": 12, "seq_len": 8, "num_layers": 2, "hidden": 16}
@@ -79,16 +74,14 @@ def train_parallel(rank, config, options, optimizer, steps):
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("options", PLANS)
 def test_trains_as_one_process(pools, options, num_ranks):
-    for key, optimizer, steps in (("tied", "sgd", 20), ("untied", "adamw", 4), ("grouped", "sgd", 4)):
+    for key, optimizer, steps in (("tied", "sgd", 8), ("untied", "adamw", 4), ("grouped", "sgd", 4)):
         config = CONFIGS[key]
         plain = build(config)
         losses = train(plain, OPTIMIZERS[optimizer](list(plain.parameters())), steps)
         results = pools(num_ranks).run(train_parallel, config, PLANS[options], optimizer, steps)
         for found, state, replicated in results:
             assert found == pytest.approx(losses, abs=1e-10)
-            assert state.keys() == plain.state_dict().keys()
-            for name, value in plain.state_dict().items():
-                torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0, msg=lambda m: f"{name}: {m}")  # noqa: B023
+            torch.testing.assert_close(state, dict(plain.state_dict()), atol=1e-10, rtol=0)
             assert replicated
             for name, value in replicated.items():
                 assert torch.equal(value, results[0][2][name]), name
@@ -151,14 +144,6 @@ def test_on_the_sequence_each_is_an_all_gather_and_a_reduce_scatter(pools):
             assert Counter(large) == once
             # Weights and biases of two norms, biases of two row layers, h elements each.
             assert small == [("all_reduce", 16)] * 6
-
-
-def test_regathering_costs_two_more_all_gathers_a_block(pools):
-    options = {"sequence_parallel": True, "regather": True}
-    for forward, backward, _ in pools(2).run(sent_in_a_step, options, False):
-        large = [event for event in of_block(backward, 0) if event[1] == BSH]
-        assert Counter(large) == Counter({("all_gather", BSH): 4, ("reduce_scatter", BSH): 2})
-        assert len(of_block(forward, 0)) == 4
 
 
 def test_activation_checkpointing_changes_no_gradient(pools):

@@ -122,9 +122,7 @@ def test_a_model_of_ones_own(pools, plan):
     y = step(model)
     for found, merged, shapes, loaded in pools(2).run(own_model, plan):
         torch.testing.assert_close(found, y, atol=1e-12, rtol=0)
-        assert merged.keys() == model.state_dict().keys()
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(merged[name], value, atol=1e-12, rtol=0)
+        torch.testing.assert_close(merged, dict(model.state_dict()), atol=1e-12, rtol=0)
         assert shapes["layers.0.qkv.weight"] == (8, 8)
         assert shapes["layers.0.out.weight"] == (8, 4)
         assert shapes["layers.0.out.bias"] == (8,)
@@ -143,11 +141,7 @@ def config(**sizes):
 REFUSED = [  # model, plan, what is said of it on four ranks
     (gpt, {"blocks.*.mlp.fc3": Column()}, "'blocks.*.mlp.fc3' matches no module; the model has, for exa"),
     (gpt, {"blocks.*": Column(), "blocks.*.fc1": Column()}, "'blocks.*.fc1' matches no module"),
-    (
-        gpt,
-        {"blocks.*.mlp.fc1": Column(), "blocks.0.mlp.fc1": Row()},
-        "both match module 'blocks.0.mlp.fc1'",
-    ),
+    (gpt, {"blocks.*.mlp.fc1": Column(), "blocks.0.mlp.fc1": Row()}, "both match module 'blocks.0.mlp.fc1'"),
     (gpt, {"blocks.*.mlp": Column()}, "Column takes an nn.Linear, and 'blocks.0.mlp' is a FeedForward"),
     (
         lambda: gpt(num_heads=1, hidden=6),
@@ -173,11 +167,7 @@ REFUSED = [  # model, plan, what is said of it on four ranks
         {"blocks.*.mlp": OnSequence(), "blocks.*.mlp.fc2": Row(sequence_dim=1)},
         "'blocks.0.mlp' is OnSequence with all that it holds; give 'blocks.0.mlp.fc2' no style",
     ),
-    (
-        gpt,
-        {"blocks.*.mlp.fc1": Column},
-        "'blocks.*.mlp.fc1' has <class 'shardlab.tensor_parallel.styles.Column'>",
-    ),
+    (gpt, {"blocks.*.mlp.fc1": Column}, "'blocks.*.mlp.fc1' has <class 'shardlab.tensor_parallel.styles.Column'>"),
     (gpt, {"blocks.*.mlp.fc1": Column(head_dim=7)}, "head_dim 7 does not divide the 64 output features"),
     (lambda: hooked(), {"blocks.*.mlp.fc1": Column()}, "'blocks.0.mlp.fc1' has hooks, which its parallel"),
 ]

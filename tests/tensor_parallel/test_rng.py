@@ -83,12 +83,3 @@ def test_activation_checkpointing_draws_the_same_masks(pools):
     assert first
     assert second
     assert torch.equal(after, other_after)
-
-
-def test_a_group_of_one_is_plain_torch():
-    with Mesh({"tensor": 1}, ranks=[0]) as mesh:
-        torch.manual_seed(0)
-        expected = torch.rand(3)
-        torch.manual_seed(0)
-        with differing_by_rank(mesh["tensor"]):
-            assert torch.equal(torch.rand(3), expected)

@@ -45,8 +45,7 @@ def scan(engine, train_step):
     }
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "bucketed", "zero1"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("ddp", 2), ("bucketed", 3), ("zero1", 3)])
 def test_bytes_at_rest_equal_a_scan_by_the_garbage_collector(pools, tmp_path, strategy, num_ranks):
     write_manifest(tmp_path, {"run": strategy})
     setting = Setting(strategy, directory=tmp_path, steps=2, at_rest=scan)
@@ -67,14 +66,6 @@ def test_bytes_at_rest_equal_a_scan_by_the_garbage_collector(pools, tmp_path, st
             assert recorded[Role.GRADIENT] >= sum(param.nbytes for param in outcome.params)
             assert recorded[Role.UNATTRIBUTED] == sum(nobodys) + seen["losses"], step
             assert all(recorded[role] == 0 for role in set(Role) - {*ROLES, Role.UNATTRIBUTED})
-
-
-def test_a_storage_named_twice_counts_once():
-    buffer = torch.zeros(10)
-    live = {Role.PARAMETER: [buffer[:4], buffer[4:]], Role.GRADIENT: [buffer, torch.zeros(3)]}
-    held = bytes_by_role(live)
-    assert (held[Role.PARAMETER], held[Role.GRADIENT], held[Role.OTHER]) == (40, 12, 0)
-    assert list(held) == list(Role)
 
 
 def test_the_peak_of_a_hand_made_sequence():
@@ -102,22 +93,6 @@ def test_the_peak_of_a_hand_made_sequence():
         Role.GRADIENT: 400,
         Role.OTHER: 2400,
     }
-
-
-def test_every_stretch_in_a_unit_has_its_highest_and_its_last_moment():
-    ledger = MemoryLedger({})
-    with ledger:
-        ledger.phase, ledger.unit = Phase.FORWARD, "first"
-        kept = torch.empty(100)
-        temporary = torch.empty(500)
-        del temporary
-        ledger.unit = "second"
-        larger = torch.empty(600)  # 2800 B: the peak
-        ledger.unit = "model"
-        del kept, larger
-    course = [(moment.unit, moment.num_bytes) for moment in ledger.moments()]
-    assert course == [("first", 2400), ("first", 400), ("second", 2800), ("model", 2400), ("model", 0)]
-    assert (ledger.peak().unit, ledger.peak().num_bytes) == ("second", 2800)
 
 
 class Wide(nn.Module):
@@ -171,31 +146,12 @@ def test_memory_used_again_at_the_same_address_counts_again():
     assert ledger.peak().num_bytes == 8000
 
 
-def test_what_is_freed_after_the_step_does_not_count():
-    ledger = MemoryLedger({})
-    with ledger:
-        kept = torch.empty(10)
-    num_changes = len(ledger._log)
-    del kept
-    assert len(ledger._log) == num_changes
-
-
 def test_a_ledger_leaves_nothing_on_tensors_that_outlive_it():
     weight = torch.ones(3)
     with MemoryLedger({Role.PARAMETER: [weight]}) as ledger:
         product = weight * 2
     del ledger
     assert [weakref.getweakrefcount(tensor.untyped_storage()) for tensor in (weight, product)] == [0, 0]
-
-
-def test_a_gradient_of_the_step_before_is_seen_to_go():
-    old = torch.zeros(1000)
-    ledger = MemoryLedger({Role.GRADIENT: [old]})
-    with ledger:
-        del old
-        new = torch.empty(600)
-    assert ledger.peak().num_bytes == 4000
-    assert new.numel() == 600
 
 
 class Recording:
@@ -229,11 +185,10 @@ def profiled_peak(profile):
     return highest
 
 
-@pytest.mark.parametrize("strategy", ["single", "bucketed"])
-def test_the_peak_of_a_step_is_within_one_percent_of_the_profilers(strategy):
+def test_the_peak_of_a_step_is_within_one_percent_of_the_profilers():
     torch.manual_seed(0)
     config = GPTConfig(vocab_size=64, seq_len=32, num_layers=3, num_heads=4, hidden=64)
-    with build_engine(strategy, GPT(config), adamw, Mesh.alone()) as engine:
+    with build_engine("bucketed", GPT(config), adamw, Mesh.alone()) as engine:
         x = torch.randint(0, 64, (4, 33))
         inputs, targets = x[:, :-1].contiguous(), x[:, 1:].contiguous()
         plain = TrainStep(engine, next_token)

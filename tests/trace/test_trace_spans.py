@@ -2,7 +2,6 @@
 
 from math import isnan
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,15 +39,3 @@ def test_exposure_of_the_intervals_of_the_issue():
 
 def test_without_communication_there_is_no_number():
     assert all(isnan(value) for value in exposure([], [(0, 10)]))
-
-
-def test_a_span_is_cut_only_where_a_wait_lies_inside():
-    waits = [(0.0, 2.0), (4.0, 6.0), (9.0, 12.0)]
-    assert without((2.0, 4.0), waits) == [(2.0, 4.0)]
-    assert without((1.0, 10.0), waits) == [(2.0, 4.0), (6.0, 9.0)]
-    assert without((4.5, 5.5), waits) == []
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_merged_takes_any_order(order):
-    assert merged([(0, 2), (1, 3), (5, 6)][::order]) == [(0, 3), (5, 6)]

@@ -64,23 +64,6 @@ def test_round_trip_is_exact(tmp_path):
     assert dict(records.manifests["ddp"]) == {"format": store.FORMAT, "run": "ddp", "ranks": 2}
 
 
-def test_unfinished_and_finished_runs_read_the_same(tmp_path):
-    writer = write(tmp_path, steps=4)
-    unfinished = load_run(tmp_path)
-    writer.close()
-    finished = load_run(tmp_path)
-    for name in TABLES:
-        pd.testing.assert_frame_equal(getattr(unfinished, name), getattr(finished, name))
-
-
-def test_every_step_is_on_disk_when_it_is_over(tmp_path):
-    writer = write(tmp_path, steps=1)
-    assert load_run(tmp_path).steps["step"].tolist() == [0]
-    writer.append(1, {"steps": heard([one_step(1)])})
-    assert load_run(tmp_path).steps["step"].tolist() == [0, 1]
-    killed(writer)
-
-
 def test_a_stream_cut_anywhere_reads_every_whole_step(tmp_path):
     """A kill leaves no half entry, but a disk may."""
     ends, path = [], tmp_path / "rank0.journal"
@@ -88,19 +71,7 @@ def test_a_stream_cut_anywhere_reads_every_whole_step(tmp_path):
         killed(write(tmp_path, steps))
         ends += END.unpack(path.read_bytes()[: END.size])
     whole = path.read_bytes()
-    for length in (
-        0,
-        1,
-        END.size,
-        ends[0] - 1,
-        ends[0],
-        ends[0] + 7,
-        ends[1] - 2,
-        ends[1],
-        ends[2] - 1,
-        ends[2],
-        len(whole),
-    ):
+    for length in (0, 1, END.size, ends[0] - 1, ends[0], ends[0] + 7, ends[1] - 2, ends[1], ends[2] - 1, len(whole)):
         path.write_bytes(whole[:length])
         records = load_run(tmp_path)
         expected = sum(end <= length for end in ends)
@@ -108,12 +79,18 @@ def test_a_stream_cut_anywhere_reads_every_whole_step(tmp_path):
         assert len(records.collectives) == 2 * expected  # a step is there in all tables or in none
 
 
-def test_killed_while_the_files_were_made(tmp_path):
-    writer = write(tmp_path, steps=2)
-    (tmp_path / "steps.rank0.parquet").write_bytes(b"PAR1 half a fi")
-    assert load_run(tmp_path).steps["step"].tolist() == [0, 1]
+def test_unfinished_half_finished_and_finished_runs_read_the_same(tmp_path):
+    writer = write(tmp_path, steps=3)
+    unfinished = load_run(tmp_path)
+    assert unfinished.steps["step"].tolist() == [0, 1, 2]
+    (tmp_path / "steps.rank0.parquet").write_bytes(b"PAR1 half a fi")  # killed while the files were made
+    half_finished = load_run(tmp_path)
     writer.close()
-    assert load_run(tmp_path).steps["step"].tolist() == [0, 1]
+    writer.close()
+    finished = load_run(tmp_path)
+    for name in TABLES:
+        for other in (half_finished, finished):
+            pd.testing.assert_frame_equal(getattr(unfinished, name), getattr(other, name))
 
 
 def test_long_runs_are_finished_in_parts(tmp_path, monkeypatch):
@@ -131,20 +108,6 @@ def test_runs_together(tmp_path):
     assert set(records.manifests) == {"ddp", "zero1"}
 
 
-def test_closing_twice_is_harmless(tmp_path):
-    writer = write(tmp_path, steps=1)
-    writer.close()
-    writer.close()
-    assert len(load_run(tmp_path).steps) == 1
-
-
-def test_no_run(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no manifest\.json, so it is no run"):
-        load_run(tmp_path)
-    with pytest.raises(ValueError, match="no runs to load"):
-        load_runs([])
-
-
 def test_a_comparison_is_told_from_a_run(tmp_path):
     for run in ("ddp", "zero1"):
         write(tmp_path / "records" / run, steps=1, run=run).close()
@@ -156,43 +119,30 @@ def test_a_comparison_is_told_from_a_run(tmp_path):
         run_directories(tmp_path / "records")
 
 
-def test_records_are_shown_in_a_line_a_table(tmp_path):
-    for rank in (0, 1):
-        write(tmp_path, steps=3, rank=rank).close()
-    lines = repr(load_run(tmp_path)).splitlines()
-    assert lines[0] == "Records of ddp"
-    assert [line.split()[0] for line in lines[1:]] == list(TABLES)
-    assert lines[1].split()[1:] == ["12", "rows,", "2", "ranks,", "3", "steps"]
-
-
-@pytest.mark.parametrize(("apart", "age"), [(1, "a newer"), (-1, "an older")])
-def test_another_format(tmp_path, apart, age):
+def test_another_format_and_no_run_at_all(tmp_path):
     write(tmp_path, steps=1).close()
-    write_manifest(tmp_path, {"format": store.FORMAT + apart})
-    words = f"format {store.FORMAT + apart} by {age} shardlab; this one reads format {store.FORMAT}"
-    with pytest.raises(ValueError, match=words):
+    for apart, age in ((1, "a newer"), (-1, "an older")):
+        write_manifest(tmp_path, {"format": store.FORMAT + apart})
+        words = f"format {store.FORMAT + apart} by {age} shardlab; this one reads format {store.FORMAT}"
+        with pytest.raises(ValueError, match=words):
+            load_run(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"holds no manifest\.json, so it is no run"):
         load_run(tmp_path)
+    with pytest.raises(ValueError, match="no runs to load"):
+        load_runs([])
 
 
-DAMAGED = ['{"format": 1, "run', "", "[]", '{"run": "ddp"}', '{"format": "x"}', "null"]
-
-
-@pytest.mark.parametrize("text", [*DAMAGED, pytest.param("[" * 100_000, id="deep")])
-def test_damaged_manifest(tmp_path, text):
-    (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(ValueError, match=r"manifest\.json is damaged, or not a manifest"):
-        load_run(tmp_path)
-
-
-@pytest.mark.parametrize("data", [b"no entry", b"\xc1", b"\x80", b"\x81\xa3run\xa1x", b"\x00"])
-def test_damaged_entries_are_named(tmp_path, data):
-    killed(write(tmp_path, steps=2))
-    add(tmp_path / "rank0.journal", data)
-    with pytest.raises(ValueError, match=r"rank0\.journal is damaged"):
-        load_run(tmp_path)
-
-
-def test_damaged_files_are_named(tmp_path):
+def test_damage_is_named(tmp_path):
+    for text in ('{"format": 1, "run', "", "[]", '{"run": "ddp"}', '{"format": "x"}', "null", "[" * 100_000):
+        (tmp_path / "manifest.json").write_text(text)
+        with pytest.raises(ValueError, match=r"manifest\.json is damaged, or not a manifest"):
+            load_run(tmp_path)
+    for number, data in enumerate((b"no entry", b"\xc1", b"\x80", b"\x81\xa3run\xa1x", b"\x00")):
+        killed(write(tmp_path / str(number), steps=2))
+        add(tmp_path / str(number) / "rank0.journal", data)
+        with pytest.raises(ValueError, match=r"rank0\.journal is damaged"):
+            load_run(tmp_path / str(number))
     write(tmp_path, steps=2).close()
     (tmp_path / "steps.rank0.parquet").write_bytes(b"no parquet")
     with pytest.raises(ValueError, match=r"steps\.rank0\.parquet cannot be read"):

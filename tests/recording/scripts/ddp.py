@@ -1,8 +1,6 @@
 """As torch's tutorial 'Getting Started with Distributed Data Parallel' has it for torchrun."""
 # ruff: noqa: T201
 
-import argparse
-
 import torch
 import torch.distributed as dist
 from torch import nn, optim
@@ -10,26 +8,26 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 
 class ToyModel(nn.Module):
-    def __init__(self, width):
+    def __init__(self):
         super().__init__()
-        self.net1 = nn.Linear(10, width)
+        self.net1 = nn.Linear(10, 10)
         self.relu = nn.ReLU()
-        self.net2 = nn.Linear(width, 5)
+        self.net2 = nn.Linear(10, 5)
 
     def forward(self, x):
         return self.net2(self.relu(self.net1(x)))
 
 
-def demo_basic(steps, width):
+def demo_basic():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model = ToyModel(width)
+    model = ToyModel()
     ddp_model = DDP(model)
     loss_fn = nn.MSELoss()
     optimizer = optim.SGD(ddp_model.parameters(), lr=0.001, momentum=0.9)
     torch.manual_seed(rank)
-    for _ in range(steps):
+    for _ in range(4):
         optimizer.zero_grad()
         outputs = ddp_model(torch.randn(20, 10))
         labels = torch.randn(20, 5)
@@ -43,8 +41,4 @@ def demo_basic(steps, width):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--width", type=int, default=10)
-    arguments = parser.parse_args()
-    demo_basic(arguments.steps, arguments.width)
+    demo_basic()
