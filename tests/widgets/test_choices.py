@@ -37,18 +37,19 @@ def batches():
     return torch.utils.data.DataLoader(samples(), batch_size=8)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_control_is_enabled_where_compare_takes_its_option(strategy):
-    choices = Choices(CompareConfig(text="grammar", device="cpu", ranks=2))
-    choices.choose({"strategies": strategy, **OTHER})
+def test_a_control_is_enabled_where_compare_takes_its_option():
+    assert set(Choices(CompareConfig(text="grammar")).inputs) >= COURSE
     assert set(OTHER) <= set(ENGINE_FIELDS)
-    for name, value in OTHER.items():
-        if choices.inputs[name].disabled:
-            with pytest.raises(ValueError, match=f"{name}: only for"):
-                CompareConfig(strategies=strategy, text="grammar", device="cpu", ranks=2, **{name: value})
-    config = choices.config()
-    taken = {name for name in OTHER if getattr(config, name) == OTHER[name]}
-    assert taken == {name for name in OTHER if not choices.inputs[name].disabled}
+    for strategy in STRATEGIES:
+        choices = Choices(CompareConfig(text="grammar", device="cpu", ranks=2))
+        choices.choose({"strategies": strategy, **OTHER})
+        for name, value in OTHER.items():
+            if choices.inputs[name].disabled:
+                with pytest.raises(ValueError, match=f"{name}: only for"):
+                    CompareConfig(strategies=strategy, text="grammar", device="cpu", ranks=2, **{name: value})
+        config = choices.config()
+        taken = {name for name in OTHER if getattr(config, name) == OTHER[name]}
+        assert taken == {name for name in OTHER if not choices.inputs[name].disabled}
 
 
 def test_what_a_workload_says_itself_cannot_be_chosen():
