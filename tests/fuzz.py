@@ -22,14 +22,13 @@ if __package__ in (None, ""):
 from shardlab.launch import place
 from tests.fuzzing.engines import OURS, PEERS
 from tests.fuzzing.features import ALL, ON, RIGHT
-from tests.fuzzing.hunt import Hunt, HuntConfig
+from tests.fuzzing.hunt import Hunt
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse, hunt, report; the exit status."""
-    config = _parsed(arguments)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's DDP warns on each of its builds
-    hunt = Hunt(config)
+    hunt = Hunt(_parsed(arguments))
     try:
         hunt.run()
     finally:
@@ -38,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if hunt.finds else 0
 
 
-def _parsed(arguments: list[str] | None) -> HuntConfig:
+def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1.0, help="how long")
     parser.add_argument("--seed", type=int, default=None, help="of the first round; without it a random one")
@@ -47,8 +46,7 @@ def _parsed(arguments: list[str] | None) -> HuntConfig:
     parser.add_argument("--peers", action="store_true", help=f"torch's own engines instead: {','.join(PEERS)}")
     parser.add_argument("--features", default=None, help=f"'all', or of {','.join(sorted(ALL))}; without it those on")
     parser.add_argument("--no-guards", action="store_true", help="engines without guards, and only right programs")
-    parser.add_argument("--keep-going", dest="keep_going", action="store_true", default=False, help="after a find")
-    parser.add_argument("--stop-at-first", dest="keep_going", action="store_false", help="end at the first find")
+    parser.add_argument("--keep-going", action="store_true", help="after a find")
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds in one collective that count as a hang")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or auto")
     given = parser.parse_args(arguments)
@@ -56,19 +54,13 @@ def _parsed(arguments: list[str] | None) -> HuntConfig:
         place(1, given.device)
     except ValueError as error:
         parser.error(str(error))
-    strategies = given.strategies.split(",") if given.strategies else PEERS if given.peers else OURS
+    names = given.strategies.split(",") if given.strategies else PEERS if given.peers else OURS
     on = RIGHT if given.no_guards else ON
-    features = on if given.features is None else ALL if given.features == "all" else given.features.split(",")
-    return HuntConfig(
-        minutes=given.minutes,
-        seed=random.randrange(2**32) if given.seed is None else given.seed,
-        ranks=tuple(int(part) for part in given.ranks.split(",")),
-        strategies=tuple(strategies),
-        features=frozenset(features),
-        keep_going=given.keep_going,
-        timeout_s=given.timeout,
-        device=given.device,
-    )
+    given.features = on if given.features is None else ALL if given.features == "all" else given.features.split(",")
+    given.features, given.strategies = frozenset(given.features), tuple(names)
+    given.ranks = tuple(int(part) for part in given.ranks.split(","))
+    given.seed = random.randrange(2**32) if given.seed is None else given.seed
+    return given
 
 
 if __name__ == "__main__":

@@ -63,19 +63,9 @@ def test_the_script_runs_alone_and_under_torchrun(tmp_path, start):
     assert "[1, 1]" in done.stdout
 
 
-COMMANDS = [
-    "compare",
-    "template",
-    "plan",
-    "record",
-    "report",
-    "modules",
-    "trace",
-    "diff",
-    "bench",
-    "exercises",
-    "doctor",
-]
+COMMANDS = {
+    "compare", "template", "plan", "record", "report", "modules", "trace", "diff", "bench", "exercises", "doctor",
+}  # fmt: skip
 
 
 def test_commands_are_those_that_exist(tmp_path, monkeypatch):

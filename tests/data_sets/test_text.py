@@ -3,7 +3,7 @@ import keyword
 import pytest
 import torch
 
-from shardlab.data_sets import TextData, load_grammar, load_text
+from shardlab.data_sets import load_grammar, load_text
 
 
 def test_the_standard_library_is_more_than_ten_megabytes_of_python():
@@ -32,14 +32,6 @@ def test_any_file_is_bytes(tmp_path):
         assert data.name == str(path)
     path.write_bytes(b"changed")
     assert len(load_text(path, 3)) == 7
-
-
-def test_data_is_copied_from_anything_like_bytes():
-    for kind in (bytes, bytearray, memoryview):
-        source = bytearray(b"abcdef")
-        data = TextData(kind(source), 5)
-        source[0] = 0
-        assert data.tokens.tolist() == list(b"abcdef")
 
 
 def test_errors_name_text_with_path_and_sizes(tmp_path):

@@ -68,25 +68,6 @@ class Residual(nn.Module):
         return Output(logits, None if y is None else functional.cross_entropy(logits, y))
 
 
-class Experts(nn.Module):
-    """A mixture of experts: which of them a rank uses depends on its rows; one is used by nobody."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(6, 3)
-        self.experts = nn.ModuleList(nn.Linear(6, 3) for _ in range(4))
-        self.double()
-
-    def forward(self, x):
-        weights = self.gate(x).softmax(-1)
-        chosen = x[:, 0].gt(0).long()
-        out = weights * 0
-        for place in range(2):
-            if (rows := chosen == place).any():
-                out = out.index_add(0, rows.nonzero()[:, 0], self.experts[place](x[rows]) * weights[rows])
-        return out + self.experts[2](x)
-
-
 class OutOfOrder(nn.Module):
     """Blocks that are called in another order than they are registered, and some never or twice."""
 
@@ -103,22 +84,6 @@ class OutOfOrder(nn.Module):
         return self.leave(x)
 
 
-class Adapted(nn.Module):
-    """Low-rank adapters on frozen layers, and a buffer that forward changes."""
-
-    def __init__(self):
-        super().__init__()
-        self.frozen = nn.Linear(6, 40).requires_grad_(False)
-        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 40, bias=False)
-        self.leave = nn.Linear(40, 3).requires_grad_(False)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-        self.double()
-
-    def forward(self, x):
-        self.calls += 1
-        return self.leave(torch.tanh(self.frozen(x) + self.up(self.down(x))))
-
-
 def keyword_loss(model, batch):
     return model(**batch).loss
 
@@ -131,9 +96,6 @@ def workloads():
     return {
         "dict blocks": Workload(Residual, Labelled(), keyword_loss),
         "uneven batches": Workload(Residual, DataLoader(Labelled(), batch_size=10, shuffle=True), keyword_loss),
-        # One unit: ranks may leave out what is inside a unit, but not a unit.
-        "experts": Workload(Experts, Labelled(), labelled_loss, wrap="root"),
-        "adapters": Workload(Adapted, DataLoader(Labelled(), batch_size=8, shuffle=True), labelled_loss),
         "momentum": Workload(
             Residual, Labelled(), keyword_loss,
             optimizer=lambda tensors: torch.optim.SGD(tensors, lr=0.1, momentum=0.9),

@@ -3,15 +3,14 @@
 import contextlib
 import sys
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
 
 from shardlab.launch import RankPool
-from tests.fuzzing.features import ON
 from tests.fuzzing.run import Scenario, Verdict, run_scenario
 from tests.fuzzing.scenarios import Menu, scenarios
 from tests.fuzzing.script import script_of
@@ -29,54 +28,23 @@ class SmallEnough(BaseException):
     """The time to make a find small is up. No ``Exception``, after which Hypothesis would go on for minutes."""
 
 
-@dataclass(frozen=True)
-class HuntConfig:
-    """How long, with which ranks, strategies and features; the rest as in ``tests/fuzz.py``."""
-
-    minutes: float
-    seed: int
-    ranks: tuple[int, ...]
-    strategies: tuple[str, ...]
-    features: frozenset[str] = ON
-    keep_going: bool = False
-    timeout_s: float = 10.0
-    device: str = "cpu"
-
-
-@dataclass
-class Statistics:
-    """What has been done."""
-
-    scenarios: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    operations: Counter[str] = field(default_factory=Counter)
-    strategies: Counter[str] = field(default_factory=Counter)
-
-    def add(self, scenario: Scenario, verdict: Verdict) -> None:
-        self.scenarios += 1
-        self.strategies[scenario.engine.name] += 1
-        if verdict.kind == "refused":
-            self.refused[verdict.text[:70]] += 1
-        for name, answer in verdict.steps:
-            self.operations[f"{name} {answer.split(':')[0]}" if answer != "equal" else name] += 1
-
-
 class Hunt:
-    """See ``tests/fuzz.py``."""
+    """With the options of ``tests/fuzz.py``."""
 
-    def __init__(self, config: HuntConfig) -> None:
-        self.config, self.statistics = config, Statistics()
+    def __init__(self, options: Namespace) -> None:
+        self.options = options
+        self.strategies, self.operations, self.refused = Counter[str](), Counter[str](), Counter[str]()
         self.finds: list[tuple[Scenario, Verdict]] = []
         self._pools: dict[int, RankPool] = {}
         self._known: set[tuple[str, str, str]] = set()
-        self._until = time.monotonic() + 60 * config.minutes
+        self._until = time.monotonic() + 60 * options.minutes
 
     def run(self) -> None:
         round_ = 0
-        while time.monotonic() < self._until and (self.config.keep_going or not self.finds):
-            num_ranks = self.config.ranks[round_ % len(self.config.ranks)]
-            self._round(num_ranks, self.config.seed + round_)
-            sys.stderr.write(f"\r{self.statistics.scenarios} scenarios")
+        while time.monotonic() < self._until and (self.options.keep_going or not self.finds):
+            num_ranks = self.options.ranks[round_ % len(self.options.ranks)]
+            self._round(num_ranks, self.options.seed + round_)
+            sys.stderr.write(f"\r{self.strategies.total()} sequences")
             round_ += 1
 
     def close(self) -> None:
@@ -86,13 +54,13 @@ class Hunt:
     def pool_of(self, num_ranks: int) -> RankPool:
         if num_ranks not in self._pools:
             self._pools[num_ranks] = RankPool(
-                num_ranks, device=self.config.device, timeout_s=self.config.timeout_s, threads_per_rank=1,
+                num_ranks, device=self.options.device, timeout_s=self.options.timeout, threads_per_rank=1,
                 preload=["torch._dynamo"],
             )  # fmt: skip
         return self._pools[num_ranks]
 
     def _round(self, num_ranks: int, seed: int) -> None:
-        menu = Menu(num_ranks, self.config.strategies, self.config.features)
+        menu = Menu(num_ranks, self.options.strategies, self.options.features)
         if all(name == "single" for name in menu.strategies) and num_ranks > 1:
             return
         session = _Session(self._judge, lambda: time.monotonic() > self._until, self._known)
@@ -105,18 +73,21 @@ class Hunt:
 
     def _judge(self, scenario: Scenario) -> Verdict:
         verdict = run_scenario(self.pool_of(scenario.num_ranks), scenario)
-        self.statistics.add(scenario, verdict)
+        self.strategies[scenario.engine.name] += 1
+        if verdict.kind == "refused":
+            self.refused[verdict.text[:70]] += 1
+        for name, answer in verdict.steps:
+            self.operations[f"{name} {answer.split(':')[0]}" if answer != "equal" else name] += 1
         return verdict
 
     def summary(self) -> str:
-        done = self.statistics
+        done = f"{self.strategies.total()} sequences, {self.operations.total()} operations, {len(self.finds)} finds"
         lines = [
-            f"{done.scenarios} sequences, {sum(done.operations.values())} operations, {len(self.finds)} finds "
-            f"(seed {self.config.seed})",
-            "strategies: " + _counted(done.strategies),
-            "operations: " + _counted(done.operations),
-            f"refused: {sum(done.refused.values())} sequences",
-            *(f"    {number} x {text}" for text, number in done.refused.most_common()),
+            f"{done} (seed {self.options.seed})",
+            "strategies: " + _counted(self.strategies),
+            "operations: " + _counted(self.operations),
+            f"refused: {self.refused.total()} sequences",
+            *(f"    {number} x {text}" for text, number in self.refused.most_common()),
             *(f"find: {scenario.engine.name}: {verdict.kind}: {verdict.text}" for scenario, verdict in self.finds),
         ]
         return "\n".join(lines) + "\n"
@@ -139,13 +110,9 @@ class _Session:
 
         @hypothesis.seed(seed)
         @settings(
-            max_examples=number,
-            deadline=None,
-            database=None,
-            phases=(Phase.generate, Phase.shrink),
-            suppress_health_check=list(HealthCheck),
-            report_multiple_bugs=False,
-        )
+            max_examples=number, deadline=None, database=None, phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
+        )  # fmt: skip
         @given(scenarios(menu))
         def check(scenario: Scenario) -> None:
             if self._fails(scenario):

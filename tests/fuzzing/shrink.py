@@ -5,10 +5,9 @@ a training step for example.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
-from tests.fuzzing.checkpoints import Load
 from tests.fuzzing.engines import EngineSpec
 from tests.fuzzing.modules import BlockSpec, ModuleSpec
 from tests.fuzzing.run import Scenario
@@ -21,50 +20,35 @@ def reduced(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
     return scenario
 
 
-def _simpler(scenario: Scenario) -> Iterator[Scenario]:
-    operations = scenario.operations
-    for place in reversed(range(len(operations))):
-        yield replace(scenario, operations=operations[:place] + operations[place + 1 :])
-    if scenario.deep:
-        yield replace(scenario, deep=False)
-    yield from (replace(scenario, module=module) for module in _simpler_modules(scenario.module))
-    yield from (replace(scenario, optimizer=simpler) for simpler in _by_default(scenario.optimizer))
-    for place, operation in enumerate(operations):
-        for simpler in _by_default(operation):
-            yield replace(scenario, operations=(*operations[:place], simpler, *operations[place + 1 :]))
-    yield from (replace(scenario, engine=engine) for engine in _simpler_engines(scenario.engine))
-    for place, operation in enumerate(operations):
-        if isinstance(operation, Load) and operation.into is not None:
-            for engine in _simpler_engines(operation.into):
-                simpler = replace(operation, into=engine)
-                yield replace(scenario, operations=(*operations[:place], simpler, *operations[place + 1 :]))
+FIXED = ("axes", "pool", "name")
+"""Fields that decide which engine it is, and how many ranks there are."""
 
 
-def _simpler_engines(engine: EngineSpec) -> Iterator[EngineSpec]:
-    for place, (name, value) in enumerate(engine.options):
-        if not (name == "sharding" and value == "hybrid_shard"):  # its axes have other names
-            yield replace(engine, options=engine.options[:place] + engine.options[place + 1 :])
-    if engine.transport != "shared_memory" and not engine.name.startswith("torch"):
-        yield replace(engine, transport="shared_memory")
+def _simpler(value: Any) -> Iterator[Any]:
+    """The value with one thing less: an element of a tuple, a field that is not as by default, or one in these."""
+    if isinstance(value, tuple):
+        for place in reversed(range(len(value))):
+            yield value[:place] + value[place + 1 :]
+        for place, one in enumerate(value if value and is_dataclass(value[0]) else ()):
+            yield from ((*value[:place], simpler, *value[place + 1 :]) for simpler in _simpler(one))
+    elif isinstance(value, ModuleSpec):
+        for gone in range(len(value.blocks)):
+            path = tuple(index - (index > gone) for index in value.path if index != gone)
+            yield replace(value, blocks=value.blocks[:gone] + value.blocks[gone + 1 :], path=path)
+        yield from (replace(value, path=path) for path in _simpler(value.path))
+        yield from _simpler_fields(value, *FIXED, "blocks", "path")
+        for place, block in enumerate(value.blocks):
+            for simpler in (*_simpler(block), *((BlockSpec(),) if block != BlockSpec() else ())):
+                yield replace(value, blocks=(*value.blocks[:place], simpler, *value.blocks[place + 1 :]))
+    elif is_dataclass(value):
+        hybrid = isinstance(value, EngineSpec) and ("sharding", "hybrid_shard") in value.options
+        yield from _simpler_fields(value, *FIXED, *(("options",) if hybrid else ()))
 
 
-def _simpler_modules(module: ModuleSpec) -> Iterator[ModuleSpec]:
-    for gone in range(len(module.blocks)):
-        path = tuple(index - (index > gone) for index in module.path if index != gone)
-        yield replace(module, blocks=module.blocks[:gone] + module.blocks[gone + 1 :], path=path)
-    for place in range(len(module.path)):
-        yield replace(module, path=module.path[:place] + module.path[place + 1 :])
-    for place, block in enumerate(module.blocks):
-        for simpler in (*_by_default(block), *((BlockSpec(),) if block != BlockSpec() else ())):
-            yield replace(module, blocks=(*module.blocks[:place], simpler, *module.blocks[place + 1 :]))
-    for simpler in _by_default(module):
-        if simpler.blocks == module.blocks and simpler.path == module.path:
-            yield simpler
-
-
-def _by_default(value: Any) -> Iterator[Any]:
-    assert is_dataclass(value)
-    assert not isinstance(value, type)
-    for field in fields(value):
-        if getattr(value, field.name) != field.default:
-            yield replace(value, **{field.name: field.default})
+def _simpler_fields(value: Any, *fixed: str) -> Iterator[Any]:
+    for field in reversed(fields(value)):  # of a scenario the operations first
+        now = getattr(value, field.name)
+        if field.name not in fixed:
+            if field.default not in (MISSING, now):
+                yield replace(value, **{field.name: field.default})
+            yield from (replace(value, **{field.name: simpler}) for simpler in _simpler(now))

@@ -11,7 +11,6 @@ from shardlab.partition import ParamSpec
 from shardlab.planner import (
     PRECISIONS,
     PlannedModel,
-    PlannedParam,
     Setup,
     predicted_collectives,
     predicted_memory,
@@ -237,45 +236,6 @@ def test_mixed_precision_counts_16_bit_in_the_ranks_and_fp32_in_the_shards():
     assert {(call.dtype, call.itemsize) for call in sent(model, setup)} == {("bfloat16", 2)}
     zero1 = at_rest(model, Setup("zero1", 4, precision=PRECISIONS["mixed"]))
     assert (zero1[Role.PARAMETER], zero1[Role.MASTER_WEIGHT]) == (2 * model.numel, 4 * part)
-
-
-def test_a_unit_of_two_kinds_is_a_group_for_each():
-    params = (
-        PlannedParam(ParamSpec("a", (4,), 4)),
-        PlannedParam(ParamSpec("b", (4,), 4), trainable=False),
-        PlannedParam(ParamSpec("c", (4,), 2)),
-        PlannedParam(ParamSpec("d", (4,), 4)),
-    )
-    model = PlannedModel(params, buffer_bytes=24)
-    groups = groups_of(model, fsdp(2, {"u": ["a", "b", "c", "d"]}))
-    assert [(group.name, tuple(group.params), group.dtype) for group in groups] == [
-        ("u part 0", ("a", "d"), "float32"),
-        ("u part 1", ("b",), "float32"),
-        ("u part 2", ("c",), "bfloat16"),
-    ]
-    reduced = [call.numel for call in sent(model, fsdp(2, {})) if call.op == Collective.REDUCE_SCATTER]
-    assert reduced == [8, 4]
-    frame = predicted_memory(model, fsdp(2, {}))
-    other = frame[frame["role"] == "other"]
-    assert list(other["bytes"]) == [24 + 3 * 4 - 4, 24 + 3 * 4 - 4]  # a on rank 0, d on rank 1, half of c on each
-
-
-def test_tables_say_predicted_and_have_every_role_and_rank():
-    model, units = blocks_model()
-    setup = fsdp(3, units)
-    memory = predicted_memory(model, setup, run="mine")
-    assert set(memory["source"]) == {"predicted"}
-    assert set(memory["where"]) == {"rest"}
-    assert set(memory["run"]) == {"mine"}
-    assert [(row["rank"], row["role"]) for row in memory.to_dict("records")] == [
-        (rank, str(role)) for rank in range(3) for role in Role
-    ]
-    collectives = predicted_collectives(model, setup)
-    assert set(collectives["source"]) == {"predicted"}
-    assert set(collectives["run"]) == {"fsdp"}
-    assert collectives["issue_us"].isna().all()
-    only = predicted_collectives(model, setup, ranks=[2])
-    assert only.equals(collectives[collectives["rank"] == 2].reset_index(drop=True))
 
 
 def test_bad_setups_name_the_field():

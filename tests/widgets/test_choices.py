@@ -37,18 +37,19 @@ def batches():
     return torch.utils.data.DataLoader(samples(), batch_size=8)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_control_is_enabled_where_compare_takes_its_option(strategy):
-    choices = Choices(CompareConfig(text="grammar", device="cpu", ranks=2))
-    choices.choose({"strategies": strategy, **OTHER})
+def test_a_control_is_enabled_where_compare_takes_its_option():
+    assert set(Choices(CompareConfig(text="grammar")).inputs) >= COURSE
     assert set(OTHER) <= set(ENGINE_FIELDS)
-    for name, value in OTHER.items():
-        if choices.inputs[name].disabled:
-            with pytest.raises(ValueError, match=f"{name}: only for"):
-                CompareConfig(strategies=strategy, text="grammar", device="cpu", ranks=2, **{name: value})
-    config = choices.config()
-    taken = {name for name in OTHER if getattr(config, name) == OTHER[name]}
-    assert taken == {name for name in OTHER if not choices.inputs[name].disabled}
+    for strategy in STRATEGIES:
+        choices = Choices(CompareConfig(text="grammar", device="cpu", ranks=2))
+        choices.choose({"strategies": strategy, **OTHER})
+        for name, value in OTHER.items():
+            if choices.inputs[name].disabled:
+                with pytest.raises(ValueError, match=f"{name}: only for"):
+                    CompareConfig(strategies=strategy, text="grammar", device="cpu", ranks=2, **{name: value})
+        config = choices.config()
+        taken = {name for name in OTHER if getattr(config, name) == OTHER[name]}
+        assert taken == {name for name in OTHER if not choices.inputs[name].disabled}
 
 
 def test_what_a_workload_says_itself_cannot_be_chosen():
@@ -113,21 +114,3 @@ def test_the_table_has_a_column_for_every_option_in_which_two_runs_differ():
         assert differing == ["model" if field == "workload" else WORDS.get(field, field)]
     table = runs_table({1: PastRun(State.FINISHED, None, config), 2: PastRun(State.FINISHED, None, config)})
     assert not {"model", "prefetch", "wrap", "batch", "state"} & set(table.columns)
-
-
-def test_a_batch_that_goes_with_the_ranks_is_shown_and_stays_in_the_workbench():
-    config = CompareConfig(strategies="fsdp", ranks=2, text="grammar", device="cpu")
-    for changes in ({"ranks": 3}, {"tp": 2}, {"accumulation": 2}):
-        other = replace(config, **changes)
-        table = runs_table({1: PastRun(State.STOPPED, None, config), 2: PastRun(State.STOPPED, None, other)})
-        assert table["batch"].tolist() == [str(other.global_batch), "8"]
-        choices = Choices(config)
-        choices.choose(changes)
-        if "ranks" in changes:
-            said = "batch: 8 sequences do not divide among 3 ranks x 1 micro-batches; a mult"
-            with pytest.raises(ValueError, match=said):
-                choices.config()
-        else:
-            assert choices.config().global_batch == 8
-        choices.choose({"batch": None})
-        assert choices.config().global_batch == other.global_batch

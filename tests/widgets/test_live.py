@@ -1,5 +1,4 @@
 import json
-import os
 import threading
 from contextlib import suppress
 from dataclasses import asdict
@@ -8,13 +7,12 @@ import pytest
 
 from shardlab.experiment import compare
 from shardlab.plots import summary_of, training_progress
-from shardlab.trace.journal import END
 from shardlab.trace.process_memory import Allocator
 from shardlab.trace.store import RunWriter, write_manifest
 from shardlab.widgets import live, read_progress
 from shardlab.widgets.live import MAX_STEPS, DirectoryTail
 from tests.trace.journals import add, heard
-from tests.widgets.runs import SMALL
+from tests.widgets.conftest import SMALL
 
 
 def step_row(loss):
@@ -61,19 +59,6 @@ def append(writer, step):
     )
 
 
-def test_a_step_is_known_when_its_entry_is_whole(tmp_path, writers, tail):
-    append(writers[0], 0)
-    assert tail.read().steps["step"].tolist() == [0]
-    path = tmp_path / "records" / "zero1" / "rank0.journal"
-    (end,) = END.unpack(path.read_bytes()[: END.size])
-    entry = path.read_bytes()[END.size : end].replace(b"step\x00", b"step\x01")
-    with path.open("r+b") as file:
-        os.pwrite(file.fileno(), entry, end)
-        assert tail.read().steps["step"].tolist() == [0]
-        os.pwrite(file.fileno(), END.pack(end + len(entry)), 0)
-    assert tail.read().steps["step"].tolist() == [0, 1]
-
-
 def test_nothing_new_is_the_same_object(tmp_path, writers, tail):
     progress = read_progress(tmp_path / "not" / "yet")
     assert "no step has ended yet" in summary_of(training_progress(progress.steps, progress.memory))
@@ -113,22 +98,6 @@ def test_a_run_that_ends_meanwhile_keeps_its_last_steps(tmp_path, writers, tail)
         writer.close()
     assert tail.read().steps["step"].tolist() == [0, 1]
     assert read_progress(tmp_path).steps["step"].tolist() == [0, 1], "who comes later reads the finished run"
-
-
-def test_a_rank_whose_file_came_and_went_unseen_is_read_from_the_finished_run(tmp_path, tail):
-    directory = tmp_path / "records" / "zero1"
-    write_manifest(directory, {"run": "zero1"})
-    seen = RunWriter(directory, 0, "zero1", "measured")
-    append(seen, 0)
-    tail.read()
-    unseen = RunWriter(directory, 1, "zero1", "measured")
-    append(unseen, 0)
-    unseen.close()
-    assert set(tail.read().spans["rank"]) == {0}, "the run goes on"
-    seen.close()
-    progress = tail.read()
-    assert sorted(progress.spans["rank"]) == [0, 1]
-    assert tail.read() is progress
 
 
 def test_a_long_run_is_thinned(tmp_path, writers, tail):

