@@ -86,13 +86,13 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     rest = at_rest(records.memory).pivot_table(index="run", columns="role", values="bytes", aggfunc="max")
     hidden = hidden_share(records.collectives, records.spans, records.steps).groupby("run")["overlap"].median()
     flights = traced_and_ordinary(records.collectives, records.steps).reindex(list(losses))
-    timed = timed_steps(records.steps).groupby("run")[["step_us", "exposed_comm_us"]].median()
+    timed = timed_steps(records.steps).groupby("run")[["step_us", "exposed_comm_us"]].median().to_dict("index")
     sources = records.steps.groupby("run")["source"].first()
     return [
         {
             **_training(run, losses, records, dtype),
-            "step_ms": float(timed.at[run, "step_us"]) / 1e3,
-            "exposed_comm_ms": _number(timed.at[run, "exposed_comm_us"], 1e-3),
+            "step_ms": float(timed[run]["step_us"]) / 1e3,
+            "exposed_comm_ms": _number(timed[run]["exposed_comm_us"], 1e-3),
             "overlap": _number(hidden.get(run)),
             "source": str(sources[run]),
             **_bytes(run, rest, records),
