@@ -289,24 +289,12 @@ def row_of(workload: Workload, pair: Pair, times: Sequence[RankTimes]) -> BenchR
     q1, middle, q3 = quantiles(_ratios(ours, theirs), n=4, method="inclusive")
     ours_peak, theirs_peak = (max(own.peak_bytes[name] for own in times) for name in (OURS, THEIRS))
     return BenchRow(
-        workload=workload.name,
-        ranks=len(times),
-        ours=pair.ours.name,
-        theirs=pair.theirs.name,
-        ratio_median=middle,
-        ratio_q1=q1,
-        ratio_q3=q3,
-        peak_ratio=ours_peak / theirs_peak,
-        ours_ms=median(ours) / 1e6,
-        theirs_ms=median(theirs) / 1e6,
-        floor_ms=median(floor) / 1e6,
-        ours_over_floor=median(_ratios(ours, floor)),
-        theirs_over_floor=median(_ratios(theirs, floor)),
-        ours_peak_bytes=ours_peak,
-        theirs_peak_bytes=theirs_peak,
-        rounds=len(ours),
-        transport=times[0].transport,
-    )
+        workload=workload.name, ranks=len(times), ours=pair.ours.name, theirs=pair.theirs.name, ratio_median=middle,
+        ratio_q1=q1, ratio_q3=q3, peak_ratio=ours_peak / theirs_peak, ours_ms=median(ours) / 1e6,
+        theirs_ms=median(theirs) / 1e6, floor_ms=median(floor) / 1e6, ours_over_floor=median(_ratios(ours, floor)),
+        theirs_over_floor=median(_ratios(theirs, floor)), ours_peak_bytes=ours_peak, theirs_peak_bytes=theirs_peak,
+        rounds=len(ours), transport=times[0].transport,
+    )  # fmt: skip
 
 
 def _ratios(times: Sequence[int], others: Sequence[int]) -> list[float]:

@@ -59,7 +59,9 @@ def peak(memory: pd.DataFrame) -> pd.DataFrame:
     highest = moments.loc[moments.groupby(RUN, sort=False)["bytes"].idxmax(), [*RANK, "step"]]
     chosen = rows.merge(highest, on=[*RANK, "step"])
     chosen = chosen.groupby([*MOMENT, "phase", "role"], sort=False, dropna=False)["bytes"].max().reset_index()
-    found = chosen.merge(_units(memory), on=MOMENT, how="left")
+    inside = memory[~memory["where"].isin(WHOLE_STEP)]  # the unit that was running at each moment
+    units = inside[[*MOMENT, "where"]].drop_duplicates(MOMENT).rename(columns={"where": "unit"})
+    found = chosen.merge(units, on=MOMENT, how="left")
     return found[[*RANK, "step", "unit", "phase", "role", "bytes"]]
 
 
@@ -98,12 +100,6 @@ def memory_over_step(
 def _on_device(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of bytes on the device; what is offloaded lies in host memory."""
     return rows[rows["role"] != str(Role.OFFLOADED)]
-
-
-def _units(memory: pd.DataFrame) -> pd.DataFrame:
-    """The unit that was running at each moment within a step."""
-    inside = memory[~memory["where"].isin(WHOLE_STEP)]
-    return inside[[*MOMENT, "where"]].drop_duplicates(MOMENT).rename(columns={"where": "unit"})
 
 
 def _only(rows: pd.DataFrame, column: str, value: int | None, *, highest: bool = False) -> pd.DataFrame:
@@ -212,7 +208,8 @@ def module_bytes(shards: pd.DataFrame, held: pd.DataFrame, depth: int | None = N
     if depth is not None and depth < 1:
         raise ValueError(f"depth: {depth} is below 1")
     last = shards[shards["step"] == shards.groupby(RANK)["step"].transform("max")]
-    named = _by_column(last.assign(module=[_module_of(str(name), depth) for name in last["parameter"]]))
+    modules = [".".join(str(name).split(".")[:-1][:depth]) or ROOT for name in last["parameter"]]
+    named = _by_column(last.assign(module=modules))
     whole = _by_column(held.assign(module=NO_MODULE))
     named = _with_offloaded(named, whole.droplevel("module"))
     rest = whole - named.groupby(RANK).sum().reindex(whole.droplevel("module").index).to_numpy()
@@ -247,7 +244,3 @@ def _by_column(rows: pd.DataFrame) -> pd.DataFrame:
     sums = rows.assign(column=columns).groupby([*RANK, "module", "column"], sort=False)["bytes"].sum()
     kept = [*dict.fromkeys(COLUMN_OF.values()), "other_bytes"]
     return sums.unstack(fill_value=0).reindex(columns=kept, fill_value=0).rename_axis(columns=None).astype("int64")
-
-
-def _module_of(parameter: str, depth: int | None) -> str:
-    return ".".join(parameter.split(".")[:-1][:depth]) or ROOT

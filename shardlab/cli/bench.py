@@ -59,7 +59,9 @@ def bench(
     from shardlab.bench import FULL_ROUNDS, PAIRS, QUICK_ROUNDS, WORKLOADS, BenchConfig, chosen
     from shardlab.bench import bench as run_bench
 
-    _check_file(json)
+    # Before measuring for minutes.
+    if json is not None and (json.is_dir() or not os.access(json if json.exists() else json.parent, os.W_OK)):
+        raise ValueError(f"json: {json} cannot be written; name a file in an existing directory")
     config = BenchConfig(
         ranks=ranks, rounds=rounds if rounds is not None else QUICK_ROUNDS if quick else FULL_ROUNDS,
         workloads=chosen("workloads", names_in(workloads), WORKLOADS), pairs=chosen("pairs", names_in(pairs), PAIRS),
@@ -75,12 +77,6 @@ def bench(
         console.print(SHARED_NOTE, style="dim")
     if json is not None:
         json.write_text(json_text.dumps([asdict(row) for row in rows], indent=2) + "\n")
-
-
-def _check_file(path: Path | None) -> None:
-    """Check before measuring for minutes that the result can be written."""
-    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-        raise ValueError(f"json: {path} cannot be written; name a file in an existing directory")
 
 
 def _table(workload: "Workload", rows: Sequence["BenchRow"]) -> Table:

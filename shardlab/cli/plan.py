@@ -104,12 +104,18 @@ def _plan_workload(place: str, ranks: int, strategies: str, options: dict[str, A
         return
     console = Console(highlight=False)
     if layers is not None:
-        console.print(_table_of_layers(layers, f"{place}, layers over {options['tp']} ranks"))
+        table = empty_table(f"{place}, layers over {options['tp']} ranks", left=("module", "style"))
+        table.add_column("why")
+        for _, row in layers.iterrows():
+            table.add_row(row["module"], row["style"], row["why"])
+        console.print(table)
     console.print(_table_of(rows, f"{place}, {count(ranks, 'rank')}"))
+    by_rows = ", ".join(rows.loc[rows["messages_per_step"].isna(), "strategy"])
+    why_not_told = f" What {by_rows} sends depends on the rows." if by_rows else ""
     console.print(
         "Per rank, the largest of all ranks; at rest, between two steps. Sent: bytes and messages of one step. Units "
         "are decimal: 1 MB is 1,000,000 bytes. "
-        f"Activations and temporaries come on top.{_buckets(names, options)}{_by_rows(rows)}"
+        f"Activations and temporaries come on top.{_buckets(names, options)}{why_not_told}"
         f"{' * takes no precision, and keeps the dtype of the model.' if 'precision' in rows else ''}"
     )
     if gpu:
@@ -123,27 +129,12 @@ def _plan_workload(place: str, ranks: int, strategies: str, options: dict[str, A
         )
 
 
-def _by_rows(rows: "pd.DataFrame") -> str:
-    """Why messages are not told; empty if all are."""
-    unknown = ", ".join(rows.loc[rows["messages_per_step"].isna(), "strategy"])
-    return f" What {unknown} sends depends on the rows." if unknown else ""
-
-
 def _buckets(names: tuple[str, ...], options: dict[str, Any]) -> str:
     """How large the buckets are, which decides the number of messages; empty without any."""
     from shardlab.experiment.config import takes
 
     size = options.get("bucket_mib", BUCKET_MIB)
     return f" Buckets of {size:g} MiB." if any(map(takes("bucket_bytes"), names)) else ""
-
-
-def _table_of_layers(layers: "pd.DataFrame", title: str) -> Table:
-    """Each layer with its style, or why it stays whole."""
-    table = empty_table(title, left=("module", "style"))
-    table.add_column("why")
-    for _, row in layers.iterrows():
-        table.add_row(row["module"], row["style"], row["why"])
-    return table
 
 
 def _table_of(rows: "pd.DataFrame", title: str) -> Table:

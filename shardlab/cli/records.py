@@ -17,7 +17,6 @@ from shardlab.cli.console import count, decimals_of, empty_table, unit_of
 
 if TYPE_CHECKING:
     from shardlab.experiment import CompareConfig, Comparison
-    from shardlab.experiment.run_verdicts import Difference
 
 ROOMY = 100  # columns of a terminal in which the table gets wider gaps
 DISPENSABLE = ("overlap", "max_loss_difference", "exposed_comm_ms")  # left out in a narrow terminal, in this order
@@ -156,7 +155,9 @@ def diff(
     if json:
         print_json(difference.table)
     else:
-        _print_difference(difference)
+        _print_quantities(difference.readable)
+        for line in (*difference.settings, *difference.verdicts):
+            Console(highlight=False).print(line, soft_wrap=True)
     if not difference.losses_equal:
         raise typer.Exit(LOSSES_DIFFER)
 
@@ -259,13 +260,6 @@ def _print_modules(held: pd.DataFrame, modules: set[str], title: str) -> None:
     console.print(f"In all {total:,.{decimals}f} {unit}.")
     if elsewhere := sorted(modules - set(held.index)):
         console.print(f"This rank holds nothing of {', '.join(elsewhere)}: other ranks do.")
-
-
-def _print_difference(difference: "Difference") -> None:
-    _print_quantities(difference.readable)
-    console = Console(highlight=False)
-    for line in (*difference.settings, *difference.verdicts):
-        console.print(line, soft_wrap=True)
 
 
 def _print_quantities(readable: pd.DataFrame) -> None:

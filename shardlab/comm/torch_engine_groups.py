@@ -72,7 +72,8 @@ def torch_group(mesh: BaseMesh, axis: str, tag_of: TagOf | None) -> dist.Process
         plain = dist.new_group(list(ranks), timeout=Process.timeout)
         observed = None
         if tag_of is not None and len(ranks) > 1:
-            _register_backend()
+            if not hasattr(dist.Backend, BACKEND.upper()):  # once a process
+                dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"])
             make = partial(TorchGroup, plain, comm, tag_of)
             observed = dist.new_group(list(ranks), timeout=Process.timeout, backend=BACKEND, pg_options=make)
         if comm.ranks == ranks:
@@ -88,12 +89,6 @@ def _retire(groups: list[dist.ProcessGroup]) -> None:
         if isinstance(group, TorchGroup):
             group.close()
     retire(*(partial(dist.destroy_process_group, group) for group in groups))
-
-
-def _register_backend() -> None:
-    """Make backend 'observed' known to torch; once a process."""
-    if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _make_group(options: Any, make: Callable[[], "TorchGroup"]) -> "TorchGroup":  # noqa: ARG001

@@ -137,11 +137,11 @@ def _of_sequences(wanted: Sequence[object], found: object, place: str) -> str:
     first = next(filter(None, differences), "")
     if first or len(wanted) == len(found):
         return first
-    return f"{place}: {_items(wanted, 'is', 'are')} wanted, {len(found)} {_verb(found, 'was', 'were')} found"
-
-
-def _items(values: Sequence[object], one: str, many: str) -> str:
-    return f"{len(values)} item{'' if len(values) == 1 else 's'} {_verb(values, one, many)}"
+    items = "item" if len(wanted) == 1 else "items"
+    return (
+        f"{place}: {len(wanted)} {items} {_verb(wanted, 'is', 'are')} wanted, "
+        f"{len(found)} {_verb(found, 'was', 'were')} found"
+    )
 
 
 def _verb(values: Sequence[object], one: str, many: str) -> str:

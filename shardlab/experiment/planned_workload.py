@@ -309,7 +309,7 @@ class PlannedTensorAxis:
         casts = (precision, strategy == "fsdp" and precision.compute is not None)
         rows: list[dict[str, Any]] = []
         for data_rank, batches in enumerate(self._batches):
-            key = (casts, tuple(_shapes(batch) for batch in batches))
+            key = (casts, tuple(tuple((one.shape, one.dtype) for one in tensors_in(batch)) for batch in batches))
             if key not in self._known:
                 self._known[key] = self._messages(strategy, precision, batches)
             if (found := self._known[key]) is None:
@@ -375,10 +375,6 @@ def _last_steps(config: CompareConfig) -> Iterator[Iterator[Any]]:
         return
     for rank in range(ranks):
         yield (share.batch for share in islice(batches_of(workload, rank, ranks, config.seed, rows), first, last))
-
-
-def _shapes(batch: Any) -> tuple[tuple[torch.Size, torch.dtype], ...]:
-    return tuple((tensor.shape, tensor.dtype) for tensor in tensors_in(batch))
 
 
 def _row(event: CollectiveEvent, rank: int, seq: int) -> dict[str, Any]:

@@ -32,7 +32,7 @@ _ADVICE = "compare seeds Python's, NumPy's and torch's generators; seed any othe
 
 def checksum(batch: Any) -> int:
     """Of the rows in all tensors in host memory that have as many rows as the first."""
-    tensors = [tensor for tensor in tensors_in(batch) if _has_rows(tensor)]
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.is_cpu and is_plain(tensor) and tensor.dim() > 0]
     return sum(crc32(row) for tensor in tensors if len(tensor) == len(tensors[0]) for row in _rows(tensor))
 
 
@@ -91,10 +91,6 @@ def is_plain(tensor: Tensor) -> bool:
     """Whether its elements lie in its own memory, as those of sparse, nested and wrapped tensors do not."""
     is_wrapper = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
     return not is_wrapper and not tensor.is_nested and tensor.layout is torch.strided
-
-
-def _has_rows(tensor: Tensor) -> bool:
-    return tensor.is_cpu and is_plain(tensor) and tensor.dim() > 0
 
 
 def _rows(tensor: Tensor) -> Any:

@@ -86,10 +86,15 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     rest = at_rest(records.memory).pivot_table(index="run", columns="role", values="bytes", aggfunc="max")
     hidden = hidden_share(records.collectives, records.spans, records.steps).groupby("run")["overlap"].median()
     flights = traced_and_ordinary(records.collectives, records.steps).reindex(list(losses))
+    timed = timed_steps(records.steps).groupby("run")[["step_us", "exposed_comm_us"]].median().to_dict("index")
+    sources = records.steps.groupby("run")["source"].first()
     return [
         {
             **_training(run, losses, records, dtype),
-            **_times(records.steps[records.steps["run"] == run], hidden.get(run)),
+            "step_ms": float(timed[run]["step_us"]) / 1e3,
+            "exposed_comm_ms": _number(timed[run]["exposed_comm_us"], 1e-3),
+            "overlap": _number(hidden.get(run)),
+            "source": str(sources[run]),
             **_bytes(run, rest, records),
             "traced_in_flight_bytes": _number(flights.at[run, "traced_bytes"]),
             "in_flight_bytes": _number(flights.at[run, "ordinary_bytes"]),
@@ -146,7 +151,8 @@ def readable_summary(summary: pd.DataFrame, columns: Mapping[str, tuple[str, flo
         columns: header and divisor of each column; bytes offloaded are left out if there are none. Where a transport
             moves other bytes than the algorithm needs, both stand there, "to send" and "moved"; else one, "sent".
     """
-    moves_others = _moves_others(summary)
+    moved, needed = (summary[name].astype("Float64") for name in (MOVED, "wire_bytes_per_step"))
+    moves_others = bool(((moved - needed).abs() > 0.5).any())
     empty = {"offloaded_bytes": not summary.get("offloaded_bytes", pd.Series()).any(), MOVED: not moves_others}
     readable = pd.DataFrame(
         {
@@ -156,12 +162,6 @@ def readable_summary(summary: pd.DataFrame, columns: Mapping[str, tuple[str, flo
         }
     )
     return readable.rename(columns=lambda label: label.replace("sent", "to send")) if moves_others else readable
-
-
-def _moves_others(summary: pd.DataFrame) -> bool:
-    """Whether some transport moves other bytes than the algorithm needs."""
-    moved, needed = (summary[name].astype("Float64") for name in (MOVED, "wire_bytes_per_step"))
-    return bool(((moved - needed).abs() > 0.5).any())
 
 
 def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: str) -> dict[str, Any]:
@@ -206,16 +206,6 @@ def tolerance_of_run(run: str, records: Records, dtype: str) -> float:
 def precision_of(run: str, records: Records) -> str:
     """What a run computes in, as ``CompareConfig.precision`` says it; 'full' if its strategy takes no precision."""
     return str(records.manifests[run]["config"].get("precision", FULL))
-
-
-def _times(steps: pd.DataFrame, hidden: float | None) -> dict[str, Any]:
-    timed = timed_steps(steps)
-    return {
-        "step_ms": float(timed["step_us"].median()) / 1e3,
-        "exposed_comm_ms": _number(timed["exposed_comm_us"].median(), 1e-3),
-        "overlap": _number(hidden),
-        "source": str(steps["source"].iloc[0]),
-    }
 
 
 def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
@@ -308,18 +298,13 @@ def loss_differences(first: pd.DataFrame, second: pd.DataFrame, pairs: Sequence[
     """
     parts = []
     for name, against in pairs:
-        one, other = (_losses(steps, run) for steps, run in ((first, name), (second, against)))
+        rows = (steps[steps["run"] == run] for steps, run in ((first, name), (second, against)))
+        one, other = (of_run.groupby("step")["loss"].first() for of_run in rows)  # all ranks have the same loss
         both = pd.concat({"first": one, "second": other}, axis=1, join="inner").reset_index()
         both.insert(0, "second_run", against)
         both.insert(0, "first_run", name)
         parts.append(both.assign(difference=(both["second"] - both["first"]).abs()))
     return pd.concat(parts, ignore_index=True)
-
-
-def _losses(steps: pd.DataFrame, run: str) -> "pd.Series[float]":
-    """The loss of each step, which is the same on all ranks."""
-    losses: pd.Series[float] = steps[steps["run"] == run].groupby("step")["loss"].first()
-    return losses
 
 
 def _number_or_nan(value: object) -> float:

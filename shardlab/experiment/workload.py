@@ -105,7 +105,8 @@ class Workload:
         _check_data(self.data)
 
     def __str__(self) -> str:
-        return self.name or _name_of(self.model)
+        # The class that is made, if the function is the class itself or says so; else the function's name.
+        return self.name or getattr(self.model, "__name__", type(self.model).__name__).replace("<lambda>", "model")
 
     @property
     def is_dataset(self) -> bool:
@@ -190,8 +191,3 @@ def _require_function(field: str, function: Any, what: str, num_args: int) -> No
         raise TypeError(f"{field}: it takes {inspect.signature(function)}; it must be a function {what}") from None
     except ValueError:  # a function without a signature, in C
         return
-
-
-def _name_of(model: Callable[[], nn.Module]) -> str:
-    """The class that is made, if the function is the class itself or says so; else the function's name."""
-    return getattr(model, "__name__", type(model).__name__).replace("<lambda>", "model")

@@ -27,19 +27,8 @@ from shardlab.analysis.held_bytes import PEAK
 from shardlab.analysis.intervals import concurrent_rows, innermost
 from shardlab.analysis.matching import SAME, matched_collectives
 from shardlab.analysis.rows import bounds
-from shardlab.export.events import (
-    NS_US,
-    Event,
-    complete,
-    counter,
-    flow,
-    in_order,
-    process,
-    run_of,
-    step_times,
-    thread,
-    write_json,
-)
+from shardlab.export import events
+from shardlab.export.events import NS_US, Event
 from shardlab.trace.store import Records
 from shardlab.vocabulary import WHOLE_MODEL, Role
 
@@ -70,18 +59,18 @@ def perfetto_trace(
     Raises:
         ValueError: there is no such run, nothing to draw, times are impossible, or the ranks disagree.
     """
-    name, own = run_of(records, run)
+    name, own = events.run_of(records, run)
     manifest = own.manifests[name]
     threads = _axis_threads(own.collectives)
     moved = own.collectives.assign(tid=threads, pid=own.collectives["rank"].astype("int64"))
-    events = [*_names(name, own, moved), *_steps(own), *_compute(own.spans), *_counters(own.memory)]
+    drawn = [*_names(name, own, moved), *_steps(own), *_compute(own.spans), *_counters(own.memory)]
     rows = moved.assign(speed=bandwidth(own.collectives)["bus_gb_per_s"]).to_dict("records")
-    events += [*_communication(rows), *_waits(rows)]
+    drawn += [*_communication(rows), *_waits(rows)]
     flows = [*_issued(rows), *_waited(rows), *_between_ranks(moved, axes or manifest.get("mesh"))]
-    events += [event for number, arrow in enumerate(flows, 1) for event in flow(arrow[0], number, *arrow[1:])]
+    drawn += [event for number, arrow in enumerate(flows, 1) for event in events.flow(arrow[0], number, *arrow[1:])]
     source = next(iter([*own.spans["source"], *own.collectives["source"]]))
     other = {"run": name, "source": str(source), "versions": manifest.get("versions", {}), "time": "microseconds"}
-    return {"traceEvents": in_order(events), "displayTimeUnit": "ms", "otherData": other}
+    return {"traceEvents": events.in_order(drawn), "displayTimeUnit": "ms", "otherData": other}
 
 
 def write_perfetto(
@@ -92,7 +81,7 @@ def write_perfetto(
     Raises:
         ValueError: see ``perfetto_trace``; or the file cannot be written.
     """
-    return write_json(perfetto_trace(records, run, axes=axes), path)
+    return events.write_json(perfetto_trace(records, run, axes=axes), path)
 
 
 def _axis_threads(collectives: pd.DataFrame) -> "pd.Series[int]":
@@ -112,18 +101,18 @@ def _names(run: str, records: Records, moved: pd.DataFrame) -> Iterator[Event]:
         for place, tid in enumerate(sorted(set(rows["tid"].tolist()))):
             axes[tid] = f"{axis} axis" if place == 0 else f"{axis} axis ({place + 1})"
     for pid in sorted({int(rank) for rank in [*records.spans["rank"], *records.collectives["rank"]]}):
-        yield from process(pid, f"rank {pid} ({run})")
+        yield from events.process(pid, f"rank {pid} ({run})")
         for tid, name in {**NAMES, **axes}.items():
-            yield from thread(pid, tid, name)
+            yield from events.thread(pid, tid, name)
 
 
 def _steps(records: Records) -> Iterator[Event]:
     """A slice for each step, with its row of table ``steps``."""
     known = {(int(row["rank"]), int(row["step"])): row for row in records.steps.to_dict("records")}
-    for (rank, step), times in step_times(records.spans, records.collectives).items():
+    for (rank, step), times in events.step_times(records.spans, records.collectives).items():
         facts = {str(name): value for name, value in known.get((rank, step), {}).items() if pd.notna(value)}
         title = f"step {step}" if step >= 0 else "before the first step"
-        yield complete(title, "step", (rank, STEPS), times, **_plain(facts))
+        yield events.complete(title, "step", (rank, STEPS), times, **_plain(facts))
 
 
 def _compute(spans: pd.DataFrame) -> Iterator[Event]:
@@ -136,7 +125,7 @@ def _compute(spans: pd.DataFrame) -> Iterator[Event]:
             units, kinds, steps = (own[name].tolist() for name in ("unit", "kind", "step"))
             for times, owner in zip(pieces.tolist(), owners.tolist(), strict=True):
                 name = kinds[owner] if tid == MODEL else f"{units[owner]} {kinds[owner]}"
-                yield complete(name, kinds[owner], (rank, tid), times, step=steps[owner])
+                yield events.complete(name, kinds[owner], (rank, tid), times, step=steps[owner])
 
 
 def _communication(rows: Rows) -> Iterator[Event]:
@@ -144,16 +133,16 @@ def _communication(rows: Rows) -> Iterator[Event]:
         args = {name: row[name] for name in DETAILS if pd.notna(row[name])}
         args |= {} if np.isnan(row["speed"]) else {"bus_gb_per_s": round(row["speed"], 6)}
         times = row["start_us"], row["end_us"]
-        yield complete(row["tag"] or row["op"], row["op"], (row["pid"], row["tid"]), times, **_plain(args))
+        yield events.complete(row["tag"] or row["op"], row["op"], (row["pid"], row["tid"]), times, **_plain(args))
 
 
 def _waits(rows: Rows) -> Iterator[Event]:
     """On the host: the issue of each collective, and the wait of the rank for it."""
     for row in rows:
         host, name = (row["pid"], HOST), row["tag"] or row["op"]
-        yield complete(f"issue: {name}", "issue", host, (row["issue_us"], row["issue_us"]))
+        yield events.complete(f"issue: {name}", "issue", host, (row["issue_us"], row["issue_us"]))
         if row["wait_end_us"] > row["wait_start_us"]:
-            yield complete(f"wait: {name}", "wait", host, (row["wait_start_us"], row["wait_end_us"]))
+            yield events.complete(f"wait: {name}", "wait", host, (row["wait_start_us"], row["wait_end_us"]))
 
 
 def _counters(memory: pd.DataFrame) -> Iterator[Event]:
@@ -165,10 +154,10 @@ def _counters(memory: pd.DataFrame) -> Iterator[Event]:
     now = inside.pivot_table(index=places, columns="role", values="bytes", aggfunc="max", fill_value=0)
     for (rank, time_us), *sizes in now.reindex(columns=roles, fill_value=0).itertuples(name=None):
         values = {role: int(size) for role, size in zip(roles, sizes, strict=True)}
-        yield counter("live bytes", int(rank), float(time_us), values)
+        yield events.counter("live bytes", int(rank), float(time_us), values)
     for rank, time_us, size in inside.drop_duplicates(places)[[*places, "resident_bytes"]].itertuples(index=False):
         if pd.notna(size):
-            yield counter("resident bytes", int(rank), float(time_us), {"resident": int(size)})
+            yield events.counter("resident bytes", int(rank), float(time_us), {"resident": int(size)})
 
 
 def _issued(rows: Rows) -> Iterator[Arrow]:

@@ -72,18 +72,15 @@ def import_profiler_trace(path: Path | str, run: str = "profiler") -> Records:
             ]
             steps += [keys | {"step": step, "step_us": end - start} for step, (start, end) in marks.times.items()]
     tables = {"collectives": COLLECTIVES.frame(collectives), "spans": SPANS.frame(spans)}
-    tables = {name: _since(origin_us, table) for name, table in tables.items()}
+    for name, table in tables.items():
+        times = [column for column in table.columns if column.endswith("_us")]
+        tables[name] = table.assign(**{column: table[column] - origin_us for column in times})
     _say_what_is_not_known(tables["collectives"], traces)
     manifest = {"run": run, "ranks": max(trace.num_ranks for trace in traces), "imported_from": Path(path).name}
     return Records(
         **tables, memory=MEMORY.frame([]), shards=SHARDS.frame([]), steps=_step_table(steps, **tables),
         manifests={run: manifest},
     )  # fmt: skip
-
-
-def _since(origin_us: float, table: pd.DataFrame) -> pd.DataFrame:
-    """The table with times since the origin."""
-    return table.assign(**{name: table[name] - origin_us for name in table.columns if name.endswith("_us")})
 
 
 def _steps(trace: RankTrace) -> _Steps:

@@ -103,7 +103,9 @@ class RunPlan:
 
     def _row(self, strategy: str, gpu: Gpu) -> dict[str, Any]:
         planned, kept = self.plans[strategy], self.kept[strategy]
-        left = gpu.memory_bytes - _rest_on_gpu(planned.memory) - planned.gathered_bytes
+        # The most that a rank has at rest on its GPU; the rank that offloads most is not the one that holds most.
+        on_gpu = planned.memory[planned.memory["role"] != Role.OFFLOADED].groupby("rank")["bytes"].sum().max()
+        left = gpu.memory_bytes - int(on_gpu) - planned.gathered_bytes
         sent, link = planned.collectives, gpu.link
         return {
             **row_of(strategy, planned), "gathered_bytes": planned.gathered_bytes, "left_bytes": int(left),
@@ -111,11 +113,6 @@ class RunPlan:
             "rows_that_fit": None if kept is None else rows_that_fit(left, kept),
             "sending_ms": None if sent is None or link is None else sending_us(sent, link) / 1e3,
         }  # fmt: skip
-
-
-def _rest_on_gpu(memory: pd.DataFrame) -> int:
-    """The most bytes that a rank has at rest on its GPU; the rank that offloads most is not the one that holds most."""
-    return int(memory[memory["role"] != Role.OFFLOADED].groupby("rank")["bytes"].sum().max())
 
 
 def kept_for_backward(workload: Workload, rows: int, precision: str = "full") -> int:
@@ -143,16 +140,12 @@ def _bytes_of_a_row(kept: Mapping[int, int]) -> int:
 
 
 def _kept_if_known(workload: Workload, precision: str) -> dict[int, int] | None:
+    """Of one row, and of a batch of several."""
+    several = _first_batch(workload, COUNTED_ROWS)
     try:
-        return _kept(workload, _counted(workload), precision)
+        return _kept(workload, {1: _batch(workload, 1), rows_of(several): several}, precision)
     except DependsOnValuesError:
         return None
-
-
-def _counted(workload: Workload) -> dict[int, Any]:
-    """One row, and a batch of several."""
-    several = _first_batch(workload, COUNTED_ROWS)
-    return {1: _batch(workload, 1), rows_of(several): several}
 
 
 def _batch(workload: Workload, rows: int) -> Any:
@@ -171,7 +164,9 @@ def _first_batch(workload: Workload, rows: int) -> Any:
 def _kept(workload: Workload, batches: Mapping[int, Any], precision: str) -> dict[int, int]:
     """For each number of rows; the model is made once."""
     casts, module = parse_precision(precision), workload.on_meta()
-    _cast_around(module, casts)
+    # What goes into the module and what comes out of it is cast, as an engine of this precision does.
+    module.register_forward_pre_hook(lambda _, *given: cast_floating(given, casts.compute), with_kwargs=True)
+    module.register_forward_hook(lambda _, __, output: cast_floating(output, casts.output))
     # Not the meta device: on it attention is counted as the plain product of matrices, which no device computes so. No
     # public way was found to follow a forward as the CPU would take it.
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -205,12 +200,6 @@ def _take_numbers_from(module: nn.Module, casts: Precision) -> None:
                 made[held] = nn.Parameter(like, held.requires_grad) if is_param else like
             if held is not None:
                 setattr(owner, name, made[held])
-
-
-def _cast_around(module: nn.Module, casts: Precision) -> None:
-    """Cast what goes into the module and what comes out of it, as an engine of this precision does."""
-    module.register_forward_pre_hook(lambda _, *given: cast_floating(given, casts.compute), with_kwargs=True)
-    module.register_forward_hook(lambda _, __, output: cast_floating(output, casts.output))
 
 
 def readable_fit(table: pd.DataFrame) -> pd.DataFrame:

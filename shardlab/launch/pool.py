@@ -71,7 +71,9 @@ class RankPool:
         preload: Sequence[str] = (),
         start_s: float = 300.0,
     ) -> None:
-        _check(world_size, threads_per_rank)
+        check_world_size(world_size)
+        if threads_per_rank is not None and (type(threads_per_rank) is not int or threads_per_rank < 1):
+            raise ValueError(f"threads_per_rank: {threads_per_rank!r} is given; allowed values are integers from 1")
         _check_seconds(timeout_s=timeout_s, start_s=start_s, limit_s=limit_s, notice_s=notice_s)
         if is_inside_rank():
             raise RuntimeError("RankPool: ranks cannot start ranks; make the pool in the parent process")
@@ -186,7 +188,9 @@ class RankPool:
     def _start(self) -> None:
         if self._torchrun is not None:
             self._torchrun.start()
-        self._announce()
+        if not self._is_announced and self.placement.banner is not None:
+            sys.stdout.write(f"{self.placement.banner}\n")
+        self._is_announced = True
         if self._torchrun is not None or (self._processes is not None and self._processes.is_alive):
             return
         self._end_processes(0.0)  # one that died between two calls
@@ -255,11 +259,6 @@ class RankPool:
             if own in self._calls:
                 self._calls.remove(own)
 
-    def _announce(self) -> None:
-        if not self._is_announced and self.placement.banner is not None:
-            sys.stdout.write(f"{self.placement.banner}\n")
-        self._is_announced = True
-
 
 def launch(
     fn: Callable[..., T],
@@ -277,12 +276,6 @@ def launch(
     """
     with RankPool(world_size, device=device, timeout_s=timeout_s, limit_s=limit_s) as pool:
         return pool.run(fn, *args, **kwargs)  # type: ignore[arg-type]
-
-
-def _check(world_size: int, threads_per_rank: int | None) -> None:
-    check_world_size(world_size)
-    if threads_per_rank is not None and (type(threads_per_rank) is not int or threads_per_rank < 1):
-        raise ValueError(f"threads_per_rank: {threads_per_rank!r} is given; allowed values are integers from 1")
 
 
 def _check_seconds(**fields: float | None) -> None:

@@ -110,19 +110,16 @@ class Setup:
         require_count("replicate_below", self.replicate_below, 0)
         if self.strategy == "single" and self.num_ranks != 1:
             raise ValueError(f"num_ranks: {self.num_ranks} is given; 'single' trains in one process")
-        if self.strategy == "fsdp" and self.partition != Partition.ELEMENTS:
-            self._check_whole()
-        for name, units in (("called", self.called or ()), ("unreached", self.unreached)):
-            if unknown := sorted(set(units) - set(self.units)):
-                raise ValueError(f"{name}: {', '.join(unknown)} is given; the units are {', '.join(self.units)}")
-        self._check_groups()
-
-    def _check_whole(self) -> None:
-        if self.layout == LayoutName.DIM0 or self.sharding == Sharding.NO_SHARD:
+        shares_whole = self.strategy == "fsdp" and self.partition != Partition.ELEMENTS
+        if shares_whole and (self.layout == LayoutName.DIM0 or self.sharding == Sharding.NO_SHARD):
             raise ValueError(
                 f"partition: {str(self.partition)!r} gives ranks whole parameters; it goes with layout 'flat' and a "
                 f"sharding that shards, not with {str(self.layout)!r} and {str(self.sharding)!r}"
             )
+        for name, units in (("called", self.called or ()), ("unreached", self.unreached)):
+            if unknown := sorted(set(units) - set(self.units)):
+                raise ValueError(f"{name}: {', '.join(unknown)} is given; the units are {', '.join(self.units)}")
+        self._check_groups()
 
     def _check_groups(self) -> None:
         size = self.shard_group_size

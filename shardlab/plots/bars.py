@@ -124,17 +124,14 @@ def memory_by_role(memory: pd.DataFrame, where: str = "rest", rank: int | None =
         return nothing(TITLES[where], "memory was not traced")
     figure = new_figure(TITLES[where], subtitle(held, NOTES[where] if rank is None else f"rank {rank}"))
     stacked_bars(figure, held, "role", ROLE_COLOURS, "live bytes")
-    places = _places(held) if where == "peak" else {}
-    if places:  # below the name of the run: the unit and the phase of the peak
+    places = {}
+    if where == "peak":  # below the name of the run: the unit and the phase of its peak, if it was traced
+        moments = held.drop_duplicates("label").set_index("label")[["unit", "phase"]].dropna()
+        places = {str(label): f"{row['unit']}, {row['phase']}" for label, row in moments.iterrows()}
+    if places:
         words = [f"{label}<br><span style='font-size:12px'>{places.get(label, '')}</span>" for label in labels_of(held)]
         figure.update_yaxes(tickvals=labels_of(held), ticktext=words)
     return finish(figure, _summary(held, where, places))
-
-
-def _places(held: pd.DataFrame) -> dict[str, str]:
-    """Unit and phase of each run's peak, such as 'blocks.3, backward'; runs that were not traced are left out."""
-    moments = held.drop_duplicates("label").set_index("label")[["unit", "phase"]].dropna()
-    return {str(label): f"{row['unit']}, {row['phase']}" for label, row in moments.iterrows()}
 
 
 def _summary(held: pd.DataFrame, where: str, places: dict[str, str]) -> str:

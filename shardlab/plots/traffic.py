@@ -47,7 +47,8 @@ def wire_volume(collectives: pd.DataFrame, runs: Sequence[str] | None = None) ->
     words = (averaged(rows, "mean"), "by the ring formula", left_out)
     figure = new_figure(VOLUME, subtitle(rows, ", ".join(part for part in words if part)))
     stacked_bars(figure, bars, "op", COLLECTIVE_COLOURS, "bytes sent")
-    return finish(figure, _volume_summary(bars, left_out))
+    totals = bars.groupby("label", sort=False)["bytes"].sum()
+    return finish(figure, f"{VOLUME}{f' ({left_out})' if left_out else ''}: {byte_listing(totals)}.")
 
 
 def _per_rank_and_step(rows: pd.DataFrame) -> pd.DataFrame:
@@ -56,11 +57,6 @@ def _per_rank_and_step(rows: pd.DataFrame) -> pd.DataFrame:
     sent = sums.groupby(["label", "op"])["wire_bytes"].sum().reset_index(name="bytes")
     pairs = rows.drop_duplicates(["label", "rank", "step"]).groupby("label").size()
     return sent.assign(bytes=sent["bytes"] / sent["label"].map(pairs))
-
-
-def _volume_summary(bars: pd.DataFrame, left_out: str) -> str:
-    totals = bars.groupby("label", sort=False)["bytes"].sum()
-    return f"{VOLUME}{f' ({left_out})' if left_out else ''}: {byte_listing(totals)}."
 
 
 def traffic_matrix(

@@ -3,7 +3,6 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -82,9 +81,15 @@ def load_recorded(directory: Path) -> Recorded:
     check_steps(records, directory)
     mean = records.steps.groupby("step")["loss"].transform("mean")
     records = Records(**{**vars(records), "steps": records.steps.assign(loss=mean)})
-    (row,) = summarise(records, "float32")
-    # It has no reference: nothing is said of its losses.
-    return Recorded(pd.DataFrame([row | _bytes(records) | {"losses_equal": None}]), records, directory)
+    (row,), (manifest,) = summarise(records, "float32"), records.manifests.values()
+    held = at_rest(records.memory).set_index("role")["bytes"]
+    row |= {
+        "buffer_bytes": int(held.get(Role.COMMUNICATION_BUFFER, 0)),
+        "unattributed_bytes": int(held.get(Role.UNATTRIBUTED, 0)),
+        "unwatched_recorder_share": manifest.get("unwatched_recorder_share"),
+        "losses_equal": None,  # it has no reference: nothing is said of its losses
+    }
+    return Recorded(pd.DataFrame([row]), records, directory)
 
 
 def write_report(recorded: Recorded) -> Path:
@@ -121,15 +126,6 @@ def caption(recorded: Recorded) -> str:
     always, every = manifest.get("always_watched", 0), manifest.get("watch_every", 1)
     watched = "all of them" if every == 1 else f"the first {always}, then one in {every}"
     return CAPTION.format(watched=watched)
-
-
-def _bytes(records: Records) -> dict[str, Any]:
-    held, (manifest,) = at_rest(records.memory).set_index("role")["bytes"], records.manifests.values()
-    return {
-        "buffer_bytes": int(held.get(Role.COMMUNICATION_BUFFER, 0)),
-        "unattributed_bytes": int(held.get(Role.UNATTRIBUTED, 0)),
-        "unwatched_recorder_share": manifest.get("unwatched_recorder_share"),
-    }
 
 
 def _tables(recorded: Recorded) -> dict[str, pd.DataFrame]:

@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from shardlab.analysis.held_bytes import PEAK, PROCESS, REST, WHOLE_STEP
-from shardlab.trace.memory_by_role import ByRole, LiveTensors, MemoryLedger, Moment, bytes_by_role, with_unattributed
+from shardlab.trace.memory_by_role import ByRole, LiveTensors, MemoryLedger, bytes_by_role, with_unattributed
 from shardlab.trace.observed import Row
 from shardlab.vocabulary import Phase, ProcessPart, Role
 
@@ -145,14 +145,10 @@ class MemorySamples:
         moments = ledger.moments()
         highest = max(moments, key=lambda moment: moment.num_bytes)
         self._sample(PEAK, highest.by_role, highest.time_ns, highest.phase, allocator)
-        for moment in moments:
-            self.rows += self._course(moment)
+        for moment in moments:  # within the step the resident set is not read
+            place, time_ns = unit_place(moment.unit), moment.time_ns - self._origin_ns
+            self.rows += memory_rows(place, moment.by_role, time_ns, moment.phase, None, Allocator())
         return highest.num_bytes if allocator.allocated_bytes is None else allocator.allocated_bytes
-
-    def _course(self, moment: Moment) -> list[Row]:
-        """Rows of a moment within the step; the resident set is not read then."""
-        time_ns = moment.time_ns - self._origin_ns
-        return memory_rows(unit_place(moment.unit), moment.by_role, time_ns, moment.phase, None, Allocator())
 
     def _sample(self, where: str, held: ByRole, time_ns: int, phase: Phase, allocator: Allocator) -> None:
         since_ns, resident_bytes = time_ns - self._origin_ns, self._process.memory_info().rss

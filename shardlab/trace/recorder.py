@@ -110,7 +110,8 @@ class Recorder:
         """
         if self._step == BEFORE_TRAINING:
             # Before the lists begin anew: what has been sent so far is a step of its own.
-            self._write_setup()
+            self._clock.settle()
+            self._steps.add(BEFORE_TRAINING, self._events, {}, inf)
             self._first_step = step
         began_ns = perf_counter_ns()
         self._step, self._spans, self._events, self._cost_ns = step, [], [], 0
@@ -150,13 +151,17 @@ class Recorder:
             began_ns = perf_counter_ns()
             if kind is not None:
                 self.end_span(WHOLE_MODEL, kind)
-                self._forget_open()
+                # For a unit whose input needs no gradient, backward never ended.
+                self._open.clear()
+                if self._ledger is not None:
+                    self._tell(self._ledger)
             self._phase = before
             self.spent(began_ns)
 
     def begin_span(self, unit: str, kind: SpanKind) -> None:
         """A unit starts to compute; forward inside of backward is recomputation."""
-        self._open[unit, kind] = (self._kind(kind), self._mark())
+        recomputes = kind is SpanKind.FORWARD and self._phase is Phase.BACKWARD
+        self._open[unit, kind] = (SpanKind.RECOMPUTE if recomputes else kind, self._mark())
         if self._ledger is not None:
             self._tell(self._ledger)
 
@@ -269,23 +274,9 @@ class Recorder:
         self._cpu.read(always=always)
         return self._clock.mark()
 
-    def _write_setup(self) -> None:
-        self._clock.settle()
-        self._steps.add(BEFORE_TRAINING, self._events, {}, inf)
-
     def _live(self) -> LiveTensors:
         live = self.live_tensors()
         return on_device(live, "cuda") if self._device.type == "cuda" else live
-
-    def _kind(self, kind: SpanKind) -> SpanKind:
-        recomputes = kind is SpanKind.FORWARD and self._phase is Phase.BACKWARD
-        return SpanKind.RECOMPUTE if recomputes else kind
-
-    def _forget_open(self) -> None:
-        """Close what is open at the end of a phase: for a unit whose input needs no gradient, backward never ended."""
-        self._open.clear()
-        if self._ledger is not None:
-            self._tell(self._ledger)
 
     def _tell(self, ledger: MemoryLedger) -> None:
         """Tell the ledger the current unit: the one that began last and has not ended."""

@@ -22,7 +22,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shardlab.tables import TABLES, Table
+from shardlab.tables import TABLES
 from shardlab.trace.entries import Columns, EntryStream, joined
 from shardlab.trace.journal import Journal
 
@@ -90,17 +90,13 @@ class RunWriter:
         self._journal.close()
         self._journal = None  # closed for good, even if writing the Parquet files fails
         with ExitStack() as stack:
-            writers = {
-                name: stack.enter_context(pq.ParquetWriter(self._parquet(name), _SCHEMAS[name])) for name in TABLES
-            }
+            paths = {name: self.directory / f"{name}.rank{self.rank}.parquet" for name in TABLES}
+            writers = {name: stack.enter_context(pq.ParquetWriter(paths[name], _SCHEMAS[name])) for name in TABLES}
             for batch in _batches(self._path):
                 for name, table in batch.items():
                     writers[name].write_table(table)
         # Last: until the Parquet files are complete the journal is the only whole copy.
         self._path.unlink()
-
-    def _parquet(self, name: str) -> Path:
-        return self.directory / f"{name}.rank{self.rank}.parquet"
 
 
 def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
@@ -231,8 +227,6 @@ def _batches(path: Path) -> Iterator[dict[str, pa.Table]]:
             yield {name: pa.table(joined(some, table), _SCHEMAS[name]) for name, table in TABLES.items()}
 
 
-def _schema(table: Table) -> pa.Schema:
-    return pa.schema([(column.name, _ARROW[column.dtype]) for column in table.columns])
-
-
-_SCHEMAS = {name: _schema(table) for name, table in TABLES.items()}
+_SCHEMAS = {
+    name: pa.schema([(column.name, _ARROW[column.dtype]) for column in table.columns]) for name, table in TABLES.items()
+}

@@ -13,28 +13,18 @@ import pandas as pd
 import torch
 from torch import nn
 
+from shardlab import planner
 from shardlab.experiment import Workload
 from shardlab.models import MODELS, build_model
 from shardlab.partition.chunks import require_count
 from shardlab.partition.flat import ParamSpec
-from shardlab.planner import (
-    ADAM,
-    PRECISIONS,
-    SGD,
-    SGD_MOMENTUM,
-    PlannedModel,
-    Setup,
-    described,
-    predicted_collectives,
-    predicted_memory,
-)
 from shardlab.plots.text import byte_scale
 from shardlab.tables import MEMORY
 from shardlab.units import units_of
 from shardlab.vocabulary import Sharding, class_of
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
-OPTIMIZERS = {"adamw": ADAM, "sgd with momentum": SGD_MOMENTUM, "sgd": SGD}
+OPTIMIZERS = {"adamw": planner.ADAM, "sgd with momentum": planner.SGD_MOMENTUM, "sgd": planner.SGD}
 MAX_PARAMS = 1e14
 MAX_RANKS = 4096
 
@@ -68,13 +58,13 @@ class MemoryPlan:
         require_count("ranks", self.ranks, 1)
         if self.ranks > MAX_RANKS:
             raise ValueError(f"ranks: {self.ranks} is above {MAX_RANKS}")
-        for name, allowed in (("precision", PRECISIONS), ("optimizer", OPTIMIZERS)):
+        for name, allowed in (("precision", planner.PRECISIONS), ("optimizer", OPTIMIZERS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(allowed)}")
         self._setup("fsdp")
 
     @cached_property
-    def _described(self) -> tuple[PlannedModel, dict[str, list[str]]]:
+    def _described(self) -> tuple[planner.PlannedModel, dict[str, list[str]]]:
         """The planner's model, and the parameters of each unit."""
         return _described(self.model)
 
@@ -121,32 +111,36 @@ class MemoryPlan:
         })  # fmt: skip
         return table.reset_index(drop=True)
 
-    def _memory(self, setups: dict[str, Setup]) -> pd.DataFrame:
-        tables = [predicted_memory(self._described[0], setup, ranks=[0], run=run) for run, setup in setups.items()]
+    def _memory(self, setups: dict[str, planner.Setup]) -> pd.DataFrame:
+        tables = [
+            planner.predicted_memory(self._described[0], setup, ranks=[0], run=run) for run, setup in setups.items()
+        ]
         return MEMORY.frame(pd.concat(tables, ignore_index=True))
 
     def _sent(self, strategy: str) -> float:
-        return float(predicted_collectives(self._described[0], self._setup(strategy), ranks=[0])["wire_bytes"].sum())
+        return float(
+            planner.predicted_collectives(self._described[0], self._setup(strategy), ranks=[0])["wire_bytes"].sum()
+        )
 
-    def _setup(self, strategy: str, ranks: int | None = None, group: int | None = None) -> Setup:
+    def _setup(self, strategy: str, ranks: int | None = None, group: int | None = None) -> planner.Setup:
         hybrid = strategy == "fsdp" and self.sharding == Sharding.HYBRID_SHARD
-        return Setup(
+        return planner.Setup(
             strategy, ranks or self.ranks, units=self._described[1], sharding=self.sharding,
             shard_group_size=(group or self.group) if hybrid else None, optimizer=OPTIMIZERS[self.optimizer],
-            precision=PRECISIONS["mixed"] if self.precision == "mixed" else None,
+            precision=planner.PRECISIONS["mixed"] if self.precision == "mixed" else None,
         )  # fmt: skip
 
 
-def _described(model: str | float | nn.Module | Workload) -> tuple[PlannedModel, dict[str, list[str]]]:
+def _described(model: str | float | nn.Module | Workload) -> tuple[planner.PlannedModel, dict[str, list[str]]]:
     """The planner's model and the parameters of each unit, for a module or for a single tensor of so many elements."""
     if isinstance(model, Workload):
         module = model.on_meta()
-        return described(module), units_of(module, model.wrap)
+        return planner.described(module), units_of(module, model.wrap)
     if isinstance(model, str):
         with torch.device("meta"):
             model = build_model(model)
     if isinstance(model, nn.Module):
-        return described(model), units_of(model)
+        return planner.described(model), units_of(model)
     if not isinstance(model, int | float):
         raise ValueError(
             f"model: {class_of(model)} was given; give a module, a Workload, a number of parameters, or one of "
@@ -156,4 +150,4 @@ def _described(model: str | float | nn.Module | Workload) -> tuple[PlannedModel,
         raise ValueError(
             f"model: {model:g} is not a whole number from 1 to {MAX_PARAMS:g}, nor one of {', '.join(MODELS)}"
         )
-    return PlannedModel.of_specs([ParamSpec("parameters", (int(model),), 4)]), {}
+    return planner.PlannedModel.of_specs([ParamSpec("parameters", (int(model),), 4)]), {}

@@ -15,7 +15,6 @@ Hints:
 from math import inf
 
 import torch
-from torch import Tensor
 
 from shardlab.exercises.exercise import Case, Exercise, Message, Traffic, hints_in, task_in
 from shardlab.vocabulary import Collective
@@ -40,13 +39,9 @@ def cases() -> list[Case]:
 def _case(words: str, norm_type: float, shards: list[list[list[float]]], norm: float) -> Case:
     num_ranks = len(shards)
     one_number = Message.around_a_ring(Collective.ALL_REDUCE, 8, num_ranks)
-    inputs = tuple((_tensors(of_rank), norm_type) for of_rank in shards)
+    inputs = tuple(([torch.tensor(one, dtype=torch.float64) for one in of_rank], norm_type) for of_rank in shards)
     traffic = Traffic.of([[one_number] if num_ranks > 1 else []] * num_ranks)
     return Case(words, inputs, (norm,) * num_ranks, traffic)
-
-
-def _tensors(shards: list[list[float]]) -> list[Tensor]:
-    return [torch.tensor(shard, dtype=torch.float64) for shard in shards]
 
 
 NORM = Exercise(
