@@ -109,9 +109,12 @@ class TorchDDP(Peer):
     @override
     def _prepare(self) -> None:
         self._ddp = DistributedDataParallel(
-            self.module, process_group=self._group, gradient_as_bucket_view=True,
-            bucket_cap_mb=self.bucket_bytes / 1024**2, find_unused_parameters=self.find_unused_parameters,
-        )  # fmt: skip
+            self.module,
+            process_group=self._group,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=self.bucket_bytes / 1024**2,
+            find_unused_parameters=self.find_unused_parameters,
+        )
 
     @override
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -134,11 +137,29 @@ class TorchZeRO1(TorchDDP):
         observed: see ``Peer``.
         bucket_bytes: see ``TorchDDP``.
         find_unused_parameters: see ``TorchDDP``.
+        parameters_as_bucket_view: keep an owner's parameters in one buffer, so that each owner broadcasts once.
     """
 
     name = "torch_zero1"
     no_checkpoints = STATE_IS_TORCHS
     sends: ClassVar[Mapping[Collective, str]] = {**TorchDDP.sends, Collective.BROADCAST: "parameters"}
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_fn: OptimizerFn,
+        mesh: BaseMesh | None = None,
+        *,
+        observed: bool = True,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        find_unused_parameters: bool = False,
+        parameters_as_bucket_view: bool = False,
+    ) -> None:
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        super().__init__(
+            model, lambda tensors: self._zero(optimizer_fn(tensors)), mesh, observed=observed,
+            bucket_bytes=bucket_bytes, find_unused_parameters=find_unused_parameters,
+        )  # fmt: skip
 
     @override
     def owners(self) -> dict[str, tuple[int, ...]]:
@@ -163,12 +184,8 @@ class TorchZeRO1(TorchDDP):
                 if isinstance(value, Tensor):
                     yield of_state(key, value, name, (0, param.numel()))
 
-    @override
-    def _make_optimizer(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
-        """The same optimizer, built by torch over each owner's parameters."""
-        return super()._make_optimizer(lambda tensors: self._zero(optimizer_fn(tensors)))
-
     def _zero(self, plain: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The same optimizer, built by torch over each owner's parameters."""
         with warnings.catch_warnings():
             # Torch's own module uses torch.jit.script, which warns in torch 2.13 when the module is imported.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -181,7 +198,13 @@ class TorchZeRO1(TorchDDP):
         ]
         defaults = {key: value for key, value in plain.defaults.items() if key in known}
         # The plain optimizer ends here: it has told its class, groups and options, and never steps.
-        return ZeroRedundancyOptimizer(groups, kind, process_group=self._group, **defaults)
+        return ZeroRedundancyOptimizer(
+            groups,
+            kind,
+            process_group=self._group,
+            parameters_as_bucket_view=self.parameters_as_bucket_view,
+            **defaults,
+        )
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
