@@ -245,6 +245,3 @@ def raises_it(rank, key):
 @pytest.mark.parametrize("key", ["zero1", "fsdp"])
 def test_another_error_of_the_function_is_told(pools, key):
     pools(2).run(raises_it, key)
-
-
-# Fused kernels, which write unseen by autograd.

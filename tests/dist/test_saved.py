@@ -217,6 +217,52 @@ def test_overwriting_what_is_saved_is_refused_where_torch_refuses(pools, setup):
     assert_outcomes(pools(num_ranks).run(outcomes, setup, num_ranks, todo), expected)
 
 
+class Spectral(nn.Module):
+    """Complex weights, which torch's modules keep as pairs of real numbers; lazily conjugated and negated ones too."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.full((3,), 0.1))  # an odd number of elements in front of the others
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+        self.spectrum, self.phase, self.gain = (
+            nn.Parameter(torch.linspace(-1, place, 12).view(6, 2)) for place in (1, 2, 3)
+        )
+
+    def forward(self, x):
+        waves = torch.fft.fft(x * self.scale) * torch.view_as_complex(self.spectrum)
+        waves = waves * torch.view_as_complex(self.phase).conj()
+        minus = torch.view_as_complex(self.gain).conj().imag
+        return (waves.real * minus).view(-1, 2, 3) + self.bias
+
+
+@story(model=Spectral, on=(*KINDS, "fsdp-no_shard"), optimizer=cases.OPTIMIZERS["sgd"], num_ranks=3)
+def complex_views_of_parameters(user):
+    for step in range(3):
+        x, _ = user.rows(step)
+        user.backward(user(x[:, :6]).square().mean())
+        user.step()
+        user.zero_grad()
+
+
+def through_unusual_tensors(hidden):
+    """A sparse matrix, as in a graph network, a nested tensor and a derivative forward: no memory of the usual kind."""
+    hidden = torch.sparse.mm(2 * torch.eye(hidden.shape[0], dtype=hidden.dtype).to_sparse(), hidden)
+    nested = torch.nested.as_nested_tensor([hidden[:1], hidden[1:]], layout=torch.jagged)
+    hidden = nested.cos().values()
+    return torch.func.jvp(torch.sin, (hidden,), (torch.ones_like(hidden),))[1]
+
+
+def unusual():
+    model = Calls()
+    model.between = through_unusual_tensors
+    return model
+
+
+@story(model=unusual, on=("zero1", "zero3", "fsdp", "fsdp-no_shard"), optimizer=momentum)
+def tensors_without_memory_of_the_usual_kind_are_saved(user):
+    user.train(0, 0)
+
+
 def by_step(engine, x, y, directory):
     engine.backward(cases.loss_of(engine(x), y))
     engine.step()
@@ -343,12 +389,6 @@ def test_a_graph_that_never_runs_backward_holds_nothing(pools, setup):
     for gone in pools(2).run(abandoned, setup):
         assert gone
         assert all(gone)
-
-
-# Tensors that have no memory of the usual kind, and transforms.
-
-
-# Whose memory a saved tensor is in.
 
 
 test_stories = STORIES.told()

@@ -378,6 +378,15 @@ class Nested(nn.Module):
         return self.again(x + self.body(x), True) * (1 + target)
 
 
+class Tangent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7)), nn.Linear(7, 5)
+
+    def forward(self, x):
+        return self.head(torch.func.jvp(self.body, (x,), (torch.ones_like(x),))[1])
+
+
 def rank_by_rank(user):
     user.module.scale = user.num_ranks
     for step in range(2):
@@ -403,6 +412,7 @@ INSIDE = {
     "a_backward_of_the_engine": (Adversarial, by_the_engine),
     "the_engine": (Nested, nested_engine),
     "a_call": (Nested, nested_call),
+    "a_tangent": (Tangent, lambda user: None),
 }
 for name, (kind, prepare) in INSIDE.items():
     refusing = SHARDED if kind is Adversarial else ()
