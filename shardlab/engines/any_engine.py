@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from shardlab.comm import BaseMesh
+from shardlab.comm.agreement import check_alike, number_among
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.agreement import check_alike, number_among
 from shardlab.engines.checks import check_types
 from shardlab.engines.clip import Axes, clip_
 from shardlab.engines.holdings import Holdings

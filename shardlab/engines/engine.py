@@ -31,13 +31,13 @@ from shardlab.comm.streams import read_later
 from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.trees import tensors_in
 from shardlab.engines.any_engine import AnyEngine
-from shardlab.engines.checks import check_model, tensor_axis
+from shardlab.engines.checks import check_model, check_optimizer, tensor_axis
 from shardlab.engines.gradients import Gradients
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.hooks import gradient_node, unrefused, untraced, weakly
 from shardlab.engines.precision import advise, cast_buffers, cast_floating
 from shardlab.engines.state import Stateful
-from shardlab.engines.step_tensors import OptimizerFn, StepTensors
+from shardlab.engines.step_tensors import OptimizerFn, StepTensors, over_pieces
 from shardlab.engines.strategy import Given, Strategy
 from shardlab.vocabulary import FLAG, TOLD, Role
 
@@ -50,7 +50,8 @@ class Engine(AnyEngine):
 
     Args:
         model: an ``nn.Module`` on its device. Its parameters and buffers become those of the first data rank.
-        optimizer_fn: builds the optimizer from the tensors this rank steps (``StepTensors``).
+        optimizer_fn: builds the optimizer from the module's parameters (``StepTensors``), of which it then steps this
+            rank's pieces.
         mesh: gradients are averaged over its data axes; None for this process alone. A tensor-parallel model also
             needs the axis ``tensor`` that it was parallelized over.
         strategy: one that no engine has yet.
@@ -95,13 +96,18 @@ class Engine(AnyEngine):
         self._equalise_all()
         cast_buffers(model, strategy.precision)
         given = Given(model, self.params, self.data_comms, self.mesh.device, self._is_due, self._wake, self._equalise)
+        params = dict(self.params)  # of these on the meta device others take the place
         laid_out = strategy.lay_out(given)
         self._divisions, self._hooks = laid_out.divisions, list(laid_out.hooks)
         self._step_tensors = StepTensors(laid_out.stepped, are_parts=self.sharded_over is not None or bool(self.slices))
-        tensors = self._step_tensors
+
+        def build() -> torch.optim.Optimizer:
+            optimizer = optimizer_fn(StepTensors(params))
+            check_optimizer(optimizer, params.values())
+            return over_pieces(optimizer, params, laid_out.stepped)
+
         try:
-            watch = self._guards
-            self.optimizer = optimizer_fn(tensors) if watch is None else watch.optimizer(optimizer_fn, self)
+            self.optimizer = build() if self._guards is None else self._guards.optimizer(build, self)
         except Exception:
             self._give_back()  # this may gather: with guards all ranks have raised, so all of them join
             raise

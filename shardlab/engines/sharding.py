@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardlab import vocabulary
 from shardlab.comm import Communicator
-from shardlab.engines.agreement import all_or_none
+from shardlab.comm.agreement import all_or_none
 from shardlab.engines.offload import OFFLOADS, check_host_memory
 from shardlab.engines.precision import Precision
 from shardlab.engines.shards import Shards, Unit, Ways

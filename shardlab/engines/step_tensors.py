@@ -1,55 +1,27 @@
-"""The tensors this rank steps, under the names of the user's module.
+"""The tensors an optimizer is built from, and those this rank steps, under the names of the user's module.
 
-An optimizer takes them directly, ``torch.optim.AdamW(tensors, lr=1e-3)``; parameter groups are chosen by name:
+An optimizer takes them directly, ``torch.optim.AdamW(tensors, lr=1e-3)``; parameter groups are chosen by name, or by
+anything else that parameters have:
 
     torch.optim.AdamW([
         {"params": tensors.where(lambda name: name.endswith("bias")), "weight_decay": 0.0},
         {"params": tensors.where(lambda name: not name.endswith("bias"))},
     ], lr=1e-3)
 
-Where a strategy shards, each tensor is the piece this rank holds (one-dimensional, or rows of a parameter in their
-shape), and is empty if this rank holds nothing of the parameter. So every rank makes the same groups, with the same
-indices.
+It is built from the module's parameters. Where a strategy shards, each is then replaced in its group by the piece that
+this rank holds (one-dimensional, or rows of a parameter in their shape), which is empty if this rank holds nothing of
+it. So every rank makes the same groups, with the same indices.
 """
 
-import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import FrameType
-from typing import NamedTuple, overload
+from typing import overload
 
 import torch
 from torch import Tensor
 from typing_extensions import override
-
-
-@dataclass
-class Choice:
-    """By what a user has chosen tensors.
-
-    Attributes:
-        named: names of all tensors, and of those that ``where`` and slices have returned.
-        are_seen: whether anybody but a constructor of ``torch.optim`` has had single tensors.
-    """
-
-    named: list[list[str]]
-    are_seen: bool = False
-
-    def is_by_name(self, groups: Sequence[Sequence[str]]) -> bool:
-        """Whether all were taken, or some by their names: then neither values nor shapes have decided which.
-
-        Args:
-            groups: the names in each of an optimizer's groups.
-        """
-        return not self.are_seen and all(list(group) in self.named for group in groups)
-
-
-class Group(NamedTuple):
-    """What an optimizer was given: names of tensors, and those options for them that can be compared."""
-
-    names: list[str]
-    options: Mapping[str, object]
 
 
 class StepTensors(Sequence[Tensor]):
@@ -71,7 +43,6 @@ class StepTensors(Sequence[Tensor]):
     ) -> None:
         self._tensors, self.are_parts, self._chosen_from = dict(tensors), are_parts, chosen_from
         self.are_behind = False
-        self._choice: Choice | None = None
 
     @override
     def __iter__(self) -> Iterator[Tensor]:
@@ -80,9 +51,7 @@ class StepTensors(Sequence[Tensor]):
         Raises:
             RuntimeError: see ``check_caller``.
         """
-        caller = sys._getframe(1)
-        self.check_caller(caller)
-        self._note_seen(by=caller)
+        self.check_caller(sys._getframe(1))
         return iter(self._tensors.values())
 
     def check_caller(self, caller: FrameType) -> None:
@@ -105,15 +74,6 @@ class StepTensors(Sequence[Tensor]):
                 "engine.clip_grad_norm_(max_norm), or engine.finish_gradients() before torch's clipping"
             )
 
-    @contextlib.contextmanager
-    def choosing(self) -> Iterator["Choice"]:
-        """Inside, a user's function chooses from these; what is yielded says by what."""
-        self._choice = Choice([list(self._tensors)])
-        try:
-            yield self._choice
-        finally:
-            self._choice = None
-
     @property
     def names(self) -> list[str]:
         """Parameter names, in the module's order."""
@@ -121,12 +81,10 @@ class StepTensors(Sequence[Tensor]):
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Pairs of name and tensor, which torch's optimizers take as well."""
-        self._note_seen()
         return iter(self._tensors.items())
 
     def by_name(self, name: str) -> Tensor:
         """The tensor of one parameter."""
-        self._note_seen()
         return self._tensors[name]
 
     def where(self, wanted: Callable[[str], bool]) -> "StepTensors":
@@ -142,23 +100,10 @@ class StepTensors(Sequence[Tensor]):
     def __getitem__(self, index: int | slice) -> "Tensor | StepTensors":
         if isinstance(index, slice):
             return self._chosen(dict(list(self._tensors.items())[index]))
-        self._note_seen()
         return list(self._tensors.values())[index]
 
-    def _note_seen(self, by: FrameType | None = None) -> None:
-        choice = (self._chosen_from or self)._choice
-        if choice is None:
-            return
-        # With itself among its variables: torch.optim may also run an iterator of the user's over it, such as a filter.
-        is_torchs = by is not None and by.f_globals.get("__name__", "").startswith("torch.optim.")
-        if by is None or not is_torchs or not any(value is self for value in by.f_locals.values()):
-            choice.are_seen = True
-
     def _chosen(self, tensors: Mapping[str, Tensor]) -> "StepTensors":
-        root = self._chosen_from or self
-        if root._choice is not None:
-            root._choice.named.append(list(tensors))
-        return StepTensors(tensors, are_parts=self.are_parts, chosen_from=root)
+        return StepTensors(tensors, are_parts=self.are_parts, chosen_from=self._chosen_from or self)
 
     @override
     def __len__(self) -> int:
@@ -189,28 +134,35 @@ class GroupTensors(list[Tensor]):
 
 
 OptimizerFn = Callable[[StepTensors], torch.optim.Optimizer]
-"""Builds the optimizer from the tensors it is to step."""
+"""Builds the optimizer from the module's parameters."""
 
 
-def groups_of(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> list[Group]:
-    """The groups of an optimizer that steps some of ``tensors``."""
-    names = {id(tensor): name for name, tensor in tensors.items()}
-    return [
-        Group(
-            [names.get(id(tensor), "") for tensor in group["params"]],
-            {key: _comparable(value) for key, value in group.items() if key != "params"},
-        )
-        for group in optimizer.param_groups
-    ]
+def over_pieces(
+    optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor], pieces: Mapping[str, Tensor]
+) -> torch.optim.Optimizer:
+    """An optimizer that was built over the module's parameters, over what this rank steps of them.
 
+    Args:
+        optimizer: its groups are changed.
+        params: by name.
+        pieces: likewise.
 
-def _comparable(option: object) -> object:
-    """An option as numbers and text; None for any other object."""
-    if isinstance(option, Tensor):
-        return option.tolist()
-    if isinstance(option, list | tuple):
-        return tuple(map(_comparable, option))
-    return option if isinstance(option, bool | int | float | str) else None
+    Raises:
+        ValueError: its constructor has made state, and it cannot be built again from its groups and defaults.
+    """
+    piece_of = {id(param): pieces[name] for name, param in params.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [piece_of.get(id(one), one) for one in group["params"]]
+    if all(piece_of.get(id(one), one) is one for one in optimizer.state):
+        return optimizer
+    kind, takes = type(optimizer), inspect.signature(type(optimizer)).parameters
+    try:
+        return kind(optimizer.param_groups, **{key: one for key, one in optimizer.defaults.items() if key in takes})
+    except TypeError as error:
+        raise ValueError(
+            f"optimizer: {kind.__name__} makes state in its constructor, of whole parameters, and this rank steps "
+            "pieces; make it in step()"
+        ) from error
 
 
 def guard_groups(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> None:

@@ -17,12 +17,11 @@ from torch import nn
 from typing_extensions import override
 
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.agreement import all_or_none
 from shardlab.engines.checks import check_separate
-from shardlab.engines.guards.optimizers import Cut, fitting_optimizer
+from shardlab.engines.guards.optimizers import Cut, check_fits
 from shardlab.engines.guards.snapshot import Snapshot
 from shardlab.engines.holdings import owned_in, owners_in
-from shardlab.engines.step_tensors import StepTensors, guard_groups, is_clipping
+from shardlab.engines.step_tensors import StepTensors, guard_groups, is_clipping, over_pieces
 from shardlab.engines.strategy import Given
 from shardlab.engines.zero1 import ZeRO1
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
@@ -72,14 +71,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         laid_out = self._zero.lay_out(given)
         self._comm, self._divisions, self._tensors = comm, laid_out.divisions, StepTensors(laid_out.stepped)
 
-        def make(tensors: StepTensors) -> torch.optim.Optimizer:
-            return optimizer_cls(self._groups_of(tensors), **defaults)
-
-        cut = Cut(self._zero.partition, is_spread=comm.num_ranks > 1, is_sliced=False)
-        shapes = {name: tuple(param.shape) for name, param in self._named.items()}
-        self.inner = all_or_none(
-            (comm,), device, lambda: fitting_optimizer(make, self._tensors, self._named, shapes, cut)
-        )
+        inner = over_pieces(optimizer_cls(self.param_groups, **defaults), self._named, laid_out.stepped)
+        check_fits(inner, Cut(self._zero.partition, is_spread=comm.num_ranks > 1, is_sliced=False))
+        self.inner = inner
         guard_groups(self.inner, _Pieces(laid_out.stepped))
         self._share()
         self._stepped, self._given = Snapshot(laid_out.stepped), Snapshot(self._named)
@@ -200,15 +194,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Or these views would keep the full gradients in memory after the caller's zero_grad().
         for tensor in self._tensors:
             tensor.grad = None
-
-    def _groups_of(self, tensors: StepTensors) -> list[dict[str, Any]]:
-        names = {param: name for name, param in self._named.items()}
-        groups = []
-        for group in self.param_groups:
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            own = {names[param] for param in group["params"]}
-            groups.append({**options, "params": tensors.where(own.__contains__)})
-        return groups
 
 
 class _Pieces(StepTensors):

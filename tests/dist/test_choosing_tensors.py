@@ -1,4 +1,4 @@
-"""How ``optimizer_fn`` chooses among the tensors it is given: by name everywhere, by what pieces have not refused."""
+"""How ``optimizer_fn`` chooses among the tensors it is given: by name, and by all that parameters have, everywhere."""
 
 import itertools
 
@@ -7,10 +7,8 @@ import torch
 from torch import nn
 
 from tests.dist import cases
-from tests.dist.every_engine import KINDS, PIECES, assert_states, backward, engine_of, sgd
+from tests.dist.every_engine import KINDS, assert_states, backward, engine_of, sgd
 from tests.dist.telling import StepTensorsAlone
-
-UNLIKE = "or by identity, class or attributes"
 
 
 class Marked(nn.Parameter):
@@ -93,54 +91,41 @@ WAYS = {
 }
 
 
-def chosen(rank, key, names, options):
-    """The words of a refusal, or the sizes of the groups."""
-    found = {}
-    for name in names:
-        model = marked()
-        try:
-            with engine_of(key, 2, model, optimizer_fn=WAYS[name](model), **options) as engine:
-                found[name] = sorted(len(group["params"]) for group in engine.optimizer.param_groups)
-        except ValueError as error:
-            found[name] = "; ".join([str(error), *getattr(error, "__notes__", ())])
-    return found
+def by_group(optimizer, named):
+    names = {id(tensor): name for name, tensor in named}
+    return [[names[id(tensor)] for tensor in group["params"]] for group in optimizer.param_groups]
 
 
-BY_DIMS = ("dims", "rates")
-KNOWN_OF = {"zero2-round_robin": BY_DIMS, "fsdp-dim0": BY_DIMS, "fsdp-no_shard": (*BY_DIMS, "iterators")}
+def chosen(rank, key):
+    for way, make in WAYS.items():
+        if way == "write" and key.startswith("fsdp"):  # the values are not there
+            continue
+        plain, model = marked(), marked()
+        expected = by_group(make(plain)(StepTensorsAlone(plain)), plain.named_parameters())
+        with engine_of(key, 2, model, optimizer_fn=make(model)) as engine:
+            assert by_group(engine.optimizer, engine.step_tensors().items()) == expected, way
 
 
 @pytest.mark.parametrize("key", ["bucketed", "zero1", "fsdp", "zero2-round_robin", "fsdp-dim0", "fsdp-no_shard"])
-def test_by_what_pieces_do_not_have_is_refused(pools, key):
-    names = [name for name in WAYS if name != "write" or not key.startswith("zero")]  # which writes into the pieces
-    for found in pools(2).run(chosen, key, names, {}):
-        for name, answer in found.items():
-            # Whole parameters and rows have dims; where all are whole they have sizes too.
-            if key == "bucketed" or name in KNOWN_OF.get(key, ()):
-                assert sum(answer) in (3, 6), name
-            else:
-                assert "optimizer_fn: " in answer
-                assert any(text in answer for text in (UNLIKE, "could not be tried", "it is given this rank's pieces")), (name, answer)
-                assert "tensors.where" in answer
+def test_groups_are_those_of_the_module_s_parameters(pools, key):
+    pools(2).run(chosen, key)
 
 
-def test_whole_pieces_have_dims_and_no_size(pools):
-    options = {"partition": "balanced"}
-    for key in PIECES:
-        for found in pools(2).run(chosen, key, ["dims", "iterators"], options):
-            assert found["dims"] == [3, 3]
-            assert "optimizer_fn: it groups tensors by their shape or size" in found["iterators"]
+def from_meta(rank):
+    """Parameters that the engine allocates in the place of the user's."""
+    model = nn.Sequential(nn.Linear(6, 6, device="meta"), nn.Linear(6, 6, device="meta"))
+    known = {id(param) for param in model[0].parameters()}
+    with engine_of("fsdp", 2, model, optimizer_fn=two_groups(lambda one: id(one) in known)) as engine:
+        groups = by_group(engine.optimizer, engine.step_tensors().items())
+        assert groups == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+
+
+def test_parameters_on_the_meta_device_are_chosen_by_identity_too(pools):
+    pools(2).run(from_meta)
 
 
 def grouped_and_scheduled(rank, key):
-    made = []
-
-    def make(tensors):
-        made.append(by_name(tensors))
-        return made[-1]
-
-    with engine_of(key, 2, cases.build("Uneven"), optimizer_fn=make) as engine:
-        assert engine.optimizer is made[-1]
+    with engine_of(key, 2, cases.build("Uneven"), optimizer_fn=by_name) as engine:
         scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, step_size=2, gamma=0.5)
         for step in range(5):
             backward(engine, "Uneven", step)
@@ -182,66 +167,71 @@ class Halves(torch.optim.SGD):
                     tensor.mul_(0.5)
 
 
-def hooked(tensors):
-    for tensor in tensors:
-        tensor.register_hook(torch.zeros_like)
-        tensor.register_post_accumulate_grad_hook(lambda param: param.data.zero_())
-        tensor.kept, tensor.grad, tensor.requires_grad = torch.zeros_like(tensor), torch.ones_like(tensor), True
-    return by_name(tensors)
-
-
-def with_effects(rank, key):
-    """One call where all tensors are in one group; and trials leave nothing at the parameters."""
+def with_effects(rank, key, words):
     calls, before = [], cases.build("MLP").state_dict()
 
     def counted(tensors):
         calls.append(tensors)
         return Halves(tensors)
 
+    if words:
+        with pytest.raises((ValueError, RuntimeError), match=words):
+            engine_of(key, 2, model := cases.build("MLP"), optimizer_fn=counted)
+        assert_states([model.state_dict()], before)  # and it is whole
+        return
     with engine_of(key, 2, cases.build("MLP"), optimizer_fn=counted) as engine:
-        engine.step()  # gathers what was written into pieces
         assert_states([engine.full_state_dict()], {name: value / 2 for name, value in before.items()})
-    num_hooks = []
-    for make in (sgd, hooked):
-        with engine_of(key, 2, cases.build("MLP"), optimizer_fn=make) as engine:
-            params = list(engine.params.values())
-            num_hooks.append([len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ()) for p in params])
-            assert make is sgd or all(hasattr(one, "kept") for one in engine.step_tensors())
-            assert key == "bucketed" or not any(hasattr(param, "kept") for param in params)
-            assert key == "bucketed" or all(param.grad is None for param in params)
-    assert key == "bucketed" or num_hooks[0] == num_hooks[1]
-    return len(calls)
+    assert len(calls) == 1
+
+
+def test_what_is_written_while_the_optimizer_is_built_is_there_or_refused(pools):
+    for key, words in (("bucketed", ""), ("zero1", ""), ("zero3", "is sharded"), ("fsdp", "is sharded")):
+        pools(2).run(with_effects, key, words)
+
+
+class Early(torch.optim.SGD):
+    """Makes state in its constructor."""
+
+    shardlab_looks_at = "element"
+
+    def __init__(self, tensors, rate):
+        super().__init__(tensors, lr=rate)
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                self.state[tensor]["sum"] = torch.zeros_like(tensor)
+
+
+def early(rank, key):
+    with engine_of(
+        key, 2, cases.build("MLP"), optimizer_fn=lambda tensors: torch.optim.Adagrad(tensors, 0.1)
+    ) as engine:
+        sums = engine.optimizer.state[engine.step_tensors()[0]]["sum"]
+        assert sums.shape == engine.step_tensors()[0].shape
+        assert len(engine.optimizer.state) == len(engine.step_tensors())
+    if key != "bucketed":
+        with pytest.raises(ValueError, match=r"Early makes state in its constructor.*make it in step\(\)"):
+            engine_of(key, 2, cases.build("MLP"), optimizer_fn=lambda tensors: Early(tensors, 0.1))
 
 
 @pytest.mark.parametrize("key", KINDS)
-def test_what_is_done_to_the_tensors_is_done_to_them_alone(pools, key):
-    assert pools(2).run(with_effects, key) == [1, 1]
-
-
-def lacks_memory(tensors):
-    if not next(iter(tensors)).is_meta:
-        raise torch.OutOfMemoryError("no room for the state")
-    return sgd(tensors)
-
-
-def fails_with_pieces(tensors):
-    for one in tensors:
-        if one.numel() != 16:
-            raise LookupError("16 elements were expected")
-    return sgd(tensors)
+def test_state_that_a_constructor_makes_is_of_pieces(pools, key):
+    pools(2).run(early, key)
 
 
 def raises_it(rank, key):
+    def lacks_memory(tensors):
+        raise torch.OutOfMemoryError("no room for the state")
+
     for make, words in (
         (lacks_memory, "no room for the state"),
-        (fails_with_pieces, r"LookupError: 16 elements were expected; optimizer_fn: it is given this rank's pieces"),
         (lambda tensors: torch.optim.AdamW(tensors, lr=-1.0), "Invalid learning rate"),
     ):
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
         with pytest.raises((ValueError, RuntimeError), match=words), engine_of(key, 2, model, optimizer_fn=make):
             pass
+        model(torch.ones(1, 4)).sum().backward()  # it is plain again
 
 
 @pytest.mark.parametrize("key", ["zero1", "fsdp"])
-def test_another_error_of_the_function_is_told(pools, key):
+def test_an_error_of_the_function_is_told(pools, key):
     pools(2).run(raises_it, key)

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from shardlab.engines.guards.optimizers import KNOWN, Cut, LooksAt, fitting_optimizer, looks_at
-from shardlab.engines.step_tensors import StepTensors
+from shardlab.engines.guards.optimizers import KNOWN, Cut, LooksAt, check_fits, looks_at
 from shardlab.vocabulary import Partition
 from tests.dist import whole_optimizers
 
@@ -73,8 +72,7 @@ def test_who_says_it_is_believed():
 
 
 def fits(make, cut):
-    params = {"weight": torch.nn.Parameter(torch.zeros(SHAPE))}
-    fitting_optimizer(make, StepTensors(params), params, {"weight": SHAPE}, cut)
+    check_fits(make([torch.nn.Parameter(torch.zeros(SHAPE))]), cut)
 
 
 class Silent(optim.SGD):

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardlab.comm.agreement import share_json
 from shardlab.comm.coalesced import MESSAGE_BYTES
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.slices import merge
-from shardlab.engines.agreement import share_json
 from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.checkpoint.shards import TensorShard, gradient_shards, is_counter, shape_of
 from shardlab.vocabulary import dtype_name

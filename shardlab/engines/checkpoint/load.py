@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab.engines.agreement import all_or_none, number_among, share_texts
+from shardlab.comm.agreement import all_or_none, number_among, share_texts
 from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.checkpoint.directory import MANIFEST, checksum, identity, reading, replaced_by
 from shardlab.engines.checkpoint.manifest import Manifest, read_manifest

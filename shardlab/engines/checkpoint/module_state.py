@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardlab.comm.agreement import all_or_none, share_texts
 from shardlab.comm.coalesced import broadcast_coalesced
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.signed import checked, signed
 from shardlab.comm.slices import cut_state, merge_state
-from shardlab.engines.agreement import all_or_none, share_texts
 from shardlab.engines.any_engine import AnyEngine
 
 _EXTRA_STATE = "_extra_state"  # torch's suffix for what get_extra_state() returned: any type, of any size

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlab.comm.agreement import all_or_none, share_json
 from shardlab.comm.slices import cut
-from shardlab.engines.agreement import all_or_none, share_json
 from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.checkpoint.gather import gather_whole
 from shardlab.engines.checkpoint.manifest import decode, encode

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardlab.engines.agreement import all_or_none, number_among, share_json, share_texts
+from shardlab.comm.agreement import all_or_none, number_among, share_json, share_texts
 from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.checkpoint.directory import (
     MANIFEST,

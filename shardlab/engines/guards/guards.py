@@ -12,18 +12,18 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
-from shardlab.engines.agreement import all_or_none
+from shardlab.comm.agreement import all_or_none
 from shardlab.engines.checks import check_optimizer
 from shardlab.engines.engine import Engine
 from shardlab.engines.gradients import Gradients
 from shardlab.engines.guards.claims import Claim, check_free
-from shardlab.engines.guards.optimizers import Cut, fitting_optimizer
+from shardlab.engines.guards.optimizers import Cut, check_fits
 from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading, sharded_parameter
 from shardlab.engines.guards.rules import FROZEN, HALF_STEPPED, LOST, OPEN, REPLACED, RULES, Rule, Where
 from shardlab.engines.guards.snapshot import Snapshot
 from shardlab.engines.hooks import unrefused
 from shardlab.engines.shards import Shards
-from shardlab.engines.step_tensors import OptimizerFn, guard_groups, tensors_of
+from shardlab.engines.step_tensors import guard_groups, tensors_of
 from shardlab.vocabulary import Partition, class_of
 
 # After which of the engine's moments what the engine, autograd or the optimizer has changed is remembered as it is.
@@ -48,13 +48,12 @@ class Guards:
 
     def __init__(self) -> None:
         self._claim: Claim | None = None
-        self._given: dict[str, nn.Parameter] = {}  # the user's own; on the meta device others take their place
         self._placeholders: dict[str, PlaceholderGradient] = {}
         self._lost = ""  # a sharded parameter whose data was replaced while it was gathered
         self._was_written = False  # when a state was to be loaded
         self._has_moved = False  # a piece is elsewhere, for good: what is stepped there reaches nothing
         self._hooks: list[RemovableHandle] = []
-        self._shown: list[Callable[[bool], None]] = []  # to be told when the parameters are plain again
+        self._shown: list[tuple[Shards, Callable[[bool], None]]] = []  # to be told when the parameters are plain again
 
     @unrefused
     def ask(self, moment: str, engine: Engine) -> None:
@@ -66,7 +65,6 @@ class Guards:
         """
         if moment == "model":
             check_free(engine.module)
-            self._given = dict(engine.params)
             if engine.strategy.keeps_pieces:  # sharded: of what is rounded it becomes so later
                 check_not_scripted(engine.module)
             return
@@ -99,12 +97,15 @@ class Guards:
         if refusal:
             raise RuntimeError(refusal)
 
-    def optimizer(self, make: OptimizerFn, engine: Engine) -> torch.optim.Optimizer:
-        """What a user's function builds over the engine's tensors.
+    def optimizer(self, build: Callable[[], torch.optim.Optimizer], engine: Engine) -> torch.optim.Optimizer:
+        """The optimizer that ``build`` returns.
 
         Raises:
-            ValueError: it does not fit them; on all ranks.
+            ValueError: it does not fit the engine's tensors; on all ranks.
         """
+        for unit in engine.strategy.units:
+            for shards in unit.shards:
+                self._watch(shards)
         over = engine.sharded_over
         cut = Cut(
             getattr(engine.strategy, "partition", Partition.ELEMENTS),
@@ -112,14 +113,19 @@ class Guards:
             is_sliced=any(one.num_ranks > 1 for one in engine.slices.values()),
         )
 
-        shapes = {name: tuple(param.shape) for name, param in engine.params.items()}
-        shapes |= {name: one.full_shape for name, one in engine.slices.items() if name in shapes}
+        def fitting() -> torch.optim.Optimizer:
+            before = [param._version for param in engine.params.values()]
+            optimizer = build()
+            check_fits(optimizer, cut)
+            if engine.strategy.keeps_pieces and before != [param._version for param in engine.params.values()]:
+                raise ValueError("optimizer_fn: it writes into parameters; write before the engine is built")
+            return optimizer
 
-        def build() -> torch.optim.Optimizer:
-            return fitting_optimizer(make, engine.step_tensors(), self._given, shapes, cut)
-
-        # Pieces differ by rank, so one rank may refuse its own while another accepts.
-        return build() if over is None else all_or_none(engine.comms, engine.mesh.device, build)
+        try:
+            return fitting() if over is None else all_or_none(engine.comms, engine.mesh.device, fitting)
+        except Exception:
+            self._release()
+            raise
 
     def _build(self, engine: Engine) -> None:
         strategy = engine.strategy
@@ -136,9 +142,6 @@ class Guards:
         pieces = dict(engine.step_tensors().items()) if strategy.steps_pieces else {}
         self._snapshots = {"parameter": Snapshot(engine.params), "piece": Snapshot(pieces)}
         if Where.SHARDED in self._where:
-            for unit in strategy.units:
-                for shards in unit.shards:
-                    self._watch(shards)
             modules = [module for module in engine.module.modules() if module._parameters]
             self._hooks = [module.register_load_state_dict_pre_hook(refuse_loading) for module in modules]
         if strategy.steps_pieces:
@@ -161,7 +164,7 @@ class Guards:
 
         shards.watchers.append(show)
         show(False)
-        self._shown.append(show)
+        self._shown.append((shards, show))
 
     def _refusal(self, moment: str, engine: Engine) -> str:
         lost, self._lost = self._lost, ""
@@ -291,7 +294,8 @@ class Guards:
         if self._claim is not None:
             self._claim.release()
             self._claim = None
-        for show in self._shown:
+        for shards, show in self._shown:
+            shards.watchers.remove(show)
             show(True)
         for hook in self._hooks:
             hook.remove()

@@ -27,7 +27,7 @@ _AS_GATHERED = (Tensor.device, Tensor.is_cpu, Tensor.is_cuda, Tensor.is_meta, Te
 _FREEZES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]  # a bool in torch's stubs
 _OF_STUB = _OF_PARAMETER - {"__get__"} | {
     "data_ptr", "untyped_storage", "storage_offset", "is_contiguous", "get_device", "register_hook",
-    "register_post_accumulate_grad_hook", "__hash__",
+    "register_post_accumulate_grad_hook", "__hash__", "empty_like", "zeros_like", "ones_like", "full_like",
 }  # fmt: skip
 _OF_GRADIENT = frozenset({"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "untyped_storage"})
 _VIEWS = (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH)
@@ -82,12 +82,11 @@ class StubbedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Let all be asked and set but the data; refuse everything else."""
-        of = getattr(func, "__self__", None)
-        if func in _FREEZES or getattr(func, "__name__", "") in _OF_STUB or (of is Tensor.grad):
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        if getattr(func, "__name__", "") == "__get__":
-            answer = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-            if not isinstance(answer, Tensor):
+        name, is_gradient = getattr(func, "__name__", ""), getattr(func, "__self__", None) is Tensor.grad
+        if func in _FREEZES or name in _OF_STUB or name == "__get__" or is_gradient:
+            with torch._C.DisableTorchFunctionSubclass():
+                answer = func(*args, **(kwargs or {}))
+            if name != "__get__" or is_gradient or not isinstance(answer, Tensor):
                 return answer
         raise _refusal((*args, *(kwargs or {}).values()))
 
