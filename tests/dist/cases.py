@@ -11,15 +11,31 @@ from torch import Tensor, nn
 
 from shardlab.models import GPT, GPTConfig
 from shardlab.testing.nasty_models import (
-    MODELS,
     MLP as MLP,
-    SmallGPT as SmallGPT,
-    Frozen as Frozen,
-    Tied as Tied,
-    Uneven as Uneven,
-    Unused as Unused,
-    NonContiguous as NonContiguous,
+)
+from shardlab.testing.nasty_models import (
+    MODELS,
+)
+from shardlab.testing.nasty_models import (
     FewElements as FewElements,
+)
+from shardlab.testing.nasty_models import (
+    Frozen as Frozen,
+)
+from shardlab.testing.nasty_models import (
+    NonContiguous as NonContiguous,
+)
+from shardlab.testing.nasty_models import (
+    SmallGPT as SmallGPT,
+)
+from shardlab.testing.nasty_models import (
+    Tied as Tied,
+)
+from shardlab.testing.nasty_models import (
+    Uneven as Uneven,
+)
+from shardlab.testing.nasty_models import (
+    Unused as Unused,
 )
 
 ROWS_PER_RANK = 2

@@ -30,11 +30,12 @@ def is_bias(name):
     return name.endswith("bias")
 
 
-def two_groups(wanted):
+def two_groups(wanted, key=lambda one: one):
     """Of those that are wanted, and the others, with other options."""
 
     def make(tensors):
-        ours, others = [one for one in tensors if wanted(one)], [one for one in tensors if not wanted(one)]
+        ours = [one for one in tensors if wanted(key(one))]
+        others = [one for one in tensors if not wanted(key(one))]
         return torch.optim.SGD([{"params": ours, "weight_decay": 0.5}, {"params": others}], lr=0.1)
 
     return make
@@ -76,9 +77,7 @@ def after_a_write(tensors):
 
 # By the model that is given: in each, biases are told from weights.
 WAYS = {
-    "identity": lambda model: two_groups(
-        lambda one, known={id(p) for p in model.parameters() if isinstance(p, Marked)}: id(one) in known
-    ),
+    "identity": lambda model: two_groups({id(p) for p in model.parameters() if isinstance(p, Marked)}.__contains__, id),
     "attribute": lambda model: two_groups(lambda one: getattr(one, "no_decay", False)),
     "class": lambda model: two_groups(lambda one: isinstance(one, Marked)),
     "dims": lambda model: two_groups(lambda one: one.dim() <= 1),

@@ -57,7 +57,7 @@ def told(rank, kind, wrap):
     with Mesh({"data": 2}) as mesh:
         engine = build_engine("fsdp", build(kind), adamw, mesh, precision="bf16", wrap=wrap)
         x, _ = rows(rank, 0)
-        with pytest.raises(RuntimeError, match="dtype|scalar type") as caught:
+        with pytest.raises(RuntimeError, match=r"dtype|scalar type") as caught:
             engine(x)
         engine.full_state_dict()  # and nothing hangs afterwards
         return caught.value.__notes__

@@ -7,7 +7,6 @@ import torch
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
-from shardlab.optimizers.grad_scaler import GradScaler
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
