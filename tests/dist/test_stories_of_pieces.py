@@ -268,13 +268,6 @@ def pieces_are_treated_as_parameters(user):
         user.step()
     piece.requires_grad_(True)
     user.zero_grad()
-    param = next(iter(user.params.values()))
-    user.optimizer.state[param] = {}
-    user.go_back(0)
-    with user.refused():
-        user.step()
-    del user.optimizer.state[param]
-    user.zero_grad()
     user.train(0)
 
 

@@ -84,7 +84,7 @@ def skips(rank, phase):
     with Mesh({"data": 2}) as mesh, build_engine("bucketed", cases.build("MLP"), adamw, mesh) as engine:
         with inject(engine, SkippedCall(1, 1, phase)):
             for step in range(2):
-                one_step(engine, rank, step=step)
+                one_step(engine, step=step)
                 engine.zero_grad()
         return engine.num_backwards, engine.num_steps, {"backward", "step"} & vars(engine).keys()
 

@@ -40,9 +40,9 @@ def sharded_parameter(name: str) -> str:
         "'with engine.full_params():', or take engine.full_state_dict(), which returns copies; write inside 'with "
         "engine.full_params(keep_changes=True):', into parameters asked of the module there; convert the module before "
         "the engine is built; in a forward, compute with it in the module that holds it, called inside engine(...), "
-        "or choose larger FSDP units, as wrap='root'; a penalty on weights is computed inside 'with "
-        "engine.full_params():' after engine(...); a weight used both inside and outside activation checkpointing "
-        "needs use_reentrant=False there"
+        "or choose larger FSDP units, as wrap='root', also for engine.call(function, ...); a penalty on weights is "
+        "computed inside 'with engine.full_params():' after engine(...); a weight used both inside and outside "
+        "activation checkpointing needs use_reentrant=False there"
     )
 
 
@@ -148,8 +148,8 @@ class PlaceholderGradient(Tensor):
         if getattr(func, "__name__", "") in _OF_GRADIENT and getattr(func, "__self__", None) not in _VIEWS:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         given = (value for some in args for value in (some if isinstance(some, list | tuple) else (some,)))
-        texts = (value.refusal for value in given if isinstance(value, PlaceholderGradient))
-        raise RuntimeError(next(texts, sharded_gradient("a parameter")))
+        texts = (getattr(value, "refusal", "") for value in given if isinstance(value, PlaceholderGradient))
+        raise RuntimeError(next(filter(None, texts), sharded_gradient("a parameter")))  # a view of one has no text
 
     @override
     def __repr__(self) -> str:  # type: ignore[override]
