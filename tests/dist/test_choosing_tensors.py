@@ -174,8 +174,9 @@ def with_effects(rank, key, words):
         return Halves(tensors)
 
     if words:
-        with pytest.raises((ValueError, RuntimeError), match=words):
-            engine_of(key, 2, model := cases.build("MLP"), optimizer_fn=counted)
+        model = cases.build("MLP")
+        with pytest.raises((ValueError, RuntimeError), match=words), engine_of(key, 2, model, optimizer_fn=counted):
+            pass
         assert_states([model.state_dict()], before)  # and it is whole
         return
     with engine_of(key, 2, cases.build("MLP"), optimizer_fn=counted) as engine:
@@ -208,8 +209,9 @@ def early(rank, key):
         assert sums.shape == engine.step_tensors()[0].shape
         assert len(engine.optimizer.state) == len(engine.step_tensors())
     if key != "bucketed":
-        with pytest.raises(ValueError, match=r"Early makes state in its constructor.*make it in step\(\)"):
-            engine_of(key, 2, cases.build("MLP"), optimizer_fn=lambda tensors: Early(tensors, 0.1))
+        words, make = r"Early makes state in its constructor.*make it in step\(\)", lambda tensors: Early(tensors, 0.1)
+        with pytest.raises(ValueError, match=words), engine_of(key, 2, cases.build("MLP"), optimizer_fn=make):
+            pass
 
 
 @pytest.mark.parametrize("key", KINDS)
