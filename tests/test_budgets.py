@@ -16,17 +16,17 @@ from tests.test_architecture import PACKAGE, STRATEGY_FILES, closure, modules, r
 SLACK, FEW = 0.01, 3  # a budget lies at most one percent, or so few lines, above what stands
 # Each with the files that it imports, also for the type checker; without packages' __init__ and guards.
 CLOSURES = {
-    "single": 1195, "ddp": 1359, "bucketed": 1596, "zero1": 1877, "zero2": 1915, "zero3": 2262, "fsdp": 2952,
+    "single": 1213, "ddp": 1377, "bucketed": 1614, "zero1": 1895, "zero2": 1933, "zero3": 2280, "fsdp": 2970,
 }  # fmt: skip
 ROOMS = {
     "__init__": 71, "__main__": 2, "analysis": 896, "bench": 235, "cli": 781, "comm": 2386, "data_sets": 168,
-    "engines": 5204, "exercises": 1512, "experiment": 2566, "export": 636, "faults": 394, "field_types": 19,
-    "installed": 14, "lab": 693, "launch": 1630, "meta_device": 34, "models": 179, "optimizers": 254, "partition": 514,
+    "engines": 5223, "exercises": 1512, "experiment": 2566, "export": 636, "faults": 394, "field_types": 19,
+    "installed": 14, "lab": 693, "launch": 1636, "meta_device": 34, "models": 179, "optimizers": 254, "partition": 514,
     "planner": 849, "plots": 1866, "recording": 972, "tables": 117, "tensor_parallel": 1462,
     "testing": 329, "trace": 1195, "units": 206, "vocabulary": 84, "widgets": 1308,
 }  # fmt: skip
 # Guards, 679 lines of them, stand in engines.
-WHOLE = 26_576
+WHOLE = 26_601
 
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,

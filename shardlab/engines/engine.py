@@ -37,7 +37,7 @@ from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.hooks import gradient_node, unrefused, untraced, weakly
 from shardlab.engines.precision import advise, cast_buffers, cast_floating
 from shardlab.engines.state import Stateful
-from shardlab.engines.step_tensors import OptimizerFn, StepTensors, over_pieces
+from shardlab.engines.step_tensors import OptimizerFn, StepTensors, over_pieces, shown_whole
 from shardlab.engines.strategy import Given, Strategy
 from shardlab.vocabulary import FLAG, TOLD, Role
 
@@ -102,9 +102,10 @@ class Engine(AnyEngine):
         self._step_tensors = StepTensors(laid_out.stepped, are_parts=self.sharded_over is not None or bool(self.slices))
 
         def build() -> torch.optim.Optimizer:
-            optimizer = optimizer_fn(StepTensors(params))
+            with shown_whole(params, self.slices):
+                optimizer = optimizer_fn(StepTensors(params))
             check_optimizer(optimizer, params.values())
-            return over_pieces(optimizer, params, laid_out.stepped)
+            return over_pieces(optimizer, params, laid_out.stepped, are_slices=bool(self.slices))
 
         try:
             self.optimizer = build() if self._guards is None else self._guards.optimizer(build, self)

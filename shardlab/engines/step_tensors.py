@@ -13,6 +13,7 @@ this rank holds (one-dimensional, or rows of a parameter in their shape), which 
 it. So every rank makes the same groups, with the same indices.
 """
 
+import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ from typing import overload
 import torch
 from torch import Tensor
 from typing_extensions import override
+
+from shardlab.partition.slices import TensorSlice
 
 
 class StepTensors(Sequence[Tensor]):
@@ -137,8 +140,27 @@ OptimizerFn = Callable[[StepTensors], torch.optim.Optimizer]
 """Builds the optimizer from the module's parameters."""
 
 
+@contextlib.contextmanager
+def shown_whole(params: Mapping[str, Tensor], slices: Mapping[str, TensorSlice]) -> Iterator[None]:
+    """Inside, slices of tensor parallelism have the shapes that they are slices of, and one element of memory."""
+    with torch._C.DisableTorchFunctionSubclass():  # of placeholders
+        kept = {name: params[name].data for name in slices if name in params}  # tied ones have two names
+        for name, data in kept.items():
+            params[name].data = data.new_zeros(()).expand(slices[name].full_shape)
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, data in kept.items():
+                params[name].data = data
+
+
 def over_pieces(
-    optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor], pieces: Mapping[str, Tensor]
+    optimizer: torch.optim.Optimizer,
+    params: Mapping[str, Tensor],
+    pieces: Mapping[str, Tensor],
+    *,
+    are_slices: bool = False,
 ) -> torch.optim.Optimizer:
     """An optimizer that was built over the module's parameters, over what this rank steps of them.
 
@@ -146,6 +168,7 @@ def over_pieces(
         optimizer: its groups are changed.
         params: by name.
         pieces: likewise.
+        are_slices: whether some parameters had another shape when it was built.
 
     Raises:
         ValueError: its constructor has made state, and it cannot be built again from its groups and defaults.
@@ -153,7 +176,7 @@ def over_pieces(
     piece_of = {id(param): pieces[name] for name, param in params.items()}
     for group in optimizer.param_groups:
         group["params"] = [piece_of.get(id(one), one) for one in group["params"]]
-    if all(piece_of.get(id(one), one) is one for one in optimizer.state):
+    if not (are_slices and optimizer.state) and all(piece_of.get(id(one), one) is one for one in optimizer.state):
         return optimizer
     kind, takes = type(optimizer), inspect.signature(type(optimizer)).parameters
     try:

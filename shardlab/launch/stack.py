@@ -80,18 +80,26 @@ class StackWatch:
         self._thread_id = thread_id
         self._call: SeenCall | None = None
         self._mark = _Mark()
+        self._is_known = False  # whether the marked frame is in a collective
 
     def look(self) -> SeenCall | None:
-        """The collective the thread is in; the same object for as long as it is the same call."""
+        """The collective the thread is in; the same object for as long as it is the same call.
+
+        The frames of a thread that runs must not be walked: CPython 3.11 has crashed in that. So they are walked once,
+        when a second look finds the thread in the same innermost frame, which is one that waits.
+        """
         frame = sys._current_frames().get(self._thread_id)
-        if frame is None or not _is_collective(walk_stack(frame)):
+        if frame is None or not _may_wait(frame.f_code.co_filename):
             self._call = None
             return None
         # The mark lives and dies with the frame, so a second call of the same function is never taken for the first.
         # (Comparing id(frame) would take it so: freed frames are re-used. Keeping the frame would keep its tensors.)
-        if self._call is None or frame.f_trace is not self._mark:
+        if frame.f_trace is not self._mark:
             self._mark = frame.f_trace = _Mark()
-            self._call = _call_of(walk_stack(frame))
+            self._call, self._is_known = None, False
+        elif not self._is_known:
+            frames = list(walk_stack(frame))
+            self._call, self._is_known = _call_of(frames) if _is_collective(frames) else None, True
         return self._call
 
 
@@ -105,6 +113,10 @@ def _is_collective(frames: Iterable[Frame]) -> bool:
     """Whether the innermost frame that does not merely wait for a thread belongs to a collective."""
     files = (frame.f_code.co_filename for frame, _ in frames)
     return _is_collective_file(next((file for file in files if file not in _WAIT_FILES), ""))
+
+
+def _may_wait(file: str) -> bool:
+    return file in _WAIT_FILES or _is_collective_file(file)
 
 
 def _is_collective_file(file: str) -> bool:

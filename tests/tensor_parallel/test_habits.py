@@ -97,11 +97,18 @@ def by_size(tensors):
 def grouped(rank, strategy):
     with Mesh({"data": 1, "tensor": 2}) as mesh:
         model = parallelize_module(Block().double(), {"up": Column(), "down": Row()}, mesh["tensor"])
-        with pytest.raises(ValueError, match=r"optimizer_fn: it groups tensors by .*size"):
-            build_engine(strategy, model, by_size, mesh)
+        shapes = [param.shape for param in model.parameters()]
+        with build_engine(strategy, model, by_size, mesh) as engine:
+            sizes = [len(group["params"]) for group in engine.optimizer.param_groups]
+            assert sizes == [len(group["params"]) for group in by_size(list(Block().parameters())).param_groups]
+        assert [param.shape for param in model.parameters()] == shapes
+        model = parallelize_module(Block().double(), {"up": Column(), "down": Row()}, mesh["tensor"])
+        with build_engine(strategy, model, torch.optim.Adagrad, mesh) as engine:
+            for tensor, state in engine.optimizer.state.items():
+                assert state["sum"].shape == tensor.shape
 
 
-def test_groups_by_the_size_of_slices_are_refused(pools):
+def test_groups_by_size_are_those_of_the_whole_model(pools):
     """Half of a weight may be small where the weight is not."""
     for strategy in ("ddp", "zero1", "fsdp"):
         pools(2).run(grouped, strategy)
