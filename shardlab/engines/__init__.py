@@ -14,7 +14,6 @@ from shardlab.engines.ddp import DDP
 from shardlab.engines.engine import Engine
 from shardlab.engines.fsdp import FSDP
 from shardlab.engines.guards import Guards
-from shardlab.engines.holdings import ShardRow
 from shardlab.engines.peers import TorchDDP, TorchFSDP2, TorchTP, TorchZeRO1
 from shardlab.engines.peers.base import Peer
 from shardlab.engines.precision import Precision
@@ -33,7 +32,7 @@ Engine.guard_class = Guards
 
 __all__ = [
     "DDP", "FSDP", "STRATEGIES", "AnyEngine", "Bucketed", "Engine", "Given", "LaidOut", "OptimizerFn",
-    "Precision", "ShardRow", "Single", "StepTensors", "Strategy", "ZeRO1", "ZeRO2", "ZeRO3", "build_engine",
+    "Precision", "Single", "StepTensors", "Strategy", "ZeRO1", "ZeRO2", "ZeRO3", "build_engine",
     "engine_options",
 ]  # fmt: skip
 

@@ -43,6 +43,7 @@ class AnyEngine(Holdings, EngineState):
         check_types(model, mesh, optimizer_fn)
         self.module, self.mesh = model, BaseMesh.alone() if mesh is None else mesh
         self.data_comms = tuple(self.mesh[axis] for axis in axes)
+        self.num_data_ranks = prod(comm.num_ranks for comm in self.data_comms)  # each with its own rows
         self.comm = self.data_comms[-1]  # the innermost, over which strategies that shard do so
         self.slices = slices_of(model)  # of a tensor-parallel model, by parameter name
         self.tensor_comm: Communicator | None = None
@@ -132,11 +133,6 @@ class AnyEngine(Holdings, EngineState):
             f"{type(self).__name__}: an engine is not copied or pickled, since its hooks and communicators belong to "
             "this process; copy engine.full_state_dict() or, inside 'with engine.full_params():', the module"
         )
-
-    @property
-    def num_data_ranks(self) -> int:
-        """The number of ranks that gradients are averaged over, each with its own rows."""
-        return prod(comm.num_ranks for comm in self.data_comms)
 
     @property
     def data_rank(self) -> int:

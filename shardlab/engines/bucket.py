@@ -42,6 +42,7 @@ class Bucket:
         is_cut: bool = False,
     ) -> None:
         self.index, self.layout, self.params = index, layout, tuple(params)
+        self._numel, self._padded_numel = layout.numel, layout.padded_numel
         self._places = [  # of each parameter in a flat tensor: shape, strides, first element
             (param.shape, contiguous(param.shape) if is_cut else _strides(param), slot.start)
             for param, slot in zip(params, layout.slots, strict=True)
@@ -63,8 +64,8 @@ class Bucket:
 
     def flat(self, dtype: torch.dtype) -> Tensor:
         """A new flat tensor, [padded_numel]; of it only the padding is set, to 0."""
-        flat = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.params[0].device)
-        flat[self.layout.numel :].zero_()  # it travels too, and nothing writes to it
+        flat = torch.empty(self._padded_numel, dtype=dtype, device=self.params[0].device)
+        flat[self._numel :].zero_()  # it travels too, and nothing writes to it
         return flat
 
     def slots(self, flat: Tensor) -> list[Tensor]:

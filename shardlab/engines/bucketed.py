@@ -131,8 +131,11 @@ class Bucketed(Strategy):
         nobody = nobody_used({slot: views[slot] for slot in bucket.unused})
         for slot, (param, view) in enumerate(zip(bucket.params, views, strict=True)):
             if slot not in nobody:
-                check_replaced(param, view, bucket.layout.names[slot])
-                param.grad = view.data  # with a version of its own
+                try:
+                    param.grad = view.data  # with a version of its own
+                except RuntimeError:
+                    check_replaced(param, view, bucket.layout.names[slot])
+                    raise
 
     @override
     def drop(self) -> None:

@@ -32,7 +32,7 @@ from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.trees import tensors_in
 from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.checks import check_model, check_optimizer, tensor_axis
-from shardlab.engines.gradients import Gradients
+from shardlab.engines.gradients import AFTER_BACKWARD, Gradients
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.hooks import gradient_node, unrefused, untraced, weakly
 from shardlab.engines.precision import advise, cast_buffers, cast_floating
@@ -122,6 +122,8 @@ class Engine(AnyEngine):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
         self._begin_verb()
+        if self.strategy.precision.compute is not None:
+            self._refuse_open("forward")  # parameters are shown in another dtype than the input will have
         self._ask("forward")
         args, kwargs = cast_floating((args, kwargs), self.strategy.precision.compute)
         try:
@@ -191,6 +193,7 @@ class Engine(AnyEngine):
     def step(self) -> None:
         """One optimizer step; afterwards all ranks train on with the same model."""
         self.finish_gradients()
+        self._refuse_open("step")
         self._ask_all("step")
         self._ask("update")
         try:
@@ -259,10 +262,8 @@ class Engine(AnyEngine):
         try:
             with self.strategy.full(keep_changes=True):
                 super().load_full_state_dict(state)
-        except BaseException:
-            self._ask("not loaded")
-            raise
-        self._ask("loaded")
+        finally:
+            self._ask("loaded")
 
     @override
     def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:
@@ -391,11 +392,12 @@ class Engine(AnyEngine):
 
     def _begin(self) -> None:
         self._refuse_failed()
+        self._refuse_open("backward")
         self._run_hooks_last()
         self._ask("backward")
         self._due |= {param for param in self.params.values() if param.requires_grad}
         self.num_backwards += 1
-        self.gradients, self._running, self._sends = self.gradients.to_local(), True, self._sync
+        self.gradients, self._running, self._sends = AFTER_BACKWARD[self.gradients], True, self._sync
         self._open.enter_context(self.strategy.backward(sends=self._sync))
 
     def _end(self) -> None:
@@ -421,12 +423,13 @@ class Engine(AnyEngine):
 
     def _begin_verb(self) -> None:
         """Find out whether a plain ``loss.backward()`` raised: it is still open, and autograd does not run."""
-        self._refuse_closed()
+        if self._is_closed:
+            self._refuse_closed()
         if self._running and torch._C._current_graph_task_id() == _OUTSIDE:
             self._fail(RuntimeError("loss.backward() raised"))
 
     def _refuse_open(self, verb: str) -> None:
-        if self.num_open:
+        if self.num_open and (verb in ("load", "close") or self.strategy.keeps_pieces):
             raise RuntimeError(f"{verb}: it was called inside 'with engine.full_params():'; leave the block first")
 
     def _refuse_failed(self) -> None:
@@ -444,7 +447,7 @@ class Engine(AnyEngine):
         flag = torch.full((1,), 0.0 if raised is None else self.data_rank + 1.0, device=self.mesh.device)
         for comm in self.data_comms:
             comm.all_reduce(flag, reduction="max", tag=FLAG).wait()
-        self._flag = raised, read_later(flag)
+        self._flag = raised, read_later(flag) if flag.is_cuda else flag.item
         # On a GPU the host would wait for the whole backward: there the next verb that needs the means reads it.
         if raised is not None or not flag.is_cuda:
             self._read_flag()
@@ -531,26 +534,6 @@ class Engine(AnyEngine):
     def units(self) -> tuple[Any, ...]:
         """What is gathered together, in the module's order: units of FSDP, buckets of ZeRO-3; else nothing."""
         return tuple(self.strategy.units)
-
-    def unshard(self, unit: str) -> None:
-        """Gather a unit of FSDP by hand and keep it until ``reshard(unit)``; collective.
-
-        Raises:
-            ValueError: there is no unit with that name; the message lists the units.
-        """
-        self._unit(unit).hold()
-
-    def reshard(self, unit: str) -> None:
-        """Reshard a unit that was gathered by hand."""
-        self._ask("full")
-        self._unit(unit).let_go()
-        self._ask("left full")
-
-    def _unit(self, name: str) -> Any:
-        units = {one.name: one for one in self.units}
-        if name not in units:
-            raise ValueError(f"unit: {name!r} is not one of {', '.join(units) or 'none'}")
-        return units[name]
 
     def _equalise(self, tensors: list[Tensor]) -> None:
         # Inner axis first, on all ranks: then the first rank of an outer axis sends on what it has just received.

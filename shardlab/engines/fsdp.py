@@ -274,7 +274,8 @@ class FSDP(Sharded):
     @override
     def backward(self, *, sends: bool) -> Iterator[None]:
         """As the base."""
-        self.refuse_held(in_forward=self._pass is not None)
+        if self._pass is not None:
+            raise RuntimeError("backward: it was called inside a forward, whose units it would reshard; call it later")
         self.note_writes()
         self._is_in_backward, self._sends = True, sends
         # Where several forwards wait, nobody knows yet which of them this backward takes, alone or together: then what

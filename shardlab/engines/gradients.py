@@ -31,6 +31,11 @@ class Gradients(Enum):
         """Whether some are this rank's own sums, which are still to be reduced."""
         return self in (Gradients.LOCAL, Gradients.MEANS_AND_LOCAL)
 
-    def to_local(self) -> "Gradients":
-        """A backward adds to them."""
-        return Gradients.MEANS_AND_LOCAL if self in (Gradients.MEANS, Gradients.MEANS_AND_LOCAL) else Gradients.LOCAL
+
+AFTER_BACKWARD = {
+    Gradients.NONE: Gradients.LOCAL,
+    Gradients.LOCAL: Gradients.LOCAL,
+    Gradients.MEANS: Gradients.MEANS_AND_LOCAL,
+    Gradients.MEANS_AND_LOCAL: Gradients.MEANS_AND_LOCAL,
+}
+"""What they are when a backward has added this rank's own, and nothing has been reduced yet."""

@@ -1,13 +1,12 @@
 """What a rank holds of the model: one list, and everything that is derived from it.
 
 A strategy answers two questions: which tensors does this rank hold (``holdings()``), and how are the parameters divided
-over ranks (``divisions()``, empty without buckets; a replicated bucket is a layout of one rank)? Ownership, padding,
-the shard map and the live tensors by role are derived from the answers here, in the same way for every strategy.
+over ranks (``divisions()``, empty without buckets; a replicated bucket is a layout of one rank)? Ownership, padding
+and the live tensors by role are derived from the answers here, in the same way for every strategy.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.partition.chunks import Layout
-from shardlab.partition.slices import TensorSlice, stretches
+from shardlab.partition.slices import TensorSlice
 from shardlab.vocabulary import Role
 
 _ALWAYS = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE, Role.OTHER)
@@ -61,19 +60,6 @@ class Division(NamedTuple):
         """The elements (start, stop) that a rank has of each flattened parameter it has anything of."""
         pieces = self.layout.pieces(rank if self.is_spread else 0)
         return {piece.name: (piece.param_start, piece.param_stop) for piece in pieces}
-
-
-@dataclass(frozen=True)
-class ShardRow:
-    """A piece of a tensor that this rank holds: elements ``start`` to ``stop`` of the flattened whole parameter."""
-
-    parameter: str
-    shape: tuple[int, ...]
-    role: Role
-    bucket: int
-    start: int
-    stop: int
-    num_bytes: int
 
 
 class Holdings:
@@ -136,22 +122,6 @@ class Holdings:
         """Bytes of padding in one copy of the parameters."""
         return sum(division.layout.padding_numel * division.element_size for division in self.divisions())
 
-    def shard_map(self) -> list[ShardRow]:
-        """Every piece of a parameter, gradient or optimizer state that this rank holds, bucket by bucket."""
-        bytes_of: dict[tuple[str, Role, tuple[int, int]], int] = {}
-        for holding in self.holdings():
-            if holding.name and (holding.role is not Role.OPTIMIZER_STATE or holding.tensor.nbytes):
-                key = (holding.name, holding.role, holding.span)
-                bytes_of[key] = bytes_of.get(key, 0) + holding.tensor.nbytes
-        buckets = {name: number for number, one in enumerate(self.divisions()) for name in one.layout.names}
-        shapes = {name: tuple(param.shape) for name, param in self.params.items()}
-        rows = [
-            ShardRow(name, shapes[name], role, buckets.get(name, -1), *span, num_bytes)
-            for (name, role, span), num_bytes in bytes_of.items()
-        ]
-        order = {name: place for place, name in enumerate(buckets or self.params)}
-        return in_whole_parameters(sorted(rows, key=lambda row: order[row.parameter]), self.slices)
-
     def live_tensors(self) -> dict[Role, list[Tensor]]:
         """The engine's long-lived tensors by role; a storage that appears in two roles belongs to the first.
 
@@ -206,22 +176,3 @@ def owned_in(divisions: Iterable[Division], names: Iterable[str]) -> dict[str, t
 def of_state(key: str, value: Tensor, name: str, span: tuple[int, int]) -> Holding:
     """What an optimizer keeps under ``key`` for a parameter; no formula counts a step counter as optimizer state."""
     return Holding(Role.OTHER, value) if key == "step" else Holding(Role.OPTIMIZER_STATE, value, name, span)
-
-
-def in_whole_parameters(rows: Iterable[ShardRow], slices: Mapping[str, TensorSlice]) -> list[ShardRow]:
-    """Turn element ranges within a tensor-parallel slice into element ranges within the whole parameter.
-
-    A slice of a matrix's columns has one range for each row of the matrix; each becomes a ``ShardRow`` of its own.
-    """
-    found = []
-    for row in rows:
-        slice_ = slices.get(row.parameter)
-        if slice_ is None:
-            found.append(row)
-            continue
-        each = row.num_bytes // max(1, row.stop - row.start)
-        found += [
-            replace(row, shape=slice_.full_shape, start=start, stop=stop, num_bytes=each * (stop - start))
-            for start, stop in stretches(slice_, row.start, row.stop)
-        ]
-    return found

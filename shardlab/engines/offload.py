@@ -15,13 +15,8 @@ what a device would hold.
 Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 5.
 """
 
-import os
 from collections.abc import Mapping
 from typing import NamedTuple
-
-import psutil
-import torch
-from torch import Tensor
 
 from shardlab import vocabulary
 
@@ -38,41 +33,3 @@ OFFLOADS: Mapping[str, Offload] = {
     vocabulary.Offload.PARAMETERS: Offload(True, False),
     vocabulary.Offload.ALL: Offload(True, True),
 }
-
-
-def in_host_memory(tensor: Tensor) -> Tensor:
-    """A copy of ``tensor`` in host memory, pinned where it comes from a CUDA device, that ends on its stream."""
-    return copy_to_host(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda), tensor)
-
-
-def copy_to_host(host: Tensor, tensor: Tensor) -> Tensor:
-    """Copy behind the work of the current stream: ``host`` may be read or written after ``wait_for_copies``."""
-    return host.copy_(tensor, non_blocking=True)
-
-
-def wait_for_copies(device: torch.device) -> None:
-    """Let the host wait for all copies that the current stream of ``device`` has been given."""
-    if device.type == "cuda":
-        # Blocking, so that the host's thread sleeps: the ranks of a host share its cores.
-        event = torch.cuda.Event(blocking=True)
-        event.record()
-        event.synchronize()
-
-
-def check_host_memory(needed_bytes: int, num_ranks: int) -> None:
-    """Refuse what does not fit, before anything is moved.
-
-    Args:
-        needed_bytes: what one rank needs.
-        num_ranks: on the mesh; those on this host share its memory.
-
-    Raises:
-        ValueError: the host has less free memory than its ranks need.
-    """
-    neighbours = min(num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))  # set by torchrun
-    available = psutil.virtual_memory().available
-    if needed_bytes * neighbours > available:
-        raise ValueError(
-            f"offload: the {neighbours} ranks of this host need at least {needed_bytes * neighbours / 1e9:.3g} GB of "
-            f"its memory, and {available / 1e9:.3g} GB are free; use offload='none', or more hosts"
-        )

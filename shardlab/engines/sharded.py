@@ -7,9 +7,10 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
+from shardlab.comm.streams import wait_for_copies
 from shardlab.comm.trees import map_tensors
 from shardlab.engines.holdings import Holding
-from shardlab.engines.offload import OFFLOADS, wait_for_copies
+from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.saved import kept, saved_by_reference
 from shardlab.engines.shards import Shards, Unit
 from shardlab.engines.strategy import Given, LaidOut, Strategy
@@ -53,10 +54,6 @@ class Sharded(Strategy):
     @override
     def stepping(self, *, loads: bool = False) -> Iterator[None]:
         """As the base; no gather, since each rank steps what it keeps."""
-        if any(unit.num_holders for unit in self.units):
-            raise RuntimeError(
-                "step, load: what full_params() or unshard() holds would be stale; leave it, or reshard(), first"
-            )
         for unit in self.units:
             unit.reshard()  # what was kept for a backward that did not come, or left by torch.autograd.grad
         with self.visiting():
@@ -102,11 +99,6 @@ class Sharded(Strategy):
     @override
     def full(self, *, keep_changes: bool) -> Iterator[None]:
         """As the base."""
-        if rounded := [unit.name for unit in self.units if unit.num_holders and unit.is_rounded]:
-            raise RuntimeError(
-                f"full_params: unit {rounded[0]!r} is held, and its parameters are rounded; call engine.reshard("
-                f"{rounded[0]!r}) first"
-            )
         held: list[Unit] = []
         versions = {one: _writes(one) for one in self._unit_of_shards}
         try:
@@ -146,14 +138,6 @@ class Sharded(Strategy):
         """What a graph has saved is refused in its backward where pieces have been written to since."""
         for one in self._unit_of_shards:
             one.note_writes()
-
-    def refuse_held(self, *, in_forward: bool = False) -> None:
-        """Refuse a backward whose end would reshard what is still needed, or that would compute with stored values."""
-        if in_forward or any(unit.num_holders for unit in self.units):
-            raise RuntimeError(
-                "backward: it was called inside a forward, inside 'with engine.full_params():', or while a unit is "
-                "held by engine.unshard(); parameters are sharded, so call it afterwards"
-            )
 
     @override
     def holdings(self) -> Iterator[Holding]:

@@ -10,15 +10,13 @@ would own the largest parameter of every block.
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from shardlab import vocabulary
 from shardlab.comm import Communicator
-from shardlab.comm.agreement import all_or_none
-from shardlab.engines.offload import OFFLOADS, check_host_memory
+from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.precision import Precision
 from shardlab.engines.shards import Shards, Unit, Ways
 from shardlab.engines.strategy import Given
@@ -122,7 +120,6 @@ def build_units(given: Given, options: ShardingOptions, at: dict[int, tuple[Shar
         at: see ``Shards``.
     """
     wrapped = wrapped_modules(given.module, options.wrap)
-    _check_host_memory(given, options)
     owners = _owners(given, options)
     units = []
     for name, members in owners_of_parameters(given.module, wrapped, given.params, ROOT).items():
@@ -133,15 +130,6 @@ def build_units(given: Given, options: ShardingOptions, at: dict[int, tuple[Shar
             params = {member: given.params[member] for member in members}
             units.append(Unit(name, _shards(name, params, given, options, owners, at), wrapped.get(name, given.module)))
     return units
-
-
-def _check_host_memory(given: Given, options: ShardingOptions) -> None:
-    offload, num_ranks = OFFLOADS[options.offload], prod(comm.num_ranks for comm in given.comms)
-    if offload.parameters:
-        # Parameters and gradients; of the optimizer's state nobody knows the size yet.
-        num_bytes = sum(param.nbytes for param in given.params.values()) * (1 + offload.gradients_and_state)
-        shards = 1 if SHARDINGS[options.sharding].shard_axis is None else given.comms[-1].num_ranks
-        all_or_none(given.comms, given.device, lambda: check_host_memory(num_bytes // shards, num_ranks))
 
 
 def _owners(given: Given, options: ShardingOptions) -> Mapping[str, int]:

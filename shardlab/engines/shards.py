@@ -29,13 +29,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
+from shardlab.comm.streams import copy_to_host, in_host_memory
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.hooks import in_plain_mode, unrefused, untraced
-from shardlab.engines.offload import OFFLOADS, Offload, copy_to_host, in_host_memory
+from shardlab.engines.offload import OFFLOADS, Offload
 from shardlab.engines.precision import Precision
 from shardlab.engines.strategy import check_replaced
 from shardlab.engines.tensor_layout import TensorLayout
@@ -336,18 +336,12 @@ class Unit:
         self.params = tuple(param for one in shards for param in one.params.values())
         self.state = State.SHARDED
         self.num_holders = 0  # who keep it gathered
-        self._is_held = False  # by hand
         self.is_as_stored = False  # shown in the shards' dtype, and not in the one to compute in
 
     @property
     def is_whole(self) -> bool:
         """Whether every rank has all of it."""
         return all(one.is_whole for one in self.shards)
-
-    @property
-    def is_rounded(self) -> bool:
-        """Whether what is shown has another dtype than the shards."""
-        return not self.is_as_stored and any(one.compute_dtype != one.shard.dtype for one in self.shards)
 
     @untraced
     def start(self, *, as_stored: bool = False) -> None:
@@ -374,19 +368,6 @@ class Unit:
             self.state = State.SHARDED
             for one in self.shards:
                 one.hide()
-
-    def hold(self) -> None:
-        """Gather, and keep it until ``let_go()``: nothing reshards it meanwhile."""
-        self.gather()
-        self.num_holders += not self._is_held  # only once it is there: a gather that raised must not leave it held
-        self._is_held = True
-
-    def let_go(self) -> None:
-        """End a ``hold()``."""
-        self.num_holders -= self._is_held
-        self._is_held = False
-        self.reshard()
-        increment_version(self.params)  # what plain code has saved of them would be read as stubs
 
     def drop_gather(self) -> None:
         """Drop a prefetch that was not used."""

@@ -85,7 +85,6 @@ class ZeRO3(Sharded):
     @override
     def backward(self, *, sends: bool) -> Iterator[None]:
         """As the base."""
-        self.refuse_held()
         self.note_writes()
         with self._gathered():
             yield

@@ -17,6 +17,7 @@ from shardlab.experiment.batches import Share, batches_of, size_of
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import checkpoint_directory, same_options
 from shardlab.experiment.rank_checks import NUM_BATCHES, FiniteCheck, first_other, sums_of
+from shardlab.experiment.shard_rows import shard_rows
 from shardlab.experiment.step import StepResult, TrainStep
 from shardlab.experiment.tensor import divided, loss_of
 from shardlab.experiment.workload import seeded
@@ -262,17 +263,6 @@ def _engine(config: CompareConfig, strategy: str, mesh: BaseMesh) -> AnyEngine:
         model = workload.made(model, mesh.device, config.seed)
     model = divided(model, config, workload, strategy, mesh)
     return build_engine(strategy, model, workload.optimizer, mesh, **options)
-
-
-def shard_rows(engine: AnyEngine) -> list[Row]:
-    """The engine's pieces as rows of table ``shards``, without run, rank and step."""
-    return [
-        {
-            "parameter": row.parameter, "shape": "x".join(map(str, row.shape)), "role": row.role,
-            "bucket": row.bucket, "start": row.start, "stop": row.stop, "bytes": row.num_bytes,
-        }
-        for row in engine.shard_map()
-    ]  # fmt: skip
 
 
 def _random_states(device: torch.device) -> tuple[object, ...]:

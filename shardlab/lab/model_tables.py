@@ -20,7 +20,7 @@ from shardlab.analysis.held_bytes import module_bytes
 from shardlab.engines import AnyEngine, Engine
 from shardlab.engines.sharded import Sharded
 from shardlab.engines.shards import Unit
-from shardlab.experiment.run import shard_rows
+from shardlab.experiment.shard_rows import shard_rows
 from shardlab.partition.slices import TensorSlice
 from shardlab.plots.maps import COLUMNS, EVERY_RANK
 from shardlab.tables import SHARDS

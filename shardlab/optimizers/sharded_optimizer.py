@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.checks import check_separate
-from shardlab.engines.guards.optimizers import Cut, check_fits
+from shardlab.engines.guards.optimizers import check_fits
 from shardlab.engines.guards.snapshot import Snapshot
 from shardlab.engines.holdings import owned_in, owners_in
 from shardlab.engines.step_tensors import StepTensors, guard_groups, is_clipping, over_pieces
@@ -72,7 +72,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._comm, self._divisions, self._tensors = comm, laid_out.divisions, StepTensors(laid_out.stepped)
 
         inner = over_pieces(optimizer_cls(self.param_groups, **defaults), self._named, laid_out.stepped)
-        check_fits(inner, Cut(self._zero.partition, is_spread=comm.num_ranks > 1, is_sliced=False))
+        check_fits(inner, self._zero.partition if comm.num_ranks > 1 else None)
         self.inner = inner
         guard_groups(self.inner, _Pieces(laid_out.stepped))
         self._share()

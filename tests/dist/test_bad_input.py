@@ -72,7 +72,7 @@ MODELS = {
         (shared, of_a_buffer, of_an_attribute),
         ("^model: .*two tensors over the same memory; tie them", (*PIECES, "fsdp-no_shard")),
     ),
-    scripted: ("'0' is a RecursiveScriptModule", SHARDED),
+    scripted: ("'0' is TorchScript", SHARDED),
 }
 
 

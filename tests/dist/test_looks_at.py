@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from shardlab.engines.guards.optimizers import KNOWN, Cut, LooksAt, check_fits, looks_at
+from shardlab.engines.guards.optimizers import KNOWN, LooksAt, check_fits, looks_at
 from shardlab.vocabulary import Partition
 from tests.dist import whole_optimizers
 
 optim = torch.optim
-CUT = Cut(Partition.ELEMENTS, is_spread=True, is_sliced=False)
-WHOLE = Cut(Partition.BALANCED, is_spread=True, is_sliced=False)
-SLICED = Cut(Partition.ELEMENTS, is_spread=False, is_sliced=True)
-ALONE = Cut(Partition.ELEMENTS, is_spread=False, is_sliced=False)
+CUT = {"partition": Partition.ELEMENTS}
+WHOLE = {"partition": Partition.BALANCED}
+SLICED = {"partition": None, "is_sliced": True}
+ALONE = {"partition": None}
 SHAPE = (6, 4)
 WAYS = {
     "SGD": [{}, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "maximize": True}],
@@ -72,7 +72,7 @@ def test_who_says_it_is_believed():
 
 
 def fits(make, cut):
-    check_fits(make([torch.nn.Parameter(torch.zeros(SHAPE))]), cut)
+    check_fits(make([torch.nn.Parameter(torch.zeros(SHAPE))]), **cut)
 
 
 class Silent(optim.SGD):

@@ -48,7 +48,7 @@ def waits_of(rank, key, num_ranks):
         pytest.MonkeyPatch.context() as patch,
         engine_of(key, num_ranks, cases.build("SmallGPT"), "sgd") as engine,
     ):
-        patch.setattr(engine_file, "read_later", lambda _: lambda: 0.0)
+        patch.setattr(engine_file.Engine, "_read_flag", lambda _: None)
         for step in range(2):
             batches = [cases.rows("SmallGPT", step, micro_batch, num_ranks) for micro_batch in range(2)]
             own = [[cases.own_rows(part, rank) for part in batch] for batch in batches]

@@ -3,12 +3,12 @@
 from math import nan
 from unittest import mock
 
-import psutil
 import pytest
 import torch
 
+from shardlab.comm import streams
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import build_engine, offload, sharded, shards
+from shardlab.engines import build_engine, sharded, shards
 from shardlab.engines.checkpoint.directory import latest
 from shardlab.engines.checkpoint.manifest import read_manifest
 from shardlab.trace.memory_by_role import bytes_by_role
@@ -42,7 +42,7 @@ def all_kinds_with_late_copies(rank, key):
             host.copy_(values)
 
     with (
-        mock.patch.object(offload, "copy_to_host", copy_to_host),
+        mock.patch.object(streams, "copy_to_host", copy_to_host),
         mock.patch.object(shards, "copy_to_host", copy_to_host),
         mock.patch.object(sharded, "wait_for_copies", wait_for_copies),
     ):
@@ -78,21 +78,6 @@ def test_what_is_offloaded_is_not_on_the_device(pools):
         assert [role for role, num_bytes in held.items() if num_bytes] == [Role.OFFLOADED, Role.OTHER]
         assert held[Role.OFFLOADED] == shard + 2 * pieces  # the gradients are forgotten
         assert while_stepping == 0
-
-
-def too_little_memory(rank):
-    true = psutil.virtual_memory()
-    available = true._replace(available=1000 if rank == 1 else 10**12)
-    with Mesh({"data": 2}) as mesh, mock.patch("psutil.virtual_memory", return_value=available):
-        with pytest.raises(ValueError, match="offload") as refusal:
-            build_engine("fsdp", cases.build("MLP"), adamw, mesh, offload="all")
-        return str(refusal.value)
-
-
-def test_too_little_host_memory_is_refused_by_all_ranks_together(pools):
-    for message in pools(2).run(too_little_memory):
-        assert "offload: the 2 ranks of this host need at least" in message
-        assert "(on rank 1)" in message
 
 
 @pytest.mark.parametrize(

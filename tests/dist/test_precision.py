@@ -34,9 +34,9 @@ def bytes_and_wire(rank, precision):
     with Mesh({"data": 2}) as mesh:
         engine = build_engine("fsdp", build(), adamw, mesh, precision=precision, wrap="root")
         x, y = rows(rank, 2, 0)
-        engine.unshard("root")
+        engine.units[0].gather()
         gathered = bytes_by_role(engine.live_tensors())[Role.GATHERED_PARAMETER]
-        engine.reshard("root")
+        engine.units[0].reshard()
         with mesh.observed_by(log):
             engine.backward(cases.loss_of(engine(x), y))
             engine.step()

@@ -8,6 +8,7 @@ import torch
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.precision import Precision, parse_precision
+from shardlab.experiment.shard_rows import shard_rows
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.dist import cases
@@ -132,7 +133,7 @@ def held_and_sent(rank, num_ranks, strategy, precision):
         engine = build_engine(strategy, build("MLP"), adamw, mesh, precision=precision)
         one_step_without_zero(engine, num_ranks, rank)
         held = bytes_by_role(engine.live_tensors())
-        rows = engine.shard_map()
+        rows = shard_rows(engine)
         engine.zero_grad()
         engine.close()
         return {role: held[role] for role in Role}, rows
@@ -158,7 +159,7 @@ def test_bytes_at_rest_are_the_formulas(pools, strategy):
         own = 485 - 243 if rank else 243
         assert held[Role.OPTIMIZER_STATE] == 8 * own
         assert held[Role.GATHERED_PARAMETER] == 0
-        by_role = {role: sum(row.num_bytes for row in rows if row.role is role) for role in Role}
+        by_role = {role: sum(row["bytes"] for row in rows if row["role"] is role) for role in Role}
         assert by_role[Role.MASTER_WEIGHT] == (4 * own if strategy != "zero3" else 0)
         assert by_role[Role.PARAMETER] == (2 * 485 if strategy != "zero3" else 4 * own)
         assert by_role[Role.GRADIENT] == (4 * 485 if strategy == "zero1" else 4 * own)

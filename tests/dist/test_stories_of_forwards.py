@@ -415,7 +415,7 @@ INSIDE = {
     "a_tangent": (Tangent, lambda user: None),
 }
 for name, (kind, prepare) in INSIDE.items():
-    refusing = SHARDED if kind is Adversarial else ()
+    refusing = ("fsdp",) if kind is Adversarial else ()
 
     @story(name=f"inside_forward_{name}", model=kind, on=[key for key in KINDS if key not in refusing],
            instead=rank_by_rank)  # fmt: skip

@@ -135,13 +135,6 @@ def trained_while_held(user):
         with user.full_params(), user.refused():
             use()
         user.zero_grad()
-        if user.name == "fsdp":
-            user.go_back(0)
-            user.unshard("2")
-            with user.refused():
-                use()
-            user.reshard("2")
-            user.zero_grad()
     user.train(0)
 
 
@@ -232,26 +225,6 @@ def gathered_data_is_replaced(user):
             user.go_back(0)
         hook.remove()
         user.zero_grad()
-    user.train(1)
-
-
-@story(on=("fsdp", "fsdp-shard_grad_op"), refused=f"it {WRITTEN}", instead=lambda user: user.train(0, 1))
-def units_that_are_gathered_by_hand_are_written(user):
-    user.train(0)
-    for use in (user.full_state_dict, user.step, lambda: user.save(user.directory)):
-        for unit in user.units:
-            user.unshard(unit.name)
-        with torch.no_grad():
-            for param in user.module.parameters():
-                param.fill_(0.5)
-        with user.refused():
-            use()
-        for unit in user.units:
-            user.reshard(unit.name)
-        user.zero_grad()
-    with user.refused():  # what reshard() has lost
-        user.go_back(1)
-    user.zero_grad()
     user.train(1)
 
 

@@ -86,7 +86,7 @@ class StepThatRaises(Operation, peers=False, steps=True):
     drops: bool = True  # as in ``Step``
 
     def applies(self, world: World) -> bool:
-        return world.ours.optimizer_spec.derived and not world.held
+        return world.ours.optimizer_spec.derived
 
     def ours(self, world: World) -> Seen:
         engine = world.ours.engine
@@ -112,7 +112,7 @@ class StepThatLooks(Operation, peers=False, drops=True, steps=True):
     seed: int = 0
 
     def applies(self, world: World) -> bool:
-        return world.ours.optimizer_spec.derived and not gathers_late(world) and not world.held
+        return world.ours.optimizer_spec.derived and not gathers_late(world)
 
     @torch.no_grad()
     def ours(self, world: World) -> Seen:
@@ -136,7 +136,7 @@ class WritePieces(Operation, peers=False, steps=True):
     part: str = "enter"
 
     def applies(self, world: World) -> bool:
-        return may_write(world) and not world.held
+        return may_write(world)
 
     def ours(self, world: World) -> Seen:
         self._write(world.ours.engine.step_tensors().items())

@@ -1,4 +1,4 @@
-"""What users do between the steps of training: evaluate, freeze, set modes and rates, hold a unit; and habits."""
+"""What users do between the steps of training: evaluate, freeze, set modes and rates; and habits."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -113,27 +113,6 @@ class AddGroup(Operation):
 
     def plain(self, world: World) -> None:
         world.plain.optimizer.add_param_group({"params": [world.plain.params[LEFT_OUT]], "lr": 0.02})
-
-
-class Hold(Operation, peers=False):
-    """Gather a unit of FSDP by hand and hold it, or let it go."""
-
-    unit: int = 0
-    hold: bool = True
-
-    def applies(self, world: World) -> bool:
-        return world.ours.spec.name == "fsdp"
-
-    def ours(self, world: World) -> None:
-        engine = world.ours.engine
-        unit = engine.units[self.unit % len(engine.units)]
-        (engine.unshard if self.hold else engine.reshard)(unit.name)
-
-    def after(self, world: World) -> None:
-        # Known also to ranks outside the engine's mesh: all ranks must say the same of whether an operation applies.
-        own = len(world.ours.engine.units) if world.ours.is_member else 0  # type: ignore[attr-defined]
-        unit = self.unit % int(world.meshes.largest([own])[0])
-        (world.held.add if self.hold else world.held.discard)(unit)
 
 
 class ChangeMeans(Operation, peers=False):

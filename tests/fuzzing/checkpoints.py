@@ -82,7 +82,6 @@ class Load(Operation, peers=False, drops=True):
         if self.into is not None:
             world.plain.thaw()
             world.ours.spec = self.into  # also where this rank takes no part, before or after
-            world.held.clear()
 
 
 def _can_begin(engine: EngineSpec, world: World) -> bool:

@@ -125,7 +125,7 @@ def _counts(world: World) -> Iterator[str]:
 def _at_rest(world: World) -> Iterator[str]:
     """Nothing is gathered between operations, unless it was promised, and every role has its bytes."""
     engine, plain = world.ours.engine, world.plain
-    if world.gathered or world.unfinished or world.held:
+    if world.gathered or world.unfinished:
         return
     live = engine.live_tensors()
     if number := bytes_by_role(live)[Role.GATHERED_PARAMETER]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tests.fuzzing.between import Evaluate, Freeze, Habit, Hold
+from tests.fuzzing.between import Evaluate, Freeze, Habit
 from tests.fuzzing.checkpoints import Load
 from tests.fuzzing.engines import EngineSpec
 from tests.fuzzing.modules import BRANCH_KINDS, BlockSpec
@@ -182,7 +182,6 @@ def _guards(scenario: Scenario) -> Scenario:
 
 SIEVES: dict[str, Callable[[Scenario], Scenario]] = {
     "forward before step": _forward_before_step,  # FSDP: a forward without backward between backward and step()
-    "held over a step": _without_kinds(Hold),  # FSDP: unshard(unit) before a step
     "frozen anew": _frozen_anew,  # FSDP: freeze and thaw, and units that a micro-batch leaves out
     "overwritten": lambda scenario: _linear(scenario, "overwrite"),  # in place, what autograd has saved
     "step before backward": _with(Step, drops=True),  # a loss of before the step

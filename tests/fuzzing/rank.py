@@ -155,8 +155,6 @@ def _do(world: World, operation: Operation, deep: bool) -> str:
 def _end(world: World) -> str:
     if world.meshes.largest([world.has_met])[0] or not world.ours.is_member:
         return "equal"
-    for unit in sorted(world.held):
-        world.ours.engine.reshard(world.ours.engine.units[unit].name)  # type: ignore[attr-defined]
     found = list(deep_checks(world))
     world.ours.engine.close()
     for comm in world.ours.mesh.communicators:  # nothing is left in them that another rank never sent
@@ -173,7 +171,7 @@ def _looks(world: World, deep: bool) -> Iterator[str]:
     if not world.ours.is_member:
         return
     yield from local_checks(world)
-    if deep and not (world.held and world.ours.spec.rounds):  # else it may be refused
+    if deep:
         yield from deep_checks(world)
 
 

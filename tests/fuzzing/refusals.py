@@ -10,8 +10,6 @@ DOCUMENTED = (
     r"the layout over ranks is fixed; build a new",
     r"load: leave 'with engine\.full_params\(\):' first",
     r"(backward|step): it was called inside ",
-    r"full_params: unit .* is held, and its parameters are rounded; call engine\.reshard",
-    r"step: what full_params\(\) or unshard\(\) holds would be stale",
 )
 """Refusals of operations, wherever they come; others are in ``is_documented``."""
 IN_PARTS = (r"it comes in parts.*use_reentrant=False", r"parameter .* is sharded: ")

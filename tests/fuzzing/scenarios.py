@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.fuzzing.around_step import HOOKS, HookedStep, StepThatLooks, StepThatRaises, WritePieces
-from tests.fuzzing.between import AddGroup, ChangeMeans, Evaluate, Freeze, Habit, Hold, LearningRate, Mode
+from tests.fuzzing.between import AddGroup, ChangeMeans, Evaluate, Freeze, Habit, LearningRate, Mode
 from tests.fuzzing.checkpoints import Load, Save
 from tests.fuzzing.drawn import Menu, drawn_optimizer, engines, fitting, modules, seldom, with_whole_parameters
 from tests.fuzzing.engines import PEERS
@@ -168,7 +168,6 @@ def _single(menu: Menu) -> st.SearchStrategy[list[Operation]]:
         st.builds(GradientsOut),
         st.builds(Save),
         st.builds(Load, into),
-        st.builds(Hold, st.integers(0, 4), st.booleans()),
         st.builds(Habit, st.sampled_from(
             ["optimizer.zero_grad", "module.zero_grad", "optimizer.step", "clip module", "clip step tensors"]
         )),

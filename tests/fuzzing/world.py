@@ -209,7 +209,6 @@ class World:
     gradients: str = "means"
     unfinished: bool = False  # a plain ``loss.backward()`` may not have been finished
     gathered: bool = False  # parameters may be there in full now
-    held: set[int] = field(default_factory=set)  # numbers of the units that the user has gathered by hand
     may_clash: bool = False  # an error of autograd's version check may come from a step between forward and backward
     saved: dict[str, Any] = field(default_factory=dict)  # what ``Save`` has written
     left_alone: bool = False  # an error on one rank has left the others alone where they gather parameters

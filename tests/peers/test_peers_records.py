@@ -12,6 +12,7 @@ from shardlab.comm import CollectiveEvent
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.peers import Peer
+from shardlab.experiment.shard_rows import shard_rows
 from shardlab.partition.ring_cost import Link
 from shardlab.trace.memory_by_role import bytes_by_role, known_tensors
 from shardlab.trace.observed import wire_bytes
@@ -179,7 +180,7 @@ def held_after_a_step(rank, strategy):
             if step == 0:
                 engine.zero_grad()
         held = bytes_by_role(engine.live_tensors())
-        shards = engine.shard_map()
+        shards = shard_rows(engine)
         engine.zero_grad()
         return held, shards, bytes_by_role(engine.live_tensors())
 
@@ -190,7 +191,7 @@ def test_bytes_by_role_follow_the_formulas(pools, strategy):
     held = pools(num_ranks).run(held_after_a_step, strategy)
     whole = 8 * NUMEL
     for roles, shards, after in held:
-        by_role = {role: sum(row.num_bytes for row in shards if row.role is role) for role in Role}
+        by_role = {role: sum(row["bytes"] for row in shards if row["role"] is role) for role in Role}
         if strategy == "torch_fsdp2":  # the pieces' storages are padded, and so are those the gradients arrive in
             padded = 8 * sum(padded_numel(param, num_ranks) for param in PARAMS.values()) // num_ranks
             assert roles[Role.PARAMETER] == roles[Role.GRADIENT] == padded
@@ -216,9 +217,9 @@ def test_the_pieces_of_a_parameter_cover_it_once(pools, strategy):
     shards = [rows for _, rows, _ in pools(3).run(held_after_a_step, strategy)]
     for name, param in PARAMS.items():
         spread = sorted({
-            (row.start, row.stop)
+            (row["start"], row["stop"])
             for rank_rows in shards for row in rank_rows
-            if row.parameter == name and row.role is Role.OPTIMIZER_STATE
+            if row["parameter"] == name and row["role"] is Role.OPTIMIZER_STATE
         })  # fmt: skip
         assert spread[0][0] == 0
         assert spread[-1][1] == param.numel()

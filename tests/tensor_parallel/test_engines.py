@@ -10,6 +10,7 @@ from torch import nn
 from shardlab import GradScaler
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
+from shardlab.experiment.shard_rows import shard_rows
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.tensor_parallel import gpt_plan, parallelize_module, vocab_parallel_cross_entropy
 from tests.dist import whole_optimizers
@@ -236,8 +237,9 @@ def elements_held(rank):
         engine.backward(next_token_loss(engine(x), y))
         engine.step()
         found = {}
-        for row in engine.shard_map():
-            found.setdefault((str(row.role), row.parameter, row.shape), []).extend(range(row.start, row.stop))
+        for row in shard_rows(engine):
+            key = str(row["role"]), row["parameter"], row["shape"]
+            found.setdefault(key, []).extend(range(row["start"], row["stop"]))
         return found, set(engine.slices)
 
 
@@ -246,7 +248,9 @@ def test_the_shard_map_counts_in_whole_parameters(pools):
     results = pools(4).run(elements_held)
     for role, times in (("parameter", 2), ("gradient", 1), ("optimizer_state", 1)):
         for name, param in build().named_parameters():
-            held = [place for found, _ in results for place in found.get((role, name, tuple(param.shape)), [])]
+            held = [
+                place for found, _ in results for place in found.get((role, name, "x".join(map(str, param.shape))), [])
+            ]
             copies = times * (1 if name in results[0][1] else 2)
             assert sorted(held) == sorted(list(range(param.numel())) * copies), (role, name)
 

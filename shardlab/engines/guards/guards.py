@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
@@ -17,14 +16,14 @@ from shardlab.engines.checks import check_optimizer
 from shardlab.engines.engine import Engine
 from shardlab.engines.gradients import Gradients
 from shardlab.engines.guards.claims import Claim, check_free
-from shardlab.engines.guards.optimizers import Cut, check_fits
+from shardlab.engines.guards.optimizers import check_fits
 from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading, sharded_parameter
-from shardlab.engines.guards.rules import FROZEN, HALF_STEPPED, LOST, OPEN, REPLACED, RULES, Rule, Where
+from shardlab.engines.guards.rules import FROZEN, HALF_STEPPED, LOST, REPLACED, RULES, Rule, Where
 from shardlab.engines.guards.snapshot import Snapshot
 from shardlab.engines.hooks import unrefused
 from shardlab.engines.shards import Shards
 from shardlab.engines.step_tensors import guard_groups, tensors_of
-from shardlab.vocabulary import Partition, class_of
+from shardlab.vocabulary import Partition
 
 # After which of the engine's moments what the engine, autograd or the optimizer has changed is remembered as it is.
 _REMEMBERED = {
@@ -50,7 +49,6 @@ class Guards:
         self._claim: Claim | None = None
         self._placeholders: dict[str, PlaceholderGradient] = {}
         self._lost = ""  # a sharded parameter whose data was replaced while it was gathered
-        self._was_written = False  # when a state was to be loaded
         self._has_moved = False  # a piece is elsewhere, for good: what is stepped there reaches nothing
         self._hooks: list[RemovableHandle] = []
         self._shown: list[tuple[Shards, Callable[[bool], None]]] = []  # to be told when the parameters are plain again
@@ -65,8 +63,12 @@ class Guards:
         """
         if moment == "model":
             check_free(engine.module)
-            if engine.strategy.keeps_pieces:  # sharded: of what is rounded it becomes so later
-                check_not_scripted(engine.module)
+            scripted = [name for name, one in engine.module.named_modules() if isinstance(one, torch.jit.ScriptModule)]
+            if scripted and engine.strategy.keeps_pieces:
+                raise ValueError(
+                    f"model: {scripted[0] or 'the model'!r} is TorchScript, which computes with parameters of its own, "
+                    "and these are sharded; use the module it was made from, or ddp, bucketed, zero1 or zero2"
+                )
             return
         if moment == "built":
             self._build(engine)
@@ -74,7 +76,8 @@ class Guards:
             return  # an inner block
         refusal = "" if moment in ("built", "closed") else self._refusal(moment, engine)
         if moment == "step" and not refusal:
-            self._check_groups(engine)
+            # A group may have been added: of a tensor that the engine does not know nobody averages the gradients.
+            check_optimizer(engine.optimizer, engine.step_tensors())
             if engine.strategy.precision.compute is torch.float16 and not engine.loss_is_scaled:
                 warnings.warn(
                     "precision: float16 without a GradScaler loses gradients below 6e-8; use engine.backward("
@@ -106,17 +109,13 @@ class Guards:
         for unit in engine.strategy.units:
             for shards in unit.shards:
                 self._watch(shards)
-        over = engine.sharded_over
-        cut = Cut(
-            getattr(engine.strategy, "partition", Partition.ELEMENTS),
-            is_spread=over is not None,
-            is_sliced=any(one.num_ranks > 1 for one in engine.slices.values()),
-        )
+        over, partition = engine.sharded_over, getattr(engine.strategy, "partition", Partition.ELEMENTS)
+        is_sliced = any(one.num_ranks > 1 for one in engine.slices.values())
 
         def fitting() -> torch.optim.Optimizer:
             before = [param._version for param in engine.params.values()]
             optimizer = build()
-            check_fits(optimizer, cut)
+            check_fits(optimizer, None if over is None else partition, is_sliced=is_sliced)
             if engine.strategy.keeps_pieces and before != [param._version for param in engine.params.values()]:
                 raise ValueError("optimizer_fn: it writes into parameters; write before the engine is built")
             return optimizer
@@ -129,7 +128,6 @@ class Guards:
 
     def _build(self, engine: Engine) -> None:
         strategy = engine.strategy
-        self._num_stepped = _count(engine)
         kinds = ("_modules", "_parameters")  # TorchScript has something else there
         homes = [vars(module).get(kind) for module in engine.module.modules() for kind in kinds]
         self._homes = [(home, *item) for home in homes if isinstance(home, dict) for item in home.items()]
@@ -172,8 +170,6 @@ class Guards:
             return LOST.format(name=lost)
         if moment in ("forward", "step", "full", "save") and (name := self._taken_out(engine)):
             return REPLACED.format(name=name)
-        if self._is_too_early(moment, engine):
-            return OPEN.format(verb=moment)
         for rule in self._rules:
             if moment in rule.at and self._is_asked(rule, moment, engine):
                 for name in self._snapshots[rule.of].changed(rule.change):
@@ -181,15 +177,6 @@ class Guards:
                         self._has_moved |= (rule.of, rule.change) == ("piece", "place")
                         return rule.text.format(name=name)
         return self._frozen(moment, engine) if moment in ("step", "stepped") and Where.SPREAD in self._where else ""
-
-    @staticmethod
-    def _is_too_early(moment: str, engine: Engine) -> bool:
-        if not engine.num_open or not engine.strategy.keeps_pieces:
-            return False
-        compute = engine.strategy.precision.compute
-        # A forward may read what is shown, unless that has another dtype than its input.
-        is_cast = compute is not None and any(param.dtype != compute for param in engine.params.values())
-        return moment in ("backward", "step") or (moment == "forward" and is_cast)
 
     def _taken_out(self, engine: Engine) -> str:
         """The name of a parameter that the module has lost, by an assignment, or as parametrizations do."""
@@ -227,12 +214,6 @@ class Guards:
                         return FROZEN.format(name=name)
         return ""
 
-    def _check_groups(self, engine: Engine) -> None:
-        if _count(engine) != self._num_stepped:
-            # A group was added: of a tensor that the engine does not know, nobody averages the gradients.
-            check_optimizer(engine.optimizer, engine.step_tensors())
-            self._num_stepped = _count(engine)
-
     def _place(self, moment: str, engine: Engine) -> None:
         """Placeholders at ``.grad`` while the mean is at the piece; away before autograd adds."""
         if not engine.strategy.steps_pieces:
@@ -250,10 +231,6 @@ class Guards:
                     param.grad = None
 
     def _remember(self, moment: str, engine: Engine) -> None:
-        if moment == "load":
-            self._was_written = any(one.changed("version") for one in self._snapshots.values())
-        if moment == "not loaded" and not self._was_written:
-            moment = "loaded"  # what the load itself has written is dropped; what was written before is still refused
         more = _REMEMBERED_OF_SHARDED if Where.SHARDED in self._where else {}
         for (kind, field), moments in _REMEMBERED.items():
             if moment not in moments and moment not in more.get((kind, field), ()):
@@ -272,15 +249,12 @@ class Guards:
         for name, param in engine.params.items():
             piece = pieces.by_name(name)
             is_given = id(param) in others
-            if engine.num_data_ranks > 1 and engine._running and is_given:
+            is_local = engine.gradients.are_local and (is_given or id(piece) in others)
+            if engine.num_data_ranks > 1 and (is_local or (engine._running and is_given)):
                 raise RuntimeError(
-                    f"{kind}.step(): it steps {name!r} inside backward, before gradients are averaged over the ranks; "
-                    "write engine.step(), after engine.backward(loss)"
-                )
-            if engine.num_data_ranks > 1 and engine.gradients.are_local and (is_given or id(piece) in others):
-                raise RuntimeError(
-                    f"{kind}.step(): gradients of {name!r} are not averaged over the ranks yet, after a backward "
-                    "inside no_sync(); call engine.finish_gradients() first, on all ranks"
+                    f"{kind}.step(): gradients of {name!r} are not averaged over the ranks yet, inside a backward or "
+                    "after one inside no_sync(); write engine.step(), or call engine.finish_gradients() first, on all "
+                    "ranks"
                 )
             if is_given and piece is not param:
                 raise RuntimeError(
@@ -299,25 +273,6 @@ class Guards:
             show(True)
         for hook in self._hooks:
             hook.remove()
-
-
-def check_not_scripted(model: nn.Module) -> None:
-    """Check that no part of the model is TorchScript, where placeholders cannot be put in the place of parameters.
-
-    Raises:
-        ValueError: one is.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(
-                f"model: {name or 'the model'!r} is {class_of(module)} of TorchScript, which computes with its "
-                "own parameters, and these are sharded; use the module that it was made from, or ddp, bucketed, zero1 "
-                "or zero2"
-            )
-
-
-def _count(engine: Engine) -> int:
-    return sum(len(group["params"]) for group in engine.optimizer.param_groups)
 
 
 def _where(engine: Engine) -> set[Where]:

@@ -13,7 +13,6 @@ Torch's own are known. Any other says so itself, in its class or on the instance
 """
 
 from enum import StrEnum
-from typing import NamedTuple
 
 import torch
 
@@ -60,42 +59,28 @@ def looks_at(optimizer: torch.optim.Optimizer) -> LooksAt | None:
     return LooksAt(declared)
 
 
-class Cut(NamedTuple):
-    """How parameters are divided.
-
-    Attributes:
-        partition: 'elements' cuts parameters, the others give whole ones to ranks.
-        is_spread: whether several ranks share them.
-        is_sliced: whether some are slices of tensor parallelism.
-    """
-
-    partition: Partition
-    is_spread: bool
-    is_sliced: bool
-
-    @property
-    def goes_through(self) -> bool:
-        """Whether ranks have parts of a parameter."""
-        return self.is_sliced or (self.is_spread and self.partition is Partition.ELEMENTS)
-
-
-def check_fits(optimizer: torch.optim.Optimizer, cut: Cut) -> None:
+def check_fits(optimizer: torch.optim.Optimizer, partition: Partition | None, *, is_sliced: bool = False) -> None:
     """Check that an optimizer steps right where parameters are divided.
+
+    Args:
+        optimizer: the user's.
+        partition: 'elements' cuts parameters, the others give whole ones to ranks; None where each rank steps all.
+        is_sliced: whether some parameters are slices of tensor parallelism.
 
     Raises:
         ValueError: its steps would depend on what other ranks have, or nobody has said what they depend on.
     """
-    if not (cut.is_spread or cut.is_sliced):
+    if partition is None and not is_sliced:
         return
     kind, found = type(optimizer).__name__, looks_at(optimizer)
     if found is LooksAt.MODEL:
         raise ValueError(f"optimizer: {kind} looks at the whole model, so it cannot be sharded; use bucketed or ddp")
-    if found is LooksAt.TENSOR and cut.is_sliced:
+    if found is LooksAt.TENSOR and is_sliced:
         raise ValueError(
             f"optimizer: {kind} looks at more than one element at a time, and the model's parameters are slices over "
             "the tensor axis; use an optimizer that steps element by element, such as AdamW"
         )
-    if found is LooksAt.TENSOR and cut.goes_through:
+    if found is LooksAt.TENSOR and partition is Partition.ELEMENTS:
         raise ValueError(f"partition: {kind} looks at whole tensors, and 'elements' cuts through them; {_WHOLE}")
     if found is None:
         raise ValueError(

@@ -61,10 +61,6 @@ FROZEN = (
     "engine.step_tensors(): the piece of {name!r} was written to or given a gradient, and the parameter is frozen, so "
     "that nobody gathers it; " + _KEEP + ", or let it train"
 )
-OPEN = (
-    "{verb}: it was called inside 'with engine.full_params():', where sharded or rounded parameters are shown as they "
-    "are stored; call it afterwards"
-)
 REPLACED = (
     "parameter {name!r}: it was taken out of the module or replaced, and the engine trains what was there; put it "
     "back, or engine.close(), change the module, and build another engine"

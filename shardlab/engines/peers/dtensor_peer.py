@@ -64,16 +64,16 @@ class DTensorPeer(Peer):
 
     @override
     def owned(self) -> dict[str, tuple[int, int]]:
-        """Always refused: a piece may be many ranges; use ``shard_map()``."""
+        """Always refused: a piece may be many ranges; use ``holdings()``."""
         self._refuse_ranges("owned")
 
     @override
     def resident_params(self) -> dict[str, tuple[Tensor, int, int]]:
-        """Always refused: a piece may be many ranges; use ``shard_map()``."""
+        """Always refused: a piece may be many ranges; use ``holdings()``."""
         self._refuse_ranges("resident_params")
 
     def _refuse_ranges(self, method: str) -> NoReturn:
-        raise NotImplementedError(f"{method}: a piece of strategy {self.name!r} may be many ranges; use shard_map()")
+        raise NotImplementedError(f"{method}: a piece of strategy {self.name!r} may be many ranges; use holdings()")
 
     @override
     def _parameter_holdings(self) -> Iterator[Holding]:
