@@ -19,7 +19,6 @@ from typing import Any, SupportsIndex
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.transports.base import Transport
@@ -76,7 +75,6 @@ class ObservedGroup:
         self._observers: tuple[Observer, ...] = Process.observers
         self._seq = 0
 
-    @override
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """How it is pickled.
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from typing_extensions import override
 
 from shardlab.comm.base_mesh import BaseMesh, groups_along
 from shardlab.comm.communicator import Communicator
@@ -285,7 +284,6 @@ class TorchWork(dist.Work):
         self._inner, self._event, self._observers, self._group = inner, event, observers, group
         self._keep = keep  # StreamTimes has waited already, and NCCL keeps its tensors only until the first wait
 
-    @override
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return when the result may be used. (Torch reads 0 as 'the group's own timeout'.)"""
         inner, done, began_ns = self._inner, True, perf_counter_ns()
@@ -301,7 +299,6 @@ class TorchWork(dist.Work):
             observer.waited(self._event)
         return done
 
-    @override
     def get_future(self) -> "torch.futures.Future[Any]":
         """Called by C++, which then waits on the future where Python cannot see it."""
         if self._inner is None:
@@ -311,7 +308,6 @@ class TorchWork(dist.Work):
         self._group.left_to_torch.append((self._event, self._observers))
         return self._inner.get_future()
 
-    @override
     def is_completed(self) -> bool:
         """Whether the result is there."""
         return self._event.has_ended_on_stream if self._inner is None else bool(self._inner.is_completed())

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from typing_extensions import override
 
 from shardlab.comm.events import CollectiveEvent, DeviceEvent, Observer
 from shardlab.comm.queues import Running
@@ -160,7 +159,6 @@ class StreamTimes:
 class FutureTimes(StreamTimes):
     """NCCL: its future calls back, as soon as the work is enqueued, on a stream that waits for the end of the work."""
 
-    @override
     def _record_end(self, work: dist.Work, end: DeviceEvent) -> None:
         work.get_future().add_done_callback(lambda _: end.record())
 

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import CollectiveEvent, Observer, Pending
@@ -35,8 +34,7 @@ class SilentCommunicator(Communicator):
         super().__init__(transport, None, range(num_ranks), rank, axis)
         self._observers = ()  # not those of this process, which wait for a collective's end
 
-    @override
-    def _submit(self, op: Collective, buffer: Tensor | None, job: Job | Message, tag: str, **sizes: Any) -> Pending:
+    def _submit(self, op: Collective, buffer: Tensor | None, job: Job | Message, tag: str, **sizes: Any) -> Pending:  # noqa: ARG002
         for name in ("keep", "start"):
             sizes.pop(name, None)
         self.announce(op, () if buffer is None else (buffer,), tag, **sizes)
@@ -136,7 +134,6 @@ class _MemoryTransport(Transport):
     def recv(self, tensor: Tensor, src: int) -> None:  # noqa: ARG002
         raise RuntimeError("recv: threads meet in collectives of all of them only; start ranks for messages of two")
 
-    @override
     def barrier(self) -> None:
         self._meeting.barrier.wait()
 

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from typing_extensions import override
 
 from shardlab.comm import Communicator, broadcast_coalesced
 from shardlab.comm.autograd import gather, reduce, reduce_scatter, scatter
@@ -93,7 +92,6 @@ class ColumnParallelLinear(nn.Module):
             y = functional.linear(crossed, self.weight, self.bias)
         return gather(y, self.comm, -1, tag=f"output of {self.name}") if self.gather_output else y
 
-    @override
     def extra_repr(self) -> str:
         """Full sizes and the share."""
         return f"{self.in_features}, {self.out_features} / {self.comm.num_ranks}, gather_output={self.gather_output}"
@@ -158,7 +156,6 @@ class RowParallelLinear(nn.Module):
         autocast = torch.is_autocast_enabled(y.device.type)
         return y + (self.bias.to(y.dtype) if autocast else self.bias)
 
-    @override
     def extra_repr(self) -> str:
         """Full sizes and the share."""
         share = f"{self.in_features} / {self.comm.num_ranks}, {self.out_features}"

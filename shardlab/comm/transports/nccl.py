@@ -9,7 +9,6 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
 from shardlab.comm.transports.base import Bounds, Message, Reduction, Transport
 from shardlab.comm.transports.gloo import REDUCE_OPS, as_bytes
@@ -73,7 +72,6 @@ class NcclTransport(Transport):
         """Receive from one rank."""
         self.exchange([Message(self, False, tensor, src)])
 
-    @override
     def exchange(self, messages: Sequence[Message]) -> None:
         """In one grouped call, for NCCL has one stream for both ways: a send would keep the receive behind it waiting.
 
@@ -91,7 +89,6 @@ class NcclTransport(Transport):
         for work in dist.batch_isend_irecv(calls):
             work.wait()  # the current stream, not the host
 
-    @override
     def barrier(self) -> None:
         """A barrier on the stream."""
         dist.barrier(self._group)
