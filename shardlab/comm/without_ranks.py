@@ -122,11 +122,11 @@ class _MemoryTransport(Transport):
         # A clone: once they have met, the source may change its tensor while others still copy.
         tensor.copy_(self._meeting.exchange(self._rank, tensor, lambda tensors: tensors[src].clone()))
 
-    def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:  # noqa: ARG002
-        def take(sent: list[tuple[Tensor, list[int]]]) -> Tensor:
-            return torch.cat([other.split(parts)[self._rank] for other, parts in sent])
+    def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
+        def take(buffers: list[Tensor]) -> Tensor:
+            return torch.cat([other.chunk(len(buffers))[self._rank] for other in buffers])
 
-        output.copy_(self._meeting.exchange(self._rank, (buffer, sizes), take))
+        output.copy_(self._meeting.exchange(self._rank, buffer, take))
 
     def send(self, tensor: Tensor, dst: int) -> None:  # noqa: ARG002
         raise RuntimeError("send: threads meet in collectives of all of them only; start ranks for messages of two")

@@ -80,8 +80,8 @@ class Transport(ABC):
         """Copy ``tensor`` from ``src`` to all."""
 
     @abstractmethod
-    def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
-        """Send part j of ``buffer`` to rank j; part i of ``output`` comes from rank i."""
+    def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
+        """Send part j of ``buffer`` to rank j; part i of ``output`` comes from rank i; equal parts."""
 
     @abstractmethod
     def send(self, tensor: Tensor, dst: int) -> None:
@@ -223,52 +223,3 @@ def bounds_of(buffer: Tensor, bounds: Sequence[int] | None, num_ranks: int) -> B
             f"{buffer.numel()}"
         )
     return bounds
-
-
-def exchange_sizes(
-    output: Tensor,
-    buffer: Tensor,
-    output_sizes: Sequence[int] | None,
-    sizes: Sequence[int] | None,
-    num_ranks: int,
-    rank: int,
-) -> tuple[list[int], list[int]]:
-    """Elements that one rank of an all-to-all receives from each rank and sends to each; None for equal parts.
-
-    Raises:
-        ValueError: a tensor is not flat or does not divide, they differ in dtype or device, the sizes do not add up to
-            theirs, or what the rank sends itself is not what it receives from itself.
-    """
-    received = _sizes_of("output", output, "output_sizes", output_sizes, num_ranks)
-    sent = _sizes_of("buffer", buffer, "sizes", sizes, num_ranks)
-    require_output(output, buffer, output.numel())
-    # Seen by this rank alone: the others would wait for what it never sends them.
-    if received[rank] != sent[rank]:
-        raise ValueError(
-            f"output: it has room for {received[rank]} elements from this rank itself; {sent[rank]} are needed, as the "
-            "buffer has for it"
-        )
-    return received, sent
-
-
-def _sizes_of(field: str, tensor: Tensor, sizes_field: str, sizes: Sequence[int] | None, num_ranks: int) -> list[int]:
-    """Elements of each rank's part of a tensor; None for equal parts.
-
-    Raises:
-        ValueError: the tensor is not flat, does not divide, or the sizes do not add up to it.
-    """
-    require_flat(field, tensor)
-    numel = tensor.numel()
-    if sizes is None:
-        if numel % num_ranks:
-            raise ValueError(
-                f"{field}: {numel} elements do not divide into {num_ranks} equal parts; pass {sizes_field}"
-            )
-        return [numel // num_ranks] * num_ranks
-    sizes = list(map(index, sizes))
-    if len(sizes) != num_ranks or sum(sizes) != numel or min(sizes) < 0:
-        raise ValueError(
-            f"{sizes_field}: {sizes} is given; {num_ranks} numbers, none of them negative, adding up to {numel} are "
-            "needed"
-        )
-    return sizes

@@ -111,9 +111,9 @@ class GlooTransport(Transport):
         children = [(src + place + step) % self._num_ranks for step in steps if place + step < self._num_ranks]
         _wait([dist.isend(as_bytes(tensor), group=self._group, group_dst=child, tag=number) for child in children])
 
-    def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
-        """Copy bytes, so every dtype travels; sizes are elements per rank."""
-        incoming, outgoing = output.split(output_sizes), buffer.split(sizes)
+    def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
+        """Copy bytes, so every dtype travels."""
+        incoming, outgoing = (tensor.tensor_split(self._num_ranks) for tensor in (output, buffer))
         incoming[self._rank].copy_(outgoing[self._rank])
         self._exchange(outgoing, incoming, Collective.ALL_TO_ALL)
 

@@ -56,13 +56,9 @@ class NcclTransport(Transport):
         """Copy from ``src``."""
         dist.broadcast(as_bytes(tensor), group=self._group, group_src=src)
 
-    def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
-        """Sizes are elements per rank."""
-        width = buffer.element_size()
-        dist.all_to_all_single(
-            as_bytes(output), as_bytes(buffer), [size * width for size in output_sizes],
-            [size * width for size in sizes], group=self._group,
-        )  # fmt: skip
+    def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
+        """Copy bytes."""
+        dist.all_to_all_single(as_bytes(output), as_bytes(buffer), group=self._group)
 
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send to one rank."""

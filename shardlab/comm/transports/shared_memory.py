@@ -66,10 +66,10 @@ class SharedMemoryTransport(GlooTransport):
         self._shared.synchronize(Call.of(Collective.BROADCAST, tensor, "", src))
         super().broadcast(tensor, src)
 
-    def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
-        """Over gloo, as a broadcast; how much each rank sends may differ."""
-        self._shared.synchronize(Call.of(Collective.ALL_TO_ALL, buffer[:0], ""))
-        super().all_to_all(output, buffer, output_sizes, sizes)
+    def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
+        """Over gloo, as a broadcast."""
+        self._shared.synchronize(Call.of(Collective.ALL_TO_ALL, buffer, ""))
+        super().all_to_all(output, buffer)
 
     def barrier(self) -> None:
         """One synchronisation of the buffers."""

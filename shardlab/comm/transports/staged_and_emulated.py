@@ -60,10 +60,10 @@ class StagedTransport(Transport):
         """Copy from ``src``."""
         self._through_host(tensor, lambda host: self._inner.broadcast(host, src))
 
-    def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
-        """Sizes are elements per rank."""
+    def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
+        """Part j of the buffer goes to rank j."""
         host = self._to_host(buffer)
-        self._through_host(output, lambda received: self._inner.all_to_all(received, host, output_sizes, sizes))
+        self._through_host(output, lambda received: self._inner.all_to_all(received, host))
 
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send to one rank."""
