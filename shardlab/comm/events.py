@@ -96,6 +96,10 @@ class Observer(Protocol):
         return
 
 
+Observers = tuple[Observer, ...]
+"""Those who get the events of one collective."""
+
+
 class Failures:
     """The first error on the axes of a mesh that no caller has been told of, for ``close()`` to raise.
 
@@ -148,7 +152,7 @@ class Pending:
         *,
         keep: tuple[Tensor, ...] = (),
         event: CollectiveEvent | None = None,
-        observers: tuple[Observer, ...] = (),
+        observers: Observers = (),
         mark: Mark | None = None,
     ) -> None:
         self._finish = finish

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from shardlab.comm.base_mesh import BaseMesh, groups_along
 from shardlab.comm.communicator import Communicator
-from shardlab.comm.events import CollectiveEvent, Observer
+from shardlab.comm.events import CollectiveEvent, Observers
 from shardlab.comm.group import ObservedGroup, Process, retire
 from shardlab.comm.torch_times import GLOO_THREADS, HostTimes, StreamTimes, Times, complete_waits
 from shardlab.comm.trees import tensors_in
@@ -222,7 +222,7 @@ class TorchGroup(dist.ProcessGroup):
         self._backend = dist.get_backend(inner)
         self.times: Times = HostTimes(GLOO_THREADS) if self._backend == "gloo" else StreamTimes()
         self._name = ""
-        self.left_to_torch: list[tuple[CollectiveEvent, tuple[Observer, ...]]] = []  # C++ waits for them
+        self.left_to_torch: list[tuple[CollectiveEvent, Observers]] = []  # C++ waits for them
 
     def _get_backend(self, device: torch.device) -> Any:  # noqa: ARG002
         """What sends for a device; torch asks it what it can do besides, where the default group is bound to a GPU."""
@@ -273,12 +273,7 @@ class TorchWork(dist.Work):
     """A collective under way, as torch's engines wait for it; without ``inner`` nobody has to wait any more."""
 
     def __init__(
-        self,
-        inner: dist.Work | None,
-        event: CollectiveEvent,
-        observers: tuple[Observer, ...],
-        group: TorchGroup,
-        keep: object,
+        self, inner: dist.Work | None, event: CollectiveEvent, observers: Observers, group: TorchGroup, keep: object
     ) -> None:
         super().__init__()
         self._inner, self._event, self._observers, self._group = inner, event, observers, group

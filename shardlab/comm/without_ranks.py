@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardlab.comm.communicator import Communicator
-from shardlab.comm.events import CollectiveEvent, Observer, Pending
+from shardlab.comm.events import CollectiveEvent, Observers, Pending
 from shardlab.comm.transports.base import Bounds, Job, Message, Reduction, Start, Transport
 from shardlab.vocabulary import Collective
 
@@ -141,18 +141,12 @@ class _MemoryTransport(Transport):
 class _AtOnce:
     """A queue that runs each job when it is given."""
 
-    def submit(
-        self,
-        job: Job,
-        event: CollectiveEvent,  # noqa: ARG002
-        observers: tuple[Observer, ...],  # noqa: ARG002
-        start: Start | None = None,  # noqa: ARG002
-    ) -> Job:
+    def submit(self, job: Job, event: CollectiveEvent, observers: Observers, start: Start | None = None) -> Job:  # noqa: ARG002
         """Run ``job``."""
         job()
         return lambda: None
 
-    def submit_message(self, message: Message, event: CollectiveEvent, observers: tuple[Observer, ...]) -> Job:
+    def submit_message(self, message: Message, event: CollectiveEvent, observers: Observers) -> Job:
         """Run it."""
         return self.submit(message.travel, event, observers)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from shardlab.comm.events import CollectiveEvent, Observer
+from shardlab.comm.events import CollectiveEvent, Observers
 from shardlab.partition.chunks import even_bounds
 
 Reduction = Literal["sum", "max"]
@@ -111,12 +111,10 @@ class Transport(ABC):
 class Queue(Protocol):
     """Runs jobs one after another; ``submit`` returns at once with the function that waits for this job."""
 
-    def submit(
-        self, job: Job, event: CollectiveEvent, observers: tuple[Observer, ...], start: Start | None = None
-    ) -> Job:
+    def submit(self, job: Job, event: CollectiveEvent, observers: Observers, start: Start | None = None) -> Job:
         """Queue ``job``, or do the same by ``start``; the returned call waits for it and raises what it raised."""
 
-    def submit_message(self, message: Message, event: CollectiveEvent, observers: tuple[Observer, ...]) -> Job:
+    def submit_message(self, message: Message, event: CollectiveEvent, observers: Observers) -> Job:
         """Queue a message so that none of its rank's sends keeps a receive from beginning, nor the other way round."""
 
     def close(self) -> None:

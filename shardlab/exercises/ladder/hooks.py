@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm import CollectiveEvent, Communicator, Observer
-from shardlab.exercises.exercise import Case, Exercise, Function, Message, Traffic, hints_in, task_in
+from shardlab.exercises.exercise import Case, Exercise, Function, Message, Traffic
 from shardlab.exercises.values import numbers_in
 from shardlab.vocabulary import Collective
 
@@ -141,11 +141,8 @@ def gradient_numbers(result: object) -> list[float]:
     return numbers_in(result["gradients"]) if isinstance(result, dict) else []
 
 
-HOOKS = Exercise(
-    "data_parallel.hooks", task_in(__doc__), STARTER, cases, hints_in(__doc__), "03_data_parallel",
+HOOKS = Exercise.from_file(
+    "data_parallel.hooks", __doc__, STARTER, cases, "03_data_parallel", num_references=2, num_wrong=7,
     attempt=train, drawn=gradient_numbers, drawn_words="an element of the gradients",
-    shown_inputs=lambda _rank, used, _: (
-        f"num_micro_batches {len(used)}; right is used in micro-batches: {_those(used)}"
-    ),
-    num_references=2, num_wrong=7,
+    shown_inputs=lambda _, used, __: f"num_micro_batches {len(used)}; right is used in micro-batches: {_those(used)}",
 )  # fmt: skip
