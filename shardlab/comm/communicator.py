@@ -40,14 +40,9 @@ class Communicator(ObservedGroup):
     """
 
     def __init__(
-        self,
-        transport: Transport | None,
-        queue: Queue | None,
-        ranks: Sequence[int],
-        rank: int,
-        axis: str,
+        self, transport: Transport | None, queue: Queue | None, ranks: Sequence[int], rank: int, axis: str,
         mark: Mark | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(transport, ranks, rank, axis)
         self._queue, self._mark, self._is_closed = queue, mark, False
 
@@ -218,17 +213,10 @@ class Communicator(ObservedGroup):
             self._queue.close()
 
     def _submit(
-        self,
-        op: Collective,
-        buffer: Tensor | None,
-        job: Job | Message,
-        tag: str,
-        *,
-        own_chunk_bytes: int | None = None,
-        scratch_bytes: int = 0,
-        keep: tuple[Tensor, ...] = (),
+        self, op: Collective, buffer: Tensor | None, job: Job | Message, tag: str, *,
+        own_chunk_bytes: int | None = None, scratch_bytes: int = 0, keep: tuple[Tensor, ...] = (),
         start: Start | None = None,
-    ) -> Pending:
+    ) -> Pending:  # fmt: skip
         queue = self._queue
         if queue is None or self._transport is None or self._is_closed:
             raise RuntimeError(f"communicator: axis {self.axis!r} is closed; build a new mesh")

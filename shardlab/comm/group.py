@@ -121,16 +121,9 @@ class ObservedGroup:
             self._observers = self._observers[:at] + self._observers[at + 1 :]
 
     def announce(
-        self,
-        op: Collective,
-        buffers: Sequence[Tensor],
-        tag: str,
-        *,
-        own_chunk_bytes: int | None = None,
-        scratch_bytes: int = 0,
-        transport: str | None = None,
-        parts: int = 1,
-    ) -> CollectiveEvent:
+        self, op: Collective, buffers: Sequence[Tensor], tag: str, *, own_chunk_bytes: int | None = None,
+        scratch_bytes: int = 0, transport: str | None = None, parts: int = 1,
+    ) -> CollectiveEvent:  # fmt: skip
         """Tell the observers of a collective that is issued now, by a verb or by torch itself (``script_collectives``).
 
         Args:

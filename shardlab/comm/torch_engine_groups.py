@@ -139,15 +139,9 @@ VERBS = {name: verb for verb, names in _NAMES.items() for name in names}
 
 
 def announce(
-    group: ObservedGroup,
-    verb: Verb,
-    tensors: Sequence[torch.Tensor],
-    tag: str,
-    backend: str,
-    *,
-    sizes: Sequence[int] = (),
-    root: int | None = None,
-) -> CollectiveEvent:
+    group: ObservedGroup, verb: Verb, tensors: Sequence[torch.Tensor], tag: str, backend: str, *,
+    sizes: Sequence[int] = (), root: int | None = None,
+) -> CollectiveEvent:  # fmt: skip
     """Tell the observers of a group of a collective that torch itself sends.
 
     Args:

@@ -121,13 +121,9 @@ def prepare(config: CompareConfig, directory: Path, *, overwrite: bool = False) 
 
 
 def configured(
-    what: Any,
-    rest: tuple[Any, ...],
-    directory: Path | str | None,
-    options: dict[str, Any],
-    caller: str = "compare",
+    what: Any, rest: tuple[Any, ...], directory: Path | str | None, options: dict[str, Any], caller: str = "compare",
     pool: RankPool | None = None,
-) -> tuple[CompareConfig, Path | None]:
+) -> tuple[CompareConfig, Path | None]:  # fmt: skip
     """The configuration and the directory, None if none is named, from the arguments of ``compare``.
 
     Args:

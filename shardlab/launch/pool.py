@@ -100,13 +100,9 @@ class RankPool:
         self._is_announced = False
 
     def run(
-        self,
-        fn: Callable[..., T],
-        /,
-        *args: object,
-        on_message: Callable[[int, object], None] | None = None,
+        self, fn: Callable[..., T], /, *args: object, on_message: Callable[[int, object], None] | None = None,
         **kwargs: object,
-    ) -> list[T]:
+    ) -> list[T]:  # fmt: skip
         """Call ``fn(rank, *args, **kwargs)`` on every rank, inside the initialised process group.
 
         ``fn`` may be defined in a cell, be a lambda or a closure. What ranks print appears while they run, each line

@@ -54,17 +54,10 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(
-        self,
-        linear: nn.Linear,
-        comm: Communicator,
-        *,
-        gather_output: bool = False,
-        parts: Sequence[int] | None = None,
-        sequence_dim: int | None = None,
-        regather: bool = False,
-        shared_input: SharedInput | None = None,
+        self, linear: nn.Linear, comm: Communicator, *, gather_output: bool = False, parts: Sequence[int] | None = None,
+        sequence_dim: int | None = None, regather: bool = False, shared_input: SharedInput | None = None,
         name: str = "column",
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         # Before anything is sent: sizes are equal on all ranks, so all refuse alike and none waits for another.
         check_column(name, linear.out_features, comm.num_ranks, gather_output, parts, sequence_dim, regather)
@@ -114,14 +107,9 @@ class RowParallelLinear(nn.Module):
     """
 
     def __init__(
-        self,
-        linear: nn.Linear,
-        comm: Communicator,
-        *,
-        input_is_parallel: bool = True,
-        sequence_dim: int | None = None,
+        self, linear: nn.Linear, comm: Communicator, *, input_is_parallel: bool = True, sequence_dim: int | None = None,
         name: str = "row",
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         require_divisible(f"{name}: in_features", linear.in_features, comm.num_ranks)
         equalise(linear, comm, name)
@@ -171,14 +159,9 @@ def is_to_be_called(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def check_column(
-    name: str,
-    out_features: int,
-    num_ranks: int,
-    gather_output: bool,
-    parts: Sequence[int] | None,
-    sequence_dim: int | None,
-    regather: bool,
-) -> None:
+    name: str, out_features: int, num_ranks: int, gather_output: bool, parts: Sequence[int] | None,
+    sequence_dim: int | None, regather: bool,
+) -> None:  # fmt: skip
     """Refuse what a column-parallel layer cannot do.
 
     Raises:

@@ -166,13 +166,9 @@ class DryRunRank:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        plan: Plan,
-        num_ranks: int,
-        dtype: torch.dtype | None = None,
+        self, module: nn.Module, plan: Plan, num_ranks: int, dtype: torch.dtype | None = None,
         buffer_dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.comm: Communicator = SilentCommunicator(num_ranks, 0, MeshAxis.TENSOR)
         with self._mode:

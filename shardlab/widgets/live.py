@@ -93,13 +93,9 @@ class LiveView(Panel):
     """
 
     def __init__(
-        self,
-        directory: Path | str,
-        *,
-        curves: Picture | None = None,
-        timeline: Picture | None = None,
+        self, directory: Path | str, *, curves: Picture | None = None, timeline: Picture | None = None,
         message: Message | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.comparison: Comparison | None = None
         self.progress: LiveTables | None = None
         self.num_updates = 0
