@@ -11,7 +11,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Self, TypeVar
 
 from shardlab.launch.collector import Collector, Patience
@@ -172,9 +171,7 @@ class RankPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -22,7 +22,6 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import Any, Self
 
 import pandas as pd
@@ -146,9 +145,7 @@ class LiveView(Panel):
         self._ipython_display_()
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _ipython_display_(self) -> None:
