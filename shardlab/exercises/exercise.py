@@ -221,25 +221,19 @@ class Exercise:
 
     @classmethod
     def from_file(
-        cls,
-        name: str,
-        docstring: str | None,
-        starter: str,
-        cases: Callable[[], Sequence[Case]],
-        notebook: str,
-        **more: Any,
+        cls, name: str, doc: str | None, starter: str, cases: Callable[[], Sequence[Case]], notebook: str, **more: Any
     ) -> "Exercise":
         """One that has a file of its own: the task stands in its docstring below the first line, then a list of hints.
 
         Args:
             name: see above, as ``starter``, ``cases``, ``notebook`` and the rest.
-            docstring: of the file.
+            doc: docstring of the file.
             starter: source to begin with.
             cases: makes the cases.
             notebook: where it belongs.
             more: the other fields.
         """
-        task, _, hints = (docstring or "").partition("\n\n")[2].partition("\n\nHints:\n- ")
+        task, _, hints = (doc or "").partition("\n\n")[2].partition("\n\nHints:\n- ")
         lines = tuple(" ".join(hint.split("\n  ")) for hint in hints.rstrip().split("\n- "))
         return cls(name, task, starter, cases, lines, notebook, **more)
 

@@ -4,10 +4,9 @@ Slices lie along the elements of all parameters, or in each weight as it multipl
 """
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -219,8 +218,7 @@ def _shard_summary(rows: pd.DataFrame, role: str, numel: int) -> str:
     )
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """Where a parameter is drawn: its upper left corner, and the height of one input."""
 
     left: float
@@ -279,20 +277,14 @@ def _by_module(whole: pd.DataFrame) -> list[tuple[Hashable, pd.DataFrame]]:
 
 
 def _rectangles(rows: pd.DataFrame, places: Mapping[str, _Place], rank: int) -> go.Bar:
-    where = [places[name] for name in rows["parameter"]]
+    where = pd.DataFrame([places[name] for name in rows["parameter"]], index=rows.index)
     owner = "every rank" if rank == EVERY_RANK else f"rank {rank}"
+    colour = GREY if rank == EVERY_RANK else PALETTE[rank % len(PALETTE)]
     return go.Bar(
-        x=[place.left + start for place, start in zip(where, rows["output_start"], strict=True)],
-        width=(rows["output_stop"] - rows["output_start"]).to_numpy(),
-        base=[place.top + place.per_input * start for place, start in zip(where, rows["input_start"], strict=True)],
-        y=[
-            place.per_input * size
-            for place, size in zip(where, rows["input_stop"] - rows["input_start"], strict=True)
-        ],
-        offset=0,
-        name=owner,
-        marker={"color": GREY if rank == EVERY_RANK else PALETTE[rank % len(PALETTE)], "line": {"color": LIGHT,
-                "width": 1}},
+        x=where["left"] + rows["output_start"], width=(rows["output_stop"] - rows["output_start"]).to_numpy(),
+        base=where["top"] + where["per_input"] * rows["input_start"], offset=0, name=owner,
+        y=where["per_input"] * (rows["input_stop"] - rows["input_start"]),
+        marker={"color": colour, "line": {"color": LIGHT, "width": 1}},
         hovertext=[
             f"<b>{row['parameter']}</b> ({row['inputs']} x {row['outputs']})<br>{owner}: "
             f"inputs {row['input_start']} to {row['input_stop']}, outputs {row['output_start']} to {row['output_stop']}"
