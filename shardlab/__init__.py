@@ -13,28 +13,10 @@ if TYPE_CHECKING:
     from shardlab.comm import Communicator
     from shardlab.comm.mesh import Mesh
     from shardlab.data_sets import load_text
-    from shardlab.engines import (
-        DDP,
-        FSDP,
-        Bucketed,
-        Engine,
-        Single,
-        ZeRO1,
-        ZeRO2,
-        ZeRO3,
-        build_engine,
-    )
-    from shardlab.experiment import (
-        CompareConfig,
-        TrainStep,
-        Workload,
-        compare,
-        load_comparison,
-        plan,
-        show_tp_plan,
-        write_report,
-    )
+    from shardlab.engines import DDP, FSDP, Bucketed, Engine, Single, ZeRO1, ZeRO2, ZeRO3, build_engine
+    from shardlab.experiment import CompareConfig, TrainStep, Workload, compare, load_comparison, plan, write_report
     from shardlab.experiment.run_verdicts import verdicts
+    from shardlab.experiment.tensor import show_tp_plan
     from shardlab.launch import RankPool, launch
     from shardlab.models import build_model
     from shardlab.optimizers import GradScaler, ShardedOptimizer
@@ -51,10 +33,10 @@ _ROOMS = {
     "shardlab.data_sets": ("load_text",),
     "shardlab.engines": ("DDP", "FSDP", "Bucketed", "Engine", "Single", "ZeRO1", "ZeRO2", "ZeRO3", "build_engine"),
     "shardlab.experiment": (
-        "CompareConfig", "TrainStep", "Workload", "compare", "load_comparison", "plan", "show_tp_plan",
-        "write_report",
+        "CompareConfig", "TrainStep", "Workload", "compare", "load_comparison", "plan", "write_report",
     ),
     "shardlab.experiment.run_verdicts": ("verdicts",),
+    "shardlab.experiment.tensor": ("show_tp_plan",),
     "shardlab.launch": ("RankPool", "launch"),
     "shardlab.models": ("build_model",),
     "shardlab.optimizers": ("GradScaler", "ShardedOptimizer"),

@@ -71,90 +71,73 @@ KEYS = (
     Column("step", "Int64", "training step, from 0; -1 before the first"),
 )
 
-COLLECTIVES = Table(
-    "collectives",
-    (
-        *KEYS,
-        Column("seq", "Int64", "position among this rank's collectives of the run, from 0"),
-        Column("axis", "string", "axis of the mesh (vocabulary.MeshAxis)"),
-        Column("op", "string", "vocabulary.Collective"),
-        Column("tag", "string", "what it was for, for example 'gradients of bucket 2'"),
-        Column("phase", "string", "phase in which it was issued (vocabulary.Phase)"),
-        Column("dtype", "string", "element type, for example float32"),
-        Column("numel", "Int64", "elements of the whole (unsharded) buffer"),
-        Column("bytes", "Int64", "bytes of the whole (unsharded) buffer"),
-        Column("wire_bytes", "float64", "bytes that the algorithm needs this rank to send, by the ring formula"),
-        Column(
-            "moved_bytes", "float64", "bytes that this rank's transport sends for it; NaN if not known", optional=True
-        ),
-        Column("group_size", "Int64", "ranks that take part"),
-        Column("transport", "string", "shared_memory, gloo, nccl, staged, device, or one with an emulated link"),
-        Column("issue_us", "float64", "the caller issued it"),
-        Column("start_us", "float64", "the transport began it"),
-        Column("end_us", "float64", "its result was there"),
-        Column("wait_start_us", "float64", "the caller began to wait; NaN if it never waited"),
-        Column("wait_end_us", "float64", "the caller went on; NaN if it never waited"),
-    ),
-)
+COLLECTIVES = Table("collectives", (
+    *KEYS,
+    Column("seq", "Int64", "position among this rank's collectives of the run, from 0"),
+    Column("axis", "string", "axis of the mesh (vocabulary.MeshAxis)"),
+    Column("op", "string", "vocabulary.Collective"),
+    Column("tag", "string", "what it was for, for example 'gradients of bucket 2'"),
+    Column("phase", "string", "phase in which it was issued (vocabulary.Phase)"),
+    Column("dtype", "string", "element type, for example float32"),
+    Column("numel", "Int64", "elements of the whole (unsharded) buffer"),
+    Column("bytes", "Int64", "bytes of the whole (unsharded) buffer"),
+    Column("wire_bytes", "float64", "bytes that the algorithm needs this rank to send, by the ring formula"),
+    Column("moved_bytes", "float64", "bytes that this rank's transport sends for it; NaN if not known", optional=True),
+    Column("group_size", "Int64", "ranks that take part"),
+    Column("transport", "string", "shared_memory, gloo, nccl, staged, device, or one with an emulated link"),
+    Column("issue_us", "float64", "the caller issued it"),
+    Column("start_us", "float64", "the transport began it"),
+    Column("end_us", "float64", "its result was there"),
+    Column("wait_start_us", "float64", "the caller began to wait; NaN if it never waited"),
+    Column("wait_end_us", "float64", "the caller went on; NaN if it never waited"),
+))  # fmt: skip
 
-SPANS = Table(
-    "spans",
-    (
-        *KEYS,
-        Column("unit", "string", "module name, or optimizer, data"),
-        Column("kind", "string", "vocabulary.SpanKind"),
-        Column("start_us", "float64", "begin"),
-        Column("end_us", "float64", "end"),
-    ),
-)
+SPANS = Table("spans", (
+    *KEYS,
+    Column("unit", "string", "module name, or optimizer, data"),
+    Column("kind", "string", "vocabulary.SpanKind"),
+    Column("start_us", "float64", "begin"),
+    Column("end_us", "float64", "end"),
+))  # fmt: skip
 
-MEMORY = Table(
-    "memory",
-    (
-        *KEYS,
-        Column("time_us", "float64", "when the sample was taken"),
-        Column("phase", "string", "phase (vocabulary.Phase)"),
-        Column("where", "string", "'rest' after a step, 'process' beside that, 'peak' of the step, or a unit"),
-        Column("role", "string", "vocabulary.Role; where 'process', vocabulary.ProcessPart"),
-        Column("bytes", "Int64", "live bytes of this role, each storage counted once"),
-        Column("allocated_bytes", "Int64", "CUDA allocator: blocks in use, the sum of the roles; NA on CPU"),
-        Column("rounding_bytes", "Int64", "CUDA allocator: what blocks are larger than was asked for; NA on CPU"),
-        Column("fragmented_bytes", "Int64", "CUDA allocator: free parts of segments that are in use; NA on CPU"),
-        Column("reserved_bytes", "Int64", "CUDA allocator: all that it holds of the device; NA on CPU"),
-        Column("resident_bytes", "Int64", "resident set of the process (it keeps what is freed); NA where not read"),
-    ),
-)
+MEMORY = Table("memory", (
+    *KEYS,
+    Column("time_us", "float64", "when the sample was taken"),
+    Column("phase", "string", "phase (vocabulary.Phase)"),
+    Column("where", "string", "'rest' after a step, 'process' beside that, 'peak' of the step, or a unit"),
+    Column("role", "string", "vocabulary.Role; where 'process', vocabulary.ProcessPart"),
+    Column("bytes", "Int64", "live bytes of this role, each storage counted once"),
+    Column("allocated_bytes", "Int64", "CUDA allocator: blocks in use, the sum of the roles; NA on CPU"),
+    Column("rounding_bytes", "Int64", "CUDA allocator: what blocks are larger than was asked for; NA on CPU"),
+    Column("fragmented_bytes", "Int64", "CUDA allocator: free parts of segments that are in use; NA on CPU"),
+    Column("reserved_bytes", "Int64", "CUDA allocator: all that it holds of the device; NA on CPU"),
+    Column("resident_bytes", "Int64", "resident set of the process (it keeps what is freed); NA where not read"),
+))  # fmt: skip
 
-SHARDS = Table(
-    "shards",
-    (
-        *KEYS,
-        Column("parameter", "string", "name in the user's module"),
-        Column("shape", "string", "shape of the whole parameter, for example 128x64"),
-        Column("role", "string", "parameter, gradient or optimizer_state"),
-        Column("bucket", "Int64", "bucket of the layout; -1 where there is none"),
-        Column("start", "Int64", "first element this rank holds, in the flattened parameter"),
-        Column("stop", "Int64", "one past the last element"),
-        Column("bytes", "Int64", "bytes of this piece"),
-    ),
-)
+SHARDS = Table("shards", (
+    *KEYS,
+    Column("parameter", "string", "name in the user's module"),
+    Column("shape", "string", "shape of the whole parameter, for example 128x64"),
+    Column("role", "string", "parameter, gradient or optimizer_state"),
+    Column("bucket", "Int64", "bucket of the layout; -1 where there is none"),
+    Column("start", "Int64", "first element this rank holds, in the flattened parameter"),
+    Column("stop", "Int64", "one past the last element"),
+    Column("bytes", "Int64", "bytes of this piece"),
+))  # fmt: skip
 
-STEPS = Table(
-    "steps",
-    (
-        *KEYS,
-        Column("loss", "float64", "mean over ranks and micro-batches"),
-        Column("grad_norm", "float64", "global norm before clipping; NaN where it was not computed"),
-        Column("learning_rate", "float64", "of the first parameter group"),
-        Column("start_us", "float64", "when the step began on this rank; NaN in older records", optional=True),
-        Column("step_us", "float64", "time of the step on this rank"),
-        Column("exposed_comm_us", "float64", "communication with no compute at the same time; NaN without any"),
-        Column("overlap", "float64", "share of communication hidden by compute, 0 to 1; NaN without any"),
-        Column("peak_bytes", "Int64", "highest live bytes in the step; NA where it was not traced"),
-        Column("wire_bytes", "float64", "sum of those of the step's collectives; NaN where these were not watched"),
-        Column("num_tokens", "Int64", "tokens or samples this rank trained on"),
-        Column("traced_memory", "boolean", "memory was traced in this step, which slows it: leave it out of timings"),
-    ),
-)
+STEPS = Table("steps", (
+    *KEYS,
+    Column("loss", "float64", "mean over ranks and micro-batches"),
+    Column("grad_norm", "float64", "global norm before clipping; NaN where it was not computed"),
+    Column("learning_rate", "float64", "of the first parameter group"),
+    Column("start_us", "float64", "when the step began on this rank; NaN in older records", optional=True),
+    Column("step_us", "float64", "time of the step on this rank"),
+    Column("exposed_comm_us", "float64", "communication with no compute at the same time; NaN without any"),
+    Column("overlap", "float64", "share of communication hidden by compute, 0 to 1; NaN without any"),
+    Column("peak_bytes", "Int64", "highest live bytes in the step; NA where it was not traced"),
+    Column("wire_bytes", "float64", "sum of those of the step's collectives; NaN where these were not watched"),
+    Column("num_tokens", "Int64", "tokens or samples this rank trained on"),
+    Column("traced_memory", "boolean", "memory was traced in this step, which slows it: leave it out of timings"),
+))  # fmt: skip
 
 TABLES = {table.name: table for table in (COLLECTIVES, SPANS, MEMORY, SHARDS, STEPS)}

@@ -40,14 +40,9 @@ class Communicator(ObservedGroup):
     """
 
     def __init__(
-        self,
-        transport: Transport | None,
-        queue: Queue | None,
-        ranks: Sequence[int],
-        rank: int,
-        axis: str,
+        self, transport: Transport | None, queue: Queue | None, ranks: Sequence[int], rank: int, axis: str,
         mark: Mark | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(transport, ranks, rank, axis)
         self._queue, self._mark, self._is_closed = queue, mark, False
 
@@ -157,38 +152,28 @@ class Communicator(ObservedGroup):
 
         return self._submit(Collective.BROADCAST, own, job, tag, keep=(own,))
 
-    def all_to_all(
-        self,
-        output: Tensor,
-        buffer: Tensor,
-        *,
-        output_sizes: Sequence[int] | None = None,
-        sizes: Sequence[int] | None = None,
-        tag: str = "",
-    ) -> Pending:
-        """Send part j of ``buffer`` to rank j; part i of ``output`` comes from rank i.
+    def all_to_all(self, output: Tensor, buffer: Tensor, *, tag: str = "") -> Pending:
+        """Send part j of ``buffer`` to rank j; part i of ``output`` comes from rank i; all parts are equal.
 
         Args:
-            output: contiguous, one-dimensional, of the buffer's dtype.
+            output: contiguous, one-dimensional, of the buffer's size and dtype.
             buffer: contiguous, one-dimensional.
-            output_sizes: elements from each rank; None for equal parts.
-            sizes: elements to each rank; None for equal parts.
             tag: what it is for.
 
         Raises:
-            ValueError: a tensor that does not fit, or that gradients are to flow through; the sizes do not fit.
+            ValueError: a tensor that does not fit, or that gradients are to flow through.
         """
-        received, sent = base.exchange_sizes(output, buffer, output_sizes, sizes, self.num_ranks, self.rank)
+        base.require_flat("buffer", buffer)
+        base.require_output(output, buffer, buffer.numel())
+        if buffer.numel() % self.num_ranks:
+            raise ValueError(f"buffer: {buffer.numel()} elements do not divide into {self.num_ranks} equal parts")
         output, buffer = base.without_graph("output", output), base.without_graph("buffer", buffer)
         transport = self._transport
         if transport is None:
             _copy_back(buffer, output)
             return Pending()
-        own_bytes = sent[self.rank] * buffer.element_size()
-        return self._submit(
-            Collective.ALL_TO_ALL, buffer, lambda: transport.all_to_all(output, buffer, received, sent), tag,
-            own_chunk_bytes=own_bytes, keep=(output, buffer),
-        )  # fmt: skip
+        job = partial(transport.all_to_all, output, buffer)
+        return self._submit(Collective.ALL_TO_ALL, buffer, job, tag, keep=(output, buffer))
 
     def send(self, tensor: Tensor, dst: int, *, tag: str = "") -> Pending:
         """Send ``tensor`` to group rank ``dst``.
@@ -228,17 +213,10 @@ class Communicator(ObservedGroup):
             self._queue.close()
 
     def _submit(
-        self,
-        op: Collective,
-        buffer: Tensor | None,
-        job: Job | Message,
-        tag: str,
-        *,
-        own_chunk_bytes: int | None = None,
-        scratch_bytes: int = 0,
-        keep: tuple[Tensor, ...] = (),
+        self, op: Collective, buffer: Tensor | None, job: Job | Message, tag: str, *,
+        own_chunk_bytes: int | None = None, scratch_bytes: int = 0, keep: tuple[Tensor, ...] = (),
         start: Start | None = None,
-    ) -> Pending:
+    ) -> Pending:  # fmt: skip
         queue = self._queue
         if queue is None or self._transport is None or self._is_closed:
             raise RuntimeError(f"communicator: axis {self.axis!r} is closed; build a new mesh")

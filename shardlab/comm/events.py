@@ -96,6 +96,10 @@ class Observer(Protocol):
         return
 
 
+Observers = tuple[Observer, ...]
+"""Those who get the events of one collective."""
+
+
 class Failures:
     """The first error on the axes of a mesh that no caller has been told of, for ``close()`` to raise.
 
@@ -143,14 +147,9 @@ class Pending:
     """
 
     def __init__(
-        self,
-        finish: Callable[[], None] | None = None,
-        *,
-        keep: tuple[Tensor, ...] = (),
-        event: CollectiveEvent | None = None,
-        observers: tuple[Observer, ...] = (),
-        mark: Mark | None = None,
-    ) -> None:
+        self, finish: Callable[[], None] | None = None, *, keep: tuple[Tensor, ...] = (),
+        event: CollectiveEvent | None = None, observers: Observers = (), mark: Mark | None = None,
+    ) -> None:  # fmt: skip
         self._finish = finish
         self._keep = keep  # a buffer freed in flight would be written into after its reuse
         self._event = event

@@ -19,19 +19,13 @@ from typing import Any, SupportsIndex
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
-from shardlab.comm.events import CollectiveEvent, Observer
+from shardlab.comm.events import CollectiveEvent, Observer, Observers
 from shardlab.comm.transports.base import Transport
 from shardlab.vocabulary import Collective, dtype_name
 
-_LIBRARY = (
-    *(
-        str(Path(__file__).parent.parent / room)
-        for room in ("comm", "engines", "faults", "recording", "tensor_parallel", "trace")
-    ),
-    str(Path(torch.__file__).parent),
-)
+_ROOMS = ("comm", "engines", "faults", "recording", "tensor_parallel", "trace")
+_LIBRARY = (*(str(Path(__file__).parent.parent / room) for room in _ROOMS), str(Path(torch.__file__).parent))
 _STANDARD_LIBRARY = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, "<frozen ")
 _AUTOGRAD = torch.autograd.graph.__file__
 
@@ -49,7 +43,7 @@ class Process:
     """
 
     device: torch.device = torch.device("cpu")
-    observers: tuple[Observer, ...] = ()
+    observers: Observers = ()
     retired: tuple[Callable[[], object], ...] = ()
     timeout: timedelta | None = None
     patient: dist.ProcessGroup | None = None
@@ -73,10 +67,9 @@ class ObservedGroup:
         self.ranks = tuple(ranks)
         self.rank = rank
         self._transport = transport
-        self._observers: tuple[Observer, ...] = Process.observers
+        self._observers: Observers = Process.observers
         self._seq = 0
 
-    @override
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """How it is pickled.
 
@@ -111,7 +104,7 @@ class ObservedGroup:
         return self._transport is not None and self._transport.emulated
 
     @property
-    def observers(self) -> tuple[Observer, ...]:
+    def observers(self) -> Observers:
         """Those who get the events of collectives issued now."""
         return self._observers
 
@@ -128,16 +121,9 @@ class ObservedGroup:
             self._observers = self._observers[:at] + self._observers[at + 1 :]
 
     def announce(
-        self,
-        op: Collective,
-        buffers: Sequence[Tensor],
-        tag: str,
-        *,
-        own_chunk_bytes: int | None = None,
-        scratch_bytes: int = 0,
-        transport: str | None = None,
-        parts: int = 1,
-    ) -> CollectiveEvent:
+        self, op: Collective, buffers: Sequence[Tensor], tag: str, *, own_chunk_bytes: int | None = None,
+        scratch_bytes: int = 0, transport: str | None = None, parts: int = 1,
+    ) -> CollectiveEvent:  # fmt: skip
         """Tell the observers of a collective that is issued now, by a verb or by torch itself (``script_collectives``).
 
         Args:

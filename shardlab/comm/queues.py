@@ -20,7 +20,7 @@ from time import perf_counter_ns
 
 import torch
 
-from shardlab.comm.events import CollectiveEvent, DeviceEvent, Failures, Observer
+from shardlab.comm.events import CollectiveEvent, DeviceEvent, Failures, Observers
 from shardlab.comm.streams import CUDA, Streams, mark
 from shardlab.comm.transports.base import Job, Message, Start
 
@@ -29,12 +29,7 @@ class _Entry:
     """One job in a ``ThreadQueue``."""
 
     def __init__(
-        self,
-        job: Job,
-        event: CollectiveEvent,
-        observers: tuple[Observer, ...],
-        ready: DeviceEvent | None,
-        failures: Failures,
+        self, job: Job, event: CollectiveEvent, observers: Observers, ready: DeviceEvent | None, failures: Failures
     ) -> None:
         self.job, self.event, self.observers = job, event, observers
         self.ready, self._failures = ready, failures
@@ -108,9 +103,7 @@ class ThreadQueue:
         # A mesh that is dropped without close() must not leave its thread behind.
         self._abandon = weakref.finalize(self, self._queue.put, None)
 
-    def submit(
-        self, job: Job, event: CollectiveEvent, observers: tuple[Observer, ...], start: Start | None = None
-    ) -> Job:
+    def submit(self, job: Job, event: CollectiveEvent, observers: Observers, start: Start | None = None) -> Job:
         """Queue ``job`` for the thread; where all before it are done, begin it here if ``start`` can."""
         # Recorded here, in the caller's thread: the queue's thread has another current stream.
         ready = _end_of_current_stream() if self._device.type == "cuda" else None
@@ -123,7 +116,7 @@ class ThreadQueue:
         self._queue.put(entry)
         return entry.wait
 
-    def submit_message(self, message: Message, event: CollectiveEvent, observers: tuple[Observer, ...]) -> Job:
+    def submit_message(self, message: Message, event: CollectiveEvent, observers: Observers) -> Job:
         """Queue a receive among the collectives, and a send in another thread, one for each rank that receives."""
         if not message.is_send:
             return self.submit(message.travel, event, observers)
@@ -148,9 +141,9 @@ class Running:
     """Collectives that a stream has been given, in the order of issue, until their end has been told."""
 
     def __init__(self) -> None:
-        self._entries: deque[tuple[CollectiveEvent, tuple[Observer, ...]]] = deque()
+        self._entries: deque[tuple[CollectiveEvent, Observers]] = deque()
 
-    def add(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
+    def add(self, event: CollectiveEvent, observers: Observers) -> None:
         """One more; first those that have ended meanwhile are told."""
         self.tell_ended()
         self._entries.append((event, observers))
@@ -171,7 +164,7 @@ class _Held:
 
     message: Message
     event: CollectiveEvent
-    observers: tuple[Observer, ...]
+    observers: Observers
 
 
 class StreamQueue:
@@ -188,13 +181,7 @@ class StreamQueue:
         self._running = Running()
         self._held: list[_Held] = []
 
-    def submit(
-        self,
-        job: Job,
-        event: CollectiveEvent,
-        observers: tuple[Observer, ...],
-        start: Start | None = None,  # noqa: ARG002
-    ) -> Job:
+    def submit(self, job: Job, event: CollectiveEvent, observers: Observers, start: Start | None = None) -> Job:  # noqa: ARG002
         """Enqueue ``job`` behind everything that the current stream has been given so far; ``start`` is not needed."""
         # Before the collective: a rank may need a held message before it comes to the collective itself.
         self._let_travel(self._held)
@@ -209,7 +196,7 @@ class StreamQueue:
 
         return wait
 
-    def submit_message(self, message: Message, event: CollectiveEvent, observers: tuple[Observer, ...]) -> Job:
+    def submit_message(self, message: Message, event: CollectiveEvent, observers: Observers) -> Job:
         """Hold a message until somebody waits for it or a collective is issued: what is held may travel together.
 
         A stream does one thing after another. Two ranks that both send first and then receive would each wait for the
@@ -249,7 +236,7 @@ class StreamQueue:
 
         self._enqueue(job, [(held.event, held.observers) for held in leaving])
 
-    def _enqueue(self, job: Job, told: Sequence[tuple[CollectiveEvent, tuple[Observer, ...]]]) -> DeviceEvent:
+    def _enqueue(self, job: Job, told: Sequence[tuple[CollectiveEvent, Observers]]) -> DeviceEvent:
         with self._streams.stream(self._stream):
             begin = mark(self._streams)
             job()

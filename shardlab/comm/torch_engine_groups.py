@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from typing_extensions import override
 
 from shardlab.comm.base_mesh import BaseMesh, groups_along
 from shardlab.comm.communicator import Communicator
-from shardlab.comm.events import CollectiveEvent, Observer
+from shardlab.comm.events import CollectiveEvent, Observers
 from shardlab.comm.group import ObservedGroup, Process, retire
 from shardlab.comm.torch_times import GLOO_THREADS, HostTimes, StreamTimes, Times, complete_waits
 from shardlab.comm.trees import tensors_in
@@ -140,15 +139,9 @@ VERBS = {name: verb for verb, names in _NAMES.items() for name in names}
 
 
 def announce(
-    group: ObservedGroup,
-    verb: Verb,
-    tensors: Sequence[torch.Tensor],
-    tag: str,
-    backend: str,
-    *,
-    sizes: Sequence[int] = (),
-    root: int | None = None,
-) -> CollectiveEvent:
+    group: ObservedGroup, verb: Verb, tensors: Sequence[torch.Tensor], tag: str, backend: str, *,
+    sizes: Sequence[int] = (), root: int | None = None,
+) -> CollectiveEvent:  # fmt: skip
     """Tell the observers of a group of a collective that torch itself sends.
 
     Args:
@@ -223,7 +216,7 @@ class TorchGroup(dist.ProcessGroup):
         self._backend = dist.get_backend(inner)
         self.times: Times = HostTimes(GLOO_THREADS) if self._backend == "gloo" else StreamTimes()
         self._name = ""
-        self.left_to_torch: list[tuple[CollectiveEvent, tuple[Observer, ...]]] = []  # C++ waits for them
+        self.left_to_torch: list[tuple[CollectiveEvent, Observers]] = []  # C++ waits for them
 
     def _get_backend(self, device: torch.device) -> Any:  # noqa: ARG002
         """What sends for a device; torch asks it what it can do besides, where the default group is bound to a GPU."""
@@ -274,18 +267,12 @@ class TorchWork(dist.Work):
     """A collective under way, as torch's engines wait for it; without ``inner`` nobody has to wait any more."""
 
     def __init__(
-        self,
-        inner: dist.Work | None,
-        event: CollectiveEvent,
-        observers: tuple[Observer, ...],
-        group: TorchGroup,
-        keep: object,
+        self, inner: dist.Work | None, event: CollectiveEvent, observers: Observers, group: TorchGroup, keep: object
     ) -> None:
         super().__init__()
         self._inner, self._event, self._observers, self._group = inner, event, observers, group
         self._keep = keep  # StreamTimes has waited already, and NCCL keeps its tensors only until the first wait
 
-    @override
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return when the result may be used. (Torch reads 0 as 'the group's own timeout'.)"""
         inner, done, began_ns = self._inner, True, perf_counter_ns()
@@ -301,7 +288,6 @@ class TorchWork(dist.Work):
             observer.waited(self._event)
         return done
 
-    @override
     def get_future(self) -> "torch.futures.Future[Any]":
         """Called by C++, which then waits on the future where Python cannot see it."""
         if self._inner is None:
@@ -311,7 +297,6 @@ class TorchWork(dist.Work):
         self._group.left_to_torch.append((self._event, self._observers))
         return self._inner.get_future()
 
-    @override
     def is_completed(self) -> bool:
         """Whether the result is there."""
         return self._event.has_ended_on_stream if self._inner is None else bool(self._inner.is_completed())

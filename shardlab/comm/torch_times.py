@@ -18,13 +18,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from typing_extensions import override
 
-from shardlab.comm.events import CollectiveEvent, DeviceEvent, Observer
+from shardlab.comm.events import CollectiveEvent, DeviceEvent, Observers
 from shardlab.comm.queues import Running
 from shardlab.comm.streams import CUDA, DeviceStream, Streams, mark
 
 T = TypeVar("T")
+Call = Callable[[], dist.Work | None]
+"""Has torch issue a collective."""
 GLOO_THREADS = 2  # torch gives a gloo group two threads: a third collective waits until one of them is free
 
 
@@ -37,12 +38,10 @@ class HostTimes:
 
     def __init__(self, num_threads: int) -> None:
         self._num_free = num_threads
-        self._queued: deque[tuple[CollectiveEvent, tuple[Observer, ...]]] = deque()
+        self._queued: deque[tuple[CollectiveEvent, Observers]] = deque()
         self._lock = threading.Lock()  # the end of a collective is told in gloo's thread
 
-    def follow(
-        self, call: Callable[[], dist.Work | None], event: CollectiveEvent, observers: tuple[Observer, ...]
-    ) -> dist.Work | None:
+    def follow(self, call: Call, event: CollectiveEvent, observers: Observers) -> dist.Work | None:
         """Issue it; torch calls back at its end."""
         # Queued before the call: its end may be told before the call returns.
         with self._lock:
@@ -64,7 +63,7 @@ class HostTimes:
         """The host waits."""
         return wait()
 
-    def ended(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:
+    def ended(self, event: CollectiveEvent, observers: Observers) -> None:
         """Its result is there; called by gloo's thread or, if that comes first, by whoever has waited."""
         with self._lock:
             if not isnan(event.end_ns):
@@ -107,9 +106,7 @@ class StreamTimes:
         self._waits = EventWaits(streams)
         self.close = listen(self._waits)
 
-    def follow(
-        self, call: Callable[[], dist.Work | None], event: CollectiveEvent, observers: tuple[Observer, ...]
-    ) -> dist.Work | None:
+    def follow(self, call: Call, event: CollectiveEvent, observers: Observers) -> dist.Work | None:
         """Issue it between two CUDA events."""
         streams = self._streams
         # NCCL's stream waits for the current one too, so both begin at the same moment.
@@ -144,7 +141,7 @@ class StreamTimes:
             event.device_wait = (before, after)
         return result
 
-    def ended(self, event: CollectiveEvent, observers: tuple[Observer, ...]) -> None:  # noqa: ARG002
+    def ended(self, event: CollectiveEvent, observers: Observers) -> None:  # noqa: ARG002
         """The current stream waits for it. The host does not, so only its end event knows whether it has ended."""
         self._running.tell_ended()
 
@@ -160,7 +157,6 @@ class StreamTimes:
 class FutureTimes(StreamTimes):
     """NCCL: its future calls back, as soon as the work is enqueued, on a stream that waits for the end of the work."""
 
-    @override
     def _record_end(self, work: dist.Work, end: DeviceEvent) -> None:
         work.get_future().add_done_callback(lambda _: end.record())
 
@@ -169,7 +165,7 @@ Times = HostTimes | StreamTimes
 """Finds out when each collective began and ended."""
 
 
-def complete_waits(left: Iterable[tuple[Times, CollectiveEvent, tuple[Observer, ...]]]) -> None:
+def complete_waits(left: Iterable[tuple[Times, CollectiveEvent, Observers]]) -> None:
     """Complete the events of collectives that C++ has waited for, in the order of issue.
 
     C++ begins to wait when it has nothing more to send, and waits for one after another. So a collective that had ended

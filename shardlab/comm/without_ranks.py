@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from shardlab.comm.communicator import Communicator
-from shardlab.comm.events import CollectiveEvent, Observer, Pending
+from shardlab.comm.events import CollectiveEvent, Observers, Pending
 from shardlab.comm.transports.base import Bounds, Job, Message, Reduction, Start, Transport
 from shardlab.vocabulary import Collective
 
@@ -35,8 +34,7 @@ class SilentCommunicator(Communicator):
         super().__init__(transport, None, range(num_ranks), rank, axis)
         self._observers = ()  # not those of this process, which wait for a collective's end
 
-    @override
-    def _submit(self, op: Collective, buffer: Tensor | None, job: Job | Message, tag: str, **sizes: Any) -> Pending:
+    def _submit(self, op: Collective, buffer: Tensor | None, job: Job | Message, tag: str, **sizes: Any) -> Pending:  # noqa: ARG002
         for name in ("keep", "start"):
             sizes.pop(name, None)
         self.announce(op, () if buffer is None else (buffer,), tag, **sizes)
@@ -124,11 +122,11 @@ class _MemoryTransport(Transport):
         # A clone: once they have met, the source may change its tensor while others still copy.
         tensor.copy_(self._meeting.exchange(self._rank, tensor, lambda tensors: tensors[src].clone()))
 
-    def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:  # noqa: ARG002
-        def take(sent: list[tuple[Tensor, list[int]]]) -> Tensor:
-            return torch.cat([other.split(parts)[self._rank] for other, parts in sent])
+    def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
+        def take(buffers: list[Tensor]) -> Tensor:
+            return torch.cat([other.chunk(len(buffers))[self._rank] for other in buffers])
 
-        output.copy_(self._meeting.exchange(self._rank, (buffer, sizes), take))
+        output.copy_(self._meeting.exchange(self._rank, buffer, take))
 
     def send(self, tensor: Tensor, dst: int) -> None:  # noqa: ARG002
         raise RuntimeError("send: threads meet in collectives of all of them only; start ranks for messages of two")
@@ -136,7 +134,6 @@ class _MemoryTransport(Transport):
     def recv(self, tensor: Tensor, src: int) -> None:  # noqa: ARG002
         raise RuntimeError("recv: threads meet in collectives of all of them only; start ranks for messages of two")
 
-    @override
     def barrier(self) -> None:
         self._meeting.barrier.wait()
 
@@ -144,18 +141,12 @@ class _MemoryTransport(Transport):
 class _AtOnce:
     """A queue that runs each job when it is given."""
 
-    def submit(
-        self,
-        job: Job,
-        event: CollectiveEvent,  # noqa: ARG002
-        observers: tuple[Observer, ...],  # noqa: ARG002
-        start: Start | None = None,  # noqa: ARG002
-    ) -> Job:
+    def submit(self, job: Job, event: CollectiveEvent, observers: Observers, start: Start | None = None) -> Job:  # noqa: ARG002
         """Run ``job``."""
         job()
         return lambda: None
 
-    def submit_message(self, message: Message, event: CollectiveEvent, observers: tuple[Observer, ...]) -> Job:
+    def submit_message(self, message: Message, event: CollectiveEvent, observers: Observers) -> Job:
         """Run it."""
         return self.submit(message.travel, event, observers)
 

@@ -31,12 +31,9 @@ class TextData:
     """
 
     def __init__(
-        self,
-        data: bytes | bytearray | memoryview,
-        seq_len: int,
-        name: str = "text",
+        self, data: bytes | bytearray | memoryview, seq_len: int, name: str = "text",
         floor_nats_per_byte: float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Copy ``data``.
 
         Raises:

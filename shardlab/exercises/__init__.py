@@ -21,17 +21,9 @@ a ``VirtualClock`` are scored too. ``shardlab exercises --grade FOLDER --with FI
 file as well.
 """
 
-from shardlab.exercises.exercise import (
-    Case,
-    Exercise,
-    Measured,
-    Message,
-    Traffic,
-    VirtualClock,
-    call,
-    call_in_place,
-    call_without_ranks,
-)
+from shardlab.exercises.exercise import (  # isort: skip
+    Case, Exercise, Measured, Message, Traffic, VirtualClock, call, call_in_place, call_without_ranks,
+)  # fmt: skip
 from shardlab.exercises.in_a_cell import Prediction, check, find, hint, predict, task
 from shardlab.exercises.judge import Report, Verdict
 from shardlab.exercises.ladder import LADDER

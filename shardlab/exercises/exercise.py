@@ -179,17 +179,6 @@ def call_without_ranks(function: Function, _comm: Communicator, *inputs: object)
     return function(*inputs)
 
 
-def task_in(docstring: str | None) -> str:
-    """The task of an exercise that has a file of its own: what stands there below the first line."""
-    return (docstring or "").partition("\n\n")[2].partition("\n\nHints:\n")[0]
-
-
-def hints_in(docstring: str | None) -> tuple[str, ...]:
-    """Its hints: a list below the task."""
-    hints = (docstring or "").partition("\n\nHints:\n- ")[2].rstrip().split("\n- ")
-    return tuple(" ".join(hint.split("\n  ")) for hint in hints)
-
-
 @dataclass(frozen=True)
 class Exercise:
     """What is asked, and how an answer is judged.
@@ -229,6 +218,24 @@ class Exercise:
         """Check that the name is also that of a function."""
         if not self.function_name.isidentifier():
             raise ValueError(f"name: {self.name!r} was given; write words with dots between them, as 'zero1.owners'")
+
+    @classmethod
+    def from_file(
+        cls, name: str, doc: str | None, starter: str, cases: Callable[[], Sequence[Case]], notebook: str, **more: Any
+    ) -> "Exercise":
+        """One that has a file of its own: the task stands in its docstring below the first line, then a list of hints.
+
+        Args:
+            name: see above, as ``starter``, ``cases``, ``notebook`` and the rest.
+            doc: docstring of the file.
+            starter: source to begin with.
+            cases: makes the cases.
+            notebook: where it belongs.
+            more: the other fields.
+        """
+        task, _, hints = (doc or "").partition("\n\n")[2].partition("\n\nHints:\n- ")
+        lines = tuple(" ".join(hint.split("\n  ")) for hint in hints.rstrip().split("\n- "))
+        return cls(name, task, starter, cases, lines, notebook, **more)
 
     @property
     def function_name(self) -> str:

@@ -121,13 +121,9 @@ def prepare(config: CompareConfig, directory: Path, *, overwrite: bool = False) 
 
 
 def configured(
-    what: Any,
-    rest: tuple[Any, ...],
-    directory: Path | str | None,
-    options: dict[str, Any],
-    caller: str = "compare",
+    what: Any, rest: tuple[Any, ...], directory: Path | str | None, options: dict[str, Any], caller: str = "compare",
     pool: RankPool | None = None,
-) -> tuple[CompareConfig, Path | None]:
+) -> tuple[CompareConfig, Path | None]:  # fmt: skip
     """The configuration and the directory, None if none is named, from the arguments of ``compare``.
 
     Args:
@@ -165,12 +161,10 @@ def _for_ranks_of(pool: RankPool | None, config: CompareConfig) -> CompareConfig
     if pool is None:
         return config
     check_pool(pool, config.ranks, config.device)
+    if not _means_another(pool, config.device):
+        return config
     given: Any = tuple(config.own_strategies.get(name, name) for name in config.strategies)
-    return (
-        replace(config, device=pool.placement.device_type, strategies=given)
-        if _means_another(pool, config.device)
-        else config
-    )
+    return replace(config, device=pool.placement.device_type, strategies=given)
 
 
 def _means_another(pool: RankPool, device: str) -> bool:
@@ -265,21 +259,12 @@ def _write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
 
 def _manifest(config: CompareConfig, strategy: str, pool: RankPool) -> dict[str, Any]:
     return {
-        "run": strategy,
-        "ranks": 1 if strategy == "single" else config.ranks,
+        "run": strategy, "ranks": 1 if strategy == "single" else config.ranks,
         "mesh": {"data": 1} if strategy == "single" else config.mesh_axes(strategy),
-        "versions": {
-            "shardlab": __version__, "torch": torch.__version__, "python": platform.python_version(),
-        },
-        "devices": pool.placement.devices,
-        "backend": pool.placement.backend,
-        "config": config.as_dict(strategy),
-        "workload": description(config),
-        "padding_bytes": 0,
-        "recorder_share": None,
-        "not_finite": {},
-        "disagreement": "",
-        "drew_random_numbers": False,
+        "versions": {"shardlab": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "devices": pool.placement.devices, "backend": pool.placement.backend, "config": config.as_dict(strategy),
+        "workload": description(config), "padding_bytes": 0, "recorder_share": None, "not_finite": {},
+        "disagreement": "", "drew_random_numbers": False,
     }  # fmt: skip
 
 
@@ -287,9 +272,8 @@ def _found(reports: list[RankReport], mesh: dict[str, int], config: CompareConfi
     shares, num_tensor_ranks = [report.recorder_share for report in reports], mesh.get(MeshAxis.TENSOR, 1)
     return {
         "padding_bytes": max(report.padding_bytes for report in reports),
-        "recorder_share": None
-        if any(map(isnan, shares))
-        else max(shares),  # NaN: nothing but the first step was recorded, which does not count
+        # NaN: nothing but the first step was recorded, which does not count
+        "recorder_share": None if any(map(isnan, shares)) else max(shares),
         "not_finite": {
             what: {rank: report.not_finite[what] for rank, report in enumerate(reports) if what in report.not_finite}
             for what in (LOSS, GRADIENTS)

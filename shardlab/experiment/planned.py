@@ -137,12 +137,9 @@ def _order_is_known(setup: Setup, known: PlannedWorkload) -> bool:
 
 
 def setup_of(
-    config: CompareConfig,
-    strategy: str,
-    module: nn.Module,
-    optimizer: Optimizer | Mapping[str, Optimizer],
+    config: CompareConfig, strategy: str, module: nn.Module, optimizer: Optimizer | Mapping[str, Optimizer],
     forward: FirstForward,
-) -> Setup:
+) -> Setup:  # fmt: skip
     """The planner's description of a strategy as ``compare`` runs it.
 
     Args:

@@ -30,10 +30,10 @@ from shardlab.experiment.batches import batches_of, divide, rows_of
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.workload import Workload, seeded
 from shardlab.planner import PlannedModel, described
+from shardlab.planner.collectives import Call
 from shardlab.planner.setup import SGD, Optimizer
 from shardlab.tables import COLLECTIVES
 from shardlab.tensor_parallel.plan_trial import MAX_NUMEL, DryRunRank
-from shardlab.trace.observed import wire_bytes
 from shardlab.units import units_of, wrapped_modules
 from shardlab.vocabulary import MeshAxis, Phase, Role
 
@@ -316,7 +316,7 @@ class PlannedTensorAxis:
                 return None
             for place in range(self._config.tp):
                 rank = data_rank * self._config.tp + place
-                rows += [_row(event, rank, seq) for seq, event in enumerate(found)]
+                rows += [_call(event).row("tensor", rank, seq, place) for seq, event in enumerate(found)]
         return COLLECTIVES.frame(rows)
 
     def _rank(self, precision: Precision) -> DryRunRank:
@@ -377,11 +377,9 @@ def _last_steps(config: CompareConfig) -> Iterator[Iterator[Any]]:
         yield (share.batch for share in islice(batches_of(workload, rank, ranks, config.seed, rows), first, last))
 
 
-def _row(event: CollectiveEvent, rank: int, seq: int) -> dict[str, Any]:
-    nan = float("nan")
-    return {
-        "run": "tensor", "source": "predicted", "rank": rank, "step": 0, "seq": seq, "axis": MeshAxis.TENSOR,
-        "op": event.op, "tag": event.tag, "phase": Phase.FORWARD, "dtype": event.dtype, "numel": event.numel,
-        "bytes": event.num_bytes, "wire_bytes": wire_bytes(event), "group_size": event.group_size, "transport": "",
-        "issue_us": nan, "start_us": nan, "end_us": nan, "wait_start_us": nan, "wait_end_us": nan,
-    }  # fmt: skip
+def _call(event: CollectiveEvent) -> Call:
+    """The call of which the rank without memory has announced an event; in which phase it is sent is not planned."""
+    itemsize = event.num_bytes // max(1, event.numel)
+    return Call(
+        event.op, MeshAxis.TENSOR, event.tag, Phase.FORWARD, event.dtype, itemsize, event.numel, event.group_size
+    )

@@ -21,20 +21,10 @@ from shardlab.vocabulary import Collective
 
 # AllReduce, ReduceScatter, ...
 NCCL_NAMES = {op: op.title().replace("_", "") for op in Collective} | {Collective.UNKNOWN: "Generic"}
-# Parts of names, without case and underscores; the first that a name has.
-_WORDS = {
-    "reducescatter": Collective.REDUCE_SCATTER,
-    "allreduce": Collective.ALL_REDUCE,
-    "crossdevicereduce": Collective.ALL_REDUCE,  # of vLLM
-    "allgather": Collective.ALL_GATHER,
-    "alltoall": Collective.ALL_TO_ALL,
-    "broadcast": Collective.BROADCAST,
-    "barrier": Collective.BARRIER,
-    "send": Collective.SEND,  # also NCCL's kernel SendRecv, if its arguments do not say which it was
-    "recv": Collective.RECV,
-    "reduce": Collective.REDUCE,
-    "gather": Collective.GATHER,
-    "scatter": Collective.SCATTER,
+# Parts of names, without case and underscores; the first that a name has, long ones first: "allreduce" before "reduce".
+# NCCL's kernel SendRecv is a send, if its arguments do not say which it was.
+_WORDS = {"crossdevicereduce": Collective.ALL_REDUCE} | {  # of vLLM
+    op.replace("_", ""): op for op in sorted(Collective, key=len, reverse=True) if op != Collective.UNKNOWN
 }
 # NCCL's kernels and those of torch's symmetric memory, Transformer Engine's user buffers, NVSHMEM, DeepEP and others;
 # and copies between two devices. What inductor has fused (triton_...) is named after its neighbours, and computes.
@@ -121,18 +111,11 @@ def _read(path: Path) -> RankTrace:
         about, events = content.get("distributedInfo") or {}, content["traceEvents"]
         groups = [int(group["pg_size"]) for group in about.get("pg_config") or [] if "pg_size" in group]
         base_us = float(content.get("baseTimeNanoseconds", 0)) / 1e3
-        return RankTrace(
-            path=path,
-            rank=int(about.get("rank", 0)),
-            num_ranks=int(about.get("world_size", 1)),
-            group_sizes=frozenset(groups),
-            slices=tuple(sorted(_slices(events, base_us), key=lambda one: (one.start_us, -one.end_us))),
-            communication_threads=frozenset(
-                _thread(event)
-                for event in events
-                if event.get("name") == "thread_name" and "gloo" in str((event.get("args") or {}).get("name"))
-            ),
-        )
+        named = (event for event in events if event.get("name") == "thread_name")
+        gloo = frozenset(_thread(event) for event in named if "gloo" in str((event.get("args") or {}).get("name")))
+        slices = tuple(sorted(_slices(events, base_us), key=lambda one: (one.start_us, -one.end_us)))
+        rank, num_ranks = int(about.get("rank", 0)), int(about.get("world_size", 1))
+        return RankTrace(path, rank, num_ranks, frozenset(groups), slices, gloo)
 
 
 @contextmanager

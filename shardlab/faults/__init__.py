@@ -5,19 +5,11 @@ what the user is told.
 """
 
 from shardlab.faults.inject import Happened, faulty, inject
-from shardlab.faults.kinds import (
-    DeadRank,
-    Fault,
-    LossyLink,
-    MismatchedCollective,
-    NaN,
-    OutOfMemory,
-    SkippedCall,
-    SkippedCollective,
-    SlowLink,
-    StoppedRank,
-    Straggler,
-)
+
+from shardlab.faults.kinds import (  # isort: skip
+    DeadRank, Fault, LossyLink, MismatchedCollective, NaN, OutOfMemory, SkippedCall, SkippedCollective, SlowLink,
+    StoppedRank, Straggler,
+)  # fmt: skip
 from shardlab.faults.outcome import Told, outcome, told
 
 __all__ = [

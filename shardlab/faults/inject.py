@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardlab.comm import CollectiveEvent, Communicator, Pending
+from shardlab.comm import CollectiveEvent, Communicator, Observer, Pending
 from shardlab.comm.trees import map_tensors
 from shardlab.engines import AnyEngine
 from shardlab.engines.guards.claims import engine_of
@@ -107,7 +107,7 @@ class _Begin:
         engine.mesh.call_at_close(injection.remove)
 
 
-class Injection:
+class Injection(Observer):
     """The faults of this rank, and where its training is.
 
     Args:
@@ -223,17 +223,14 @@ class Injection:
                 self._tell(fault)
                 self._delays_s[id(event)] = self._delays_s.get(id(event), 0.0) + fault.delay_s(event)
 
-    def started(self, event: CollectiveEvent) -> None:
-        """Do nothing: this may run in the caller's thread, which must not sleep."""
-
     def completed(self, event: CollectiveEvent) -> None:
-        """Delay the end of the collective: sleep in the queue's thread, before anyone learns that it has ended."""
+        """Delay the end of the collective: sleep in the queue's thread, before anyone learns that it has ended.
+
+        (Not where it is started: that may be the caller's thread, which must not sleep.)
+        """
         if delay_s := self._delays_s.pop(id(event), 0.0):
             sleep(delay_s)
             event.end_ns = perf_counter_ns()
-
-    def waited(self, event: CollectiveEvent) -> None:
-        """Nothing."""
 
     def _of_step(self) -> list[Fault]:
         return [fault for fault in self._faults if fault.step == self._step]

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from shardlab.comm import CollectiveEvent, Communicator, Pending
 from shardlab.vocabulary import Collective, Phase
@@ -93,13 +92,11 @@ class Straggler(AtLayer):
 
     seconds: float = 0.2
 
-    @override
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_seconds(seconds=self.seconds)
 
-    @override
-    def strike(self, tensor: Tensor) -> None:
+    def strike(self, tensor: Tensor) -> None:  # noqa: ARG002
         """Sleep."""
         sleep(self.seconds)
 
@@ -107,8 +104,7 @@ class Straggler(AtLayer):
 class DeadRank(AtLayer):
     """The rank's process is killed, as by the kernel when memory runs out."""
 
-    @override
-    def strike(self, tensor: Tensor) -> None:
+    def strike(self, tensor: Tensor) -> None:  # noqa: ARG002
         """Kill this process."""
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -116,8 +112,7 @@ class DeadRank(AtLayer):
 class StoppedRank(AtLayer):
     """The rank's process is stopped by SIGSTOP: it is alive, and does nothing until SIGCONT comes."""
 
-    @override
-    def strike(self, tensor: Tensor) -> None:
+    def strike(self, tensor: Tensor) -> None:  # noqa: ARG002
         """Stop this process."""
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -125,7 +120,6 @@ class StoppedRank(AtLayer):
 class OutOfMemory(AtLayer):
     """The rank asks for more memory than there is."""
 
-    @override
     def strike(self, tensor: Tensor) -> None:
         """Allocate; torch raises its own error."""
         torch.empty(_TOO_MUCH_BYTES, dtype=torch.uint8, device=tensor.device)
@@ -134,7 +128,6 @@ class OutOfMemory(AtLayer):
 class NaN(AtLayer):
     """A tensor of the rank becomes NaN."""
 
-    @override
     def strike(self, tensor: Tensor) -> Tensor:
         """NaN in every element."""
         return tensor * torch.nan
@@ -149,8 +142,7 @@ class SkippedCall(Fault):
 class SkippedCollective(AtCollective):
     """The rank leaves out the first collective of the phase."""
 
-    @override
-    def communicate(self, comm: Communicator, verb: Collective, buffer: Tensor | None, tag: str) -> Pending:
+    def communicate(self, comm: Communicator, verb: Collective, buffer: Tensor | None, tag: str) -> Pending:  # noqa: ARG002
         """Send nothing."""
         return Pending()
 
@@ -158,7 +150,6 @@ class SkippedCollective(AtCollective):
 class MismatchedCollective(AtCollective):
     """The rank issues another collective than the first of the phase."""
 
-    @override
     def communicate(self, comm: Communicator, verb: Collective, buffer: Tensor | None, tag: str) -> Pending:
         """Broadcast a copy of the same buffer; in place of a broadcast, reduce it."""
         # A copy: the collective shall be wrong, and not the engine's own tensor.
@@ -173,13 +164,11 @@ class SlowLink(OnLink):
 
     seconds: float = 0.05
 
-    @override
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_seconds(seconds=self.seconds)
 
-    @override
-    def delay_s(self, event: CollectiveEvent) -> float:
+    def delay_s(self, event: CollectiveEvent) -> float:  # noqa: ARG002
         """The same for all."""
         return self.seconds
 
@@ -196,14 +185,12 @@ class LossyLink(OnLink):
     lost: float = 0.5
     resend_s: float = 0.2
 
-    @override
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_seconds(resend_s=self.resend_s)
         if not 0 <= self.lost <= 0.9:
             raise ValueError(f"lost: {self.lost!r} is given; allowed values are shares from 0 to 0.9")
 
-    @override
     def delay_s(self, event: CollectiveEvent) -> float:
         """Drawn for each collective, the same in every run."""
         random = Random(f"{self.rank}/{event.axis}/{event.seq}")

@@ -8,21 +8,11 @@ from shardlab.data_sets import batch
 from shardlab.experiment.comparison import PRELOAD
 from shardlab.lab.fit import RunPlan, fit_of, kept_for_backward, readable_fit, saved_for_backward
 from shardlab.lab.model_tables import gathered_table, modules_table, unit_bytes, watch_gathered, weights_table
-from shardlab.lab.notebook_verdicts import (
-    bucket_verdict,
-    bus_verdict,
-    busy_in_steps,
-    busy_now,
-    floor_verdict,
-    gain_verdict,
-    hidden_verdict,
-    late_verdict,
-    message_gains,
-    message_verdicts,
-    parts_verdict,
-    pay_off_verdict,
-    prediction_verdict,
-)
+
+from shardlab.lab.notebook_verdicts import (  # isort: skip
+    bucket_verdict, bus_verdict, busy_in_steps, busy_now, floor_verdict, gain_verdict, hidden_verdict, late_verdict,
+    message_gains, message_verdicts, parts_verdict, pay_off_verdict, prediction_verdict,
+)  # fmt: skip
 from shardlab.lab.small_records import EventLog, collectives_table, log_collectives, trace_step
 from shardlab.lab.sweeps import bucket_sweep, link_for, message_sweep, run_interleaved
 from shardlab.lab.terminal import terminal

@@ -17,11 +17,7 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from shardlab.comm.trees import map_tensors
 from shardlab.engines.precision import Precision, cast_floating, parse_precision

@@ -106,9 +106,8 @@ def gathered_table(samples: list[GatheredSample]) -> pd.DataFrame:
         for number, sample in enumerate(samples)
         for unit, num_bytes in sample.by_unit.items()
     ]
-    return pd.DataFrame(rows, columns=["sample", "moment", "unit", "bytes"]).astype(
-        {"sample": "int64", "bytes": "int64"}
-    )
+    table = pd.DataFrame(rows, columns=["sample", "moment", "unit", "bytes"])
+    return table.astype({"sample": "int64", "bytes": "int64"})
 
 
 def _watch(unit: Unit, sample: Any, hooks: list[RemovableHandle]) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from typing_extensions import override
 
 from shardlab.comm import Communicator
 
@@ -45,7 +44,6 @@ class _ShardedLinear(torch.autograd.Function):
     runs_no_backward = True  # for engines that ask what a backward will reach
 
     @staticmethod
-    @override
     def forward(ctx: Any, x: Tensor, weight_shard: Tensor, bias_shard: Tensor | None, comm: Communicator) -> Tensor:
         # The shard: the gathered weight is freed when forward returns.
         ctx.save_for_backward(x, weight_shard)
@@ -55,7 +53,6 @@ class _ShardedLinear(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # what is gathered here has no graph: d/dweight of this would be zero
-    @override
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_shard = ctx.saved_tensors
         rows = grad_y.reshape(-1, grad_y.shape[-1])

@@ -62,12 +62,9 @@ class Collector:
     """
 
     def __init__(
-        self,
-        processes: RankProcesses,
-        patience: Patience,
-        on_message: Callable[[int, object], None] | None = None,
+        self, processes: RankProcesses, patience: Patience, on_message: Callable[[int, object], None] | None = None,
         interrupted: Event | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._processes = processes
         self._patience = patience
         self._began = monotonic()

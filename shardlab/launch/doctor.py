@@ -54,23 +54,18 @@ def _machine() -> list[Check]:
 def _gpus() -> list[Check]:
     num_gpus = torch.cuda.device_count()
     initialised = torch.cuda.is_initialized()
-    verdict = (
-        "this process holds GPU memory; ranks are not hurt by it, they never fork from here" if initialised else "ok"
-    )
+    holds = "this process holds GPU memory; ranks are not hurt by it, they never fork from here"
     return [
         Check("GPUs", str(num_gpus), "ok" if num_gpus else "ranks run on CPU"),
-        Check("CUDA initialised here", "yes" if initialised else "no", verdict),
+        Check("CUDA initialised here", "yes" if initialised else "no", holds if initialised else "ok"),
     ]
 
 
 def _network() -> list[Check]:
     """How ranks on the CPU send to each other, here and between hosts."""
     shares = hasattr(os, "memfd_create") and _BOOT_ID.is_file()
-    sends = Check(
-        "ranks of one host send through",
-        "shared memory" if shares else "gloo",
-        "ok" if shares else "no memfd_create or no boot id: gloo over loopback is slower",
-    )
+    verdict = "ok" if shares else "no memfd_create or no boot id: gloo over loopback is slower"
+    sends = Check("ranks of one host send through", "shared memory" if shares else "gloo", verdict)
     others = sorted(name for name, addresses in psutil.net_if_addrs().items() if _is_for_others(name, addresses))
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if chosen:

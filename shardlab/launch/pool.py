@@ -11,7 +11,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Self, TypeVar
 
 from shardlab.launch.collector import Collector, Patience
@@ -100,13 +99,9 @@ class RankPool:
         self._is_announced = False
 
     def run(
-        self,
-        fn: Callable[..., T],
-        /,
-        *args: object,
-        on_message: Callable[[int, object], None] | None = None,
+        self, fn: Callable[..., T], /, *args: object, on_message: Callable[[int, object], None] | None = None,
         **kwargs: object,
-    ) -> list[T]:
+    ) -> list[T]:  # fmt: skip
         """Call ``fn(rank, *args, **kwargs)`` on every rank, inside the initialised process group.
 
         ``fn`` may be defined in a cell, be a lambda or a closure. What ranks print appears while they run, each line
@@ -176,9 +171,7 @@ class RankPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -113,12 +113,9 @@ class TorchrunRanks:
             self._context = replace(context, placement=placement)
 
     def run(
-        self,
-        fn: Callable[..., T],
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
+        self, fn: Callable[..., T], args: Sequence[object], kwargs: Mapping[str, object],
         on_message: Callable[[int, object], None] | None,
-    ) -> list[T]:
+    ) -> list[T]:  # fmt: skip
         """Call ``fn(rank, ...)`` here, as every other process does; the results of all, in rank order.
 
         Communicates the pickled results, once. An exception leaves as it is: this process ends with it, and torchrun

@@ -13,17 +13,15 @@ from torch import nn
 from shardlab.models.gpt import GPT, GPTConfig
 from shardlab.models.mlp import ByteMLP, ByteMLPConfig
 
-MODELS: Mapping[str, GPTConfig | ByteMLPConfig] = MappingProxyType(
-    {
-        "mlp": ByteMLPConfig(num_layers=4, hidden=512),
-        "gpt-1m": GPTConfig(num_layers=5, num_heads=4, hidden=128),
-        "gpt-3m": GPTConfig(num_layers=4, num_heads=8, hidden=256),
-        "gpt-10m": GPTConfig(num_layers=6, num_heads=8, hidden=384),
-        "gpt-30m": GPTConfig(num_layers=10, num_heads=8, hidden=512),
-        "gpt-60m": GPTConfig(num_layers=12, num_heads=8, hidden=640),
-        "gpt-120m": GPTConfig(num_layers=12, num_heads=16, hidden=896),
-    }
-)
+MODELS: Mapping[str, GPTConfig | ByteMLPConfig] = MappingProxyType({
+    "mlp": ByteMLPConfig(num_layers=4, hidden=512),
+    "gpt-1m": GPTConfig(num_layers=5, num_heads=4, hidden=128),
+    "gpt-3m": GPTConfig(num_layers=4, num_heads=8, hidden=256),
+    "gpt-10m": GPTConfig(num_layers=6, num_heads=8, hidden=384),
+    "gpt-30m": GPTConfig(num_layers=10, num_heads=8, hidden=512),
+    "gpt-60m": GPTConfig(num_layers=12, num_heads=8, hidden=640),
+    "gpt-120m": GPTConfig(num_layers=12, num_heads=16, hidden=896),
+})  # fmt: skip
 
 
 def build_model(name: str, seq_len: int = 128, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from typing_extensions import override
 
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.checks import check_separate
@@ -78,12 +77,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._share()
         self._stepped, self._given = Snapshot(laid_out.stepped), Snapshot(self._named)
 
-    @override
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, of its pieces; ``load_state_dict()`` takes it on the same rank of as many."""
         return {**super().state_dict(), _PIECES: self._pieces}
 
-    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` returned on this rank.
 
@@ -107,7 +104,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # The same objects, so that a learning rate set here, by a scheduler or a user, is the inner optimizer's.
         self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
 
-    @override
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step this rank's pieces with the gradients of the parameters, then gather the parameters.
 
@@ -134,7 +130,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.num_steps += 1
         return loss
 
-    @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear (or zero) the gradients of the parameters."""
         for param in self._named.values():
@@ -143,7 +138,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             else:
                 param.grad.detach().zero_()
 
-    @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group while the optimizer is being built; afterwards the layout is fixed.
 
@@ -199,7 +193,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 class _Pieces(StepTensors):
     """What the inner optimizer steps, with gradients only while it steps."""
 
-    @override
     def check_caller(self, caller: FrameType) -> None:
         """Refuse torch's clipping, which would find no gradients.
 

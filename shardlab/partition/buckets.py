@@ -53,12 +53,9 @@ def assign_buckets(
 
 
 def plan_buckets(
-    specs: Sequence[ParamSpec],
-    keys: Sequence[Hashable] | None,
-    num_ranks: int,
-    capacity_bytes: int,
+    specs: Sequence[ParamSpec], keys: Sequence[Hashable] | None, num_ranks: int, capacity_bytes: int,
     partition: Partition = Partition.ELEMENTS,
-) -> tuple[FlatLayout, ...]:
+) -> tuple[FlatLayout, ...]:  # fmt: skip
     """The layout of every bucket, in the order in which backward completes them; names are in ``layout.slots``.
 
     Args:

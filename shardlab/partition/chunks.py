@@ -10,11 +10,12 @@ layouts have in common.
 Legend: offsets are in elements, chunk ``r`` is ``bounds[r] <= index < bounds[r + 1]``.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, pairwise
 from math import prod
-from typing import Protocol
 
 from shardlab.vocabulary import Partition
 
@@ -105,21 +106,58 @@ class Piece:
         return self.flat_stop - self.flat_start
 
 
-class Layout(Protocol):
-    """What an engine asks of a layout: ``FlatLayout`` or ``Dim0Layout``."""
+@dataclass(frozen=True)
+class Layout(ABC):
+    """Parameters in a range of elements, of which rank r holds ``bounds[r]`` to ``bounds[r + 1]``; padding included."""
+
+    bounds: tuple[int, ...]
 
     @property
-    def names(self) -> tuple[str, ...]: ...  # noqa: D102
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """Of the parameters, in the layout's order."""
+
     @property
-    def num_ranks(self) -> int: ...  # noqa: D102
-    @property
-    def bounds(self) -> tuple[int, ...]: ...  # noqa: D102
-    @property
-    def padded_numel(self) -> int: ...  # noqa: D102
-    @property
-    def padding_numel(self) -> int: ...  # noqa: D102
-    def chunk(self, rank: int) -> tuple[int, int]: ...  # noqa: D102
-    def pieces(self, rank: int) -> tuple[Piece, ...]: ...  # noqa: D102
+    @abstractmethod
+    def numel(self) -> int:
+        """Real elements, padding not counted."""
+
+    @abstractmethod
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """What ``rank`` holds of each parameter, in the layout's order, empty pieces left out.
+
+        Raises:
+            ValueError: ``rank`` is not one of the ranks.
+        """
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """Ranks that share the range."""
+        return len(self.bounds) - 1
+
+    @cached_property
+    def padded_numel(self) -> int:
+        """Elements of the whole range, padding included."""
+        return self.bounds[-1]
+
+    @cached_property
+    def padding_numel(self) -> int:
+        """Elements that belong to no parameter, over all chunks."""
+        return self.padded_numel - self.numel
+
+    @cached_property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """Elements of each rank's chunk, padding included."""
+        return tuple(stop - start for start, stop in pairwise(self.bounds))
+
+    def chunk(self, rank: int) -> tuple[int, int]:
+        """First element of ``rank``'s chunk and one past its last.
+
+        Raises:
+            ValueError: ``rank`` is not one of the ranks.
+        """
+        require_rank(rank, self.num_ranks)
+        return self.bounds[rank], self.bounds[rank + 1]
 
 
 def has_whole_rows(piece: Piece, shape: tuple[int, ...]) -> bool:

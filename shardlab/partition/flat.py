@@ -19,10 +19,9 @@ Legend: all offsets are in elements; ``start`` is included, ``stop`` is not.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from math import gcd, prod
 
-from shardlab.partition.chunks import Piece, even_bounds, require_count, require_rank
+from shardlab.partition.chunks import Layout, Piece, even_bounds, require_count
 
 ALIGNED_NUMEL = 8  # elements: 16 bytes in a dtype of two bytes, more in wider ones
 
@@ -64,15 +63,14 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class FlatLayout:
-    """Parameters in ``slots``, end to end from element 0; rank r holds elements ``bounds[r]`` to ``bounds[r + 1]``.
+class FlatLayout(Layout):
+    """Parameters in ``slots``, end to end from element 0.
 
     Elements past the last slot are padding: they belong to no parameter. The layout says nothing of dtype; a bucket of
     mixed dtypes is the caller's mistake (``assign_buckets`` keeps them apart by ``keys``).
     """
 
     slots: tuple[Slot, ...]
-    bounds: tuple[int, ...]
 
     def __post_init__(self) -> None:
         """Assert that slots touch each other and bounds cover them: only our own constructors could break that."""
@@ -89,38 +87,9 @@ class FlatLayout:
         return tuple(slot.spec.name for slot in self.slots)
 
     @cached_property
-    def num_ranks(self) -> int:
-        """Ranks that share the range."""
-        return len(self.bounds) - 1
-
-    @cached_property
     def numel(self) -> int:
         """Real elements, padding not counted."""
         return self.slots[-1].stop if self.slots else 0
-
-    @cached_property
-    def padded_numel(self) -> int:
-        """Elements of the whole range, padding included."""
-        return self.bounds[-1]
-
-    @cached_property
-    def padding_numel(self) -> int:
-        """Elements at the end that belong to no parameter."""
-        return self.padded_numel - self.numel
-
-    @cached_property
-    def chunk_sizes(self) -> tuple[int, ...]:
-        """Elements of each rank's chunk, padding included."""
-        return tuple(stop - start for start, stop in pairwise(self.bounds))
-
-    def chunk(self, rank: int) -> tuple[int, int]:
-        """First element of ``rank``'s chunk and one past its last.
-
-        Raises:
-            ValueError: ``rank`` is not one of the ranks.
-        """
-        require_rank(rank, self.num_ranks)
-        return self.bounds[rank], self.bounds[rank + 1]
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """What ``rank`` holds of each parameter: its chunk cut by every slot, in slot order, empty pieces left out.
@@ -140,7 +109,7 @@ def flat_layout(specs: Sequence[ParamSpec], num_ranks: int) -> FlatLayout:
         ValueError: ``num_ranks`` is below 1.
     """
     slots = _end_to_end(specs)
-    return FlatLayout(slots, even_bounds(slots[-1].stop if slots else 0, num_ranks))
+    return FlatLayout(even_bounds(slots[-1].stop if slots else 0, num_ranks), slots)
 
 
 def aligned_first(specs: Iterable[ParamSpec]) -> list[ParamSpec]:
@@ -173,7 +142,7 @@ def owned_layout(specs: Sequence[ParamSpec], owners: Sequence[int], num_ranks: i
     for rank in range(num_ranks):
         bounds[rank + 1] += bounds[rank]
     order = sorted(range(len(specs)), key=owners.__getitem__)  # stable: of one rank in the original order
-    return FlatLayout(_end_to_end([specs[index] for index in order]), tuple(bounds))
+    return FlatLayout(tuple(bounds), _end_to_end([specs[index] for index in order]))
 
 
 def _end_to_end(specs: Sequence[ParamSpec]) -> tuple[Slot, ...]:

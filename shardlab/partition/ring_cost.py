@@ -95,15 +95,9 @@ def ring_wire_bytes(op: Collective, num_bytes: int, group_size: int, own_chunk_b
 
 
 def moved_bytes(
-    backend: str,
-    op: Collective,
-    num_bytes: int,
-    group_size: int,
-    rank: int = 0,
-    root: int | None = None,
-    *,
+    backend: str, op: Collective, num_bytes: int, group_size: int, rank: int = 0, root: int | None = None, *,
     own_chunk_bytes: int | None = None,
-) -> float:
+) -> float:  # fmt: skip
     """Bytes that one rank sends when a group of torch runs the collective.
 
     Args:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardlab.partition.buckets import plan_buckets
-from shardlab.partition.chunks import Piece
-from shardlab.partition.dim0 import Dim0Layout, dim0_layout
-from shardlab.partition.flat import FlatLayout, ParamSpec, aligned_first, flat_layout, owned_layout
+from shardlab.partition.chunks import Layout, Piece
+from shardlab.partition.dim0 import dim0_layout
+from shardlab.partition.flat import ParamSpec, aligned_first, flat_layout, owned_layout
 from shardlab.partition.owners import Ownership
 from shardlab.planner.setup import PlannedModel, PlannedParam, Setup
 from shardlab.vocabulary import LayoutName, Partition
@@ -29,7 +29,7 @@ class Group:
 
     name: str
     unit: str
-    layout: FlatLayout | Dim0Layout
+    layout: Layout
     params: Mapping[str, PlannedParam]
 
     @cached_property
@@ -150,9 +150,7 @@ def _owners(by_name: Mapping[str, PlannedParam], setup: Setup) -> dict[str, int]
     return Ownership.assign(specs, setup.num_shards, Partition(setup.partition)).table
 
 
-def _unit_layout(
-    specs: list[ParamSpec], chunks: int, owners: Mapping[str, int], setup: Setup
-) -> FlatLayout | Dim0Layout:
+def _unit_layout(specs: list[ParamSpec], chunks: int, owners: Mapping[str, int], setup: Setup) -> Layout:
     ranks = [owners[spec.name] for spec in specs if spec.name in owners]
     if ranks:
         return owned_layout(specs, ranks, chunks)

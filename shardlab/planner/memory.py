@@ -44,13 +44,10 @@ class ShardedRoles:
 
 
 SHARDED_ROLES = {
-    "single": ShardedRoles(False, False, gradient_buffer=False),
-    "ddp": ShardedRoles(False, False, gradient_buffer=False),
-    "bucketed": ShardedRoles(False, False),
-    "zero1": ShardedRoles(False, False),
+    **dict.fromkeys(("single", "ddp"), ShardedRoles(False, False, gradient_buffer=False)),
+    **dict.fromkeys(("bucketed", "zero1"), ShardedRoles(False, False)),
     "zero2": ShardedRoles(False, True),
-    "zero3": ShardedRoles(True, True),
-    "fsdp": ShardedRoles(True, True),  # no_shard is one chunk
+    **dict.fromkeys(("zero3", "fsdp"), ShardedRoles(True, True)),  # no_shard is one chunk
 }
 
 OFFLOADED = {

@@ -26,7 +26,6 @@ Source: Shoeybi et al., arXiv 1909.08053; Korthikanti et al., arXiv 2205.05198.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 
 import pandas as pd
 
@@ -38,12 +37,10 @@ from shardlab.tables import COLLECTIVES
 from shardlab.vocabulary import Collective, MeshAxis, Phase
 
 # The dim along which a parameter of the package's GPT is divided; all others are replicated.
-GPT_DIMS: Mapping[str, int] = MappingProxyType(
-    {
-        "token_embedding.weight": 0, "blocks.*.attention.[qkv]_proj.*": 0, "blocks.*.attention.out_proj.weight": 1,
-        "blocks.*.mlp.fc1.*": 0, "blocks.*.mlp.fc2.weight": 1, "head.weight": 0,
-    }
-)  # fmt: skip
+GPT_DIMS: Mapping[str, int] = {
+    "token_embedding.weight": 0, "blocks.*.attention.[qkv]_proj.*": 0, "blocks.*.attention.out_proj.weight": 1,
+    "blocks.*.mlp.fc1.*": 0, "blocks.*.mlp.fc2.weight": 1, "head.weight": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,9 @@ Slices lie along the elements of all parameters, or in each weight as it multipl
 """
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -219,8 +218,7 @@ def _shard_summary(rows: pd.DataFrame, role: str, numel: int) -> str:
     )
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """Where a parameter is drawn: its upper left corner, and the height of one input."""
 
     left: float
@@ -228,16 +226,14 @@ class _Place:
     per_input: float
 
 
-def weight_slices(table: pd.DataFrame, head_dims: Mapping[str, int] | None = None) -> go.Figure:
+def weight_slices(table: pd.DataFrame) -> go.Figure:
     """Every parameter as a rectangle whose sides are its inputs and outputs, cut into what each rank holds.
 
     Args:
         table: from ``lab.weights_table``.
-        head_dims: width of a head for parameters whose divided side consists of attention heads; dotted lines show the
-            borders of heads.
 
     Raises:
-        ValueError: a column is missing, or ``head_dims`` names a parameter that is not divided.
+        ValueError: a column is missing.
     """
     require_columns(table, COLUMNS, "table", "it comes from weights_table")
     if table.empty:
@@ -246,8 +242,6 @@ def weight_slices(table: pd.DataFrame, head_dims: Mapping[str, int] | None = Non
     places, bottom = _places(table)
     for rank in sorted(set(table["rank"]), key=lambda rank: (rank == EVERY_RANK, rank)):
         figure.add_trace(_rectangles(table[table["rank"] == rank], places, int(rank)))
-    for name, head_dim in (head_dims or {}).items():
-        _draw_heads(figure, table[table["parameter"] == name], places, name, head_dim)
     _label_modules(figure, table, places, bottom)
     return finish(figure, _weights_summary(table))
 
@@ -283,47 +277,20 @@ def _by_module(whole: pd.DataFrame) -> list[tuple[Hashable, pd.DataFrame]]:
 
 
 def _rectangles(rows: pd.DataFrame, places: Mapping[str, _Place], rank: int) -> go.Bar:
-    where = [places[name] for name in rows["parameter"]]
+    where = pd.DataFrame([places[name] for name in rows["parameter"]], index=rows.index)
     owner = "every rank" if rank == EVERY_RANK else f"rank {rank}"
+    colour = GREY if rank == EVERY_RANK else PALETTE[rank % len(PALETTE)]
     return go.Bar(
-        x=[place.left + start for place, start in zip(where, rows["output_start"], strict=True)],
-        width=(rows["output_stop"] - rows["output_start"]).to_numpy(),
-        base=[place.top + place.per_input * start for place, start in zip(where, rows["input_start"], strict=True)],
-        y=[
-            place.per_input * size
-            for place, size in zip(where, rows["input_stop"] - rows["input_start"], strict=True)
-        ],
-        offset=0,
-        name=owner,
-        marker={"color": GREY if rank == EVERY_RANK else PALETTE[rank % len(PALETTE)], "line": {"color": LIGHT,
-                "width": 1}},
+        x=where["left"] + rows["output_start"], width=(rows["output_stop"] - rows["output_start"]).to_numpy(),
+        base=where["top"] + where["per_input"] * rows["input_start"], offset=0, name=owner,
+        y=where["per_input"] * (rows["input_stop"] - rows["input_start"]),
+        marker={"color": colour, "line": {"color": LIGHT, "width": 1}},
         hovertext=[
             f"<b>{row['parameter']}</b> ({row['inputs']} x {row['outputs']})<br>{owner}: "
             f"inputs {row['input_start']} to {row['input_stop']}, outputs {row['output_start']} to {row['output_stop']}"
             for row in rows.to_dict("records")
         ],
         hovertemplate="%{hovertext}<extra></extra>",
-    )  # fmt: skip
-
-
-def _draw_heads(figure: go.Figure, rows: pd.DataFrame, places: Mapping[str, _Place], name: str, head_dim: int) -> None:
-    """Draw the borders of heads inside the slices; the borders of slices are drawn already."""
-    if name not in places or (rows["rank"] == EVERY_RANK).any():
-        raise ValueError(f"head_dims: {name!r} is not a parameter that is divided")
-    place, inputs, outputs = places[name], int(rows["inputs"].iloc[0]), int(rows["outputs"].iloc[0])
-    by_inputs = (rows["input_stop"] - rows["input_start"] < inputs).all()
-    borders = set(range(head_dim, inputs if by_inputs else outputs, head_dim))
-    along: list[float | None] = []
-    across: list[float | None] = []
-    for border in sorted(borders - set(rows["input_start" if by_inputs else "output_start"])):
-        along += [border, border, None]
-        across += [0, outputs if by_inputs else inputs, None]
-    x, y = (across, along) if by_inputs else (along, across)
-    figure.add_scatter(
-        x=[value if value is None else place.left + value for value in x],
-        y=[value if value is None else place.top + value for value in y],
-        mode="lines", line={"color": "#ffffff", "width": 1.5, "dash": "dot"}, hoverinfo="skip", showlegend=False,
-        name=f"heads of {name}",
     )  # fmt: skip
 
 

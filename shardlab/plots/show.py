@@ -134,17 +134,12 @@ def report_page(title: str, lead: str, tables: Mapping[str, pd.DataFrame], figur
     # '</script>' in a name would end the element; to a JSON parser '<\/' is the same string
     safe = data.replace("</", "<\\/").replace("<!--", "<\\u0021--")
     lines = [
-        HEAD,
-        f"<title>{escape(title)}</title>",
-        f"<style>\n{_CSS.read_text()}</style></head>",
-        "<body><main>",
+        HEAD, f"<title>{escape(title)}</title>", f"<style>\n{_CSS.read_text()}</style></head>", "<body><main>",
         f'<header><h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p></header>',
-        *sections,
-        "</main>",
-        f'<script type="application/json" id="figures">{safe}</script>',
+        *sections, "</main>", f'<script type="application/json" id="figures">{safe}</script>',
         f"<script>{get_plotlyjs()}</script>\n<script>{SCRIPT}</script>" if figures else "",
         "</body></html>",
-    ]
+    ]  # fmt: skip
     return "\n".join(lines)
 
 

@@ -65,20 +65,11 @@ SPAN_COLOURS: dict[str, str] = {
 }  # fmt: skip
 
 STRATEGY_COLOURS = {
-    "single": GREY,
-    "ddp": BLUE,
-    "bucketed": ORANGE,
-    "zero1": GREEN,
-    "zero2": PINK,
-    "zero3": VIOLET,
-    "fsdp": WINE,
+    "single": GREY, "ddp": BLUE, "bucketed": ORANGE, "zero1": GREEN, "zero2": PINK, "zero3": VIOLET, "fsdp": WINE,
     "tensor_parallel": SAND,
     # torch's own engines have the colours of ours that they are compared with
-    "torch_ddp": BLUE,
-    "torch_zero1": GREEN,
-    "torch_fsdp2": WINE,
-    "torch_tp": SAND,
-}
+    "torch_ddp": BLUE, "torch_zero1": GREEN, "torch_fsdp2": WINE, "torch_tp": SAND,
+}  # fmt: skip
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 HEIGHT = 440
@@ -87,15 +78,9 @@ MAX_POINTS = 2000  # of a curve
 MANY_DECADES = 5  # with more, only powers of ten get labels
 
 _AXIS = {
-    "gridcolor": GRID,
-    "linecolor": GRID,
-    "zerolinecolor": GRID,
-    "ticks": "outside",
-    "ticklen": 6,
-    "tickcolor": "rgba(0,0,0,0)",  # space between names and bars, without tick marks
-    "automargin": True,
-    "title": {"standoff": 12},
-}
+    "gridcolor": GRID, "linecolor": GRID, "zerolinecolor": GRID, "automargin": True, "title": {"standoff": 12},
+    "ticks": "outside", "ticklen": 6, "tickcolor": "rgba(0,0,0,0)",  # space between names and bars, without tick marks
+}  # fmt: skip
 
 TEMPLATE = go.layout.Template(
     layout={

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import override
 
 from shardlab.engines.guards.claims import engine_of
 from shardlab.engines.hooks import nothing
@@ -184,7 +183,6 @@ class _OwnHook:
         """Call the hook."""
         return self._hook(*args)
 
-    @override
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return partial, (nothing,)
 

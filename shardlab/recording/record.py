@@ -271,21 +271,12 @@ class Recording(Observer):
         shares = (nan, nan) if recorder is None else (recorder.cost_share, recorder.unwatched_cost_share)
         share, unwatched = (None if isnan(share) else share for share in shares)
         return {
-            "run": self._directory.name,
-            "recorded": sys.argv,
-            "ranks": self._place.num_ranks,
+            "run": self._directory.name, "recorded": sys.argv, "ranks": self._place.num_ranks,
             "mesh": axes if prod(axes.values()) == self._place.num_ranks else None,
-            "versions": {
-                "shardlab": __version__, "torch": torch.__version__, "python": platform.python_version(),
-            },
-            "devices": [str(self._device)] * self._place.num_ranks,
-            "backend": ",".join(sorted(self._backends)),
-            "config": {},
-            "always_watched": ALWAYS_WATCHED,
-            "watch_every": self._watch_every,
-            "padding_bytes": 0,
-            "recorder_share": share,
-            "unwatched_recorder_share": unwatched,
+            "versions": {"shardlab": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "devices": [str(self._device)] * self._place.num_ranks, "backend": ",".join(sorted(self._backends)),
+            "config": {}, "always_watched": ALWAYS_WATCHED, "watch_every": self._watch_every, "padding_bytes": 0,
+            "recorder_share": share, "unwatched_recorder_share": unwatched,
         }  # fmt: skip
 
 

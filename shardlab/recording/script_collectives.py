@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from shardlab.comm.events import CollectiveEvent, Observer
+from shardlab.comm.events import CollectiveEvent, Observer, Observers
 from shardlab.comm.group import ObservedGroup
 from shardlab.comm.torch_engine_groups import VERBS, Verb, announce
 from shardlab.comm.torch_times import GLOO_THREADS, FutureTimes, HostTimes, Times, complete_waits
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 class _Sent(NamedTuple):
     event: CollectiveEvent
-    observers: tuple[Observer, ...]
+    observers: Observers
     times: Times
     output: int  # identity of the storage that has the result
     waits_in_cpp: bool

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from typing_extensions import override
 
 from shardlab.comm import Communicator, broadcast_coalesced
 from shardlab.comm.autograd import gather, reduce, reduce_scatter, scatter
@@ -55,17 +54,10 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(
-        self,
-        linear: nn.Linear,
-        comm: Communicator,
-        *,
-        gather_output: bool = False,
-        parts: Sequence[int] | None = None,
-        sequence_dim: int | None = None,
-        regather: bool = False,
-        shared_input: SharedInput | None = None,
+        self, linear: nn.Linear, comm: Communicator, *, gather_output: bool = False, parts: Sequence[int] | None = None,
+        sequence_dim: int | None = None, regather: bool = False, shared_input: SharedInput | None = None,
         name: str = "column",
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         # Before anything is sent: sizes are equal on all ranks, so all refuse alike and none waits for another.
         check_column(name, linear.out_features, comm.num_ranks, gather_output, parts, sequence_dim, regather)
@@ -93,7 +85,6 @@ class ColumnParallelLinear(nn.Module):
             y = functional.linear(crossed, self.weight, self.bias)
         return gather(y, self.comm, -1, tag=f"output of {self.name}") if self.gather_output else y
 
-    @override
     def extra_repr(self) -> str:
         """Full sizes and the share."""
         return f"{self.in_features}, {self.out_features} / {self.comm.num_ranks}, gather_output={self.gather_output}"
@@ -116,14 +107,9 @@ class RowParallelLinear(nn.Module):
     """
 
     def __init__(
-        self,
-        linear: nn.Linear,
-        comm: Communicator,
-        *,
-        input_is_parallel: bool = True,
-        sequence_dim: int | None = None,
+        self, linear: nn.Linear, comm: Communicator, *, input_is_parallel: bool = True, sequence_dim: int | None = None,
         name: str = "row",
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         require_divisible(f"{name}: in_features", linear.in_features, comm.num_ranks)
         equalise(linear, comm, name)
@@ -158,7 +144,6 @@ class RowParallelLinear(nn.Module):
         autocast = torch.is_autocast_enabled(y.device.type)
         return y + (self.bias.to(y.dtype) if autocast else self.bias)
 
-    @override
     def extra_repr(self) -> str:
         """Full sizes and the share."""
         share = f"{self.in_features} / {self.comm.num_ranks}, {self.out_features}"
@@ -174,14 +159,9 @@ def is_to_be_called(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def check_column(
-    name: str,
-    out_features: int,
-    num_ranks: int,
-    gather_output: bool,
-    parts: Sequence[int] | None,
-    sequence_dim: int | None,
-    regather: bool,
-) -> None:
+    name: str, out_features: int, num_ranks: int, gather_output: bool, parts: Sequence[int] | None,
+    sequence_dim: int | None, regather: bool,
+) -> None:  # fmt: skip
     """Refuse what a column-parallel layer cannot do.
 
     Raises:

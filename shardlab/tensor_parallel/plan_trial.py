@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from typing_extensions import override
 
 from shardlab.comm import Communicator
 from shardlab.comm.events import CollectiveEvent, Observer
@@ -167,13 +166,9 @@ class DryRunRank:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        plan: Plan,
-        num_ranks: int,
-        dtype: torch.dtype | None = None,
+        self, module: nn.Module, plan: Plan, num_ranks: int, dtype: torch.dtype | None = None,
         buffer_dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.comm: Communicator = SilentCommunicator(num_ranks, 0, MeshAxis.TENSOR)
         with self._mode:
@@ -256,7 +251,6 @@ class _Passed:
 class _MeanOfDropout(TorchDispatchMode):  # private, but nothing public reaches functional.dropout in a user's code
     """Inside, dropout of any kind scales by the mean of the mask that it would draw, and drops nothing."""
 
-    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.bernoulli_.float:  # of which torch makes every mask on the CPU
             return args[0].fill_(args[1] if len(args) > 1 else 0.5)

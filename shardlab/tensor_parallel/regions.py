@@ -27,16 +27,11 @@ SMALL = 0.01  # share of all parameters below which an embedding is not worth it
 _HEAD_DIMS = ("head_dim", "head_size", "dim_head", "d_head", "attention_head_size")
 _NUM_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads")
 _OWN_STYLES: Mapping[str, Style | None] = {
-    "colwise": Column(),
-    "colwise_gather_output": Column(gather_output=True),
-    "colwise_rep": Column(gather_output=True),
-    "rowwise": Row(),
-    "rowwise_split_input": Row(input_is_parallel=False),
-    "rowwise_rep": Row(input_is_parallel=False),
-    "embedding_rowwise": Vocabulary(),
-    "replicated_with_grad_allreduce": OnSequence(),
-    "replicate": None,
-}
+    "colwise": Column(), "colwise_gather_output": Column(gather_output=True),
+    "colwise_rep": Column(gather_output=True), "rowwise": Row(), "rowwise_split_input": Row(input_is_parallel=False),
+    "rowwise_rep": Row(input_is_parallel=False), "embedding_rowwise": Vocabulary(),
+    "replicated_with_grad_allreduce": OnSequence(), "replicate": None,
+}  # fmt: skip
 
 
 @dataclass

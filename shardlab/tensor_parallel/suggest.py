@@ -155,13 +155,11 @@ def _decide(trial: PlanTrial, module: nn.Module, regions: list[Region]) -> None:
                 break
     for region in regions if not trial.has_values else ():
         if len(region.forms) > 1:
-            region.forms, region.reasons = (
-                [],
-                [
-                    "makes several projections at once, and how they lie in its output cannot be told without values: "
-                    f"{trial.why_no_values}; give tp_plan with Column(parts=...)"
-                ],
-            )
+            region.forms.clear()
+            region.reasons = [
+                "makes several projections at once, and how they lie in its output cannot be told without values: "
+                f"{trial.why_no_values}; give tp_plan with Column(parts=...)"
+            ]
 
 
 def _own_dropouts(module: nn.Module, flow: Flow, form: Form, num_ranks: int) -> tuple[Form, dict[str, str]]:

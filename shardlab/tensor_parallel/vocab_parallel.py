@@ -20,7 +20,6 @@ from math import inf
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from typing_extensions import override
 
 from shardlab.comm import Communicator
 from shardlab.comm.autograd import reduce, reduce_scatter, untraced
@@ -60,7 +59,6 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = sliced(embedding.weight, rows)
         self.padding_idx = embedding.padding_idx
 
-    @override
     def forward(self, tokens: Tensor) -> Tensor:
         """Embeddings (..., H) of int64 tokens (...), or their part along ``sequence_dim``.
 
@@ -77,7 +75,6 @@ class VocabParallelEmbedding(nn.Module):
             return reduce(term, self.comm, tag=tag)
         return reduce_scatter(term, self.comm, self.sequence_dim, tag=tag)
 
-    @override
     def extra_repr(self) -> str:
         """Full sizes and the share."""
         return f"{self.num_embeddings} / {self.comm.num_ranks}, {self.embedding_dim}"

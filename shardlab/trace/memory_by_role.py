@@ -26,7 +26,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from time import perf_counter_ns
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -175,13 +174,8 @@ class MemoryLedger(TorchDispatchMode):
         entered: Self = super().__enter__()  # type: ignore[no-untyped-call]
         return entered
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        super().__exit__(exc_type, exc_value, traceback)  # type: ignore[no-untyped-call]
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         del torch.UntypedStorage.resize_  # torch's own is that of the class above
         # Weak references still report what is freed, but from now on that is not part of the step.
         self._closed = True

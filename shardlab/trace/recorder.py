@@ -68,14 +68,9 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        writer: RunWriter,
-        clock: Clock,
-        origin_ns: int,
-        *,
-        device: torch.device,
+        self, writer: RunWriter, clock: Clock, origin_ns: int, *, device: torch.device,
         samples: Callable[[int], bool] = sampled_at_rest,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.live_tensors: Callable[[], LiveTensors] = dict
         """The engine's tensors by role, asked at the end of a step; in host memory all others are unattributed."""
         self._writer, self._clock, self._origin_ns = writer, clock, origin_ns

@@ -5,7 +5,7 @@ and their options have their defaults. The batch is a number from the start, so 
 change; only an empty control leaves it to their number.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -32,10 +32,7 @@ COLUMNS = {
 
 
 # Numbers that may be left out: their controls hold a text.
-OPTIONAL: dict[str, tuple[Callable[[str], float], str]] = {
-    "batch": (int, "a whole number"),
-    "clip": (float, "a number"),
-}
+OPTIONAL: dict[str, type[int] | type[float]] = {"batch": int, "clip": float}
 
 
 class Choices:
@@ -158,10 +155,11 @@ def _inputs(config: CompareConfig) -> dict[str, ValueWidget]:
 
 def _number(name: str, text: str) -> float | None:
     """The number in an optional control, None if it is empty."""
-    kind, what = OPTIONAL[name]
+    kind = OPTIONAL[name]
     try:
         return kind(text) if text.strip() else None
     except ValueError:
+        what = "a whole number" if kind is int else "a number"
         raise ValueError(f"{name}: {text!r} is not {what}; or leave it empty") from None
 
 

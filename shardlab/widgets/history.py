@@ -119,11 +119,7 @@ class RunHistory:
 
     def labels(self) -> list[str]:
         """Every run and strategy as the tables of ``records()`` name them: '2 zero1'."""
-        return [
-            f"{number} {strategy}"
-            for number, comparison in self.comparisons.items()
-            for strategy in comparison.summary["strategy"]
-        ]
+        return [f"{number} {name}" for number, run in self.comparisons.items() for name in run.summary["strategy"]]
 
     def table(self) -> pd.DataFrame:
         """One row per run and strategy, newest first: how it ended, all settings that differ, and the costs."""

@@ -22,7 +22,6 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import Any, Self
 
 import pandas as pd
@@ -93,13 +92,9 @@ class LiveView(Panel):
     """
 
     def __init__(
-        self,
-        directory: Path | str,
-        *,
-        curves: Picture | None = None,
-        timeline: Picture | None = None,
+        self, directory: Path | str, *, curves: Picture | None = None, timeline: Picture | None = None,
         message: Message | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.comparison: Comparison | None = None
         self.progress: LiveTables | None = None
         self.num_updates = 0
@@ -150,9 +145,7 @@ class LiveView(Panel):
         self._ipython_display_()
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _ipython_display_(self) -> None:

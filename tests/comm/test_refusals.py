@@ -11,7 +11,7 @@ import torch
 from shardlab.comm.autograd import copy
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.transports.base import MismatchError, exchange_sizes
+from shardlab.comm.transports.base import MismatchError
 from shardlab.launch import RankHang, RankPool
 
 
@@ -54,11 +54,7 @@ def wrong_calls(comm, rank):
         # What is exchanged fits.
         (lambda: comm.all_to_all(plain, torch.arange(4, dtype=torch.int32)), "output"),
         (lambda: comm.all_to_all(torch.zeros(2, 2), ones), "output"),
-        (lambda: comm.all_to_all(plain, ones, sizes=[5, -1]), "sizes"),
-        (lambda: comm.all_to_all(plain, ones, output_sizes=[1, 2]), "output_sizes"),
-        (lambda: comm.all_to_all(plain, torch.ones(3)), "buffer"),
-        # What a rank sends itself is as long in both: the other rank could not know, and would wait.
-        (lambda: comm.all_to_all(plain, ones, output_sizes=[3, 1], sizes=[1, 3]), "output"),
+        (lambda: comm.all_to_all(torch.zeros(3), torch.ones(3)), "buffer"),
         (lambda: comm.all_to_all(torch.zeros(8), ones), "output"),
         # A tensor has no graph, and is no view of a parameter by a function with a backward of its own.
         (lambda: comm.all_reduce(taped), "tensor"),
@@ -141,12 +137,6 @@ def test_a_chunk_is_rounded_or_widened_and_nothing_else():
 
 
 def test_what_to_do_is_said():
-    for sizes, message in (
-        (None, r"^output: 3 elements .* 2 equal parts; pass output_sizes$"),
-        ([4, -1], r"^output_sizes: \[4, -1\] is given; 2 numbers, none of them negative, .* 3 are needed$"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            exchange_sizes(torch.zeros(3), torch.zeros(4), sizes, None, num_ranks=2, rank=0)
     vector = torch.nn.utils.parameters_to_vector(torch.nn.Linear(2, 2).parameters())
     with pytest.raises(ValueError, match=r"^tensor: the result of CatBackward0.*; pass tensor\.detach\(\)"):
         BaseMesh.alone().data.broadcast(vector)
@@ -209,9 +199,7 @@ MEETINGS = {
 OVER_GLOO = {  # not the reduction, which gloo does not notice
     **{kind: MEETINGS[kind] for kind in ("bounds of a scatter", "root", "dtype of a gather", "collective")},
     "dtype of a message": lambda comm, rank: (comm.recv if rank else comm.send)(fours(rank), 1 - rank),
-    "length of an exchange": lambda comm, rank: comm.all_to_all(
-        torch.ones(4), torch.ones(4), output_sizes=[1, 3], sizes=[1, 3]
-    ),
+    "length of an exchange": lambda comm, rank: comm.all_to_all(torch.ones(4 + 2 * rank), torch.ones(4 + 2 * rank)),
 }
 
 
@@ -228,7 +216,7 @@ def test_through_shared_memory_different_calls_do_not_meet(pools):
 
 
 def of_any_size(rank):
-    """Bounds are equal whatever integers they are, and in an exchange ranks send as much as they like."""
+    """Bounds are equal whatever integers they are."""
     bounds, src = ((0, 1, 4), 0) if rank else (np.array([0, 1, 4]), np.int64(0))
     found = []
     for transport in ("shared_memory", "gloo"):
@@ -239,16 +227,12 @@ def of_any_size(rank):
             mesh.data.reduce_scatter(buffer, bounds=bounds).wait()
             mesh.data.broadcast(buffer, src).wait()
             found.append(buffer.tolist()[0])
-            sent, received = torch.full((3 + rank,), float(rank)), torch.zeros(2 + 3 * rank)
-            sizes = ((1, 2), (1, 3))
-            mesh.data.all_to_all(received, sent, output_sizes=[pair[rank] for pair in sizes], sizes=sizes[rank]).wait()
-            found.append(received.tolist())
     return found
 
 
 def test_sizes_that_are_equal_or_agreed_meet(pools):
     alike = [[1.0, 2.0, 2.0, 2.0], 2.0]
-    assert pools(2).run(of_any_size) == [[*alike, [0, 1]] * 2, [*alike, [0, 0, 1, 1, 1]] * 2]
+    assert pools(2).run(of_any_size) == [alike * 2] * 2
 
 
 @pytest.fixture(scope="module")

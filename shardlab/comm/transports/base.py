@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from shardlab.comm.events import CollectiveEvent, Observer
+from shardlab.comm.events import CollectiveEvent, Observers
 from shardlab.partition.chunks import even_bounds
 
 Reduction = Literal["sum", "max"]
@@ -80,8 +80,8 @@ class Transport(ABC):
         """Copy ``tensor`` from ``src`` to all."""
 
     @abstractmethod
-    def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
-        """Send part j of ``buffer`` to rank j; part i of ``output`` comes from rank i."""
+    def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
+        """Send part j of ``buffer`` to rank j; part i of ``output`` comes from rank i; equal parts."""
 
     @abstractmethod
     def send(self, tensor: Tensor, dst: int) -> None:
@@ -111,12 +111,10 @@ class Transport(ABC):
 class Queue(Protocol):
     """Runs jobs one after another; ``submit`` returns at once with the function that waits for this job."""
 
-    def submit(
-        self, job: Job, event: CollectiveEvent, observers: tuple[Observer, ...], start: Start | None = None
-    ) -> Job:
+    def submit(self, job: Job, event: CollectiveEvent, observers: Observers, start: Start | None = None) -> Job:
         """Queue ``job``, or do the same by ``start``; the returned call waits for it and raises what it raised."""
 
-    def submit_message(self, message: Message, event: CollectiveEvent, observers: tuple[Observer, ...]) -> Job:
+    def submit_message(self, message: Message, event: CollectiveEvent, observers: Observers) -> Job:
         """Queue a message so that none of its rank's sends keeps a receive from beginning, nor the other way round."""
 
     def close(self) -> None:
@@ -223,52 +221,3 @@ def bounds_of(buffer: Tensor, bounds: Sequence[int] | None, num_ranks: int) -> B
             f"{buffer.numel()}"
         )
     return bounds
-
-
-def exchange_sizes(
-    output: Tensor,
-    buffer: Tensor,
-    output_sizes: Sequence[int] | None,
-    sizes: Sequence[int] | None,
-    num_ranks: int,
-    rank: int,
-) -> tuple[list[int], list[int]]:
-    """Elements that one rank of an all-to-all receives from each rank and sends to each; None for equal parts.
-
-    Raises:
-        ValueError: a tensor is not flat or does not divide, they differ in dtype or device, the sizes do not add up to
-            theirs, or what the rank sends itself is not what it receives from itself.
-    """
-    received = _sizes_of("output", output, "output_sizes", output_sizes, num_ranks)
-    sent = _sizes_of("buffer", buffer, "sizes", sizes, num_ranks)
-    require_output(output, buffer, output.numel())
-    # Seen by this rank alone: the others would wait for what it never sends them.
-    if received[rank] != sent[rank]:
-        raise ValueError(
-            f"output: it has room for {received[rank]} elements from this rank itself; {sent[rank]} are needed, as the "
-            "buffer has for it"
-        )
-    return received, sent
-
-
-def _sizes_of(field: str, tensor: Tensor, sizes_field: str, sizes: Sequence[int] | None, num_ranks: int) -> list[int]:
-    """Elements of each rank's part of a tensor; None for equal parts.
-
-    Raises:
-        ValueError: the tensor is not flat, does not divide, or the sizes do not add up to it.
-    """
-    require_flat(field, tensor)
-    numel = tensor.numel()
-    if sizes is None:
-        if numel % num_ranks:
-            raise ValueError(
-                f"{field}: {numel} elements do not divide into {num_ranks} equal parts; pass {sizes_field}"
-            )
-        return [numel // num_ranks] * num_ranks
-    sizes = list(map(index, sizes))
-    if len(sizes) != num_ranks or sum(sizes) != numel or min(sizes) < 0:
-        raise ValueError(
-            f"{sizes_field}: {sizes} is given; {num_ranks} numbers, none of them negative, adding up to {numel} are "
-            "needed"
-        )
-    return sizes

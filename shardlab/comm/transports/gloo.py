@@ -24,7 +24,6 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
 from shardlab.comm.transports.base import Bounds, Reduction, Transport
 from shardlab.vocabulary import Collective, HostTransport
@@ -53,7 +52,6 @@ class GlooTransport(Transport):
         """Reduce in place; needs a dtype gloo can add."""
         _wait(self._begin_all_reduce(tensor, reduction))
 
-    @override
     def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> Callable[[], None] | None:
         """gloo's own threads do it."""
         works = self._begin_all_reduce(tensor, reduction)
@@ -113,9 +111,9 @@ class GlooTransport(Transport):
         children = [(src + place + step) % self._num_ranks for step in steps if place + step < self._num_ranks]
         _wait([dist.isend(as_bytes(tensor), group=self._group, group_dst=child, tag=number) for child in children])
 
-    def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
-        """Copy bytes, so every dtype travels; sizes are elements per rank."""
-        incoming, outgoing = output.split(output_sizes), buffer.split(sizes)
+    def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
+        """Copy bytes, so every dtype travels."""
+        incoming, outgoing = (tensor.tensor_split(self._num_ranks) for tensor in (output, buffer))
         incoming[self._rank].copy_(outgoing[self._rank])
         self._exchange(outgoing, incoming, Collective.ALL_TO_ALL)
 
@@ -127,12 +125,10 @@ class GlooTransport(Transport):
         """Receive bytes."""
         dist.recv(as_bytes(tensor), group=self._group, group_src=src, tag=_number(Collective.SEND, tensor))
 
-    @override
     def barrier(self) -> None:
         """An all-reduce of one element, which gloo does faster than its own barrier."""
         dist.all_reduce(torch.zeros(1), group=self._group)
 
-    @override
     def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
         """A reduce-scatter holds a segment of its chunk from every other rank."""
         segment_bytes = min(SEGMENT_BYTES, num_bytes // self._num_ranks)

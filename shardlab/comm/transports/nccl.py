@@ -9,7 +9,6 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
 from shardlab.comm.transports.base import Bounds, Message, Reduction, Transport
 from shardlab.comm.transports.gloo import REDUCE_OPS, as_bytes
@@ -57,13 +56,9 @@ class NcclTransport(Transport):
         """Copy from ``src``."""
         dist.broadcast(as_bytes(tensor), group=self._group, group_src=src)
 
-    def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
-        """Sizes are elements per rank."""
-        width = buffer.element_size()
-        dist.all_to_all_single(
-            as_bytes(output), as_bytes(buffer), [size * width for size in output_sizes],
-            [size * width for size in sizes], group=self._group,
-        )  # fmt: skip
+    def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
+        """Copy bytes."""
+        dist.all_to_all_single(as_bytes(output), as_bytes(buffer), group=self._group)
 
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send to one rank."""
@@ -73,7 +68,6 @@ class NcclTransport(Transport):
         """Receive from one rank."""
         self.exchange([Message(self, False, tensor, src)])
 
-    @override
     def exchange(self, messages: Sequence[Message]) -> None:
         """In one grouped call, for NCCL has one stream for both ways: a send would keep the receive behind it waiting.
 
@@ -91,7 +85,6 @@ class NcclTransport(Transport):
         for work in dist.batch_isend_irecv(calls):
             work.wait()  # the current stream, not the host
 
-    @override
     def barrier(self) -> None:
         """A barrier on the stream."""
         dist.barrier(self._group)

@@ -11,7 +11,6 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
 from shardlab.comm.transports.base import Bounds, Reduction
 from shardlab.comm.transports.gloo import GlooTransport, add_in_order
@@ -37,7 +36,6 @@ class SharedMemoryTransport(GlooTransport):
         super().__init__(group)
         self._shared = shared
 
-    @override
     def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
         """Segment by segment: each rank reduces its part of it, then all gather the parts."""
         _require_addable(tensor.dtype)
@@ -49,46 +47,38 @@ class SharedMemoryTransport(GlooTransport):
             self._reduce_parts(call, own, segment, bounds, _ADD[reduction])
             self._gather_parts(call, segment, bounds)
 
-    @override
-    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:  # noqa: ARG002
         """Nothing: only the queue's thread can do it."""
         return
 
-    @override
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Segments of all chunks at once."""
         _require_addable(buffer.dtype)
         call = Call.of(Collective.REDUCE_SCATTER, buffer, tag, bounds)
         self._reduce_parts(call, output, buffer, bounds, torch.add)
 
-    @override
     def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Segments of all chunks at once."""
         self._gather_parts(Call.of(Collective.ALL_GATHER, buffer, tag, bounds), buffer, bounds)
 
-    @override
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Over gloo, where ranks in different collectives wait; so they first compare what they are in."""
         self._shared.synchronize(Call.of(Collective.BROADCAST, tensor, "", src))
         super().broadcast(tensor, src)
 
-    @override
-    def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
-        """Over gloo, as a broadcast; how much each rank sends may differ."""
-        self._shared.synchronize(Call.of(Collective.ALL_TO_ALL, buffer[:0], ""))
-        super().all_to_all(output, buffer, output_sizes, sizes)
+    def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
+        """Over gloo, as a broadcast."""
+        self._shared.synchronize(Call.of(Collective.ALL_TO_ALL, buffer, ""))
+        super().all_to_all(output, buffer)
 
-    @override
     def barrier(self) -> None:
         """One synchronisation of the buffers."""
         self._shared.synchronize(Call(Collective.BARRIER, 0, "", ""))
 
-    @override
-    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
+    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:  # noqa: ARG002
         """The buffers are there once, for all collectives, outside of torch's memory."""
         return 0
 
-    @override
     def close(self) -> None:
         """Close the shared buffers."""
         self._shared.close()

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from shardlab.comm.streams import CUDA, Streams
 from shardlab.comm.transports.base import Bounds, Reduction, Transport
@@ -61,10 +60,10 @@ class StagedTransport(Transport):
         """Copy from ``src``."""
         self._through_host(tensor, lambda host: self._inner.broadcast(host, src))
 
-    def all_to_all(self, output: Tensor, buffer: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
-        """Sizes are elements per rank."""
+    def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
+        """Part j of the buffer goes to rank j."""
         host = self._to_host(buffer)
-        self._through_host(output, lambda received: self._inner.all_to_all(received, host, output_sizes, sizes))
+        self._through_host(output, lambda received: self._inner.all_to_all(received, host))
 
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send to one rank."""
@@ -74,12 +73,10 @@ class StagedTransport(Transport):
         """Receive from one rank."""
         self._through_host(tensor, lambda host: self._inner.recv(host, src))
 
-    @override
     def barrier(self) -> None:
         """Return when all ranks have called it."""
         self._inner.barrier()
 
-    @override
     def close(self) -> None:
         """Close the real transport."""
         self._inner.close()
@@ -152,19 +149,16 @@ class EmulatedLink(Transport):
         self._inner.recv(tensor, src)
         self._sleep_until(began, Collective.RECV, tensor.nbytes)
 
-    @override
     def barrier(self) -> None:
         """Latency only."""
         began = perf_counter()
         self._inner.barrier()
         self._sleep_until(began, Collective.BARRIER, 0)
 
-    @override
     def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
         """What the real transport holds."""
         return self._inner.scratch_bytes(num_bytes, reduces_and_scatters=reduces_and_scatters)
 
-    @override
     def close(self) -> None:
         """Close the real transport."""
         self._inner.close()

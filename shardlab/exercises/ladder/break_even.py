@@ -18,7 +18,7 @@ Hints:
 from typing import Any
 
 from shardlab.comm import Communicator
-from shardlab.exercises.exercise import Case, Exercise, Function, Measured, VirtualClock, hints_in, task_in
+from shardlab.exercises.exercise import Case, Exercise, Function, Measured, VirtualClock
 from shardlab.exercises.values import whole_number
 
 Step = tuple[float, float, list[int], float, float]  # us without rows, us a row, bytes, latency, bytes a us
@@ -83,8 +83,7 @@ def gains(result: object) -> list[float]:
     return [result["gain"], result["gain with a row less"]] if isinstance(result, dict) else []
 
 
-BREAK_EVEN = Exercise(
-    "scaling.break_even", task_in(__doc__), STARTER, cases, hints_in(__doc__), "05_why_are_two_slower_than_one",
+BREAK_EVEN = Exercise.from_file(
+    "scaling.break_even", __doc__, STARTER, cases, "05_why_are_two_slower_than_one", num_references=1, num_wrong=5,
     attempt=play, drawn=gains, drawn_words="rows a second of two ranks over one: with these rows, and with a row less",
-    num_references=1, num_wrong=5,
 )  # fmt: skip

@@ -15,7 +15,7 @@ Hints:
 from collections.abc import Sequence
 from typing import cast
 
-from shardlab.exercises.exercise import Case, Exercise, call_without_ranks, hints_in, task_in
+from shardlab.exercises.exercise import Case, Exercise, call_without_ranks
 from shardlab.partition.buckets import assign_buckets
 from shardlab.partition.flat import ParamSpec
 
@@ -52,8 +52,7 @@ def bucket_of_each(result: object) -> list[float]:
     return [float(bucket_of[index]) for index in sorted(bucket_of)]
 
 
-BUCKETS = Exercise(
-    "buckets.assign", task_in(__doc__), STARTER, cases, hints_in(__doc__), "03_data_parallel",
+BUCKETS = Exercise.from_file(
+    "buckets.assign", __doc__, STARTER, cases, "03_data_parallel", num_references=1, num_wrong=5,
     attempt=call_without_ranks, drawn=bucket_of_each, drawn_words="the bucket of a parameter",
-    num_references=1, num_wrong=5,
 )  # fmt: skip

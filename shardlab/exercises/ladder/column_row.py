@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardlab.exercises.exercise import Case, Exercise, Message, Traffic, hints_in, task_in
+from shardlab.exercises.exercise import Case, Exercise, Message, Traffic
 from shardlab.vocabulary import Collective
 
 ROWS, WIDTH, INNER = 2, 3, 6
@@ -76,7 +76,7 @@ def _divided(values: dict[str, Tensor], num_ranks: int) -> list[dict[str, Tensor
     return [values | {name: of_ranks[rank].clone() for name, of_ranks in slices.items()} for rank in range(num_ranks)]
 
 
-COLUMN_ROW = Exercise(
-    "tensor.column_row", task_in(__doc__), STARTER, cases, hints_in(__doc__), "10_tensor_parallel",
+COLUMN_ROW = Exercise.from_file(
+    "tensor.column_row", __doc__, STARTER, cases, "10_tensor_parallel",
     drawn_words="an element of the output, then of the gradients", num_references=1, num_wrong=6,
 )  # fmt: skip

@@ -23,10 +23,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from shardlab.comm import CollectiveEvent, Communicator, Observer
-from shardlab.exercises.exercise import Case, Exercise, Function, Message, Traffic, hints_in, task_in
+from shardlab.exercises.exercise import Case, Exercise, Function, Message, Traffic
 from shardlab.exercises.values import numbers_in
 from shardlab.vocabulary import Collective
 
@@ -56,7 +55,6 @@ class Branches(nn.Module):
             for param in self.parameters():
                 param.copy_(torch.linspace(0.5, 1.5, param.numel()).view_as(param))
 
-    @override
     def forward(self, x: Tensor, uses_right: bool) -> Tensor:
         """(rows, 3) in, (rows, 1) out."""
         middle = self.trunk(x)
@@ -143,11 +141,8 @@ def gradient_numbers(result: object) -> list[float]:
     return numbers_in(result["gradients"]) if isinstance(result, dict) else []
 
 
-HOOKS = Exercise(
-    "data_parallel.hooks", task_in(__doc__), STARTER, cases, hints_in(__doc__), "03_data_parallel",
+HOOKS = Exercise.from_file(
+    "data_parallel.hooks", __doc__, STARTER, cases, "03_data_parallel", num_references=2, num_wrong=7,
     attempt=train, drawn=gradient_numbers, drawn_words="an element of the gradients",
-    shown_inputs=lambda _rank, used, _: (
-        f"num_micro_batches {len(used)}; right is used in micro-batches: {_those(used)}"
-    ),
-    num_references=2, num_wrong=7,
+    shown_inputs=lambda _, used, __: f"num_micro_batches {len(used)}; right is used in micro-batches: {_those(used)}",
 )  # fmt: skip

@@ -18,17 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from shardlab.comm import Communicator
-from shardlab.exercises.exercise import (
-    Case,
-    Exercise,
-    Function,
-    Measured,
-    Message,
-    Traffic,
-    VirtualClock,
-    hints_in,
-    task_in,
-)
+from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic, VirtualClock
 from shardlab.exercises.values import numbers_in, whole_number
 from shardlab.vocabulary import Collective
 
@@ -99,8 +89,7 @@ def waits_of_messages(result: object) -> list[float]:
     return numbers_in(result["messages wait"]) if isinstance(result, dict) else []
 
 
-LINK = Exercise(
-    "link.smallest_bucket", task_in(__doc__), STARTER, cases, hints_in(__doc__), "04_overlap_defined",
+LINK = Exercise.from_file(
+    "link.smallest_bucket", __doc__, STARTER, cases, "04_overlap_defined", num_references=1, num_wrong=5,
     attempt=backward, drawn=waits_of_messages, drawn_words="how long a message waits for the one before it (us)",
-    num_references=1, num_wrong=5,
 )  # fmt: skip

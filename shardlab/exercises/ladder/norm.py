@@ -16,7 +16,7 @@ from math import inf
 
 import torch
 
-from shardlab.exercises.exercise import Case, Exercise, Message, Traffic, hints_in, task_in
+from shardlab.exercises.exercise import Case, Exercise, Message, Traffic
 from shardlab.vocabulary import Collective
 
 SHARDS = {  # of each rank, and the norm
@@ -44,7 +44,7 @@ def _case(words: str, norm_type: float, shards: list[list[list[float]]], norm: f
     return Case(words, inputs, (norm,) * num_ranks, traffic)
 
 
-NORM = Exercise(
-    "clip.global_norm", task_in(__doc__), f"import torch\n\n\n{STARTER}", cases, hints_in(__doc__), "06_zero_1_and_2",
+NORM = Exercise.from_file(
+    "clip.global_norm", __doc__, f"import torch\n\n\n{STARTER}", cases, "06_zero_1_and_2",
     num_references=1, num_wrong=6,
 )  # fmt: skip

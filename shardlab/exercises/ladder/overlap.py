@@ -16,7 +16,7 @@ Hints:
 from collections.abc import Sequence
 
 from shardlab.analysis.intervals import intersect, subtract, total
-from shardlab.exercises.exercise import Case, Exercise, call_without_ranks, hints_in, task_in
+from shardlab.exercises.exercise import Case, Exercise, call_without_ranks
 
 Intervals = Sequence[tuple[float, float]]
 
@@ -47,7 +47,7 @@ def _wanted(messages: Intervals, compute: Intervals, waits: Intervals) -> list[f
     return [hidden, total(messages) - hidden]
 
 
-OVERLAP = Exercise(
-    "overlap.exposed", task_in(__doc__), STARTER, cases, hints_in(__doc__), "04_overlap_defined",
+OVERLAP = Exercise.from_file(
+    "overlap.exposed", __doc__, STARTER, cases, "04_overlap_defined",
     attempt=call_without_ranks, drawn_words="hidden, then exposed time", num_references=2, num_wrong=5,
 )  # fmt: skip

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardlab.comm import Communicator
-from shardlab.exercises.exercise import Case, Exercise, Function, hints_in, task_in
+from shardlab.exercises.exercise import Case, Exercise, Function
 from shardlab.partition.flat import ParamSpec, flat_layout
 
 SIZES = {
@@ -72,8 +72,7 @@ def elements_held(result: object) -> Sequence[float]:
     return cast(list[float], cast(dict[str, Tensor], result)["held"].tolist())
 
 
-OWNERS = Exercise(
-    "zero1.owners", task_in(__doc__), STARTER, cases, hints_in(__doc__), "06_zero_1_and_2",
+OWNERS = Exercise.from_file(
+    "zero1.owners", __doc__, STARTER, cases, "06_zero_1_and_2", num_references=1, num_wrong=5,
     attempt=step_what_is_owned, drawn=elements_held, drawn_words="an element, 1 where the rank owns it",
-    num_references=1, num_wrong=5,
 )  # fmt: skip

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shardlab.exercises.exercise import Case, Exercise, call_without_ranks, hints_in, task_in
+from shardlab.exercises.exercise import Case, Exercise, call_without_ranks
 from shardlab.exercises.values import numbers_in
 from shardlab.partition.flat import ParamSpec, flat_layout
 
@@ -81,9 +81,8 @@ def values_held(result: object) -> list[float]:
     return numbers_in([values for _, values in result.values()])
 
 
-RESHARD = Exercise(
-    "checkpoint.reshard", task_in(__doc__), STARTER, cases, hints_in(__doc__), "12_checkpoints_that_reshard",
+RESHARD = Exercise.from_file(
+    "checkpoint.reshard", __doc__, STARTER, cases, "12_checkpoints_that_reshard", num_references=1, num_wrong=5,
     attempt=call_without_ranks, drawn=values_held, drawn_words="an element that the rank holds",
     shown_inputs=lambda saved, sizes, num_ranks, rank: f"{_ranges_in(saved)}; {sizes}; {num_ranks}; {rank}",
-    num_references=1, num_wrong=5,
 )  # fmt: skip

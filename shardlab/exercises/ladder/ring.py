@@ -17,7 +17,7 @@ Hints:
 
 import torch
 
-from shardlab.exercises.exercise import Case, Exercise, Message, Traffic, call_in_place, hints_in, task_in
+from shardlab.exercises.exercise import Case, Exercise, Message, Traffic, call_in_place
 from shardlab.partition.chunks import chunk_sizes
 
 SIZES = ((2, 8), (3, 7), (4, 3), (1, 5))  # ranks, elements
@@ -56,8 +56,7 @@ def _messages(rank: int, sizes: list[int]) -> list[Message]:
     return messages
 
 
-RING = Exercise(
-    "collectives.ring_all_reduce", task_in(__doc__), STARTER, cases, hints_in(__doc__), "01_collectives_by_hand",
+RING = Exercise.from_file(
+    "collectives.ring_all_reduce", __doc__, STARTER, cases, "01_collectives_by_hand", num_references=1, num_wrong=6,
     attempt=call_in_place, drawn_words="an element of x", result_words="x after the call",
-    num_references=1, num_wrong=6,
 )  # fmt: skip

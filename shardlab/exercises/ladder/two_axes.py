@@ -21,7 +21,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shardlab.exercises.exercise import Case, Exercise, Message, Traffic, hints_in, task_in
+from shardlab.exercises.exercise import Case, Exercise, Message, Traffic
 from shardlab.vocabulary import Collective
 
 MESHES = {
@@ -75,7 +75,7 @@ def _wanted(
     }  # fmt: skip
 
 
-TWO_AXES = Exercise(
-    "mesh.who_reduces", task_in(__doc__), STARTER, cases, hints_in(__doc__), "11_two_dimensions",
+TWO_AXES = Exercise.from_file(
+    "mesh.who_reduces", __doc__, STARTER, cases, "11_two_dimensions",
     drawn_words="an element of output, slice, whole and norm", num_references=1, num_wrong=6,
 )  # fmt: skip

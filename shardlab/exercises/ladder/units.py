@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from shardlab.comm import Communicator
-from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic, hints_in, task_in
+from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic
 from shardlab.vocabulary import Collective
 
 Units = Sequence[Sequence[int]]
@@ -81,8 +81,7 @@ def gather_units(function: Function, comm: Communicator, sizes: Sequence[int], b
     return Measured({"layers": layers}, peak_bytes=_peak_bytes(units, sizes, prefetch))
 
 
-UNITS = Exercise(
-    "fsdp.units", task_in(__doc__), STARTER, cases, hints_in(__doc__), "08_fsdp_units",
+UNITS = Exercise.from_file(
+    "fsdp.units", __doc__, STARTER, cases, "08_fsdp_units", num_references=1, num_wrong=5,
     attempt=gather_units, drawn_words="the layers in the order in which they are gathered",
-    num_references=1, num_wrong=5,
 )  # fmt: skip

@@ -17,7 +17,7 @@ from math import inf, nan
 
 import torch
 
-from shardlab.exercises.exercise import Case, Exercise, Message, Traffic, hints_in, task_in
+from shardlab.exercises.exercise import Case, Exercise, Message, Traffic
 from shardlab.vocabulary import Collective
 
 SCALE = 1024.0
@@ -50,7 +50,7 @@ def _case(words: str, shards: list[list[list[float]]]) -> Case:
     return Case(words, tuple((own, SCALE) for own in tensors), wanted, traffic)
 
 
-UNSCALE = Exercise(
-    "precision.unscale", task_in(__doc__), STARTER, cases, hints_in(__doc__), "09_precision_offload_checkpointing",
+UNSCALE = Exercise.from_file(
+    "precision.unscale", __doc__, STARTER, cases, "09_precision_offload_checkpointing",
     drawn_words="an element of the gradients, if there are any, then the scale", num_references=1, num_wrong=5,
 )  # fmt: skip

@@ -20,17 +20,7 @@ import torch
 from torch import Tensor
 
 from shardlab.comm import Communicator, Pending
-from shardlab.exercises.exercise import (
-    Case,
-    Exercise,
-    Function,
-    Measured,
-    Message,
-    Traffic,
-    VirtualClock,
-    hints_in,
-    task_in,
-)
+from shardlab.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic, VirtualClock
 from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
@@ -143,8 +133,7 @@ def _gathered_after_each(events: Sequence[str]) -> list[float]:
     return counts
 
 
-ZERO3 = Exercise(
-    "zero3.forward", task_in(__doc__), STARTER, cases, hints_in(__doc__), "07_zero_3",
+ZERO3 = Exercise.from_file(
+    "zero3.forward", __doc__, STARTER, cases, "07_zero_3", num_references=1, num_wrong=5,
     attempt=forward, drawn=gathered_after_each_event, drawn_words="the number of gathered units after an event",
-    num_references=1, num_wrong=5,
 )  # fmt: skip
