@@ -10,33 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.models import GPT, GPTConfig
-from shardlab.testing.nasty_models import (
-    MLP as MLP,
-)
-from shardlab.testing.nasty_models import (
-    MODELS,
-)
-from shardlab.testing.nasty_models import (
-    FewElements as FewElements,
-)
-from shardlab.testing.nasty_models import (
-    Frozen as Frozen,
-)
-from shardlab.testing.nasty_models import (
-    NonContiguous as NonContiguous,
-)
-from shardlab.testing.nasty_models import (
-    SmallGPT as SmallGPT,
-)
-from shardlab.testing.nasty_models import (
-    Tied as Tied,
-)
-from shardlab.testing.nasty_models import (
-    Uneven as Uneven,
-)
-from shardlab.testing.nasty_models import (
-    Unused as Unused,
-)
+from shardlab.testing.nasty_models import MLP, MODELS  # noqa: F401
 
 ROWS_PER_RANK = 2
 

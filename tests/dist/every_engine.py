@@ -59,21 +59,10 @@ KINDS = ("bucketed", "zero1", "zero3", "fsdp")
 WHOLE, SHARDED = KINDS[:2], KINDS[2:]
 PIECES = KINDS[1:]  # the optimizer steps pieces of parameters
 
-# Numbers: an odd number of ranks divides little, and groups need four.
-PLACES = [("single", 1), *((key, 4 if "hybrid" in key else 3) for key in ENGINES), *((key, 2) for key in PEERS)]
-OUR_PLACES = [place for place in PLACES if place[0] not in PEERS]
-
 
 def num_ranks_of(key: str) -> int:
     """The fewest on which it is what its name says."""
     return 4 if "hybrid" in key else 2
-
-
-def kinds_of(key: str, num_ranks: int) -> tuple[str, ...]:
-    """The models of ``cases`` to try there: each once, and what is used by some ranks only by every engine."""
-    if key in PEERS:
-        return ("MLP", "SmallGPT")  # torch's engines have limits of their own with the others
-    return {1: ("Unused", "Tied"), 3: ("Uneven", "Unused", "Tied"), 4: ("SmallGPT", "Unused")}[num_ranks]
 
 
 def options_of(key: str, kind: str) -> dict[str, str]:

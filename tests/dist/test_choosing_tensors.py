@@ -217,22 +217,3 @@ def early(rank, key):
 @pytest.mark.parametrize("key", KINDS)
 def test_state_that_a_constructor_makes_is_of_pieces(pools, key):
     pools(2).run(early, key)
-
-
-def raises_it(rank, key):
-    def lacks_memory(tensors):
-        raise torch.OutOfMemoryError("no room for the state")
-
-    for make, words in (
-        (lacks_memory, "no room for the state"),
-        (lambda tensors: torch.optim.AdamW(tensors, lr=-1.0), "Invalid learning rate"),
-    ):
-        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-        with pytest.raises((ValueError, RuntimeError), match=words), engine_of(key, 2, model, optimizer_fn=make):
-            pass
-        model(torch.ones(1, 4)).sum().backward()  # it is plain again
-
-
-@pytest.mark.parametrize("key", ["zero1", "fsdp"])
-def test_an_error_of_the_function_is_told(pools, key):
-    pools(2).run(raises_it, key)

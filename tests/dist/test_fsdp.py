@@ -1,46 +1,24 @@
-"""What is special about FSDP: messages by unit and their order, and how much is gathered at once."""
+"""What is special about FSDP: what leaves its messages as they are, and units of which a part is frozen."""
 
 import pytest
 import torch
-from torch import nn
 
-from shardlab.trace.memory_by_role import bytes_by_role
-from shardlab.vocabulary import Collective, Role
+from shardlab.vocabulary import Collective
 from tests.comm.test_communicator import Log
 from tests.dist import cases
 from tests.dist.every_engine import (
     adamw,
     assert_states,
-    backward,
     engine_of,
     one_step,
     own_batch,
     plain_steps,
     sgd,
-    shards_of,
 )
-from tests.dist.nasty import Block, Stack
-
-UNITS = ("root", "blocks.0", "blocks.1", "blocks.2")
+from tests.dist.nasty import Deep, Stack
 
 
-class Blocks(nn.Module):
-    """A root with three equal blocks."""
-
-    def __init__(self):
-        super().__init__()
-        self.enter = nn.Linear(7, 8)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.leave = nn.Linear(8, 5)
-
-    def forward(self, x):
-        x = self.enter(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.leave(x)
-
-
-def build(kind=Blocks):
+def build(kind=Deep):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return kind().double()
@@ -58,47 +36,6 @@ def three_steps(engine):
         one_step(engine, step=step)
         engine.zero_grad()
     return engine.full_state_dict()
-
-
-def collectives(rank, options, micro_batches, kind=Blocks):
-    log = Log()
-    with engine_of("fsdp", 2, build(kind), optimizer_fn=adamw, **options) as engine:
-        with engine.mesh.observed_by(log):
-            for _ in range(micro_batches - 1):
-                with engine.no_sync():
-                    backward(engine)
-            one_step(engine)
-        padded = sum(bucket.layout.padded_numel for bucket in shards_of(engine))
-        return [(event.op, event.tag, event.numel) for event in log.events], padded
-
-
-def test_collectives_of_full_shard_in_order(pools):
-    forward = [f"parameters of {unit}" for unit in UNITS]
-    backward = [f"parameters of {unit}" for unit in ("root", *UNITS[:0:-1])]
-    reduced = [f"gradients of {unit}" for unit in (*UNITS[:0:-1], "root")]
-    for prefetch in (0, 1, 2):
-        for events, padded in pools(2).run(collectives, {"prefetch": prefetch}, 1):
-            gathers = [tag for op, tag, _ in events if op == "all_gather"]
-            assert gathers == forward + backward
-            assert [tag for op, tag, _ in events if op == "reduce_scatter"] == reduced
-            assert sum(numel for _, _, numel in events) == 3 * padded
-
-
-def test_micro_batches_gather_twice_and_reduce_once(pools):
-    for events, _ in pools(2).run(collectives, {}, 3):
-        ops = [op for op, _, _ in events]
-        assert ops.count("all_gather") == 2 * len(UNITS) * 3
-        assert ops.count("reduce_scatter") == len(UNITS)
-
-
-def test_shard_grad_op_and_no_shard(pools):
-    for events, padded in pools(2).run(collectives, {"sharding": "shard_grad_op"}, 1):
-        assert [op for op, _, _ in events] == ["all_gather"] * 4 + ["reduce_scatter"] * 4
-        assert sum(numel for _, _, numel in events) == 2 * padded
-    for events, _ in pools(2).run(collectives, {"sharding": "no_shard"}, 1):
-        assert [(op, tag) for op, tag, _ in events] == [
-            ("all_reduce", f"gradients of {unit}") for unit in (*UNITS[:0:-1], "root")
-        ]
 
 
 def half_frozen():
@@ -120,10 +57,6 @@ def test_frozen_weights_of_a_unit_are_gathered_but_never_reduced(pools, key):
     results = pools(2).run(frozen_part, key)
     assert_states([state for state, _ in results], plain_steps(half_frozen(), adamw, 2, 0, 1, 2))
     assert results[0][1] == {"gradients of root", *(f"gradients of blocks.{n} part 1" for n in range(3))}
-
-
-def gathered(engine):
-    return bytes_by_role(engine.live_tensors()).get(Role.GATHERED_PARAMETER, 0)
 
 
 def cleared_or_evaluated(rank, between):

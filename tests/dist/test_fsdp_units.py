@@ -13,8 +13,8 @@ from shardlab.units import wrapped_modules
 from shardlab.vocabulary import Role
 from tests.comm.test_communicator import Log
 from tests.dist.every_engine import adamw, assert_states, engine_of, momentum, plain_steps
-from tests.dist.nasty import Block
-from tests.dist.test_fsdp import Blocks, build, seeded, three_steps
+from tests.dist.nasty import Block, Deep
+from tests.dist.test_fsdp import build, seeded, three_steps
 from tests.units.look_alikes import GPT2, Residual
 
 WRAPS = {
@@ -124,13 +124,13 @@ def from_meta(rank, layout):
         largest.append(sum(one.untyped_storage().nbytes() for one in model.parameters() if not one.is_meta))
 
     with torch.device("meta"):
-        model = Blocks().double()
+        model = Deep().double()
     with engine_of("fsdp", 2, model, optimizer_fn=adamw, init_fn=init, layout=layout) as engine:
         return three_steps(engine), max(largest)
 
 
 def test_a_model_on_the_meta_device_is_built_unit_by_unit(pools):
-    model = Blocks().double()
+    model = Deep().double()
     with torch.no_grad():
         for name, module in model.named_modules():
             seeded(name, module)

@@ -54,29 +54,6 @@ def test_what_users_do_at_random_trains_as_one_process_or_is_refused(pools):
     assert seen.count("refused") <= 0.25 * len(seen)
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "transport", "sharding", "how"),
-    [
-        (2, "gloo", "full_shard", "plain"),
-        (3, "gloo", "shard_grad_op", "engine"),
-        (3, "shared_memory", "full_shard", "plain"),
-    ],
-)
-def test_ranks_may_use_other_parameters_of_a_unit(pools, num_ranks, transport, sharding, how):
-    """A unit of which a rank leaves something out is reduced before the next gather all the same, as on the others."""
-    blocks = (BlockSpec(), BlockSpec(), BlockSpec(kind="sometimes"), BlockSpec(kind="sometimes"))
-    for prefetch in (0, 1, 2):
-        options = (("sharding", sharding), ("prefetch", prefetch))
-        scenario = Scenario(
-            ModuleSpec(blocks=blocks, path=(0, 1, 2, 3), enter="embedding"),
-            EngineSpec("fsdp", options, (("data", num_ranks),), transport=transport),
-            operations=tuple(one for seed in range(6) for one in (Forward(seed), Backward(how), Clip(0.1), Step())),
-        )
-        verdict = run_scenario(pools(num_ranks), scenario)
-        assert verdict.kind == "equal", f"\n{script_of(scenario, verdict)}"
-    close_meshes(pools(num_ranks))
-
-
 FOUND = {
     "a plain backward adds to placeholders, through other nodes than the parameters have by then": (
         EngineSpec("zero1", (("precision", "float32, summed in float64"),)),

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from tests.dist import cases
-from tests.dist.every_engine import KINDS, OUR_PLACES, assert_states, engine_of
+from tests.dist.every_engine import KINDS, assert_states, backward, engine_of, plain_steps
+from tests.dist.telling import Stories
 
 linear = nn.functional.linear
+STORIES = Stories()
 UNITS = ("fsdp", "fsdp-shard_grad_op", "fsdp-no_shard")
 USED = r"(?s)parameter '(first|middle|head)\.\w+' is sharded.*wrap='root'.*full_params\(\)"
 
@@ -64,18 +66,17 @@ def build(kind, place, frozen=False):
     return model
 
 
-def trained(rank, key, num_ranks, stories, wrap=nn.Linear):
-    return [trained_one(rank, key, num_ranks, story, wrap) for story in stories]
+def trained(rank, key, stories, wrap=nn.Linear):
+    return [trained_one(rank, key, story, wrap) for story in stories]
 
 
-def trained_one(rank, key, num_ranks, story, wrap):
+def trained_one(rank, key, story, wrap):
     """The state after two steps, or what the first of them was refused with, after which nothing has changed."""
-    with engine_of(key, num_ranks, build(*story), "sgd", **{"wrap": wrap} if key.startswith("fsdp") else {}) as engine:
+    with engine_of(key, 2, build(*story), "sgd", **{"wrap": wrap} if key.startswith("fsdp") else {}) as engine:
         before = engine.full_state_dict()
         for step in range(2):
-            x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", step, 0, num_ranks))
             try:
-                engine.backward(cases.loss_of(engine(x), y))
+                backward(engine, step=step)
             except RuntimeError as error:
                 engine.zero_grad()
                 assert_states([engine.full_state_dict()], before)
@@ -86,15 +87,8 @@ def trained_one(rank, key, num_ranks, story, wrap):
 
 
 @functools.cache
-def plain(num_ranks, story):
-    model = build(*story)
-    optimizer = cases.OPTIMIZERS["sgd"]([param for param in model.parameters() if param.requires_grad])
-    for step in range(2):
-        x, y = cases.rows("MLP", step, 0, num_ranks)
-        cases.loss_of(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict()
+def plain(story):
+    return plain_steps(build(*story), cases.OPTIMIZERS["sgd"], 2, 0, 1)
 
 
 def assert_right_or_refused(results, expected):
@@ -106,7 +100,7 @@ def assert_right_or_refused(results, expected):
 
 
 # What is kept, in which layer, and whether that is frozen.
-STORIES = [
+CASES = [
     *(("list", place, frozen) for place, frozen in (("first", False), ("first", True), ("middle", True))),
     *((kind, "head", False) for kind in KEPT if kind != "script"),
     *(("script", place, frozen) for place, frozen in (("first", False), ("middle", True), ("head", False))),
@@ -115,15 +109,14 @@ STORIES = [
 
 @pytest.mark.parametrize("key", [*KINDS, *UNITS[1:]])
 def test_a_parameter_that_a_module_keeps_elsewhere_is_trained_or_refused_by_name(pools, key):
-    num_ranks = 2
-    for story, *results in zip(STORIES, *pools(num_ranks).run(trained, key, num_ranks, STORIES), strict=True):
-        assert_right_or_refused(results, plain(num_ranks, story))
+    for story, *results in zip(CASES, *pools(2).run(trained, key, CASES), strict=True):
+        assert_right_or_refused(results, plain(story))
 
 
 @pytest.mark.parametrize("key", UNITS)
 def test_with_what_the_refusal_says_to_write_it_trains(pools, key):
-    for story, *results in zip(STORIES, *pools(2).run(trained, key, 2, STORIES, "root"), strict=True):
-        assert_states(results, plain(2, story))
+    for story, *results in zip(CASES, *pools(2).run(trained, key, CASES, "root"), strict=True):
+        assert_states(results, plain(story))
 
 
 def penalty(module):
@@ -131,27 +124,16 @@ def penalty(module):
     return 0.01 * sum((param.square() + param.abs() + param.exp()).sum() for param in module.parameters())
 
 
-def penalised(rank, key, num_ranks, is_after):
-    with engine_of(key, num_ranks, cases.build("MLP"), "sgd") as engine:
-        for step in range(2):
-            x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", step, 0, num_ranks))
-            loss = cases.loss_of(engine(x), y) if is_after else 0
-            with engine.full_params() as module:
-                loss = loss + penalty(module)
-            engine.backward(loss if is_after else loss + cases.loss_of(engine(x), y))
-            engine.step()
-            engine.zero_grad()
-        return engine.full_state_dict()
-
-
-@pytest.mark.parametrize(("key", "num_ranks"), OUR_PLACES[1:])
-def test_a_penalty_on_weights_is_computed_inside_full_params(pools, key, num_ranks):
-    model = cases.build("MLP")
-    optimizer = cases.OPTIMIZERS["sgd"](list(model.parameters()))
-    for step in range(2):
-        x, y = cases.rows("MLP", step, 0, num_ranks)
-        (cases.loss_of(model(x), y) + penalty(model)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+@STORIES.story(on=(*KINDS, *UNITS[1:], "fsdp-offload", "fsdp-hybrid"), optimizer=cases.OPTIMIZERS["sgd"], num_ranks=3)
+def a_penalty_on_weights_is_computed_inside_full_params(user):
     for is_after in (True, False):
-        assert_states(pools(num_ranks).run(penalised, key, num_ranks, is_after), model.state_dict())
+        for step in range(2):
+            loss = user.loss(step) if is_after else 0
+            with user.full_params() as module:
+                loss = loss + penalty(module)
+            user.backward(loss if is_after else loss + user.loss(step))
+            user.step()
+            user.zero_grad()
+
+
+test_stories = STORIES.told()

@@ -14,80 +14,14 @@ from shardlab.comm import Pending
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.trace.memory_by_role import bytes_by_role
-from shardlab.trace.observed import wire_bytes
 from shardlab.vocabulary import Collective, Role
 from tests.comm.test_communicator import Log
-from tests.dist import cases, nasty
-from tests.dist.every_engine import ALL, KINDS, adamw, axes_of, backward, engine_of, one_step, own_batch
-from tests.dist.test_fsdp import Blocks, build, half_frozen
+from tests.dist import cases
+from tests.dist.every_engine import KINDS, adamw, backward, engine_of, one_step, own_batch
+from tests.dist.test_fsdp import build
 from tests.dist.test_stories_of_modules import hooks_of
 
 STRATEGIES = ("ddp", "bucketed", "zero1", "zero2", "zero3")
-
-
-# Elements a rank sends in a step, in units of P(N - 1)/N; of 4P bytes the parts that are held: 1 whole, 0 divided by N.
-FORMULAS = {
-    "ddp": (2, (1, 1, 1)),
-    "bucketed": (2, (1, 1, 1)),
-    "zero1": (2, (1, 1, 0)),
-    "zero2": (2, (1, 0, 0)),
-    "zero3": (3, (0, 0, 0)),
-    "fsdp": (3, (0, 0, 0)),
-    "fsdp-dim0": (3, (0, 0, 0)),
-    "fsdp-shard_grad_op": (2, (0, 0, 0)),
-    "fsdp-no_shard": (2, (1, 1, 1)),
-}
-
-
-class Divisible(Blocks):
-    """Every row count is a multiple of 12, so no layout needs padding at 2, 3 or 4 ranks."""
-
-    def __init__(self):
-        super().__init__()
-        self.enter = torch.nn.Linear(7, 12)
-        self.blocks = torch.nn.ModuleList(nasty.Block(12) for _ in range(3))
-        self.leave = torch.nn.Linear(12, 12)
-
-
-def wire_and_rest(rank, key, axes):
-    log, (strategy, options) = Log(), ALL[key]
-    options = {name: value for name, value in options.items() if name != "bucket_bytes"}
-    with Mesh(axes) as mesh:
-        with build_engine(strategy, build(Divisible), adamw, mesh, **options) as engine:
-            x = torch.ones(2, 7).double()
-            with mesh.observed_by(log):
-                engine.backward(engine(x).square().mean())
-                engine.step()
-            held = bytes_by_role(engine.live_tensors())
-        sent = {}
-        for event in log.events:
-            sent[event.axis] = sent.get(event.axis, 0) + wire_bytes(event) / 8
-        roles = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE)
-        return sent, tuple(held[role] for role in roles), engine.padding_bytes
-
-
-@pytest.mark.parametrize("key", FORMULAS)
-def test_wire_elements_and_bytes_at_rest_are_the_formulas(pools, key):
-    coefficient, whole = FORMULAS[key]
-    numel = sum(param.numel() for param in build(Divisible).parameters())
-    for num_ranks in (2, 3, 4):
-        formula = tuple(
-            size * numel // (1 if kept else num_ranks) for size, kept in zip((8, 8, 16), whole, strict=True)
-        )
-        for sent, held, padding in pools(num_ranks).run(wire_and_rest, key, axes_of(key, num_ranks)):
-            assert padding == 0
-            assert sent == {"data": pytest.approx(coefficient * numel * (num_ranks - 1) / num_ranks)}
-            assert held == formula
-
-
-def test_hybrid_sends_three_in_the_group_and_one_shard_over_replicas(pools):
-    numel = sum(param.numel() for param in build(Divisible).parameters())
-    for replicas, shards in ((2, 2), (4, 1), (1, 4)):
-        axes = {"replica": replicas, "shard": shards}
-        for sent, held, _ in pools(4).run(wire_and_rest, "fsdp-hybrid", axes):
-            assert sent.get("shard", 0) == pytest.approx(3 * numel * (shards - 1) / shards)
-            assert sent.get("replica", 0) == pytest.approx(2 * (numel / shards) * (replicas - 1) / replicas)
-            assert held == tuple(size * numel // shards for size in (8, 8, 16))
 
 
 def overlap_order(rank):
@@ -106,42 +40,6 @@ def test_buckets_leave_during_backward(pools):
     for before_last_gradient, total, num_buckets in pools(2).run(overlap_order):
         assert total == num_buckets
         assert 0 < before_last_gradient < total
-
-
-def gradients_of_half(rank):
-    sent = {}
-    for key in STRATEGIES:
-        log = Log()
-        with engine_of(key, 2, half_frozen(), optimizer_fn=adamw) as engine, engine.mesh.observed_by(log):
-            one_step(engine)
-        sent[key] = sum(event.numel for event in log.events if event.tag.startswith("gradient"))
-    return sent
-
-
-def test_gradients_of_frozen_parameters_are_not_sent(pools):
-    trained = sum(param.numel() for param in half_frozen().parameters() if param.requires_grad)
-    for sent in pools(2).run(gradients_of_half):
-        assert all(trained <= numel <= trained + 8 for numel in sent.values()), (sent, trained)  # with padding
-
-
-def accumulate(rank, strategy):
-    log = Log()
-    with Mesh({"data": 2}) as mesh, build_engine(strategy, cases.build("MLP"), adamw, mesh) as engine:
-        x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, 2))
-        with mesh.observed_by(log):
-            with engine.no_sync():
-                for _ in range(3):
-                    engine.backward(cases.loss_of(engine(x), y))
-            inside = [event.op for event in log.events]
-            engine.backward(cases.loss_of(engine(x), y))
-        return inside, [event.op for event in log.events[len(inside) :]]
-
-
-def test_no_sync_sends_no_gradient(pools):
-    for strategy in STRATEGIES:
-        for inside, after in pools(2).run(accumulate, strategy):
-            assert inside == ["all_gather"] * (6 if strategy == "zero3" else 0), "ZeRO-3 gathers for each pass"
-            assert "reduce_scatter" in after or "all_reduce" in after
 
 
 def lines_of_collectives(rank):

@@ -44,10 +44,7 @@ class Waits(TorchDispatchMode):
 def waits_of(rank, key, num_ranks):
     """What each of two steps of two micro-batches would wait for."""
     found = []
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        engine_of(key, num_ranks, cases.build("SmallGPT"), "sgd") as engine,
-    ):
+    with pytest.MonkeyPatch.context() as patch, engine_of(key, num_ranks, cases.build("SmallGPT"), "sgd") as engine:
         patch.setattr(engine_file.Engine, "_read_flag", lambda _: None)
         for step in range(2):
             batches = [cases.rows("SmallGPT", step, micro_batch, num_ranks) for micro_batch in range(2)]

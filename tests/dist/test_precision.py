@@ -15,13 +15,13 @@ from shardlab.vocabulary import Role
 from tests.comm.test_communicator import Log
 from tests.dist import cases
 from tests.dist.every_engine import adamw, assert_states, shards_of
-from tests.dist.test_fsdp import Blocks
+from tests.dist.nasty import Deep
 
 
 def build():
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return Blocks()
+        return Deep()
 
 
 def rows(rank, num_ranks, step):

@@ -7,12 +7,9 @@ import torch
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
-from shardlab.engines.precision import Precision, parse_precision
-from shardlab.experiment.shard_rows import shard_rows
-from shardlab.trace.memory_by_role import bytes_by_role
-from shardlab.vocabulary import Role
+from shardlab.engines.precision import Precision
 from tests.dist import cases
-from tests.dist.every_engine import adamw, engine_of, options_of
+from tests.dist.every_engine import engine_of, options_of
 
 STRATEGIES = ("zero1", "zero2", "zero3")
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -128,43 +125,6 @@ def test_equals_one_process_of_the_same_rounding(pools, strategy, num_ranks, nam
                     torch.testing.assert_close(given[key], value, atol=tolerance, rtol=0, msg=f"{kind} {key}")
 
 
-def held_and_sent(rank, num_ranks, strategy, precision):
-    with Mesh({"data": num_ranks}) as mesh:
-        engine = build_engine(strategy, build("MLP"), adamw, mesh, precision=precision)
-        one_step_without_zero(engine, num_ranks, rank)
-        held = bytes_by_role(engine.live_tensors())
-        rows = shard_rows(engine)
-        engine.zero_grad()
-        engine.close()
-        return {role: held[role] for role in Role}, rows
-
-
-def one_step_without_zero(engine, num_ranks, rank):
-    x, y = rows_of("MLP", 0, 0, num_ranks, rank)
-    engine.backward(cases.loss_of(engine(x), y))
-    engine.step()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_bytes_at_rest_are_the_formulas(pools, strategy):
-    """The table in ``engines/precision.py``; 485 parameters, padded to 486."""
-    params, num_ranks = 486, 2
-    expected = {
-        "zero1": (2 * params, 4 * params, 4 * params // num_ranks),
-        "zero2": (2 * params, 4 * params // num_ranks, 4 * params // num_ranks),
-        "zero3": (4 * params // num_ranks, 4 * params // num_ranks, 0),
-    }[strategy]
-    for rank, (held, rows) in enumerate(pools(num_ranks).run(held_and_sent, num_ranks, strategy, "bf16")):
-        assert (held[Role.PARAMETER], held[Role.GRADIENT], held[Role.MASTER_WEIGHT]) == expected
-        own = 485 - 243 if rank else 243
-        assert held[Role.OPTIMIZER_STATE] == 8 * own
-        assert held[Role.GATHERED_PARAMETER] == 0
-        by_role = {role: sum(row["bytes"] for row in rows if row["role"] is role) for role in Role}
-        assert by_role[Role.MASTER_WEIGHT] == (4 * own if strategy != "zero3" else 0)
-        assert by_role[Role.PARAMETER] == (2 * 485 if strategy != "zero3" else 4 * own)
-        assert by_role[Role.GRADIENT] == (4 * 485 if strategy == "zero1" else 4 * own)
-
-
 def saved(rank, num_ranks, strategy, options, kind, directory):
     with (
         Mesh({"data": num_ranks}) as mesh,
@@ -219,7 +179,3 @@ def test_checkpoints_hold_the_master_weights(pools, tmp_path, journey):
             assert all(torch.equal(values[key], found_optimizer[number][key]) for key in values)
         assert any(not torch.equal(after[name], state[name]) for name in state)
         assert all(torch.equal(after[name], results[0][3][name]) for name in state)
-
-
-def test_what_bf16_means():
-    assert parse_precision("bf16").reduce_dtype is torch.float32

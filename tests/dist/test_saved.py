@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.dist import cases
 from tests.dist.every_engine import KINDS, assert_states, engine_of, momentum, own_batch
+from tests.dist.nasty import Deep
 from tests.dist.telling import Stories
-from tests.dist.test_fsdp import Blocks, build
+from tests.dist.test_fsdp import build
 
 REFUSAL = "modified by an inplace operation"
 # Where parameters are gathered, their saved values are references.
@@ -372,7 +373,7 @@ def abandoned(rank, setup):
     gc.collect()
     gc.disable()
     try:
-        with engine_of(setup, 2, build(Blocks), optimizer_fn=momentum) as engine:
+        with engine_of(setup, 2, build(Deep), optimizer_fn=momentum) as engine:
             hooks = [module.register_forward_hook(remember) for module in engine.module.modules()]
             output = engine(cases.own_rows(cases.rows("MLP", 0, 0, 2)[0], rank))
             for hook in hooks:

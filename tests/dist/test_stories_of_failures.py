@@ -11,9 +11,8 @@ from torch import nn
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.dist.every_engine import KINDS, SHARDED, WHOLE, adamw, momentum, sgd, told_of
-from tests.dist.nasty import Block
+from tests.dist.nasty import Block, Deep
 from tests.dist.telling import Stories
-from tests.dist.test_stories_of_forwards import Deep
 
 STORIES = Stories()
 story = STORIES.story
@@ -65,7 +64,8 @@ def train_0(user):
     user.train(0)
 
 
-@story(model=FailsSomewhere, on=NOT_UNITS, refused=WORDS, instead=train_0, optimizer=momentum)
+@story(model=FailsSomewhere, on=(*NOT_UNITS, "fsdp-no_shard", "fsdp-shard_grad_op"), refused=WORDS, instead=train_0,
+       optimizer=momentum)  # fmt: skip
 def at_another_place_on_each_rank(user):
     for plain in (False, True):
         failing(user, user.rank, plain=plain)

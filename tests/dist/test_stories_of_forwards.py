@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.dist import cases
 from tests.dist.every_engine import KINDS, SHARDED, WHOLE, momentum
-from tests.dist.nasty import Block
+from tests.dist.nasty import Block, Deep
 from tests.dist.telling import Stories
 
 pytestmark = [
@@ -20,22 +20,6 @@ pytestmark = [
 STORIES = Stories()
 story = STORIES.story
 ON = (*KINDS, "fsdp-shard_grad_op")  # what stays gathered after forward
-
-
-class Deep(nn.Module):
-    """Blocks, of which a forward may use fewer."""
-
-    def __init__(self, num_blocks=3):
-        super().__init__()
-        self.enter = nn.Linear(7, 8)
-        self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
-        self.leave = nn.Linear(8, 5)
-
-    def forward(self, x, depth=None):
-        x = self.enter(x)
-        for block in list(self.blocks)[:depth]:
-            x = block(x)
-        return self.leave(x)
 
 
 def of_depth(user, step, depth):

@@ -108,11 +108,7 @@ def a_submodule_s_sums_in_more_bits_are_cleared(user):
 # Adding up.
 
 
-BY_HAND = {
-    "cleared": lambda grad: None,
-    "replaced": lambda grad: grad * 0.5,
-    "changed": lambda grad: grad.mul_(0.5),
-}
+BY_HAND = {"cleared": lambda grad: None, "replaced": lambda grad: grad * 0.5, "changed": lambda grad: grad.mul_(0.5)}
 
 
 @story(optimizer=momentum, on=(*KINDS, "zero2", "fsdp-no_shard"))
@@ -150,6 +146,34 @@ def sums_are_read_replaced_and_cleared(user):
     assert found["0.weight"] is None
     user.step()
     return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
+# Left out by a rank.
+
+
+def without_rank_1(user):
+    for step in range(3):
+        sum(user.loss_of_rank(rank, step) for rank in range(user.num_ranks) if step != 1 or rank != 1).backward()
+        user.step()
+        user.zero_grad()
+
+
+for has_forward in (True, False):
+
+    @story(
+        name=f"a_rank_leaves_a_backward_out_{has_forward}", model="SmallGPT", optimizer=momentum, num_ranks=3,
+        on=("ddp", *WHOLE, "zero2-round_robin", "fsdp-no_shard", *["fsdp-shard_grad_op"] * has_forward),
+        instead=without_rank_1,
+    )  # fmt: skip
+    def a_rank_leaves_a_backward_out(user, has_forward=has_forward):
+        """It sends zeros; where forward or backward gathers parameters, all ranks have to call that."""
+        for step in range(3):
+            is_left_out = step == 1 and user.rank == 1
+            loss = user.loss(step) if has_forward or not is_left_out else None
+            if not is_left_out:
+                user.backward(loss)
+            user.step()
+            user.zero_grad()
 
 
 # Hooks of the user's.

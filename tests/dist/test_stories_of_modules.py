@@ -17,8 +17,8 @@ from shardlab.engines.precision import Precision
 from tests.comm.test_communicator import Log
 from tests.dist import cases
 from tests.dist.every_engine import KINDS, PIECES, SHARDED, adamw, assert_states, engine_of, one_step, sgd
+from tests.dist.nasty import Deep
 from tests.dist.telling import Stories
-from tests.dist.test_stories_of_forwards import Deep
 
 STORIES = Stories()
 story = STORIES.story

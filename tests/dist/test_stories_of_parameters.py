@@ -293,10 +293,7 @@ def a_gradient_is_computed_with_the_rounded_weights_of_the_forward(user):
 # Other parameters and modules in their place.
 
 
-@story(
-    refused="it was taken out of the module or replaced, and the engine trains what was there",
-    instead=None,
-)
+@story(refused="it was taken out of the module or replaced, and the engine trains what was there", instead=None)
 def a_submodule_is_replaced(user):
     model = user.module
     linear, bias = model[2], model[0].bias
@@ -333,35 +330,6 @@ def an_attribute_is_replaced_and_put_back(user):
         user.zero_grad()
     owned["weight"] = own
     user.train(0)
-
-
-# Parameters that are not there.
-
-
-USES = (
-    lambda params, loss: torch.autograd.grad(loss, params),
-    lambda params, loss: torch._foreach_norm(params),
-    lambda params, loss: torch.stack([params[0]]),
-    lambda params, loss: params[0].T,  # of which torch makes numbers out of no memory
-    lambda params, loss: params[0].mT,
-    lambda params, loss: params[0].data,
-    lambda params, loss: params[0].data.clamp_(-1, 1),
-    lambda params, loss: loss + sum(param.square().sum() for param in params),
-    lambda params, loss: torch.add(torch.ones(1), other=params[0]),
-)
-
-
-@story(on=SHARDED, instead=lambda user: user.train(0), refused=r"parameter '\d\.\w+' is sharded"
-       r".*engine\.full_params\(\)|gradient of '\d\.\w+'.*engine\.step_tensors\(\)|called outside engine")  # fmt: skip
-def sharded_parameters_are_used_outside_of_forward(user):
-    loss = user.loss(0)
-    for use in USES:
-        with user.refused():
-            use(list(user.module.parameters()), loss)
-    with user.refused():
-        user.module[0](torch.ones(1, 7).double())
-    user.backward(loss)
-    user.step()
 
 
 class Scaled(nn.Module):

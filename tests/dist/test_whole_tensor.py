@@ -170,23 +170,6 @@ def test_one_rank_s_refusal_reaches_all(pools):
     pools(2).run(refused_on_one_rank)
 
 
-def contradictions(rank):
-    messages = []
-    with Mesh({"data": 2}) as mesh:
-        for options in ({"layout": "dim0"}, {"sharding": "no_shard"}, {"partition": "halves"}):
-            with pytest.raises(ValueError) as caught:  # noqa: PT011
-                build_engine("fsdp", build(), adamw, mesh, **{"partition": "balanced", **options})
-            messages.append(str(caught.value))
-    return messages
-
-
-def test_contradictory_options_of_fsdp(pools):
-    for dim0, no_shard, unknown in pools(2).run(contradictions):
-        assert dim0.startswith("partition: 'balanced' gives ranks whole parameters, and layout='dim0' cuts each")
-        assert no_shard.startswith("partition: with sharding='no_shard' every rank has all parameters")
-        assert unknown == "partition: 'halves' is not one of elements, round_robin, contiguous, balanced"
-
-
 class SkipsNaN(torch.optim.SGD):
     """Leaves out the step if any gradient is not finite."""
 

@@ -93,10 +93,7 @@ def test_what_is_wrong_is_refused_by_name():
     for call, words in (
         (lambda: ring_wire_bytes(Collective.ALL_REDUCE, -1, 2), "num_bytes"),
         (lambda: ring_wire_bytes(Collective.ALL_REDUCE, 1, 0), "group_size"),
-        (
-            lambda: ring_wire_bytes(Collective.ALL_GATHER, 1, 2, own_chunk_bytes=2),
-            r"own_chunk_bytes: .* must be 0 to",
-        ),
+        (lambda: ring_wire_bytes(Collective.ALL_GATHER, 1, 2, own_chunk_bytes=2), r"own_chunk_bytes: .* must be 0 to"),
         (lambda: Link(math.nan, 1), "latency_us"),
     ):
         with pytest.raises(ValueError, match=words):

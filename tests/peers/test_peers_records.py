@@ -106,11 +106,27 @@ def steps_observed(rank, strategy, observed):
     return observer.events, Counter(observer.calls), calls.counts
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+def sent_in_a_step(strategy, num_ranks):
+    """Bytes by the formulas."""
+    whole, share = 8 * NUMEL, (num_ranks - 1) / num_ranks
+    padded = 8 * sum(padded_numel(param, num_ranks) for param in PARAMS.values())
+    activations = 8 * 2 * num_ranks * 6 * 24  # 2 rows a rank, 6 positions, 24 features
+    return {
+        "torch_ddp": {"all_reduce": 2 * whole * share},
+        "torch_zero1": {"all_reduce": 2 * whole * share, "broadcast": whole * share},
+        "torch_fsdp2": {"all_gather": 2 * padded * share, "reduce_scatter": padded * share},
+        "torch_tp": {"all_reduce": 6 * NUM_BLOCKS * 2 * activations * share},
+    }[strategy]
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_recorded_collectives_are_those_torch_makes(pools, strategy, num_ranks):
+def test_recorded_collectives_are_those_torch_makes(pools, strategy):
+    num_ranks = 3
     recorded = pools(num_ranks).run(steps_observed, strategy, True)
     plain = pools(num_ranks).run(steps_observed, strategy, False)
+    events = recorded[-1][0]
+    sent = {op: sum(wire_bytes(event) for event in events if event.op == op) for op in {event.op for event in events}}
+    assert sent == pytest.approx(sent_in_a_step(strategy, num_ranks))
     for (events, told, calls), (unheard, _, plain_calls) in zip(recorded, plain, strict=True):
         assert Counter(event.op for event in events) == IN_A_STEP[strategy]
         assert calls == plain_calls == IN_A_STEP[strategy]  # listening adds nothing and leaves nothing out
@@ -124,25 +140,6 @@ def test_recorded_collectives_are_those_torch_makes(pools, strategy, num_ranks):
             assert event.scratch_bytes == (event.num_bytes if copied else 0)
             assert isnan(event.wait_start_ns) or event.issue_ns <= event.wait_start_ns <= event.wait_end_ns
         assert [event.seq for event in events] == sorted({event.seq for event in events})
-
-
-@pytest.mark.parametrize("num_ranks", [3])
-def test_bytes_of_the_collectives_follow_the_formulas(pools, num_ranks):
-    whole, share = 8 * NUMEL, (num_ranks - 1) / num_ranks
-    sent = {
-        strategy: [
-            Counter(),
-            *({op: sum(wire_bytes(e) for e in events if e.op == op) for op in {e.op for e in events}}
-              for events, _, _ in pools(num_ranks).run(steps_observed, strategy, True)),
-        ][1]
-        for strategy in STRATEGIES
-    }  # fmt: skip
-    assert sent["torch_ddp"] == pytest.approx({"all_reduce": 2 * whole * share})
-    assert sent["torch_zero1"] == pytest.approx({"all_reduce": 2 * whole * share, "broadcast": whole * share})
-    padded = 8 * sum(padded_numel(param, num_ranks) for param in PARAMS.values())
-    assert sent["torch_fsdp2"] == pytest.approx({"all_gather": 2 * padded * share, "reduce_scatter": padded * share})
-    activations = 8 * 2 * num_ranks * 6 * 24  # 2 rows a rank, 6 positions, 24 features
-    assert sent["torch_tp"] == pytest.approx({"all_reduce": 6 * NUM_BLOCKS * 2 * activations * share})
 
 
 def padded_numel(param, num_ranks):
@@ -186,7 +183,7 @@ def held_after_a_step(rank, strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_bytes_by_role_follow_the_formulas(pools, strategy):
+def test_bytes_by_role_and_pieces_follow_the_formulas(pools, strategy):
     num_ranks = 3
     held = pools(num_ranks).run(held_after_a_step, strategy)
     whole = 8 * NUMEL
@@ -210,15 +207,10 @@ def test_bytes_by_role_follow_the_formulas(pools, strategy):
         assert states == [2 * whole] * num_ranks
     if strategy in ("torch_zero1", "torch_fsdp2"):
         assert sum(states) == 2 * whole
-
-
-@pytest.mark.parametrize("strategy", ["torch_fsdp2", "torch_tp", "torch_zero1"])
-def test_the_pieces_of_a_parameter_cover_it_once(pools, strategy):
-    shards = [rows for _, rows, _ in pools(3).run(held_after_a_step, strategy)]
-    for name, param in PARAMS.items():
+    for name, param in PARAMS.items():  # the pieces cover it once
         spread = sorted({
             (row["start"], row["stop"])
-            for rank_rows in shards for row in rank_rows
+            for _, shards, _ in held for row in shards
             if row["parameter"] == name and row["role"] is Role.OPTIMIZER_STATE
         })  # fmt: skip
         assert spread[0][0] == 0

@@ -8,13 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.partition import ParamSpec
-from shardlab.planner import (
-    PRECISIONS,
-    PlannedModel,
-    Setup,
-    predicted_collectives,
-    predicted_memory,
-)
+from shardlab.planner import PRECISIONS, PlannedModel, Setup, predicted_collectives, predicted_memory
 from shardlab.planner.collectives import calls_of_step
 from shardlab.planner.groups import backward_order, groups_of
 from shardlab.planner.memory import bytes_at_rest

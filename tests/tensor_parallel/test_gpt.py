@@ -61,6 +61,10 @@ def train(model, optimizer, steps, comm=None):
     return losses
 
 
+def train_all(rank, options, todo):
+    return [train_parallel(rank, CONFIGS[key], options, *how) for key, *how in todo]
+
+
 def train_parallel(rank, config, options, optimizer, steps):
     with Mesh({"tensor": torch.distributed.get_world_size()}) as mesh:
         comm = mesh["tensor"]
@@ -71,14 +75,16 @@ def train_parallel(rank, config, options, optimizer, steps):
         return losses, merge_state_dict(model, comm), replicated
 
 
+TODO = (("tied", "sgd", 4), ("untied", "adamw", 2), ("grouped", "sgd", 2))
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("options", PLANS)
 def test_trains_as_one_process(pools, options, num_ranks):
-    for key, optimizer, steps in (("tied", "sgd", 8), ("untied", "adamw", 4), ("grouped", "sgd", 4)):
-        config = CONFIGS[key]
-        plain = build(config)
+    found_by_rank = pools(num_ranks).run(train_all, PLANS[options], TODO)
+    for (key, optimizer, steps), *results in zip(TODO, *found_by_rank, strict=True):
+        plain = build(CONFIGS[key])
         losses = train(plain, OPTIMIZERS[optimizer](list(plain.parameters())), steps)
-        results = pools(num_ranks).run(train_parallel, config, PLANS[options], optimizer, steps)
         for found, state, replicated in results:
             assert found == pytest.approx(losses, abs=1e-10)
             torch.testing.assert_close(state, dict(plain.state_dict()), atol=1e-10, rtol=0)
