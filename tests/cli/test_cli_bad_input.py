@@ -1,41 +1,13 @@
 """What a user gets wrong is one line on stderr and exit code 2, before a rank starts."""
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent.parent
-
-# One process imports torch once and forks for each command line: every case is the real entry point all the same.
-RUNNER = """
-import json, os, sys
-import shardlab.experiment
 from shardlab.cli import main
 from shardlab.launch import RankPool
 
-RankPool.start = lambda self: sys.exit("a rank was started")
-answers = []
-for place, arguments in enumerate(json.loads(sys.argv[1])):
-    files = [f"{place}.{name}" for name in ("out", "err")]
-    if (child := os.fork()) == 0:
-        for fd, name in enumerate(files, 1):
-            os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY), fd)
-        sys.argv = ["shardlab", *arguments]
-        try:
-            main()
-        except SystemExit as end:  # not through the interpreter's shutdown, which torch makes slow
-            sys.stdout.flush(), sys.stderr.flush()
-            os._exit(end.code)
-        os._exit(99)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    answers.append([code, *(open(name).read() for name in files)])
-print(json.dumps(answers))
-"""
 CASES = {  # options, and words of what is said; each field's own refusals are those of CompareConfig
     "unknown strategy": (["--strategies", "ddp,zero9"], ["strategies", "'zero9'", "single", "bucketed", "zero1"]),
     "no strategy": (["--strategies", ","], ["strategies", "at least one"]),
@@ -65,37 +37,43 @@ if not torch.cuda.is_available():
     CASES["no gpu"] = (["--device", "cuda"], ["device: 'cuda'", "no GPU", "auto, cpu"])
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory):
-    """Exit code, stdout and stderr of each case."""
-    place = tmp_path_factory.mktemp("bad")
-    (place / "empty.txt").write_bytes(b"")
-    (place / "short.txt").write_bytes(b"0123456789")
-    (place / "used").mkdir()
-    (place / "used" / "summary.json").write_text("[]")
-    lines = [["compare", "--out", f"out{number}", *options] for number, (options, _) in enumerate(CASES.values())]
-    lines += [["compar"], []]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
-    command = [sys.executable, "-c", RUNNER, json.dumps(lines)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=place, env=environment, check=True)
-    return dict(zip([*CASES, "unknown command", "nothing"], json.loads(done.stdout), strict=True))
+@pytest.fixture
+def answer(tmp_path, monkeypatch, capfd):
+    """``answer(*words)``: exit code, stdout and stderr of the entry point."""
+
+    def started(pool):
+        raise AssertionError("a rank was started")
+
+    def answered(*words):
+        monkeypatch.setattr(sys, "argv", ["shardlab", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, *capfd.readouterr()
+
+    monkeypatch.setattr(RankPool, "start", started)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "short.txt").write_bytes(b"0123456789")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "summary.json").write_text("[]")
+    return answered
 
 
-def test_bad_input_is_one_line_and_exit_code_2(answers):
-    for case, (_, words) in CASES.items():
-        code, stdout, stderr = answers[case]
+def test_bad_input_is_one_line_and_exit_code_2(answer):
+    for number, (case, (options, words)) in enumerate(CASES.items()):
+        code, stdout, stderr = answer("compare", "--out", f"out{number}", *options)
         assert (code, stdout) == (2, ""), case
         assert stderr.startswith("error: ")
         assert len(stderr.splitlines()) == 1
         assert not [word for word in words if word not in stderr], stderr
 
 
-def test_an_unknown_command_likewise_and_without_one_the_commands_are_shown(answers):
-    code, _, stderr = answers["unknown command"]
+def test_an_unknown_command_likewise_and_without_one_the_commands_are_shown(answer):
+    code, _, stderr = answer("compar")
     assert (code, len(stderr.splitlines())) == (2, 1)
     assert "'compar'" in stderr
     assert "Did you mean 'compare'?" in stderr
-    code, stdout, stderr = answers["nothing"]
+    code, stdout, stderr = answer()
     assert code == 2
     assert "compare" in stdout + stderr
     assert "doctor" in stdout + stderr

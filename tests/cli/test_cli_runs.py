@@ -10,7 +10,10 @@ from contextlib import closing
 from pathlib import Path
 
 import psutil
+import pytest
 
+import shardlab.experiment.comparison
+from shardlab.cli import main
 from shardlab.experiment import load_comparison
 from shardlab.trace.entries import EntryStream
 from shardlab.trace.store import load_run
@@ -20,14 +23,11 @@ SMALL = ["--model", "mlp", "--text", "grammar", "--seq-len", "8", "--device", "c
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", "PYTHONWARNINGS": "ignore"}
 
 
-def run(*arguments, prefix=("-m", "shardlab")):
-    command = [sys.executable, *prefix, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=120)
-
-
 def test_a_run_ends_with_a_table_a_summary_and_a_report(tmp_path):
     out = tmp_path / "out"
-    done = run("compare", "--ranks", 2, "--steps", 3, "--strategies", "single,zero1", *SMALL, "--out", out)
+    command = [sys.executable, "-m", "shardlab", "compare", "--ranks", "2", "--steps", "3", *SMALL]
+    command += ["--strategies", "single,zero1", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=120)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert max(map(len, lines[:-1])) <= 80  # (the path of the report is as long as it is)
@@ -42,22 +42,32 @@ def test_a_run_ends_with_a_table_a_summary_and_a_report(tmp_path):
     assert [row["strategy"] for row in json.loads((out / "summary.json").read_text())] == ["single", "zero1"]
 
 
-def test_a_learning_rate_that_blows_up_fails_and_says_so(tmp_path):
-    out = tmp_path / "out"
-    options = ("--ranks", 2, "--steps", 4, "--strategies", "single,zero1", "--learning-rate", 1e30)
-    done = run("compare", *options, *SMALL, "--out", out)
-    assert done.returncode == 1, done.stderr
-    words = " ".join(done.stdout.split())
+@pytest.fixture
+def compared(tmp_path, monkeypatch, capfd):
+    """``compared(*options)``: exit code, stdout and stderr of the entry point, in this process."""
+
+    def run(*options):
+        monkeypatch.setattr(sys, "argv", ["shardlab", "compare", "--ranks", "2", *options, *SMALL])
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, *capfd.readouterr()
+
+    return run
+
+
+def test_a_learning_rate_that_blows_up_fails_and_says_so(compared, tmp_path):
+    options = ("--steps", "4", "--strategies", "single,zero1", "--learning-rate", "1e30", "--out", "out")
+    code, stdout, stderr = compared(*options)
+    assert code == 1, stderr
+    words = " ".join(stdout.split())
     assert "Losses are NOT finite, so the run has failed: that of single from step 1 on, that of zero1" in words
     assert "Losses are equal" not in words
-    assert "Traceback" not in done.stderr
-    rows = json.loads((out / "summary.json").read_text(), parse_constant=lambda word: f"{word} is not JSON")
+    assert "Traceback" not in stderr
+    text = (tmp_path / "out" / "summary.json").read_text()
+    rows = json.loads(text, parse_constant=lambda word: f"{word} is not JSON")
     assert [(row["loss_last"], row["losses_equal"]) for row in rows] == [(None, False)] * 2
 
-
-FAILING = """
-import sys, time
-import shardlab.experiment.comparison
 
 def fails(rank, *arguments):
     if rank == 1:
@@ -65,20 +75,14 @@ def fails(rank, *arguments):
         return broken["on purpose"]
     time.sleep(600)
 
-sys.modules["shardlab.experiment.comparison"].run_strategy = fails  # pickled by value: it is of __main__
-from shardlab.cli import main
-main()
-"""
 
-
-def test_a_rank_that_raises_shows_its_traceback(tmp_path):
-    script = tmp_path / "failing.py"
-    script.write_text(FAILING)
-    done = run("compare", "--ranks", 2, *SMALL, "--out", tmp_path / "out", prefix=(script,))
-    assert done.returncode == 1
-    assert "rank 1 raised KeyError: 'on purpose'" in done.stderr
-    assert 'return broken["on purpose"]' in done.stderr  # the rank's own line
-    assert "shardlab/cli.py" not in done.stderr  # and not the parent's
+def test_a_rank_that_raises_shows_its_traceback(compared, monkeypatch):
+    monkeypatch.setattr(shardlab.experiment.comparison, "run_strategy", fails)
+    code, _, stderr = compared("--out", "out")
+    assert code == 1
+    assert "rank 1 raised KeyError: 'on purpose'" in stderr
+    assert 'return broken["on purpose"]' in stderr  # the rank's own line
+    assert "shardlab/cli" not in stderr  # and not the parent's
 
 
 def steps_in(path):
@@ -133,6 +137,7 @@ def is_alive(process):
 def test_under_torchrun_rank_0_alone_writes_and_prints(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardlab")
     command = [sys.executable, *torchrun, "compare", "--ranks", "2", "--steps", "3", *SMALL]
+    command += ["--strategies", "single,zero1"]
     environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -142,7 +147,7 @@ def test_under_torchrun_rank_0_alone_writes_and_prints(tmp_path):
     assert "Traceback" not in done.stderr
     (found,) = tmp_path.glob("runs/*")  # one directory, named by the date: rank 0's, whatever the other's clock said
     result = load_comparison(found)
-    assert result.summary["strategy"].tolist() == ["single", "ddp", "bucketed", "zero1"]
+    assert result.summary["strategy"].tolist() == ["single", "zero1"]
     assert result.losses_equal
     assert set(result.records.steps.loc[result.records.steps["run"] == "zero1", "rank"]) == {0, 1}
     assert (found / "report.html").exists()
