@@ -74,6 +74,7 @@ def fails(rank, *arguments):
         broken = {}
         return broken["on purpose"]
     time.sleep(600)
+    return None
 
 
 def test_a_rank_that_raises_shows_its_traceback(compared, monkeypatch):
