@@ -7,7 +7,8 @@
 A communicator belongs to one axis of the mesh: the group of ranks along it, a transport, a queue. A group of one moves
 nothing and records nothing, so engines need no special case for it. Sums stay sums: whoever wants a mean divides.
 
-Only contiguous, one-dimensional tensors are sent: gloo reads the wrong memory of any other, without an error.
+Transports get contiguous, one-dimensional tensors alone, since gloo reads the wrong memory of any other, without an
+error; verbs that take any shape make them so.
 """
 
 from collections.abc import Sequence

@@ -79,19 +79,19 @@ class Observer(Protocol):
     Whoever inherits from it defines those that it wants to hear of.
     """
 
-    def issued(self, event: CollectiveEvent) -> None:  # noqa: ARG002
+    def issued(self, event: CollectiveEvent) -> None:
         """The caller asked for the collective."""
         return
 
-    def started(self, event: CollectiveEvent) -> None:  # noqa: ARG002
+    def started(self, event: CollectiveEvent) -> None:
         """The transport began it."""
         return
 
-    def completed(self, event: CollectiveEvent) -> None:  # noqa: ARG002
+    def completed(self, event: CollectiveEvent) -> None:
         """Its result is there (or it failed)."""
         return
 
-    def waited(self, event: CollectiveEvent) -> None:  # noqa: ARG002
+    def waited(self, event: CollectiveEvent) -> None:
         """The caller has waited for it."""
         return
 

@@ -181,7 +181,7 @@ class StreamQueue:
         self._running = Running()
         self._held: list[_Held] = []
 
-    def submit(self, job: Job, event: CollectiveEvent, observers: Observers, start: Start | None = None) -> Job:  # noqa: ARG002
+    def submit(self, job: Job, event: CollectiveEvent, observers: Observers, start: Start | None = None) -> Job:
         """Enqueue ``job`` behind everything that the current stream has been given so far; ``start`` is not needed."""
         # Before the collective: a rank may need a held message before it comes to the collective itself.
         self._let_travel(self._held)

@@ -218,7 +218,7 @@ class TorchGroup(dist.ProcessGroup):
         self._name = ""
         self.left_to_torch: list[tuple[CollectiveEvent, Observers]] = []  # C++ waits for them
 
-    def _get_backend(self, device: torch.device) -> Any:  # noqa: ARG002
+    def _get_backend(self, device: torch.device) -> Any:
         """What sends for a device; torch asks it what it can do besides, where the default group is bound to a GPU."""
         return self
 

@@ -59,7 +59,7 @@ class HostTimes:
             work.get_future().add_done_callback(lambda _: self.ended(event, observers))
         return work
 
-    def wait(self, wait: Callable[[], T], event: CollectiveEvent) -> T:  # noqa: ARG002
+    def wait(self, wait: Callable[[], T], event: CollectiveEvent) -> T:
         """The host waits."""
         return wait()
 
@@ -141,7 +141,7 @@ class StreamTimes:
             event.device_wait = (before, after)
         return result
 
-    def ended(self, event: CollectiveEvent, observers: Observers) -> None:  # noqa: ARG002
+    def ended(self, event: CollectiveEvent, observers: Observers) -> None:
         """The current stream waits for it. The host does not, so only its end event knows whether it has ended."""
         self._running.tell_ended()
 

@@ -34,7 +34,7 @@ class SilentCommunicator(Communicator):
         super().__init__(transport, None, range(num_ranks), rank, axis)
         self._observers = ()  # not those of this process, which wait for a collective's end
 
-    def _submit(self, op: Collective, buffer: Tensor | None, job: Job | Message, tag: str, **sizes: Any) -> Pending:  # noqa: ARG002
+    def _submit(self, op: Collective, buffer: Tensor | None, job: Job | Message, tag: str, **sizes: Any) -> Pending:
         for name in ("keep", "start"):
             sizes.pop(name, None)
         self.announce(op, () if buffer is None else (buffer,), tag, **sizes)
@@ -99,20 +99,20 @@ class _MemoryTransport(Transport):
     def __init__(self, meeting: _Meeting, rank: int) -> None:
         self._meeting, self._rank = meeting, rank
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:  # noqa: ARG002
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
         def take(tensors: list[Tensor]) -> Tensor:
             stacked = torch.stack(tensors)
             return stacked.sum(0) if reduction == "sum" else stacked.amax(0)
 
         tensor.copy_(self._meeting.exchange(self._rank, tensor, take))
 
-    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:  # noqa: ARG002
+    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         own = slice(bounds[self._rank], bounds[self._rank + 1])
         output.copy_(
             self._meeting.exchange(self._rank, buffer, lambda given: torch.stack([x[own] for x in given]).sum(0))
         )
 
-    def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:  # noqa: ARG002
+    def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         def take(buffers: list[Tensor]) -> Tensor:
             return torch.cat([other[bounds[rank] : bounds[rank + 1]] for rank, other in enumerate(buffers)])
 
@@ -128,10 +128,10 @@ class _MemoryTransport(Transport):
 
         output.copy_(self._meeting.exchange(self._rank, buffer, take))
 
-    def send(self, tensor: Tensor, dst: int) -> None:  # noqa: ARG002
+    def send(self, tensor: Tensor, dst: int) -> None:
         raise RuntimeError("send: threads meet in collectives of all of them only; start ranks for messages of two")
 
-    def recv(self, tensor: Tensor, src: int) -> None:  # noqa: ARG002
+    def recv(self, tensor: Tensor, src: int) -> None:
         raise RuntimeError("recv: threads meet in collectives of all of them only; start ranks for messages of two")
 
     def barrier(self) -> None:
@@ -141,7 +141,7 @@ class _MemoryTransport(Transport):
 class _AtOnce:
     """A queue that runs each job when it is given."""
 
-    def submit(self, job: Job, event: CollectiveEvent, observers: Observers, start: Start | None = None) -> Job:  # noqa: ARG002
+    def submit(self, job: Job, event: CollectiveEvent, observers: Observers, start: Start | None = None) -> Job:
         """Run ``job``."""
         job()
         return lambda: None

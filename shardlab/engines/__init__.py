@@ -14,26 +14,27 @@ from shardlab.engines.ddp import DDP
 from shardlab.engines.engine import Engine
 from shardlab.engines.fsdp import FSDP
 from shardlab.engines.guards import Guards
+from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.peers import TorchDDP, TorchFSDP2, TorchTP, TorchZeRO1
 from shardlab.engines.peers.base import Peer
 from shardlab.engines.precision import Precision
 from shardlab.engines.single import Single
-from shardlab.engines.state import EngineState
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.engines.strategy import Given, LaidOut, Strategy
+from shardlab.engines.unused_params import mark_used, nobody_used, write_unused
 from shardlab.engines.zero1 import ZeRO1
 from shardlab.engines.zero2 import ZeRO2
 from shardlab.engines.zero3 import ZeRO3
 
 # Set here and not imported by the engines, so that training code depends neither on checkpoints nor on guards. This
 # file runs before any import from the package.
-EngineState.checkpointer = checkpoint
+AnyEngine.checkpointer = checkpoint
 Engine.guard_class = Guards
 
 __all__ = [
-    "DDP", "FSDP", "STRATEGIES", "AnyEngine", "Bucketed", "Engine", "Given", "LaidOut", "OptimizerFn",
-    "Precision", "Single", "StepTensors", "Strategy", "ZeRO1", "ZeRO2", "ZeRO3", "build_engine",
-    "engine_options",
+    "DDP", "FSDP", "STRATEGIES", "AnyEngine", "Bucketed", "Division", "Engine", "Given", "Holding", "LaidOut",
+    "OptimizerFn", "Precision", "Single", "StepTensors", "Strategy", "ZeRO1", "ZeRO2", "ZeRO3", "build_engine",
+    "engine_options", "mark_used", "nobody_used", "write_unused",
 ]  # fmt: skip
 
 STRATEGIES: dict[str, type[Strategy] | type[Peer]] = {

@@ -1,29 +1,38 @@
 """What our engine and torch's own have in common: what a training loop calls, and what is asked of either."""
 
 import contextlib
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Protocol, Self
 
+import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.agreement import check_alike, number_among
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.checks import check_types
 from shardlab.engines.clip import Axes, clip_
-from shardlab.engines.holdings import Holdings
+from shardlab.engines.holdings import Division, Holding, of_state, owned_in, owners_in
 from shardlab.engines.hooks import forward_is
-from shardlab.engines.state import EngineState
-from shardlab.engines.step_tensors import OptimizerFn
+from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.partition.slices import slices_of
-from shardlab.vocabulary import MeshAxis
+from shardlab.vocabulary import MeshAxis, Role
+
+_ALWAYS = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE, Role.OTHER)
 
 
-class AnyEngine(Holdings, EngineState):
+class Stateful(Protocol):
+    """What can be saved with an engine: a scheduler, a scaler, anything with these two methods."""
+
+    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...  # noqa: D102
+
+
+class AnyEngine(ABC):
     """A strategy around a plain module: ``Engine``, or one of ``engines.peers``.
 
     Args:
@@ -32,6 +41,14 @@ class AnyEngine(Holdings, EngineState):
         mesh: see ``Engine``.
         axes: those to average over, outer first.
     """
+
+    name: str = ""
+    checkpointer: ClassVar[Any]
+    """The package ``engines/checkpoint``; set by ``shardlab.engines``: an engine can be read and used without."""
+    no_checkpoints: ClassVar[str] = ""
+    """Why a checkpoint cannot hold this strategy's optimizer state, and what to use instead; empty where it can."""
+    optimizer: torch.optim.Optimizer
+    _step_tensors: StepTensors
 
     def __init__(
         self,
@@ -107,10 +124,18 @@ class AnyEngine(Holdings, EngineState):
         return clip_(tensors, max_norm, norm_type, self.mesh.device)
 
     @abstractmethod
+    def finish_gradients(self) -> None:
+        """Return when the gradients are means over the data axes."""
+
+    @abstractmethod
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients."""
+
+    @abstractmethod
     def step(self) -> None:
         """One optimizer step; afterwards all ranks train on with the same model."""
 
-    def guard_slices(self) -> None:
+    def guard_slices(self) -> None:  # noqa: B027
         """Whoever may change the means calls this after it."""
 
     @abstractmethod
@@ -127,7 +152,6 @@ class AnyEngine(Holdings, EngineState):
             with contextlib.suppress(RuntimeError, ValueError):  # what is refused too
                 self.close()
 
-    @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             f"{type(self).__name__}: an engine is not copied or pickled, since its hooks and communicators belong to "
@@ -180,3 +204,237 @@ class AnyEngine(Holdings, EngineState):
                 f"engine: {self.name} was closed, by close() or by the end of its 'with' block, and its module is "
                 "plain; build another engine, or use the module itself"
             )
+
+    # What outlives the process: full state dicts, and checkpoints that any strategy can load.
+
+    @contextlib.contextmanager
+    def full_params(self, *, keep_changes: bool = False) -> Iterator[nn.Module]:
+        """Inside, the module has its full parameters on every rank; of a tensor-parallel model this rank's slices.
+
+        In this engine they always are, so nothing is sent, and every change in place stays.
+
+        Args:
+            keep_changes: where parameters are sharded, copy changes in place back into the shards; without it they
+                are lost. Every rank must write the same values; nothing checks that.
+        """
+        yield self.module
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """A copy of the module's whole state, the same on every rank, which loads strict into the plain module.
+
+        Buffers and extra state may differ between ranks (a BatchNorm's statistics of their rows); the first data rank's
+        are returned, as in a checkpoint. Collective; sends nothing if the module has neither and its parameters are
+        neither sharded nor sliced. The module itself does not change.
+        """
+        return self.checkpointer.full_state_dict(self)  # type: ignore[no-any-return]
+
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what ``full_state_dict()`` or the plain module's ``state_dict()`` returned.
+
+        Raises:
+            RuntimeError: names or shapes differ; torch's message names them, and nothing has changed.
+        """
+        self.checkpointer.load_full_state_dict(self, state)
+
+    def full_optimizer_state_dict(self) -> dict[str, Any]:
+        """A copy of the optimizer's whole state, the same on every rank; collective.
+
+        Returns:
+            What the plain optimizer's ``state_dict()`` would be: full tensors, parameters numbered through the groups.
+            An optimizer over ``list(model.parameters())``, or over the same groups, loads it.
+        """
+        return self._checkpointer_for("full_optimizer_state_dict").full_optimizer_state_dict(self)  # type: ignore[no-any-return]
+
+    def load_full_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what ``full_optimizer_state_dict()`` or the plain optimizer's ``state_dict()`` returned.
+
+        Each rank keeps copies of its pieces. Communicates nothing.
+
+        Raises:
+            ValueError: the parameter groups differ, or this engine cannot cut the state into pieces.
+        """
+        self._checkpointer_for("load_full_optimizer_state_dict").load_full_optimizer_state_dict(self, state)
+
+    def named_optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """A copy of the optimizer's whole state by parameter name, the same on every rank; collective.
+
+        Returns:
+            For each parameter that has been stepped, what the plain optimizer would hold for it: full tensors, such as
+            ``["0.weight"]["exp_avg"]``, and step counters.
+        """
+        return self._checkpointer_for("named_optimizer_state").named_optimizer_state(self)  # type: ignore[no-any-return]
+
+    def load_named_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Load what ``named_optimizer_state()`` returned, whatever the order of its parameters and groups.
+
+        A parameter that is not in it starts without state. Options such as the learning rate stay the engine's own.
+        Communicates nothing.
+
+        Args:
+            state: full tensors, the same on every rank.
+
+        Raises:
+            ValueError: a parameter is unknown, or this engine cannot cut the state into pieces.
+        """
+        self._checkpointer_for("load_named_optimizer_state").load_named_optimizer_state(self, state)
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """Copies of the gradients by parameter name: means over the data ranks, the same on every rank; collective.
+
+        Pending reductions are finished first. After ``clip_grad_norm_`` the gradients are clipped.
+
+        Returns:
+            Full tensors in the shapes of the whole model, also where tensor parallelism divides its layers; None for
+            a parameter that no rank used.
+
+        Raises:
+            RuntimeError: inside ``no_sync()``, where gradients are not means yet.
+        """
+        if not self._sync:
+            raise RuntimeError(
+                "full_gradients: inside no_sync() gradients are not means yet; call it after the last backward"
+            )
+        self.finish_gradients()
+        return self._gather_gradients()
+
+    def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:
+        """Write a checkpoint that any strategy at any number of ranks can load; collective.
+
+        Saves the model, the optimizer, the number of steps and the random generators, but no gradients: call it after
+        ``step()``. If the run is killed while it saves, the previous checkpoint stays intact.
+
+        Args:
+            directory: a directory all ranks share. It keeps the last complete checkpoint of this engine; what another
+                run has written there stays beside it.
+            extra: numbers, text, lists, dicts and small tensors of your own; the first rank's are saved.
+            objects: what else to save, by a name of your choice: ``scheduler=scheduler, scaler=scaler``. Each must be
+                the same on all ranks.
+
+        Raises:
+            ValueError: a checkpoint cannot hold what was given; on all ranks.
+            RuntimeError: a rank could not write; on all ranks.
+        """
+        self._checkpointer_for("save").save_checkpoint(self, Path(directory), extra, objects)
+
+    def load(self, directory: str | Path, **objects: Stateful) -> Any:
+        """Continue from a checkpoint; collective. Each rank reads what it holds. Gradients are cleared.
+
+        Each rank restores the random generators of the rank with its number; if there was none, they are seeded with
+        that number and the state of the first rank, so that each rank draws numbers of its own.
+        The ranks first read all files to compare their checksums, each rank its share of them.
+
+        Args:
+            directory: where a checkpoint was saved: its last one is loaded. Or the folder of one version in it.
+            objects: which of the objects saved with it to load.
+
+        Returns:
+            The ``extra`` it was saved with.
+
+        Raises:
+            ValueError: something is missing, damaged, or of another model or optimizer; on all ranks. Nothing of the
+                engine has changed.
+            RuntimeError: one of ``objects``, or a module's ``set_extra_state``, raised; on all ranks. No tensor of the
+                engine has changed, but objects before that one have.
+        """
+        extra = self._checkpointer_for("load").load_checkpoint(self, Path(directory), objects)
+        # The gradients belong to the values that were just replaced.
+        self.zero_grad()
+        return extra
+
+    def _gather_gradients(self) -> dict[str, Tensor | None]:
+        return self.checkpointer.full_gradients(self)  # type: ignore[no-any-return]
+
+    def _checkpointer_for(self, method: str) -> Any:
+        """The checkpointer, for a method that needs the optimizer's state in our form.
+
+        Raises:
+            NotImplementedError: the strategy keeps it in another form.
+        """
+        if self.no_checkpoints:
+            raise NotImplementedError(f"{method}: strategy {self.name!r} {self.no_checkpoints}")
+        return self.checkpointer
+
+    # What this rank holds: from ``holdings()`` and ``divisions()`` all else is derived.
+
+    @abstractmethod
+    def holdings(self) -> Iterator[Holding]:
+        """Every long-lived tensor of the engine; a storage that comes in several roles counts in the first."""
+
+    def divisions(self) -> list[Division]:
+        """How the parameters are divided, bucket by bucket; empty without buckets, where they are all whole."""
+        return []
+
+    def step_tensors(self) -> StepTensors:
+        """What this rank steps, by name, in the module's order.
+
+        Write into them on all ranks alike, into empty ones too: what only some ranks have written is gathered by some.
+        """
+        return self._step_tensors
+
+    @property
+    def sharded_over(self) -> Communicator | None:
+        """The ranks over which ``step_tensors()`` are spread; None where each rank steps everything."""
+        return next((division.comm for division in self.divisions() if division.is_spread), None)
+
+    def spread_over(self) -> dict[str, tuple[Communicator, ...]]:
+        """For each parameter, the axes over which its stepped pieces are spread; () where each rank steps all of it."""
+        shards = {
+            name: (division.comm,)
+            for division in self.divisions() if division.is_spread for name in division.layout.names
+        }  # fmt: skip
+        return {name: shards.get(name, ()) + self._sliced_over(name) for name in self.params}
+
+    def owners(self) -> dict[str, tuple[int, ...]]:
+        """The ranks that step (a piece of) each parameter, in the module's order."""
+        if not self.divisions():
+            return dict.fromkeys(self.params, tuple(range(self.comm.num_ranks)))
+        return owners_in(self.divisions(), self.params, self.comm.num_ranks)
+
+    def owned(self) -> dict[str, tuple[int, int]]:
+        """The elements (start, stop) that this rank steps of each flattened parameter it steps anything of."""
+        return dict(self._spans)
+
+    def resident_params(self) -> dict[str, tuple[Tensor, int, int]]:
+        """What a checkpoint is loaded into: the part this rank keeps of each parameter, and which elements it has."""
+        if self._keeps_pieces:
+            return {name: (self.step_tensors().by_name(name), *span) for name, span in self.owned().items()}
+        return {name: (param, 0, param.numel()) for name, param in self.params.items()}
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of padding in one copy of the parameters."""
+        return sum(division.layout.padding_numel * division.element_size for division in self.divisions())
+
+    def live_tensors(self) -> dict[Role, list[Tensor]]:
+        """The engine's long-lived tensors by role; a storage that appears in two roles belongs to the first.
+
+        Step counters of the optimizer and buffers of the module are ``Role.OTHER``, so that optimizer state is exactly
+        what the formulas count.
+        """
+        live: dict[Role, list[Tensor]] = {}
+        for holding in self.holdings():
+            live.setdefault(holding.role, []).append(holding.tensor)
+        return live | {role: [] for role in _ALWAYS if role not in live}
+
+    @cached_property
+    def _spans(self) -> dict[str, tuple[int, int]]:
+        # Cached: every sample of the live tensors needs it, and no layout changes once the engine is built.
+        if self.sharded_over is None:
+            return {name: (0, param.numel()) for name, param in self.params.items()}
+        return owned_in(self.divisions(), self.params)
+
+    @property
+    def _keeps_pieces(self) -> bool:
+        """Whether what is loaded and handed back are the stepped pieces, and not whole parameters."""
+        return False
+
+    def _state_holdings(self) -> Iterator[Holding]:
+        spans = self.owned()
+        for name, tensor in self.step_tensors().items():
+            for key, value in self.optimizer.state.get(tensor, {}).items():
+                if isinstance(value, Tensor):
+                    yield of_state(key, value, name if name in spans else "", spans.get(name, (0, 0)))
+
+    def _sliced_over(self, name: str) -> tuple[Communicator, ...]:
+        """The tensor axis, if the parameter is a slice; else ()."""
+        return (self.tensor_comm,) if self.tensor_comm is not None and name in self.slices else ()

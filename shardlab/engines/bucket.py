@@ -54,7 +54,11 @@ class Bucket:
         self.filled: set[int] = set()  # slots with what will be sent
         self.unused: list[int] = []  # slots that this rank sent as unused
         self.pending: Pending | None = None
-        self.means: Tensor | None = None  # ZeRO-1 and 2: this rank's chunk of them, [chunk]
+        # Of ZeRO-1 and 2:
+        self.means: Tensor | None = None  # this rank's chunk of them, [chunk]
+        self.values: Tensor  # all parameters, [padded_numel]
+        self.master: Tensor | None = None  # this rank's chunk of them, unrounded; None where nothing is rounded
+        self.whole: Tensor | None = None  # all master weights, while they are shown
         self._looked_at = [place for _, place in first_elements(layout)]  # by some rank, for unused parameters
 
     @property
@@ -97,7 +101,7 @@ class Bucket:
             self.filled.add(slot)
         param.grad = None
 
-    def complete(self, scale: float) -> Tensor:
+    def prepare(self, scale: float) -> Tensor:
         """The buffer, ready to be sent: what no_sync() has left is moved too, and what this rank did not use is -0."""
         if self.buffer is None:
             self.buffer = self.flat(self.sum_dtype)

@@ -13,7 +13,6 @@ import contextlib
 from collections.abc import Iterator
 
 from torch import nn
-from typing_extensions import override
 
 from shardlab.comm.events import Pending
 from shardlab.engines.bucket import Bucket, bucket_layouts
@@ -21,7 +20,7 @@ from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.strategy import Given, LaidOut, Strategy, check_replaced
 from shardlab.engines.unused_params import nobody_used
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
-from shardlab.vocabulary import Partition, Role
+from shardlab.vocabulary import Role
 
 
 class Bucketed(Strategy):
@@ -32,14 +31,12 @@ class Bucketed(Strategy):
     """
 
     name = "bucketed"
-    partition = Partition.ELEMENTS
     num_chunks = 1
     """Into how many chunks a bucket is divided."""
 
     def __init__(self, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         self.bucket_bytes = bucket_bytes
 
-    @override
     def lay_out(self, given: Given) -> LaidOut:
         """As the base."""
         super().lay_out(given)
@@ -58,7 +55,6 @@ class Bucketed(Strategy):
         return LaidOut(self.params, divisions)
 
     @contextlib.contextmanager
-    @override
     def backward(self, *, sends: bool) -> Iterator[None]:
         """As the base."""
         for bucket in self.buckets:
@@ -71,7 +67,6 @@ class Bucketed(Strategy):
         self._missing = {one: {param for param in one.params if param.requires_grad} for one in self.buckets}
         self._num_sent = 0
 
-    @override
     def took(self, param: nn.Parameter, *, sends: bool) -> None:
         """As the base."""
         bucket, slot = self._place[param]
@@ -98,25 +93,24 @@ class Bucketed(Strategy):
         self._num_sent += 1
         # Skip only what no rank has a gradient for: what has arrived on this rank must not decide.
         if any(map(self.is_due, bucket.params)):
-            bucket.complete(self.scale)
+            bucket.prepare(self.scale)
             bucket.pending = self.reduce(bucket)
 
     def reduce(self, bucket: Bucket) -> Pending:
-        """The strategy's verb."""
+        """Begin to reduce a bucket that is ready to be sent."""
         assert bucket.buffer is not None
         return self.comm.all_reduce(bucket.buffer, tag=f"gradients of bucket {bucket.index}")
 
-    @override
     def reduce_rest(self) -> None:
         """As the base."""
         # Send all before waiting for the first, so that their transfers overlap.
         while self._num_sent < len(self.buckets):
             self._send_next()
         for bucket in self.buckets:
-            self.complete(bucket)
+            self.finish(bucket)
         self._num_sent = 0  # the next backward, or a step without one, begins anew
 
-    def complete(self, bucket: Bucket) -> None:
+    def finish(self, bucket: Bucket) -> None:
         """Wait for a bucket that is being reduced, and take its means."""
         if bucket.pending is not None:
             # Waited for, and only then dropped: the handle keeps the buffer that is being written to.
@@ -137,14 +131,12 @@ class Bucketed(Strategy):
                     check_replaced(param, view, bucket.layout.names[slot])
                     raise
 
-    @override
     def drop(self) -> None:
         """As the base."""
         for bucket in self.buckets:
             bucket.drop()
         self._begin()
 
-    @override
     def holdings(self) -> Iterator[Holding]:
         """As the base."""
         yield from super().holdings()

@@ -8,7 +8,6 @@ did not use is sent as -0: the sum stays -0 only if no rank used it (``unused_pa
 
 import torch
 from torch import nn
-from typing_extensions import override
 
 from shardlab.comm import Pending
 from shardlab.engines.strategy import Strategy
@@ -20,7 +19,6 @@ class DDP(Strategy):
 
     name = "ddp"
 
-    @override
     def reduce_rest(self) -> None:
         """As the base."""
         due = [(name, param) for name, param in self.params.items() if self.is_due(param)]

@@ -18,27 +18,25 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, cast, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.coalesced import broadcast_coalesced
 from shardlab.comm.streams import read_later
 from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.trees import tensors_in
-from shardlab.engines.any_engine import AnyEngine
+from shardlab.engines.any_engine import AnyEngine, Stateful
 from shardlab.engines.checks import check_model, check_optimizer, tensor_axis
 from shardlab.engines.gradients import AFTER_BACKWARD, Gradients
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.hooks import gradient_node, unrefused, untraced, weakly
 from shardlab.engines.precision import advise, cast_buffers, cast_floating
-from shardlab.engines.state import Stateful
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors, over_pieces, shown_whole
-from shardlab.engines.strategy import Given, Strategy
+from shardlab.engines.strategy import Given, LaidOut, Strategy
 from shardlab.vocabulary import FLAG, TOLD, Role
 
 _OUTSIDE = -1  # torch's answer while no backward runs
@@ -98,6 +96,10 @@ class Engine(AnyEngine):
         given = Given(model, self.params, self.data_comms, self.mesh.device, self._is_due, self._wake, self._equalise)
         params = dict(self.params)  # of these on the meta device others take the place
         laid_out = strategy.lay_out(given)
+        if not isinstance(laid_out, LaidOut) or laid_out.stepped.keys() != params.keys():
+            raise ValueError(
+                f"strategy: lay_out() of {self.name!r} must return a LaidOut with a tensor for each parameter"
+            )
         self._divisions, self._hooks = laid_out.divisions, list(laid_out.hooks)
         self._step_tensors = StepTensors(laid_out.stepped, are_parts=self.sharded_over is not None or bool(self.slices))
 
@@ -118,7 +120,6 @@ class Engine(AnyEngine):
         self._hooks += self._last_hooks.values()
         self._ask("built")
 
-    @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
         self._begin_verb()
@@ -141,7 +142,6 @@ class Engine(AnyEngine):
         self._follow(output)
         return output
 
-    @override
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Gradients of ``loss``, averaged over the data axes unless inside ``no_sync()``.
 
@@ -163,7 +163,6 @@ class Engine(AnyEngine):
                 self._fail(error)
             raise
 
-    @override
     def finish_gradients(self) -> None:
         """Return when the gradients are means over the data axes; collective where some are still local sums.
 
@@ -182,14 +181,12 @@ class Engine(AnyEngine):
         else:
             self._ask("finish")
 
-    @override
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As the base."""
         norm = super().clip_grad_norm_(max_norm, norm_type)
         self._ask("means")
         return norm
 
-    @override
     def step(self) -> None:
         """One optimizer step; afterwards all ranks train on with the same model."""
         self.finish_gradients()
@@ -198,12 +195,14 @@ class Engine(AnyEngine):
         self._ask("update")
         try:
             with self.strategy.stepping():
-                self.optimizer.step()
+                try:
+                    self.optimizer.step()
+                finally:
+                    self._ask("updated")  # before the strategy sends what was stepped
         finally:  # an optimizer that raised may have stepped first
             self._ask("stepped")
         self.num_steps += 1
 
-    @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients.
 
@@ -228,7 +227,6 @@ class Engine(AnyEngine):
         self._ask("zero_grad")  # last, so that no guard remembers, and keeps, what is cleared
 
     @contextlib.contextmanager
-    @override
     def full_params(self, *, keep_changes: bool = False) -> Iterator[nn.Module]:
         """Inside, the module has its full parameters on every rank, in the dtype they are stored in; collective.
 
@@ -248,13 +246,11 @@ class Engine(AnyEngine):
             self.num_open -= 1
             self._ask("left full")
 
-    @override
     def full_state_dict(self) -> dict[str, Any]:
         """As the base; collective where parameters are sharded or rounded."""
         with self.full_params():
             return super().full_state_dict()
 
-    @override
     def load_full_state_dict(self, state: Any) -> None:
         """As the base; each rank keeps its shards of it. Collective where parameters are sharded or rounded."""
         self._begin_verb()
@@ -265,14 +261,12 @@ class Engine(AnyEngine):
         finally:
             self._ask("loaded")
 
-    @override
     def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:
         """As the base."""
         self._begin_verb()
         self._ask_all("save")
         super().save(directory, extra=extra, **objects)
 
-    @override
     def load(self, directory: str | Path, **objects: Stateful) -> Any:
         """As the base."""
         self._begin_verb()
@@ -284,12 +278,10 @@ class Engine(AnyEngine):
         self._ask("loaded")
         return extra
 
-    @override
     def guard_slices(self) -> None:
         """Whoever may change the means calls this after it."""
         self._ask("means")
 
-    @override
     def close(self) -> None:
         """Give the module back, so that it trains alone again. A second call does nothing.
 
@@ -489,14 +481,12 @@ class Engine(AnyEngine):
     def _is_due(self, param: nn.Parameter) -> bool:
         return param.requires_grad or param in self._due
 
-    # What Holdings and EngineState ask for.
+    # What the base asks for.
 
-    @override
     def divisions(self) -> list[Division]:
         """How the parameters are divided, bucket by bucket."""
         return self._divisions
 
-    @override
     def holdings(self) -> Iterator[Holding]:
         """Every long-lived tensor of the engine; a storage that comes in several roles counts in the first."""
         for one in self.strategy.holdings():
@@ -509,17 +499,13 @@ class Engine(AnyEngine):
         yield from (Holding(Role.OTHER, buffer) for buffer in self.module.buffers())
 
     @property
-    @override
     def _keeps_pieces(self) -> bool:
         return self.strategy.keeps_pieces
 
-    @override
     def stepping(self) -> contextlib.AbstractContextManager[None]:
         """As the base."""
-        visiting = getattr(self.strategy, "visiting", contextlib.nullcontext)  # shards in host memory between steps
-        return cast(contextlib.AbstractContextManager[None], visiting())
+        return self.strategy.visiting()
 
-    @override
     def install_optimizer_state(self, state: dict[str, Any]) -> None:
         """Load a state dict of the optimizer over this rank's ``step_tensors()``."""
         self._ask("install")

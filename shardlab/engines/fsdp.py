@@ -5,11 +5,16 @@ resharded after it, gathered again before its backward, and reduce-scattered and
 The next ``prefetch`` units are gathered during the compute of this one. So, where units are resharded after forward,
 the full parameters in memory at any time are those of the root, of one unit and of the prefetched ones.
 
-One program of messages: forward writes a tape (a unit begins, ends); backward's messages are the tape reversed.
-``ends`` gathers the unit, and starts the gathers of the next ones; ``begins``, at the first use of the unit, reshards
-it and sends its gradients. The program is made when backward begins, and so is the same on all ranks, whatever each of
-them uses; hooks only move a cursor in it. That is right because autograd runs nodes in the reverse order of their
-creation: when it has come to an output, all that is younger is done, and a gradient that has not come by then will not.
+One program of messages: forward writes a tape, on which backward's acts are read from the end. Where the forward of a
+unit ended, its backward begins: it is gathered, and so are the next ones. Where its forward began, its backward is
+over: it is resharded, and its gradients are sent. For a root and two blocks, with one unit gathered ahead:
+
+    forward    root and block 0 begin, block 0 ends, block 1 begins, block 1 and root end
+    backward   gather root, block 1 | block 0 | reduce-scatter block 1 | reduce-scatter block 0 | the root
+
+The program is made when backward begins, and so is the same on all ranks, whatever each of them uses; hooks only move a
+cursor in it. That is right because autograd runs nodes in the reverse order of their creation: when it has come to an
+output, all that is younger is done, and a gradient that has not come by then will not.
 
 Per rank for P fp32 parameters with Adam, S ranks in the shard group: at rest 4P/S parameters, 4P/S gradients, 8P/S
 state (P with padding); another 4 x (root + (1 + prefetch) units) during a step, and in backward the whole gradients of
@@ -36,7 +41,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import override
 
 from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.trees import tensors_in
@@ -67,26 +71,34 @@ def _advising() -> Iterator[None]:
 
 
 class Act(NamedTuple):
-    """An entry of a pass's tape, and so of a backward's program."""
+    """What backward does with a unit: gather it, where its forward ended; be over with it, where its forward began."""
 
     unit: Unit
-    ends: bool
+    gathers: bool
 
 
 class Pass:
-    """One forward of the whole model, and the program of its backward."""
+    """One forward of the whole model.
 
-    def __init__(self) -> None:
+    Args:
+        is_taped: whether a backward may come.
+        reshards: units after their forward.
+    """
+
+    def __init__(self, *, is_taped: bool, reshards: bool) -> None:
+        self.is_taped, self.reshards = is_taped, reshards
         self.tape: list[Act] = []
         self.used: list[Unit] = []  # in the order of their beginnings
-        self.program: list[Act] = []
-        self.next = 0  # the first of the program that has not been done
-        self.first: dict[Unit, int] = {}  # of each unit, the place in the program at which its first use begins
 
-    def begin(self) -> None:
-        """Make the program."""
-        self.program, self.next = self.tape[::-1], 0
-        self.first = {act.unit: place for place, act in enumerate(self.program) if not act.ends}
+
+class Program:
+    """The acts of one backward: the tape of its forward, read from the end."""
+
+    def __init__(self, tape: list[Act]) -> None:
+        self.acts = tape[::-1]
+        self.next = 0  # the first that has not been done
+        # Of a unit that was used several times, its last one in backward: only then all of its gradients are there.
+        self.last = {act.unit: place for place, act in enumerate(self.acts) if not act.gathers}
 
 
 class FSDP(Sharded):
@@ -130,11 +142,9 @@ class FSDP(Sharded):
         self.axes, self._prefetch = self.options.axes, prefetch
         self.state_role = Role.OFFLOADED if self.offload.gradients_and_state else Role.OPTIMIZER_STATE
         self._pass: Pass | None = None  # the forward under way
-        self._is_taped = False
-        self._reshards = True  # after their forward, in this pass
         self._waiting: list[Pass] = []  # forwards whose backward has not come
         self._is_stale = False  # gradients have been cleared since: from the next forward on, those are forgotten
-        self._running: list[Pass] = []  # whose programs this backward runs
+        self._running: dict[Pass, Program] = {}  # of this backward
         self._is_in_backward = self._sends = self._keeps = False
         self._missing: dict[Unit, set[nn.Parameter]] = {}  # gradients that this backward has still to bring
         self._sent: set[Unit] = set()  # since the last means
@@ -144,12 +154,10 @@ class FSDP(Sharded):
         self._depth: dict[Unit, int] = {}  # of calls of a unit, which may call itself
         self._is_other_graph = False  # made inside full_params(), since the last backward
 
-    @override
     def make_units(self, given: Given) -> list[Unit]:
         """By ``wrap``; each is allocated, if need be, and sharded before the next."""
         return build_units(given, self.options, self.at)
 
-    @override
     def lay_out(self, given: Given) -> LaidOut:
         """As the base; puts hooks on the units' modules."""
         laid_out = super().lay_out(given)
@@ -177,7 +185,6 @@ class FSDP(Sharded):
     # Forward: gather, reshard, and write the tape.
 
     @contextlib.contextmanager
-    @override
     def forward(self) -> Iterator[None]:
         """As the base."""
         if self._pass is not None or self._is_in_backward:  # called by the module's own forward, or computed again
@@ -189,33 +196,29 @@ class FSDP(Sharded):
 
     @contextlib.contextmanager
     def _one_pass(self) -> Iterator[None]:
-        self._pass, self._is_taped = Pass(), torch.is_grad_enabled()
-        self._reshards = self.options.reshards_after_forward or not self._is_taped
-        if self._is_taped and self._is_stale:
+        is_taped, has_ended = torch.is_grad_enabled(), False
+        this = self._pass = Pass(is_taped=is_taped, reshards=self.options.reshards_after_forward or not is_taped)
+        if is_taped and self._is_stale:
             self._waiting, self._is_stale = [], False
         try:
             with self.saving_by_reference():
                 yield
-            if self._is_taped:
-                self._waiting.append(self._pass)
-                self._guess = self._pass.used
-        except BaseException:
-            self._reshards = True
-            raise
+            has_ended = True
+            if is_taped:
+                self._waiting.append(this)
+                self._guess = this.used
         finally:
             self._pass = None
             self._depth = dict.fromkeys(self.units, 0)
             for unit in self.units:
-                if self._reshards:
+                if this.reshards or not has_ended:
                     unit.reshard()
                 unit.drop_gather()  # the guess was wrong: nothing else would free it
 
-    @override
     def saw_other_graph(self) -> None:
         """As the base."""
         self._is_other_graph = True
 
-    @override
     def gather_saved(self, unit: Unit) -> None:
         """As the base; where no program runs, as in torch.autograd.grad, only the last two stay gathered."""
         unit.gather()
@@ -237,8 +240,8 @@ class FSDP(Sharded):
         self._depth[unit] += 1
         unit.gather()
         self._pass.used.append(unit)
-        if self._is_taped:
-            self._pass.tape.append(Act(unit, ends=False))
+        if self._pass.is_taped:
+            self._pass.tape.append(Act(unit, gathers=False))
         # Only after the wait: what is prefetched now travels while this unit computes, and not in front of it.
         place = len(self._pass.used)
         if self._guess[:place] == self._pass.used:  # none once this forward goes another way than the last
@@ -251,19 +254,19 @@ class FSDP(Sharded):
         self._depth[unit] -= 1
         # Before the reshard: an output that is a parameter is copied while its values are there.
         output = self.without_parameters(output)
-        if self._is_taped:
+        if self._pass.is_taped:
             self._tape_end(unit, self._pass, output)
-        if self._reshards and not self._depth[unit]:
+        if self._pass.reshards and not self._depth[unit]:
             unit.reshard()
         return output
 
     def _tape_end(self, unit: Unit, this: Pass, output: Any) -> None:
         tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         if not tensors:  # no gradient will come to it: its backward is no part of the program
-            begun = Act(unit, ends=False)
+            begun = Act(unit, gathers=False)
             del this.tape[len(this.tape) - 1 - this.tape[::-1].index(begun)]
             return
-        this.tape.append(Act(unit, ends=True))
+        this.tape.append(Act(unit, gathers=True))
         place = len(this.tape)
         for tensor in tensors:
             tensor.register_hook(lambda _: self._reached(this, place))
@@ -271,7 +274,6 @@ class FSDP(Sharded):
     # Backward: the program.
 
     @contextlib.contextmanager
-    @override
     def backward(self, *, sends: bool) -> Iterator[None]:
         """As the base."""
         if self._pass is not None:
@@ -286,41 +288,39 @@ class FSDP(Sharded):
         self._missing = {unit: {param for param in unit.params if param.requires_grad} for unit in self.units}
         try:
             if not self._keeps:
-                self._run(self._waiting[0])
+                self._start(self._waiting[0])
             yield
         finally:
-            for one in self._running:
-                self._advance(one, len(one.program))  # after an error too: the others wait in it
+            for program in self._running.values():
+                self._run(program, len(program.acts))  # after an error too: the others wait in it
             self._waiting = [one for one in self._waiting if one not in self._running]
-            self._running, self._is_in_backward, self._is_other_graph = [], False, False
+            self._running, self._is_in_backward, self._is_other_graph = {}, False, False
             for unit in self.units:
                 unit.reshard()
 
-    def _run(self, one: Pass) -> None:
-        one.begin()
-        self._running.append(one)
-        self._advance(one, 1)  # the root, or the last unit
+    def _start(self, one: Pass) -> Program:
+        program = self._running[one] = Program(one.tape)
+        self._run(program, 1)  # the root, or the last unit
+        return program
 
     def _reached(self, one: Pass, place: int) -> None:
         """Backward has come to an output of the use that ends at ``place`` of the tape."""
         if not self._wake():
             return  # torch.autograd.grad: what it needs is gathered when it asks
-        if one not in self._running:
-            self._run(one)
-        self._advance(one, len(one.tape) - place + 1)
+        self._run(self._running.get(one) or self._start(one), len(one.tape) - place + 1)
 
-    def _advance(self, one: Pass, stop: int) -> None:
+    def _run(self, program: Program, stop: int) -> None:
         """Do what stands in the program before ``stop``, in its order."""
-        while one.next < stop:
-            unit, ends = one.program[one.next]
-            is_first = not ends and one.first[unit] == one.next
-            one.next += 1
-            if ends:
+        while program.next < stop:
+            unit, gathers = program.acts[program.next]
+            is_last = program.last.get(unit) == program.next
+            program.next += 1
+            if gathers:
                 unit.gather()
-                ahead = [act.unit for act in one.program[one.next :] if act.ends] if self._prefetch else []
+                ahead = [act.unit for act in program.acts[program.next :] if act.gathers] if self._prefetch else []
                 for following in ahead[: self._prefetch]:
                     following.start()
-            elif is_first and not self._keeps:
+            elif is_last and not self._keeps:
                 if not self._sends or unit is self._root:  # which is the last of all to be reduced
                     unit.reshard()
                 elif unit.is_whole:
@@ -328,7 +328,6 @@ class FSDP(Sharded):
                 else:
                     self._reduce(unit)
 
-    @override
     def took(self, param: nn.Parameter, *, sends: bool) -> None:
         """As the base."""
         unit = self._unit_of[param]
@@ -341,14 +340,15 @@ class FSDP(Sharded):
         if unit.state is State.SHARDED and param.grad is not None and bool(param.grad.isnan().any()):
             raise stub_used(next(name for name, known in self.params.items() if known is param))
         self._missing[unit].discard(param)
-        for one in self._running:
+        for program in self._running.values():
             # All gradients are there, so nothing of the unit is needed; unless a part of it is frozen, whose backward
             # may come later.
-            while one.next < len(one.program) and not (act := one.program[one.next]).ends and self._is_over(act.unit):
-                self._advance(one, one.next + 1)
+            while program.next < len(program.acts) and self._is_over(program.acts[program.next]):
+                self._run(program, program.next + 1)
 
-    def _is_over(self, unit: Unit) -> bool:
-        return not self._missing[unit] and all(param.requires_grad for param in unit.params)
+    def _is_over(self, act: Act) -> bool:
+        unit = act.unit
+        return not act.gathers and not self._missing[unit] and all(param.requires_grad for param in unit.params)
 
     def _reduce_in_turn(self, unit: Unit) -> None:
         """What all ranks have whole, each may call in another order: it waits for what is before it."""
@@ -371,7 +371,6 @@ class FSDP(Sharded):
         unit.reduce(self.is_due)
         self._sent.add(unit)
 
-    @override
     def reduce_rest(self) -> None:
         """As the base."""
         for unit in self._order():
@@ -380,7 +379,6 @@ class FSDP(Sharded):
         super().reduce_rest()
         self._sent, self._reducing = set(), []
 
-    @override
     def drop(self) -> None:
         """As the base."""
         super().drop()
@@ -388,7 +386,6 @@ class FSDP(Sharded):
         self._sent, self._reducing, self._is_stale = set(), [], True
 
     @contextlib.contextmanager
-    @override
     def stepping(self, *, loads: bool = False) -> Iterator[None]:
         """As the base."""
         with super().stepping(loads=loads):

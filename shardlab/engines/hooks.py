@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import get_gradient_edge
-from typing_extensions import override
 
 from shardlab.vocabulary import class_of
 
@@ -104,7 +103,6 @@ class ModuleHook:
         """Call the hook."""
         return self._hook(*args, **kwargs)
 
-    @override
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _no_hook, ()
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
-from typing_extensions import override
 
 from shardlab.comm.streams import wait_for_copies
 from shardlab.comm.trees import map_tensors
@@ -23,7 +22,6 @@ class Sharded(Strategy):
     steps_pieces = keeps_pieces = True
     offload = OFFLOADS["none"]
 
-    @override
     def lay_out(self, given: Given) -> LaidOut:
         """As the base; the full parameters are freed."""
         super().lay_out(given)
@@ -51,7 +49,6 @@ class Sharded(Strategy):
         unit.gather()
 
     @contextlib.contextmanager
-    @override
     def stepping(self, *, loads: bool = False) -> Iterator[None]:
         """As the base; no gather, since each rank steps what it keeps."""
         for unit in self.units:
@@ -79,7 +76,6 @@ class Sharded(Strategy):
             if visiting:
                 wait_for_copies(self.device)
 
-    @override
     def reduce_rest(self) -> None:
         """As the base; the sums of all units are taken, in one order on all ranks."""
         for unit in self.units:
@@ -89,14 +85,12 @@ class Sharded(Strategy):
             for one in self._unit_of_shards:
                 one.arrive()
 
-    @override
     def drop(self) -> None:
         """As the base."""
         for unit in self.units:
             unit.drop()
 
     @contextlib.contextmanager
-    @override
     def full(self, *, keep_changes: bool) -> Iterator[None]:
         """As the base."""
         held: list[Unit] = []
@@ -139,7 +133,6 @@ class Sharded(Strategy):
         for one in self._unit_of_shards:
             one.note_writes()
 
-    @override
     def holdings(self) -> Iterator[Holding]:
         """As the base."""
         for one in self._unit_of_shards:

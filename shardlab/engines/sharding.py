@@ -31,7 +31,7 @@ from shardlab.vocabulary import MeshAxis, Partition
 Params = Mapping[str, nn.Parameter]
 
 
-class Sharding(NamedTuple):
+class ShardingRow(NamedTuple):
     """A row of the table.
 
     Attributes:
@@ -45,11 +45,11 @@ class Sharding(NamedTuple):
     reshards_after_forward: bool
 
 
-SHARDINGS: Mapping[str, Sharding] = {
-    vocabulary.Sharding.FULL_SHARD: Sharding(MeshAxis.DATA, None, True),
-    vocabulary.Sharding.SHARD_GRAD_OP: Sharding(MeshAxis.DATA, None, False),
-    vocabulary.Sharding.NO_SHARD: Sharding(None, MeshAxis.DATA, False),
-    vocabulary.Sharding.HYBRID_SHARD: Sharding(MeshAxis.SHARD, MeshAxis.REPLICA, True),
+SHARDINGS: Mapping[str, ShardingRow] = {
+    vocabulary.Sharding.FULL_SHARD: ShardingRow(MeshAxis.DATA, None, True),
+    vocabulary.Sharding.SHARD_GRAD_OP: ShardingRow(MeshAxis.DATA, None, False),
+    vocabulary.Sharding.NO_SHARD: ShardingRow(None, MeshAxis.DATA, False),
+    vocabulary.Sharding.HYBRID_SHARD: ShardingRow(MeshAxis.SHARD, MeshAxis.REPLICA, True),
 }
 
 LAYOUTS: Mapping[str, Callable[[list[ParamSpec], int], Layout]] = {

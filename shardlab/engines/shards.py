@@ -11,7 +11,7 @@ GATHERING                         Unit.start           stub              as befo
 GATHERED                          Unit.gather          full              as before              as before
 after forward: SHARDED            Unit.reshard         stub              as before              as before
 backward comes to it: GATHERED    Unit.gather          full              this rank's sum grows  means so far
-its last gradient: REDUCING       Unit.reduce          stub              None                   as before
+backward is over it: REDUCING     Unit.reduce          stub              None                   as before
 the means are there: SHARDED      Unit.finish          stub              None                   means
 inside no_sync(): SHARDED         Unit.reshard         stub              this rank's sum        as before
 step, zero_grad: SHARDED          optimizer, engine    stub              None                   stepped; None
@@ -19,7 +19,8 @@ step, zero_grad: SHARDED          optimizer, engine    stub              None   
 
 A stub has the parameter's shape, for which autograd may ask, in one element, and the dtype of what is gathered: with
 another dtype a parameter would get another node in autograd. NaN, so that nobody computes with numbers that are not
-the parameter's.
+the parameter's. (To look at all this build the engine with ``guards=False``: guards refuse to read a stub, and put a
+placeholder at ``param.grad`` where the mean is at the piece.)
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,7 +104,7 @@ class Shards:
             key: self._tensors.piece_of(key, self.shard).data.requires_grad_(param.requires_grad)
             for key, param in params.items()
         }
-        self.full: dict[str, Tensor] = {}  # while gathered
+        self.gathered: dict[str, Tensor] = {}  # while gathered
         self.storages: dict[str, Tensor] = {}  # of these: one for all, or by parameter where each is a copy
         self._places: dict[int, str] = {}  # the addresses of these
         self.means: Tensor | None = None  # [chunk], whose parts are the .grad of the pieces
@@ -145,7 +146,7 @@ class Shards:
     # Parameters.
 
     @in_plain_mode
-    def gather(self, *, as_stored: bool = False) -> None:
+    def start(self, *, as_stored: bool = False) -> None:
         """Begin to gather; ``as_stored``: in the shard's dtype."""
         dtype = self.shard.dtype if as_stored else self.compute_dtype
         if self.is_whole and not as_stored and dtype == self.shard.dtype and not self._ways.offload.parameters:
@@ -170,11 +171,11 @@ class Shards:
         buffer, pending = self._gathering
         pending.wait()  # and only then dropped: after an error a transport may still write into the buffer
         self._gathering = None
-        self.full = {name: self._tensors.read(name, buffer) for name in self.params}
-        self.storages = dict(self.full) if self._tensors.are_copied else {"": buffer}
+        self.gathered = {name: self._tensors.read(name, buffer) for name in self.params}
+        self.storages = dict(self.gathered) if self._tensors.are_copied else {"": buffer}
         self._places = {tensor.untyped_storage().data_ptr(): key for key, tensor in self.storages.items()}
         self._at.update({place: (self, key) for place, key in self._places.items()})
-        for name, full in self.full.items():
+        for name, full in self.gathered.items():
             self.params[name].data = full
         for tell in self.watchers:
             tell(True)
@@ -191,14 +192,14 @@ class Shards:
         self._places = {}
         for tell in self.watchers:
             tell(False)
-        self.full, self.storages = {}, {}
+        self.gathered, self.storages = {}, {}
         for name, param in self.params.items():
             param.data = self._stubs[name]
 
     def check_replaced(self) -> None:
         """Raise RuntimeError if other data was put in the place of a full parameter that ``keep`` could not take."""
         for name, param in self.params.items():
-            check_replaced(param, self.full[name], name)
+            check_replaced(param, self.gathered[name], name)
 
     def keep(self) -> None:
         """Copy into the shard what was written into the full parameters, or put there by ``.data =``."""
@@ -307,7 +308,7 @@ class Shards:
         yield Holding(Role.OFFLOADED if self._ways.offload.parameters else Role.PARAMETER, self.shard)
         for name, piece in self._tensors.own.items():
             yield Holding(Role.PARAMETER, self.pieces[name], name, (piece.param_start, piece.param_stop))
-        gathered = [*self.full.values(), *([self._gathering[0]] if self._gathering is not None else [])]
+        gathered = [*self.gathered.values(), *([self._gathering[0]] if self._gathering is not None else [])]
         yield from (Holding(Role.GATHERED_PARAMETER, tensor) for tensor in gathered)
         if self._visiting is not None:
             yield Holding(Role.PARAMETER, self._visiting)
@@ -348,7 +349,7 @@ class Unit:
         """Begin to gather, unless that has begun."""
         if self.state is State.SHARDED:
             for one in self.shards:
-                one.gather(as_stored=as_stored)
+                one.start(as_stored=as_stored)
             self.state, self.is_as_stored = State.GATHERING, as_stored
 
     @untraced

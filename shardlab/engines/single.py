@@ -3,8 +3,6 @@
 Nothing is sharded, nothing is sent. Bytes for P fp32 parameters with Adam: 4P parameters, 4P gradients, 8P state.
 """
 
-from typing_extensions import override
-
 from shardlab.engines.strategy import Given, LaidOut, Strategy
 
 
@@ -17,7 +15,6 @@ class Single(Strategy):
 
     name = "single"
 
-    @override
     def lay_out(self, given: Given) -> LaidOut:
         """As the base."""
         laid_out = super().lay_out(given)

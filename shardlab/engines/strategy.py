@@ -9,14 +9,16 @@ which is that of replicated parameters; a strategy of your own overrides the few
 
         def reduce_rest(self):
             due = [param for param in self.params.values() if self.is_due(param)]
-            grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in due]
-            flat = torch.cat([grad.flatten() for grad in grads])
+            sent = [torch.full_like(param, -0.0) if param.grad is None else param.grad + 0.0 for param in due]
+            flat = torch.cat([one.flatten() for one in sent])
             self.comm.all_reduce(flat, tag="all gradients").wait()
-            means = (flat / self.num_ranks).split([param.numel() for param in due])
-            for param, mean in zip(due, means):
-                param.grad = mean.view_as(param)
+            sums = flat.split([param.numel() for param in due])
+            nobody = nobody_used(dict(enumerate(sums)))
+            for place, param in enumerate(due):
+                param.grad = None if place in nobody else sums[place].view_as(param) / self.num_ranks
 
-(It takes a parameter that no rank used for one whose gradient is 0; ``ddp`` shows how to tell these apart.)
+(-0 says that a rank did not use a parameter: ``unused_params.py``. What no rank used must have no gradient, as in one
+process, where weight decay and momentum leave it alone. ``testing.check_strategy`` finds what is forgotten.)
 
 Messages must be the same on all ranks, in number, order and size. So they may depend on what all ranks know (which
 parameters train, what forward ran), and never on what this rank's rows have used; ``is_due`` is the question to ask.
@@ -36,7 +38,7 @@ from torch.utils.hooks import RemovableHandle
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.precision import Precision
-from shardlab.vocabulary import MeshAxis, Role, dtype_name
+from shardlab.vocabulary import MeshAxis, Partition, Role, dtype_name
 
 
 def check_replaced(param: nn.Parameter, view: Tensor, name: str) -> None:
@@ -82,8 +84,10 @@ class LaidOut:
     """What a strategy has made of the model.
 
     Attributes:
-        stepped: what this rank's optimizer steps, by the name of the parameter, in the module's order.
-        divisions: which rank has which elements, bucket by bucket; empty where all ranks have all.
+        stepped: what this rank's optimizer steps, for each parameter by its name, in the module's order: the parameter
+            itself or, with ``steps_pieces``, another tensor object, which is empty where this rank steps nothing of it.
+        divisions: which rank has which elements, bucket by bucket; empty where all ranks have all. ``Bucketed.lay_out``
+            shows how they are made of layouts (``partition.flat``).
         hooks: what was put on the module; the engine removes them when it is closed.
     """
 
@@ -99,15 +103,19 @@ class Strategy:
     precision = Precision()
     """Of the computation; the engine casts inputs and outputs."""
     steps_pieces: ClassVar[bool] = False
-    """Whether the optimizer gets tensors other than the module's parameters."""
+    """Whether the optimizer steps tensors other than the module's parameters; means then belong at their ``.grad``."""
     allocates: ClassVar[bool] = False
     """Whether parameters may be on the meta device, to be allocated by ``lay_out``."""
+    rounds: ClassVar[bool] = False
+    """Whether messages round what they carry: losses then need not be those of one process to the last digits."""
     keeps_pieces = False
     """Whether what this rank keeps between steps are those pieces alone, and no whole parameters."""
     state_role = Role.OPTIMIZER_STATE
     """What the optimizer's state counts as: offloaded, where it stays in host memory."""
     units: Sequence[Any] = ()
     """What is gathered together, in the module's order."""
+    partition = Partition.ELEMENTS
+    """'elements' cuts parameters; else each has one owner, whose optimizer may look at it whole."""
     axes: tuple[MeshAxis, ...] = (MeshAxis.DATA,)
     """Those of the mesh to average over, outer first; parameters are divided over the last."""
 
@@ -122,7 +130,7 @@ class Strategy:
         """Inside, the module's forward runs."""
         return contextlib.nullcontext()
 
-    def backward(self, *, sends: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+    def backward(self, *, sends: bool) -> AbstractContextManager[None]:
         """Inside, a backward runs; ``sends`` is False inside ``no_sync()``. Left after an error too."""
         return contextlib.nullcontext()
 
@@ -130,9 +138,13 @@ class Strategy:
         """Autograd has accumulated into ``param.grad``."""
 
     def reduce_rest(self) -> None:
-        """Send what has not been sent, and make means of all gradients; after backwards, also where there was none."""
+        """Send what has not been sent, and make means of all gradients; after backwards, also where there was none.
 
-    def stepping(self, *, loads: bool = False) -> AbstractContextManager[None]:  # noqa: ARG002
+        The engine then sends one number, by which all ranks raise together. Where means are kept at the parameters,
+        ``param.grad`` may be earlier means and this rank's new sums added up: their mean is what is wanted, too.
+        """
+
+    def stepping(self, *, loads: bool = False) -> AbstractContextManager[None]:
         """Inside, the optimizer steps what ``lay_out`` returned; at the end all ranks have the stepped model.
 
         Args:
@@ -140,10 +152,14 @@ class Strategy:
         """
         return contextlib.nullcontext()
 
-    def drop(self) -> None:
-        """The gradients are cleared: forget them, wherever they are."""
+    def visiting(self) -> AbstractContextManager[None]:
+        """Inside, what the optimizer steps is on the device of its state."""
+        return contextlib.nullcontext()
 
-    def full(self, *, keep_changes: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+    def drop(self) -> None:
+        """Gradients of parameters and of what is stepped have been cleared: forget what else there is of them."""
+
+    def full(self, *, keep_changes: bool) -> AbstractContextManager[None]:
         """Inside, the module has its full parameters, as they are stored; with ``keep_changes`` writes stay."""
         return contextlib.nullcontext()
 

@@ -11,16 +11,14 @@ weights. Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
 import contextlib
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from typing_extensions import override
 
 from shardlab.comm.events import Pending, wait_all
 from shardlab.engines.bucket import Bucket
 from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.holdings import Holding
-from shardlab.engines.hooks import in_plain_mode, unrefused
+from shardlab.engines.hooks import in_plain_mode
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.strategy import Given, LaidOut, check_replaced
 from shardlab.engines.unused_params import nobody_used
@@ -52,19 +50,15 @@ class ZeRO1(Bucketed):
         super().__init__(bucket_bytes=bucket_bytes)
         self.partition, self.precision = parse_partition(partition), parse_precision(precision)
 
-    @override
     def lay_out(self, given: Given) -> LaidOut:
         """As the base; the parameters become views of flat buffers."""
         self.num_chunks = given.comms[-1].num_ranks
         laid_out = super().lay_out(given)
-        self.flat: list[Tensor] = []  # by bucket, all parameters, [padded_numel]
-        self.masters: list[Tensor | None] = []  # by bucket, this rank's chunk unrounded; None where nothing is rounded
         self._pieces: dict[str, Tensor] = {}
         self._num_open = 0  # full_params() blocks
-        self._whole: list[Tensor | None] = [None] * len(self.buckets)  # by bucket, all master weights, while shown
         for bucket in self.buckets:
             self._flatten(bucket)
-        self.keeps_pieces = any(master is not None for master in self.masters)
+        self.keeps_pieces = any(bucket.master is not None for bucket in self.buckets)
         return LaidOut({name: self._pieces[name] for name in self.params}, laid_out.divisions)
 
     def _flatten(self, bucket: Bucket) -> None:
@@ -73,17 +67,16 @@ class ZeRO1(Bucketed):
             view.copy_(param.detach())
         dtype = self.precision.compute_dtype_of(stored)
         is_rounded = dtype != stored.dtype
-        self.masters.append(stored[bucket.chunk].clone() if is_rounded else None)
-        self.flat.append(stored.to(dtype) if is_rounded else stored)
-        self._show(bucket, self.flat[-1])
+        bucket.master = stored[bucket.chunk].clone() if is_rounded else None
+        bucket.values = stored.to(dtype) if is_rounded else stored
+        self._show(bucket, bucket.values)
         for name, param in zip(bucket.layout.names, bucket.params, strict=True):
             # By ``.data``, so that a piece has a version of its own.
             self._pieces[name] = self._piece(bucket, name).data.requires_grad_(param.requires_grad)
 
     def _piece(self, bucket: Bucket, name: str) -> Tensor:
         """What this rank steps of a parameter: a view of the buffer, so that a step needs no copy, or of the master."""
-        master = self.masters[bucket.index]
-        chunk, first = (self.flat[bucket.index], 0) if master is None else (master, bucket.chunk.start)
+        chunk, first = (bucket.values, 0) if bucket.master is None else (bucket.master, bucket.chunk.start)
         if name not in bucket.own:
             # With the parameter's number of dims (at least one), since some optimizers accept only matrices.
             return chunk.new_empty((0, *self.params[name].shape[1:]))
@@ -97,7 +90,6 @@ class ZeRO1(Bucketed):
         for view, param in zip(bucket.slots(flat), bucket.params, strict=True):
             param.data = view
 
-    @override
     def reduce(self, bucket: Bucket) -> Pending:
         """As the base."""
         assert bucket.buffer is not None
@@ -109,7 +101,6 @@ class ZeRO1(Bucketed):
         """Where this rank's chunk of the reduced gradients goes, [chunk]: to its ``place`` in the buffer."""
         return place
 
-    @override
     def take_means(self, bucket: Bucket) -> None:
         """Make the means, or parts of them, the ``.grad`` of the pieces."""
         assert bucket.means is not None
@@ -127,7 +118,6 @@ class ZeRO1(Bucketed):
                 piece.grad = mean if earlier is None else mean.add_(earlier)
 
     @contextlib.contextmanager
-    @override
     def backward(self, *, sends: bool) -> Iterator[None]:
         """As the base."""
         for bucket in self.buckets:
@@ -142,7 +132,6 @@ class ZeRO1(Bucketed):
             yield
 
     @contextlib.contextmanager
-    @override
     def stepping(self, *, loads: bool = False) -> Iterator[None]:
         """As the base; at the end the pieces of all ranks are gathered."""
         try:
@@ -151,26 +140,22 @@ class ZeRO1(Bucketed):
             # By what is due, which all ranks know: one that stepped nothing of a bucket must join its gather too.
             self._gather([bucket for bucket in self.buckets if loads or any(map(self.is_due, bucket.params))])
 
-    @unrefused
     def _gather(self, buckets: list[Bucket]) -> None:
         # All are issued, in the order of the buckets on every rank, before the first is waited for.
-        pending: list[Pending] = []
-        for bucket in buckets:
-            flat, tag = self.flat[bucket.index], f"parameters of bucket {bucket.index}"
-            chunk = self.masters[bucket.index]
-            pending.append(self.comm.all_gather(flat, chunk, bounds=bucket.layout.bounds, tag=tag))
-        wait_all(pending)
+        bounds = [bucket.layout.bounds for bucket in buckets]
+        wait_all([
+            self.comm.all_gather(one.values, one.master, bounds=some, tag=f"parameters of bucket {one.index}")
+            for one, some in zip(buckets, bounds, strict=True)
+        ])  # fmt: skip
         # The parameters were written through the buffers, unseen by autograd: with a new version it refuses a backward
         # that saved the old values, and without one it would compute with the new ones.
         for bucket in buckets:
             increment_version(bucket.params)
 
     @contextlib.contextmanager
-    @override
     def full(self, *, keep_changes: bool) -> Iterator[None]:
         """As the base; where parameters are rounded, the master weights of all ranks are shown in their place."""
-        rounded = [bucket for bucket in self.buckets if self.masters[bucket.index] is not None]
-        shown = [bucket for bucket in rounded if self._whole[bucket.index] is None]
+        shown = [bucket for bucket in self.buckets if bucket.master is not None and bucket.whole is None]
         self._num_open += 1
         try:
             for bucket in shown:
@@ -181,19 +166,19 @@ class ZeRO1(Bucketed):
         finally:
             self._num_open -= 1
             for bucket in shown:
-                self._whole[bucket.index] = None
+                bucket.whole = None
             if not self._num_open:  # by then another block may not keep what was put there by ``.data =``
                 for bucket in self.buckets:
-                    self._show(bucket, self.flat[bucket.index])
+                    self._show(bucket, bucket.values)
 
     @in_plain_mode
     def _keep(self) -> None:
         """Take over what was written, or put there by ``.data =``; every rank wrote the same, so nothing is sent."""
-        shown = [flat if whole is None else whole for flat, whole in zip(self.flat, self._whole, strict=True)]
-        for bucket, flat in zip(self.buckets, shown, strict=True):  # of all, before anything is kept
+        shown = [(one, one.values if one.whole is None else one.whole) for one in self.buckets]
+        for bucket, flat in shown:  # of all, before anything is kept
             for name, param, view in zip(bucket.layout.names, bucket.params, bucket.slots(flat), strict=True):
                 check_replaced(param, view, name)
-        for bucket, flat in zip(self.buckets, shown, strict=True):
+        for bucket, flat in shown:
             if any(map(_is_elsewhere, bucket.params, bucket.slots(flat))):
                 # Into other memory: what the user has taken out may be where the values were.
                 flat = bucket.flat(flat.dtype)
@@ -202,42 +187,38 @@ class ZeRO1(Bucketed):
             self._store(bucket, flat)
 
     def _store(self, bucket: Bucket, flat: Tensor) -> None:
-        master = self.masters[bucket.index]
-        if master is not None:
-            master.copy_(flat[bucket.chunk])
-            self.flat[bucket.index].copy_(flat)
-        elif flat is not self.flat[bucket.index]:
-            self.flat[bucket.index] = flat
+        if bucket.master is not None:
+            bucket.master.copy_(flat[bucket.chunk])
+            bucket.values.copy_(flat)
+        elif flat is not bucket.values:
+            bucket.values = flat
             for name in bucket.layout.names:
                 self._pieces[name].data = self._piece(bucket, name).data
 
     @in_plain_mode
     def _show_masters(self, bucket: Bucket) -> None:
-        master = self.masters[bucket.index]
-        assert master is not None
-        whole = torch.empty(bucket.layout.padded_numel, dtype=master.dtype, device=master.device)
+        assert bucket.master is not None
+        bucket.whole = bucket.master.new_empty(bucket.layout.padded_numel)
         tag = f"master weights of bucket {bucket.index}"
-        self.comm.all_gather(whole, master, bounds=bucket.layout.bounds, tag=tag).wait()
-        self._whole[bucket.index] = whole
-        self._show(bucket, whole)
+        self.comm.all_gather(bucket.whole, bucket.master, bounds=bucket.layout.bounds, tag=tag).wait()
+        self._show(bucket, bucket.whole)
 
-    @override
     def drop(self) -> None:
         """As the base."""
         super().drop()
         for bucket in self.buckets:
             bucket.means = None
 
-    @override
     def holdings(self) -> Iterator[Holding]:
         """As the base."""
-        yield from (Holding(Role.GATHERED_PARAMETER, whole) for whole in self._whole if whole is not None)
-        yield from (Holding(Role.PARAMETER, flat) for flat in self.flat)
+        wholes = (bucket.whole for bucket in self.buckets)
+        yield from (Holding(Role.GATHERED_PARAMETER, whole) for whole in wholes if whole is not None)
+        yield from (Holding(Role.PARAMETER, bucket.values) for bucket in self.buckets)
         for name, param in self.params.items():
             yield Holding(Role.PARAMETER, param, name, (0, param.numel()))
-        for bucket, master in zip(self.buckets, self.masters, strict=True):
-            if master is not None:
-                yield Holding(Role.MASTER_WEIGHT, master)
+        for bucket in self.buckets:
+            if bucket.master is not None:
+                yield Holding(Role.MASTER_WEIGHT, bucket.master)
                 for name, piece in bucket.own.items():
                     span = (piece.param_start, piece.param_stop)
                     yield Holding(Role.MASTER_WEIGHT, self._pieces[name], name, span)

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from shardlab.comm.events import Pending
 from shardlab.engines.bucket import Bucket
@@ -32,33 +31,28 @@ class ZeRO2(ZeRO1):
 
     name = "zero2"
 
-    @override
     def reduce(self, bucket: Bucket) -> Pending:
         """As the base."""
         # A bound that does not depend on timing: behind a slow link all of the gradients would pile up.
         for earlier in self.buckets[: max(0, bucket.index - BUCKETS_IN_FLIGHT + 1)]:
-            self.complete(earlier)
+            self.finish(earlier)
         return super().reduce(bucket)
 
-    @override
     def new_chunk(self, place: Tensor) -> Tensor:
         """A tensor of its own."""
         return torch.empty_like(place)
 
-    @override
     def take_means(self, bucket: Bucket) -> None:
         """As the base."""
         super().take_means(bucket)
         bucket.buffer = None  # the means are in the chunk: nothing refers to the buffer any more
 
-    @override
     def drop(self) -> None:
         """As the base."""
         super().drop()
         for bucket in self.buckets:
             bucket.buffer = None  # what no_sync() has accumulated and no backward has sent
 
-    @override
     def gradients_of(self, bucket: Bucket) -> Iterator[Holding]:
         """As the base."""
         if bucket.buffer is not None:

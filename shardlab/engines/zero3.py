@@ -20,8 +20,6 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 
-from typing_extensions import override
-
 from shardlab.engines.bucket import bucket_layouts
 from shardlab.engines.hooks import ModuleHook
 from shardlab.engines.precision import Precision, parse_precision
@@ -55,7 +53,6 @@ class ZeRO3(Sharded):
         self.bucket_bytes = bucket_bytes
         self.partition, self.precision = parse_partition(partition), parse_precision(precision)
 
-    @override
     def lay_out(self, given: Given) -> LaidOut:
         """As the base."""
         laid_out = super().lay_out(given)
@@ -63,7 +60,6 @@ class ZeRO3(Sharded):
         hook = ModuleHook(lambda _, __, output: self.without_parameters(output))
         return replace(laid_out, hooks=[given.module.register_forward_hook(hook)])
 
-    @override
     def make_units(self, given: Given) -> list[Unit]:
         """Bucket by bucket."""
         layouts = bucket_layouts(self.params, self.comm.num_ranks, self.bucket_bytes, self.partition)
@@ -75,14 +71,12 @@ class ZeRO3(Sharded):
         return units
 
     @contextlib.contextmanager
-    @override
     def forward(self) -> Iterator[None]:
         """As the base."""
         with self._gathered(), self.saving_by_reference():
             yield
 
     @contextlib.contextmanager
-    @override
     def backward(self, *, sends: bool) -> Iterator[None]:
         """As the base."""
         self.note_writes()
@@ -102,7 +96,6 @@ class ZeRO3(Sharded):
                 unit.num_holders -= 1
                 unit.reshard()
 
-    @override
     def reduce_rest(self) -> None:
         """As the base."""
         # One after another, so that only one buffer of a reduction is in memory at a time.

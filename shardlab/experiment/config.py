@@ -93,6 +93,8 @@ class CompareConfig(CompareOptions):
         if not isinstance(given, str | list | tuple | Strategy | NoneType):
             raise ValueError(f"strategies: {given!r:.60} was given; give one or several of {', '.join(STRATEGIES)}")
         all_given = (given,) if isinstance(given, str | Strategy) else tuple(given or ())
+        if kind := next((one for one in all_given if isinstance(one, type) and issubclass(one, Strategy)), None):
+            raise ValueError(f"strategies: the class {kind.__name__} was given; give one of it, {kind.__name__}()")
         own = {one.name: one for one in all_given if isinstance(one, Strategy)}
         if taken := sorted(own.keys() & STRATEGIES.keys()):
             raise ValueError(
@@ -244,7 +246,9 @@ class CompareConfig(CompareOptions):
         return {"data": self.data_ranks, **tensor}
 
     def precision_of(self, strategy: str) -> str:
-        """In which a strategy computes; 'full' if it takes none."""
+        """In which a strategy computes: 'full' if it takes none, 'rounded' if it is the reader's own and rounds."""
+        if (own := self.own_strategies.get(strategy)) is not None:
+            return "rounded" if own.rounds or own.precision.compute is not None else "full"
         return self.precision if takes("precision")(strategy) else "full"
 
     def scales_loss(self, strategy: str) -> bool:
@@ -281,6 +285,8 @@ class CompareConfig(CompareOptions):
         if self.workload is not None:
             ignored |= set(BUILTIN_FIELDS)
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ignored}
+        if strategy in self.own_strategies:
+            known["precision"] = self.precision_of(strategy)
         known["batch"] = self.resumed_rows  # as decided, here and below: a default may depend on the number of ranks
         if "replica" in self.mesh_axes(strategy):
             known["shard_group"] = self.shards

@@ -96,7 +96,7 @@ class Straggler(AtLayer):
         super().__post_init__()
         _check_seconds(seconds=self.seconds)
 
-    def strike(self, tensor: Tensor) -> None:  # noqa: ARG002
+    def strike(self, tensor: Tensor) -> None:
         """Sleep."""
         sleep(self.seconds)
 
@@ -104,7 +104,7 @@ class Straggler(AtLayer):
 class DeadRank(AtLayer):
     """The rank's process is killed, as by the kernel when memory runs out."""
 
-    def strike(self, tensor: Tensor) -> None:  # noqa: ARG002
+    def strike(self, tensor: Tensor) -> None:
         """Kill this process."""
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -112,7 +112,7 @@ class DeadRank(AtLayer):
 class StoppedRank(AtLayer):
     """The rank's process is stopped by SIGSTOP: it is alive, and does nothing until SIGCONT comes."""
 
-    def strike(self, tensor: Tensor) -> None:  # noqa: ARG002
+    def strike(self, tensor: Tensor) -> None:
         """Stop this process."""
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -142,7 +142,7 @@ class SkippedCall(Fault):
 class SkippedCollective(AtCollective):
     """The rank leaves out the first collective of the phase."""
 
-    def communicate(self, comm: Communicator, verb: Collective, buffer: Tensor | None, tag: str) -> Pending:  # noqa: ARG002
+    def communicate(self, comm: Communicator, verb: Collective, buffer: Tensor | None, tag: str) -> Pending:
         """Send nothing."""
         return Pending()
 
@@ -168,7 +168,7 @@ class SlowLink(OnLink):
         super().__post_init__()
         _check_seconds(seconds=self.seconds)
 
-    def delay_s(self, event: CollectiveEvent) -> float:  # noqa: ARG002
+    def delay_s(self, event: CollectiveEvent) -> float:
         """The same for all."""
         return self.seconds
 

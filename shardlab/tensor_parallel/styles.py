@@ -149,7 +149,7 @@ class Scatter:
 class OwnDropout:
     """Dropout of activations in parts: other elements on each rank, see ``rng``."""
 
-    def check(self, name: str, module: nn.Module, num_ranks: int) -> None:  # noqa: ARG002
+    def check(self, name: str, module: nn.Module, num_ranks: int) -> None:
         """An ``nn.Dropout``; any number of ranks will do."""
         _require(name, module, nn.Dropout, self)
 

@@ -211,7 +211,7 @@ class Recorder:
         if self._ledger is not None:
             self._ledger.completed(event)
 
-    def waited(self, event: CollectiveEvent) -> None:  # noqa: ARG002
+    def waited(self, event: CollectiveEvent) -> None:
         """Its times are in the event."""
         began_ns = perf_counter_ns()
         self._cpu.read()

@@ -59,7 +59,7 @@ class Transport(ABC):
     def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
         """Reduce ``tensor`` over the group, in place."""
 
-    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> Callable[[], None] | None:  # noqa: ARG002
+    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> Callable[[], None] | None:
         """Begin an all-reduce that goes on by itself, and return the call that waits for its end.
 
         Returns:
@@ -99,7 +99,7 @@ class Transport(ABC):
     def barrier(self) -> None:
         """Return when all ranks have called it."""
 
-    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:  # noqa: ARG002
+    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
         """Bytes of tensors, on their device, held during a collective besides the caller's buffers."""
         return 0
 

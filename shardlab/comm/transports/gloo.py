@@ -48,7 +48,7 @@ class GlooTransport(Transport):
         self._num_ranks = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:  # noqa: ARG002
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
         """Reduce in place; needs a dtype gloo can add."""
         _wait(self._begin_all_reduce(tensor, reduction))
 

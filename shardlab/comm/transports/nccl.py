@@ -31,11 +31,11 @@ class NcclTransport(Transport):
         self._group = group
         self._rank = dist.get_rank(group)
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:  # noqa: ARG002
+    def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
         """Reduce in place."""
         dist.all_reduce(tensor, REDUCE_OPS[reduction], self._group)
 
-    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:  # noqa: ARG002
+    def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """In place where ``output`` is this rank's chunk of ``buffer``."""
         chunks = _chunks(buffer, bounds)
         # By the bounds, which all ranks share: ranks that made different calls would wait for each other.
@@ -44,7 +44,7 @@ class NcclTransport(Transport):
         else:
             dist.reduce_scatter(output, chunks, group=self._group)
 
-    def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:  # noqa: ARG002
+    def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """In place."""
         chunks = [as_bytes(chunk) for chunk in _chunks(buffer, bounds)]
         if len({chunk.numel() for chunk in chunks}) == 1:

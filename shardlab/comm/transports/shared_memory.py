@@ -47,7 +47,7 @@ class SharedMemoryTransport(GlooTransport):
             self._reduce_parts(call, own, segment, bounds, _ADD[reduction])
             self._gather_parts(call, segment, bounds)
 
-    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:  # noqa: ARG002
+    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         """Nothing: only the queue's thread can do it."""
         return
 
@@ -75,7 +75,7 @@ class SharedMemoryTransport(GlooTransport):
         """One synchronisation of the buffers."""
         self._shared.synchronize(Call(Collective.BARRIER, 0, "", ""))
 
-    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:  # noqa: ARG002
+    def scratch_bytes(self, num_bytes: int, *, reduces_and_scatters: bool) -> int:
         """The buffers are there once, for all collectives, outside of torch's memory."""
         return 0
 

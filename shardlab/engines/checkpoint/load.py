@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardlab.comm.agreement import all_or_none, number_among, share_texts
-from shardlab.engines.any_engine import AnyEngine
+from shardlab.engines.any_engine import AnyEngine, Stateful
 from shardlab.engines.checkpoint.directory import MANIFEST, checksum, identity, reading, replaced_by
 from shardlab.engines.checkpoint.manifest import Manifest, read_manifest
 from shardlab.engines.checkpoint.optimizer_state import (
@@ -32,7 +32,6 @@ from shardlab.engines.checkpoint.rng import restore_rng
 from shardlab.engines.checkpoint.save import check_mesh
 from shardlab.engines.checkpoint.shard_files import ShardFiles
 from shardlab.engines.checkpoint.shards import Kind, described, persistent_buffers, whole_shape_of, with_extra_state
-from shardlab.engines.state import Stateful
 
 
 def load_checkpoint(engine: AnyEngine, directory: Path, objects: Mapping[str, Stateful]) -> Any:

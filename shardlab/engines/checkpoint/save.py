@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardlab.comm.agreement import all_or_none, number_among, share_json, share_texts
-from shardlab.engines.any_engine import AnyEngine
+from shardlab.engines.any_engine import AnyEngine, Stateful
 from shardlab.engines.checkpoint.directory import (
     MANIFEST,
     begun,
@@ -44,7 +44,6 @@ from shardlab.engines.checkpoint.shards import (
     whole_shape_of,
     with_extra_state,
 )
-from shardlab.engines.state import Stateful
 from shardlab.engines.step_tensors import tensors_of
 
 

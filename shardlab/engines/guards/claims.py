@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from typing_extensions import override
 
 from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.hooks import weakly
@@ -53,7 +52,6 @@ class EngineReference:
     def __deepcopy__(self, memo: dict[int, Any]) -> "EngineReference":
         return EngineReference(None)
 
-    @override
     def __reduce__(self) -> tuple[Any, ...]:
         # An empty dict, since torch.load(weights_only=True) accepts it: parameters are saved with their marks.
         return OrderedDict, ()

@@ -18,12 +18,11 @@ from shardlab.engines.gradients import Gradients
 from shardlab.engines.guards.claims import Claim, check_free
 from shardlab.engines.guards.optimizers import check_fits
 from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading, sharded_parameter
-from shardlab.engines.guards.rules import FROZEN, HALF_STEPPED, LOST, REPLACED, RULES, Rule, Where
+from shardlab.engines.guards.rules import HALF_STEPPED, LOST, REPLACED, RULES, Rule, Where
 from shardlab.engines.guards.snapshot import Snapshot
 from shardlab.engines.hooks import unrefused
 from shardlab.engines.shards import Shards
 from shardlab.engines.step_tensors import guard_groups, tensors_of
-from shardlab.vocabulary import Partition
 
 # After which of the engine's moments what the engine, autograd or the optimizer has changed is remembered as it is.
 _REMEMBERED = {
@@ -85,10 +84,9 @@ class Guards:
                     stacklevel=8,  # where step() was called
                 )
         self._place(moment, engine)
-        engine.step_tensors().are_behind = engine.gradients.are_local and not (self._is_alone and self._is_whole)
         if self._claim is not None and moment in ("update", "stepped", "install", "installed"):
             self._claim.verb = {"update": "step", "install": "load"}.get(moment, "")
-        if moment in ("update", "stepped") and Where.SPREAD in self._where:
+        if moment in ("update", "updated") and Where.SPREAD in self._where:
             for name, param in engine.params.items():
                 if moment == "update":
                     StubbedParameter.hide(param, HALF_STEPPED.format(name=name))
@@ -109,7 +107,7 @@ class Guards:
         for unit in engine.strategy.units:
             for shards in unit.shards:
                 self._watch(shards)
-        over, partition = engine.sharded_over, getattr(engine.strategy, "partition", Partition.ELEMENTS)
+        over, partition = engine.sharded_over, engine.strategy.partition
         is_sliced = any(one.num_ranks > 1 for one in engine.slices.values())
 
         def fitting() -> torch.optim.Optimizer:
@@ -156,7 +154,7 @@ class Guards:
                 if is_shown:
                     StubbedParameter.show(param)
                     continue
-                if name in shards.full and param.data_ptr() != shards.full[name].data_ptr():
+                if name in shards.gathered and param.data_ptr() != shards.gathered[name].data_ptr():
                     self._lost = self._lost or name
                 StubbedParameter.hide(param, sharded_parameter(name))
 
@@ -176,7 +174,7 @@ class Guards:
                     if rule.where is not Where.SLICED or name in engine.slices:
                         self._has_moved |= (rule.of, rule.change) == ("piece", "place")
                         return rule.text.format(name=name)
-        return self._frozen(moment, engine) if moment in ("step", "stepped") and Where.SPREAD in self._where else ""
+        return ""
 
     def _taken_out(self, engine: Engine) -> str:
         """The name of a parameter that the module has lost, by an assignment, or as parametrizations do."""
@@ -202,18 +200,6 @@ class Guards:
     def _is_stepping(self) -> bool:
         return self._claim is not None and self._claim.verb == "step"
 
-    def _frozen(self, moment: str, engine: Engine) -> str:
-        """Where a bucket is frozen, nobody gathers what has become of its pieces."""
-        written = set(self._snapshots["piece"].changed("version"))
-        for division in engine.divisions():
-            names = division.layout.names
-            if not any(engine._is_due(engine.params[name]) for name in names):
-                for name in names:
-                    has_gradient = moment == "step" and engine.step_tensors().by_name(name).grad is not None
-                    if name in written or has_gradient:
-                        return FROZEN.format(name=name)
-        return ""
-
     def _place(self, moment: str, engine: Engine) -> None:
         """Placeholders at ``.grad`` while the mean is at the piece; away before autograd adds."""
         if not engine.strategy.steps_pieces:
@@ -238,7 +224,8 @@ class Guards:
             is_inside = engine.num_open and moment != "stepped"  # a step there, which is right, gathers
             if kind == "piece" and (is_inside or (field == "place" and (self._has_moved or self._is_stepping))):
                 continue  # not what they were is right
-            self._snapshots[kind].remember(field)
+            is_gathered = kind == "piece" and moment == "stepped" and Where.SPREAD in self._where
+            self._snapshots[kind].remember(field, _gathered(engine) if is_gathered else None)
         if moment == "stepped":  # they are spent, and some optimizers change them
             self._snapshots["parameter"].forgive_gradients()
 
@@ -273,6 +260,12 @@ class Guards:
             show(True)
         for hook in self._hooks:
             hook.remove()
+
+
+def _gathered(engine: Engine) -> list[str]:
+    """The parameters whose pieces are gathered after a step: of a bucket in which all are frozen nobody does."""
+    buckets = (division.layout.names for division in engine.divisions())
+    return [name for names in buckets if any(engine._is_due(engine.params[one]) for one in names) for name in names]
 
 
 def _where(engine: Engine) -> set[Where]:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 _OF_PARAMETER = frozenset(
     {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex"}
@@ -77,7 +76,6 @@ class StubbedParameter(nn.Parameter):
             param.__class__ = param._plain  # type: ignore[assignment]
 
     @classmethod
-    @override
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
@@ -90,7 +88,6 @@ class StubbedParameter(nn.Parameter):
                 return answer
         raise _refusal((*args, *(kwargs or {}).values()))
 
-    @override
     def __repr__(self) -> str:  # type: ignore[override]
         return f"sharded parameter {tuple(self.shape)}"
 
@@ -140,7 +137,6 @@ class PlaceholderGradient(Tensor):
         return made
 
     @classmethod
-    @override
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
@@ -151,6 +147,5 @@ class PlaceholderGradient(Tensor):
         texts = (getattr(value, "refusal", "") for value in given if isinstance(value, PlaceholderGradient))
         raise RuntimeError(next(filter(None, texts), sharded_gradient("a parameter")))  # a view of one has no text
 
-    @override
     def __repr__(self) -> str:  # type: ignore[override]
         return f"sharded gradient {tuple(self.shape)}"

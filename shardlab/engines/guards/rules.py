@@ -57,10 +57,6 @@ HALF_STEPPED = (
     "parameter {name!r}: it was used inside engine.step(), by the optimizer or a hook of it, where other ranks "
     "have stepped the rest of it; use it before or after engine.step()"
 )
-FROZEN = (
-    "engine.step_tensors(): the piece of {name!r} was written to or given a gradient, and the parameter is frozen, so "
-    "that nobody gathers it; " + _KEEP + ", or let it train"
-)
 REPLACED = (
     "parameter {name!r}: it was taken out of the module or replaced, and the engine trains what was there; put it "
     "back, or engine.close(), change the module, and build another engine"
@@ -74,7 +70,8 @@ RULES = (
     Rule(
         "piece", "version", frozenset({"forward", "backward", "full", "close"}), Where.SPREAD,
         "engine.step_tensors(): this rank's piece of {name!r} was written to, and nobody has gathered it; write before "
-        "engine.step(), on all ranks, or into the parameter, inside 'with engine.full_params(keep_changes=True):'",
+        "engine.step(), on all ranks, or, always and where it is frozen, into the parameter, inside 'with "
+        "engine.full_params(keep_changes=True):'",
     ),
     Rule(
         "piece", "version", frozenset({"forward", "full", "left full"}), Where.SHARDED,

@@ -1,6 +1,6 @@
 """What can be told of tensors without reading them: where their data is, and how often they were written to."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -30,10 +30,11 @@ class Snapshot:
         for field in FIELDS:
             self.remember(field)
 
-    def remember(self, field: str) -> None:
-        """A field is right as it is now."""
+    def remember(self, field: str, names: Iterable[str] | None = None) -> None:
+        """A field is right as it is now: of these tensors, or of all."""
         read = _READ[field]
-        self._known[field] = {name: read(tensor) for name, tensor in self._tensors.items()}
+        now = {name: read(self._tensors[name]) for name in (self._tensors if names is None else names)}
+        self._known.setdefault(field, {}).update(now)
 
     def forgive_gradients(self) -> None:
         """Gradients may change in place from here on."""

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.coalesced import broadcast_coalesced
@@ -76,7 +75,6 @@ class Peer(AnyEngine):
         # Only now: what was sent until here is no part of a training step.
         self._occasion = ""
 
-    @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, through torch's engine."""
         self._refuse_closed()
@@ -85,7 +83,6 @@ class Peer(AnyEngine):
         self._are_means = False
         return self._forward(*args, **kwargs)
 
-    @override
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """As in ``Engine``."""
         self._refuse_closed()
@@ -94,7 +91,6 @@ class Peer(AnyEngine):
         if self._sync:
             self.finish_gradients()
 
-    @override
     def finish_gradients(self) -> None:
         """The gradients are already means, and torch's C++ code has waited for them: record when it did."""
         self._refuse_closed()
@@ -104,7 +100,6 @@ class Peer(AnyEngine):
                 self._group.end_waits()
             self._means_are_there()
 
-    @override
     def step(self) -> None:
         """One optimizer step; afterwards the parameters are equal on all ranks."""
         self._counts.clear()
@@ -113,7 +108,6 @@ class Peer(AnyEngine):
             self.optimizer.step()
         self.num_steps += 1
 
-    @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in ``Engine``."""
         self._refuse_closed()
@@ -123,19 +117,16 @@ class Peer(AnyEngine):
             elif param.grad is not None:
                 param.grad.zero_()
 
-    @override
     def close(self) -> None:
         """Let the module go; a second call does nothing."""
         self._is_closed = True
         self._claim.release()
 
-    @override
     def install_optimizer_state(self, state: dict[str, Any]) -> None:
         """Load a state dict of the optimizer over this rank's ``step_tensors()``."""
         with self._claim.during("load"):
             self.optimizer.load_state_dict(state)
 
-    @override
     def holdings(self) -> Iterator[Holding]:
         """As the base."""
         # Parameters first: what follows may be a view of one, and must not count as a second copy.
@@ -172,7 +163,6 @@ class Peer(AnyEngine):
         """Make tensors those of the first rank, in place."""
         broadcast_coalesced(self.comm, tensors, tag=tag)
 
-    @override
     def _gather_gradients(self) -> dict[str, Tensor | None]:
         return {name: None if param.grad is None else param.grad.clone() for name, param in self.params.items()}
 

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from typing_extensions import override
 
 from shardlab.engines.clip import NORM_TYPES
 from shardlab.engines.holdings import Holding
@@ -32,14 +31,12 @@ class DTensorPeer(Peer):
 
     no_checkpoints = STATE_IS_TORCHS
 
-    @override
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As in ``Engine``; torch reduces the norm."""
         self.finish_gradients()
         with self._for("gradient norm"):
             return clip_mixed_(self.step_tensors(), max_norm, norm_type)
 
-    @override
     def full_state_dict(self) -> dict[str, Any]:
         """As in ``Engine``; always collective."""
         # In the order of the state dict, which is the same on all ranks: each whole tensor is a collective of its own.
@@ -50,24 +47,20 @@ class DTensorPeer(Peer):
             }
         return self.checkpointer.first_ranks_own(self, state)  # type: ignore[no-any-return]
 
-    @override
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``full_state_dict()`` or the plain module's ``state_dict()`` returned; communicates nothing."""
         own = self.module.state_dict()
         cut = {name: distributed_like(value, own[name]) if name in own else value for name, value in state.items()}
         self.module.load_state_dict(cut, strict=True)
 
-    @override
     def _gather_gradients(self) -> dict[str, Tensor | None]:
         with self._for("full gradients"):
             return {name: None if param.grad is None else whole(param.grad) for name, param in self.params.items()}
 
-    @override
     def owned(self) -> dict[str, tuple[int, int]]:
         """Always refused: a piece may be many ranges; use ``holdings()``."""
         self._refuse_ranges("owned")
 
-    @override
     def resident_params(self) -> dict[str, tuple[Tensor, int, int]]:
         """Always refused: a piece may be many ranges; use ``holdings()``."""
         self._refuse_ranges("resident_params")
@@ -75,18 +68,15 @@ class DTensorPeer(Peer):
     def _refuse_ranges(self, method: str) -> NoReturn:
         raise NotImplementedError(f"{method}: a piece of strategy {self.name!r} may be many ranges; use holdings()")
 
-    @override
     def _parameter_holdings(self) -> Iterator[Holding]:
         for name, param in self.params.items():
             yield from _pieces(Role.PARAMETER, param, param, name)
 
-    @override
     def _gradient_holdings(self) -> Iterator[Holding]:
         for name, param in self.params.items():
             if param.grad is not None:
                 yield from _pieces(Role.GRADIENT, param.grad, param, name)
 
-    @override
     def _state_holdings(self) -> Iterator[Holding]:
         for name, param in self.params.items():
             for key, value in self.optimizer.state.get(param, {}).items():

@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.engines.holdings import Holding, of_state
@@ -67,7 +66,6 @@ class TorchDDP(Peer):
         self._buckets: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         super().__init__(model, optimizer_fn, mesh, observed=observed)
 
-    @override
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """As in ``Engine``, once for each forward.
 
@@ -82,31 +80,26 @@ class TorchDDP(Peer):
         super().backward(loss)
 
     @contextlib.contextmanager
-    @override
     def no_sync(self) -> Iterator[None]:
         """Inside, forward and backward only accumulate on this rank."""
         with super().no_sync(), self._ddp.no_sync():
             yield
 
-    @override
     def holdings(self) -> Iterator[Holding]:
         """As the base, and DDP's buckets while no gradient is in them; known from the first backward on."""
         # After the gradients: a bucket that has some is their storage, and counts as theirs.
         yield from super().holdings()
         yield from (Holding(Role.COMMUNICATION_BUFFER, _bytes_of(storage)) for storage in self._buckets)
 
-    @override
     def close(self) -> None:
         """Drop DDP, so that the module trains alone again."""
         # The last reference: DDP takes its hooks off the parameters when it is destroyed.
         self._ddp = None
         super().close()
 
-    @override
     def _equalise(self, tensors: list[Tensor], tag: str) -> None:
         """Nothing to do: DDP broadcasts them itself."""
 
-    @override
     def _prepare(self) -> None:
         self._ddp = DistributedDataParallel(
             self.module,
@@ -116,11 +109,9 @@ class TorchDDP(Peer):
             find_unused_parameters=self.find_unused_parameters,
         )
 
-    @override
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._ddp(*args, **kwargs)
 
-    @override
     def _means_are_there(self) -> None:
         for param in self.params.values():
             if param.grad is not None:
@@ -161,7 +152,6 @@ class TorchZeRO1(TorchDDP):
             bucket_bytes=bucket_bytes, find_unused_parameters=find_unused_parameters,
         )  # fmt: skip
 
-    @override
     def owners(self) -> dict[str, tuple[int, ...]]:
         """The rank that steps each parameter, in the module's order."""
         # Private: there is no public way to ask for the other ranks' parts.
@@ -169,13 +159,11 @@ class TorchZeRO1(TorchDDP):
         owner = {param: rank for rank, groups in enumerate(parts) for group in groups for param in group["params"]}
         return {name: (owner[param],) for name, param in self.params.items()}
 
-    @override
     def owned(self) -> dict[str, tuple[int, int]]:
         """The parameters that this rank steps, each whole."""
         mine = [name for name, (rank,) in self.owners().items() if rank == self.comm.rank]
         return {name: (0, self.params[name].numel()) for name in mine}
 
-    @override
     def _state_holdings(self) -> Iterator[Holding]:
         """The state of the optimizer inside torch's."""
         state = self.optimizer.optim.state  # type: ignore[attr-defined]

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from typing_extensions import override
 
 from shardlab.comm import BaseMesh
 from shardlab.engines.holdings import Holding
@@ -69,14 +68,12 @@ class TorchFSDP2(DTensorPeer):
                     "'torch_fsdp2', or change the parameter (to shape [1], to .contiguous())"
                 )
 
-    @override
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Gradients of ``loss``, averaged over the data axis unless inside ``no_sync()``."""
         self.module.set_requires_gradient_sync(self._sync)  # type: ignore[operator]
         super().backward(loss, retain_graph)
 
     @contextlib.contextmanager
-    @override
     def full_params(self, *, keep_changes: bool = False) -> Iterator[nn.Module]:
         """Inside, the module has its full parameters on every rank, as plain tensors to read; collective.
 
@@ -94,13 +91,11 @@ class TorchFSDP2(DTensorPeer):
             for unit in self._units:
                 unit.reshard()  # type: ignore[operator]
 
-    @override
     def holdings(self) -> Iterator[Holding]:
         """As in ``Engine``, and the gathered parameters: torch keeps their tensors and frees the storages."""
         yield from super().holdings()
         yield from (Holding(Role.GATHERED_PARAMETER, tensor) for tensor in self._gathered)
 
-    @override
     def close(self) -> None:
         """Remove the hooks that this engine added; the module stays as torch has changed it."""
         for hook in self._first_forward.values():
@@ -108,7 +103,6 @@ class TorchFSDP2(DTensorPeer):
         self._gathered = []
         super().close()
 
-    @override
     def _prepare(self) -> None:
         from torch.distributed.fsdp import fully_shard
 

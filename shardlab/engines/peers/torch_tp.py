@@ -13,7 +13,6 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from shardlab.comm import BaseMesh, broadcast_coalesced
 from shardlab.engines.checks import check_types
@@ -70,18 +69,15 @@ class TorchTP(DTensorPeer):
         self.plan = dict(plan)
         super().__init__(model, optimizer_fn, mesh, observed=observed)
 
-    @override
     def full_params(self, *, keep_changes: bool = False) -> NoReturn:
         """Always refused: the module keeps distributed tensors."""
         raise NotImplementedError(
             f"full_params: strategy {self.name!r} keeps distributed tensors in the module; use full_state_dict()"
         )
 
-    @override
     def _equalise(self, tensors: list[Tensor], tag: str) -> None:
         broadcast_coalesced(self.mesh[MeshAxis.TENSOR], tensors, tag=tag)
 
-    @override
     def _prepare(self) -> None:
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -95,7 +91,6 @@ class TorchTP(DTensorPeer):
         # Into the same dict, for what else holds it would keep a whole plain model alive.
         self.params.update(self.module.named_parameters())
 
-    @override
     def _make_optimizer(self, optimizer_fn: OptimizerFn) -> torch.optim.Optimizer:
         optimizer = super()._make_optimizer(optimizer_fn)
         # Kernels that step many tensors at once refuse distributed and plain ones together.

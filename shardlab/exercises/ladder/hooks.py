@@ -127,7 +127,7 @@ class _Seen(Observer):
     def issued(self, event: CollectiveEvent) -> None:
         self.num_bytes += event.num_bytes
 
-    def waited(self, event: CollectiveEvent) -> None:  # noqa: ARG002
+    def waited(self, event: CollectiveEvent) -> None:
         self.num_waits += 1
 
 
