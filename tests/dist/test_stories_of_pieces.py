@@ -142,7 +142,7 @@ def shrink(user):
         tensor.mul_(0.9)
 
 
-@story(on=("zero1",), refused="and the parameter is frozen, so that nobody gathers it", instead=None)
+@story(on=("zero1",), refused=UNGATHERED, instead=None)
 def pieces_of_what_is_frozen(user):
     user.module[0].requires_grad_(False)
     state = user.full_state_dict()
@@ -152,6 +152,7 @@ def pieces_of_what_is_frozen(user):
             change(piece.detach()) if change.__code__.co_names[0] == "mul_" else change(piece)
         with user.refused():
             user.step()
+            user.go_back(1)
         user.zero_grad()
         user.load_full_state_dict(state)
     user.train(0)
