@@ -105,39 +105,6 @@ def test_non_contiguous_tensors_are_right_and_neighbours_untouched(pools):
         assert torch.equal(copied, torch.ones(2, 3))
 
 
-def subset(rank):
-    mesh = Mesh({"data": 2}, ranks=[0, 2])
-    if not mesh.is_member:
-        with pytest.raises(RuntimeError, match="rank 1 is not among its ranks"):
-            _ = mesh.data
-        return None
-    value = torch.tensor([float(rank)])
-    mesh.data.all_reduce(value).wait()
-    mesh.close()
-    return mesh.data.rank, value.item()
-
-
-def test_a_mesh_over_a_subset_leaves_the_others_alone(pools):
-    assert pools(3).run(subset) == [(0, 2.0), None, (1, 2.0)]
-
-
-def two_axes(rank):
-    with Mesh({"replica": 2, "shard": 2}) as mesh:
-        along = {}
-        for axis in ("replica", "shard"):
-            value = torch.tensor([10.0**rank])
-            mesh[axis].all_reduce(value).wait()
-            along[axis] = (mesh[axis].ranks, value.item())
-        return along
-
-
-def test_two_axes_reduce_along_their_own_lines(pools):
-    results = pools(4).run(two_axes)
-    assert [result["shard"] for result in results] == [((0, 1), 11.0)] * 2 + [((2, 3), 1100.0)] * 2
-    assert [result["replica"][0] for result in results] == [(0, 2), (1, 3), (0, 2), (1, 3)]
-    assert results[3]["replica"][1] == 1010.0
-
-
 def events_of(rank, transport):
     log = Log()
     with Mesh({"data": 3}, transport=transport) as mesh:
@@ -167,21 +134,6 @@ def test_events_say_what_moved_in_order(pools, transport, scratch_bytes):
             of_one = [name for name, number in calls if number == seq]
             assert of_one == ["issued", "started", "completed", "waited"]
         assert "test_communicator.py:" in source_line
-
-
-def test_a_group_of_one_moves_and_records_nothing():
-    log = Log()
-    mesh = Mesh.alone()
-    with mesh.observed_by(log):
-        buffer = torch.arange(4.0)
-        output = torch.zeros(4)
-        mesh.data.reduce_scatter(buffer, output).wait()
-        mesh.data.all_reduce(buffer).wait()
-        mesh.data.all_gather(buffer).wait()
-        mesh.data.broadcast(buffer).wait()
-        mesh.data.barrier().wait()
-    assert torch.equal(output, torch.arange(4.0))
-    assert not log.events
 
 
 def in_flight(rank):

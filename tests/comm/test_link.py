@@ -2,7 +2,6 @@
 
 from time import perf_counter, sleep
 
-import pytest
 import torch
 
 from shardlab.comm.mesh import Mesh
@@ -64,13 +63,3 @@ def test_a_message_takes_its_time_after_it_was_sent(pools):
     assert total == 0
     # However slow the ranks are, it cannot be there earlier; counted from the receive, the time would be over.
     assert received >= sent + LINK.latency_us / 1e6
-
-
-def wrong_links(rank):
-    for link in ("fast", 10.0):
-        with pytest.raises(ValueError, match=r"^link: "):
-            Mesh({"data": 2}, link=link)
-
-
-def test_what_is_no_link_is_refused(pools):
-    pools(2).run(wrong_links)

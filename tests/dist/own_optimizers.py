@@ -55,52 +55,28 @@ def steps_and_more(tensors):
     return StepsAndMore(tensors)
 
 
-class Raises(torch.optim.SGD):
+class RaisesAfter:
     """Raises after the update, and before hooks that follow it."""
 
     shardlab_looks_at = "element"
-
     fails = False
 
+    def step(self, closure=None):
+        super().step(closure)
+        if self.fails:
+            raise KeyError("after the update")
+
+
+class Raises(RaisesAfter, torch.optim.SGD):
     def __init__(self, params, lr=0.1):
         super().__init__(params, lr=lr)
 
-    def step(self, closure=None):
-        super().step(closure)
-        if self.fails:
-            raise KeyError("after the update")
 
-
-class FusedAndRaises(torch.optim.AdamW):
-    """The same; its kernels write without raising autograd's version counters."""
-
-    shardlab_looks_at = "element"
-
-    fails = False
+class FusedAndRaises(RaisesAfter, torch.optim.AdamW):
+    """Its kernels write without raising autograd's version counters."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, lr=lr, fused=True)
-
-    def step(self, closure=None):
-        super().step(closure)
-        if self.fails:
-            raise KeyError("after the update")
-
-
-class RaisesFirst(torch.optim.SGD):
-    """Fails once, before anything is stepped."""
-
-    shardlab_looks_at = "element"  # it would fail in the trial that finds this out, too
-    failed = False
-
-    def __init__(self, params):
-        super().__init__(params, lr=0.1)
-
-    def step(self, closure=None):
-        if not self.failed:
-            self.failed = True
-            raise ArithmeticError("once")
-        return super().step(closure)
 
 
 class Clears(torch.optim.SGD):

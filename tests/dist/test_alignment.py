@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from shardlab.comm.mesh import Mesh
-from shardlab.engines import build_engine
+from tests.dist.every_engine import KINDS, engine_of, sgd
 
 
 class OddSizes(nn.Module):
@@ -20,7 +19,7 @@ class OddSizes(nn.Module):
         return self.last(self.inner(x * self.scale))
 
 
-def addresses(rank, num_ranks, strategy, options):
+def addresses(rank, key):
     """Of parameters in forward and of gradients before the step, from the start of a 16-byte word."""
     found = {}
     model = OddSizes()
@@ -32,25 +31,17 @@ def addresses(rank, num_ranks, strategy, options):
             if param.numel() % 8 == 0:
                 found[f"{id(module)}.{name}"] = param.data_ptr() % 16
 
-    with Mesh({"data": num_ranks}) as mesh:
-        for module in model.modules():
-            module.register_forward_hook(look)
-        engine = build_engine(strategy, model, lambda tensors: torch.optim.SGD(tensors, lr=0.1), mesh=mesh, **options)
+    for module in model.modules():
+        module.register_forward_hook(look)
+    with engine_of(key, 3, model, optimizer_fn=sgd) as engine:
         engine.backward(engine(torch.ones(2, 16)).sum())
-        if strategy == "bucketed":  # under the others the whole gradients are gone
+        if key == "bucketed":  # under the others the whole gradients are gone
             found |= {name: param.grad.data_ptr() % 16 for name, param in seen}
-        engine.close()
     return found
 
 
 def test_odd_sizes_shift_nothing(pools):
-    for strategy, options in (
-        ("bucketed", {}),
-        ("zero1", {}),
-        ("zero3", {}),
-        ("fsdp", {}),
-        ("fsdp", {"layout": "dim0"}),
-    ):
-        for found in pools(3).run(addresses, 3, strategy, options):
+    for key in (*KINDS, "fsdp-dim0"):
+        for found in pools(3).run(addresses, key):
             assert len(found) >= 8
             assert set(found.values()) == {0}

@@ -1,6 +1,6 @@
 """What a user can get wrong: a clear error on every rank, no hang, and the ranks can go on.
 
-Options of FSDP are in test_fsdp_units, optimizers in test_whole_tensor and test_choosing_tensors, checkpoints in
+Optimizers are in test_whole_tensor and test_choosing_tensors, checkpoints in
 test_checkpoint, and what is done wrong later in the stories.
 """
 
@@ -158,31 +158,43 @@ def test_what_is_no_model_and_no_mesh_is_refused_by_name():
             Mesh(axes)
 
 
+WRONG = (  # strategy, options, and the field that is named
+    ("zero7", {}, "strategy"),
+    ("ddp", {"bucket_bytes": 1}, "options"),
+    ("bucketed", {"bucket_bytes": 0}, "bucket_bytes"),
+    ("zero1", {"partition": "thirds"}, "partition"),
+    ("single", {}, "mesh"),
+    ("bucketed", {"precision": "bf16"}, "options"),
+    ("zero3", {"precision": "int8"}, "precision"),
+    ("fsdp", {"sharding": "half"}, "sharding"),
+    ("fsdp", {"sharding": "hybrid_shard"}, "axis"),
+    ("fsdp", {"layout": "dim1"}, "layout"),
+    ("fsdp", {"prefetch": -1}, "prefetch"),
+    ("fsdp", {"wrap": "layer"}, "wrap"),
+    ("fsdp", {"partition": "balanced", "layout": "dim0"}, "partition"),
+    ("fsdp", {"partition": "balanced", "sharding": "no_shard"}, "partition"),
+    ("fsdp", {"offload": "disk"}, "offload"),
+    ("fsdp", {"replicate_below": -1}, "replicate_below"),
+    ("fsdp", {"replicate_below": 5, "sharding": "no_shard"}, "replicate_below"),
+)
+
+
 def misuse(rank):
     fields = []
     with Mesh({"data": 2}) as mesh, build_engine("bucketed", cases.build("MLP"), adamw, mesh) as engine:
-        for call in (
-            lambda: build_engine("zero7", cases.build("MLP"), adamw, mesh),
-            lambda: build_engine("ddp", cases.build("MLP"), adamw, mesh, bucket_bytes=1),
-            lambda: build_engine("bucketed", cases.build("MLP"), adamw, mesh, bucket_bytes=0),
-            lambda: build_engine("zero1", cases.build("MLP"), adamw, mesh, partition="thirds"),
-            lambda: build_engine("single", cases.build("MLP"), adamw, mesh),
-            lambda: build_engine("bucketed", cases.build("MLP"), adamw, precision="bf16"),
-            lambda: build_engine("zero3", cases.build("MLP"), adamw, precision="int8"),
-            lambda: engine.clip_grad_norm_(1.0, norm_type=3.0),
-            lambda: engine.clip_grad_norm_(0.0),
-        ):
+        for strategy, options, _ in WRONG:
             with pytest.raises(ValueError) as caught:  # noqa: PT011
-                call()
+                build_engine(strategy, cases.build("MLP"), adamw, mesh, **options)
             fields.append(str(caught.value).partition(":")[0])
+        with pytest.raises(ValueError, match="norm_type: "):
+            engine.clip_grad_norm_(1.0, norm_type=3.0)
+        with pytest.raises(ValueError, match="max_norm: "):
+            engine.clip_grad_norm_(0.0)
     return fields
 
 
 def test_misuse_names_the_field(pools):
-    expected = [
-        "strategy", "options", "bucket_bytes", "partition", "mesh", "options", "precision", "norm_type", "max_norm",
-    ]  # fmt: skip
-    assert pools(2).run(misuse) == [expected] * 2
+    assert pools(2).run(misuse) == [[field for *_, field in WRONG]] * 2
 
 
 def other_module(rank, strategy):

@@ -45,15 +45,11 @@ def adagrad(tensors):
     return torch.optim.Adagrad(tensors, lr=1e-2)
 
 
-def by_kind(names_and_tensors, **options):
-    """Biases in a group of their own."""
-    bias = [tensor for name, tensor in names_and_tensors if name.endswith("bias")]
-    rest = [tensor for name, tensor in names_and_tensors if not name.endswith("bias")]
-    return torch.optim.AdamW([{"params": rest, "weight_decay": 0.3, "lr": 2e-2}, {"params": bias}], lr=1e-2)
-
-
 def grouped(tensors):
-    return by_kind(list(tensors.items()))
+    """Biases in a group of their own."""
+    bias = [tensor for name, tensor in tensors.items() if name.endswith("bias")]
+    rest = [tensor for name, tensor in tensors.items() if not name.endswith("bias")]
+    return torch.optim.AdamW([{"params": rest, "weight_decay": 0.3, "lr": 2e-2}, {"params": bias}], lr=1e-2)
 
 
 def build(setup, kind, mesh, optimizer_fn=ADAMW, seed=0):
@@ -136,6 +132,11 @@ def run_on(pools, num_ranks, fn, setup, *args):
     return pools(num_ranks).run(fn, setup, args[0], axes_of(setup, num_ranks), *args[1:])
 
 
+def backwards(tensors):
+    return ADAMW(list(tensors)[::-1])
+
+
+# Kind, strategy and ranks before and after, and the optimizers of both where they are not AdamW in the usual order.
 JOURNEYS = [
     ("MLP", "ddp", 2, "zero2", 4),
     ("Uneven", "bucketed", 3, "fsdp-dim0", 2),
@@ -148,34 +149,28 @@ JOURNEYS = [
     ("SmallGPT", "fsdp-hybrid", 4, "zero2-balanced", 3),
     ("NonContiguous", "fsdp-no_shard", 2, "bucketed", 4),
     ("FewElements", "fsdp-dim0", 3, "fsdp", 4),
+    ("MLP", "fsdp-offload-small", 3, "fsdp-offload", 2),
+    ("Uneven", "zero1", 2, "fsdp-offload-small", 3),
+    ("MLP", "zero1-balanced", 3, "zero3-balanced", 2, adafactor, adafactor),
+    ("MLP", "zero1", 3, "fsdp", 2, adagrad, adagrad),
+    ("MLP", "fsdp-dim0", 3, "zero1", 2, cases.OPTIMIZERS["sgd"], cases.OPTIMIZERS["sgd"]),
+    ("Uneven", "zero3", 3, "fsdp-dim0", 2, grouped, grouped),
+    ("Uneven", "zero2", 2, "zero3", 3, backwards, ADAMW),
 ]
 
 
-@pytest.mark.parametrize(("kind", "source", "before", "target", "after"), JOURNEYS)
-def test_it_goes_on_in_another_strategy_at_another_number_of_ranks(
-    pools, tmp_path, kind, source, before, target, after
-):
-    run_on(pools, before, first_half, source, kind, tmp_path / "c")
-    model, optimizer = plain(kind)
-    for state, optimizer_state in run_on(pools, after, second_half, target, kind, tmp_path / "c"):
+@pytest.mark.parametrize("journey", JOURNEYS, ids=lambda journey: "-".join(map(str, journey[:5])))
+def test_it_goes_on_in_another_strategy_at_another_number_of_ranks(pools, tmp_path, journey):
+    kind, source, before, target, after, saved_by, loaded_by = (*journey, *[ADAMW] * (7 - len(journey)))
+    run_on(pools, before, first_half, source, kind, tmp_path / "c", saved_by)
+    by_name = loaded_by is grouped
+    model, optimizer = plain(
+        kind, lambda model: loaded_by(dict(model.named_parameters()) if by_name else list(model.parameters()))
+    )
+    for state, optimizer_state in run_on(pools, after, second_half, target, kind, tmp_path / "c", loaded_by):
         assert_same_model(state, model)
         assert_same_state(optimizer_state, optimizer.state_dict())
-
-
-@pytest.mark.parametrize(
-    ("optimizer_fn", "source", "target"),
-    [
-        (adafactor, "zero1-balanced", "zero3-balanced"),
-        (adagrad, "zero1", "fsdp"),
-        (cases.OPTIMIZERS["sgd"], "fsdp-dim0", "zero1"),
-    ],
-)
-def test_factored_scalar_and_early_state(pools, tmp_path, optimizer_fn, source, target):
-    run_on(pools, 3, first_half, source, "MLP", tmp_path / "c", optimizer_fn)
-    model, optimizer = plain("MLP", lambda model: optimizer_fn(list(model.parameters())))
-    for state, optimizer_state in run_on(pools, 2, second_half, target, "MLP", tmp_path / "c", optimizer_fn):
-        assert_same_model(state, model)
-        assert_same_state(optimizer_state, optimizer.state_dict())
+    optimizer.load_state_dict(optimizer_state)
 
 
 def full_states(rank, setup, kind, axes, optimizer_fn=ADAMW, message_bytes=gather_module.MESSAGE_BYTES):
@@ -226,31 +221,6 @@ def test_full_states_go_to_plain_torch_and_back(pools, setup):
     for state, optimizer_state in run_on(pools, num_ranks, from_full_states, setup, "Uneven", *states, some_tensors):
         assert_same_model(state, expected_model)
         assert_same_state(optimizer_state, expected_optimizer.state_dict())
-
-
-def plain_grouped(model):
-    return by_kind(list(model.named_parameters()))
-
-
-def test_parameter_groups_keep_their_numbers_and_options(pools, tmp_path):
-    model, optimizer = plain("Uneven", plain_grouped)
-    run_on(pools, 3, first_half, "zero3", "Uneven", tmp_path / "c", grouped)
-    for state, optimizer_state in run_on(pools, 2, second_half, "fsdp-dim0", "Uneven", tmp_path / "c", grouped):
-        assert_same_model(state, model)
-        assert_same_state(optimizer_state, optimizer.state_dict())
-        plain("Uneven", plain_grouped, steps=())[1].load_state_dict(optimizer_state)
-
-
-def backwards(tensors):
-    return ADAMW(list(tensors)[::-1])
-
-
-def test_the_order_within_a_group_is_the_loading_model_s(pools, tmp_path):
-    run_on(pools, 2, first_half, "zero2", "Uneven", tmp_path / "c", backwards)
-    model, optimizer = plain("Uneven")
-    for state, optimizer_state in run_on(pools, 3, second_half, "zero3", "Uneven", tmp_path / "c", ADAMW):
-        assert_same_model(state, model)
-        assert_same_state(optimizer_state, optimizer.state_dict())
 
 
 def test_small_messages_gather_the_same(pools):
@@ -389,7 +359,7 @@ def bytes_read(rank, setup, kind, axes, directory):
         return read, sum(stop - start for start, stop in engine.owned().values()), len(engine.owned())
 
 
-@pytest.mark.parametrize("setup", ["zero3", "fsdp-dim0", "fsdp-hybrid", "zero2-balanced"])
+@pytest.mark.parametrize("setup", ["zero3", "fsdp-dim0", "fsdp-hybrid", "fsdp-offload-small", "zero2-balanced"])
 def test_a_rank_reads_what_it_holds_and_every_element_is_written_once(pools, tmp_path, setup):
     numel = sum(param.numel() for param in cases.build("MLP").parameters())
     for read, owned, num_owned in run_on(pools, 4, bytes_read, setup, "MLP", tmp_path):

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from tests.dist import cases
-from tests.dist.every_engine import KINDS, assert_states, backward, engine_of, sgd
-from tests.dist.telling import StepTensorsAlone
+from tests.dist.every_engine import KINDS, assert_states, engine_of, sgd
+from tests.dist.telling import StepTensorsAlone, Stories
+
+STORIES = Stories()
 
 
 class Marked(nn.Parameter):
@@ -123,31 +125,18 @@ def test_parameters_on_the_meta_device_are_chosen_by_identity_too(pools):
     pools(2).run(from_meta)
 
 
-def grouped_and_scheduled(rank, key):
-    with engine_of(key, 2, cases.build("Uneven"), optimizer_fn=by_name) as engine:
-        scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, step_size=2, gamma=0.5)
-        for step in range(5):
-            backward(engine, "Uneven", step)
-            engine.step()
-            engine.zero_grad()
-            scheduler.step()
-        engine.learning_rate = 0.25
-        assert [group["lr"] for group in engine.optimizer.param_groups] == [0.25, 0.25]
-        return engine.full_state_dict()
-
-
-@pytest.mark.parametrize("key", [*KINDS, "fsdp-dim0", "fsdp-no_shard"])
-def test_groups_by_name_and_schedulers(pools, key):
-    model = cases.build("Uneven")
-    optimizer = by_name(StepTensorsAlone(model))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+@STORIES.story(model="Uneven", optimizer=by_name, on=(*KINDS, "fsdp-dim0", "fsdp-no_shard"))
+def groups_by_name_and_schedulers(user):
+    scheduler = torch.optim.lr_scheduler.StepLR(user.optimizer, step_size=2, gamma=0.5)
     for step in range(5):
-        x, y = cases.rows("Uneven", step, 0, 2)
-        cases.loss_of(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        user.train(step)
         scheduler.step()
-    assert_states(pools(2).run(grouped_and_scheduled, key), model.state_dict())
+    if user.rank is not None:
+        user.engine.learning_rate = 0.25
+        assert [group["lr"] for group in user.optimizer.param_groups] == [0.25, 0.25]
+
+
+test_stories = STORIES.told()
 
 
 # What is done to the tensors on the way.

@@ -94,24 +94,6 @@ def test_units_outside_the_engine_errors_and_close(pools):
         torch.testing.assert_close(alone, model(torch.ones(1, 7).double()).detach(), atol=1e-12, rtol=0)
 
 
-def misuse(rank):
-    fields = []
-    with Mesh({"data": 2}) as mesh:
-        for options in ({"sharding": "half"}, {"layout": "dim1"}, {"prefetch": -1}, {"wrap": "layer"}, {"wrap": 0}):
-            with pytest.raises(ValueError) as caught:  # noqa: PT011
-                build_engine("fsdp", build(), adamw, mesh, **options)
-            fields.append(str(caught.value).partition(":")[0])
-        with pytest.raises(ValueError, match="axis: 'replica' is not on this mesh"):
-            build_engine("fsdp", build(), adamw, mesh, sharding="hybrid_shard")
-        with pytest.raises(ValueError, match="partition: Adafactor"):
-            build_engine("fsdp", build(), lambda tensors: torch.optim.Adafactor(tensors), mesh)
-    return fields
-
-
-def test_misuse_names_the_field(pools):
-    assert pools(2).run(misuse) == [["sharding", "layout", "prefetch", "wrap", "wrap"]] * 2
-
-
 def from_meta(rank, layout):
     largest = []
 

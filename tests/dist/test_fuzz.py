@@ -81,11 +81,6 @@ def _dropped_buffer(engine):
     return engine
 
 
-def _never_stepped(engine):
-    engine.step = lambda: setattr(engine, "num_steps", engine.num_steps + 1)
-    return engine
-
-
 def _zeroed_too_early(engine):
     step = engine.step
     engine.step = lambda: (engine.zero_grad(), step())
@@ -107,12 +102,11 @@ def _own_buffer(engine):
 FAULTS = {
     "clipped before the reduction": _clipped_before_the_reduction,
     "dropped buffer": _dropped_buffer,
-    "never stepped": _never_stepped,
     "zeroed too early": _zeroed_too_early,
     "evaluation leaves units gathered": _never_reshards,
     "a buffer of its own on each rank": _own_buffer,
 }
-EVERYWHERE = ("clipped before the reduction", "dropped buffer", "never stepped", "zeroed too early")
+EVERYWHERE = ("clipped before the reduction", "dropped buffer", "zeroed too early")
 SOMEWHERE = {
     "evaluation leaves units gathered": Scenario(
         ModuleSpec(blocks=(BlockSpec(),), path=(0,)), EngineSpec("fsdp"), operations=(Evaluate(1),)

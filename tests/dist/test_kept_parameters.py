@@ -30,9 +30,6 @@ def scripted(layer):
 # Makes, from a layer, what computes as the layer does, without a look at its attributes.
 KEPT = {
     "list": lambda layer: functools.partial(lambda kept, x: linear(x, *kept), list(layer.parameters())),
-    "tuple": lambda layer: functools.partial(
-        lambda kept, x: linear(x, kept[0][0], kept[1]), ((layer.weight,), layer.bias)
-    ),
     "dict": lambda layer: functools.partial(lambda kept, x: linear(x, **kept), dict(layer.named_parameters())),
     "partial": lambda layer: functools.partial(linear, weight=layer.weight, bias=layer.bias),
     "closure": lambda layer, w=None: (lambda weight, bias: lambda x: x @ weight.T + bias)(layer.weight, layer.bias),

@@ -4,20 +4,16 @@ from math import nan
 from unittest import mock
 
 import pytest
-import torch
 
 from shardlab.comm import streams
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine, sharded, shards
-from shardlab.engines.checkpoint.directory import latest
-from shardlab.engines.checkpoint.manifest import read_manifest
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.dist import cases
 from tests.dist.every_engine import adamw, one_step, shards_of
 from tests.dist.test_parity import Loop, assert_equal, train_all
 
-SMALLER = 20
 TODO = [(kind, Loop("adamw", 2, 0.1), {}) for kind in ("SmallGPT", "Uneven", "Tied", "Frozen")]
 
 
@@ -78,47 +74,3 @@ def test_what_is_offloaded_is_not_on_the_device(pools):
         assert [role for role, num_bytes in held.items() if num_bytes] == [Role.OFFLOADED, Role.OTHER]
         assert held[Role.OFFLOADED] == shard + 2 * pieces  # the gradients are forgotten
         assert while_stepping == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"offload": "disk"}, "offload: 'disk' is not one of none, parameters, all"),
-        ({"replicate_below": -1}, "replicate_below: -1 elements is below 0"),
-        ({"replicate_below": 5, "sharding": "no_shard"}, "every parameter is replicated"),
-    ],
-)
-def test_bad_options(options, words):
-    axes_of_one = Mesh.alone()
-    with pytest.raises(ValueError, match=words):
-        build_engine("fsdp", cases.build("MLP"), adamw, axes_of_one, **options)
-
-
-def save(_, directory, options):
-    with Mesh({"data": 3}) as mesh, build_engine("fsdp", cases.build("MLP"), adamw, mesh, **options) as engine:
-        train(engine, 0, 1)
-        engine.save(directory)
-        train(engine, 2, 3)
-        return engine.full_state_dict()
-
-
-def load(_, directory, strategy, options):
-    with Mesh({"data": 3}) as mesh, build_engine(strategy, cases.build("MLP", 1), adamw, mesh, **options) as engine:
-        engine.load(directory)
-        train(engine, 2, 3)
-        return engine.full_state_dict()
-
-
-def test_checkpoints_go_in_and_out(pools, tmp_path):
-    options = {"offload": "all", "replicate_below": SMALLER}
-    expected = pools(3).run(save, tmp_path, options)[0]
-    written = {}
-    for row in read_manifest(latest(tmp_path)).rows:
-        if row.kind != "buffer" and row.key != "step":
-            written.setdefault((row.name, row.key), []).extend(range(row.start, row.stop))
-    for (name, key), elements in written.items():
-        assert sorted(elements) == list(range(len(elements))), f"{key} of {name} is written once"
-    for strategy, other in (("zero1", {}), ("fsdp", options), ("fsdp", {"offload": "parameters"})):
-        for state in pools(3).run(load, tmp_path, strategy, other):
-            for name, value in expected.items():
-                torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0)

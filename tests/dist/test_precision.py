@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
@@ -59,6 +60,29 @@ def test_gathers_move_16_bits_and_the_state_keeps_32(pools):
         ]
         assert held[Role.PARAMETER] == held[Role.GRADIENT] == 2 * padded
         assert held[Role.OPTIMIZER_STATE] <= 4 * padded
+
+
+def a_float32_buffer_in_a_unit(rank):
+    """Its numbers make activations float32, which no 16-bit layer takes: the error names them and the way out."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(7, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)), rows(rank, 2, 0)[0]
+    with Mesh({"data": 2}) as mesh:
+        with build_engine("fsdp", model, adamw, mesh, precision="bf16") as engine:
+            with pytest.raises(RuntimeError, match=r"dtype|scalar type") as caught:
+                engine(x)
+            engine.full_state_dict()  # and nothing hangs afterwards
+        half = Precision(torch.bfloat16, torch.float32, torch.float32, torch.bfloat16)
+        with build_engine("fsdp", model, adamw, mesh, precision=half) as engine:
+            engine.backward(engine(x).sum())
+            engine.step()
+            return caught.value.__notes__, engine.full_state_dict()
+
+
+def test_a_buffer_of_another_dtype_is_named_with_the_way_out(pools):
+    for (note,), state in pools(2).run(a_float32_buffer_in_a_unit):
+        assert "'1.running_mean' (torch.float32), '1.running_var' (torch.float32)" in note
+        assert "buffers=torch.bfloat16" in note
+        assert all(bool(value.isfinite().all()) for value in state.values())
 
 
 def steps_without_a_scaler(_, precision):

@@ -100,13 +100,10 @@ def unneeded(hidden):
 BETWEEN = {
     "sigmoid": torch.sigmoid,
     "tanh": partial(in_place_after, torch.tanh),
-    "exp": partial(in_place_after, torch.exp),
-    "relu": partial(in_place_after, torch.relu),
     "softmax": partial(in_place_after, partial(torch.softmax, dim=-1)),
     "custom": partial(in_place_after, Doubled.apply),
     "dropout": partial(in_place_after, nn.Dropout(0.0)),
     "relu in place": nn.ReLU(inplace=True),
-    "relu in place after tanh": lambda hidden: functional.relu_(hidden.tanh()),
     "relu in place on a view": lambda hidden: functional.relu_(hidden.view(-1)).view_as(hidden),
     "several in place": nn.Sequential(nn.ReLU(inplace=True), nn.LeakyReLU(inplace=True)),
     **{
@@ -190,19 +187,18 @@ def assert_outcomes(results, expected):
                 assert_states([one], other)
 
 
-@pytest.mark.parametrize("setup", ["zero3", "fsdp", "fsdp-shard_grad_op"])
+@pytest.mark.parametrize("setup", ["zero3", "fsdp"])
 def test_overwriting_what_is_saved_is_refused_where_torch_refuses(pools, setup):
     num_ranks = 2
     todo = [(between, "write_nothing", False) for between in BETWEEN]
     todo += [("relu in place", after, False) for after in AFTER]
+    # Round the engine a checkpoint changes nothing.
+    todo += [(between, "write_nothing", True) for between in ("relu in place", "unneeded", "tanh")]
     expected = [plain_outcome(between, after, num_ranks) for between, after, _ in todo]
     assert [between for (between, *_), found in zip(todo, expected, strict=True) if found == "refused"] == [
         "tanh",
-        "exp",
-        "relu",
         "softmax",
         "custom",
-        "relu in place after tanh",
         "several in place",
         "input_of_square",
         "view_of_the_saved",
@@ -210,11 +206,8 @@ def test_overwriting_what_is_saved_is_refused_where_torch_refuses(pools, setup):
         "written_after_a_checkpoint",
         "relu in place",  # the input written after forward, and the output, which the loss has saved
         "relu in place",
+        "tanh",
     ]
-    assert_outcomes(pools(num_ranks).run(outcomes, setup, num_ranks, todo), expected)
-    # Round the engine a checkpoint changes nothing.
-    todo = [(between, "write_nothing", True) for between in ("tanh", "relu in place", "written_after_a_checkpoint")]
-    expected = [plain_outcome(between, after, num_ranks) for between, after, _ in todo]
     assert_outcomes(pools(num_ranks).run(outcomes, setup, num_ranks, todo), expected)
 
 

@@ -46,49 +46,29 @@ def test_equals_the_plain_layer(pools, num_ranks):
         ]
 
 
-def any_leading_dims(rank, leading, has_bias):
+def of_any_shape(rank, leading, has_bias, dtype):
     """What one rank finds, and its share of what a plain layer gives: output, and gradients of x, weight and bias."""
     _, weight, bias = full(2)
     x = torch.randn(2, *leading, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    plain = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
-    y = torch.nn.functional.linear(plain[0], plain[1], plain[2] if has_bias else None)
-    y.square().sum().backward()
-    own = [part.clone().requires_grad_() for part in (x[rank], weight.chunk(2)[rank], bias.chunk(2)[rank])]
+    given = [tensor.float() if dtype else tensor for tensor in (x, weight, bias)][: 3 if has_bias else 2]
+    plain = [tensor.clone().requires_grad_() for tensor in given]
+    own = [part.clone().requires_grad_() for part in (given[0][rank], *(one.chunk(2)[rank] for one in given[1:]))]
     with Mesh({"data": 2}) as mesh:
-        own_y = sharded_linear(own[0], own[1], own[2] if has_bias else None, mesh.data)
-        own_y.square().sum().backward()
-    own_grads = [tensor.grad for tensor in own[: 3 if has_bias else 2]]
-    grads = [plain[0].grad[rank], *(tensor.grad.chunk(2)[rank] / 2 for tensor in plain[1 : 3 if has_bias else 2])]
-    return (own_y.detach(), *own_grads), (y[rank].detach(), *grads)
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            y = torch.nn.functional.linear(*plain)
+            own_y = sharded_linear(*own, *[None] * (not has_bias), mesh.data)
+        y.double().square().sum().backward()
+        own_y.double().square().sum().backward()
+    grads = [plain[0].grad[rank], *(tensor.grad.chunk(2)[rank] / 2 for tensor in plain[1:])]
+    return (own_y.detach(), *(tensor.grad for tensor in own)), (y[rank].detach(), *grads)
 
 
-def test_any_leading_dims_and_no_bias(pools):
+def test_any_leading_dims_no_bias_and_autocast(pools):
     for leading, has_bias in (((), True), ((3,), False), ((2, 3), True)):
-        for found, expected in pools(2).run(any_leading_dims, leading, has_bias):
-            torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
-
-
-def under_autocast(rank, has_bias):
-    """What one rank finds, and its share of what a plain layer gives, both computed in half precision."""
-    x, weight, bias = (part.float() for part in full(2))
-    plain = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
-    own = [part.chunk(2)[rank].clone().requires_grad_() for part in (x, weight, bias)]
-    with Mesh({"data": 2}) as mesh:
-        with torch.autocast("cpu", torch.bfloat16):
-            y = torch.nn.functional.linear(plain[0], plain[1], plain[2] if has_bias else None)
-            own_y = sharded_linear(own[0], own[1], own[2] if has_bias else None, mesh.data)
-        y.float().square().sum().backward()
-        own_y.float().square().sum().backward()
-    grads = [plain[0].grad.chunk(2)[rank], *(t.grad.chunk(2)[rank] / 2 for t in plain[1 : 3 if has_bias else 2])]
-    own_grads = [tensor.grad for tensor in own[: 3 if has_bias else 2]]
-    return (own_y.detach(), *own_grads), (y.chunk(2)[rank].detach(), *grads)
-
-
-def test_autocast_gives_the_dtypes_that_torch_gives(pools):
-    for has_bias in (True, False):
-        for found, expected in pools(2).run(under_autocast, has_bias):
-            assert found[0].dtype == torch.bfloat16
-            torch.testing.assert_close(found, expected, atol=0.1, rtol=0.02)
+        for dtype, tolerance in ((None, (1e-12, 0)), (torch.bfloat16, (0.1, 0.02))):
+            for found, expected in pools(2).run(of_any_shape, leading, has_bias, dtype):
+                assert dtype is None or found[0].dtype == dtype
+                torch.testing.assert_close(found, expected, atol=tolerance[0], rtol=tolerance[1])
 
 
 def refused(rank):

@@ -1,7 +1,5 @@
 """What is kept between steps and runs where a rank's piece is small, a container holds tensors, or ranks differ."""
 
-from collections import deque
-
 import pytest
 import torch
 from torch import nn
@@ -36,8 +34,6 @@ class Kept(torch.optim.Optimizer):
                 state.setdefault("moments", torch.zeros(2, *param.shape, dtype=param.dtype)).add_(param.grad)
             elif self.kept == "signed step":
                 state.setdefault("step", torch.zeros_like(param)).sub_(0.03 * param.grad)
-            elif self.kept == "queue":
-                state.setdefault("queue", deque([1]))
             param.sub_(state["momentum"], alpha=0.1)
 
 

@@ -8,7 +8,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.dist import cases
-from tests.dist.every_engine import KINDS, PIECES, SHARDED, WHOLE, momentum, told_of
+from tests.dist.every_engine import KINDS, PIECES, SHARDED, momentum
 from tests.dist.telling import Stories
 
 STORIES = Stories()
@@ -92,7 +92,7 @@ THEN = (
 )
 
 
-@story(on=(*KINDS, "zero2"), refused=WORDS, instead=lambda user: user.train(0))
+@story(on=KINDS, refused=WORDS, instead=lambda user: user.train(0))
 def torch_clips_what_no_sync_has_left(user):
     for clip in LOCAL_CLIPS:
         for then in THEN:
@@ -104,19 +104,6 @@ def torch_clips_what_no_sync_has_left(user):
                     clip(user)
                     then(user)
                 user.zero_grad()
-    user.train(0)
-
-
-@story(on=WHOLE, refused="changed in place", instead=lambda user: user.train(0))
-def torch_clips_one_rank_s_sums_inside_no_sync(user):
-    """And all communicate before they leave it."""
-    with user.no_sync():
-        user.go_back(0)
-        if user.rank == 0:
-            clip_grad_norm_(user.module.parameters(), 1e-3)
-        with user.refused() if user.rank == 0 else pytest.raises(RuntimeError, match=told_of(0)):
-            user.finish_gradients()
-    user.zero_grad()
     user.train(0)
 
 

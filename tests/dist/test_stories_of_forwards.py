@@ -268,53 +268,7 @@ for kind in (pruned, normed):
         user.train(0, 1, 2)
 
 
-class Masked(nn.Module):
-    """Makes a mask on the device of its first parameter, whose unit may not be gathered there."""
-
-    def __init__(self):
-        super().__init__()
-        self.enter, self.layers = nn.Linear(7, 6), nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
-        self.head = nn.Linear(6, 5)
-
-    def forward(self, x):
-        mask = torch.ones(6, 6, device=next(self.layers.parameters()).device, dtype=torch.float64).tril()
-        x = self.enter(x)
-        for layer in self.layers:
-            x = torch.tanh(layer(x @ mask))
-        return self.head(x)
-
-
-@story(model=Masked)
-def something_is_made_on_the_device_of_a_parameter(user):
-    param = next(user.module.parameters())
-    assert (param.device.type, param.is_cpu, param.is_cuda, param.is_meta, param.get_device()) == (
-        "cpu", True, False, False, -1,
-    )  # fmt: skip
-    user.train(0, 1)
-
-
-class Twice(torch.autograd.Function):
-    """Might run a backward of its own, for all that its kind says."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient
-
-
-class Doubling(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = cases.build("MLP")
-
-    def forward(self, x):
-        return Twice.apply(self.body(x))
-
-
-@story(model=Doubling)
+@story()
 def a_gradient_at_the_output_is_no_backward(user):
     """Rank 0 alone asks for it."""
     for step in range(2):

@@ -201,7 +201,7 @@ def alone_after_close(user):
     assert not log.events
 
 
-story(model=Deep, on=ON)(alone_after_close)
+story(model=Deep, on=(*ON, "torch_ddp"))(alone_after_close)
 
 
 @story(on=ON, refused=r"engine: \w+ was closed", instead=lambda user: None)
@@ -239,6 +239,7 @@ def a_released_parameter_has_its_metadata(user):
     plain = cases.build("Tied")
     for (name, param), (known, wanted) in zip(user.module.named_parameters(), plain.named_parameters(), strict=True):
         assert (name, param.shape, param.dtype, param.requires_grad) == (known, wanted.shape, wanted.dtype, True)
+        assert (param.device.type, param.is_cpu, param.is_cuda, param.is_meta) == ("cpu", True, False, False)
     with user.full_params() as module:
         assert module.encoder.weight is module.decoder.weight
     user.train(0)

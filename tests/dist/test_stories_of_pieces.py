@@ -191,31 +191,6 @@ def pieces_are_clamped_before_an_evaluation(user):
         user.close()
 
 
-@torch.no_grad()
-def clamp_first_bias(user):
-    """It is in the piece of one rank: nothing else tells the other ranks that it was written."""
-    for tensor in user.tensors(lambda name: name == "0.bias"):
-        tensor.clamp_(-0.1, 0.1)
-
-
-def first_bias_clamped(user):
-    user.train(0)
-    clamp_first_bias(user)
-    user.train(1)
-
-
-@story(on=("zero1",), refused=f"{UNGATHERED}|rank . raised, so all do", instead=first_bias_clamped)
-def one_rank_writes_last(user):
-    user.train(0)
-    if any(piece.numel() for piece in user.tensors(lambda name: name == "0.bias")):
-        clamp_first_bias(user)
-    with user.refused():
-        user.go_back(0)
-    user.zero_grad()
-    user.step()
-    user.train(1)
-
-
 @story(on=("zero1", "zero3", "fsdp-offload"), refused=ASSIGNED, instead=None)
 def pieces_are_assigned(user):
     user.train(0)
@@ -256,20 +231,6 @@ def pieces_are_written_while_full_parameters_are_held(user):
 @story(on=SHARDED, refused="modified by an inplace operation", instead=None)
 def a_backward_through_pieces_that_were_written(user):
     old_values(user, lambda: shrink(user))
-
-
-@story(on=PIECES, instead=None,
-       refused=r"write model\.get_parameter\('.*'\)\.requires_grad_\(\.\.\.\)"
-       r"|optimizer\.state\[engine\.step_tensors\(\)")  # fmt: skip
-def pieces_are_treated_as_parameters(user):
-    user.go_back(0)
-    piece = user.optimizer.param_groups[0]["params"][0]
-    piece.requires_grad_(False)
-    with user.refused():
-        user.step()
-    piece.requires_grad_(True)
-    user.zero_grad()
-    user.train(0)
 
 
 @story(refused="steps 1 tensors that it was not given.*needs another engine", instead=lambda user: user.train(0))

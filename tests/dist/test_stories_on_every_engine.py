@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardlab.comm.mesh import Mesh
-from shardlab.engines import build_engine
 from tests.dist import cases
 from tests.dist.every_engine import ENGINES, KINDS, PEERS, engine_of, momentum
 from tests.dist.nasty import Block
@@ -201,32 +199,7 @@ def a_method_is_called_without_the_engine(user):
         user.module.encode(torch.ones(1, 7).double())
 
 
-@story(on=REDUCES_ONCE, refused="retain_graph: .* call backward on the sum of the losses", instead=None)
-def torch_would_not_reduce_a_second_backward(user):
-    with user.refused():
-        user.backward(user.loss(0), retain_graph=True)
-
-
-@story(on=("torch_fsdp2",), refused="keep_changes: .* load_full_state_dict", instead=None)
-def torch_keeps_no_changes(user):
-    with user.refused(), user.full_params(keep_changes=True):
-        pass
-
-
 test_stories = STORIES.told()
-
-
-def torch_tp(rank):
-    with (
-        Mesh({"data": 1, "tensor": 2}) as mesh,
-        build_engine("torch_tp", cases.build("SmallGPT"), momentum, mesh) as engine,
-        pytest.raises(NotImplementedError, match=r"full_params: .* use full_state_dict\(\)"),
-    ):
-        engine.full_params()
-
-
-def test_torch_tp_says_what_to_use(pools):
-    pools(2).run(torch_tp)
 
 
 class Renamed(nn.Module):

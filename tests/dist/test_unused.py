@@ -8,7 +8,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.precision import Precision
 from shardlab.vocabulary import HostTransport
-from tests.dist.every_engine import ALL, KINDS, engine_of, sgd
+from tests.dist.every_engine import ALL, KINDS
 
 KEYS = ("ddp", *KINDS, "zero1-balanced", "fsdp-no_shard")
 # Half of the smallest number of each dtype rounds to zero, with its sign.
@@ -95,20 +95,3 @@ def test_the_smallest_negative_number(pools, key):
 def test_gradients_that_cancel(pools, key):
     for dtype in SMALLEST:
         check(pools(3).run(trained, key, dtype, (-1e-3, 1e-3, None)))
-
-
-def too_small_to_divide(rank, key):
-    """Rank 1 alone uses the parameter, with a gradient that vanishes when it is divided by 2."""
-    with engine_of(key, 2, nn.Linear(1, 1, bias=False).double(), optimizer_fn=sgd) as engine:
-        if rank == 1:
-            engine.backward((engine(torch.ones(1, 1, dtype=torch.float64)) * -SMALLEST[torch.float64]).sum())
-        else:
-            engine.finish_gradients()
-        return [tensor.grad is not None for tensor in engine.step_tensors() if tensor.numel()]
-
-
-@pytest.mark.parametrize("key", ["ddp", "bucketed", "zero1", "zero2"])
-def test_a_gradient_too_small_to_divide_is_still_a_gradient(pools, key):
-    seen = [has_gradient for found in pools(2).run(too_small_to_divide, key) for has_gradient in found]
-    assert seen
-    assert all(seen)

@@ -134,8 +134,6 @@ def of_the_model(rank):
                 with pytest.raises(ValueError) as caught:  # noqa: PT011
                     build_engine(strategy, model, whole_optimizers.Clipped, mesh, partition=partition)
                 messages.append(str(caught.value))
-            with pytest.raises(ValueError, match="SkipsNaN looks at the whole model"):
-                build_engine(strategy, build(), SkipsNaN, mesh)
         for strategy, options in (("bucketed", {}), ("ddp", {}), ("fsdp", {"sharding": "no_shard"})):
             for make in (whole_optimizers.Clipped, *OPTIMIZERS.values()):
                 with build_engine(strategy, build(), make, mesh, **options) as engine:
@@ -168,17 +166,3 @@ def refused_on_one_rank(rank):
 
 def test_one_rank_s_refusal_reaches_all(pools):
     pools(2).run(refused_on_one_rank)
-
-
-class SkipsNaN(torch.optim.SGD):
-    """Leaves out the step if any gradient is not finite."""
-
-    shardlab_looks_at = "model"
-
-    def __init__(self, params):
-        super().__init__(params, lr=0.1)
-
-    def step(self, closure=None):
-        gradients = [param.grad for group in self.param_groups for param in group["params"]]
-        if all(torch.isfinite(gradient).all() for gradient in gradients if gradient is not None):
-            super().step(closure)

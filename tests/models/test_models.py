@@ -93,13 +93,6 @@ def test_grouped_query_attention_equals_full_attention_with_repeated_heads():
     torch.testing.assert_close(grouped(tokens()), full(tokens()), rtol=0, atol=1e-12)
 
 
-def test_the_mlp_has_the_asked_layers_and_takes_any_leading_dims():
-    model = MLP(3, 5, 3, 2)
-    assert [tuple(layer.weight.shape) for layer in model.layers] == [(5, 3), (5, 5), (2, 5)]
-    assert model(torch.zeros(4, 6, 3)).shape == (4, 6, 2)
-    assert [tuple(layer.weight.shape) for layer in MLP(3, 5, 1, 2).layers] == [(2, 3)]
-
-
 def test_the_loss_is_the_mean_of_minus_log_probability():
     logits = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([[0, 1, 2], [3, 4, 0]])

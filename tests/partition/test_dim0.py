@@ -27,12 +27,6 @@ def test_the_picture_in_the_docstring():
     assert held[1] == [("a", 7, 9, 4, 6, False)]
 
 
-def test_ceil_blocks_leave_the_last_ranks_short_or_empty():
-    layout = dim0_layout([ParamSpec("w", (5, 3), 4)], 4)  # blocks of 2 rows: 2, 2, 1, none
-    assert [sum(piece.numel for piece in layout.pieces(rank)) for rank in range(4)] == [6, 6, 3, 0]
-    assert layout.padding_numel == 4 * 6 - 15
-
-
 @given(SPECS, RANKS)
 def test_the_pieces_of_all_ranks_are_each_parameter_once_in_whole_rows(specs, num_ranks):
     layout = dim0_layout(specs, num_ranks)

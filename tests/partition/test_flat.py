@@ -53,21 +53,6 @@ def test_the_pieces_of_all_ranks_cover_each_element_once(specs_and_layout):
     assert seen == {spec.name: list(range(spec.numel)) for spec in specs}
 
 
-@given(layouts())
-def test_sizes_add_up_to_the_padded_range(specs_and_layout):
-    specs, layout = specs_and_layout
-    assert layout.numel == sum(spec.numel for spec in specs)
-    assert sum(layout.chunk_sizes) == layout.padded_numel == layout.numel + layout.padding_numel
-    assert {slot.spec for slot in layout.slots} == set(specs)
-
-
-@given(spec_lists(), RANKS)
-def test_a_flat_layout_has_equal_chunks(specs, num_ranks):
-    layout = flat_layout(specs, num_ranks)
-    assert [slot.spec for slot in layout.slots] == specs
-    assert 0 <= layout.padding_numel < num_ranks
-
-
 @given(spec_lists(), RANKS, st.data())
 def test_an_owned_layout_gives_each_rank_exactly_its_parameters(specs, num_ranks, data):
     owners = data.draw(st.lists(st.integers(0, num_ranks - 1), min_size=len(specs), max_size=len(specs)))

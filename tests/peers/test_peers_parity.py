@@ -52,25 +52,6 @@ def test_a_loaded_state_is_read_back(pools, strategy):
     assert pools(2).run(load_and_read, strategy) == [True, True]
 
 
-def train_alone_afterwards(rank):
-    """After ``close`` each rank's module has the gradients of its own rows."""
-    model = cases.build("MLP")
-    with Mesh({"data": 2}) as mesh:
-        build_engine("torch_ddp", model, sgd, mesh).close()
-        x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, 2))
-        cases.loss_of(model(x), y).backward()
-    return model[0].weight.grad
-
-
-def test_after_close_a_module_trains_alone(pools):
-    ours, others = pools(2).run(train_alone_afterwards)
-    x, y = (cases.own_rows(part, 0) for part in cases.rows("MLP", 0, 0, 2))
-    model = cases.build("MLP")
-    cases.loss_of(model(x), y).backward()
-    assert torch.equal(ours, model[0].weight.grad)
-    assert not torch.equal(ours, others)
-
-
 def left_open(rank, strategy):
     """Whether engine and communicator are gone when nobody knows engine, module and closed mesh any more."""
     mesh = Mesh(axes_of(strategy, 2))

@@ -245,7 +245,13 @@ def refusals(rank):
                 engine.resident_params,
             ):
                 refused(NotImplementedError, call)
+            refused(ValueError, lambda: engine.full_params(keep_changes=True).__enter__())
+        with build_engine("torch_zero1", cases.build("MLP"), adamw, mesh) as engine:
+            loss = engine(torch.ones(1, 7).double()).sum()
+            refused(ValueError, lambda: engine.backward(loss, retain_graph=True))
     with Mesh({"data": 1, "tensor": 2}) as mesh:
+        with build_engine("torch_tp", cases.build("SmallGPT"), adamw, mesh) as engine:
+            refused(NotImplementedError, engine.full_params)
         for plan in ({"nothing": "row"}, {"0": "diagonal"}, {"1": "column"}, {"4": "column"}):
             refused(ValueError, lambda plan=plan: build_engine("torch_tp", cases.build("MLP"), adamw, mesh, plan=plan))
     return found
@@ -256,7 +262,8 @@ def test_what_a_peer_cannot_do_is_an_error_that_names_it(pools):
         "link: ", "mesh: 'torch_ddp' needs one", "mesh: torch's own engines need a mesh over all ranks",
         "mesh: it has {'data': 2}; 'torch_tp' needs an axis 'tensor'", "save: strategy 'torch_fsdp2'",
         "load: strategy", "full_optimizer_state_dict: ", "load_full_optimizer_state_dict: ", "owned: ",
-        "resident_params: ", "plan: 'nothing' matches no module", "plan: 'diagonal' of '0' is not one of column, row",
+        "resident_params: ", "keep_changes: ", "retain_graph: ", "full_params: ",
+        "plan: 'nothing' matches no module", "plan: 'diagonal' of '0' is not one of column, row",
         "plan: '1' is a Tanh", "plan: 5 features of '4' do not divide among 2 ranks",
     )  # fmt: skip
     for messages in pools(2).run(refusals):

@@ -163,19 +163,6 @@ def test_counts_of_collectives_with_micro_batches():
         assert counts("zero2", bucket_bytes=400)[0] == {gather: num_buckets, scatter: num_buckets}
 
 
-def test_two_flags_say_whether_a_rank_refuses():
-    """One after the last gradients, one before the optimizer steps, over each data axis, outer first."""
-    model, units = blocks_model()
-    setup = fsdp(6, units, sharding="hybrid_shard", shard_group_size=3, micro_batches=2, clip=True)
-    flags = [(place, call) for place, call in enumerate(calls_of_step(model, setup)) if call.tag == FLAG]
-    last = len(calls_of_step(model, setup)) - 1
-    assert [place - last for place, _ in flags] == [-4, -3, -1, 0]  # the norm is between them
-    assert [(call.axis, call.phase) for _, call in flags] == [
-        (axis, phase) for phase in ("backward", "step") for axis in ("replica", "shard")
-    ]
-    assert {(call.op, call.dtype, call.numel, call.itemsize) for _, call in flags} == {("all_reduce", "float32", 1, 4)}
-
-
 def test_order_of_an_fsdp_step():
     model, units = blocks_model()
     names = ["root", "blocks.0", "blocks.1", "blocks.2"]

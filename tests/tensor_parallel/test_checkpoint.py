@@ -9,9 +9,7 @@ import torch
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
-from shardlab.engines.checkpoint.shard_files import IndexRanges
 from shardlab.models import GPT, GPTConfig, next_token_loss
-from shardlab.partition.slices import even_slice, parts_slice
 from shardlab.tensor_parallel import Column, Row, Vocabulary, gpt_plan, parallelize_module
 
 CONFIG = GPTConfig(vocab_size=12, seq_len=8, num_layers=2, num_heads=4, hidden=8, tied=False)
@@ -165,16 +163,3 @@ def test_random_numbers_go_on_alike_over_the_tensor_axis(pools, tmp_path):
     assert all(same for same, _ in results)
     assert torch.equal(results[0][1], results[1][1])
     assert not torch.equal(results[0][1], results[2][1])
-
-
-def test_places_in_slices_of_any_ranges_lead_to_the_same_elements():
-    shape, full = (4, 6, 2), torch.arange(48)
-    slices = [None, *(even_slice(shape, dim, 1, 2) for dim in (0, 1, 2)), parts_slice(shape, 1, (4, 2), 1, 2)]
-    for ranges in (IndexRanges.of(shape, slice_) for slice_ in slices):
-        parts = [full.view(shape).narrow(ranges.dim, start, stop - start) for start, stop in ranges.ranges]
-        own = torch.cat(parts, ranges.dim).reshape(-1)
-        places = torch.arange(own.numel())
-        assert torch.equal(ranges.full_place(places), own)
-        back = ranges.own_place(full)
-        assert torch.equal(back[own], places)
-        assert int((back >= 0).sum()) == own.numel()

@@ -1,7 +1,6 @@
 """The package's GPT, divided by the built-in plan, trains as one process does, with the collectives that are stated."""
 
 import weakref
-from collections import Counter
 
 import pytest
 import torch
@@ -93,31 +92,17 @@ def test_trains_as_one_process(pools, options, num_ranks):
                 assert torch.equal(value, results[0][2][name]), name
 
 
-def sent_in_a_step(rank, options, checkpointed):
+def sent_in_a_step(rank):
     with Mesh({"tensor": 2}) as mesh:
         config = CONFIGS["untied"]
-        model = parallelize_module(build(config), gpt_plan(config, **options), mesh["tensor"])
-        if checkpointed:
-            checkpoint_blocks(model)
+        model = parallelize_module(build(config), gpt_plan(config), mesh["tensor"])
         log = Log()
         with mesh.observed_by(log):
             loss = loss_of(model, 0, mesh["tensor"])
             forward = len(log.events)
             loss.backward()
         events = [(str(e.op), e.tag, e.numel) for e in log.events]
-        return events[:forward], events[forward:], merged_gradients(model, mesh["tensor"])
-
-
-def merged_gradients(model, comm):
-    for param in model.parameters():
-        param.data = param.grad
-    return merge_state_dict(model, comm)
-
-
-def checkpoint_blocks(model):
-    for block in model.blocks:
-        plain = block.forward
-        block.forward = lambda x, plain=plain: torch.utils.checkpoint.checkpoint(plain, x, use_reentrant=False)
+        return events[:forward], events[forward:]
 
 
 def of_block(events, index):
@@ -129,7 +114,7 @@ BSH = 3 * 8 * 16
 
 def test_a_block_costs_two_all_reduces_forward_and_two_backward(pools):
     """Outside of the blocks: the embedding's sum and the logits, and the sum of the head's input gradient backward."""
-    for forward, backward, _ in pools(2).run(sent_in_a_step, {}, False):
+    for forward, backward in pools(2).run(sent_in_a_step):
         for index in (0, 1):
             assert of_block(forward, index) == of_block(backward, index) == [("all_reduce", BSH)] * 2
         outside = [event for event in forward + backward if "blocks" not in event[1]]
@@ -138,27 +123,6 @@ def test_a_block_costs_two_all_reduces_forward_and_two_backward(pools):
             ("all_gather", "output of head", 3 * 8 * 12),
             ("all_reduce", "gradient of input of head", BSH),
         ]
-
-
-def test_on_the_sequence_each_is_an_all_gather_and_a_reduce_scatter(pools):
-    once = Counter({("all_gather", BSH): 2, ("reduce_scatter", BSH): 2})
-    for forward, backward, _ in pools(2).run(sent_in_a_step, {"sequence_parallel": True}, False):
-        for index in (0, 1):
-            large = [event for event in of_block(backward, index) if event[1] == BSH]
-            small = [event for event in of_block(backward, index) if event[1] != BSH]
-            assert Counter(of_block(forward, index)) == once
-            assert Counter(large) == once
-            # Weights and biases of two norms, biases of two row layers, h elements each.
-            assert small == [("all_reduce", 16)] * 6
-
-
-def test_activation_checkpointing_changes_no_gradient(pools):
-    plain = pools(2).run(sent_in_a_step, PLANS["regather"], False)
-    again = pools(2).run(sent_in_a_step, PLANS["regather"], True)
-    for (_, _, gradients), (_, backward, found) in zip(plain, again, strict=True):
-        for name, gradient in gradients.items():
-            assert torch.equal(found[name], gradient), name
-        assert len(of_block(backward, 0)) > 2
 
 
 def from_meta(rank, options):

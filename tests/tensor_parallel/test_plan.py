@@ -140,14 +140,8 @@ def config(**sizes):
 
 REFUSED = [  # model, plan, what is said of it on four ranks
     (gpt, {"blocks.*.mlp.fc3": Column()}, "'blocks.*.mlp.fc3' matches no module; the model has, for exa"),
-    (gpt, {"blocks.*": Column(), "blocks.*.fc1": Column()}, "'blocks.*.fc1' matches no module"),
     (gpt, {"blocks.*.mlp.fc1": Column(), "blocks.0.mlp.fc1": Row()}, "both match module 'blocks.0.mlp.fc1'"),
     (gpt, {"blocks.*.mlp": Column()}, "Column takes an nn.Linear, and 'blocks.0.mlp' is a FeedForward"),
-    (
-        lambda: gpt(num_heads=1, hidden=6),
-        {"blocks.*.attention.out_proj": Row()},
-        "blocks.0.attention.out_proj: in_features: 6 does not divide over 4 tensor-parallel ranks; use 4 or",
-    ),
     (
         lambda: gpt(num_heads=6, hidden=24),
         gpt_plan(config(num_heads=6, hidden=24)),
@@ -158,7 +152,6 @@ REFUSED = [  # model, plan, what is said of it on four ranks
         gpt_plan(config(num_kv_heads=2)),
         "blocks.0.attention.k_proj: heads of 4: 2 does not divide over 4 tensor-parallel ranks; use 4, or 2",
     ),
-    (lambda: gpt(vocab_size=11), gpt_plan(config()), "token_embedding: num_embeddings: 11 does not"),
     (gpt, {"token_embedding": Vocabulary()}, "and 'head', whose weight is tied to it, has none"),
     (lambda: tied(nn.LayerNorm), {"*": OnSequence()}, "'weight' of '0' is tied; a tied parameter cannot work"),
     (lambda: tied(nn.Linear, 4), {"0": Column(), "1": Row()}, "'0' and '1' would be sliced differently"),
@@ -169,19 +162,12 @@ REFUSED = [  # model, plan, what is said of it on four ranks
     ),
     (gpt, {"blocks.*.mlp.fc1": Column}, "'blocks.*.mlp.fc1' has <class 'shardlab.tensor_parallel.styles.Column'>"),
     (gpt, {"blocks.*.mlp.fc1": Column(head_dim=7)}, "head_dim 7 does not divide the 64 output features"),
-    (lambda: hooked(), {"blocks.*.mlp.fc1": Column()}, "'blocks.0.mlp.fc1' has hooks, which its parallel"),
 ]
 
 
 def tied(kind, *sizes):
     model = nn.Sequential(kind(4, *sizes), kind(4, *sizes))
     model[1].weight = model[0].weight
-    return model
-
-
-def hooked():
-    model = gpt()
-    model.blocks[0].mlp.fc1.register_forward_hook(lambda *_: None)
     return model
 
 

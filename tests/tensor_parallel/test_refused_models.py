@@ -73,12 +73,18 @@ LOST = [
         Row(),
         "'0' has weight_orig, weight_mask, which its",
     ),
-    (hooked(lambda layer: layer.register_full_backward_hook(lambda *_: None)), Column(), HOOKS),
-    (hooked(lambda layer: layer.register_full_backward_pre_hook(lambda *_: None)), Column(), HOOKS),
-    (hooked(lambda layer: layer.register_load_state_dict_pre_hook(lambda *_: None)), Column(), HOOKS),
-    (hooked(lambda layer: layer.register_load_state_dict_post_hook(lambda *_: None)), Row(), HOOKS),
-    (hooked(lambda layer: layer.register_state_dict_pre_hook(lambda *_: None)), Column(), HOOKS),
-    (hooked(lambda layer: layer.register_state_dict_post_hook(lambda *_: None)), Column(), HOOKS),
+    *(
+        (hooked(lambda layer, kind=kind: getattr(layer, f"register_{kind}_hook")(lambda *_: None)), Column(), HOOKS)
+        for kind in (
+            "forward",
+            "full_backward",
+            "full_backward_pre",
+            "state_dict_pre",
+            "state_dict_post",
+            "load_state_dict_pre",
+            "load_state_dict_post",
+        )
+    ),
     (hooked(lambda layer: layer.weight.register_hook(lambda gradient: 3 * gradient)), Column(), ON_PARAMETERS),
     (hooked(lambda layer: layer.bias.register_post_accumulate_grad_hook(lambda _: None)), Row(), ON_PARAMETERS),
     (
