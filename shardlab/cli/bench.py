@@ -29,31 +29,18 @@ SHARED_NOTE = (
     "memory, and gloo's own buffers."
 )
 
+ALL_PAIRS = "bucketed,zero1,fsdp,tensor_parallel,itself"
+
 
 def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: a few minutes on two cores.")] = False,
     ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
-    workloads: Annotated[
-        str, typer.Option(help="Comma-separated: compute, communication, latency.")
-    ] = "compute,communication,latency",
-    pairs: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated, by our side: bucketed, zero1, fsdp, tensor_parallel; itself: bucketed twice."
-        ),
-    ] = "bucketed,zero1,fsdp,tensor_parallel,itself",
-    rounds: Annotated[
-        int | None,
-        typer.Option(help="Timed steps of each engine; workloads with short steps take a multiple."),
-    ] = None,
+    workloads: Annotated[str, typer.Option(help="Comma-separated, of these.")] = "compute,communication,latency",
+    pairs: Annotated[str, typer.Option(help="Comma-separated, by our side; itself: bucketed twice.")] = ALL_PAIRS,
+    rounds: Annotated[int | None, typer.Option(help="Timed steps of each engine; more where steps are short.")] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    transport: Annotated[
-        str | None,
-        typer.Option(
-            help="Transport of our engines: shared_memory or gloo (as torch's); by default the first that works."
-        ),
-    ] = None,
+    transport: Annotated[str | None, typer.Option(help="Of our engines: shared_memory, or gloo as torch's.")] = None,
 ) -> None:
     """Time our engines against torch's own on the same ranks, step by step in turn."""
     from shardlab.bench import FULL_ROUNDS, PAIRS, QUICK_ROUNDS, WORKLOADS, BenchConfig, chosen

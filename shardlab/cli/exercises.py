@@ -19,12 +19,8 @@ if TYPE_CHECKING:
 
 
 def exercises(
-    grade: Annotated[
-        Path | None, typer.Option(help="Mark this folder: a .py file or a folder for each student.", show_default=False)
-    ] = None,
-    extra: Annotated[
-        Path | None, typer.Option("--with", help="A .py file with exercises of your own.", show_default=False)
-    ] = None,
+    grade: Annotated[Path | None, typer.Option(help="Mark this folder: a .py file or folder for each student.")] = None,
+    extra: Annotated[Path | None, typer.Option("--with", help="A .py file with exercises of your own.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
     """List the exercises, or mark the solutions of a class."""

@@ -20,31 +20,20 @@ if TYPE_CHECKING:
 
 FACTORS = {"K": 3, "M": 6, "B": 9, "T": 12}  # powers of ten
 BUCKET_MIB = DEFAULT_BUCKET_BYTES / 2**20
+A_LINK = "24GB,32GB/s,10us; says what is left."
 
 
 def plan(
     ranks: Annotated[int, typer.Option(help="Number of ranks; by default that of --tp.", show_default=False)] = 0,
     params: Annotated[str, typer.Option(help="Parameters of the model, for example 7.5B, 350M or 7.5e9.")] = "",
     workload: Annotated[str, typer.Option(help="Instead: FILE.py:NAME or PACKAGE.MODULE:NAME.")] = "",
-    precision: Annotated[
-        str,
-        typer.Option(help="Of --params: mixed (16 bit, fp32 master weights) or fp32; of --workload: as in compare."),
-    ] = "",
+    precision: Annotated[str, typer.Option(help="Of --params: mixed or fp32; of --workload: as in compare.")] = "",
     strategies: Annotated[str, typer.Option(help="Of --workload: comma-separated; by default all of ours.")] = "",
-    tp: Annotated[
-        int, typer.Option(help="Of --workload: tensor-parallel ranks; tries how layers are divided, and shows it.")
-    ] = 1,
+    tp: Annotated[int, typer.Option(help="Of --workload: tensor-parallel ranks; shows how layers are divided.")] = 1,
     sharding: Annotated[str, typer.Option(help="Of --workload: FSDP's, as in compare.")] = "full_shard",
     wrap: Annotated[str, typer.Option(help="Of --workload: FSDP's units, as in compare.")] = "",
-    bucket_mib: Annotated[
-        float, typer.Option(help="Of --workload: capacity of a bucket; the engines' own. compare takes 1 by default.")
-    ] = BUCKET_MIB,
-    gpu: Annotated[
-        str,
-        typer.Option(
-            help="A card (h100, 4090), its memory (24GB), or with a link: 24GB,32GB/s,10us; says what is left."
-        ),
-    ] = "",
+    bucket_mib: Annotated[float, typer.Option(help="Of --workload: of a bucket; compare takes 1.")] = BUCKET_MIB,
+    gpu: Annotated[str, typer.Option(help="A card (h100, 4090), its memory (24GB), or with a link: " + A_LINK)] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
     """Predict bytes per rank, and what is sent, without running; nothing is trained and no rank starts."""
