@@ -11,12 +11,10 @@ if TYPE_CHECKING:
 DRAWN = """() => [...document.querySelectorAll(".js-plotly-plot")].map(plot => {
     const box = element => element ? element.getBoundingClientRect() : {width: 0, height: 0};
     const marks = [...plot.querySelectorAll(".mlayer path")];
-    const texts = [...plot.querySelectorAll("g[class$=tick] text, text[class$=title], .legendtext")];
     const svg = box(plot.querySelector("svg.main-svg"));
     return {
         width: svg.width, height: svg.height, room: box(plot.parentElement).width,
         marks: marks.filter(mark => box(mark).width + box(mark).height > 0).length,
-        inks: [...new Set(texts.map(text => getComputedStyle(text).fill))],
     };
 })"""
 
@@ -29,14 +27,12 @@ class Drawn:
         width, height: of the drawing, in px.
         room: width of the element that holds the figure, in px.
         marks: lines, bars and points that take up space.
-        inks: colours of its text.
     """
 
     width: float
     height: float
     room: float
     marks: int
-    inks: list[str]
 
 
 def drawn_figures(page: Page) -> list[Drawn]:

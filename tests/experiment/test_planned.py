@@ -53,18 +53,17 @@ def mean_square(model, batch):
 @pytest.mark.parametrize("signs", [(1.0, 1.0, 1.0), (1.0, -1.0, 1.0)], ids=["one is used", "both are used"])
 def test_experts_that_rows_choose_are_planned_and_messages_that_rows_decide_are_marked(pools, tmp_path, signs) -> None:
     workload = Workload(ByValue, [torch.tensor(signs)[:, None] * torch.ones(3, 4)], mean_square)
-    planned = plan(workload, ranks=3).set_index("strategy")
+    planned, tried = plan(workload, ranks=3).set_index("strategy"), ["single", "zero1", "zero3"]
     numel = 2 * (4 * 4 + 4)  # of both experts
     held = planned.loc["ddp", ["parameter_bytes", "gradient_bytes", "optimizer_bytes"]].tolist()
     assert held == [4 * numel, 4 * numel, 8 * numel]
     for column in ("messages_per_step", "wire_bytes_per_step"):
         assert planned.index[planned[column].isna()].tolist() == ["fsdp"]  # each expert is a unit
-    found = compare(workload, tmp_path / "run", strategies=OURS[:-1], ranks=3, steps=2, pool=pools(3))
-    assert found.summary["wire_bytes_per_step"].tolist() == pytest.approx(planned["wire_bytes_per_step"].tolist()[:-1])
-    if -1.0 in signs:
-        assert found.summary["as_planned"].tolist() == [True] * 6
-    else:
-        assert found.summary["as_planned"].tolist() == [None] * 6
+    found = compare(workload, tmp_path / "run", strategies=tuple(tried), ranks=3, steps=2, pool=pools(3))
+    sent = planned["wire_bytes_per_step"][tried].tolist()
+    assert found.summary["wire_bytes_per_step"].tolist() == pytest.approx(sent)
+    assert found.summary["as_planned"].tolist() == [True if -1.0 in signs else None] * 3
+    if -1.0 not in signs:
         said = "what is used or sent depends on the rows, so bytes and messages may differ from the plan's."
         assert plan_verdict(found).endswith(said)
 
@@ -168,9 +167,9 @@ FROZEN_FIRST = [(1, "behind"), (4, "behind"), (2, "frozen"), (2, "before")]
 @pytest.mark.parametrize(("num_frozen", "root"), FROZEN_FIRST)
 def test_frozen_units_that_backward_does_not_reach_are_gathered_only_ahead(pools, tmp_path, root, num_frozen):
     workload = Workload(partial(FrozenFirst, num_frozen, root), Labelled(), labelled_loss)
-    for ranks, prefetch in ((2, 0), (4, 1), (2, 2)):
-        options = {"strategies": "fsdp", "ranks": ranks, "steps": 2, "prefetch": prefetch, "accumulation": 2}
-        found = compare(workload, tmp_path / str(prefetch), pool=pools(ranks), **options)
+    for prefetch in range(3):
+        options = {"strategies": "fsdp", "ranks": 2, "steps": 2, "prefetch": prefetch, "accumulation": 2}
+        found = compare(workload, tmp_path / str(prefetch), pool=pools(2), **options)
         assert found.summary["as_planned"].all(), prefetch
 
 
@@ -216,8 +215,9 @@ def loss_behind_a_look(model, batch):
 @pytest.mark.parametrize("loss", [loss_of_two_calls, loss_behind_a_look])
 def test_a_loss_that_calls_the_model_twice_is_not_planned_where_a_call_gathers(pools: Pools, tmp_path, loss) -> None:
     workload = Workload(partial(OutOfOrder, (0, 1)), Labelled(), loss)
-    found = compare(workload, tmp_path / "run", strategies=OURS, ranks=2, steps=2, pool=pools(2)).summary
-    assert found["as_planned"].tolist() == [True] * 5 + [None] * 2
+    strategies = ("single", "zero2", "zero3", "fsdp")
+    found = compare(workload, tmp_path / "run", strategies=strategies, ranks=2, steps=2, pool=pools(2)).summary
+    assert found["as_planned"].tolist() == [True] * 2 + [None] * 2
     with pytest.raises(ValueError, match=r"'zero3' cannot be planned here: .* the model not exactly once"):
         plan(workload, 2, "zero3")
 
@@ -259,5 +259,6 @@ class PartlyTrained(nn.Module):
 )
 def test_state_made_at_once_and_in_steps_is_planned_of_any_parameter(pools: Pools, tmp_path, optimizer, options):
     workload = Workload(PartlyTrained, Labelled(), labelled_loss, optimizer)
-    found = compare(workload, tmp_path / "run", strategies=OURS, ranks=2, steps=2, pool=pools(2), **options)
+    strategies = ("ddp", "zero1", "zero3", "fsdp")
+    found = compare(workload, tmp_path / "run", strategies=strategies, ranks=2, steps=2, pool=pools(2), **options)
     assert found.summary["as_planned"].all()

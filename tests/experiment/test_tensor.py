@@ -14,13 +14,13 @@ from shardlab.tensor_parallel import Column, Row
 from tests.conftest import Pools
 from tests.tensor_parallel import strangers
 
-BASE = {"ranks": 4, "tp": 2, "steps": 3, "text": "grammar", "device": "cpu", "batch": 4, "seq_len": 16}
+BASE = {"ranks": 4, "tp": 2, "steps": 2, "text": "grammar", "device": "cpu", "batch": 4, "seq_len": 16}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole sequence", "sequence in parts"])
 def test_losses_equal_one_process(pools: Pools, tmp_path, sequence_parallel) -> None:
     config = CompareConfig(
-        **BASE, strategies=("single", "bucketed", "zero2", "fsdp"), dtype="float64", clip=1.0,
+        **BASE, strategies=("single", "zero2", "fsdp"), dtype="float64", clip=1.0,
         sequence_parallel=sequence_parallel,
     )  # fmt: skip
     result = compare(config, tmp_path / "run", pool=pools(4))
@@ -31,12 +31,12 @@ def test_losses_equal_one_process(pools: Pools, tmp_path, sequence_parallel) -> 
     collectives = result.records.collectives
     assert set(collectives.loc[collectives["run"] == "zero2", "axis"]) == {"data", "tensor"}
     held = result.summary.set_index("strategy")["parameter_bytes"]
-    assert held["fsdp"] < held["zero2"] == held["bucketed"] < 0.55 * held["single"]
+    assert held["fsdp"] < held["zero2"] < 0.55 * held["single"]
 
 
 def test_hybrid_beside_tensor(pools: Pools, tmp_path) -> None:
     options = {"sharding": "hybrid_shard", "shard_group": 2, "precision": "fp16", "accumulation": 2, "clip": 1.0}
-    config = CompareConfig(**{**BASE, "batch": 8}, strategies=("zero2", "fsdp"), **options)
+    config = CompareConfig(**{**BASE, "batch": 8}, strategies=("fsdp",), **options)
     assert config.mesh_axes("fsdp") == {"replica": 1, "shard": 2, "tensor": 2}
     result = compare(config, tmp_path / "run", pool=pools(4))
     assert result.losses_equal

@@ -22,7 +22,7 @@ def next_token(model, rows):
     return functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
 
-@pytest.mark.parametrize(("wrap", "units"), [("auto", BLOCKS), (Residual, BLOCKS), ("transformer.h.*.up", None)])
+@pytest.mark.parametrize(("wrap", "units"), [(Residual, BLOCKS), ("transformer.h.*.up", None)])
 def test_of_a_model_of_dicts_the_blocks_are_gathered_timed_measured_and_planned(pools, tmp_path, wrap, units):
     units = units or [f"{block}.up" for block in BLOCKS]
     workload = Workload(GPT2, tokens, next_token, wrap=wrap)
