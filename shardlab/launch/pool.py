@@ -254,15 +254,9 @@ class RankPool:
 
 
 def launch(
-    fn: Callable[..., T],
-    /,
-    world_size: int,
-    *args: object,
-    device: str = "auto",
-    timeout_s: float = 60.0,
-    limit_s: float | None = None,
-    **kwargs: object,
-) -> list[T]:
+    fn: Callable[..., T], /, world_size: int, *args: object, device: str = "auto", timeout_s: float = 60.0,
+    limit_s: float | None = None, **kwargs: object,
+) -> list[T]:  # fmt: skip
     """Call ``fn(rank, *args, **kwargs)`` on ``world_size`` fresh ranks, once; the results in rank order.
 
     The one-shot form of ``RankPool``: the same arguments, output and errors.
