@@ -84,18 +84,6 @@ def test_every_rank_of_every_pool_draws_numbers_of_its_own(pools):
         assert len(set(drawn)) == 4
 
 
-def test_current_in_a_rank(pools):
-    def where(rank):
-        context = current()
-        return context.rank, context.world_size, str(context.device), context.board is not None, context.placement
-
-    rows = pools(2).run(where)
-    assert [row[:4] for row in rows] == [(0, 2, "cpu", True), (1, 2, "cpu", True)]
-    assert rows[0][4] == pools(2).placement
-    with pytest.raises(RuntimeError, match="this process is not a rank"):
-        current()
-
-
 def test_emit_reaches_the_parent_in_order(pools):
     def count(rank):
         for i in range(5):
