@@ -13,11 +13,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Self, TypeVar
 
-from shardlab.launch.collector import Collector, Patience
-from shardlab.launch.errors import RankError, RankHang
+from shardlab.launch.answers_and_failures import Collector, Patience
 from shardlab.launch.messages import Payload, Task, pack, unpack
 from shardlab.launch.placement import Placement, check_world_size, is_inside_rank, place, torchrun_env
 from shardlab.launch.processes import RankProcesses
+from shardlab.launch.rank_errors import RankError, RankHang
 from shardlab.launch.torchrun import TorchrunRanks
 from shardlab.launch.worker import StartOptions
 

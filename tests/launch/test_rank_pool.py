@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.signed import all_gather_bytes
+from shardlab.comm.signed_messages import all_gather_bytes
 from shardlab.engines import build_engine
 from shardlab.launch import RankError, RankPool, current, launch
 from tests.launch.helpers import scaled

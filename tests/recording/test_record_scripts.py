@@ -17,7 +17,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from shardlab.cli import app, main
-from shardlab.comm.signed import SECRET
+from shardlab.comm.signed_messages import SECRET
 from shardlab.recording import record
 from shardlab.trace.store import load_run
 from tests.export.trace_format import check
