@@ -173,7 +173,7 @@ def _looks(world: World, deep: bool) -> Iterator[str]:
     if not world.ours.is_member:
         return
     yield from local_checks(world)
-    if deep:
+    if deep and world.gradients != "changed":  # else a refusal may wait, which the look's exchange tells
         yield from deep_checks(world)
 
 
