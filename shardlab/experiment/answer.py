@@ -14,6 +14,7 @@ from shardlab.analysis.timed import timed_steps
 from shardlab.experiment import run_verdicts
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.saved import config_of
 from shardlab.experiment.summary import REFERENCE, not_finite
 from shardlab.plots.text import format_bytes, format_percent, listing
 from shardlab.vocabulary import Phase
@@ -31,8 +32,9 @@ class Line(NamedTuple):
     text: str
 
 
-def answer(comparison: Comparison, config: CompareConfig) -> list[Line]:
-    """The five lines of a comparison."""
+def answer(comparison: Comparison, config: CompareConfig | None = None) -> list[Line]:
+    """The five lines of a comparison; without ``config`` its records say it."""
+    config = config_of(comparison.records) if config is None else config
     table, steps = comparison.summary, comparison.records.steps
     rows = side_by_side(table)
     doubt = run_verdicts.busy_verdict(comparison).removeprefix("Times are UNCERTAIN: ").rstrip(".")
@@ -120,7 +122,7 @@ def fastest(rows: pd.DataFrame, times: pd.DataFrame, doubt: str = "") -> str:
     if len(times) == 1:
         return f"only {first} was run, {times['middle'].iloc[0]:.3g} ms a step"
     if doubt:
-        return f"cannot be said: {doubt}"
+        return "cannot be said: times are uncertain, see below"
     if times["steps"].min() < FEWEST_STEPS:
         return f"cannot be said: {times['steps'].min()} timed steps are too few; give --steps 20"
     (low, middle, high), (low2, middle2, high2) = times[["low", "middle", "high"]].iloc[:2].to_numpy()

@@ -17,6 +17,7 @@ from shardlab.analysis.critical_path import ALL, NoHostWaitsError, critical_path
 from shardlab.analysis.held_bytes import allocator_items, peak
 from shardlab.analysis.overlap import COMPUTE_KINDS, overlap
 from shardlab.analysis.timed import in_timed_steps, timed_steps, traced_and_ordinary
+from shardlab.experiment.answer import answer
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import write_page
@@ -49,7 +50,9 @@ def write_report(comparison: Comparison, config: CompareConfig | None = None) ->
     """Write ``report.html`` beside the records and return its path; without ``config`` the records say it."""
     config = config_of(comparison.records) if config is None else config
     title = f"{config.title} on {config.ranks} {'rank' if config.ranks == 1 else 'ranks'}"
-    page = plots.report_page(title, _lead(comparison, config), _tables(comparison), _figures(comparison))
+    page = plots.report_page(
+        title, _lead(comparison, config), _tables(comparison), _figures(comparison), answer(comparison, config)
+    )
     return write_page(comparison.directory / "report.html", page)
 
 

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,13 @@ def png(figure: go.Figure) -> bytes | None:
     return smaller.getvalue()
 
 
-def report_page(title: str, lead: str, tables: Mapping[str, pd.DataFrame], figures: Mapping[str, go.Figure]) -> str:
+def report_page(
+    title: str,
+    lead: str,
+    tables: Mapping[str, pd.DataFrame],
+    figures: Mapping[str, go.Figure],
+    answer: Iterable[tuple[str, str]] = (),
+) -> str:
     """The whole page as text.
 
     Args:
@@ -124,6 +130,8 @@ def report_page(title: str, lead: str, tables: Mapping[str, pd.DataFrame], figur
         tables: caption -> table; tables come first. Column names include their unit, for example 'step (ms)'; numbers
             are aligned right, missing values are a dash. The index is not shown.
         figures: caption -> figure. The figure's title becomes a heading, its summary the accessible name.
+
+        answer: lines of title and text, which stand first.
 
     Returns:
         A complete HTML document of about 5 MB, nearly all of it plotly.js.
@@ -135,7 +143,9 @@ def report_page(title: str, lead: str, tables: Mapping[str, pd.DataFrame], figur
     safe = data.replace("</", "<\\/").replace("<!--", "<\\u0021--")
     lines = [
         HEAD, f"<title>{escape(title)}</title>", f"<style>\n{_CSS.read_text()}</style></head>", "<body><main>",
-        f'<header><h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p></header>',
+        f"<header><h1>{escape(title)}</h1>",
+        '<dl class="answer">', *(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in answer), "</dl>",
+        f'<p class="lead">{escape(lead)}</p></header>',
         *sections, "</main>", f'<script type="application/json" id="figures">{safe}</script>',
         f"<script>{get_plotlyjs()}</script>\n<script>{SCRIPT}</script>" if figures else "",
         "</body></html>",
