@@ -92,13 +92,9 @@ class _Call:
 
 
 def critical_path(
-    collectives: pd.DataFrame,
-    spans: pd.DataFrame,
-    *,
-    run: str | None = None,
-    step: int | None = None,
+    collectives: pd.DataFrame, spans: pd.DataFrame, *, run: str | None = None, step: int | None = None,
     axes: Mapping[str, int] | None = None,
-) -> pd.DataFrame:
+) -> pd.DataFrame:  # fmt: skip
     """The longest chain of compute and communication through one step, over all ranks.
 
     Args:
@@ -128,13 +124,9 @@ def critical_path(
 
 
 def what_if_free(
-    collectives: pd.DataFrame,
-    spans: pd.DataFrame,
-    *,
-    run: str | None = None,
-    step: int | None = None,
+    collectives: pd.DataFrame, spans: pd.DataFrame, *, run: str | None = None, step: int | None = None,
     axes: Mapping[str, int] | None = None,
-) -> pd.DataFrame:
+) -> pd.DataFrame:  # fmt: skip
     """How much shorter one step would be if the transfers of a tag took no time. Ranks still wait for each other.
 
     Args:

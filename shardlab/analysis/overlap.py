@@ -215,11 +215,9 @@ def _cut(merged: Intervals, begin: float, end: float) -> Intervals:
 
 
 def _waiting(
-    collectives: pd.DataFrame,
-    spans: pd.DataFrame,
-    axes: Mapping[str, int] | None,
+    collectives: pd.DataFrame, spans: pd.DataFrame, axes: Mapping[str, int] | None,
     lasted: Mapping[Key, tuple[float, float]],
-) -> dict[Key, float]:
+) -> dict[Key, float]:  # fmt: skip
     """Exposed time before the last rank joined, while nothing else was moving either."""
     if not len(collectives):
         return {}

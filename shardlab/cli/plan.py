@@ -32,7 +32,7 @@ def plan(
     tp: Annotated[int, typer.Option(help="Of --workload: tensor-parallel ranks; shows how layers are divided.")] = 1,
     sharding: Annotated[str, typer.Option(help="Of --workload: FSDP's, as in compare.")] = "full_shard",
     wrap: Annotated[str, typer.Option(help="Of --workload: FSDP's units, as in compare.")] = "",
-    bucket_mib: Annotated[float, typer.Option(help="Of --workload: of a bucket; compare takes 1.")] = BUCKET_MIB,
+    bucket_mib: Annotated[float, typer.Option(help="Of --workload: capacity of a bucket; compare has 1.")] = BUCKET_MIB,
     gpu: Annotated[str, typer.Option(help="A card (h100, 4090), its memory (24GB), or with a link: " + A_LINK)] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:

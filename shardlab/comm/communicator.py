@@ -17,7 +17,7 @@ from functools import partial
 from torch import Tensor
 
 from shardlab.comm.events import Mark, Pending
-from shardlab.comm.group import ObservedGroup
+from shardlab.comm.observed_group import ObservedGroup
 from shardlab.comm.transports import base
 from shardlab.comm.transports.base import Bounds, Job, Message, Queue, Reduction, Start, Transport
 from shardlab.vocabulary import Collective

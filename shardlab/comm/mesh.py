@@ -20,12 +20,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from shardlab.comm.async_queues import StreamQueue, ThreadQueue
 from shardlab.comm.base_mesh import BaseMesh, groups_along
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Failures
-from shardlab.comm.group import Process, retire
-from shardlab.comm.queues import StreamQueue, ThreadQueue
-from shardlab.comm.signed import all_gather_bytes
+from shardlab.comm.observed_group import Process, retire
+from shardlab.comm.signed_messages import all_gather_bytes
 from shardlab.comm.streams import mark_of
 from shardlab.comm.transports.base import Queue, Transport
 from shardlab.comm.transports.choice import check_transport, transport_of

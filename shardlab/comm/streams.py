@@ -37,25 +37,6 @@ def mark_of(device: torch.device) -> Mark | None:
     return None if streams is None else partial(mark, streams)
 
 
-def in_host_memory(tensor: Tensor) -> Tensor:
-    """A copy of ``tensor`` in host memory, pinned where it comes from a CUDA device, that ends on its stream."""
-    return copy_to_host(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda), tensor)
-
-
-def copy_to_host(host: Tensor, tensor: Tensor) -> Tensor:
-    """Copy behind the work of the current stream: ``host`` may be read or written after ``wait_for_copies``."""
-    return host.copy_(tensor, non_blocking=True)
-
-
-def wait_for_copies(device: torch.device) -> None:
-    """Let the host wait for all copies that the current stream of ``device`` has been given."""
-    if device.type == "cuda":
-        # Blocking, so that the host's thread sleeps: the ranks of a host share its cores.
-        event = torch.cuda.Event(blocking=True)
-        event.record()
-        event.synchronize()
-
-
 def read_later(number: Tensor) -> Callable[[], float]:
     """How to read a number, [1], so that the host waits for what is before it on the device and for nothing else."""
     host, copied = torch.empty(number.shape, dtype=number.dtype, pin_memory=True), torch.cuda.Event()

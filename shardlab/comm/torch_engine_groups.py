@@ -22,7 +22,7 @@ import torch.distributed as dist
 from shardlab.comm.base_mesh import BaseMesh, groups_along
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import CollectiveEvent, Observers
-from shardlab.comm.group import ObservedGroup, Process, retire
+from shardlab.comm.observed_group import ObservedGroup, Process, retire
 from shardlab.comm.torch_times import GLOO_THREADS, HostTimes, StreamTimes, Times, complete_waits
 from shardlab.comm.trees import tensors_in
 from shardlab.partition.ring_cost import moved_bytes
@@ -83,7 +83,7 @@ def torch_group(mesh: BaseMesh, axis: str, tag_of: TagOf | None) -> dist.Process
 
 
 def _retire(groups: list[dist.ProcessGroup]) -> None:
-    """Close the groups now and destroy them when the next mesh is built, as ``comm.group`` says."""
+    """Close the groups now and destroy them when the next mesh is built, as ``comm.observed_group`` says."""
     for group in groups:
         if isinstance(group, TorchGroup):
             group.close()

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm import BaseMesh
-from shardlab.comm.agreement import check_alike, number_among
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.checks import check_types
+from shardlab.comm.same_on_all_ranks import check_alike, number_among
+from shardlab.engines.argument_checks import check_types
 from shardlab.engines.clip import Axes, clip_
 from shardlab.engines.holdings import Division, Holding, of_state, owned_in, owners_in
-from shardlab.engines.hooks import forward_is
+from shardlab.engines.module_hooks import forward_is
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.partition.slices import slices_of
 from shardlab.vocabulary import MeshAxis, Role

@@ -30,10 +30,10 @@ from shardlab.comm.streams import read_later
 from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.trees import tensors_in
 from shardlab.engines.any_engine import AnyEngine, Stateful
-from shardlab.engines.checks import check_model, check_optimizer, tensor_axis
-from shardlab.engines.gradients import AFTER_BACKWARD, Gradients
+from shardlab.engines.argument_checks import check_model, check_optimizer, tensor_axis
+from shardlab.engines.gradient_state import AFTER_BACKWARD, Gradients
 from shardlab.engines.holdings import Division, Holding
-from shardlab.engines.hooks import gradient_node, unrefused, untraced, weakly
+from shardlab.engines.module_hooks import gradient_node, unrefused, untraced, weakly
 from shardlab.engines.precision import advise, cast_buffers, cast_floating
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors, over_pieces, shown_whole
 from shardlab.engines.strategy import Given, LaidOut, Strategy

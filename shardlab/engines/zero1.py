@@ -18,7 +18,7 @@ from shardlab.comm.events import Pending, wait_all
 from shardlab.engines.bucket import Bucket
 from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.holdings import Holding
-from shardlab.engines.hooks import in_plain_mode
+from shardlab.engines.module_hooks import in_plain_mode
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.strategy import Given, LaidOut, check_replaced
 from shardlab.engines.unused_params import nobody_used

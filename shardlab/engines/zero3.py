@@ -4,8 +4,8 @@ What differs from ``zero2``: the parameters are sharded too, from construction o
 another, before forward computes, and resharded after it; the same again around backward. (The paper gathers layer by
 layer and frees each after use: the same bytes at rest and on the wire, but a lower peak. Gathering in parts is what
 ``fsdp`` adds.) Since the gathered weights are freed after forward, autograd must not save them: it saves where in which
-bucket they lie (``saved.py``). The step works on shards and needs no gather after it. Nothing overlaps: gradients are
-reduce-scattered when backward has ended.
+bucket they lie (``saved_tensors.py``). The step works on shards and needs no gather after it. Nothing overlaps:
+gradients are reduce-scattered when backward has ended.
 
 Per rank for P fp32 parameters with Adam: at rest 4P/N parameters, 4P/N gradients, 8P/N state; P includes what
 pads each bucket to a multiple of N. In forward and backward another 4P of gathered parameters, and in backward up to
@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardlab.engines.bucket import bucket_layouts
-from shardlab.engines.hooks import ModuleHook
+from shardlab.engines.module_hooks import ModuleHook
 from shardlab.engines.precision import Precision, parse_precision
-from shardlab.engines.sharded import Sharded
-from shardlab.engines.shards import Shards, Unit, Ways
+from shardlab.engines.sharded_params import Shards, Unit, Ways
+from shardlab.engines.sharded_strategy import Sharded
 from shardlab.engines.strategy import Given, LaidOut
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.partition.chunks import parse_partition

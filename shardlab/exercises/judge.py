@@ -51,12 +51,9 @@ class Score:
         """With another case; ``counts``: its messages too."""
         sent = [[message for message in of_rank.messages if message.is_sent and counts] for of_rank in done]
         num_bytes = max(sum(message.sent_bytes for message in messages) for messages in sent)
-        return Score(
-            self.messages + max(map(len, sent)),
-            self.num_bytes + round(num_bytes),
-            max(self.peak_bytes, *(round(of_rank.peak_bytes) for of_rank in done)),
-            self.time_us + round(max(of_rank.time_us for of_rank in done)),
-        )
+        peak_bytes = max(self.peak_bytes, *(round(of_rank.peak_bytes) for of_rank in done))
+        time_us = self.time_us + round(max(of_rank.time_us for of_rank in done))
+        return Score(self.messages + max(map(len, sent)), self.num_bytes + round(num_bytes), peak_bytes, time_us)
 
     def __str__(self) -> str:
         """A sentence for each thing that was counted; empty if nothing was."""

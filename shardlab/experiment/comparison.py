@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardlab.comm.signed import all_gather_bytes
+from shardlab.comm.signed_messages import all_gather_bytes
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import claim, new_directory, run_directory
 from shardlab.experiment.planned import against_plan, plans_or_why

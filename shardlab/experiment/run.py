@@ -18,8 +18,8 @@ from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import checkpoint_directory, same_options
 from shardlab.experiment.rank_checks import NUM_BATCHES, FiniteCheck, first_other, sums_of
 from shardlab.experiment.shard_rows import shard_rows
-from shardlab.experiment.step import StepResult, TrainStep
 from shardlab.experiment.tensor import divided, loss_of
+from shardlab.experiment.train_step import StepResult, TrainStep
 from shardlab.experiment.workload import seeded
 from shardlab.launch import current
 from shardlab.launch.pool import num_cores

@@ -31,7 +31,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import AnyEngine
 from shardlab.experiment.batches import size_of
 from shardlab.experiment.run import source_of
-from shardlab.experiment.step import TrainStep
+from shardlab.experiment.train_step import TrainStep
 from shardlab.experiment.workload import LossFn
 from shardlab.tables import COLLECTIVES
 from shardlab.trace.clock import clock_for

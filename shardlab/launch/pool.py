@@ -13,11 +13,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Self, TypeVar
 
-from shardlab.launch.collector import Collector, Patience
-from shardlab.launch.errors import RankError, RankHang
+from shardlab.launch.answers_and_failures import Collector, Patience
 from shardlab.launch.messages import Payload, Task, pack, unpack
 from shardlab.launch.placement import Placement, check_world_size, is_inside_rank, place, torchrun_env
 from shardlab.launch.processes import RankProcesses
+from shardlab.launch.rank_errors import RankError, RankHang
 from shardlab.launch.torchrun import TorchrunRanks
 from shardlab.launch.worker import StartOptions
 
@@ -254,15 +254,9 @@ class RankPool:
 
 
 def launch(
-    fn: Callable[..., T],
-    /,
-    world_size: int,
-    *args: object,
-    device: str = "auto",
-    timeout_s: float = 60.0,
-    limit_s: float | None = None,
-    **kwargs: object,
-) -> list[T]:
+    fn: Callable[..., T], /, world_size: int, *args: object, device: str = "auto", timeout_s: float = 60.0,
+    limit_s: float | None = None, **kwargs: object,
+) -> list[T]:  # fmt: skip
     """Call ``fn(rank, *args, **kwargs)`` on ``world_size`` fresh ranks, once; the results in rank order.
 
     The one-shot form of ``RankPool``: the same arguments, output and errors.

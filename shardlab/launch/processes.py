@@ -1,7 +1,7 @@
 """The processes of one set of ranks: started together, ended together, never repaired.
 
-This file knows processes and pipes, nothing of results: ``collector.py`` waits for answers, and ``pool.py`` starts new
-processes where these have ended.
+This file knows processes and pipes, nothing of results: ``answers_and_failures.py`` waits for answers, and ``pool.py``
+starts new processes where these have ended.
 
 Ranks are forked from Python's own forkserver, one small process per parent, free of CUDA and of threads, which ends
 with its parent. It has imported torch once, so that a rank is up in hundredths of a second. It and Python's resource
@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil
 
-from shardlab.comm.signed import SECRET
+from shardlab.comm.signed_messages import SECRET
 from shardlab.launch import worker
 from shardlab.launch.hang_board import Board
 from shardlab.launch.messages import Stop, Task

@@ -40,10 +40,10 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm import become_rank, end_retired, leave_group
-from shardlab.launch.errors import texts_of
 from shardlab.launch.hang_board import BoardWriter
 from shardlab.launch.messages import Answer, Failure, Note, Payload, Stop, Task, pack, unpack
 from shardlab.launch.placement import Placement, RankContext, enter, make_group
+from shardlab.launch.rank_errors import texts_of
 from shardlab.launch.stack import StackWatch, answer_with_stack, failed_call
 
 _LOOK_EVERY_S = 0.2

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.checks import check_separate
-from shardlab.engines.guards.optimizers import check_fits
+from shardlab.engines.argument_checks import check_separate
+from shardlab.engines.guards.optimizer_fit import check_fits
 from shardlab.engines.guards.snapshot import Snapshot
 from shardlab.engines.holdings import owned_in, owners_in
 from shardlab.engines.step_tensors import StepTensors, guard_groups, is_clipping, over_pieces

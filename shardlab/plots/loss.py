@@ -201,16 +201,14 @@ def _layout(words: str, unit: str) -> dict[str, Any]:
     steps = {"title": {"text": "step"}, "tickformat": "d"}
     return {
         "template": theme.TEMPLATE,
-        "title": {"text": TRAINING, "subtitle": {"text": words}},
-        "height": 400,
-        "barmode": "stack",
+        "title": {"text": TRAINING, "subtitle": {"text": words}}, "height": 400, "barmode": "stack",
         "xaxis": {**steps, "domain": [0.0, 0.27]},
         "xaxis2": {**steps, "domain": [0.38, 0.66], "anchor": "y2"},
         "xaxis3": {"showgrid": False, "domain": [0.77, 1.0], "anchor": "y3"},
         "yaxis": {"title": {"text": "loss"}},
         "yaxis2": {"title": {"text": "time of a step (ms)"}, "rangemode": "tozero", "anchor": "x2"},
         "yaxis3": {"title": {"text": f"held at rest ({unit})"}, "rangemode": "tozero", "anchor": "x3"},
-    }
+    }  # fmt: skip
 
 
 def _curves(curves: pd.DataFrame, labels: list[str]) -> list[Trace]:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm.events import CollectiveEvent, Observer, Observers
-from shardlab.comm.group import ObservedGroup
+from shardlab.comm.observed_group import ObservedGroup
 from shardlab.comm.torch_engine_groups import VERBS, Verb, announce
 from shardlab.comm.torch_times import GLOO_THREADS, FutureTimes, HostTimes, Times, complete_waits
 from shardlab.comm.transports.base import Transport

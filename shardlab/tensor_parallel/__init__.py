@@ -4,7 +4,7 @@ Read in this order: linear, shared_input, vocab_parallel, sequence, rng, styles,
 suggested: flow, regions, plan_trial, suggest.
 """
 
-from shardlab.comm.autograd import copy, reduce
+from shardlab.comm.autograd_collectives import copy, reduce
 from shardlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from shardlab.tensor_parallel.plan import Plan, gpt_plan, load_state_dict, merge_state_dict, parallelize_module
 from shardlab.tensor_parallel.rng import differing_by_rank

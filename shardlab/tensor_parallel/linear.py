@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardlab.comm import Communicator, broadcast_coalesced
-from shardlab.comm.autograd import gather, reduce, reduce_scatter, scatter
+from shardlab.comm.autograd_collectives import gather, reduce, reduce_scatter, scatter
 from shardlab.comm.slices import cut
 from shardlab.partition.slices import TensorSlice, even_slice, parts_slice, require_divisible
 from shardlab.tensor_parallel.sequence import sum_gradient

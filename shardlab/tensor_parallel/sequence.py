@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardlab.comm import Communicator
-from shardlab.comm.autograd import gather, is_copy, reduce, scatter, untraced
+from shardlab.comm.autograd_collectives import gather, is_copy, reduce, scatter, untraced
 
 SEQUENCE_DIM = -2
 

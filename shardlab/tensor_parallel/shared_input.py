@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardlab.comm import Communicator
-from shardlab.comm.autograd import all_gather, copy
+from shardlab.comm.autograd_collectives import all_gather, copy
 
 
 class SharedInput:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardlab.comm import Communicator
-from shardlab.comm.autograd import reduce, reduce_scatter, untraced
+from shardlab.comm.autograd_collectives import reduce, reduce_scatter, untraced
 from shardlab.partition.slices import TensorSlice, even_slice, require_divisible
 from shardlab.tensor_parallel.linear import equalise, sliced
 

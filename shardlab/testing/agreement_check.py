@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab.comm.agreement import share_json
+from shardlab.comm.same_on_all_ranks import share_json
 from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.engine import Engine
 

@@ -12,8 +12,8 @@ from typing import Any
 from ipywidgets import HTML, Dropdown, FloatText, HBox, IntText, Layout, Text, ValueWidget, VBox
 
 from shardlab.engines import STRATEGIES, engine_options
+from shardlab.engines.fsdp_units import SHARDINGS
 from shardlab.engines.offload import OFFLOADS
-from shardlab.engines.sharding import SHARDINGS
 from shardlab.experiment import CompareConfig, Workload
 from shardlab.experiment.config import BUILTIN_FIELDS, ENGINE_FIELDS, SEQUENCES_PER_RANK
 from shardlab.models import MODELS

@@ -3,17 +3,13 @@
 import json
 from collections import Counter
 from dataclasses import replace
-from io import StringIO
 
 import pytest
-import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
-from shardlab.bench import PAIRS, BenchConfig, BenchRow, RankTimes, Workload, bench, row_of, sessions
+from shardlab.bench import PAIRS, BenchConfig, RankTimes, Workload, bench, row_of, sessions
 from shardlab.bench import _turn as built
 from shardlab.cli import app
-from shardlab.cli.bench import _table as table_of
 
 TINY = Workload("tiny", "gpt-1m", rows=1, seq_len=4)
 KEYS = {
@@ -24,16 +20,16 @@ KEYS = {
 
 
 def test_a_tiny_bench_from_end_to_end(pools):
-    config = BenchConfig(ranks=2, rounds=3, workloads=(TINY,), device="cpu")
+    config = BenchConfig(ranks=2, rounds=2, workloads=(TINY,), device="cpu")
     done = []
     rows = list(bench(config, pool=pools(2), on_progress=done.append))
     assert [(row.ours, row.theirs) for row in rows] == [
         ("bucketed", "torch_ddp"), ("zero1", "torch_zero1"), ("fsdp", "torch_fsdp2"), ("tensor_parallel", "torch_tp"),
         ("itself", "bucketed"),
     ]  # fmt: skip
-    assert len(done) == config.num_rounds == 15
+    assert len(done) == config.num_rounds == 10
     for row in rows:
-        assert (row.workload, row.ranks, row.rounds, row.transport) == ("tiny", 2, 3, "shared_memory")
+        assert (row.workload, row.ranks, row.rounds, row.transport) == ("tiny", 2, 2, "shared_memory")
         assert 0 < row.ratio_q1 <= row.ratio_median <= row.ratio_q3
         assert min(row.ours_ms, row.theirs_ms, row.floor_ms) > 0
         assert min(row.ours_over_floor, row.theirs_over_floor) > 0
@@ -128,22 +124,9 @@ def test_a_wrong_field_is_refused():
     BenchConfig(ranks=4, device="cpu")  # all pairs and workloads
 
 
-def test_torchs_engines_are_refused_where_ranks_share_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
-    with pytest.raises(ValueError, match="device: torch's own engines send by NCCL, and here ranks share a GPU"):
-        BenchConfig(ranks=2)
-    BenchConfig(ranks=2, pairs=(PAIRS["itself"],))
-
-
-def test_a_pool_of_other_ranks_is_refused(pools, monkeypatch):
+def test_a_pool_of_other_ranks_is_refused(pools):
     with pytest.raises(ValueError, match=r"pool: 3 ranks, but config\.ranks is 2"):
         next(bench(BenchConfig(device="cpu"), pool=pools(3)))
-    ranks = pools(2)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    with pytest.raises(ValueError, match=r"pool: its ranks are on cpu, but config\.device is 'cuda'"):
-        next(bench(BenchConfig(device="cuda"), pool=ranks))
 
 
 def test_the_command_refuses_before_a_rank_starts():
@@ -168,14 +151,3 @@ def test_the_command_writes_its_rows(tmp_path, monkeypatch):
     assert row.keys() == KEYS
     assert (row["workload"], row["ours"], row["theirs"], row["rounds"]) == ("latency", "bucketed", "torch_ddp", 2)
     assert "torch_ddp" in result.output
-
-
-def test_the_table_fits_into_80_columns():
-    row = BenchRow(
-        "compute", 2, "tensor_parallel", "torch_zero1", 0.881, 0.8, 0.9, 1.0, *[1234.56] * 3, 1, 1, 1, 1, 6, "gloo"
-    )
-    console = Console(width=80, file=StringIO())
-    console.print(table_of(TINY, [row, replace(row, ours_ms=999.96)]))
-    assert "1235" in console.file.getvalue()
-    assert "1000" in console.file.getvalue()
-    assert "…" not in console.file.getvalue()

@@ -64,17 +64,17 @@ def test_a_learning_rate_that_blows_up_fails_and_says_so(compared, tmp_path):
     assert "Losses are NOT finite, so the run has failed: that of single from step 1 on, that of zero1" in words
     assert "Losses are equal" not in words
     assert "Traceback" not in stderr
+    assert "Losses are NOT finite" in (tmp_path / "out" / "report.html").read_text()
     text = (tmp_path / "out" / "summary.json").read_text()
     rows = json.loads(text, parse_constant=lambda word: f"{word} is not JSON")
     assert [(row["loss_last"], row["losses_equal"]) for row in rows] == [(None, False)] * 2
 
 
 def fails(rank, *arguments):
-    if rank == 1:
-        broken = {}
-        return broken["on purpose"]
-    time.sleep(600)
-    return None
+    if rank == 0:
+        time.sleep(600)
+    broken = {}
+    return broken["on purpose"]
 
 
 def test_a_rank_that_raises_shows_its_traceback(compared, monkeypatch):

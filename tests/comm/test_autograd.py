@@ -5,7 +5,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
-from shardlab.comm import autograd as borders
+from shardlab.comm import autograd_collectives as borders
 from shardlab.comm.mesh import Mesh
 from tests.comm.test_communicator import Log
 

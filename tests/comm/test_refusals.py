@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardlab.comm.autograd import copy
+from shardlab.comm.autograd_collectives import copy
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.transports.base import MismatchError

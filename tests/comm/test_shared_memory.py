@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.signed import SECRET
+from shardlab.comm.signed_messages import SECRET
 from shardlab.comm.transports import rendezvous
 from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.transports.gloo import GlooTransport

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import Engine, OptimizerFn, build_engine
-from shardlab.engines.shards import Shards
+from shardlab.engines.sharded_params import Shards
 from tests.dist import cases
 
 ENGINES = {

@@ -10,7 +10,6 @@ from torch import nn
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import STRATEGIES, GradScaler, build_engine
-from shardlab.launch import RankError
 from tests.dist import cases
 from tests.dist.every_engine import (
     KINDS,
@@ -118,17 +117,6 @@ def other_states(rank, key):
 @pytest.mark.parametrize("key", [*KINDS, "fsdp-no_shard"])
 def test_a_state_dict_of_another_model_is_named_and_the_right_one_loads_after_it(pools, key):
     assert_states(pools(2).run(other_states, key), plain_steps(cases.build("MLP", seed=5), adamw, 2, 0))
-
-
-def bad_mesh(rank):
-    with Mesh({"replica": 2, "shard": 2}):
-        return rank
-
-
-def test_a_hybrid_group_that_does_not_divide_the_ranks(pools):
-    with pytest.raises(RankError, match=r"axes: .*'shard': 2.* hold 4 ranks, but there are 3; start as many: RankPool"):
-        pools(3).run(bad_mesh)
-    assert pools(4).run(bad_mesh) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])

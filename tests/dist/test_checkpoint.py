@@ -25,8 +25,8 @@ from shardlab.engines.checkpoint import directory as directory_module
 from shardlab.engines.checkpoint import gather as gather_module
 from shardlab.engines.checkpoint import save as save_module
 from shardlab.engines.checkpoint.manifest import decode, encode, read_manifest
-from shardlab.engines.checkpoint.shard_files import ShardFiles
-from shardlab.launch.errors import RankDied
+from shardlab.engines.checkpoint.reading import ShardFiles
+from shardlab.launch.rank_errors import RankDied
 from shardlab.optimizers.grad_scaler import GradScaler
 from tests.dist import cases
 from tests.dist.every_engine import ALL, axes_of, options_of

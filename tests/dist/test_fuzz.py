@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from tests.fuzzing.drawn import Menu
 from tests.fuzzing.engines import OURS
 from tests.fuzzing.features import ON
-from tests.fuzzing.modules import build
 from tests.fuzzing.replay import (
     Backward,
     BlockSpec,
@@ -93,26 +92,16 @@ def _never_reshards(engine):
     return engine
 
 
-def _own_buffer(engine):
-    mean = engine.module.blocks[0].mean
-    mean.copy_(build(engine.module.spec, 1 + engine.data_rank).blocks[0].mean)
-    return engine
-
-
 FAULTS = {
     "clipped before the reduction": _clipped_before_the_reduction,
     "dropped buffer": _dropped_buffer,
     "zeroed too early": _zeroed_too_early,
     "evaluation leaves units gathered": _never_reshards,
-    "a buffer of its own on each rank": _own_buffer,
 }
 EVERYWHERE = ("clipped before the reduction", "dropped buffer", "zeroed too early")
 SOMEWHERE = {
     "evaluation leaves units gathered": Scenario(
         ModuleSpec(blocks=(BlockSpec(),), path=(0,)), EngineSpec("fsdp"), operations=(Evaluate(1),)
-    ),
-    "a buffer of its own on each rank": Scenario(
-        ModuleSpec(blocks=(BlockSpec("running"),), path=(0,)), EngineSpec("ddp"), operations=(Forward(1),)
     ),
 }
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardlab.engines.guards.optimizers import KNOWN, LooksAt, check_fits, looks_at
+from shardlab.engines.guards.optimizer_fit import KNOWN, LooksAt, check_fits, looks_at
 from shardlab.vocabulary import Partition
 from tests.dist import whole_optimizers
 

@@ -8,7 +8,7 @@ from shardlab.engines import build_engine
 from shardlab.optimizers.sharded_optimizer import ShardedOptimizer
 from shardlab.vocabulary import Partition
 from tests.dist import whole_optimizers
-from tests.dist.every_engine import adamw, assert_states, one_step, plain_steps
+from tests.dist.every_engine import adamw, assert_states, axes_of, one_step, plain_steps
 from tests.dist.test_fsdp import build
 
 WHOLE = [str(partition) for partition in Partition if partition is not Partition.ELEMENTS]
@@ -37,23 +37,16 @@ def matrices(tensors):
     return [tensor for tensor in tensors if tensor.dim() == 2]
 
 
-def mesh_of(key, num_ranks):
-    return Mesh({"replica": 2, "shard": num_ranks // 2} if key == "fsdp-hybrid" else {"data": num_ranks})
-
-
-def engine_of(key, model, optimizer_fn, mesh, **more):
-    return build_engine(key.partition("-")[0], model, optimizer_fn, mesh, **ENGINES[key], **more)
-
-
 def trained(rank, num_ranks, kind, partition):
     """Final states by engine, after some steps."""
     found = {}
     for key in ENGINES:
         if key == "fsdp-hybrid" and num_ranks % 2:
             continue
+        options = {**ENGINES[key], "partition": partition}
         with (
-            mesh_of(key, num_ranks) as mesh,
-            engine_of(key, build(), OPTIMIZERS[kind], mesh, partition=partition) as engine,
+            Mesh(axes_of(key, num_ranks)) as mesh,
+            build_engine(key.partition("-")[0], build(), OPTIMIZERS[kind], mesh, **options) as engine,
         ):
             for step in range(STEPS):
                 one_step(engine, step=step)
@@ -62,22 +55,14 @@ def trained(rank, num_ranks, kind, partition):
     return found
 
 
-def reference(kind, num_ranks):
-    return plain_steps(build(), OPTIMIZERS[kind], num_ranks, *range(STEPS))
-
-
-def tolerance(kind):
-    """Muon computes in bfloat16, which magnifies the last bit of a sum."""
-    return 1e-8 if kind == "Muon" else 1e-10
-
-
 @pytest.mark.parametrize(("kind", "num_ranks"), [(kind, 2 + number % 3) for number, kind in enumerate(OPTIMIZERS)])
 def test_exact_with_whole_parameters(pools, kind, num_ranks):
     partition = WHOLE[num_ranks % 3]
-    expected = reference(kind, num_ranks)
+    expected = plain_steps(build(), OPTIMIZERS[kind], num_ranks, *range(STEPS))
+    tolerance = 1e-8 if kind == "Muon" else 1e-10  # it computes in bfloat16, which magnifies the last bit of a sum
     for found in pools(num_ranks).run(trained, num_ranks, kind, partition):
         for key, (state, owners) in found.items():
-            assert_states([state], expected, tolerance(kind))
+            assert_states([state], expected, tolerance)
             if key != "fsdp-replicate":
                 assert all(len(ranks) == 1 for ranks in owners.values()), key
 

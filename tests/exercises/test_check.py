@@ -100,10 +100,10 @@ def test_a_function_that_does_not_come_to_an_end_fails(progress):
         (lambda comm, x: os._exit(3), "2 ranks, 8 elements: the process of rank . ended"),
         (lambda comm, x: sys.exit("enough"), "2 ranks, 8 elements: rank . raised SystemExit: enough"),
         (lambda comm, x, y: None, "2 ranks, 8 elements: rank . raised TypeError: .*missing 1 required"),
-        (lambda comm, x: time.sleep(60), r"2 ranks, 8 elements: the run took longer than limit_s=6 s"),
+        (lambda comm, x: time.sleep(60), r"2 ranks, 8 elements: the run took longer than limit_s=3 s"),
         (lambda comm, x, lock=threading.Lock(): None, "cannot be pickled"),  # noqa: B008
     ):
-        report = check("collectives.ring_all_reduce", function, timeout_s=6, limit_s=6)
+        report = check("collectives.ring_all_reduce", function, timeout_s=6, limit_s=3)
         assert report.verdict is Verdict.FAILED
         assert re.search(words, report.reason), report.reason
 

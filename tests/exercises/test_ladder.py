@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shardlab.exercises import LADDER, Exercise, Verdict
-from shardlab.exercises.judge import LIMIT_S, TIMEOUT_S, examine
+from shardlab.exercises.judge import LIMIT_S, examine
 from shardlab.launch import RankPool
 from tests.exercises.reasons import WRONG
 from tests.exercises.right import RIGHT
@@ -17,8 +17,8 @@ BY_NAME = pytest.mark.parametrize("exercise", LADDER, ids=lambda exercise: exerc
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    """As ``check`` has them: one solution hangs, and the session's pools would wait for it for half a minute."""
-    with RankPool(4, device="cpu", timeout_s=TIMEOUT_S, limit_s=LIMIT_S, notice_s=None) as pool:
+    """Two solutions hang, and the session's pools would wait for them for half a minute."""
+    with RankPool(4, device="cpu", timeout_s=2.0, limit_s=LIMIT_S, notice_s=None) as pool:
         yield pool
 
 

@@ -1,6 +1,5 @@
 """Every field of ``CompareConfig`` that a user can get wrong is refused by name, with what it may be."""
 
-import json
 import re
 
 import pytest
@@ -112,13 +111,6 @@ def test_a_wrong_type_is_named():
         with pytest.raises(ValueError, match=re.escape(said)):
             CompareConfig(**{field: value})
     assert CompareConfig(strategies="zero2").strategies == ("zero2",)
-
-
-def test_units_are_chosen_as_for_the_engine():
-    for wrap in (nn.LayerNorm, 100_000, lambda name, module: name.endswith("mlp")):
-        config = CompareConfig(strategies="fsdp", wrap=wrap)
-        assert config.engine_options(("wrap",)) == {"wrap": wrap}
-        assert json.dumps(config.as_dict("fsdp"))
 
 
 def test_torchs_engines_are_refused_where_ranks_share_a_gpu(monkeypatch):

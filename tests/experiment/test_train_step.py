@@ -90,25 +90,6 @@ def test_without_clipping_nobody_asked_for_a_norm_and_accumulation_below_one_is_
             TrainStep(engine, mse, accumulation=0)
 
 
-def two_ranks(rank):
-    with Mesh({"data": 2}) as mesh, build_engine("bucketed", model(), sgd, mesh) as engine:
-        train_step = TrainStep(engine, mse, accumulation=2, max_norm=1e9)
-        results = [train_step(rows(10 * seed + rank)) for seed in range(4)]
-        return [(result.loss, result.grad_norm) for result in results if result is not None]
-
-
-def test_the_loss_is_the_mean_over_ranks_and_micro_batches(pools):
-    first, second = pools(2).run(two_ranks)
-    assert first == second
-    batches = [rows(10 * seed + rank) for seed in (0, 1) for rank in (0, 1)]
-    plain = model()
-    loss = nn.functional.mse_loss(plain(torch.cat([x for x, _ in batches])), torch.cat([y for _, y in batches]))
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
-    assert first[0] == pytest.approx((float(loss.detach()), float(norm)), abs=1e-12)
-    assert len(first) == 2
-
-
 def test_a_loader_ends_with_its_run_and_not_with_a_cycle(tmp_path):
     """In which its workers would not hear of it, and torch waits 5 s for each."""
     loader = DataLoader(TensorDataset(*rows(0)), batch_size=2)

@@ -101,15 +101,6 @@ def test_compute_is_that_of_the_operators(imported):
     assert (ordered["start_us"].to_numpy()[1:] >= ordered["end_us"].to_numpy()[:-1]).all()  # outermost ones only
 
 
-def test_steps_have_their_times_and_no_loss(imported):
-    _, records = imported
-    assert records.steps[["rank", "step"]].to_numpy().tolist() == [[0, 1], [0, 2], [1, 1], [1, 2]]
-    assert (records.steps["step_us"] > 0).all()
-    assert records.steps["loss"].isna().all()
-    measured = overlap(records.collectives, records.spans)
-    assert records.steps["overlap"].tolist() == measured["overlap"].tolist()
-
-
 def test_the_ranks_are_on_one_clock(imported):
     """gloo's all-reduce cannot end on one rank before it has begun on the other; and time begins with the trace."""
     _, records = imported
@@ -128,14 +119,6 @@ def test_figures_and_exports_take_it(imported):
     assert len(attribution(records.collectives, records.spans)) == len(records.collectives)
     assert bandwidth(records.collectives)["bus_gb_per_s"].max() > 0
     assert check(perfetto_trace(records))["X"]
-
-
-def test_one_file_of_a_directory(imported):
-    directory, both = imported
-    alone = import_profiler_trace(directory / "rank1.json.gz", run="mine")
-    assert set(alone.collectives["rank"]) == {1}
-    assert set(alone.spans["run"]) == {"mine"}
-    assert len(alone.collectives) == (both.collectives["rank"] == 1).sum()
 
 
 def test_a_trace_without_communication_has_no_overlap(tmp_path):

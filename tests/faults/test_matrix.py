@@ -10,16 +10,13 @@ from time import monotonic, sleep
 import psutil
 import pytest
 
-from shardlab.experiment import compare
 from shardlab.experiment.comparison import PRELOAD
-from shardlab.experiment.run_verdicts import verdicts
 from shardlab.faults import (
     DeadRank,
     Fault,
     Happened,
     LossyLink,
     MismatchedCollective,
-    NaN,
     OutOfMemory,
     SkippedCall,
     SkippedCollective,
@@ -29,7 +26,7 @@ from shardlab.faults import (
 )
 from shardlab.launch import RankDied, RankError, RankHang, RankPool
 from shardlab.vocabulary import Collective
-from tests.faults.program import STEPS, train, workload
+from tests.faults.program import train
 
 
 @dataclass(frozen=True)
@@ -92,11 +89,6 @@ def check(told, fault, error, happened):
     assert bool(re.search(r"\b(program|mlp)\.py\W.*\d", said)) == told.line, said
     if told is HANGS:
         assert "for more than timeout_s=3 s" in said
-
-
-def test_a_nan_makes_no_loop_fail_and_compare_names_the_rank(pool, tmp_path):
-    result = compare(workload([NaN(1, 1)]), tmp_path, pool=pool, strategies="bucketed", ranks=3, steps=STEPS)
-    assert re.search(r"NOT finite.*\brank 1\b", " ".join(verdicts(result)))
 
 
 def test_what_ranks_print_as_they_die_is_not_shown(pool, right, capsys):

@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 
 from shardlab import Mesh, Workload, build_engine
 from shardlab.cli import app
-from shardlab.lab import RunPlan, fit_of, kept_for_backward, readable_fit, saved_for_backward, terminal
+from shardlab.lab import RunPlan, kept_for_backward, readable_fit, saved_for_backward
 from shardlab.lab.model_tables import watch_gathered
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.partition.ring_cost import Link
 from shardlab.planner import Gpu, Setup, described, gathered_at_once, predicted_collectives, predicted_memory
 from shardlab.planner.fit import CARDS, memory_bytes, rows_that_fit
-from shardlab.plots import memory_on_gpu, summary_of
+from shardlab.plots import memory_on_gpu
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.units import units_of
 from shardlab.vocabulary import Role
@@ -157,14 +157,6 @@ def _setup(strategy: str, ranks: int, options: dict) -> Setup:
     return Setup(strategy, ranks, units=units_of(gpt()) if strategy == "fsdp" else {}, **known)
 
 
-def test_what_is_whole_is_not_gathered() -> None:
-    model, units = described(gpt()), units_of(gpt())
-    whole = Setup("fsdp", 4, units=units, sharding="no_shard")
-    for setup in (Setup("zero2", 4), Setup("ddp", 4), whole, Setup("single")):
-        assert gathered_at_once(model, setup) == 0
-    assert gathered_at_once(model, Setup("zero3", 2)) == 4 * model.numel  # P is even in each bucket here
-
-
 @pytest.mark.parametrize("count", [gathered_at_once, predicted_collectives])
 def test_the_order_of_nested_units_is_not_guessed(count: Any) -> None:
     model, units = described(Uneven()), units_of(Uneven(), ("blocks.*", "blocks.*.0"))
@@ -202,23 +194,6 @@ def test_what_is_offloaded_takes_no_memory_of_the_gpu() -> None:
     sharded = whole["parameter_bytes"] + whole["gradient_bytes"] + whole["optimizer_bytes"]
     assert states["left_bytes"] - whole["left_bytes"] == sharded == states["offloaded_bytes"]
     assert parameters["rest_bytes"] == states["rest_bytes"] == whole["rest_bytes"]
-
-
-def test_tables_for_people_and_a_figure() -> None:
-    planned = RunPlan.of(WORKLOADS["gpt"], 2, ("ddp", "fsdp"))
-    table = planned.on("40kB,1GB/s,10us")
-    assert list(readable_fit(table).index) == ["ddp", "fsdp"]
-    both = fit_of("fsdp", {"small": table, "large": planned.on("1MB,1GB/s,10us")})
-    assert both["rows that fit"].is_monotonic_increasing
-    with pytest.raises(ValueError, match="strategy: 'zero1' is not among ddp, fsdp"):
-        fit_of("zero1", {"small": table})
-    figure = memory_on_gpu(table, 40e3)
-    assert figure.layout.shapes[0].x0 == 40
-    kinds = ["parameter_bytes", "gathered_bytes", "gradient_bytes", "optimizer_bytes", "row_bytes"]
-    fits = table.loc[table[kinds].sum(axis=1) <= 40e3, "strategy"]
-    assert summary_of(figure).endswith(f"It suffices for {' and '.join(fits) or 'none'}.")
-    with pytest.raises(ValueError, match="memory_bytes, rows"):
-        memory_on_gpu(table, 0)
 
 
 def test_data_with_batches_of_its_own() -> None:
@@ -284,13 +259,6 @@ def test_bad_input_is_named() -> None:
     ):
         with pytest.raises(ValueError, match="^" + said.replace("(", r"\(")):
             call()
-
-
-def test_the_terminal_prints_the_command_and_its_answer(tmp_path, capsys) -> None:
-    terminal("echo 12; pwd", tmp_path)
-    assert capsys.readouterr().out == f"$ echo 12; pwd\n12\n{tmp_path}\n"
-    with pytest.raises(Exception, match="exit status 3"):
-        terminal("exit 3", tmp_path)
 
 
 def said(*arguments: str) -> str:

@@ -1,6 +1,5 @@
 """Samples of what is gathered: exact bytes of the units that are there, no trace of the hooks; and the picture."""
 
-import pandas as pd
 import pytest
 import torch
 
@@ -9,12 +8,10 @@ from shardlab.engines import Engine, build_engine
 from shardlab.lab.model_tables import (
     GatheredSample,
     gathered_by_unit,
-    gathered_table,
     unit_bytes,
     watch_gathered,
 )
 from shardlab.models import GPT, GPTConfig, next_token_loss
-from shardlab.plots import gathered_over_a_step, summary_of
 from tests.conftest import Pools
 
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
@@ -72,24 +69,3 @@ def test_shard_grad_op_lets_go_of_nothing_in_forward_and_bytes_are_those_of_the_
     samples, whole, *_ = pools(2).run(watched, {"precision": "bf16", "prefetch": 0})[0]
     assert {unit: 2 * held for unit, held in whole.items()} == full
     assert max(sample.num_bytes for sample in samples) == whole["root"] + whole["blocks.0"]
-
-
-def test_the_table_has_a_row_per_sample_and_unit() -> None:
-    table = gathered_table([GatheredSample("a forward", {"a": 4, "b": 0}), GatheredSample("end", {"a": 0, "b": 0})])
-    assert table.to_dict("list") == {
-        "sample": [0, 0, 1, 1], "moment": ["a forward"] * 2 + ["end"] * 2, "unit": ["a", "b"] * 2, "bytes": [4, 0, 0, 0]
-    }  # fmt: skip
-    assert "no samples" in summary_of(gathered_over_a_step(gathered_table([])))
-    with pytest.raises(ValueError, match="missing columns \\['moment'"):
-        gathered_over_a_step(pd.DataFrame({"sample": [0]}))
-
-
-def test_the_figure_stacks_units_and_says_the_most(pools: Pools) -> None:
-    samples, whole, *_ = pools(2).run(watched, {})[0]
-    limit = whole["root"] + 2 * whole["blocks.0"]
-    figure = gathered_over_a_step(gathered_table(samples), limit)
-    assert [trace.name for trace in figure.data] == ["root", *BLOCKS]
-    root = figure.data[0]
-    assert list(root.x) == [n for n, sample in enumerate(samples) if sample.by_unit["root"]]
-    assert f"at most {limit / 1e3:.2f} kB in 3 units at once" in summary_of(figure)
-    assert list(figure.layout.xaxis.ticktext) == ["root", "0", "1", "2", "root", "2", "1", "0"]

@@ -1,7 +1,5 @@
 """One row per op and size, with the op run on real ranks; and what is refused."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -24,18 +22,6 @@ def test_one_row_per_op_and_size_ready_for_a_fit(pools: Pools) -> None:
     assert set(messages["group_size"]) == {2}
     assert (messages["time_us"] > 0).all()
     assert (with_fit(messages)["fitted_us"] > 0).all()
-
-
-def test_the_op_gets_every_size_warmed_up_and_repeated(pools: Pools, tmp_path: Path) -> None:
-    def note(comm: Communicator, x: torch.Tensor) -> None:
-        with (tmp_path / str(comm.rank)).open("a") as file:
-            file.write(f"{x.dtype} {x.nbytes}\n")
-
-    message_sweep({"note": note}, [16, 32], pools(2), repeats=3)
-    for rank in range(2):
-        lines = (tmp_path / str(rank)).read_text().splitlines()
-        small, large = "torch.float32 16", "torch.float32 32"
-        assert lines == [small, small, large, large] + [small, large] * 3, "warmed up, then in turns"
 
 
 def test_the_slowest_rank_counts(pools: Pools) -> None:

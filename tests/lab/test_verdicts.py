@@ -8,7 +8,6 @@ import pytest
 
 from shardlab.analysis import overlap
 from shardlab.lab import notebook_verdicts as say
-from shardlab.plots import overlap_bars, summary_of
 from tests.analysis.hand_made import random_step as one_step
 
 SEEDS = range(12)
@@ -58,37 +57,6 @@ def test_buckets_the_best_is_the_shortest_and_lies_where_it_is_said_to() -> None
         assert all(float(ratio) >= 1 for ratio in re.findall(r"([\d.]+) times as long", said))
 
 
-def test_messages_flat_or_steep_by_their_own_times() -> None:
-    sizes = [4**k for k in range(5, 13)]
-    table = pd.DataFrame({"op": "all_reduce", "bytes": sizes, "time_us": [200 + size / 3e3 for size in sizes]})
-    table["median_us"] = 1.05 * table["time_us"]
-    small, large, busy = found = say.message_verdicts(table, "all_reduce")
-    assert small.endswith("mostly latency.")
-    assert large.endswith("mostly bandwidth.")
-    assert "about equal time" in busy
-    assert [*map(words, say.message_verdicts(slowed(table), "all_reduce"))] == [*map(words, found)]
-    for seed in SEEDS:
-        times = (noisy := loaded(table, seed)).set_index("bytes")["time_us"]
-        said = say.growth_verdict(noisy, "all_reduce", sizes[0], sizes[2])
-        ratio = times[sizes[2]] / times[sizes[0]]
-        assert said.endswith(f"mostly {'bandwidth' if ratio > 4 else 'latency'}.")  # 16 times the bytes
-        assert f"16 times the bytes took {ratio:.2g} times as long" in said
-
-
-def test_bus_bandwidth_is_of_two_numbers_of_ranks() -> None:
-    for speeds, said in (((3.0, 3.1), "stayed"), ((3.0, 1.0), "fell to 33%"), ((1, 2), "rose to 200%")):
-        assert said in say.bus_verdict(pd.DataFrame({"group_size": [2, 4], "bus_gb_per_s": speeds}))
-
-
-def test_measured_against_predicted_gives_the_reasons_that_apply() -> None:
-    for measured, said in {(1.0, 2.0): "holds", (1.5, 2.0): "Above: late.", (0.5, 2.0): "Below: early."}.items():
-        found = say.prediction_verdict((1.0, 2.0), measured, "late", "early")
-        assert said in found
-        assert ("Above" in found, "Below" in found) == (max(measured) > 2 or measured[0] > 1.1, measured[0] < 0.9)
-    both = say.prediction_verdict((1.0, 2.0), (2.0, 1.0), "late", "early")
-    assert "Above" in both and "Below" in both  # noqa: PT018
-
-
 def test_no_message_gains_more_than_it_lasts() -> None:
     for seed in range(4):
         gains = say.message_gains(*one_step(seed, slow=1.0 + 6 * (seed % 2)))
@@ -112,19 +80,6 @@ def test_hidden_and_exposed_are_compared_as_they_are() -> None:
             kind = "about as much" if alike else "less" if now < then else "MORE"
             assert re.fullmatch(rf"{name} .*, {kind} exposed.* {before}", sentence)
         assert words(say.hidden_verdict(slowed(table), ["a", "b", "c"])) == words(said)
-
-
-def test_a_figure_and_a_sentence_say_the_same_share() -> None:
-    for seed in SEEDS:
-        runs = [(name, step, overlap(*one_step(seed + 10 * step, slow=1 + step)))
-                for name in "ab" for step in range(3 if name == "a" else 1)]  # fmt: skip
-        table = pd.concat([measures.assign(run=name, step=step) for name, step, measures in runs])
-        drawn = re.findall(r"([ab]) ([\d.]+ %) hidden with ([\d.]+ .?s) exposed", summary_of(overlap_bars(table)))
-        said = re.findall(
-            r"\b([ab])(?: hides)? ([\d.]+ %) \(([\d.]+ .?s) exposed\)", say.hidden_verdict(table, ["a", "b"])
-        )
-        assert drawn == said
-        assert len(said) == 2
 
 
 def speeds(seed: int | None) -> pd.DataFrame:
@@ -154,26 +109,6 @@ def test_two_ranks_pay_off_where_they_did() -> None:
             if found := re.search(r"with ([\d, and]+) rows only", sentence):
                 assert [int(number) for number in re.findall(r"\d+", found[1])] == wins
             assert ("more than 2 ranks can" in sentence) == (ratios.max() > 2 * say.ALIKE)
-
-
-def test_parts_and_floor_say_what_the_bars_show() -> None:
-    rows = [("1 rank", 100.0, 98.0, 0.0), ("2 ranks", 120.0, 100.0, 15.0), ("4 ranks", 260.0, 220.0, 30.0)]
-    quiet = pd.DataFrame(rows, columns=["run", "step_us", "compute_us", "moving_us"])
-    for split in (quiet, *(loaded(quiet, seed) for seed in SEEDS)):
-        table = split.set_index("run")
-        names = ("2 ranks", "4 ranks")
-        said = say.parts_verdict(split, dict.fromkeys(names, "1 rank")).split("; ")
-        for name, sentence in zip(names, said, strict=True):
-            ratio = table.loc[name, "step_us"] / table.loc["1 rank", "step_us"]
-            kind = (
-                "as long as" if 1 / say.ALIKE <= ratio <= say.ALIKE else "longer than" if ratio > 1 else "shorter than"
-            )
-            assert sentence.startswith(f"{name} is {kind} 1 rank")
-        ratios = (table["compute_us"] / table.loc["1 rank", "compute_us"]).drop("1 rank")
-        said = say.floor_verdict(split, "1 rank")
-        assert ("did not slow it" in said) == (ratios.max() <= say.ALIKE)
-        assert ("share cores or memory" in said) == (ratios.max() > say.ALIKE)
-    assert words(say.floor_verdict(slowed(quiet), "1 rank")) == words(say.floor_verdict(quiet, "1 rank"))
 
 
 def test_a_busy_machine_is_said_to_be_busy() -> None:

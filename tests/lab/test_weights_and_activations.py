@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-from shardlab.lab.fit import saved_for_backward
 from shardlab.lab.model_tables import weights_table
 from shardlab.models import GPT, GPTConfig
 from shardlab.partition.slices import even_slice, parts_slice
@@ -46,14 +45,3 @@ def test_a_projection_of_several_parts_has_several_ranges_and_a_layer_alone_one(
     table = weights_table(nn.Linear(2, 12), {"weight": even_slice((12, 2), 0, 0, 3)})
     assert held(table, "weight", 2) == [((0, 2), (8, 12))]
     assert held(table, "bias", -1) == [((0, 1), (0, 12))]
-
-
-def test_what_a_linear_layer_and_a_gelu_keep():
-    """The input of each, once, and no weights."""
-    model, x = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 2)), torch.randn(3, 4)
-    with saved_for_backward(model) as kept:
-        model(x).sum()
-    assert sorted(tensor.numel() for tensor in kept) == [12, 18, 18]
-    with saved_for_backward(model) as kept, torch.no_grad():
-        model(x)
-    assert kept == []

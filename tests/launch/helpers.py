@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from shardlab.comm.signed import SECRET
+from shardlab.comm.signed_messages import SECRET
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.signed import all_gather_bytes
+from shardlab.comm.signed_messages import all_gather_bytes
 from shardlab.engines import build_engine
 from shardlab.launch import RankError, RankPool, current, launch
 from tests.launch.helpers import scaled
@@ -82,18 +82,6 @@ def test_every_rank_of_every_pool_draws_numbers_of_its_own(pools):
     pools(2).start()  # first: it says what the forkserver preloads, and numpy.random is among it
     for drawn in zip(*launch(draw, 2, device="cpu"), *launch(draw, 2, device="cpu"), strict=True):
         assert len(set(drawn)) == 4
-
-
-def test_current_in_a_rank(pools):
-    def where(rank):
-        context = current()
-        return context.rank, context.world_size, str(context.device), context.board is not None, context.placement
-
-    rows = pools(2).run(where)
-    assert [row[:4] for row in rows] == [(0, 2, "cpu", True), (1, 2, "cpu", True)]
-    assert rows[0][4] == pools(2).placement
-    with pytest.raises(RuntimeError, match="this process is not a rank"):
-        current()
 
 
 def test_emit_reaches_the_parent_in_order(pools):

@@ -86,17 +86,25 @@ def start_busy_script(start_script):
     return script
 
 
-@pytest.mark.parametrize("first", ["parent", "forkserver"])
-def test_parent_killed(start_script, first):
+@pytest.mark.parametrize("end", ["terminated", "its forkserver first", "its group"])
+def test_parent_killed(start_script, tmp_path, monkeypatch, end):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     script = start_busy_script(start_script)
     family = descendants(script.pid)
     assert len(family) == 10  # forkserver, resource tracker, four ranks, their four children
-    [server] = [one for one in family if one.ppid() == script.pid and one.children()]
-    if first == "forkserver":  # as when a signal to a process group, or the OOM killer, comes to it first
+    assert list(tmp_path.glob("shardlab-*"))
+    # At shutdown ipykernel ends all of its group, and waits for those that ignore it until Jupyter ends the kernel.
+    assert script.pid not in {os.getpgid(one.pid) for one in family if one.name() != "sleep"}
+    if end == "its forkserver first":  # as when a signal to a process group, or the OOM killer, comes to it first
+        [server] = [one for one in family if one.ppid() == script.pid and one.children()]
         server.kill()
-    script.kill()
+    if end == "its group":  # as Jupyter does at restart
+        os.killpg(script.pid, signal.SIGKILL)
+    else:
+        script.send_signal(signal.SIGTERM if end == "terminated" else signal.SIGKILL)
     script.wait()
     assert gone_within(family, 20)
+    assert end == "its forkserver first" or not list(tmp_path.glob("shardlab-*"))  # which it would have removed
 
 
 def test_interrupted_from_the_terminal(start_script):
@@ -221,18 +229,3 @@ def test_ranks_and_what_they_have_started_end_with_an_error_and_with_the_pool():
         assert gone_within(family, 5)
         family = [psutil.Process(pid) for pids in pool.run(start_children) for pid in pids] + ours(pool)
     assert gone_within(family, 5)
-
-
-@pytest.mark.parametrize(("end", "signum"), [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGKILL)])
-def test_a_parent_that_is_ended_by_a_signal_leaves_no_folder(start_script, tmp_path, monkeypatch, end, signum):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    script = "import time\nfrom shardlab.launch import RankPool\npool = RankPool(1, device='cpu')\npool.start()\n"
-    process = start_script(script + "print('up', flush=True)\ntime.sleep(60)\n")
-    wait_for_line(process, "up")
-    assert list(tmp_path.glob("shardlab-*"))
-    started = descendants(process.pid)
-    # At shutdown ipykernel ends all of its group, and waits for those that ignore it until Jupyter ends the kernel.
-    assert process.pid not in {os.getpgid(one.pid) for one in started}
-    end(process.pid, signum)  # at restart Jupyter sends it to the group
-    assert gone_within(started, 10)
-    assert not list(tmp_path.glob("shardlab-*"))

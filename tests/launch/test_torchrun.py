@@ -82,7 +82,7 @@ def test_same_script_with_and_without_torchrun(tmp_path):
     A thread of gloo that lets go of a tensor while the interpreter ends aborts the process, once in some hundred runs.
     (Torch keeps what its own engines make in caches of its own.)
     """
-    text = SCRIPT.replace("TIMEOUT", "5").replace("SLEEP", "6 if 'RANK' in os.environ else 0")
+    text = SCRIPT.replace("TIMEOUT", "3").replace("SLEEP", "4 if 'RANK' in os.environ else 0")
     both = torchrun(tmp_path / "script.py", text)
     assert both.returncode == 0, both.stderr
     alone = subprocess.run(
@@ -103,23 +103,27 @@ def test_same_script_with_and_without_torchrun(tmp_path):
     assert sorted(str(rank) for rank, *_ in results) == ["0", "1", "None"]
 
 
-SURVIVES_A_FAILURE = """
+TELLS = """
 import json, os
+import torch.distributed as dist
 from shardlab import Mesh
 from shardlab.launch import RankPool
 
-def train(rank, lr):
+def train(rank, lr=0.1):
     with Mesh({"data": 2}) as mesh:
         mesh.data.barrier().wait()
         if lr > 1 and rank == 1:
             raise ValueError("the loss is NaN")
     return lr
 
+def destroy(rank):
+    dist.destroy_process_group()
+
 told = []
 with RankPool(2, device="cpu", timeout_s=5) as pool:
-    for lr in (0.1, 10.0, 0.3, 0.5):
+    for call in CALLS:
         try:
-            told.append(pool.run(train, lr))
+            told.append(pool.run(*call))
         except Exception as error:
             told.append(str(error).partition(";")[0].partition(" (")[0])
 os.write(1, f"{json.dumps([os.environ['RANK'], *told])}\\n".encode())
@@ -127,7 +131,8 @@ os.write(1, f"{json.dumps([os.environ['RANK'], *told])}\\n".encode())
 
 
 def test_no_rank_gets_results_of_another_call_after_a_failure_that_the_script_catches(tmp_path):
-    done = torchrun(tmp_path / "script.py", SURVIVES_A_FAILURE)
+    calls = "((train, 0.1), (train, 10.0), (train, 0.3), (train, 0.5))"
+    done = torchrun(tmp_path / "script.py", TELLS.replace("CALLS", calls))
     differ = "RankPool: rank 0 returned from call 2, rank 1 raised ValueError in call 2 of run"
     refused = "RankPool: its ranks have left an earlier call in different ways"
     assert sorted(map(json.loads, done.stdout.splitlines())) == [
@@ -136,27 +141,8 @@ def test_no_rank_gets_results_of_another_call_after_a_failure_that_the_script_ca
     ]
 
 
-DESTROYS_THE_GROUP = """
-import json, os
-import torch.distributed as dist
-from shardlab.launch import RankPool
-
-def destroy(rank):
-    dist.destroy_process_group()
-
-told = []
-with RankPool(2, device="cpu", timeout_s=5) as pool:
-    for fn in (str, destroy, str):
-        try:
-            told.append(pool.run(fn))
-        except Exception as error:
-            told.append(str(error).partition(";")[0])
-os.write(1, f"{json.dumps([os.environ['RANK'], *told])}\\n".encode())
-"""
-
-
 def test_a_group_that_the_function_destroys_is_told(tmp_path):
-    done = torchrun(tmp_path / "script.py", DESTROYS_THE_GROUP)
+    done = torchrun(tmp_path / "script.py", TELLS.replace("CALLS", "((str,), (destroy,), (str,))"))
     destroyed = "RankPool: the default process group has been destroyed"
     assert sorted(map(json.loads, done.stdout.splitlines())) == [
         [str(rank), ["0", "1"], destroyed, destroyed] for rank in range(2)

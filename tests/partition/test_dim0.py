@@ -1,4 +1,3 @@
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,12 +56,3 @@ def test_chunks_are_equal_and_hold_the_largest_rank_exactly(specs, num_ranks):
     assert layout.numel == sum(held) == sum(spec.numel for spec in specs)
     # A block is less than a row more than an even share, so padding is less than a row a parameter and rank.
     assert layout.padding_numel <= sum((num_ranks - 1) * spec.numel // max(rows_of(spec), 1) for spec in specs)
-
-
-def test_bad_input_names_the_field():
-    with pytest.raises(ValueError, match="num_ranks: 0 is too small; it must be at least 1"):
-        dim0_layout([], 0)
-    with pytest.raises(ValueError, match="rank: 2 is not one of the 2 ranks; it must be 0 to 1"):
-        dim0_layout([], 2).pieces(2)
-    with pytest.raises(ValueError, match="rank: -1 is not one of the 2 ranks; it must be 0 to 1"):
-        dim0_layout([], 2).chunk(-1)

@@ -1,10 +1,7 @@
 import itertools
-import math
 
 import numpy as np
-import pandas as pd
 
-from shardlab.plots.text import column_text, format_bytes, format_count, format_percent, format_us, significant, tick
 from shardlab.plots.theme import (
     COLLECTIVE_COLOURS,
     INK,
@@ -74,22 +71,3 @@ def test_every_word_has_one_colour_of_its_own_and_a_strategy_keeps_it_in_any_com
         chosen = run_colours(names)
         assert chosen["zero1"] == STRATEGY_COLOURS["zero1"]
         assert len(set(chosen.values())) == len(names)
-
-
-READ = {
-    format_bytes: {0: "0 B", 999: "999 B", 999_960: "1.00 MB", 12_345_678: "12.3 MB", 4.8e9: "4.80 GB"},
-    format_us: {0.25: "0.250 µs", 12_345: "12.3 ms", 2.5e6: "2.50 s", math.nan: "–"},
-    format_count: {1_234_567: "1.23 M"},
-    format_percent: {0.6875: "69 %", 0.0321: "3.2 %", math.nan: "–"},
-    significant: {9.999: "10.0", 3e-8: "3.00e-08"},
-    tick: {"1.00 kB": "1 kB", "100 µs": "100 µs"},
-}
-
-
-def test_numbers_read_well():
-    for format_, texts in READ.items():
-        assert {value: format_(value) for value in texts} == texts
-    assert column_text(pd.Series([10.0, 7.5, np.nan, 0.0])) == ["10.00", "7.50", "–", "0.00"]
-    assert column_text(pd.Series([1.0, 3e-8, 0.0])) == ["1.00", "3.00e-08", "0"]
-    assert column_text(pd.Series([4_800_000, pd.NA], dtype="Int64")) == ["4,800,000", "–"]
-    assert column_text(pd.Series(["a", None])) == ["a", "–"]

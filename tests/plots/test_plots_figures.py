@@ -4,7 +4,7 @@ import pytest
 
 from shardlab import analysis, plots
 from shardlab.plots.show import plain_json
-from shardlab.plots.theme import COLLECTIVE_COLOURS, ROLE_COLOURS, STRATEGY_COLOURS, log_axis
+from shardlab.plots.theme import COLLECTIVE_COLOURS, ROLE_COLOURS, STRATEGY_COLOURS
 from shardlab.tables import COLLECTIVES, SPANS
 from tests.plots.sample_records import BYTES_BY_ROLE, NUM_RANKS, NUM_STEPS, NUMEL, RUNS
 
@@ -81,19 +81,6 @@ def test_loss_curves_hold_the_losses(records):
     assert widths == sorted(widths, reverse=True)
 
 
-def test_loss_difference_shows_zeros_as_zeros(records):
-    figure = plots.loss_difference(records.steps)
-    equal, other = trace(figure, "ddp"), trace(figure, "zero1")
-    assert set(equal.hovertext) == {"exactly 0"}
-    assert figure.layout.yaxis.ticktext[0] == "exactly 0"
-    assert set(equal.y) == {figure.layout.yaxis.tickvals[0]}
-    assert min(other.y) > 5 * max(equal.y)
-    assert max(other.y) == pytest.approx(3e-8, rel=1e-4)
-    assert "ddp exactly 0" in plots.summary_of(figure)
-    figure = plots.loss_difference(records.steps[records.steps["run"].isin(["single", "ddp"])])
-    assert list(figure.layout.yaxis.ticktext) == ["exactly 0"]
-
-
 def test_overlap_bars_are_medians_and_say_where_there_is_no_number(records):
     table = analysis.overlap(records.collectives, records.spans)
     figure = plots.overlap_bars(table)
@@ -127,14 +114,6 @@ def test_traced_steps_have_no_time(records):
     assert "memory traced" in plots.summary_of(only_traced)
 
 
-def test_a_logarithmic_axis_encloses_its_values_and_names_1_2_and_5():
-    axis = log_axis([240.0, 22_600.0], str)
-    assert 10 ** axis["range"][0] < 240 < 22_600 < 10 ** axis["range"][1]
-    assert axis["tickvals"] == pytest.approx([200, 500, 1e3, 2e3, 5e3, 1e4, 2e4])
-    assert log_axis([1.0, 1e8], str)["tickvals"] == pytest.approx([10.0**power for power in range(9)])
-    assert log_axis([0.7086, 0.7093], str)["tickvals"] == [0.5, 1.0]  # nearly equal
-
-
 def test_shard_map_tiles_the_parameters(records):
     figure = plots.shard_map(records.shards, run="zero1", role="optimizer_state")
     covered = sorted((base, base + x) for part in figure.data for base, x in zip(part.base, part.x, strict=True))
@@ -142,19 +121,6 @@ def test_shard_map_tiles_the_parameters(records):
     assert covered[-1][1] == pytest.approx(NUMEL / 1e6)
     assert [end for _, end in covered[:-1]] == pytest.approx([start for start, _ in covered[1:]])
     assert "each of 4 ranks holds 300,000 elements (25 %)" in plots.summary_of(figure)
-
-
-def test_messages_fit_line_and_buckets_ring():
-    size = np.array([1e3, 1e6, 1e8])
-    messages = analysis.with_fit(pd.DataFrame({"op": "all_gather", "bytes": size, "time_us": 100 + size / 1e3}))
-    figure = plots.message_times(messages)
-    line = trace(figure, "all_gather: fit")
-    assert np.asarray(line.y) == pytest.approx(100 + np.asarray(line.x) / 1e3, rel=1e-6)
-    assert line.line.color == COLLECTIVE_COLOURS["all_gather"]
-    buckets = pd.DataFrame({"run": "r", "bucket_bytes": size, "step_us": [9e3, 5e3, 8e3], "exposed_comm_us": 1e3})
-    figure = plots.bucket_curve(buckets)
-    assert list(trace(figure, "shortest step").x) == [1e6]
-    assert "fastest with buckets of 1.00 MB: 5.00 ms a step" in plots.summary_of(figure)
 
 
 def test_emulated_and_predicted_are_said(records):
@@ -200,18 +166,3 @@ def test_empty_tables_say_so_and_what_is_wrong_is_named(records):
     ):
         with pytest.raises(ValueError, match=words):
             draw()
-
-
-def test_long_curves_are_thinned_and_say_so(records):
-    count = 4_000
-    row = records.steps[records.steps["run"] == "ddp"].iloc[:1]
-    steps = pd.concat([row] * count, ignore_index=True).assign(step=np.arange(count), traced_memory=False)
-    steps = steps.assign(loss=np.sin(np.arange(count)))
-    steps.loc[1_234, "loss"] = 7.0
-    both = pd.concat([steps, steps.assign(run="zero1", loss=steps["loss"] * 1.01)])
-    curves = plots.loss_curves(both)
-    for figure in (curves, plots.loss_difference(both, "ddp")):
-        assert ",000 steps" in figure.layout.title.subtitle.text
-        assert len(str(plain_json(figure))) < 100_000
-    assert max(trace(curves, "ddp").y) == 7.0
-    assert "at most 400 of its steps" in plots.step_times(steps).layout.title.subtitle.text

@@ -3,8 +3,7 @@ import pandas as pd
 import pytest
 
 from shardlab.plots import memory_by_role, memory_over_step, summary_of
-from shardlab.plots.show import plain_json
-from shardlab.plots.theme import MAX_POINTS, ROLE_COLOURS, thinned
+from shardlab.plots.theme import ROLE_COLOURS
 from shardlab.tables import MEMORY
 
 NOTHING = dict.fromkeys(MEMORY.column_names[-5:], pd.NA)
@@ -83,23 +82,3 @@ def test_the_peak_by_strategy_says_in_which_unit_it_was(memory):
     figure = memory_by_role(memory, "peak")
     assert "blocks.1, backward" in figure.layout.yaxis.ticktext[0]
     assert "zero1 13.0 MB (in blocks.1, backward)" in summary_of(figure)
-
-
-def test_a_hundred_thousand_moments_are_thinned_to_ends_and_extremes_and_the_figure_says_so():
-    count = 100_000
-    size = (1e6 + 1e5 * np.sin(np.arange(count) / 500)).astype(int)
-    size[54_321] = 9_000_000  # one moment must not be lost
-    base = {
-        "run": "r", "source": "measured", "rank": 0, "step": 0, "time_us": np.arange(count) * 1.0,
-        "phase": "backward", "where": [f"u{n % 50}" for n in range(count)], "bytes": size, **NOTHING,
-    }  # fmt: skip
-    memory = pd.concat([pd.DataFrame({**base, "role": role}) for role in ("parameter", "activation")])
-    figure = memory_over_step(MEMORY.frame(memory))
-    assert max(area(figure, "all").y) == 18
-    assert len(str(plain_json(figure))) < 600_000
-    assert figure.layout.title.subtitle.text.startswith("100,000 moments drawn as")
-    values = np.zeros(10_001)
-    values[[777, 5000]] = 1.0, -1.0
-    kept = thinned(values)
-    assert len(kept) <= MAX_POINTS + 2
-    assert {0, 777, 5000, 10_000} <= set(kept.tolist())

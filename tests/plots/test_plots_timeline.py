@@ -53,16 +53,6 @@ def test_the_level_drawn_is_the_blocks_with_the_model_as_ground(records):
     assert len(names) == 2 * NUM_RANKS
 
 
-def test_wrong_names_are_refused(records):
-    for options, words in (
-        ({}, "name one of"),
-        ({"run": "zero9"}, "run: 'zero9' is not one of"),
-        ({"run": "ddp", "step": 99}, "step: 99 was not recorded; there are 0 to 9"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            collective_timeline(records.collectives, records.spans, **options)
-
-
 def test_a_prediction_of_the_same_run_stays_apart(records):
     both = [pd.concat([table, table.assign(source="predicted")]) for table in (records.collectives, records.spans)]
     with pytest.raises(ValueError, match="'ddp' is not one of single · measured, ddp · measured"):

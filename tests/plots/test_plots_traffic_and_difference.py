@@ -75,17 +75,6 @@ def test_the_difference_view_draws_what_changed_and_names_what_did_not():
     assert "zero1: time of a step 100 ms to 120 ms and peak 100 B to 50 B" in summary_of(figure)
 
 
-def test_a_difference_without_a_ratio_is_written_out():
-    figure = run_difference(summary(wire_bytes_per_step=0.0), summary(wire_bytes_per_step=2000.0))
-    assert figure.data[0].text == ("0 B → 2.00 kB",)
-    none = summary(exposed_comm_ms=None)
-    assert "nothing changed" in summary_of(run_difference(none, none))
-    figure = run_difference(summary(), summary().assign(strategy=["fsdp", "zero3"]))
-    assert "no strategy in common" in summary_of(figure)
-    with pytest.raises(ValueError, match=r"summary 'second': missing columns \['peak_bytes'\]"):
-        run_difference(summary(), summary().drop(columns="peak_bytes"))
-
-
 def test_the_only_run_of_a_record_is_compared_with_each_strategy():
     assert pairs_of(["train"], ["single", "fsdp"]) == [("train", "single"), ("train", "fsdp")]
     assert pairs_of(["single", "fsdp"], ["train"]) == [("single", "train"), ("fsdp", "train")]

@@ -40,11 +40,6 @@ def test_slices_are_drawn_to_scale_and_do_not_overlap():
     )
 
 
-def test_a_table_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match=r"table: missing columns \['rank'\]"):
-        weight_slices(TABLE.drop(columns="rank"))
-
-
 def lines_of(trace):
     """The (x, y) of each band."""
     found, line = [], []

@@ -14,7 +14,7 @@ from engine_pages import FILES, NOTEBOOKS, engine_pages  # noqa: E402
 from links import broken_links  # noqa: E402
 from notebook_pages import notebook_page  # noqa: E402
 from pages import Page, Site  # noqa: E402
-from prose import docstring, markdown  # noqa: E402
+from prose import markdown  # noqa: E402
 
 
 @pytest.fixture
@@ -54,15 +54,6 @@ def test_formulas_are_mathml_and_code_keeps_its_dollars() -> None:
     assert shown.count("<math") == 2
     assert "<code>$HOME</code> costs $5" in shown
     assert "$A" in shown.replace('<span class="nv">', "")
-
-
-def test_a_docstring_keeps_its_tables() -> None:
-    shown = docstring(
-        "A ``unit`` is\ngathered.\n\n====  ====\na     b\n====  ====\n1     2\n====  ====\n\n    code < 1\n"
-    )
-    assert shown.startswith("<p>A <code>unit</code> is\ngathered.</p>")
-    assert shown.count("<pre>") >= 1
-    assert "code &lt; 1" in shown
 
 
 def test_every_engine_has_a_page_with_formula_idea_figure_and_file(site: Site) -> None:

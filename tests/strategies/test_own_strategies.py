@@ -123,9 +123,7 @@ def test_what_was_given_wrong_is_named():
         check_strategy(DDP())
     with pytest.raises(ValueError, match="models: 'mlp' is not one of MLP, SmallGPT"):
         check_strategy(DDP, models=("mlp",))
-    with pytest.raises(
-        ValueError, match=r"the class SixteenBits was given; give one of it, SixteenBits\(\)"
-    ):
+    with pytest.raises(ValueError, match=r"the class SixteenBits was given; give one of it, SixteenBits\(\)"):
         CompareConfig(strategies=("single", SixteenBits))
 
 

@@ -203,20 +203,3 @@ def test_the_peak_of_a_step_is_within_one_percent_of_the_profilers():
     assert recording.ledger.peak().num_bytes == pytest.approx(expected, rel=0.01)
     assert expected > 1.5 * at_start  # there is a peak to find
     assert recording.ledger.peak().phase in (Phase.FORWARD, Phase.BACKWARD)
-
-
-def test_the_traced_step_leaves_its_peak_in_the_records(pools, tmp_path):
-    write_manifest(tmp_path, {"run": "zero1"})
-    # With ``at_rest`` what a warm rank still has of an earlier test does not count: no peak of a step contains it.
-    pools(2).run(train, Setting("zero1", directory=tmp_path, traced=2, at_rest=lambda *_: None))
-    records = load_run(tmp_path)
-    assert records.steps.groupby("step")["traced_memory"].all().tolist() == [False, False, True]
-    traced = records.steps[records.steps["step"] == 2].set_index("rank")["peak_bytes"]
-    rows = records.memory[records.memory["where"] == "peak"]
-    assert rows.groupby("rank")["bytes"].sum().to_dict() == traced.to_dict()
-    at_peak = peak(records.memory).set_index("role")["bytes"]
-    at_rest = records.memory[(records.memory["where"] == "rest") & (records.memory["rank"] == 0)]
-    at_rest = at_rest[at_rest["step"] == 2].set_index("role")["bytes"]
-    assert at_peak[Role.PARAMETER] == at_rest[Role.PARAMETER]
-    assert at_peak.sum() > at_rest.sum() - at_rest[Role.OTHER]
-    assert at_peak[Role.COMMUNICATION_BUFFER] + at_peak[Role.ACTIVATION] + at_peak[Role.OTHER] > 0

@@ -65,18 +65,6 @@ def test_every_column_of_the_allocator_is_what_its_blocks_add_up_to(from_file):
     assert now.allocated_bytes < now.reserved_bytes - now.fragmented_bytes  # a wholly free segment is cached, not torn
 
 
-def test_the_peaks_are_those_of_all_pools_and_none_is_known_of_the_free_parts(from_file):
-    highest = {
-        name: pools["all"]["peak"] for name, pools in from_file["memory_stats"].items() if name.endswith("bytes")
-    }
-    assert Allocator.peak(CUDA) == Allocator(
-        highest["allocated_bytes"],
-        highest["active_bytes"] - highest["requested_bytes"],
-        None,
-        highest["reserved_bytes"],
-    )
-
-
 def test_on_cpu_there_is_no_allocator():
     table = MEMORY.frame(rows(Allocator()))
     assert table.loc[table["role"] == Role.WORKSPACE, "bytes"].tolist() == [0]

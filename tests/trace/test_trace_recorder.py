@@ -79,22 +79,6 @@ def test_each_row_adds_up(pools, tmp_path):
     pd.testing.assert_series_equal(sent.sort_index(), steps.sort_index(), check_dtype=False)
 
 
-@pytest.mark.parametrize(("strategy", "num_agreements"), [("bucketed", 1), ("zero1", 2)])
-def test_what_is_sent_before_the_first_step_is_step_minus_one(pools, tmp_path, strategy, num_agreements):
-    _, records = record(pools(2), Setting(strategy), tmp_path)
-    before = records.collectives[records.collectives["step"] == -1]
-    assert set(before["phase"]) == {Phase.SETUP}
-    # That they have the same module; ranks that step pieces, also whether the optimizer fits them.
-    agreements = before[before["op"] == Collective.ALL_REDUCE]
-    assert agreements.groupby("rank").size().tolist() == [num_agreements] * 2
-    broadcasts = before.drop(agreements.index)
-    assert set(broadcasts["op"]) == {Collective.BROADCAST}
-    num_params = sum(param.numel() for param in Setting().model().parameters())
-    assert broadcasts.groupby("rank")["numel"].sum().tolist() == [num_params] * 2
-    assert (records.steps["step"] >= 0).all()
-    assert Phase.SETUP not in set(records.collectives.loc[records.collectives["step"] >= 0, "phase"])
-
-
 def test_phases_say_where_a_collective_was_issued(pools, tmp_path):
     _, records = record(pools(2), Setting("zero1"), tmp_path)
     rows = records.collectives[records.collectives["step"] == 1]

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import signal
 import tracemalloc
 from contextlib import closing
 from time import perf_counter_ns
@@ -10,41 +9,11 @@ from time import perf_counter_ns
 import pytest
 import torch
 
-from shardlab.analysis import overlap
 from shardlab.comm import CollectiveEvent
-from shardlab.launch import RankError
 from shardlab.trace.recorder import Recorder
 from shardlab.trace.store import RunWriter, load_run, write_manifest
 from shardlab.vocabulary import Collective, Phase, Role, SpanKind
-from tests.trace.training import CPU, NeverOffCpu, Setting, train
-
-LAST_WHOLE = 4
-
-
-class DiesInAStep:
-    """Called at the end of each step on each rank; rank 1 is killed in the middle of step 5."""
-
-    def __init__(self):
-        self.step = -1
-
-    def __call__(self, engine, train_step):
-        self.step += 1
-        if self.step == LAST_WHOLE + 1 and engine.mesh.data.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_killed_run_keeps_every_step_before_the_kill(pools, tmp_path):
-    write_manifest(tmp_path, {"run": "zero1"})
-    setting = Setting("zero1", steps=1000, directory=tmp_path, at_rest=DiesInAStep())
-    with pytest.raises(RankError):
-        pools(2).run(train, setting)
-    records = load_run(tmp_path)
-    of_rank = {rank: rows["step"].tolist() for rank, rows in records.steps.groupby("rank")}
-    assert of_rank[1] == list(range(LAST_WHOLE + 1))
-    assert of_rank[0] in (of_rank[1], [*of_rank[1], LAST_WHOLE + 1])  # it may have been through with that step
-    for table in (records.collectives, records.spans):
-        assert set(table.loc[table["step"] >= 0, "step"]) == set(records.steps["step"])
-    assert overlap(records.collectives, records.spans)["comm_us"].gt(0).any()
+from tests.trace.training import CPU, NeverOffCpu
 
 
 def fake_step(recorder, step):

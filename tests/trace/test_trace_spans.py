@@ -1,26 +1,13 @@
 """The plain-Python intervals of one step agree with ``analysis.intervals``, which the figures use."""
 
-from math import isnan
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.analysis import intervals
-from shardlab.trace.entries import exposure, merged, without
+from shardlab.trace.entries import exposure
 
 times = st.integers(0, 40).map(float)
 some = st.lists(st.tuples(times, times).map(lambda pair: (min(pair), max(pair))), max_size=8)
-
-
-@given(some)
-def test_merged_is_the_union(given_intervals):
-    assert merged(given_intervals) == [tuple(row) for row in intervals.merge(given_intervals).tolist()]
-
-
-@given(st.tuples(times, times).map(lambda pair: (min(pair), max(pair))), some)
-def test_without_is_the_difference(span, holes):
-    left = without(span, merged(holes))
-    assert left == [tuple(row) for row in intervals.subtract([span], holes).tolist()]
 
 
 @given(some, some)
@@ -35,7 +22,3 @@ def test_exposure_of_the_intervals_of_the_issue():
     assert exposure([(0, 10), (20, 30)], [(5, 25)]) == (10, 0.5)
     exposed, overlap = exposure([(0, 10), (2, 4)], [])  # what lies within another does not count twice
     assert (exposed, overlap) == (10, 0)
-
-
-def test_without_communication_there_is_no_number():
-    assert all(isnan(value) for value in exposure([], [(0, 10)]))

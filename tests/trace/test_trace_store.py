@@ -100,14 +100,6 @@ def test_long_runs_are_finished_in_parts(tmp_path, monkeypatch):
         assert load_run(tmp_path / str(steps)).steps["step"].tolist() == list(range(steps))
 
 
-def test_runs_together(tmp_path):
-    for run in ("ddp", "zero1"):
-        write(tmp_path / run, steps=2, run=run).close()
-    records = load_runs([tmp_path / "ddp", tmp_path / "zero1"])
-    assert records.steps["run"].tolist() == ["ddp"] * 2 + ["zero1"] * 2
-    assert set(records.manifests) == {"ddp", "zero1"}
-
-
 def test_a_comparison_is_told_from_a_run(tmp_path):
     for run in ("ddp", "zero1"):
         write(tmp_path / "records" / run, steps=1, run=run).close()

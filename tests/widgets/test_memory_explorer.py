@@ -53,19 +53,6 @@ def test_a_number_of_parameters_gives_the_papers_formulas():
         assert total(plan.by_strategy(), "fsdp") == pytest.approx(16 * 8e6 / group, abs=100)
 
 
-def test_more_ranks_hold_less_and_one_rank_holds_all():
-    memory = MemoryPlan("gpt-1m", 12).by_ranks("zero3")
-    held = [total(memory, run) for run in ("1 rank", "2 ranks", "4 ranks", "8 ranks", "12 ranks")]
-    assert held == sorted(held, reverse=True)
-    assert held[0] == total(MemoryPlan("gpt-1m", 1).by_strategy(), "ddp")
-
-
-def test_costs_say_saving_and_bytes_sent():
-    costs = MemoryPlan(1e9, 4).costs().set_index("strategy")
-    assert costs.loc["zero3", "saving (%)"] == pytest.approx(75, abs=1e-3)
-    assert costs.loc[["ddp", "zero3"], "sent (GB/step)"].tolist() == pytest.approx([6.0, 9.0])
-
-
 def test_what_cannot_be_is_refused_by_name():
     for wrong, message in (
         ({"model": [1]}, "model: a list was given; give a module, a Workload, a number"),

@@ -1,6 +1,5 @@
 from dataclasses import replace
 
-import pandas as pd
 import pytest
 
 from shardlab.plots import held_by_rank, summary_of
@@ -60,17 +59,6 @@ def test_without_a_traced_step_each_rank_holds_what_it_held_at_rest(comparison):
     now = ranks_at(events_of_step(replace(records, memory=records.memory[:0]), run="zero1", step=3), 5)
     assert now[list(ROLES)].isna().all(axis=None)
     assert "memory was not recorded" in summary_of(held_by_rank(now))
-
-
-def test_wrong_questions_are_answered_by_name(comparison, events):
-    for ask, words in (
-        (lambda: events_of_step(comparison.records), "name one of zero1, zero3"),
-        (lambda: events_of_step(comparison.records, run="zero1", step=99), "step: 99 was not recorded"),
-        (lambda: ranks_at(events, -1), "index: -1 is not one of"),
-        (lambda: held_by_rank(pd.DataFrame({"a": [1]})), "ranks: missing columns; needs rank"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            ask()
 
 
 def test_a_click_goes_on_to_the_next_event(comparison):

@@ -43,13 +43,6 @@ def test_every_picture_can_be_chosen(bench):
             assert "1 zero1" in summary
 
 
-def test_what_differs_between_runs_stands_in_the_figure_that_compares_them(bench):
-    bench.view.value, bench.about.value = "loss", "1 zero1"
-    assert bench.upper.content.layout.title.subtitle.text.endswith("mean over ranks; the runs differ in bucket (MiB)")
-    bench.view.value, bench.about.value = "change from the run before", "2 bucketed"
-    assert bench.upper.content.layout.title.subtitle.text.endswith("; the runs differ in bucket (MiB)")
-
-
 def test_one_run_is_shown_with_its_plan_and_earlier_runs_are_found_again(bench):
     bench.view.value, bench.about.value = "one run: memory over a step", "1 zero1"
     summary = summary_of(bench.upper.content)

@@ -147,7 +147,7 @@ def without_graph(field: str, tensor: Tensor) -> Tensor:
     if tensor.grad_fn is not None and torch.is_grad_enabled() and not _is_view_of_a_leaf(tensor):
         raise ValueError(
             f"{field}: the result of {tensor.grad_fn.name()} is given, and no gradient flows through this collective; "
-            f"pass {field}.detach(), which shares its memory, or use shardlab.comm.autograd"
+            f"pass {field}.detach(), which shares its memory, or use shardlab.comm.autograd_collectives"
         )
     return tensor.detach()
 

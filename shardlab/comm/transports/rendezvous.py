@@ -3,7 +3,7 @@
 The memory has no name (``memfd_create``), and the Unix sockets are in the kernel's abstract namespace: whatever ends a
 process, nothing stays behind. Any process of the host may connect to such a socket. So a rank takes a connection only
 from a process of its own user, by the kernel's word (``SO_PEERCRED``), that signs its hello with the ranks' secret
-(``comm.signed``). What the ranks tell each other over their group, where another user may listen, is no secret.
+(``comm.signed_messages``). What ranks tell each other over their group, where another user may listen, is no secret.
 
 Two hosts may look like one: a cloned virtual machine has the same boot id. Then a rank cannot be reached under its
 address, and all ranks of the group use gloo instead.
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from shardlab.comm.signed import all_gather_bytes, signature
+from shardlab.comm.signed_messages import all_gather_bytes, signature
 from shardlab.comm.transports.shared_buffers import SharedBuffers
 
 HALF_BYTES = 2 * 1024**2  # of a buffer: smaller ones synchronise more often, larger ones leave the cache

@@ -18,9 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab.comm.agreement import all_or_none, number_among, share_texts
+from shardlab.comm.same_on_all_ranks import all_or_none, number_among, share_texts
 from shardlab.engines.any_engine import AnyEngine, Stateful
 from shardlab.engines.checkpoint.directory import MANIFEST, checksum, identity, reading, replaced_by
+from shardlab.engines.checkpoint.held_stretches import (
+    Kind,
+    described,
+    persistent_buffers,
+    whole_shape_of,
+    with_extra_state,
+)
 from shardlab.engines.checkpoint.manifest import Manifest, read_manifest
 from shardlab.engines.checkpoint.optimizer_state import (
     check_state_shape,
@@ -28,10 +35,9 @@ from shardlab.engines.checkpoint.optimizer_state import (
     install_state,
     named_groups,
 )
+from shardlab.engines.checkpoint.reading import ShardFiles
 from shardlab.engines.checkpoint.rng import restore_rng
 from shardlab.engines.checkpoint.save import check_mesh
-from shardlab.engines.checkpoint.shard_files import ShardFiles
-from shardlab.engines.checkpoint.shards import Kind, described, persistent_buffers, whole_shape_of, with_extra_state
 
 
 def load_checkpoint(engine: AnyEngine, directory: Path, objects: Mapping[str, Stateful]) -> Any:

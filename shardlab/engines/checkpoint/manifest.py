@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardlab.engines.checkpoint.directory import MANIFEST, read_json
-from shardlab.engines.checkpoint.shards import Kind, TensorShard
+from shardlab.engines.checkpoint.held_stretches import Kind, TensorShard
 from shardlab.vocabulary import dtype_name
 
 FORMAT = 3

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardlab.comm.agreement import all_or_none, share_texts
 from shardlab.comm.coalesced import broadcast_coalesced
 from shardlab.comm.communicator import Communicator
-from shardlab.comm.signed import checked, signed
+from shardlab.comm.same_on_all_ranks import all_or_none, share_texts
+from shardlab.comm.signed_messages import checked, signed
 from shardlab.comm.slices import cut_state, merge_state
 from shardlab.engines.any_engine import AnyEngine
 

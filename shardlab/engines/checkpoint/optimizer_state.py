@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab.comm.agreement import all_or_none, share_json
+from shardlab.comm.same_on_all_ranks import all_or_none, share_json
 from shardlab.comm.slices import cut
 from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.checkpoint.gather import gather_whole
-from shardlab.engines.checkpoint.manifest import decode, encode
-from shardlab.engines.checkpoint.shards import (
+from shardlab.engines.checkpoint.held_stretches import (
     TensorShard,
     has_large_tensors,
     state_shards,
     state_values,
     whole_shape_of,
 )
+from shardlab.engines.checkpoint.manifest import decode, encode
 from shardlab.vocabulary import class_of
 
 

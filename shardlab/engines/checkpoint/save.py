@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardlab.comm.agreement import all_or_none, number_among, share_json, share_texts
+from shardlab.comm.same_on_all_ranks import all_or_none, number_among, share_json, share_texts
 from shardlab.engines.any_engine import AnyEngine, Stateful
 from shardlab.engines.checkpoint.directory import (
     MANIFEST,
@@ -28,10 +28,7 @@ from shardlab.engines.checkpoint.directory import (
     write_json,
     write_tensors,
 )
-from shardlab.engines.checkpoint.manifest import Manifest, Row, encode
-from shardlab.engines.checkpoint.optimizer_state import named_groups
-from shardlab.engines.checkpoint.rng import rng_state
-from shardlab.engines.checkpoint.shards import (
+from shardlab.engines.checkpoint.held_stretches import (
     Kind,
     TensorShard,
     buffer_shards,
@@ -44,6 +41,9 @@ from shardlab.engines.checkpoint.shards import (
     whole_shape_of,
     with_extra_state,
 )
+from shardlab.engines.checkpoint.manifest import Manifest, Row, encode
+from shardlab.engines.checkpoint.optimizer_state import named_groups
+from shardlab.engines.checkpoint.rng import rng_state
 from shardlab.engines.step_tensors import tensors_of
 
 

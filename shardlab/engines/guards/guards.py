@@ -11,17 +11,17 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
-from shardlab.comm.agreement import all_or_none
-from shardlab.engines.checks import check_optimizer
+from shardlab.comm.same_on_all_ranks import all_or_none
+from shardlab.engines.argument_checks import check_optimizer
 from shardlab.engines.engine import Engine
-from shardlab.engines.gradients import Gradients
-from shardlab.engines.guards.claims import Claim, check_free
-from shardlab.engines.guards.optimizers import check_fits
+from shardlab.engines.gradient_state import Gradients
+from shardlab.engines.guards.optimizer_fit import check_fits
+from shardlab.engines.guards.ownership import Claim, check_free
 from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading, sharded_parameter
 from shardlab.engines.guards.rules import HALF_STEPPED, LOST, REPLACED, RULES, Rule, Where
 from shardlab.engines.guards.snapshot import Snapshot
-from shardlab.engines.hooks import unrefused
-from shardlab.engines.shards import Shards
+from shardlab.engines.module_hooks import unrefused
+from shardlab.engines.sharded_params import Shards
 from shardlab.engines.step_tensors import guard_groups, tensors_of
 
 # After which of the engine's moments what the engine, autograd or the optimizer has changed is remembered as it is.

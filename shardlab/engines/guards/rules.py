@@ -8,7 +8,7 @@ rows.
 from enum import Enum
 from typing import NamedTuple
 
-from shardlab.engines.gradients import Gradients
+from shardlab.engines.gradient_state import Gradients
 
 
 class Where(Enum):

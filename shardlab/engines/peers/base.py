@@ -20,8 +20,8 @@ from shardlab.comm import BaseMesh
 from shardlab.comm.coalesced import broadcast_coalesced
 from shardlab.comm.torch_engine_groups import TorchGroup, torch_group
 from shardlab.engines.any_engine import AnyEngine
-from shardlab.engines.checks import check_model, check_optimizer, check_types
-from shardlab.engines.guards.claims import Claim, check_free
+from shardlab.engines.argument_checks import check_model, check_optimizer, check_types
+from shardlab.engines.guards.ownership import Claim, check_free
 from shardlab.engines.holdings import Holding
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.vocabulary import Collective, MeshAxis, Role

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardlab.engines.any_engine import AnyEngine
-from shardlab.engines.hooks import weakly
+from shardlab.engines.module_hooks import weakly
 
 _CLAIM = "_shardlab_claim"
 _KEPT = "_shardlab_engine"

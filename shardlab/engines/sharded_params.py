@@ -33,10 +33,9 @@ from torch import Tensor, nn
 
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
-from shardlab.comm.streams import copy_to_host, in_host_memory
 from shardlab.engines.holdings import Division, Holding
-from shardlab.engines.hooks import in_plain_mode, unrefused, untraced
-from shardlab.engines.offload import OFFLOADS, Offload
+from shardlab.engines.module_hooks import in_plain_mode, unrefused, untraced
+from shardlab.engines.offload import OFFLOADS, Offload, copy_to_host, in_host_memory
 from shardlab.engines.precision import Precision
 from shardlab.engines.strategy import check_replaced
 from shardlab.engines.tensor_layout import TensorLayout

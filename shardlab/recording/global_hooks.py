@@ -23,9 +23,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardlab.engines.guards.claims import engine_of
-from shardlab.engines.hooks import nothing
-from shardlab.recording.loop import Loop, scalars
+from shardlab.engines.guards.ownership import engine_of
+from shardlab.engines.module_hooks import nothing
+from shardlab.recording.inferred_loop import Loop, scalars
 from shardlab.recording.script_tensors import ScriptTensors
 from shardlab.trace.units import SpanSink, watch_module, watched_modules
 

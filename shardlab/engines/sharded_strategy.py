@@ -6,12 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from shardlab.comm.streams import wait_for_copies
 from shardlab.comm.trees import map_tensors
 from shardlab.engines.holdings import Holding
-from shardlab.engines.offload import OFFLOADS
-from shardlab.engines.saved import kept, saved_by_reference
-from shardlab.engines.shards import Shards, Unit
+from shardlab.engines.offload import OFFLOADS, wait_for_copies
+from shardlab.engines.saved_tensors import kept, saved_by_reference
+from shardlab.engines.sharded_params import Shards, Unit
 from shardlab.engines.strategy import Given, LaidOut, Strategy
 from shardlab.vocabulary import Role
 

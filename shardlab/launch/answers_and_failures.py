@@ -8,10 +8,10 @@ from threading import Event
 from time import monotonic, perf_counter_ns
 
 from shardlab.comm.transports.base import MismatchError
-from shardlab.launch.errors import RankDied, RankError, RankHang, describe_exit
 from shardlab.launch.hang_board import BoardRow, CallState, describe, mismatch
 from shardlab.launch.messages import Answer, Failure, Note, Payload, unpack
 from shardlab.launch.processes import RankProcess, RankProcesses
+from shardlab.launch.rank_errors import RankDied, RankError, RankHang, describe_exit
 from shardlab.launch.stack import is_stopped, stack_of, state_of
 from shardlab.vocabulary import TOLD
 

@@ -18,7 +18,7 @@ from shardlab import vocabulary
 from shardlab.comm import Communicator
 from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.precision import Precision
-from shardlab.engines.shards import Shards, Unit, Ways
+from shardlab.engines.sharded_params import Shards, Unit, Ways
 from shardlab.engines.strategy import Given
 from shardlab.meta_device import InitFn, materialize
 from shardlab.partition.chunks import Layout

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardlab.engines.shards import Shards
+from shardlab.engines.sharded_params import Shards
 
 
 class _Kept(NamedTuple):
