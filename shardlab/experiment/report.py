@@ -1,4 +1,4 @@
-"""The report page of a comparison: the tables first, then the figures that explain them.
+"""The report page of a comparison: the answer, the figures that show it, and folded the tables that support it.
 
 Besides the summary there are tables that say why: where in the model memory peaked, what a GPU's allocator holds, and
 what the length of a step consists of.
@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from shardlab import plots
 from shardlab.analysis.critical_path import ALL, NoHostWaitsError, critical_path, what_if_free
 from shardlab.analysis.held_bytes import allocator_items, peak
-from shardlab.analysis.overlap import COMPUTE_KINDS, overlap
+from shardlab.analysis.overlap import COMPUTE_KINDS, overlap, step_split
 from shardlab.analysis.timed import in_timed_steps, timed_steps, traced_and_ordinary
 from shardlab.experiment.answer import answer
 from shardlab.experiment.comparison import Comparison
@@ -51,8 +51,9 @@ def write_report(comparison: Comparison, config: CompareConfig | None = None) ->
     config = config_of(comparison.records) if config is None else config
     title = f"{config.title} on {config.ranks} {'rank' if config.ranks == 1 else 'ranks'}"
     page = plots.report_page(
-        title, _lead(comparison, config), _tables(comparison), _figures(comparison), answer(comparison, config)
-    )
+        title, _lead(comparison, config), _tables(comparison), _figures(comparison), answer(comparison, config),
+        first=2, choices=_timelines(comparison),
+    )  # fmt: skip
     return write_page(comparison.directory / "report.html", page)
 
 
@@ -129,25 +130,41 @@ def explaining_tables(records: Records, steps: dict[str, int]) -> dict[str, pd.D
 
 
 def _figures(comparison: Comparison) -> dict[str, go.Figure]:
+    """The first two are those of the first screen; losses, which should coincide, come last."""
     records = comparison.records
     traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
-    timed, runs = timed_steps(records.steps), list(comparison.summary["strategy"])
-    figures = {"Every strategy trains on the same rows.": plots.loss_curves(records.steps)}
-    reference = reference_of(records)
-    if reference is not None and records.steps["run"].nunique() > 1:
-        # What losses that are not equal mean, the verdicts say above.
-        why = "Only the order of summation differs." if comparison.losses_equal else "More than rounding differs."
-        figures[why] = plots.loss_difference(records.steps, reference)
-    figures |= memory_figures(records)
+    collectives, spans = in_timed_steps(records.collectives, records.spans, records.steps)
+    axes = next(iter(records.manifests.values())).get("mesh")
+    figures = {
+        "What a rank holds between two steps, and at most.": plots.memory_by_role(records.memory, with_peak=True),
+        "Red is communication that nothing hides.": plots.step_parts(
+            step_split(collectives, spans, timed_steps(records.steps), axes)
+        ),
+        **dict(list(memory_figures(records).items())[1:]),
+    }
     if (records.memory["where"] == "process").any():
         figures["All that a rank's process holds: tensors, and what torch does not own."] = plots.held_by_process(
             records.memory
         )
-    for run in (run for run in runs if run in set(traffic["run"])):
-        figures[f"When {run} computes and when it communicates."] = plots.collective_timeline(
-            traffic, records.spans, run=run, step=middle_step(timed[timed["run"] == run])
-        )
-    return figures | time_figures(records, traffic, runs)
+    figures |= time_figures(records, traffic, list(comparison.summary["strategy"]))
+    figures["Every strategy trains on the same rows."] = plots.loss_curves(records.steps)
+    reference = reference_of(records)
+    if reference is not None and records.steps["run"].nunique() > 1:
+        # What losses that are not equal mean, the verdicts say.
+        why = "Only the order of summation differs." if comparison.losses_equal else "More than rounding differs."
+        figures[why] = plots.loss_difference(records.steps, reference)
+    return figures
+
+
+def _timelines(comparison: Comparison) -> dict[str, go.Figure]:
+    """By strategy: when it computes and when it communicates, in a step of median length."""
+    records = comparison.records
+    traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
+    timed = timed_steps(records.steps)
+    return {
+        run: plots.collective_timeline(traffic, records.spans, run=run, step=middle_step(timed[timed["run"] == run]))
+        for run in comparison.summary["strategy"] if run in set(traffic["run"])
+    }  # fmt: skip
 
 
 def memory_figures(records: Records) -> dict[str, go.Figure]:

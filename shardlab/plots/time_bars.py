@@ -9,7 +9,7 @@ from shardlab.analysis.overlap import PARTS, hidden_by_run
 from shardlab.analysis.rows import labelled, labels_of, require_columns
 from shardlab.plots.bars import add_part, end_with, shares_of
 from shardlab.plots.text import averaged, format_percent, format_us, listing, subtitle
-from shardlab.plots.theme import EXPOSED, HIDDEN, SAND, SPAN_COLOURS, finish, new_figure, nothing, run_colours
+from shardlab.plots.theme import EXPOSED, HIDDEN, INK, SAND, SPAN_COLOURS, finish, new_figure, nothing, run_colours
 from shardlab.tables import STEPS
 from shardlab.vocabulary import SpanKind
 
@@ -105,6 +105,12 @@ def step_parts(split: pd.DataFrame) -> go.Figure:
         hover = "%{customdata[0]}<br>%{customdata[1]} of the step"
         add_part(figure, name, colour, means[column] / 1e3, texts, hover)
     end_with(figure, means["step_us"] / 1e3, [format_us(us) for us in means["step_us"]], "time of a step (ms)")
+    whiskers = rows.groupby("label", sort=False)["step_us"].quantile([0.25, 0.75]).unstack().astype("float64") / 1e3
+    figure.add_scatter(
+        x=whiskers.mean(axis=1), y=list(whiskers.index), mode="markers", name="quartiles of whole steps",
+        marker={"opacity": 0}, hoverinfo="skip",
+        error_x={"type": "data", "array": (whiskers[0.75] - whiskers[0.25]) / 2, "color": INK, "thickness": 1.5},
+    )  # fmt: skip
     return finish(figure, _parts_summary(means))
 
 
