@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from shardlab.experiment.comparison import Comparison, compare, is_reporter, prepare
     from shardlab.experiment.config import CompareConfig
     from shardlab.experiment.directory import claim, new_directory
-    from shardlab.experiment.load_saved import load_comparison, load_saved
     from shardlab.experiment.planned import plan
     from shardlab.experiment.report import write_report
+    from shardlab.experiment.saved_runs import load_comparison, load_saved
     from shardlab.experiment.summary import readable_summary
     from shardlab.experiment.tensor import show_tp_plan
     from shardlab.experiment.train_step import StepResult, TrainStep
@@ -28,7 +28,7 @@ __all__ = [
 _FILE_OF = {
     "CompareConfig": "config", "Comparison": "comparison", "StepResult": "train_step", "TrainStep": "train_step",
     "Workload": "workload", "claim": "directory", "compare": "comparison", "is_reporter": "comparison",
-    "load_comparison": "load_saved", "load_saved": "load_saved", "new_directory": "directory", "plan": "planned",
+    "load_comparison": "saved_runs", "load_saved": "saved_runs", "new_directory": "directory", "plan": "planned",
     "prepare": "comparison", "readable_summary": "summary", "show_tp_plan": "tensor", "write_report": "report",
 }  # fmt: skip
 

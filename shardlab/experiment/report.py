@@ -21,8 +21,8 @@ from shardlab.experiment.answer import answer
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import write_page
-from shardlab.experiment.load_saved import config_of
 from shardlab.experiment.run_verdicts import transports_of, verdicts
+from shardlab.experiment.saved_runs import config_of
 from shardlab.experiment.summary import PLANNED, readable_summary, reference_of
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Collective, Phase, Role, SpanKind

@@ -226,14 +226,16 @@ class _Place(NamedTuple):
     per_input: float
 
 
-def weight_slices(table: pd.DataFrame) -> go.Figure:
+def weight_slices(table: pd.DataFrame, head_dims: Mapping[str, int] | None = None) -> go.Figure:
     """Every parameter as a rectangle whose sides are its inputs and outputs, cut into what each rank holds.
 
     Args:
         table: from ``lab.weights_table``.
+        head_dims: width of a head for parameters whose divided side consists of attention heads; dotted lines show the
+            borders of heads.
 
     Raises:
-        ValueError: a column is missing.
+        ValueError: a column is missing, or ``head_dims`` names a parameter that is not divided.
     """
     require_columns(table, COLUMNS, "table", "it comes from weights_table")
     if table.empty:
@@ -242,6 +244,8 @@ def weight_slices(table: pd.DataFrame) -> go.Figure:
     places, bottom = _places(table)
     for rank in sorted(set(table["rank"]), key=lambda rank: (rank == EVERY_RANK, rank)):
         figure.add_trace(_rectangles(table[table["rank"] == rank], places, int(rank)))
+    for name, head_dim in (head_dims or {}).items():
+        _draw_heads(figure, table[table["parameter"] == name], places, name, head_dim)
     _label_modules(figure, table, places, bottom)
     return finish(figure, _weights_summary(table))
 
@@ -291,6 +295,27 @@ def _rectangles(rows: pd.DataFrame, places: Mapping[str, _Place], rank: int) -> 
             for row in rows.to_dict("records")
         ],
         hovertemplate="%{hovertext}<extra></extra>",
+    )  # fmt: skip
+
+
+def _draw_heads(figure: go.Figure, rows: pd.DataFrame, places: Mapping[str, _Place], name: str, head_dim: int) -> None:
+    """Draw the borders of heads inside the slices; the borders of slices are drawn already."""
+    if name not in places or (rows["rank"] == EVERY_RANK).any():
+        raise ValueError(f"head_dims: {name!r} is not a parameter that is divided")
+    place, inputs, outputs = places[name], int(rows["inputs"].iloc[0]), int(rows["outputs"].iloc[0])
+    by_inputs = (rows["input_stop"] - rows["input_start"] < inputs).all()
+    borders = set(range(head_dim, inputs if by_inputs else outputs, head_dim))
+    along: list[float | None] = []
+    across: list[float | None] = []
+    for border in sorted(borders - set(rows["input_start" if by_inputs else "output_start"])):
+        along += [border, border, None]
+        across += [0, outputs if by_inputs else inputs, None]
+    x, y = (across, along) if by_inputs else (along, across)
+    figure.add_scatter(
+        x=[value if value is None else place.left + value for value in x],
+        y=[value if value is None else place.top + value for value in y],
+        mode="lines", line={"color": "#ffffff", "width": 1.5, "dash": "dot"}, hoverinfo="skip", showlegend=False,
+        name=f"heads of {name}",
     )  # fmt: skip
 
 

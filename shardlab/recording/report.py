@@ -10,8 +10,8 @@ import plotly.graph_objects as go
 from shardlab.analysis.held_bytes import at_rest
 from shardlab.analysis.timed import timed_steps
 from shardlab.experiment.directory import write_page
-from shardlab.experiment.load_saved import check_complete, check_steps
 from shardlab.experiment.report import explaining_tables, memory_figures, middle_step, time_figures
+from shardlab.experiment.saved_runs import check_complete, check_steps
 from shardlab.experiment.summary import COLUMNS as COMPARED
 from shardlab.experiment.summary import MB, readable_summary, summarise
 from shardlab.plots import collective_timeline, loss_curves, report_page

@@ -18,11 +18,11 @@ import pandas as pd
 
 from shardlab.experiment import CompareConfig, Comparison, claim, compare, load_comparison, load_saved
 from shardlab.experiment.comparison import PRELOAD
-from shardlab.experiment.load_saved import config_of
 from shardlab.experiment.options import CompareOptions
 from shardlab.experiment.planned import Plan, plans_or_why
 from shardlab.experiment.rank_checks import others_than
 from shardlab.experiment.run import Progress
+from shardlab.experiment.saved_runs import config_of
 from shardlab.experiment.summary import COLUMNS, readable_summary
 from shardlab.launch import RankPool
 from shardlab.trace.store import Records

@@ -13,10 +13,10 @@ import torch
 
 from shardlab.experiment import CompareConfig, Workload, claim, compare, load_comparison, prepare, write_report
 from shardlab.experiment.comparison import _disagreement
-from shardlab.experiment.load_saved import load_saved
 from shardlab.experiment.report import peak_table
 from shardlab.experiment.run import RankReport
 from shardlab.experiment.run_verdicts import agreement_verdict, busy_verdict, unseen_verdict, verdict, verdicts
+from shardlab.experiment.saved_runs import load_saved
 from shardlab.experiment.summary import summarise
 from shardlab.faults import NaN, faulty
 from shardlab.launch import RankError

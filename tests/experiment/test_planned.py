@@ -9,10 +9,10 @@ from torch import nn
 
 from shardlab import Workload, plan
 from shardlab.experiment import CompareConfig, compare
-from shardlab.experiment.load_saved import load_saved
 from shardlab.experiment.planned import against_plan, plan_runs
 from shardlab.experiment.planned_workload import optimizer_of
 from shardlab.experiment.run_verdicts import Difference, plan_verdict, verdict
+from shardlab.experiment.saved_runs import load_saved
 from tests.conftest import Pools
 from tests.experiment.test_workload import Labelled, Nested, OutOfOrder, Residual, keyword_loss, labelled_loss
 

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardlab import CompareConfig, Workload, compare, plan
 from shardlab.experiment.batches import batches_of, divide, rows_of
-from shardlab.experiment.load_saved import load_saved
 from shardlab.experiment.planned import plan_runs
 from shardlab.experiment.planned_workload import optimizer_of
 from shardlab.experiment.run_verdicts import Difference, alone_verdict, plan_verdict, resumed_verdict, verdict
+from shardlab.experiment.saved_runs import load_saved
 from shardlab.experiment.workload import seeded
 from shardlab.launch import RankError, current
 from shardlab.planner import Optimizer
