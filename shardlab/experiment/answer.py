@@ -14,7 +14,7 @@ from shardlab.analysis.timed import timed_steps
 from shardlab.experiment import run_verdicts
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.load_saved import config_of
+from shardlab.experiment.saved_runs import config_of
 from shardlab.experiment.summary import REFERENCE, not_finite
 from shardlab.plots.text import format_bytes, format_percent, listing
 from shardlab.vocabulary import Phase

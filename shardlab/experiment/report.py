@@ -133,12 +133,12 @@ def _figures(comparison: Comparison) -> dict[str, go.Figure]:
     """The first two are those of the first screen; losses, which should coincide, come last."""
     records = comparison.records
     traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
-    collectives, spans = in_timed_steps(records.collectives, records.spans, records.steps)
-    axes = next(iter(records.manifests.values())).get("mesh")
     figures = {
-        "What a rank holds between two steps, and at most.": plots.memory_by_role(records.memory, with_peak=True),
-        "Red is communication that nothing hides.": plots.step_parts(
-            step_split(collectives, spans, timed_steps(records.steps), axes)
+        "What a rank's engine holds between two steps, and the most in one.": plots.memory_by_role(
+            records.memory[records.memory["role"] != str(Role.UNATTRIBUTED)], with_peak=True
+        ),
+        "In the mean; waiting is for the last rank to come, off the CPU what other programs take.": plots.step_parts(
+            _parts(records)
         ),
         **dict(list(memory_figures(records).items())[1:]),
     }
@@ -154,6 +154,19 @@ def _figures(comparison: Comparison) -> dict[str, go.Figure]:
         why = "Only the order of summation differs." if comparison.losses_equal else "More than rounding differs."
         figures[why] = plots.loss_difference(records.steps, reference)
     return figures
+
+
+def _parts(records: Records) -> pd.DataFrame:
+    """Where the steps whose times count went; run by run, since each has a mesh of its own."""
+    split, timed = [], timed_steps(records.steps)
+    for run, manifest in records.manifests.items():
+        collectives, spans, steps = (
+            table[table["run"] == run] for table in (records.collectives, records.spans, timed)
+        )
+        watched = steps.dropna(subset="wire_bytes")
+        if len(watched):
+            split.append(step_split(*in_timed_steps(collectives, spans, watched), watched, manifest.get("mesh")))
+    return pd.concat(split, ignore_index=True)
 
 
 def _timelines(comparison: Comparison) -> dict[str, go.Figure]:
