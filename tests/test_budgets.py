@@ -20,13 +20,13 @@ CLOSURES = {
 }  # fmt: skip
 ROOMS = {
     "__init__": 53, "__main__": 2, "analysis": 886, "bench": 235, "cli": 752, "comm": 2242, "data_sets": 165,
-    "engines": 4923, "exercises": 1467, "experiment": 2567, "export": 618, "faults": 370, "field_types": 19,
+    "engines": 4934, "exercises": 1467, "experiment": 2567, "export": 618, "faults": 370, "field_types": 19,
     "installed": 14, "lab": 674, "launch": 1612, "meta_device": 34, "models": 177, "optimizers": 242, "partition": 480,
     "planner": 841, "plots": 1836, "recording": 961, "tables": 100, "tensor_parallel": 1426,
     "testing": 368, "trace": 1180, "units": 206, "vocabulary": 84, "widgets": 1295,
 }  # fmt: skip
 # Guards, 679 lines of them, stand in engines.
-WHOLE = 25_829
+WHOLE = 25_840
 
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,

@@ -33,10 +33,18 @@ class StepTensors(Sequence[Tensor]):
         tensors: by name.
         are_parts: whether some tensors have their other parts on other ranks, so that the norm of these is not the
             model's.
+        chosen_from: the tensors that these were chosen from.
+
+    Attributes:
+        are_behind: whether a backward inside ``no_sync()`` has left gradients that are not means yet; set only where
+            ``chosen_from`` is None.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], *, are_parts: bool = False) -> None:
-        self._tensors, self.are_parts = dict(tensors), are_parts
+    def __init__(
+        self, tensors: Mapping[str, Tensor], *, are_parts: bool = False, chosen_from: "StepTensors | None" = None
+    ) -> None:
+        self._tensors, self.are_parts, self._chosen_from = dict(tensors), are_parts, chosen_from
+        self.are_behind = False
 
     def __iter__(self) -> Iterator[Tensor]:
         """The tensors.
@@ -48,7 +56,7 @@ class StepTensors(Sequence[Tensor]):
         return iter(self._tensors.values())
 
     def check_caller(self, caller: FrameType) -> None:
-        """Refuse torch's clipping where these are parts: ranks would scale theirs differently.
+        """Refuse torch's clipping where these are parts or behind: ranks would scale theirs differently, or none.
 
         Only where it is given the engine's own collection, or a group of its optimizer: a list that the user has made
         of the tensors is a list like any other.
@@ -60,6 +68,11 @@ class StepTensors(Sequence[Tensor]):
             raise RuntimeError(
                 "engine.step_tensors(): these are this rank's parts, and torch.nn.utils.clip_grad_norm_ would compute "
                 "a different norm on each rank; write engine.clip_grad_norm_(max_norm)"
+            )
+        if (self._chosen_from or self).are_behind and is_clipping(caller):
+            raise RuntimeError(
+                "engine.step_tensors(): gradients are not means yet, after a backward inside no_sync(); write "
+                "engine.clip_grad_norm_(max_norm), or engine.finish_gradients() before torch's clipping"
             )
 
     @property
@@ -78,7 +91,7 @@ class StepTensors(Sequence[Tensor]):
     def where(self, wanted: Callable[[str], bool]) -> "StepTensors":
         """The tensors whose name ``wanted`` accepts."""
         chosen = {name: tensor for name, tensor in self._tensors.items() if wanted(name)}
-        return StepTensors(chosen, are_parts=self.are_parts)
+        return self._chosen(chosen)
 
     @overload
     def __getitem__(self, index: int) -> Tensor: ...
@@ -86,8 +99,11 @@ class StepTensors(Sequence[Tensor]):
     def __getitem__(self, index: slice) -> "StepTensors": ...
     def __getitem__(self, index: int | slice) -> "Tensor | StepTensors":
         if isinstance(index, slice):
-            return StepTensors(dict(list(self._tensors.items())[index]), are_parts=self.are_parts)
+            return self._chosen(dict(list(self._tensors.items())[index]))
         return list(self._tensors.values())[index]
+
+    def _chosen(self, tensors: Mapping[str, Tensor]) -> "StepTensors":
+        return StepTensors(tensors, are_parts=self.are_parts, chosen_from=self._chosen_from or self)
 
     def __len__(self) -> int:
         return len(self._tensors)

@@ -92,7 +92,7 @@ THEN = (
 )
 
 
-@story(on=KINDS, refused=WORDS, instead=lambda user: user.train(0))
+@story(on=(*KINDS, "fsdp-no_shard"), refused=WORDS, instead=lambda user: user.train(0))
 def torch_clips_what_no_sync_has_left(user):
     for clip in LOCAL_CLIPS:
         for then in THEN:

@@ -84,6 +84,7 @@ class Guards:
                     stacklevel=8,  # where step() was called
                 )
         self._place(moment, engine)
+        engine.step_tensors().are_behind = engine.gradients.are_local and not (self._is_alone and self._is_whole)
         if self._claim is not None and moment in ("update", "stepped", "install", "installed"):
             self._claim.verb = {"update": "step", "install": "load"}.get(moment, "")
         if moment in ("update", "updated") and Where.SPREAD in self._where:
