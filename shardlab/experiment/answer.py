@@ -37,7 +37,7 @@ def answer(comparison: Comparison, config: CompareConfig | None = None) -> list[
     config = config_of(comparison.records) if config is None else config
     table, steps = comparison.summary, comparison.records.steps
     rows = side_by_side(table)
-    doubt = run_verdicts.busy_verdict(comparison).removeprefix("Times are UNCERTAIN: ").rstrip(".")
+    doubt = run_verdicts.busy_verdict(comparison, rows.index).removeprefix("Times are UNCERTAIN: ").rstrip(".")
     return [
         Line("LEAST MEMORY", least_memory(rows)),
         Line("FASTEST", fastest(rows, quartiles(steps), doubt)),

@@ -23,7 +23,7 @@ from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import write_page
 from shardlab.experiment.run_verdicts import transports_of, verdicts
 from shardlab.experiment.saved_runs import config_of
-from shardlab.experiment.summary import PLANNED, readable_summary, reference_of
+from shardlab.experiment.summary import PLANNED, REFERENCE, readable_summary, reference_of
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Collective, Phase, Role, SpanKind
 
@@ -160,6 +160,8 @@ def _parts(records: Records) -> pd.DataFrame:
     """Where the steps whose times count went; run by run, since each has a mesh of its own."""
     split, timed = [], timed_steps(records.steps)
     for run, manifest in records.manifests.items():
+        if run == REFERENCE and len(records.manifests) > 1:
+            continue  # trains on the rows of all ranks
         collectives, spans, steps = (
             table[table["run"] == run] for table in (records.collectives, records.spans, timed)
         )

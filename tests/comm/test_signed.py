@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-##FIX from shardlab.comm import signed_messages as signed
+from shardlab.comm import signed_messages as signed
 from shardlab.engines.checkpoint import module_state
 from tests.launch.helpers import script_env
 
