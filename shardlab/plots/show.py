@@ -125,14 +125,9 @@ def png(figure: go.Figure) -> bytes | None:
 
 
 def report_page(
-    title: str,
-    lead: str,
-    tables: Mapping[str, pd.DataFrame],
-    figures: Mapping[str, go.Figure],
-    answer: Iterable[tuple[str, str]] = (),
-    first: int = 0,
-    choices: Mapping[str, go.Figure] | None = None,
-) -> str:
+    title: str, lead: str, tables: Mapping[str, pd.DataFrame], figures: Mapping[str, go.Figure], answer:
+    Iterable[tuple[str, str]] = (), first: int = 0, choices: Mapping[str, go.Figure] | None = None,
+) -> str:  # fmt: skip
     """The whole page as text: the answer, the first figures side by side, one of the choices, all else; tables folded.
 
     Args:
