@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardlab.data_sets import load_text
     from shardlab.engines import DDP, FSDP, Bucketed, Engine, Single, ZeRO1, ZeRO2, ZeRO3, build_engine
     from shardlab.experiment import CompareConfig, TrainStep, Workload, compare, load_comparison, plan, write_report
+    from shardlab.experiment.answer import answer
     from shardlab.experiment.run_verdicts import verdicts
     from shardlab.experiment.tensor import show_tp_plan
     from shardlab.launch import RankPool, launch
@@ -35,6 +36,7 @@ _ROOMS = {
     "shardlab.experiment": (
         "CompareConfig", "TrainStep", "Workload", "compare", "load_comparison", "plan", "write_report",
     ),
+    "shardlab.experiment.answer": ("answer",),
     "shardlab.experiment.run_verdicts": ("verdicts",),
     "shardlab.experiment.tensor": ("show_tp_plan",),
     "shardlab.launch": ("RankPool", "launch"),
@@ -51,7 +53,8 @@ _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
 __all__ = [
     "DDP", "FSDP", "Bucketed", "Communicator", "CompareConfig", "Engine", "GradScaler", "Link", "Mesh", "RankPool",
-    "ShardedOptimizer", "Single", "TrainStep", "Workload", "ZeRO1", "ZeRO2", "ZeRO3", "build_engine", "build_model",
+    "ShardedOptimizer", "Single", "TrainStep", "Workload", "ZeRO1", "ZeRO2", "ZeRO3", "answer", "build_engine",
+    "build_model",
     "check_agreement", "check_strategy", "compare", "launch", "load_comparison", "load_run", "load_text", "plan",
     "record", "show", "show_tp_plan", "show_units", "verdicts", "write_report",
 ]  # fmt: skip

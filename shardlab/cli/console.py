@@ -59,6 +59,16 @@ def empty_table(title: str = "", left: Iterable[str] = (), right: Iterable[str] 
     return table
 
 
+def answer_table(lines: Iterable[tuple[str, str]]) -> Table:
+    """Lines of an answer, (title, text), before whatever supports them."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column()
+    for title, text in lines:
+        table.add_row(title, Text(text))
+    return table
+
+
 def count(number: int, noun: str) -> str:
     """For example '1 rank' or '4 ranks'."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

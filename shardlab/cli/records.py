@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from shardlab.cli.console import count, decimals_of, empty_table, unit_of
+from shardlab.cli.console import answer_table, count, decimals_of, empty_table, unit_of
 
 if TYPE_CHECKING:
     from shardlab.experiment import CompareConfig, Comparison
@@ -163,10 +163,12 @@ def diff(
 
 
 def print_result(comparison: "Comparison", config: "CompareConfig", report: Path) -> None:
-    """Print the table of a comparison, its verdicts, and the path of its report."""
+    """Print the answer of a comparison, its table, its verdicts, and the path of its report."""
+    from shardlab.experiment.answer import answer
     from shardlab.experiment.run_verdicts import peak_note, verdicts
 
     console = Console(highlight=False)
+    console.print(answer_table(answer(comparison, config)))
     table, left_out = _result_table(comparison, config, console)
     console.print(table)
     console.print(NOTE, style="dim")

@@ -53,14 +53,9 @@ class Mesh(BaseMesh):
     """
 
     def __init__(
-        self,
-        axes: Mapping[str, int],
-        *,
-        ranks: Sequence[int] | None = None,
-        device: torch.device | str | None = None,
-        link: Link | str | None = None,
-        transport: str | None = None,
-    ) -> None:
+        self, axes: Mapping[str, int], *, ranks: Sequence[int] | None = None, device: torch.device | str | None = None,
+        link: Link | str | None = None, transport: str | None = None,
+    ) -> None:  # fmt: skip
         link = Link.parse(link) if isinstance(link, str) else link
         if not isinstance(link, Link | None):
             raise ValueError(f"link: {link!r} is given; a Link or text such as 10Gbps,50us is needed")

@@ -72,14 +72,9 @@ def engine_options(strategy: str) -> tuple[str, ...]:
 
 
 def build_engine(
-    name: str | Strategy,
-    model: nn.Module,
-    optimizer_fn: OptimizerFn,
-    mesh: BaseMesh | None = None,
-    *,
-    guards: bool = True,
-    **options: Any,
-) -> AnyEngine:
+    name: str | Strategy, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None = None, *, guards: bool =
+    True, **options: Any,
+) -> AnyEngine:  # fmt: skip
     """Build the engine of a strategy.
 
     Args:

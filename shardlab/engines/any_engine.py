@@ -51,12 +51,8 @@ class AnyEngine(ABC):
     _step_tensors: StepTensors
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer_fn: OptimizerFn,
-        mesh: BaseMesh | None,
-        axes: Sequence[MeshAxis],
-    ) -> None:
+        self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None, axes: Sequence[MeshAxis],
+    ) -> None:  # fmt: skip
         check_types(model, mesh, optimizer_fn)
         self.module, self.mesh = model, BaseMesh.alone() if mesh is None else mesh
         self.data_comms = tuple(self.mesh[axis] for axis in axes)

@@ -32,15 +32,9 @@ class Bucket:
     """
 
     def __init__(
-        self,
-        index: int,
-        layout: FlatLayout,
-        params: Sequence[nn.Parameter],
-        rank: int,
-        sum_dtype: torch.dtype | None = None,
-        *,
-        is_cut: bool = False,
-    ) -> None:
+        self, index: int, layout: FlatLayout, params: Sequence[nn.Parameter], rank: int, sum_dtype: torch.dtype | None =
+        None, *, is_cut: bool = False,
+    ) -> None:  # fmt: skip
         self.index, self.layout, self.params = index, layout, tuple(params)
         self._numel, self._padded_numel = layout.numel, layout.padded_numel
         self._places = [  # of each parameter in a flat tensor: shape, strides, first element

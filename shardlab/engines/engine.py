@@ -64,14 +64,9 @@ class Engine(AnyEngine):
     """``engines.guards.Guards``; set by ``shardlab.engines``, so that an engine can be read and used without."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer_fn: OptimizerFn,
-        mesh: BaseMesh | None,
-        strategy: Strategy,
-        *,
-        guards: bool = True,
-    ) -> None:
+        self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None, strategy: Strategy, *, guards: bool =
+        True,
+    ) -> None:  # fmt: skip
         super().__init__(model, optimizer_fn, mesh, strategy.axes)
         self.strategy, self.name = strategy, strategy.name
         self._guards = self.guard_class() if guards else None

@@ -122,18 +122,10 @@ class FSDP(Sharded):
     allocates = True
 
     def __init__(
-        self,
-        *,
-        sharding: str = "full_shard",
-        wrap: WrapPolicy = AUTO,
-        prefetch: int = 1,
-        layout: str = "flat",
-        partition: Partition | str = Partition.ELEMENTS,
-        precision: Precision | str = "full",
-        offload: str = "none",
-        replicate_below: int = 0,
-        init_fn: InitFn | None = None,
-    ) -> None:
+        self, *, sharding: str = "full_shard", wrap: WrapPolicy = AUTO, prefetch: int = 1, layout: str = "flat",
+        partition: Partition | str = Partition.ELEMENTS, precision: Precision | str = "full", offload: str = "none",
+        replicate_below: int = 0, init_fn: InitFn | None = None,
+    ) -> None:  # fmt: skip
         self.options = ShardingOptions(
             sharding, wrap, prefetch, layout, parse_partition(partition), parse_precision(precision), offload,
             replicate_below, init_fn or reset_parameters,

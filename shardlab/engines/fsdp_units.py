@@ -141,13 +141,9 @@ def _owners(given: Given, options: ShardingOptions) -> Mapping[str, int]:
 
 
 def _shards(
-    unit: str,
-    params: Params,
-    given: Given,
-    options: ShardingOptions,
-    owners: Mapping[str, int],
-    at: dict[int, tuple[Shards, str]],
-) -> list[Shards]:
+    unit: str, params: Params, given: Given, options: ShardingOptions, owners: Mapping[str, int], at: dict[int,
+    tuple[Shards, str]],
+) -> list[Shards]:  # fmt: skip
     """Those of one unit, by kind, in the module's order, which is the same on every rank."""
     kinds: dict[Hashable, dict[str, nn.Parameter]] = {}
     for name, param in params.items():

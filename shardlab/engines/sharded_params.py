@@ -80,14 +80,9 @@ class Shards:
     """
 
     def __init__(
-        self,
-        name: str,
-        params: Mapping[str, nn.Parameter],
-        layout: Layout,
-        comm: Communicator,
-        ways: Ways,
-        at: "dict[int, tuple[Shards, str]]",
-    ) -> None:
+        self, name: str, params: Mapping[str, nn.Parameter], layout: Layout, comm: Communicator, ways: Ways, at:
+        "dict[int, tuple[Shards, str]]",
+    ) -> None:  # fmt: skip
         self.name, self.params, self.layout, self.comm = name, dict(params), layout, comm
         self._ways, self._at = ways, at
         self.device = next(iter(self.params.values())).device

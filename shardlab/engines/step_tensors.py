@@ -150,12 +150,9 @@ def shown_whole(params: Mapping[str, Tensor], slices: Mapping[str, TensorSlice])
 
 
 def over_pieces(
-    optimizer: torch.optim.Optimizer,
-    params: Mapping[str, Tensor],
-    pieces: Mapping[str, Tensor],
-    *,
-    are_slices: bool = False,
-) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor], pieces: Mapping[str, Tensor], *, are_slices: bool =
+    False,
+) -> torch.optim.Optimizer:  # fmt: skip
     """An optimizer that was built over the module's parameters, over what this rank steps of them.
 
     Args:

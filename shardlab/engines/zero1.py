@@ -41,12 +41,9 @@ class ZeRO1(Bucketed):
     steps_pieces = True
 
     def __init__(
-        self,
-        *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        partition: Partition | str = Partition.ELEMENTS,
-        precision: Precision | str = "full",
-    ) -> None:
+        self, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, partition: Partition | str = Partition.ELEMENTS, precision:
+        Precision | str = "full",
+    ) -> None:  # fmt: skip
         super().__init__(bucket_bytes=bucket_bytes)
         self.partition, self.precision = parse_partition(partition), parse_precision(precision)
 

@@ -44,12 +44,9 @@ class ZeRO3(Sharded):
     name = "zero3"
 
     def __init__(
-        self,
-        *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        partition: Partition | str = Partition.ELEMENTS,
-        precision: Precision | str = "full",
-    ) -> None:
+        self, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, partition: Partition | str = Partition.ELEMENTS, precision:
+        Precision | str = "full",
+    ) -> None:  # fmt: skip
         self.bucket_bytes = bucket_bytes
         self.partition, self.precision = parse_partition(partition), parse_precision(precision)
 

@@ -58,13 +58,9 @@ def hint(exercise: Named, *, progress: Path | str | None = None) -> None:
 
 
 def check(
-    exercise: Named,
-    function: Function,
-    *,
-    progress: Path | str | None = None,
-    timeout_s: float = TIMEOUT_S,
-    limit_s: float = LIMIT_S,
-) -> Report:
+    exercise: Named, function: Function, *, progress: Path | str | None = None, timeout_s: float = TIMEOUT_S, limit_s:
+    float = LIMIT_S,
+) -> Report:  # fmt: skip
     """Run ``function`` on real ranks and say what differs: a sentence, a table, and the attempt beside what was wanted.
 
     Args:

@@ -70,14 +70,9 @@ class Comparison:
 
 
 def compare(
-    what: CompareConfig | Workload | Callable[[], nn.Module],
-    *rest: Any,
-    directory: Path | str | None = None,
-    pool: RankPool | None = None,
-    on_progress: OnProgress | None = None,
-    overwrite: bool = False,
-    **options: Any,
-) -> Comparison:
+    what: CompareConfig | Workload | Callable[[], nn.Module], *rest: Any, directory: Path | str | None = None, pool:
+    RankPool | None = None, on_progress: OnProgress | None = None, overwrite: bool = False, **options: Any,
+) -> Comparison:  # fmt: skip
     """Run every strategy, and write records and a summary.
 
         compare(make_model, data, loss)                               # the rest has defaults

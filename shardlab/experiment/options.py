@@ -55,7 +55,7 @@ class CompareOptions:
             taken as many steps as this one has.
     """
 
-    strategies: tuple[str, ...] = ("single", "ddp", "bucketed", "zero1")
+    strategies: tuple[str, ...] = ("single", "ddp", "bucketed", "zero1", "fsdp")
     ranks: int = 4
     steps: int = 20
     workload: Any = None

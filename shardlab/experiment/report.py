@@ -1,4 +1,4 @@
-"""The report page of a comparison: the tables first, then the figures that explain them.
+"""The report page of a comparison: the answer, the figures that show it, and folded the tables that support it.
 
 Besides the summary there are tables that say why: where in the model memory peaked, what a GPU's allocator holds, and
 what the length of a step consists of.
@@ -15,14 +15,15 @@ import plotly.graph_objects as go
 from shardlab import plots
 from shardlab.analysis.critical_path import ALL, NoHostWaitsError, critical_path, what_if_free
 from shardlab.analysis.held_bytes import allocator_items, peak
-from shardlab.analysis.overlap import COMPUTE_KINDS, overlap
+from shardlab.analysis.overlap import COMPUTE_KINDS, overlap, step_split
 from shardlab.analysis.timed import in_timed_steps, timed_steps, traced_and_ordinary
+from shardlab.experiment.answer import answer
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import write_page
 from shardlab.experiment.run_verdicts import transports_of, verdicts
 from shardlab.experiment.saved_runs import config_of
-from shardlab.experiment.summary import PLANNED, readable_summary, reference_of
+from shardlab.experiment.summary import PLANNED, REFERENCE, readable_summary, reference_of
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Collective, Phase, Role, SpanKind
 
@@ -49,7 +50,10 @@ def write_report(comparison: Comparison, config: CompareConfig | None = None) ->
     """Write ``report.html`` beside the records and return its path; without ``config`` the records say it."""
     config = config_of(comparison.records) if config is None else config
     title = f"{config.title} on {config.ranks} {'rank' if config.ranks == 1 else 'ranks'}"
-    page = plots.report_page(title, _lead(comparison, config), _tables(comparison), _figures(comparison))
+    page = plots.report_page(
+        title, _lead(comparison, config), _tables(comparison), _figures(comparison), answer(comparison, config),
+        first=2, choices=_timelines(comparison),
+    )  # fmt: skip
     return write_page(comparison.directory / "report.html", page)
 
 
@@ -126,25 +130,56 @@ def explaining_tables(records: Records, steps: dict[str, int]) -> dict[str, pd.D
 
 
 def _figures(comparison: Comparison) -> dict[str, go.Figure]:
+    """The first two are those of the first screen; losses, which should coincide, come last."""
     records = comparison.records
     traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
-    timed, runs = timed_steps(records.steps), list(comparison.summary["strategy"])
-    figures = {"Every strategy trains on the same rows.": plots.loss_curves(records.steps)}
-    reference = reference_of(records)
-    if reference is not None and records.steps["run"].nunique() > 1:
-        # What losses that are not equal mean, the verdicts say above.
-        why = "Only the order of summation differs." if comparison.losses_equal else "More than rounding differs."
-        figures[why] = plots.loss_difference(records.steps, reference)
-    figures |= memory_figures(records)
+    figures = {
+        "What a rank's engine holds between two steps, and the most in one.": plots.memory_by_role(
+            records.memory[records.memory["role"] != str(Role.UNATTRIBUTED)], with_peak=True
+        ),
+        "In the mean; waiting is for the last rank to come, off the CPU what other programs take.": plots.step_parts(
+            _parts(records)
+        ),
+        **dict(list(memory_figures(records).items())[1:]),
+    }
     if (records.memory["where"] == "process").any():
         figures["All that a rank's process holds: tensors, and what torch does not own."] = plots.held_by_process(
             records.memory
         )
-    for run in (run for run in runs if run in set(traffic["run"])):
-        figures[f"When {run} computes and when it communicates."] = plots.collective_timeline(
-            traffic, records.spans, run=run, step=middle_step(timed[timed["run"] == run])
+    figures |= time_figures(records, traffic, list(comparison.summary["strategy"]))
+    figures["Every strategy trains on the same rows."] = plots.loss_curves(records.steps)
+    reference = reference_of(records)
+    if reference is not None and records.steps["run"].nunique() > 1:
+        # What losses that are not equal mean, the verdicts say.
+        why = "Only the order of summation differs." if comparison.losses_equal else "More than rounding differs."
+        figures[why] = plots.loss_difference(records.steps, reference)
+    return figures
+
+
+def _parts(records: Records) -> pd.DataFrame:
+    """Where the steps whose times count went; run by run, since each has a mesh of its own."""
+    split, timed = [], timed_steps(records.steps)
+    for run, manifest in records.manifests.items():
+        if run == REFERENCE and len(records.manifests) > 1:
+            continue  # trains on the rows of all ranks
+        collectives, spans, steps = (
+            table[table["run"] == run] for table in (records.collectives, records.spans, timed)
         )
-    return figures | time_figures(records, traffic, runs)
+        watched = steps.dropna(subset="wire_bytes")
+        if len(watched):
+            split.append(step_split(*in_timed_steps(collectives, spans, watched), watched, manifest.get("mesh")))
+    return pd.concat(split, ignore_index=True)
+
+
+def _timelines(comparison: Comparison) -> dict[str, go.Figure]:
+    """By strategy: when it computes and when it communicates, in a step of median length."""
+    records = comparison.records
+    traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
+    timed = timed_steps(records.steps)
+    return {
+        run: plots.collective_timeline(traffic, records.spans, run=run, step=middle_step(timed[timed["run"] == run]))
+        for run in comparison.summary["strategy"] if run in set(traffic["run"])
+    }  # fmt: skip
 
 
 def memory_figures(records: Records) -> dict[str, go.Figure]:

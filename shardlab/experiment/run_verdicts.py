@@ -235,9 +235,15 @@ def unseen_verdict(comparison: Comparison) -> str:
     )
 
 
-def busy_verdict(comparison: Comparison) -> str:
-    """One sentence if ranks were not running for a good part of their steps, so that times say little; else empty."""
+def busy_verdict(comparison: Comparison, runs: Iterable[str] | None = None) -> str:
+    """One sentence if ranks were not running for a good part of their steps, so that times say little; else empty.
+
+    Args:
+        comparison: of some runs.
+        runs: those whose times are compared; None for all.
+    """
     steps, spans = comparison.records.steps, comparison.records.spans
+    steps = steps if runs is None else steps[steps["run"].isin(list(runs))]
     _, worked = in_timed_steps(comparison.records.collectives, spans, steps)
     away = worked[worked["kind"] == str(SpanKind.OFF_CPU)]
     lost = (away["end_us"] - away["start_us"]).groupby(away["run"]).sum()

@@ -59,16 +59,10 @@ class TrainStep:
     """
 
     def __init__(
-        self,
-        engine: AnyEngine,
-        loss: LossFn,
-        *,
-        accumulation: int = 1,
-        max_norm: float | None = None,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
-        scaler: GradScaler | None = None,
-        recorder: Recorder | None = None,
-    ) -> None:
+        self, engine: AnyEngine, loss: LossFn, *, accumulation: int = 1, max_norm: float | None = None, scheduler:
+        torch.optim.lr_scheduler.LRScheduler | None = None, scaler: GradScaler | None = None, recorder: Recorder | None
+        = None,
+    ) -> None:  # fmt: skip
         if accumulation < 1:
             raise ValueError(f"accumulation: {accumulation} is below 1")
         self.engine, self.loss, self._model = engine, loss, _Model(engine)

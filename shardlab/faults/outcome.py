@@ -45,13 +45,9 @@ class Told:
 
 
 def told(
-    pool: RankPool,
-    program: Callable[..., Any],
-    *args: Any,
-    rank: object = ...,
-    collective: object = ...,
-    line: object = ...,
-) -> Told:
+    pool: RankPool, program: Callable[..., Any], *args: Any, rank: object = ..., collective: object = ..., line: object
+    = ...,
+) -> Told:  # fmt: skip
     """Run ``program(rank, *args)`` on the pool, print what is told, and beside it the answer of the reader.
 
     Args:

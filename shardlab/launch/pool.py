@@ -59,17 +59,9 @@ class RankPool:
     """
 
     def __init__(
-        self,
-        world_size: int,
-        *,
-        device: str = "auto",
-        timeout_s: float = 60.0,
-        limit_s: float | None = None,
-        notice_s: float | None = 30.0,
-        threads_per_rank: int | None = None,
-        preload: Sequence[str] = (),
-        start_s: float = 300.0,
-    ) -> None:
+        self, world_size: int, *, device: str = "auto", timeout_s: float = 60.0, limit_s: float | None = None, notice_s:
+        float | None = 30.0, threads_per_rank: int | None = None, preload: Sequence[str] = (), start_s: float = 300.0,
+    ) -> None:  # fmt: skip
         check_world_size(world_size)
         if threads_per_rank is not None and (type(threads_per_rank) is not int or threads_per_rank < 1):
             raise ValueError(f"threads_per_rank: {threads_per_rank!r} is given; allowed values are integers from 1")

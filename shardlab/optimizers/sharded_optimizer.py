@@ -50,15 +50,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        optimizer_cls: Callable[..., torch.optim.Optimizer],
-        *,
-        comm: Communicator,
-        partition: Partition | str = Partition.ELEMENTS,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        **defaults: Any,
-    ) -> None:
+        self, params: Iterable[Any], optimizer_cls: Callable[..., torch.optim.Optimizer], *, comm: Communicator,
+        partition: Partition | str = Partition.ELEMENTS, bucket_bytes: int = DEFAULT_BUCKET_BYTES, **defaults: Any,
+    ) -> None:  # fmt: skip
         super().__init__(params, dict(defaults))
         self.num_steps = 0
         self._named = _names(self.param_groups)

@@ -160,13 +160,9 @@ class Layer:
 
 
 def activation_bytes(
-    layer: Layer,
-    num_ranks: int = 1,
-    *,
-    sequence_parallel: bool = False,
-    regather: bool = True,
-    recompute: str = "none",
-) -> float:
+    layer: Layer, num_ranks: int = 1, *, sequence_parallel: bool = False, regather: bool = True, recompute: str =
+    "none",
+) -> float:  # fmt: skip
     """Bytes per layer and rank, a whole number where the sizes divide.
 
     Args:

@@ -102,13 +102,16 @@ def end_with(figure: go.Figure, ends: pd.Series, words: Sequence[str], quantity:
     figure.update_yaxes(categoryorder="array", categoryarray=list(ends.index), autorange="reversed", showgrid=False)
 
 
-def memory_by_role(memory: pd.DataFrame, where: str = "rest", rank: int | None = None) -> go.Figure:
+def memory_by_role(
+    memory: pd.DataFrame, where: str = "rest", rank: int | None = None, *, with_peak: bool = False
+) -> go.Figure:
     """Bytes of each role as stacked bars, one bar per run.
 
     Args:
         memory: table ``memory``.
         where: 'rest' (after the last step) or 'peak' (the highest moment).
         rank: one rank; None for the maximum over ranks.
+        with_peak: a tick at the peak of each run, where one was traced.
 
     Raises:
         ValueError: ``where`` is something else, or the table has no such rank.
@@ -124,6 +127,8 @@ def memory_by_role(memory: pd.DataFrame, where: str = "rest", rank: int | None =
         return nothing(TITLES[where], "memory was not traced")
     figure = new_figure(TITLES[where], subtitle(held, NOTES[where] if rank is None else f"rank {rank}"))
     stacked_bars(figure, held, "role", ROLE_COLOURS, "live bytes")
+    if with_peak:
+        _tick_peaks(figure, labelled(peak(rows)), byte_scale(float(held.groupby("label")["bytes"].sum().max()))[0])
     places = {}
     if where == "peak":  # below the name of the run: the unit and the phase of its peak, if it was traced
         moments = held.drop_duplicates("label").set_index("label")[["unit", "phase"]].dropna()
@@ -132,6 +137,20 @@ def memory_by_role(memory: pd.DataFrame, where: str = "rest", rank: int | None =
         words = [f"{label}<br><span style='font-size:12px'>{places.get(label, '')}</span>" for label in labels_of(held)]
         figure.update_yaxes(tickvals=labels_of(held), ticktext=words)
     return finish(figure, _summary(held, where, places))
+
+
+def _tick_peaks(figure: go.Figure, moments: pd.DataFrame, divisor: float) -> None:
+    """A tick at the highest moment of each run, in the unit of the axis, which grows to hold it."""
+    peaks = moments.groupby("label", sort=False)["bytes"].sum().astype("float64")
+    if not len(peaks):
+        return
+    figure.add_scatter(
+        x=peaks / divisor, y=list(peaks.index), mode="markers", name="peak of a step",
+        marker={"symbol": "line-ns", "size": 22, "line": {"color": INK, "width": 3}},
+        customdata=[[format_bytes(size)] for size in peaks],
+        hovertemplate="<b>%{y}</b><br>peak of a step: %{customdata[0]}<extra></extra>",
+    )  # fmt: skip
+    figure.update_xaxes(range=[0, max(figure.layout.xaxis.range[1], 1.04 * float(peaks.max()) / divisor)])
 
 
 def _summary(held: pd.DataFrame, where: str, places: dict[str, str]) -> str:

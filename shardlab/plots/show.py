@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,16 @@ TITLE_PX = 68
 SCRIPT = """
 const figures = JSON.parse(document.getElementById("figures").textContent);
 const config = {responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"]};
-figures.forEach((figure, place) => Plotly.newPlot(`figure-${place}`, figure.data, figure.layout, config));
+const draw = place => {
+  const plot = document.getElementById(`figure-${place}`);
+  if (!plot.data) Plotly.newPlot(plot, figures[place].data, figures[place].layout, config);
+};
+figures.forEach((_, place) => { if (!document.getElementById(`figure-${place}`).closest("[hidden]")) draw(place); });
+document.querySelectorAll(".choices select").forEach(select => select.addEventListener("change", () => {
+  select.closest(".choices").querySelectorAll(".choice").forEach(
+    choice => { choice.hidden = !choice.querySelector(`#figure-${select.value}`); });
+  draw(Number(select.value));
+}));
 """
 
 
@@ -115,28 +124,45 @@ def png(figure: go.Figure) -> bytes | None:
     return smaller.getvalue()
 
 
-def report_page(title: str, lead: str, tables: Mapping[str, pd.DataFrame], figures: Mapping[str, go.Figure]) -> str:
-    """The whole page as text.
+def report_page(
+    title: str, lead: str, tables: Mapping[str, pd.DataFrame], figures: Mapping[str, go.Figure], answer:
+    Iterable[tuple[str, str]] = (), first: int = 0, choices: Mapping[str, go.Figure] | None = None,
+) -> str:  # fmt: skip
+    """The whole page as text: the answer, the first figures side by side, one of the choices, all else; tables folded.
 
     Args:
         title: heading of the page.
-        lead: one or two sentences below it.
-        tables: caption -> table; tables come first. Column names include their unit, for example 'step (ms)'; numbers
-            are aligned right, missing values are a dash. The index is not shown.
+        lead: one or two sentences of what was done.
+        tables: caption -> table. Column names include their unit, for example 'step (ms)'; numbers are aligned right,
+            missing values are a dash. The index is not shown.
         figures: caption -> figure. The figure's title becomes a heading, its summary the accessible name.
+        answer: lines of title and text, which stand first.
+        first: how many of the figures stand beside each other on the first screen; without an answer nothing is folded.
+        choices: figures of one kind by name, of which the reader chooses one.
 
     Returns:
         A complete HTML document of about 5 MB, nearly all of it plotly.js.
     """
-    sections = [_table(caption, table) for caption, table in tables.items()]
-    sections += [_figure(place, caption, figure) for place, (caption, figure) in enumerate(figures.items())]
-    data = json.dumps([_drawn(figure) for figure in figures.values()], separators=(",", ":"), allow_nan=False)
+    chosen, folded = dict(choices or {}), "".join(_table(caption, table) for caption, table in tables.items())
+    drawn = [_figure(place, caption, figure) for place, (caption, figure) in enumerate(figures.items())]
+    if answer and tables:
+        folded = f"<details><summary>All tables</summary>{folded}</details>"
+    sections = [
+        f'<div class="pair">{"".join(drawn[:first])}</div>' if first else "",
+        _choice(len(figures), chosen) if chosen else "",
+        folded, *drawn[first:],
+    ]  # fmt: skip
+    every = [_drawn(figure) for figure in (*figures.values(), *chosen.values())]
+    data = json.dumps(every, separators=(",", ":"), allow_nan=False)
     # '</script>' in a name would end the element; to a JSON parser '<\/' is the same string
     safe = data.replace("</", "<\\/").replace("<!--", "<\\u0021--")
+    told = f'<p class="lead">{escape(lead)}</p>'
     lines = [
         HEAD, f"<title>{escape(title)}</title>", f"<style>\n{_CSS.read_text()}</style></head>", "<body><main>",
-        f'<header><h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p></header>',
-        *sections, "</main>", f'<script type="application/json" id="figures">{safe}</script>',
+        f"<header><h1>{escape(title)}</h1>",
+        '<dl class="answer">', *(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in answer), "</dl>",
+        "</header>" if answer else f"{told}</header>", *sections, f"<section>{told}</section>" if answer else "",
+        "</main>", f'<script type="application/json" id="figures">{safe}</script>',
         f"<script>{get_plotlyjs()}</script>\n<script>{SCRIPT}</script>" if figures else "",
         "</body></html>",
     ]  # fmt: skip
@@ -167,6 +193,14 @@ def _figure(place: int, caption: str, figure: go.Figure) -> str:
         f"<noscript><p>The figure needs JavaScript.</p></noscript>"
         f"<figcaption>{escape(caption)} <span>{_unbroken(escape(summary))}</span></figcaption></figure></section>"
     )
+
+
+def _choice(first: int, figures: Mapping[str, go.Figure]) -> str:
+    """Figures of which one is seen, by a list of their names; ``first`` is the place of the first among all."""
+    options = "".join(f'<option value="{first + at}">{escape(name)}</option>' for at, name in enumerate(figures))
+    drawn = (_figure(first + at, name, figure) for at, (name, figure) in enumerate(figures.items()))
+    parts = (f'<div class="choice"{" hidden" if at else ""}>{section}</div>' for at, section in enumerate(drawn))
+    return f'<div class="choices"><label>Strategy <select>{options}</select></label>{"".join(parts)}</div>'
 
 
 def _table(caption: str, table: pd.DataFrame) -> str:

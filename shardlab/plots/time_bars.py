@@ -9,7 +9,7 @@ from shardlab.analysis.overlap import PARTS, hidden_by_run
 from shardlab.analysis.rows import labelled, labels_of, require_columns
 from shardlab.plots.bars import add_part, end_with, shares_of
 from shardlab.plots.text import averaged, format_percent, format_us, listing, subtitle
-from shardlab.plots.theme import EXPOSED, HIDDEN, SAND, SPAN_COLOURS, finish, new_figure, nothing, run_colours
+from shardlab.plots.theme import EXPOSED, HIDDEN, INK, SAND, SPAN_COLOURS, finish, new_figure, nothing, run_colours
 from shardlab.tables import STEPS
 from shardlab.vocabulary import SpanKind
 
@@ -99,12 +99,21 @@ def step_parts(split: pd.DataFrame) -> go.Figure:
     rows = labelled(split)
     means = rows.groupby("label", sort=False)[["step_us", *PARTS]].mean().astype("float64")
     communicating = rows[rows["moving_us"] + rows["waiting_us"] > 0]  # the link matters only to these
-    figure = new_figure(PARTS_TITLE, subtitle(communicating, averaged(rows, "mean")))
+    figure = new_figure(
+        PARTS_TITLE, subtitle(communicating, f"{averaged(rows, 'mean')}; line: quartiles of whole steps")
+    )
     for column, (name, colour) in STYLE.items():
         texts = zip(map(format_us, means[column]), shares_of(means[column], means["step_us"]), strict=True)
         hover = "%{customdata[0]}<br>%{customdata[1]} of the step"
         add_part(figure, name, colour, means[column] / 1e3, texts, hover)
     end_with(figure, means["step_us"] / 1e3, [format_us(us) for us in means["step_us"]], "time of a step (ms)")
+    whole = rows.groupby("label", sort=False)["step_us"]
+    low, high = (whole.quantile(share).astype("float64") / 1e3 for share in (0.25, 0.75))
+    figure.add_scatter(
+        x=(low + high) / 2, y=list(means.index), mode="markers", name="quartiles of whole steps",
+        marker={"opacity": 0}, hoverinfo="skip", showlegend=False,
+        error_x={"type": "data", "array": (high - low) / 2, "color": INK, "thickness": 1.5},
+    )  # fmt: skip
     return finish(figure, _parts_summary(means))
 
 

@@ -74,13 +74,9 @@ class Tracks:
 
 
 def collective_timeline(
-    collectives: pd.DataFrame,
-    spans: pd.DataFrame,
-    *,
-    run: str | None = None,
-    step: int | None = None,
-    until_ms: float | None = None,
-) -> go.Figure:
+    collectives: pd.DataFrame, spans: pd.DataFrame, *, run: str | None = None, step: int | None = None, until_ms: float
+    | None = None,
+) -> go.Figure:  # fmt: skip
     """Tracks of compute and communication of one step of one run, in milliseconds from the start of the step.
 
     Args:

@@ -60,12 +60,9 @@ def _per_rank_and_step(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def traffic_matrix(
-    collectives: pd.DataFrame,
-    *,
-    run: str | None = None,
-    step: int | None = None,
-    axes: Mapping[str, int] | None = None,
-) -> go.Figure:
+    collectives: pd.DataFrame, *, run: str | None = None, step: int | None = None, axes: Mapping[str, int] | None =
+    None,
+) -> go.Figure:  # fmt: skip
     """A matrix of ranks: the rank of a row sends to the rank of a column.
 
     A collective on a ring sends a rank's bytes (``wire_bytes``) to its next neighbour in the group; an all-to-all sends

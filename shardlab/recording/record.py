@@ -65,12 +65,9 @@ class Place(NamedTuple):
 
 @contextlib.contextmanager
 def record(
-    directory: Path | str,
-    *,
-    trace_memory: int | None = TRACED_STEP,
-    watch_every: int = WATCH_EVERY,
-    overwrite: bool = False,
-) -> Iterator[Path]:
+    directory: Path | str, *, trace_memory: int | None = TRACED_STEP, watch_every: int = WATCH_EVERY, overwrite: bool =
+    False,
+) -> Iterator[Path]:  # fmt: skip
     """Inside, what this rank trains with plain torch is recorded, on every rank into the same directory.
 
     It communicates nothing and changes no number. Every step has its loss, learning rate and time. Collectives, units

@@ -40,13 +40,9 @@ Plan = Mapping[str, Style]
 
 
 def parallelize_module(
-    model: nn.Module,
-    plan: Plan,
-    comm: Communicator,
-    *,
-    init_fn: InitFn = reset_parameters,
-    device: torch.device | str | None = None,
-) -> nn.Module:
+    model: nn.Module, plan: Plan, comm: Communicator, *, init_fn: InitFn = reset_parameters, device: torch.device | str
+    | None = None,
+) -> nn.Module:  # fmt: skip
     """Make ``model`` tensor parallel, in place; collective. Call it before an engine is built.
 
     Torch's random generators become those of the first rank too (``rng``).

@@ -97,14 +97,9 @@ def check_embedding(name: str, embedding: nn.Embedding, num_ranks: int) -> None:
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    comm: Communicator,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
+    logits: Tensor, targets: Tensor, comm: Communicator, *, ignore_index: int = -100, label_smoothing: float = 0.0,
     reduction: str = "mean",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """What ``torch.nn.functional.cross_entropy`` gives for the gathered logits, equal on all ranks.
 
     Args:

@@ -51,12 +51,9 @@ MAX_STEPS = 5000  # of one run; beyond, every other step is dropped
 
 
 def live(
-    what: CompareConfig | Workload | Callable[[], nn.Module] | Path | str,
-    *rest: Any,
-    directory: Path | str | None = None,
-    pool: RankPool | None = None,
-    **options: Any,
-) -> "LiveView":
+    what: CompareConfig | Workload | Callable[[], nn.Module] | Path | str, *rest: Any, directory: Path | str | None =
+    None, pool: RankPool | None = None, **options: Any,
+) -> "LiveView":  # fmt: skip
     """``compare`` with a live view of its runs; or, of a directory, a live view of what another call runs there.
 
     In a script ``read_progress`` gives the same as tables.

@@ -28,14 +28,9 @@ FIRST: dict[str, Any] = {"strategies": "fsdp", "ranks": 2, "steps": 3}
 
 
 def step_through(
-    what: Records | CompareConfig | Workload | Callable[[], nn.Module],
-    *rest: Any,
-    run: str | None = None,
-    step: int | None = None,
-    directory: Path | str | None = None,
-    pool: RankPool | None = None,
-    **options: Any,
-) -> "StepView":
+    what: Records | CompareConfig | Workload | Callable[[], nn.Module], *rest: Any, run: str | None = None, step: int |
+    None = None, directory: Path | str | None = None, pool: RankPool | None = None, **options: Any,
+) -> "StepView":  # fmt: skip
     """Buttons and a slider through the events of one step, above its timeline and the memory of each rank.
 
         step_through(records, run="zero3")            # a step that is recorded already

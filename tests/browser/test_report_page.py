@@ -25,24 +25,39 @@ def report(browser, pools, tmp_path_factory):
 @pytest.fixture(scope="module", params=["light", "dark"])
 def opened(request, browser, report):
     """The page, and what the browser complained of or asked for."""
-    page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme=request.param)
+    page = browser.new_page(viewport={"width": 1300, "height": 900}, color_scheme=request.param)
     complaints, requests = [], []
     page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("request", lambda asked: requests.append(asked.url))
     page.goto(report.as_uri(), wait_until="load")
-    page.locator(".plot:last-of-type svg.main-svg").last.wait_for(timeout=60_000)
+    page.locator("section:not([hidden] *) .plot svg.main-svg").last.wait_for(timeout=60_000)
     yield page, complaints, requests
     page.close()
 
 
+def test_answer_and_two_figures_are_seen_without_scrolling(opened):
+    page, _, _ = opened
+    names = page.locator(".answer dt").all_inner_texts()
+    assert names == ["LEAST MEMORY", "FASTEST", "COST", "CAN I TRUST IT", "NEXT"]
+    assert "zero3, " in page.locator(".answer dd").first.inner_text()
+    seen = [*page.locator(".answer dd").all(), *page.locator(".pair .plot").all()]
+    assert len(seen) == 5 + 2
+    for box in (one.bounding_box() for one in seen):
+        assert 0 <= box["x"] <= box["x"] + box["width"] <= 1300
+        assert 0 < box["y"] < box["y"] + box["height"] <= 900
+
+
 def test_the_page_is_whole_and_fetches_nothing(opened, report):
     page, complaints, requests = opened
-    figures = drawn_figures(page)
-    assert len(figures) == page.locator(".plot").count() >= 8
-    for figure in figures:
+    for number in range(page.locator(".choices option").count()):
+        page.select_option(".choices select", index=number)
+        page.locator(".choice:not([hidden]) svg.main-svg").first.wait_for(timeout=60_000)
+        figures = drawn_figures(page)  # a timeline that was not chosen has no size
+        assert len([figure for figure in figures if figure.width]) == page.locator(".plot").count() - 1 >= 8
+    for figure in (figure for figure in figures if figure.width):
         assert figure.height > 100
-        assert 0 < figure.width <= figure.room
+        assert figure.width <= figure.room
         assert figure.marks > 0
     assert complaints == []
     assert [url for url in requests if not url.startswith(("data:", "blob:"))] == [report.as_uri()]

@@ -128,13 +128,9 @@ def _messages(by_rank: Sequence[Mapping[Key, Stretch]]) -> Iterator[list[Key]]:
 
 
 def _gather_message(
-    keys: Sequence[Key],
-    by_rank: Sequence[Mapping[Key, Stretch]],
-    own: Mapping[Key, Tensor],
-    comm: Communicator,
-    device: torch.device,
-    tag: str,
-) -> dict[Key, Tensor]:
+    keys: Sequence[Key], by_rank: Sequence[Mapping[Key, Stretch]], own: Mapping[Key, Tensor], comm: Communicator,
+    device: torch.device, tag: str,
+) -> dict[Key, Tensor]:  # fmt: skip
     stretches = [[described[key] for key in keys if key in described] for described in by_rank]
     sizes = [sum(stretch.stop - stretch.start for stretch in held) for held in stretches]
     bounds = tuple(accumulate(sizes, initial=0))

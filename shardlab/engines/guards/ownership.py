@@ -86,12 +86,9 @@ class Claim:
     """
 
     def __init__(
-        self,
-        engine: AnyEngine,
-        params: Iterable[nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        before_others_step: Callable[[torch.optim.Optimizer], None] | None = None,
-    ) -> None:
+        self, engine: AnyEngine, params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, before_others_step:
+        Callable[[torch.optim.Optimizer], None] | None = None,
+    ) -> None:  # fmt: skip
         self._mark = EngineReference(engine)
         self._module, self._optimizer = engine.module, optimizer
         self._params, self._before_others_step = tuple(params), before_others_step

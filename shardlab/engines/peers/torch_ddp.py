@@ -49,15 +49,9 @@ class TorchDDP(Peer):
     }
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer_fn: OptimizerFn,
-        mesh: BaseMesh | None = None,
-        *,
-        observed: bool = True,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        find_unused_parameters: bool = False,
-    ) -> None:
+        self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None = None, *, observed: bool = True,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES, find_unused_parameters: bool = False,
+    ) -> None:  # fmt: skip
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes: {bucket_bytes} is below 1")
         self.bucket_bytes, self.find_unused_parameters = bucket_bytes, find_unused_parameters
@@ -136,16 +130,10 @@ class TorchZeRO1(TorchDDP):
     sends: ClassVar[Mapping[Collective, str]] = {**TorchDDP.sends, Collective.BROADCAST: "parameters"}
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer_fn: OptimizerFn,
-        mesh: BaseMesh | None = None,
-        *,
-        observed: bool = True,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        find_unused_parameters: bool = False,
-        parameters_as_bucket_view: bool = False,
-    ) -> None:
+        self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None = None, *, observed: bool = True,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES, find_unused_parameters: bool = False, parameters_as_bucket_view: bool
+        = False,
+    ) -> None:  # fmt: skip
         self.parameters_as_bucket_view = parameters_as_bucket_view
         super().__init__(
             model, lambda tensors: self._zero(optimizer_fn(tensors)), mesh, observed=observed,

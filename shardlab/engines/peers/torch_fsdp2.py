@@ -40,15 +40,9 @@ class TorchFSDP2(DTensorPeer):
     }
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer_fn: OptimizerFn,
-        mesh: BaseMesh | None = None,
-        *,
-        observed: bool = True,
-        wrap: WrapPolicy = AUTO,
-        reshard_after_forward: bool = True,
-    ) -> None:
+        self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None = None, *, observed: bool = True, wrap:
+        WrapPolicy = AUTO, reshard_after_forward: bool = True,
+    ) -> None:  # fmt: skip
         self.wrap, self.reshard_after_forward = wrap, reshard_after_forward
         self._gathered: list[Tensor] = []
         super().__init__(model, optimizer_fn, mesh, observed=observed)

@@ -52,14 +52,9 @@ class TorchTP(DTensorPeer):
     sends: ClassVar[Mapping[Collective, str]] = {Collective.ALL_REDUCE: "activations or their gradients"}
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer_fn: OptimizerFn,
-        mesh: BaseMesh | None = None,
-        *,
-        observed: bool = True,
-        plan: Mapping[str, str] = GPT_PLAN,
-    ) -> None:
+        self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None = None, *, observed: bool = True, plan:
+        Mapping[str, str] = GPT_PLAN,
+    ) -> None:  # fmt: skip
         check_types(model, mesh, optimizer_fn)
         if mesh is not None and mesh.axes.get(MeshAxis.DATA) != 1:
             raise ValueError(

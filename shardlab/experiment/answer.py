@@ -1,0 +1,220 @@
+"""What a comparison answers: who holds least, who is fastest, what it costs, whether to trust it, and what to try next.
+
+Each line is a function of tables, so that it can be tested against tables made by hand. Terminal, page and notebook
+show the same lines. A signal that is missing is named, and is no zero; what times do not tell apart is not told apart.
+"""
+
+from collections.abc import Iterable, Mapping
+from math import isnan
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from shardlab.analysis.timed import timed_steps
+from shardlab.experiment import run_verdicts
+from shardlab.experiment.comparison import Comparison
+from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.saved_runs import config_of
+from shardlab.experiment.summary import REFERENCE, not_finite
+from shardlab.plots.text import format_bytes, format_percent, listing
+from shardlab.vocabulary import Phase
+
+ROLES = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer state"}
+ALIKE = 0.01  # relative: what differs by less is said to be the same
+FEWEST_STEPS = 4  # of which quartiles say something
+_FRACTIONS = {2: "half", 3: "a third", 4: "a quarter"}
+
+
+class Line(NamedTuple):
+    """One of the five: what it is about, in capitals, and what is said."""
+
+    title: str
+    text: str
+
+
+def answer(comparison: Comparison, config: CompareConfig | None = None) -> list[Line]:
+    """The five lines of a comparison; without ``config`` its records say it."""
+    config = config_of(comparison.records) if config is None else config
+    table, steps = comparison.summary, comparison.records.steps
+    rows = side_by_side(table)
+    doubt = run_verdicts.busy_verdict(comparison, rows.index).removeprefix("Times are UNCERTAIN: ").rstrip(".")
+    return [
+        Line("LEAST MEMORY", least_memory(rows)),
+        Line("FASTEST", fastest(rows, quartiles(steps), doubt)),
+        Line("COST", cost(rows, messages(comparison.records.collectives).to_dict())),
+        Line("CAN I TRUST IT", " · ".join((*_trusted(comparison), _times(doubt)))),
+        Line("NEXT", following(config, set(table["strategy"]), has_failed=bool(not_finite(steps)), doubt=doubt)),
+    ]
+
+
+def side_by_side(summary: pd.DataFrame) -> pd.DataFrame:
+    """The rows that are compared: those on several ranks, if there are any; one process trains on the rows of all."""
+    several = summary[summary["strategy"] != REFERENCE]
+    return (several if len(several) else summary).set_index("strategy")
+
+
+def least_memory(rows: pd.DataFrame) -> str:
+    """Which strategies hold least at rest, and which roles make the difference; the peak where its order is another.
+
+    Args:
+        rows: of the summary, by strategy.
+    """
+    rest = rows[list(ROLES)].astype("float64").sum(axis=1)
+    peaks = rows["peak_bytes"].astype("Float64").dropna()
+    least = [str(name) for name in rest.index[rest <= rest.min() * (1 + ALIKE)]]
+    held = f"{listing(least)}, {format_bytes(rest.min())} at rest on a rank"
+    if len(rows) == 1:
+        peak = "no peak was traced" if peaks.empty else f"at the peak {format_bytes(peaks.iloc[0])}"
+        return f"only {least[0]} was run, {format_bytes(rest.min())} at rest on a rank; {peak}"
+    if len(least) == len(rows):
+        said = f"all hold the same, {format_bytes(rest.min())} at rest on a rank"
+    else:
+        most = str(rest.idxmax())
+        why = _kept(rows, least[0], most)
+        said = f"{held}, {format_percent(1 - rest.min() / rest.max())} less than {most}{why and f', because {why}'}"
+    host = rows["offloaded_bytes"].astype("float64").fillna(0.0)[least[0]]
+    said += f", and {format_bytes(host)} in host memory" if host else ""
+    if peaks.empty:
+        return f"{said}; no peak was traced"
+    lowest = str(peaks.idxmin())
+    if len(least) < len(rows) and lowest in least:
+        return f"{said}; at the peak too, {format_bytes(peaks.min())}"
+    return f"{said}; at the peak {lowest} has least, {format_bytes(peaks.min())}"
+
+
+def _kept(rows: pd.DataFrame, one: str, other: str) -> str:
+    """Which share a rank keeps of what: 'each of 4 ranks keeps a quarter of the gradients and optimizer state'."""
+    roles: dict[str, list[str]] = {}
+    ranks = rows["ranks"].astype(int)[one]
+    for column, role in ROLES.items():
+        held = rows[column].astype("float64")
+        share = held[one] / held[other] if held[other] else 1.0
+        if share < 1 - ALIKE:
+            is_part = abs(share * ranks - 1) < 0.05  # but for padding
+            fraction = _FRACTIONS.get(ranks, f"1/{ranks}") if is_part else format_percent(share)
+            roles.setdefault(fraction, []).append(role)
+    shares = [f"{fraction} of the {listing(names)}" for fraction, names in roles.items()]
+    return f"each of {ranks} ranks keeps {listing(shares)}" if shares else ""
+
+
+def quartiles(steps: pd.DataFrame) -> pd.DataFrame:
+    """Of the time of a step, in ms, by run: ``low``, ``middle``, ``high``, and ``steps``, of how many.
+
+    Args:
+        steps: table ``steps``; a step's time is the median over its ranks.
+    """
+    timed = timed_steps(steps).groupby(["run", "step"])["step_us"].median().div(1e3).groupby("run")
+    return pd.DataFrame({
+        "low": timed.quantile(0.25), "middle": timed.median(), "high": timed.quantile(0.75), "steps": timed.size(),
+    })  # fmt: skip
+
+
+def fastest(rows: pd.DataFrame, times: pd.DataFrame, doubt: str = "") -> str:
+    """Which strategy is fastest, or why that cannot be said.
+
+    Args:
+        rows: of the summary, by strategy.
+        times: see ``quartiles``.
+        doubt: why times are uncertain, if they are.
+    """
+    times = times.loc[list(rows.index)].sort_values("middle", kind="stable")
+    first = str(times.index[0])
+    if len(times) == 1:
+        return f"only {first} was run, {times['middle'].iloc[0]:.3g} ms a step"
+    if doubt:
+        return "cannot be said: times are uncertain, see below"
+    if times["steps"].min() < FEWEST_STEPS:
+        return f"cannot be said: {times['steps'].min()} timed steps are too few; give --steps 20"
+    (low, middle, high), (low2, middle2, high2) = times[["low", "middle", "high"]].iloc[:2].to_numpy()
+    second = str(times.index[1])
+    if high >= low2:
+        return (
+            f"cannot be said: {first} and {second} take about as long, half of their steps {low:.3g} to {high:.3g} ms "
+            f"and {low2:.3g} to {high2:.3g} ms"
+        )
+    said = f"{first}, {middle:.3g} ms a step, {format_percent(1 - middle / middle2)} less than {second}"
+    if not rows["wire_bytes_per_step"].astype("float64")[first]:
+        return said
+    hidden = rows["overlap"].astype("float64")[first]
+    if isnan(hidden):
+        return f"{said}; how much of its communication is hidden is not known"
+    return f"{said}; {format_percent(hidden)} of its communication is hidden"
+
+
+def messages(collectives: pd.DataFrame) -> "pd.Series[int]":
+    """How many collectives the busiest rank issues in the last watched step, by run, without the reported loss."""
+    sent = collectives[(collectives["phase"] != str(Phase.METRICS)) & (collectives["step"] >= 0)]
+    sent = sent[sent["step"] == sent.groupby("run")["step"].transform("max")]
+    return sent.groupby(["run", "rank"]).size().groupby("run").max()
+
+
+def cost(rows: pd.DataFrame, counts: Mapping[Any, int]) -> str:
+    """What a rank sends in a step, as ratios to the least, and in how many messages.
+
+    Args:
+        rows: of the summary, by strategy.
+        counts: see ``messages``.
+    """
+    sent = rows["wire_bytes_per_step"].astype("float64")
+    if sent.isna().any():
+        return f"not known: no step of {listing([str(name) for name in sent.index[sent.isna()]])} was watched"
+    if not sent.max():
+        return "nothing is sent"
+    least = sent[sent > 0].min()
+    ratios: dict[str, list[str]] = {}
+    for name, ratio in (sent / least).sort_values(kind="stable").items():
+        ratios.setdefault("nothing" if not ratio else f"{ratio:.2f}", []).append(str(name))
+    said = [
+        f"{listing(names)} {'sends' if len(names) == 1 else 'send'} {format_bytes(least)} a rank and step"
+        if ratio == "1.00" else f"{listing(names)} {ratio}{'' if ratio == 'nothing' else ' times as much'}"
+        for ratio, names in ratios.items()
+    ]  # fmt: skip
+    numbers = ", ".join(f"{name} {counts.get(str(name), 0)}" for name in rows.index)
+    return f"{', '.join(said)}; messages: {numbers}"
+
+
+def _trusted(comparison: Comparison) -> Iterable[str]:
+    table = comparison.summary
+    for said in (run_verdicts.agreement_verdict(comparison), run_verdicts.unfinished_verdict(comparison)):
+        if said:
+            yield said.rstrip(".")
+    judged = table["judged_loss_difference"].max()
+    if not_finite(comparison.records.steps):
+        yield "losses NOT finite"
+    elif pd.isna(judged) or len(table) == 1:
+        yield "losses not compared: one strategy ran"
+    else:
+        yield f"losses {'equal to' if comparison.losses_equal else 'NOT equal: they differ by'} {judged:.1e}"
+    planned = table.dropna(subset="as_planned")
+    wrong = planned.loc[~planned["as_planned"].astype(bool), "strategy"]
+    if planned.empty:
+        yield "bytes and messages have no plan"
+    elif len(wrong):
+        yield f"bytes or messages of {listing(list(wrong))} NOT as planned"
+    else:
+        yield "bytes and messages as planned"
+
+
+def _times(doubt: str) -> str:
+    return f"times uncertain, because {doubt}" if doubt else "ranks had their cores"
+
+
+def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: str) -> str:
+    """One command to try next.
+
+    Args:
+        config: of the comparison.
+        ran: names of its strategies.
+        has_failed: a loss was not finite.
+        doubt: why times are uncertain, if they are.
+    """
+    if has_failed:
+        return f"shardlab compare --learning-rate {config.learning_rate / 10:g}"
+    if doubt:
+        fewer = f"--ranks {config.ranks // 2}" if config.ranks > 2 else "--steps 50"
+        return f"shardlab compare {fewer}, with nothing beside it: so that times count"
+    if "fsdp" not in ran:
+        return "shardlab compare --strategies zero1,zero3,fsdp: what sharded parameters cost"
+    if config.link is None:
+        return "shardlab compare --strategies bucketed,zero3,fsdp --link 10Gbps,50us: what a slow link changes"
+    return "shardlab plan --gpu h100 --ranks 8: what it holds on cards"
