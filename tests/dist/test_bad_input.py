@@ -11,18 +11,10 @@ from torch import nn
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import STRATEGIES, GradScaler, build_engine
 from tests.dist import cases
-from tests.dist.every_engine import (
-    KINDS,
-    PIECES,
-    SHARDED,
-    WHOLE,
-    adamw,
-    assert_states,
-    engine_of,
-    one_step,
-    plain_steps,
-    sgd,
-)
+
+from tests.dist.every_engine import (  # isort: skip
+    KINDS, PIECES, SHARDED, WHOLE, adamw, assert_states, engine_of, one_step, plain_steps, sgd,
+)  # fmt: skip
 
 
 def rewriting_embedding():

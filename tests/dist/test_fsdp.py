@@ -6,15 +6,10 @@ import torch
 from shardlab.vocabulary import Collective
 from tests.comm.test_communicator import Log
 from tests.dist import cases
-from tests.dist.every_engine import (
-    adamw,
-    assert_states,
-    engine_of,
-    one_step,
-    own_batch,
-    plain_steps,
-    sgd,
-)
+
+from tests.dist.every_engine import (  # isort: skip
+    adamw, assert_states, engine_of, one_step, own_batch, plain_steps, sgd,
+)  # fmt: skip
 from tests.dist.nasty import Deep, Stack
 
 

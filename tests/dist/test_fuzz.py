@@ -9,18 +9,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from tests.fuzzing.drawn import Menu
 from tests.fuzzing.engines import OURS
 from tests.fuzzing.features import ON
-from tests.fuzzing.replay import (
-    Backward,
-    BlockSpec,
-    Clip,
-    EngineSpec,
-    Evaluate,
-    Forward,
-    FullParams,
-    ModuleSpec,
-    Scenario,
-    Step,
-)
+
+from tests.fuzzing.replay import (  # isort: skip
+    Backward, BlockSpec, Clip, EngineSpec, Evaluate, Forward, FullParams, ModuleSpec, Scenario, Step,
+)  # fmt: skip
 from tests.fuzzing.run import close_meshes, run_scenario
 from tests.fuzzing.scenarios import scenarios
 from tests.fuzzing.script import script_of

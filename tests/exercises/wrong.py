@@ -4,16 +4,9 @@ from functools import partial
 
 import torch
 
-from tests.exercises.right import (
-    ranges_within,
-    right_buckets,
-    right_forward,
-    right_hooks,
-    right_norm,
-    right_owners,
-    right_reshard,
-    right_ring,
-)
+from tests.exercises.right import (  # isort: skip
+    ranges_within, right_buckets, right_forward, right_hooks, right_norm, right_owners, right_reshard, right_ring,
+)  # fmt: skip
 
 # ``chunk`` makes fewer chunks than ranks when there are few elements.
 ring_in_ceil_chunks = partial(right_ring, cut=torch.chunk)

@@ -4,15 +4,9 @@ from functools import partial
 
 import torch
 
-from tests.exercises.right import (
-    right_break_even,
-    right_column_row,
-    right_link,
-    right_overlap,
-    right_units,
-    right_unscale,
-    right_who_reduces,
-)
+from tests.exercises.right import (  # isort: skip
+    right_break_even, right_column_row, right_link, right_overlap, right_units, right_unscale, right_who_reduces,
+)  # fmt: skip
 
 
 def every_pair(messages, compute, waits):

@@ -7,138 +7,102 @@ from shardlab.experiment import CompareConfig
 from shardlab.experiment.answer import cost, fastest, following, least_memory, quartiles, side_by_side
 
 MB = 1_000_000
-
-
-def rows(**by_strategy):
-    """Rows of a summary: (parameters, gradients, optimizer state, peak, sent) in MB; None where a signal is missing."""
-    return side_by_side(
-        pd.DataFrame(
-            [
-                {
-                    "strategy": name, "ranks": 1 if name == "single" else 4, "parameter_bytes": held[0] * MB,
-                    "gradient_bytes": held[1] * MB, "optimizer_bytes": held[2] * MB, "offloaded_bytes": 0,
-                    "peak_bytes": None if held[3] is None else held[3] * MB,
-                    "wire_bytes_per_step": None if held[4] is None else held[4] * MB,
-                    "overlap": 0.71 if held[4] else None,
-                }
-                for name, held in by_strategy.items()
-            ]
-        )
-    )  # fmt: skip
-
-
+COLUMNS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "peak_bytes", "wire_bytes_per_step")
 LESS = "less than ddp, because each of 4 ranks keeps a quarter of the"
 ALL = f"{LESS} parameters, gradients and optimizer state"
 DDP, ZERO1, FSDP = (4, 4, 8, 30, 6), (4, 4, 2, 20, 6), (1, 1, 2, 10, 9)
 
 
-@pytest.mark.parametrize(
-    ("table", "said"),
-    [
-        (
-            {"single": DDP, "ddp": DDP, "zero1": ZERO1},
-            f"zero1, 10.0 MB at rest on a rank, 38 % {LESS} optimizer state; at the peak too, 20.0 MB",
-        ),
-        (
-            {"ddp": DDP, "zero1": ZERO1, "fsdp": FSDP},
-            f"fsdp, 4.00 MB at rest on a rank, 75 % {ALL}; at the peak too, 10.0 MB",
-        ),
-        (
-            {"zero3": FSDP, "fsdp": FSDP, "ddp": DDP},
-            f"zero3 and fsdp, 4.00 MB at rest on a rank, 75 % {ALL}; at the peak too, 10.0 MB",
-        ),
-        (
-            {"ddp": DDP, "zero1": (4, 4, 2, 31, 6)},
-            f"zero1, 10.0 MB at rest on a rank, 38 % {LESS} optimizer state; at the peak ddp has least, 30.0 MB",
-        ),
-        (
-            {"zero1": (*ZERO1[:3], None, 6), "ddp": (*DDP[:3], None, 6)},
-            f"zero1, 10.0 MB at rest on a rank, 38 % {LESS} optimizer state; no peak was traced",
-        ),
-        (
-            {"ddp": DDP, "own": (4, 4, 5.6, 20, 6)},
-            "own, 13.6 MB at rest on a rank, 15 % less than ddp, because each of 4 ranks keeps 70 % of the optimizer "
-            "state; at the peak too, 20.0 MB",
-        ),
-        (
-            {"ddp": DDP, "bucketed": (4, 4, 8, 34, 6)},
-            "all hold the same, 16.0 MB at rest on a rank; at the peak ddp has least, 30.0 MB",
-        ),
-        ({"single": DDP}, "only single was run, 16.0 MB at rest on a rank; at the peak 30.0 MB"),
-    ],
-)
+def rows(**by_strategy):
+    """Rows of a summary, of ``COLUMNS`` in MB; None where a signal is missing."""
+    table = [
+        {"strategy": name, "ranks": 1 if name == "single" else 4, "offloaded_bytes": 0, "overlap": 0.71}
+        | {column: None if size is None else size * MB for column, size in zip(COLUMNS, held, strict=True)}
+        for name, held in by_strategy.items()
+    ]
+    return side_by_side(pd.DataFrame(table))
+
+
+MEMORY = [
+    ({"single": DDP, "ddp": DDP, "zero1": ZERO1},
+     f"zero1, 10.0 MB at rest on a rank, 38 % {LESS} optimizer state; at the peak too, 20.0 MB"),
+    ({"ddp": DDP, "fsdp": FSDP}, f"fsdp, 4.00 MB at rest on a rank, 75 % {ALL}; at the peak too, 10.0 MB"),
+    ({"zero3": FSDP, "fsdp": FSDP, "ddp": DDP},
+     f"zero3 and fsdp, 4.00 MB at rest on a rank, 75 % {ALL}; at the peak too, 10.0 MB"),
+    ({"ddp": DDP, "zero1": (4, 4, 2, 31, 6)},
+     f"zero1, 10.0 MB at rest on a rank, 38 % {LESS} optimizer state; at the peak ddp has least, 30.0 MB"),
+    ({"zero1": (4, 4, 2, None, 6), "ddp": (4, 4, 8, None, 6)},
+     f"zero1, 10.0 MB at rest on a rank, 38 % {LESS} optimizer state; no peak was traced"),
+    ({"ddp": DDP, "own": (4, 4, 5.6, 20, 6)},
+     "own, 13.6 MB at rest on a rank, 15 % less than ddp, because each of 4 ranks keeps 70 % of the optimizer state; "
+     "at the peak too, 20.0 MB"),
+    ({"ddp": DDP, "bucketed": (4, 4, 8, 34, 6)},
+     "all hold the same, 16.0 MB at rest on a rank; at the peak ddp has least, 30.0 MB"),
+    ({"single": DDP}, "only single was run, 16.0 MB at rest on a rank; at the peak 30.0 MB"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("table", "said"), MEMORY)
 def test_least_memory(table, said):
     assert least_memory(rows(**table)) == said
 
 
 def times(**by_run):
     """Steps after the first, in ms."""
-    return quartiles(
-        pd.DataFrame(
-            [
-                {
-                    "run": run, "step": step, "rank": rank, "step_us": 1e3 * ms, "traced_memory": False,
-                    "learning_rate": 0.1,
-                }
-                for run, each in by_run.items() for step, ms in enumerate((1000, *each)) for rank in range(2)
-            ]
-        )
-    )  # fmt: skip
+    table = [
+        {"run": run, "step": step, "rank": rank, "step_us": 1e3 * ms, "traced_memory": False, "learning_rate": 0.1}
+        for run, each in by_run.items() for step, ms in enumerate((1000, *each)) for rank in range(2)
+    ]  # fmt: skip
+    return quartiles(pd.DataFrame(table))
 
 
-@pytest.mark.parametrize(
-    ("found", "doubt", "said"),
-    [
-        (
-            {"ddp": (100, 101, 102, 103), "zero1": (80, 81, 82, 83)}, "",
-            "zero1, 81.5 ms a step, 20 % less than ddp; 71 % of its communication is hidden",
-        ),
-        (
-            {"ddp": (80, 100, 102, 110), "zero1": (79, 81, 101, 103)}, "",
-            "cannot be said: zero1 and ddp take about as long, half of their steps 80.5 to 102 ms and 95 to 104 ms",
-        ),
-        ({"ddp": (100,), "zero1": (80,)}, "", "cannot be said: 1 timed steps are too few; give --steps 20"),
-        ({"ddp": (100,) * 5, "zero1": (80,) * 5}, "ranks slept", "cannot be said: times are uncertain, see below"),
-        ({"ddp": (100,) * 5}, "", "only ddp was run, 100 ms a step"),
-    ],
-)  # fmt: skip
+TIMES = [
+    ({"ddp": (100, 101, 102, 103), "zero1": (80, 81, 82, 83)}, "",
+     "zero1, 81.5 ms a step, 20 % less than ddp; 71 % of its communication is hidden"),
+    ({"ddp": (80, 100, 102, 110), "zero1": (79, 81, 101, 103)}, "",
+     "cannot be said: zero1 and ddp take about as long, half of their steps 80.5 to 102 ms and 95 to 104 ms"),
+    ({"ddp": (100,), "zero1": (80,)}, "", "cannot be said: 1 timed steps are too few; give --steps 20"),
+    ({"ddp": (100,) * 5, "zero1": (80,) * 5}, "slept", "cannot be said: times are uncertain, see below"),
+    ({"ddp": (100,) * 5}, "", "only ddp was run, 100 ms a step"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("found", "doubt", "said"), TIMES)
 def test_fastest(found, doubt, said):
     table = rows(**{name: {"ddp": DDP, "zero1": ZERO1}[name] for name in found})
     assert fastest(table, times(**found), doubt) == said
 
 
 def test_fastest_where_nothing_is_sent_or_nobody_saw_what_is_hidden():
-    found = times(a=(80,) * 5, b=(100,) * 5)
-    assert fastest(rows(a=(4, 4, 8, 1, 0), b=DDP), found) == "a, 80 ms a step, 20 % less than b"
+    found, said = times(a=(80,) * 5, b=(100,) * 5), "a, 80 ms a step, 20 % less than b"
+    assert fastest(rows(a=(4, 4, 8, 1, 0), b=DDP), found) == said
     unseen = rows(a=DDP, b=DDP).assign(overlap=None)
-    assert (
-        fastest(unseen, found)
-        == "a, 80 ms a step, 20 % less than b; how much of its communication is hidden is not known"
-    )
+    assert fastest(unseen, found) == f"{said}; how much of its communication is hidden is not known"
 
 
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        (
-            {"ddp": DDP, "fsdp": FSDP},
-            "ddp sends 6.00 MB a rank and step, fsdp 1.50 times as much; messages: ddp 86, fsdp 18",
-        ),
+        ({"ddp": DDP, "fsdp": FSDP},
+         "ddp sends 6.00 MB a rank and step, fsdp 1.50 times as much; messages: ddp 86, fsdp 18"),
         ({"ddp": (4, 4, 8, 30, 0)}, "nothing is sent"),
         ({"ddp": (4, 4, 8, 30, None)}, "not known: no step of ddp was watched"),
         ({"a": (4, 4, 8, 30, 0), "ddp": DDP}, "a nothing, ddp sends 6.00 MB a rank and step; messages: a 0, ddp 86"),
     ],
-)
+)  # fmt: skip
 def test_cost(table, said):
     assert cost(rows(**table), {"ddp": 86, "fsdp": 18}) == said
 
 
 def test_one_command_to_try_next():
-    config = CompareConfig(ranks=4)
+    config, linked = CompareConfig(ranks=4), CompareConfig(ranks=4, link="10Gbps,50us")
     of = {"has_failed": False, "doubt": ""}
     assert following(config, {"ddp"}, has_failed=True, doubt="") == "shardlab compare --learning-rate 0.0001"
     assert "--ranks 2" in following(config, {"ddp"}, has_failed=False, doubt="slept")
     assert "--steps 50" in following(CompareConfig(ranks=2), {"ddp"}, has_failed=False, doubt="slept")
-    assert "fsdp" in following(config, {"ddp"}, **of)
-    assert "--link" in following(config, {"fsdp"}, **of)
-    assert "shardlab plan" in following(CompareConfig(ranks=4, link="10Gbps,50us"), {"fsdp"}, **of)
+    for given, ran, words in (
+        (config, {"ddp"}, "fsdp"),
+        (config, {"fsdp"}, "--link"),
+        (linked, {"fsdp"}, "shardlab plan"),
+    ):
+        assert words in following(given, ran, **of)

@@ -8,18 +8,10 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.experiment import compare, load_comparison
 from shardlab.experiment.run_verdicts import verdict, verdicts
-from shardlab.faults import (
-    DeadRank,
-    Happened,
-    LossyLink,
-    NaN,
-    OutOfMemory,
-    SkippedCall,
-    SkippedCollective,
-    SlowLink,
-    Straggler,
-    inject,
-)
+
+from shardlab.faults import (  # isort: skip
+    DeadRank, Happened, LossyLink, NaN, OutOfMemory, SkippedCall, SkippedCollective, SlowLink, Straggler, inject,
+)  # fmt: skip
 from shardlab.faults.kinds import PHASES
 from shardlab.launch import RankDied, RankError, RankHang, RankPool
 from tests.dist import cases

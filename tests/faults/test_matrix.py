@@ -11,19 +11,11 @@ import psutil
 import pytest
 
 from shardlab.experiment.comparison import PRELOAD
-from shardlab.faults import (
-    DeadRank,
-    Fault,
-    Happened,
-    LossyLink,
-    MismatchedCollective,
-    OutOfMemory,
-    SkippedCall,
-    SkippedCollective,
-    SlowLink,
-    StoppedRank,
-    Straggler,
-)
+
+from shardlab.faults import (  # isort: skip
+    DeadRank, Fault, Happened, LossyLink, MismatchedCollective, OutOfMemory, SkippedCall, SkippedCollective, SlowLink,
+    StoppedRank, Straggler,
+)  # fmt: skip
 from shardlab.launch import RankDied, RankError, RankHang, RankPool
 from shardlab.vocabulary import Collective
 from tests.faults.program import train

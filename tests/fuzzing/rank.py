@@ -16,15 +16,10 @@ from tests.fuzzing.checks import checks_after_close, deep_checks, differences, l
 from tests.fuzzing.engines import PEERS
 from tests.fuzzing.meshes import Meshes
 from tests.fuzzing.operation import Operation
-from tests.fuzzing.refusals import (
-    Different,
-    check_refusal,
-    first_line,
-    has_met,
-    is_about_optimizer,
-    is_documented,
-    refuses_at_once,
-)
+
+from tests.fuzzing.refusals import (  # isort: skip
+    Different, check_refusal, first_line, has_met, is_about_optimizer, is_documented, refuses_at_once,
+)  # fmt: skip
 from tests.fuzzing.run import Scenario
 from tests.fuzzing.states import FullParams
 from tests.fuzzing.training import Backward, ScaledStep

@@ -18,16 +18,10 @@ from tests.fuzzing.features import sift, with_engines
 from tests.fuzzing.operation import Operation
 from tests.fuzzing.optimizers import WHOLE
 from tests.fuzzing.run import Scenario
-from tests.fuzzing.states import (
-    FullParams,
-    GradientsOut,
-    NamedIn,
-    NamedOut,
-    OptimizerIn,
-    OptimizerOut,
-    StateIn,
-    StateOut,
-)
+
+from tests.fuzzing.states import (  # isort: skip
+    FullParams, GradientsOut, NamedIn, NamedOut, OptimizerIn, OptimizerOut, StateIn, StateOut,
+)  # fmt: skip
 from tests.fuzzing.training import Backward, Clip, FailsAlone, Finish, Forward, ScaledStep, Step, ZeroGrad
 
 

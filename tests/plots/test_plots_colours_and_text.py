@@ -2,17 +2,10 @@ import itertools
 
 import numpy as np
 
-from shardlab.plots.theme import (
-    COLLECTIVE_COLOURS,
-    INK,
-    PALETTE,
-    PART_COLOURS,
-    ROLE_COLOURS,
-    SPAN_COLOURS,
-    STRATEGY_COLOURS,
-    readable_on,
+from shardlab.plots.theme import (  # isort: skip
+    COLLECTIVE_COLOURS, INK, PALETTE, PART_COLOURS, ROLE_COLOURS, SPAN_COLOURS, STRATEGY_COLOURS, readable_on,
     run_colours,
-)
+)  # fmt: skip
 from shardlab.vocabulary import Collective, ProcessPart, Role, SpanKind
 
 TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])

@@ -8,15 +8,10 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.tensor_parallel import vocab_parallel_cross_entropy
 from tests.comm.test_communicator import Log
-from tests.tensor_parallel.test_engines import (
-    ENGINES,
-    OPTIMIZERS,
-    PLANS,
-    assert_same,
-    parallel,
-    reference,
-    train_engine,
-)
+
+from tests.tensor_parallel.test_engines import (  # isort: skip
+    ENGINES, OPTIMIZERS, PLANS, assert_same, parallel, reference, train_engine,
+)  # fmt: skip
 
 
 def blocks(model, backend):

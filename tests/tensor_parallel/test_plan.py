@@ -11,17 +11,10 @@ from shardlab.comm.mesh import Mesh
 from shardlab.comm.without_ranks import SilentCommunicator
 from shardlab.engines import build_engine
 from shardlab.models import GPT, GPTConfig
-from shardlab.tensor_parallel import (
-    Column,
-    OnSequence,
-    Row,
-    Scatter,
-    Vocabulary,
-    gpt_plan,
-    load_state_dict,
-    merge_state_dict,
-    parallelize_module,
-)
+
+from shardlab.tensor_parallel import (  # isort: skip
+    Column, OnSequence, Row, Scatter, Vocabulary, gpt_plan, load_state_dict, merge_state_dict, parallelize_module,
+)  # fmt: skip
 
 
 class Layer(nn.Module):

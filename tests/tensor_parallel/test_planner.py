@@ -11,15 +11,10 @@ from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.planner import ADAM, Setup, described, predicted_collectives, predicted_memory
 from shardlab.planner.formulas import Layer, activation_bytes
 from shardlab.planner.tensor import TensorSetup, divided, on_tensor_ranks, predicted_tensor_collectives
-from shardlab.tensor_parallel import (
-    Column,
-    OnSequence,
-    OwnDropout,
-    Row,
-    gpt_plan,
-    parallelize_module,
-    vocab_parallel_cross_entropy,
-)
+
+from shardlab.tensor_parallel import (  # isort: skip
+    Column, OnSequence, OwnDropout, Row, gpt_plan, parallelize_module, vocab_parallel_cross_entropy,
+)  # fmt: skip
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.trace.observed import wire_bytes
 from shardlab.vocabulary import Role
