@@ -89,6 +89,7 @@ class Pass:
         self.is_taped, self.reshards = is_taped, reshards
         self.tape: list[Act] = []
         self.used: list[Unit] = []  # in the order of their beginnings
+        self.untaped: dict[Unit, list[int]] = {}  # what had no gradients, and where on the tape it would have begun
 
 
 class Program:
@@ -227,6 +228,11 @@ class FSDP(Sharded):
                     f"model: unit {unit.name!r} was called outside engine(...), and its parameters are sharded; write "
                     "engine(x), or engine.call(function, x) for what is not the module's own forward"
                 )
+            for one, program in self._running.items():
+                # Reentrant checkpointing, of which the tape has nothing: on all ranks what is younger goes first, also
+                # where no gradient has come to it.
+                if places := one.untaped.get(unit):
+                    self._run(program, len(one.tape) - places.pop())
             unit.gather()  # checkpointing computes it again: it stays until the program has passed it
             return
         self._depth[unit] += 1
@@ -255,8 +261,9 @@ class FSDP(Sharded):
     def _tape_end(self, unit: Unit, this: Pass, output: Any) -> None:
         tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         if not tensors:  # no gradient will come to it: its backward is no part of the program
-            begun = Act(unit, gathers=False)
-            del this.tape[len(this.tape) - 1 - this.tape[::-1].index(begun)]
+            place = len(this.tape) - 1 - this.tape[::-1].index(Act(unit, gathers=False))
+            del this.tape[place]
+            this.untaped.setdefault(unit, []).append(place)
             return
         this.tape.append(Act(unit, gathers=True))
         place = len(this.tape)

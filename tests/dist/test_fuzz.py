@@ -45,7 +45,13 @@ def test_what_users_do_at_random_trains_as_one_process_or_is_refused(pools):
     assert seen.count("refused") <= 0.25 * len(seen)
 
 
+AGAIN = (BlockSpec("counter", "whole reentrant"), *[BlockSpec("sometimes")] * 2, BlockSpec("sometimes", "whole"))
 FOUND = {
+    "a unit that is computed again goes behind one of which a rank has no gradients": (
+        EngineSpec("fsdp", (("sharding", "hybrid_shard"), ("replicate_below", 8)), (("replica", 2), ("shard", 2))),
+        (Forward(6, 2, quiet=True), Backward(quiet=True), Forward(8), Backward()),
+        "equal",
+    ),
     "a plain backward adds to placeholders, through other nodes than the parameters have by then": (
         EngineSpec("zero1", (("precision", "float32, summed in float64"),)),
         (Forward(quiet=True), Backward(quiet=True), FullParams(), Forward(), FullParams(), Backward("plain")),
@@ -57,8 +63,10 @@ FOUND = {
 @pytest.mark.parametrize("what", FOUND)
 def test_what_was_found_stays_mended(pools, what):
     engine, operations, answer = FOUND[what]
-    assert run_scenario(pools(2), Scenario(ModuleSpec(), engine, operations=operations)).kind == answer
-    close_meshes(pools(2))
+    module = ModuleSpec(5, AGAIN, (0, 1, 2, 3), enter="embedding") if engine.name == "fsdp" else ModuleSpec()
+    num_ranks = 4 if engine.name == "fsdp" else 2
+    assert run_scenario(pools(num_ranks), Scenario(module, engine, operations=operations)).kind == answer
+    close_meshes(pools(num_ranks))
 
 
 def _clipped_before_the_reduction(engine):
