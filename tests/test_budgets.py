@@ -19,14 +19,14 @@ CLOSURES = {
     "single": 885, "ddp": 1049, "bucketed": 1261, "zero1": 1518, "zero2": 1550, "zero3": 1869, "fsdp": 2448,
 }  # fmt: skip
 ROOMS = {
-    "__init__": 56, "__main__": 2, "analysis": 886, "bench": 235, "cli": 761, "comm": 2237, "data_sets": 165,
-    "engines": 4863, "exercises": 1463, "experiment": 2735, "export": 618, "faults": 366, "field_types": 19,
+    "__init__": 56, "__main__": 2, "analysis": 886, "bench": 235, "cli": 773, "comm": 2237, "data_sets": 165,
+    "engines": 4863, "exercises": 1463, "experiment": 2760, "export": 618, "faults": 366, "field_types": 19,
     "installed": 14, "lab": 674, "launch": 1604, "meta_device": 34, "models": 177, "optimizers": 236, "partition": 480,
     "planner": 837, "plots": 1881, "recording": 958, "tables": 100, "tensor_parallel": 1417,
     "testing": 368, "trace": 1180, "units": 206, "vocabulary": 84, "widgets": 1287,
 }  # fmt: skip
 # Guards, 612 lines of them, stand in engines. What compare answers took 150 more in experiment and 60 in plots.
-WHOLE = 25_943
+WHOLE = 25_980
 
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.cli.console import count, decimals_of, empty_table, names_in, unit_of
+from shardlab.cli.console import answer_table, count, decimals_of, empty_table, names_in, unit_of
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.planner.fit import CARDS, Gpu
 from shardlab.planner.formulas import ModelStates, model_states, precision_named
@@ -68,6 +68,11 @@ def _plan_params(params: str, ranks: int, precision: str, gpu: Gpu | None, json:
         typer.echo(json_text.dumps([asdict(row) | more for row, more in zip(rows, left, strict=True)], indent=2))
         return
     console = Console(highlight=False)
+    if gpu is not None:
+        _print_fit(
+            [{"strategy": row.strategy, "left_bytes": gpu.memory_bytes - row.total_bytes, "sent": row.wire_elements}
+             for row in rows], gpu, ranks,
+        )  # fmt: skip
     console.print(_table(rows, f"{number:,.0f} parameters, {count(ranks, 'rank')}, {precision} precision, Adam", gpu))
     console.print(_note(precision, rows[0], gpu))
 
@@ -92,6 +97,8 @@ def _plan_workload(place: str, ranks: int, strategies: str, options: dict[str, A
         typer.echo(json_text.dumps(found, indent=2))
         return
     console = Console(highlight=False)
+    if gpu:
+        _print_fit(rows.rename(columns={"wire_bytes_per_step": "sent"}), Gpu.parse(gpu), ranks)
     if layers is not None:
         table = empty_table(f"{place}, layers over {options['tp']} ranks", left=("module", "style"))
         table.add_column("why")
@@ -116,6 +123,16 @@ def _plan_workload(place: str, ranks: int, strategies: str, options: dict[str, A
             f"Left: memory without what is at rest and what is gathered at once. {about_rows}; libraries and "
             f"the allocator take some too.{' Sending: all messages, one by one.' if rows['sending_ms'].any() else ''}"
         )
+
+
+def _print_fit(rows: Any, gpu: Gpu, ranks: int) -> None:
+    """The line that answers before the tables support it."""
+    import pandas as pd
+
+    from shardlab.experiment.answer import what_fits
+
+    said = what_fits(pd.DataFrame(rows), gpu.memory_bytes, ranks)
+    Console(highlight=False).print(answer_table([("WHAT FITS", said)]))
 
 
 def _buckets(names: tuple[str, ...], options: dict[str, Any]) -> str:

@@ -1,11 +1,13 @@
 """What a comparison answers: who holds least, who is fastest, what it costs, whether to trust it, and what to try next.
 
+And what a plan answers: which strategy fits.
+
 Each line is a function of tables, so that it can be tested against tables made by hand. Terminal, page and notebook
 show the same lines. A signal that is missing is named, and is no zero; what times do not tell apart is not told apart.
 """
 
 from collections.abc import Iterable, Mapping
-from math import isnan
+from math import ceil, isnan, nan
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -218,3 +220,37 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
     if config.link is None:
         return "shardlab compare --strategies bucketed,zero3,fsdp --link 10Gbps,50us: what a slow link changes"
     return "shardlab plan --gpu h100 --ranks 8: what it holds on cards"
+
+
+def what_fits(plans: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
+    """Which strategy is the first that a GPU has room for, and which leaves most; else what would fit.
+
+    Args:
+        plans: ``strategy``, ``left_bytes``, ``sent`` in a step, in any unit, and ``rows_that_fit`` where it is known.
+        memory_bytes: of the GPU.
+        ranks: each with such a GPU.
+    """
+    several = plans[plans["strategy"] != REFERENCE]
+    table = (several if len(several) else plans).set_index("strategy")
+    left, memory = table["left_bytes"].astype("float64"), format_bytes(memory_bytes)
+    fitting, most = left[left > 0], str(left.idxmax())
+    if fitting.empty:
+        need = memory_bytes - left[most]
+        return (
+            f"of {memory}, nothing fits: {most}, which needs least, needs {format_bytes(need)}. Try --ranks "
+            f"{ceil(ranks * need / memory_bytes)} or more, --precision bf16, or checkpointing in the model"
+        )
+    first = str(fitting.index[0])
+    all_fit = "all fit, and " if len(fitting) == len(left) > 1 else ""
+    rows = table["rows_that_fit"][first] if "rows_that_fit" in table else None
+    room = "" if rows is None or pd.isna(rows) else f", {rows:,} rows"
+    said = (
+        f"of {memory}, {all_fit}{first} is the first that fits: it takes {format_bytes(memory_bytes - left[first])}, "
+        f"and {format_bytes(left[first])} are left for activations{room}"
+    )
+    if left[most] <= left[first] * (1 + ALIKE):
+        return said
+    sent = table["sent"].astype("float64")
+    times = sent[most] / sent[first] if sent[first] else nan
+    ratio = "as much" if times < 1 + ALIKE else f"{times:.2f} times as much"
+    return f"{said}; {most} leaves {format_bytes(left[most])}{'' if isnan(times) else f' and sends {ratio}'}"

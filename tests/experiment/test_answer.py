@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from shardlab.experiment import CompareConfig
-from shardlab.experiment.answer import cost, fastest, following, least_memory, quartiles, side_by_side
+from shardlab.experiment.answer import cost, fastest, following, least_memory, quartiles, side_by_side, what_fits
 
 MB = 1_000_000
 COLUMNS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "peak_bytes", "wire_bytes_per_step")
@@ -26,7 +26,6 @@ def rows(**by_strategy):
 MEMORY = [
     ({"single": DDP, "ddp": DDP, "zero1": ZERO1},
      f"zero1, 10.0 MB at rest on a rank, 38 % {LESS} optimizer state; at the peak too, 20.0 MB"),
-    ({"ddp": DDP, "fsdp": FSDP}, f"fsdp, 4.00 MB at rest on a rank, 75 % {ALL}; at the peak too, 10.0 MB"),
     ({"zero3": FSDP, "fsdp": FSDP, "ddp": DDP},
      f"zero3 and fsdp, 4.00 MB at rest on a rank, 75 % {ALL}; at the peak too, 10.0 MB"),
     ({"ddp": DDP, "zero1": (4, 4, 2, 31, 6)},
@@ -92,6 +91,26 @@ def test_fastest_where_nothing_is_sent_or_nobody_saw_what_is_hidden():
 )  # fmt: skip
 def test_cost(table, said):
     assert cost(rows(**table), {"ddp": 86, "fsdp": 18}) == said
+
+
+TAKES = "it takes 16.6 GB, and 7.40 GB are left for activations"
+PLANS = [
+    ({"ddp": (-8.0, 2), "zero2": (7.4, 2), "fsdp": (22.1, 3)},
+     f"of 24.0 GB, zero2 is the first that fits: {TAKES}; fsdp leaves 22.1 GB and sends 1.50 times as much"),
+    ({"single": (-8.0, 0), "zero1": (7.4, 2), "zero2": (8.0, 2)},
+     f"of 24.0 GB, all fit, and zero1 is the first that fits: {TAKES}; zero2 leaves 8.00 GB and sends as much"),
+    ({"ddp": (7.4, None), "fsdp": (9.0, None)},
+     f"of 24.0 GB, all fit, and ddp is the first that fits: {TAKES}; fsdp leaves 9.00 GB"),
+    ({"ddp": (-90.0, 2), "fsdp": (-6.0, 3)},
+     "of 24.0 GB, nothing fits: fsdp, which needs least, needs 30.0 GB. Try --ranks 10 or more, --precision bf16, or "
+     "checkpointing in the model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plans", "said"), PLANS)
+def test_what_fits(plans, said):
+    table = [{"strategy": name, "left_bytes": left * 1e9, "sent": sent} for name, (left, sent) in plans.items()]
+    assert what_fits(pd.DataFrame(table), 24e9, 8) == said
 
 
 def test_one_command_to_try_next():

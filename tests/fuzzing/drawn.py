@@ -11,14 +11,10 @@ from hypothesis import strategies as st
 
 from tests.fuzzing.engines import OURS, PEERS, WITH_PARTITION, EngineSpec
 from tests.fuzzing.features import ALL
-from tests.fuzzing.modules import (
-    ALIKE_KINDS,
-    BRANCH_KINDS,
-    CHECKPOINTS,
-    OUTPUT_KINDS,
-    BlockSpec,
-    ModuleSpec,
-)
+
+from tests.fuzzing.modules import (  # isort: skip
+    ALIKE_KINDS, BRANCH_KINDS, CHECKPOINTS, OUTPUT_KINDS, BlockSpec, ModuleSpec,
+)  # fmt: skip
 from tests.fuzzing.optimizers import OWN, WHOLE, OptimizerSpec
 
 
