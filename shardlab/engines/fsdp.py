@@ -319,7 +319,7 @@ class FSDP(Sharded):
                 ahead = [act.unit for act in program.acts[program.next :] if act.gathers] if self._prefetch else []
                 for following in ahead[: self._prefetch]:
                     following.start()
-            elif is_last and not self._keeps:
+            elif is_last and not self._keeps and unit not in self._sent:  # by another forward's program, for both
                 if not self._sends or unit is self._root:  # which is the last of all to be reduced
                     unit.reshard()
                 elif unit.is_whole:

@@ -226,6 +226,14 @@ def a_part_of_a_gradient_comes_after_the_rest_was_sent(user):
     user.step()
 
 
+@story(model=functools.partial(Deep, num_blocks=1), on=("fsdp",), options={"offload": "all"})
+def gradients_are_cleared_between_two_forwards_of_one_backward(user):
+    first = of_depth(user, 0, 1)
+    user.zero_grad()
+    user.backward((first + of_depth(user, 1, 1)) / 2)
+    user.step()
+
+
 # What forward returns, and who else computes in it.
 
 
