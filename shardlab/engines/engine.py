@@ -375,7 +375,11 @@ class Engine(AnyEngine):
                 f"model: parameter {name!r} has a sparse gradient, which strategy {self.name!r} cannot average; build "
                 "the embedding with sparse=False"
             )
-        self.strategy.took(param, sends=self._sync)
+        try:
+            self.strategy.took(param, sends=self._sync)
+        except RuntimeError as error:
+            self._fail(error)  # here: of a plain backward the next verb would, and until then the other ranks wait
+            raise
 
     def _begin(self) -> None:
         self._refuse_failed()

@@ -226,6 +226,15 @@ def a_part_of_a_gradient_comes_after_the_rest_was_sent(user):
     user.step()
 
 
+@story(model=Reentrant, on=WHOLE, refused=r"use_reentrant=False|^rank 0 ", instead=None)
+def it_comes_in_parts_in_a_plain_backward_of_one_rank(user):
+    losses = [user.loss(step) for step in range(2 if user.rank == 0 else 1)]
+    with user.refused():
+        sum(losses).backward()
+    user.engine.data_comms[0].barrier().wait()  # before any verb, which would send what is left of the backward
+    user.zero_grad()
+
+
 @story(model=functools.partial(Deep, num_blocks=1), on=("fsdp",), options={"offload": "all"})
 def gradients_are_cleared_between_two_forwards_of_one_backward(user):
     first = of_depth(user, 0, 1)
