@@ -1,7 +1,11 @@
-"""What is installed: the version of the package, its folder, and its data files."""
+"""What is installed: the version of the package, its folder, its data files, and names that are imported when used."""
 
+import ast
+from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(__file__).parent
 
@@ -25,3 +29,21 @@ def data_path(name: str) -> Path:
         if place.exists():
             return place
     raise FileNotFoundError(f"data {name!r} is neither {places[0]} nor {places[1]}")
+
+
+def imported_when_used(package: str, file: str) -> Callable[[str], Any]:
+    """A package's ``__getattr__``: what it imports for type checkers is imported when it is first used.
+
+    Args:
+        package: its name.
+        file: its ``__init__``, which says the modules once, in imports below ``if TYPE_CHECKING``.
+    """
+    imports = (node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.ImportFrom))
+    module_of = {name.name: node.module for node in imports for name in node.names if node.col_offset}
+
+    def of_package(name: str) -> Any:
+        if (module := module_of.get(name)) is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(module_of))}")
+        return getattr(import_module(module), name)
+
+    return of_package

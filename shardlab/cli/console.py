@@ -2,18 +2,19 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from math import floor, log10
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 BAD_INPUT = 2  # an exit code
-UNITS = {"GB": 9, "MB": 6, "kB": 3}  # powers of ten
 
 
 @contextlib.contextmanager
@@ -41,10 +42,12 @@ def names_in(text: str) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
+def progress_bar(total: int, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
     """A bar on stderr while ranks work; calling what it yields advances it by one and says what was done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True, quiet=quiet), transient=True) as progress:
         task = progress.add_task("starting the ranks", total=total)
         yield lambda done: progress.update(task, advance=1, description=done)
 
@@ -74,11 +77,25 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def unit_of(largest_bytes: float) -> tuple[str, int]:
-    """The largest unit in which the largest number is at least 1, and its power of ten; at least kB."""
-    return next((item for item in UNITS.items() if largest_bytes >= 10 ** item[1]), ("kB", UNITS["kB"]))
+def in_units(
+    rows: "pd.DataFrame", sizes: dict[str, str], others: dict[str, str], *, add_up: bool = False
+) -> "pd.DataFrame":
+    """The first column, bytes in units and other numbers, without columns that say nothing.
 
+    Args:
+        rows: columns of bytes and others.
+        sizes: names of bytes, by column.
+        others: names of other columns.
+        add_up: all bytes in the unit of the largest; else each column in its own.
+    """
+    from shardlab.plots.text import byte_scale
 
-def decimals_of(largest: float) -> int:
-    """Number of decimals with which the largest value has five digits; small shards then still show some."""
-    return min(6, max(1, 4 - floor(log10(largest)))) if largest else 1
+    sizes = {name: shown for name, shown in sizes.items() if name in rows and rows[name].fillna(0).any()}
+    largest, readable = rows[list(sizes)].astype(float).abs().max(), rows.iloc[:, :1].copy()
+    for name, shown in sizes.items():
+        divisor, unit = byte_scale(float(largest.max() if add_up else largest[name]))
+        readable[f"{shown} ({unit}{'/step' if shown == 'sent' else ''})"] = rows[name].astype("Float64") / divisor
+    for name, shown in others.items():
+        if name in rows and rows[name].notna().any():
+            readable[shown] = rows[name]
+    return readable

@@ -1,7 +1,7 @@
 """``shardlab record``, and the commands on records that exist: ``report``, ``trace``, ``modules`` and ``diff``."""
 
 import json as json_text
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from enum import StrEnum
 from math import inf
 from pathlib import Path
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from shardlab.cli.console import answer_table, count, decimals_of, empty_table, unit_of
+from shardlab.cli.console import answer_table, count, empty_table, in_units
 
 if TYPE_CHECKING:
     from shardlab.experiment import CompareConfig, Comparison
@@ -44,7 +44,7 @@ class TraceFormat(StrEnum):
 
 Directory = Annotated[Path, typer.Argument(help="A comparison, or one run: DIR/records/STRATEGY.", show_default=False)]
 Strategy = Annotated[str | None, typer.Option(help="Which run, if there are several.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the rows, and the answer, as JSON.")]
 
 
 def record(
@@ -75,6 +75,7 @@ def record(
 def report(directory: Directory, json: AsJson = False) -> None:
     """Write report.html again from existing records, and print its table; also for a run that was cut off."""
     from shardlab.experiment import load_saved, write_report  # torch takes 1.5 s to import
+    from shardlab.experiment.answer import answer
     from shardlab.recording.report import is_recorded
 
     if is_recorded(directory):
@@ -83,7 +84,7 @@ def report(directory: Directory, json: AsJson = False) -> None:
     comparison, config = load_saved(directory)
     path = write_report(comparison, config)
     if json:
-        print_json(comparison.summary)
+        print_json(comparison.summary, answer(comparison, config))
     else:
         print_result(comparison, config, path)
 
@@ -163,9 +164,9 @@ def diff(
 
 
 def print_result(comparison: "Comparison", config: "CompareConfig", report: Path) -> None:
-    """Print the answer of a comparison, its table, its verdicts, and the path of its report."""
+    """Print the answer of a comparison, its table, remarks, and the path of its report."""
     from shardlab.experiment.answer import answer
-    from shardlab.experiment.run_verdicts import peak_note, verdicts
+    from shardlab.experiment.run_verdicts import peak_note, remarks
 
     console = Console(highlight=False)
     console.print(answer_table(answer(comparison, config)))
@@ -176,7 +177,8 @@ def print_result(comparison: "Comparison", config: "CompareConfig", report: Path
         console.print(f"Left out for lack of width: {', '.join(left_out)}; the report has all columns.", style="dim")
     if note := peak_note(comparison.summary):
         console.print(note, style="dim")
-    console.print(*verdicts(comparison))
+    if said := remarks(comparison):
+        console.print(*said)
     console.print(f"Report: {report}", soft_wrap=True)
 
 
@@ -250,16 +252,13 @@ def _result_table(comparison: "Comparison", config: "CompareConfig", console: Co
 
 
 def _print_modules(held: pd.DataFrame, modules: set[str], title: str) -> None:
-    """In the unit of the largest number, without columns of zeros; what this rank holds nothing of is named."""
-    largest = float(held.to_numpy().max())
-    unit, power = unit_of(largest)
-    decimals, total = decimals_of(largest / 10**power), held["bytes"].sum() / 10**power
-    texts = (held.loc[:, held.any()] / 10**power).map(lambda size: f"{size:,.{decimals}f}")
-    shown = texts.rename(columns=lambda name: f"{OF_A_MODULE[name]}\n{unit}")
+    """Without columns of zeros; what this rank holds nothing of is named."""
+    from shardlab.plots.text import format_bytes
+
     console = Console(highlight=False)
     gap = 2 if console.width >= ROOMY else 0
-    console.print(table_of(shown.reset_index(), title, gap, right=shown.columns))
-    console.print(f"In all {total:,.{decimals}f} {unit}.")
+    console.print(table_of(in_units(held.reset_index(), OF_A_MODULE, {}, add_up=True), title, gap))
+    console.print(f"In all {format_bytes(held['bytes'].sum())}.")
     if elsewhere := sorted(modules - set(held.index)):
         console.print(f"This rank holds nothing of {', '.join(elsewhere)}: other ranks do.")
 
@@ -290,16 +289,18 @@ def table_of(shown: pd.DataFrame, title: str, gap: int, right: Collection[str] =
     for name in shown.columns:
         numeric = name in right or pd.api.types.is_numeric_dtype(shown[name])
         # Where the terminal is too narrow, a name goes on in the next line; half a number says nothing.
-        table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
+        head = str(name).replace(" (", "\n").rstrip(")")  # the unit has a line of its own
+        table.add_column(head, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
     for row in zip(*(column_text(shown[name]) for name in shown.columns), strict=True):
         table.add_row(*row)
     return table
 
 
-def print_json(table: pd.DataFrame) -> None:
-    """Print rows as JSON; missing, infinite and NaN values are null."""
+def print_json(table: pd.DataFrame, said: Iterable[tuple[str, str]] = ()) -> None:
+    """Print rows as JSON, and the answer where there is one; missing, infinite and NaN values are null."""
     rows = [
         {str(name): None if pd.isna(value) or value in (inf, -inf) else value for name, value in row.items()}
         for row in table.astype("object").to_dict("records")
     ]
-    typer.echo(json_text.dumps(rows, indent=2, allow_nan=False))
+    found = {"answer": dict(said), "strategies": rows} if said else rows
+    typer.echo(json_text.dumps(found, indent=2, allow_nan=False))

@@ -1,7 +1,6 @@
 """The engine and its strategies, by class and by name. The README says in which order to read them."""
 
 import inspect
-from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -44,19 +43,6 @@ STRATEGIES: dict[str, type[Strategy] | type[Peer]] = {
         *(TorchDDP, TorchZeRO1, TorchFSDP2, TorchTP),  # torch's own, for comparison
     )
 }
-
-# What stands on engines and was once here.
-_MOVED = {
-    "GradScaler": "shardlab.optimizers.grad_scaler",
-    "ShardedOptimizer": "shardlab.optimizers.sharded_optimizer",
-    "check_agreement": "shardlab.testing.agreement_check",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MOVED:
-        raise AttributeError(f"module 'shardlab.engines' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(_MOVED[name]), name)
 
 
 def engine_options(strategy: str) -> tuple[str, ...]:

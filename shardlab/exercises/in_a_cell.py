@@ -16,6 +16,7 @@ from shardlab.exercises.judge import LIMIT_S, TIMEOUT_S, Report, Verdict, examin
 from shardlab.exercises.ladder import LADDER
 from shardlab.exercises.picture import differ, held, held_table, moved, moved_table
 from shardlab.exercises.values import plain
+from shardlab.launch.cell_bar import cell_bar
 from shardlab.plots.show import is_in_a_cell, show
 
 Named = str | Exercise
@@ -74,8 +75,9 @@ def check(
         ValueError: there is no such exercise, or the file holds no progress.
     """
     found, kept = find(exercise), Progress(progress)
-    with pool_for(found.cases(), timeout_s, limit_s) as pool:
-        report = examine(found, function, pool)
+    cases = found.cases()
+    with cell_bar(found.name, len(cases)) as advance, pool_for(cases, timeout_s, limit_s) as pool:
+        report = examine(found, function, pool, advance)
     _say(found, report)
     kept.add(report)
     return report

@@ -156,8 +156,10 @@ def _imported(rank: int) -> None:
     """Do nothing: to be called it had to be imported."""
 
 
-def examine(exercise: Exercise, function: Function, pool: RankPool) -> Report:
-    """Run all cases; the first that fails decides."""
+def examine(
+    exercise: Exercise, function: Function, pool: RankPool, on_case: Callable[[str], None] = lambda _: None
+) -> Report:
+    """Run all cases, and call ``on_case`` after each; the first that fails decides."""
     if why := why_not_ready(pool):
         return Report(exercise.name, Verdict.BLOCKED, why)
     score = Score()
@@ -167,6 +169,7 @@ def examine(exercise: Exercise, function: Function, pool: RankPool) -> Report:
             first, _, rest = f"{case.words}: {reason}".partition("\n")
             return Report(exercise.name, verdict, first, rest.strip(), case, done, score)
         score = score.plus(done, counts=case.traffic is not None)
+        on_case(case.words)
     return Report(exercise.name, Verdict.PASSED, score=score)
 
 

@@ -4,8 +4,9 @@ The names below are imported when they are first used: the command line needs th
 takes 1.5 s to import.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from shardlab.installed import imported_when_used
 
 if TYPE_CHECKING:
     from shardlab.experiment.comparison import Comparison, compare, is_reporter, prepare
@@ -25,19 +26,7 @@ __all__ = [
     "write_report",
 ]  # fmt: skip
 
-_FILE_OF = {
-    "CompareConfig": "config", "Comparison": "comparison", "StepResult": "train_step", "TrainStep": "train_step",
-    "Workload": "workload", "claim": "directory", "compare": "comparison", "is_reporter": "comparison",
-    "load_comparison": "saved_runs", "load_saved": "saved_runs", "new_directory": "directory", "plan": "planned",
-    "prepare": "comparison", "readable_summary": "summary", "show_tp_plan": "tensor", "write_report": "report",
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name from its file when it is first used."""
-    if name not in _FILE_OF:
-        raise AttributeError(f"module 'shardlab.experiment' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"shardlab.experiment.{_FILE_OF[name]}"), name)
+__getattr__ = imported_when_used(__name__, __file__)
 
 
 def __dir__() -> list[str]:

@@ -19,6 +19,7 @@ from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.saved_runs import config_of
 from shardlab.experiment.summary import REFERENCE, not_finite
 from shardlab.plots.text import format_bytes, format_percent, listing
+from shardlab.trace.store import Records
 from shardlab.vocabulary import Phase
 
 ROLES = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer state"}
@@ -49,6 +50,17 @@ def answer(comparison: Comparison, config: CompareConfig | None = None) -> list[
     ]
 
 
+def answer_of_runs(summary: pd.DataFrame, records: Records) -> list[Line]:
+    """The first three lines, of runs that were made one after another: whatever else had the cores is not known."""
+    rows = side_by_side(summary)
+    counts = messages(records.collectives).to_dict()
+    return [
+        Line("LEAST MEMORY", least_memory(rows)),
+        Line("FASTEST", fastest(rows, quartiles(records.steps))),
+        Line("COST", cost(rows, counts)),
+    ]
+
+
 def side_by_side(summary: pd.DataFrame) -> pd.DataFrame:
     """The rows that are compared: those on several ranks, if there are any; one process trains on the rows of all."""
     several = summary[summary["strategy"] != REFERENCE]
@@ -62,22 +74,23 @@ def least_memory(rows: pd.DataFrame) -> str:
         rows: of the summary, by strategy.
     """
     rest = rows[list(ROLES)].astype("float64").sum(axis=1)
-    peaks = rows["peak_bytes"].astype("Float64").dropna()
+    peaks = rows["peak_bytes"].astype("Float64").dropna() if "peak_bytes" in rows else None
     least = [str(name) for name in rest.index[rest <= rest.min() * (1 + ALIKE)]]
     held = f"{listing(least)}, {format_bytes(rest.min())} at rest on a rank"
     if len(rows) == 1:
-        peak = "no peak was traced" if peaks.empty else f"at the peak {format_bytes(peaks.iloc[0])}"
-        return f"only {least[0]} was run, {format_bytes(rest.min())} at rest on a rank; {peak}"
-    if len(least) == len(rows):
+        said = f"{least[0]} alone, {format_bytes(rest.min())} at rest on a rank"
+    elif len(least) == len(rows):
         said = f"all hold the same, {format_bytes(rest.min())} at rest on a rank"
     else:
         most = str(rest.idxmax())
         why = _kept(rows, least[0], most)
         said = f"{held}, {format_percent(1 - rest.min() / rest.max())} less than {most}{why and f', because {why}'}"
-    host = rows["offloaded_bytes"].astype("float64").fillna(0.0)[least[0]]
+    host = rows["offloaded_bytes"].astype("float64").fillna(0.0)[least[0]] if "offloaded_bytes" in rows else 0.0
     said += f", and {format_bytes(host)} in host memory" if host else ""
-    if peaks.empty:
-        return f"{said}; no peak was traced"
+    if peaks is None or peaks.empty:
+        return said if peaks is None else f"{said}; no peak was traced"
+    if len(rows) == 1:
+        return f"{said}; at the peak {format_bytes(peaks.iloc[0])}"
     lowest = str(peaks.idxmin())
     if len(least) < len(rows) and lowest in least:
         return f"{said}; at the peak too, {format_bytes(peaks.min())}"
@@ -122,7 +135,7 @@ def fastest(rows: pd.DataFrame, times: pd.DataFrame, doubt: str = "") -> str:
     times = times.loc[list(rows.index)].sort_values("middle", kind="stable")
     first = str(times.index[0])
     if len(times) == 1:
-        return f"only {first} was run, {times['middle'].iloc[0]:.3g} ms a step"
+        return f"{first} alone, {times['middle'].iloc[0]:.3g} ms a step"
     if doubt:
         return "cannot be said: times are uncertain, see below"
     if times["steps"].min() < FEWEST_STEPS:
@@ -172,7 +185,7 @@ def cost(rows: pd.DataFrame, counts: Mapping[Any, int]) -> str:
         for ratio, names in ratios.items()
     ]  # fmt: skip
     numbers = ", ".join(f"{name} {counts.get(str(name), 0)}" for name in rows.index)
-    return f"{', '.join(said)}; messages: {numbers}"
+    return f"{', '.join(said)}{f'; messages: {numbers}' if counts else ''}"
 
 
 def _trusted(comparison: Comparison) -> Iterable[str]:
@@ -194,7 +207,8 @@ def _trusted(comparison: Comparison) -> Iterable[str]:
     elif len(wrong):
         yield f"bytes or messages of {listing(list(wrong))} NOT as planned"
     else:
-        yield "bytes and messages as planned"
+        others = listing(list(table.loc[table["as_planned"].isna(), "strategy"]))
+        yield f"bytes and messages as planned{'' if others == 'none' else f', without a plan those of {others}'}"
 
 
 def _times(doubt: str) -> str:
@@ -222,17 +236,40 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
     return "shardlab plan --gpu h100 --ranks 8: what it holds on cards"
 
 
-def what_fits(plans: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
+def answer_of_plan(plans: pd.DataFrame, ranks: int, memory_bytes: float | None = None) -> list[Line]:
+    """The lines of a plan: what fits, where a GPU is known; who holds least; what is sent; what to try next.
+
+    Args:
+        plans: ``strategy``, bytes by role, ``wire_bytes_per_step``; ``messages_per_step``, ``left_bytes`` and
+            ``rows_that_fit`` where they are known.
+        ranks: how many.
+        memory_bytes: of the GPU of each rank.
+    """
+    rows = side_by_side(plans.assign(ranks=ranks))
+    sent = rows.dropna(subset="wire_bytes_per_step")
+    by_rows = [str(name) for name in rows.index.difference(sent.index, sort=False)]
+    counts = sent["messages_per_step"].to_dict() if "messages_per_step" in sent else {}
+    costs = [cost(sent, counts)] if len(sent) else []
+    costs += [f"what {listing(by_rows)} sends depends on the rows"] if by_rows else []
+    lines = [] if memory_bytes is None else [Line("WHAT FITS", what_fits(rows, memory_bytes, ranks))]
+    lines += [Line("LEAST MEMORY", least_memory(rows)), Line("COST", "; ".join(costs))]
+    if "messages_per_step" not in plans:
+        command = f"shardlab plan --workload train.py:workload --ranks {ranks}"
+        return [*lines, Line("NEXT", f"shardlab template > train.py; {command}: your own model, with its messages")]
+    if memory_bytes is None:
+        return [*lines, Line("NEXT", "the same with --gpu h100: what is left of its memory, and how many rows fit")]
+    return [*lines, Line("NEXT", "shardlab compare with this workload: its losses, times and peaks on real ranks")]
+
+
+def what_fits(rows: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
     """Which strategy is the first that a GPU has room for, and which leaves most; else what would fit.
 
     Args:
-        plans: ``strategy``, ``left_bytes``, ``sent`` in a step, in any unit, and ``rows_that_fit`` where it is known.
+        rows: of a plan, by strategy, with ``left_bytes``.
         memory_bytes: of the GPU.
         ranks: each with such a GPU.
     """
-    several = plans[plans["strategy"] != REFERENCE]
-    table = (several if len(several) else plans).set_index("strategy")
-    left, memory = table["left_bytes"].astype("float64"), format_bytes(memory_bytes)
+    left, memory = rows["left_bytes"].astype("float64"), format_bytes(memory_bytes)
     fitting, most = left[left > 0], str(left.idxmax())
     if fitting.empty:
         need = memory_bytes - left[most]
@@ -242,15 +279,19 @@ def what_fits(plans: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
         )
     first = str(fitting.index[0])
     all_fit = "all fit, and " if len(fitting) == len(left) > 1 else ""
-    rows = table["rows_that_fit"][first] if "rows_that_fit" in table else None
-    room = "" if rows is None or pd.isna(rows) else f", {rows:,} rows"
+    number = rows["rows_that_fit"][first] if "rows_that_fit" in rows else None
+    room = "" if number is None or pd.isna(number) else f", {_many(number)} rows"
     said = (
         f"of {memory}, {all_fit}{first} is the first that fits: it takes {format_bytes(memory_bytes - left[first])}, "
         f"and {format_bytes(left[first])} are left for activations{room}"
     )
     if left[most] <= left[first] * (1 + ALIKE):
         return said
-    sent = table["sent"].astype("float64")
+    sent = rows["wire_bytes_per_step"].astype("float64")
     times = sent[most] / sent[first] if sent[first] else nan
     ratio = "as much" if times < 1 + ALIKE else f"{times:.2f} times as much"
     return f"{said}; {most} leaves {format_bytes(left[most])}{'' if isnan(times) else f' and sends {ratio}'}"
+
+
+def _many(number: int) -> str:
+    return f"{number:,}" if number < 1e6 else f"{number / 1e6:,.1f} million"

@@ -36,6 +36,7 @@ from shardlab.experiment.summary import summarise
 from shardlab.experiment.workload import Workload
 from shardlab.installed import __version__
 from shardlab.launch import RankError, RankHang, RankPool, place
+from shardlab.launch.cell_bar import cell_bar
 from shardlab.launch.placement import torchrun_env
 from shardlab.launch.pool import check_pool
 from shardlab.testing.agreement_check import disagreement
@@ -85,7 +86,7 @@ def compare(
         directory: a new or an empty directory; by default runs/DATE.
         overwrite: remove the comparison that is in ``directory``, finished or not.
         pool: warm ranks; None starts ranks and ends them.
-        on_progress: called in this process after every step of rank 0.
+        on_progress: called in this process after every step of rank 0; None shows a bar in a notebook's cell.
         options: fields of ``CompareConfig``; none beside a configuration.
 
     Raises:
@@ -98,10 +99,14 @@ def compare(
     directory = directory or new_directory()
     # Before ranks start, which would be for nothing if it refuses.
     prepare(config, directory, overwrite=overwrite)
-    if pool is None:
-        with RankPool(config.ranks, device=config.device, timeout_s=config.timeout_s, preload=PRELOAD) as own:
-            return _compare(config, directory, own, on_progress)
-    return _compare(config, directory, pool, on_progress)
+    with contextlib.ExitStack() as stack:
+        if on_progress is None:
+            advance = stack.enter_context(cell_bar("compare", len(config.strategies) * config.steps))
+            on_progress = lambda done: advance(f"{done.strategy}, step {done.step}, loss {done.loss:.4f}")  # noqa: E731
+        if pool is None:
+            started = RankPool(config.ranks, device=config.device, timeout_s=config.timeout_s, preload=PRELOAD)
+            pool = stack.enter_context(started)
+        return _compare(config, directory, pool, on_progress)
 
 
 def prepare(config: CompareConfig, directory: Path, *, overwrite: bool = False) -> None:
@@ -185,9 +190,9 @@ def is_reporter() -> bool:
     return env is None or env.rank == 0
 
 
-def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress: OnProgress | None) -> Comparison:
+def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress: OnProgress) -> Comparison:
     def on_message(_: int, message: object) -> None:
-        if on_progress is not None and isinstance(message, Progress):
+        if isinstance(message, Progress):
             on_progress(message)
 
     with _naming_the_field(config):

@@ -1,5 +1,7 @@
 """The options of a comparison and their defaults. No torch: the command line shows them before it imports that."""
 
+import inspect
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,3 +88,10 @@ class CompareOptions:
     timeout_s: float = 300.0
     save_every: int | None = None
     resume: str | None = None
+
+
+def option_helps() -> dict[str, str]:
+    """By option, what the section 'Attributes' above says of it."""
+    section = (inspect.getdoc(CompareOptions) or "").partition("Attributes:\n")[2]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+    return {name: text[:1].upper() + re.sub(r"\s+", " ", text[1:]) for name, text in entries}

@@ -172,14 +172,21 @@ def _parts(records: Records) -> pd.DataFrame:
 
 
 def _timelines(comparison: Comparison) -> dict[str, go.Figure]:
-    """By strategy: when it computes and when it communicates, in a step of median length."""
+    """By strategy and step: when ranks compute and communicate, in a step of median length and in the longest."""
     records = comparison.records
     traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
-    timed = timed_steps(records.steps)
-    return {
-        run: plots.collective_timeline(traffic, records.spans, run=run, step=middle_step(timed[timed["run"] == run]))
-        for run in comparison.summary["strategy"] if run in set(traffic["run"])
-    }  # fmt: skip
+    timed, drawn = timed_steps(records.steps), {}
+    for run in comparison.summary["strategy"]:
+        own = timed[timed["run"] == run].dropna(subset="wire_bytes")
+        if run in set(traffic["run"]) and len(own):
+            chosen = {
+                int(own.loc[own["step_us"].idxmax(), "step"]): "the longest",
+                middle_step(own): "of median length",
+            }
+            for step, which in reversed(chosen.items()):
+                figure = plots.collective_timeline(traffic, records.spans, run=run, step=step)
+                drawn[f"{run}, step {step}, {which}"] = figure
+    return dict(reversed(drawn.items()))  # of the strategies the last first, which is the most sharded one
 
 
 def memory_figures(records: Records) -> dict[str, go.Figure]:

@@ -35,6 +35,15 @@ def verdicts(comparison: Comparison) -> list[str]:
     return [sentence for sentence in said if sentence]
 
 
+def remarks(comparison: Comparison) -> list[str]:
+    """The verdicts without those that the lines of the answer say: what is wrong, in detail, and what else to know."""
+    said = [agreement_verdict(comparison), unfinished_verdict(comparison), busy_verdict(comparison)]
+    said += [verdict(comparison)] if comparison.losses_equal and len(comparison.summary) > 1 else []
+    planned = comparison.summary["as_planned"].dropna()
+    said += [plan_verdict(comparison)] if len(planned) and planned.all() else []
+    return [sentence for sentence in verdicts(comparison) if sentence not in said]
+
+
 def verdict(comparison: Comparison) -> str:
     """One sentence: are the losses equal, and are they numbers at all?"""
     if wrong := summary.not_finite(comparison.records.steps):

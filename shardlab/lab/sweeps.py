@@ -20,6 +20,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.run import RankRun, mesh_of, recorded_run, source_of
 from shardlab.launch import RankPool, current
+from shardlab.launch.cell_bar import cell_bar
 from shardlab.launch.pool import check_pool
 from shardlab.partition.ring_cost import Link
 from shardlab.trace.store import Records, RunWriter, load_runs, write_manifest
@@ -58,7 +59,15 @@ def run_interleaved(variants: Mapping[str, CompareConfig], pool: RankPool, direc
             write_manifest(
                 where / name, {"run": name, "ranks": config.ranks, "config": config.as_dict(config.strategies[0])}
             )
-        pool.run(_train_interleaved, dict(variants), where, perf_counter_ns())
+        steps = next(iter(variants.values())).steps
+        with cell_bar(f"training {len(variants)} variants in turn", steps) as advance:
+            pool.run(
+                _train_interleaved,
+                dict(variants),
+                where,
+                perf_counter_ns(),
+                on_message=lambda _, said: advance(str(said)),
+            )
         return load_runs(where / name for name in variants)
 
 
@@ -72,6 +81,8 @@ def _train_interleaved(rank: int, variants: dict[str, CompareConfig], directory:
         for step in range(next(iter(variants.values())).steps):
             for turn in turns:
                 turn.step(step)
+            if rank == 0:
+                current().emit(f"step {step}")
 
 
 @contextmanager
@@ -118,7 +129,9 @@ def message_sweep(ops: Mapping[str, Op], num_bytes: Sequence[int], pool: RankPoo
     multiple = ELEMENT_BYTES * pool.world_size
     if not num_bytes or any(size < 1 or size % multiple for size in num_bytes):
         raise ValueError(f"num_bytes: {list(num_bytes)} are not all multiples of {multiple} above 0")
-    times_us = torch.tensor(pool.run(_time_all, dict(ops), list(num_bytes), repeats), dtype=torch.float64)
+    with cell_bar("timing messages", repeats * len(ops)) as advance:
+        found = pool.run(_time_all, dict(ops), list(num_bytes), repeats, on_message=lambda _, name: advance(str(name)))
+    times_us = torch.tensor(found, dtype=torch.float64)
     slowest_rank = times_us.amax(dim=0).flatten(start_dim=1)
     table = pd.DataFrame([(name, size) for name in ops for size in num_bytes], columns=["op", "bytes"])
     return table.assign(
@@ -154,7 +167,7 @@ def link_for(config: CompareConfig, pool: RankPool, *, sends_for: float = 0.8, l
     return Link(float(f"{latency * backward_us:.2g}"), float(f"{gbit_per_s:.2g}"))
 
 
-def _time_all(_: int, ops: dict[str, Op], num_bytes: list[int], repeats: int) -> list[list[list[float]]]:
+def _time_all(rank: int, ops: dict[str, Op], num_bytes: list[int], repeats: int) -> list[list[list[float]]]:
     """Microseconds by repetition, op and size, on this rank."""
     context = current()
     with Mesh({"data": context.world_size}, device=context.device) as mesh:
@@ -163,7 +176,13 @@ def _time_all(_: int, ops: dict[str, Op], num_bytes: list[int], repeats: int) ->
             for tensor in tensors:
                 for _ in range(NUM_WARM_UPS):
                     op(mesh.data, tensor)
-        return [[[_time(op, mesh, tensor) for tensor in tensors] for op in ops.values()] for _ in range(repeats)]
+        times: list[list[list[float]]] = [[] for _ in range(repeats)]
+        for by_op in times:
+            for name, op in ops.items():
+                by_op.append([_time(op, mesh, tensor) for tensor in tensors])
+                if rank == 0:
+                    current().emit(name)
+        return times
 
 
 def _time(op: Op, mesh: Mesh, tensor: torch.Tensor) -> float:

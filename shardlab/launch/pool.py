@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Self, TypeVar
 
 from shardlab.launch.answers_and_failures import Collector, Patience
+from shardlab.launch.cell_bar import cell_bar
 from shardlab.launch.messages import Payload, Task, pack, unpack
 from shardlab.launch.placement import Placement, check_world_size, is_inside_rank, place, torchrun_env
 from shardlab.launch.processes import RankProcesses
@@ -179,12 +180,13 @@ class RankPool:
         if self._torchrun is not None or (self._processes is not None and self._processes.is_alive):
             return
         self._end_processes(0.0)  # one that died between two calls
-        self._processes = RankProcesses(self._options)
-        # Not a bound method of the pool, which would keep the pool alive. Registered with atexit as well, because that
-        # runs before multiprocessing's own exit function, which would wait for the ranks for ever.
-        self._ender = weakref.finalize(self, self._processes.end)
-        atexit.register(self._ender)
-        self._attempt(None, None)
+        with cell_bar(f"starting {self.world_size} ranks"):
+            self._processes = RankProcesses(self._options)
+            # Not a bound method of the pool, which would keep the pool alive. Registered with atexit as well, because
+            # that runs before multiprocessing's own exit function, which would wait for the ranks for ever.
+            self._ender = weakref.finalize(self, self._processes.end)
+            atexit.register(self._ender)
+            self._attempt(None, None)
 
     def _attempt(self, task: Task | None, on_message: Callable[[int, object], None] | None) -> list[Payload]:
         """Send ``task`` and collect the answers; None collects those of a start. If ranks fail, all are ended."""

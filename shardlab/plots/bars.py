@@ -14,7 +14,16 @@ from numpy.typing import NDArray
 
 from shardlab.analysis import at_rest, peak, process_items
 from shardlab.analysis.rows import labelled, labels_of, require_columns
-from shardlab.plots.text import SOURCE_NOTES, byte_listing, byte_scale, format_bytes, joined, listing, subtitle
+from shardlab.plots.text import (
+    SOURCE_NOTES,
+    byte_listing,
+    byte_scale,
+    format_bytes,
+    format_count,
+    joined,
+    listing,
+    subtitle,
+)
 from shardlab.plots.theme import INK, PART_COLOURS, ROLE_COLOURS, finish, new_figure, nothing
 from shardlab.tables import MEMORY
 from shardlab.vocabulary import Role
@@ -22,12 +31,13 @@ from shardlab.vocabulary import Role
 GAP = {"color": "rgba(255,255,255,0.45)", "width": 1}
 NARROW = 0.004  # of the figure's width: narrower bars would be all outline, which is bright on a dark background
 SEEN = 0.001  # of the longest bar: a part smaller than this in every bar gets no legend entry
+FAR = 8  # times the longest bar: a line there would leave no bar to see
 END_TEXT_PX = 96  # room for the text behind the longest bar
 TITLES = {"rest": "Memory at rest after a step", "peak": "Memory at the peak of a step"}
 NOTES = {"rest": "each role on the rank that holds most of it", "peak": "the one moment with most live bytes"}
 BY_RANK = "Held by each rank"
 PROCESS = "Held by the process of one rank"
-ON_GPU = "What a rank needs at least, against the memory of its GPU"
+ON_GPU = "What a rank needs at least"
 ON_GPU_COLUMNS = {
     "parameter_bytes": Role.PARAMETER, "gathered_bytes": Role.GATHERED_PARAMETER, "gradient_bytes": Role.GRADIENT,
     "optimizer_bytes": Role.OPTIMIZER_STATE, "row_bytes": Role.ACTIVATION,
@@ -192,38 +202,54 @@ def held_by_rank(ranks: pd.DataFrame, *, most_bytes: float | None = None, moment
     return finish(figure, f"{BY_RANK}{f' ({moment})' if moment else ''}: {byte_listing(totals)}.")
 
 
-def memory_on_gpu(plans: pd.DataFrame, memory_bytes: float, rows: int = 1) -> go.Figure:
+def memory_on_gpu(plans: pd.DataFrame, memory_bytes: float | None, rows: int = 1) -> go.Figure:
     """Model states, what is gathered at once and the activations of some rows as stacked bars; a line is the memory.
 
     Args:
-        plans: one row per strategy: ``strategy``, ``parameter_bytes``, ``gathered_bytes``, ``gradient_bytes``,
-            ``optimizer_bytes`` and ``row_bytes``.
-        memory_bytes: of the GPU.
+        plans: one row per strategy: ``strategy``, ``parameter_bytes``, ``gradient_bytes``, ``optimizer_bytes``, and
+            ``gathered_bytes``, ``row_bytes`` and ``rows_that_fit`` where they are known.
+        memory_bytes: of the GPU; None draws no line.
         rows: of a micro-batch.
 
     Raises:
-        ValueError: a column or a number is missing, or a number is not above zero.
+        ValueError: a column is missing, or a number is not above zero.
     """
-    require_columns(plans, ("strategy", *ON_GPU_COLUMNS), "plans")
-    if (unknown := plans["row_bytes"].isna()).any():
-        names = ", ".join(plans.loc[unknown, "strategy"])
-        raise ValueError(f"plans: what a row takes is not known of {names}, so the memory of rows cannot be drawn")
-    if memory_bytes <= 0 or rows < 1:
+    require_columns(plans, ("strategy", "parameter_bytes", "gradient_bytes", "optimizer_bytes"), "plans")
+    if (memory_bytes or 1) <= 0 or rows < 1:
         raise ValueError(f"memory_bytes, rows: {memory_bytes:g} and {rows} were given; both must be above 0")
-    held = plans.assign(row_bytes=rows * plans["row_bytes"]).rename(columns=ON_GPU_COLUMNS)
+    held = plans.reindex(columns=["strategy", *ON_GPU_COLUMNS]).rename(columns=ON_GPU_COLUMNS)
+    unknown = listing([str(name) for name in held.loc[held[Role.ACTIVATION].isna(), "strategy"]])
+    held[Role.ACTIVATION] = held[Role.ACTIVATION] * rows if unknown == "none" else 0.0
     roles = list(ON_GPU_COLUMNS.values())
     bars = held.melt("strategy", roles, var_name="role", value_name="bytes").rename(columns={"strategy": "label"})
-    words = f"activations of {rows} row{'' if rows == 1 else 's'}; dashed: {format_bytes(memory_bytes)}"
-    figure = new_figure(ON_GPU, joined(SOURCE_NOTES["predicted"], words))
+    bars["bytes"] = bars["bytes"].astype("Float64").fillna(0.0)
+    drawn = f"activations of {rows} row{'' if rows == 1 else 's'}"
+    drawn = drawn if unknown == "none" else f"without activations: not known of {unknown}"
+    whole = float(bars.groupby("label")["bytes"].sum().max())
+    is_near = memory_bytes is not None and memory_bytes < FAR * whole
+    line = "" if memory_bytes is None else f"{'dashed: ' if is_near else 'of '}{format_bytes(memory_bytes)}"
+    title = ON_GPU if memory_bytes is None else f"{ON_GPU}, against the memory of its GPU"
+    figure = new_figure(title, joined(SOURCE_NOTES["predicted"], drawn, line))
     stacked_bars(figure, bars, "role", {role: ROLE_COLOURS[role] for role in roles}, "bytes")
     totals = bars.groupby("label", sort=False)["bytes"].sum()
-    divisor, _ = byte_scale(float(totals.max()))
-    figure.add_vline(x=memory_bytes / divisor, line={"color": INK, "width": 2, "dash": "dash"})
-    figure.update_xaxes(range=[0, 1.04 * max(float(totals.max()), memory_bytes) / divisor])
-    fit = [str(label) for label in totals.index[totals <= memory_bytes]]
-    return finish(
-        figure, f"{ON_GPU}, {format_bytes(memory_bytes)}: {byte_listing(totals)}. It suffices for {listing(fit)}."
-    )
+    said = f"{title}{'' if memory_bytes is None else f', {format_bytes(memory_bytes)}'}: {byte_listing(totals)}."
+    if memory_bytes is not None:
+        draw_memory(figure, memory_bytes, whole)
+        fit = [str(label) for label in totals.index[totals <= memory_bytes]]
+        said += f" It suffices for {listing(fit)}."
+    if "rows_that_fit" in plans and plans["rows_that_fit"].notna().any():
+        counts = ["" if pd.isna(number) else f", {format_count(number)} rows" for number in plans["rows_that_fit"]]
+        figure.data[-1].text = [f"{words}{number}" for words, number in zip(figure.data[-1].text, counts, strict=True)]
+        figure.update_layout(margin_r=1.7 * END_TEXT_PX)
+    return finish(figure, said)
+
+
+def draw_memory(figure: go.Figure, memory_bytes: float, longest: float) -> None:
+    """A dashed line at the memory of a GPU, unless it is far beyond the ``longest`` bar, in bytes."""
+    if memory_bytes < FAR * longest:
+        divisor, _ = byte_scale(longest)
+        figure.add_vline(x=memory_bytes / divisor, line={"color": INK, "width": 2, "dash": "dash"})
+        figure.update_xaxes(range=[0, 1.04 * max(longest, memory_bytes) / divisor])
 
 
 def held_by_process(memory: pd.DataFrame) -> go.Figure:

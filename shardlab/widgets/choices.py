@@ -16,6 +16,7 @@ from shardlab.engines.fsdp_units import SHARDINGS
 from shardlab.engines.offload import OFFLOADS
 from shardlab.experiment import CompareConfig, Workload
 from shardlab.experiment.config import BUILTIN_FIELDS, ENGINE_FIELDS, SEQUENCES_PER_RANK
+from shardlab.experiment.options import option_helps
 from shardlab.models import MODELS
 from shardlab.units import wrap_text
 from shardlab.widgets.history import WORDS
@@ -45,8 +46,9 @@ class Choices:
 
     def __init__(self, config: CompareConfig) -> None:
         self._base = config
-        self.inputs = _inputs(config)
-        for control in self.inputs.values():
+        self.inputs, helps = _inputs(config), option_helps()
+        for name, control in self.inputs.items():
+            control.tooltip = helps[name]
             control.observe(lambda _: self.show_what_counts(), names="value")
         self.show_what_counts()
 

@@ -10,7 +10,9 @@ from torch import nn
 from shardlab.experiment import CompareConfig, Workload
 from shardlab.models import MODELS
 from shardlab.planner import PRECISIONS
+from shardlab.planner.fit import CARDS, Gpu
 from shardlab.plots import memory_by_role
+from shardlab.plots.bars import draw_memory
 from shardlab.plots.text import format_count
 from shardlab.vocabulary import Sharding
 from shardlab.widgets.memory_plan import OPTIMIZERS, STRATEGIES, MemoryPlan
@@ -78,7 +80,11 @@ class Explorer(Panel):
             memory, title = plan.by_ranks(strategy), f"Memory at rest of a rank under {strategy}"
         else:
             memory, title = plan.by_strategy(), f"Memory at rest of each of {plan.ranks:,} ranks"
-        return memory_by_role(memory).update_layout(title_text=title)
+        figure = memory_by_role(memory).update_layout(title_text=title)
+        if (card := self.inputs.gpu.value) is not None:
+            longest = float(memory.groupby(["run", "rank"])["bytes"].sum().max())
+            draw_memory(figure, Gpu.parse(card).memory_bytes, longest)
+        return figure
 
     def _say(self, plan: MemoryPlan) -> None:
         self.message.say(
@@ -98,7 +104,7 @@ class Inputs:
         self.view = ToggleButtons(options=VIEWS, style={"button_width": "auto"})
         self.model = _choice("model", models, ANY_NUMBER if is_number else model)
         self.num_params = FloatLogSlider(
-            value=model if is_number else 7.5e9, min=6, max=13, step=0.05, readout_format=".2s",
+            value=model if is_number else 7.5e9, min=6, max=13, step=0.05, readout_format=".3g",
             description="parameters", style=STYLE, continuous_update=True,
         )  # fmt: skip
         sizes = sorted({*RANKS, plan.ranks})
@@ -108,13 +114,14 @@ class Inputs:
         self.optimizer = _choice("optimizer", tuple(OPTIMIZERS), plan.optimizer)
         self.sharding = _choice("fsdp shards", tuple(map(str, Sharding)), str(plan.sharding))
         self.shard_group = _choice("shard group", _divisors(plan.ranks), plan.group)
+        self.gpu = _choice("memory of", [("no GPU", None), *((name, name) for name in CARDS)], None)
         self.show_what_counts()
 
     def box(self) -> VBox:
         """The layout of the controls."""
         columns = (
             (self.model, self.num_params, self.ranks), (self.precision, self.optimizer, self.strategy),
-            (self.sharding, self.shard_group),
+            (self.sharding, self.shard_group, self.gpu),
         )  # fmt: skip
         return VBox([HBox([VBox(column) for column in columns], layout=Layout(flex_flow="row wrap")), self.view])
 

@@ -17,6 +17,7 @@ from typing import Any
 import pandas as pd
 
 from shardlab.experiment import CompareConfig, Comparison, claim, compare, load_comparison, load_saved
+from shardlab.experiment.answer import Line, answer_of_runs
 from shardlab.experiment.comparison import PRELOAD
 from shardlab.experiment.options import CompareOptions
 from shardlab.experiment.planned import Plan, plans_or_why
@@ -124,6 +125,12 @@ class RunHistory:
     def table(self) -> pd.DataFrame:
         """One row per run and strategy, newest first: how it ended, all settings that differ, and the costs."""
         return runs_table(self.runs)
+
+    def answer(self) -> list[Line]:
+        """Of the runs of which a step was finished: which holds least, which is fastest, and what they send."""
+        numbered = self.comparisons.items()
+        summaries = [one.summary.assign(strategy=f"{number} " + one.summary["strategy"]) for number, one in numbered]
+        return answer_of_runs(pd.concat(summaries, ignore_index=True), self.records())
 
     def records(self) -> Records:
         """The five tables of all runs; ``run`` is the number and the strategy, such as '2 zero1'.

@@ -83,6 +83,7 @@ class LiveView(Panel):
     Args:
         directory: see ``live``.
         curves, timeline, message: parts of a larger panel to update, instead of own ones.
+        num_steps: of a run, for a bar beside the message.
 
     Attributes:
         comparison: what ``live`` has run; None if it only watches.
@@ -90,7 +91,7 @@ class LiveView(Panel):
 
     def __init__(
         self, directory: Path | str, *, curves: Picture | None = None, timeline: Picture | None = None,
-        message: Message | None = None,
+        message: Message | None = None, num_steps: int | None = None,
     ) -> None:  # fmt: skip
         self.comparison: Comparison | None = None
         self.progress: LiveTables | None = None
@@ -99,7 +100,7 @@ class LiveView(Panel):
         self.curves = curves or Picture(nothing("Training", "no step has ended yet"))
         self.timeline = timeline or Picture(nothing(TIMELINE, "no step has ended yet"))
         self._tail = DirectoryTail(directory)
-        self._timeline_due = 0.0
+        self._timeline_due, self._began, self._num_steps = 0.0, monotonic(), num_steps
         self._cell: int | None = None  # the cell in which it is shown
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -123,6 +124,8 @@ class LiveView(Panel):
         progress = self._tail.read()
         is_new = progress is not self.progress and len(progress.steps) > 0
         if not is_new and not final:
+            if not len(progress.steps):
+                self.message.say(f"Waiting for the first step, {monotonic() - self._began:.0f} s.", 0.0)
             return False
         self.progress = progress
         if len(progress.steps):
@@ -135,7 +138,8 @@ class LiveView(Panel):
                     self.timeline.replace(collective_timeline(moved, progress.spans), final=final)
                 self._timeline_due = began + (monotonic() - began) / TIMELINE_SHARE
             last = progress.steps.iloc[-1]
-            self.message.say(f"{'Ended' if final else 'Running'}: {last['run']}, step {last['step']}.")
+            done = (last["step"] + 1) / self._num_steps if self._num_steps and not final else None
+            self.message.say(f"{'Ended' if final else 'Running'}: {last['run']}, step {last['step']}.", done)
         return is_new
 
     def __enter__(self) -> Self:

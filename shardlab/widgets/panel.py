@@ -118,9 +118,11 @@ class Message:
         self.widget = HTML()
         self.say(text)
 
-    def say(self, text: str) -> None:
-        """Show ``text``."""
+    def say(self, text: str, done: float | None = None) -> None:
+        """Show ``text``, and a bar where a part of something is ``done``; with 0 it moves by itself."""
         self._put(text, "status", "var(--jp-ui-font-color1, inherit)")
+        if done is not None:
+            self.widget.value += f"<progress{f' value={done:.3f}' if done else ''}></progress>"
 
     def fail(self, text: str) -> None:
         """Show ``text`` as an error."""

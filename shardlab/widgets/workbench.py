@@ -9,12 +9,13 @@ processes, as always. Errors in the choices are shown beside the controls, never
 
 import threading
 from collections.abc import Callable, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
-from ipywidgets import Button, Dropdown, HBox, Layout, VBox
+from ipywidgets import HTML, Button, Dropdown, HBox, Layout, VBox
 from torch import nn
 
 from shardlab import plots
@@ -22,6 +23,7 @@ from shardlab.analysis import overlap
 from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment import CompareConfig, Workload
 from shardlab.experiment.comparison import configured
+from shardlab.installed import data_path
 from shardlab.plots.theme import nothing
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Phase
@@ -80,8 +82,8 @@ class Workbench(Panel):
         self.view = Dropdown(options=list(VIEWS), description="picture", style=STYLE, layout=Layout(width="26em"))
         self.about = Dropdown(options=[], description="run", style=STYLE)
         self.table = Picture(pd.DataFrame({"run": []}))
-        self.upper = Picture(nothing("Runs", "nothing has been run yet"))
-        self.lower = Picture(nothing("Timeline of the newest step", "nothing has been run yet"))
+        self.lines = HTML()
+        self.upper, self.lower = map(Picture, _examples())
         self._thread: threading.Thread | None = None
         self._is_filling = False  # the list of runs is being replaced, and its events must not draw
         self._is_live = False  # the figures belong to the current run
@@ -189,7 +191,8 @@ class Workbench(Panel):
     def _run(self, config: CompareConfig) -> int:
         directory = self.history.next_directory()
         self.message.say(f"Starting {config.ranks} {'rank' if config.ranks == 1 else 'ranks'}.")
-        view = LiveView(directory, curves=self.upper, timeline=self.lower, message=self.message).start()
+        parts: dict[str, Any] = {"curves": self.upper, "timeline": self.lower, "message": self.message}
+        view = LiveView(directory, **parts, num_steps=config.steps).start()
         self._is_live = True
         try:
             number = self.history.run(config, directory=directory)
@@ -208,6 +211,9 @@ class Workbench(Panel):
         """Offer all runs, and draw the table and the chosen figure."""
         if self.history.runs:
             self.table.replace(self.history.table(), final=True)
+        if self.history.comparisons:
+            said = (f"<b>{name}</b> {escape(text)}" for name, text in self.history.answer())
+            self.lines.value = f'<div style="line-height:1.5">{"<br>".join(said)}</div>'
         if labels := self.history.labels():
             self._is_filling = True
             self.about.options, self.about.value = labels, labels[-1]
@@ -229,7 +235,18 @@ class Workbench(Panel):
     def _box(self) -> VBox:
         row = [self.run_button, self.stop_button, self.view, self.about]
         buttons = HBox(row, layout=Layout(flex_flow="row wrap", margin="0.6em 0 0 0"))
-        return VBox([self.choices.box(), buttons, self.message.widget])
+        return VBox([self.choices.box(), buttons, self.message.widget, self.lines])
+
+
+def _examples() -> tuple[go.Figure, go.Figure]:
+    """A recorded run, to look at before the first one: what strategies hold, and a step of FSDP."""
+    memory, moved, worked = (
+        pd.read_parquet(data_path("front_page") / f"{name}.parquet") for name in ("memory", "collectives", "spans")
+    )
+    figures = plots.memory_by_role(memory), plots.collective_timeline(moved, worked, run="fsdp")
+    for figure in figures:
+        figure.update_layout(title_text=f"An example: {figure.layout.title.text}")
+    return figures
 
 
 def _unlike(history: RunHistory, labels: Sequence[str]) -> str:

@@ -50,15 +50,17 @@ def test_answer_and_two_figures_are_seen_without_scrolling(opened):
 
 def test_the_page_is_whole_and_fetches_nothing(opened, report):
     page, complaints, requests = opened
-    for number in range(page.locator(".choices option").count()):
+    choices = page.locator(".choices option").count()
+    for number in range(choices):
         page.select_option(".choices select", index=number)
         page.locator(".choice:not([hidden]) svg.main-svg").first.wait_for(timeout=60_000)
-        figures = drawn_figures(page)  # a timeline that was not chosen has no size
-        assert len([figure for figure in figures if figure.width]) == page.locator(".plot").count() - 1 >= 8
+        figures = drawn_figures(page)  # timelines that were not chosen have no size
+        assert len([figure for figure in figures if figure.width]) == page.locator(".plot").count() - choices + 1 >= 8
     for figure in (figure for figure in figures if figure.width):
         assert figure.height > 100
         assert figure.width <= figure.room
         assert figure.marks > 0
     assert complaints == []
+    assert report.stat().st_size < 1.5e6
     assert [url for url in requests if not url.startswith(("data:", "blob:"))] == [report.as_uri()]
     assert page.evaluate(TOO_WIDE) == []

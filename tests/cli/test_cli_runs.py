@@ -34,11 +34,9 @@ def test_a_run_ends_with_a_table_a_summary_and_a_report(tmp_path):
     assert "…" not in done.stdout
     heads = [line.split()[0] for line in lines if line.strip()]
     assert [head for head in heads if head in ("strategy", "single", "zero1")][:3] == ["strategy", "single", "zero1"]
-    assert "Losses are equal" in done.stdout
+    assert "losses equal to" in done.stdout
     assert lines[-1] == f"Report: {out / 'report.html'}"
-    assert "single" in done.stderr  # progress
-    assert "3/3" in done.stderr
-    assert (out / "report.html").stat().st_size > 1e6
+    assert 3e5 < (out / "report.html").stat().st_size < 1.5e6
     assert [row["strategy"] for row in json.loads((out / "summary.json").read_text())] == ["single", "zero1"]
 
 
@@ -62,7 +60,7 @@ def test_a_learning_rate_that_blows_up_fails_and_says_so(compared, tmp_path):
     assert code == 1, stderr
     words = " ".join(stdout.split())
     assert "Losses are NOT finite, so the run has failed: that of single from step 1 on, that of zero1" in words
-    assert "Losses are equal" not in words
+    assert "losses equal" not in words
     assert "Traceback" not in stderr
     assert "Losses are NOT finite" in (tmp_path / "out" / "report.html").read_text()
     text = (tmp_path / "out" / "summary.json").read_text()
@@ -142,7 +140,7 @@ def test_under_torchrun_rank_0_alone_writes_and_prints(tmp_path):
     environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Losses are equal") == 1
+    assert done.stdout.count("losses equal to") == 1
     assert done.stdout.count("Report: ") == 1
     assert done.stderr.count("records go to") == 1
     assert "Traceback" not in done.stderr

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import STRATEGIES, GradScaler, build_engine
+from shardlab.engines import STRATEGIES, build_engine
+from shardlab.optimizers import GradScaler
 from tests.dist import cases
 
 from tests.dist.every_engine import (  # isort: skip

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import ShardedOptimizer
+from shardlab.optimizers import ShardedOptimizer
 from tests.dist import cases
 from tests.dist.every_engine import assert_states
 from tests.dist.own_optimizers import FusedAndRaises, Raises

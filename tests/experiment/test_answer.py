@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from shardlab.experiment import CompareConfig
-from shardlab.experiment.answer import cost, fastest, following, least_memory, quartiles, side_by_side, what_fits
+from shardlab.experiment.answer import answer_of_plan, cost, fastest, following, least_memory, quartiles, side_by_side
 
 MB = 1_000_000
 COLUMNS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "peak_bytes", "wire_bytes_per_step")
@@ -37,7 +37,7 @@ MEMORY = [
      "at the peak too, 20.0 MB"),
     ({"ddp": DDP, "bucketed": (4, 4, 8, 34, 6)},
      "all hold the same, 16.0 MB at rest on a rank; at the peak ddp has least, 30.0 MB"),
-    ({"single": DDP}, "only single was run, 16.0 MB at rest on a rank; at the peak 30.0 MB"),
+    ({"single": DDP}, "single alone, 16.0 MB at rest on a rank; at the peak 30.0 MB"),
 ]  # fmt: skip
 
 
@@ -62,7 +62,7 @@ TIMES = [
      "cannot be said: zero1 and ddp take about as long, half of their steps 80.5 to 102 ms and 95 to 104 ms"),
     ({"ddp": (100,), "zero1": (80,)}, "", "cannot be said: 1 timed steps are too few; give --steps 20"),
     ({"ddp": (100,) * 5, "zero1": (80,) * 5}, "slept", "cannot be said: times are uncertain, see below"),
-    ({"ddp": (100,) * 5}, "", "only ddp was run, 100 ms a step"),
+    ({"ddp": (100,) * 5}, "", "ddp alone, 100 ms a step"),
 ]  # fmt: skip
 
 
@@ -99,7 +99,7 @@ PLANS = [
      f"of 24.0 GB, zero2 is the first that fits: {TAKES}; fsdp leaves 22.1 GB and sends 1.50 times as much"),
     ({"single": (-8.0, 0), "zero1": (7.4, 2), "zero2": (8.0, 2)},
      f"of 24.0 GB, all fit, and zero1 is the first that fits: {TAKES}; zero2 leaves 8.00 GB and sends as much"),
-    ({"ddp": (7.4, None), "fsdp": (9.0, None)},
+    ({"ddp": (7.4, float("nan")), "fsdp": (9.0, float("nan"))},
      f"of 24.0 GB, all fit, and ddp is the first that fits: {TAKES}; fsdp leaves 9.00 GB"),
     ({"ddp": (-90.0, 2), "fsdp": (-6.0, 3)},
      "of 24.0 GB, nothing fits: fsdp, which needs least, needs 30.0 GB. Try --ranks 10 or more, --precision bf16, or "
@@ -109,8 +109,25 @@ PLANS = [
 
 @pytest.mark.parametrize(("plans", "said"), PLANS)
 def test_what_fits(plans, said):
-    table = [{"strategy": name, "left_bytes": left * 1e9, "sent": sent} for name, (left, sent) in plans.items()]
-    assert what_fits(pd.DataFrame(table), 24e9, 8) == said
+    held = dict(zip(COLUMNS[:3], (4e9, 4e9, 8e9), strict=True))
+    table = [
+        {"strategy": name, "left_bytes": left * 1e9, "wire_bytes_per_step": sent, **held}
+        for name, (left, sent) in plans.items()
+    ]
+    (_, fits), (_, least), *_ = answer_of_plan(pd.DataFrame(table), 8, 24e9)
+    assert fits == said
+    assert least == "all hold the same, 16.0 GB at rest on a rank"
+
+
+def test_a_plan_without_a_gpu_and_with_messages_that_depend_on_rows():
+    plans = rows(ddp=DDP, zero3=FSDP, fsdp=FSDP).reset_index().drop(columns="peak_bytes")
+    plans["messages_per_step"] = pd.array([86, 5, None], "Int64")
+    plans.loc[2, "wire_bytes_per_step"] = None
+    assert answer_of_plan(plans, 4)[:-1] == [
+        ("LEAST MEMORY", f"zero3 and fsdp, 4.00 MB at rest on a rank, 75 % {ALL}"),
+        ("COST", "ddp sends 6.00 MB a rank and step, zero3 1.50 times as much; messages: ddp 86, zero3 5; what fsdp "
+                 "sends depends on the rows"),
+    ]  # fmt: skip
 
 
 def test_one_command_to_try_next():

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import build_engine, check_agreement, engine_options
+from shardlab.engines import build_engine, engine_options
 from shardlab.experiment import Workload
 from shardlab.faults import Fault, faulty, inject
 from shardlab.models import MLP
+from shardlab.testing import check_agreement
 
 STEPS = 4
 _SIZE = 8

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import AnyEngine, GradScaler
+from shardlab.engines import AnyEngine
 from shardlab.engines.step_tensors import StepTensors
+from shardlab.optimizers import GradScaler
 from tests.fuzzing import modules
 from tests.fuzzing.engines import EngineSpec
 from tests.fuzzing.meshes import Meshes
