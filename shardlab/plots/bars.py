@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from shardlab.analysis import at_rest, peak, process_items
 from shardlab.analysis.rows import labelled, labels_of, require_columns
 from shardlab.plots.text import SOURCE_NOTES, byte_listing, byte_scale, format_bytes, joined, listing, subtitle
-from shardlab.plots.theme import INK, PART_COLOURS, ROLE_COLOURS, finish, new_figure, nothing
+from shardlab.plots.theme import INK, PART_COLOURS, PATTERNS, ROLE_COLOURS, finish, new_figure, nothing
 from shardlab.tables import MEMORY
 from shardlab.vocabulary import Role
 
@@ -29,8 +29,8 @@ BY_RANK = "Held by each rank"
 PROCESS = "Held by the process of one rank"
 ON_GPU = "What a rank needs at least, against the memory of its GPU"
 ON_GPU_COLUMNS = {
-    "parameter_bytes": Role.PARAMETER, "gathered_bytes": Role.GATHERED_PARAMETER, "gradient_bytes": Role.GRADIENT,
-    "optimizer_bytes": Role.OPTIMIZER_STATE, "row_bytes": Role.ACTIVATION,
+    "parameter_bytes": Role.PARAMETER, "optimizer_bytes": Role.OPTIMIZER_STATE, "gradient_bytes": Role.GRADIENT,
+    "gathered_bytes": Role.GATHERED_PARAMETER, "row_bytes": Role.ACTIVATION,
 }  # fmt: skip
 
 
@@ -77,8 +77,8 @@ def add_part(
     """
     figure.add_bar(
         x=lengths.where(lengths > 0).to_numpy(),  # a bar of length 0 would still draw its outline
-        y=list(lengths.index), orientation="h", name=name, marker={"color": colour, "line": GAP},
-        customdata=[list(words) for words in texts],
+        y=list(lengths.index), orientation="h", name=name, customdata=[list(words) for words in texts],
+        marker={"color": colour, "line": GAP, "pattern": PATTERNS.get(colour)},
         hovertemplate=f"<b>%{{y}}</b><br>{name}: {hover}<extra></extra>",
     )  # fmt: skip
 
@@ -211,11 +211,11 @@ def memory_on_gpu(plans: pd.DataFrame, memory_bytes: float, rows: int = 1) -> go
     if memory_bytes <= 0 or rows < 1:
         raise ValueError(f"memory_bytes, rows: {memory_bytes:g} and {rows} were given; both must be above 0")
     held = plans.assign(row_bytes=rows * plans["row_bytes"]).rename(columns=ON_GPU_COLUMNS)
-    roles = list(ON_GPU_COLUMNS.values())
-    bars = held.melt("strategy", roles, var_name="role", value_name="bytes").rename(columns={"strategy": "label"})
+    bars = held.melt("strategy", list(ON_GPU_COLUMNS.values()), var_name="role", value_name="bytes")
+    bars = bars.rename(columns={"strategy": "label"})
     words = f"activations of {rows} row{'' if rows == 1 else 's'}; dashed: {format_bytes(memory_bytes)}"
     figure = new_figure(ON_GPU, joined(SOURCE_NOTES["predicted"], words))
-    stacked_bars(figure, bars, "role", {role: ROLE_COLOURS[role] for role in roles}, "bytes")
+    stacked_bars(figure, bars, "role", ROLE_COLOURS, "bytes")
     totals = bars.groupby("label", sort=False)["bytes"].sum()
     divisor, _ = byte_scale(float(totals.max()))
     figure.add_vline(x=memory_bytes / divisor, line={"color": INK, "width": 2, "dash": "dash"})

@@ -101,7 +101,7 @@ def mime_bundle(figure: go.Figure, *, with_png: bool = True) -> dict[str, Any]:
 
 
 def png(figure: go.Figure) -> bytes | None:
-    """The figure as a PNG with a transparent background; None if kaleido, Pillow, or Chrome or Chromium is missing."""
+    """The figure as a PNG; None if kaleido, Pillow, or Chrome or Chromium is missing."""
     try:
         from kaleido import calc_fig_sync
         from kaleido.errors import ChromeNotFoundError
