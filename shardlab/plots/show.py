@@ -119,7 +119,7 @@ def png(figure: go.Figure) -> bytes | None:
     finally:
         logger.disabled = before
     # With a palette it has a quarter of the size, and looks the same.
-    few = Image.open(io.BytesIO(image)).quantize(PNG_COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    few = Image.open(io.BytesIO(image)).convert("RGB").quantize(PNG_COLOURS, Image.Quantize.MAXCOVERAGE)
     few.save(smaller := io.BytesIO(), "PNG", optimize=True)
     return smaller.getvalue()
 

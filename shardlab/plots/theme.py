@@ -4,12 +4,12 @@ The paper is opaque, because no grey reads at 4.5 to 1 both on white and in a da
 ground (the report, the site) takes the paper away and gives the text its own colour.
 
 Roles, parts of a process, collectives, what a rank does, runs, ranks, units and axes each have a family of colours, and
-no colour stands in two of them. Each keeps a contrast of 3 or more against white AND against the dark pages (#111315).
-Any two of the runs, ranks, units, or kinds of span differ for people with protanopia, deuteranopia or tritanopia (CIE
-1976 distance 12 or more in Machado's simulation), and so do the roles that a figure of training shows (10 or more);
-tests/plots measures it all. What belongs together is near: gradients are orange and the reduce-scatter that shards them
-a darker orange, gathered parameters are violet and the all-gather that makes them a darker violet. Red is a rank that
-waits, and nothing else; what is hatched is waiting for a rank that is late (red) or a rank off the CPU (brown).
+no colour stands in two of them. Each has a contrast of 3 or more against white AND against the dark pages (#111315).
+Any two of the runs, ranks, units, axes, kinds of span or usual roles differ for people with protanopia, deuteranopia or
+tritanopia (CIE 1976 distance 12 or more in Machado's simulation; tests/plots measures it all). What belongs together is
+near: gradients are orange and the reduce-scatter that shards them a darker orange, gathered parameters are violet and
+the all-gather that makes them a darker violet. Where a rank waits is red: solid for messages that nothing hides,
+hatched for a rank that comes later. A rank off the CPU is hatched too, in amber.
 
 And what every curve does: logarithmic axes with readable ticks, fewer points than there are steps.
 """
@@ -69,7 +69,7 @@ AXIS_COLOURS: dict[str, str] = {
 
 SPAN_COLOURS: dict[str, str] = {
     SpanKind.DATA: "#9e9647", SpanKind.FORWARD: "#8493a9", SpanKind.BACKWARD: "#556475", SpanKind.RECOMPUTE: "#a975c2",
-    SpanKind.OPTIMIZER: "#46894a", SpanKind.OFF_CPU: "#736253",
+    SpanKind.OPTIMIZER: "#46894a", SpanKind.OFF_CPU: "#c08505",
 }  # fmt: skip
 
 # By colour: what takes time and does nothing is hatched, so that it needs no colour to be told from what it is beside.
@@ -105,7 +105,7 @@ TEMPLATE = go.layout.Template(
         "colorway": list(PALETTE),
         "font": {"family": FONT, "size": 15, "color": TEXT},
         "title": {"x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top",
-                  "pad": {"l": 12, "t": 14}, "font": {"size": 20}, "subtitle": {"font": {"size": 14, "color": TEXT}}},
+                  "pad": {"l": 12, "t": 14}, "font": {"size": 20}, "subtitle": {"font": {"size": 14}}},
         "margin": {"l": 12, "r": 24, "t": 84, "b": 12},
         "xaxis": _AXIS,
         "yaxis": _AXIS,

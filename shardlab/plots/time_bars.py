@@ -86,7 +86,8 @@ def _draw(figure: go.Figure, label: str, style: tuple[int, str], times_us: NDArr
 def step_parts(split: pd.DataFrame) -> go.Figure:
     """The parts of a step as stacked bars, one bar per run, the whole step written at the end.
 
-    Each part is a mean over ranks and steps, so the parts add up to the mean step.
+    Each part is a mean over ranks and steps, so the parts add up to the mean step. What the link costs is red, waiting
+    for a rank that is late red and hatched, time off the CPU amber and hatched; a line spans the quartiles of steps.
 
     Args:
         split: the result of ``analysis.step_split``, without the steps that should not count.
@@ -108,8 +109,8 @@ def step_parts(split: pd.DataFrame) -> go.Figure:
     whole = rows.groupby("label", sort=False)["step_us"]
     low, high = (whole.quantile(share).astype("float64") / 1e3 for share in (0.25, 0.75))
     words = [format_us(us) for us in means["step_us"]]
-    end_with(figure, np.maximum(means["step_us"] / 1e3, high), words, "time of a step (ms)")
-    for colour, thickness in ((theme.PAPER, 5), (theme.TEXT, 1.5)):  # seen on every part, and on light and dark pages
+    end_with(figure, (means["step_us"] / 1e3).clip(lower=high), words, "time of a step (ms)")
+    for colour, thickness in ((theme.PAPER, 4), (theme.TEXT, 1.5)):  # seen on every part, and on light and dark pages
         figure.add_scatter(
             x=(low + high) / 2, y=list(means.index), mode="markers", name="quartiles of whole steps",
             marker={"opacity": 0}, hoverinfo="skip", showlegend=False,

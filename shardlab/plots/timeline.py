@@ -1,11 +1,11 @@
 """The timeline of one training step: what each rank computed, and which collectives ran at the same time.
 
 Each rank has a track of compute (units of the model, optimizer) and a track of communication for each axis of the mesh.
-The bar of a collective runs from the moment the transport begins it to its end. The thin strip before the bar is the
-time in the queue; a strip below compute is a rank that waits. A rank that neither computes nor waits, because it sleeps
-or another process has its core, is off the CPU: that has a bar of its own where compute stands. (The recorder knows for
-how long it was so between two marks, not when; the bar stands at their end.) There is one trace per kind and
-collective, however many bars.
+The bar of a collective runs from the moment the transport begins it to its end. The thin grey strip before the bar is
+the time in the queue; a thin red strip below compute is a rank that waits. A rank that neither computes nor waits,
+because it sleeps or another process has its core, is off the CPU: that has a hatched bar of its own where compute
+stands, without a name, which could not be read on it. (The recorder knows for how long it was so between two marks, not
+when; the bar stands at their end.) There is one trace per kind and collective, however many bars.
 
 Collectives of one axis that are in flight at the same time get rows below each other in its track.
 
