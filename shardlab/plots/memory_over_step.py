@@ -57,7 +57,7 @@ def memory_over_step(
     if predicted is not None:
         _outline(figure, predicted, divisor)
     figure.update_layout(hovermode="x unified", legend_traceorder="normal", height=480, margin_t=110)
-    figure.update_xaxes(title_text="time in the step (ms)", zeroline=False, showgrid=False)
+    figure.update_xaxes(title_text="time in the step (ms)", zeroline=False, showgrid=False, hoverformat=".1f")
     top = HEADROOM * max(float(table["bytes"].max()), float(predicted or 0)) / divisor
     figure.update_yaxes(title_text=f"live bytes ({unit})", range=[0, top])
     return finish(figure, _summary(table, _at_rest(memory, key, str(key["source"])), predicted))
