@@ -24,7 +24,7 @@ from shardlab.plots.text import (
     listing,
     subtitle,
 )
-from shardlab.plots.theme import INK, PART_COLOURS, ROLE_COLOURS, finish, new_figure, nothing
+from shardlab.plots.theme import INK, PART_COLOURS, PATTERNS, ROLE_COLOURS, finish, new_figure, nothing
 from shardlab.tables import MEMORY
 from shardlab.vocabulary import Role
 
@@ -39,8 +39,8 @@ BY_RANK = "Held by each rank"
 PROCESS = "Held by the process of one rank"
 ON_GPU = "What a rank needs at least"
 ON_GPU_COLUMNS = {
-    "parameter_bytes": Role.PARAMETER, "gathered_bytes": Role.GATHERED_PARAMETER, "gradient_bytes": Role.GRADIENT,
-    "optimizer_bytes": Role.OPTIMIZER_STATE, "row_bytes": Role.ACTIVATION,
+    "parameter_bytes": Role.PARAMETER, "optimizer_bytes": Role.OPTIMIZER_STATE, "gradient_bytes": Role.GRADIENT,
+    "gathered_bytes": Role.GATHERED_PARAMETER, "row_bytes": Role.ACTIVATION,
 }  # fmt: skip
 
 
@@ -87,8 +87,8 @@ def add_part(
     """
     figure.add_bar(
         x=lengths.where(lengths > 0).to_numpy(),  # a bar of length 0 would still draw its outline
-        y=list(lengths.index), orientation="h", name=name, marker={"color": colour, "line": GAP},
-        customdata=[list(words) for words in texts],
+        y=list(lengths.index), orientation="h", name=name, customdata=[list(words) for words in texts],
+        marker={"color": colour, "line": GAP, "pattern": PATTERNS.get(colour)},
         hovertemplate=f"<b>%{{y}}</b><br>{name}: {hover}<extra></extra>",
     )  # fmt: skip
 
@@ -220,9 +220,8 @@ def memory_on_gpu(plans: pd.DataFrame, memory_bytes: float | None, rows: int = 1
     held = plans.reindex(columns=["strategy", *ON_GPU_COLUMNS]).rename(columns=ON_GPU_COLUMNS)
     unknown = listing([str(name) for name in held.loc[held[Role.ACTIVATION].isna(), "strategy"]])
     held[Role.ACTIVATION] = held[Role.ACTIVATION] * rows if unknown == "none" else 0.0
-    roles = list(ON_GPU_COLUMNS.values())
-    bars = held.melt("strategy", roles, var_name="role", value_name="bytes").rename(columns={"strategy": "label"})
-    bars["bytes"] = bars["bytes"].astype("Float64").fillna(0.0)
+    bars = held.melt("strategy", list(ON_GPU_COLUMNS.values()), var_name="role", value_name="bytes")
+    bars = bars.rename(columns={"strategy": "label"}).astype({"bytes": "Float64"}).fillna({"bytes": 0.0})
     drawn = f"activations of {rows} row{'' if rows == 1 else 's'}"
     drawn = drawn if unknown == "none" else f"without activations: not known of {unknown}"
     whole = float(bars.groupby("label")["bytes"].sum().max())
@@ -230,7 +229,7 @@ def memory_on_gpu(plans: pd.DataFrame, memory_bytes: float | None, rows: int = 1
     line = "" if memory_bytes is None else f"{'dashed: ' if is_near else 'of '}{format_bytes(memory_bytes)}"
     title = ON_GPU if memory_bytes is None else f"{ON_GPU}, against the memory of its GPU"
     figure = new_figure(title, joined(SOURCE_NOTES["predicted"], drawn, line))
-    stacked_bars(figure, bars, "role", {role: ROLE_COLOURS[role] for role in roles}, "bytes")
+    stacked_bars(figure, bars, "role", ROLE_COLOURS, "bytes")
     totals = bars.groupby("label", sort=False)["bytes"].sum()
     said = f"{title}{'' if memory_bytes is None else f', {format_bytes(memory_bytes)}'}: {byte_listing(totals)}."
     if memory_bytes is not None:

@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from shardlab.analysis.rows import one_run, require_columns
 from shardlab.plots.bars import gaps
 from shardlab.plots.text import COUNT_UNITS, format_bytes, format_count, format_percent, listing, scale, subtitle
-from shardlab.plots.theme import AXIS_COLOURS, GREY, GRID, PALETTE, finish, new_figure, nothing
+from shardlab.plots.theme import ALL_RANKS, AXIS_COLOURS, GRID, INK, RANKS, finish, new_figure, nothing
 from shardlab.tables import SHARDS
 
 MESH = "The mesh"
@@ -63,7 +63,7 @@ def _bands(figure: go.Figure, name: str, groups: list[list[int]], width: int) ->
         xs += [*(rank % width for rank in group), None]
         ys += [*(rank // width for rank in group), None]
     figure.add_scatter(
-        x=xs, y=ys, mode="lines", line={"color": AXIS_COLOURS.get(name, GREY), "width": BAND_PX}, opacity=0.75,
+        x=xs, y=ys, mode="lines", line={"color": AXIS_COLOURS.get(name, INK), "width": BAND_PX},
         name=f"{name} groups", hoverinfo="skip",
     )  # fmt: skip
 
@@ -161,7 +161,7 @@ def _slices(rows: pd.DataFrame, extents: pd.DataFrame, rank: int, divisor: float
     return go.Bar(
         base=(begin + start) / divisor, x=(stop - start) / divisor, y=[rank] * len(rows), width=0.72,
         orientation="h", name=f"rank {rank}",
-        marker={"color": PALETTE[rank % len(PALETTE)], "line": gaps(stop - start, _end(extents))},
+        marker={"color": RANKS[rank % len(RANKS)], "line": gaps(stop - start, _end(extents))},
         hovertext=[
             f"<b>{row['parameter']}</b> ({row['shape']})<br>rank {rank}: elements {row['start']:,} to {row['stop']:,}"
             f"<br>{row['stop'] - row['start']:,} elements, {format_bytes(row['bytes'])}"
@@ -283,7 +283,7 @@ def _by_module(whole: pd.DataFrame) -> list[tuple[Hashable, pd.DataFrame]]:
 def _rectangles(rows: pd.DataFrame, places: Mapping[str, _Place], rank: int) -> go.Bar:
     where = pd.DataFrame([places[name] for name in rows["parameter"]], index=rows.index)
     owner = "every rank" if rank == EVERY_RANK else f"rank {rank}"
-    colour = GREY if rank == EVERY_RANK else PALETTE[rank % len(PALETTE)]
+    colour = ALL_RANKS if rank == EVERY_RANK else RANKS[rank % len(RANKS)]
     return go.Bar(
         x=where["left"] + rows["output_start"], width=(rows["output_stop"] - rows["output_start"]).to_numpy(),
         base=where["top"] + where["per_input"] * rows["input_start"], offset=0, name=owner,

@@ -6,18 +6,13 @@ import plotly.graph_objects as go
 
 from shardlab.analysis import memory_over_step as course_of
 from shardlab.analysis.rows import require_columns
+from shardlab.plots import theme
 from shardlab.plots.text import byte_scale, format_bytes, format_us, subtitle
-from shardlab.plots.theme import GRID, INK, PALETTE, ROLE_COLOURS, finish, new_figure, nothing, thinned, thinning_note
+from shardlab.plots.theme import GRID, INK, ROLE_COLOURS, UNITS, finish, new_figure, nothing, thinned, thinning_note
 from shardlab.tables import MEMORY
 from shardlab.vocabulary import Role
 
 TITLE = "Memory over a step"
-# From the bottom up: what stays for the whole step lies below what comes and goes.
-ORDER = (
-    Role.PARAMETER, Role.MASTER_WEIGHT, Role.OPTIMIZER_STATE, Role.OFFLOADED, Role.GRADIENT, Role.GATHERED_PARAMETER,
-    Role.COMMUNICATION_BUFFER, Role.ACTIVATION, Role.OTHER, Role.UNATTRIBUTED, Role.WORKSPACE,
-)  # fmt: skip
-DARK = "#23272e"
 HEADROOM = 1.16  # above the peak, for its label
 MIN_PHASE_SHARE = 0.07  # of the width: narrower phases get no name
 GATHERED_COLUMNS = ("sample", "moment", "unit", "bytes")
@@ -53,7 +48,7 @@ def memory_over_step(
     figure = new_figure(
         title, subtitle(table, thinning_note(len(table), len(drawn), "moments") or "live bytes by role")
     )
-    for role in (role for role in ORDER if role in drawn.columns and (drawn[role] > 0).any()):
+    for role in (role for role in ROLE_COLOURS if role in drawn.columns and (drawn[role] > 0).any()):
         figure.add_trace(_area(times_ms, drawn[role].to_numpy(dtype=np.float64), role, divisor))
     figure.add_trace(_total(times_ms, drawn, divisor))
     figure.add_trace(_peak(times_ms, drawn, divisor))
@@ -62,15 +57,15 @@ def memory_over_step(
     if predicted is not None:
         _outline(figure, predicted, divisor)
     figure.update_layout(hovermode="x unified", legend_traceorder="normal", height=480, margin_t=110)
-    figure.update_xaxes(title_text="time in the step (ms)", zeroline=False, showgrid=False)
+    figure.update_xaxes(title_text="time in the step (ms)", zeroline=False, showgrid=False, hoverformat=".1f")
     top = HEADROOM * max(float(table["bytes"].max()), float(predicted or 0)) / divisor
     figure.update_yaxes(title_text=f"live bytes ({unit})", range=[0, top])
     return finish(figure, _summary(table, _at_rest(memory, key, str(key["source"])), predicted))
 
 
-def _area(times_ms: np.ndarray, held: np.ndarray, role: Role, divisor: float) -> go.Scatter:
+def _area(times_ms: np.ndarray, held: np.ndarray, role: str, divisor: float) -> go.Scatter:
     return go.Scatter(
-        x=times_ms, y=held / divisor, mode="lines", stackgroup="roles", name=str(role).replace("_", " "),
+        x=times_ms, y=held / divisor, mode="lines", stackgroup="roles", name=role.replace("_", " "),
         line={"width": 0, "shape": "hv", "color": ROLE_COLOURS[role]}, fillcolor=ROLE_COLOURS[role],
         customdata=[format_bytes(value) for value in held], hovertemplate="%{customdata}",
     )  # fmt: skip
@@ -130,7 +125,7 @@ def _outline(figure: go.Figure, predicted: int, divisor: float) -> None:
     # Dark dashes on a pale line show on every colour, and on light and dark backgrounds. The label stands beside the
     # line because no legend entry would show on both backgrounds.
     figure.add_hline(y=predicted / divisor, line={"color": "rgba(255,255,255,0.8)", "width": 4})
-    figure.add_hline(y=predicted / divisor, line={"color": DARK, "width": 2, "dash": "dash"})
+    figure.add_hline(y=predicted / divisor, line={"color": theme.TEXT, "width": 2, "dash": "dash"})
     figure.add_annotation(
         x=1, xref="paper", xanchor="left", y=predicted / divisor, showarrow=False, align="left", xshift=6,
         text=f"predicted<br>at rest:<br>{format_bytes(predicted)}",
@@ -173,7 +168,7 @@ def gathered_over_a_step(
     units = list(dict.fromkeys(str(unit) for unit in table["unit"]))
     for place, unit in enumerate(units):
         rows = table[(table["unit"] == unit) & (table["bytes"] > 0)]
-        figure.add_trace(_unit_bars(rows, unit, PALETTE[place % len(PALETTE)], divisor))
+        figure.add_trace(_unit_bars(rows, unit, UNITS[place % len(UNITS)], divisor))
     if limit_bytes is not None:
         figure.add_hline(
             y=limit_bytes / divisor, line={"color": INK, "width": 2, "dash": "dash"},

@@ -1,10 +1,15 @@
-"""The look of every figure: transparent background, grey text that reads on light and dark, sizes for a projector.
+"""The look of every figure: dark text on white paper, colours that stand on a dark page too, sizes for a projector.
 
-One colour per role, collective, span kind and strategy, the same in every figure: eight hues near Okabe and Ito's,
-moved to middle lightness. Each keeps a contrast of 2.9 or more against white AND against JupyterLab's dark background
-(#111111), and any two differ for people with protanopia, deuteranopia or tritanopia (CIE 1976 distance 12 or more in
-Machado's simulation; tests/plots measures both). What belongs together shares a hue: gradients and the reduce-scatter
-that shards them are orange, gathered parameters and the all-gather that makes them are violet.
+The paper is opaque, because no grey reads at 4.5 to 1 both on white and in a dark notebook. A page that knows its own
+ground (the report, the site) takes the paper away and gives the text its own colour.
+
+Roles, parts of a process, collectives, what a rank does, runs, ranks, units and axes each have a family of colours, and
+no colour stands in two of them. Each has a contrast of 3 or more against white AND against the dark pages (#111315).
+Any two of the runs, ranks, units, axes, kinds of span or usual roles differ for people with protanopia, deuteranopia or
+tritanopia (CIE 1976 distance 12 or more in Machado's simulation; tests/plots measures it all). What belongs together is
+near: gradients are orange and the reduce-scatter that shards them a darker orange, gathered parameters are violet and
+the all-gather that makes them a darker violet. Where a rank waits is red: solid for messages that nothing hides,
+hatched for a rank that comes later. A rank off the CPU is hatched too, in amber.
 
 And what every curve does: logarithmic axes with readable ticks, fewer points than there are steps.
 """
@@ -22,53 +27,62 @@ from shardlab.vocabulary import Collective, MeshAxis, ProcessPart, Role, SpanKin
 
 BLUE = "#0072b2"
 ORANGE = "#dd7710"
-GREEN = "#009e73"
-PINK = "#cc79a7"
-VIOLET = "#885efb"
-SAND = "#af8f4c"
-WINE = "#ac2a58"
-BROWN = "#8d571b"
-GREY = "#7d7d7d"
-PALETTE = (BLUE, ORANGE, GREEN, PINK, VIOLET, SAND, WINE, BROWN)
+GREEN = "#15a072"
+PINK = "#ce79a8"
+VIOLET = "#8761fc"
+SAND = "#aa8b48"
+BROWN = "#90551a"
+GREY = "#787b7a"
+PALETTE = ("#325ad0", "#d45f36", "#52a55b", "#cd59a6", "#a768d9", "#b62e45", "#a5950f", "#147852")  # runs
+RANKS = ("#ba8555", "#6f75b8", "#3e9573", "#7e5a89", "#6892b4", "#877d27", "#90564e", "#386f6d")
+UNITS = ("#5f53c1", "#a73888", "#7f60af", "#d66399", "#6a94dc", "#bb6fb4", "#868af4", "#825f72")
+ALL_RANKS = "#8f8693"
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "hexagon")
 
-INK = "#797979"  # text: 4.3 to 1 on white and on #111111, the best any one grey can do on both
+PAPER, TEXT = "#ffffff", "#1d2127"
+INK = "#797979"  # lines: 4.3 to 1 on white and on a dark page, the most that one grey can have on both
 GRID = "rgba(128,128,128,0.25)"
-EXPOSED = WINE
-HIDDEN = "#8c96a6"
+EXPOSED, WAITING, QUEUED, HIDDEN, REST = "#d32a28", "#e16a7b", "#83848b", "#769a9d", "#98928e"
 
+# From the bottom of every stack up: what stays for the whole step lies below what comes and goes.
 ROLE_COLOURS: dict[str, str] = {
-    Role.PARAMETER: BLUE, Role.GATHERED_PARAMETER: VIOLET, Role.GRADIENT: ORANGE, Role.OPTIMIZER_STATE: GREEN,
-    Role.MASTER_WEIGHT: BROWN, Role.COMMUNICATION_BUFFER: PINK, Role.ACTIVATION: SAND, Role.OFFLOADED: WINE,
-    Role.OTHER: GREY, Role.UNATTRIBUTED: "#a0705a", Role.WORKSPACE: "#805080",
+    Role.PARAMETER: BLUE, Role.MASTER_WEIGHT: BROWN, Role.OPTIMIZER_STATE: GREEN, Role.OFFLOADED: "#b64169",
+    Role.GRADIENT: ORANGE, Role.GATHERED_PARAMETER: VIOLET, Role.COMMUNICATION_BUFFER: PINK, Role.ACTIVATION: SAND,
+    Role.OTHER: GREY, Role.UNATTRIBUTED: "#a77762", Role.WORKSPACE: "#8e5081",
 }  # fmt: skip
 
 PART_COLOURS: dict[str, str] = {
-    ProcessPart.HEAP: "#7a8450", ProcessPart.FREE_HEAP: "#96826e", ProcessPart.INTERPRETER: "#6b7fae",
-    ProcessPart.LIBRARIES: "#5f8a8b", ProcessPart.SHARED_SEGMENTS: "#9a7b9a",
+    ProcessPart.HEAP: "#75854e", ProcessPart.FREE_HEAP: "#968369", ProcessPart.INTERPRETER: "#7084b5",
+    ProcessPart.LIBRARIES: "#578f89", ProcessPart.SHARED_SEGMENTS: "#a587a4",
 }  # fmt: skip
 
 COLLECTIVE_COLOURS: dict[str, str] = {
-    Collective.ALL_REDUCE: BLUE, Collective.REDUCE_SCATTER: ORANGE, Collective.ALL_GATHER: VIOLET,
-    Collective.BROADCAST: GREEN, Collective.ALL_TO_ALL: PINK, Collective.SEND: SAND, Collective.RECV: BROWN,
-    Collective.REDUCE: WINE, Collective.GATHER: "#8904fb", Collective.SCATTER: "#a0705a", Collective.BARRIER: GREY,
-    Collective.UNKNOWN: "#4c6088",
+    Collective.ALL_REDUCE: "#0f8c93", Collective.REDUCE_SCATTER: "#ba5001", Collective.ALL_GATHER: "#7445e6",
+    Collective.BROADCAST: "#748b2b", Collective.ALL_TO_ALL: "#b72da5", Collective.SEND: "#b2871d",
+    Collective.RECV: "#79603b", Collective.REDUCE: "#b4547a", Collective.GATHER: "#4872dd",
+    Collective.SCATTER: "#a6663b", Collective.BARRIER: "#5e7a7d", Collective.UNKNOWN: "#56668c",
 }  # fmt: skip
 
 AXIS_COLOURS: dict[str, str] = {
-    MeshAxis.DATA: BLUE, MeshAxis.SHARD: VIOLET, MeshAxis.REPLICA: GREEN, MeshAxis.TENSOR: ORANGE,
+    MeshAxis.DATA: "#008043", MeshAxis.SHARD: "#9447bd", MeshAxis.REPLICA: "#4a91c4", MeshAxis.TENSOR: "#d16e32",
 }  # fmt: skip
 
 SPAN_COLOURS: dict[str, str] = {
-    SpanKind.DATA: "#b08d57", SpanKind.FORWARD: "#8c96a6", SpanKind.BACKWARD: "#5b6678", SpanKind.RECOMPUTE: "#936aaf",
-    SpanKind.OPTIMIZER: "#1f8a70", SpanKind.OFF_CPU: "#c33222",
+    SpanKind.DATA: "#9e9647", SpanKind.FORWARD: "#8493a9", SpanKind.BACKWARD: "#556475", SpanKind.RECOMPUTE: "#a975c2",
+    SpanKind.OPTIMIZER: "#46894a", SpanKind.OFF_CPU: "#c08505",
 }  # fmt: skip
 
+# By colour: what takes time and does nothing is hatched, so that it needs no colour to be told from what it is beside.
+PATTERNS = {
+    SPAN_COLOURS[SpanKind.OFF_CPU]: {"shape": "/", "fillmode": "replace", "size": 6, "solidity": 0.45},
+    WAITING: {"shape": "\\", "fillmode": "replace", "size": 6, "solidity": 0.6},
+}
+
 STRATEGY_COLOURS = {
-    "single": GREY, "ddp": BLUE, "bucketed": ORANGE, "zero1": GREEN, "zero2": PINK, "zero3": VIOLET, "fsdp": WINE,
-    "tensor_parallel": SAND,
+    "single": "#746878", "ddp": PALETTE[0], "bucketed": PALETTE[1], "zero1": PALETTE[2], "zero2": PALETTE[3],
+    "zero3": PALETTE[4], "fsdp": PALETTE[5], "tensor_parallel": PALETTE[6],
     # torch's own engines have the colours of ours that they are compared with
-    "torch_ddp": BLUE, "torch_zero1": GREEN, "torch_fsdp2": WINE, "torch_tp": SAND,
+    "torch_ddp": PALETTE[0], "torch_zero1": PALETTE[2], "torch_fsdp2": PALETTE[5], "torch_tp": PALETTE[6],
 }  # fmt: skip
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
@@ -86,12 +100,12 @@ TEMPLATE = go.layout.Template(
     layout={
         "autosize": True,
         "height": HEIGHT,
-        "paper_bgcolor": "rgba(0,0,0,0)",
+        "paper_bgcolor": PAPER,
         "plot_bgcolor": "rgba(0,0,0,0)",
         "colorway": list(PALETTE),
-        "font": {"family": FONT, "size": 15, "color": INK},
+        "font": {"family": FONT, "size": 15, "color": TEXT},
         "title": {"x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top",
-                  "pad": {"l": 12, "t": 14}, "font": {"size": 20}, "subtitle": {"font": {"size": 14, "color": INK}}},
+                  "pad": {"l": 12, "t": 14}, "font": {"size": 20}, "subtitle": {"font": {"size": 14}}},
         "margin": {"l": 12, "r": 24, "t": 84, "b": 12},
         "xaxis": _AXIS,
         "yaxis": _AXIS,

@@ -7,9 +7,10 @@ from numpy.typing import NDArray
 
 from shardlab.analysis.overlap import PARTS, hidden_by_run
 from shardlab.analysis.rows import labelled, labels_of, require_columns
+from shardlab.plots import theme
 from shardlab.plots.bars import add_part, end_with, shares_of
 from shardlab.plots.text import averaged, format_percent, format_us, listing, subtitle
-from shardlab.plots.theme import EXPOSED, HIDDEN, INK, SAND, SPAN_COLOURS, finish, new_figure, nothing, run_colours
+from shardlab.plots.theme import finish, new_figure, nothing, run_colours
 from shardlab.tables import STEPS
 from shardlab.vocabulary import SpanKind
 
@@ -17,11 +18,11 @@ MAX_DOTS = 400
 PARTS_TITLE = "Where the time of a step goes"
 PARTS_COLUMNS = ("run", "source", "step", "step_us", *PARTS)
 STYLE = {
-    "compute_us": ("compute", SPAN_COLOURS[SpanKind.BACKWARD]),
-    "moving_us": ("exposed communication", EXPOSED),
-    "waiting_us": ("waiting for other ranks", SAND),
-    "off_cpu_us": ("off the CPU", SPAN_COLOURS[SpanKind.OFF_CPU]),
-    "other_us": ("other", HIDDEN),
+    "compute_us": ("compute", theme.SPAN_COLOURS[SpanKind.BACKWARD]),
+    "moving_us": ("exposed communication", theme.EXPOSED),
+    "waiting_us": ("waiting for other ranks", theme.WAITING),
+    "off_cpu_us": ("off the CPU", theme.SPAN_COLOURS[SpanKind.OFF_CPU]),
+    "other_us": ("other", theme.REST),
 }
 OVERLAP_TITLE = "Communication: exposed and hidden behind compute"
 OVERLAP_COLUMNS = ("run", "source", "rank", "step", "comm_us", "both_us", "overlap", "exposed_us")
@@ -67,7 +68,7 @@ def _draw(figure: go.Figure, label: str, style: tuple[int, str], times_us: NDArr
     dots = times_us[:: -(-len(times_us) // MAX_DOTS)] / 1e3
     figure.add_scatter(
         x=dots, y=place + 0.3 + 0.06 * (np.arange(len(dots)) % 3 - 1), mode="markers", name=f"{label}: steps",
-        marker={"color": colour, "size": 6, "opacity": 0.55},
+        marker={"color": colour, "size": 6},
         hovertemplate=f"<b>{label}</b><br>%{{x:.3f}} ms<extra></extra>",
     )  # fmt: skip
     figure.add_scatter(
@@ -85,7 +86,8 @@ def _draw(figure: go.Figure, label: str, style: tuple[int, str], times_us: NDArr
 def step_parts(split: pd.DataFrame) -> go.Figure:
     """The parts of a step as stacked bars, one bar per run, the whole step written at the end.
 
-    Each part is a mean over ranks and steps, so the parts add up to the mean step.
+    Each part is a mean over ranks and steps, so the parts add up to the mean step. What the link costs is red, waiting
+    for a rank that is late red and hatched, time off the CPU amber and hatched; a line spans the quartiles of steps.
 
     Args:
         split: the result of ``analysis.step_split``, without the steps that should not count.
@@ -99,21 +101,21 @@ def step_parts(split: pd.DataFrame) -> go.Figure:
     rows = labelled(split)
     means = rows.groupby("label", sort=False)[["step_us", *PARTS]].mean().astype("float64")
     communicating = rows[rows["moving_us"] + rows["waiting_us"] > 0]  # the link matters only to these
-    figure = new_figure(
-        PARTS_TITLE, subtitle(communicating, f"{averaged(rows, 'mean')}; line: quartiles of whole steps")
-    )
+    figure = new_figure(PARTS_TITLE, subtitle(communicating, f"{averaged(rows, 'mean')}; line: quartiles"))
     for column, (name, colour) in STYLE.items():
         texts = zip(map(format_us, means[column]), shares_of(means[column], means["step_us"]), strict=True)
         hover = "%{customdata[0]}<br>%{customdata[1]} of the step"
         add_part(figure, name, colour, means[column] / 1e3, texts, hover)
-    end_with(figure, means["step_us"] / 1e3, [format_us(us) for us in means["step_us"]], "time of a step (ms)")
     whole = rows.groupby("label", sort=False)["step_us"]
     low, high = (whole.quantile(share).astype("float64") / 1e3 for share in (0.25, 0.75))
-    figure.add_scatter(
-        x=(low + high) / 2, y=list(means.index), mode="markers", name="quartiles of whole steps",
-        marker={"opacity": 0}, hoverinfo="skip", showlegend=False,
-        error_x={"type": "data", "array": (high - low) / 2, "color": INK, "thickness": 1.5},
-    )  # fmt: skip
+    words = [format_us(us) for us in means["step_us"]]
+    end_with(figure, (means["step_us"] / 1e3).clip(lower=high), words, "time of a step (ms)")
+    for colour, thickness in ((theme.PAPER, 4), (theme.TEXT, 1.5)):  # seen on every part, and on light and dark pages
+        figure.add_scatter(
+            x=(low + high) / 2, y=list(means.index), mode="markers", name="quartiles of whole steps",
+            marker={"opacity": 0}, hoverinfo="skip", showlegend=False,
+            error_x={"type": "data", "array": (high - low) / 2, "color": colour, "thickness": thickness},
+        )  # fmt: skip
     return finish(figure, _parts_summary(means))
 
 
@@ -145,7 +147,7 @@ def overlap_bars(overlap_table: pd.DataFrame) -> go.Figure:
         return nothing(OVERLAP_TITLE, "no steps recorded")
     medians = hidden_by_run(overlap_table)
     figure = new_figure(OVERLAP_TITLE, subtitle(rows, f"{averaged(rows, 'median')}; overlap at the end of the bar"))
-    parts = (("exposed_us", "exposed", EXPOSED), ("both_us", "hidden behind compute", HIDDEN))
+    parts = (("exposed_us", "exposed", theme.EXPOSED), ("both_us", "hidden behind compute", theme.HIDDEN))
     for column, name, colour in parts:
         texts = zip(map(format_us, medians[column]), strict=True)
         add_part(figure, name, colour, medians[column] / 1e3, texts, "%{customdata[0]}")

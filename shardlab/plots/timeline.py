@@ -1,11 +1,11 @@
 """The timeline of one training step: what each rank computed, and which collectives ran at the same time.
 
 Each rank has a track of compute (units of the model, optimizer) and a track of communication for each axis of the mesh.
-The bar of a collective runs from the moment the transport begins it to its end. The thin strip before the bar is the
-time in the queue; a strip below compute is a rank that waits. A rank that neither computes nor waits, because it sleeps
-or another process has its core, is off the CPU: that has a bar of its own where compute stands. (The recorder knows for
-how long it was so between two marks, not when; the bar stands at their end.) There is one trace per kind and
-collective, however many bars.
+The bar of a collective runs from the moment the transport begins it to its end. The thin grey strip before the bar is
+the time in the queue; a thin red strip below compute is a rank that waits. A rank that neither computes nor waits,
+because it sleeps or another process has its core, is off the CPU: that has a hatched bar of its own where compute
+stands, without a name, which could not be read on it. (The recorder knows for how long it was so between two marks, not
+when; the bar stands at their end.) There is one trace per kind and collective, however many bars.
 
 Collectives of one axis that are in flight at the same time get rows below each other in its track.
 
@@ -34,7 +34,6 @@ from shardlab.tables import COLLECTIVES, SPANS
 from shardlab.vocabulary import WHOLE_MODEL, SpanKind
 
 WAITS, QUEUED = "rank waits", "queued"
-STRIPS = (WAITS, QUEUED)  # below the bars
 VISIBLE = 0.01  # of a step
 COMPUTE = "compute"
 MAX_ROWS = 6
@@ -112,7 +111,7 @@ def collective_timeline(
 
 def _note(figure: go.Figure, levels: pd.DataFrame, moved: pd.DataFrame) -> str:
     """What the legend does not say, after a note if some bars stand for several spans or collectives."""
-    shown = sum(len(trace.x) for trace in figure.data if trace.name not in STRIPS)
+    shown = sum(len(trace.x) for trace in figure.data if trace.name not in (WAITS, QUEUED))
     parts = [
         theme.thinning_note(len(levels) + len(moved), shown, "spans and collectives"),
         "pale: the model around its units" if levels["ground"].any() else "",
@@ -160,9 +159,7 @@ def _draw_collectives(figure: go.Figure, moved: pd.DataFrame, extent: tuple[floa
     queued = moved[moved["start_us"] > moved["issue_us"]]
     queued = queued.assign(start_us=queued["issue_us"], end_us=queued["start_us"])
     if len(queued):
-        figure.add_trace(
-            strips(grouped(queued, "tag", describe_queue, extent), QUEUED, theme.GREY).update(opacity=0.85)
-        )
+        figure.add_trace(strips(grouped(queued, "tag", describe_queue, extent), QUEUED, theme.QUEUED))
     speeds = bandwidth(moved.drop(columns="y"))["bus_gb_per_s"]
     moved = moved.assign(bus_gb_per_s=speeds)
     for op, colour in theme.COLLECTIVE_COLOURS.items():
@@ -285,10 +282,11 @@ def written(name: str) -> str:
 def bars(merged: pd.DataFrame, name: str, colour: str, width: float) -> go.Bar:
     """All bars of one kind as one trace."""
     start, length = (merged[column].to_numpy(dtype=np.float64) for column in ("start", "length"))
+    pattern = theme.PATTERNS.get(colour)  # on which no name could be read
     return go.Bar(
         base=start, x=length, y=merged["y"].to_numpy(), width=width, orientation="h", name=name,
-        marker={"color": colour, "line": gaps(length, float((start + length).max(initial=0.0)))},
-        text=merged["name"].tolist() if len(merged) <= MAX_NAMED else None, textposition="inside",
+        marker={"color": colour, "line": gaps(length, float((start + length).max(initial=0.0))), "pattern": pattern},
+        text=merged["name"].tolist() if len(merged) <= MAX_NAMED and not pattern else None, textposition="inside",
         insidetextanchor="middle", insidetextfont={"color": theme.readable_on(colour)}, textangle=0,
         hovertext=merged["text"].tolist(), hovertemplate="%{hovertext}<extra></extra>",
     )  # fmt: skip
@@ -296,8 +294,7 @@ def bars(merged: pd.DataFrame, name: str, colour: str, width: float) -> go.Bar:
 
 def strips(merged: pd.DataFrame, name: str, colour: str) -> go.Bar:
     """Thin bars below those of ``bars``, for times in which nothing moved."""
-    trace = bars(merged.assign(y=merged["y"] + 0.38), name, colour, 0.14)
-    return trace.update(text=None, marker_line=None)
+    return bars(merged.assign(y=merged["y"] + 0.38), name, colour, 0.14).update(text=None, marker_line=None)
 
 
 def kind_in_words(kind: str) -> str:

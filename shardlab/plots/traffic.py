@@ -13,7 +13,7 @@ from shardlab.analysis.matching import with_group
 from shardlab.analysis.rows import labelled, labels_of, one_run, one_step
 from shardlab.plots.bars import stacked_bars
 from shardlab.plots.text import averaged, byte_listing, byte_scale, format_bytes, subtitle
-from shardlab.plots.theme import COLLECTIVE_COLOURS, INK, finish, new_figure, nothing
+from shardlab.plots.theme import COLLECTIVE_COLOURS, finish, new_figure, nothing
 from shardlab.tables import COLLECTIVES
 from shardlab.vocabulary import Collective
 
@@ -147,7 +147,7 @@ def _axes(figure: go.Figure, names: list[str]) -> None:
     )  # fmt: skip
     for position in range(len(names)):  # no rank sends to itself; the dots make the diagonal easy to follow
         if len(names) <= MAX_WRITTEN:
-            figure.add_annotation(x=position, y=position, text="·", showarrow=False, font_color=INK)
+            figure.add_annotation(x=position, y=position, text="·", showarrow=False)
 
 
 def _matrix_summary(sent: NDArray[np.float64], label: str, step: int) -> str:

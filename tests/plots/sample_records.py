@@ -30,6 +30,10 @@ class Records:
     steps: pd.DataFrame
 
 
+def trace(figure, name):
+    return next(part for part in figure.data if part.name == name)
+
+
 def ranks_of(run):
     return 1 if run == "single" else NUM_RANKS
 

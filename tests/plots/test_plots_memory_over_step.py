@@ -5,6 +5,7 @@ import pytest
 from shardlab.plots import memory_by_role, memory_over_step, summary_of
 from shardlab.plots.theme import ROLE_COLOURS
 from shardlab.tables import MEMORY
+from tests.plots.sample_records import trace
 
 NOTHING = dict.fromkeys(MEMORY.column_names[-5:], pd.NA)
 # (time in µs, unit, phase, activations): the gradient appears in backward, the peak is in blocks.1
@@ -39,19 +40,15 @@ def memory():
     return MEMORY.frame(course())
 
 
-def area(figure, name):
-    return next(part for part in figure.data if part.name == name)
-
-
 def test_each_role_is_stacked_in_its_colour_against_the_time_in_the_step(memory):
     figure = memory_over_step(memory)
-    activation = area(figure, "activation")
+    activation = trace(figure, "activation")
     assert (list(activation.x), list(activation.y)) == ([0, 1, 2, 4, 6, 8], [0, 4, 8, 9, 4, 0])
     assert activation.fillcolor == ROLE_COLOURS["activation"]
     names = [part.name for part in figure.data if part.stackgroup]
     assert names == ["parameter", "gradient", "activation"], "what stays lies below what comes and goes"
-    assert area(figure, "all").customdata[3] == "<b>13.0 MB</b> in blocks.1, backward"
-    mark = area(figure, "peak")
+    assert trace(figure, "all").customdata[3] == "<b>13.0 MB</b> in blocks.1, backward"
+    mark = trace(figure, "peak")
     assert (list(mark.x), list(mark.y), list(mark.text)) == ([4], [13.0], ["13.0 MB<br>\u25bc"])
     assert [note.text for note in figure.layout.annotations] == ["data", "forward", "backward"]
 

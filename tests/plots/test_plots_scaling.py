@@ -1,5 +1,3 @@
-"""Figures of scaling: where a step's time goes, and throughput against the batch of a rank."""
-
 import pandas as pd
 
 from shardlab import plots
@@ -18,6 +16,7 @@ def test_the_parts_of_a_bar_add_up_to_the_mean_step():
     bars = [trace for trace in figure.data if trace.type == "bar"]
     names = ["compute", "exposed communication", "waiting for other ranks", "off the CPU", "other"]
     assert [bar.name for bar in bars] == names
+    assert [bar.marker.pattern.shape for bar in bars] == [None, None, "\\", "/", None]
     assert [bar.x[1] for bar in bars] == [50.0, 20.0, 20.0, 4.0, 6.0]
     assert plots.summary_of(figure).startswith("A step: one 100 ms (90.0 ms compute")
     assert "NaN" not in str(plain_json(figure))

@@ -81,13 +81,11 @@ def test_a_hundred_thousand_collectives_are_merged_with_their_strips():
     count = 100_000
     begin = np.arange(count) * 10.0
     times = {"issue_us": 0.0, "start_us": 2.0, "end_us": 8.0, "wait_start_us": 3.0, "wait_end_us": 8.0}
-    collectives = pd.DataFrame(
-        {
-            "run": "r", "source": "measured", "rank": 0, "step": 0, "seq": np.arange(count), "axis": "data",
-            "op": "all_reduce", "tag": "gradient", "phase": "backward", "dtype": "float32", "numel": 1, "bytes": 4,
-            "wire_bytes": 4.0, "group_size": 2, "transport": "gloo", **{name: begin + at for name, at in times.items()},
-        }
-    )  # fmt: skip
+    collectives = pd.DataFrame({
+        "run": "r", "source": "measured", "rank": 0, "step": 0, "seq": np.arange(count), "axis": "data",
+        "op": "all_reduce", "tag": "gradient", "phase": "backward", "dtype": "float32", "numel": 1, "bytes": 4,
+        "wire_bytes": 4.0, "group_size": 2, "transport": "gloo", **{name: begin + at for name, at in times.items()},
+    })  # fmt: skip
     span = {"run": "r", "source": "measured", "rank": 0, "step": 0, "unit": "model", "kind": "backward"}
     spans = SPANS.frame([span | {"start_us": 0.0, "end_us": count * 10.0}])
     figure = collective_timeline(COLLECTIVES.frame(collectives), spans)
@@ -103,5 +101,5 @@ def test_a_rank_off_the_cpu_has_a_bar_of_its_own():
     figure = collective_timeline(COLLECTIVES.frame([]), SPANS.frame(rows))
     bar = next(trace for trace in figure.data if trace.name == "off the CPU")
     assert (bar.base[0], bar.x[0], bar.marker.color) == (0.1, 0.4, SPAN_COLOURS["off_cpu"])
-    assert "off the CPU" in bar.hovertext[0]
+    assert (bar.marker.pattern.shape, bar.text, "off the CPU" in bar.hovertext[0]) == ("/", None, True)
     assert "Rank 1 is off the CPU for 400 µs of it." in summary_of(figure)

@@ -1,11 +1,14 @@
+from itertools import groupby
+
 import pandas as pd
 import pytest
 
 from shardlab.plots import mesh_map, summary_of, weight_slices
 from shardlab.plots.maps import COLUMNS, EVERY_RANK
 from shardlab.plots.show import plain_json
-from shardlab.plots.theme import AXIS_COLOURS, GREY, PALETTE
+from shardlab.plots.theme import ALL_RANKS, AXIS_COLOURS, RANKS
 from shardlab.vocabulary import MeshAxis
+from tests.plots.sample_records import trace
 
 # An 8 x 4 matrix cut by outputs with its bias, a 4 x 8 one cut by inputs with a bias that every rank has.
 ROWS = [
@@ -17,19 +20,15 @@ ROWS = [
 TABLE = pd.DataFrame(ROWS, columns=list(COLUMNS))
 
 
-def bars(figure, name):
-    return next(trace for trace in figure.data if trace.name == name)
-
-
 def test_slices_are_drawn_to_scale_and_do_not_overlap():
     figure = weight_slices(TABLE)
-    assert [trace.name for trace in figure.data] == ["rank 0", "rank 1", "every rank"]
-    first, second = bars(figure, "rank 0"), bars(figure, "rank 1")
+    assert [part.name for part in figure.data] == ["rank 0", "rank 1", "every rank"]
+    first, second = trace(figure, "rank 0"), trace(figure, "rank 1")
     assert list(first.width) == [2, 2, 8]
     assert (first.y[0], first.y[2]) == (8, 2)
     assert (second.x[0], second.base[0]) == (first.x[0] + 2, first.base[0])
     assert second.base[2] == first.base[2] + 2
-    assert (first.marker.color, bars(figure, "every rank").marker.color) == (PALETTE[0], GREY)
+    assert (first.marker.color, trace(figure, "every rank").marker.color) == (RANKS[0], ALL_RANKS)
     weight, bias, down = range(3)  # a bias lies below its weight, and modules side by side
     assert first.base[bias] > first.base[weight] + first.y[weight]
     assert first.x[bias] == first.x[weight]
@@ -40,25 +39,19 @@ def test_slices_are_drawn_to_scale_and_do_not_overlap():
     )
 
 
-def lines_of(trace):
+def lines_of(bands):
     """The (x, y) of each band."""
-    found, line = [], []
-    for x, y in zip(trace.x, trace.y, strict=True):
-        if x is None:
-            found.append(line)
-            line = []
-        else:
-            line.append((x, y))
-    return found
+    points = zip(bands.x, bands.y, strict=True)
+    return [[*line] for drawn, line in groupby(points, lambda point: point[0] is not None) if drawn]
 
 
 def test_the_mesh_joins_the_ranks_of_each_group():
     figure = mesh_map({"data": 2, "tensor": 3}, hosts=2)
-    data, tensor = bars(figure, "data groups"), bars(figure, "tensor groups")
+    data, tensor = trace(figure, "data groups"), trace(figure, "tensor groups")
     assert lines_of(tensor) == [[(0, 0), (1, 0), (2, 0)], [(0, 1), (1, 1), (2, 1)]]
     assert lines_of(data) == [[(0, 0), (0, 1)], [(1, 0), (1, 1)], [(2, 0), (2, 1)]]
     assert tensor.line.color == AXIS_COLOURS[MeshAxis.TENSOR]
-    ranks = bars(figure, "ranks")
+    ranks = trace(figure, "ranks")
     assert [text.split("<")[1][2:] for text in ranks.text] == [str(rank) for rank in range(6)]
     assert "host 0" in ranks.text[2]
     assert "host 1" in ranks.text[3]
@@ -74,4 +67,3 @@ def test_a_mesh_that_cannot_be_drawn_is_refused():
             mesh_map(axes)
     with pytest.raises(ValueError, match="hosts: 3 does not divide 4 ranks"):
         mesh_map({"data": 4}, hosts=3)
-    assert set(AXIS_COLOURS) == set(MeshAxis)
