@@ -11,6 +11,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "shardlab"
+READING = PACKAGE.parent / "notebooks" / "guide" / "reading.md"
 NUMBERS = {"installed", "partition", "tables", "vocabulary"}
 # What each room may import, besides itself. A room that is not here fails: decide where it belongs.
 MAY_IMPORT = {
@@ -249,13 +250,8 @@ def test_pytest_leaves_no_folder_of_tests_out(pytestconfig):
 
 
 def reading_list() -> list[str]:
-    """Modules of the README's reading list, in its order; a bullet begins with the room, and ``../`` leaves it."""
-    text = (
-        (PACKAGE.parent / "README.md")
-        .read_text()
-        .split("With all that they stand on")[1]
-        .split("Each strategy's first lines")[0]
-    )
+    """Modules of the guide's reading list, in its order; a bullet begins with the room, and ``../`` leaves it."""
+    text = READING.read_text().split("With all that they stand on")[1].split("Each strategy's first lines")[0]
     found = []
     for bullet in text.split("\n- ")[1:]:
         room, *names = re.findall(r"`([^`]+)`", bullet)
@@ -279,12 +275,11 @@ def test_the_reading_list_is_complete_and_in_order() -> None:
 
 
 def test_the_reading_list_says_how_long_it_is() -> None:
-    readme = (PACKAGE.parent / "README.md").read_text()
     strategies = [f"shardlab.engines.{name}" for name in STRATEGY_FILES[1:]]
     for words, files in ((r"`fsdp`, ([\d,]+) lines", strategies), (r"they stand on, ([\d,]+) lines", reading_list())):
-        said = int(re.search(words, readme)[1].replace(",", ""))
+        said = int(re.search(words, READING.read_text())[1].replace(",", ""))
         lines = sum((PACKAGE.parent / f"{module.replace('.', '/')}.py").read_text().count("\n") for module in files)
-        assert abs(said - lines) <= 0.03 * lines, f"the README says {said}, and the files have {lines}"
+        assert abs(said - lines) <= 0.03 * lines, f"{READING.name} says {said}, and the files have {lines}"
 
 
 def test_a_strategy_pulls_in_few_files() -> None:

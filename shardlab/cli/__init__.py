@@ -25,6 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Sharded training, hand-written and measured.",
+    epilog="The guide: notebooks/guide/README.md, in the repository.",
 )
 
 

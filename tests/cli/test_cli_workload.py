@@ -8,7 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from shardlab.cli import app
+from shardlab.experiment import load_comparison
+from shardlab.experiment.answer import answer
 from shardlab.experiment.named_workload import workload_at
+from tests.front_page import README, blocks, shortened
 
 PLACE = "train.py:workload"
 
@@ -32,11 +35,16 @@ def template(tmp_path, monkeypatch):
 
 def test_the_template_runs_unchanged_and_as_planned(template):
     chosen = ("--workload", PLACE, "--ranks", 2, "--strategies", "single,fsdp")
-    code, text = said("compare", *chosen[:-1], "single,fsdp,torch_ddp", "--steps", 3, "--out", "runs/x")
+    every = "single,fsdp,ddp,bucketed,zero1,torch_ddp"
+    code, text = said("compare", *chosen[:-1], every, "--steps", 3, "--out", "runs/x")
     assert code == 0, text
     assert "Losses are equal" in text.replace("\n", " ")
     measured = json.loads((template / "runs/x/summary.json").read_text())
-    assert [row["as_planned"] for row in measured] == [True, True, None]
+    assert [row["as_planned"] for row in measured] == [True] * 5 + [None]
+    _, block = blocks(README, "text")
+    told = answer(load_comparison("runs/x"))
+    told.append(("WHAT FITS", " ".join(said("plan", "--workload", PLACE, "--ranks", 8, "--gpu", "24GB")[1].split()[2:])))
+    assert shortened(block.splitlines(), told) == []
     assert said("report", "runs/x")[0] == 0
     assert "Classifier on 2 ranks" in (template / "runs/x/report.html").read_text()
     code, text = said("plan", *chosen, "--json")
