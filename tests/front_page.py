@@ -39,8 +39,8 @@ def blocks(text: str, kind: str) -> list[str]:
 
 def shortened(lines: Iterable[str], answer: Iterable[tuple[str, str]]) -> list[str]:
     """Which printed lines are not those of ``answer``, as far as they go; how far losses differ does not matter."""
-    said = {title: re.sub(r"\de-\d\d", "", text) for title, text in answer}
-    shown = [(line, re.sub(r"\de-\d\d", "", line[16:]).rstrip(" …")) for line in lines]
+    said = {title: re.sub(r"\d\.\de-\d\d", "", text) for title, text in answer}
+    shown = [(line, re.sub(r"\d\.\de-\d\d", "", line[16:]).rstrip(" …")) for line in lines]
     return [line for line, text in shown if not said[line[:16].rstrip()].startswith(text)]
 
 
