@@ -9,7 +9,7 @@ from os.path import normpath, relpath
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, select_autoescape
-from prose import inline, markdown
+from prose import inline, markdown, text_page
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_for_filename
@@ -101,11 +101,16 @@ class Site:
             self.write(Page(_page_of(file), str(file), f"<h1><code>{escape(str(file))}</code></h1>{code}"))
 
     def index(self, guide: Sequence[Page], notebooks: Sequence[Page], engines: Sequence[Page]) -> str:
-        """The body of the first page: the README's beginning, and a table of each chapter."""
-        first = self.linked(markdown(self._readme.split("## ")[0]), Path("README.md"), Path("index.html"))
+        """The body of the first page: the README's beginning and its formulas, and a table of each chapter."""
+        opening, *sections = re.split(r"^## ", self._readme, flags=re.MULTILINE)
+        (costs,) = (f"## {section}" for section in sections if "| strategy |" in section)
+        first, formulas = (
+            self.linked(text_page(text), Path("README.md"), Path("index.html")) for text in (opening, costs)
+        )
         commands = re.search(r"^```sh\n.*?^```$", self._readme, re.MULTILINE | re.DOTALL)
         return "\n".join([
             first, "<h2>Begin</h2>", markdown(commands[0] if commands else ""), "<h2>Guide</h2>", _table(guide),
+            formulas,
             "<h2>Notebooks</h2><p>Saved with their outputs; in JupyterLab each runs on the ranks of your machine.</p>",
             _table(notebooks), "<h2>Engines</h2><p>Each is one idea more than the one before it.</p>", _table(engines),
         ])  # fmt: skip
