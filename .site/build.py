@@ -1,7 +1,7 @@
 """Build the site for teachers and check its links: ``python .site/build.py [FOLDER]``, by default ``build/site``.
 
-A page for each notebook and each engine, the source files they lead to, and an index. Nothing is fetched, here or by a
-reader's browser: plotly.js is copied from the installed package, and formulas are MathML.
+A page for each page of the guide, each notebook and each engine, the source files they lead to, and an index. Nothing
+is fetched, here or by a reader's browser: plotly.js is copied from the installed package, and formulas are MathML.
 
 Notebooks are converted as they are saved, not run again. The tests that ``.ci/run`` has passed before this ran every
 one of them and compared its outputs with the saved ones, so a second run would take minutes and find nothing; and the
@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from engine_pages import engine_pages
+from guide_pages import guide_pages
 from links import broken_links
 from notebook_pages import notebook_page
 from pages import Page, Site
@@ -56,12 +57,14 @@ def build(folder: Path, names: str = "*.ipynb") -> None:
     site = Site(folder, ROOT, HERE / "page.html")
     notebooks = [notebook_page(path, site) for path in sorted((ROOT / "notebooks").glob(names))]
     engines = engine_pages(site, {page.path.stem for page in notebooks})
-    for chapter in (notebooks, engines):
+    overview, *guide = guide_pages(site)
+    site.write(overview)
+    for chapter in (guide, notebooks, engines):
         for place, page in enumerate(chapter):
             before = chapter[place - 1] if place else None
             after = chapter[place + 1] if place + 1 < len(chapter) else None
             site.write(page, before=before, after=after)
-    site.write(Page(Path("index.html"), "shardlab", site.index(notebooks, engines)))
+    site.write(Page(Path("index.html"), "shardlab", site.index(guide, notebooks, engines)))
     site.write_sources()
 
 

@@ -1,7 +1,6 @@
 """A notebook as a page: its text, code and saved outputs; figures are drawn by plotly, or are the saved PNG."""
 
 import json
-import re
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from prose import markdown
 from traitlets.config import Config
 
 PLOTLY = "application/vnd.plotly.v1+json"
-_LINK = re.compile(r'href="([^"#:]+)(#[^"]*)?"')
 
 
 def notebook_page(path: Path, site: Site) -> Page:
@@ -28,7 +26,7 @@ def notebook_page(path: Path, site: Site) -> Page:
     place = Path("notebooks") / f"{path.stem}.html"
     title = f"{path.stem[:2]} {notebook.cells[0].source.splitlines()[0].removeprefix('# ')}"
     for cell in notebook.cells:
-        _make_ready(cell, site, place)
+        _make_ready(cell, site, path.relative_to(site.root), place)
     config = Config({"HTMLExporter": {"exclude_anchor_links": True}})
     body, _ = HTMLExporter(template_name="basic", config=config).from_notebook_node(notebook)
     site.copy(path, place.with_suffix(".ipynb"))
@@ -36,21 +34,14 @@ def notebook_page(path: Path, site: Site) -> Page:
     return Page(place, title, note + body, site.questions[path.stem])
 
 
-def _make_ready(cell: NotebookNode, site: Site, page: Path) -> None:
+def _make_ready(cell: NotebookNode, site: Site, source: Path, page: Path) -> None:
     """Give links the site's addresses, text its formulas, and figures a form that needs no Jupyter."""
     if cell.cell_type == "markdown":
-        cell.source = _LINK.sub(lambda found: _linked(found, site, page), markdown(cell.source))
+        cell.source = site.linked(markdown(cell.source), source, page)
         return
     for output in cell.get("outputs", []):
         if PLOTLY in output.get("data", {}):
             output.data = NotebookNode({"text/html": figure(output.data)})
-
-
-def _linked(found: re.Match[str], site: Site, page: Path) -> str:
-    target, anchor = found[1], found[2] or ""
-    if target.endswith(".ipynb"):
-        return f'href="{target.removesuffix(".ipynb")}.html{anchor}"'
-    return f'href="{site.source_link(target.removeprefix("../"), page)}{anchor}"'
 
 
 def figure(data: dict[str, Any]) -> str:

@@ -5,14 +5,16 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from os.path import relpath
+from os.path import normpath, relpath
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, select_autoescape
-from prose import inline, markdown
+from prose import inline, markdown, text_page
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_for_filename
+
+_LINK = re.compile(r'(href|src)="([^"#:]+)(#[^"]*)?"')
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,27 @@ class Site:
         self._sources.add(file)
         return relpath(_page_of(file), page.parent)
 
+    def linked(self, body: str, source: Path, page: Path) -> str:
+        """``body``, made of the file ``source``, with the site's addresses in place of the repository's.
+
+        Raises:
+            FileNotFoundError: a link leads to no file of the repository.
+        """
+
+        def address(found: re.Match[str]) -> str:
+            file = Path(normpath(source.parent / found[2]))
+            if file == Path("README.md"):
+                to = "index.html"
+            elif file.suffix in (".md", ".ipynb"):
+                to = str(file.with_suffix(".html"))
+            elif file.parent == Path("data/front_page"):
+                to = f"front_page/{file.name}"
+            else:
+                return f'{found[1]}="{self.source_link(str(file), page)}{found[3] or ""}"'
+            return f'{found[1]}="{relpath(to, page.parent)}{found[3] or ""}"'
+
+        return _LINK.sub(address, body)
+
     def copy(self, file: Path, to: Path) -> None:
         """Copy a file to a place in the site."""
         (self.folder / to).parent.mkdir(parents=True, exist_ok=True)
@@ -77,12 +100,17 @@ class Site:
             code = highlight(text, get_lexer_for_filename(file.name), form)
             self.write(Page(_page_of(file), str(file), f"<h1><code>{escape(str(file))}</code></h1>{code}"))
 
-    def index(self, notebooks: Sequence[Page], engines: Sequence[Page]) -> str:
-        """The body of the first page: the README's beginning, and a table of each chapter."""
-        first = self._readme.split("## ")[0].replace("data/front_page/", "front_page/")
+    def index(self, guide: Sequence[Page], notebooks: Sequence[Page], engines: Sequence[Page]) -> str:
+        """The body of the first page: the README's beginning and its formulas, and a table of each chapter."""
+        opening, *sections = re.split(r"^## ", self._readme, flags=re.MULTILINE)
+        (costs,) = (f"## {section}" for section in sections if "| strategy |" in section)
+        first, formulas = (
+            self.linked(text_page(text), Path("README.md"), Path("index.html")) for text in (opening, costs)
+        )
         commands = re.search(r"^```sh\n.*?^```$", self._readme, re.MULTILINE | re.DOTALL)
         return "\n".join([
-            markdown(first), "<h2>Begin</h2>", markdown(commands[0] if commands else ""),
+            first, "<h2>Begin</h2>", markdown(commands[0] if commands else ""), "<h2>Guide</h2>", _table(guide),
+            formulas,
             "<h2>Notebooks</h2><p>Saved with their outputs; in JupyterLab each runs on the ranks of your machine.</p>",
             _table(notebooks), "<h2>Engines</h2><p>Each is one idea more than the one before it.</p>", _table(engines),
         ])  # fmt: skip

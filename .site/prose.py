@@ -9,6 +9,7 @@ from nbconvert.filters import markdown2html
 # Code keeps its dollar signs: it is matched first, and left as it is.
 _PIECES = re.compile(r"(```.*?```|`[^`\n]+`)|\$\$(.+?)\$\$|\$([^$\s](?:[^$\n]*[^$\s])?)\$", re.DOTALL)
 _TABLE = re.compile(r"^(=+ +)+=+$", re.MULTILINE)
+_HEADING = re.compile(r'<h([1-6]) id="([^"]*)">(.*?)<a class="anchor-link".*?</a></h\1>')
 _ITEM = re.compile(r"\A(?:\d+\.|[-*]) ")
 
 
@@ -24,6 +25,11 @@ def _piece(found: re.Match[str]) -> str:
     if block is not None:
         return f'<div class="formula">{convert(block.strip(), display="block")}</div>'
     return convert(line)
+
+
+def text_page(text: str) -> str:
+    """A page of Markdown, whose headings have the anchors that GitHub gives them."""
+    return _HEADING.sub(lambda found: f'<h{found[1]} id="{found[2].lower()}">{found[3]}</h{found[1]}>', markdown(text))
 
 
 def inline(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The pictures of the README, drawn from a recorded run of ``data/front_page``.
+"""The pictures of the README, drawn from a recorded run of ``data/front_page``, and what it says is printed.
 
     python -m tests.front_page RUN    # keeps what is needed of a run of ``shardlab compare``, and draws it anew
 
@@ -9,7 +9,9 @@ records and no others, without drawing it.
 import hashlib
 import io
 import json
+import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -21,11 +23,25 @@ from shardlab.experiment.saved_runs import load_comparison
 from shardlab.plots import collective_timeline, memory_by_role
 from shardlab.plots.show import plain_json, png
 
+README = (Path(__file__).parents[1] / "README.md").read_text()
+BLOCKS = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FOLDER = Path(__file__).parents[1] / "data" / "front_page"
 STRATEGIES = ("bucketed", "zero1", "zero2", "zero3", "fsdp")
 RANKS = 2
 COMMAND = f"shardlab compare --ranks {RANKS} --steps 6 --strategies {','.join(STRATEGIES)} --link 2Gbps,50us --out RUN"
 SHOWN = "fsdp"
+
+
+def blocks(text: str, kind: str) -> list[str]:
+    """The blocks of a page that are of one kind: 'python', 'sh', or 'text' for what is printed."""
+    return [block for found, block in BLOCKS.findall(text) if found == kind]
+
+
+def shortened(lines: Iterable[str], answer: Iterable[tuple[str, str]]) -> list[str]:
+    """Which printed lines are not those of ``answer``, as far as they go; how far losses differ does not matter."""
+    said = {title: re.sub(r"\d\.\de-\d\d", "", text) for title, text in answer}
+    shown = [(line, re.sub(r"\d\.\de-\d\d", "", line[16:]).rstrip(" …")) for line in lines]
+    return [line for line, text in shown if not said[line[:16].rstrip()].startswith(text)]
 
 
 def keep(run: Path, folder: Path = FOLDER) -> None:

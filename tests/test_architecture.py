@@ -11,24 +11,16 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "shardlab"
+READING = PACKAGE.parent / "notebooks" / "guide" / "reading.md"
 NUMBERS = {"installed", "partition", "tables", "vocabulary"}
 # What each room may import, besides itself. A room that is not here fails: decide where it belongs.
 MAY_IMPORT = {
-    "vocabulary": set(),
-    "installed": set(),
-    "tables": {"vocabulary"},
-    "partition": {"vocabulary"},
-    "comm": NUMBERS,
-    "field_types": set(),
-    "meta_device": set(),
-    "units": set(),
+    **dict.fromkeys(("vocabulary", "installed", "field_types", "meta_device", "units"), frozenset()),
+    **dict.fromkeys(("tables", "partition"), frozenset({"vocabulary"})),
+    **dict.fromkeys(("comm", "models", "data_sets", "analysis"), NUMBERS),
+    **dict.fromkeys(("plots", "planner"), NUMBERS | {"analysis"}),
     "engines": {"comm", "meta_device", "partition", "units", "vocabulary"},
     "tensor_parallel": {"comm", "meta_device", "partition", "vocabulary"},
-    "models": NUMBERS,
-    "data_sets": NUMBERS,
-    "analysis": NUMBERS,
-    "plots": {"analysis", *NUMBERS},
-    "planner": {"analysis", *NUMBERS},
     "trace": {"analysis", "comm", "units", *NUMBERS},
     "export": {"analysis", "trace", *NUMBERS},
     "launch": {"comm", *NUMBERS},
@@ -36,12 +28,8 @@ MAY_IMPORT = {
     "optimizers": {"comm", "engines", "partition", "vocabulary"},
 }
 LOWER = set(MAY_IMPORT)
-MAY_IMPORT["experiment"] = LOWER
-MAY_IMPORT["recording"] = LOWER | {"experiment"}
-MAY_IMPORT["exercises"] = LOWER | {"experiment"}
-MAY_IMPORT["lab"] = LOWER | {"experiment"}
-MAY_IMPORT["faults"] = LOWER
-MAY_IMPORT["bench"] = LOWER
+MAY_IMPORT |= dict.fromkeys(("experiment", "faults", "bench"), LOWER)
+MAY_IMPORT |= dict.fromkeys(("recording", "exercises", "lab"), LOWER | {"experiment"})
 MAY_IMPORT["widgets"] = LOWER | {"experiment", "exercises", "lab"}
 MAY_IMPORT["cli"] = LOWER | {"bench", "exercises", "experiment", "lab", "recording", "widgets"}
 MAY_IMPORT["__main__"] = {"cli"}
@@ -158,13 +146,7 @@ STRATEGY_FILES = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp"
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     reached = {module: closure(module) for module in graph()}
-    # Files that reach themselves, with those that they reach and are reached by.
-    circles = {
-        tuple(sorted(other for other in reached[module] if module in reached[other]))
-        for module in graph()
-        if module in reached[module]
-    }
-    assert not circles
+    assert not [module for module in reached if module in reached[module]]
 
 
 def test_engines_train_without_checkpoints_and_without_guards() -> None:
@@ -174,18 +156,13 @@ def test_engines_train_without_checkpoints_and_without_guards() -> None:
         assert not [found for found in closure(f"shardlab.engines.{name}") if found.startswith(beside)], name
 
 
-def test_engines_import_neither_records_nor_tables_nor_pictures() -> None:
+def test_engines_import_no_records_tables_or_pictures_and_pictures_and_arithmetic_no_torch() -> None:
     for module, tree in modules().items():
+        names, tops = imported(tree), {name.split(".")[0] for name in imported(tree)}
         if room(module) in ("engines", "tensor_parallel", "comm"):
-            tops = {name.split(".")[0] for name in imported(tree)}
             assert not tops & {"pandas", "plotly", "pyarrow"}, module
-            assert not any(name.startswith("shardlab.trace") for name in imported(tree)), module
-
-
-def test_pictures_and_arithmetic_import_no_torch() -> None:
-    for module, tree in modules().items():
-        if room(module) in WITHOUT_TORCH:
-            assert "torch" not in {name.split(".")[0] for name in imported(tree)}, module
+            assert not any(name.startswith("shardlab.trace") for name in names), module
+        assert room(module) not in WITHOUT_TORCH or "torch" not in tops, module
 
 
 # JupyterLab and what comes with it, and what nothing needs: each is absent where its entry is None.
@@ -232,9 +209,7 @@ def test_no_collective_inside_try() -> None:
     """A rank that catches and goes on leaves the others waiting. (``finally`` alone is fine.)"""
     verbs = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "barrier"}
     for module, tree in modules().items():
-        if room(module) not in ("engines", "tensor_parallel"):
-            continue
-        for node in ast.walk(tree):
+        for node in ast.walk(tree) if room(module) in ("engines", "tensor_parallel") else ():
             if isinstance(node, ast.Try) and node.handlers:
                 calls = [call.func for call in ast.walk(node) if isinstance(call, ast.Call)]
                 called = {call.attr for call in calls if isinstance(call, ast.Attribute)}
@@ -249,13 +224,8 @@ def test_pytest_leaves_no_folder_of_tests_out(pytestconfig):
 
 
 def reading_list() -> list[str]:
-    """Modules of the README's reading list, in its order; a bullet begins with the room, and ``../`` leaves it."""
-    text = (
-        (PACKAGE.parent / "README.md")
-        .read_text()
-        .split("With all that they stand on")[1]
-        .split("Each strategy's first lines")[0]
-    )
+    """Modules of the guide's reading list, in its order; a bullet begins with the room, and ``../`` leaves it."""
+    text = READING.read_text().split("With all that they stand on")[1].split("Each strategy's first lines")[0]
     found = []
     for bullet in text.split("\n- ")[1:]:
         room, *names = re.findall(r"`([^`]+)`", bullet)
@@ -279,12 +249,11 @@ def test_the_reading_list_is_complete_and_in_order() -> None:
 
 
 def test_the_reading_list_says_how_long_it_is() -> None:
-    readme = (PACKAGE.parent / "README.md").read_text()
     strategies = [f"shardlab.engines.{name}" for name in STRATEGY_FILES[1:]]
     for words, files in ((r"`fsdp`, ([\d,]+) lines", strategies), (r"they stand on, ([\d,]+) lines", reading_list())):
-        said = int(re.search(words, readme)[1].replace(",", ""))
+        said = int(re.search(words, READING.read_text())[1].replace(",", ""))
         lines = sum((PACKAGE.parent / f"{module.replace('.', '/')}.py").read_text().count("\n") for module in files)
-        assert abs(said - lines) <= 0.03 * lines, f"the README says {said}, and the files have {lines}"
+        assert abs(said - lines) <= 0.03 * lines, f"{READING.name} says {said}, and the files have {lines}"
 
 
 def test_a_strategy_pulls_in_few_files() -> None:

@@ -24,7 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Sharded training, hand-written and measured.",
+    epilog="The guide: notebooks/guide/README.md, in the repository.",
 )
 
 

@@ -1,4 +1,4 @@
-"""The engine and its strategies, by class and by name. The README says in which order to read them."""
+"""The engine and its strategies, by class and by name. notebooks/guide/reading.md says in which order to read them."""
 
 import inspect
 from typing import Any

@@ -7,15 +7,18 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from shardlab import answer, load_comparison
 from shardlab.cli import app
 from shardlab.experiment.named_workload import workload_at
+from tests.front_page import README, blocks, shortened
 
 PLACE = "train.py:workload"
 
 
-def said(*arguments):
+def said(*arguments, code=0):
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    return result.exit_code, result.output
+    assert result.exit_code == code, result.output
+    return result.output
 
 
 @pytest.fixture
@@ -23,33 +26,31 @@ def template(tmp_path, monkeypatch):
     """A folder that holds the template as train.py, and what it imports later is forgotten."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    code, text = said("template")
-    assert code == 0
-    (tmp_path / "train.py").write_text(text)
+    (tmp_path / "train.py").write_text(said("template"))
     yield tmp_path
     sys.modules.pop("train", None)
 
 
 def test_the_template_runs_unchanged_and_as_planned(template):
-    chosen = ("--workload", PLACE, "--ranks", 2, "--strategies", "single,fsdp")
-    code, text = said("compare", *chosen[:-1], "single,fsdp,torch_ddp", "--steps", 3, "--out", "runs/x")
-    assert code == 0, text
+    chosen = ("--workload", PLACE, "--ranks", 2, "--strategies")
+    text = said("compare", *chosen, "single,fsdp,ddp,bucketed,zero1,torch_ddp", "--steps", 3, "--out", "runs/x")
     assert "losses equal to" in text
     measured = json.loads((template / "runs/x/summary.json").read_text())
-    assert [row["as_planned"] for row in measured] == [True, True, None]
-    assert said("report", "runs/x")[0] == 0
+    assert [row["as_planned"] for row in measured] == [True] * 5 + [None]
+    _, block = blocks(README, "text")
+    fits = " ".join(said("plan", "--workload", PLACE, "--ranks", 8, "--gpu", "24GB").split()[2:])
+    assert shortened(block.splitlines(), [("WHAT FITS", fits), *answer(load_comparison("runs/x"))]) == []
+    said("report", "runs/x")
     assert "Classifier on 2 ranks" in (template / "runs/x/report.html").read_text()
-    code, text = said("plan", *chosen, "--json")
-    assert code == 0, text
-    for one, other in zip(json.loads(text)["strategies"], measured, strict=False):
+    planned = json.loads(said("plan", *chosen, "single,fsdp", "--json"))["strategies"]
+    for one, other in zip(planned, measured, strict=False):
         for name in ("strategy", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "rest_bytes",
                      "wire_bytes_per_step"):  # fmt: skip
             assert one[name] == other[name]
 
 
 def test_a_plan_for_more_ranks_than_this_machine_has(template):
-    code, text = said("plan", "--workload", PLACE, "--ranks", 64, "--bucket-mib", 0.001)
-    assert code == 0
+    text = said("plan", "--workload", PLACE, "--ranks", 64, "--bucket-mib", 0.001)
     assert all(name in text for name in ("single", "bucketed", "zero3", "fsdp", "messages"))
     assert " 0.00 " not in text  # of a small model's shards
     assert "Buckets of 0.001 MiB." in text.replace("\n", " ")
@@ -87,45 +88,32 @@ PLANS = (
 
 def test_what_is_wrong_is_named(template):
     (template / "broken.py").write_text("1 / 0\n")
-    commands = ("compare", "plan")
-    wrong = [((command, "--workload", place), words) for place, words in PLACES.items() for command in commands]
+    wrong = [((name, "--workload", place), words) for place, words in PLACES.items() for name in ("compare", "plan")]
     for options, words in (*wrong, *((("plan", *options), words) for options, words in PLANS)):
-        code, text = said(options[0], "--ranks", 2, *options[1:])
-        assert code == 2
-        assert words in " ".join(text.split()), text
+        assert words in " ".join(said(options[0], "--ranks", 2, *options[1:], code=2).split())
     assert not (template / "runs").exists()
     assert "broken" not in sys.modules
 
 
 def test_a_plan_of_layers_is_tried_without_ranks(template):
-    code, text = said("plan", "--workload", PLACE, "--tp", 2, "--strategies", "single,zero1", "--json")
-    assert code == 0, text
-    found = json.loads(text)
+    found = json.loads(said("plan", "--workload", PLACE, "--tp", 2, "--strategies", "single,zero1", "--json"))
     styles = {row["module"]: row["style"] for row in found["modules"]}
     assert (styles["blocks.*.1"], styles["blocks.*.3"], styles["enter"]) == ("Column()", "Row()", "whole")
     single, divided = found["strategies"]
     assert divided["parameter_bytes"] < 0.6 * single["parameter_bytes"]
     assert divided["messages_per_step"] == 8  # four blocks, forward and backward
-    code, text = said("plan", "--workload", PLACE, "--tp", 2, "--strategies", "single,zero1")
-    assert code == 0
-    assert "layers over 2 ranks" in text
+    assert "layers over 2 ranks" in said("plan", "--workload", PLACE, "--tp", 2, "--strategies", "single,zero1")
     text = (template / "train.py").read_text()
     (template / "train.py").write_text(text.replace(", nn.GELU(), nn.Linear(2 * width, width)", ", nn.GLU()"))
-    code, text = said("plan", "--workload", PLACE, "--tp", 2, "--strategies", "single,zero1")
-    assert code == 2
-    assert "tp: nothing of Classifier can be divided over 2 ranks (enter: all of its output is needed" in " ".join(
-        text.split()
-    )
+    text = " ".join(said("plan", "--workload", PLACE, "--tp", 2, "--strategies", "single,zero1", code=2).split())
+    assert "tp: nothing of Classifier can be divided over 2 ranks (enter: all of its output is needed" in text
 
 
 def test_the_plan_of_layers_in_the_template_is_one_of_its_model(template):
     text = (template / "train.py").read_text()
     (template / "train.py").write_text(re.sub("# (from shardlab.tensor|scheduler=|tp_plan=)", r"\1", text))
-    code, text = said("plan", "--workload", PLACE, "--tp", 2, "--strategies", "single,zero1", "--json")
-    assert code == 0, text
+    text = said("plan", "--workload", PLACE, "--tp", 2, "--strategies", "single,zero1", "--json")
     styles = {row["module"]: row["style"] for row in json.loads(text)["modules"]}
     assert (styles["blocks.*.1"], styles["blocks.*.3"]) == ("Column()", "Row()")
     given = ("--workload", PLACE, "--ranks", 2, "--tp", 2, "--steps", 2, "--strategies", "single,zero1")
-    code, text = said("compare", *given, "--out", "runs/x")
-    assert code == 0, text
-    assert "losses equal to" in text
+    assert "losses equal to" in said("compare", *given, "--out", "runs/x")

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / ".site"))
 
 from engine_pages import FILES, NOTEBOOKS, engine_pages  # noqa: E402
+from guide_pages import guide_pages  # noqa: E402
 from links import broken_links  # noqa: E402
 from notebook_pages import notebook_page  # noqa: E402
 from pages import Page, Site  # noqa: E402
@@ -65,6 +66,14 @@ def test_every_engine_has_a_page_with_formula_idea_figure_and_file(site: Site) -
             assert part in page.body, (page.title, part)
     assert "<td>4P/N</td>" in pages[-1].body
     assert all((ROOT / "notebooks" / f"{name}.ipynb").is_file() for name in NOTEBOOKS.values())
+
+
+def test_the_guide_leads_to_notebooks_sources_pictures_and_the_first_page(site: Site) -> None:
+    body = "".join(page.body for page in guide_pages(site))
+    for link in ("../../index.html#what-each-strategy-costs", "../../front_page/workbench.png", "../16_workbench.html",
+                 "records.html", "../../source/shardlab/tables.py.html", "loop.html#units-of-fsdp"):  # fmt: skip
+        assert f'="{link}"' in body
+    assert '<h2 id="units-of-fsdp">Units of FSDP</h2>' in body
 
 
 def test_a_notebook_keeps_its_figures_and_its_links(site: Site, tmp_path: Path) -> None:

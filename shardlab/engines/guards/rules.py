@@ -1,8 +1,8 @@
 """What users may not do to the tensors that an engine owns: one table.
 
 A change that no rule names is allowed: the engine goes on with what it finds. Each rule says at which of the engine's
-verbs a change is looked for, where it counts, and what to write instead. The README's table of habits has the same
-rows.
+verbs a change is looked for, where it counts, and what to write instead. The table of habits in
+notebooks/guide/loop.md has the same rows.
 """
 
 from enum import Enum
