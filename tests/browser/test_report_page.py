@@ -1,7 +1,9 @@
 """The page that ``compare`` leaves, in a browser: every figure drawn, in light and in dark, and nothing fetched."""
 
 import pytest
+from typer.testing import CliRunner
 
+from shardlab.cli import app
 from shardlab.experiment import CompareConfig, compare, write_report
 from tests.browser.figures import drawn_figures
 
@@ -64,3 +66,19 @@ def test_the_page_is_whole_and_fetches_nothing(opened, report):
     assert report.stat().st_size < 1.5e6
     assert [url for url in requests if not url.startswith(("data:", "blob:"))] == [report.as_uri()]
     assert page.evaluate(TOO_WIDE) == []
+
+
+@pytest.mark.parametrize("gpu", [["--gpu", "1MB,1GB/s,50us"], []])
+def test_the_page_of_a_plan_has_its_lines_and_two_figures(browser, tmp_path, gpu):
+    given = ["--workload", "data/train.py:workload", "--ranks", "4", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, ["plan", *given, *gpu])
+    assert done.exit_code == 0, done.output
+    page = browser.new_page(viewport={"width": 1300, "height": 900})
+    page.goto((tmp_path / "plan.html").as_uri(), wait_until="load")
+    page.locator(".plot svg.main-svg").last.wait_for(timeout=60_000)
+    figures = drawn_figures(page)
+    assert [figure.marks > 0 and figure.width <= figure.room for figure in figures] == [True, True]
+    names = page.locator(".answer dt").all_inner_texts()
+    assert names == [*(["WHAT FITS"] if gpu else []), "LEAST MEMORY", "COST", "NEXT"]
+    assert page.evaluate(TOO_WIDE) == []
+    page.close()
