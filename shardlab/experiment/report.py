@@ -179,11 +179,8 @@ def _timelines(comparison: Comparison) -> dict[str, go.Figure]:
     for run in comparison.summary["strategy"]:
         own = timed[timed["run"] == run].dropna(subset="wire_bytes")
         if run in set(traffic["run"]) and len(own):
-            chosen = {
-                int(own.loc[own["step_us"].idxmax(), "step"]): "the longest",
-                middle_step(own): "of median length",
-            }
-            for step, which in reversed(chosen.items()):
+            longest = int(own.loc[own["step_us"].idxmax(), "step"])
+            for step, which in {longest: "the longest", middle_step(own): "of median length"}.items():
                 figure = plots.collective_timeline(traffic, records.spans, run=run, step=step)
                 drawn[f"{run}, step {step}, {which}"] = figure
     return dict(reversed(drawn.items()))  # of the strategies the last first, which is the most sharded one

@@ -13,6 +13,7 @@ from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.rank_checks import GRADIENTS, LOSS
 from shardlab.experiment.summary import JUDGED_STEPS, REFERENCE, Pair
+from shardlab.plots.text import format_percent
 from shardlab.vocabulary import HostTransport, MeshAxis, Phase, SpanKind
 
 Saved = tuple[Comparison, CompareConfig]
@@ -260,8 +261,8 @@ def busy_verdict(comparison: Comparison, runs: Iterable[str] | None = None) -> s
     if not len(shares) or shares.max() <= QUIET:
         return ""
     return (
-        f"Times are UNCERTAIN: in {shares.idxmax()} ranks were off the CPU for {shares.max():.0%} of their steps: they "
-        "slept, or other programs or ranks had the cores."
+        f"Times are UNCERTAIN: in {shares.idxmax()} ranks were off the CPU for {format_percent(shares.max())} of their "
+        "steps: they slept, or other programs or ranks had the cores."
     )
 
 

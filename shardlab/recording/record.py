@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode  # no public
 from shardlab.comm import CollectiveEvent, Observer
 from shardlab.experiment.directory import OF_A_RANK, OF_FIRST, another, made
 from shardlab.installed import __version__
+from shardlab.launch.cell_bar import cell_bar
 from shardlab.launch.placement import torchrun_env
 from shardlab.recording.global_hooks import Hooks
 from shardlab.recording.inferred_loop import Loop
@@ -166,6 +167,7 @@ class Recording(Observer):
             )
             self._write_manifest()
             stack.callback(self._finish)
+            self._advance = stack.enter_context(cell_bar("recording"))
             self._listening = stack.enter_context(contextlib.ExitStack())
             self._listening.enter_context(self._hooks)
             # Before the manifest is written: this also takes over which axes and backends were seen.
@@ -252,6 +254,7 @@ class Recording(Observer):
 
     def forget_ended(self) -> None:
         """A step has been written: collectives that have ended and that nobody has waited for are let go."""
+        self._advance(f"step {self._loop.step}")
         if self._calls is not None:
             self._calls.forget_ended()
 
