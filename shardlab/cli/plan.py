@@ -182,8 +182,11 @@ def _page(found: Found, said: Any, gpu: Gpu | None, card: str, out: Path) -> Pat
         figures["By the ring formula."] = plots.wire_volume(found.collectives, runs=list(found.rows["strategy"]))
     tables = {note: table for (_, note), table in _tables(found, card).items()}
     tables |= {} if found.layers is None else {"How layers are divided.": found.layers}
-    lead = f"{found.title}{(gpu and f', on GPUs of {card}') or ''}. Nothing was run."
-    out.mkdir(parents=True, exist_ok=True)
+    lead = f"{found.title}{'' if gpu is None else f', on GPUs of {card}'}. Nothing was run."
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out: {out} cannot be made: {error.strerror}; name a directory") from None
     page = plots.report_page(found.title, lead, tables, figures, said, first=len(figures))
     return write_page(out / "plan.html", page)
 

@@ -215,8 +215,8 @@ def memory_on_gpu(plans: pd.DataFrame, memory_bytes: float | None, rows: int = 1
         ValueError: a column is missing, or a number is not above zero.
     """
     require_columns(plans, ("strategy", "parameter_bytes", "gradient_bytes", "optimizer_bytes"), "plans")
-    if (memory_bytes or 1) <= 0 or rows < 1:
-        raise ValueError(f"memory_bytes, rows: {memory_bytes:g} and {rows} were given; both must be above 0")
+    if rows < 1 or (memory_bytes is not None and memory_bytes <= 0):
+        raise ValueError(f"memory_bytes, rows: {memory_bytes} and {rows} were given; both must be above 0")
     held = plans.reindex(columns=["strategy", *ON_GPU_COLUMNS]).rename(columns=ON_GPU_COLUMNS)
     unknown = listing([str(name) for name in held.loc[held[Role.ACTIVATION].isna(), "strategy"]])
     held[Role.ACTIVATION] = held[Role.ACTIVATION] * rows if unknown == "none" else 0.0

@@ -83,6 +83,7 @@ PLANS = (
     (("--workload", PLACE, "--tp", 1, "--ranks", 0), "ranks: 0 was given"),
     (("--workload", PLACE, "--precision", "int8"), "precision:"),
     (("--workload", PLACE, "--strategies", "torch_ddp"), "'torch_ddp' cannot be planned"),
+    (("--params", "7B", "--out", "train.py"), "out: train.py cannot be made: File exists; name a directory"),
 )
 
 
