@@ -96,16 +96,16 @@ class Setup:
 
     def __post_init__(self) -> None:
         """Check every field that a user can get wrong."""
-        _require_one_of("strategy", self.strategy, STRATEGIES)
-        _require_one_of("layout", self.layout, tuple(LayoutName))
-        _require_one_of("partition", self.partition, tuple(Partition))
-        _require_one_of("sharding", self.sharding, tuple(Sharding))
-        for name in ("compute_dtype", "reduce_dtype"):
-            if getattr(self, name) is not None:
-                _require_one_of(name, getattr(self, name), tuple(ITEMSIZES))
+        allowed = {
+            "strategy": STRATEGIES, "layout": tuple(LayoutName), "partition": tuple(Partition),
+            "sharding": tuple(Sharding), "offload": tuple(Offload), "compute_dtype": (None, *ITEMSIZES),
+            "reduce_dtype": (None, *ITEMSIZES),
+        }  # fmt: skip
+        for name, values in allowed.items():
+            if (value := getattr(self, name)) not in values:
+                raise ValueError(f"{name}: {str(value)!r} is not one of {', '.join(filter(None, values))}")
         for name in ("num_ranks", "bucket_bytes", "micro_batches"):
             require_count(name, getattr(self, name), 1)
-        _require_one_of("offload", self.offload, tuple(Offload))
         require_count("prefetch", self.prefetch, 0)
         require_count("replicate_below", self.replicate_below, 0)
         if self.strategy == "single" and self.num_ranks != 1:
@@ -215,11 +215,6 @@ def _around(name: str) -> list[str]:
     """The names of the modules around a module."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts))]
-
-
-def _require_one_of(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}: {str(value)!r} is not one of {', '.join(allowed)}")
 
 
 if TYPE_CHECKING:  # a plan needs no torch, which takes 1.5 s to import
