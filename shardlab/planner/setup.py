@@ -192,7 +192,7 @@ class Setup:
             return None
         if self.num_shards == 1 and self.compute_dtype is None and self.offload == Offload.NONE:
             return None
-        return next((name for name in self.units if any(outer in self.units for outer in _around(name))), None)
+        return next((name for name in self.units if any(name.startswith(f"{outer}.") for outer in self.units)), None)
 
     def check_order_is_known(self) -> None:
         """Refuse nested units, whose messages in backward cannot be planned; what is at rest can.
@@ -209,12 +209,6 @@ class Setup:
     def shard_of(self, rank: int) -> int:
         """Which chunk ``rank`` holds: neighbours shard among themselves, as on ``Mesh({"replica": R, "shard": S})``."""
         return rank % self.num_shards
-
-
-def _around(name: str) -> list[str]:
-    """The names of the modules around a module."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 if TYPE_CHECKING:  # a plan needs no torch, which takes 1.5 s to import
