@@ -15,7 +15,7 @@ until the slowest rank has ended it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 from statistics import median, quantiles
@@ -247,23 +247,21 @@ def bench(
         ValueError: ``config`` asks for other ranks than ``pool`` has.
         RankError: a rank failed; see ``launch``.
     """
-    ranks: AbstractContextManager[RankPool] = (
-        nullcontext(pool)
-        if pool is not None
-        else RankPool(config.ranks, device=config.device, timeout_s=config.timeout_s, preload=PRELOAD)
-    )
-    if pool is not None:
-        check_pool(pool, config.ranks, config.device)
 
     def on_message(_: int, done: object) -> None:
         if on_progress is not None:
             on_progress(str(done))
 
-    with ranks as running:
+    with ExitStack() as stack:
+        if pool is None:
+            own = RankPool(config.ranks, device=config.device, timeout_s=config.timeout_s, preload=PRELOAD)
+            pool = stack.enter_context(own)
+        else:
+            check_pool(pool, config.ranks, config.device)
         for workload in config.workloads:
             for pair in config.pairs:
                 rounds = config.rounds * workload.round_factor
-                times = running.run(time_pair, workload, pair, rounds, config.transport, on_message=on_message)
+                times = pool.run(time_pair, workload, pair, rounds, config.transport, on_message=on_message)
                 yield row_of(workload, pair, times)
 
 
@@ -285,7 +283,8 @@ class RankTimes:
 
 def row_of(workload: Workload, pair: Pair, times: Sequence[RankTimes]) -> BenchRow:
     """The row of one pair from the times of all ranks; a step lasts until the slowest rank has ended it."""
-    ours, theirs, floor = (_slowest([own.step_ns[name] for own in times]) for name in (OURS, THEIRS, FLOOR))
+    by_rank = ([own.step_ns[name] for own in times] for name in (OURS, THEIRS, FLOOR))
+    ours, theirs, floor = ([max(same) for same in zip(*each, strict=True)] for each in by_rank)
     q1, middle, q3 = quantiles(_ratios(ours, theirs), n=4, method="inclusive")
     ours_peak, theirs_peak = (max(own.peak_bytes[name] for own in times) for name in (OURS, THEIRS))
     return BenchRow(
@@ -299,10 +298,6 @@ def row_of(workload: Workload, pair: Pair, times: Sequence[RankTimes]) -> BenchR
 
 def _ratios(times: Sequence[int], others: Sequence[int]) -> list[float]:
     return [one / other for one, other in zip(times, others, strict=True)]
-
-
-def _slowest(by_rank: Sequence[Sequence[int]]) -> list[int]:
-    return [max(same) for same in zip(*by_rank, strict=True)]
 
 
 def time_pair(rank: int, workload: Workload, pair: Pair, rounds: int, transport: str | None = None) -> RankTimes:

@@ -26,7 +26,7 @@ import pandas as pd
 
 from shardlab.analysis.intervals import Intervals, innermost, intersect, total
 from shardlab.analysis.matching import matched_collectives
-from shardlab.analysis.overlap import NONE, compute_spans, computing, off_cpu
+from shardlab.analysis.overlap import NONE, compute_spans, computing, host_waits, off_cpu
 from shardlab.analysis.rows import KEYS, Key, bounds, numbers, positions
 from shardlab.tables import COLLECTIVES, SPANS
 
@@ -53,14 +53,13 @@ def hidden_by(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
     spans = compute_spans(spans)
     span_times = bounds(spans, "start_us", "end_us", "spans")
     comm_times = bounds(collectives, "start_us", "end_us", "collectives")
-    waits = _waits(collectives)
+    waits = host_waits(collectives)
     of_spans, found = positions(spans), []
     for key, here in positions(collectives).items():
         mine = of_spans.get(key)
         if mine is None:
             continue
-        waiting = waits[here][np.isfinite(waits[here, 0])]
-        pieces, owners = innermost(span_times[mine], waiting)
+        pieces, owners = innermost(span_times[mine], waits.get(key, NONE))
         found += [(here[row], mine[owner], us) for row, owner, us in _shares(comm_times[here], pieces, owners.tolist())]
     return _table(collectives, spans, found)
 
@@ -87,14 +86,6 @@ def attribution(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
     table["exposed_us"] = table["duration_us"] - table["hidden_us"]
     table["hidden"] = (table["hidden_us"] / table["duration_us"]).where(table["duration_us"] > 0)
     return table.merge(most, on=[*KEYS, "seq"], how="left")
-
-
-def _waits(collectives: pd.DataFrame) -> Intervals:
-    """When the caller of each row waited; NaN if it did not wait."""
-    waited = np.isfinite(numbers(collectives, "wait_start_us"))
-    times = np.full((len(collectives), 2), np.nan)
-    times[waited] = bounds(collectives[waited], "wait_start_us", "wait_end_us", "collectives")
-    return times
 
 
 def _shares(collectives: Intervals, pieces: Intervals, owners: list[int]) -> Iterator[tuple[int, int, float]]:

@@ -69,16 +69,6 @@ class Node:
     tag: str = ""
     causes: list["Node"] = field(default_factory=list)
 
-    @property
-    def ready_us(self) -> float:
-        """When the last of its causes has happened; the first event on a rank has no causes."""
-        return max((cause.time_us for cause in self.causes), default=self.time_us)
-
-    @property
-    def lasted_us(self) -> float:
-        """Time from ``ready_us`` until the event itself."""
-        return self.time_us - self.ready_us
-
 
 @dataclass(frozen=True, slots=True)
 class _Call:
@@ -172,9 +162,11 @@ def _end_without(nodes: tuple[Node, ...], free: set[str]) -> float:
     """When the step would end if transfers with these tags took no time."""
     times: dict[Node, float] = {}
     for node in nodes:
+        # The first event on a rank has no causes.
+        was_ready = max((cause.time_us for cause in node.causes), default=node.time_us)
         ready = max((times[cause] for cause in node.causes), default=node.time_us)
         is_free = node.event is Event.END and node.tag in free
-        times[node] = ready if is_free else ready + node.lasted_us
+        times[node] = ready if is_free else ready + (node.time_us - was_ready)
     return max(times.values())
 
 

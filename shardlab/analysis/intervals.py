@@ -86,9 +86,8 @@ def innermost(times: ArrayLike, holes: ArrayLike = ()) -> tuple[Intervals, NDArr
         of several that began together the shortest.
     """
     spans, gaps = as_intervals(times), merge(holes)
-    cuts = np.unique(np.concatenate((spans.ravel(), gaps.ravel())))
-    owners = _owners(spans, cuts)
-    pieces = np.column_stack((cuts[:-1], cuts[1:]))
+    pieces = _pieces(spans, gaps)
+    owners = _owners(spans, pieces)
     kept = (owners >= 0) & ~_covered(pieces, gaps)
     pieces, owners = pieces[kept], owners[kept]
     if not len(pieces):
@@ -98,14 +97,14 @@ def innermost(times: ArrayLike, holes: ArrayLike = ()) -> tuple[Intervals, NDArr
     return np.column_stack((pieces[begins, 0], pieces[ends, 1])), owners[begins]
 
 
-def _owners(spans: Intervals, cuts: NDArray[np.float64]) -> NDArray[np.intp]:
-    """The innermost interval between each two cuts; -1 if there is none."""
-    owners = np.full(max(len(cuts) - 1, 0), -1, dtype=np.intp)
+def _owners(spans: Intervals, pieces: Intervals) -> NDArray[np.intp]:
+    """The innermost interval around each piece; -1 if there is none."""
+    owners = np.full(len(pieces), -1, dtype=np.intp)
     order = np.argsort(spans[:, 0], kind="stable").tolist()
     bounds, place = spans.tolist(), 0
     # A heap: the one that began last on top; of several, the one that ends first.
     active: list[tuple[float, float, int]] = []
-    for piece, begin in enumerate(cuts[:-1].tolist()):
+    for piece, begin in enumerate(pieces[:, 0].tolist()):
         while place < len(order) and bounds[order[place]][0] <= begin:
             start, end = bounds[order[place]]
             heappush(active, (-start, end, order[place]))

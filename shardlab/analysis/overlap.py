@@ -127,10 +127,15 @@ def hidden_by_run(measures: pd.DataFrame) -> pd.DataFrame:
     return found.assign(overlap=labelled(hidden_by_rank(rows)).groupby("label")["overlap"].median())
 
 
+def host_waits(collectives: pd.DataFrame) -> dict[Key, Intervals]:
+    """When the caller on each rank waited for a collective."""
+    waited = collectives[collectives["wait_start_us"].notna()]
+    return _by_step(waited, bounds(waited, "wait_start_us", "wait_end_us", "collectives"))
+
+
 def computing(collectives: pd.DataFrame, spans: pd.DataFrame) -> dict[Key, Intervals]:
     """When each rank computed: inside a span of compute and not in ``wait``."""
-    worked, waited = compute_spans(spans), collectives[collectives["wait_start_us"].notna()]
-    waits = _of_ranks(_by_step(waited, bounds(waited, "wait_start_us", "wait_end_us", "collectives")))
+    worked, waits = compute_spans(spans), _of_ranks(host_waits(collectives))
     times = _by_step(worked, bounds(worked, "start_us", "end_us", "spans"))
     return {key: subtract(own, _near(waits.get(key[:3], NONE), own)) for key, own in times.items()}
 
@@ -180,7 +185,10 @@ def step_split(
     STEPS.check(steps)
     own = collectives[collectives["phase"] != str(Phase.METRICS)]
     lasted = _times_of(steps)
-    moved = _in_steps(_by_step(own, bounds(own, "start_us", "end_us", "collectives")), lasted)
+    moved = _by_step(own, bounds(own, "start_us", "end_us", "collectives"))
+    # A message counts in the step in whose time it lies, whichever step has sent it.
+    of_ranks = _of_ranks(moved)
+    moved |= {key: _cut(of_ranks.get(key[:3], NONE), *times) for key, times in lasted.items()}
     table = steps[[*KEYS, "step_us"]].merge(_overlap(own, spans, moved), on=KEYS, how="left")
     waiting = _waiting(own, spans, axes, lasted)
     away = {key: total(subtract(times, moved.get(key, NONE))) for key, times in off_cpu(spans).items()}
@@ -201,12 +209,6 @@ def _times_of(steps: pd.DataFrame) -> dict[Key, tuple[float, float]]:
         key: (begins[row], begins[row] + lengths[row])
         for key, (row, *_) in positions(steps).items() if not np.isnan(begins[row])
     }  # fmt: skip
-
-
-def _in_steps(moved: Mapping[Key, Intervals], lasted: Mapping[Key, tuple[float, float]]) -> dict[Key, Intervals]:
-    """Communication in the step in whose time it lies, whichever step has sent it."""
-    of_ranks = _of_ranks(moved)
-    return {**moved, **{key: _cut(of_ranks.get(key[:3], NONE), *times) for key, times in lasted.items()}}
 
 
 def _cut(merged: Intervals, begin: float, end: float) -> Intervals:

@@ -19,7 +19,7 @@ import json
 import math
 import random
 from bisect import bisect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -90,20 +90,20 @@ class Grammar:
     @property
     def mean_word_bytes(self) -> float:
         """Mean bytes of one draw."""
-        return sum(
-            share * draw.probability * len(draw.word)
-            for name, share in self.stationary.items()
-            for draw in self.states[name]
-        )
+        return self._mean(lambda draw: len(draw.word))
 
     @property
     def floor_nats_per_byte(self) -> float:
         """Exact entropy rate: the lowest mean cross-entropy that a model can reach, see the head of this file."""
-        nats_per_word = sum(
-            share * _entropy([draw.probability for draw in self.states[name]])
+        return self._mean(lambda draw: -math.log(draw.probability)) / self.mean_word_bytes
+
+    def _mean(self, value: Callable[[Draw], float]) -> float:
+        """The mean of something over the draws of a long text."""
+        return sum(
+            share * draw.probability * value(draw)
             for name, share in self.stationary.items()
+            for draw in self.states[name]
         )
-        return nats_per_word / self.mean_word_bytes
 
 
 def load_grammar(path: Path | None = None) -> Grammar:
@@ -119,10 +119,6 @@ def load_grammar(path: Path | None = None) -> Grammar:
         for name, draws in spec["states"].items()
     }
     return Grammar(spec["start"], states)
-
-
-def _entropy(probabilities: list[float]) -> float:
-    return -sum(probability * math.log(probability) for probability in probabilities if probability > 0)
 
 
 def _check_state(name: str, draws: tuple[Draw, ...], states: Mapping[str, object]) -> None:

@@ -207,7 +207,7 @@ class Exercise:
     hints: tuple[str, ...] = ()
     notebook: str = ""
     attempt: Attempt = call
-    drawn: Callable[[object], Sequence[float]] = field(default=numbers_in)
+    drawn: Callable[[Any], Sequence[float]] = field(default=numbers_in)
     drawn_words: str = "a number of the result"
     result_words: str = "result"
     shown_inputs: Callable[..., str] | None = None

@@ -66,7 +66,7 @@ def perfetto_trace(
     drawn = [*_names(name, own, moved), *_steps(own), *_compute(own.spans), *_counters(own.memory)]
     rows = moved.assign(speed=bandwidth(own.collectives)["bus_gb_per_s"]).to_dict("records")
     drawn += [*_communication(rows), *_waits(rows)]
-    flows = [*_issued(rows), *_waited(rows), *_between_ranks(moved, axes or manifest.get("mesh"))]
+    flows = [*_on_rank(rows), *_between_ranks(moved, axes or manifest.get("mesh"))]
     drawn += [event for number, arrow in enumerate(flows, 1) for event in events.flow(arrow[0], number, *arrow[1:])]
     source = next(iter([*own.spans["source"], *own.collectives["source"]]))
     other = {"run": name, "source": str(source), "versions": manifest.get("versions", {}), "time": "microseconds"}
@@ -160,29 +160,24 @@ def _counters(memory: pd.DataFrame) -> Iterator[Event]:
             yield events.counter("resident bytes", int(rank), float(time_us), {"resident": int(size)})
 
 
-def _issued(rows: Rows) -> Iterator[Arrow]:
-    """From the issue of a collective to its start."""
+def _on_rank(rows: Rows) -> Iterator[Arrow]:
+    """From the issue of a collective to its start; from its end to that of the wait, if the rank really waited."""
     for row in rows:
         pid = row["pid"]
         yield "issued", (pid, HOST, row["issue_us"]), (pid, row["tid"], row["start_us"])
-
-
-def _waited(rows: Rows) -> Iterator[Arrow]:
-    """From the end of a collective to the end of the wait for it, if the rank really waited."""
-    for row in rows:
         if row["wait_end_us"] >= row["end_us"] > row["wait_start_us"]:
-            pid, end = row["pid"], _inside(row["start_us"], row["end_us"])
+            end = _inside(row["start_us"], row["end_us"])
             yield "waited for", (pid, row["tid"], end), (pid, HOST, _inside(row["wait_start_us"], row["wait_end_us"]))
 
 
 def _between_ranks(moved: pd.DataFrame, axes: Mapping[str, int] | None) -> Iterator[Arrow]:
     """From the last rank that joined a collective to each other rank, at the moment it joined."""
-    own = moved.drop(columns=["tid", "pid"])
-    if not _all_ranks_are_there(own):
-        return
+    sizes = moved["group_size"]
+    if not len(sizes) or sizes.isna().any() or moved["rank"].nunique() < sizes.max():
+        return  # no whole groups: those of a single rank have no arrows to others
     tids = dict(zip(zip(moved["rank"], moved["seq"], strict=True), moved["tid"], strict=True))
-    facts = matched_collectives(own, axes).sort_values(SAME, kind="stable").to_dict("records")
-    for _, members in groupby(facts, key=lambda row: [row[name] for name in SAME]):
+    facts = matched_collectives(moved.drop(columns=["tid", "pid"]), axes).sort_values(SAME, kind="stable")
+    for _, members in groupby(facts.to_dict("records"), key=lambda row: [row[name] for name in SAME]):
         rows = list(members)
         last = next(row for row in rows if row["rank"] == row["last_rank"])
         source = int(last["rank"]), int(tids[last["rank"], last["seq"]]), last["last_us"]
@@ -190,12 +185,6 @@ def _between_ranks(moved: pd.DataFrame, axes: Mapping[str, int] | None) -> Itera
             if row is not last and row["end_us"] > last["last_us"]:
                 at = min(last["last_us"], _inside(row["start_us"], row["end_us"]))
                 yield "the last has come", source, (int(row["rank"]), int(tids[row["rank"], row["seq"]]), at)
-
-
-def _all_ranks_are_there(collectives: pd.DataFrame) -> bool:
-    """Whether the records contain whole groups; those of a single rank have no arrows to others."""
-    sizes = collectives["group_size"]
-    return bool(len(sizes)) and bool(sizes.notna().all()) and collectives["rank"].nunique() >= int(sizes.max())
 
 
 def _inside(start: float, end: float) -> float:

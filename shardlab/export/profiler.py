@@ -7,7 +7,6 @@ whose kernels are not named ``nccl...Kernel``. On a CPU, compute is what operato
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,19 +22,8 @@ from shardlab.vocabulary import Collective
 STEP_MARK = "ProfilerStep#"
 OUTSIDE = -1
 NAMED = 5
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """Beginning and end of each step; without marks everything is step 0."""
-
-    times: dict[int, tuple[float, float]]
-
-    def at(self, time_us: float) -> int:
-        """The step at a time; -1 outside all steps."""
-        if not self.times:
-            return 0
-        return next((step for step, (start, end) in self.times.items() if start <= time_us <= end), OUTSIDE)
+Steps = dict[int, tuple[float, float]]
+"""Beginning and end of each step, in microseconds."""
 
 
 def import_profiler_trace(path: Path | str, run: str = "profiler") -> Records:
@@ -65,12 +53,12 @@ def import_profiler_trace(path: Path | str, run: str = "profiler") -> Records:
     for trace in traces:
         with of_file(trace.path):
             marks, keys = _steps(trace), {"run": run, "source": "measured", "rank": trace.rank}
-            spans += [keys | {"step": marks.at(issued_us)} | row for issued_us, row in compute(trace)]
+            spans += [keys | {"step": _step_at(issued_us, marks)} | row for issued_us, row in compute(trace)]
             collectives += [
-                keys | {"step": marks.at(row["issue_us"]), "seq": seq} | row
+                keys | {"step": _step_at(row["issue_us"], marks), "seq": seq} | row
                 for seq, row in enumerate(communication(trace))
             ]
-            steps += [keys | {"step": step, "step_us": end - start} for step, (start, end) in marks.times.items()]
+            steps += [keys | {"step": step, "step_us": end - start} for step, (start, end) in marks.items()]
     tables = {"collectives": COLLECTIVES.frame(collectives), "spans": SPANS.frame(spans)}
     for name, table in tables.items():
         times = [column for column in table.columns if column.endswith("_us")]
@@ -83,10 +71,16 @@ def import_profiler_trace(path: Path | str, run: str = "profiler") -> Records:
     )  # fmt: skip
 
 
-def _steps(trace: RankTrace) -> _Steps:
-    """The steps that ``profile.step()`` marked. (An empty mark is no step: our export to HTA ends with one.)"""
+def _steps(trace: RankTrace) -> Steps:
+    """Those that ``profile.step()`` marked. (An empty mark is no step: our export to HTA ends with one.)"""
     marks = [one for one in trace.of("user_annotation") if one.name.startswith(STEP_MARK) and one.end_us > one.start_us]
-    return _Steps({int(one.name.removeprefix(STEP_MARK)): (one.start_us, one.end_us) for one in marks})
+    return {int(one.name.removeprefix(STEP_MARK)): (one.start_us, one.end_us) for one in marks}
+
+
+def _step_at(time_us: float, steps: Steps) -> int:
+    """The step at a time; -1 outside all steps, and 0 where none is marked."""
+    found = (step for step, (start, end) in steps.items() if start <= time_us <= end)
+    return next(found, OUTSIDE if steps else 0)
 
 
 def _say_what_is_not_known(collectives: pd.DataFrame, traces: Sequence[RankTrace]) -> None:

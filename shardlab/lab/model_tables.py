@@ -174,18 +174,14 @@ def weights_table(model: nn.Module, slices: Mapping[str, TensorSlice]) -> pd.Dat
     rows = [
         row
         for name, param in model.named_parameters()  # tied weights once
-        for row in _rows(name, tuple(param.shape), _is_linear(model, name), slices.get(name))
+        for row in _rows(model.get_submodule(name.rpartition(".")[0]), name, tuple(param.shape), slices.get(name))
     ]
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def _is_linear(model: nn.Module, parameter: str) -> bool:
-    return isinstance(model.get_submodule(parameter.rpartition(".")[0]), nn.Linear)
-
-
-def _rows(name: str, shape: tuple[int, ...], is_linear: bool, own: TensorSlice | None) -> Iterator[dict[str, Any]]:
-    """The rows of one parameter; a vector is a row of outputs."""
-    is_transposed = is_linear and len(shape) == 2
+def _rows(owner: nn.Module, name: str, shape: tuple[int, ...], own: TensorSlice | None) -> Iterator[dict[str, Any]]:
+    """The rows of one parameter of ``owner``; a vector is a row of outputs."""
+    is_transposed = isinstance(owner, nn.Linear) and len(shape) == 2
     inputs, outputs = (shape[::-1] if is_transposed else shape) if len(shape) == 2 else (1, shape[0])
     whole = {
         "parameter": name, "inputs": inputs, "outputs": outputs, "rank": EVERY_RANK,

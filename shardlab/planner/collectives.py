@@ -100,7 +100,7 @@ def calls_of_step(model: PlannedModel, setup: Setup, chunk: int = 0) -> list[Cal
     setup.check_order_is_known()
     planner = _Step(groups_of(model, setup), setup, model.tensor_ranks, chunk)
     calls = {
-        "single": planner.nothing, "ddp": planner.replicated, "bucketed": planner.replicated, "zero1": planner.zero1,
+        "single": planner.nothing, "ddp": planner.reduced, "bucketed": planner.reduced, "zero1": planner.zero1,
         "zero2": planner.zero1, "zero3": planner.zero3, "fsdp": planner.fsdp,
     }[setup.strategy]()  # fmt: skip
     return [call for call in calls if call.group_size > 1]
@@ -117,15 +117,14 @@ class _Step:
     def nothing(self) -> Iterator[Call]:
         yield from ()
 
-    def replicated(self) -> Iterator[Call]:
+    def reduced(self) -> Iterator[Call]:
+        """All gradients, once a backward is over."""
         for group in self.trainable:
-            yield self.all_reduce(group)
+            yield from self.start_reduce(group)
         yield from self.until_step()
 
     def zero1(self) -> Iterator[Call]:
-        for group in self.trainable:
-            yield self.reduce_scatter(group)
-        yield from self.until_step()
+        yield from self.reduced()
         for group in self.trainable:
             yield self.gather(group, Phase.STEP)
 
@@ -134,9 +133,7 @@ class _Step:
             for phase in (Phase.FORWARD, Phase.BACKWARD):
                 for group in self.groups:
                     yield self.gather(group, phase)
-        for group in self.trainable:
-            yield self.reduce_scatter(group)
-        yield from self.until_step()
+        yield from self.reduced()
 
     def fsdp(self) -> Iterator[Call]:
         for micro_batch in range(self.setup.micro_batches):
@@ -188,25 +185,22 @@ class _Step:
 
     def until_step(self) -> Iterator[Call]:
         """What is sent between the last gradients and the optimizer's step."""
-        yield from self.flag(Phase.BACKWARD)
+        yield from self.ask(FLAG, Phase.BACKWARD)
         yield from self.clip()
-        yield from self.flag(Phase.STEP)
+        yield from self.ask(FLAG, Phase.STEP)
 
-    def flag(self, phase: Phase) -> Iterator[Call]:
-        """Whether a rank refuses: the engine asks its axes outer first."""
-        for axis, size in self.data_axes[::-1]:
-            yield Call(Collective.ALL_REDUCE, axis, FLAG, phase, "float32", 4, 1, size)
+    def ask(self, tag: str, phase: Phase, *inner: tuple[MeshAxis, int]) -> Iterator[Call]:
+        """One number over each axis, outer first (``data_axes`` has them inner first, as reductions need them).
+
+        With ``FLAG`` it says whether a rank refuses.
+        """
+        for axis, size in (*self.data_axes[::-1], *inner):
+            yield Call(Collective.ALL_REDUCE, axis, tag, phase, "float32", 4, 1, size)
 
     def clip(self) -> Iterator[Call]:
         """The norm of sharded gradients; before it, for a gradient scaler, one scalar per axis for the inf check."""
         if self.setup.scales_loss:
-            # A scaler asks the engine's axes outer first; ``data_axes`` has them inner first, as reductions need them.
-            for axis, size in self.data_axes[::-1]:
-                yield Call(Collective.ALL_REDUCE, axis, "overflow", Phase.CLIP, "float32", 4, 1, size)
-            if self.tensor_ranks > 1:
-                yield Call(
-                    Collective.ALL_REDUCE, MeshAxis.TENSOR, "overflow", Phase.CLIP, "float32", 4, 1, self.tensor_ranks
-                )
+            yield from self.ask("overflow", Phase.CLIP, (MeshAxis.TENSOR, self.tensor_ranks))
         if self.setup.clip:
             # The sums of tensor-parallel slices stay separate, because they are added over the tensor axis too.
             kinds = {(not group.is_whole, param.sliced) for group in self.groups for param in group.params.values()}
@@ -232,15 +226,8 @@ class _Step:
             *self.gradient_element(group), layout.padded_numel, layout.num_ranks, layout.chunk_sizes,
         )  # fmt: skip
 
-    def all_reduce(self, group: Group) -> Call:
-        noun = "gradient" if self.setup.strategy == "ddp" else "gradients"
-        return Call(
-            Collective.ALL_REDUCE, MeshAxis.DATA, f"{noun} of {group.name}", Phase.BACKWARD,
-            *self.gradient_element(group), group.layout.padded_numel, self.setup.num_ranks,
-        )  # fmt: skip
-
     def start_reduce(self, group: Group) -> Iterator[Call]:
-        """The first reduction of a unit: over its shards, or over ranks that hold all of it."""
+        """The first reduction of a group: over its shards, or over ranks that hold all of it."""
         if not group.is_whole:
             yield self.reduce_scatter(group)
         elif self.data_axes:
@@ -252,9 +239,10 @@ class _Step:
 
     def over_axis(self, group: Group, axis: tuple[MeshAxis, int]) -> Call:
         """The sum of a chunk over the ranks that hold the same one."""
+        noun = "gradient" if self.setup.strategy == "ddp" else "gradients"
         name, size = axis
         return Call(
-            Collective.ALL_REDUCE, name, f"gradients of {group.name}", Phase.BACKWARD, *self.gradient_element(group),
+            Collective.ALL_REDUCE, name, f"{noun} of {group.name}", Phase.BACKWARD, *self.gradient_element(group),
             group.layout.chunk_sizes[0 if group.is_whole else self.chunk], size,
         )  # fmt: skip
 

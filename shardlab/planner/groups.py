@@ -129,15 +129,12 @@ def _units(by_name: Mapping[str, PlannedParam], setup: Setup) -> Iterator[Group]
     owners = _owners(by_name, setup)
     for unit, names in _with_root(by_name, setup).items():
         # By first use, as the engine numbers its parts: tags are compared with those of a record.
-        kinds = dict.fromkeys((*_kind(by_name[name]), _is_small(by_name[name], setup)) for name in names)
-        for part, kind in enumerate(kinds):
-            *alike, small = kind
-            together = aligned_first(
-                by_name[name].spec
-                for name in names
-                if list(_kind(by_name[name])) == alike and _is_small(by_name[name], setup) == small
-            )
-            name = unit if len(kinds) == 1 else f"{unit} part {part}"
+        alike: dict[tuple[str, bool, bool], list[ParamSpec]] = {}
+        for param in map(by_name.__getitem__, names):
+            alike.setdefault((*_kind(param), _is_small(param, setup)), []).append(param.spec)
+        for part, ((*_, small), specs) in enumerate(alike.items()):
+            together = aligned_first(specs)
+            name = unit if len(alike) == 1 else f"{unit} part {part}"
             layout = _unit_layout(together, 1 if small else setup.num_shards, owners, setup)
             yield Group(name, unit, layout, {spec.name: by_name[spec.name] for spec in together})
 

@@ -96,16 +96,16 @@ class Setup:
 
     def __post_init__(self) -> None:
         """Check every field that a user can get wrong."""
-        _require_one_of("strategy", self.strategy, STRATEGIES)
-        _require_one_of("layout", self.layout, tuple(LayoutName))
-        _require_one_of("partition", self.partition, tuple(Partition))
-        _require_one_of("sharding", self.sharding, tuple(Sharding))
-        for name in ("compute_dtype", "reduce_dtype"):
-            if getattr(self, name) is not None:
-                _require_one_of(name, getattr(self, name), tuple(ITEMSIZES))
+        allowed = {
+            "strategy": STRATEGIES, "layout": tuple(LayoutName), "partition": tuple(Partition),
+            "sharding": tuple(Sharding), "offload": tuple(Offload), "compute_dtype": (None, *ITEMSIZES),
+            "reduce_dtype": (None, *ITEMSIZES),
+        }  # fmt: skip
+        for name, values in allowed.items():
+            if (value := getattr(self, name)) not in values:
+                raise ValueError(f"{name}: {str(value)!r} is not one of {', '.join(filter(None, values))}")
         for name in ("num_ranks", "bucket_bytes", "micro_batches"):
             require_count(name, getattr(self, name), 1)
-        _require_one_of("offload", self.offload, tuple(Offload))
         require_count("prefetch", self.prefetch, 0)
         require_count("replicate_below", self.replicate_below, 0)
         if self.strategy == "single" and self.num_ranks != 1:
@@ -192,7 +192,7 @@ class Setup:
             return None
         if self.num_shards == 1 and self.compute_dtype is None and self.offload == Offload.NONE:
             return None
-        return next((name for name in self.units if any(outer in self.units for outer in _around(name))), None)
+        return next((name for name in self.units if any(name.startswith(f"{outer}.") for outer in self.units)), None)
 
     def check_order_is_known(self) -> None:
         """Refuse nested units, whose messages in backward cannot be planned; what is at rest can.
@@ -209,17 +209,6 @@ class Setup:
     def shard_of(self, rank: int) -> int:
         """Which chunk ``rank`` holds: neighbours shard among themselves, as on ``Mesh({"replica": R, "shard": S})``."""
         return rank % self.num_shards
-
-
-def _around(name: str) -> list[str]:
-    """The names of the modules around a module."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]
-
-
-def _require_one_of(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}: {str(value)!r} is not one of {', '.join(allowed)}")
 
 
 if TYPE_CHECKING:  # a plan needs no torch, which takes 1.5 s to import

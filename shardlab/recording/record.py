@@ -21,7 +21,7 @@ from math import isnan, nan, prod
 from pathlib import Path
 from time import perf_counter_ns
 from types import ModuleType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import psutil
 import torch
@@ -151,7 +151,7 @@ class Recording(Observer):
         self._hooks = Hooks(self._loop, self._tensors, self._loop)
         self._tags = Tags(lambda: self._loop.step, self._tensors)
         self._calls: TorchCalls | None = None  # while collectives are watched
-        self._axes: dict[str, int] = {}
+        self._axes: dict[str, int] = {}  # ranks along each; of groups of several sizes the largest
         self._backends: set[str] = set()
         self._recorder: Recorder | None = None
         self._device = torch.device("cpu")
@@ -166,11 +166,11 @@ class Recording(Observer):
                 contextlib.closing(RunWriter(self._directory, self._place.rank, self._directory.name, "measured"))
             )
             self._write_manifest()
-            stack.callback(self._finish)
+            stack.callback(self._write_manifest)
+            stack.callback(self._loop.finish)
             self._advance = stack.enter_context(cell_bar("recording"))
             self._listening = stack.enter_context(contextlib.ExitStack())
             self._listening.enter_context(self._hooks)
-            # Before the manifest is written: this also takes over which axes and backends were seen.
             self._listening.callback(self.watch, on=False)
             self.watch(on=True)
             # Forked children (workers of a DataLoader) share the journal's memory, and must not write into it.
@@ -188,13 +188,11 @@ class Recording(Observer):
                 stacklevel=2,
             )
 
-    def stop_listening(self) -> None:
-        """Take all hooks away."""
-        self._listening.close()
-
     def issued(self, event: CollectiveEvent) -> None:
         """Record a collective."""
         began_ns = perf_counter_ns()
+        self._axes[event.axis] = max(self._axes.get(event.axis, 0), event.group_size)
+        self._backends.add(event.transport)
         if event.tag.startswith(BUCKET):
             self._tensors.buckets.add(event.storage)
         self._loop.issued(event)
@@ -240,9 +238,6 @@ class Recording(Observer):
         if self._calls is None:
             self._calls = TorchCalls(self, self._tags).__enter__()
         else:
-            for axis, num_ranks in self._calls.axes.items():
-                self._axes[axis] = max(self._axes.get(axis, 0), num_ranks)
-            self._backends.update(self._calls.backends)
             self._calls.__exit__()
             self._calls = None
         self._loop.spent(began_ns)
@@ -258,19 +253,13 @@ class Recording(Observer):
         if self._calls is not None:
             self._calls.forget_ended()
 
-    def _finish(self) -> None:
-        self._loop.finish()
-        self._write_manifest()
-
     def _write_manifest(self) -> None:
-        if self._place.rank == 0:
-            write_manifest(self._directory, self._manifest())
-
-    def _manifest(self) -> dict[str, Any]:
+        if self._place.rank != 0:
+            return
         axes, recorder = self._axes, self._recorder
         shares = (nan, nan) if recorder is None else (recorder.cost_share, recorder.unwatched_cost_share)
         share, unwatched = (None if isnan(share) else share for share in shares)
-        return {
+        manifest = {
             "run": self._directory.name, "recorded": sys.argv, "ranks": self._place.num_ranks,
             "mesh": axes if prod(axes.values()) == self._place.num_ranks else None,
             "versions": {"shardlab": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -278,6 +267,7 @@ class Recording(Observer):
             "config": {}, "always_watched": ALWAYS_WATCHED, "watch_every": self._watch_every, "padding_bytes": 0,
             "recorder_share": share, "unwatched_recorder_share": unwatched,
         }  # fmt: skip
+        write_manifest(self._directory, manifest)
 
 
 def _has_compiled() -> bool:
@@ -294,7 +284,7 @@ def samples_at_rest(step: int) -> bool:
 def _forget(recording: "weakref.ref[Recording]") -> None:
     """In a forked child: listen no more."""
     if (known := recording()) is not None:
-        known.stop_listening()
+        known._listening.close()
 
 
 def claim(directory: Path, place: Place, *, overwrite: bool = False) -> None:
@@ -339,9 +329,7 @@ def origin_ns(num_ranks: int) -> int:
 
 def directory_by_date() -> Path:
     """``runs/DATE``; under torchrun the date is that of its start, so that the ranks of a host have the same."""
-    if torchrun_env() is None:
-        return Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
-    began = psutil.Process(os.getppid()).create_time()
+    began = time.time() if torchrun_env() is None else psutil.Process(os.getppid()).create_time()
     return Path("runs") / datetime.fromtimestamp(int(began)).strftime("%Y%m%d-%H%M%S")
 
 

@@ -67,20 +67,6 @@ class TorchCalls:
         self._work_of: dict[int, dist.Work] = {}  # by the storage of its result
         self._stack = contextlib.ExitStack()
 
-    @property
-    def axes(self) -> dict[str, int]:
-        """The axes seen so far and the ranks along each; of groups of several sizes the largest."""
-        found: dict[str, int] = {}
-        for sender in self._senders.values():
-            axis = sender.group.axis
-            found[axis] = max(found.get(axis, 0), sender.group.num_ranks)
-        return found
-
-    @property
-    def backends(self) -> list[str]:
-        """What has sent so far, for example 'gloo'."""
-        return sorted({sender.backend for sender in self._senders.values()})
-
     def __enter__(self) -> Self:
         """Begin to tell."""
         kernels = self._stack.enter_context(_kernels("c10d"))

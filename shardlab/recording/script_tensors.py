@@ -31,21 +31,15 @@ class ScriptTensors:
         state = [entry for optimizer in self.optimizers for entry in _state_of(optimizer)]
         buffers = [buffer for root in self.roots for buffer in root.buffers()]
         counters = [value for key, value in state if key == "step"]
+        known = list(known_tensors())
         return {
             Role.PARAMETER: list(_local(params)),
             Role.GRADIENT: list(_local(param.grad for param in params if param.grad is not None)),
             Role.OPTIMIZER_STATE: list(_local(value for key, value in state if key != "step")),
             Role.OTHER: list(_local((*buffers, *counters))),
-            **self._found(),
+            Role.COMMUNICATION_BUFFER: [tensor for tensor in known if tensor.untyped_storage()._cdata in self.buckets],
+            Role.UNATTRIBUTED: known,
         }
-
-    def _found(self) -> dict[Role, list[Tensor]]:
-        """All tensors that Python knows."""
-        found: dict[Role, list[Tensor]] = {Role.COMMUNICATION_BUFFER: [], Role.UNATTRIBUTED: []}
-        for tensor in known_tensors():
-            is_bucket = tensor.untyped_storage()._cdata in self.buckets
-            found[Role.COMMUNICATION_BUFFER if is_bucket else Role.UNATTRIBUTED].append(tensor)
-        return found
 
     @property
     def has_ddp(self) -> bool:

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -104,30 +105,22 @@ def allocation_stacks(device: torch.device | str = "cpu") -> Iterator[Allocation
 
 def _alive_at_peak(entries: Sequence[Entry]) -> list[Entry]:
     """The allocations that are alive at the first of the highest moments."""
-    last = _place_of_peak(entries)
-    alive: dict[int, Entry] = {}
-    for entry in entries[: last + 1]:
-        if entry["action"] == ALLOC:
-            alive[entry["addr"]] = entry
-        elif entry["action"] == FREE:
-            alive.pop(entry["addr"], None)
-    return list(alive.values())
-
-
-def _place_of_peak(entries: Sequence[Entry]) -> int:
-    """The position of the entry after which most bytes are alive; -1 where nothing was allocated."""
-    sizes: dict[int, int] = {}
+    alive: dict[int, int] = {}  # where it was allocated, by address
+    freed_at: dict[int, int] = {}  # by where it was allocated
     held = highest = 0
-    place = -1
-    for number, entry in enumerate(entries):
+    peak = -1
+    for place, entry in enumerate(entries):
         if entry["action"] == ALLOC:
-            sizes[entry["addr"]] = entry["size"]
+            alive[entry["addr"]] = place
             held += entry["size"]
-        elif entry["action"] == FREE:
-            held -= sizes.pop(entry["addr"], 0)  # 0: it was there before
+        elif entry["action"] == FREE and entry["addr"] in alive:  # else it was there before
+            born = alive.pop(entry["addr"])
+            freed_at[born] = place
+            held -= entries[born]["size"]
         if held > highest:
-            highest, place = held, number
-    return place
+            highest, peak = held, place
+    made = (place for place in range(peak + 1) if entries[place]["action"] == ALLOC)
+    return [entries[place] for place in made if freed_at.get(place, inf) > peak]
 
 
 def _where(frames: Sequence[dict[str, Any]]) -> str:

@@ -24,7 +24,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import count, groupby
 from time import perf_counter_ns
 from typing import Any, Self
 
@@ -135,16 +135,13 @@ class MemoryLedger(TorchDispatchMode):
         self._roles: dict[int, Role] = {}
         self._elsewhere: set[int] = set()  # made on another device: counts once it has a role
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # of a live storage, by its key
-        self._next = 0
-        for key, (role, num_bytes) in storages_by_role(live).items():
-            self._roles[self._next] = role
-            self._enter_storage(key, num_bytes)
-        self._scratch = self._serial()
+        self._serials = count()
+        self._scratch = next(self._serials)
         self._roles[self._scratch] = Role.COMMUNICATION_BUFFER
-        # Watched by weak references too, so that a gradient that is freed in the step is seen to go.
-        for tensors in live.values():
-            for tensor in tensors:
-                self._watch(tensor.untyped_storage())
+        for role, tensors in live.items():
+            for storage in (tensor.untyped_storage() for tensor in tensors):
+                if storage._cdata not in self._known:  # the first role that names it counts
+                    self._roles[self._enter_storage(storage)] = role
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and log the storages of its results."""
@@ -155,10 +152,9 @@ class MemoryLedger(TorchDispatchMode):
             if type(value) in PLAIN and not value.is_meta:  # (DTensor infers shapes with meta tensors)
                 storage = value.untyped_storage()
                 if storage._cdata not in self._known:
+                    serial = self._enter_storage(storage)
                     if value.device.type != self._device_type:
-                        self._elsewhere.add(self._next)
-                    self._enter_storage(storage._cdata, storage.nbytes())
-                    self._watch(storage)
+                        self._elsewhere.add(serial)
         return result
 
     def __enter__(self) -> Self:
@@ -235,27 +231,22 @@ class MemoryLedger(TorchDispatchMode):
             return None
         return Role.ACTIVATION if serial in self._is_activation else Role.OTHER
 
-    def _serial(self) -> int:
-        self._next += 1
-        return self._next - 1
-
-    def _enter_storage(self, key: int, num_bytes: int) -> None:
-        serial = self._serial()
+    def _enter_storage(self, storage: torch.UntypedStorage) -> int:
+        """Note that it is there; its serial number. A weak reference says when it goes, as a gradient may in a step."""
+        # Tensors outlive the ledger, so the callback must not keep it or its log alive.
+        ledger, key, serial = weakref.ref(self), storage._cdata, next(self._serials)
         self._known[key] = serial
-        self._num_bytes[serial] = num_bytes
+        self._num_bytes[serial] = storage.nbytes()
         if self.phase is Phase.FORWARD or _recomputes():
             self._is_activation.add(serial)
-        self._note(serial, num_bytes)
-
-    def _watch(self, storage: torch.UntypedStorage) -> None:
-        # Tensors outlive the ledger, so the callback must not keep it or its log alive.
-        ledger, key = weakref.ref(self), storage._cdata
+        self._note(serial, storage.nbytes())
 
         def freed(_: object) -> None:
             if (alive := ledger()) is not None:
                 alive._freed(key)
 
         self._watches[key] = weakref.ref(storage, freed)
+        return serial
 
     def _freed(self, key: int) -> None:
         # The key may be used again by the next storage, so it is forgotten before anything else.
@@ -269,8 +260,7 @@ class MemoryLedger(TorchDispatchMode):
         if serial is not None:
             self._change(serial, storage.nbytes())
         else:
-            self._enter_storage(storage._cdata, storage.nbytes())
-            self._watch(storage)
+            self._enter_storage(storage)
 
     def _change(self, serial: int, num_bytes: int) -> None:
         before, self._num_bytes[serial] = self._num_bytes[serial], num_bytes

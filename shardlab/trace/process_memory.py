@@ -142,7 +142,9 @@ class MemorySamples:
         highest = max(moments, key=lambda moment: moment.num_bytes)
         self._sample(PEAK, highest.by_role, highest.time_ns, highest.phase, allocator)
         for moment in moments:  # within the step the resident set is not read
-            place, time_ns = unit_place(moment.unit), moment.time_ns - self._origin_ns
+            # A module named 'rest' or 'peak' must not be mistaken for those.
+            place = f"module {moment.unit}" if moment.unit in WHOLE_STEP else moment.unit
+            time_ns = moment.time_ns - self._origin_ns
             self.rows += memory_rows(place, moment.by_role, time_ns, moment.phase, None, Allocator())
         return highest.num_bytes if allocator.allocated_bytes is None else allocator.allocated_bytes
 
@@ -159,8 +161,3 @@ def memory_rows(
         "time_ns": time_ns, "phase": phase, "where": where, "resident_bytes": resident_bytes, **asdict(allocator),
     }  # fmt: skip
     return [{**common, "role": role, "bytes": num_bytes} for role, num_bytes in allocator.complete(held).items()]
-
-
-def unit_place(unit: str) -> str:
-    """``where`` of a sample taken in a unit, so that a module named 'rest' or 'peak' is not mistaken for those."""
-    return f"module {unit}" if unit in WHOLE_STEP else unit

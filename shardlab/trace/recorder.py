@@ -148,8 +148,7 @@ class Recorder:
                 self.end_span(WHOLE_MODEL, kind)
                 # For a unit whose input needs no gradient, backward never ended.
                 self._open.clear()
-                if self._ledger is not None:
-                    self._tell(self._ledger)
+                self._tell_ledger()
             self._phase = before
             self.spent(began_ns)
 
@@ -157,15 +156,13 @@ class Recorder:
         """A unit starts to compute; forward inside of backward is recomputation."""
         recomputes = kind is SpanKind.FORWARD and self._phase is Phase.BACKWARD
         self._open[unit, kind] = (SpanKind.RECOMPUTE if recomputes else kind, self._mark())
-        if self._ledger is not None:
-            self._tell(self._ledger)
+        self._tell_ledger()
 
     def end_span(self, unit: str, kind: SpanKind) -> None:
         """A unit has ended; ignored if it never began."""
         if (begun := self._open.pop((unit, kind), None)) is not None:
             self._spans.append((unit, *begun, self._mark()))
-            if self._ledger is not None:
-                self._tell(self._ledger)
+            self._tell_ledger()
 
     def spent(self, since_ns: int) -> None:
         """Count the time from ``since_ns`` until now as time spent recording."""
@@ -273,9 +270,10 @@ class Recorder:
         live = self.live_tensors()
         return on_device(live, "cuda") if self._device.type == "cuda" else live
 
-    def _tell(self, ledger: MemoryLedger) -> None:
-        """Tell the ledger the current unit: the one that began last and has not ended."""
-        ledger.unit = next(reversed(self._open), (WHOLE_MODEL, None))[0]
+    def _tell_ledger(self) -> None:
+        """Tell it the current unit: the one that began last and has not ended."""
+        if self._ledger is not None:
+            self._ledger.unit = next(reversed(self._open), (WHOLE_MODEL, None))[0]
 
 
 def _share(cost: int, steps: int) -> float:
@@ -320,14 +318,12 @@ class _HeldSteps:
     def _write(self, at_most: int) -> None:
         while self._held and (len(self._held) > at_most or all(_has_ended(event) for event, _ in self._held[0][1])):
             step, sent, tables = self._held.popleft()
-            self._writer.append(step, {COLLECTIVES.name: self._collectives(sent), **tables})
-
-    def _collectives(self, sent: Sent) -> Columns:
-        first, now_ns = self._seq, perf_counter_ns()
-        self._seq += len(sent)
-        # Copies: whoever follows an event that has not ended sets its times later.
-        known = [(event if _has_ended(event) else _until(event, now_ns), phase) for event, phase in sent]
-        return observed.collective_columns(known, first, self._clock, self._origin_ns)
+            now_ns = perf_counter_ns()
+            # Copies: whoever follows an event that has not ended sets its times later.
+            known = [(event if _has_ended(event) else _until(event, now_ns), phase) for event, phase in sent]
+            collectives = observed.collective_columns(known, self._seq, self._clock, self._origin_ns)
+            self._seq += len(sent)
+            self._writer.append(step, {COLLECTIVES.name: collectives, **tables})
 
 
 def _has_ended(event: CollectiveEvent) -> bool:

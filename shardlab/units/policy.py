@@ -107,17 +107,13 @@ def owners_of_parameters(
     units: dict[str, list[str]] = {root: [], **{name: [] for name in wrapped}}
     uses: dict[nn.Parameter, set[str]] = {param: set() for param in params.values()}
     for name, param in module.named_parameters(remove_duplicate=False):
-        uses[param].add(_innermost(name, wrapped, root))
+        holders = [unit for unit in wrapped if name.startswith(f"{unit}.")]
+        uses[param].add(max(holders, key=len, default=root))
     for name, param in params.items():
         # Used in two units: the root has it, as the only one that is gathered while either of them computes.
         homes = uses[param]
         units[homes.pop() if len(homes) == 1 else root].append(name)
     return units
-
-
-def _innermost(parameter: str, wrapped: Mapping[str, nn.Module], root: str) -> str:
-    holders = [name for name in wrapped if parameter.startswith(f"{name}.")]
-    return max(holders, key=len, default=root)
 
 
 def _selected(module: nn.Module, called: Modules, selector: Selector) -> Modules:

@@ -60,7 +60,7 @@ class RunHistory:
         self._temporary = tempfile.TemporaryDirectory(prefix="shardlab-") if directory is None else None
         self.directory = Path(self._temporary.name if self._temporary is not None else str(directory))
         found = {_number(path): _found(path) for path in sorted(self.directory.glob(f"{PREFIX}*"))}
-        self.runs = {number: run for number, run in found.items() if run.config is not None}
+        self.runs = {number: run for number, run in found.items() if run is not None}
         self._pool: RankPool | None = None
         self._pool_is_for: tuple[int, str, float] | None = None
         self._stopping = False
@@ -176,20 +176,18 @@ class PastRun:
     Attributes:
         state: how it ended.
         comparison: its records and summary; None if no step was finished.
-        config: its configuration; None if an earlier session ran it and no step was finished.
+        config: its configuration.
     """
 
     state: State
     comparison: Comparison | None
-    config: CompareConfig | None
+    config: CompareConfig
 
     @property
     def summary(self) -> pd.DataFrame:
         """One row per strategy; of a run without a finished step only ``strategy``, ``ranks`` and ``steps``."""
         if self.comparison is not None:
             return self.comparison.summary
-        if self.config is None:
-            return pd.DataFrame(columns=list(COLUMNS))
         first = {"strategy": self.config.strategies[0], "ranks": self.config.ranks, "steps": 0}
         return pd.DataFrame([dict.fromkeys(COLUMNS) | first])
 
@@ -197,7 +195,6 @@ class PastRun:
         """What was written of one strategy before it ran; of a run without a finished step its configuration."""
         if self.comparison is not None:
             return self.comparison.records.manifests[strategy]
-        assert self.config is not None
         return {"config": self.config.as_dict(strategy)}
 
     def plan(self, strategy: str) -> tuple[Plan | None, str | None]:
@@ -205,14 +202,14 @@ class PastRun:
 
         A workload of an earlier session cannot be planned: its manifest has only its name.
         """
-        if self.config is None or isinstance(self.config.workload, str):
+        if isinstance(self.config.workload, str):
             return None, None
         plans, why = plans_or_why(self.config)
         return plans[strategy], why
 
 
-def _found(directory: Path) -> PastRun:
-    """A run of an earlier session.
+def _found(directory: Path) -> PastRun | None:
+    """A run of an earlier session; None if it did not finish a step.
 
     Raises:
         ValueError: it is finished, and its records are damaged.
@@ -220,10 +217,11 @@ def _found(directory: Path) -> PastRun:
     if (directory / "summary.json").is_file():
         comparison = load_comparison(directory)
         return PastRun(State.FINISHED, comparison, config_of(comparison.records))
+    if (recorded := _recorded(directory)) is None:
+        return None
     saved = directory / STATE_FILE
     state = State(saved.read_text()) if saved.is_file() else State.UNFINISHED
-    recorded = _recorded(directory)
-    return PastRun(state, recorded, None if recorded is None else config_of(recorded.records))
+    return PastRun(state, recorded, config_of(recorded.records))
 
 
 def _recorded(directory: Path) -> Comparison | None:

@@ -65,8 +65,26 @@ class MemoryPlan:
 
     @cached_property
     def _described(self) -> tuple[planner.PlannedModel, dict[str, list[str]]]:
-        """The planner's model, and the parameters of each unit."""
-        return _described(self.model)
+        """The planner's model and the parameters of each unit, for a module or a single tensor of so many elements."""
+        model = self.model
+        if isinstance(model, Workload):
+            module = model.on_meta()
+            return planner.described(module), units_of(module, model.wrap)
+        if isinstance(model, str):
+            with torch.device("meta"):
+                model = build_model(model)
+        if isinstance(model, nn.Module):
+            return planner.described(model), units_of(model)
+        if not isinstance(model, int | float):
+            raise ValueError(
+                f"model: {class_of(model)} was given; give a module, a Workload, a number of parameters, or one of "
+                f"{', '.join(MODELS)}"
+            )
+        if not 1 <= model <= MAX_PARAMS or model != int(model):
+            raise ValueError(
+                f"model: {model:g} is not a whole number from 1 to {MAX_PARAMS:g}, nor one of {', '.join(MODELS)}"
+            )
+        return planner.PlannedModel.of_specs([ParamSpec("parameters", (int(model),), 4)]), {}
 
     @property
     def num_params(self) -> int:
@@ -129,25 +147,3 @@ class MemoryPlan:
             shard_group_size=(group or self.group) if hybrid else None, optimizer=OPTIMIZERS[self.optimizer],
             precision=planner.PRECISIONS["mixed"] if self.precision == "mixed" else None,
         )  # fmt: skip
-
-
-def _described(model: str | float | nn.Module | Workload) -> tuple[planner.PlannedModel, dict[str, list[str]]]:
-    """The planner's model and the parameters of each unit, for a module or for a single tensor of so many elements."""
-    if isinstance(model, Workload):
-        module = model.on_meta()
-        return planner.described(module), units_of(module, model.wrap)
-    if isinstance(model, str):
-        with torch.device("meta"):
-            model = build_model(model)
-    if isinstance(model, nn.Module):
-        return planner.described(model), units_of(model)
-    if not isinstance(model, int | float):
-        raise ValueError(
-            f"model: {class_of(model)} was given; give a module, a Workload, a number of parameters, or one of "
-            f"{', '.join(MODELS)}"
-        )
-    if not 1 <= model <= MAX_PARAMS or model != int(model):
-        raise ValueError(
-            f"model: {model:g} is not a whole number from 1 to {MAX_PARAMS:g}, nor one of {', '.join(MODELS)}"
-        )
-    return planner.PlannedModel.of_specs([ParamSpec("parameters", (int(model),), 4)]), {}

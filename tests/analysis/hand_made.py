@@ -8,6 +8,9 @@ from shardlab.tables import COLLECTIVES, SPANS
 
 NAN = float("nan")
 KEYS = {"run": "a", "source": "measured", "rank": 0, "step": 0}
+# Of table ``steps``.
+STEP = {"loss": 1.0, "grad_norm": NAN, "learning_rate": 0.1, "step_us": 1.0, "exposed_comm_us": NAN, "overlap": NAN}
+STEP |= {"peak_bytes": None, "wire_bytes": 0.0, "num_tokens": 1, "traced_memory": False}
 
 
 def collective(rank, seq, times, wait=(NAN, NAN), **columns):

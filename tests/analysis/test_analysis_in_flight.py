@@ -5,14 +5,12 @@ import pytest
 
 from shardlab.analysis.timed import in_flight, traced_and_ordinary
 from shardlab.tables import STEPS
-from tests.analysis.hand_made import NAN, collective, collectives
+from tests.analysis.hand_made import KEYS, STEP, collective, collectives
 
 
 def steps(*traced):
     """A step for each, on rank 0."""
-    row = {"run": "a", "source": "measured", "rank": 0, "loss": 1.0, "grad_norm": NAN, "learning_rate": 0.1}
-    row |= {"step_us": 1.0, "exposed_comm_us": NAN, "overlap": NAN, "peak_bytes": None, "wire_bytes": 0.0}
-    return STEPS.frame([row | {"num_tokens": 1, "step": step, "traced_memory": on} for step, on in enumerate(traced)])
+    return STEPS.frame([KEYS | STEP | {"step": step, "traced_memory": on} for step, on in enumerate(traced)])
 
 
 def test_from_issue_until_waited_for():

@@ -6,21 +6,17 @@ from shardlab.analysis import bandwidth, overlap, step_split, wire_bytes
 from shardlab.analysis.overlap import hidden_by_rank, hidden_by_run
 from shardlab.analysis.timed import timed_steps
 from shardlab.tables import COLLECTIVES, SPANS
+from tests.analysis.hand_made import NAN, collective, span
 from tests.analysis.test_analysis_in_flight import steps
-
-NAN = float("nan")
 
 
 def collectives(*times, **columns):
-    base = {"run": "a", "source": "measured", "rank": 0, "step": 0, "seq": 0, "axis": "data", "op": "all_reduce"}
-    base |= {"tag": "g", "phase": "backward", "dtype": "float32", "numel": 250, "bytes": 1000, "wire_bytes": 1500.0}
-    base |= {"group_size": 4, "transport": "gloo", "wait_start_us": NAN, "wait_end_us": NAN} | columns
-    return COLLECTIVES.frame([base | {"issue_us": s, "start_us": s, "end_us": e} for s, e in times])
+    columns = {"tag": "g", "wire_bytes": 1500.0, "group_size": 4} | columns
+    return COLLECTIVES.frame([collective(0, 0, (start, start, end)) | columns for start, end in times])
 
 
 def spans(*times, **columns):
-    base = {"run": "a", "source": "measured", "rank": 0, "step": 0, "unit": "m", "kind": "forward"} | columns
-    return SPANS.frame([base | {"start_us": start, "end_us": end} for start, end in times])
+    return SPANS.frame([span(0, "m", "forward", start, end) | columns for start, end in times])
 
 
 def test_by_hand():

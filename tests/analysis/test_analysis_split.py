@@ -5,14 +5,13 @@ import pytest
 
 from shardlab.analysis import step_split, stragglers
 from shardlab.tables import COLLECTIVES, STEPS
-from tests.analysis.hand_made import KEYS, collective, collectives, span, spans, two_ranks
+from tests.analysis.hand_made import KEYS, STEP, collective, collectives, span, spans, two_ranks
 
 PARTS = ["compute_us", "moving_us", "waiting_us", "off_cpu_us", "other_us"]
 
 
 def steps(*times_us):
-    empty = dict.fromkeys(STEPS.column_names)
-    return STEPS.frame([empty | KEYS | {"rank": rank, "step_us": time_us} for rank, time_us in enumerate(times_us)])
+    return STEPS.frame([KEYS | STEP | {"rank": rank, "step_us": time_us} for rank, time_us in enumerate(times_us)])
 
 
 def test_exposed_time_is_cut_where_the_last_rank_comes():

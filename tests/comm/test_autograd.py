@@ -64,14 +64,14 @@ def gradient_of(shape, rank):
 def expected(name, dim, num_ranks):
     """All ranks' outputs and gradients, by plain torch."""
     x = inputs(num_ranks)
-    whole = {"gather": lambda: torch.cat(x, dim), "all_gather": lambda: torch.cat(x, dim)}
-    ys = {
+    y = {
         "copy": lambda: x,
         "reduce": lambda: [sum(x)] * num_ranks,
+        "gather": lambda: [torch.cat(x, dim)] * num_ranks,
         "scatter": lambda: [part.chunk(num_ranks, dim)[rank] for rank, part in enumerate(x)],
+        "all_gather": lambda: [torch.cat(x, dim)] * num_ranks,
         "reduce_scatter": lambda: list(sum(x).chunk(num_ranks, dim)),
-    }
-    y = [whole[name]()] * num_ranks if name in whole else ys[name]()
+    }[name]()
     g = [gradient_of(out.shape, rank) for rank, out in enumerate(y)]
     dx = {
         "copy": lambda: [sum(g)] * num_ranks,

@@ -7,7 +7,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.partition.ring_cost import Link
 from tests.dist import cases
-from tests.dist.every_engine import assert_states
+from tests.dist.every_engine import assert_states, step_on
 
 STEPS = {0: 2, 1: 5}
 KINDS = {0: "Uneven", 1: "SmallGPT"}
@@ -30,9 +30,7 @@ def train_halves(rank, how, transport):
     with build_engine(STRATEGIES[half], cases.build(kind, seed=place), cases.OPTIMIZERS["sgd"], mesh) as engine:
         for step in range(STEPS[half]):
             x, y = (cases.own_rows(part, place) for part in cases.rows(kind, step, 0, 2))
-            engine.backward(cases.loss_of(engine(x), y))
-            engine.step()
-            engine.zero_grad()
+            step_on(engine, cases.loss_of(engine(x), y))
         state = engine.full_state_dict()
     for mesh in dict.fromkeys(meshes):
         mesh.close()

@@ -3,6 +3,7 @@
 import os
 import socket
 import struct
+from math import isnan
 from pathlib import Path
 
 import pytest
@@ -144,9 +145,7 @@ def test_a_step_moves_what_its_record_says(pools, strategy):
 
 
 def test_what_is_not_known_is_no_number():
-    assert ring_cost.moved_bytes("nccl", Collective.ALL_REDUCE, 100, 2) != ring_cost.moved_bytes(
-        "nccl", Collective.ALL_REDUCE, 100, 2
-    )
+    assert isnan(ring_cost.moved_bytes("nccl", Collective.ALL_REDUCE, 100, 2))
     for op in Collective:  # without a root: the average over all roots
         of_roots = [ring_cost.moved_bytes("gloo", op, 120, 4, 1, root) for root in range(4)]
         assert ring_cost.moved_bytes("gloo", op, 120, 4, 1) == pytest.approx(sum(of_roots) / 4), op

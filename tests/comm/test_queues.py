@@ -4,8 +4,9 @@ import gc
 import threading
 import time
 import warnings
-from contextlib import suppress
+from contextlib import closing, nullcontext, suppress
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -43,12 +44,10 @@ def who_begins(rank):
     with Mesh({"data": 2}, transport="gloo") as mesh, mesh.observed_by(watch):
         for number in (1, 3):
             tensors = [torch.full((ELEMENTS,), float(rank + at)) for at in range(number)]
-            slow = _slow_start() if number == 3 else None
-            pending = [mesh.data.all_reduce(tensor) for tensor in tensors]
-            for one in pending:
-                one.wait()
-            if slow:
-                GlooTransport.start_all_reduce = slow
+            with slow_start() if number == 3 else nullcontext():
+                pending = [mesh.data.all_reduce(tensor) for tensor in tensors]
+                for one in pending:
+                    one.wait()
             sums.append([float(tensor.sum()) for tensor in tensors])
         with torch.inference_mode():
             scattered, reduced = torch.ones(ELEMENTS), torch.ones(ELEMENTS)
@@ -59,15 +58,14 @@ def who_begins(rank):
     return sums, watch.threads
 
 
-def _slow_start():
+def slow_start():
     plain = GlooTransport.start_all_reduce
 
     def slow(self, tensor, reduction):
         finish = plain(self, tensor, reduction)
         return lambda: (time.sleep(0.05), finish())
 
-    GlooTransport.start_all_reduce = slow
-    return plain
+    return mock.patch.object(GlooTransport, "start_all_reduce", slow)
 
 
 def by_whom(calls, what):
@@ -144,14 +142,11 @@ def test_a_mesh_dropped_after_an_error_leaves_no_thread(pools):
 
 
 def raises_itself(rank, error, of_warnings):
-    mesh = Mesh({"data": 2})
     with warnings.catch_warnings():
         warnings.simplefilter(of_warnings)
-        try:
+        with closing(Mesh({"data": 2})) as mesh:
             mesh.data.all_reduce(torch.ones(1).to(NOT_ADDED[0]))
             raise error
-        finally:
-            mesh.close()
 
 
 @pytest.mark.parametrize(

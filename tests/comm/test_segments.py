@@ -1,6 +1,7 @@
 """Large messages go in parts, which changes no bit: segments of a reduce-scatter, halves of an all-reduce."""
 
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -12,17 +13,14 @@ from shardlab.comm.transports.gloo import HALVES_FROM_BYTES, SEGMENT_BYTES
 
 def scattered(rank, bounds, segment_bytes, in_place):
     """This rank's chunk; what lies outside of it is as it was where the result goes elsewhere."""
-    before, gloo.SEGMENT_BYTES = gloo.SEGMENT_BYTES, segment_bytes
-    try:
-        buffer = torch.randn(bounds[-1], generator=torch.Generator().manual_seed(rank))
-        start, stop = bounds[rank], bounds[rank + 1]
-        output = buffer[start:stop] if in_place else torch.empty(stop - start)
-        kept = buffer.clone()
-        with Mesh({"data": len(bounds) - 1}, transport="gloo") as mesh:
-            mesh.data.reduce_scatter(buffer, output, bounds=bounds).wait()
-        return output.clone(), in_place or torch.equal(buffer, kept)
-    finally:
-        gloo.SEGMENT_BYTES = before
+    buffer = torch.randn(bounds[-1], generator=torch.Generator().manual_seed(rank))
+    start, stop = bounds[rank], bounds[rank + 1]
+    output = buffer[start:stop] if in_place else torch.empty(stop - start)
+    kept = buffer.clone()
+    small = mock.patch.object(gloo, "SEGMENT_BYTES", segment_bytes)
+    with small, Mesh({"data": len(bounds) - 1}, transport="gloo") as mesh:
+        mesh.data.reduce_scatter(buffer, output, bounds=bounds).wait()
+    return output.clone(), in_place or torch.equal(buffer, kept)
 
 
 @pytest.mark.parametrize("bounds", [(0, 11, 24), (0, 7, 7, 30), (0, 5, 17, 18, 40)], ids=["2", "3", "4"])
@@ -40,14 +38,11 @@ def test_segments_change_nothing(pools, bounds):
 
 
 def reduced(rank, num_elements, halves_from):
-    before, gloo.HALVES_FROM_BYTES = gloo.HALVES_FROM_BYTES, halves_from
-    try:
-        tensor = torch.arange(num_elements, dtype=torch.float64) + 1000 * rank
-        with Mesh({"data": torch.distributed.get_world_size()}, transport="gloo") as mesh:
-            mesh.data.all_reduce(tensor).wait()
-        return tensor
-    finally:
-        gloo.HALVES_FROM_BYTES = before
+    tensor = torch.arange(num_elements, dtype=torch.float64) + 1000 * rank
+    small = mock.patch.object(gloo, "HALVES_FROM_BYTES", halves_from)
+    with small, Mesh({"data": torch.distributed.get_world_size()}, transport="gloo") as mesh:
+        mesh.data.all_reduce(tensor).wait()
+    return tensor
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])

@@ -6,6 +6,7 @@ import os
 import socket
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -124,11 +125,8 @@ def test_a_mesh_says_how_it_sends(pools):
 
 def apart(rank, transports):
     """As if every rank were on a host of its own."""
-    plain, rendezvous._host = rendezvous._host, lambda: f"host {rank}"
-    try:
+    with mock.patch.object(rendezvous, "_host", return_value=f"host {rank}"):
         return names(rank, transports)
-    finally:
-        rendezvous._host = plain
 
 
 def cloned(rank, transports):
@@ -139,11 +137,8 @@ def cloned(rank, transports):
         listener, endpoint = plain()
         return listener, endpoint._replace(address=endpoint.address + "-there")
 
-    rendezvous._listen = plain if rank else elsewhere
-    try:
+    with mock.patch.object(rendezvous, "_listen", plain if rank else elsewhere):
         return names(rank, transports)
-    finally:
-        rendezvous._listen = plain
 
 
 def visited(rank):
@@ -158,17 +153,13 @@ def visited(rank):
                 stranger.send(said)
         return plain(rank, endpoints)
 
-    rendezvous._connected = after_a_stranger
-    try:
-        with Mesh({"data": 2}) as mesh:
-            mesh.data.all_reduce(total := torch.ones(3)).wait()
-            refused = []
-            for stranger in strangers:
-                with contextlib.closing(stranger), contextlib.suppress(ConnectionResetError):
-                    refused.append(not stranger.recv(1))
-            return mesh.data.transport, total.tolist(), all(refused)
-    finally:
-        rendezvous._connected = plain
+    with mock.patch.object(rendezvous, "_connected", after_a_stranger), Mesh({"data": 2}) as mesh:
+        mesh.data.all_reduce(total := torch.ones(3)).wait()
+        refused = []
+        for stranger in strangers:
+            with contextlib.closing(stranger), contextlib.suppress(ConnectionResetError):
+                refused.append(not stranger.recv(1))
+        return mesh.data.transport, total.tolist(), all(refused)
 
 
 def test_who_does_not_know_the_secret_gets_no_memory(pools):

@@ -1,6 +1,5 @@
 """CUDA tensors through host memory: how much is copied, and where to; the device is made up."""
 
-import pytest
 import torch
 
 from shardlab.comm.transports.staged_and_emulated import StagedTransport
@@ -38,20 +37,15 @@ class Staged(StagedTransport):
         super()._copy(target, source)
 
 
-@pytest.fixture
-def staged():
-    return Staged()
-
-
-def test_a_gather_takes_only_the_own_chunk_to_the_host(staged):
-    buffer = torch.arange(9.0)
+def test_a_gather_takes_only_the_own_chunk_to_the_host():
+    staged, buffer = Staged(), torch.arange(9.0)
     staged.all_gather(buffer, BOUNDS)
     assert buffer.tolist() == [7, 7, 2, 3, 4, 7, 7, 7, 7]
     assert staged.copied == [("to host", 3), ("to device", 9)]
 
 
-def test_a_reduce_scatter_takes_only_the_own_chunk_back(staged):
-    buffer, output = torch.arange(9.0), torch.empty(3)
+def test_a_reduce_scatter_takes_only_the_own_chunk_back():
+    staged, buffer, output = Staged(), torch.arange(9.0), torch.empty(3)
     staged.reduce_scatter(output, buffer, BOUNDS)
     assert output.tolist() == [6, 9, 12]
     assert staged.copied == [("to host", 9), ("to device", 3)]

@@ -31,10 +31,15 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def build(kind: str, seed: int = 0) -> nn.Module:
+def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """What it makes; the random numbers of the caller are left as they are."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return (MODELS | OTHER_MODELS)[kind]().double()
+        return make()
+
+
+def build(kind: str, seed: int = 0) -> nn.Module:
+    return seeded((MODELS | OTHER_MODELS)[kind], seed).double()
 
 
 def rows(kind: str, step: int, micro_batch: int, num_ranks: int) -> tuple[Tensor, Tensor]:

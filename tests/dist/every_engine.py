@@ -144,6 +144,13 @@ def backward(engine: Engine, kind: str = "MLP", step: int = 0, micro_batch: int 
     return loss.detach()
 
 
+def step_on(engine: Engine, loss: Tensor) -> None:
+    """Backward and step; nothing stays."""
+    engine.backward(loss)
+    engine.step()
+    engine.zero_grad()
+
+
 def one_step(engine: Engine, kind: str = "MLP", step: int = 0) -> None:
     """Backward and step; gradients stay."""
     backward(engine, kind, step)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlab.engines import Engine
 from tests.dist import cases
+from tests.dist.every_engine import step_on
 
 STEPS = 2
 
@@ -211,9 +212,7 @@ class Case:
     looks: bool = False
 
     def build(self, seed: int = 0) -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            return self.model().double()
+        return cases.seeded(self.model, seed).double()
 
     def loss(self, model: Callable[[Tensor], Any], x: Tensor, y: Tensor) -> Tensor:
         outputs = [model(x * number) for number in range(1, self.num_forwards + 1)]
@@ -260,9 +259,7 @@ def train(case: Case, engine: Engine) -> dict[str, Tensor]:
     """The state after ``STEPS`` steps on this rank."""
     for step in range(STEPS):
         x, y = start(engine.data_rank, engine.num_data_ranks, step)
-        engine.backward(case.loss(engine, x, y))
-        engine.step()
-        engine.zero_grad()
+        step_on(engine, case.loss(engine, x, y))
     return engine.full_state_dict()
 
 

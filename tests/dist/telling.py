@@ -45,11 +45,14 @@ class User:
         with self.no_sync():
             self.go_back(step, micro_batch)
 
+    def step_and_clear(self) -> None:
+        self.step()
+        self.zero_grad()
+
     def train(self, *steps: int) -> None:
         for step in steps:
             self.go_back(step)
-            self.step()
-            self.zero_grad()
+            self.step_and_clear()
 
     def tensors(self, wanted: Callable[[str], bool] = lambda _: True) -> list[Tensor]:
         """What is stepped."""
@@ -151,6 +154,12 @@ class OnRanks(User):
             yield
         self.num_refused += 1
 
+    def refuses(self, use: Callable[..., Any], *args: Any) -> None:
+        """What it left is cleared."""
+        with self.refused():
+            use(*args)
+        self.zero_grad()
+
     def state(self) -> dict[str, Tensor]:
         return self.module.state_dict() if self.is_closed else self.engine.full_state_dict()
 
@@ -187,9 +196,7 @@ class Story:
     def build(self) -> nn.Module:
         if isinstance(self.model, str):
             return cases.build(self.model).to(self.dtype)
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            return self.model().to(self.dtype)
+        return cases.seeded(self.model).to(self.dtype)
 
 
 class Stories(dict[str, Story]):

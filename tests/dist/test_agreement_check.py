@@ -13,7 +13,7 @@ from shardlab.tensor_parallel import Column, OnSequence, Row, Scatter, paralleli
 from shardlab.testing import check_agreement
 from shardlab.testing.agreement_check import Did, did, disagreement
 from tests.dist import cases
-from tests.dist.every_engine import adamw, one_step
+from tests.dist.every_engine import adamw, one_step, step_on
 
 WRONG = {
     "skips a backward": r"differ in backwards \(2 on most ranks, 1 on rank 1\);",
@@ -109,9 +109,7 @@ def on_tensor_ranks(rank, wrong):
                 loss = y.square().mean()
                 if wrong == "norm in the loss":
                     loss = loss + torch.cat([param.flatten() for param in model.parameters()]).norm()
-                engine.backward(loss)
-                engine.step()
-                engine.zero_grad()
+                step_on(engine, loss)
             try:
                 check_agreement(engine)
             except RuntimeError as error:

@@ -9,7 +9,7 @@ from shardlab.engines import build_engine
 from shardlab.launch import current
 from tests.comm.test_communicator import Log
 from tests.dist import cases
-from tests.dist.every_engine import PEERS, engine_of, momentum
+from tests.dist.every_engine import PEERS, engine_of, momentum, one_step
 
 KEYS = ("bucketed", "zero3", "fsdp")
 NO_CHECKPOINT = ("torch_zero1", "torch_fsdp2")
@@ -48,9 +48,7 @@ class Remembers(nn.Module):
 
 
 def build(seed=0):
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return Remembers().double()
+    return cases.seeded(Remembers, seed).double()
 
 
 def own_state(model):
@@ -74,9 +72,7 @@ def remembered(rank, setup, directory):
     num_ranks, model = current().world_size, build(seed=rank)
     with engine_of(setup, num_ranks, model, optimizer_fn=momentum) as engine:
         for step in range(3):
-            x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", step, 0, num_ranks))
-            engine.backward(cases.loss_of(engine(x), y))
-            engine.step()
+            one_step(engine, step=step)
             engine.zero_grad()
         before, state = own_state(model), engine.full_state_dict()
         same(own_state(model), before)

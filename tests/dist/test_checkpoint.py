@@ -13,6 +13,7 @@ import shutil
 import signal
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from shardlab.engines.checkpoint.reading import ShardFiles
 from shardlab.launch.rank_errors import RankDied
 from shardlab.optimizers.grad_scaler import GradScaler
 from tests.dist import cases
-from tests.dist.every_engine import ALL, axes_of, options_of
+from tests.dist.every_engine import ALL, axes_of, options_of, step_on
 
 ROWS = 12
 ADAMW = cases.OPTIMIZERS["adamw"]
@@ -65,9 +66,7 @@ def batch(kind, step, rank=0, num_ranks=1):
 def train(engine, kind, steps, scheduler=None):
     for step in steps:
         x, y = batch(kind, step, engine.data_rank, engine.num_data_ranks)
-        engine.backward(cases.loss_of(engine(x), y))
-        engine.step()
-        engine.zero_grad()
+        step_on(engine, cases.loss_of(engine(x), y))
         if scheduler is not None:
             scheduler.step()
 
@@ -174,12 +173,11 @@ def test_it_goes_on_in_another_strategy_at_another_number_of_ranks(pools, tmp_pa
 
 
 def full_states(rank, setup, kind, axes, optimizer_fn=ADAMW, message_bytes=gather_module.MESSAGE_BYTES):
-    gather_module.MESSAGE_BYTES, usual = message_bytes, gather_module.MESSAGE_BYTES
-    with Mesh(axes) as mesh, build(setup, kind, mesh, optimizer_fn) as engine:
+    messages = mock.patch.object(gather_module, "MESSAGE_BYTES", message_bytes)
+    with messages, Mesh(axes) as mesh, build(setup, kind, mesh, optimizer_fn) as engine:
         train(engine, kind, range(3))
         taken = engine.full_state_dict(), engine.full_optimizer_state_dict()
         train(engine, kind, range(3, 4))  # what was taken is a copy
-    gather_module.MESSAGE_BYTES = usual
     return taken
 
 
@@ -353,9 +351,8 @@ def bytes_read(rank, setup, kind, axes, directory):
     with Mesh(axes) as mesh, build(setup, kind, mesh) as engine:
         train(engine, kind, range(1))
         engine.save(directory)
-        ShardFiles.slice = counted
-        engine.load(directory)
-        ShardFiles.slice = original
+        with mock.patch.object(ShardFiles, "slice", counted):
+            engine.load(directory)
         return read, sum(stop - start for start, stop in engine.owned().values()), len(engine.owned())
 
 
@@ -438,15 +435,10 @@ def fails_to_write(rank, directory):
     with Mesh({"data": 2}) as mesh, build("zero1", "MLP", mesh) as engine:
         engine.save(directory)
         before = directory_module.latest(directory)
-
-        def full_disk(*args):
-            raise OSError(28, "No space left on device")
-
-        original = save_module.write_tensors
-        save_module.write_tensors = full_disk if rank == 1 else original
-        with pytest.raises(RuntimeError) as caught:
+        full_disk = OSError(28, "No space left on device") if rank == 1 else None
+        writes = mock.patch.object(save_module, "write_tensors", wraps=save_module.write_tensors, side_effect=full_disk)
+        with writes, pytest.raises(RuntimeError) as caught:
             engine.save(directory)
-        save_module.write_tensors = original
         with pytest.raises(ValueError, match=r"extra\.f: .*not function"):
             engine.save(directory, extra={"f": lambda: 0})
         second = torch.optim.SGD(engine.step_tensors().where(lambda name: name == "0.weight"))

@@ -8,7 +8,7 @@ from shardlab.engines import build_engine
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.dist import cases
-from tests.dist.every_engine import adamw, assert_states, own_batch, plain_steps
+from tests.dist.every_engine import adamw, assert_states, own_batch, plain_steps, step_on
 from tests.dist.test_fsdp import build
 
 # Where parameters are whole there is nothing to trace but the module; the others' cases are all together.
@@ -49,9 +49,7 @@ def steps(engine, call):
         x, y = own_batch(engine, step=step)
         loss = cases.loss_of(call(x), y)
         most = max(most, bytes_by_role(engine.live_tensors()).get(Role.GATHERED_PARAMETER, 0))
-        engine.backward(loss)
-        engine.step()
-        engine.zero_grad()
+        step_on(engine, loss)
     return most
 
 

@@ -14,9 +14,7 @@ from tests.dist.nasty import Deep, Stack
 
 
 def build(kind=Deep):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return kind().double()
+    return cases.seeded(kind).double()
 
 
 def seeded(name, module):

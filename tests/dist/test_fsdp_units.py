@@ -12,7 +12,7 @@ from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.units import wrapped_modules
 from shardlab.vocabulary import Role
 from tests.comm.test_communicator import Log
-from tests.dist.every_engine import adamw, assert_states, engine_of, momentum, plain_steps
+from tests.dist.every_engine import adamw, assert_states, engine_of, momentum, plain_steps, step_on
 from tests.dist.nasty import Block, Deep
 from tests.dist.test_fsdp import build, seeded, three_steps
 from tests.units.look_alikes import GPT2, Residual
@@ -172,9 +172,7 @@ def other_units(rank, num_ranks, transport, options):
     with Mesh({"data": num_ranks}, transport=transport) as mesh:
         engine = build_engine("fsdp", build(Branches), momentum, mesh, **options)
         for step in range(3 if options["sharding"] == "no_shard" else 1):
-            engine.backward(branches_of(rank, num_ranks, step, engine))
-            engine.step()
-            engine.zero_grad()
+            step_on(engine, branches_of(rank, num_ranks, step, engine))
         return engine.full_state_dict()
 
 

@@ -129,8 +129,7 @@ def a_penalty_on_weights_is_computed_inside_full_params(user):
             with user.full_params() as module:
                 loss = loss + penalty(module)
             user.backward(loss if is_after else loss + user.loss(step))
-            user.step()
-            user.zero_grad()
+            user.step_and_clear()
 
 
 test_stories = STORIES.told()

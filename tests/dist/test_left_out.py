@@ -12,6 +12,7 @@ from torch import nn
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.precision import Precision
+from tests.dist import cases
 from tests.dist.every_engine import assert_states, engine_of, sgd
 
 
@@ -46,9 +47,7 @@ class Skips(nn.Module):
 
 
 def built():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Skips().double()
+    return cases.seeded(Skips).double()
 
 
 def loss_on(rank, module):

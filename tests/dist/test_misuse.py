@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.dist import cases
-from tests.dist.every_engine import KINDS, SHARDED, assert_states, engine_of
+from tests.dist.every_engine import KINDS, SHARDED, assert_states, backward, engine_of
 
 
 def units(key):
@@ -60,8 +60,7 @@ def refused(rank, key, num_ranks):
     model = cases.build("MLP")
     told = {}
     with engine_of(key, num_ranks, model, "sgd", **units(key)) as engine:
-        x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, num_ranks))
-        engine.backward(cases.loss_of(engine(x), y))
+        backward(engine)
         before = engine.full_state_dict()
         for name, (use, text) in REFUSED.items():
             with pytest.raises(RuntimeError, match=text) as caught:
@@ -97,8 +96,7 @@ def as_told(rank, key, num_ranks):
         engine.load_full_state_dict(cases.build("MLP", seed=1).state_dict())
         with engine.full_params(keep_changes=True):
             model[2].load_state_dict(cases.build("MLP", seed=2)[2].state_dict())
-        x, y = (cases.own_rows(part, rank) for part in cases.rows("MLP", 0, 0, num_ranks))
-        engine.backward(cases.loss_of(engine(x), y))
+        backward(engine)
         nn.utils.clip_grad_value_(engine.step_tensors(), 0.05)
         noisy(engine.step_tensors())
         gradients = engine.full_gradients()

@@ -15,14 +15,8 @@ from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.comm.test_communicator import Log
 from tests.dist import cases
-from tests.dist.every_engine import adamw, assert_states, shards_of
+from tests.dist.every_engine import adamw, assert_states, engine_of, shards_of
 from tests.dist.nasty import Deep
-
-
-def build():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Deep()
 
 
 def rows(rank, num_ranks, step):
@@ -33,7 +27,7 @@ def rows(rank, num_ranks, step):
 def bytes_and_wire(rank, precision):
     log = Log()
     with Mesh({"data": 2}) as mesh:
-        engine = build_engine("fsdp", build(), adamw, mesh, precision=precision, wrap="root")
+        engine = build_engine("fsdp", cases.seeded(Deep), adamw, mesh, precision=precision, wrap="root")
         x, y = rows(rank, 2, 0)
         engine.units[0].gather()
         gathered = bytes_by_role(engine.live_tensors())[Role.GATHERED_PARAMETER]
@@ -86,7 +80,7 @@ def test_a_buffer_of_another_dtype_is_named_with_the_way_out(pools):
 
 
 def steps_without_a_scaler(_, precision):
-    with Mesh({"data": 2}) as mesh, build_engine("fsdp", build(), adamw, mesh, precision=precision) as engine:
+    with engine_of("fsdp", 2, cases.seeded(Deep), optimizer_fn=adamw, precision=precision) as engine:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             engine.step()
@@ -101,7 +95,7 @@ def test_float16_without_a_scaler_warns(pools):
 
 def overflow(rank, strategy, options, in_a_piece):
     scales, steps = [], []
-    with Mesh({"data": 2}) as mesh, build_engine(strategy, build(), adamw, mesh, **options) as engine:
+    with Mesh({"data": 2}) as mesh, build_engine(strategy, cases.seeded(Deep), adamw, mesh, **options) as engine:
         scaler = GradScaler(init_scale=4.0, growth_interval=2)
         for step in range(6):
             x, y = rows(rank, 2, step)
@@ -153,7 +147,7 @@ def test_a_loop_with_torchs_scaler_runs_with_ours(strategy, enabled):
     arguments = {"device": "cpu", "init_scale": 8.0, "growth_factor": 4.0, "growth_interval": 2, "enabled": enabled}
     factors = [1.0, 1.0, torch.inf, 1.0, 1.0, 1.0] if enabled else [1.0] * 3
     x = torch.ones(2, 7, dtype=torch.float64)
-    model, plain = build().double(), build().double()
+    model, plain = (cases.seeded(Deep).double() for _ in range(2))
     optimizer, theirs, ours = adamw(plain.parameters()), [], []
     torchs, scaler = torch.amp.GradScaler(**arguments), GradScaler(**arguments)
     torchs_loop(torchs, optimizer, [lambda f=f: plain(x).sum() * f for f in factors], theirs)

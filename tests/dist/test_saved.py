@@ -234,8 +234,7 @@ def complex_views_of_parameters(user):
     for step in range(3):
         x, _ = user.rows(step)
         user.backward(user(x[:, :6]).square().mean())
-        user.step()
-        user.zero_grad()
+        user.step_and_clear()
 
 
 def through_unusual_tensors(hidden):
@@ -352,8 +351,7 @@ def what_backward_does_not_need_is_changed(user):
     losses = [user.loss(0) for _ in range(2)]
     for loss in losses:
         user.backward(loss)
-        user.step()
-        user.zero_grad()
+        user.step_and_clear()
 
 
 def abandoned(rank, setup):

@@ -7,7 +7,7 @@ from torch import nn
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from tests.dist import cases
-from tests.dist.every_engine import PIECES, assert_states, engine_of, one_step
+from tests.dist.every_engine import PIECES, assert_states, engine_of, one_step, step_on
 
 
 class Kept(torch.optim.Optimizer):
@@ -40,9 +40,7 @@ class Kept(torch.optim.Optimizer):
 def stepped(engine, rank, steps=2):
     for step in range(steps):
         x = torch.full((2, 3), 1.0 + rank + step, dtype=torch.float64)
-        engine.backward(engine(x).square().sum())
-        engine.step()
-        engine.zero_grad()
+        step_on(engine, engine(x).square().sum())
 
 
 def cut_in_the_weight():

@@ -21,8 +21,7 @@ def clipped(user, tensors_of):
     for step in range(3):
         user.go_back(step)
         norms.append(clip_grad_norm_(tensors_of(), 0.05))
-        user.step()
-        user.zero_grad()
+        user.step_and_clear()
     assert min(norms) > 0.05
     return {str(step): norm for step, norm in enumerate(norms)}
 
@@ -40,8 +39,7 @@ def torch_clips_what_is_stepped_where_it_is_whole(user):
 def trained_after_a_clip(user):
     user.go_back(0)
     user.clip_grad_norm_(1e-3)
-    user.step()
-    user.zero_grad()
+    user.step_and_clear()
     user.train(1)
 
 
@@ -130,8 +128,7 @@ def torch_clips_behind_a_forward_without_backward(user):
     user.loss(1)
     with user.refused():
         clip_grad_norm_(user.module.parameters(), 0.01)
-    user.step()
-    user.zero_grad()
+    user.step_and_clear()
     user.train(1)
 
 

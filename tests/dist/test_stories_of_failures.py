@@ -69,9 +69,7 @@ def train_0(user):
 def at_another_place_on_each_rank(user):
     for plain in (False, True):
         failing(user, user.rank, plain=plain)
-        with user.refused():
-            user.step()
-        user.zero_grad()
+        user.refuses(user.step)
         failing(user, None if user.rank else 0, plain=plain)
         user.zero_grad()
     user.train(0)
@@ -170,8 +168,7 @@ def kept_graphs_of_what_failed_change_nothing(user):
     user.zero_grad()
     del first, last
     user.loss(0).backward()
-    user.step()
-    user.zero_grad()
+    user.step_and_clear()
     assert len(held) == user.rank
 
 

@@ -27,11 +27,6 @@ def of_depth(user, step, depth):
     return cases.loss_of(user(x, depth=depth), y)
 
 
-def stepped(user):
-    user.step()
-    user.zero_grad()
-
-
 deep = functools.partial(story, model=Deep, optimizer=momentum)
 
 
@@ -44,7 +39,7 @@ def evaluate_before_the_step(user):
         with torch.no_grad():
             outputs += [user(user.rows(10 + step)[0], depth=depth) for depth in (3, 1)]
         of_depth(user, 20 + step, 2)
-        stepped(user)
+        user.step_and_clear()
         with torch.inference_mode():
             outputs.append(user(user.rows(30 + step)[0]).clone())
     return outputs
@@ -58,7 +53,7 @@ def other_depths(user):
         with torch.no_grad():
             of_depth(user, step, 3 - depth)
         user.backward(loss)
-        stepped(user)
+        user.step_and_clear()
 
 
 @deep()
@@ -70,7 +65,7 @@ def thawed_between_steps(user):
         user.go_back(step)
         if step == 1:
             block.requires_grad_(False)  # its gradient is there, and is stepped
-        stepped(user)
+        user.step_and_clear()
     block.requires_grad_(True)
 
 
@@ -82,7 +77,7 @@ def frozen_between_forward_and_backward(user):
         for name in names:
             user.module.get_submodule(name).requires_grad_(False)
         user.backward(loss)
-        stepped(user)
+        user.step_and_clear()
         user.module.requires_grad_(True)
 
 
@@ -94,7 +89,7 @@ def plain_backwards(user):
     second.backward()
     user.step()
     (user.loss(2) + of_depth(user, 3, 1)).backward()
-    stepped(user)
+    user.step_and_clear()
     user.loss(4).backward()
     user.zero_grad()
     user.loss(5).backward()
@@ -123,7 +118,7 @@ def inference_between_forward_and_backward(user):
         loss.backward() if plain else user.backward(loss)
         with torch.inference_mode():
             user.loss(step)
-        stepped(user)
+        user.step_and_clear()
 
 
 @story(on=ON, instead=None)
@@ -176,7 +171,7 @@ class TiedReentrant(Deep):
 def two_forwards_one_backward(user):
     for step in range(2):
         user.backward(user.loss(2 * step) + user.loss(2 * step + 1))
-        stepped(user)
+        user.step_and_clear()
 
 
 # Gradients that come in parts are right where nothing has been sent by then; else they are refused, on all ranks.
@@ -184,12 +179,6 @@ IN_PARTS = (
     *((two_forwards_one_backward, kind, WHOLE) for kind in (Reentrant, TiedReentrant)),
     (plain_backwards, Reentrant, (*WHOLE, "fsdp", "fsdp-shard_grad_op")),
 )
-
-
-def refused_and_cleared(user, go):
-    with user.refused():
-        go(user)
-    user.zero_grad()
 
 
 for go, kind, refusing in IN_PARTS:
@@ -200,7 +189,7 @@ for go, kind, refusing in IN_PARTS:
     STORIES.story(
         name=f"{kind.__name__}_{go.__name__}_is_refused", model=kind, on=refusing, instead=None,
         refused="use_reentrant=False",
-    )(functools.partial(refused_and_cleared, go=go))  # fmt: skip
+    )(lambda user, go=go: user.refuses(go, user))  # fmt: skip
 
 
 class InsideAndOutside(Deep):
@@ -219,9 +208,7 @@ class InsideAndOutside(Deep):
        refused=r"gradient of .*: it comes in parts.*use_reentrant=False", instead=None)  # fmt: skip
 def a_part_of_a_gradient_comes_after_the_rest_was_sent(user):
     loss = user.loss(0)
-    with user.refused():
-        user.backward(loss)
-    user.zero_grad()
+    user.refuses(user.backward, loss)
     user.backward(user.call(user.module.enter, user.rows(0)[0]).sum())
     user.step()
 
@@ -263,7 +250,7 @@ def a_parameter_that_forward_returns_is_used_in_the_loss(user):
         returned = user(user.rows(step)[0])
         loss = (returned["y"] * returned["scale"].exp() + returned["bias"][0]).square().mean()
         loss.backward() if step == 1 else user.backward(loss)
-        stepped(user)
+        user.step_and_clear()
 
 
 def pruned():
@@ -297,7 +284,7 @@ def a_gradient_at_the_output_is_no_backward(user):
         if user.rank == 0:
             torch.autograd.grad(loss, output, retain_graph=True)
         user.backward(loss)
-        stepped(user)
+        user.step_and_clear()
     assert user.rank is None or user.num_backwards == 2
 
 
@@ -349,7 +336,7 @@ def rank_by_rank(user):
     for step in range(2):
         for rank in range(user.num_ranks):
             user.loss_of_rank(rank, step).backward()
-        stepped(user)
+        user.step_and_clear()
 
 
 def by_the_engine(user):
@@ -386,9 +373,7 @@ for name, (kind, prepare) in INSIDE.items():
                refused="backward: it was called inside a forward")  # fmt: skip
         def refused_inside(user, prepare=prepare):
             prepare(user)
-            with user.refused():
-                user.go_back(0)
-            user.zero_grad()
+            user.refuses(user.go_back, 0)
 
 
 class Transforms(nn.Module):

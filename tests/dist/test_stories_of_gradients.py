@@ -80,9 +80,7 @@ def sums_are_replaced_while_their_means_lie_elsewhere(user):
         with user.full_params() as module:
             for param in module.parameters():
                 param.grad = make(param)
-        with user.refused():
-            user.step()
-        user.zero_grad()
+        user.refuses(user.step)
     user.train(2, 3)
 
 
@@ -100,9 +98,7 @@ def a_submodule_s_sums_in_more_bits_are_cleared(user):
     with user.no_sync():
         user.backward(user(user.rows(0)[0].float()).sum())
     user.module[0].zero_grad()
-    with user.refused():
-        user.finish_gradients()
-    user.zero_grad()
+    user.refuses(user.finish_gradients)
 
 
 # Adding up.
@@ -119,9 +115,7 @@ def means_are_changed_by_hand_before_the_next_is_added(user):
             for tensor in user.tensors(lambda known, name=name: known == name):
                 if tensor.grad is not None:
                     tensor.grad = change(tensor.grad)
-            user.go_back(1)
-            user.step()
-            user.zero_grad()
+            user.train(1)
 
 
 @story()
@@ -154,8 +148,7 @@ def sums_are_read_replaced_and_cleared(user):
 def without_rank_1(user):
     for step in range(3):
         sum(user.loss_of_rank(rank, step) for rank in range(user.num_ranks) if step != 1 or rank != 1).backward()
-        user.step()
-        user.zero_grad()
+        user.step_and_clear()
 
 
 for has_forward in (True, False):
@@ -172,8 +165,7 @@ for has_forward in (True, False):
             loss = user.loss(step) if has_forward or not is_left_out else None
             if not is_left_out:
                 user.backward(loss)
-            user.step()
-            user.zero_grad()
+            user.step_and_clear()
 
 
 # Hooks of the user's.

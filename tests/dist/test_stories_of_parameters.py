@@ -82,9 +82,7 @@ def data_is_replaced_where_parameters_are_views(user):
     uses = (user.full_state_dict, lambda: user.save(user.directory), lambda: user.load(user.directory), user.step)
     for use in (*uses, lambda: user.go_back(1), lambda: user.go_back(1)):
         by_data(user.module)
-        with user.refused():
-            use()
-        user.zero_grad()
+        user.refuses(use)
     user.module[0].bias.data = own
     user.train(1)
     user.load(user.directory)
@@ -155,8 +153,7 @@ def parameters_are_read_and_written_between_backward_and_step(user):
             for param in model.parameters():
                 param.mul_(1.0 if not keeps else 0.9)
             user.loss(1)
-        user.step()
-        user.zero_grad()
+        user.step_and_clear()
 
 
 @story(on=(*KINDS, "fsdp-no_shard"), instead=None)
@@ -177,9 +174,7 @@ def a_backward_through_values_that_are_lost(user):
             for param in module.parameters():
                 param.mul_(2)
         loss = user.loss(0)
-    with user.refused():
-        user.backward(loss)
-    user.zero_grad()
+    user.refuses(user.backward, loss)
 
 
 class Writes(cases.MLP):
@@ -204,9 +199,7 @@ def forward_writes_into_whole_parameters(user):
 def forward_writes_into_gathered_parameters(user):
     for use in (user.full_state_dict, lambda: user.save(user.directory), lambda: user.go_back(1)):
         user.loss(0)
-        with user.refused():
-            use()
-        user.zero_grad()
+        user.refuses(use)
 
 
 def halve(module, _):
@@ -221,10 +214,8 @@ def convert(module, *_):
 def gathered_data_is_replaced(user):
     for register, change in ((nn.Module.register_forward_pre_hook, halve), (nn.Module.register_forward_hook, convert)):
         hook = register(user.module[2], change)
-        with user.refused():
-            user.go_back(0)
+        user.refuses(user.go_back, 0)
         hook.remove()
-        user.zero_grad()
     user.train(1)
 
 
@@ -270,9 +261,7 @@ def rounded_copies_are_written_until_they_are_loaded(user):
         for load in (lambda: user.load(user.directory), lambda: user.load_full_state_dict(state)):
             write(user.module)
             for use in (user.step, lambda: user.save(user.directory), user.full_state_dict):
-                with user.refused():
-                    use()
-                user.zero_grad()
+                user.refuses(use)
             load()
             assert_states([user.full_state_dict()], state)
 
@@ -325,9 +314,7 @@ def an_attribute_is_replaced_and_put_back(user):
     own, other = owned["weight"], nn.Parameter(torch.zeros(owned["weight"].shape).double())
     owned["weight"] = other
     for use in (user.full_state_dict, user.step, lambda: user.save(user.directory), lambda: user.go_back(0)):
-        with user.refused():
-            use()
-        user.zero_grad()
+        user.refuses(use)
     owned["weight"] = own
     user.train(0)
 

@@ -72,8 +72,7 @@ def an_optimizer_over_the_module_s_parameters_steps(user):
     for other in (early, late):
         with user.refused():
             other.step()
-    user.step()
-    user.zero_grad()
+    user.step_and_clear()
     user.close()
     early.step()  # the module is plain again
 
@@ -90,9 +89,7 @@ def a_step_inside_backward(user):
         for param in model.parameters():
             optimizers[param] = sgd([param])
             param.register_post_accumulate_grad_hook(step)
-    with user.refused():
-        user.go_back(0)
-    user.zero_grad()
+    user.refuses(user.go_back, 0)
 
 
 @story(refused=r"inside no_sync\(\); write engine\.step\(\), or call engine\.finish_gradients\(\) first", instead=None)
@@ -116,21 +113,15 @@ for fused in (False, True):
         user.go_back(1)
         loss = user.loss(2)
         second.step()
-        with user.refused():
-            user.backward(loss)
-        user.zero_grad()
+        user.refuses(user.backward, loss)
         loss = user.loss(3)
         with user.full_params(keep_changes=True) as model:
             model[2].weight.data = model[2].weight.data * 2
-        with user.refused():
-            user.backward(loss)
-        user.zero_grad()
+        user.refuses(user.backward, loss)
         user.go_back(1)
         with user.full_params():
             second.step()
-        with user.refused():
-            user.go_back(1)
-        user.zero_grad()
+        user.refuses(user.go_back, 1)
 
 
 # By hand.
@@ -174,9 +165,7 @@ def pieces_are_clamped_last(user):
         user.train(step)
         clamp(user.optimizer)
         for use in (lambda: user.go_back(0), user.full_state_dict, lambda: user.full_params().__enter__()):
-            with user.refused():
-                use()
-            user.zero_grad()
+            user.refuses(use)
         user.step()  # gathers
 
 
@@ -197,9 +186,7 @@ def pieces_are_assigned(user):
     loss = user.loss(0)
     for tensor in user.tensors():
         tensor.data = tensor.data * 3
-    with user.refused():
-        user.backward(loss)
-    user.zero_grad()
+    user.refuses(user.backward, loss)
     with user.refused():
         user.close()
 
@@ -223,9 +210,7 @@ def pieces_are_written_while_full_parameters_are_held(user):
             with user.refused():
                 user.full_state_dict()
         user.zero_grad()
-        with user.refused():
-            user.go_back(1)
-        user.zero_grad()
+        user.refuses(user.go_back, 1)
 
 
 @story(on=SHARDED, refused="modified by an inplace operation", instead=None)

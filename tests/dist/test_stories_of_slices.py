@@ -11,6 +11,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.optimizers.grad_scaler import GradScaler
 from shardlab.tensor_parallel import Column, Row, parallelize_module
+from tests.dist import cases
 from tests.dist.every_engine import KINDS, assert_states
 
 WORDS = r"write engine\.clip_grad_norm_\(max_norm\)"
@@ -22,9 +23,7 @@ def changes_gradients(tensors):
 
 
 def sliceable():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).double()
+    return cases.seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))).double()
 
 
 @contextlib.contextmanager

@@ -75,9 +75,7 @@ def an_optimizer_that_assigns_to_pieces(user):
     """It goes on stepping what nobody gathers, so it is refused for good."""
     user.train(0)
     for use in (lambda: user.go_back(1), user.step, user.full_state_dict, lambda: user.save(user.directory)):
-        with user.refused():
-            use()
-        user.zero_grad()
+        user.refuses(use)
     with user.refused():
         user.close()
 
@@ -162,11 +160,8 @@ def a_hook_uses_a_module_that_is_half_stepped(user):
         for register in (user.optimizer.register_step_pre_hook, user.optimizer.register_step_post_hook):
             hook = register(lambda *_, use=use: use(user))
             user.go_back(0)
-            with user.refused():
-                user.step()
+            user.refuses(user.step)
             hook.remove()
-            user.zero_grad()
-    user.zero_grad()
     twice(user)
 
 
@@ -215,9 +210,7 @@ def old_values(user, between):
     user.go_back(0)
     old = user.loss(1)
     between()
-    with user.refused():
-        user.backward(old)
-    user.zero_grad()
+    user.refuses(user.backward, old)
     user.step()
     twice(user)
 

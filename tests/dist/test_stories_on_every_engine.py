@@ -46,8 +46,7 @@ def retained(user):
         else:
             user.backward(cases.loss_of(output, y), retain_graph=True)
             user.backward(output.square().mean())
-        user.step()
-        user.zero_grad()
+        user.step_and_clear()
 
 
 def gradients_at_every_moment(user):
@@ -176,8 +175,7 @@ def methods_beside_forward_are_called(user):
         else:
             loss = user.call(model.loss, x, y)["loss"]
         user.backward(loss)
-        user.step()
-        user.zero_grad()
+        user.step_and_clear()
         made.append(user.call(model.generate, x, length=2))
     assert "forward" not in vars(model)
     return [*made, user(user.rows(0)[0]).detach()]
@@ -189,8 +187,7 @@ def torch_s_engines_call_functions_too(user):
     for step in range(2):
         x, y = user.rows(step)
         user.backward(user.call(lambda x, y: cases.loss_of(model.head(model.encode(x)) * model.scale, y), x, y))
-        user.step()
-        user.zero_grad()
+        user.step_and_clear()
 
 
 @story(model=Coder, on=("zero3", "fsdp"), refused=r"or engine\.call\(function, \.\.\.\)", instead=None)

@@ -8,7 +8,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.precision import Precision
 from shardlab.vocabulary import HostTransport
-from tests.dist.every_engine import ALL, KINDS
+from tests.dist.every_engine import ALL, KINDS, step_on
 
 KEYS = ("ddp", *KINDS, "zero1-balanced", "fsdp-no_shard")
 # Half of the smallest number of each dtype rounds to zero, with its sign.
@@ -56,9 +56,7 @@ def trained(rank, key, dtype, slopes, precision=None, transport=None):
         build_engine(strategy, Sometimes(dtype), decayed, mesh, **options) as engine,
     ):
         for _ in range(2):
-            engine.backward(engine(slopes[rank]))
-            engine.step()
-            engine.zero_grad()
+            step_on(engine, engine(slopes[rank]))
         return engine.full_state_dict()
 
 

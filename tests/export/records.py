@@ -2,12 +2,10 @@
 
 from dataclasses import asdict
 
-import pandas as pd
-
-from shardlab.tables import MEMORY, SHARDS, STEPS, TABLES
+from shardlab.tables import MEMORY, SHARDS, STEPS
 from shardlab.trace.process_memory import Allocator
 from shardlab.trace.store import Records
-from tests.analysis.hand_made import KEYS, NAN, two_ranks
+from tests.analysis.hand_made import KEYS, STEP, two_ranks
 
 
 def moment(rank, time_us, where, **held):
@@ -18,8 +16,7 @@ def moment(rank, time_us, where, **held):
 
 def hand_made():
     moved, worked = two_ranks()
-    step = {"loss": 1.5, "grad_norm": NAN, "learning_rate": 0.1, "step_us": 130.0, "exposed_comm_us": 30.0}
-    step |= {"overlap": 0.6, "peak_bytes": 90, "wire_bytes": 2000.0, "num_tokens": 8, "traced_memory": True}
+    step = STEP | {"loss": 1.5, "step_us": 130.0, "peak_bytes": 90, "wire_bytes": 2000.0, "traced_memory": True}
     memory = [
         row
         for rank in (0, 1)
@@ -38,8 +35,3 @@ def hand_made():
         steps=STEPS.frame([KEYS | step | {"rank": rank} for rank in (0, 1)]),
         manifests={"a": {"run": "a", "mesh": {"data": 2}}},
     )
-
-
-def joined(first, second):
-    tables = {name: pd.concat([getattr(first, name), getattr(second, name)]) for name in TABLES}
-    return Records(**tables, manifests={**first.manifests, **second.manifests})

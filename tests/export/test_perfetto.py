@@ -4,12 +4,13 @@ import gzip
 import json
 from collections import Counter
 
+import pandas as pd
 import pytest
 
 from shardlab.export import perfetto_trace, write_perfetto
 from shardlab.tables import TABLES
 from shardlab.trace.store import Records
-from tests.export.records import hand_made, joined
+from tests.export.records import hand_made
 from tests.export.trace_format import check
 
 
@@ -81,13 +82,13 @@ def test_files_are_written_plain_or_compressed(tmp_path):
 def test_what_cannot_be_drawn_is_refused():
     records = hand_made()
     tables = {name: getattr(records, name) for name in TABLES}
-    other = Records(**{name: table.assign(run="b") for name, table in tables.items()}, manifests={})
+    both = {name: pd.concat([table, table.assign(run="b")]) for name, table in tables.items()}
     late = Records(**tables | {"collectives": records.collectives.assign(end_us=0.0)}, manifests={})
     empty = Records(**{name: table.iloc[:0] for name, table in tables.items()}, manifests={})
     for of, run, words in (
         (empty, None, "no spans and no collectives"),
         (records, "b", "run: 'b' is not one of a"),
-        (joined(records, other), None, "holds 2 runs, name one of a, b"),
+        (Records(**both, manifests={}), None, "holds 2 runs, name one of a, b"),
         (late, None, "the clock ran backwards"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -1,13 +1,12 @@
 """Scripts as a user would start them, ended with the test in every case."""
 
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.launch.helpers import script_env
+from tests.launch.helpers import start_python
 
 StartScript = Callable[[str], subprocess.Popen[str]]
 
@@ -20,16 +19,8 @@ def start_script(tmp_path: Path) -> Iterator[StartScript]:
     def start(text: str) -> subprocess.Popen[str]:
         path = tmp_path / "script.py"
         path.write_text(text)
-        process = subprocess.Popen(
-            [sys.executable, str(path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            env=script_env(),
-        )
-        started.append(process)
-        return process
+        started.append(start_python(path, stderr=subprocess.STDOUT, start_new_session=True))
+        return started[-1]
 
     yield start
     for process in started:

@@ -2,8 +2,10 @@
 
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -20,6 +22,12 @@ def script_env() -> dict[str, str]:
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     # The secret, so that torchrun's ranks make no file for it in the home directory.
     return {SECRET: "of the tests", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def start_python(*words: object, **options: Any) -> subprocess.Popen[str]:
+    """This Python, with the checkout importable; what it prints can be read."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    return subprocess.Popen([sys.executable, *map(str, words)], text=True, env=script_env(), **pipes)
 
 
 def descendants(pid: int) -> list[psutil.Process]:

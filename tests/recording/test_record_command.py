@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -11,7 +10,7 @@ from typer.testing import CliRunner
 
 from shardlab.cli import app
 from shardlab.trace.store import load_run
-from tests.launch.helpers import script_env
+from tests.launch.helpers import start_python
 
 TRAIN = """
 import os, sys, torch, helper
@@ -44,17 +43,11 @@ def script(tmp_path):
     return write
 
 
-def start(*words, cwd, **options):
-    command = [sys.executable, *map(str, words)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=cwd, env=script_env(), **options)
-
-
 def test_the_script_sees_what_python_would_show_it(script, tmp_path):
     words = ["code/mine.py", "--help", "x", "--out", "y"]
     script(SAY)
     plain, recorded = (
-        start(*begin, *words, cwd=tmp_path).communicate(timeout=120)
+        start_python(*begin, *words, cwd=tmp_path).communicate(timeout=120)
         for begin in ((), ("-m", "shardlab", "record", "--out", "run"))
     )
     assert plain[1] == ""
@@ -65,7 +58,7 @@ def test_the_script_sees_what_python_would_show_it(script, tmp_path):
 
 def test_errors_and_exit_codes_are_the_scripts_own(script, tmp_path):
     """An error of ours would be said in a line, with code 2."""
-    done = start("-m", "shardlab", "record", "--out", "run", script("raise ValueError('mine')"), cwd=tmp_path)
+    done = start_python("-m", "shardlab", "record", "--out", "run", script("raise ValueError('mine')"), cwd=tmp_path)
     error = done.communicate(timeout=120)[1]
     assert done.returncode == 1
     assert "Traceback" in error
@@ -75,7 +68,7 @@ def test_errors_and_exit_codes_are_the_scripts_own(script, tmp_path):
 
 def test_a_killed_script_leaves_its_finished_steps(script, tmp_path):
     path = script("print('now', flush=True)\nimport time\ntime.sleep(100)\n")
-    running = start("-m", "shardlab", "record", "--out", "run", path, cwd=tmp_path)
+    running = start_python("-m", "shardlab", "record", "--out", "run", path, cwd=tmp_path)
     assert running.stdout.readline() == "now\n"
     time.sleep(0.1)
     os.kill(running.pid, signal.SIGKILL)

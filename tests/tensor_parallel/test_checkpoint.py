@@ -11,6 +11,8 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.tensor_parallel import Column, Row, Vocabulary, gpt_plan, parallelize_module
+from tests.dist.every_engine import step_on
+from tests.tensor_parallel.test_engines import OPTIMIZERS
 
 CONFIG = GPTConfig(vocab_size=12, seq_len=8, num_layers=2, num_heads=4, hidden=8, tied=False)
 ROWS = 12
@@ -42,10 +44,6 @@ def build(seed):
         return model
 
 
-def adamw(tensors):
-    return torch.optim.AdamW(tensors, lr=1e-2, eps=1e-3, weight_decay=0.1)
-
-
 def batch(step, rank=0, num_ranks=1):
     tokens = torch.randint(0, 12, (ROWS, 9), generator=torch.Generator().manual_seed(step)).chunk(num_ranks)[rank]
     return tokens[:, :-1], tokens[:, 1:]
@@ -56,15 +54,13 @@ def engine_on(mesh, strategy, seed, plan=None):
     if "tensor" in mesh.axes:
         parallelize_module(model, gpt_plan(CONFIG, sequence_parallel=True) if plan is None else plan, mesh["tensor"])
     name, options = STRATEGIES[strategy]
-    return build_engine(name, model, adamw, mesh, **options)
+    return build_engine(name, model, OPTIMIZERS["adamw"], mesh, **options)
 
 
 def train(engine, steps):
     for step in steps:
         x, y = batch(step, engine.data_rank, engine.num_data_ranks)
-        engine.backward(next_token_loss(engine(x), y))
-        engine.step()
-        engine.zero_grad()
+        step_on(engine, next_token_loss(engine(x), y))
 
 
 def save(rank, mesh_key, strategy, directory):
@@ -83,7 +79,7 @@ def load(rank, mesh_key, strategy, directory, plan=None):
 @cache
 def reference():
     model = build(0)
-    optimizer = adamw(list(model.parameters()))
+    optimizer = OPTIMIZERS["adamw"](list(model.parameters()))
     for step in range(4):
         x, y = batch(step)
         next_token_loss(model(x), y).backward()

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
@@ -14,7 +15,7 @@ from shardlab.engines import build_engine
 from shardlab.experiment.shard_rows import shard_rows
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.tensor_parallel import gpt_plan, parallelize_module, vocab_parallel_cross_entropy
-from tests.dist import whole_optimizers
+from tests.dist import cases, whole_optimizers
 
 CONFIG = GPTConfig(vocab_size=12, seq_len=6, num_layers=2, num_heads=4, num_kv_heads=2, hidden=8)
 FOUR = {"data": 2, "tensor": 2}
@@ -48,9 +49,7 @@ ROWS = 4
 
 
 def build(seed=0, config=CONFIG):
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return GPT(config).double()
+    return cases.seeded(lambda: GPT(config), seed).double()
 
 
 def batch(step, micro_batch, rank=0, num_ranks=1):
@@ -81,14 +80,9 @@ def train_engine(engine, mesh, steps, micro_batches=1, clip=None, plain_backward
         total = 0.0
         for micro_batch in range(micro_batches):
             x, y = batch(step, micro_batch, engine.data_rank, engine.num_data_ranks)
-            last = micro_batch == micro_batches - 1
-            if last or plain_backward:
+            with engine.no_sync() if micro_batch < micro_batches - 1 and not plain_backward else nullcontext():
                 loss = loss_of(engine, x, y, mesh["tensor"]) / micro_batches
                 loss.backward() if plain_backward else engine.backward(loss)
-            else:
-                with engine.no_sync():
-                    loss = loss_of(engine, x, y, mesh["tensor"]) / micro_batches
-                    engine.backward(loss)
             total += float(loss.detach())
         if gradients is not None:
             gradients.append(engine.full_gradients())
@@ -291,16 +285,14 @@ def test_slices_of_another_axis_of_a_square_mesh_are_refused(pools):
 
 def scaled(rank):
     """An overflow in one rank's slice makes every rank skip the step."""
-    with Mesh(FOUR) as mesh:
-        model = parallel(rank, mesh, {})
-        with build_engine("zero2", model, OPTIMIZERS["sgd"], mesh) as engine:
-            scaler = GradScaler()
-            x, y = batch(0, 0, engine.data_rank, 2)
-            engine.backward(scaler.scale(next_token_loss(engine(x), y)))
-            engine.finish_gradients()
-            if rank == 3:
-                next(t.grad for t in engine.step_tensors() if t.grad is not None).fill_(float("inf"))
-            return scaler.step(engine), scaler.current_scale
+    with Mesh(FOUR) as mesh, build_engine("zero2", parallel(rank, mesh, {}), OPTIMIZERS["sgd"], mesh) as engine:
+        scaler = GradScaler()
+        x, y = batch(0, 0, engine.data_rank, 2)
+        engine.backward(scaler.scale(next_token_loss(engine(x), y)))
+        engine.finish_gradients()
+        if rank == 3:
+            next(t.grad for t in engine.step_tensors() if t.grad is not None).fill_(float("inf"))
+        return scaler.step(engine), scaler.current_scale
 
 
 def test_ranks_agree_on_an_overflow(pools):

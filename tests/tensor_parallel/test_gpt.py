@@ -9,8 +9,9 @@ from torch import nn
 from shardlab.comm.mesh import Mesh
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.partition.slices import slices_of
-from shardlab.tensor_parallel import gpt_plan, merge_state_dict, parallelize_module, vocab_parallel_cross_entropy
+from shardlab.tensor_parallel import gpt_plan, merge_state_dict, parallelize_module
 from tests.comm.test_communicator import Log
+from tests.tensor_parallel.test_engines import OPTIMIZERS, build, loss_of
 
 SIZES = {"vocab_size": 12, "seq_len": 8, "num_layers": 2, "hidden": 16}
 CONFIGS = {
@@ -24,16 +25,6 @@ PLANS = {
     "regather": {"sequence_parallel": True, "regather": True},
     "logits in parts": {"sequence_parallel": True, "gather_logits": False},
 }
-OPTIMIZERS = {
-    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-3, weight_decay=0.1),
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-}
-
-
-def build(config, seed=0):
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return GPT(config).double()
 
 
 def batch(step):
@@ -41,18 +32,10 @@ def batch(step):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def loss_of(model, step, comm=None):
-    x, y = batch(step)
-    logits = model(x)
-    if comm is None or logits.shape[-1] == 12:
-        return next_token_loss(logits, y)
-    return vocab_parallel_cross_entropy(logits, y, comm)
-
-
 def train(model, optimizer, steps, comm=None):
     losses = []
     for step in range(steps):
-        loss = loss_of(model, step, comm)
+        loss = loss_of(model, *batch(step), comm)
         loss.backward()
         losses.append(float(loss.detach()))
         optimizer.step()
@@ -67,7 +50,7 @@ def train_all(rank, options, todo):
 def train_parallel(rank, config, options, optimizer, steps):
     with Mesh({"tensor": torch.distributed.get_world_size()}) as mesh:
         comm = mesh["tensor"]
-        model = parallelize_module(build(config, seed=rank), gpt_plan(config, **options), comm)
+        model = parallelize_module(build(rank, config), gpt_plan(config, **options), comm)
         losses = train(model, OPTIMIZERS[optimizer](list(model.parameters())), steps, comm)
         slices = slices_of(model)
         replicated = {name: p.detach() for name, p in model.named_parameters() if name not in slices}
@@ -82,7 +65,7 @@ TODO = (("tied", "sgd", 4), ("untied", "adamw", 2), ("grouped", "sgd", 2))
 def test_trains_as_one_process(pools, options, num_ranks):
     found_by_rank = pools(num_ranks).run(train_all, PLANS[options], TODO)
     for (key, optimizer, steps), *results in zip(TODO, *found_by_rank, strict=True):
-        plain = build(CONFIGS[key])
+        plain = build(config=CONFIGS[key])
         losses = train(plain, OPTIMIZERS[optimizer](list(plain.parameters())), steps)
         for found, state, replicated in results:
             assert found == pytest.approx(losses, abs=1e-10)
@@ -95,10 +78,10 @@ def test_trains_as_one_process(pools, options, num_ranks):
 def sent_in_a_step(rank):
     with Mesh({"tensor": 2}) as mesh:
         config = CONFIGS["untied"]
-        model = parallelize_module(build(config), gpt_plan(config), mesh["tensor"])
+        model = parallelize_module(build(config=config), gpt_plan(config), mesh["tensor"])
         log = Log()
         with mesh.observed_by(log):
-            loss = loss_of(model, 0, mesh["tensor"])
+            loss = loss_of(model, *batch(0), mesh["tensor"])
             forward = len(log.events)
             loss.backward()
         events = [(str(e.op), e.tag, e.numel) for e in log.events]
@@ -155,7 +138,7 @@ def from_meta(rank, options):
 def test_from_the_meta_device(pools):
     """No rank ever holds the whole model, and all ranks hold slices of the same one."""
     results = pools(2).run(from_meta, PLANS["sequence"])
-    total = sum(param.numel() for param in build(CONFIGS["tied"]).parameters())
+    total = sum(param.numel() for param in build(config=CONFIGS["tied"]).parameters())
     for state, largest in results:
         assert largest < 0.7 * total
         for name, value in state.items():
@@ -168,8 +151,8 @@ def inference(rank):
     """A refusal, inference mode, without gradients, and with them: nothing is remembered from one to the other."""
     with Mesh({"tensor": 2}) as mesh:
         config = CONFIGS["tied"]
-        plain = build(config)
-        model = parallelize_module(build(config), gpt_plan(config, sequence_parallel=True), mesh["tensor"])
+        plain = build(config=config)
+        model = parallelize_module(build(config=config), gpt_plan(config, sequence_parallel=True), mesh["tensor"])
         x, y = batch(0)
         odd = "dim -2 of output of token_embedding: 7 does not divide over 2 tensor-parallel ranks; use 6 or 8"
         with pytest.raises(ValueError, match=odd):

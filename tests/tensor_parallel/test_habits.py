@@ -9,6 +9,7 @@ from torch import nn
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.tensor_parallel import Column, OnSequence, Row, Vocabulary, parallelize_module
+from tests.dist.every_engine import step_on
 
 
 class Block(nn.Module):
@@ -52,9 +53,7 @@ def block_by_block(rank, strategy):
         with build_engine(strategy, model, adamw, mesh) as engine:
             begun = engine.full_state_dict()
             for step in range(2):
-                engine.backward(engine(rows(step)).square().mean())
-                engine.step()
-                engine.zero_grad()
+                step_on(engine, engine(rows(step)).square().mean())
             return begun, engine.full_state_dict()
 
 

@@ -17,6 +17,7 @@ from shardlab.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from tests.comm.test_communicator import Log
+from tests.dist import cases
 
 SIZES = (2, 4)
 SHAPES = [(5,), (2, 3), (1,), (), (2, 1, 3)]  # before the features
@@ -121,9 +122,7 @@ def run_on_sequence(rank, regather):
 
 
 def full_linear_back(seed):
-    with torch.random.fork_rng():
-        torch.manual_seed(100 + seed)
-        return nn.Linear(OUT, IN).double()
+    return cases.seeded(partial(nn.Linear, OUT, IN), 100 + seed).double()
 
 
 @pytest.mark.parametrize("num_ranks", SIZES)
@@ -168,9 +167,7 @@ def run_embeddings(rank, cases):
 
 
 def full_embedding(seed, options):
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return nn.Embedding(VOCABULARY, HIDDEN, **options).double()
+    return cases.seeded(partial(nn.Embedding, VOCABULARY, HIDDEN, **options), seed).double()
 
 
 def tokens(shape):

@@ -11,6 +11,7 @@ from shardlab.launch import RankError
 from shardlab.partition.slices import slices_of
 from shardlab.tensor_parallel import Column, OnSequence, Row, copy, parallelize_module
 from tests.comm.test_communicator import Log
+from tests.dist.every_engine import step_on
 
 
 class Block(nn.Module):
@@ -109,9 +110,7 @@ def trained_in_units(rank, change, device, options):
         with build_engine("fsdp", model, sgd, mesh, wrap=("head.*",), **options) as engine:
             for _ in range(2):
                 x = batch().chunk(2)[engine.data_rank].chunk(2, 1)[comm.rank]
-                engine.backward(engine(x).square().sum())
-                engine.step()
-                engine.zero_grad()
+                step_on(engine, engine(x).square().sum())
             return engine.full_state_dict()
 
 

@@ -15,6 +15,7 @@ from shardlab.models import GPT, GPTConfig
 from shardlab.tensor_parallel import (  # isort: skip
     Column, OnSequence, Row, Scatter, Vocabulary, gpt_plan, load_state_dict, merge_state_dict, parallelize_module,
 )  # fmt: skip
+from tests.dist import cases
 
 
 class Layer(nn.Module):
@@ -79,9 +80,7 @@ ON_SEQUENCE = {
 
 
 def build(kind, seed):
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return kind().double()
+    return cases.seeded(kind, seed).double()
 
 
 def step(model):

@@ -1,5 +1,7 @@
 """The planner's tables of the tensor axis are what ranks record and hold, and table 2 is what a layer keeps."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -7,18 +9,20 @@ from torch.nn import functional
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
-from shardlab.models import GPT, GPTConfig, next_token_loss
+from shardlab.models import GPT, GPTConfig
 from shardlab.planner import ADAM, Setup, described, predicted_collectives, predicted_memory
 from shardlab.planner.formulas import Layer, activation_bytes
 from shardlab.planner.tensor import TensorSetup, divided, on_tensor_ranks, predicted_tensor_collectives
 
 from shardlab.tensor_parallel import (  # isort: skip
-    Column, OnSequence, OwnDropout, Row, gpt_plan, parallelize_module, vocab_parallel_cross_entropy,
+    Column, OnSequence, OwnDropout, Row, gpt_plan, parallelize_module,
 )  # fmt: skip
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.trace.observed import wire_bytes
 from shardlab.vocabulary import Role
 from tests.comm.test_communicator import Log
+from tests.dist import cases
+from tests.tensor_parallel.test_engines import loss_of
 
 CONFIG = GPTConfig(vocab_size=12, seq_len=8, num_layers=2, num_heads=4, hidden=16)
 COLUMNS = ["op", "axis", "tag", "dtype", "numel", "bytes", "wire_bytes", "group_size"]
@@ -32,22 +36,14 @@ AXES = {"tp2": {"data": 1, "tensor": 2}, "tp4": {"data": 1, "tensor": 4}, "tp2 x
 
 
 def build(config=CONFIG):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return GPT(config)
+    return cases.seeded(lambda: GPT(config))
 
 
 def step(engine, comm, micro_batches, clip):
     for micro_batch in range(micro_batches):
         tokens = torch.randint(0, 12, (3, 9), generator=torch.Generator().manual_seed(micro_batch))
-        logits = engine(tokens[:, :-1])
-        whole = logits.shape[-1] == 12
-        loss = next_token_loss(logits, tokens[:, 1:]) if whole else None
-        loss = vocab_parallel_cross_entropy(logits, tokens[:, 1:], comm) if loss is None else loss
-        if micro_batch < micro_batches - 1:
-            with engine.no_sync():
-                engine.backward(loss)
-        else:
+        loss = loss_of(engine, tokens[:, :-1], tokens[:, 1:], comm)
+        with engine.no_sync() if micro_batch < micro_batches - 1 else nullcontext():
             engine.backward(loss)
     if clip:
         engine.clip_grad_norm_(1.0)

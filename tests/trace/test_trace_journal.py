@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -22,11 +23,8 @@ def path(tmp_path):
 
 
 def read(path, at_most=10**9):
-    reader = JournalReader(path)
-    try:
+    with closing(JournalReader(path)) as reader:
         return b"".join(iter(lambda: reader.new(at_most), b""))
-    finally:
-        reader.close()
 
 
 @pytest.mark.parametrize(("ahead", "at_most"), [(1, 10**9), (5000, 7), (2**18, 4096)])

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -160,16 +161,11 @@ class Recording:
     def __init__(self, engine):
         self.engine, self.ledger = engine, MemoryLedger(engine.live_tensors())
 
+    @contextmanager
     def phase(self, phase, kind=None):
-        from contextlib import contextmanager
-
-        @contextmanager
-        def inside():
-            before, self.ledger.phase = self.ledger.phase, phase
-            yield
-            self.ledger.phase = before
-
-        return inside()
+        before, self.ledger.phase = self.ledger.phase, phase
+        yield
+        self.ledger.phase = before
 
     def at_rest(self):
         self.ledger.classify(self.engine.live_tensors())

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from contextlib import closing
 from time import perf_counter_ns
+from unittest import mock
 
 import pandas as pd
 import pytest
@@ -40,11 +41,8 @@ def train_counted(rank, setting):
         meetings.append((call.collective, call.numel, call.dtype))
         meet(self, call)
 
-    SharedBuffers.synchronize = met
-    try:
+    with mock.patch.object(SharedBuffers, "synchronize", met):
         return train(rank, setting), meetings
-    finally:
-        SharedBuffers.synchronize = meet
 
 
 @pytest.mark.parametrize(("strategy", "num_ranks"), [("bucketed", 2), ("zero1", 3)])
@@ -182,11 +180,8 @@ def train_gated(rank, setting):
         if event.tag.startswith("gradients"):
             GATE.set()
 
-    Recorder.completed = completed
-    try:
+    with mock.patch.object(Recorder, "completed", completed):
         return train(rank, setting)
-    finally:
-        Recorder.completed = plain
 
 
 def test_what_compute_covers_is_hidden_and_the_rest_is_exposed(pools, tmp_path):

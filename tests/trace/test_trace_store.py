@@ -1,7 +1,6 @@
 """Runs on disk: what was written is read, whatever became of the writer."""
 
 import json
-import math
 
 import pandas as pd
 import pytest
@@ -10,9 +9,8 @@ from shardlab.tables import TABLES
 from shardlab.trace import store
 from shardlab.trace.journal import END
 from shardlab.trace.store import RunWriter, load_run, load_runs, run_directories, write_manifest
+from tests.analysis.hand_made import NAN, STEP
 from tests.trace.journals import add, heard
-
-NAN = math.nan
 
 
 def collective(seq):
@@ -24,11 +22,8 @@ def collective(seq):
 
 
 def one_step(step):
-    return {
-        "loss": 1.0 / (step + 3), "grad_norm": NAN, "learning_rate": 1e-3, "step_us": 10.0, "exposed_comm_us": 1.0,
-        "overlap": NAN, "peak_bytes": None if step % 2 else 2**40, "wire_bytes": 12.5, "num_tokens": 4,
-        "traced_memory": bool(step % 2),
-    }  # fmt: skip
+    is_odd = bool(step % 2)
+    return STEP | {"loss": 1.0 / (step + 3), "peak_bytes": None if is_odd else 2**40, "traced_memory": is_odd}
 
 
 def write(directory, steps, rank=0, run="ddp"):

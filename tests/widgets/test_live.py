@@ -11,15 +11,9 @@ from shardlab.trace.process_memory import Allocator
 from shardlab.trace.store import RunWriter, write_manifest
 from shardlab.widgets import live, read_progress
 from shardlab.widgets.live import MAX_STEPS, DirectoryTail
+from tests.analysis.hand_made import STEP
 from tests.trace.journals import add, heard
 from tests.widgets.conftest import SMALL
-
-
-def step_row(loss):
-    return {
-        "loss": loss, "grad_norm": 1.0, "learning_rate": 1e-3, "step_us": 1000.0, "exposed_comm_us": 0.0,
-        "overlap": 0.0, "peak_bytes": None, "wire_bytes": 0.0, "num_tokens": 1, "traced_memory": False,
-    }  # fmt: skip
 
 
 def memory_row(role, size, where="rest"):
@@ -52,7 +46,7 @@ def append(writer, step):
     writer.append(
         step,
         {
-            "steps": heard([step_row(5.0 - step)]),
+            "steps": heard([STEP | {"loss": 5.0 - step}]),
             "spans": heard([span_row(10.0 * step)]),
             "memory": heard([memory_row("parameter", 8)]),
         },
@@ -83,7 +77,7 @@ def test_the_timeline_is_of_the_newest_step_that_all_ranks_have_finished(tmp_pat
 
 def test_memory_is_the_last_sample_at_rest_of_every_rank(tmp_path, writers):
     append(writers[0], 0)
-    writers[0].append(1, {"steps": heard([step_row(1.0)]), "memory": heard([memory_row("parameter", 99, "blocks.0")])})
+    writers[0].append(1, {"steps": heard([STEP]), "memory": heard([memory_row("parameter", 99, "blocks.0")])})
     append(writers[1], 0)
     memory = read_progress(tmp_path).memory
     assert memory["bytes"].tolist() == [8, 8]
@@ -102,7 +96,7 @@ def test_a_run_that_ends_meanwhile_keeps_its_last_steps(tmp_path, writers, tail)
 
 def test_a_long_run_is_thinned(tmp_path, writers, tail):
     for step in range(MAX_STEPS + 10):
-        writers[0].append(step, {"steps": heard([step_row(0.0)])})
+        writers[0].append(step, {"steps": heard([STEP])})
     steps = tail.read().steps["step"]
     assert len(steps) < MAX_STEPS
     assert steps.max() >= MAX_STEPS + 8

@@ -78,12 +78,8 @@ def play(function: Function, _comm: Communicator, *step: Any) -> Measured:
     return _found(rows, step)
 
 
-def gains(result: object) -> list[float]:
-    """A rank's row of the picture."""
-    return [result["gain"], result["gain with a row less"]] if isinstance(result, dict) else []
-
-
 BREAK_EVEN = Exercise.from_file(
     "scaling.break_even", __doc__, STARTER, cases, "05_why_are_two_slower_than_one", num_references=1, num_wrong=5,
-    attempt=play, drawn=gains, drawn_words="rows a second of two ranks over one: with these rows, and with a row less",
+    attempt=play, drawn=lambda result: [result["gain"], result["gain with a row less"]],
+    drawn_words="rows a second of two ranks over one: with these rows, and with a row less",
 )  # fmt: skip

@@ -13,7 +13,6 @@ Hints:
 """
 
 from collections.abc import Sequence
-from typing import cast
 
 from shardlab.exercises.exercise import Case, Exercise, call_without_ranks
 from shardlab.partition.buckets import assign_buckets
@@ -45,9 +44,8 @@ def _wanted(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     return [list(bucket) for bucket in assign_buckets(specs, capacity)]
 
 
-def bucket_of_each(result: object) -> list[float]:
+def bucket_of_each(buckets: list[list[int]]) -> list[float]:
     """The number of the bucket in which each parameter travels, in the order of the parameters."""
-    buckets = cast(list[list[int]], result)
     bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket}
     return [float(bucket_of[index]) for index in sorted(bucket_of)]
 

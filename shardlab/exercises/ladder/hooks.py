@@ -136,13 +136,8 @@ def _those(used: Sequence[bool]) -> str:
     return ", ".join(str(number) for number, uses_right in enumerate(used) if uses_right) or "none"
 
 
-def gradient_numbers(result: object) -> list[float]:
-    """A rank's row of the picture: its gradients end to end."""
-    return numbers_in(result["gradients"]) if isinstance(result, dict) else []
-
-
 HOOKS = Exercise.from_file(
     "data_parallel.hooks", __doc__, STARTER, cases, "03_data_parallel", num_references=2, num_wrong=7,
-    attempt=train, drawn=gradient_numbers, drawn_words="an element of the gradients",
+    attempt=train, drawn=lambda result: numbers_in(result["gradients"]), drawn_words="an element of the gradients",
     shown_inputs=lambda _, used, __: f"num_micro_batches {len(used)}; right is used in micro-batches: {_those(used)}",
 )  # fmt: skip

@@ -84,12 +84,8 @@ def backward(
     return Measured({"layers in a bucket": num_layers, "messages wait": queued}, time_us=clock.now_us)
 
 
-def waits_of_messages(result: object) -> list[float]:
-    """A rank's row of the picture."""
-    return numbers_in(result["messages wait"]) if isinstance(result, dict) else []
-
-
 LINK = Exercise.from_file(
     "link.smallest_bucket", __doc__, STARTER, cases, "04_overlap_defined", num_references=1, num_wrong=5,
-    attempt=backward, drawn=waits_of_messages, drawn_words="how long a message waits for the one before it (us)",
+    attempt=backward, drawn=lambda result: numbers_in(result["messages wait"]),
+    drawn_words="how long a message waits for the one before it (us)",
 )  # fmt: skip

@@ -13,8 +13,8 @@ Hints:
 - What two ranges share is max(starts) to min(stops), if the first is smaller; subtract the offset.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,12 +67,8 @@ def _held(ranges: Mapping[str, Any], sizes: Mapping[str, int]) -> Tensor:
     return torch.cat(list(whole.values()))
 
 
-def elements_held(result: object) -> Sequence[float]:
-    """A rank's row of the picture."""
-    return cast(list[float], cast(dict[str, Tensor], result)["held"].tolist())
-
-
 OWNERS = Exercise.from_file(
     "zero1.owners", __doc__, STARTER, cases, "06_zero_1_and_2", num_references=1, num_wrong=5,
-    attempt=step_what_is_owned, drawn=elements_held, drawn_words="an element, 1 where the rank owns it",
+    attempt=step_what_is_owned, drawn=lambda result: result["held"].tolist(),
+    drawn_words="an element, 1 where the rank owns it",
 )  # fmt: skip

@@ -75,14 +75,9 @@ def _ranges_in(saved: list[Saved]) -> str:
     return f"saved [{' | '.join(of_ranks)}]"
 
 
-def values_held(result: object) -> list[float]:
-    """A rank's row of the picture: its values, without their starts."""
-    assert isinstance(result, dict)
-    return numbers_in([values for _, values in result.values()])
-
-
 RESHARD = Exercise.from_file(
     "checkpoint.reshard", __doc__, STARTER, cases, "12_checkpoints_that_reshard", num_references=1, num_wrong=5,
-    attempt=call_without_ranks, drawn=values_held, drawn_words="an element that the rank holds",
+    attempt=call_without_ranks, drawn=lambda result: numbers_in([values for _, values in result.values()]),
+    drawn_words="an element that the rank holds",
     shown_inputs=lambda saved, sizes, num_ranks, rank: f"{_ranges_in(saved)}; {sizes}; {num_ranks}; {rank}",
 )  # fmt: skip

@@ -117,12 +117,6 @@ def forward(function: Function, comm: Communicator, num_units: int, x: Tensor) -
     return Measured({"events": events, "output": output}, peak_bytes, clock.now_us)
 
 
-def gathered_after_each_event(result: object) -> Sequence[float]:
-    """A rank's row of the picture: how many units are gathered after each event."""
-    assert isinstance(result, dict)
-    return _gathered_after_each(result["events"])
-
-
 def _gathered_after_each(events: Sequence[str]) -> list[float]:
     gathered: set[str] = set()
     counts = []
@@ -135,5 +129,6 @@ def _gathered_after_each(events: Sequence[str]) -> list[float]:
 
 ZERO3 = Exercise.from_file(
     "zero3.forward", __doc__, STARTER, cases, "07_zero_3", num_references=1, num_wrong=5,
-    attempt=forward, drawn=gathered_after_each_event, drawn_words="the number of gathered units after an event",
+    attempt=forward, drawn=lambda result: _gathered_after_each(result["events"]),
+    drawn_words="the number of gathered units after an event",
 )  # fmt: skip
