@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.cli.console import count, empty_table, names_in, progress_bar
+from shardlab.cli.console import count, names_in, progress_bar, table_of
 from shardlab.vocabulary import HostTransport
 
 if TYPE_CHECKING:
@@ -29,6 +29,12 @@ SHARED_NOTE = (
     "memory, and gloo's own buffers."
 )
 
+RATIOS = ["ours_over_floor", "ratio_median", "peak_ratio"]
+COLUMNS = {
+    "ours": "ours", "theirs": "theirs", "ours_ms": "ours (ms)", "theirs_ms": "theirs (ms)", "floor_ms": "floor (ms)",
+    "ours_over_floor": "over (floor)", "ratio_median": "time (ratio)", "quartiles": "quartiles",
+    "peak_ratio": "peak (ratio)",
+}  # fmt: skip
 ALL_PAIRS = "bucketed,zero1,fsdp,tensor_parallel,itself"
 
 
@@ -67,14 +73,12 @@ def bench(
 
 
 def _table(workload: "Workload", rows: Sequence["BenchRow"]) -> Table:
+    import pandas as pd
+
     size = f"{workload.model}, {workload.rows} x {workload.seq_len} tokens a rank"
     title = f"{workload.name}: {size}, {count(rows[0].ranks, 'rank')}, {rows[0].rounds} rounds"
+    quartiles = [f"{row.ratio_q1:.2f}-{row.ratio_q3:.2f}" for row in rows]
+    shown = pd.DataFrame(map(asdict, rows)).assign(quartiles=quartiles)[list(COLUMNS)]
+    shown[RATIOS] = shown[RATIOS].map("{:.2f}".format)
     # Narrow, as is all in it: it fits into 80 columns.
-    numbers = ("ours\nms", "theirs\nms", "floor\nms", "over\nfloor", "time\nratio", "\nquartiles", "peak\nratio")
-    style = {"title_style": "bold", "padding": 0, "pad_edge": True}
-    table = empty_table(title, left=("ours", "theirs"), right=numbers, **style)
-    for row in rows:
-        times = (f"{value:.{0 if value >= 1000 else 1}f}" for value in (row.ours_ms, row.theirs_ms, row.floor_ms))
-        over_floor, ratio, peak = (f"{value:.2f}" for value in (row.ours_over_floor, row.ratio_median, row.peak_ratio))
-        table.add_row(row.ours, row.theirs, *times, over_floor, ratio, f"{row.ratio_q1:.2f}-{row.ratio_q3:.2f}", peak)
-    return table
+    return table_of(shown.rename(columns=COLUMNS), title, 0, right=[*COLUMNS.values()][2:])

@@ -1,8 +1,8 @@
 """Shared by the commands: errors in one line, names in a list, tables, a progress bar, and numbers with their noun."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import typer
 from rich import box
@@ -52,13 +52,23 @@ def progress_bar(total: int, *, quiet: bool = False) -> Iterator[Callable[[str],
         yield lambda done: progress.update(task, advance=1, description=done)
 
 
-def empty_table(title: str = "", left: Iterable[str] = (), right: Iterable[str] = (), **style: Any) -> Table:
-    """A table without rows yet: its columns, first those of words, then those of numbers; no cell is broken."""
-    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, **{"pad_edge": False, **style})
-    sides: dict[Literal["left", "right"], Iterable[str]] = {"left": left, "right": right}
-    for side, names in sides.items():
-        for name in names:
-            table.add_column(name, justify=side, no_wrap=True)
+def table_of(shown: "pd.DataFrame", title: str, gap: int, right: Collection[str] = ()) -> Table:
+    """A table; numbers and the columns ``right`` are aligned right, ``gap`` more than one space between columns."""
+    import pandas as pd
+
+    from shardlab.plots.text import column_text
+
+    table = Table(
+        title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False,
+        pad_edge=False, padding=(0, gap, 0, 0),
+    )  # fmt: skip
+    for name in shown.columns:
+        numeric = name in right or pd.api.types.is_numeric_dtype(shown[name])
+        head = str(name).replace(" (", "\n").rstrip(")")  # the unit has a line of its own
+        # Where the terminal is too narrow, a name goes on in the next line; half a number says nothing.
+        table.add_column(head, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
+    for row in zip(*(column_text(shown[name]) for name in shown.columns), strict=True):
+        table.add_row(*map(Text, row))
     return table
 
 

@@ -5,13 +5,12 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from shardlab.cli.console import count, empty_table
+from shardlab.cli.console import count, table_of
 
 if TYPE_CHECKING:
     from shardlab.exercises import Exercise
@@ -102,11 +101,6 @@ def _failed(marks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    table = empty_table(show_edge=False, padding=(0, 1, 0, 0))
-    for name, value in rows[0].items():
-        # A name is not broken: the reason has lines enough.
-        justify: Literal["left", "right"] = "right" if isinstance(value, int) else "left"
-        table.add_column(name.replace("_", " "), overflow="fold", no_wrap=name == "exercise", justify=justify)
-    for row in rows:
-        table.add_row(*(Text(str(value)) for value in row.values()))
-    Console(highlight=False).print(table)
+    import pandas as pd
+
+    Console(highlight=False).print(table_of(pd.DataFrame(rows), "", 1))

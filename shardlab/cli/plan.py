@@ -1,6 +1,5 @@
 """``shardlab plan``: what strategies cost, without running: of a number of parameters, or of a workload."""
 
-import json as json_text
 from dataclasses import asdict
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -9,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 
-from shardlab.cli.console import answer_table, count, in_units, names_in
-from shardlab.cli.records import ROOMY, table_of
+from shardlab.cli.console import answer_table, count, in_units, names_in, table_of
+from shardlab.cli.records import ROOMY, print_json
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.planner.fit import Gpu
 from shardlab.planner.formulas import model_states, precision_named
@@ -143,9 +142,7 @@ def _tell(found: Found, ranks: int, gpu: Gpu | None, card: str, *, json: bool, o
     said = answer_of_plan(found.rows, ranks, None if gpu is None else gpu.memory_bytes)
     page = None if out is None else _page(found, said, gpu, card, out)
     if json:
-        tables = {"strategies": found.rows} | ({} if found.layers is None else {"modules": found.layers})
-        shown = {name: json_text.loads(table.to_json(orient="records")) for name, table in tables.items()}
-        typer.echo(json_text.dumps({"answer": dict(said), **shown}, indent=2))
+        print_json(found.rows, said, found.layers)
         return
     console = Console(highlight=False)
     console.print(answer_table(said))

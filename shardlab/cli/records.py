@@ -1,7 +1,7 @@
 """``shardlab record``, and the commands on records that exist: ``report``, ``trace``, ``modules`` and ``diff``."""
 
 import json as json_text
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from enum import StrEnum
 from math import inf
 from pathlib import Path
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from shardlab.cli.console import answer_table, count, empty_table, in_units
+from shardlab.cli.console import answer_table, count, in_units, table_of
 
 if TYPE_CHECKING:
     from shardlab.experiment import CompareConfig, Comparison
@@ -242,12 +242,12 @@ def _result_table(comparison: "Comparison", config: "CompareConfig", console: Co
     title = f"{config.title}, {count(config.ranks, 'rank')}, {count(steps, 'step')}"
     gap = 2 if console.width >= ROOMY else 0  # besides the one space between columns
     columns, left_out = dict(TERMINAL), list[str]()
-    table = table_of(readable_summary(comparison.summary, columns), title, gap)
-    for name in DISPENSABLE:
+    for name in ("", *DISPENSABLE):
+        if name:
+            left_out.append(columns.pop(name)[0].replace("\n", " "))
+        table = table_of(readable_summary(comparison.summary, columns), title, gap)
         if Measurement.get(console, console.options.update(max_width=UNBOUNDED), table).maximum <= console.width:
             break
-        left_out.append(columns.pop(name)[0].replace("\n", " "))
-        table = table_of(readable_summary(comparison.summary, columns), title, gap)
     return table, left_out
 
 
@@ -281,26 +281,15 @@ def _texts(row: Mapping[Hashable, Any]) -> dict[str, str]:
     return {"quantity": row["quantity"], "first": texts[0], "second": texts[1], "difference": texts[2], "ratio": ratio}
 
 
-def table_of(shown: pd.DataFrame, title: str, gap: int, right: Collection[str] = ()) -> Table:
-    """A table for the terminal; numbers and the columns ``right`` are aligned right."""
-    from shardlab.plots.text import column_text
-
-    table = empty_table(title, title_style="bold", show_edge=False, padding=(0, gap, 0, 0))
-    for name in shown.columns:
-        numeric = name in right or pd.api.types.is_numeric_dtype(shown[name])
-        # Where the terminal is too narrow, a name goes on in the next line; half a number says nothing.
-        head = str(name).replace(" (", "\n").rstrip(")")  # the unit has a line of its own
-        table.add_column(head, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
-    for row in zip(*(column_text(shown[name]) for name in shown.columns), strict=True):
-        table.add_row(*row)
-    return table
-
-
-def print_json(table: pd.DataFrame, said: Iterable[tuple[str, str]] = ()) -> None:
+def print_json(table: pd.DataFrame, said: Iterable[tuple[str, str]] = (), layers: pd.DataFrame | None = None) -> None:
     """Print rows as JSON, and the answer where there is one; missing, infinite and NaN values are null."""
-    rows = [
+    rows, modules = _rows_of(table), {} if layers is None else {"modules": _rows_of(layers)}
+    found = {"answer": dict(said), "strategies": rows, **modules} if said else rows
+    typer.echo(json_text.dumps(found, indent=2, allow_nan=False))
+
+
+def _rows_of(table: pd.DataFrame) -> list[dict[str, Any]]:
+    return [
         {str(name): None if pd.isna(value) or value in (inf, -inf) else value for name, value in row.items()}
         for row in table.astype("object").to_dict("records")
     ]
-    found = {"answer": dict(said), "strategies": rows} if said else rows
-    typer.echo(json_text.dumps(found, indent=2, allow_nan=False))

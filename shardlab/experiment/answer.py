@@ -38,26 +38,24 @@ class Line(NamedTuple):
 def answer(comparison: Comparison, config: CompareConfig | None = None) -> list[Line]:
     """The five lines of a comparison; without ``config`` its records say it."""
     config = config_of(comparison.records) if config is None else config
-    table, steps = comparison.summary, comparison.records.steps
-    rows = side_by_side(table)
-    doubt = run_verdicts.busy_verdict(comparison, rows.index).removeprefix("Times are UNCERTAIN: ").rstrip(".")
+    table, records = comparison.summary, comparison.records
+    doubt = run_verdicts.busy_verdict(comparison, side_by_side(table).index)
+    doubt = doubt.removeprefix("Times are UNCERTAIN: ").rstrip(".")
+    next_one = following(config, set(table["strategy"]), has_failed=bool(not_finite(records.steps)), doubt=doubt)
     return [
-        Line("LEAST MEMORY", least_memory(rows)),
-        Line("FASTEST", fastest(rows, quartiles(steps), doubt)),
-        Line("COST", cost(rows, messages(comparison.records.collectives).to_dict())),
-        Line("CAN I TRUST IT", " · ".join((*_trusted(comparison), _times(doubt)))),
-        Line("NEXT", following(config, set(table["strategy"]), has_failed=bool(not_finite(steps)), doubt=doubt)),
+        *answer_of_runs(table, records, doubt),
+        Line("CAN I TRUST IT", " · ".join(_trusted(comparison, doubt))),
+        Line("NEXT", next_one),
     ]
 
 
-def answer_of_runs(summary: pd.DataFrame, records: Records) -> list[Line]:
-    """The first three lines, of runs that were made one after another: whatever else had the cores is not known."""
+def answer_of_runs(summary: pd.DataFrame, records: Records, doubt: str = "") -> list[Line]:
+    """The first three lines, also of runs that were made one after another; ``doubt`` is why times are uncertain."""
     rows = side_by_side(summary)
-    counts = messages(records.collectives).to_dict()
     return [
         Line("LEAST MEMORY", least_memory(rows)),
-        Line("FASTEST", fastest(rows, quartiles(records.steps))),
-        Line("COST", cost(rows, counts)),
+        Line("FASTEST", fastest(rows, quartiles(records.steps), doubt)),
+        Line("COST", cost(rows, messages(records.collectives).to_dict())),
     ]
 
 
@@ -188,7 +186,7 @@ def cost(rows: pd.DataFrame, counts: Mapping[Any, int]) -> str:
     return f"{', '.join(said)}{f'; messages: {numbers}' if counts else ''}"
 
 
-def _trusted(comparison: Comparison) -> Iterable[str]:
+def _trusted(comparison: Comparison, doubt: str) -> Iterable[str]:
     table = comparison.summary
     for said in (run_verdicts.agreement_verdict(comparison), run_verdicts.unfinished_verdict(comparison)):
         if said:
@@ -209,10 +207,7 @@ def _trusted(comparison: Comparison) -> Iterable[str]:
     else:
         others = listing(list(table.loc[table["as_planned"].isna(), "strategy"]))
         yield f"bytes and messages as planned{'' if others == 'none' else f', without a plan those of {others}'}"
-
-
-def _times(doubt: str) -> str:
-    return f"times uncertain, because {doubt}" if doubt else "ranks had their cores"
+    yield f"times uncertain, because {doubt}" if doubt else "ranks had their cores"
 
 
 def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: str) -> str:

@@ -91,12 +91,8 @@ def _chosen(config: CompareConfig) -> str:
         "strategies", "ranks", "steps", "workload", "model", "text", "batch", "seq_len", "dtype", "device", "link",
         "transport", "timeout_s",
     }  # fmt: skip
-    chosen = {
-        field.name: getattr(config, field.name)
-        for field in fields(config)
-        if field.name not in said and getattr(config, field.name) != field.default
-    }
-    return "".join(f", {name}={value}" for name, value in chosen.items())
+    values = ((field, getattr(config, field.name)) for field in fields(config) if field.name not in said)
+    return "".join(f", {field.name}={value}" for field, value in values if value != field.default)
 
 
 def _tables(comparison: Comparison) -> dict[str, pd.DataFrame]:

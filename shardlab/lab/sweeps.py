@@ -129,7 +129,7 @@ def message_sweep(ops: Mapping[str, Op], num_bytes: Sequence[int], pool: RankPoo
     multiple = ELEMENT_BYTES * pool.world_size
     if not num_bytes or any(size < 1 or size % multiple for size in num_bytes):
         raise ValueError(f"num_bytes: {list(num_bytes)} are not all multiples of {multiple} above 0")
-    with cell_bar("timing messages", repeats * len(ops)) as advance:
+    with cell_bar("timing messages", repeats * len(ops) * pool.world_size) as advance:
         found = pool.run(_time_all, dict(ops), list(num_bytes), repeats, on_message=lambda _, name: advance(str(name)))
     times_us = torch.tensor(found, dtype=torch.float64)
     slowest_rank = times_us.amax(dim=0).flatten(start_dim=1)
@@ -167,7 +167,7 @@ def link_for(config: CompareConfig, pool: RankPool, *, sends_for: float = 0.8, l
     return Link(float(f"{latency * backward_us:.2g}"), float(f"{gbit_per_s:.2g}"))
 
 
-def _time_all(rank: int, ops: dict[str, Op], num_bytes: list[int], repeats: int) -> list[list[list[float]]]:
+def _time_all(_: int, ops: dict[str, Op], num_bytes: list[int], repeats: int) -> list[list[list[float]]]:
     """Microseconds by repetition, op and size, on this rank."""
     context = current()
     with Mesh({"data": context.world_size}, device=context.device) as mesh:
@@ -176,13 +176,12 @@ def _time_all(rank: int, ops: dict[str, Op], num_bytes: list[int], repeats: int)
             for tensor in tensors:
                 for _ in range(NUM_WARM_UPS):
                     op(mesh.data, tensor)
-        times: list[list[list[float]]] = [[] for _ in range(repeats)]
-        for by_op in times:
-            for name, op in ops.items():
-                by_op.append([_time(op, mesh, tensor) for tensor in tensors])
-                if rank == 0:
-                    current().emit(name)
-        return times
+
+        def timed(name: str) -> list[float]:
+            current().emit(name)
+            return [_time(ops[name], mesh, tensor) for tensor in tensors]
+
+        return [[timed(name) for name in ops] for _ in range(repeats)]
 
 
 def _time(op: Op, mesh: Mesh, tensor: torch.Tensor) -> float:

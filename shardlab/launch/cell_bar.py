@@ -12,7 +12,7 @@ from html import escape
 from time import monotonic
 
 TICK_S = 0.5
-_shown: list["_Bar"] = []  # the outermost first
+_shown: list["_Bar"] = []  # one at most
 
 
 @contextmanager
@@ -23,12 +23,10 @@ def cell_bar(title: str, total: int | None = None) -> Iterator[Callable[[str], N
     pictures, and of what takes less than half a second. A bar inside another is not shown: what it is about stands in
     the outer one. When all is done one line stays.
     """
-    if _shown:
-        _shown[0].said = title
-        yield lambda _: None
-        return
+    for outer in _shown:
+        outer.said = title
     is_in_cell = sys.modules.get("IPython") is not None and threading.current_thread() is threading.main_thread()
-    if not is_in_cell or {"PYTEST_VERSION", "SHARDLAB_PNG"} & os.environ.keys():
+    if _shown or not is_in_cell or {"PYTEST_VERSION", "SHARDLAB_PNG"} & os.environ.keys():
         yield lambda _: None
         return
     bar = _Bar(title, total)

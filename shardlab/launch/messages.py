@@ -142,7 +142,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, value: object) -> object:
         # A parameter is left to torch: it keeps class and requires_grad, and its data, a tensor, comes here too.
-        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter) and _is_on_gpu(value):
+        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter) and value.is_cuda:
             host = value.detach().cpu().requires_grad_(value.requires_grad)
             return host.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if isinstance(value, CodeType):
@@ -190,10 +190,6 @@ def _hooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
     hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
     hooked.hooked = True
     return hooked  # type: ignore[no-any-return]
-
-
-def _is_on_gpu(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda
 
 
 def _is_user_code(module: ModuleType) -> bool:

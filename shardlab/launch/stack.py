@@ -89,7 +89,8 @@ class StackWatch:
         when a second look finds the thread in the same innermost frame, which is one that waits.
         """
         frame = sys._current_frames().get(self._thread_id)
-        if frame is None or not _may_wait(frame.f_code.co_filename):
+        file = "" if frame is None else frame.f_code.co_filename
+        if frame is None or not (file in _WAIT_FILES or _is_collective_file(file)):
             self._call = None
             return None
         # The mark lives and dies with the frame, so a second call of the same function is never taken for the first.
@@ -113,10 +114,6 @@ def _is_collective(frames: Iterable[Frame]) -> bool:
     """Whether the innermost frame that does not merely wait for a thread belongs to a collective."""
     files = (frame.f_code.co_filename for frame, _ in frames)
     return _is_collective_file(next((file for file in files if file not in _WAIT_FILES), ""))
-
-
-def _may_wait(file: str) -> bool:
-    return file in _WAIT_FILES or _is_collective_file(file)
 
 
 def _is_collective_file(file: str) -> bool:

@@ -11,7 +11,7 @@ checkpoints and figures read it there and need not know what made the slices.
     query, key, value of 2 rows each, rank 1 of 2    ranges ((1, 2), (3, 4), (5, 6))
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -116,7 +116,7 @@ def slices_of(module: ModuleLike) -> dict[str, TensorSlice]:
     return {
         f"{prefix}.{name}" if prefix else name: found
         for prefix, owner in module.named_modules(remove_duplicate=False)
-        for name, found in _declared(owner).items()
+        for name, found in getattr(owner, SLICES, {}).items()
     }
 
 
@@ -132,7 +132,3 @@ def stretches(slice_: TensorSlice, start: int, stop: int) -> Iterator[tuple[int,
             if low < high:
                 yield begin + low - place, begin + high - place
             place += numel
-
-
-def _declared(owner: Any) -> Mapping[str, TensorSlice]:
-    return getattr(owner, SLICES, {})

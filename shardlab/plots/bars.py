@@ -208,7 +208,7 @@ def memory_on_gpu(plans: pd.DataFrame, memory_bytes: float | None, rows: int = 1
     Args:
         plans: one row per strategy: ``strategy``, ``parameter_bytes``, ``gradient_bytes``, ``optimizer_bytes``, and
             ``gathered_bytes``, ``row_bytes`` and ``rows_that_fit`` where they are known.
-        memory_bytes: of the GPU; None draws no line.
+        memory_bytes: of the GPU; None draws no line, nor does what is far beyond the bars.
         rows: of a micro-batch.
 
     Raises:
@@ -224,18 +224,15 @@ def memory_on_gpu(plans: pd.DataFrame, memory_bytes: float | None, rows: int = 1
     bars = bars.rename(columns={"strategy": "label"}).astype({"bytes": "Float64"}).fillna({"bytes": 0.0})
     drawn = f"activations of {rows} row{'' if rows == 1 else 's'}"
     drawn = drawn if unknown == "none" else f"without activations: not known of {unknown}"
-    whole = float(bars.groupby("label")["bytes"].sum().max())
-    is_near = memory_bytes is not None and memory_bytes < FAR * whole
-    line = "" if memory_bytes is None else f"{'dashed: ' if is_near else 'of '}{format_bytes(memory_bytes)}"
-    title = ON_GPU if memory_bytes is None else f"{ON_GPU}, against the memory of its GPU"
-    figure = new_figure(title, joined(SOURCE_NOTES["predicted"], drawn, line))
+    card = "" if memory_bytes is None else f"GPU: {format_bytes(memory_bytes)}"
+    figure = new_figure(ON_GPU, joined(SOURCE_NOTES["predicted"], drawn, card))
     stacked_bars(figure, bars, "role", ROLE_COLOURS, "bytes")
     totals = bars.groupby("label", sort=False)["bytes"].sum()
-    said = f"{title}{'' if memory_bytes is None else f', {format_bytes(memory_bytes)}'}: {byte_listing(totals)}."
+    said = f"{ON_GPU}: {byte_listing(totals)}."
     if memory_bytes is not None:
-        draw_memory(figure, memory_bytes, whole)
+        draw_memory(figure, memory_bytes, float(totals.max()))
         fit = [str(label) for label in totals.index[totals <= memory_bytes]]
-        said += f" It suffices for {listing(fit)}."
+        said += f" {format_bytes(memory_bytes)} suffice for {listing(fit)}."
     if "rows_that_fit" in plans and plans["rows_that_fit"].notna().any():
         counts = ["" if pd.isna(number) else f", {format_count(number)} rows" for number in plans["rows_that_fit"]]
         figure.data[-1].text = [f"{words}{number}" for words, number in zip(figure.data[-1].text, counts, strict=True)]
