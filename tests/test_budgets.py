@@ -16,17 +16,18 @@ from tests.test_architecture import PACKAGE, STRATEGY_FILES, closure, modules, r
 SLACK, FEW = 0.01, 3  # a budget lies at most one percent, or so few lines, above what stands
 # Each with the files that it imports, also for the type checker; without packages' __init__ and guards.
 CLOSURES = {
-    "single": 885, "ddp": 1049, "bucketed": 1261, "zero1": 1518, "zero2": 1550, "zero3": 1869, "fsdp": 2448,
+    "single": 885, "ddp": 1049, "bucketed": 1261, "zero1": 1518, "zero2": 1550, "zero3": 1869, "fsdp": 2446,
 }  # fmt: skip
 ROOMS = {
-    "__init__": 56, "__main__": 2, "analysis": 886, "bench": 235, "cli": 773, "comm": 2237, "data_sets": 165,
-    "engines": 4863, "exercises": 1463, "experiment": 2760, "export": 618, "faults": 366, "field_types": 19,
-    "installed": 14, "lab": 674, "launch": 1604, "meta_device": 34, "models": 177, "optimizers": 236, "partition": 480,
-    "planner": 837, "plots": 1881, "recording": 958, "tables": 100, "tensor_parallel": 1417,
-    "testing": 368, "trace": 1180, "units": 206, "vocabulary": 84, "widgets": 1287,
+    "__init__": 30, "__main__": 2, "analysis": 875, "bench": 232, "cli": 740, "comm": 2237, "data_sets": 161,
+    "engines": 4857, "exercises": 1457, "experiment": 2792, "export": 609, "faults": 366, "field_types": 19,
+    "installed": 26, "lab": 688, "launch": 1661, "meta_device": 34, "models": 177, "optimizers": 236, "partition": 478,
+    "planner": 814, "plots": 1915, "recording": 940, "tables": 100, "tensor_parallel": 1417,
+    "testing": 368, "trace": 1164, "units": 204, "vocabulary": 84, "widgets": 1317,
 }  # fmt: skip
-# Guards, 612 lines of them, stand in engines. What compare answers took 150 more in experiment and 60 in plots.
-WHOLE = 25_980
+# Guards, 612 lines of them, stand in engines. What compare and plan answer took 180 more in experiment, 90 in plots and
+# 30 in widgets, the bar below a cell 60 in launch and 15 in lab.
+WHOLE = 26_000
 
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
