@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardlab.launch import messages
 from shardlab.launch.messages import pack, unpack
 
 
@@ -57,7 +56,7 @@ def test_an_optimizer_s_class_that_was_used_here_calls_the_hooks_of_the_rank(poo
 
 
 def test_a_module_on_a_gpu_keeps_its_parameters(monkeypatch):
-    monkeypatch.setattr(messages, "_is_on_gpu", lambda _: True)  # its tensors become copies in host memory
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))  # its tensors become copies in host memory
     model = torch.nn.BatchNorm1d(3)
     model.bias.requires_grad_(False)
     model.tied, leaf = model.weight, torch.ones(2, requires_grad=True)
