@@ -41,11 +41,10 @@ def answer(comparison: Comparison, config: CompareConfig | None = None) -> list[
     table, records = comparison.summary, comparison.records
     doubt = run_verdicts.busy_verdict(comparison, side_by_side(table).index)
     doubt = doubt.removeprefix("Times are UNCERTAIN: ").rstrip(".")
-    next_one = following(config, set(table["strategy"]), has_failed=bool(not_finite(records.steps)), doubt=doubt)
     return [
         *answer_of_runs(table, records, doubt),
         Line("CAN I TRUST IT", " · ".join(_trusted(comparison, doubt))),
-        Line("NEXT", next_one),
+        Line("NEXT", following(config, {*table["strategy"]}, has_failed=bool(not_finite(records.steps)), doubt=doubt)),
     ]
 
 
@@ -219,16 +218,17 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
         has_failed: a loss was not finite.
         doubt: why times are uncertain, if they are.
     """
+    of = "" if config.workload is None else " --workload FILE.py:NAME"
     if has_failed:
-        return f"shardlab compare --learning-rate {config.learning_rate / 10:g}"
+        return f"shardlab compare{of} --clip 1, or a lower learning rate"
     if doubt:
         fewer = f"--ranks {config.ranks // 2}" if config.ranks > 2 else "--steps 50"
-        return f"shardlab compare {fewer}, with nothing beside it: so that times count"
+        return f"shardlab compare{of} {fewer}, with nothing beside it: so that times count"
     if "fsdp" not in ran:
-        return "shardlab compare --strategies zero1,zero3,fsdp: what sharded parameters cost"
+        return f"shardlab compare{of} --strategies zero1,zero3,fsdp: what sharded parameters cost"
     if config.link is None:
-        return "shardlab compare --strategies bucketed,zero3,fsdp --link 10Gbps,50us: what a slow link changes"
-    return "shardlab plan --gpu h100 --ranks 8: what it holds on cards"
+        return f"shardlab compare{of} --strategies bucketed,zero3,fsdp --link 10Gbps,50us: what a slow link changes"
+    return f"shardlab plan{of or ' --params 7B'} --gpu h100 --ranks 8: what it holds on cards"
 
 
 def answer_of_plan(plans: pd.DataFrame, ranks: int, memory_bytes: float | None = None) -> list[Line]:

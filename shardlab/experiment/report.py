@@ -133,7 +133,7 @@ def _figures(comparison: Comparison) -> dict[str, go.Figure]:
         "What a rank's engine holds between two steps, and the most in one.": plots.memory_by_role(
             records.memory[records.memory["role"] != str(Role.UNATTRIBUTED)], with_peak=True
         ),
-        "In the mean; waiting is for the last rank to come, off the CPU what other programs take.": plots.step_parts(
+        "Means; above, medians. Waiting: for the last rank. Off the CPU: other programs ran.": plots.step_parts(
             _parts(records)
         ),
         **dict(list(memory_figures(records).items())[1:]),
