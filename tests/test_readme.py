@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pandas as pd
@@ -53,8 +54,11 @@ def test_pages_have_the_form_that_is_tested_and_the_front_page_is_short():
 
 
 @pytest.mark.parametrize("page", [page for page, cells in PYTHON.items() if cells])
-def test_the_cells_of_a_page_run_one_after_another(tmp_path, monkeypatch, capsys, page):
+def test_the_cells_of_a_page_run_one_after_another(tmp_path, monkeypatch, capsys, pools, page):
     monkeypatch.chdir(tmp_path)
+    # That compare and check_strategy start ranks of their own, the tests of the command line and of both show.
+    for module in ("experiment.comparison", "testing.check"):
+        monkeypatch.setattr(f"shardlab.{module}.RankPool", lambda ranks, **_: nullcontext(pools(ranks)))
     namespace = {"__name__": "page"}
     for number, cell in enumerate(PYTHON[page]):
         exec(compile(cell, f"{page}, Python block {number}", "exec"), namespace)
@@ -116,9 +120,10 @@ def test_a_picture_shows_the_recorded_run():
         assert f"(data/front_page/{name}.png)" in README
 
 
-def test_the_recorded_bytes_are_those_of_a_run_today(tmp_path):
+def test_the_recorded_bytes_are_those_of_a_run_today(tmp_path, pools):
     saved = pd.read_parquet(front_page.FOLDER / "memory.parquet")
-    now = compare(CompareConfig(ranks=front_page.RANKS, steps=2, strategies=front_page.STRATEGIES), tmp_path / "run")
+    config = CompareConfig(ranks=front_page.RANKS, steps=2, strategies=front_page.STRATEGIES)
+    now = compare(config, tmp_path / "run", pool=pools(front_page.RANKS))
     of_strategies = [table[table["role"] != Role.UNATTRIBUTED] for table in (saved, now.records.memory)]
     held = [at_rest(table).set_index(["run", "role"])["bytes"] for table in of_strategies]
     pd.testing.assert_series_equal(*held)

@@ -144,7 +144,7 @@ def fastest(rows: pd.DataFrame, times: pd.DataFrame, doubt: str = "") -> str:
             f"cannot be said: {first} and {second} take about as long, half of their steps {low:.3g} to {high:.3g} ms "
             f"and {low2:.3g} to {high2:.3g} ms"
         )
-    said = f"{first}, {middle:.3g} ms a step, {format_percent(1 - middle / middle2)} less than {second}"
+    said = f"{first}, {middle:.3g} ms a step (median), {format_percent(1 - middle / middle2)} less than {second}"
     if not rows["wire_bytes_per_step"].astype("float64")[first]:
         return said
     hidden = rows["overlap"].astype("float64")[first]
@@ -176,11 +176,11 @@ def cost(rows: pd.DataFrame, counts: Mapping[Any, int]) -> str:
     ratios: dict[str, list[str]] = {}
     for name, ratio in (sent / least).sort_values(kind="stable").items():
         ratios.setdefault("nothing" if not ratio else f"{ratio:.2f}", []).append(str(name))
-    said = [
-        f"{listing(names)} {'sends' if len(names) == 1 else 'send'} {format_bytes(least)} a rank and step"
-        if ratio == "1.00" else f"{listing(names)} {ratio}{'' if ratio == 'nothing' else ' times as much'}"
-        for ratio, names in ratios.items()
-    ]  # fmt: skip
+    said = []
+    for times, names in ratios.items():
+        size = format_bytes(sent[names[0]])
+        much = {"nothing": "nothing", "1.00": f"{'sends' if len(names) == 1 else 'send'} {size} a rank and step"}
+        said.append(f"{listing(names)} {much.get(times, f'{times} times as much, {size}')}")
     numbers = ", ".join(f"{name} {counts.get(str(name), 0)}" for name in rows.index)
     return f"{', '.join(said)}{f'; messages: {numbers}' if counts else ''}"
 
@@ -204,8 +204,8 @@ def _trusted(comparison: Comparison, doubt: str) -> Iterable[str]:
     elif len(wrong):
         yield f"bytes or messages of {listing(list(wrong))} NOT as planned"
     else:
-        others = listing(list(table.loc[table["as_planned"].isna(), "strategy"]))
-        yield f"bytes and messages as planned{'' if others == 'none' else f', without a plan those of {others}'}"
+        others = list(table.loc[table["as_planned"].isna(), "strategy"])
+        yield f"bytes and messages as planned{f', without a plan those of {listing(others)}' if others else ''}"
     yield f"times uncertain, because {doubt}" if doubt else "ranks had their cores"
 
 
@@ -273,12 +273,15 @@ def what_fits(rows: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
             f"{ceil(ranks * need / memory_bytes)} or more, --precision bf16, or checkpointing in the model"
         )
     first = str(fitting.index[0])
-    all_fit = "all fit, and " if len(fitting) == len(left) > 1 else ""
+    short = [str(name) for name in left.index.difference(fitting.index, sort=False)]
+    fits = f"all fit: {first}" if len(left) > 1 else f"{first} fits: it"
+    if short:
+        fits = f"{listing(short)} {'does' if len(short) == 1 else 'do'} not fit; {first} is the first that fits: it"
     number = rows["rows_that_fit"][first] if "rows_that_fit" in rows else None
     room = "" if number is None or pd.isna(number) else f", {_many(number)} rows"
     said = (
-        f"of {memory}, {all_fit}{first} is the first that fits: it takes {format_bytes(memory_bytes - left[first])}, "
-        f"and {format_bytes(left[first])} are left for activations{room}"
+        f"of {memory}, {fits} takes {format_bytes(memory_bytes - left[first])}, and {format_bytes(left[first])} are "
+        f"left for activations{room}"
     )
     if left[most] <= left[first] * (1 + ALIKE):
         return said

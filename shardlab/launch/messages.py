@@ -15,6 +15,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -41,10 +42,11 @@ class Payload:
 
 @dataclass(frozen=True)
 class Task:
-    """To a rank: call a function. ``call`` holds (function, args, kwargs); ``sys_path`` is the parent's current one."""
+    """To a rank: call a function. ``call`` holds (function, args, kwargs), the others are the parent's current ones."""
 
     call: Payload
     sys_path: tuple[str, ...]
+    folder: Path
 
 
 @dataclass(frozen=True)

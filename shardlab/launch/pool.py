@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Self, TypeVar
 
 from shardlab.launch.answers_and_failures import Collector, Patience
@@ -98,7 +99,7 @@ class RankPool:
         """Call ``fn(rank, *args, **kwargs)`` on every rank, inside the initialised process group.
 
         ``fn`` may be defined in a cell, be a lambda or a closure. What ranks print appears while they run, each line
-        behind ``[rank r]``. CUDA tensors are sent and returned as CPU tensors.
+        behind ``[rank r]``. Ranks are in this process's folder. CUDA tensors are sent and returned as CPU tensors.
 
         Args:
             fn: the function.
@@ -125,7 +126,8 @@ class RankPool:
             # Before the ranks start: what cannot be pickled is told at once.
             packed = pack((fn, args, kwargs), "the function or one of its arguments")
             self._start()
-            return [unpack(payload) for payload in self._attempt(Task(packed, tuple(sys.path)), on_message)]
+            task = Task(packed, tuple(sys.path), Path.cwd())
+            return [unpack(payload) for payload in self._attempt(task, on_message)]
 
         return self._alone(call)
 

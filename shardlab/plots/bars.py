@@ -218,12 +218,12 @@ def memory_on_gpu(plans: pd.DataFrame, memory_bytes: float | None, rows: int = 1
     if rows < 1 or (memory_bytes is not None and memory_bytes <= 0):
         raise ValueError(f"memory_bytes, rows: {memory_bytes} and {rows} were given; both must be above 0")
     held = plans.reindex(columns=["strategy", *ON_GPU_COLUMNS]).rename(columns=ON_GPU_COLUMNS)
-    unknown = listing([str(name) for name in held.loc[held[Role.ACTIVATION].isna(), "strategy"]])
-    held[Role.ACTIVATION] = held[Role.ACTIVATION] * rows if unknown == "none" else 0.0
+    unknown = [str(name) for name in held.loc[held[Role.ACTIVATION].isna(), "strategy"]]
+    held[Role.ACTIVATION] = 0.0 if unknown else held[Role.ACTIVATION] * rows
     bars = held.melt("strategy", list(ON_GPU_COLUMNS.values()), var_name="role", value_name="bytes")
     bars = bars.rename(columns={"strategy": "label"}).astype({"bytes": "Float64"}).fillna({"bytes": 0.0})
-    drawn = f"activations of {rows} row{'' if rows == 1 else 's'}"
-    drawn = drawn if unknown == "none" else f"without activations: not known of {unknown}"
+    missing = "" if len(unknown) == len(held) else f": not known of {listing(unknown)}"
+    drawn = f"without activations{missing}" if unknown else f"activations of {rows} row{'' if rows == 1 else 's'}"
     card = "" if memory_bytes is None else f"GPU: {format_bytes(memory_bytes)}"
     figure = new_figure(ON_GPU, joined(SOURCE_NOTES["predicted"], drawn, card))
     stacked_bars(figure, bars, "role", ROLE_COLOURS, "bytes")

@@ -53,7 +53,7 @@ def test_answer_and_two_figures_are_seen_without_scrolling(opened):
 def test_the_page_is_whole_and_fetches_nothing(opened, report):
     page, complaints, requests = opened
     choices = page.locator(".choices option").count()
-    for number in range(choices):
+    for number in (0, choices - 1):
         page.select_option(".choices select", index=number)
         page.locator(".choice:not([hidden]) svg.main-svg").first.wait_for(timeout=60_000)
         figures = drawn_figures(page)  # timelines that were not chosen have no size

@@ -95,11 +95,13 @@ def test_emit_reaches_the_parent_in_order(pools):
         assert [message for sender, message in seen if sender == rank] == [(rank, i) for i in range(5)]
 
 
-def test_environment_and_directory_are_the_parents_at_start(monkeypatch, tmp_path):
+def test_the_environment_is_the_parents_at_start_and_the_folder_that_of_each_call(monkeypatch, tmp_path):
+    """Else what a warm pool's ranks write to a relative path is not where the parent then looks for it."""
     monkeypatch.setenv("SHARDLAB_TEST", "now")
-    monkeypatch.chdir(tmp_path)
-    [result] = launch(lambda rank: (os.environ["SHARDLAB_TEST"], str(Path.cwd())), 1, device="cpu")
-    assert result == ("now", str(tmp_path))
+    with RankPool(1, device="cpu") as pool:
+        for folder in (tmp_path, tmp_path.parent):
+            monkeypatch.chdir(folder)
+            assert pool.run(lambda rank: (os.environ["SHARDLAB_TEST"], str(Path.cwd()))) == [("now", str(folder))]
 
 
 def test_loader_with_workers_reads_what_a_cell_defines(pools):
