@@ -378,7 +378,8 @@ class AnyEngine(ABC):
             name: (division.comm,)
             for division in self.divisions() if division.is_spread for name in division.layout.names
         }  # fmt: skip
-        return {name: shards.get(name, ()) + self._sliced_over(name) for name in self.params}
+        tensor = () if self.tensor_comm is None else (self.tensor_comm,)
+        return {name: shards.get(name, ()) + (tensor if name in self.slices else ()) for name in self.params}
 
     def owners(self) -> dict[str, tuple[int, ...]]:
         """The ranks that step (a piece of) each parameter, in the module's order."""
@@ -430,7 +431,3 @@ class AnyEngine(ABC):
             for key, value in self.optimizer.state.get(tensor, {}).items():
                 if isinstance(value, Tensor):
                     yield of_state(key, value, name if name in spans else "", spans.get(name, (0, 0)))
-
-    def _sliced_over(self, name: str) -> tuple[Communicator, ...]:
-        """The tensor axis, if the parameter is a slice; else ()."""
-        return (self.tensor_comm,) if self.tensor_comm is not None and name in self.slices else ()

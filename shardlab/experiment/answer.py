@@ -277,8 +277,9 @@ def what_fits(rows: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
     fits = f"all fit: {first}" if len(left) > 1 else f"{first} fits: it"
     if short:
         fits = f"{listing(short)} {'does' if len(short) == 1 else 'do'} not fit; {first} is the first that fits: it"
-    number = rows["rows_that_fit"][first] if "rows_that_fit" in rows else None
-    room = "" if number is None or pd.isna(number) else f", {_many(number)} rows"
+    number = float(rows["rows_that_fit"].astype("Float64").fillna(nan)[first]) if "rows_that_fit" in rows else nan
+    many = f"{number:,.0f}" if number < 1e6 else f"{number / 1e6:,.1f} million"
+    room = "" if isnan(number) else f", {many} rows"
     said = (
         f"of {memory}, {fits} takes {format_bytes(memory_bytes - left[first])}, and {format_bytes(left[first])} are "
         f"left for activations{room}"
@@ -289,7 +290,3 @@ def what_fits(rows: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
     times = sent[most] / sent[first] if sent[first] else nan
     ratio = "as much" if times < 1 + ALIKE else f"{times:.2f} times as much"
     return f"{said}; {most} leaves {format_bytes(left[most])}{'' if isnan(times) else f' and sends {ratio}'}"
-
-
-def _many(number: int) -> str:
-    return f"{number:,}" if number < 1e6 else f"{number / 1e6:,.1f} million"

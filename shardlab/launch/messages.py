@@ -45,8 +45,8 @@ class Task:
     """To a rank: call a function. ``call`` holds (function, args, kwargs), the others are the parent's current ones."""
 
     call: Payload
-    sys_path: tuple[str, ...]
-    folder: Path
+    sys_path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
+    folder: Path = field(default_factory=Path.cwd)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Self, TypeVar
 
 from shardlab.launch.answers_and_failures import Collector, Patience
@@ -126,8 +125,7 @@ class RankPool:
             # Before the ranks start: what cannot be pickled is told at once.
             packed = pack((fn, args, kwargs), "the function or one of its arguments")
             self._start()
-            task = Task(packed, tuple(sys.path), Path.cwd())
-            return [unpack(payload) for payload in self._attempt(task, on_message)]
+            return [unpack(payload) for payload in self._attempt(Task(packed), on_message)]
 
         return self._alone(call)
 

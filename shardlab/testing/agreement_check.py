@@ -70,10 +70,12 @@ class Did:
 
 def did(engine: AnyEngine) -> Did:
     """What this rank has done; communicates nothing."""
-    checksum, whole = None, {}
-    if _has_equal_tensors(engine):
-        checksum = sum(map(_sum_of_bits, _equal_tensors(engine))) % 2**64
-    if engine.tensor_comm is not None and not _is_torchs(engine):
+    checksum, whole, is_torchs = None, {}, _is_torchs(engine)
+    if not is_torchs and (engine.sharded_over is None or not engine._keeps_pieces):
+        # Equal on all data ranks: the parameters, or what no_shard steps in their place.
+        equal = engine.step_tensors() if engine._keeps_pieces else engine.params.values()
+        checksum = sum(map(_sum_of_bits, equal)) % 2**64
+    if engine.tensor_comm is not None and not is_torchs:
         whole = _sizes_of_whole(engine)
     options = {
         f"group {number}'s {option}": _text(value)
@@ -179,15 +181,6 @@ def _usual(values: Sequence[Any]) -> tuple[Any, int, dict[int, Any]]:
 def _is_torchs(engine: AnyEngine) -> bool:
     """Whether each rank's pieces are inside of the parameters, as torch's FSDP keeps them."""
     return any(hasattr(param, "to_local") for param in engine.params.values())
-
-
-def _has_equal_tensors(engine: AnyEngine) -> bool:
-    return not _is_torchs(engine) and (engine.sharded_over is None or not engine._keeps_pieces)
-
-
-def _equal_tensors(engine: AnyEngine) -> list[Tensor]:
-    """What is equal on all data ranks: the parameters, or what no_shard steps in their place."""
-    return list(engine.step_tensors()) if engine._keeps_pieces else list(engine.params.values())
 
 
 def _sizes_of_whole(engine: AnyEngine) -> dict[str, tuple[float, float]]:

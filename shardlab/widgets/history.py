@@ -142,8 +142,10 @@ class RunHistory:
             raise ValueError("run: nothing has been run yet")
         records = {number: comparison.records for number, comparison in self.comparisons.items()}
         tables = {
-            name: pd.concat([_relabelled(getattr(one, name), number) for number, one in records.items()],
-                            ignore_index=True)
+            name: pd.concat([
+                table.assign(run=(f"{number} " + table["run"].astype(str)).astype("string"))
+                for number, one in records.items() for table in (getattr(one, name),)
+            ], ignore_index=True)
             for name in (field.name for field in fields(Records) if field.name != "manifests")
         }  # fmt: skip
         manifests = {f"{number} {run}": said for number, one in records.items() for run, said in one.manifests.items()}
@@ -230,10 +232,6 @@ def _recorded(directory: Path) -> Comparison | None:
         return load_saved(directory)[0]
     except ValueError:
         return None
-
-
-def _relabelled(frame: pd.DataFrame, number: int) -> pd.DataFrame:
-    return frame.assign(run=(f"{number} " + frame["run"].astype(str)).astype("string"))
 
 
 def _number(path: Path) -> int:
