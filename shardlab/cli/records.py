@@ -200,14 +200,16 @@ def _report_recorded(directory: Path, json: bool) -> None:
     """Write and print the report of a script recorded from outside."""
     from shardlab.experiment.summary import readable_summary
     from shardlab.plots.text import column_text
-    from shardlab.recording.report import COLUMNS, caption, lead, load_recorded, write_report
+    from shardlab.recording.report import COLUMNS, answer_of_record, caption, lead, load_recorded, write_report
 
     recorded = load_recorded(directory)
     path = write_report(recorded)
+    said = answer_of_record(recorded)
     if json:
-        print_json(recorded.summary)
+        print_json(recorded.summary, said)
         return
     console = Console(highlight=False)
+    console.print(answer_table(said))
     shown = readable_summary(recorded.summary, COLUMNS)
     upright = shown.T.reset_index().set_axis(["quantity", "value"], axis=1)
     texts = upright.assign(value=[column_text(shown[name])[0] for name in shown.columns])

@@ -1,20 +1,24 @@
-"""What ``record`` has left, read and shown: a summary of one row, a page of tables and figures."""
+"""What ``record`` has left, read and shown: four lines, a summary of one row, a page of tables and figures."""
 
 import json
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 
 import pandas as pd
 import plotly.graph_objects as go
 
+from shardlab.analysis.attribution import waits
 from shardlab.analysis.held_bytes import at_rest
-from shardlab.analysis.timed import timed_steps
+from shardlab.analysis.timed import in_timed_steps, timed_steps
+from shardlab.experiment.answer import ALIKE, ROLES, Line, messages, quartiles
 from shardlab.experiment.directory import write_page
 from shardlab.experiment.report import explaining_tables, memory_figures, middle_step, time_figures
 from shardlab.experiment.saved_runs import check_complete, check_steps
 from shardlab.experiment.summary import COLUMNS as COMPARED
 from shardlab.experiment.summary import MB, readable_summary, summarise
 from shardlab.plots import collective_timeline, loss_curves, report_page
+from shardlab.plots.text import format_bytes, format_percent, format_us
 from shardlab.trace.store import Records, load_run, whole_steps
 from shardlab.vocabulary import Phase, Role
 
@@ -44,6 +48,7 @@ CAPTION = (
 )
 
 
+LATE = 0.6  # of the meetings: a rank that comes last in more of them is late
 _STARTERS = ("ipykernel_launcher", "__main__")  # Python files that run something else
 
 
@@ -96,8 +101,55 @@ def write_report(recorded: Recorded) -> Path:
     """Write ``report.html`` beside the records and return its path."""
     ranks = int(recorded.summary["ranks"].iloc[0])
     title = f"{_name(recorded)} on {ranks} {'rank' if ranks == 1 else 'ranks'}"
-    page = report_page(title, lead(recorded), _tables(recorded), _figures(recorded))
+    page = report_page(
+        title, lead(recorded), _tables(recorded), _figures(recorded), answer_of_record(recorded), first=2
+    )
     return write_page(recorded.directory / "report.html", page)
+
+
+def answer_of_record(recorded: Recorded) -> list[Line]:
+    """What a record answers: what a rank holds, how long a step takes, what is sent, and which rank is late."""
+    rows, records = recorded.summary.set_index("strategy"), recorded.records
+    exposed, hidden, sent = rows[["exposed_comm_ms", "overlap", "wire_bytes_per_step"]].astype("float64").iloc[0]
+    took = f"{quartiles(records.steps)['middle'].iloc[0]:.3g} ms a step (median)"
+    if sent > 0:
+        known = f"of its communication {format_percent(hidden)} is hidden, {exposed:.3g} ms are exposed"
+        took += f"; {'how much of its communication is hidden is not known' if isnan(hidden) else known}"
+    held, number = rows[[*ROLES, "buffer_bytes"]].sum(axis=1).iloc[0], messages(records.collectives).max()
+    peak = format_bytes(rows["peak_bytes"].iloc[0])
+    return [
+        Line(
+            "MEMORY", f"{format_bytes(held)} at rest on a rank; at the peak {format_bytes(rows['peak_bytes'].iloc[0])}"
+        ),
+        Line("TIME", took),
+        Line("SENT", f"{format_bytes(sent)} a rank and step; messages: {number}" if sent > 0 else "nothing"),
+        Line("LATE", late(records)),
+    ]
+
+
+def late(records: Records) -> str:
+    """Which rank comes last where ranks meet, how often, and how long the others wait for it.
+
+    Args:
+        records: of one run.
+    """
+    (manifest,) = records.manifests.values()
+    if manifest["mesh"] is None:
+        return "cannot be said: the groups of ranks are not one mesh"
+    sent, _ = in_timed_steps(records.collectives, records.spans, records.steps)
+    met = waits(sent, manifest["mesh"])
+    met = met[met["group"].str.contains(",")]
+    if met.empty:
+        return "cannot be said: no meeting of ranks was watched"
+    shares = met.drop_duplicates(["step", "axis", "group", "seq"])["last_rank"].value_counts(normalize=True)
+    others = met[(met["last_rank"] == shares.index[0]) & (met["rank"] != shares.index[0])]
+    lost_us = others["straggler_us"].sum() / others["rank"].nunique() / met["step"].nunique()
+    said = (
+        f"rank {shares.index[0]} comes last in {format_percent(shares.iloc[0])} of all meetings, and the others wait "
+        f"{format_us(lost_us)} a step for it"
+    )
+    is_late = shares.iloc[0] > LATE and lost_us > ALIKE * timed_steps(records.steps)["step_us"].median()
+    return said if is_late else f"no rank; {said}"
 
 
 def _name(recorded: Recorded) -> str:
@@ -139,9 +191,10 @@ def _tables(recorded: Recorded) -> dict[str, pd.DataFrame]:
 def _figures(recorded: Recorded) -> dict[str, go.Figure]:
     records = recorded.records
     traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
-    figures = {"The scalar that backward was called on.": loss_curves(records.steps)}
-    figures |= memory_figures(records)
+    memory, times = memory_figures(records), time_figures(records, traffic)
+    (held, at_rest_figure), (length, step_times_figure) = next(iter(memory.items())), list(times.items())[-1]
+    figures = {held: at_rest_figure, length: step_times_figure}
     figures["When it computes and when it communicates."] = collective_timeline(
         traffic, records.spans, step=middle_step(timed_steps(records.steps))
     )
-    return figures | time_figures(records, traffic)
+    return figures | memory | times | {"The scalar that backward was called on.": loss_curves(records.steps)}

@@ -248,7 +248,11 @@ def test_report_trace_and_diff_read_it(recorded, tmp_path):
     page = (directory / "report.html").read_text()
     for words in ("Timeline of step", "Where the peak", "consists of", "on 2 ranks", "unattributed"):
         assert words in page, words
-    (row,) = json.loads(shardlab("report", directory, "--json").stdout)
+    found = json.loads(shardlab("report", directory, "--json").stdout)
+    assert list(found["answer"]) == ["MEMORY", "TIME", "SENT", "LATE"]
+    assert found["answer"]["LATE"].startswith(("rank ", "no rank; "))
+    assert all(name in done.stdout and text.split()[0] in page for name, text in found["answer"].items())
+    (row,) = found["strategies"]
     assert (row["ranks"], row["steps"], row["losses_equal"]) == (2, STEPS, None)
     assert shardlab("trace", directory, "-o", tmp_path / "timeline.json").exit_code == 0
     check(json.loads((tmp_path / "timeline.json").read_text()))
