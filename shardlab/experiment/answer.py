@@ -38,14 +38,18 @@ class Line(NamedTuple):
 def answer(comparison: Comparison, config: CompareConfig | None = None) -> list[Line]:
     """The five lines of a comparison; without ``config`` its records say it."""
     config = config_of(comparison.records) if config is None else config
-    table, records = comparison.summary, comparison.records
-    doubt = run_verdicts.busy_verdict(comparison, side_by_side(table).index)
-    doubt = doubt.removeprefix("Times are UNCERTAIN: ").rstrip(".")
+    table, records, doubt = comparison.summary, comparison.records, doubt_of(comparison)
     return [
         *answer_of_runs(table, records, doubt),
         Line("CAN I TRUST IT", " · ".join(_trusted(comparison, doubt))),
         Line("NEXT", following(config, {*table["strategy"]}, has_failed=bool(not_finite(records.steps)), doubt=doubt)),
     ]
+
+
+def doubt_of(comparison: Comparison) -> str:
+    """Why times of what is compared are uncertain; empty if they are not."""
+    said = run_verdicts.busy_verdict(comparison, side_by_side(comparison.summary).index)
+    return said.removeprefix("Times are UNCERTAIN: ").rstrip(".")
 
 
 def answer_of_runs(summary: pd.DataFrame, records: Records, doubt: str = "") -> list[Line]:

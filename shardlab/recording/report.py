@@ -118,9 +118,7 @@ def answer_of_record(recorded: Recorded) -> list[Line]:
     held, number = rows[[*ROLES, "buffer_bytes"]].sum(axis=1).iloc[0], messages(records.collectives).max()
     peak = format_bytes(rows["peak_bytes"].iloc[0])
     return [
-        Line(
-            "MEMORY", f"{format_bytes(held)} at rest on a rank; at the peak {format_bytes(rows['peak_bytes'].iloc[0])}"
-        ),
+        Line("MEMORY", f"{format_bytes(held)} at rest on a rank; at the peak {peak}"),
         Line("TIME", took),
         Line("SENT", f"{format_bytes(sent)} a rank and step; messages: {number}" if sent > 0 else "nothing"),
         Line("LATE", late(records)),

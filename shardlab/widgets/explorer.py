@@ -19,6 +19,10 @@ from shardlab.widgets.memory_plan import OPTIMIZERS, STRATEGIES, MemoryPlan
 from shardlab.widgets.panel import Message, Panel, Picture
 
 ANY_NUMBER = "a number of parameters"
+KNOWN = {
+    "GPT-2 XL": 1_557_611_200.0, "Llama 2 7B": 6_738_415_616.0, "Llama 3 8B": 8_030_261_248.0,
+    "Llama 2 13B": 13_015_864_320.0, "Llama 2 70B": 68_976_648_192.0,
+}  # fmt: skip
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096)
 VIEWS = {"strategies, side by side": "strategies", "one strategy, more and more ranks": "ranks"}
 STYLE: dict[str, str] = {"description_width": "8.5em"}
@@ -98,7 +102,7 @@ class Inputs:
 
     def __init__(self, plan: MemoryPlan) -> None:
         model, is_number = plan.model, isinstance(plan.model, int | float)
-        models: list[tuple[str, Any]] = [(name, name) for name in (*MODELS, ANY_NUMBER)]
+        models: list[tuple[str, Any]] = [*((name, name) for name in MODELS), *KNOWN.items(), (ANY_NUMBER, ANY_NUMBER)]
         if not isinstance(model, str | int | float):
             models.insert(0, (str(model) if isinstance(model, Workload) else type(model).__name__, model))
         self.view = ToggleButtons(options=VIEWS, style={"button_width": "auto"})

@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from shardlab.experiment import CompareConfig, Comparison, claim, compare, load_comparison, load_saved
-from shardlab.experiment.answer import Line, answer_of_runs
+from shardlab.experiment.answer import Line, answer_of_runs, doubt_of
 from shardlab.experiment.comparison import PRELOAD
 from shardlab.experiment.options import CompareOptions
 from shardlab.experiment.planned import Plan, plans_or_why
@@ -130,7 +130,9 @@ class RunHistory:
         """Of the runs of which a step was finished: which holds least, which is fastest, and what they send."""
         numbered = self.comparisons.items()
         summaries = [one.summary.assign(strategy=f"{number} " + one.summary["strategy"]) for number, one in numbered]
-        return answer_of_runs(pd.concat(summaries, ignore_index=True), self.records())
+        doubt = next(filter(None, map(doubt_of, self.comparisons.values())), "")
+        lines = answer_of_runs(pd.concat(summaries, ignore_index=True), self.records(), doubt)
+        return [*lines, Line("CAN I TRUST IT", f"times uncertain, because {doubt}")] if doubt else lines
 
     def records(self) -> Records:
         """The five tables of all runs; ``run`` is the number and the strategy, such as '2 zero1'.

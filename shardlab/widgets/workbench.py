@@ -81,7 +81,7 @@ class Workbench(Panel):
         self.stop_button = Button(description="Stop", icon="stop", disabled=True)
         self.view = Dropdown(options=list(VIEWS), description="picture", style=STYLE, layout=Layout(width="26em"))
         self.about = Dropdown(options=[], description="run", style=STYLE)
-        self.table = Picture(pd.DataFrame({"run": []}))
+        self.table = Picture(pd.DataFrame())
         self.lines = HTML()
         self.upper, self.lower = map(Picture, _examples())
         self._thread: threading.Thread | None = None

@@ -88,6 +88,9 @@ def test_only_what_counts_can_be_changed():
         assert not control.disabled
     assert "7.50 G parameters" in explorer.message.text
     assert "under zero2" in explorer.figure.content.layout.title.text
+    inputs.model.value = inputs.model.options[inputs.model.index - 1][1]
+    assert "69.0 G parameters" in explorer.message.text
+    assert inputs.num_params.disabled
     inputs.ranks.value = 6
     assert inputs.shard_group.options == (1, 2, 3, 6)
 
