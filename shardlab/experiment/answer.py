@@ -271,10 +271,11 @@ def what_fits(rows: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
     left, memory = rows["left_bytes"].astype("float64"), format_bytes(memory_bytes)
     fitting, most = left[left > 0], str(left.idxmax())
     if fitting.empty:
-        need = memory_bytes - left[most]
+        need, ranked = memory_bytes - left[most], f"--ranks {ceil(ranks * (1 - left[most] / memory_bytes))} or more"
+        advice = ranked if most in ("zero3", "fsdp") else f"fsdp, which keeps 1/{ranks} of everything"
         return (
-            f"of {memory}, nothing fits: {most}, which needs least, needs {format_bytes(need)}. Try --ranks "
-            f"{ceil(ranks * need / memory_bytes)} or more, --precision bf16, or checkpointing in the model"
+            f"of {memory}, nothing fits: {most}, which needs least, needs {format_bytes(need)}. Try {advice}, or an "
+            "optimizer with less state; checkpointing saves activations alone"
         )
     first = str(fitting.index[0])
     short = [str(name) for name in left.index.difference(fitting.index, sort=False)]

@@ -103,8 +103,11 @@ PLANS = [
     ({"ddp": (7.4, float("nan")), "fsdp": (9.0, float("nan"))},
      f"of 24.0 GB, all fit: ddp {TAKES}; fsdp leaves 9.00 GB"),
     ({"ddp": (-90.0, 2), "fsdp": (-6.0, 3)},
-     "of 24.0 GB, nothing fits: fsdp, which needs least, needs 30.0 GB. Try --ranks 10 or more, --precision bf16, or "
-     "checkpointing in the model"),
+     "of 24.0 GB, nothing fits: fsdp, which needs least, needs 30.0 GB. Try --ranks 10 or more, or an optimizer with "
+     "less state; checkpointing saves activations alone"),
+    ({"ddp": (-90.0, 2), "zero1": (-6.0, 2)},
+     "of 24.0 GB, nothing fits: zero1, which needs least, needs 30.0 GB. Try fsdp, which keeps 1/8 of everything, or an "
+     "optimizer with less state; checkpointing saves activations alone"),
 ]  # fmt: skip
 
 
