@@ -106,8 +106,8 @@ PLANS = [
      "of 24.0 GB, nothing fits: fsdp, which needs least, needs 30.0 GB. Try --ranks 10 or more, or an optimizer with "
      "less state; checkpointing saves activations alone"),
     ({"ddp": (-90.0, 2), "zero1": (-6.0, 2)},
-     "of 24.0 GB, nothing fits: zero1, which needs least, needs 30.0 GB. Try fsdp, which keeps 1/8 of everything, or an "
-     "optimizer with less state; checkpointing saves activations alone"),
+     "of 24.0 GB, nothing fits: zero1, which needs least, needs 30.0 GB. Try fsdp, which keeps 1/8 of everything, or "
+     "an optimizer with less state; checkpointing saves activations alone"),
 ]  # fmt: skip
 
 
