@@ -174,7 +174,7 @@ def _page(found: Found, said: Any, gpu: Gpu | None, card: str, out: Path) -> Pat
     from shardlab.experiment.directory import write_page
 
     needs = plots.memory_on_gpu(found.rows, None if gpu is None else gpu.memory_bytes)
-    figures = {"The largest of all ranks; activations are of one row of a micro-batch, where they are known.": needs}
+    figures = {"The largest of all ranks.": needs}
     if found.collectives is not None:
         figures["By the ring formula."] = plots.wire_volume(found.collectives, runs=list(found.rows["strategy"]))
     tables = {note: table for (_, note), table in _tables(found, card).items()}

@@ -117,12 +117,12 @@ def quartiles(steps: pd.DataFrame) -> pd.DataFrame:
     """Of the time of a step, in ms, by run: ``low``, ``middle``, ``high``, and ``steps``, of how many.
 
     Args:
-        steps: table ``steps``; a step's time is the median over its ranks.
+        steps: table ``steps``; each rank's time of each step counts.
     """
-    timed = timed_steps(steps).groupby(["run", "step"])["step_us"].median().div(1e3).groupby("run")
-    return pd.DataFrame({
-        "low": timed.quantile(0.25), "middle": timed.median(), "high": timed.quantile(0.75), "steps": timed.size(),
-    })  # fmt: skip
+    timed = timed_steps(steps).groupby("run")
+    shares = {"low": 0.25, "middle": 0.5, "high": 0.75}
+    times = {name: timed["step_us"].quantile(share).div(1e3) for name, share in shares.items()}
+    return pd.DataFrame({**times, "steps": timed["step"].nunique()})
 
 
 def fastest(rows: pd.DataFrame, times: pd.DataFrame, doubt: str = "") -> str:
@@ -289,9 +289,13 @@ def what_fits(rows: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
         f"of {memory}, {fits} takes {format_bytes(memory_bytes - left[first])}, and {format_bytes(left[first])} are "
         f"left for activations{room}"
     )
+    sent = rows["wire_bytes_per_step"].astype("float64")
+    same = fitting[sent[fitting.index] <= sent[first] * (1 + ALIKE)]
+    alike = str(same.idxmax()) if len(same) else first
+    if left[alike] > left[first] * (1 + ALIKE) and alike != most:
+        said += f"; {alike} sends as much and leaves {format_bytes(left[alike])}"
     if left[most] <= left[first] * (1 + ALIKE):
         return said
-    sent = rows["wire_bytes_per_step"].astype("float64")
     times = sent[most] / sent[first] if sent[first] else nan
     ratio = "as much" if times < 1 + ALIKE else f"{times:.2f} times as much"
     return f"{said}; {most} leaves {format_bytes(left[most])}{'' if isnan(times) else f' and sends {ratio}'}"

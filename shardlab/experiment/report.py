@@ -133,7 +133,7 @@ def _figures(comparison: Comparison) -> dict[str, go.Figure]:
         "What a rank's engine holds between two steps, and the most in one.": plots.memory_by_role(
             records.memory[records.memory["role"] != str(Role.UNATTRIBUTED)], with_peak=True
         ),
-        "Means; above, medians. Waiting: for the last rank. Off the CPU: other programs ran.": plots.step_parts(
+        "Means; whiskers: quartiles. Off the CPU beside communication counts as exposed.": plots.step_parts(
             _parts(records)
         ),
         **dict(list(memory_figures(records).items())[1:]),

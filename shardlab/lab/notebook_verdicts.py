@@ -263,19 +263,20 @@ def parts_verdict(split: pd.DataFrame, pairs: Mapping[str, str]) -> str:
 
 
 def floor_verdict(split: pd.DataFrame, alone: str) -> str:
-    """How much longer the same compute takes when ranks are added.
+    """How much longer the same compute takes when ranks are added, with the time in which its rank is off the CPU.
 
     Args:
-        split: of ``analysis.step_split``: ``run``, ``compute_us``; the same rows a rank in each run.
+        split: of ``analysis.step_split``: ``run``, ``compute_us``, ``off_cpu_us``; the same rows a rank in each run.
         alone: the run of one rank.
     """
-    require_columns(split, ("run", "compute_us"), "split")
-    compute = split.groupby("run", sort=False)["compute_us"].median()
+    require_columns(split, ("run", "compute_us", "off_cpu_us"), "split")
+    compute = (split["compute_us"] + split["off_cpu_us"]).groupby(split["run"], sort=False).median()
     ratios = (compute / compute[alone]).drop(alone)
     words = listing([f"{ratio:.2f} times with {run}" for run, ratio in ratios.items()])
-    if ratios.max() <= ALIKE:
-        return f"The same compute takes {words}: more ranks did not slow it here."
-    return f"The same compute takes {words}: those ranks share cores or memory, and no faster link brings that back."
+    why = "more ranks did not slow it here"
+    if ratios.max() > ALIKE:
+        why = "those ranks share cores or memory, and no faster link brings that back"
+    return f"Compute, with the time off the CPU in it, takes {words}: {why}."
 
 
 def late_verdict(collectives: pd.DataFrame) -> str:

@@ -113,7 +113,9 @@ def answer_of_record(recorded: Recorded) -> list[Line]:
     exposed, hidden, sent = rows[["exposed_comm_ms", "overlap", "wire_bytes_per_step"]].astype("float64").iloc[0]
     took = f"{quartiles(records.steps)['middle'].iloc[0]:.3g} ms a step (median)"
     if sent > 0:
-        known = f"of its communication {format_percent(hidden)} is hidden, {exposed:.3g} ms are exposed"
+        known = (
+            f"of its communication {format_percent(hidden)} is hidden, {exposed:.3g} ms are exposed, median over ranks"
+        )
         took += f"; {'how much of its communication is hidden is not known' if isnan(hidden) else known}"
     held, number = rows[[*ROLES, "buffer_bytes"]].sum(axis=1).iloc[0], messages(records.collectives).max()
     peak = format_bytes(rows["peak_bytes"].iloc[0])

@@ -3,8 +3,13 @@
 import pandas as pd
 import pytest
 
-from shardlab.experiment import CompareConfig
-from shardlab.experiment.answer import answer_of_plan, cost, fastest, following, least_memory, quartiles, side_by_side
+from shardlab.experiment import CompareConfig, Comparison
+from shardlab.trace.store import Records
+from tests.analysis.hand_made import collective, collectives, spans
+
+from shardlab.experiment.answer import (  # isort: skip
+    answer, answer_of_plan, cost, fastest, following, least_memory, quartiles, side_by_side,
+)  # fmt: skip
 
 MB = 1_000_000
 COLUMNS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "peak_bytes", "wire_bytes_per_step")
@@ -98,6 +103,9 @@ PLANS = [
     ({"ddp": (-8.0, 2), "zero2": (7.4, 2), "fsdp": (22.1, 3)},
      f"of 24.0 GB, ddp does not fit; zero2 is the first that fits: it {TAKES}; fsdp leaves 22.1 GB and sends 1.50 "
      "times as much"),
+    ({"zero1": (7.4, 2), "zero2": (8.0, 2), "fsdp": (22.1, 3)},
+     f"of 24.0 GB, all fit: zero1 {TAKES}; zero2 sends as much and leaves 8.00 GB; fsdp leaves 22.1 GB and sends 1.50 "
+     "times as much"),
     ({"single": (-8.0, 0), "zero1": (7.4, 2), "zero2": (8.0, 2)},
      f"of 24.0 GB, all fit: zero1 {TAKES}; zero2 leaves 8.00 GB and sends as much"),
     ({"ddp": (7.4, float("nan")), "fsdp": (9.0, float("nan"))},
@@ -132,6 +140,38 @@ def test_a_plan_without_a_gpu_and_with_messages_that_depend_on_rows():
         ("COST", "ddp sends 6.00 MB a rank and step, zero3 1.50 times as much, 9.00 MB; messages: ddp 86, zero3 5; "
                  "what fsdp sends depends on the rows"),
     ]  # fmt: skip
+
+
+EQUAL, PLANNED, CORES = "losses equal to 1.0e-07", "bytes and messages as planned", "ranks had their cores"
+TRUST = [
+    ({}, 1.0, "", f"{EQUAL} · {PLANNED} · {CORES}"),
+    ({"losses_equal": [None, False], "judged_loss_difference": [None, 0.5]}, 1.0, "",
+     f"losses NOT equal: they differ by 5.0e-01 · {PLANNED} · {CORES}"),
+    ({"judged_loss_difference": [None, None]}, 1.0, "", f"losses not compared: one strategy ran · {PLANNED} · {CORES}"),
+    ({}, float("nan"), "", f"losses NOT finite · {PLANNED} · {CORES}"),
+    ({"as_planned": [True, None]}, 1.0, "", f"{EQUAL} · {PLANNED}, without a plan those of zero1 · {CORES}"),
+    ({"as_planned": [True, False]}, 1.0, "", f"{EQUAL} · bytes or messages of zero1 NOT as planned · {CORES}"),
+    ({"as_planned": [None, None]}, 1.0, "", f"{EQUAL} · bytes and messages have no plan · {CORES}"),
+    ({}, 1.0, "Times are UNCERTAIN: ranks slept.", f"{EQUAL} · {PLANNED} · times uncertain, because ranks slept"),
+    ({"disagreement": "rank 1 took a step more"}, 1.0, "",
+     f"Ranks DISAGREE, so the numbers are of no one run: in ddp rank 1 took a step more · "
+     f"{EQUAL} · {PLANNED} · {CORES}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changed", "loss", "doubt", "said"), TRUST)
+def test_can_i_trust_it(tmp_path, monkeypatch, changed, loss, doubt, said):
+    monkeypatch.setattr("shardlab.experiment.run_verdicts.busy_verdict", lambda *_: doubt)
+    manifests = {"ddp": {"disagreement": changed.get("disagreement")}, "zero1": {}}
+    known = {"losses_equal": [None, True], "judged_loss_difference": [None, 1e-7], "as_planned": [True, True]}
+    table = rows(ddp=DDP, zero1=ZERO1).reset_index().assign(**known | {k: v for k, v in changed.items() if k in known})
+    step = {"step": 1, "rank": 0, "step_us": 1e3, "traced_memory": False, "learning_rate": 0.1, "loss": loss}
+    steps = pd.DataFrame([step | {"run": run} for run in manifests])
+    sent = collectives(*(collective(0, 0, (0, 0, 1), run=run) for run in manifests))
+    records = Records(sent, spans(), steps, steps, steps, manifests=manifests)
+    found = answer(Comparison(table, records, tmp_path), CompareConfig(ranks=4))
+    assert found[2].text == "ddp and zero1 send 6.00 MB a rank and step; messages: ddp 1, zero1 1"
+    assert found[3].text == said
 
 
 def test_one_command_to_try_next():
