@@ -41,6 +41,8 @@ def test_every_picture_can_be_chosen(bench):
         if not view.startswith("one run"):
             assert "bucketed" in summary
             assert "1 zero1" in summary
+        if view in ("loss", "change from the run before"):
+            assert bench.upper.content.layout.title.subtitle.text.endswith("; the runs differ in bucket (MiB)")
 
 
 def test_one_run_is_shown_with_its_plan_and_earlier_runs_are_found_again(bench):
