@@ -490,6 +490,11 @@ def edit_manifest(folder, **changes):
     directory_module.write_json(folder / "manifest.json", {**written, **changes})
 
 
+def edit_group(folder, **changes):
+    (group,) = directory_module.read_json(folder / "manifest.json")["groups"]
+    edit_manifest(folder, groups=[{**group, **changes}])
+
+
 def flip(path, place):
     raw = bytearray(path.read_bytes())
     raw[place] ^= 1
@@ -523,6 +528,8 @@ SPOILED = {
     "dtype": (None, {"dtype": torch.float32}, "parameters: '0.weight' has dtype float64 .* float32"),
     "optimizer": (None, {"optimizer_fn": adagrad}, "optimizer: the checkpoint is of AdamW, the engine has Adagrad"),
     "groups": (None, {"optimizer_fn": grouped}, "param_groups: the checkpoint has 1, the engine's optimizer 2"),
+    "text for a rate": (lambda folder: edit_group(folder, lr="0.1"), {}, "param_groups: group 0 .* differ in 'lr=0.1'"),
+    "betas": (lambda folder: edit_group(folder, betas=[0.9] * 3), {}, r"group 0 .* differ in 'betas=\[0.9, 0.9, 0.9\]"),
     "object": (None, {"objects": ["scaler"]}, "objects: the checkpoint has none, and no 'scaler'"),
 }
 
