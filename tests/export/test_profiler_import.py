@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -239,8 +240,8 @@ UNEXPLAINED = {
 def test_communication_that_no_name_explains_counts_and_is_said(tmp_path):
     about = {"Collective name": "coalesced", "In msg nelems": 512, "Out msg nelems": 512, "Group size": 2}
     said = r"count as unknown communication, and their bytes as not known: \w.* \(1\)$"
-    for kernel, category in UNEXPLAINED.items():
-        path = written(tmp_path, "trace.json", renamed(kernel, category, **about))
+    for (kernel, category), args in product(UNEXPLAINED.items(), (about, {})):  # those without any have the name alone
+        path = written(tmp_path, "trace.json", renamed(kernel, category, **args))
         with pytest.warns(UserWarning, match=said):
             records = import_profiler_trace(path)
         (row,) = records.collectives.to_dict("records")
