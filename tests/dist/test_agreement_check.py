@@ -83,15 +83,12 @@ SEQUENCE = {
     "head": OnSequence(gather_along=1),
 }
 APART = {
-    "nothing": (nn.ReLU, {"up": Column(), "down": Row()}),
-    "other rows": (nn.ReLU, {"up": Column(), "down": Row()}),
-    "norm in the loss": (nn.ReLU, {"up": Column(), "down": Row()}),
+    **dict.fromkeys(("nothing", "other rows", "norm in the loss"), (nn.ReLU, {"up": Column(), "down": Row()})),
     "no style": (nn.PReLU, {"up": Column(), "down": Row()}),
     "not on the sequence": (nn.ReLU, SEQUENCE),
 }
 DRIFTED = {
-    "other rows": "norm.weight, down.bias, head.weight, ...",
-    "norm in the loss": "norm.weight, down.bias, head.weight, ...",
+    **dict.fromkeys(("other rows", "norm in the loss"), "norm.weight, down.bias, head.weight, ..."),
     "no style": "between.weight",
     "not on the sequence": "norm.weight, norm.bias",
 }

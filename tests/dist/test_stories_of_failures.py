@@ -101,12 +101,8 @@ def inside_no_sync(user):
     user.train(0)
 
 
-@story(
-    model=FailsSomewhere,
-    on=(*KINDS, "fsdp-dim0", "fsdp-shard_grad_op", "fsdp-no_shard"),
-    instead=train_0,
-    optimizer=adamw,
-)
+@story(model=FailsSomewhere, on=(*KINDS, "fsdp-dim0", "fsdp-shard_grad_op", "fsdp-no_shard"), instead=train_0,
+       optimizer=adamw)  # fmt: skip
 def nothing_stays_gathered(user):
     with pytest.raises(RuntimeError, match="mat1"):
         user(torch.ones(2, 3).double())
