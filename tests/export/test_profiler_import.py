@@ -290,6 +290,8 @@ DAMAGED = {
 }
 CHANGED = (
     (STEP, {"name": "ProfilerStep#warm"}, r"invalid literal for int.*'warm'"),
+    (STEP, {"name": f"ProfilerStep#{10**30}"}, "Overflow"),
+    (KERNEL, {"args": {"Group size": 10**30}}, "is not as torch.profiler writes it: Overflow"),
     (KERNEL, {"args": {"Group size": 0}}, "group_size"),
     (KERNEL, {"args": {"Group size": [2]}}, "is not as torch.profiler writes it: TypeError"),
     (KERNEL, {"args": {"correlation": {}}}, "is not as torch.profiler writes it: TypeError"),

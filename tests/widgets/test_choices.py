@@ -116,7 +116,7 @@ def test_the_table_has_a_column_for_every_option_in_which_two_runs_differ():
     assert not {"model", "prefetch", "wrap", "batch", "state"} & set(table.columns)
 
 
-def test_a_batch_that_nobody_touched_is_shown_and_stays_where_the_ranks_change():
+def test_a_batch_that_nobody_touched_is_shown_and_stays_where_the_ranks_change(monkeypatch):
     config = CompareConfig(strategies="fsdp", ranks=2, text="grammar", device="cpu")
     for changes, batch, words in (({"ranks": 3}, 12, "ranks, batch"), ({"tp": 2}, 4, "batch, tp")):
         runs = {n: PastRun(State.STOPPED, None, one) for n, one in enumerate((config, replace(config, **changes)))}
@@ -127,3 +127,6 @@ def test_a_batch_that_nobody_touched_is_shown_and_stays_where_the_ranks_change()
         assert choices.inputs["batch"].value == "8"
         choices.choose({"batch": None})
         assert choices.config().global_batch == batch
+    monkeypatch.setattr(PastRun, "manifest", lambda run, name: {"config": {}, "batches": [run.state]})
+    both = {state: (PastRun(state, None, config), "fsdp") for state in (State.STOPPED, State.FAILED)}
+    assert unlike(both) == "the runs differ in the rows they trained on"

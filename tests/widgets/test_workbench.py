@@ -25,8 +25,7 @@ def bench(tmp_path_factory):
 
 def test_the_table_shows_runs_newest_first_with_what_differs(bench):
     table = bench.table.content
-    shown = table[["run", "strategy", "bucket (MiB)"]].values.tolist()
-    assert shown == [[2, "bucketed", "0.25"], [1, "zero1", "1"]]
+    assert table[["run", "strategy", "bucket (MiB)"]].values.tolist() == [[2, "bucketed", "0.25"], [1, "zero1", "1"]]
     assert "model" not in table.columns, "it is the same in both"
     assert (table["step (ms)"] > 0).all()
     assert bench.message.text.startswith("Run 2 is over: bucketed")
@@ -125,7 +124,6 @@ def test_a_run_stopped_before_its_first_step_is_in_the_list_too(tmp_path, monkey
     bench.start()
     assert bench.wait(60)
     assert bench.message.text == "Run 1 was stopped before a step was finished."
-    assert bench.table.content[["run", "strategy", "state", "steps"]].values.tolist() == [
-        [1, "zero1", "stopped", "0 of 3"]
-    ]
+    rows = bench.table.content[["run", "strategy", "state", "steps"]].values.tolist()
+    assert rows == [[1, "zero1", "stopped", "0 of 3"]]
     bench.close()
