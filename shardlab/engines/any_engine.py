@@ -287,9 +287,7 @@ class AnyEngine(ABC):
             RuntimeError: inside ``no_sync()``, where gradients are not means yet.
         """
         if not self._sync:
-            raise RuntimeError(
-                "full_gradients: inside no_sync() gradients are not means yet; call it after the last backward"
-            )
+            raise RuntimeError("full_gradients: inside no_sync() they are not means; call it after the last backward")
         self.finish_gradients()
         return self._gather_gradients()
 

@@ -80,9 +80,7 @@ def _check_params(params: Mapping[str, nn.Parameter], device: torch.device) -> N
         raise ValueError(f"model: parameters {complex_names} are complex; only real ones are supported")
     for name, param in params.items():
         if is_lazy(param):
-            raise ValueError(
-                f"model: {name!r} has no shape yet; run one forward of the model, and then build the engine"
-            )
+            raise ValueError(f"model: {name!r} has no shape yet; run one forward of the model, then build the engine")
         if not param.is_meta and param.device.type != device.type:
             raise ValueError(f"model: {name!r} is on {param.device}, the mesh on {device}; use model.to(mesh.device)")
 

@@ -92,9 +92,7 @@ class Engine(AnyEngine):
         params = dict(self.params)  # of these on the meta device others take the place
         laid_out = strategy.lay_out(given)
         if not isinstance(laid_out, LaidOut) or laid_out.stepped.keys() != params.keys():
-            raise ValueError(
-                f"strategy: lay_out() of {self.name!r} must return a LaidOut with a tensor for each parameter"
-            )
+            raise ValueError(f"strategy: lay_out() of {self.name!r} must return a LaidOut with a tensor per parameter")
         self._divisions, self._hooks = laid_out.divisions, list(laid_out.hooks)
         self._step_tensors = StepTensors(laid_out.stepped, are_parts=self.sharded_over is not None or bool(self.slices))
 

@@ -97,9 +97,7 @@ class CompareConfig(CompareOptions):
             raise ValueError(f"strategies: the class {kind.__name__} was given; give one of it, {kind.__name__}()")
         own = {one.name: one for one in all_given if isinstance(one, Strategy)}
         if taken := sorted(own.keys() & STRATEGIES.keys()):
-            raise ValueError(
-                f"strategies: a strategy of your own is named {taken[0]!r}, as one of ours; name it otherwise"
-            )
+            raise ValueError(f"strategies: a strategy of your own is named {taken[0]!r}, as one of ours; rename it")
         self.__dict__["own_strategies"] = own
         object.__setattr__(
             self, "strategies", tuple(one.name if isinstance(one, Strategy) else one for one in all_given)

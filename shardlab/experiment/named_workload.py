@@ -36,9 +36,7 @@ def workload_at(place: str) -> Workload:
     """
     source, _, name = place.rpartition(":")
     if not source or not name.isidentifier():
-        raise ValueError(
-            f"workload: {place!r} is not FILE.py:NAME or PACKAGE.MODULE:NAME, for example train.py:workload"
-        )
+        raise ValueError(f"workload: {place!r} is not FILE.py:NAME or PACKAGE.MODULE:NAME, as train.py:workload is")
     module = _from_file(Path(source)) if source.endswith(".py") else _imported(source)
     found = getattr(module, name, None)
     if isinstance(found, Workload):

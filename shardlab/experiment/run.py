@@ -93,9 +93,7 @@ class RankRun:
         )
         scheduler = None if workload.scheduler is None else workload.scheduler(engine.optimizer)
         if scheduler is not None and not hasattr(scheduler, "step"):
-            raise ValueError(
-                f"scheduler: returned {type(scheduler).__name__}; it must return a learning rate scheduler"
-            )
+            raise ValueError(f"scheduler: it returned {type(scheduler).__name__}; return a learning rate scheduler")
         scaler = GradScaler() if config.scales_loss(engine.name) else None
         self.finite = FiniteCheck(None if scaler is not None else engine.params.values())
         self._train_step = TrainStep(

@@ -16,7 +16,10 @@ from shardlab.experiment.summary import COLUMNS, summarise
 from shardlab.field_types import check_types
 from shardlab.trace.store import Records, load_runs, run_directories, whole_steps
 
-NEEDED = ("config", "versions", "devices", "backend", "ranks", "mesh", "padding_bytes", "recorder_share")
+NEEDED: dict[str, Any] = {
+    "config": dict, "versions": dict, "devices": list, "backend": str | None, "ranks": int, "mesh": dict | None,
+    "padding_bytes": int | None, "recorder_share": float | None,
+}  # fmt: skip
 
 
 def load_comparison(directory: Path | str) -> Comparison:
@@ -80,9 +83,10 @@ def check_steps(records: Records, directory: Path, runs: Iterable[str] = ()) -> 
 def check_complete(records: Records, by: str) -> None:
     """Raise ValueError unless the manifests have what the report of a command needs."""
     for run, manifest in records.manifests.items():
-        if missing := [name for name in NEEDED if name not in manifest]:
+        kinds = NEEDED | {name: dict for name in ("not_finite", "workload") if name in manifest}
+        if wrong := [name for name, kind in kinds.items() if not isinstance(manifest.get(name, ...), kind)]:
             raise ValueError(
-                f"run: the manifest of {run} has no {', '.join(missing)}, so {by!r} did not write it; load_run reads it"
+                f"run: {run}'s manifest has no right {', '.join(wrong)}, so {by!r} did not write it; load_run reads it"
             )
 
 

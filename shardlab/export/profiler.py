@@ -59,7 +59,8 @@ def import_profiler_trace(path: Path | str, run: str = "profiler") -> Records:
                 for seq, row in enumerate(communication(trace))
             ]
             steps += [keys | {"step": step, "step_us": end - start} for step, (start, end) in marks.items()]
-    tables = {"collectives": COLLECTIVES.frame(collectives), "spans": SPANS.frame(spans)}
+    with of_file(Path(path)):  # a number may be too large for its column
+        tables = {"collectives": COLLECTIVES.frame(collectives), "spans": SPANS.frame(spans)}
     for name, table in tables.items():
         times = [column for column in table.columns if column.endswith("_us")]
         tables[name] = table.assign(**{column: table[column] - origin_us for column in times})
@@ -74,7 +75,7 @@ def import_profiler_trace(path: Path | str, run: str = "profiler") -> Records:
 def _steps(trace: RankTrace) -> Steps:
     """Those that ``profile.step()`` marked. (An empty mark is no step: our export to HTA ends with one.)"""
     marks = [one for one in trace.of("user_annotation") if one.name.startswith(STEP_MARK) and one.end_us > one.start_us]
-    return {int(one.name.removeprefix(STEP_MARK)): (one.start_us, one.end_us) for one in marks}
+    return {int(np.int64(one.name.removeprefix(STEP_MARK))): (one.start_us, one.end_us) for one in marks}
 
 
 def _step_at(time_us: float, steps: Steps) -> int:
@@ -113,9 +114,8 @@ def _step_table(steps: Sequence[Row], collectives: pd.DataFrame, spans: pd.DataF
         communicates = measure.get("comm_us", 0) > 0
         known = {
             "exposed_comm_us": measure["exposed_us"] if communicates else np.nan,
-            "overlap": measure.get("overlap", np.nan),
-            "wire_bytes": sent.get(key, 0.0),
-        }
+            "overlap": measure.get("overlap", np.nan), "wire_bytes": sent.get(key, 0.0),
+        }  # fmt: skip
         unknown = {"loss": np.nan, "grad_norm": np.nan, "learning_rate": np.nan, "peak_bytes": None, "num_tokens": None}
         table.append(row | known | unknown | {"traced_memory": False})
     return STEPS.frame(table)

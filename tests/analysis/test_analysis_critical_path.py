@@ -82,10 +82,7 @@ def test_what_is_hidden_gains_nothing_and_what_queues_behind_it_does():
     both = [
         row
         for rank in (0, 1)
-        for row in (
-            collective(rank, 0, (20, 20, 70), (60, 70)),
-            collective(rank, 1, (40, 70, 100), (70, 100)),
-        )
+        for row in (collective(rank, 0, (20, 20, 70), (60, 70)), collective(rank, 1, (40, 70, 100), (70, 100)))
     ]
     work = [span(rank, "model", "backward", 0, 60) for rank in (0, 1)]
     table = what_if_free(collectives(*both), spans(*work)).set_index("tag")["gain_us"]

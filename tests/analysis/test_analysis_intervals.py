@@ -5,9 +5,7 @@ from hypothesis import strategies as st
 from shardlab.analysis import intersect, merge, subtract, total
 
 # Integer bounds in a small range: touching, nested and empty intervals all come up, and a set of points is an oracle.
-intervals = st.lists(
-    st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair))), max_size=12
-)
+intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda one: (one[0], sum(one))), max_size=12)
 
 
 def points(rows):

@@ -75,6 +75,5 @@ def test_an_unknown_command_likewise_and_without_one_the_commands_are_shown(answ
     assert "Did you mean 'compare'?" in stderr
     code, stdout, stderr = answer()
     assert code == 2
-    assert "compare" in stdout + stderr
-    assert "doctor" in stdout + stderr
+    assert {"compare", "doctor"} <= set((stdout + stderr).split())
     assert "Traceback" not in stderr

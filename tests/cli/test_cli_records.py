@@ -260,7 +260,8 @@ CHANGED = (
         partial(edit_manifest, config={"strategies": ["zero1"], "steps": "4"}),
         "configuration in the manifests is damaged: steps: '4' was given; it must be a whole number",
     ),
-    (cut_manifest('{"format": 1, "run'), "manifest.json is damaged"),
+    (partial(edit_manifest, devices=3), "zero1's manifest has no right devices, so 'compare' did not"),
+    (partial(edit_manifest, not_finite=1, workload=3), "zero1's manifest has no right not_finite, workload, so"),
     (without_steps, "no rank has finished a step, so there is nothing to report"),
 )
 

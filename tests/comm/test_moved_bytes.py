@@ -96,10 +96,7 @@ def composed_and_torchs(rank, num_ranks, root):
     whole = torch.arange(NUMEL) + rank
     copies, exchanged = (whole.clone(), whole.clone()), whole.new_empty(2, NUMEL)
     with Mesh({"data": num_ranks}, device="cpu", transport="gloo") as mesh:
-        sent = (
-            sent_by(mesh.data.broadcast, copies[0], root),
-            sent_by(mesh.data.all_to_all, exchanged[0], whole),
-        )
+        sent = (sent_by(mesh.data.broadcast, copies[0], root), sent_by(mesh.data.all_to_all, exchanged[0], whole))
     of_torch = (
         sent_by(dist.broadcast, copies[1], root, async_op=True),
         sent_by(dist.all_to_all_single, exchanged[1], whole, async_op=True),

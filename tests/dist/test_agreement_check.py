@@ -83,27 +83,24 @@ SEQUENCE = {
     "head": OnSequence(gather_along=1),
 }
 APART = {
-    "nothing": (nn.ReLU, {"up": Column(), "down": Row()}),
-    "other rows": (nn.ReLU, {"up": Column(), "down": Row()}),
-    "norm in the loss": (nn.ReLU, {"up": Column(), "down": Row()}),
+    **dict.fromkeys(("nothing", "other rows", "norm in the loss"), (nn.ReLU, {"up": Column(), "down": Row()})),
     "no style": (nn.PReLU, {"up": Column(), "down": Row()}),
     "not on the sequence": (nn.ReLU, SEQUENCE),
 }
 DRIFTED = {
-    "other rows": "norm.weight, down.bias, head.weight, ...",
-    "norm in the loss": "norm.weight, down.bias, head.weight, ...",
+    **dict.fromkeys(("other rows", "norm in the loss"), "norm.weight, down.bias, head.weight, ..."),
     "no style": "between.weight",
     "not on the sequence": "norm.weight, norm.bias",
 }
 
 
-def on_tensor_ranks(rank, wrong):
+def on_tensor_ranks(rank, wrong, strategy="ddp"):
     torch.manual_seed(0)
     between, plan = APART[wrong]
     x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1)).double()
     with Mesh({"data": 2, "tensor": 2}) as mesh:
         model = parallelize_module(Divided(between).double(), plan, mesh["tensor"])
-        with build_engine("ddp", model, lambda tensors: torch.optim.SGD(tensors, lr=0.1), mesh) as engine:
+        with build_engine(strategy, model, lambda tensors: torch.optim.SGD(tensors, lr=0.1), mesh) as engine:
             for _ in range(3):
                 y = engine(x[rank % 2 :: 2] if wrong == "other rows" and rank < 2 else x)
                 loss = y.square().mean()
@@ -127,6 +124,9 @@ def test_tensor_ranks_that_drift_apart_are_named(pools):
             assert f"parameters that no rank divides (ranks 0, 1: {DRIFTED[wrong]})" in first
             assert "what the loss takes of the parameters themselves, which are slices" in first
             assert first.endswith("a style")
+    for strategy in ("zero1", "zero3", "fsdp"):  # where a rank keeps pieces
+        for wrong, words in (("nothing", "^$"), ("no style", r"no rank divides \(.*between\.weight")):
+            assert all(re.search(words, said) for said in pools(4).run(on_tensor_ranks, wrong, strategy))
 
 
 class Marked(Divided):

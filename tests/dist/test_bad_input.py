@@ -147,15 +147,14 @@ WRONG = (  # strategy, options, and the field that is named
     ("single", {}, "mesh"),
     ("bucketed", {"precision": "bf16"}, "options"),
     ("zero3", {"precision": "int8"}, "precision"),
-    ("fsdp", {"sharding": "half"}, "sharding"),
+    *(("fsdp", {field: value}, field) for field, value in (("sharding", "half"), ("layout", "dim1"), ("prefetch", -1))),
+    *(
+        ("fsdp", {field: value}, field)
+        for field, value in (("wrap", "x"), ("offload", "disk"), ("replicate_below", -1))
+    ),
     ("fsdp", {"sharding": "hybrid_shard"}, "axis"),
-    ("fsdp", {"layout": "dim1"}, "layout"),
-    ("fsdp", {"prefetch": -1}, "prefetch"),
-    ("fsdp", {"wrap": "layer"}, "wrap"),
     ("fsdp", {"partition": "balanced", "layout": "dim0"}, "partition"),
     ("fsdp", {"partition": "balanced", "sharding": "no_shard"}, "partition"),
-    ("fsdp", {"offload": "disk"}, "offload"),
-    ("fsdp", {"replicate_below": -1}, "replicate_below"),
     ("fsdp", {"replicate_below": 5, "sharding": "no_shard"}, "replicate_below"),
 )
 

@@ -295,10 +295,10 @@ def test_random_generators_go_on_rank_by_rank(pools, tmp_path):
 
 
 def draws_on_more_ranks(rank, directory, num_ranks):
-    """After a load by ranks that were all seeded alike, as scripts do."""
+    """After a load by ranks that were all seeded alike, as scripts do; two of them are new."""
     torch.manual_seed(rank)
     with Mesh({"data": num_ranks}) as mesh, build("fsdp", "MLP", mesh) as engine:
-        if num_ranks == 2:
+        if num_ranks == 1:
             return engine.save(directory)
         for generator in (torch.manual_seed, random.seed, np.random.seed):
             generator(99)
@@ -307,7 +307,7 @@ def draws_on_more_ranks(rank, directory, num_ranks):
 
 
 def test_on_more_ranks_each_draws_numbers_of_its_own(pools, tmp_path):
-    pools(2).run(draws_on_more_ranks, tmp_path, 2)
+    pools(1).run(draws_on_more_ranks, tmp_path, 1)
     first, again = (pools(3).run(draws_on_more_ranks, tmp_path, 3) for _ in range(2))
     assert first == again
     for drawn in zip(*first, strict=True):
@@ -490,6 +490,11 @@ def edit_manifest(folder, **changes):
     directory_module.write_json(folder / "manifest.json", {**written, **changes})
 
 
+def edit_group(folder, **changes):
+    (group,) = directory_module.read_json(folder / "manifest.json")["groups"]
+    edit_manifest(folder, groups=[{**group, **changes}])
+
+
 def flip(path, place):
     raw = bytearray(path.read_bytes())
     raw[place] ^= 1
@@ -523,6 +528,8 @@ SPOILED = {
     "dtype": (None, {"dtype": torch.float32}, "parameters: '0.weight' has dtype float64 .* float32"),
     "optimizer": (None, {"optimizer_fn": adagrad}, "optimizer: the checkpoint is of AdamW, the engine has Adagrad"),
     "groups": (None, {"optimizer_fn": grouped}, "param_groups: the checkpoint has 1, the engine's optimizer 2"),
+    "text for a rate": (lambda folder: edit_group(folder, lr="0.1"), {}, "param_groups: group 0 .* differ in 'lr=0.1'"),
+    "betas": (lambda folder: edit_group(folder, betas=[0.9] * 3), {}, r"group 0 .* differ in 'betas=\[0.9, 0.9, 0.9\]"),
     "object": (None, {"objects": ["scaler"]}, "objects: the checkpoint has none, and no 'scaler'"),
 }
 

@@ -21,6 +21,7 @@ def noisy(params):
             param.grad.add_(0.25)
 
 
+LOADS = r"^load_state_dict: .*engine\.load_full_state_dict\(state\).*full_params\(keep_changes=True\)"
 # What the user does with the module, after a backward, and what the refusal must name.
 REFUSED = {
     "penalty": (lambda e, m: sum(p.abs().sum() for p in m.parameters()), r"penalty.*with engine\.full_params\(\)"),
@@ -38,14 +39,8 @@ REFUSED = {
     "init": (lambda e, m: nn.init.normal_(m[0].weight), r"full_params\(keep_changes=True\)"),
     "decay": (lambda e, m: torch.no_grad()(m[0].weight.mul_)(0.9), r"full_params\(keep_changes=True\)"),
     "data": (lambda e, m: m[0].weight.data.mul_(0.9), r"keep_changes=True"),
-    "load": (
-        lambda e, m: m.load_state_dict(cases.build("MLP", seed=1).state_dict()),
-        r"^load_state_dict: .*engine\.load_full_state_dict\(state\).*full_params\(keep_changes=True\)",
-    ),
-    "load a layer": (
-        lambda e, m: m[2].load_state_dict(cases.build("MLP", seed=1)[2].state_dict()),
-        r"^load_state_dict: .*engine\.load_full_state_dict\(state\).*full_params\(keep_changes=True\)",
-    ),
+    "load": (lambda e, m: m.load_state_dict(cases.build("MLP", seed=1).state_dict()), LOADS),
+    "load a layer": (lambda e, m: m[2].load_state_dict(cases.build("MLP", seed=1)[2].state_dict()), LOADS),
     "clip": (lambda e, m: nn.utils.clip_grad_norm_(m.parameters(), 1.0), r"engine\.clip_grad_norm_\(max_norm\)"),
     "clip values": (
         lambda e, m: nn.utils.clip_grad_value_(m.parameters(), 0.1),

@@ -75,6 +75,15 @@ def at_another_place_on_each_rank(user):
     user.train(0)
 
 
+@story(model=FailsSomewhere, on=(*KINDS, "zero2", "fsdp-dim0"), num_ranks=3, optimizer=adamw,
+       instead=lambda user: user.train(0, 1, 2))  # fmt: skip
+def a_batch_that_is_bad_on_one_rank_is_skipped(user):
+    for step, place in enumerate((0, 1, 2)):
+        user.train(step)
+        failing(user, None if user.rank else place, plain=step == 1)
+        user.zero_grad()
+
+
 @story(model=FailsSomewhere, on=NOT_UNITS, instead=train_0)
 def inside_no_sync(user):
     """There is nothing to complete."""
@@ -92,12 +101,8 @@ def inside_no_sync(user):
     user.train(0)
 
 
-@story(
-    model=FailsSomewhere,
-    on=(*KINDS, "fsdp-dim0", "fsdp-shard_grad_op", "fsdp-no_shard"),
-    instead=train_0,
-    optimizer=adamw,
-)
+@story(model=FailsSomewhere, on=(*KINDS, "fsdp-dim0", "fsdp-shard_grad_op", "fsdp-no_shard"), instead=train_0,
+       optimizer=adamw)  # fmt: skip
 def nothing_stays_gathered(user):
     with pytest.raises(RuntimeError, match="mat1"):
         user(torch.ones(2, 3).double())

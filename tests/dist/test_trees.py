@@ -84,9 +84,7 @@ def test_every_floating_tensor_is_cast_and_nothing_else_changes(kind):
     before = [(tensor.dtype, tensor.clone()) for tensor in tensors_in(value)]
     made = cast_floating(value, torch.float64)
     assert type(made) is type(value)
-    assert [tensor.dtype for tensor in tensors_in(value)] == [dtype for dtype, _ in before], (
-        "the given one is as it was"
-    )
+    assert [tensor.dtype for tensor in tensors_in(value)] == [dtype for dtype, _ in before], "the given is as it was"
     after = list(tensors_in(made))
     for (dtype, given), tensor in zip(before, after, strict=True):
         assert tensor.dtype == (torch.float64 if dtype.is_floating_point else dtype)

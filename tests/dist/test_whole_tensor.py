@@ -132,6 +132,24 @@ def test_what_looks_at_the_whole_model_is_never_sharded(pools):
     assert set(first) == {"optimizer: Clipped looks at the whole model, so it cannot be sharded; use bucketed or ddp"}
 
 
+def with_frozen_biases(rank):
+    """All that trains are matrices, and the optimizer is given the rest too."""
+    with Mesh({"data": 2}) as mesh:
+        for strategy in ("ddp", "zero1", "zero3", "fsdp"):
+            model, options = build(), {} if strategy == "ddp" else {"partition": "balanced"}
+            frozen = [name for name, param in model.named_parameters() if param.dim() < 2]
+            for name in frozen:
+                model.get_parameter(name).requires_grad_(False)
+            with pytest.raises(ValueError, match=rf"optimizer_fn: .*frozen.*, such as '{frozen[0]}'.*tensors\.where"):
+                build_engine(strategy, model, lambda tensors: torch.optim.Muon(tensors, lr=1e-2), mesh, **options)
+            with build_engine(strategy, model, OPTIMIZERS["Muon"], mesh, **options) as engine:
+                one_step(engine)
+
+
+def test_an_optimizer_that_does_not_take_what_is_frozen_is_told_how_to_leave_it_out(pools):
+    pools(2).run(with_frozen_biases)
+
+
 def refused_on_one_rank(rank):
     """A user's class that only rank 1's pieces displease."""
 

@@ -18,6 +18,7 @@ from shardlab.exercises import LADDER, Case, Exercise, Measured, Verdict, Virtua
 from shardlab.exercises.judge import Score, examine
 from shardlab.exercises.picture import held, held_table, moved, moved_table
 from shardlab.exercises.values import difference, plain
+from shardlab.launch import RankPool, current
 from tests.conftest import Pools
 from tests.exercises.right import right_buckets
 from tests.exercises.wrong import half_a_ring
@@ -106,6 +107,27 @@ def test_a_function_that_does_not_come_to_an_end_fails(progress):
         report = check("collectives.ring_all_reduce", function, timeout_s=6, limit_s=3)
         assert report.verdict is Verdict.FAILED
         assert re.search(words, report.reason), report.reason
+
+
+class Arriving:
+    """A function for ranks: on rank 1 its coming takes longer than the others may wait, or ends the process."""
+
+    def __init__(self, delay):
+        self.delay = delay
+
+    def __reduce__(self):
+        return (lambda delay: delay() if current().rank == 1 else max), (self.delay,)
+
+
+def test_a_function_that_never_ran_has_not_failed():
+    exercise = Exercise("class.two", "", "", lambda: [Case("two", ((0,), (0,)), (0, 0))])
+    with RankPool(2, device="cpu", timeout_s=1.0) as pool:
+        for delay, words in (
+            (lambda: os._exit(3), "two: the process of rank 1 ended before it called your function"),
+            (lambda: time.sleep(60), "two: rank 0, 1 had no time to call your function; run it again"),
+        ):
+            report = examine(exercise, Arriving(delay), pool)
+            assert (report.verdict, report.reason) == (Verdict.BLOCKED, words)
 
 
 def test_what_differs_is_told_apart_and_what_is_equal_passes():

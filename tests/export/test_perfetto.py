@@ -31,9 +31,7 @@ def test_a_hand_made_step():
 
 def test_counters_are_the_live_bytes():
     events = check(perfetto_trace(hand_made()))
-    seen = [
-        (event["ts"], event["args"]) for event in events["C"] if event["pid"] == 0 and event["name"] == "live bytes"
-    ]
+    seen = [(one["ts"], one["args"]) for one in events["C"] if one["pid"] == 0 and one["name"] == "live bytes"]
     assert seen == [  # a role that is never held is left out
         (10, {"parameter": 40, "activation": 20}),
         (50, {"parameter": 40, "activation": 50}),

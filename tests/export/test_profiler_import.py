@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -239,8 +240,8 @@ UNEXPLAINED = {
 def test_communication_that_no_name_explains_counts_and_is_said(tmp_path):
     about = {"Collective name": "coalesced", "In msg nelems": 512, "Out msg nelems": 512, "Group size": 2}
     said = r"count as unknown communication, and their bytes as not known: \w.* \(1\)$"
-    for kernel, category in UNEXPLAINED.items():
-        path = written(tmp_path, "trace.json", renamed(kernel, category, **about))
+    for (kernel, category), args in product(UNEXPLAINED.items(), (about, {})):  # those without any have the name alone
+        path = written(tmp_path, "trace.json", renamed(kernel, category, **args))
         with pytest.warns(UserWarning, match=said):
             records = import_profiler_trace(path)
         (row,) = records.collectives.to_dict("records")
@@ -289,6 +290,8 @@ DAMAGED = {
 }
 CHANGED = (
     (STEP, {"name": "ProfilerStep#warm"}, r"invalid literal for int.*'warm'"),
+    (STEP, {"name": f"ProfilerStep#{10**30}"}, "Overflow"),
+    (KERNEL, {"args": {"Group size": 10**30}}, "is not as torch.profiler writes it: Overflow"),
     (KERNEL, {"args": {"Group size": 0}}, "group_size"),
     (KERNEL, {"args": {"Group size": [2]}}, "is not as torch.profiler writes it: TypeError"),
     (KERNEL, {"args": {"correlation": {}}}, "is not as torch.profiler writes it: TypeError"),

@@ -49,9 +49,7 @@ def _for_peers(operation: Operation) -> Operation:
 
 def _fitting(draw: st.DrawFn, scenario: Scenario) -> Scenario:
     scenario = replace(
-        scenario,
-        optimizer=drawn_optimizer(draw, scenario.engines),
-        module=fitting(scenario.module, scenario.engines),
+        scenario, optimizer=drawn_optimizer(draw, scenario.engines), module=fitting(scenario.module, scenario.engines)
     )
     if scenario.optimizer.kind not in WHOLE or draw(seldom):
         return scenario

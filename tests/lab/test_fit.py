@@ -178,9 +178,7 @@ def test_a_gpu_says_what_is_left_and_how_long_it_sends() -> None:
         assert row["row_bytes"] == pytest.approx(kept[1], rel=0.01)
         assert max(kept.values()) - 1.02 * row["row_bytes"] <= row["left_bytes"] < 1.01 * max(kept.values())
     model = described(gpt())
-    assert table.loc["ddp", "sending_ms"] == pytest.approx(
-        (len(model.params) + 2) * 2 * 0.01 + 4 * (model.numel + 2) / 1e6
-    )
+    assert table.loc["ddp", "sending_ms"] == pytest.approx((len(model.params) + 2) * 0.02 + 4 * (model.numel + 2) / 1e6)
     slower = planned.on("1MB,0.5GB/s,10us").set_index("strategy")
     assert (slower["sending_ms"] > table["sending_ms"]).all()
     assert planned.on("1kB,1GB/s,10us")["rows_that_fit"].tolist() == [0, 0]

@@ -5,12 +5,7 @@ import torch
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import Engine, build_engine
-from shardlab.lab.model_tables import (
-    GatheredSample,
-    gathered_by_unit,
-    unit_bytes,
-    watch_gathered,
-)
+from shardlab.lab.model_tables import GatheredSample, gathered_by_unit, unit_bytes, watch_gathered
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from tests.conftest import Pools
 

@@ -8,6 +8,7 @@ import pytest
 
 from shardlab.analysis import overlap
 from shardlab.lab import notebook_verdicts as say
+from shardlab.plots import overlap_bars, summary_of
 from tests.analysis.hand_made import random_step as one_step
 
 SEEDS = range(12)
@@ -80,6 +81,17 @@ def test_hidden_and_exposed_are_compared_as_they_are() -> None:
             kind = "about as much" if alike else "less" if now < then else "MORE"
             assert re.fullmatch(rf"{name} .*, {kind} exposed.* {before}", sentence)
         assert words(say.hidden_verdict(slowed(table), ["a", "b", "c"])) == words(said)
+
+
+def test_a_figure_and_a_sentence_say_the_same_share() -> None:
+    for seed in SEEDS[:4]:
+        steps = [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
+        measures = [overlap(*one_step(seed + 10 * step, slow=1 + step)) for _, step in steps]
+        table = pd.concat(one.assign(run=run, step=step) for one, (run, step) in zip(measures, steps, strict=True))
+        drawn = re.findall(r"([ab]) ([\d.]+ %) hidden with ([\d.]+ .?s) exposed", summary_of(overlap_bars(table)))
+        said = re.findall(r"\b([ab])(?: hides)? ([\d.]+ %) \(([\d.]+ .?s) exposed\)", say.hidden_verdict(table, "ab"))
+        assert drawn == said
+        assert len(said) == 2
 
 
 def speeds(seed: int | None) -> pd.DataFrame:

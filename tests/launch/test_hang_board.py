@@ -1,10 +1,15 @@
 """The hang board: what a rank writes is what the parent reads."""
 
+import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter_ns
+from traceback import walk_stack
 
 from shardlab.comm.events import CollectiveEvent
+from shardlab.comm.observed_group import _line_of_caller
 from shardlab.launch.hang_board import Board, BoardWriter, CallState, mismatch
-from shardlab.launch.stack import SeenCall
+from shardlab.launch.stack import SeenCall, _call_of
 from shardlab.vocabulary import Collective
 
 LINE = "/nowhere/train.py:31"  # no file: its code would be shown beside it
@@ -93,3 +98,12 @@ def test_ranks_in_different_collectives_are_told_and_of_a_send_and_its_receive_n
     writer.issued(event(5, Collective.SEND))
     other.issued(event(5, Collective.RECV))
     assert mismatch(board.read()) == ""
+
+
+def test_a_line_of_the_standard_library_is_never_named():
+    """Where one calls a collective: from a line of this file, and in a thread from none."""
+    with ThreadPoolExecutor(1) as threads:
+        calls = (lambda what: weakref.finalize(Board, what)(), lambda what: threads.submit(what).result())
+        found = [(call(_line_of_caller), _call_of(walk_stack(call(sys._getframe))).source_line) for call in calls]
+    assert [line.rpartition(":")[0] for line in found[0]] == [__file__] * 2
+    assert found[1] == ("", "")

@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 import time
+from multiprocessing import Pipe
 
 import pytest
 
 from shardlab.launch import RankError, current
+from shardlab.launch.processes import RankOutput
 
 
 def lines_of(capsys, rank):
@@ -44,6 +46,20 @@ def test_print_stderr_raw_writes_and_children_keep_their_order(pools, capsys):
 def test_more_than_a_pipe_holds(pools, capsys):
     pools(2).run(lambda rank: print("\n".join(str(i) for i in range(100_000))))
     assert lines_of(capsys, 1) == [str(i) for i in range(100_000)]
+
+
+def test_a_line_that_comes_in_many_parts_is_copied_once(capsys, monkeypatch):
+    class Part(bytes):
+        def __radd__(self, before):
+            pytest.fail("what has come before is copied")
+
+    parts = [Part(b"first\nx"), *[Part(b"x" * 999)] * 100, Part(b"x\n\nlast"), b""]
+    output = RankOutput(0, Pipe(duplex=False)[0])
+    monkeypatch.setattr(output, "_read", lambda: parts.pop(0))
+    while parts[1:]:
+        output.pump()
+    output.finish()
+    assert lines_of(capsys, 0) == ["first", "x" * 99_902, "", "last"]
 
 
 def test_output_is_live(pools, capsys):

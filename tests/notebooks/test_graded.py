@@ -24,9 +24,7 @@ def cells_of(path: Path) -> list[NotebookNode]:
 
 def checks_in(path: Path) -> dict[str, int]:
     """The place of the cell that checks an exercise, by its name."""
-    return {
-        found[1]: place for place, cell in enumerate(cells_of(path)) if (found := CHECK.search(cell.source)) is not None
-    }
+    return {found[1]: at for at, cell in enumerate(cells_of(path)) if (found := CHECK.search(cell.source)) is not None}
 
 
 @pytest.mark.parametrize("path", [FOLDER / "01_collectives_by_hand.ipynb", *PATHS], ids=lambda path: path.stem)
@@ -47,9 +45,7 @@ def test_it_holds_its_exercises_with_their_tasks_and_untouched_starters(path: Pa
 def test_it_ends_in_two_to_four_graded_steps_without_a_solution_above_them(path: Path) -> None:
     cells = cells_of(path)
     begin = next(place for place, cell in enumerate(cells) if "## Exercises" in cell.source)
-    own = [
-        cell for cell in cells[begin:] if any("not yet" in output.get("text", "") for output in cell.get("outputs", []))
-    ]
+    own = [cell for cell in cells[begin:] if any("not yet" in one.get("text", "") for one in cell.get("outputs", []))]
     assert 2 <= len(own) + len(checks_in(path)) <= 4
     for place, cell in enumerate(cells):
         assert "<details>" not in cell.source or "not yet" in str(cells[place - 1].get("outputs")), "read it, then try?"

@@ -16,9 +16,7 @@ def specs_of(numels):
 
 
 def largest_load(numels, owners, num_ranks):
-    return max(
-        sum(size for size, owner in zip(numels, owners, strict=True) if owner == rank) for rank in range(num_ranks)
-    )
+    return max(sum(size for size, own in zip(numels, owners, strict=True) if own == rank) for rank in range(num_ranks))
 
 
 def test_the_three_partitions_by_hand():

@@ -98,10 +98,7 @@ def test_the_example_of_the_docstring_is_right():
         (SendsOnce, "two backwards that send, weights written by hand, rank 0: after step 0, parameter '0.weight'"),
         (LosesWrites, "two backwards that send, weights written by hand, rank 0: after step 0, parameter '0.weight'"),
         (HoldsNothing, r"holdings\(\) of 'ddp': the parameter of '0.weight' is in none"),
-        (
-            type("Not", (Strategy,), {"lay_out": lambda *_: None}),
-            r"lay_out\(\) of 'strategy' must return a LaidOut",
-        ),
+        (type("Not", (Strategy,), {"lay_out": lambda *_: None}), r"lay_out\(\) of 'strategy' must return a LaidOut"),
     ],
 )
 def test_what_differs_first_is_told(make, told):

@@ -244,9 +244,7 @@ def test_the_shard_map_counts_in_whole_parameters(pools):
     results = pools(4).run(elements_held)
     for role, times in (("parameter", 2), ("gradient", 1), ("optimizer_state", 1)):
         for name, param in build().named_parameters():
-            held = [
-                place for found, _ in results for place in found.get((role, name, "x".join(map(str, param.shape))), [])
-            ]
+            held = [at for found, _ in results for at in found.get((role, name, "x".join(map(str, param.shape))), [])]
             copies = times * (1 if name in results[0][1] else 2)
             assert sorted(held) == sorted(list(range(param.numel())) * copies), (role, name)
 

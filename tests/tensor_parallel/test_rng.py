@@ -43,9 +43,7 @@ def masks(rank, plan_options):
         seen = {}
         for name, module in model.named_modules():
             if isinstance(module, nn.Dropout):
-                module.register_forward_hook(
-                    lambda _, __, output, name=name: seen.setdefault(name, []).append(output == 0)
-                )
+                module.register_forward_hook(lambda _, __, out, name=name: seen.setdefault(name, []).append(out == 0))
         tokens = torch.zeros(2, 8, dtype=torch.int64)
         model(tokens)
         model.eval()

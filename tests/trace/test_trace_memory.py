@@ -34,9 +34,8 @@ def scan(engine, train_step):
     for held in engine.optimizer.state.values():
         for name, value in held.items():
             (counters if name == "step" else state).update(storages([value]))
-    rest = {
-        key: size for key, size in storages(found).items() if size and key not in known | {*params, *counters, *state}
-    }
+    apart = known | {*params, *counters, *state}
+    rest = {key: size for key, size in storages(found).items() if size and key not in apart}
     return {
         Role.PARAMETER: sum(params.values()),
         Role.OPTIMIZER_STATE: sum(state.values()),

@@ -13,7 +13,7 @@ from shardlab.experiment.config import ENGINE_FIELDS
 from shardlab.experiment.options import CompareOptions
 from shardlab.widgets import workbench
 from shardlab.widgets.choices import Choices
-from shardlab.widgets.history import WORDS, PastRun, State, runs_table
+from shardlab.widgets.history import WORDS, PastRun, State, runs_table, unlike
 
 OTHER = {
     "bucket_mib": 0.25, "precision": "bf16", "sharding": "shard_grad_op", "prefetch": 3, "offload": "all",
@@ -114,3 +114,19 @@ def test_the_table_has_a_column_for_every_option_in_which_two_runs_differ():
         assert differing == ["model" if field == "workload" else WORDS.get(field, field)]
     table = runs_table({1: PastRun(State.FINISHED, None, config), 2: PastRun(State.FINISHED, None, config)})
     assert not {"model", "prefetch", "wrap", "batch", "state"} & set(table.columns)
+
+
+def test_a_batch_that_nobody_touched_is_shown_and_stays_where_the_ranks_change(monkeypatch):
+    config = CompareConfig(strategies="fsdp", ranks=2, text="grammar", device="cpu")
+    for changes, batch, words in (({"ranks": 3}, 12, "ranks, batch"), ({"tp": 2}, 4, "batch, tp")):
+        runs = {n: PastRun(State.STOPPED, None, one) for n, one in enumerate((config, replace(config, **changes)))}
+        assert runs_table(runs)["batch"].tolist() == [str(batch), "8"]
+        assert unlike({str(n): (run, "fsdp") for n, run in runs.items()}) == f"the runs differ in {words}"
+        choices = Choices(config)
+        choices.choose(changes)
+        assert choices.inputs["batch"].value == "8"
+        choices.choose({"batch": None})
+        assert choices.config().global_batch == batch
+    monkeypatch.setattr(PastRun, "manifest", lambda run, name: {"config": {}, "batches": [run.state]})
+    both = {state: (PastRun(state, None, config), "fsdp") for state in (State.STOPPED, State.FAILED)}
+    assert unlike(both) == "the runs differ in the rows they trained on"

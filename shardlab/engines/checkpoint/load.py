@@ -156,22 +156,27 @@ def _check_optimizer(engine: AnyEngine, manifest: Manifest) -> None:
     kind = type(engine.optimizer).__name__
     if manifest.optimizer != kind:
         raise ValueError(f"optimizer: the checkpoint is of {manifest.optimizer}, the engine has {kind}")
-    groups = named_groups(engine)
-    if len(groups) != len(manifest.groups):
-        raise ValueError(
-            f"param_groups: the checkpoint has {len(manifest.groups)}, the engine's optimizer {len(groups)}"
-        )
-    for number, (saved, own) in enumerate(zip(manifest.groups, groups, strict=True)):
-        if differing := set(saved["params"]) ^ set(own["params"]):
+    own = named_groups(engine)
+    if len(own) != len(manifest.groups):
+        raise ValueError(f"param_groups: the checkpoint has {len(manifest.groups)}, the engine's optimizer {len(own)}")
+    for number, (saved, group) in enumerate(zip(manifest.groups, own, strict=True)):
+        differing = sorted(set(saved["params"]) ^ set(group["params"]))
+        differing += [f"{key}={saved[key]}" for key in group if _kind(saved.get(key, group[key])) != _kind(group[key])]
+        if differing:
             raise ValueError(
                 f"param_groups: group {number} of the checkpoint and of the engine's optimizer differ in "
-                f"{_listed(sorted(differing))}"
+                f"{_listed(differing)}"
             )
     for name in engine.params:
         for key, rows in manifest.tensors_of(Kind.STATE, name).items():
             check_state_shape(engine, name, key, tuple(rows[0].shape))
         for key, value in manifest.values.get(name, {}).items():
             check_state_value(engine, name, key, value)
+
+
+def _kind(value: Any) -> Any:
+    """What can stand for an option's value: a number for a number, two betas for two."""
+    return tuple(map(_kind, value)) if isinstance(value, list | tuple) else isinstance(value, str)
 
 
 def _check_objects(wanted: Iterable[str], manifest: Manifest) -> None:

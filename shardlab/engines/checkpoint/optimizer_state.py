@@ -89,9 +89,7 @@ def load_full_optimizer_state_dict(engine: AnyEngine, state: Mapping[str, Any]) 
     groups, given = named_groups(engine), state["param_groups"]
     sizes, given_sizes = ([len(group["params"]) for group in some] for some in (groups, given))
     if sizes != given_sizes:
-        raise ValueError(
-            f"param_groups: the state has groups of {given_sizes} parameters, the engine's optimizer of {sizes}"
-        )
+        raise ValueError(f"param_groups: the state has groups of {given_sizes} parameters, the optimizer of {sizes}")
     by_name = {
         name: state["state"].get(number, {})
         for group, other in zip(groups, given, strict=True)

@@ -18,7 +18,7 @@ from shardlab.engines.gradient_state import Gradients
 from shardlab.engines.guards.optimizer_fit import check_fits
 from shardlab.engines.guards.ownership import Claim, check_free
 from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading, sharded_parameter
-from shardlab.engines.guards.rules import HALF_STEPPED, LOST, REPLACED, RULES, Rule, Where
+from shardlab.engines.guards.rules import FROZEN, HALF_STEPPED, LOST, REPLACED, RULES, Rule, Where
 from shardlab.engines.guards.snapshot import Snapshot
 from shardlab.engines.module_hooks import unrefused
 from shardlab.engines.sharded_params import Shards
@@ -35,10 +35,7 @@ _REMEMBERED = {
     ("piece", "trains"): {"stepped", "loaded"},
 }
 # Sharded parameters are gathered anew for each forward.
-_REMEMBERED_OF_SHARDED = {
-    ("parameter", "version"): {"local", "forwarded", "failed", "full"},
-    ("piece", "version"): {"full"},
-}
+_OF_SHARDED = {("parameter", "version"): {"local", "forwarded", "failed", "full"}, ("piece", "version"): {"full"}}
 
 
 class Guards:
@@ -113,7 +110,13 @@ class Guards:
 
         def fitting() -> torch.optim.Optimizer:
             before = [param._version for param in engine.params.values()]
-            optimizer = build()
+            try:
+                optimizer = build()
+            except ValueError as error:
+                frozen = [name for name, param in engine.params.items() if not param.requires_grad]
+                if not frozen or str(error).startswith("optimizer"):  # or it has been said what to do
+                    raise
+                raise ValueError(f"optimizer_fn: {error}; {FROZEN.format(name=frozen[0])}") from error
             check_fits(optimizer, None if over is None else partition, is_sliced=is_sliced)
             if engine.strategy.keeps_pieces and before != [param._version for param in engine.params.values()]:
                 raise ValueError("optimizer_fn: it writes into parameters; write before the engine is built")
@@ -218,7 +221,7 @@ class Guards:
                     param.grad = None
 
     def _remember(self, moment: str, engine: Engine) -> None:
-        more = _REMEMBERED_OF_SHARDED if Where.SHARDED in self._where else {}
+        more = _OF_SHARDED if Where.SHARDED in self._where else {}
         for (kind, field), moments in _REMEMBERED.items():
             if moment not in moments and moment not in more.get((kind, field), ()):
                 continue

@@ -53,6 +53,10 @@ LOST = (
     "parameter {name!r}: its data was replaced by .data =, by module.to() or the like, and the engine keeps what was "
     "there; " + _KEEP + ", and leave it before engine.step(), or convert the module before the engine is built"
 )
+FROZEN = (
+    "it is given frozen parameters too, such as {name!r}, since they may be unfrozen later; leave them out with "
+    "tensors.where(lambda name: model.get_parameter(name).requires_grad)"
+)
 HALF_STEPPED = (
     "parameter {name!r}: it was used inside engine.step(), by the optimizer or a hook of it, where other ranks "
     "have stepped the rest of it; use it before or after engine.step()"
