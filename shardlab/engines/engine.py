@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.coalesced import broadcast_coalesced
+from shardlab.comm.same_on_all_ranks import share_texts
 from shardlab.comm.streams import read_later
 from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.trees import tensors_in
@@ -446,10 +447,11 @@ class Engine(AnyEngine):
             return
         (raised, read), self._flag = self._flag, None
         if number := int(read()):
-            self.gradients = Gradients.FAILED
-            raise raised or RuntimeError(
-                f"rank {number - 1} {TOLD}, and its own error says why; call engine.zero_grad() on all ranks"
-            )
+            self.gradients, why = Gradients.FAILED, "its own error says why"
+            if self.mesh.device.type == "cpu":  # on a GPU ranks read the number at different times
+                texts = share_texts(self.data_comms, self.mesh.device, "" if raised is None else str(raised))
+                why = texts[number - 1]
+            raise raised or RuntimeError(f"rank {number - 1} {TOLD}: {why}; call engine.zero_grad() on all ranks")
 
     @untraced
     def _ask(self, moment: str) -> None:

@@ -100,9 +100,7 @@ def _of_first(comms: Sequence[Communicator], device: torch.device, values: dict[
         return values
     is_first = all(comm.rank == 0 for comm in comms)
     pickled = all_or_none(comms, device, lambda: _pickled(values) if is_first else "")
-    # It may hold any class of the user's; its signature says that a rank wrote it.
-    text = checked(_EXTRA_STATE, base64.b64decode(share_texts(comms, device, pickled)[0]))
-    found: dict[str, Any] = torch.load(io.BytesIO(text), weights_only=False)
+    found: dict[str, Any] = _unpickled(share_texts(comms, device, pickled)[0])
     return values if is_first else found
 
 
@@ -110,3 +108,8 @@ def _pickled(values: dict[str, Any]) -> str:
     file = io.BytesIO()
     torch.save(values, file)
     return base64.b64encode(signed(_EXTRA_STATE, file.getvalue())).decode()
+
+
+def _unpickled(text: str) -> Any:
+    # It may hold any class of the user's; its signature says that a rank wrote it.
+    return torch.load(io.BytesIO(checked(_EXTRA_STATE, base64.b64decode(text))), weights_only=False)
