@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import Field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,11 +23,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Remove the run tha
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """``command`` with an option for each field of ``CompareOptions`` in place of its ``**`` arguments."""
-    own = [
-        parameter
-        for parameter in inspect.signature(command).parameters.values()
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    ]
+    *own, _ = inspect.signature(command).parameters.values()
     parameters = [*own, *_options()]
     # Typer takes the defaults from the signature and the types from the annotations.
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -40,18 +36,13 @@ def _options() -> Iterator[inspect.Parameter]:
     for field in fields(CompareOptions):
         names = [f"--{field.name.replace('_', '-')}"] if field.type is bool else []  # no --no-...
         option = typer.Option(*names, help=helps.get(field.name, ""))
-        kind, default = _on_command_line(field)
+        # Python takes an object there, the command line its place.
+        kind, default = (str | None if field.type is Any else field.type), field.default
+        if isinstance(default, tuple):  # several values are one text with commas
+            kind, default = str, ",".join(default)
         yield inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
         )
-
-
-def _on_command_line(field: "Field[Any]") -> tuple[Any, Any]:
-    """Type and default of an option; several values are one text with commas."""
-    if isinstance(field.default, tuple):
-        return str, ",".join(field.default)
-    # Python takes an object there, the command line its place.
-    return (str | None if field.type is Any else field.type), field.default
 
 
 @with_options

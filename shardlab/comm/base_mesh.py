@@ -7,10 +7,9 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
-from math import prod
 from typing import Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -142,11 +141,6 @@ def _warn(note: str) -> None:
 
 def groups_along(axes: dict[str, int], ranks: tuple[int, ...], axis: str) -> list[tuple[int, ...]]:
     """The groups of ranks along ``axis``: those that differ in that coordinate only."""
-    names = list(axes)
-    strides = {name: prod(list(axes.values())[index + 1 :]) for index, name in enumerate(names)}
-    others = [name for name in names if name != axis]
-    starts = [
-        sum(strides[name] * place for name, place in zip(others, places, strict=True))
-        for places in product(*(range(axes[name]) for name in others))
-    ]
-    return [tuple(ranks[start + strides[axis] * step] for step in range(axes[axis])) for start in starts]
+    grid = np.reshape(ranks, tuple(axes.values()))
+    lines = np.moveaxis(grid, list(axes).index(axis), -1).reshape(-1, axes[axis])
+    return [tuple(line) for line in lines.tolist()]

@@ -213,19 +213,15 @@ def callers(frame: FrameType | None) -> Iterator[FrameType]:
         yield last
     begins_in_python = last is not None and last.f_code.co_filename == threading.__file__
     if threading.get_ident() != threading.main_thread().ident and not begins_in_python:
-        yield from _outwards(_waiting_in_backward())
+        # Of another thread that has called autograd and waits for it.
+        waits = (frame for frame in sys._current_frames().values() if frame.f_code.co_filename == _AUTOGRAD)
+        yield from _outwards(next(waits, None))
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _waiting_in_backward() -> FrameType | None:
-    """The frame of another thread that has called autograd and waits for it."""
-    waits = (frame for frame in sys._current_frames().values() if frame.f_code.co_filename == _AUTOGRAD)
-    return next(waits, None)
 
 
 @cache

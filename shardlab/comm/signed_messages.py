@@ -31,7 +31,8 @@ def signature(words: str, message: bytes = b"") -> bytes:
     Raises:
         RuntimeError: there is no secret, and none can be kept for this user.
     """
-    return hmac.digest(_secret(), words.encode() + b"\0" + message, "sha256")
+    told = os.environ.get(SECRET)
+    return hmac.digest(told.encode() if told else _of_user(), words.encode() + b"\0" + message, "sha256")
 
 
 def signed(words: str, message: bytes) -> bytes:
@@ -80,11 +81,6 @@ def all_gather_bytes(message: bytes, group: dist.ProcessGroup | None = None) -> 
     dist.all_gather(parts, padded, group=group)
     told = [part[:length].cpu().numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
     return [checked(f"rank {other}", each) for other, each in enumerate(told)]
-
-
-def _secret() -> bytes:
-    told = os.environ.get(SECRET)
-    return told.encode() if told else _of_user()
 
 
 @cache

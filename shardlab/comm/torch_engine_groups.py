@@ -12,7 +12,7 @@ hold a copy of the whole buffer in a reduce-scatter and an all-gather, as torch'
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import partial, partialmethod
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -179,22 +179,6 @@ def bytes_kept(tensors: Sequence[torch.Tensor], sizes: Sequence[int], group: Obs
     return sum(tensor.nbytes for tensor in tensors) * sizes[group.rank] // max(1, sum(sizes))
 
 
-def _with_verbs(kind: type["TorchGroup"]) -> type["TorchGroup"]:
-    """Give the group a method for each verb this torch has."""
-    for name, verb in VERBS.items():
-        if hasattr(dist.ProcessGroup, name):
-            setattr(kind, name, _method(name, verb))
-    return kind
-
-
-def _method(name: str, verb: Verb) -> Callable[..., dist.Work]:
-    def call(self: "TorchGroup", *args: Any, **kwargs: Any) -> dist.Work:
-        return self._pass_on(name, verb, args, kwargs)
-
-    return call
-
-
-@_with_verbs
 class TorchGroup(dist.ProcessGroup):
     """A process group that passes every call on to ``inner`` and tells observers of it.
 
@@ -247,7 +231,7 @@ class TorchGroup(dist.ProcessGroup):
         # Collectives that are still followed hold their observers, and through them an engine with all its memory.
         self.times = HostTimes(GLOO_THREADS)
 
-    def _pass_on(self, name: str, verb: Verb, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "TorchWork":
+    def _pass_on(self, name: str, verb: Verb, /, *args: Any, **kwargs: Any) -> "TorchWork":
         inner, comm = self._inner, self._comm
         if inner is None or comm is None:
             raise RuntimeError(f"mesh: it is closed, so {verb.op} cannot be sent; build a new mesh")
@@ -261,6 +245,12 @@ class TorchGroup(dist.ProcessGroup):
         # returns for ``async_op=False``: C++ cannot take it from a group written in Python.
         work = self.times.follow(lambda: getattr(inner, name)(*args, **kwargs), event, observers)
         return TorchWork(work, event, observers, self, keep=args)
+
+
+# A method for each verb this torch has.
+for _name, _verb in VERBS.items():
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(TorchGroup, _name, partialmethod(TorchGroup._pass_on, _name, _verb))
 
 
 class TorchWork(dist.Work):

@@ -177,7 +177,8 @@ class CompareConfig(CompareOptions):
         """Refuse what torch's own engines cannot do."""
         if TorchFSDP2.name in self.strategies:
             TorchFSDP2.check_params(dict(self.on_meta.named_parameters()))
-        if self.link is not None and (peers := self._torch_engines):
+        peers = [name for name in self.strategies if name.startswith("torch_")]
+        if self.link is not None and peers:
             raise ValueError(f"link: torch's own engines bypass an emulated link; leave out {', '.join(peers)}")
         if TORCH_TP in self.strategies:
             config = MODELS[self.model]
@@ -188,10 +189,6 @@ class CompareConfig(CompareOptions):
                     f"ranks: 'torch_tp' gives each rank whole heads, and the {config.kv_heads} of {self.model} do not "
                     f"divide among {self.ranks} ranks"
                 )
-
-    @property
-    def _torch_engines(self) -> list[str]:
-        return [name for name in self.strategies if name.startswith("torch_")]
 
     @cached_property
     def own_strategies(self) -> dict[str, Strategy]:

@@ -330,11 +330,9 @@ class PlannedTensorAxis:
         rank = self._rank(precision) if casts else self._uncast
         units = wrapped_modules(rank.module, self._config.wrap_policy) if casts and strategy == "fsdp" else {}
         called = _Called(rank.module, precision, units.values())
-        workload = self._config.trained
+        loss = self._config.trained.loss_over(rank.comm)
         try:
-            return [
-                event for batch in batches for event in rank.messages(partial(_loss, workload, called, batch, rank))
-            ]
+            return [event for batch in batches for event in rank.messages(partial(loss, called, batch))]
         except Exception:  # it depends on values, which are missing here; the ranks raise any other error too
             return None
 
@@ -355,12 +353,6 @@ class _Called:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-def _loss(workload: Workload, model: _Called, batch: Any, rank: DryRunRank) -> Tensor:
-    if workload.tp_loss is not None:
-        return workload.tp_loss(model, batch, rank.comm)
-    return workload.loss(model, batch)
 
 
 def _last_steps(config: CompareConfig) -> Iterator[Iterator[Any]]:

@@ -128,12 +128,9 @@ def _first_lost(known: Mapping[str, Mapping[str, int]]) -> tuple[int, str, list[
 
 def agreement_verdict(comparison: Comparison) -> str:
     """One sentence if ranks that train the same parameters have not done the same; else empty."""
-    found = {run: words for run, known in comparison.records.manifests.items() if (words := known.get("disagreement"))}
-    if not found:
-        return ""
-    return "Ranks DISAGREE, so the numbers are of no one run: " + "; ".join(
-        f"in {run} {words}" for run, words in found.items()
-    )
+    manifests = comparison.records.manifests
+    found = [f"in {run} {words}" for run, known in manifests.items() if (words := known.get("disagreement"))]
+    return f"Ranks DISAGREE, so the numbers are of no one run: {'; '.join(found)}" if found else ""
 
 
 def unfinished_verdict(comparison: Comparison) -> str:

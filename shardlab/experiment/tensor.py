@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardlab.comm import BaseMesh
 from shardlab.experiment.batches import batches_of, divide, rows_of
@@ -73,15 +73,7 @@ def divided(model: nn.Module, options: CompareOptions, workload: Workload, strat
 
 def loss_of(options: CompareOptions, workload: Workload, strategy: str, mesh: BaseMesh) -> LossFn:
     """The loss of the whole or of the divided model."""
-    of_parts = workload.tp_loss
-    if of_parts is None or not _divides(options, strategy):
-        return workload.loss
-    axis = mesh[MeshAxis.TENSOR]
-
-    def loss(model: object, batch: object) -> Tensor:
-        return of_parts(model, batch, axis)
-
-    return loss
+    return workload.loss_over(mesh[MeshAxis.TENSOR]) if _divides(options, strategy) else workload.loss
 
 
 def _check_peers(options: CompareOptions) -> None:
@@ -150,9 +142,10 @@ def tried_plan(workload: Workload, tp: int, seed: int) -> Suggestion:
             few = _few_rows(workload, seed)
         except Exception:  # data that only ranks can read: the sizes are checked all the same
             return check_tp_plan(module, workload.tp_plan, tp, None)
-        of_parts = workload.tp_loss
-        divided = None if of_parts is None else lambda axis: lambda model: of_parts(model, few, axis)
-        return check_tp_plan(module, workload.tp_plan, tp, lambda model: workload.loss(model, few), divided)
+        return check_tp_plan(
+            module, workload.tp_plan, tp, lambda model: workload.loss(model, few),
+            lambda axis: lambda model: workload.loss_over(axis)(model, few),
+        )  # fmt: skip
     try:
         few = _few_rows(workload, seed)
         return suggest_tp_plan(module, tp, lambda model: workload.loss(model, few))

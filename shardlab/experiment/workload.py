@@ -108,6 +108,11 @@ class Workload:
         # The class that is made, if the function is the class itself or says so; else the function's name.
         return self.name or getattr(self.model, "__name__", type(self.model).__name__).replace("<lambda>", "model")
 
+    def loss_over(self, axis: Communicator) -> LossFn:
+        """The loss of a model whose layers are divided over ``axis``."""
+        of_parts = self.tp_loss
+        return self.loss if of_parts is None else lambda model, batch: of_parts(model, batch, axis)
+
     @property
     def is_dataset(self) -> bool:
         """Whether ``data`` holds samples that are yet to be put into batches."""

@@ -19,6 +19,7 @@ Legend: all offsets are in elements; ``start`` is included, ``stop`` is not.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import gcd, prod
 
 from shardlab.partition.chunks import Layout, Piece, even_bounds, require_count
@@ -98,8 +99,13 @@ class FlatLayout(Layout):
             ValueError: ``rank`` is not one of the ranks.
         """
         chunk_start, chunk_stop = self.chunk(rank)
-        found = (_intersect(index, slot, chunk_start, chunk_stop) for index, slot in enumerate(self.slots))
-        return tuple(piece for piece in found if piece is not None)
+        found = []
+        for index, slot in enumerate(self.slots):
+            start, stop = max(slot.start, chunk_start), min(slot.stop, chunk_stop)
+            if start < stop:
+                whole = stop - start == slot.spec.numel
+                found.append(Piece(index, slot.spec.name, start, stop, start - slot.start, stop - slot.start, whole))
+        return tuple(found)
 
 
 def flat_layout(specs: Sequence[ParamSpec], num_ranks: int) -> FlatLayout:
@@ -139,24 +145,9 @@ def owned_layout(specs: Sequence[ParamSpec], owners: Sequence[int], num_ranks: i
     bounds = [0] * (num_ranks + 1)
     for spec, owner in zip(specs, owners, strict=True):
         bounds[owner + 1] += spec.numel
-    for rank in range(num_ranks):
-        bounds[rank + 1] += bounds[rank]
     order = sorted(range(len(specs)), key=owners.__getitem__)  # stable: of one rank in the original order
-    return FlatLayout(tuple(bounds), _end_to_end([specs[index] for index in order]))
+    return FlatLayout(tuple(accumulate(bounds)), _end_to_end([specs[index] for index in order]))
 
 
 def _end_to_end(specs: Sequence[ParamSpec]) -> tuple[Slot, ...]:
-    slots = []
-    start = 0
-    for spec in specs:
-        slots.append(Slot(spec, start))
-        start += spec.numel
-    return tuple(slots)
-
-
-def _intersect(slot_index: int, slot: Slot, chunk_start: int, chunk_stop: int) -> Piece | None:
-    start, stop = max(slot.start, chunk_start), min(slot.stop, chunk_stop)
-    if start >= stop:
-        return None
-    whole = stop - start == slot.spec.numel
-    return Piece(slot_index, slot.spec.name, start, stop, start - slot.start, stop - slot.start, whole)
+    return tuple(map(Slot, specs, accumulate((spec.numel for spec in specs), initial=0)))

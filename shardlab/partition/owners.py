@@ -11,6 +11,7 @@ The price is balance: bytes are as even as parameter sizes allow.
 Every choice depends on order and bytes only, so all ranks agree without a message.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,8 +60,8 @@ def _balanced_runs(sizes: Sequence[int], num_runs: int) -> tuple[int, ...]:
     """Offsets of ``num_runs`` contiguous runs of ``sizes`` that minimise the largest load.
 
     Two steps. The smallest possible largest load is found by bisection over integers: a greedy fill from the left tells
-    whether a limit can be kept. Then the runs are drawn near the mean, never past that limit, so that the smaller loads
-    are even too.
+    whether a limit can be kept. (One run can take all, so the sum need not be tried.) Then the runs are drawn near the
+    mean, never past that limit, so that the smaller loads are even too.
 
     Args:
         sizes: size of each item, 0 or more, in an order that is kept.
@@ -69,32 +70,7 @@ def _balanced_runs(sizes: Sequence[int], num_runs: int) -> tuple[int, ...]:
     Returns:
         ``num_runs + 1`` offsets into ``sizes``: first 0, last ``len(sizes)``.
     """
-    return _draw_runs(sizes, num_runs, _smallest_limit(sizes, num_runs))
-
-
-def _smallest_limit(sizes: Sequence[int], num_runs: int) -> int:
-    low, high = 0, sum(sizes)  # at ``high`` one run could take all
-    while low < high:
-        middle = (low + high) // 2
-        if _fits(sizes, num_runs, middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-def _fits(sizes: Sequence[int], num_runs: int, limit: int) -> bool:
-    """Whether the items fit the runs: each run takes as many as it can."""
-    first = 0
-    for _ in range(num_runs):
-        load = 0
-        while first < len(sizes) and load + sizes[first] <= limit:
-            load += sizes[first]
-            first += 1
-    return first == len(sizes)
-
-
-def _draw_runs(sizes: Sequence[int], num_runs: int, limit: int) -> tuple[int, ...]:
+    limit = bisect_left(range(sum(sizes)), True, key=lambda limit: _fits(sizes, num_runs, limit))
     bounds = [0]
     item = 0
     for later_runs in reversed(range(num_runs)):
@@ -109,6 +85,17 @@ def _draw_runs(sizes: Sequence[int], num_runs: int, limit: int) -> tuple[int, ..
             item += 1
         bounds.append(item)
     return tuple(bounds)
+
+
+def _fits(sizes: Sequence[int], num_runs: int, limit: int) -> bool:
+    """Whether the items fit the runs: each run takes as many as it can."""
+    first = 0
+    for _ in range(num_runs):
+        load = 0
+        while first < len(sizes) and load + sizes[first] <= limit:
+            load += sizes[first]
+            first += 1
+    return first == len(sizes)
 
 
 @dataclass(frozen=True)

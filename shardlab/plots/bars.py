@@ -265,13 +265,9 @@ def held_by_process(memory: pd.DataFrame) -> go.Figure:
         return nothing(PROCESS, "only recorded on a CPU, on Linux with GNU's malloc")
     figure = new_figure(PROCESS, subtitle(held, "on the rank that holds most; tensors, then what torch does not own"))
     stacked_bars(figure, held, "item", ROLE_COLOURS | PART_COLOURS, "bytes")
-    return finish(figure, _process_summary(held))
-
-
-def _process_summary(held: pd.DataFrame) -> str:
     tensors = held[held["item"].isin([str(role) for role in Role])].groupby("label")["bytes"].sum()
     parts = [
         f"{label} {format_bytes(whole)}, {format_bytes(tensors.get(label, 0.0))} of it in tensors"
         for label, whole in held.groupby("label", sort=False)["bytes"].sum().items()
     ]
-    return f"{PROCESS}: {'; '.join(parts)}."
+    return finish(figure, f"{PROCESS}: {'; '.join(parts)}.")

@@ -87,7 +87,9 @@ def loss_difference(steps: pd.DataFrame, reference: str = "single") -> go.Figure
         figure.add_trace(_difference_trace(differences[differences["label"] == label], label, style, floor))
     figure.update_xaxes(title_text="step", tickformat="d", **_whole_steps(steps))
     _difference_axis(figure, differences["difference"], floor)
-    return theme.finish(figure, _difference_summary(given, reference))
+    largest = given.groupby("label", sort=False)["difference"].max()
+    parts = [f"{label} {'exactly 0' if value == 0 else significant(value)}" for label, value in largest.items()]
+    return theme.finish(figure, f"Largest difference of the loss from {reference} at any step: {listing(parts)}.")
 
 
 def _losses(steps: pd.DataFrame) -> pd.DataFrame:
@@ -153,12 +155,6 @@ def _loss_summary(losses: pd.DataFrame, labels: list[str]) -> str:
     curves = [losses.loc[losses["label"] == label, "loss"].tolist() for label in labels]
     parts = [f"{label} from {curve[0]:.4f} to {curve[-1]:.4f}" for label, curve in zip(labels, curves, strict=True)]
     return f"Loss over {losses['step'].nunique()} steps: {listing(parts)}."
-
-
-def _difference_summary(differences: pd.DataFrame, reference: str) -> str:
-    largest = differences.groupby("label", sort=False)["difference"].max()
-    parts = [f"{label} {'exactly 0' if value == 0 else significant(value)}" for label, value in largest.items()]
-    return f"Largest difference of the loss from {reference} at any step: {listing(parts)}."
 
 
 def _whole_steps(steps: pd.DataFrame) -> dict[str, int]:

@@ -6,7 +6,7 @@ Slices lie along the elements of all parameters, or in each weight as it multipl
 from collections.abc import Hashable, Mapping
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -175,36 +175,26 @@ def _slices(rows: pd.DataFrame, extents: pd.DataFrame, rank: int, divisor: float
 def _shard_axes(figure: go.Figure, extents: pd.DataFrame, ranks: list[int], unit: tuple[float, str]) -> None:
     """Ranks downward; borders of parameters as lines; names above the parameters that are wide enough."""
     divisor, name = unit
-    overhang = 0.0
+    end, overhang = _end(extents), 0.0
     for begin in extents["begin"][1:]:
         figure.add_vline(x=begin / divisor, line={"color": GRID, "width": 1})
     for parameter, extent in extents.iterrows():
-        if extent["numel"] >= MIN_LABEL_SHARE * _end(extents):
-            direction = _direction(extent["numel"] / _end(extents))
+        if extent["numel"] >= MIN_LABEL_SHARE * end:
+            middle = extent["begin"] + extent["numel"] / 2
+            is_level = extent["numel"] / end > 0.15  # else it is narrower than its name, which is slanted
             figure.add_annotation(
-                x=(extent["begin"] + extent["numel"] / 2) / divisor, y=1, yref="paper", yanchor="bottom",
-                text=str(parameter), showarrow=False, font_size=12, **direction,
+                x=middle / divisor, y=1, yref="paper", yanchor="bottom", text=str(parameter), showarrow=False,
+                font_size=12, **({"textangle": 0} if is_level else {"textangle": -30, "xanchor": "left"}),
             )  # fmt: skip
-            overhang = max(overhang, _overhang(str(parameter), extent, _end(extents)))
+            if not is_level:  # by how much it exceeds the right end, in a plot of typical width
+                beside = PLOT_PX * (1 - middle / end)
+                overhang = max(overhang, float(LETTER_PX * len(str(parameter)) - beside))
     figure.update_layout(barmode="overlay", height=max(346, 246 + 40 * len(ranks)), showlegend=False)
     figure.update_layout(margin_t=150, margin_r=24 + overhang)
-    figure.update_xaxes(title_text=f"element ({name})" if name else "element", range=[0, _end(extents) / divisor],
+    figure.update_xaxes(title_text=f"element ({name})" if name else "element", range=[0, end / divisor],
                         showgrid=False)  # fmt: skip
     figure.update_yaxes(tickvals=ranks, ticktext=[f"rank {rank}" for rank in ranks], showgrid=False,
                         range=[max(ranks) + 0.5, min(ranks) - 0.5])  # fmt: skip
-
-
-def _direction(share: float) -> dict[str, Any]:
-    """Direction of a parameter's name: horizontal, or slanted if the parameter is narrower than its name."""
-    return {"textangle": 0} if share > 0.15 else {"textangle": -30, "xanchor": "left"}
-
-
-def _overhang(parameter: str, extent: pd.Series, end: int) -> float:
-    """Pixels by which a slanted name exceeds the right end, in a plot of typical width."""
-    if "xanchor" not in _direction(extent["numel"] / end):
-        return 0.0
-    beside = PLOT_PX * (1 - (extent["begin"] + extent["numel"] / 2) / end)
-    return max(0.0, float(LETTER_PX * len(parameter) - beside))
 
 
 def _shard_summary(rows: pd.DataFrame, role: str, numel: int) -> str:

@@ -168,23 +168,25 @@ def gathered_over_a_step(
     units = list(dict.fromkeys(str(unit) for unit in table["unit"]))
     for place, unit in enumerate(units):
         rows = table[(table["unit"] == unit) & (table["bytes"] > 0)]
-        figure.add_trace(_unit_bars(rows, unit, UNITS[place % len(UNITS)], divisor))
+        moments = [[at, format_bytes(size)] for at, size in zip(rows["moment"], rows["bytes"], strict=True)]
+        figure.add_bar(
+            x=rows["sample"].to_numpy(), y=(rows["bytes"] / divisor).to_numpy(), name=unit, customdata=moments,
+            marker={"color": UNITS[place % len(UNITS)], "line": {"width": 0}},
+            hovertemplate=f"<b>{unit}</b><br>at: %{{customdata[0]}}<br>%{{customdata[1]}}<extra></extra>",
+        )  # fmt: skip
     if limit_bytes is not None:
         figure.add_hline(
             y=limit_bytes / divisor, line={"color": INK, "width": 2, "dash": "dash"},
             annotation_text=f"{limit_name}: {format_bytes(limit_bytes)}", annotation_position="top left",
         )  # fmt: skip
     _gathered_axes(figure, table.drop_duplicates("sample"), name)
-    return finish(figure, _gathered_summary(table, units, limit_bytes))
-
-
-def _unit_bars(rows: pd.DataFrame, unit: str, colour: str, divisor: float) -> go.Bar:
-    return go.Bar(
-        x=rows["sample"].to_numpy(), y=(rows["bytes"] / divisor).to_numpy(), name=unit,
-        marker={"color": colour, "line": {"width": 0}},
-        customdata=[[moment, format_bytes(size)] for moment, size in zip(rows["moment"], rows["bytes"], strict=True)],
-        hovertemplate=f"<b>{unit}</b><br>at: %{{customdata[0]}}<br>%{{customdata[1]}}<extra></extra>",
-    )  # fmt: skip
+    num_units = int((table["bytes"] > 0).groupby(table["sample"]).sum().max())
+    predicted = "" if limit_bytes is None else f", predicted {format_bytes(limit_bytes)}"
+    return finish(
+        figure,
+        f"Gathered parameters over a step of {len(units)} units: at most {format_bytes(int(totals.max()))} "
+        f"in {num_units} units at once{predicted}.",
+    )
 
 
 def _gathered_axes(figure: go.Figure, moments: pd.DataFrame, unit: str) -> None:
@@ -202,13 +204,3 @@ def _gathered_axes(figure: go.Figure, moments: pd.DataFrame, unit: str) -> None:
             x=float(backward.min()) - 0.5, line={"color": INK, "width": 1, "dash": "dot"},
             annotation_text="backward", annotation_position="top right",
         )  # fmt: skip
-
-
-def _gathered_summary(table: pd.DataFrame, units: list[str], limit_bytes: float | None) -> str:
-    at_once = int(table.groupby("sample")["bytes"].sum().max())
-    num_units = int((table["bytes"] > 0).groupby(table["sample"]).sum().max())
-    predicted = "" if limit_bytes is None else f", predicted {format_bytes(limit_bytes)}"
-    return (
-        f"Gathered parameters over a step of {len(units)} units: at most {format_bytes(at_once)} "
-        f"in {num_units} units at once{predicted}."
-    )

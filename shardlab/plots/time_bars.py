@@ -153,19 +153,14 @@ def overlap_bars(overlap_table: pd.DataFrame) -> go.Figure:
         add_part(figure, name, colour, medians[column] / 1e3, texts, "%{customdata[0]}")
     hidden = [_hidden(row["overlap"], row["comm_us"]) for row in medians.to_dict("records")]
     end_with(figure, (medians["exposed_us"] + medians["both_us"]) / 1e3, hidden, "time per rank and step (ms)")
-    return finish(figure, _overlap_summary(medians))
+    said = [
+        f"{label} {words}" + ("" if np.isnan(row["overlap"]) else f" with {format_us(row['exposed_us'])} exposed")
+        for (label, row), words in zip(medians.iterrows(), hidden, strict=True)
+    ]
+    return finish(figure, f"Communication per rank and step (medians): {listing(said)}.")
 
 
 def _hidden(share: float, comm_us: float) -> str:
     if np.isnan(share):
         return "not known" if comm_us > 0 else "no communication"
     return f"{format_percent(share)} hidden"
-
-
-def _overlap_summary(medians: pd.DataFrame) -> str:
-    parts = [
-        f"{label} {_hidden(row['overlap'], row['comm_us'])}"
-        + ("" if np.isnan(row["overlap"]) else f" with {format_us(row['exposed_us'])} exposed")
-        for label, row in medians.iterrows()
-    ]
-    return f"Communication per rank and step (medians): {listing(parts)}."

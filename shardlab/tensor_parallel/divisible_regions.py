@@ -12,10 +12,10 @@ imported.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice, product
+from itertools import islice, product, takewhile
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from shardlab.tensor_parallel.flow import END, START, Flow, is_layer
 from shardlab.tensor_parallel.plan import matched_names
@@ -210,7 +210,12 @@ def _vocabularies(module: nn.Module, flow: Flow) -> Iterator[Region]:
     )
     used_apart = {name for names in flow.between.values() for name in names}
     for weight in weights:
-        form = _of_vocabulary(module, weight)
+        # Every layer that has this weight, also one that is not called: tied layers are divided together.
+        form: Form = {
+            name: Vocabulary() if isinstance(layer, nn.Embedding) else Column(gather_output=True)
+            for name, layer in module.named_modules()
+            if isinstance(layer, nn.Embedding | nn.Linear) and layer.weight is weight
+        }
         apart = sorted(f"{name}.weight" for name in form if f"{name}.weight" in used_apart)
         if apart:
             yield Region(
@@ -218,17 +223,6 @@ def _vocabularies(module: nn.Module, flow: Flow) -> Iterator[Region]:
             )
         else:
             yield Region(tuple(form), [form])
-
-
-def _of_vocabulary(module: nn.Module, weight: Tensor) -> Form:
-    """Every layer that has this weight, also one that is not called: tied layers are divided together."""
-    form: Form = {}
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.Embedding) and layer.weight is weight:
-            form[name] = Vocabulary()
-        elif isinstance(layer, nn.Linear) and layer.weight is weight:
-            form[name] = Column(gather_output=True)
-    return form
 
 
 def _own_style(module: nn.Module, name: str, word: Any) -> Style | None:
@@ -252,7 +246,9 @@ def _own_style(module: nn.Module, name: str, word: Any) -> Style | None:
 
 def _head_dim(module: nn.Module, layers: tuple[str, ...], width: int) -> int | None:
     """The width of a head, if the module around the layers says it."""
-    parent = module.get_submodule(_common_parent(layers))
+    columns = zip(*(name.split(".")[:-1] for name in layers), strict=False)
+    common = takewhile(lambda parts: len(set(parts)) == 1, columns)
+    parent = module.get_submodule(".".join(parts[0] for parts in common))
     for key in _HEAD_DIMS:
         if (size := _whole_number(parent, key)) and width % size == 0:
             return size
@@ -263,15 +259,6 @@ def _head_dim(module: nn.Module, layers: tuple[str, ...], width: int) -> int | N
 def _whole_number(owner: Any, key: str) -> int | None:
     value = getattr(owner, key, None)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
-
-def _common_parent(names: tuple[str, ...]) -> str:
-    common = []
-    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return ".".join(common)
 
 
 def _in_order(flow: Flow, names: frozenset[str]) -> tuple[str, ...]:

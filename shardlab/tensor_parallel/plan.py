@@ -105,7 +105,10 @@ def checked(plan: Plan, model: nn.Module, num_ranks: int) -> dict[str, Style]:
         raise ValueError(
             f"plan: {plan!r:.60} was given; give a mapping from names of modules to styles, as {{'up': Column()}}"
         )
-    _check_fresh(model)
+    if slices_of(model):
+        raise ValueError("model: it is tensor parallel already; call parallelize_module once, on the plain model")
+    if getattr(getattr(model, "_shardlab_engine", None), "engine", None) is not None:
+        raise ValueError("model: it is wrapped by an engine; call parallelize_module first, then build the engine")
     styles = matched(plan, model)
     for name, style in styles.items():
         style.check(name, model.get_submodule(name), num_ranks)
@@ -137,7 +140,9 @@ def divide(
     # After all are sliced: until then a tied weight has a slice of its own in each of its places.
     places.tie()
     # Only now is it known what has no slice; together it travels in few messages.
-    _equalise_rest(model, comm)
+    slices = slices_of(model)
+    rest: list[Tensor] = [param for name, param in model.named_parameters() if name not in slices]
+    broadcast_coalesced(comm, [*rest, *model.buffers()], tag="replicated parameters and buffers from rank 0")
     _share_inputs(model)
 
 
@@ -177,20 +182,6 @@ def matched_names(pattern: str, model: nn.Module) -> list[str]:
 def _fits(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
-
-
-def _check_fresh(model: nn.Module) -> None:
-    if slices_of(model):
-        raise ValueError("model: it is tensor parallel already; call parallelize_module once, on the plain model")
-    if getattr(getattr(model, "_shardlab_engine", None), "engine", None) is not None:
-        raise ValueError("model: it is wrapped by an engine; call parallelize_module first, then build the engine")
-
-
-def _equalise_rest(model: nn.Module, comm: Communicator) -> None:
-    """Copy the first rank's replicated parameters and buffers to the others."""
-    slices = slices_of(model)
-    rest: list[Tensor] = [param for name, param in model.named_parameters() if name not in slices]
-    broadcast_coalesced(comm, [*rest, *model.buffers()], tag="replicated parameters and buffers from rank 0")
 
 
 def _share_inputs(model: nn.Module) -> None:

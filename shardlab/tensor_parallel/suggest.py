@@ -272,11 +272,7 @@ def _why_whole(module: nn.Module, name: str, flow: Flow | None, *, has_own: bool
         return "not in its own plan"
     if isinstance(part, nn.Embedding):
         return "no vocabulary: it is small, or has no more rows than columns"
-    consumers = flow.consumers(name)
-    return f"all of its output is needed, by {_patterns(consumers)}" if consumers else "nothing depends on its output"
-
-
-def _patterns(names: Iterable[str]) -> str:
-    """A few names, those that differ in numbers only once."""
-    found = list(dict.fromkeys(name if name == END else without_numbers(name) for name in sorted(names)))
-    return ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+    # Those that differ in numbers only once.
+    users = list(dict.fromkeys(one if one == END else without_numbers(one) for one in sorted(flow.consumers(name))))
+    few = ", ".join(users[:3]) + (", ..." if len(users) > 3 else "")
+    return f"all of its output is needed, by {few}" if users else "nothing depends on its output"

@@ -127,7 +127,13 @@ def vocab_parallel_cross_entropy(
     # Detached: the maximum cancels out of the loss, so no gradient flows through it.
     peak, are_whole = _peaks(logits.detach(), targets, counts, comm)
     if comm.num_ranks > 1:
-        _refuse_whole(are_whole, logits.shape[-1])
+        # The loss of gathered logits would be too large by log N; all ranks see the same, and so all refuse. (Private,
+        # but torch has no public assertion that leaves the host unsynchronized on CUDA.)
+        torch._assert_async(
+            ~are_whole,
+            f"logits: all ranks were given the same {logits.shape[-1]} a token; give each rank its part of the "
+            "vocabulary, as a head without gather_output leaves it (gpt_plan: gather_logits=False)",
+        )
     shifted = logits - peak.unsqueeze(-1)
     terms = [shifted.exp().sum(-1), _of_target(shifted, targets, counts, comm)]
     if label_smoothing:
@@ -190,16 +196,6 @@ def _of_target(shifted: Tensor, targets: Tensor, counts: Tensor, comm: Communica
     # A target outside the vocabulary stays outside the part, so that gather refuses it.
     own = torch.where(elsewhere, 0, targets - start)
     return shifted.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
-
-
-def _refuse_whole(are_whole: Tensor, width: int) -> None:
-    """Refuse gathered logits, whose loss would be too large by log N: all ranks see the same, and so all refuse."""
-    # Private, but torch has no public assertion that leaves the host unsynchronized on CUDA.
-    torch._assert_async(
-        ~are_whole,
-        f"logits: all ranks were given the same {width} a token; give each rank its part of the vocabulary, as a head "
-        "without gather_output leaves it (gpt_plan: gather_logits=False)",
-    )
 
 
 def _check(logits: Tensor, targets: Tensor, label_smoothing: float, reduction: str) -> None:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm.signed_messages import all_gather_bytes, signature
-from shardlab.comm.transports.shared_buffers import SharedBuffers
+from shardlab.comm.transports.shared_buffers import SharedBuffers, close_all
 
 HALF_BYTES = 2 * 1024**2  # of a buffer: smaller ones synchronise more often, larger ones leave the cache
 _HELLO = struct.Struct("=I32s")  # rank in the group, its signature for this listener
@@ -68,8 +68,10 @@ def share_buffers(group: dist.ProcessGroup, timeout: timedelta, half_bytes: int 
             return None
         sockets = _connected(rank, endpoints)
         # Before anybody accepts: a rank would wait for a connection that another could not make.
-        if not _all_have(sockets is not None, group):
-            _close(sockets)
+        missing = torch.tensor([int(sockets is None)], device="cpu")  # whatever a script has set as default
+        dist.all_reduce(missing, group=group)
+        if missing.item():
+            close_all((sockets or {}).values())
             return None
         assert sockets is not None
         listener.settimeout(timeout.total_seconds())
@@ -109,15 +111,9 @@ def _connected(rank: int, endpoints: list[_Endpoint]) -> dict[int, socket.socket
                 raise PermissionError(f"rank {other} belongs to another user")
             peer.send(endpoints[other].hello(rank))
         except OSError:
-            _close(sockets)
+            close_all(sockets.values())
             return None
     return sockets
-
-
-def _all_have(has: bool, group: dist.ProcessGroup) -> bool:
-    missing = torch.tensor([0 if has else 1], device="cpu")  # whatever a script has set as default
-    dist.all_reduce(missing, group=group)
-    return missing.item() == 0
 
 
 def _accepted(rank: int, listener: socket.socket, own: _Endpoint, num_ranks: int) -> dict[int, socket.socket]:
@@ -140,11 +136,9 @@ def _rank_of(peer: socket.socket, own: _Endpoint) -> int | None:
     peer.settimeout(_HELLO_S)
     try:
         hello = peer.recv(_HELLO.size)
-    except OSError:
+        other = int(_HELLO.unpack(hello)[0])
+    except (OSError, struct.error):  # nothing is said, or something of another length
         return None
-    if len(hello) != _HELLO.size:
-        return None
-    other = int(_HELLO.unpack(hello)[0])
     return other if hmac.compare_digest(hello, own.hello(other)) else None
 
 
@@ -152,11 +146,6 @@ def _is_own_user(peer: socket.socket) -> bool:
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     return bool(user == os.geteuid())
-
-
-def _close(sockets: Mapping[int, socket.socket] | None) -> None:
-    for each in (sockets or {}).values():
-        each.close()
 
 
 def _exchange_buffers(rank: int, sockets: Mapping[int, socket.socket], num_bytes: int) -> dict[int, mmap.mmap]:

@@ -83,7 +83,7 @@ class SharedBuffers:
         for peer in self._sockets.values():
             peer.settimeout(self._timeout_s)
         # Also where nobody closes them: a rank ends, or an engine is dropped after an error.
-        self._end = weakref.finalize(self, _close_all, tuple(self._sockets.values()))
+        self._end = weakref.finalize(self, close_all, tuple(self._sockets.values()))
 
     def length(self, dtype: torch.dtype) -> int:
         """Elements that one half of a buffer holds."""
@@ -151,6 +151,7 @@ def _gone(rank: int, call: Call) -> RuntimeError:
     return RuntimeError(f"{call}: Connection closed by peer: rank {rank} of the group has gone")
 
 
-def _close_all(sockets: Iterable[socket.socket]) -> None:
+def close_all(sockets: Iterable[socket.socket]) -> None:
+    """Close each."""
     for each in sockets:
         each.close()

@@ -49,7 +49,6 @@ class SharedMemoryTransport(GlooTransport):
 
     def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
         """Nothing: only the queue's thread can do it."""
-        return
 
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """Segments of all chunks at once."""
