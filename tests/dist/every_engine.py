@@ -100,11 +100,6 @@ def axes_of(key: str, num_ranks: int) -> dict[str, int]:
     return {"replica": 2, "shard": num_ranks // 2} if "hybrid" in key else {"data": num_ranks}
 
 
-def told_of(rank: int) -> str:
-    """What the other ranks are told where one has raised before its part of the gradients was sent."""
-    return rf"rank {rank} .*engine\.zero_grad\(\)"
-
-
 @contextlib.contextmanager
 def engine_of(
     key: str,
