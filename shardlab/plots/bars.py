@@ -244,7 +244,10 @@ def draw_memory(figure: go.Figure, memory_bytes: float, longest: float) -> None:
     """A dashed line at the memory of a GPU, unless it is far beyond the ``longest`` bar, in bytes."""
     if memory_bytes < FAR * longest:
         divisor, _ = byte_scale(longest)
-        figure.add_vline(x=memory_bytes / divisor, line={"color": INK, "width": 2, "dash": "dash"})
+        figure.add_vline(
+            x=memory_bytes / divisor, line={"color": INK, "width": 2, "dash": "dash"},
+            annotation_text=f"GPU {format_bytes(memory_bytes)}", annotation_position="top",
+        )  # fmt: skip
         figure.update_xaxes(range=[0, 1.04 * max(longest, memory_bytes) / divisor])
 
 

@@ -1,4 +1,4 @@
-"""What ``record`` has left, read and shown: four lines, a summary of one row, a page of tables and figures."""
+"""What ``record`` has left, read and shown: five lines, a summary of one row, a page of tables and figures."""
 
 import json
 from dataclasses import dataclass
@@ -108,7 +108,7 @@ def write_report(recorded: Recorded) -> Path:
 
 
 def answer_of_record(recorded: Recorded) -> list[Line]:
-    """What a record answers: what a rank holds, how long a step takes, what is sent, and which rank is late."""
+    """What a record answers: what a rank holds, how long a step takes, what is sent, who is late, what to look at."""
     rows, records = recorded.summary.set_index("strategy"), recorded.records
     exposed, hidden, sent = rows[["exposed_comm_ms", "overlap", "wire_bytes_per_step"]].astype("float64").iloc[0]
     took = f"{quartiles(records.steps)['middle'].iloc[0]:.3g} ms a step (median)"
@@ -118,12 +118,17 @@ def answer_of_record(recorded: Recorded) -> list[Line]:
         )
         took += f"; {'how much of its communication is hidden is not known' if isnan(hidden) else known}"
     held, number = rows[[*ROLES, "buffer_bytes"]].sum(axis=1).iloc[0], messages(records.collectives).max()
-    peak = format_bytes(rows["peak_bytes"].iloc[0])
+    peak, last = rows["peak_bytes"].iloc[0], late(records)
+    most = "no peak was traced" if pd.isna(peak) else f"at the peak {format_bytes(peak)}"
+    sends = f"{format_bytes(sent)} a rank and step; messages: {number}" if sent else "nothing"
+    looks = f"shardlab trace {recorded.directory} -o timeline.json: each rank's timeline, for ui.perfetto.dev"
+    again = f"shardlab diff {recorded.directory} OTHER: what a change has changed, from a record of the changed script"
     return [
-        Line("MEMORY", f"{format_bytes(held)} at rest on a rank; at the peak {peak}"),
+        Line("MEMORY", f"{format_bytes(held)} at rest on a rank; {most}"),
         Line("TIME", took),
-        Line("SENT", f"{format_bytes(sent)} a rank and step; messages: {number}" if sent > 0 else "nothing"),
-        Line("LATE", late(records)),
+        Line("SENT", "not known: no step was watched" if isnan(sent) else sends),
+        Line("LATE", last),
+        Line("NEXT", looks if last.startswith("rank") else again),
     ]
 
 

@@ -1,10 +1,12 @@
 """Who takes part in a collective, who came last, and who waited for whom."""
 
+from pathlib import Path
+
 import pandas as pd
 import pytest
 
 from shardlab.analysis import stragglers, waits, with_group
-from shardlab.recording.report import late
+from shardlab.recording.report import Recorded, answer_of_record, late
 from shardlab.trace.store import Records
 from tests.analysis.hand_made import STEP, collective, collectives, spans, together, two_ranks
 
@@ -82,6 +84,12 @@ def test_ranks_that_disagree_are_refused():
 COMES_LAST = "rank 1 comes last in 100 % of all meetings, and the others wait 30 µs a step for it"
 
 
+def records_of(step_us, mesh, moved):
+    keys = {"run": "a", "source": "measured", "step": 0}
+    steps = pd.DataFrame([STEP | keys | {"rank": rank, "step_us": step_us} for rank in range(2)])
+    return Records(moved, spans(), steps, steps, steps, manifests={"a": {"mesh": mesh}})
+
+
 def test_which_rank_is_late():
     """As a record of a script says it; by less than a hundredth of a step is not late."""
     for step_us, mesh, moved, said in (
@@ -90,7 +98,27 @@ def test_which_rank_is_late():
         (130.0, {"data": 2}, two_ranks()[0].iloc[:0], "cannot be said: no meeting of ranks was watched"),
         (130.0, None, two_ranks()[0], "cannot be said: the groups of ranks are not one mesh"),
     ):
-        keys = {"run": "a", "source": "measured", "step": 0}
-        steps = pd.DataFrame([STEP | keys | {"rank": rank, "step_us": step_us} for rank in range(2)])
-        tables = {"collectives": moved, "spans": spans(), "steps": steps, "memory": steps, "shards": steps}
-        assert late(Records(**tables, manifests={"a": {"mesh": mesh}})) == said
+        assert late(records_of(step_us, mesh, moved)) == said
+
+
+KNOWN = {"strategy": "a", "parameter_bytes": 1000, "gradient_bytes": 1000, "optimizer_bytes": 2000, "buffer_bytes": 500}
+KNOWN |= {"peak_bytes": 6000, "exposed_comm_ms": 0.02, "overlap": 0.25, "wire_bytes_per_step": 2000.0}
+HIDDEN = "; of its communication 25 % is hidden, 0.02 ms are exposed, median over ranks"
+
+
+def test_what_a_record_answers():
+    for changed, moved, memory, time, sent, next_is in (
+        ({}, two_ranks()[0], "at the peak 6.00 kB", HIDDEN, "2.00 kB a rank and step; messages: 2", "trace"),
+        ({"peak_bytes": None}, two_ranks()[0][:0], "no peak was traced", HIDDEN, None, "diff"),
+        ({"overlap": None}, two_ranks()[0], "at the peak 6.00 kB",
+         "; how much of its communication is hidden is not known", None, "trace"),
+        ({"wire_bytes_per_step": None}, two_ranks()[0], "at the peak 6.00 kB", "", "not known: no step was watched",
+         "trace"),
+        ({"wire_bytes_per_step": 0.0}, two_ranks()[0], "at the peak 6.00 kB", "", "nothing", "trace"),
+    ):  # fmt: skip
+        found = Recorded(pd.DataFrame([KNOWN | changed]), records_of(130.0, {"data": 2}, moved), Path("out"))
+        said = dict(answer_of_record(found))
+        assert said["MEMORY"] == f"4.50 kB at rest on a rank; {memory}"
+        assert said["TIME"] == f"0.13 ms a step (median){time}"
+        assert sent in (None, said["SENT"])
+        assert said["NEXT"].startswith(f"shardlab {next_is} out ")
