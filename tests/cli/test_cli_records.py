@@ -250,10 +250,6 @@ def test_a_report_is_written_through_no_link_and_stays_where_there_is_no_room(mi
     assert not (mine / "report.html.part").exists()
 
 
-def cut_manifest(content):
-    return lambda mine: (mine / "records" / "zero1" / "manifest.json").write_text(content)
-
-
 CHANGED = (
     (partial(edit_manifest, config={}), "zero1 is damaged: it names no strategies"),
     (
@@ -278,7 +274,7 @@ def test_a_report_of_records_that_were_changed_is_one_line(finished, tmp_path, i
 
 def test_what_cannot_be_read_is_one_line(mine, tmp_path):
     nowhere = "holds no manifest.json and no records/*/manifest.json, so it is neither a run nor a comparison"
-    cut_manifest("{")(mine)
+    (mine / "records" / "zero1" / "manifest.json").write_text("{")
     for directory, words in ((mine / "nowhere", nowhere), (mine, "manifest.json is damaged")):
         for command in (("report", directory), ("diff", directory, directory),
                         ("trace", directory, "--strategy", "zero1", "-o", tmp_path / "t.json")):  # fmt: skip

@@ -19,6 +19,7 @@ from shardlab.trace.recorder import Recorder
 from shardlab.trace.store import RunWriter, load_run, write_manifest
 from shardlab.vocabulary import Collective, Phase, SpanKind
 from tests.comm.device_streams import Device
+from tests.comm.test_communicator import Log
 
 MS = 1_000_000
 CPU = torch.device("cpu")
@@ -208,18 +209,12 @@ def test_a_hang_shows_what_the_stream_has_not_ended_and_nobody_need_wait_for_wha
 
 
 def test_the_end_is_told_once_and_only_when_it_has_come(device):
-    comm, told = communicator_of(device, 6 * MS), []
-
-    class Notes:
-        def __getattr__(self, what):
-            return lambda event: told.append((what, event.seq))
-
-    comm._observers = (Notes(),)
-    first = comm.all_reduce(torch.ones(4))
-    first.wait()
-    assert told == [("issued", 0), ("started", 0), ("waited", 0)]
+    comm, log = communicator_of(device, 6 * MS), Log()
+    comm._observers = (log,)
+    comm.all_reduce(torch.ones(4)).wait()
+    assert log.calls == [("issued", 0), ("started", 0), ("waited", 0)]
     device.now = 6 * MS
     comm.all_reduce(torch.ones(4))
     device.now = 12 * MS
     comm.close()
-    assert told[3:] == [("issued", 1), ("completed", 0), ("started", 1), ("completed", 1)]
+    assert log.calls[3:] == [("issued", 1), ("completed", 0), ("started", 1), ("completed", 1)]

@@ -19,10 +19,10 @@ def right_ring(comm, x, *, cut=torch.tensor_split, rounds=2, waits=True):
         back.copy_(received) if step >= count - 1 else back.add_(received)
 
 
-def right_buckets(sizes, capacity):
+def right_buckets(sizes, capacity, is_full=lambda filled, size, capacity: filled + size > capacity):
     buckets, filled = [], 0
     for index in reversed(range(len(sizes))):
-        if not buckets or filled + sizes[index] > capacity:
+        if not buckets or is_full(filled, sizes[index], capacity):
             buckets.append([])
             filled = 0
         buckets[-1].append(index)

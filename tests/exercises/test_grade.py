@@ -12,9 +12,8 @@ from shardlab.exercises import LADDER, find
 from shardlab.exercises.grade import grade
 from tests.exercises.right import right_buckets
 
-RIGHT = inspect.getsource(right_buckets).replace(
-    "def right_buckets(sizes, capacity):\n", 'def buckets_assign(sizes, capacity):\n    print("I print while I work")\n'
-)
+PRINTS = "\ndef buckets_assign(*given):\n    print('I print while I work')\n    return right_buckets(*given)\n"
+RIGHT = inspect.getsource(right_buckets) + PRINTS
 SUBMISSIONS = {
     "ada.py": (RIGHT, "passed", ""),
     "ben.py": ("def buckets_assign(:", "failed", "ben.py does not import: rank 0 raised SyntaxError"),

@@ -36,30 +36,15 @@ def receives_first(comm, x):
         x += received
 
 
+closed_when_past = partial(right_buckets, is_full=lambda filled, size, capacity: filled >= capacity)
+
+
 def buckets_of_forward(sizes, capacity):
     return [[len(sizes) - 1 - index for index in bucket] for bucket in right_buckets(sizes[::-1], capacity)]
 
 
-def closed_when_past(sizes, capacity):
-    buckets, filled = [], capacity
-    for index in reversed(range(len(sizes))):
-        if filled >= capacity:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(index)
-        filled += sizes[index]
-    return buckets
-
-
 def forgets_the_last(sizes, capacity):
-    buckets, opened, filled = [], [], 0
-    for index in reversed(range(len(sizes))):
-        if opened and filled + sizes[index] > capacity:
-            buckets.append(opened)
-            opened, filled = [], 0
-        opened.append(index)
-        filled += sizes[index]
-    return buckets
+    return right_buckets(sizes, capacity)[:-1]
 
 
 def empty_before_a_large_one(sizes, capacity):
@@ -127,7 +112,7 @@ def asks_twice(comm, shards, norm_type):
     return right_norm(comm, shards, norm_type)
 
 
-def hooks_as_they_come(comm, model, num_micro_batches, *, divisor=0, every_time=False):
+def hooks_as_they_come(comm, model, num_micro_batches, *, divisor=0, every_time=False, hooked=True):
     """Sends what is ready at once, in an order that differs between ranks where one leaves a parameter out."""
     counts, sent, pending = {}, set(), []
 
@@ -141,7 +126,7 @@ def hooks_as_they_come(comm, model, num_micro_batches, *, divisor=0, every_time=
         if every_time or counts[param] == num_micro_batches:
             send(param)
 
-    for param in model.parameters():
+    for param in model.parameters() if hooked else ():
         param.register_post_accumulate_grad_hook(hook)
 
     def finish():
@@ -159,6 +144,7 @@ def hooks_as_they_come(comm, model, num_micro_batches, *, divisor=0, every_time=
 forgets_to_divide = partial(hooks_as_they_come, divisor=1)
 waits_for_the_unused = partial(right_hooks, sends_rest=False)
 sends_every_micro_batch = partial(hooks_as_they_come, every_time=True)
+all_at_the_end = partial(hooks_as_they_come, hooked=False)
 
 
 def waits_at_once(comm, model, num_micro_batches):
@@ -173,16 +159,6 @@ def waits_at_once(comm, model, num_micro_batches):
             pass
 
     return right_hooks(Waits(), model, num_micro_batches)
-
-
-def all_at_the_end(comm, model, num_micro_batches):
-    def finish():
-        for param in model.parameters():
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-            comm.all_reduce(param.grad).wait()
-            param.grad /= comm.num_ranks
-
-    return finish
 
 
 def sends_one_of_six(comm, model, num_micro_batches):
@@ -252,7 +228,7 @@ def frees_before_use(units, x):
 
 
 def first_file_only(saved, sizes, num_ranks, rank):
-    return right_reshard([{name: saved[0][name] for name in saved[0]}], sizes, num_ranks, rank)
+    return right_reshard(saved[:1], sizes, num_ranks, rank)
 
 
 def forgets_where_it_starts(saved, sizes, num_ranks, rank):

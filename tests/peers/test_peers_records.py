@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardlab.comm import CollectiveEvent
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.peers import Peer
@@ -17,6 +16,7 @@ from shardlab.partition.ring_cost import Link
 from shardlab.trace.memory_by_role import bytes_by_role, known_tensors
 from shardlab.trace.observed import wire_bytes
 from shardlab.vocabulary import Role
+from tests.comm.test_communicator import Log
 from tests.dist import cases
 from tests.dist.every_engine import adamw, axes_of
 
@@ -31,27 +31,6 @@ IN_A_STEP = {
     "torch_fsdp2": {"all_gather": 2 * UNITS, "reduce_scatter": UNITS},
     "torch_tp": {"all_reduce": 6 * NUM_BLOCKS},
 }
-
-
-class Observer:
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.events: list[CollectiveEvent] = []
-        self.calls: list[str] = []
-
-    def issued(self, event: CollectiveEvent) -> None:
-        self.events.append(event)
-        self.calls.append("issued")
-
-    def started(self, event: CollectiveEvent) -> None:
-        self.calls.append("started")
-
-    def completed(self, event: CollectiveEvent) -> None:
-        self.calls.append("completed")
-
-    def waited(self, event: CollectiveEvent) -> None:
-        self.calls.append("waited")
 
 
 NAMES = {
@@ -88,7 +67,7 @@ def one_step(engine, step, rank):
 
 def steps_observed(rank, strategy, observed):
     """Events, and c10d calls counted apart, of step 2: in the first two DDP arranges itself."""
-    observer = Observer()
+    observer = Log(flags=True)
     with (
         Mesh(axes_of(strategy, torch.distributed.get_world_size())) as mesh,
         mesh.observed_by(observer),
@@ -103,7 +82,7 @@ def steps_observed(rank, strategy, observed):
             one_step(engine, 2, rank)
     for event in observer.events:
         event.device_times = None
-    return observer.events, Counter(observer.calls), calls.counts
+    return observer.events, Counter(what for what, _ in observer.calls), calls.counts
 
 
 def sent_in_a_step(strategy, num_ranks):

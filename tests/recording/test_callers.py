@@ -15,6 +15,7 @@ from shardlab.recording.torch_callers import AUTOGRAD, SCRIPT, caller_of
 from shardlab.trace.store import load_run
 from tests.autograd_threads import in_a_thread_of_autograd
 from tests.comm.test_communicator import Log
+from tests.dist.every_engine import sgd
 
 
 def names(frame):
@@ -54,10 +55,6 @@ def lines_of(rank, strategy):
     return [event.source_line for event in log.events]
 
 
-def sgd(tensors):
-    return torch.optim.SGD(tensors, lr=0.1)
-
-
 @pytest.mark.parametrize("strategy", ["bucketed", "zero2", "fsdp"])
 def test_collectives_name_the_line_that_called_backward(pools, strategy):
     for lines in pools(2).run(lines_of, strategy):
@@ -81,8 +78,5 @@ def test_a_script_is_recorded_whose_backward_runs_in_another_thread(pools, tmp_p
     pools(2).run(train_recorded, tmp_path / "run")
     rows = load_run(tmp_path / "run").collectives
     rows = rows[rows["step"] == 3]
-    assert rows.groupby("rank")["tag"].apply(list).to_dict() == {
-        0: ["gradients of bucket 0"],
-        1: ["gradients of bucket 0"],
-    }
+    assert rows.groupby("rank")["tag"].apply(list).to_dict() == {rank: ["gradients of bucket 0"] for rank in (0, 1)}
     assert set(rows["phase"]) == {"backward"}

@@ -120,19 +120,9 @@ def test_optimizers_that_step_together_end_one_step(tmp_path):
     assert rest.index.is_unique
 
 
-class Wrapper(nn.Module):
-    """As DistributedDataParallel: what trains is inside."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, x):
-        return self.module(x)
-
-
-@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: Wrapper(Wrapper(model))])
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: nn.Sequential(nn.Sequential(model))])
 def test_an_evaluation_belongs_to_no_step(tmp_path, wrap):
+    """Also where what trains is inside, as in DistributedDataParallel."""
     model = Net()
     trained = wrap(model)
 
@@ -332,12 +322,8 @@ def test_overwrite_removes_a_record_and_what_ranks_that_are_no_more_left_of_it(t
 
 
 def test_an_engine_of_ours_is_refused_in_its_first_forward(tmp_path):
-    engine = shardlab.build_engine("single", Net(), lambda tensors: torch.optim.SGD(tensors, lr=0.1))
-    with (
-        engine,
-        pytest.raises(ValueError, match="record: shardlab's engine 'single' trains the module"),
-        shardlab.record(tmp_path),
-    ):
+    said = pytest.raises(ValueError, match="record: shardlab's engine 'single' trains the module")
+    with shardlab.build_engine("single", Net(), torch.optim.SGD) as engine, said, shardlab.record(tmp_path):
         engine(torch.ones(8))
 
 

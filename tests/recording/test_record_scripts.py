@@ -88,13 +88,10 @@ def recorded(request, pools, tmp_path_factory):
     return request.param, plain, with_recorder, load_run(directory), directory
 
 
-def sent(records, name):
-    """(tag without number, op, phase) of each collective of a step in rank 0's order."""
-    rows = records.collectives[(records.collectives["rank"] == 0) & (records.collectives["step"] == name)]
-    return [
-        (tag.rpartition(" ")[0], op, phase)
-        for tag, op, phase in zip(rows["tag"], rows["op"], rows["phase"], strict=True)
-    ]
+def labels(collectives, rank, column):
+    """(tag without number, a column, phase) of each collective, in order."""
+    rows = collectives[collectives["rank"] == rank]
+    return list(zip(rows["tag"].str.rpartition(" ")[0], rows[column], rows["phase"], strict=True))
 
 
 def at_rest(records, step):
@@ -134,8 +131,8 @@ def test_collectives_are_named_by_what_torch_sends_them_for_and_have_their_times
         "zero": [gradients, *[("parameters", "broadcast", "step")] * 12],
         "tensor_parallel": [("all_reduce of DTensor", "all_reduce", "forward")],
     }[name]
-    for step in (2, 3):
-        assert sorted(sent(records, step)) == sorted(expected)
+    for _, rows in records.collectives.query("step in (2, 3)").groupby("step"):
+        assert sorted(labels(rows, 0, "op")) == sorted(expected)
     assert set(records.collectives["axis"]) == {"tensor" if name == "tensor_parallel" else "data"}
     rows = records.collectives
     assert (rows["issue_us"] <= rows["start_us"]).all()
@@ -161,19 +158,15 @@ def test_units_are_timed_and_memory_is_known_by_role(recorded):
     whole = spans[spans["unit"] == "model"]
     assert {"forward", "backward", "optimizer"} == set(whole["kind"]) - {"off_cpu"}
     for rank, held in at_rest(records, 1).items():
-        if name == "ddp":
-            numel = 10 * 10 + 10 + 10 * 5 + 5
-            assert (held["parameter"], held["gradient"], held["optimizer_state"]) == (4 * numel,) * 3
-            assert held["communication_buffer"] == 4 * numel  # DDP's bucket: gradients are no views of it by default
-        if name == "fsdp2":
-            assert held["optimizer_state"] == 2 * held["parameter"] == 2 * held["gradient"]
-        if name == "zero":
-            numel = 6 * (64 * 64 + 64)
-            assert (held["parameter"], held["gradient"], held["communication_buffer"]) == (4 * numel, 4 * numel, 0)
-            assert held["optimizer_state"] == 4 * numel  # Adam's two moments, of the half that this rank owns
-        if name == "tensor_parallel":
-            numel = 16 * 10 + 16 + 5 * 16 + 5
-            assert (held["parameter"], held["gradient"], held["optimizer_state"]) == (4 * numel, 4 * numel, 8 * numel)
+        parts = [held[role] for role in ("parameter", "gradient", "optimizer_state", "communication_buffer")]
+        if name == "ddp":  # its bucket: gradients are no views of it by default
+            assert parts == [4 * (10 * 10 + 10 + 10 * 5 + 5)] * 4
+        elif name == "fsdp2":
+            assert parts[2] == 2 * parts[0] == 2 * parts[1]
+        elif name == "zero":  # Adam's two moments, of the half that this rank owns
+            assert parts == [*[4 * 6 * (64 * 64 + 64)] * 3, 0]
+        else:
+            assert parts == [4 * (16 * 10 + 16 + 5 * 16 + 5) * times for times in (1, 1, 2, 0)]
         assert held["unattributed"] < 20_000, rank  # the batch and the loss
     peak = records.memory[records.memory["where"] == "peak"]
     assert set(peak["step"]) == {2}
@@ -215,17 +208,10 @@ def train_pipeline(rank, directory):
             optimizer.step()
 
 
-def labels(records, rank):
-    """(tag without number, axis, phase) of each collective of steps 1 and 2, in order."""
-    rows = records.collectives[(records.collectives["rank"] == rank) & (records.collectives["step"] > 0)]
-    tags = rows["tag"].str.rpartition(" ")[0]
-    return list(zip(tags, rows["axis"], rows["phase"], strict=True))
-
-
 def test_what_ddp_sends_beside_gradients_and_buffers_has_names_of_its_own(pools, tmp_path):
     pools(2).run(train_ddp, tmp_path)
     for rank in range(2):
-        tags = [tag for tag, *_ in labels(load_run(tmp_path), rank)]
+        tags = [tag for tag, *_ in labels(load_run(tmp_path).collectives.query("step > 0"), rank, "axis")]
         gradients = [*["gradients of bucket"] * 2, "map of used parameters"]
         assert sorted(tags) == sorted([*["order of the new buckets"] * 2, *["parameters or buffers", *gradients] * 2])
 
@@ -236,7 +222,8 @@ def test_what_stages_of_a_pipeline_send_each_other_is_not_clipping(pools, tmp_pa
     sent, got = ("send of the script", "pipeline"), ("recv of the script", "pipeline")
     first = [(*sent, "forward"), (*got, "forward"), (*sent, "forward"), (*got, "forward")]
     last = [(*got, "data"), (*sent, "backward"), (*got, "backward"), (*sent, "backward")]
-    assert [labels(records, rank) for rank in range(2)] == [first * 2, last * 2]
+    sent_in = records.collectives.query("step > 0")
+    assert [labels(sent_in, rank, "axis") for rank in range(2)] == [first * 2, last * 2]
     assert next(iter(records.manifests.values()))["mesh"] == {"pipeline": 2}
 
 

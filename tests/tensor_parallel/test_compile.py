@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.nn import functional
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
@@ -12,6 +11,7 @@ from tests.comm.test_communicator import Log
 from tests.tensor_parallel.test_engines import (  # isort: skip
     ENGINES, OPTIMIZERS, PLANS, assert_same, parallel, reference, train_engine,
 )  # fmt: skip
+from tests.tensor_parallel.test_layers import assert_cross_entropies, run_cross_entropy
 
 
 def block(model, backend):
@@ -60,40 +60,15 @@ def test_a_compiled_model_trains_as_one_that_is_not(pools, plan, key, compile_it
         assert graphs > 0
 
 
-def compiled_loss(rank):
-    """Losses of batches of different sizes: the second is traced with sizes that are symbols."""
+def compiled_loss(rank, cases):
     torch._dynamo.reset()
     try:
-        with Mesh({"tensor": 2}) as mesh:
-            loss_of = torch.compile(vocab_parallel_cross_entropy, backend="aot_eager")
-            losses = []
-            for logits, targets in batches():
-                part = logits.chunk(2, -1)[rank].clone().requires_grad_()
-                loss = loss_of(part, targets, mesh["tensor"])
-                loss.backward()
-                losses.append((loss.detach(), part.grad))
-            return losses
+        return run_cross_entropy(rank, cases, torch.compile(vocab_parallel_cross_entropy, backend="aot_eager"))
     finally:
         torch._dynamo.reset()
 
 
-def batches():
-    generator = torch.Generator().manual_seed(3)
-    return [
-        (
-            torch.randn(rows, 12, generator=generator, dtype=torch.float64),
-            torch.randint(0, 12, (rows,), generator=generator),
-        )
-        for rows in (4, 3)
-    ]
-
-
 def test_a_compiled_loss_equals_that_of_gathered_logits(pools):
-    results = pools(2).run(compiled_loss)
-    for number, (logits, targets) in enumerate(batches()):
-        logits.requires_grad_()
-        loss = functional.cross_entropy(logits, targets)
-        loss.backward()
-        assert all(torch.allclose(result[number][0], loss, atol=1e-12, rtol=0) for result in results)
-        found = torch.cat([result[number][1] for result in results], -1)
-        torch.testing.assert_close(found, logits.grad, atol=1e-12, rtol=0)
+    """Of batches of different sizes: the second is traced with sizes that are symbols."""
+    cases = [((4,), {}), ((3,), {})]
+    assert_cross_entropies(cases, pools(2).run(compiled_loss, cases))

@@ -1,4 +1,4 @@
-"""What users do around dividing a model: part by part, with references kept, writing in place, grouping by size."""
+"""What users do around dividing a model: part by part, references kept, writing in place, groups, torch's encoder."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,8 @@ from torch import nn
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.tensor_parallel import Column, OnSequence, Row, Vocabulary, parallelize_module
-from tests.dist.every_engine import step_on
+from tests.dist import cases
+from tests.dist.every_engine import adamw, step_on
 
 
 class Block(nn.Module):
@@ -33,10 +34,6 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.leave(x)
-
-
-def adamw(tensors):
-    return torch.optim.AdamW(tensors, lr=1e-2)
 
 
 def rows(step):
@@ -150,3 +147,27 @@ def test_what_crosses_between_ranks_may_be_written_to_in_place(pools):
     for found, gradient in pools(2).run(in_place):
         torch.testing.assert_close(found, output.detach(), atol=1e-10, rtol=0)
         torch.testing.assert_close(gradient, model.norm.weight.grad, atol=1e-10, rtol=0)
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2).double().eval()
+
+
+def encoded(rank):
+    """The output of what is divided; a nested tensor, which torch's fast path makes, is refused."""
+    x, padding = rows(0).view(2, 2, 8), torch.arange(2) >= torch.tensor([[2], [1]])
+    with Mesh({"tensor": 2}) as mesh, torch.no_grad():
+        model = cases.seeded(encoder)
+        parallelize_module(model, {"layers.*.linear1": Column(), "layers.*.linear2": Row()}, mesh["tensor"])
+        with pytest.raises(ValueError, match=r"layers\.0\.linear1: the input is a nested tensor.*enable_nested_tens"):
+            model(x, src_key_padding_mask=padding)
+        return model(x)
+
+
+def test_torchs_fast_path_does_not_read_slices_as_whole_weights(pools):
+    """Its own modules read the weights of the layers inside instead of calling them."""
+    with torch.no_grad():
+        expected = cases.seeded(encoder)(rows(0).view(2, 2, 8))
+    for y in pools(2).run(encoded):
+        torch.testing.assert_close(y, expected, atol=1e-10, rtol=0)

@@ -25,12 +25,7 @@ IN, OUT = 8, 12
 
 
 def full_linear(seed, bias=True):
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        layer = nn.Linear(IN, OUT, bias=bias).double()
-        if bias:
-            nn.init.normal_(layer.bias)
-    return layer
+    return cases.seeded(partial(nn.Linear, IN, OUT, bias), seed).double()
 
 
 def random(*shape, seed):
@@ -116,8 +111,7 @@ def run_on_sequence(rank, regather):
         with comm.observed_by(log):
             y = row(torch.tanh(column(x)))
             y.backward(random(2, 2 * num_ranks, IN, seed=2).chunk(num_ranks, 1)[rank])
-        gradients = {**{f"column.{k}": v for k, v in merged_gradients(column, comm).items()}}
-        gradients |= {f"row.{k}": v for k, v in merged_gradients(row, comm).items()}
+        gradients = merged_gradients(nn.ModuleDict({"column": column, "row": row}), comm)
         return y.detach(), x.grad, gradients, [(str(e.op), e.tag, e.numel) for e in log.events]
 
 
@@ -131,8 +125,8 @@ def test_parts_of_the_sequence_equal_the_full_layers(pools, num_ranks):
     x = random(2, 2 * num_ranks, IN, seed=1).requires_grad_()
     y = row(torch.tanh(column(x)))
     y.backward(random(2, 2 * num_ranks, IN, seed=2))
-    plain = {f"column.{k}": p.grad for k, p in column.named_parameters()}
-    plain |= {f"row.{k}": p.grad for k, p in row.named_parameters()}
+    layers = nn.ModuleDict({"column": column, "row": row})
+    plain = {name: param.grad for name, param in layers.named_parameters()}
     numel = 2 * 2 * num_ranks * IN
     for regather, again in ((False, []), (True, [("all_gather", "input of column again", numel)])):
         results = pools(num_ranks).run(run_on_sequence, regather)
@@ -187,7 +181,7 @@ def test_embedding_equals_the_full_one(pools, num_ranks):
             close(gradient, full.weight.grad)
 
 
-def run_cross_entropy(rank, cases):
+def run_cross_entropy(rank, cases, loss_of=vocab_parallel_cross_entropy):
     num_ranks, found = torch.distributed.get_world_size(), []
     with Mesh({"tensor": num_ranks}) as mesh:
         for shape, options in cases:
@@ -195,7 +189,7 @@ def run_cross_entropy(rank, cases):
             part = logits.chunk(num_ranks, -1)[rank].clone().requires_grad_()
             log = Log()
             with mesh.observed_by(log):
-                loss = vocab_parallel_cross_entropy(part, targets, mesh["tensor"], **options)
+                loss = loss_of(part, targets, mesh["tensor"], **options)
                 (loss if loss.dim() == 0 else loss.sum()).backward()
             found.append((loss.detach(), part.grad, [(str(e.op), e.numel) for e in log.events]))
     return found
@@ -214,13 +208,17 @@ def test_cross_entropy_equals_that_of_gathered_logits(pools, num_ranks):
         (shape, {"ignore_index": ignore_index, "label_smoothing": smoothing, "reduction": reduction})
         for smoothing, reduction, (shape, ignore_index) in ways
     ]
-    for (shape, options), *results in zip(cases, *pools(num_ranks).run(run_cross_entropy, cases), strict=True):
+    assert_cross_entropies(cases, pools(num_ranks).run(run_cross_entropy, cases))
+
+
+def assert_cross_entropies(cases, found_by_rank):
+    for (shape, options), *results in zip(cases, *found_by_rank, strict=True):
         logits, targets = logits_and_targets(shape)
         logits.requires_grad_()
         loss = nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), **options)
         loss.sum().backward()
         close(torch.cat([r[1] for r in results], -1), logits.grad)
-        sums = 3 if options["label_smoothing"] else 2
+        sums = 3 if options.get("label_smoothing") else 2
         for found, _, sent in results:
             close(found.flatten(), loss.detach().flatten())
             assert sent == [("all_reduce", targets.numel() + 4), ("all_reduce", sums * targets.numel())]

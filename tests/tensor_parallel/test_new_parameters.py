@@ -5,13 +5,12 @@ import torch
 from torch import nn
 
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.slices import merge
 from shardlab.engines import build_engine
 from shardlab.launch import RankError
-from shardlab.partition.slices import slices_of
 from shardlab.tensor_parallel import Column, OnSequence, Row, copy, parallelize_module
 from tests.comm.test_communicator import Log
 from tests.dist.every_engine import step_on
+from tests.tensor_parallel.test_layers import merged_gradients
 
 
 class Block(nn.Module):
@@ -75,13 +74,9 @@ def gradients(rank, change, device="cpu"):
         log = Log()
         with comm.observed_by(log):
             model(batch().chunk(2, 1)[rank]).square().sum().backward()
-        slices = slices_of(model)
         hooks = {name: len(param._backward_hooks or {}) for name, param in model.named_parameters()}
-        found = {
-            name: merge(param.grad, slices[name], comm) if name in slices else param.grad
-            for name, param in model.named_parameters()
-        }
-        return found, [(str(event.op), event.tag, event.numel) for event in log.events], hooks
+        sent = [(str(event.op), event.tag, event.numel) for event in log.events]
+        return merged_gradients(model, comm), sent, hooks
 
 
 def test_gradients_of_new_parameters_are_whole(pools):

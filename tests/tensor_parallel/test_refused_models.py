@@ -38,20 +38,13 @@ class Renamed(nn.Linear):
     """No more than another name."""
 
 
-def patched():
-    layer = nn.Linear(8, 8)
-    layer.forward = lambda x: x
+def changed(change):
+    change(layer := nn.Linear(8, 8))
     return layer
 
 
-def watched(register):
-    layer = nn.Linear(8, 8)
-    register(layer)
-    return layer
-
-
-def hooked(register):
-    return lambda: watched(register)
+def clamped(gradient):
+    return gradient.clamp(0, 1)
 
 
 OWN_FORWARD = "'0' has a forward of its own, which its parallel form would not have; move that into a module around a"
@@ -61,38 +54,19 @@ LOST = [
     (lambda: ScaledLinear(8, 8), Row(), OWN_FORWARD),
     (lambda: ScaledEmbedding(8, 8), Vocabulary(), OWN_FORWARD),
     (HalfDropout, OwnDropout(), OWN_FORWARD),
-    (patched, Column(), OWN_FORWARD),
+    (lambda: changed(lambda layer: setattr(layer, "forward", abs)), Column(), OWN_FORWARD),
     (LowRank, Column(), "'0' has a, which its parallel form would not have; remove"),
-    (
-        lambda: parametrizations.weight_norm(nn.Linear(8, 8)),
-        Column(),
-        "'0' has parametrizations, which its parallel form",
-    ),
-    (
-        lambda: prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5),
-        Row(),
-        "'0' has weight_orig, weight_mask, which its",
-    ),
-    *(
-        (hooked(lambda layer, kind=kind: getattr(layer, f"register_{kind}_hook")(lambda *_: None)), Column(), HOOKS)
-        for kind in (
-            "forward",
-            "full_backward",
-            "full_backward_pre",
-            "state_dict_pre",
-            "state_dict_post",
-            "load_state_dict_pre",
-            "load_state_dict_post",
-        )
-    ),
-    (hooked(lambda layer: layer.weight.register_hook(lambda gradient: 3 * gradient)), Column(), ON_PARAMETERS),
-    (hooked(lambda layer: layer.bias.register_post_accumulate_grad_hook(lambda _: None)), Row(), ON_PARAMETERS),
-    (
-        lambda: nn.Sequential(watched(lambda layer: layer.weight.register_hook(lambda gradient: gradient.clamp(0, 1)))),
-        OnSequence(),
-        "'0' has hooks on the gradient of '0.0.weight', which would see a part of it; register them afterwards",
-    ),
-]
+    (lambda: changed(parametrizations.weight_norm), Column(), "'0' has parametrizations, which its parallel form"),
+    (lambda: changed(lambda layer: prune.l1_unstructured(layer, "weight", 0.5)), Row(),
+     "'0' has weight_orig, weight_mask, which its"),
+    *((lambda kind=kind: changed(lambda layer: getattr(layer, f"register_{kind}_hook")(clamped)), Column(), HOOKS)
+      for kind in ("forward", "full_backward", "full_backward_pre", "state_dict_pre", "state_dict_post",
+                   "load_state_dict_pre", "load_state_dict_post")),
+    (lambda: changed(lambda layer: layer.weight.register_hook(clamped)), Column(), ON_PARAMETERS),
+    (lambda: changed(lambda layer: layer.bias.register_post_accumulate_grad_hook(clamped)), Row(), ON_PARAMETERS),
+    (lambda: nn.Sequential(changed(lambda layer: layer.weight.register_hook(clamped))), OnSequence(),
+     "'0' has hooks on the gradient of '0.0.weight', which would see a part of it; register them afterwards"),
+]  # fmt: skip
 
 
 def test_what_a_parallel_layer_would_lose_is_refused():
