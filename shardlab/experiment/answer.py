@@ -285,6 +285,8 @@ def what_fits(rows: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
     number = float(rows["rows_that_fit"].astype("Float64").fillna(nan)[first]) if "rows_that_fit" in rows else nan
     many = f"{number:,.0f}" if number < 1e6 else f"{number / 1e6:,.1f} million"
     room = "" if isnan(number) else f", {many} rows"
+    if number < 1:
+        room = ", less than one row keeps: checkpoint layers in the model, or compute in 16 bits"
     said = (
         f"of {memory}, {fits} takes {format_bytes(memory_bytes - left[first])}, and {format_bytes(left[first])} are "
         f"left for activations{room}"

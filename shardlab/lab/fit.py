@@ -136,10 +136,11 @@ def _bytes_of_a_row(kept: Mapping[int, int]) -> int:
 
 
 def _kept_if_known(workload: Workload, precision: str) -> dict[int, int] | None:
-    """Of one row, and of a batch of several."""
+    """Of one row, and of a batch of several; where the data's batches have one, all that is kept counts as its."""
     several = _first_batch(workload, COUNTED_ROWS)
     try:
-        return _kept(workload, {1: _batch(workload, 1), rows_of(several): several}, precision)
+        found = _kept(workload, {1: _batch(workload, 1), rows_of(several): several}, precision)
+        return found if len(found) > 1 else {0: 0, **found}
     except DependsOnValuesError:
         return None
 

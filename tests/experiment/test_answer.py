@@ -131,6 +131,19 @@ def test_what_fits(plans, said):
     assert least == "all hold the same, 16.0 GB at rest on a rank"
 
 
+@pytest.mark.parametrize(
+    ("fitting", "said"),
+    [
+        (0, ", less than one row keeps: checkpoint layers in the model, or compute in 16 bits"),
+        (11, ", 11 rows"),
+        (3_600_000, ", 3.6 million rows"),
+    ],
+)
+def test_how_many_rows_fit(fitting, said):
+    plans = rows(ddp=DDP).assign(left_bytes=7.4e9, rows_that_fit=fitting).reset_index()
+    assert answer_of_plan(plans, 4, 24e9)[0].text == f"of 24.0 GB, ddp fits: it {TAKES}{said}"
+
+
 def test_a_plan_without_a_gpu_and_with_messages_that_depend_on_rows():
     plans = rows(ddp=DDP, zero3=FSDP, fsdp=FSDP).reset_index().drop(columns="peak_bytes")
     plans["messages_per_step"] = pd.array([86, 5, None], "Int64")

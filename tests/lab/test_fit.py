@@ -203,6 +203,8 @@ def test_data_with_batches_of_its_own() -> None:
     assert RunPlan.of(own, 2, "fsdp").on("1MB,1GB/s,1us")["rows_that_fit"].item() > 0
     with pytest.raises(ValueError, match="rows: 2 is given, but the data's batches have 4 rows; ask for 1 or 4"):
         kept_for_backward(own, 2)
+    one = Workload(gpt, [batches[0][:1]], loss)  # all that is kept counts as that row's
+    assert RunPlan.of(one, 2, "fsdp").on("1MB")["row_bytes"].item() == kept_for_backward(one, 1)
 
 
 def test_what_depends_on_values_is_refused() -> None:
