@@ -282,7 +282,7 @@ def what_fits(rows: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
     fits = f"all fit: {first}" if len(left) > 1 else f"{first} fits: it"
     if short:
         fits = f"{listing(short)} {'does' if len(short) == 1 else 'do'} not fit; {first} is the first that fits: it"
-    number = float(rows["rows_that_fit"].astype("Float64").fillna(nan)[first]) if "rows_that_fit" in rows else nan
+    number = float(rows["rows_that_fit"].astype("float64")[first]) if "rows_that_fit" in rows else nan
     many = f"{number:,.0f}" if number < 1e6 else f"{number / 1e6:,.1f} million"
     room = "" if isnan(number) else f", {many} rows"
     if number < 1:

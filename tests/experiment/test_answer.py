@@ -136,11 +136,13 @@ def test_what_fits(plans, said):
     [
         (0, ", less than one row keeps: checkpoint layers in the model, or compute in 16 bits"),
         (11, ", 11 rows"),
+        (pd.NA, ""),
         (3_600_000, ", 3.6 million rows"),
     ],
 )
 def test_how_many_rows_fit(fitting, said):
-    plans = rows(ddp=DDP).assign(left_bytes=7.4e9, rows_that_fit=fitting).reset_index()
+    plans = rows(ddp=DDP).assign(left_bytes=7.4e9).reset_index()
+    plans["rows_that_fit"] = pd.array([fitting], "Int64")
     assert answer_of_plan(plans, 4, 24e9)[0].text == f"of 24.0 GB, ddp fits: it {TAKES}{said}"
 
 
