@@ -246,7 +246,7 @@ def draw_memory(figure: go.Figure, memory_bytes: float, longest: float) -> None:
         divisor, _ = byte_scale(longest)
         figure.add_vline(
             x=memory_bytes / divisor, line={"color": INK, "width": 2, "dash": "dash"},
-            annotation_text=f"GPU {format_bytes(memory_bytes)}", annotation_position="top",
+            annotation_text=f"GPU {format_bytes(memory_bytes)}", annotation_position="bottom right",
         )  # fmt: skip
         figure.update_xaxes(range=[0, 1.04 * max(longest, memory_bytes) / divisor])
 
