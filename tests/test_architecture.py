@@ -183,7 +183,6 @@ import importlib, shardlab
 [getattr(shardlab, name) for name in shardlab.__all__]
 from shardlab.cli import app
 app("compare --strategies ddp --ranks 1 --steps 1 --text grammar --device cpu --out run".split(), standalone_mode=False)
-app(["report", "run"], standalone_mode=False)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])}
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment)

@@ -13,6 +13,7 @@ from types import TracebackType
 from shardlab.launch.messages import INSTALLED, Failure, Texts
 
 SHOWS_ALL = ("SHARDLAB_TRACEBACK", "full")  # of the environment
+READ = "How to read it: notebooks/guide/when_it_breaks.md"
 
 
 class RankError(RuntimeError):
@@ -53,7 +54,7 @@ class RankDied(RankError):  # noqa: N818 - the word says it: there was no except
         self.rank, self.exception_type, self.traceback_text = rank, type(self).__name__, ""
         self.exit_code, self.table = exit_code, table
         first_line = f"rank {rank} died: {describe_exit(exit_code)}" + (f". {difference}" if difference else "")
-        RuntimeError.__init__(self, f"{first_line}\n\nWhat each rank was in:\n{table}")
+        RuntimeError.__init__(self, f"{first_line}\n\nWhat each rank was in:\n{table}\n\n{READ}")
 
 
 class RankHang(RuntimeError):  # noqa: N818 - as above
@@ -67,7 +68,7 @@ class RankHang(RuntimeError):  # noqa: N818 - as above
     def __init__(self, summary: str, waiting: tuple[int, ...], table: str) -> None:
         self.waiting = waiting
         self.table = table
-        super().__init__(f"{summary}\n\n{table}")
+        super().__init__(f"{summary}\n\n{table}\n\n{READ}")
 
 
 def describe_exit(exit_code: int | None) -> str:

@@ -39,7 +39,7 @@ def test_what_users_do_at_random_trains_as_one_process_or_is_refused(pools):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Hypothesis, about a test inside a test
-        for num_ranks, how_many in {1: 8, 2: 20, 3: 12, 4: 8}.items():
+        for num_ranks, how_many in {1: 6, 2: 14, 3: 10, 4: 6}.items():
             check_sequences(num_ranks, how_many)
     # A machine that refuses everything finds nothing; of so few sequences at one size chance could refuse three.
     assert seen.count("refused") <= 0.25 * len(seen)

@@ -94,7 +94,7 @@ class Guards:
         if moment == "closed":
             self._release()
         if refusal:
-            raise RuntimeError(refusal)
+            raise RuntimeError(f"{refusal} (notebooks/guide/loop.md)")
 
     def optimizer(self, build: Callable[[], torch.optim.Optimizer], engine: Engine) -> torch.optim.Optimizer:
         """The optimizer that ``build`` returns.
