@@ -1,0 +1,75 @@
+"""What measured steps of a cluster say of it: by how much its compute, its links and its attention differ from presets.
+
+    least squares of  ln(predicted / measured) / 0.01,  ln(compute) / 0.3,  ln(between) / 0.7,  ln(attention) / 0.3
+
+The last three are what is believed before: factors near 1, within these widths. They keep a factor at 1 that the pairs
+do not tell apart from the others, such as the links of steps on one host. One pair fits compute alone; two or three
+also the links between hosts, and attention, which moves only if the pairs differ in the length of their rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from math import exp, isfinite, log
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardlab.planner.step_model import Factors, Job, step_parts
+
+MOST_PAIRS = 3
+ERROR = 0.01  # how exactly a pair is met, against how firmly the factors are believed
+WIDTHS = np.array((0.3, 0.7, 0.3))
+ROUNDS = 12
+NAMES = {field.name for field in fields(Job)}
+REQUIRED = {field.name for field in fields(Job) if field.default is MISSING}
+Vector = NDArray[np.float64]
+
+
+def checked(calibration: Sequence[tuple[Mapping[str, Any], float]], job: Job) -> list[tuple[Job, float]]:
+    """The pairs as jobs; hardware, network and precision are those of ``job`` where a pair does not say.
+
+    Raises:
+        ValueError: there are more than three, or one is no pair of arguments and seconds above 0.
+    """
+    if len(calibration) > MOST_PAIRS:
+        raise ValueError(f"calibration: {len(calibration)} pairs are given; at most {MOST_PAIRS} are allowed")
+    found = []
+    for number, (arguments, seconds) in enumerate(calibration):
+        if not (isfinite(seconds) and seconds > 0):
+            raise ValueError(f"calibration: pair {number} has {seconds} seconds; they must be finite and above 0")
+        like = {"hardware": job.hardware, "network": job.network, "precision": job.precision}
+        given = {**like, **arguments}
+        if wrong := sorted((set(given) - NAMES) | (REQUIRED - set(given))):
+            raise ValueError(f"calibration: pair {number} lacks, or has no argument {', '.join(wrong)} of predict_step")
+        found.append((Job(**given), float(seconds)))
+    return found
+
+
+def fitted(pairs: Sequence[tuple[Job, float]]) -> Factors:
+    """The factors that the pairs speak for; all 1 without pairs."""
+    if not pairs:
+        return Factors()
+    free = 1 if len(pairs) == 1 else len(WIDTHS)
+    at = np.zeros(free)
+    misses = _misses(pairs, at)
+    for _ in range(ROUNDS):
+        slopes = np.column_stack([(_misses(pairs, at + step) - misses) / 1e-3 for step in 1e-3 * np.eye(free)])
+        move = np.linalg.lstsq(slopes, -misses)[0]
+        # The replay has kinks, behind which a whole move may be too far.
+        trials = [(at + move * part, _misses(pairs, at + move * part)) for part in (1.0, 0.5, 0.25, 0.06)]
+        best, best_misses = min(trials, key=lambda trial: float(trial[1] @ trial[1]))
+        if best_misses @ best_misses >= misses @ misses:
+            break
+        at, misses = best, best_misses
+    return _factors(at)
+
+
+def _factors(at: Vector) -> Factors:
+    return Factors(*(exp(value) for value in at.clip(-3, 3)))
+
+
+def _misses(pairs: Sequence[tuple[Job, float]], at: Vector) -> Vector:
+    """By how many widths the pairs and the beliefs are missed."""
+    errors = [log(step_parts(job, _factors(at)).total() / seconds) / ERROR for job, seconds in pairs]
+    return np.array([*errors, *(at / WIDTHS[: len(at)])])
