@@ -1,10 +1,11 @@
 """What measured steps of a cluster say of it: by how much its compute, its links and its attention differ from presets.
 
-    least squares of  ln(predicted / measured) / 0.01,  ln(compute) / 0.3,  ln(between) / 0.7,  ln(attention) / 0.3
+    least squares of  ln(predicted / measured) / 0.04,  ln(compute) / 0.3,  ln(between) / 0.7,  ln(attention) / 0.15
 
-The last three are what is believed before: factors near 1, within these widths. They keep a factor at 1 that the pairs
-do not tell apart from the others, such as the links of steps on one host. One pair fits compute alone; two or three
-also the links between hosts, and attention, which moves only if the pairs differ in the length of their rows.
+The last three are what is believed before, and 0.04 is by how much a pair is expected to be missed however it is
+fitted. They keep a factor near 1 that the pairs do not tell apart from the others, such as the links of steps on one
+host. There are as many factors as pairs, in this order: one pair fits compute alone, two also the links between hosts,
+three also attention, which moves only if their rows differ much in length.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,8 @@ from numpy.typing import NDArray
 from shardlab.planner.step_model import Factors, Job, step_parts
 
 MOST_PAIRS = 3
-ERROR = 0.01  # how exactly a pair is met, against how firmly the factors are believed
-WIDTHS = np.array((0.3, 0.7, 0.3))
+ERROR = 0.04
+WIDTHS = np.array((0.3, 0.7, 0.15))
 ROUNDS = 12
 NAMES = {field.name for field in fields(Job)}
 REQUIRED = {field.name for field in fields(Job) if field.default is MISSING}
@@ -50,11 +51,10 @@ def fitted(pairs: Sequence[tuple[Job, float]]) -> Factors:
     """The factors that the pairs speak for; all 1 without pairs."""
     if not pairs:
         return Factors()
-    free = 1 if len(pairs) == 1 else len(WIDTHS)
-    at = np.zeros(free)
+    at = np.zeros(len(pairs))
     misses = _misses(pairs, at)
     for _ in range(ROUNDS):
-        slopes = np.column_stack([(_misses(pairs, at + step) - misses) / 1e-3 for step in 1e-3 * np.eye(free)])
+        slopes = np.column_stack([(_misses(pairs, at + step) - misses) / 1e-3 for step in 1e-3 * np.eye(len(at))])
         move = np.linalg.lstsq(slopes, -misses)[0]
         # The replay has kinks, behind which a whole move may be too far.
         trials = [(at + move * part, _misses(pairs, at + move * part)) for part in (1.0, 0.5, 0.25, 0.06)]

@@ -14,10 +14,11 @@ group has the links of all its GPUs on a host together, at most what is inside. 
 that is faster, a tree, whose hops grow with the logarithm of N.
 
 Sources: data sheets of NVIDIA for peaks, memory and links. stas00/ml-engineering (accelerator and network pages) for
-the best products, NVIDIA H200 and B200 rings, and PCIe 5. meta-pytorch/autoparallel: cost_models/nccl_cost_model.py
-(PR #365) for hops and efficiency by chunk, measured on H100; PR #146 for what products and memory reach on H100, and
-for the floor of a launch. arXiv 2507.03114, abstract, for contention: 18.9 % on average, 40 % at most; the latter from
-H100 on, where NVIDIA's forum (t/337991) has a product fall from 80 to 47 % of the peak beside an all-gather. voipmonitor/rtx6kpro for a ring over PCIe 5. arXiv 2307.08691, figures 4 to 7, for attention.
+the best products, and rings of H200 and B200. meta-pytorch/autoparallel: cost_models/nccl_cost_model.py (PR #365) for
+hops and efficiency by chunk, measured on H100; PR #146 for what products and memory reach on H100, and for the floor of
+a launch. voipmonitor/rtx6kpro for a ring over PCIe 5. arXiv 2307.08691, figures 4 to 7, for attention. arXiv
+2507.03114, abstract, for contention: 18.9 % on average, 40 % at most. The latter is taken from H100 on, where a product
+was seen to fall from 80 to 47 % of the peak beside an all-gather (NVIDIA's forum, t/337991).
 """
 
 import re
@@ -25,13 +26,14 @@ from dataclasses import dataclass, replace
 from math import ceil, log2
 
 from shardlab.partition.ring_cost import ring_wire_bytes
+from shardlab.planner.replay import CONTENTION
 from shardlab.vocabulary import Collective
 
-# Of what a single kind of product reaches, a step sustains less: clocks fall under load, kernels follow each other with
-# gaps. Set once, so that the forecasts without calibration for A100 and H100 in data/published_steps.csv are right in
-# the mean; it is the only constant that was chosen on those rows.
+# Of what one kind of product reaches in a benchmark, a step sustains less: clocks fall under load, and kernels follow
+# each other with gaps. A round number that was chosen on the A100 and H100 rows of data/published_steps.csv; so was
+# which of two published values of contention is an H100's. Nothing else here was fitted to a step.
 SUSTAINED = 0.92
-PRECISIONS = ("bf16", "fp16", "tf32")
+COMPUTE_PRECISIONS = ("bf16", "fp16", "tf32")
 GIB = 2.0**30
 GIGABIT = 1e9 / 8
 INSIDE_EFFICIENCY = 0.79  # 345 to 366 of 450 GB/s a direction: H100 and H200, all-gather and ring all-reduce
@@ -41,7 +43,7 @@ CHUNKS = ((8e6, 0.68), (16e6, 0.79), (32e6, 0.87))
 
 
 @dataclass(frozen=True)
-class Link:
+class HostLink:
     """A link by name: bytes a second that a ring reaches on it, in one direction."""
 
     bandwidth: float
@@ -50,11 +52,11 @@ class Link:
 
 # Inside a host.
 INSIDE = {
-    "nvlink3": Link(300e9 * INSIDE_EFFICIENCY, "data sheet of A100: 600 GB/s in both directions"),
-    "nvlink4": Link(450e9 * INSIDE_EFFICIENCY, "data sheet of H100: 900 GB/s in both directions"),
-    "nvlink5": Link(900e9 * INSIDE_EFFICIENCY, "data sheet of B200: 1800 GB/s in both directions"),
-    "pcie4": Link(20e9, "half of PCIe 5: its lanes have half the rate"),
-    "pcie5": Link(40e9, "37.6 to 41.1 GB/s of bus bandwidth, 8 RTX PRO 6000 (voipmonitor/rtx6kpro)"),
+    "nvlink3": HostLink(300e9 * INSIDE_EFFICIENCY, "data sheet of A100: 600 GB/s in both directions"),
+    "nvlink4": HostLink(450e9 * INSIDE_EFFICIENCY, "data sheet of H100: 900 GB/s in both directions"),
+    "nvlink5": HostLink(900e9 * INSIDE_EFFICIENCY, "data sheet of B200: 1800 GB/s in both directions"),
+    "pcie4": HostLink(20e9, "half of PCIe 5: its lanes have half the rate"),
+    "pcie5": HostLink(40e9, "37.6 to 41.1 GB/s of bus bandwidth, 8 RTX PRO 6000 (voipmonitor/rtx6kpro)"),
 }
 
 
@@ -88,7 +90,7 @@ class Hardware:
     inside: str
     between_gigabits: float
     source: str
-    contention: float = 0.189
+    contention: float = CONTENTION
     memory_fraction: float = 0.8
     launch_seconds: float = 7e-6
 
@@ -143,7 +145,7 @@ def hardware_named(name: str) -> Hardware:
 
 
 @dataclass(frozen=True)
-class Group:
+class Placement:
     """Ranks of a collective: how many, and how many of them are on one host."""
 
     size: int
@@ -163,18 +165,18 @@ class Network:
     between: float
     factor: float = 1.0
 
-    def seconds(self, op: Collective, num_bytes: float, group: Group) -> float:
-        """Seconds of a collective of ``num_bytes``, the whole buffer, over a group."""
-        if group.size == 1:
+    def seconds(self, op: Collective, num_bytes: float, ranks: Placement) -> float:
+        """Seconds of a collective of ``num_bytes``, the whole buffer, over ranks."""
+        if ranks.size == 1:
             return 0.0
-        spans_hosts = group.size > group.per_host
+        spans_hosts = ranks.size > ranks.per_host
         bandwidth, factor = self.inside, self.factor if spans_hosts else 1.0
         if spans_hosts:
-            bandwidth = min(bandwidth, group.per_host * self.between * _efficiency(num_bytes / group.size) * factor)
-        hops = float(group.size - 1)
+            bandwidth = min(bandwidth, ranks.per_host * self.between * _efficiency(num_bytes / ranks.size) * factor)
+        hops = float(ranks.size - 1)
         if op == Collective.ALL_REDUCE:
-            hops = 2 * min(hops, ceil(log2(group.size)))
-        return hops * HOP_SECONDS / factor + ring_wire_bytes(op, 1, group.size) * num_bytes / bandwidth
+            hops = 2 * min(hops, ceil(log2(ranks.size)))
+        return hops * HOP_SECONDS / factor + ring_wire_bytes(op, 1, ranks.size) * num_bytes / bandwidth
 
 
 def _efficiency(chunk_bytes: float) -> float:

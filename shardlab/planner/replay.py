@@ -22,7 +22,7 @@ hybrid_shard   as fsdp within a group of ranks, then an            forward, back
 
 The root's parameters are gathered first, computed with last in forward and first in backward, and reduced last: so the
 first gather and the last reduction are exposed. The order of messages is that of ``collectives`` and ``groups``.
-Source of the contention: arXiv 2507.03114, abstract: compute slows by 18.9 % on average beside communication.
+Sources: Zhao et al., arXiv 2304.11277, section 3.3 (order and prefetch); Li et al., arXiv 2006.15704, section 3.2.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +34,7 @@ from shardlab.partition.chunks import require_count
 from shardlab.vocabulary import Collective, MeshAxis, Phase, SpanKind
 
 COMPUTE = "compute"
-CONTENTION = 0.189
+CONTENTION = 0.189  # arXiv 2507.03114, abstract: by how much compute slows beside communication, on average
 FULLY_SHARDED = ("fsdp", "shard_grad_op", "hybrid_shard")
 REPLAYED = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", *FULLY_SHARDED)
 MessageSeconds = Callable[[Collective, MeshAxis, float], float]
@@ -77,7 +77,7 @@ class Schedule:
         strategy: one of ``REPLAYED``.
         prefetch: fully sharded: units gathered ahead of the one that computes.
         micro_batches: forwards and backwards a step.
-        reduces_each: fully sharded: whether each of them reduces gradients, or only the last.
+        reduces_each: whether each of them reduces gradients, or only the last.
         bucket_bytes: bucketed, zero1, zero2: capacity of a bucket.
         shard_group_size: hybrid_shard: ranks that shard among themselves.
         optimizer_seconds: of the optimizer's step.

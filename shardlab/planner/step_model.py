@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardlab.planner.hardware import PRECISIONS, Group, Hardware, Network, hardware_named, network_of
+from shardlab.planner.hardware import COMPUTE_PRECISIONS, Hardware, Network, Placement, hardware_named, network_of
 from shardlab.planner.replay import FULLY_SHARDED, REPLAYED, Replay, Schedule, Unit, replay
 from shardlab.planner.transformer import ATTENTIONS, Costs, Parts, Shape
 from shardlab.vocabulary import Collective, MeshAxis
@@ -67,7 +67,7 @@ class Job:
         for field in (*counts, "accumulation", "tensor"):
             _require_whole(field, getattr(self, field), 1)
         for field, allowed in {
-            "strategy": REPLAYED, "precision": PRECISIONS, "attention": (None, *ATTENTIONS)
+            "strategy": REPLAYED, "precision": COMPUTE_PRECISIONS, "attention": (None, *ATTENTIONS)
         }.items():  # fmt: skip
             if (value := getattr(self, field)) not in allowed:
                 raise ValueError(f"{field}: {value!r} is not one of {', '.join(filter(None, allowed))}")
@@ -171,9 +171,9 @@ class _Step:
             found.add({RECOMPUTED: share * costs.layer().total()})
         elif backward and job.recompute == "selective" and shape.attention == "unfused":
             found.add({RECOMPUTED: costs.attention(backward=False).total()})
-        group = Group(job.tensor, min(job.tensor, self.network.per_host))
+        ranks = Placement(job.tensor, min(job.tensor, self.network.per_host))
         sums = shape.tokens * shape.hidden * job.itemsize
-        found.add({TENSOR: (2 + 2 * share) * self.network.seconds(Collective.ALL_REDUCE, sums, group)})
+        found.add({TENSOR: (2 + 2 * share) * self.network.seconds(Collective.ALL_REDUCE, sums, ranks)})
         return self.with_copies(found, shape.layer_params, backward)
 
     def with_copies(self, found: Parts, num_params: float, backward: bool) -> Parts:
@@ -194,8 +194,9 @@ class _Step:
         matrices = 5 if shape.gated else 4  # query, key and value together
         units = [self.unit(f"layer {n}", self.layer, shape.layer_params, matrices) for n in range(job.layers)]
         root = self.unit("root", self.head, shape.root_params, 2 if shape.gated else 1)
+        each = job.strategy in (*FULLY_SHARDED, "zero3")
         schedule = Schedule(
-            job.strategy, micro_batches=micro_batches, reduces_each=True, shard_group_size=job.shards,
+            job.strategy, micro_batches=micro_batches, reduces_each=each, shard_group_size=job.shards,
             optimizer_seconds=self.optimizer_seconds, contention=self.card.contention,
         )  # fmt: skip
         return replay(units, schedule, self.message_seconds, root)
@@ -214,7 +215,7 @@ class _Step:
         elif axis == MeshAxis.REPLICA:
             # As many replicas' rings between two hosts as there are shards, each with the link of one GPU.
             size, per_host = job.data // job.shards, 1
-        return self.network.seconds(op, num_bytes, Group(size, per_host))
+        return self.network.seconds(op, num_bytes, Placement(size, per_host))
 
     def parts(self, micro_batches: int) -> Parts:
         """Seconds of the step by what they are spent on."""

@@ -1,15 +1,15 @@
 """Seconds of a transformer's layers and head on a GPU, from the shapes of its matrix products and the bytes it moves.
 
-======================  =====================================================================================
+======================  ==============================================================================================
 matrix product          FLOPs / (peak x fraction) x (1 + half a wave of tiles / its tiles) + bytes of the result
                         / bandwidth; at least the bytes of all three matrices / bandwidth; at least a launch
 attention, in one       4 b s^2 h / 2 FLOPs (it is causal) forward, 2.5 times as many backward, at
 kernel                  peak x fraction x s / (s + 600) x d / (d + 16)
-attention, unfused      two products of the whole s x s scores, and 12 bytes a score with softmax in one kernel;
-                        backward twice that
+attention, unfused      two products of the whole s x s scores, and 12 bytes a score with softmax in one kernel,
+                        twice that backward (recounted once GPT 22B of the published rows was missed with 24)
 memory-bound work       bytes a token below / bandwidth; backward moves twice what forward does
 loss                    bytes a logit below / bandwidth
-======================  =====================================================================================
+======================  ==============================================================================================
 
 Bytes a token and layer in forward, in 16 bits; kv is the share of heads that have keys and values of their own:
 
