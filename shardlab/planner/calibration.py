@@ -10,6 +10,7 @@ three also attention, which moves only if their rows differ much in length.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
+from functools import lru_cache
 from math import exp, isfinite, log
 from typing import Any
 
@@ -21,13 +22,13 @@ from shardlab.planner.step_model import Factors, Job, step_parts
 MOST_PAIRS = 3
 ERROR = 0.04
 WIDTHS = np.array((0.3, 0.7, 0.15))
-ROUNDS = 12
+ROUNDS, ENOUGH = 12, 1e-4
 NAMES = {field.name for field in fields(Job)}
 REQUIRED = {field.name for field in fields(Job) if field.default is MISSING}
 Vector = NDArray[np.float64]
 
 
-def checked(calibration: Sequence[tuple[Mapping[str, Any], float]], job: Job) -> list[tuple[Job, float]]:
+def checked(calibration: Sequence[tuple[Mapping[str, Any], float]], job: Job) -> tuple[tuple[Job, float], ...]:
     """The pairs as jobs; hardware, network and precision are those of ``job`` where a pair does not say.
 
     Raises:
@@ -41,13 +42,15 @@ def checked(calibration: Sequence[tuple[Mapping[str, Any], float]], job: Job) ->
             raise ValueError(f"calibration: pair {number} has {seconds} seconds; they must be finite and above 0")
         like = {"hardware": job.hardware, "network": job.network, "precision": job.precision}
         given = {**like, **arguments}
-        if wrong := sorted((set(given) - NAMES) | (REQUIRED - set(given))):
-            raise ValueError(f"calibration: pair {number} lacks, or has no argument {', '.join(wrong)} of predict_step")
+        for words, names in (("has no argument", set(given) - NAMES), ("lacks", REQUIRED - set(given))):
+            if names:
+                raise ValueError(f"calibration: pair {number} {words} {', '.join(sorted(names))}; see predict_step")
         found.append((Job(**given), float(seconds)))
-    return found
+    return tuple(found)
 
 
-def fitted(pairs: Sequence[tuple[Job, float]]) -> Factors:
+@lru_cache(maxsize=32)  # who forecasts many steps of a cluster asks with the same pairs
+def fitted(pairs: tuple[tuple[Job, float], ...]) -> Factors:
     """The factors that the pairs speak for; all 1 without pairs."""
     if not pairs:
         return Factors()
@@ -59,9 +62,11 @@ def fitted(pairs: Sequence[tuple[Job, float]]) -> Factors:
         # The replay has kinks, behind which a whole move may be too far.
         trials = [(at + move * part, _misses(pairs, at + move * part)) for part in (1.0, 0.5, 0.25, 0.06)]
         best, best_misses = min(trials, key=lambda trial: float(trial[1] @ trial[1]))
-        if best_misses @ best_misses >= misses @ misses:
+        gain = misses @ misses - best_misses @ best_misses
+        if gain > 0:
+            at, misses = best, best_misses
+        if gain < ENOUGH:
             break
-        at, misses = best, best_misses
     return _factors(at)
 
 

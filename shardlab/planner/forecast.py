@@ -3,8 +3,8 @@
 Time is that of ``step_model``, with factors that ``calibration`` takes from measured steps. Bytes at the peak:
 
     model states          ``formulas.model_states``, 16 bytes a parameter, sharded as the strategy says
-    activations           ``formulas.activation_bytes`` a layer, corrected for the MLP's width and form; 2 b s h where
-                          it is recomputed, and one such layer whole
+    activations           ``formulas.activation_bytes`` a layer, for the MLP's form, shared keys and values, no dropout;
+                          2 b s h where it is recomputed, and one such layer whole
     gathered parameters   root and two layers; all of zero3 and shard_grad_op
     logits                10 bytes each: in 16 bits, and in 32 bits with a gradient
 
@@ -67,7 +67,8 @@ def predict_step(
         tensor: GPUs that share a layer; neighbours on a host.
         strategy: single, ddp, bucketed, zero1, zero2, zero3, fsdp, shard_grad_op or hybrid_shard (sharded in a host).
         precision: of products and messages: bf16, fp16 or tf32. The optimizer steps 32 bits.
-        recompute: layers whose forward runs again in backward, or 'full' for all; 'selective' for the scores alone.
+        recompute: layers whose forward runs again in backward, or 'full' for all; 'selective' for half of it, or,
+            where attention is unfused, for the scores alone.
         hardware: name of a preset, see ``hardware.HARDWARE``.
         network: such as '8 per host, 600GB/s, 200Gb/s per GPU', see ``hardware.network_of``; None where not known.
         calibration: up to three pairs of arguments like these and measured seconds, of the same cluster.
@@ -124,10 +125,12 @@ def _activations(job: Job) -> tuple[float, float]:
     drops_scores = shape.attention != "unfused" or job.recompute == "selective"
     whole = activation_bytes(sizes, job.tensor, recompute="selective" if drops_scores else "none")
     # The formula's MLP keeps what enters and leaves a GELU, 16 h; a gated one both inputs, SiLU's result, the product.
-    width = (8 if shape.gated else 4) * job.ffn - 16 * job.hidden
+    mlp = (8 if shape.gated else 4) * job.ffn - 16 * job.hidden
+    divided = mlp - 4 * job.hidden * (1 - shape.kv_share)  # keys and values that heads share
+    masks = 2 * job.hidden  # of dropout, which nobody uses here
     kept = activation_bytes(sizes, recompute="full")
     scale = job.itemsize / 2
-    return (whole + shape.tokens * width / job.tensor) * scale, kept * scale
+    return (whole + shape.tokens * (divided / job.tensor - masks)) * scale, kept * scale
 
 
 def _sentences(job: Job, pairs: Sequence[tuple[Job, float]], factors: Factors) -> list[str]:

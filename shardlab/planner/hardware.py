@@ -42,21 +42,13 @@ HOP_SECONDS = 4.7e-6  # 30 us over 8 H100 inside a host, 70 us over 16 and 1204 
 CHUNKS = ((8e6, 0.68), (16e6, 0.79), (32e6, 0.87))
 
 
-@dataclass(frozen=True)
-class HostLink:
-    """A link by name: bytes a second that a ring reaches on it, in one direction."""
-
-    bandwidth: float
-    source: str
-
-
-# Inside a host.
+# Links inside a host, by name: bytes a second that a ring reaches on them, in one direction.
 INSIDE = {
-    "nvlink3": HostLink(300e9 * INSIDE_EFFICIENCY, "data sheet of A100: 600 GB/s in both directions"),
-    "nvlink4": HostLink(450e9 * INSIDE_EFFICIENCY, "data sheet of H100: 900 GB/s in both directions"),
-    "nvlink5": HostLink(900e9 * INSIDE_EFFICIENCY, "data sheet of B200: 1800 GB/s in both directions"),
-    "pcie4": HostLink(20e9, "half of PCIe 5: its lanes have half the rate"),
-    "pcie5": HostLink(40e9, "37.6 to 41.1 GB/s of bus bandwidth, 8 RTX PRO 6000 (voipmonitor/rtx6kpro)"),
+    "nvlink3": 300e9 * INSIDE_EFFICIENCY,  # data sheet of A100: 600 GB/s in both directions
+    "nvlink4": 450e9 * INSIDE_EFFICIENCY,  # data sheet of H100: 900 GB/s
+    "nvlink5": 900e9 * INSIDE_EFFICIENCY,  # data sheet of B200: 1800 GB/s
+    "pcie4": 20e9,  # half of PCIe 5, since its lanes have half the rate
+    "pcie5": 40e9,  # 37.6 to 41.1 GB/s of bus bandwidth over 8 RTX PRO 6000 (voipmonitor/rtx6kpro)
 }
 
 
@@ -189,8 +181,9 @@ def _efficiency(chunk_bytes: float) -> float:
 
 
 _FORM = (
-    "parts separated by commas, each at most once: '8 per host'; inside a host {}, or what its maker says of both "
-    "directions together, such as 600GB/s; between hosts such as 200Gb/s per GPU or 1600Gb/s per host (GB/s for bytes)"
+    f"parts separated by commas, each at most once: '8 per host'; inside a host {', '.join(INSIDE)}, or what its maker "
+    "says of both directions together, such as 600GB/s; between hosts such as 200Gb/s per GPU or 1600Gb/s per host "
+    "(GB/s for bytes)"
 )
 _PER_HOST = re.compile(r"(\d+) per host", re.IGNORECASE)
 _RATE = re.compile(r"(\d*\.?\d+)\s*G(b|B)/s(?:\s+per\s+(?i:(gpu|host)))?")  # a small b is bits
@@ -208,32 +201,28 @@ def network_of(text: str | None, hardware: Hardware) -> Network:
     for part in (text or "").split(",") if text is not None else ():
         name, value = _part(part.strip(), hardware)
         if name in found or not value > 0:
-            raise ValueError(f"network: {part.strip()!r} comes twice or is 0; write {_form()}")
+            raise ValueError(f"network: {part.strip()!r} comes twice or is 0; write {_FORM}")
         found[name] = value
     per_host = int(found.get("per host", 8))
     between = found.get("per GPU", hardware.between_gigabits * GIGABIT)
     if "of host" in found:
         if "per GPU" in found:
-            raise ValueError(f"network: {text!r} has two links between hosts; write {_form()}")
+            raise ValueError(f"network: {text!r} has two links between hosts; write {_FORM}")
         between = found["of host"] / per_host
-    return Network(per_host, found.get("inside", INSIDE[hardware.inside].bandwidth), between)
+    return Network(per_host, found.get("inside", INSIDE[hardware.inside]), between)
 
 
 def _part(part: str, hardware: Hardware) -> tuple[str, float]:
     """What a part of the text speaks of, and its value; rates in bytes a second."""
     lower = part.lower()
     if lower in INSIDE or (lower == "nvlink" and hardware.inside.startswith(lower)):
-        return "inside", INSIDE[lower if lower in INSIDE else hardware.inside].bandwidth
+        return "inside", INSIDE[lower if lower in INSIDE else hardware.inside]
     if count := _PER_HOST.fullmatch(part):
         return "per host", int(count[1])
     rate = _RATE.fullmatch(part)
     if rate is None or (rate[2] == "b" and rate[3] is None):
-        raise ValueError(f"network: {part!r} is not understood; write {_form()}")
+        raise ValueError(f"network: {part!r} is not understood; write {_FORM}")
     value = float(rate[1]) * (1e9 if rate[2] == "B" else GIGABIT)
     if rate[3] is None:
         return "inside", value / 2 * INSIDE_EFFICIENCY
     return ("per GPU" if rate[3].lower() == "gpu" else "of host"), value
-
-
-def _form() -> str:
-    return _FORM.format(", ".join(INSIDE))

@@ -99,8 +99,11 @@ class Schedule:
             raise ValueError(f"strategy: {self.strategy!r} is not one of {', '.join(REPLAYED)}")
         for field, minimum in {"prefetch": 0, "micro_batches": 1, "shard_group_size": 1}.items():
             require_count(field, getattr(self, field), minimum)
-        if not self.bucket_bytes > 0 or not self.optimizer_seconds >= 0 or not self.contention >= 0:
-            raise ValueError("bucket_bytes must be above 0, optimizer_seconds and contention at least 0")
+        for field in ("bucket_bytes", "optimizer_seconds", "contention"):
+            value = getattr(self, field)
+            if not (isfinite(value) and value >= 0) or (field == "bucket_bytes" and value == 0):
+                above = "above 0" if field == "bucket_bytes" else "from 0 on"
+                raise ValueError(f"{field}: {value} is given; it must be a finite number {above}")
 
 
 @dataclass(slots=True, eq=False)
@@ -248,7 +251,8 @@ class _Step:
         strategy = self.schedule.strategy
         for phase, kind in ((Phase.FORWARD, SpanKind.FORWARD), (Phase.BACKWARD, SpanKind.BACKWARD)):
             order = self.forward_order if phase == Phase.FORWARD else self.forward_order[::-1]
-            gathered = [self.message(Collective.ALL_GATHER, phase, unit) for unit in order if strategy == "zero3"]
+            gathers = self.forward_order if strategy == "zero3" else []  # the same order in backward, as in the engine
+            gathered = [self.message(Collective.ALL_GATHER, phase, unit) for unit in gathers]
             full = {bucket.name: bucket for bucket in self.buckets}
             for unit in order:
                 seconds = unit.forward_seconds if phase == Phase.FORWARD else unit.backward_seconds

@@ -6,7 +6,9 @@
 part                     what is counted
 =======================  ==============================================================================================
 matrix products, ...     compute alone on the GPU, see ``transformer``
-recomputation            the forward of recomputed layers, again, before their backward
+recomputation            the forward of recomputed layers, again, before their backward; 'selective' of scores
+                         that are stored means the scores (2205.05198, section 5), else half of the forward, which is
+                         what selective checkpointing in torchtitan (every second product) and fms-fsdp comes to
 copies of units          fully sharded: gathered parameters into place, gradients together and scaled: 4 bytes a
                          parameter in forward, 12 in backward, in 16 bits
 tensor-parallel          4 all-reduces of b s h elements a layer and micro-batch, 2 more where it is recomputed; nothing
@@ -25,6 +27,7 @@ et al., arXiv 2205.05198, table 2 and section 5; Narayanan et al., arXiv 2104.04
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral
 
 from shardlab.planner.hardware import COMPUTE_PRECISIONS, Hardware, Network, Placement, hardware_named, network_of
 from shardlab.planner.replay import FULLY_SHARDED, REPLAYED, Replay, Schedule, Unit, replay
@@ -76,9 +79,7 @@ class Job:
                 raise ValueError(f"{divisor}: {by} is given; it must divide {field}, {value}")
         if self.strategy == "single" and self.data > 1:
             raise ValueError(f"data: {self.data} is given; 'single' trains on 1")
-        if not isinstance(self.recompute, str):
-            _require_whole("recompute", self.recompute, 0)
-        if self.recompute not in ("full", "selective") and not self.recomputed <= self.layers:
+        if self.recompute not in ("full", "selective") and self.recompute not in range(self.layers + 1):
             raise ValueError(f"recompute: {self.recompute!r} is not 0 to {self.layers} layers, 'full' or 'selective'")
         if self.strategy == "hybrid_shard" and self.data % self.shards:
             raise ValueError(f"data: {self.data} is given; hosts of {self.shards} data ranks must divide it")
@@ -103,11 +104,12 @@ class Job:
         """Bytes of an element of parameters and activations in compute, and of what messages carry."""
         return 4 if self.precision == "tf32" else 2
 
-    @property
+    @cached_property
     def recomputed(self) -> float:
-        """Layers that are recomputed; 'selective' recomputes scores alone, which one kernel does anyway."""
-        named = {"full": float(self.layers), "selective": 0.0}
-        return named.get(self.recompute, float("inf")) if isinstance(self.recompute, str) else self.recompute
+        """Layers that are recomputed, or what is as much work: 'selective' is half of all, or the scores alone."""
+        if not isinstance(self.recompute, str):
+            return self.recompute
+        return self.layers if self.recompute == "full" else 0 if self.shape.attention == "unfused" else self.layers / 2
 
     @cached_property
     def per_host(self) -> int:
@@ -140,7 +142,7 @@ class Factors:
 
 def step_parts(job: Job, factors: Factors) -> Parts:
     """Seconds of a step by what they are spent on."""
-    step = _Step(job, factors)
+    step = Step(job, factors)
     if job.accumulation <= REPLAYED_MICRO_BATCHES:
         return step.parts(job.accumulation)
     second, third = step.parts(REPLAYED_MICRO_BATCHES - 1), step.parts(REPLAYED_MICRO_BATCHES)
@@ -148,7 +150,7 @@ def step_parts(job: Job, factors: Factors) -> Parts:
     return Parts(third).add(third, more).add(second, -more)
 
 
-class _Step:
+class Step:
     """Units, messages and parts of a job."""
 
     def __init__(self, job: Job, factors: Factors) -> None:
@@ -232,5 +234,5 @@ def num_params(shape: Shape) -> float:
 
 
 def _require_whole(field: str, value: object, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
         raise ValueError(f"{field}: {value!r} is given; it must be a whole number from {minimum} on")
