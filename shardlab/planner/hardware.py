@@ -40,8 +40,6 @@ INSIDE_EFFICIENCY = 0.79  # 345 to 366 of 450 GB/s a direction: H100 and H200, a
 HOP_SECONDS = 4.7e-6  # 30 us over 8 H100 inside a host, 70 us over 16 and 1204 us over 256 between hosts
 # Share of a link between hosts that a ring reaches, by bytes of a rank's chunk; between them by the logarithm.
 CHUNKS = ((8e6, 0.68), (16e6, 0.79), (32e6, 0.87))
-
-
 # Links inside a host, by name: bytes a second that a ring reaches on them, in one direction.
 INSIDE = {
     "nvlink3": 300e9 * INSIDE_EFFICIENCY,  # data sheet of A100: 600 GB/s in both directions
@@ -100,7 +98,7 @@ def _peaks(dense_16_bits: float, tf32: float) -> dict[str, float]:
 
 _A100 = "best product 86.9 % (ml-engineering); attention: 190 of 312 TFLOP/s, arXiv 2307.08691, figure 4"
 _H100 = "70 % (autoparallel PR #146; best product 80.3 %); attention: 335 of 989, arXiv 2307.08691, figure 7"
-_LIKE = "as H100; the best product reaches less by {} (ml-engineering)"
+_LIKE = "as H100, less 3 % for B200, whose best product reaches 77.6 % (ml-engineering)"
 _GUESS = "no measurement of a training step is at hand: 80 % of the peak, attention as on A100"
 HARDWARE = {
     card.name: card
@@ -109,10 +107,8 @@ HARDWARE = {
         Hardware("a100-80gb", _peaks(312, 156), 80 * GIB, 2.039e12, 108, 0.869, 0.70, "nvlink3", 200, _A100),
         Hardware("h100-sxm", _peaks(989, 494), 80 * GIB, 3.35e12, 132, 0.70, 0.39, "nvlink4", 400, _H100, 0.40),
         Hardware("h100-pcie", _peaks(756, 378), 80 * GIB, 2.0e12, 114, 0.70, 0.39, "pcie5", 100, _H100, 0.40),
-        Hardware(
-            "h200", _peaks(989, 494), 141e9, 4.8e12, 132, 0.70, 0.39, "nvlink4", 400, _LIKE.format("nothing"), 0.40
-        ),
-        Hardware("b200", _peaks(2250, 1125), 180e9, 8.0e12, 148, 0.68, 0.39, "nvlink5", 400, _LIKE.format("3 %"), 0.40),
+        Hardware("h200", _peaks(989, 494), 141e9, 4.8e12, 132, 0.70, 0.39, "nvlink4", 400, _LIKE, 0.40),
+        Hardware("b200", _peaks(2250, 1125), 180e9, 8.0e12, 148, 0.68, 0.39, "nvlink5", 400, _LIKE, 0.40),
         Hardware("4090", _peaks(165.2, 82.6), 24 * GIB, 1.008e12, 128, 0.80, 0.70, "pcie4", 25, _GUESS),
         Hardware("rtx-pro-6000", _peaks(503.8, 251.9), 96 * GIB, 1.792e12, 188, 0.80, 0.70, "pcie5", 100, _GUESS),
     )

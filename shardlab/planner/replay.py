@@ -64,9 +64,7 @@ class Unit:
     def __post_init__(self) -> None:
         """No time and no size is negative."""
         require_count("num_messages", self.num_messages, 1)
-        for field in ("forward_seconds", "backward_seconds", "gathered_bytes", "reduced_bytes"):
-            if not (isfinite(value := getattr(self, field)) and value >= 0):
-                raise ValueError(f"{field}: {value} is given for {self.name}; it must be a finite number from 0 on")
+        _require_finite(self, "forward_seconds", "backward_seconds", "gathered_bytes", "reduced_bytes")
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class Schedule:
     prefetch: int = 1
     micro_batches: int = 1
     reduces_each: bool = False
-    bucket_bytes: float = DEFAULT_BUCKET_BYTES
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
     shard_group_size: int = 1
     optimizer_seconds: float = 0.0
     contention: float = CONTENTION
@@ -97,13 +95,9 @@ class Schedule:
         """Check what a user can get wrong."""
         if self.strategy not in REPLAYED:
             raise ValueError(f"strategy: {self.strategy!r} is not one of {', '.join(REPLAYED)}")
-        for field, minimum in {"prefetch": 0, "micro_batches": 1, "shard_group_size": 1}.items():
+        for field, minimum in {"prefetch": 0, "micro_batches": 1, "shard_group_size": 1, "bucket_bytes": 1}.items():
             require_count(field, getattr(self, field), minimum)
-        for field in ("bucket_bytes", "optimizer_seconds", "contention"):
-            value = getattr(self, field)
-            if not (isfinite(value) and value >= 0) or (field == "bucket_bytes" and value == 0):
-                above = "above 0" if field == "bucket_bytes" else "from 0 on"
-                raise ValueError(f"{field}: {value} is given; it must be a finite number {above}")
+        _require_finite(self, "optimizer_seconds", "contention")
 
 
 @dataclass(slots=True, eq=False)
@@ -151,15 +145,13 @@ class Replay:
         return self.seconds - sum(task.end - task.start for task in self.computing)
 
 
-def replay(
-    units: Sequence[Unit], schedule: Schedule, message_seconds: MessageSeconds, root: Unit | None = None
-) -> Replay:
+def replay(units: Sequence[Unit], schedule: Schedule, seconds: MessageSeconds, root: Unit | None = None) -> Replay:
     """When everything in a step begins and ends, on each of the ranks, which are alike.
 
     Args:
         units: in the order of forward.
         schedule: what is done with them.
-        message_seconds: seconds of a collective over an axis: 'shard' and 'replica' in hybrid_shard, else 'data'.
+        seconds: of a collective over an axis: 'shard' and 'replica' in hybrid_shard, else 'data'.
         root: the unit of all other parameters, such as embedding and head; None without one.
 
     Raises:
@@ -167,7 +159,7 @@ def replay(
     """
     if not units:
         raise ValueError("units: none is given; there must be at least one")
-    tasks = _Step(units, schedule, message_seconds, root).tasks
+    tasks = _Step(units, schedule, seconds, root).tasks
     _run(tasks, schedule.contention)
     return Replay(tuple(tasks))
 
@@ -175,17 +167,14 @@ def replay(
 class _Step:
     """The tasks of a step in the order of issue."""
 
-    def __init__(
-        self, units: Sequence[Unit], schedule: Schedule, message_seconds: MessageSeconds, root: Unit | None
-    ) -> None:
-        self.schedule, self.message_seconds, self.root = schedule, message_seconds, root
+    def __init__(self, units: Sequence[Unit], schedule: Schedule, seconds: MessageSeconds, root: Unit | None) -> None:
+        self.schedule, self.message_seconds, self.root = schedule, seconds, root
         self.tasks: list[Task] = []
         self.computed: tuple[Task, ...] = ()  # the last that was issued on the queue of compute
         self.sent: list[Task] = []  # what the optimizer has to wait for
         self.forward_order = [*units, *([root] if root else [])]
         self.buckets = list(_buckets(self.forward_order[::-1], schedule.bucket_bytes))
-        hybrid = schedule.strategy == "hybrid_shard"
-        self.axis = MeshAxis.SHARD if hybrid else MeshAxis.DATA
+        self.axis = MeshAxis.SHARD if schedule.strategy == "hybrid_shard" else MeshAxis.DATA
         micro_batch = self.sharded if schedule.strategy in FULLY_SHARDED else self.bucketed
         for number in range(schedule.micro_batches):
             micro_batch(reduces=number == schedule.micro_batches - 1 or schedule.reduces_each)
@@ -277,6 +266,12 @@ def _buckets(units: Sequence[Unit], capacity: float) -> Iterable[Unit]:
             count = min(sum(one.num_messages for one in held), max(1, ceil(reduced / capacity)))
             yield Unit(unit.name, 0, 0, sum(one.gathered_bytes for one in held), reduced, count)
             held = []
+
+
+def _require_finite(of: object, *names: str) -> None:
+    for name in names:
+        if not (isfinite(value := getattr(of, name)) and value >= 0):
+            raise ValueError(f"{name}: {value} is given; it must be a finite number from 0 on")
 
 
 def _run(tasks: Sequence[Task], contention: float) -> None:

@@ -76,7 +76,7 @@ def test_without_prefetch_every_gather_is_exposed():
 def test_a_bucket_is_hidden_and_the_last_one_exposed():
     found = replay(UNITS, Schedule("bucketed", bucket_bytes=1, contention=0), at(0.01), ROOT)
     assert found.exposed_seconds == pytest.approx(0.01 * 20)
-    one = replay(UNITS, Schedule("bucketed", bucket_bytes=1e9, contention=0), at(0.01), ROOT)
+    one = replay(UNITS, Schedule("bucketed", bucket_bytes=1000, contention=0), at(0.01), ROOT)
     assert one.exposed_seconds == pytest.approx(0.01 * 68)
 
 
@@ -181,10 +181,10 @@ def test_a_slower_link_is_never_faster_and_everything_runs_in_turn(some, strateg
         (lambda: Schedule("zero4"), "strategy: 'zero4' is not one of single, ddp, bucketed, zero1"),
         (lambda: Schedule(micro_batches=0), "micro_batches: 0 is too small"),
         (lambda: Schedule(prefetch=-1), "prefetch: -1 is too small"),
-        (lambda: Schedule(bucket_bytes=0), "bucket_bytes: 0 is given"),
+        (lambda: Schedule(bucket_bytes=0), "bucket_bytes: 0 is too small"),
         (lambda: Schedule(contention=-0.1), "contention: -0.1 is given"),
-        (lambda: Unit("a", -1, 0, 0, 0), "forward_seconds: -1 is given for a"),
-        (lambda: Unit("a", 0, 0, float("nan"), 0), "gathered_bytes: nan is given for a"),
+        (lambda: Unit("a", -1, 0, 0, 0), "forward_seconds: -1 is given; it must"),
+        (lambda: Unit("a", 0, 0, float("nan"), 0), "gathered_bytes: nan is given; it must"),
         (lambda: replay([], Schedule(), free), "units: none is given"),
     ],
 )
