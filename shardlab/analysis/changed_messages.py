@@ -52,7 +52,11 @@ def _neighbours(messages: list[Message], limit_bytes: float) -> Iterator[list[Me
 
 
 def ahead(step: RecordedStep) -> RecordedStep:
-    """With each gather of a phase issued one gather earlier: right after the wait before the one it followed."""
+    """With each gather of a phase issued one gather earlier.
+
+    One that is waited for at once moves to where the wait before it ended; one that follows a wait, behind an earlier
+    wait. The first wait is before them all, so that what is gathered ahead does not delay the first gather.
+    """
 
     def change(_: int, items: tuple[Item, ...]) -> Iterator[Item]:
         for phase in (Phase.FORWARD, Phase.BACKWARD):
@@ -63,23 +67,23 @@ def ahead(step: RecordedStep) -> RecordedStep:
 
 
 def _ahead(items: tuple[Item, ...], phase: Phase) -> Iterator[Item]:
-    num_waits, earlier = 0, dict[int, list[Item]]()
+    """The items of a rank; gathers by the number of waits that they are to follow."""
+    following = [item for item in items if not isinstance(item, Work)]
+    nexts = dict(zip(map(id, following), following[1:], strict=False))
+    num_waits, moved = 0, dict[int, list[Item]]()
     for item in items:
-        if _gathers(item, phase):
-            if isinstance(item, Wait):
-                num_waits += 1
-            else:
-                earlier.setdefault(max(0, num_waits - 1), []).append(item)
+        if isinstance(item, Issue) and _gathers(item, phase) and num_waits:
+            after = nexts.get(id(item))
+            at_once = isinstance(after, Wait) and after.message is item.message
+            moved.setdefault(num_waits if at_once else max(1, num_waits - 1), []).append(item)
+        num_waits += isinstance(item, Wait) and _gathers(item, phase)
     num_waits = 0
     for item in items:
-        gathers = _gathers(item, phase)
-        if gathers and (isinstance(item, Wait) or num_waits == 0):
-            if isinstance(item, Wait):
-                yield item
-                num_waits += 1
-            yield from earlier.pop(num_waits, ())
-        elif not gathers:
+        if not (isinstance(item, Issue) and _gathers(item, phase) and num_waits):
             yield item
+        if isinstance(item, Wait) and _gathers(item, phase):
+            num_waits += 1
+            yield from moved.pop(num_waits, ())
 
 
 def _gathers(item: Item, phase: Phase) -> bool:
@@ -100,21 +104,23 @@ def in_parts(step: RecordedStep, message: Message, num_parts: int, latency_us: L
     parts = [replace(message, num_bytes=size, transfer_us=times) for _ in range(num_parts)]
     gathers = message.op == Collective.ALL_GATHER
 
-    def change(_: int, items: tuple[Item, ...]) -> Iterator[Item]:
+    def change(rank: int, items: tuple[Item, ...]) -> Iterator[Item]:
+        if not gathers:
+            items = tuple(_cut_at(items, step.backward_us.get(rank, 0.0)))
         places = [place for place, item in enumerate(items) if not isinstance(item, Work) and item.message is message]
-        if len(places) < 2:  # nobody waits for it
-            yield from items
-        elif gathers:
+        if gathers and len(places) == 2:
             stop = _end_of_compute(items, places[1])
             yield from (*items[: places[0]], Issue(parts[0]), *items[places[0] + 1 : places[1]])
             yield from _fed(items[places[1] + 1 : stop], parts, items[places[1]])
             yield from items[stop:]
+        elif gathers or not places:  # nobody waits for it
+            yield from items
         else:
-            start = _begin_of_compute(items, places[0])
+            start = _begin_of_compute(items, places[0], step.backward_us.get(rank, 0.0))
             yield from (*items[:start], *_feeding(items[start : places[0]], parts))
-            yield from items[places[0] + 1 : places[1]]
-            yield from (Wait(part, 0.0) for part in parts)
-            yield from items[places[1] + 1 :]
+            for item in items[places[0] + 1 :]:
+                is_wait = isinstance(item, Wait) and item.message is message
+                yield from [Wait(part, 0.0) for part in parts] if is_wait else [item]
 
     return step.each(change)
 
@@ -128,14 +134,23 @@ def _end_of_compute(items: tuple[Item, ...], wait: int) -> int:
     return len(items)
 
 
-def _begin_of_compute(items: tuple[Item, ...], issue: int) -> int:
-    """Behind the reduction before it, or the last wait for what forward needs."""
+def _cut_at(items: tuple[Item, ...], moment: float) -> Iterator[Item]:
+    for item in items:
+        if isinstance(item, Work) and item.start_us < moment < item.end_us:
+            yield from item.cut((moment - item.start_us) / (item.end_us - item.start_us))
+        else:
+            yield item
+
+
+def _begin_of_compute(items: tuple[Item, ...], issue: int, backward_us: float) -> int:
+    """Behind the reduction before it, or where backward begins."""
     for place in range(issue - 1, -1, -1):
         item = items[place]
-        if not isinstance(item, Work):
-            ends = isinstance(item, Issue) and item.message.op == items[issue].message.op  # type: ignore[union-attr]
-            if ends or item.message.phase != Phase.BACKWARD:
+        if isinstance(item, Work):
+            if item.end_us <= backward_us:
                 return place + 1
+        elif isinstance(item, Issue) and item.message.op != Collective.ALL_GATHER:
+            return place + 1
     return 0
 
 

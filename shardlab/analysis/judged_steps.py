@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from shardlab.analysis.bandwidth import fit_latency_bandwidth
 from shardlab.analysis.intervals import merge, total
 from shardlab.analysis.matching import matched_collectives
-from shardlab.analysis.recorded_step import Message, RecordedStep, Removed, recorded_steps
+from shardlab.analysis.recorded_step import Message, RecordedStep, Removed, by_rank, recorded_steps
 from shardlab.analysis.timed import in_steps, timed_steps
 from shardlab.partition.ring_cost import Link, ring_wire_bytes
 from shardlab.vocabulary import FLAG, Collective, SpanKind
@@ -41,18 +42,25 @@ class Recorded:
         self.timed = timed_steps(steps)
         self.collectives, self.spans = (in_steps(table, self.timed) for table in (collectives, spans))
         self.axes = axes
-        self.steps = recorded_steps(self.collectives, self.timed, axes)
+        self.steps = recorded_steps(self.collectives, self.spans, self.timed, axes)
         self.base = _us(self.steps)
         self.us = float(np.median(self.base))
 
-    def gains(self, changed: Steps, base: Steps | None = None) -> np.ndarray:
+    def gains(self, changed: Steps, base: Steps | None = None) -> NDArray[np.float64]:
         """By step, in microseconds."""
         return (self.base if base is None else _us(base)) - _us(changed)
 
     def of_kind(self, *kinds: SpanKind) -> Removed:
-        """By rank, when spans of these kinds were open."""
+        """By rank, when spans of these kinds were open, and off the CPU in them."""
         rows = self.spans[self.spans["kind"].isin([str(kind) for kind in kinds])]
-        return {int(rank): merge(own[["start_us", "end_us"]].to_numpy()) for rank, own in rows.groupby("rank")}
+        away = self.spans[self.spans["kind"] == str(SpanKind.OFF_CPU)]
+        found = {}
+        for rank, own in by_rank(rows).items():
+            # Spans are cut where a rank was off the CPU, which is noted at the end of what it did.
+            inside = away[(away["rank"] == rank) & away["start_us"].isin(own["end_us"])]
+            times = pd.concat([own, inside])[["start_us", "end_us"]].to_numpy(dtype=np.float64)
+            found[rank] = merge(times)
+        return found
 
     def without(self, removed: Removed) -> Steps:
         """The steps without some of their work."""
@@ -73,7 +81,7 @@ class Recorded:
         return _latency_of(self.collectives, self.axes)
 
 
-def _us(steps: Steps) -> np.ndarray:
+def _us(steps: Steps) -> NDArray[np.float64]:
     return np.array([step.us for step in steps])
 
 
@@ -89,7 +97,8 @@ def _latency_of(collectives: pd.DataFrame, axes: Mapping[str, int] | None) -> Ca
     rows = rows[rows["us"] > 0]
     if rows.empty or rows["bytes"].max() < APART * rows["bytes"].min():
         return None
-    found = [(Collective(row.op), int(row.bytes), int(row.group_size)) for row in rows.itertuples()]
+    columns = [rows[name].tolist() for name in ("op", "bytes", "group_size")]
+    found = [(Collective(op), int(size), int(group)) for op, size, group in zip(*columns, strict=True)]
     counts = [_hops(op, size) for op, _, size in found]
     sent = [ring_wire_bytes(*one) / count for one, count in zip(found, counts, strict=True)]
     line = fit_latency_bandwidth(sent, rows["us"] / counts)

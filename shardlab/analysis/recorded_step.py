@@ -20,7 +20,7 @@ from shardlab.analysis.critical_path import NoHostWaitsError
 from shardlab.analysis.intervals import Intervals, intersect, total
 from shardlab.analysis.matching import matched_collectives
 from shardlab.analysis.rows import numbers, on_streams
-from shardlab.vocabulary import Collective, Phase
+from shardlab.vocabulary import Collective, Phase, SpanKind
 
 Removed = Mapping[int, Intervals]
 NOTHING: Intervals = np.empty((0, 2))
@@ -80,10 +80,16 @@ Item = Work | Issue | Wait
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The programs of all ranks, and when each of them begins."""
+    """The programs of all ranks.
+
+    Attributes:
+        begin_us: by rank, when it begins, from the first rank on.
+        backward_us: by rank, when its backward began, on the axis of the record.
+    """
 
     programs: Mapping[int, tuple[Item, ...]]
     begin_us: Mapping[int, float]
+    backward_us: Mapping[int, float]
 
     @property
     def us(self) -> float:
@@ -133,13 +139,19 @@ class RecordedStep:
         return self.with_messages(others)
 
 
-def recorded_steps(collectives: pd.DataFrame, steps: pd.DataFrame, axes: Mapping[str, int] | None = None) -> list[
-    RecordedStep
-]:  # fmt: skip
+def by_rank(frame: pd.DataFrame) -> dict[int, pd.DataFrame]:
+    """The rows of each rank."""
+    return {int(str(rank)): own for rank, own in frame.groupby("rank")}
+
+
+def recorded_steps(
+    collectives: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame, axes: Mapping[str, int] | None = None
+) -> list[RecordedStep]:
     """The programs of one run's steps.
 
     Args:
         collectives: of that run, all ranks; the reported loss is left out, since a step ends before it.
+        spans: likewise.
         steps: of that run: those to read.
         axes: sizes of the axes of the mesh, see ``with_group``.
 
@@ -153,31 +165,39 @@ def recorded_steps(collectives: pd.DataFrame, steps: pd.DataFrame, axes: Mapping
         raise NoHostWaitsError("collectives: the record has no waits of the host")
     names = matched_collectives(rows, axes) if len(rows) else rows.assign(group="", place=0)
     rows = rows.merge(names[["rank", "step", "seq", "group", "place"]], on=["rank", "step", "seq"], how="left")
-    return [_read(rows[rows["step"] == step], own) for step, own in steps.groupby("step")]
+    backward = spans[spans["kind"].isin([str(SpanKind.BACKWARD), str(SpanKind.RECOMPUTE)])]
+    return [
+        _read(*(table[table["step"] == step] for table in (rows, backward, steps))) for step in steps["step"].unique()
+    ]
 
 
-def _read(rows: pd.DataFrame, steps: pd.DataFrame) -> RecordedStep:
+def _read(rows: pd.DataFrame, backward: pd.DataFrame, steps: pd.DataFrame) -> RecordedStep:
     begins = dict(zip(steps["rank"].astype(int), numbers(steps, "start_us").tolist(), strict=True))
     ends = dict(zip(steps["rank"].astype(int), (numbers(steps, "start_us") + numbers(steps, "step_us")), strict=True))
-    rows = rows[[issue < ends[int(rank)] for rank, issue in zip(rows["rank"], rows["issue_us"], strict=True)]]
+    rows = rows[numbers(rows, "issue_us") < rows["rank"].map(ends).to_numpy(dtype=np.float64)]
     messages = _messages(rows)
     programs = {}
     for rank, begin in begins.items():
         mine: list[tuple[Any, Message]] = [
-            (row, messages[rank, int(row.seq)]) for row in rows[rows["rank"] == rank].itertuples()
+            (row, messages[rank, int(row.seq)]) for row in _each(rows[rows["rank"] == rank])
         ]
         programs[rank] = tuple(_program(mine, begin, float(ends[rank])))
     first = min(begins.values())
-    return RecordedStep(programs, {rank: begin - first for rank, begin in begins.items()})
+    backward_us = {rank: float(own["start_us"].min()) for rank, own in by_rank(backward).items()}
+    return RecordedStep(programs, {rank: begin - first for rank, begin in begins.items()}, backward_us)
+
+
+def _each(rows: pd.DataFrame) -> Iterator[Any]:
+    yield from rows.itertuples()
 
 
 def _messages(rows: pd.DataFrame) -> dict[tuple[int, int], Message]:
     """By rank and place in the record."""
     groups: dict[tuple[object, ...], list[Any]] = {}
-    for row in rows.itertuples():
+    for row in _each(rows):
         key = (row.rank, row.seq) if pd.isna(row.group) else (row.axis, row.group, row.place)
         groups.setdefault(key, []).append(row)
-    found, dispatch = {}, _dispatched(rows)
+    dispatch, found = _dispatched(rows), dict[tuple[int, int], Message]()
     for own in groups.values():
         last, first, op = max(row.start_us for row in own), own[0], Collective(own[0].op)
         message = Message(
@@ -193,7 +213,7 @@ def _messages(rows: pd.DataFrame) -> dict[tuple[int, int], Message]:
 def _dispatched(rows: pd.DataFrame) -> dict[tuple[int, int], float]:
     """How long each message could have started before it did."""
     found, free = {}, dict[tuple[int, str, bool], float]()
-    for row in rows.sort_values("issue_us", kind="stable").itertuples():
+    for row in _each(rows.sort_values("issue_us", kind="stable")):
         queue = row.rank, row.axis, row.op == Collective.SEND
         found[row.rank, row.seq] = max(0.0, row.start_us - max(row.issue_us, free.get(queue, 0.0)))
         free[queue] = row.end_us

@@ -87,9 +87,13 @@ def _uneven(record: Recorded, latency: Latency) -> Iterator[Found]:
         changed.append(step)
     unit = tag.split(" of ")[-1]
     said = f"unit {unit} has {size / 1e6:.3g} MB, and the usual one {usual / 1e6:.3g} MB"
-    yield Found("uneven units", changed, said, f"units of like size: cut {unit} into {num_parts} (--wrap)", settings={
-        "wrap": unit
-    })
+    yield Found(
+        "uneven units",
+        changed,
+        said,
+        f"units of like size: cut {unit} into {num_parts} (--wrap)",
+        settings={"wrap": unit},
+    )
 
 
 def _last_bucket(record: Recorded, latency: Latency) -> Iterator[Found]:
@@ -103,9 +107,14 @@ def _last_bucket(record: Recorded, latency: Latency) -> Iterator[Found]:
     best = max(tries, key=lambda num_parts: float(np.median(record.gains(tries[num_parts]))))
     mib = max(one.num_bytes for one in sent) / best / MIB
     said = f"the last of {len(sent)} reductions has {sent[-1].num_bytes / 1e6:.3g} MB, and no compute beside it"
-    yield Found("exposed last bucket", tries[best], said, f"smaller buckets (--bucket-mib {mib:.2g})", without, {
-        "bucket_mib": float(f"{mib:.2g}")
-    })
+    yield Found(
+        "exposed last bucket",
+        tries[best],
+        said,
+        f"smaller buckets (--bucket-mib {mib:.2g})",
+        without,
+        {"bucket_mib": float(f"{mib:.2g}")},
+    )
 
 
 def _smaller(step: RecordedStep, num_parts: int, latency: Latency) -> RecordedStep:

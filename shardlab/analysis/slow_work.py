@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -11,13 +12,13 @@ from shardlab.analysis.intervals import Intervals, intersect, merge, subtract, t
 from shardlab.analysis.judged_steps import Found, Recorded, Steps
 from shardlab.analysis.matching import SAME, matched_collectives
 from shardlab.analysis.overlap import COMPUTE_KINDS
-from shardlab.analysis.recorded_step import NOTHING, Item, RecordedStep, Work
+from shardlab.analysis.recorded_step import NOTHING, Item, RecordedStep, Work, by_rank
 from shardlab.analysis.rows import numbers
 from shardlab.vocabulary import WHOLE_MODEL, SpanKind
 
 SAME_RANK = 0.6  # of the meetings
 NOTICED = 0.01  # of a step: by how much the last rank of a meeting must be late
-BESIDE, APART = 0.8, 0.1  # shares of a span beside messages, from which and up to which it counts as slowed and not
+BESIDE, APART = 0.5, 0.1  # shares of a span beside messages, from which and up to which it counts as slowed and not
 FEWEST_SPANS = 3
 
 
@@ -51,7 +52,7 @@ def _in_spans(record: Recorded) -> Iterator[Found]:
         removed = record.of_kind(kind)
         said = evidence.format(f"{record.us_of(removed) / 1e3:.3g} ms a step")
         yield Found(name, record.without(removed), said, change)
-    whole = {int(rank): own for rank, own in record.timed.groupby("rank")}
+    whole = by_rank(record.timed)
     open_us = record.of_kind(*SpanKind)
     outside = {}
     for rank, own in whole.items():
@@ -60,8 +61,6 @@ def _in_spans(record: Recorded) -> Iterator[Found]:
     changed = record.without(outside)
     said = f"{np.median(record.gains(changed)) / 1e3:.3g} ms of a step are in no span: Python between the operations"
     yield Found("host-bound", changed, said, "larger micro-batches, or torch.compile")
-
-
 
 
 def _straggler(record: Recorded) -> Iterator[Found]:
@@ -96,7 +95,7 @@ def _levelled(steps: Steps, rank: int) -> Steps:
     """With the work between two messages as long as the others', where it is longer in the median over the steps."""
     programs = [program for step in steps for program in step.programs.values()]
     if len({tuple(map(type, program)) for program in programs}) > 1:  # no two ranks do the same
-        return [step.each(lambda own, items, step=step: _as_others(step, rank, own, items)) for step in steps]
+        return [step.each(partial(_as_others, step, rank)) for step in steps]
     us = {one: np.median([_us_of(step.programs[one]) for step in steps], axis=0) for one in steps[0].programs}
     excess = us[rank] - np.median([us[one] for one in us if one != rank], axis=0)
 
@@ -124,13 +123,14 @@ def _us_of(items: tuple[Item, ...]) -> list[float]:
 def _contention(record: Recorded) -> Iterator[Found]:
     """What units that are alike take longer beside messages."""
     spans = record.spans[record.spans["unit"] != WHOLE_MODEL]
-    moving = {int(rank): own[["start_us", "end_us"]].to_numpy() for rank, own in record.collectives.groupby("rank")}
+    moving = {rank: own[["start_us", "end_us"]].to_numpy() for rank, own in by_rank(record.collectives).items()}
     kinds: dict[tuple[str, str], list[tuple[int, Intervals, float, float]]] = {}
-    for (rank, _, unit, kind), own in spans.groupby(["rank", "step", "unit", "kind"], sort=False):
-        times = own[["start_us", "end_us"]].to_numpy()
-        if kind in COMPUTE_KINDS and (us := total(times)):
-            share = total(intersect(times, moving.get(int(rank), NOTHING))) / us
-            kinds.setdefault((re.sub(r"\d+", "*", str(unit)), str(kind)), []).append((int(rank), times, us, share))
+    for rank, of_rank in by_rank(spans).items():
+        for (_, unit, kind), own in of_rank.groupby(["step", "unit", "kind"], sort=False):
+            times = own[["start_us", "end_us"]].to_numpy()
+            if kind in COMPUTE_KINDS and (us := total(times)):
+                share = total(intersect(times, moving.get(rank, NOTHING))) / us
+                kinds.setdefault((re.sub(r"\d+", "*", str(unit)), str(kind)), []).append((rank, times, us, share))
     slower: dict[int, list[Intervals]] = {}
     for alike in kinds.values():
         beside = [us for _, _, us, share in alike if share >= BESIDE]
@@ -143,4 +143,4 @@ def _contention(record: Recorded) -> Iterator[Found]:
                     slower.setdefault(rank, []).append(np.column_stack((ends - less * (ends - times[:, 0]), ends)))
     removed = {rank: merge(np.concatenate(times)) for rank, times in slower.items()}
     said = f"units take {record.us_of(removed) / 1e3:.3g} ms a step longer beside messages than without"
-    yield Found("contention", record.without(removed), said, "a core (or multiprocessors) less for compute than there are")
+    yield Found("contention", record.without(removed), said, "a core less for compute than there are")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pandas as pd
 
 from shardlab.analysis.causes import BALANCED, UNKNOWN, Cause, causes
-from shardlab.analysis.rows import labels_of, labelled
+from shardlab.analysis.rows import labelled, labels_of
 from shardlab.analysis.timed import timed_steps
 from shardlab.experiment.answer import Line
 from shardlab.plots.text import format_percent

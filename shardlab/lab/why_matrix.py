@@ -16,17 +16,21 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardlab.analysis.causes import BALANCED, Cause, causes
-from shardlab.analysis.timed import timed_steps
+from shardlab.analysis.timed import in_steps, timed_steps
 from shardlab.experiment.comparison import PRELOAD, compare
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.workload import Workload, adamw
 from shardlab.faults import Straggler, faulty
 from shardlab.launch import RankPool
 from shardlab.partition.ring_cost import Link
+from shardlab.vocabulary import SpanKind
 
 ENGINES = ("bucketed", "zero1", "zero2", "zero3", "fsdp")
-HIDDEN, ROWS, STEPS = 256, 384, 10
+HIDDEN, STEPS = 256, 10
+ROWS, MANY_ROWS = 256, 1024  # of a rank: much compute only where it has to hide messages
+BUSY, TRIES = 0.2, 2  # share of a step off the CPU from which a run is made again, and how often
 EVEN, UNEVEN = "blocks.0,blocks.1,blocks.2.*,blocks.3", "blocks.*"
+SLOW_RANK = 1  # which sleeps
 FAST = "10Gbps,50us"
 HEALTHY = "healthy"
 
@@ -57,14 +61,14 @@ def _block() -> nn.Module:
     return nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, HIDDEN))
 
 
-def _batches(seconds: float) -> Callable[[int, int, int], Iterator[torch.Tensor]]:
-    """Batches of a rank; each takes ``seconds`` to load."""
+def _batches(seconds: float = 0.0, rows: int = ROWS) -> Callable[[int, int, int], Iterator[torch.Tensor]]:
+    """Batches of a rank, of ``rows`` rows; each takes ``seconds`` to load."""
 
     def made(rank: int, ranks: int, seed: int) -> Iterator[torch.Tensor]:  # noqa: ARG001
         generator = torch.Generator().manual_seed(seed + rank)
         while True:
             sleep(seconds)
-            yield torch.randn(ROWS, HIDDEN, generator=generator)
+            yield torch.randn(rows, HIDDEN, generator=generator)
 
     return made
 
@@ -82,11 +86,11 @@ def _compute(*_: object) -> None:
 
 
 def _loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    return (model(batch) - 1.0).square().mean()
+    return torch.as_tensor((model(batch) - 1.0).square().mean())
 
 
 def _slow_rank() -> Callable[[], nn.Module]:
-    return faulty(Blocks, *(Straggler(rank=1, step=step, seconds=0.12) for step in range(STEPS)))
+    return faulty(Blocks, *(Straggler(rank=SLOW_RANK, step=step, seconds=0.12) for step in range(STEPS)))
 
 
 @dataclass(frozen=True)
@@ -96,14 +100,16 @@ class Injected:
     Attributes:
         cause: what should be named.
         options: of ``CompareConfig``.
-        workload: fields of ``Workload``.
+        workload: fields of ``Workload`` that are wrong.
         engines: where it can be put in.
+        rows: of a rank.
     """
 
     cause: str
     options: Mapping[str, Any] = field(default_factory=dict)
     workload: Mapping[str, Any] = field(default_factory=dict)
     engines: tuple[str, ...] = ENGINES
+    rows: int = ROWS
 
 
 INJECTED: Mapping[str, Injected] = {
@@ -111,16 +117,18 @@ INJECTED: Mapping[str, Injected] = {
     "slow rank": Injected("straggler", workload={"model": _slow_rank()}),
     "slow loader": Injected("input wait", workload={"data": _batches(0.12)}),
     "slow optimizer": Injected("optimizer step", workload={"optimizer": _slow_adamw}),
-    "recomputation": Injected("recomputation", workload={"model": lambda: Blocks(recomputes=True)}),
+    "recomputation": Injected("recomputation", workload={"model": lambda: Blocks(recomputes=True)}, rows=MANY_ROWS),
     "low bandwidth": Injected("bandwidth", {"link": "150Mbps,50us"}),
     "high latency": Injected("latency of many small messages", {"link": "10Gbps,15ms"}),
     "small buckets": Injected(
         "latency of many small messages", {"link": "10Gbps,3ms", "bucket_mib": 0.06}, engines=ENGINES[:-1]
     ),
     "prefetch 0": Injected(
-        "late gather (prefetch too short)", {"link": "400Mbps,50us", "prefetch": 0}, engines=("fsdp",)
+        "late gather (prefetch too short)", {"link": "600Mbps,50us", "prefetch": 0}, engines=("fsdp",), rows=MANY_ROWS
     ),
-    "uneven units": Injected("uneven units", {"link": "400Mbps,50us", "wrap": UNEVEN}, engines=("fsdp",)),
+    "uneven units": Injected(
+        "uneven units", {"link": "600Mbps,50us", "wrap": UNEVEN}, engines=("fsdp",), rows=MANY_ROWS
+    ),
 }
 
 
@@ -130,7 +138,9 @@ class WhyRow:
 
     Attributes:
         named: the primary cause.
+        second: the cause after it, empty without one.
         step_us: the time of a step with the cause in it.
+        off_cpu: the share of it that a rank was off the CPU, because other processes had its core.
         predicted_us: by how much the named change would shorten it.
         measured_us: by how much it did.
     """
@@ -139,8 +149,10 @@ class WhyRow:
     ranks: int
     injected: str
     named: str
+    second: str
     is_right: bool
     step_us: float
+    off_cpu: float
     predicted_us: float
     measured_us: float
     change: str
@@ -161,22 +173,22 @@ def why_matrix(
 def _cell(pool: RankPool, engine: str, name: str) -> WhyRow:
     wrong = INJECTED[name]
     config = _config(engine, pool.world_size, wrong)
-    found, step_us = _trained(pool, config)
+    found, step_us, away = _trained(pool, config)
     first, is_right, measured_us = found[0], found[0].name == wrong.cause, nan
     if is_right and name != HEALTHY:
-        _, less_us = _trained(pool, _changed(config, wrong, first))
+        _, less_us, _ = _trained(pool, _changed(config, wrong, first))
         measured_us = step_us - less_us
+    second = found[1].name if len(found) > 1 else ""
     return WhyRow(
-        engine, pool.world_size, name, first.name, is_right, step_us, first.gain_us, measured_us, first.change
-    )
+        engine, pool.world_size, name, first.name, second, is_right, step_us, away, first.gain_us, measured_us,
+        first.change,
+    )  # fmt: skip
 
 
 def _config(engine: str, ranks: int, wrong: Injected) -> CompareConfig:
-    fields: dict[str, Any] = {"model": Blocks, "data": _batches(0.0), "loss": _loss, **wrong.workload}
+    fields: dict[str, Any] = {"model": Blocks, "data": _batches(rows=wrong.rows), "loss": _loss, **wrong.workload}
     workload = Workload(**fields, name="blocks")
-    own = {"prefetch", "bucket_mib"} if engine != "fsdp" else set()
     options = {"wrap": EVEN, **wrong.options}
-    options = {key: value for key, value in options.items() if not (key in own and key == "prefetch")}
     return CompareConfig(strategies=(engine,), ranks=ranks, steps=STEPS, workload=workload, device="cpu", **options)
 
 
@@ -197,9 +209,16 @@ def _changed(config: CompareConfig, wrong: Injected, cause: Cause) -> CompareCon
     return replace(config, **options)
 
 
-def _trained(pool: RankPool, config: CompareConfig) -> tuple[list[Cause], float]:
-    """The causes of a run, and the time of its steps."""
-    with tempfile.TemporaryDirectory() as directory:
-        records = compare(config, directory=f"{directory}/run", pool=pool, on_progress=lambda _: None).records
-        step_us = float(timed_steps(records.steps).groupby("step")["step_us"].median().median())
-        return causes(records.collectives, records.spans, records.steps), step_us
+def _trained(pool: RankPool, config: CompareConfig) -> tuple[list[Cause], float, float]:
+    """The causes of a run, the time of its steps, and which share of that a rank was off the CPU."""
+    for tried in range(TRIES):
+        with tempfile.TemporaryDirectory() as directory:
+            records = compare(config, directory=f"{directory}/run", pool=pool, on_progress=lambda _: None).records
+        timed = timed_steps(records.steps)
+        step_us = float(timed.groupby("step")["step_us"].median().median())
+        spans = in_steps(records.spans[records.spans["rank"] != SLOW_RANK], timed)
+        away = spans[spans["kind"] == str(SpanKind.OFF_CPU)].groupby("step")[["start_us", "end_us"]].sum()
+        share = float((away["end_us"] - away["start_us"]).mean()) / step_us / (pool.world_size - 1)
+        if share < BUSY or tried == TRIES - 1:
+            break
+    return causes(records.collectives, records.spans, records.steps), step_us, share
