@@ -1,8 +1,8 @@
 """Why a step takes as long as it does: its causes, each with what changing one thing would gain, by replay.
 
 A cause is a share of the step that one change takes away. The recorded steps are replayed with the change made
-(``recorded_step``): each gain is the median over several steps, and counts where three steps in four gain at least
-``LEAST`` of their time, so that noise of single steps names nothing. Causes are ranked by the time that would go if the
+(``recorded_step``): each gain is the median over several steps, and counts where three steps in four gain at least a
+tenth of their time, so that noise of single steps names nothing. Causes are ranked by the time that would go if the
 cause were absent. Those among the messages explain the same time, so of them the one whose change gains most is first.
 
 ========================================  ==========================================  ===============================
@@ -43,7 +43,6 @@ from shardlab.analysis.timed import timed_steps
 from shardlab.tables import COLLECTIVES, SPANS, STEPS
 from shardlab.vocabulary import SpanKind
 
-LEAST = 0.1  # of a step: what gains less is no cause
 REPRODUCED = 0.05  # how far the replay of a step as it was may be from its time
 SEEN = 0.01  # of a step: what gains less is not listed
 FEWEST_STEPS = 3
@@ -87,7 +86,7 @@ def causes(
         axes: sizes of the axes of the mesh, see ``with_group``.
 
     Returns:
-        'balanced' comes first where no change gains ``LEAST`` of a step, and 'cannot be said' is alone.
+        'balanced' comes first where no change gains a tenth of a step, and 'cannot be said' is alone.
 
     Raises:
         ValueError: columns or times are missing or impossible, or there is no such run.
@@ -141,7 +140,7 @@ def _weighed(record: Recorded, one: Found) -> tuple[Cause, bool]:
     gains = record.gains(one.changed, one.base)
     gain, low = float(np.median(gains)), float(np.quantile(gains / record.base, 0.25))
     us = gain if one.without is None else max(gain, float(np.median(record.gains(one.without, one.base))))
-    return Cause(one.name, us, us / record.us, one.evidence, one.change, gain, one.settings), low >= LEAST
+    return Cause(one.name, us, us / record.us, one.evidence, one.change, gain, one.settings), low >= one.least
 
 
 def _balanced(record: Recorded, rest: list[Cause]) -> Cause:

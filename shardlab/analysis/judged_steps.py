@@ -24,7 +24,10 @@ Steps = list[RecordedStep]
 
 @dataclass(frozen=True)
 class Found:
-    """A cause before it is weighed: steps with the change made, without the cause at all, and as they were."""
+    """A cause before it is weighed: steps with the change made, without the cause at all, and as they were.
+
+    It counts from the share ``least`` of a step on.
+    """
 
     name: str
     changed: Steps
@@ -33,6 +36,7 @@ class Found:
     without: Steps | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     base: Steps | None = None
+    least: float = 0.1
 
 
 class Recorded:
@@ -65,6 +69,10 @@ class Recorded:
     def without(self, removed: Removed) -> Steps:
         """The steps without some of their work."""
         return [step.without(removed) for step in self.steps]
+
+    def with_transfers(self, us_of: Callable[[Message, float], float]) -> Steps:
+        """The steps with other times of transfer."""
+        return [step.with_transfers(us_of) for step in self.steps]
 
     def us_of(self, removed: Removed) -> float:
         """How much of a step some intervals are, a rank and step."""
