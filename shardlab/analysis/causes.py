@@ -103,8 +103,8 @@ def causes(
         return [_unknown("when the host waited for its messages is missing (on a GPU a stream waits)")]
     measured = record.timed.groupby("step")["step_us"].median().to_numpy(dtype=np.float64)
     off = float(np.median(np.abs(record.base / measured - 1)))
-    if off > REPRODUCED:
-        return [_unknown(f"a replay that reproduces the step is missing: it is {100 * off:.0f} % off")]
+    if not off <= REPRODUCED:
+        return [_unknown(f"a replay that reproduces the step is missing: it is {100 * off:.3g} % off")]
     return _ranked(record)
 
 

@@ -10,6 +10,7 @@ other communication it would be a little slower or faster. Broadcasts and sends 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from statistics import median
 from typing import Any
 
@@ -93,7 +94,7 @@ class RecordedStep:
 
     @property
     def us(self) -> float:
-        """How long the step takes, the median over the ranks."""
+        """How long the step takes, the median over the ranks; inf if it cannot end."""
         ends = _run(self)
         return float(median(ends[rank] - begin for rank, begin in self.begin_us.items()))
 
@@ -236,10 +237,10 @@ def _program(mine: list[tuple[Any, Message]], begin: float, end: float) -> Itera
 
 
 def _run(step: RecordedStep) -> dict[int, float]:
-    """When each rank ends."""
+    """When each rank ends; never, if ranks wait for each other."""
     now, left = dict(step.begin_us), {rank: deque(items) for rank, items in step.programs.items()}
-    queues: dict[tuple[int, tuple[str, bool]], deque[tuple[Message, float]]] = {}
-    free: dict[tuple[int, tuple[str, bool]], float] = {}
+    queues, free = _queues(step), dict[tuple[int, object], float]()
+    issued: dict[tuple[int, Message], float] = {}
     started: dict[Message, dict[int, float]] = {}
     moves: dict[Message, float] = {}  # from when on
     going = True
@@ -251,18 +252,35 @@ def _run(step: RecordedStep) -> dict[int, float]:
                 if isinstance(item, Work):
                     now[rank] += item.us
                 elif isinstance(item, Issue):
-                    queues.setdefault((rank, item.message.queue), deque()).append((item.message, now[rank]))
+                    issued[rank, item.message] = now[rank]
                 else:
                     ended = moves[item.message] + item.message.transfer_us[rank]
                     now[rank] = max(now[rank], ended) + item.wake_us
-        for key, waiting in queues.items():
-            while waiting and waiting[0][0] in moves:
-                message, _ = waiting.popleft()
-                free[key] = moves[message] + message.transfer_us[key[0]]
-            if waiting and key[0] not in started.setdefault(waiting[0][0], {}):
-                going, (message, issued) = True, waiting[0]
-                started[message][key[0]] = max(issued, free.get(key, issued)) + message.dispatch_us[key[0]]
+        for (rank, queue), waiting in queues.items():
+            while waiting and waiting[0] in moves:
+                message = waiting.popleft()
+                free[rank, queue] = moves[message] + message.transfer_us[rank]
+            if waiting and (rank, message := waiting[0]) in issued and rank not in started.setdefault(message, {}):
+                going, could = True, max(issued[rank, message], free.get((rank, queue), 0.0))
+                started[message][rank] = could + message.dispatch_us[rank]
                 if len(started[message]) == len(message.transfer_us):
                     moves[message] = max(started[message].values())
-    assert not any(left.values()), "a rank waits for a message that another has not issued"
-    return now
+    return dict.fromkeys(now, inf) if any(left.values()) else now
+
+
+def _queues(step: RecordedStep) -> dict[tuple[int, object], deque[Message]]:
+    """The messages of each queue in the order of issue, which on all ranks is that of the first rank to have them.
+
+    A change may move a message by a share of each rank's work, and so past another one on one rank only.
+    """
+    places: dict[Message, int] = {}
+    found: dict[tuple[int, object], deque[Message]] = {}
+    for rank, items in step.programs.items():
+        sent = [item.message for item in items if isinstance(item, Issue)]
+        for message in sent:
+            places.setdefault(message, len(places))
+        shared = iter(sorted((one for one in sent if len(one.transfer_us) > 1), key=lambda one: places[one]))
+        for message in sent:
+            one = next(shared) if len(message.transfer_us) > 1 else message
+            found.setdefault((rank, one.queue), deque()).append(one)
+    return found

@@ -32,7 +32,7 @@ class Loop:
         for step in range(self.steps):
             self.step, begins = step, list(self.now)
             self.work("data", "model", self.data)
-            (self.sharded if self.engine == "fsdp" else self.bucketed)()
+            {"fsdp": self.sharded, "zero3": self.zero3, "bucketed": self.bucketed}[self.engine]()
             self.work("optimizer", "model", self.optimizer)
             for rank, begin in enumerate(begins):
                 times = {"start_us": begin, "step_us": self.now[rank] - begin, "exposed_comm_us": NAN}
@@ -56,6 +56,19 @@ class Loop:
                 pending.append(self.send("all_reduce", f"gradients of bucket {place // each}", each * self.sizes[0]))
         for one in pending:
             self.wait(one)
+
+    def zero3(self):
+        count = len(self.sizes)
+        size = count // self.buckets * self.sizes[0]
+        for phase in ("forward", "backward"):
+            for bucket in range(self.buckets):
+                self.wait(self.send("all_gather", f"parameters of bucket {bucket}", size, phase))
+            for unit in range(count):
+                self.work("forward", f"blocks.{unit}", self.forward) if phase == "forward" else self.backward_of(unit)
+        for bucket in range(self.buckets):
+            self.wait(
+                self.send("reduce_scatter", f"gradients of bucket {bucket}", count // self.buckets * self.sizes[0])
+            )
 
     def sharded(self):
         count = len(self.sizes)

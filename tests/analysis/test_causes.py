@@ -27,6 +27,9 @@ MATRIX = {  # what is wrong, the cause to name, the change made
         replace(FSDP, sizes=(100_000, 100_000, 600_000, 100_000), us_per_byte=0.02), "uneven units",
         {"sizes": (100_000,) * 9},
     ),
+    "gathers in front": (
+        Loop("zero3", us_per_byte=0.018), "exposed first gather", {"engine": "fsdp"},
+    ),
     "one bucket": (
         Loop(sizes=(100_000,) * 8, buckets=1, us_per_byte=0.018), "exposed last bucket", {"buckets": 8},
     ),
@@ -41,7 +44,9 @@ def test_the_cause_is_named_and_its_gain_is_that_of_the_change(name, ranks):
     assert first.name == cause, first
     assert 0 < first.gain_us <= first.us == pytest.approx(first.share * loop.step_us)
     if change:
-        assert first.gain_us == pytest.approx(loop.step_us - replace(loop, **change).step_us, rel=0.02)
+        # From zero3 to fsdp all messages change places.
+        rel = 0.02 if "engine" not in change else 0.15
+        assert first.gain_us == pytest.approx(loop.step_us - replace(loop, **change).step_us, rel=rel)
 
 
 def test_healthy_loops_are_balanced_and_one_rank_has_causes_too():
