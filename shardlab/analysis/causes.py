@@ -28,7 +28,7 @@ Latency is that of the emulated link, where the record names one; else of a line
 needs small messages beside large ones, such as the reported loss. Retries of the allocator are in no table.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,7 +74,7 @@ class Cause:
 
 def causes(
     collectives: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame, run: str | None = None,
-    axes: Mapping[str, int] | None = None,
+    axes: Mapping[str, int] | None = None, besides: Collection[str] = (),
 ) -> list[Cause]:  # fmt: skip
     """The causes of a run's step time, the largest gain first: the first one is the primary cause.
 
@@ -84,6 +84,7 @@ def causes(
         steps: table ``steps``.
         run: which run; None where the tables hold one.
         axes: sizes of the axes of the mesh, see ``with_group``.
+        besides: names of causes that are known already, and left out.
 
     Returns:
         'balanced' comes first where no change gains a tenth of a step, and 'cannot be said' is alone.
@@ -105,7 +106,7 @@ def causes(
     off = float(np.median(np.abs(record.base / measured - 1)))
     if not off <= REPRODUCED:
         return [_unknown(f"a replay that reproduces the step is missing: it is {100 * off:.3g} % off")]
-    return _ranked(record)
+    return _ranked(record, besides)
 
 
 def _missing(spans: pd.DataFrame, steps: pd.DataFrame) -> str:
@@ -122,9 +123,9 @@ def _unknown(missing: str) -> Cause:
     return Cause(UNKNOWN, 0.0, 0.0, missing, "record it on the CPU, with a few more steps", 0.0)
 
 
-def _ranked(record: Recorded) -> list[Cause]:
-    work = [_weighed(record, one) for one in slow_work.found(record)]
-    messages = [_weighed(record, one) for one in slow_messages.found(record)]
+def _ranked(record: Recorded, besides: Collection[str]) -> list[Cause]:
+    work = [_weighed(record, one) for one in slow_work.found(record) if one.name not in besides]
+    messages = [_weighed(record, one) for one in slow_messages.found(record) if one.name not in besides]
     # Causes among the messages are views of the same time: of them the change that gains most comes first.
     most = max((cause.us for cause, counts in messages if counts), default=0.0)
     keys = [(cause.us, cause, counts) for cause, counts in work] + [(most, *one) for one in messages]

@@ -9,7 +9,7 @@ from shardlab.vocabulary import FLAG, Collective, Phase
 Latency = Callable[[Message], float]
 
 
-def merged(step: RecordedStep, limit_bytes: float, latency_us: Callable[[Message], float]) -> RecordedStep:
+def merged(step: RecordedStep, limit_bytes: float, latency_us: Latency) -> RecordedStep:
     """With neighbouring messages of one kind sent as one, of up to ``limit_bytes``.
 
     What is gathered is there before the first of them; a reduction has to wait for the last one's gradients.

@@ -108,36 +108,35 @@ class RecordedStep:
         """With another program on each rank, made of its rank and its program."""
         return replace(self, programs={rank: tuple(change(rank, items)) for rank, items in self.programs.items()})
 
+    def with_work(self, us_of: Callable[[int, Work], float]) -> "RecordedStep":
+        """With other times of work, each made of a rank and its work."""
+
+        def change(rank: int, items: tuple[Item, ...]) -> Iterator[Item]:
+            for item in items:
+                yield replace(item, us=us_of(rank, item)) if isinstance(item, Work) else item
+
+        return self.each(change)
+
     def without(self, removed: Removed) -> "RecordedStep":
         """Without the work that lies in some intervals of each rank."""
 
-        def change(rank: int, items: tuple[Item, ...]) -> Iterator[Item]:
-            gone = removed.get(rank, NOTHING)
-            for item in items:
-                if isinstance(item, Work):
-                    less = total(intersect([(item.start_us, item.end_us)], gone))
-                    yield replace(item, us=max(0.0, item.us - less))
-                else:
-                    yield item
+        def left(rank: int, work: Work) -> float:
+            return max(0.0, work.us - total(intersect([(work.start_us, work.end_us)], removed.get(rank, NOTHING))))
 
-        return self.each(change)
-
-    def with_messages(self, others: Mapping[Message, Message]) -> "RecordedStep":
-        """With some messages in the place of others."""
-
-        def change(_: int, items: tuple[Item, ...]) -> Iterator[Item]:
-            for item in items:
-                yield item if isinstance(item, Work) else replace(item, message=others.get(item.message, item.message))
-
-        return self.each(change)
+        return self.with_work(left)
 
     def with_transfers(self, us_of: Callable[[Message, float], float]) -> "RecordedStep":
         """With other times of transfer, each made of a message and its time."""
-        others = {}
-        for one in self.messages:
-            times = {rank: max(0.0, us_of(one, us)) for rank, us in one.transfer_us.items()}
-            others[one] = replace(one, transfer_us=times)
-        return self.with_messages(others)
+        others = {
+            one: replace(one, transfer_us={rank: max(0.0, us_of(one, us)) for rank, us in one.transfer_us.items()})
+            for one in self.messages
+        }
+
+        def change(_: int, items: tuple[Item, ...]) -> Iterator[Item]:
+            for item in items:
+                yield item if isinstance(item, Work) else replace(item, message=others[item.message])
+
+        return self.each(change)
 
 
 def by_rank(frame: pd.DataFrame) -> dict[int, pd.DataFrame]:

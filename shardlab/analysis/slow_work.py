@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from statistics import median
 
 import numpy as np
@@ -15,7 +14,7 @@ from shardlab.analysis.recorded_step import NOTHING, Item, Work, by_rank
 from shardlab.analysis.rows import numbers
 from shardlab.vocabulary import WHOLE_MODEL, SpanKind
 
-OPTIMIZER = "optimizer step"
+OFF_CPU, OPTIMIZER = "off the CPU", "optimizer step"
 SAME_RANK = 0.6  # of the meetings
 NOTICED = 0.01  # of a step: by how much the last rank of a meeting must be late
 BESIDE, APART = 0.5, 0.1  # shares of a span beside messages, from which and up to which it counts as slowed and not
@@ -34,7 +33,7 @@ def found(record: Recorded) -> Iterator[Found]:
     # Of a straggler's time off the CPU only what the others have too.
     changed = [step.without(away) for step in levelled]
     said = f"ranks are off the CPU for {record.us_of(away) / 1e3:.3g} ms a step: they sleep, or others have their cores"
-    yield Found("off the CPU", changed, said, "fewer ranks or threads than cores", base=levelled)
+    yield Found(OFF_CPU, changed, said, "fewer ranks or threads than cores", base=levelled)
 
 
 def _in_spans(record: Recorded) -> Iterator[Found]:
@@ -100,11 +99,7 @@ def _levelled(steps: Steps, rank: int) -> Steps:
     us = {one: median(_work_us(step.programs[one]) for step in steps) for one in steps[0].programs}
     factor = min(1.0, median(us[one] for one in us if one != rank) / us[rank])
 
-    def change(own: int, items: tuple[Item, ...]) -> Iterator[Item]:
-        for item in items:
-            yield replace(item, us=factor * item.us) if own == rank and isinstance(item, Work) else item
-
-    return [step.each(change) for step in steps]
+    return [step.with_work(lambda own, work: (factor if own == rank else 1.0) * work.us) for step in steps]
 
 
 def _work_us(items: tuple[Item, ...]) -> float:

@@ -28,7 +28,10 @@ def why(
     for run in labels_of(steps):
         own = steps[steps["label"] == run].drop(columns="label")
         names = own[["run", "source"]].drop_duplicates()
-        found = causes(collectives.merge(names), spans.merge(names), own, axes=axes)
+        try:
+            found = causes(collectives.merge(names), spans.merge(names), own, axes=axes)
+        except ValueError as error:  # ranks or times are missing, or clocks do not agree
+            found = [Cause(UNKNOWN, 0.0, 0.0, str(error), "", 0.0)]
         timed = timed_steps(own)
         step_us = float(timed.groupby("step")["step_us"].median().median())
         lines.append(Line("WHY", f"{run}: {sentence(found, step_us)}"))

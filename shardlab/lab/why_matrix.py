@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardlab.analysis.causes import BALANCED, Cause, causes
+from shardlab.analysis.slow_work import OFF_CPU
 from shardlab.analysis.timed import in_steps, timed_steps
 from shardlab.experiment.comparison import PRELOAD, compare
 from shardlab.experiment.config import CompareConfig
@@ -28,7 +29,7 @@ from shardlab.vocabulary import SpanKind
 ENGINES = ("bucketed", "zero1", "zero2", "zero3", "fsdp")
 HIDDEN, STEPS = 256, 10
 ROWS, MANY_ROWS = 256, 1024  # of a rank: much compute only where it has to hide messages
-BUSY, TRIES = 0.2, 2  # share of a step off the CPU from which a run is made again, and how often
+BUSY = 0.1  # share of a step off the CPU from which other processes have had the cores
 EVEN, UNEVEN = "blocks.0,blocks.1,blocks.2.*,blocks.3", "blocks.*"
 SLOW_RANK = 1  # which sleeps
 FAST = "10Gbps,50us"
@@ -137,8 +138,7 @@ class WhyRow:
     """One cell of the matrix; gains in microseconds a step, NaN where no change was made.
 
     Attributes:
-        named: the primary cause.
-        second: the cause after it, empty without one.
+        named: the primary cause; from ``BUSY`` on, beside the time off the CPU.
         step_us: the time of a step with the cause in it.
         off_cpu: the share of it that a rank was off the CPU, because other processes had its core.
         predicted_us: by how much the named change would shorten it.
@@ -149,7 +149,6 @@ class WhyRow:
     ranks: int
     injected: str
     named: str
-    second: str
     is_right: bool
     step_us: float
     off_cpu: float
@@ -178,9 +177,8 @@ def _cell(pool: RankPool, engine: str, name: str) -> WhyRow:
     if is_right and name != HEALTHY:
         _, less_us, _ = _trained(pool, _changed(config, wrong, first))
         measured_us = step_us - less_us
-    second = found[1].name if len(found) > 1 else ""
     return WhyRow(
-        engine, pool.world_size, name, first.name, second, is_right, step_us, away, first.gain_us, measured_us,
+        engine, pool.world_size, name, first.name, is_right, step_us, away, first.gain_us, measured_us,
         first.change,
     )  # fmt: skip
 
@@ -211,14 +209,12 @@ def _changed(config: CompareConfig, wrong: Injected, cause: Cause) -> CompareCon
 
 def _trained(pool: RankPool, config: CompareConfig) -> tuple[list[Cause], float, float]:
     """The causes of a run, the time of its steps, and which share of that a rank was off the CPU."""
-    for tried in range(TRIES):
-        with tempfile.TemporaryDirectory() as directory:
-            records = compare(config, directory=f"{directory}/run", pool=pool, on_progress=lambda _: None).records
-        timed = timed_steps(records.steps)
-        step_us = float(timed.groupby("step")["step_us"].median().median())
-        spans = in_steps(records.spans[records.spans["rank"] != SLOW_RANK], timed)
-        away = spans[spans["kind"] == str(SpanKind.OFF_CPU)].groupby("step")[["start_us", "end_us"]].sum()
-        share = float((away["end_us"] - away["start_us"]).mean()) / step_us / (pool.world_size - 1)
-        if share < BUSY or tried == TRIES - 1:
-            break
-    return causes(records.collectives, records.spans, records.steps), step_us, share
+    with tempfile.TemporaryDirectory() as directory:
+        records = compare(config, directory=f"{directory}/run", pool=pool, on_progress=lambda _: None).records
+    timed = timed_steps(records.steps)
+    step_us = float(timed.groupby("step")["step_us"].median().median())
+    spans = in_steps(records.spans[records.spans["rank"] != SLOW_RANK], timed)
+    away = spans[spans["kind"] == str(SpanKind.OFF_CPU)].groupby("step")[["start_us", "end_us"]].sum()
+    share = float((away["end_us"] - away["start_us"]).mean()) / step_us / (pool.world_size - 1)
+    known = (OFF_CPU,) if share >= BUSY else ()
+    return causes(records.collectives, records.spans, records.steps, besides=known), step_us, share

@@ -48,3 +48,5 @@ def test_answers_that_are_no_cause():
     moved, worked, steps = Loop().tables()
     (line,) = why(moved.assign(transport="nccl"), worked, steps)
     assert line.text == "a: cannot be said: when the host waited for its messages is missing (on a GPU a stream waits)"
+    (line,) = why(moved[moved["rank"] == 0], worked, steps)
+    assert line.text.startswith("a: cannot be said: axes: data=2 is a mesh of 2 ranks, but run 'a' has rows of ranks 0")

@@ -1,5 +1,7 @@
 """Causes put in on purpose are the causes that are named; the whole matrix is printed by a command."""
 
+from math import isfinite
+
 from shardlab.lab.why_matrix import INJECTED, why_matrix
 
 
@@ -9,8 +11,7 @@ def test_a_slow_loader_and_a_slow_link_are_named_and_mended():
         ("bucketed", 2, "slow loader"), ("fsdp", 2, "low bandwidth"),
     ]  # fmt: skip
     for row in rows:
-        # Where other processes had the cores, that is the cause of the time.
-        assert row.named in (INJECTED[row.injected].cause, "off the CPU")
-        assert row.is_right == (row.named == INJECTED[row.injected].cause)
+        assert row.named == INJECTED[row.injected].cause
+        assert row.is_right
         assert 0 < row.predicted_us < row.step_us
-        assert (row.measured_us == row.measured_us) == row.is_right  # NaN: no change was made
+        assert isfinite(row.measured_us)  # the change was made
