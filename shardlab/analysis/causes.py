@@ -60,7 +60,8 @@ class Cause:
         evidence: numbers of the record that show it; what is missing, where nothing can be said.
         change: one thing to do about it.
         gain_us: what that takes off a step, by replay.
-        settings: the change as options of ``CompareConfig``, where it is one.
+        settings: the change as options of ``CompareConfig``, where it is one; of ``prefetch`` how much more, of
+            ``bandwidth`` and ``latency`` a factor of the link's, of ``wrap`` 'root' or the unit to cut.
     """
 
     name: str

@@ -33,7 +33,7 @@ def found(record: Recorded) -> Iterator[Found]:
     change = "half the bytes (--precision bf16) or twice the bandwidth"
     yield Found("bandwidth", half, f"{said}, {apart}", change, rest, {"bandwidth": 2})
     earlier, evidence = [ahead(step) for step in record.steps], f"{said}, and gathers could travel earlier"
-    yield Found(LATE_GATHER, earlier, evidence, "--prefetch one higher", settings={"prefetch": "+1"})
+    yield Found(LATE_GATHER, earlier, evidence, "--prefetch one higher", settings={"prefetch": 1})
     yield from _first_gather(record, known) if _gathers_buckets(record) else _last_bucket(record, known)
     yield from _uneven(record, known)
 

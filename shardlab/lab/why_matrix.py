@@ -138,7 +138,7 @@ class WhyRow:
     """One cell of the matrix; gains in microseconds a step, NaN where no change was made.
 
     Attributes:
-        named: the primary cause; from ``BUSY`` on, beside the time off the CPU.
+        named: the primary cause; where ranks were off the CPU for ``BUSY`` or more, the primary one beside that.
         step_us: the time of a step with the cause in it.
         off_cpu: the share of it that a rank was off the CPU, because other processes had its core.
         predicted_us: by how much the named change would shorten it.
@@ -201,7 +201,7 @@ def _changed(config: CompareConfig, wrong: Injected, cause: Cause) -> CompareCon
     if factor := options.pop("latency", None):
         options["link"] = str(replace(link, latency_us=link.latency_us * factor))
     if "prefetch" in options:
-        options["prefetch"] = config.prefetch + 1
+        options["prefetch"] += config.prefetch
     if options.get("wrap", "root") != "root":
         options["wrap"] = EVEN
     return replace(config, **options)

@@ -19,7 +19,7 @@ MATRIX = {  # what is wrong, the cause to name, the change made
     "contention": (Loop(us_per_byte=0.0205, slow_beside=2.0, sizes=(100_000,) * 8, buckets=8), "contention", None),
     "low bandwidth": (Loop(us_per_byte=0.2), "bandwidth", {"us_per_byte": 0.1}),
     "high latency, one bucket": (Loop(latency=9000, buckets=1), LATENCY, {"latency": 4500}),
-    "small buckets": (Loop(sizes=(25_000,) * 64, forward=30, backward=60, buckets=64, latency=300), LATENCY, None),
+    "small buckets": (Loop(sizes=(25_000,) * 24, forward=30, backward=60, buckets=24, latency=300), LATENCY, None),
     "low bandwidth, fsdp": (replace(FSDP, us_per_byte=0.2), "bandwidth", {"us_per_byte": 0.1}),
     "small units": (replace(FSDP, latency=5000), LATENCY, None),
     "no prefetch": (replace(FSDP, prefetch=0, us_per_byte=0.02), LATE_GATHER, {"prefetch": 1}),

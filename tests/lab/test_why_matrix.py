@@ -5,10 +5,10 @@ from math import isfinite
 from shardlab.lab.why_matrix import INJECTED, why_matrix
 
 
-def test_a_slow_loader_and_a_slow_link_are_named_and_mended():
-    rows = [*why_matrix(("bucketed",), (2,), ("slow loader",)), *why_matrix(("fsdp",), (2,), ("low bandwidth",))]
+def test_a_slow_loader_and_small_buckets_are_named_and_mended():
+    rows = list(why_matrix(("bucketed",), (2,), ("slow loader", "small buckets")))
     assert [(row.engine, row.ranks, row.injected) for row in rows] == [
-        ("bucketed", 2, "slow loader"), ("fsdp", 2, "low bandwidth"),
+        ("bucketed", 2, "slow loader"), ("bucketed", 2, "small buckets"),
     ]  # fmt: skip
     for row in rows:
         assert row.named == INJECTED[row.injected].cause
