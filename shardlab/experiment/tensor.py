@@ -36,7 +36,7 @@ def with_plan(options: CompareOptions, workload: Workload) -> Workload:
             fails where it is tried; or a strategy can train only a whole model. The message names the field.
     """
     if options.sequence_parallel and options.tp == 1:
-        raise ValueError("sequence_parallel: it divides the sequence among tensor ranks, and tp is 1; set tp to 2")
+        raise ValueError("sequence_parallel: it divides the sequence among tensor ranks; set tp to 2 or more, not 1")
     if options.tp == 1:
         return workload
     if options.ranks % options.tp:

@@ -1,6 +1,7 @@
 """What users write into parameters or put in their place: taken over, or refused with what to write instead."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from shardlab.engines import build_engine
 from tests.dist import cases
-from tests.dist.every_engine import KINDS, PIECES, SHARDED, WHOLE, adamw, assert_states, momentum
+from tests.dist.every_engine import KINDS, PIECES, SHARDED, WHOLE, adamw, assert_states, engine_of, momentum
 from tests.dist.telling import Stories
 
 STORIES = Stories()
+GUIDE = Path(__file__).parents[2] / "notebooks" / "guide" / "loop.md"
 story = STORIES.story
 WRITTEN = "was written to.*keep_changes=True"
 REPLACED = "its data was replaced by"
@@ -355,3 +357,27 @@ def test_what_is_written_into_a_resharded_parameter_is_refused_and_does_not_stay
 
 
 test_stories = STORIES.told()
+
+
+def formats(rank, keys):
+    """For each strategy: whether a weight keeps the format that it had, and whether the output has the input's."""
+    found, last = {}, {"memory_format": torch.channels_last}
+    for key in keys:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)).double().to(**last)
+        with engine_of(key, 2, model, optimizer_fn=momentum) as engine:
+            output = engine(torch.ones(2, 3, 8, 8, dtype=torch.float64).to(**last))
+            engine.backward(output.sum())
+            engine.step()
+            with engine.full_params():
+                kept = model[0].weight.is_contiguous(**last)
+        found[key] = kept, output.is_contiguous(**last)
+    return found
+
+
+def test_weights_in_channels_last_are_kept_as_the_guide_says(pools):
+    """Its row of channels_last: held flat they become contiguous, and convolutions go by the format of the input."""
+    flat = ("zero1", "zero2", "zero3", "fsdp")
+    said = "ZeRO and FSDP hold weights flat, so they become contiguous; convolutions then go by the format of the input"
+    assert said in GUIDE.read_text()
+    for found in pools(2).run(formats, ("ddp", "bucketed", *flat)):
+        assert found == {"ddp": (True, True), "bucketed": (True, True), **dict.fromkeys(flat, (False, True))}
