@@ -19,7 +19,7 @@ from shardlab.widgets.memory_plan import OPTIMIZERS, STRATEGIES, MemoryPlan
 from shardlab.widgets.panel import Message, Panel, Picture
 
 ANY_NUMBER = "a number of parameters"
-KNOWN = {
+KNOWN = {  # counted from their published shapes
     "GPT-2 XL": 1_557_611_200.0, "Llama 2 7B": 6_738_415_616.0, "Llama 3 8B": 8_030_261_248.0,
     "Llama 2 13B": 13_015_864_320.0, "Llama 2 70B": 68_976_648_192.0,
 }  # fmt: skip
