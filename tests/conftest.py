@@ -1,14 +1,21 @@
 """One warm pool per world size for the whole session, and a look at the end whether a rank is left."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
-from shardlab.launch import RankPool
+if TYPE_CHECKING:
+    from shardlab.launch import RankPool
 
-Pools = Callable[[int], RankPool]
+# Before torch is imported, here and in all that tests start. Two processes of tests share the cores, and by default
+# the threads of one operation spin while they wait for each other: one test took 31 s beside another, and so 3.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+Pools = Callable[[int], "RankPool"]
 
 
 def rank_processes() -> list[psutil.Process]:
@@ -34,6 +41,8 @@ def _no_rank_is_left() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def pools(_no_rank_is_left: None) -> Iterator[Pools]:
     """``pools(world_size)`` is a warm RankPool on CPU; after a test that broke it, it starts fresh ranks by itself."""
+    from shardlab.launch import RankPool
+
     warm: dict[int, RankPool] = {}
 
     def pool_of(world_size: int) -> RankPool:

@@ -12,13 +12,11 @@ from tests.browser.figures import drawn_figures
 from tests.browser.notebook_page import write_notebook
 
 FIRST = "00_ranks_in_a_cell.ipynb"
-LEAVES_RANKS_WARM = """
+EXPLORER = """
 from shardlab import RankPool
-pool = RankPool(2, device="cpu")
+pool = RankPool(2, device="cpu")  # nobody closes it
 pool.start()
 print(list(pool.pids))
-"""
-EXPLORER = """
 from shardlab.widgets import MemoryPlan, live, memory_explorer, workbench
 memory_explorer(MemoryPlan("gpt-1m", 4))
 """
@@ -157,11 +155,7 @@ def test_the_live_view_changes_while_ranks_train(notebook):
     assert seen == sorted(set(seen)), "each time a later step, before the cell had ended"
 
 
-def test_warm_ranks_end_with_the_server(open_notebook, lab):
-    write_notebook(lab.root / "warm.ipynb", LEAVES_RANKS_WARM)
-    notebook = open_notebook("warm.ipynb")
-    notebook.run_all()
-    assert notebook.errors() == []
+def test_warm_ranks_end_with_the_server(notebook, lab):
     pids = ast.literal_eval(notebook.output_with("[").inner_text())
     assert len(pids) == 2
     assert set(pids) <= {process.pid for process in lab.processes()}

@@ -82,7 +82,7 @@ def test_same_script_with_and_without_torchrun(tmp_path):
     A thread of gloo that lets go of a tensor while the interpreter ends aborts the process, once in some hundred runs.
     (Torch keeps what its own engines make in caches of its own.)
     """
-    text = SCRIPT.replace("TIMEOUT", "3").replace("SLEEP", "4 if 'RANK' in os.environ else 0")
+    text = SCRIPT.replace("TIMEOUT", "2").replace("SLEEP", "2.5 if 'RANK' in os.environ else 0")
     both = torchrun(tmp_path / "script.py", text)
     assert both.returncode == 0, both.stderr
     alone = subprocess.run(

@@ -1,4 +1,8 @@
-"""Two torchrun agents that see each other only over a network, as on two machines: each in a network namespace."""
+"""Two torchrun agents that see each other only over a network, as on two machines: each in a network namespace.
+
+Of one pair the second has memory of its own to share, and a clock that is 5,000 seconds ahead; its records have one
+time axis all the same.
+"""
 
 import os
 import shutil
@@ -8,11 +12,12 @@ import uuid
 
 import pytest
 
+from shardlab.trace.store import load_run
 from tests.launch.helpers import script_env
 
 SCRIPT = """
-import os, torch
-from shardlab import Mesh, RankPool, build_engine
+import os, sys, torch
+from shardlab import CompareConfig, Mesh, RankPool, build_engine, compare
 
 def train(rank):
     with Mesh({"data": 2}) as mesh:
@@ -24,8 +29,12 @@ def train(rank):
 
 with RankPool(2, device="cpu", timeout_s=60) as pool:
     os.write(1, f"RESULT {pool.run(train)}\\n".encode())
+    if sys.argv[1]:
+        config = CompareConfig(strategies=("bucketed",), ranks=2, steps=3, model="mlp", device="cpu")
+        compare(config, sys.argv[1], pool=pool)
 """
 OWN_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
+AHEAD = ["unshare", "--time", "--monotonic", "5000", "--fork"]
 
 
 def ip(*words):
@@ -54,18 +63,21 @@ def hosts():
 def may_make_namespaces():
     if os.geteuid() or not all(map(shutil.which, ("ip", "unshare"))):
         return False
-    return subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True, check=False).returncode == 0
+    needed = ["unshare", "--net", "--mount", *AHEAD[1:], "true"]
+    return subprocess.run(needed, capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.skipif(not may_make_namespaces(), reason="network namespaces need root, ip and unshare")
+@pytest.mark.skipif(not may_make_namespaces(), reason="network and time namespaces need root, ip and unshare")
 def test_two_agents_in_two_network_namespaces_use_gloo_with_and_without_a_common_shm(hosts, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     started = []
-    for number, (pair, shm) in enumerate(zip(hosts, ([], OWN_SHM), strict=True)):
+    for number, (pair, apart, out) in enumerate(zip(hosts, ([], OWN_SHM), ("", "out"), strict=True)):
         for rank, name in enumerate(pair):
             agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
             where = [f"--node-rank={rank}", f"--master-addr=10.77.{number}.1", "--master-port=29511"]
-            command = ["ip", "netns", "exec", name, *shm, *agent, *where, str(tmp_path / "train.py")]
+            ahead = AHEAD if out and rank else []
+            script = [str(tmp_path / "train.py"), str(tmp_path / out) if out else ""]
+            command = ["ip", "netns", "exec", name, *apart, *ahead, *agent, *where, *script]
             env = {**script_env(), "GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}
             started.append(
                 subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
@@ -77,3 +89,8 @@ def test_two_agents_in_two_network_namespaces_use_gloo_with_and_without_a_common
             process.kill()
     for output in outputs:
         assert "RESULT [(1, 'gloo'), (1, 'gloo')]" in output, output
+    rows = load_run(tmp_path / "out" / "records" / "bucketed").collectives
+    ends = rows[rows["op"] == "all_reduce"].pivot_table(index=["step", "seq"], columns="rank", values="end_us")
+    assert len(ends)
+    assert ((ends[0] - ends[1]).abs() < 1e6).all()
+    assert (ends < 100e6).all().all()
