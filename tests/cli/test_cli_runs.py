@@ -23,23 +23,6 @@ SMALL = ["--model", "mlp", "--text", "grammar", "--seq-len", "8", "--device", "c
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", "PYTHONWARNINGS": "ignore"}
 
 
-def test_a_run_ends_with_a_table_a_summary_and_a_report(tmp_path):
-    out = tmp_path / "out"
-    command = [sys.executable, "-m", "shardlab", "compare", "--ranks", "2", "--steps", "3", *SMALL]
-    command += ["--strategies", "single,zero1", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=120)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert max(map(len, lines[:-1])) <= 80  # (the path of the report is as long as it is)
-    assert "…" not in done.stdout
-    heads = [line.split()[0] for line in lines if line.strip()]
-    assert [head for head in heads if head in ("strategy", "single", "zero1")][:3] == ["strategy", "single", "zero1"]
-    assert "losses equal to" in done.stdout
-    assert lines[-1] == f"Report: {out / 'report.html'}"
-    assert 3e5 < (out / "report.html").stat().st_size < 1.5e6
-    assert [row["strategy"] for row in json.loads((out / "summary.json").read_text())] == ["single", "zero1"]
-
-
 @pytest.fixture
 def compared(tmp_path, monkeypatch, capfd):
     """``compared(*options)``: exit code, stdout and stderr of the entry point, in this process."""
@@ -52,6 +35,22 @@ def compared(tmp_path, monkeypatch, capfd):
         return end.value.code, *capfd.readouterr()
 
     return run
+
+
+def test_a_run_ends_with_a_table_a_summary_and_a_report(compared, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    monkeypatch.setenv("COLUMNS", "80")
+    code, stdout, stderr = compared("--steps", "3", "--strategies", "single,zero1", "--out", str(out))
+    assert code == 0, stderr
+    lines = stdout.splitlines()
+    assert max(map(len, lines[:-1])) <= 80  # (the path of the report is as long as it is)
+    assert "…" not in stdout
+    heads = [line.split()[0] for line in lines if line.strip()]
+    assert [head for head in heads if head in ("strategy", "single", "zero1")][:3] == ["strategy", "single", "zero1"]
+    assert "losses equal to" in stdout
+    assert lines[-1] == f"Report: {out / 'report.html'}"
+    assert 3e5 < (out / "report.html").stat().st_size < 1.5e6
+    assert [row["strategy"] for row in json.loads((out / "summary.json").read_text())] == ["single", "zero1"]
 
 
 def test_a_learning_rate_that_blows_up_fails_and_says_so(compared, tmp_path):
