@@ -1,7 +1,7 @@
 """Two torchrun agents that see each other only over a network, as on two machines: each in a network namespace.
 
-Of one pair the second has memory of its own to share, and a clock that is 5,000 seconds ahead; its records have one
-time axis all the same.
+In the second pair each has memory of its own to share, and one a clock that is 5,000 seconds ahead: the records have
+one time axis all the same.
 """
 
 import os
