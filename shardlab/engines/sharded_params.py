@@ -197,8 +197,9 @@ class Shards:
 
     def keep(self) -> None:
         """Copy into the shard what was written into the full parameters, or put there by ``.data =``."""
-        self._stepped.copy_(self._tensors.cut({name: param.data for name, param in self.params.items()}))
-        self.version += 1
+        kept = self._tensors.cut({name: param.data for name, param in self.params.items()})
+        self.version += not torch.equal(kept, self._stepped)  # where nothing was, a graph may still use what it saved
+        self._stepped.copy_(kept)
 
     # Gradients.
 

@@ -57,6 +57,9 @@ FOUND = {
         (Forward(quiet=True), Backward(quiet=True), FullParams(), Forward(), FullParams(), Backward("plain")),
         "equal",
     ),
+    "nobody has changed anything in full_params(keep_changes=True) between forward and backward": (
+        EngineSpec("zero3", guards=False), (Forward(), FullParams(keep=True), Backward()), "equal",
+    ),
 }  # fmt: skip
 
 
