@@ -155,6 +155,7 @@ class Pending:
         self._event = event
         self._observers = observers
         self._mark = mark
+        self._now_ns = perf_counter_ns
 
     @property
     def waited(self) -> bool:
@@ -165,7 +166,7 @@ class Pending:
         """Return when the result may be used; raise the collective's error if it failed."""
         if self._finish is None:
             return
-        began_ns = perf_counter_ns()
+        began_ns = self._now_ns()
         if self._mark is None or self._event is None:
             self._finish()
         else:
@@ -178,7 +179,7 @@ class Pending:
         self._finish = None
         self._keep = ()
         if self._event is not None:
-            self._event.wait_start_ns, self._event.wait_end_ns = began_ns, perf_counter_ns()
+            self._event.wait_start_ns, self._event.wait_end_ns = began_ns, self._now_ns()
             for observer in self._observers:
                 observer.waited(self._event)
 

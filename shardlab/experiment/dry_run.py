@@ -1,0 +1,145 @@
+"""A step without ranks, values or time: the engine itself runs, on memory that nobody touches and a clock that is told.
+
+    records = dry_run(config, "fsdp", costs)        # the five tables, source="predicted"
+
+One rank trains in this process. Operations compute nothing: each gives tensors of the right shape, in memory that the
+system has promised and not yet handed out, so a module of 7 billion parameters needs little of either. Each moves the
+clock by what it would cost (``Costs``), and messages take their turn on the queue of their axis. So order, bytes,
+waits and the peak of memory are those of the engine and the recorder, with nothing written twice, and the times are a
+forecast. Ranks that are alike are one: the others are taken to come to every message at the same moment.
+
+Values are not there: what is read is 0. So a loss that depends on values (which expert a row takes) cannot be run.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode  # no public way to learn shapes, strides and devices
+from torch.utils._python_dispatch import TorchDispatchMode  # no public way to see every operation
+from torch.utils._pytree import tree_map_only
+
+from shardlab.comm.foretold import ForetoldMesh, ToldClock
+from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.run import recorded_run
+from shardlab.trace.store import Records, RunWriter, load_run, write_manifest
+
+SMALL = 64  # elements: what is no larger is computed, such as an optimizer's counters
+STEPS = 3  # the first makes the optimizer's state, the second is timed, the third's memory is traced
+OperationSeconds = Callable[[Any, tuple[Any, ...], Any], float]
+"""Seconds of an operation alone on its device, by its overload, its arguments and its result."""
+
+
+class WithoutValues(TorchDispatchMode):
+    """Inside, operations compute nothing and take no memory; each is announced with its result.
+
+    Args:
+        ran: told of each operation that would compute.
+    """
+
+    def __init__(self, ran: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ran, self._shapes = ran, FakeTensorMode(allow_non_fake_inputs=True)
+        self._computes = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The result of an operation, without its values."""
+        kwargs = kwargs or {}
+        if self._computes:
+            return func(*args, **kwargs)
+        given = list(_tensors((args, kwargs)))
+        if func.is_view or torch.Tag.inplace_view in func.tags or _allocates(func) or func in _REAL:
+            return func(*args, **kwargs)
+        if given and all(tensor.numel() <= SMALL for tensor in given):
+            result = func(*args, **kwargs)
+        elif func._schema.is_mutable:
+            result = _written(func, args, kwargs)
+        else:
+            result = self._untouched(func, args, kwargs)
+        self._ran(func, args, result)
+        return result
+
+    def with_values(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches, which are made as they are without this."""
+        while True:
+            self._computes = True
+            try:
+                batch = next(batches, None)
+            finally:
+                self._computes = False
+            if batch is None:
+                return
+            yield batch
+
+    def _untouched(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with self._shapes:
+            fake = tree_map_only(Tensor, self._shapes.from_tensor, (args, kwargs))
+            shaped = func(*fake[0], **fake[1])
+        return tree_map_only(Tensor, _empty_like, shaped)
+
+
+def _empty_like(shaped: Tensor) -> Tensor:
+    if shaped.numel() <= SMALL:
+        return torch.zeros(shaped.shape, dtype=shaped.dtype, device=shaped.device)
+    return torch.empty_strided(shaped.shape, shaped.stride(), dtype=shaped.dtype, device=shaped.device)
+
+
+_aten = torch.ops.aten
+_REAL = {_aten._local_scalar_dense.default, _aten.set_.source_Storage, _aten.set_.source_Tensor,
+         _aten.set_.source_Storage_storage_offset}  # fmt: skip
+
+
+def _allocates(func: Any) -> bool:
+    return func.overloadpacket.__name__ in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation in place returns: the tensors that it would have written into."""
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[place] if place < len(args) else kwargs.get(argument.name))
+    returns = func._schema.returns
+    return None if not returns else found[0] if len(returns) == 1 else tuple(found)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    leaves, _ = torch.utils._pytree.tree_flatten(tree)
+    return (leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def dry_run(
+    config: CompareConfig, strategy: str, clock: ToldClock, operation_seconds: OperationSeconds, rank: int = 0
+) -> Records:
+    """The records of one rank of a strategy, with source 'predicted'; the last step has the peak of memory.
+
+    Args:
+        config: what is trained, and how; its ranks need not be there.
+        strategy: one of ours.
+        clock: which the run moves; it knows what messages cost.
+        operation_seconds: what operations cost.
+        rank: which rank.
+
+    Raises:
+        RuntimeError: the step depends on values.
+    """
+    axes = {"data": 1} if strategy == "single" else config.mesh_axes(strategy)
+
+    def ran(func: Any, args: tuple[Any, ...], result: Any) -> None:
+        clock.compute(operation_seconds(func, args, result))
+
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        mesh = stack.enter_context(ForetoldMesh(axes, rank, clock))
+        mode = stack.enter_context(WithoutValues(ran))
+        writer = RunWriter(directory, rank, strategy, "predicted")
+        with recorded_run(config, strategy, mesh, writer, 0, clock) as run:
+            run.take_batches(mode.with_values)
+            for step in range(STEPS):
+                run.step(step, trace_memory=step == STEPS - 1)
+        write_manifest(directory, {"run": strategy, "source": "predicted"})
+        return load_run(directory)

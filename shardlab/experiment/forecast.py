@@ -1,0 +1,65 @@
+"""How long a step takes on this machine, from its calibration: the engine's own step on a clock that is told."""
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from shardlab.comm.events import CollectiveEvent
+from shardlab.comm.foretold import Costs, ToldClock, Wire
+from shardlab.comm.transports.gloo import SEGMENT_BYTES
+from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.dry_run import dry_run
+from shardlab.experiment.operation_costs import seconds_of
+from shardlab.partition.ring_cost import Link
+from shardlab.planner.machine import Machine
+from shardlab.trace.store import Records
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """What is foretold of a step.
+
+    Attributes:
+        seconds: of a step.
+        peak_bytes: the most that the rank's tensors and the transports hold.
+        records: the tables, with source 'predicted'.
+    """
+
+    seconds: float
+    peak_bytes: int
+    records: Records
+
+
+def forecast_step(config: CompareConfig, strategy: str, machine: Machine, rank: int = 0) -> StepForecast:
+    """The forecast of one strategy.
+
+    Args:
+        config: what is trained, and how.
+        strategy: one of ours.
+        machine: its calibration.
+        rank: the rank that is looked at.
+
+    Raises:
+        ValueError: the machine was not calibrated for so many ranks.
+    """
+    costs = machine.costs(config.ranks, single=strategy == "single")
+    link = None if config.link is None else Link.parse(config.link)
+
+    def of_message(event: CollectiveEvent) -> Costs:
+        moves = costs.message(str(event.op), event.num_bytes)
+        return Costs(moves, 0.0 if link is None else link.ring_time_us(event.op, event.num_bytes, event.group_size) / 1e6)
+
+    def scratch(num_bytes: int, num_ranks: int) -> int:
+        return (num_ranks - 1) * min(SEGMENT_BYTES, num_bytes // num_ranks) if config.transport == "gloo" else 0
+
+    wire = Wire(of_message, costs.slows_compute, costs.slowed_by_compute, emulated=link is not None, scratch_bytes=scratch)
+    records = dry_run(
+        config, strategy, ToldClock(wire), lambda func, args, result: seconds_of(costs, func, args, result), rank
+    )
+    return StepForecast(seconds_in(records.steps), int(records.steps["peak_bytes"].max()), records)
+
+
+def seconds_in(steps: pd.DataFrame) -> float:
+    """Median seconds of the steps that count."""
+    timed = steps[~steps["traced_memory"].astype(bool) & (steps["step"] > steps["step"].min())]
+    return float(timed.groupby("step")["step_us"].median().median()) / 1e6

@@ -1,0 +1,220 @@
+"""Which cause is named when one is put in: a matrix of causes over strategies, and what the named change then gains.
+
+Each cell trains a small model with one thing wrong, asks ``causes`` for the primary cause, makes the change that it
+names, and trains again. So the forecast of its gain can be compared with the gain.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import nan
+from time import sleep, thread_time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardlab.analysis.causes import BALANCED, Cause, causes
+from shardlab.analysis.slow_work import OFF_CPU
+from shardlab.analysis.timed import in_steps, timed_steps
+from shardlab.experiment.comparison import PRELOAD, compare
+from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.workload import Workload, adamw
+from shardlab.faults import Straggler, faulty
+from shardlab.launch import RankPool
+from shardlab.partition.ring_cost import Link
+from shardlab.vocabulary import SpanKind
+
+ENGINES = ("bucketed", "zero1", "zero2", "zero3", "fsdp")
+HIDDEN, STEPS = 256, 10
+ROWS, MANY_ROWS = 256, 1024  # of a rank: much compute only where it has to hide messages
+BUSY = 0.1  # share of a step off the CPU from which other processes have had the cores
+EVEN, UNEVEN = "blocks.0,blocks.1,blocks.2.*,blocks.3", "blocks.*"
+SLOW_RANK = 1  # which sleeps
+FAST = "10Gbps,50us"
+HEALTHY = "healthy"
+
+
+class Blocks(nn.Module):
+    """Eight equal blocks, of which five are in a block of their own: a unit of five, unless each is one.
+
+    Args:
+        recomputes: whether backward computes them again.
+    """
+
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__()
+        five = nn.Sequential(*(_block() for _ in range(5)))
+        self.blocks = nn.ModuleList([_block(), _block(), five, _block()])
+        self.head = nn.Linear(HIDDEN, 1)
+        self.recomputes = recomputes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (rows, 1)."""
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        head: torch.Tensor = self.head(x)
+        return head
+
+
+def _block() -> nn.Module:
+    return nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, HIDDEN))
+
+
+def _batches(seconds: float = 0.0, rows: int = ROWS) -> Callable[[int, int, int], Iterator[torch.Tensor]]:
+    """Batches of a rank, of ``rows`` rows; each takes ``seconds`` to load."""
+
+    def made(rank: int, ranks: int, seed: int) -> Iterator[torch.Tensor]:  # noqa: ARG001
+        generator = torch.Generator().manual_seed(seed + rank)
+        while True:
+            sleep(seconds)
+            yield torch.randn(rows, HIDDEN, generator=generator)
+
+    return made
+
+
+def _slow_adamw(tensors: Any) -> torch.optim.Optimizer:
+    optimizer = adamw(tensors)
+    optimizer.register_step_pre_hook(_compute)
+    return optimizer
+
+
+def _compute(*_: object) -> None:
+    end = thread_time() + 0.1
+    while thread_time() < end:
+        pass
+
+
+def _loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor((model(batch) - 1.0).square().mean())
+
+
+def _slow_rank() -> Callable[[], nn.Module]:
+    return faulty(Blocks, *(Straggler(rank=SLOW_RANK, step=step, seconds=0.12) for step in range(STEPS)))
+
+
+@dataclass(frozen=True)
+class Injected:
+    """Something wrong on purpose.
+
+    Attributes:
+        cause: what should be named.
+        options: of ``CompareConfig``.
+        workload: fields of ``Workload`` that are wrong.
+        engines: where it can be put in.
+        rows: of a rank.
+    """
+
+    cause: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    workload: Mapping[str, Any] = field(default_factory=dict)
+    engines: tuple[str, ...] = ENGINES
+    rows: int = ROWS
+
+
+INJECTED: Mapping[str, Injected] = {
+    HEALTHY: Injected(BALANCED),
+    "slow rank": Injected("straggler", workload={"model": _slow_rank()}),
+    "slow loader": Injected("input wait", workload={"data": _batches(0.12)}),
+    "slow optimizer": Injected("optimizer step", workload={"optimizer": _slow_adamw}),
+    "recomputation": Injected("recomputation", workload={"model": lambda: Blocks(recomputes=True)}, rows=MANY_ROWS),
+    "low bandwidth": Injected("bandwidth", {"link": "150Mbps,50us"}),
+    "high latency": Injected("latency of many small messages", {"link": "10Gbps,15ms"}),
+    "small buckets": Injected(
+        "latency of many small messages", {"link": "10Gbps,3ms", "bucket_mib": 0.06}, engines=ENGINES[:-1]
+    ),
+    "prefetch 0": Injected(
+        "late gather (prefetch too short)", {"link": "600Mbps,50us", "prefetch": 0}, engines=("fsdp",), rows=MANY_ROWS
+    ),
+    "uneven units": Injected(
+        "uneven units", {"link": "600Mbps,50us", "wrap": UNEVEN}, engines=("fsdp",), rows=MANY_ROWS
+    ),
+}
+
+
+@dataclass(frozen=True)
+class WhyRow:
+    """One cell of the matrix; gains in microseconds a step, NaN where no change was made.
+
+    Attributes:
+        named: the primary cause; where ranks were off the CPU for ``BUSY`` or more, the primary one beside that.
+        step_us: the time of a step with the cause in it.
+        off_cpu: the share of it that a rank was off the CPU, because other processes had its core.
+        predicted_us: by how much the named change would shorten it.
+        measured_us: by how much it did.
+    """
+
+    engine: str
+    ranks: int
+    injected: str
+    named: str
+    is_right: bool
+    step_us: float
+    off_cpu: float
+    predicted_us: float
+    measured_us: float
+    change: str
+
+
+def why_matrix(
+    engines: tuple[str, ...] = ENGINES, ranks: tuple[int, ...] = (2, 3), injected: tuple[str, ...] = tuple(INJECTED)
+) -> Iterator[WhyRow]:
+    """Each cause in each strategy that it fits; a row when its cell is done."""
+    for count in ranks:
+        with RankPool(count, device="cpu", preload=PRELOAD) as pool:
+            for name in injected:
+                for engine in engines:
+                    if engine in INJECTED[name].engines:
+                        yield _cell(pool, engine, name)
+
+
+def _cell(pool: RankPool, engine: str, name: str) -> WhyRow:
+    wrong = INJECTED[name]
+    config = _config(engine, pool.world_size, wrong)
+    found, step_us, away = _trained(pool, config)
+    first, is_right, measured_us = found[0], found[0].name == wrong.cause, nan
+    if is_right and name != HEALTHY:
+        _, less_us, _ = _trained(pool, _changed(config, wrong, first))
+        measured_us = step_us - less_us
+    return WhyRow(
+        engine, pool.world_size, name, first.name, is_right, step_us, away, first.gain_us, measured_us,
+        first.change,
+    )  # fmt: skip
+
+
+def _config(engine: str, ranks: int, wrong: Injected) -> CompareConfig:
+    fields: dict[str, Any] = {"model": Blocks, "data": _batches(rows=wrong.rows), "loss": _loss, **wrong.workload}
+    workload = Workload(**fields, name="blocks")
+    options = {"wrap": EVEN, **wrong.options}
+    return CompareConfig(strategies=(engine,), ranks=ranks, steps=STEPS, workload=workload, device="cpu", **options)
+
+
+def _changed(config: CompareConfig, wrong: Injected, cause: Cause) -> CompareConfig:
+    """With the change that the cause names really made; one that is no option takes out what was put in."""
+    options: dict[str, Any] = dict(cause.settings)
+    if not options:
+        return _config(config.strategies[0], config.ranks, replace(wrong, workload={}))
+    link = Link.parse(config.link or FAST)
+    if factor := options.pop("bandwidth", None):
+        options["link"] = str(replace(link, bandwidth_gbps=link.bandwidth_gbps * factor))
+    if factor := options.pop("latency", None):
+        options["link"] = str(replace(link, latency_us=link.latency_us * factor))
+    if "prefetch" in options:
+        options["prefetch"] += config.prefetch
+    if options.get("wrap", "root") != "root":
+        options["wrap"] = EVEN
+    return replace(config, **options)
+
+
+def _trained(pool: RankPool, config: CompareConfig) -> tuple[list[Cause], float, float]:
+    """The causes of a run, the time of its steps, and which share of that a rank was off the CPU."""
+    with tempfile.TemporaryDirectory() as directory:
+        records = compare(config, directory=f"{directory}/run", pool=pool, on_progress=lambda _: None).records
+    timed = timed_steps(records.steps)
+    step_us = float(timed.groupby("step")["step_us"].median().median())
+    spans = in_steps(records.spans[records.spans["rank"] != SLOW_RANK], timed)
+    away = spans[spans["kind"] == str(SpanKind.OFF_CPU)].groupby("step")[["start_us", "end_us"]].sum()
+    share = float((away["end_us"] - away["start_us"]).mean()) / step_us / (pool.world_size - 1)
+    known = (OFF_CPU,) if share >= BUSY else ()
+    return causes(records.collectives, records.spans, records.steps, besides=known), step_us, share

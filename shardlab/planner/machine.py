@@ -1,0 +1,132 @@
+"""What this machine's ranks take for operations and messages: tables that ``shardlab calibrate`` measures.
+
+Each table has sizes and seconds; between two sizes the logarithm is a line, and beyond the last one seconds grow as
+sizes do. All was measured with as many ranks at work as the table says, so that cores which are shared count as shared.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds by size, both ascending in the size."""
+
+    sizes: Sequence[float]
+    seconds: Sequence[float]
+
+    def at(self, size: float) -> float:
+        """Seconds for a size; below the first one those of the first."""
+        if size <= self.sizes[0]:
+            return self.seconds[0]
+        if size >= self.sizes[-1]:
+            return self.seconds[-1] * size / self.sizes[-1]
+        return exp(float(np.interp(log(size), np.log(self.sizes), np.log(self.seconds))))
+
+
+@dataclass(frozen=True)
+class RankCosts:
+    """What one of some ranks takes while the others do the same.
+
+    Attributes:
+        floor: the least seconds of an operation, with what autograd and Python do around it.
+        products: by the smallest dim of a matrix product, seconds by FLOPs.
+        operations: by name, seconds by bytes read and written; 'add' is that of all that have no name.
+        messages: by verb, seconds by bytes of the whole buffer.
+        slows_compute: by how much of its time compute takes longer beside a message.
+        slowed_by_compute: by how much of its time a message takes longer beside compute.
+    """
+
+    floor: float
+    products: Mapping[str, Line]
+    operations: Mapping[str, Line]
+    messages: Mapping[str, Line]
+    slows_compute: float
+    slowed_by_compute: float
+
+    @classmethod
+    def read(cls, found: Mapping[str, Any]) -> "RankCosts":
+        """From what ``asdict`` wrote."""
+        tables = {
+            name: {key: Line(**line) for key, line in found[name].items()}
+            for name in ("products", "operations", "messages")
+        }
+        return cls(**{**found, **tables})
+
+    @cached_property
+    def _dims(self) -> list[tuple[float, Line]]:
+        return sorted((float(dim), line) for dim, line in self.products.items())
+
+    def product(self, flops: float, smallest_dim: float) -> float:
+        """Seconds of a matrix product."""
+        dims = [dim for dim, _ in self._dims]
+        seconds = [line.at(flops) for _, line in self._dims]
+        return self.floor + exp(float(np.interp(log(max(1.0, smallest_dim)), np.log(dims), np.log(seconds))))
+
+    def operation(self, name: str, num_bytes: float) -> float:
+        """Seconds of any other operation."""
+        line = self.operations.get(name) or self.operations["add"]
+        return self.floor + line.at(num_bytes)
+
+    def message(self, verb: str, num_bytes: float) -> float:
+        """Seconds of a message of so many bytes."""
+        line = self.messages.get(verb) or self.messages["all_reduce"]
+        return line.at(num_bytes)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A calibration.
+
+    Attributes:
+        name: of the machine.
+        versions: of what it was measured with.
+        cores: that ranks may use.
+        ranks: what a rank takes, by how many are at work; 'single' for one with the threads of all.
+    """
+
+    name: str
+    versions: Mapping[str, str]
+    cores: int
+    ranks: Mapping[str, RankCosts]
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON, which reads as text."""
+        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path | str) -> "Machine":
+        """One that was written.
+
+        Raises:
+            ValueError: the file is not there, or is no calibration.
+        """
+        try:
+            found = json.loads(Path(path).read_text())
+            if found.pop("format") != FORMAT:
+                raise ValueError("it is of another version of shardlab")
+            ranks = {key: RankCosts.read(costs) for key, costs in found.pop("ranks").items()}
+            return cls(ranks=ranks, **found)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"calibration: {path} cannot be read ({error!r}); make one by: shardlab calibrate") from None
+
+    def costs(self, ranks: int, *, single: bool = False) -> RankCosts:
+        """What a rank takes beside so many.
+
+        Raises:
+            ValueError: that was not measured.
+        """
+        key = "single" if single else str(ranks)
+        if key not in self.ranks:
+            known = ", ".join(self.ranks)
+            raise ValueError(f"ranks: {ranks} is given; {self.name} was calibrated for {known}")
+        return self.ranks[key]
