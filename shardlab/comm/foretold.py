@@ -36,6 +36,7 @@ class Wire:
         costs: of a message.
         slows_compute: by how much of its time compute takes longer beside a message that moves.
         slowed_by_compute: by how much of its time a message takes longer beside compute.
+        meeting: seconds that a message takes longer because ranks come from compute at different moments.
         transport: its name, in every event.
         emulated: whether it emulates a link.
         scratch_bytes: of a reduce-scatter of so many bytes over so many ranks.
@@ -44,6 +45,7 @@ class Wire:
     costs: Callable[[CollectiveEvent], Costs]
     slows_compute: float = 0.0
     slowed_by_compute: float = 0.0
+    meeting: float = 0.0
     transport: str = "foretold"
     emulated: bool = False
     scratch_bytes: Callable[[int, int], int] = lambda num_bytes, num_ranks: 0
@@ -57,6 +59,7 @@ class _Sent:
     tell: Callable[[str], None]
     costs: Costs
     left: float
+    late: float = 0.0
     earliest: float = inf
 
 
@@ -69,6 +72,8 @@ class ToldClock:
 
     def __init__(self, wire: Wire) -> None:
         self.wire, self.now = wire, 0.0
+        self._computed = 0.0  # since the last message was sent
+        self._owed = 0.0
         self._queues: dict[str, deque[_Sent]] = {}
 
     @property
@@ -94,6 +99,8 @@ class ToldClock:
 
     def compute(self, seconds: float) -> None:
         """Compute for what takes so long alone."""
+        seconds, self._owed = seconds + self._owed, 0.0
+        self._computed += seconds
         while seconds > 0:
             moving = any(queue and queue[0].left > 0 for queue in self._queues.values())
             pace = 1 + self.wire.slows_compute if moving else 1.0
@@ -103,8 +110,13 @@ class ToldClock:
             if passed == 0 and not moving:
                 break
 
+    def owe(self, seconds: float) -> None:
+        """Let the next compute take so much longer."""
+        self._owed = seconds
+
     def send(self, sent: _Sent) -> None:
         """Put a message into the queue of its axis."""
+        sent.late, self._computed = min(self.wire.meeting, self._computed), 0.0
         queue = self._queues.setdefault(sent.event.axis, deque())
         queue.append(sent)
         if len(queue) == 1:
@@ -116,7 +128,7 @@ class ToldClock:
             self._pass(self._until_change(computes=False), computes=False)
 
     def _begin(self, sent: _Sent) -> None:
-        sent.event.start_ns, sent.earliest = self.now_ns, self.now + sent.costs.least
+        sent.event.start_ns, sent.earliest = self.now_ns, self.now + max(sent.costs) + sent.late
         sent.tell("started")
 
     def _until_change(self, *, computes: bool) -> float:
@@ -202,8 +214,7 @@ class ForetoldMesh(BaseMesh):
         self._rank = rank
         for axis in self.axes:
             line = next(line for line in groups_along(self.axes, self.ranks, axis) if rank in line)
-            alone = Communicator(None, None, line, 0, axis)
-            several = len(line) > 1
             self._communicators[axis] = (
-                ForetoldCommunicator(line, line.index(rank), axis, clock) if several else alone
-            )
+                Communicator(None, None, line, 0, axis) if len(line) == 1
+                else ForetoldCommunicator(line, line.index(rank), axis, clock)
+            )  # fmt: skip

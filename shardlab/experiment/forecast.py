@@ -13,6 +13,7 @@ from shardlab.experiment.operation_costs import seconds_of
 from shardlab.partition.ring_cost import Link
 from shardlab.planner.machine import Machine
 from shardlab.trace.store import Records
+from shardlab.units import wrapped_modules
 
 
 @dataclass(frozen=True)
@@ -47,19 +48,28 @@ def forecast_step(config: CompareConfig, strategy: str, machine: Machine, rank: 
 
     def of_message(event: CollectiveEvent) -> Costs:
         moves = costs.message(str(event.op), event.num_bytes)
-        return Costs(moves, 0.0 if link is None else link.ring_time_us(event.op, event.num_bytes, event.group_size) / 1e6)
+        on_link = 0.0 if link is None else link.ring_time_us(event.op, event.num_bytes, event.group_size) / 1e6
+        return Costs(moves, on_link)
 
     def scratch(num_bytes: int, num_ranks: int) -> int:
         return (num_ranks - 1) * min(SEGMENT_BYTES, num_bytes // num_ranks) if config.transport == "gloo" else 0
 
-    wire = Wire(of_message, costs.slows_compute, costs.slowed_by_compute, emulated=link is not None, scratch_bytes=scratch)
+    wire = Wire(of_message, costs.slows_compute, costs.slowed_by_compute, costs.meeting, emulated=link is not None, scratch_bytes=scratch)
+    host = costs.host.get(strategy, 0.0) * config.accumulation * steered_by(config, strategy)
     records = dry_run(
-        config, strategy, ToldClock(wire), lambda func, args, result: seconds_of(costs, func, args, result), rank
+        config, strategy, ToldClock(wire), lambda func, args, result: seconds_of(costs, func, args, result), rank, host
     )
     return StepForecast(seconds_in(records.steps), int(records.steps["peak_bytes"].max()), records)
 
 
 def seconds_in(steps: pd.DataFrame) -> float:
     """Median seconds of the steps that count."""
-    timed = steps[~steps["traced_memory"].astype(bool) & (steps["step"] > steps["step"].min())]
+    timed = steps[~steps["traced_memory"].fillna(False).astype(bool) & (steps["step"] > steps["step"].min())]
     return float(timed.groupby("step")["step_us"].median().median()) / 1e6
+
+
+def steered_by(config: CompareConfig, strategy: str) -> int:
+    """How many things an engine's own code goes through in a step: units of FSDP, else parameters."""
+    if strategy == "fsdp":
+        return len(wrapped_modules(config.on_meta, config.wrap_policy)) + 1
+    return sum(1 for _ in config.on_meta.parameters())

@@ -10,24 +10,39 @@ from torch.utils.flop_counter import flop_registry
 
 from shardlab.planner.machine import RankCosts
 
-PLAIN = 256  # the smallest dim of a product that is no matrix product, such as a convolution
-
 
 def seconds_of(costs: RankCosts, func: Any, args: tuple[Any, ...], result: Any) -> float:
     """Seconds of an operation alone, by its overload, its arguments and its result."""
+    return costs.floors[_phase()] + _work(costs, func, args, result)
+
+
+def _work(costs: RankCosts, func: Any, args: tuple[Any, ...], result: Any) -> float:
     packet = func.overloadpacket
+    if "scaled_dot_product" in (name := packet.__name__):
+        backward = "backward" in name
+        query, key = [tensor for tensor in args if isinstance(tensor, Tensor)][backward : backward + 2]
+        flops = 4.0 * query.numel() * key.size(-2) * (2.5 if backward else 1.0)
+        return costs.product("attention_backward" if backward else "attention", flops)
     if packet in flop_registry:
-        flops = flop_registry[packet](*args, out_val=result)
-        return costs.product(max(1.0, float(flops)), _smallest_dim(packet.__name__, args))
-    given = {id(tensor): tensor.nbytes for tensor in (*tensors_in(args), *tensors_in(result))}
-    return costs.operation(packet.__name__, sum(given.values()))
+        flops = float(flop_registry[packet](*args, out_val=result))
+        return costs.product(_form(packet.__name__, args), max(1.0, flops))
+    sizes = {id(tensor): tensor.nbytes for tensor in (*tensors_in(args), *tensors_in(result))}
+    # An operation in place reads and writes what it has.
+    return costs.operation(packet.__name__, sum(sizes.values()))
 
 
-def _smallest_dim(name: str, args: tuple[Any, ...]) -> float:
-    if name not in ("mm", "addmm", "bmm", "baddbmm"):
-        return PLAIN
-    left, right = [arg for arg in args if isinstance(arg, Tensor)][-2:]
-    return float(min(*left.shape[-2:], right.shape[-1]))
+def _form(name: str, args: tuple[Any, ...]) -> str:
+    left = next((arg for arg in args if isinstance(arg, Tensor) and arg.dim() == 2), None)
+    if name == "mm" and left is not None:
+        return "weight" if left.stride(0) == 1 and left.size(1) > 1 else "input"
+    return "forward"
+
+
+def _phase() -> str:
+    # Private: there is no public way to tell that a backward is under way in this thread.
+    if torch._C._current_graph_task_id() != -1:
+        return "backward"
+    return "forward" if torch.is_grad_enabled() else "optimizer"
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

@@ -7,7 +7,6 @@ sizes do. All was measured with as many ranks at work as the table says, so that
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -38,18 +37,23 @@ class RankCosts:
     """What one of some ranks takes while the others do the same.
 
     Attributes:
-        floor: the least seconds of an operation, with what autograd and Python do around it.
-        products: by the smallest dim of a matrix product, seconds by FLOPs.
+        floors: the least seconds of an operation with what autograd and Python do around it, by phase: forward,
+            backward, optimizer.
+        products: seconds by FLOPs, of matrix products and attention by their form.
         operations: by name, seconds by bytes read and written; 'add' is that of all that have no name.
         messages: by verb, seconds by bytes of the whole buffer.
+        meeting: seconds that a message after compute takes longer, since ranks come to it at different moments.
+        host: by strategy, seconds of the engine's own code a step and parameter, of FSDP a step and unit.
         slows_compute: by how much of its time compute takes longer beside a message.
         slowed_by_compute: by how much of its time a message takes longer beside compute.
     """
 
-    floor: float
+    floors: Mapping[str, float]
     products: Mapping[str, Line]
     operations: Mapping[str, Line]
     messages: Mapping[str, Line]
+    meeting: float
+    host: Mapping[str, float]
     slows_compute: float
     slowed_by_compute: float
 
@@ -62,20 +66,15 @@ class RankCosts:
         }
         return cls(**{**found, **tables})
 
-    @cached_property
-    def _dims(self) -> list[tuple[float, Line]]:
-        return sorted((float(dim), line) for dim, line in self.products.items())
-
-    def product(self, flops: float, smallest_dim: float) -> float:
-        """Seconds of a matrix product."""
-        dims = [dim for dim, _ in self._dims]
-        seconds = [line.at(flops) for _, line in self._dims]
-        return self.floor + exp(float(np.interp(log(max(1.0, smallest_dim)), np.log(dims), np.log(seconds))))
+    def product(self, form: str, flops: float) -> float:
+        """Seconds of a matrix product: forward, input or weight; of attention, or attention_backward."""
+        line = self.products[form]
+        # Below the smallest that was measured, seconds fall with the size: the floor is added by phase.
+        return line.at(flops) * min(1.0, flops / line.sizes[0])
 
     def operation(self, name: str, num_bytes: float) -> float:
         """Seconds of any other operation."""
-        line = self.operations.get(name) or self.operations["add"]
-        return self.floor + line.at(num_bytes)
+        return (self.operations.get(name) or self.operations["add"]).at(num_bytes)
 
     def message(self, verb: str, num_bytes: float) -> float:
         """Seconds of a message of so many bytes."""
