@@ -1,5 +1,4 @@
-"""What ``shardlab plan`` says of time: of a transformer on GPUs by its sizes, of a workload on this machine, and how far
-it misses."""
+"""What ``shardlab plan`` says of time: of a transformer on GPUs, of a workload here, and how far it misses."""
 
 import json as json_text
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
 CALIBRATION = Path("machine.json")
 SHOWN = 12  # ways of a search
-A_NETWORK = "For example '8 per host, nvlink4, 400Gb/s per GPU'; what is usual for the card without it."
 VALIDATED = "on 15 published FSDP and ZeRO-3 rows: shardlab plan --validate"
 
 
@@ -72,7 +70,9 @@ def _tell_search(found: Sequence[Any], *, json: bool) -> None:
         f"{best.name}: {best.forecast.seconds:.3g} s a step, {best.forecast.peak_bytes / 1e9:.3g} GB at the peak"
         if best else f"none of {count(len(found), 'way')} fits; the smallest {found[0].why_not}"
     )  # fmt: skip
-    console.print(answer_table([("FASTEST THAT FITS", said), ("TRIED", f"{count(len(found), 'way')}, {len(fits)} fit")]))
+    console.print(
+        answer_table([("FASTEST THAT FITS", said), ("TRIED", f"{count(len(found), 'way')}, {len(fits)} fit")])
+    )
     shown = rows.head(SHOWN).assign(
         seconds=rows["seconds"].map("{:.3g}".format), peak_bytes=(rows["peak_bytes"] / 1e9).map("{:.3g}".format),
         tokens_per_second=rows["tokens_per_second"].map("{:,.0f}".format),
@@ -118,8 +118,32 @@ def _tell_forecast(
 
     parts = pd.Series(found.parts)
     parts = parts[parts > 0.001 * found.seconds].sort_values(ascending=False)
-    table = pd.DataFrame({"part": parts.index, "s": parts.map("{:.3g}".format), "%": (100 * parts / found.seconds).round(1)})
+    table = pd.DataFrame(
+        {"part": parts.index, "s": parts.map("{:.3g}".format), "%": (100 * parts / found.seconds).round(1)}
+    )
     console.print(table_of(table, "What a step is spent on", 2, right=["s"]))
+
+
+def with_times(
+    rows: "pd.DataFrame", workload: str, ranks: int, options: Mapping[str, Any], calibration: Path
+) -> "pd.DataFrame":
+    """The rows of a plan with the time of a step on the machine of the calibration, and the bytes at its peak."""
+    from shardlab.experiment import CompareConfig
+    from shardlab.experiment.forecast import forecast_step
+    from shardlab.experiment.named_workload import workload_at
+    from shardlab.planner.machine import Machine
+
+    machine, found = Machine.load(calibration), []
+    with progress_bar(len(rows)) as advance:
+        for strategy in rows["strategy"]:
+            config = CompareConfig(
+                workload=workload_at(workload), ranks=ranks, strategies=(strategy,), steps=1, device="cpu", **options
+            )
+            found.append(forecast_step(config, strategy, machine))
+            advance(strategy)
+    return rows.assign(
+        step_ms=[round(1e3 * one.seconds, 1) for one in found], peak_bytes=[one.peak_bytes for one in found]
+    )
 
 
 def calibrate(
@@ -142,9 +166,15 @@ def calibrate(
 
 def validate(*, json: bool, calibration: Path) -> None:
     """Print how far forecasts miss: of published steps of GPUs, and of steps that are run here."""
-    import pandas as pd
-
-    from shardlab.lab.validated_here import configurations, regret_of, summary_of, table_of as table_of_here, validate_here
+    from shardlab.lab.validated_here import (
+        configurations,
+        regret_of,
+        summary_of,
+        validate_here,
+    )
+    from shardlab.lab.validated_here import (
+        table_of as table_of_here,
+    )
     from shardlab.planner.machine import Machine
     from shardlab.planner.validation import summary, validate_published
 

@@ -6,7 +6,7 @@ recorder turns events into table rows; the hang board writes the last one where 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import nan
+from math import isnan, nan
 from threading import Lock
 from time import perf_counter_ns
 from typing import Protocol
@@ -161,6 +161,11 @@ class Pending:
     def waited(self) -> bool:
         """Whether ``wait()`` has returned before."""
         return self._finish is None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the queue has come to its end, so that a wait would return at once; on the CPU."""
+        return self._finish is None or (self._event is not None and not isnan(self._event.end_ns))
 
     def wait(self) -> None:
         """Return when the result may be used; raise the collective's error if it failed."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from shardlab.comm.base_mesh import BaseMesh, groups_along
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import CollectiveEvent, Pending
+from shardlab.comm.transports.base import Job, Message
 from shardlab.comm.without_ranks import SilentCommunicator
 from shardlab.vocabulary import Collective
 
@@ -48,7 +49,7 @@ class Wire:
     meeting: float = 0.0
     transport: str = "foretold"
     emulated: bool = False
-    scratch_bytes: Callable[[int, int], int] = lambda num_bytes, num_ranks: 0
+    scratch_bytes: Callable[[int, int], int] = lambda *_: 0
 
 
 @dataclass(eq=False)
@@ -169,16 +170,12 @@ class ForetoldCommunicator(SilentCommunicator):
         super().__init__(len(ranks), rank, axis)
         self.ranks, self._clock = ranks, clock
 
-    def _submit(
-        self, op: Collective, buffer: Tensor | None, job: Any, tag: str, *, own_chunk_bytes: int | None = None,
-        scratch_bytes: int = 0, keep: tuple[Tensor, ...] = (), start: Any = None,
-    ) -> Pending:  # fmt: skip
-        clock, wire, buffers = self._clock, self._clock.wire, () if buffer is None else (buffer,)
-        if op == Collective.REDUCE_SCATTER and own_chunk_bytes is not None:
-            scratch_bytes = wire.scratch_bytes(own_chunk_bytes * self.num_ranks, self.num_ranks)
-        event = self.announce(
-            op, buffers, tag, own_chunk_bytes=own_chunk_bytes, scratch_bytes=scratch_bytes, transport=wire.transport
-        )
+    def _submit(self, op: Collective, buffer: Tensor | None, job: Job | Message, tag: str, **sizes: Any) -> Pending:
+        clock, wire, keep = self._clock, self._clock.wire, sizes.pop("keep", ())
+        sizes.pop("start", None)
+        if op == Collective.REDUCE_SCATTER and (chunk_bytes := sizes.get("own_chunk_bytes")) is not None:
+            sizes["scratch_bytes"] = wire.scratch_bytes(chunk_bytes * self.num_ranks, self.num_ranks)
+        event = self.announce(op, () if buffer is None else (buffer,), tag, transport=wire.transport, **sizes)
         event.issue_ns, event.emulated = clock.now_ns, wire.emulated
         observers = self._observers
 

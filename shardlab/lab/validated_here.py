@@ -9,11 +9,12 @@ the answers: their numbers are fitted to the very runs that they are compared wi
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import product
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from shardlab.experiment import CompareConfig, compare
 from shardlab.experiment.forecast import forecast_step, seconds_in
@@ -84,18 +85,18 @@ def table_of(rows: Sequence[Validated]) -> pd.DataFrame:
     return table
 
 
-def _work(table: pd.DataFrame) -> np.ndarray:
+def _work(table: pd.DataFrame) -> NDArray[np.float64]:
     """Rows of a rank times the ranks that share a core."""
     return (table["rows"] * table["ranks"]).to_numpy(dtype=float)
 
 
-def _constant(table: pd.DataFrame) -> np.ndarray:
+def _constant(table: pd.DataFrame) -> NDArray[np.float64]:
     work = _work(table)
-    rate = np.exp(np.median(np.log(work / table["measured"].to_numpy())))
+    rate: float = float(np.exp(np.median(np.log(work / table["measured"].to_numpy()))))
     return work / rate
 
 
-def _roofline(table: pd.DataFrame) -> np.ndarray:
+def _roofline(table: pd.DataFrame) -> NDArray[np.float64]:
     work, sent, measured = _work(table), table["sent_bytes"].to_numpy(), table["measured"].to_numpy()
     best, answer = np.inf, measured
     for rate in np.geomspace(work.min() / measured.max() / 10, work.max() / measured.min() * 10, 200):
@@ -115,8 +116,8 @@ def summary_of(table: pd.DataFrame) -> pd.DataFrame:
 
 def regret_of(table: pd.DataFrame) -> float:
     """How much slower the strategies that the forecast puts first are than the fastest ones, on average."""
-    groups = table.groupby(["ranks", "rows", "link"], dropna=False)
-    found = [
-        group.loc[group["predicted"].idxmin(), "measured"] / group["measured"].min() - 1 for _, group in groups
-    ]
+    found = []
+    for _, group in table.groupby(["ranks", "rows", "link"], dropna=False):
+        chosen = group.sort_values("predicted").iloc[0]
+        found.append(float(chosen["measured"] / group["measured"].min() - 1))
     return float(np.mean(found))

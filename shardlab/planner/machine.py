@@ -78,8 +78,7 @@ class RankCosts:
 
     def message(self, verb: str, num_bytes: float) -> float:
         """Seconds of a message of so many bytes."""
-        line = self.messages.get(verb) or self.messages["all_reduce"]
-        return line.at(num_bytes)
+        return (self.messages.get(verb) or self.messages["all_reduce"]).at(num_bytes)
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,9 @@ class Machine:
             ranks = {key: RankCosts.read(costs) for key, costs in found.pop("ranks").items()}
             return cls(ranks=ranks, **found)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"calibration: {path} cannot be read ({error!r}); make one by: shardlab calibrate") from None
+            raise ValueError(
+                f"calibration: {path} cannot be read ({error!r}); make one by: shardlab calibrate"
+            ) from None
 
     def costs(self, ranks: int, *, single: bool = False) -> RankCosts:
         """What a rank takes beside so many.

@@ -42,6 +42,6 @@ def sizes_of(path: Path | str) -> dict[str, Any]:
         known = "; ".join(f"{name}: {' or '.join(NAMES[name])}" for name in missing)
         raise ValueError(f"config: {path} lacks {', '.join(missing)} ({known})")
     sizes["kv_heads"] = sizes["kv_heads"] or sizes["heads"]
-    sizes["ffn"] = sizes["ffn"] or 4 * sizes["hidden"]
+    sizes["ffn"] = sizes["ffn"] or 4 * int(sizes["hidden"] or 0)
     activation = str(found.get("hidden_act", found.get("activation_function", ""))).lower()
     return {**{name: value for name, value in sizes.items() if value is not None}, "gated": activation in GATED}
