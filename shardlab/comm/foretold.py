@@ -108,8 +108,6 @@ class ToldClock:
             passed = min(seconds * pace, self._until_change(computes=True))
             self._pass(passed, computes=True)
             seconds -= passed / pace
-            if passed == 0 and not moving:
-                break
 
     def owe(self, seconds: float) -> None:
         """Let the next compute take so much longer."""
@@ -122,6 +120,7 @@ class ToldClock:
         queue.append(sent)
         if len(queue) == 1:
             self._begin(sent)
+            self._pass(0.0, computes=False)  # one that takes no time has ended
 
     def wait(self, sent: _Sent) -> None:
         """Let time go on until a message has ended."""
@@ -136,7 +135,9 @@ class ToldClock:
         """Until the first message of a queue has moved, or ends."""
         pace = 1 + self.wire.slowed_by_compute if computes else 1.0
         heads = [queue[0] for queue in self._queues.values() if queue]
-        return min((one.left * pace if one.left > 0 else one.earliest - self.now for one in heads), default=inf)
+        return min(
+            (one.left * pace if one.left > 0 else max(0.0, one.earliest - self.now) for one in heads), default=inf
+        )
 
     def _pass(self, seconds: float, *, computes: bool) -> None:
         pace = 1 + self.wire.slowed_by_compute if computes else 1.0

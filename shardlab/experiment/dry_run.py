@@ -29,7 +29,7 @@ from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.run import recorded_run
 from shardlab.trace.store import Records, RunWriter, load_run, write_manifest
 
-SMALL = 64  # elements: what is no larger is computed, such as an optimizer's counters
+SMALL, MANY = 64, 2**20  # elements: what is no larger is computed, of numbers with a point and of others
 STEPS = 2  # the first makes the optimizer's state; tracing the memory of the second takes no time on this clock
 OperationSeconds = Callable[[Any, tuple[Any, ...], Any], float]
 """Seconds of an operation alone on its device, by its overload, its arguments and its result."""
@@ -55,7 +55,7 @@ class WithoutValues(TorchDispatchMode):
         given = list(_tensors((args, kwargs)))
         if func.is_view or torch.Tag.inplace_view in func.tags or _allocates(func) or func in _REAL:
             return func(*args, **kwargs)
-        if given and all(tensor.numel() <= SMALL for tensor in given):
+        if given and all(map(_has_values, given)):
             result = func(*args, **kwargs)
         elif func._schema.is_mutable:
             result = _written(func, args, kwargs)
@@ -78,15 +78,23 @@ class WithoutValues(TorchDispatchMode):
 
     def _untouched(self, func: Any, args: Any, kwargs: Any) -> Any:
         with self._shapes:
-            fake = tree_map_only(Tensor, self._shapes.from_tensor, (args, kwargs))
-            shaped = func(*fake[0], **fake[1])
-        return tree_map_only(Tensor, _empty_like, shaped)
+            shapes_alone = tree_map_only(Tensor, _like, (args, kwargs))
+            shaped = func(*shapes_alone[0], **shapes_alone[1])
+        return tree_map_only(Tensor, _without_values, shaped)
 
 
-def _empty_like(shaped: Tensor) -> Tensor:
-    if shaped.numel() <= SMALL:
-        return torch.zeros(shaped.shape, dtype=shaped.dtype, device=shaped.device)
-    return torch.empty_strided(shaped.shape, shaped.stride(), dtype=shaped.dtype, device=shaped.device)
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _without_values(shaped: Tensor) -> Tensor:
+    # What may be read is 0, and not what lay in its memory before.
+    return _like(shaped).zero_() if _has_values(shaped) else _like(shaped)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether it is computed: what is small (an overflow, a norm, a counter), and whole numbers, which may be sizes."""
+    return tensor.numel() <= (SMALL if tensor.is_floating_point() else MANY)
 
 
 _aten = torch.ops.aten
