@@ -55,6 +55,8 @@ class WithoutValues(TorchDispatchMode):
         given = list(_tensors((args, kwargs)))
         if func.is_view or torch.Tag.inplace_view in func.tags or _allocates(func) or func in _REAL:
             return func(*args, **kwargs)
+        if func.overloadpacket is _aten._assert_async:  # it would judge values that nobody has computed
+            return None
         if given and all(map(_has_values, given)):
             result = func(*args, **kwargs)
         elif func._schema.is_mutable:

@@ -36,21 +36,23 @@ def sent_in(records, run, step):
 
 
 @pytest.mark.parametrize(
-    ("strategies", "options"),
+    ("ranks", "strategies", "options"),
     [
-        (OURS, {"batch": 8, "accumulation": 2, "clip": 1.0}),
-        (OURS, {"precision": "bf16"}),
-        (("fsdp",), {"prefetch": 0, "offload": "all"}),
-        (("fsdp",), {"sharding": "shard_grad_op", "dtype": "float64", "replicate_below": 1000}),
-        (("zero1", "zero2", "zero3"), {"bucket_mib": 0.25, "partition": "balanced"}),
+        (2, OURS, {"accumulation": 2, "clip": 1.0}),
+        (3, OURS, {"precision": "bf16"}),
+        (2, ("fsdp",), {"prefetch": 0, "offload": "all"}),
+        (2, ("fsdp",), {"sharding": "shard_grad_op", "dtype": "float64", "replicate_below": 1000}),
+        (2, ("zero1", "zero2", "zero3"), {"bucket_mib": 0.25, "partition": "balanced"}),
+        (4, ("fsdp",), {"sharding": "hybrid_shard"}),
+        (4, ("zero1", "fsdp"), {"tp": 2}),
     ],
 )
-def test_peak_by_role_and_messages_are_those_of_ranks(pools, tmp_path, strategies, options):
+def test_peak_by_role_and_messages_are_those_of_ranks(pools, tmp_path, ranks, strategies, options):
     config = CompareConfig(
-        strategies=strategies, ranks=2, steps=3, model="gpt-1m", text="grammar", seq_len=16, device="cpu",
-        **{"batch": 4, **options},
+        strategies=strategies, ranks=ranks, steps=3, model="gpt-1m", text="grammar", seq_len=16, batch=4 * ranks,
+        device="cpu", **options,
     )  # fmt: skip
-    done = compare(config, tmp_path / "out", pool=pools(2))
+    done = compare(config, tmp_path / "out", pool=pools(ranks))
     for strategy in strategies:
         found = dry(config, strategy)
         assert peak_of(found, strategy) == peak_of(done.records, strategy), strategy
