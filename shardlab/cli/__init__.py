@@ -16,7 +16,7 @@ from shardlab.cli.bench import bench
 from shardlab.cli.compare import compare
 from shardlab.cli.console import BAD_INPUT, bad_input, complain
 from shardlab.cli.exercises import exercises
-from shardlab.cli.forecast import calibrate
+from shardlab.cli.forecast import calibrate, what_if
 from shardlab.cli.plan import plan
 from shardlab.cli.records import SCRIPT_ARGUMENTS, diff, modules, record, report, trace
 from shardlab.installed import __version__
@@ -54,7 +54,7 @@ def template() -> None:
 app.command()(compare)
 app.command()(template)
 app.command(context_settings=SCRIPT_ARGUMENTS)(bad_input()(record))
-for _command in (plan, calibrate, bench, exercises, report, modules, trace, diff):
+for _command in (plan, calibrate, what_if, bench, exercises, report, modules, trace, diff):
     app.command()(bad_input()(_command))
 
 

@@ -164,6 +164,44 @@ def calibrate(
     Console(highlight=False).print(f"Calibration: {out}", soft_wrap=True)
 
 
+def what_if(
+    directory: Annotated[Path, typer.Argument(help="What compare wrote.")],
+    strategy: Annotated[str, typer.Option(help="Whose run.")],
+    workload: Annotated[str, typer.Option(help="Of a run of your own model: FILE.py:NAME.")] = "",
+    link: Annotated[str, typer.Option(help="Another link, such as 10Gbps,50us.")] = "",
+    ranks: Annotated[int, typer.Option(help="Another number of ranks, as many rows on each.")] = 0,
+    bucket_mib: Annotated[float, typer.Option(help="Another capacity of buckets.")] = 0.0,
+    prefetch: Annotated[int, typer.Option(help="Units gathered ahead.")] = -1,
+    precision: Annotated[str, typer.Option(help="Another precision.")] = "",
+    wrap: Annotated[str, typer.Option(help="Other units.")] = "",
+    json: Annotated[bool, typer.Option("--json", help="Print seconds as JSON.")] = False,
+) -> None:
+    """Say how long a recorded step would take with one thing changed, by replaying it."""
+    from shardlab.experiment.named_workload import workload_at
+    from shardlab.experiment.saved_runs import load_saved
+    from shardlab.experiment.what_if import what_if as replayed
+
+    comparison, config = load_saved(directory)
+    if config.workload is not None:
+        if not workload:
+            raise ValueError(f"workload: {directory} is of a model of your own, {config.workload}; give FILE.py:NAME")
+        object.__setattr__(config, "workload", workload_at(workload))
+    changes: dict[str, Any] = {"link": link, "bucket_mib": bucket_mib, "precision": precision, "wrap": wrap}
+    changes = {name: value for name, value in changes.items() if value}
+    changes |= {"prefetch": prefetch} if prefetch >= 0 else {}
+    if ranks:
+        changes |= {"ranks": ranks}
+        changes |= {} if config.batch is None else {"batch": config.batch * ranks // config.ranks}
+    if not changes:
+        raise ValueError("link, ranks, bucket-mib, prefetch, precision, wrap: none is given; give what is changed")
+    found = replayed(comparison.records, config, strategy, **changes)
+    if json:
+        typer.echo(json_text.dumps({**asdict(found), "gain": found.gain, "is_reproduced": found.is_reproduced}))
+        return
+    said = ", ".join(f"{name} {value}" for name, value in changes.items())
+    Console(highlight=False).print(answer_table([("WHAT IF", f"{strategy} with {said}: {found.sentence()}")]))
+
+
 def validate(*, json: bool, calibration: Path) -> None:
     """Print how far forecasts miss: of published steps of GPUs, and of steps that are run here."""
     from shardlab.lab.validated_here import (

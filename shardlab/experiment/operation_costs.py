@@ -13,7 +13,7 @@ from shardlab.planner.machine import RankCosts
 
 def seconds_of(costs: RankCosts, func: Any, args: tuple[Any, ...], result: Any) -> float:
     """Seconds of an operation alone, by its overload, its arguments and its result."""
-    return costs.floors[_phase()] + _work(costs, func, args, result)
+    return costs.floors[phase_of_autograd()] + _work(costs, func, args, result)
 
 
 def _work(costs: RankCosts, func: Any, args: tuple[Any, ...], result: Any) -> float:
@@ -38,7 +38,8 @@ def _form(name: str, args: tuple[Any, ...]) -> str:
     return "forward"
 
 
-def _phase() -> str:
+def phase_of_autograd() -> str:
+    """Forward, backward, or optimizer, where gradients are not recorded."""
     # Private: there is no public way to tell that a backward is under way in this thread.
     if torch._C._current_graph_task_id() != -1:
         return "backward"

@@ -45,7 +45,7 @@ def test_a_search_names_the_fastest_and_why_others_fall_out(config):
 def test_a_workload_gets_times_and_peaks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(CliRunner().invoke(app, ["template"]).output)
-    lines = {name: COSTS.products["forward"] for name in ("forward", "input", "weight")}
+    lines = dict.fromkeys(("forward", "input", "weight"), COSTS.products["forward"])
     costs = COSTS.__class__(**{**vars(COSTS), "products": lines})
     Machine("here", {}, 2, {"2": costs, "single": costs}).write(tmp_path / "machine.json")
     words = ("--workload", "train.py:workload", "--ranks", "2", "--strategies", "single,fsdp", "--calibration")
