@@ -26,8 +26,8 @@ ROOMS = {
     "testing": 365, "trace": 1164, "units": 204, "vocabulary": 84, "widgets": 1323,
 }  # fmt: skip
 # Guards, 612 lines of them, stand in engines. What compare and plan answer took 180 more in experiment, 90 in plots and
-# 30 in widgets, the bar below a cell 60 in launch and 15 in lab;
-# one more in engines tells whether full_params() has changed anything.
+# 30 in widgets, the bar below a cell 60 in launch and 15 in lab; one
+# more in engines tells whether full_params() has changed anything.
 WHOLE = 25_977
 
 NO_CODE = {

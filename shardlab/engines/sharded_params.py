@@ -197,7 +197,7 @@ class Shards:
 
     def keep(self) -> None:
         """Copy into the shard what was written into the full parameters, or put there by ``.data =``."""
-        kept = self._tensors.cut({name: param.data for name, param in self.params.items()})
+        kept = self._tensors.cut({name: param.data for name, param in self.params.items()}).to(self._stepped)
         self.version += not torch.equal(kept, self._stepped)  # where nothing was, a graph may still use what it saved
         self._stepped.copy_(kept)
 
