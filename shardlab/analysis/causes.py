@@ -37,9 +37,8 @@ import pandas as pd
 
 from shardlab.analysis import slow_messages, slow_work
 from shardlab.analysis.critical_path import NoHostWaitsError
-from shardlab.analysis.judged_steps import Found, Recorded
+from shardlab.analysis.judged_steps import Found, Recorded, watched
 from shardlab.analysis.rows import one_run
-from shardlab.analysis.timed import timed_steps
 from shardlab.tables import COLLECTIVES, SPANS, STEPS
 from shardlab.vocabulary import SpanKind
 
@@ -115,8 +114,8 @@ def _missing(spans: pd.DataFrame, steps: pd.DataFrame) -> str:
         return "when steps began is missing"
     if spans.empty:
         return "table spans is missing: what ranks computed is not known"
-    if (count := timed_steps(steps)["step"].nunique()) < FEWEST_STEPS:
-        return f"{count} timed steps are too few, {FEWEST_STEPS} are needed: the rest is missing"
+    if (count := watched(steps)["step"].nunique()) < FEWEST_STEPS:
+        return f"{FEWEST_STEPS - count} more watched steps are missing, beside the first and the traced one"
     return ""
 
 

@@ -18,6 +18,7 @@ from shardlab.partition.ring_cost import Link, ring_wire_bytes
 from shardlab.vocabulary import FLAG, Collective, SpanKind
 
 APART = 8.0  # by how much the largest message must exceed the smallest
+MOST = 12  # steps that are judged
 EMULATED = " as "  # in the name of a transport, before the link
 Steps = list[RecordedStep]
 
@@ -43,7 +44,7 @@ class Recorded:
     """The steps of one run that are judged."""
 
     def __init__(self, collectives: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame, axes: Any) -> None:
-        self.timed = timed_steps(steps)
+        self.timed = _spread(watched(steps))
         self.collectives, self.spans = (in_steps(table, self.timed) for table in (collectives, spans))
         self.axes = axes
         self.steps = recorded_steps(self.collectives, self.spans, self.timed, axes)
@@ -87,6 +88,18 @@ class Recorded:
     def latency_us(self) -> Callable[[Message], float] | None:
         """Of a message; None where it cannot be told from the time of its bytes."""
         return _latency_of(self.collectives, self.axes)
+
+
+def watched(steps: pd.DataFrame) -> pd.DataFrame:
+    """The steps whose times count and whose messages and spans are known."""
+    return timed_steps(steps).dropna(subset="wire_bytes")
+
+
+def _spread(timed: pd.DataFrame) -> pd.DataFrame:
+    """At most ``MOST`` of the steps, from the first to the last: a long run is judged as fast as a short one."""
+    steps = np.unique(timed["step"])
+    chosen = steps[np.linspace(0, len(steps) - 1, min(MOST, len(steps))).astype(int)]
+    return timed[timed["step"].isin(chosen)]
 
 
 def _us(steps: Steps) -> NDArray[np.float64]:

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from shardlab.analysis.critical_path import NoHostWaitsError
-from shardlab.analysis.intervals import Intervals, intersect, total
+from shardlab.analysis.intervals import Intervals, covered_until
 from shardlab.analysis.matching import matched_collectives
 from shardlab.analysis.rows import numbers, on_streams
 from shardlab.vocabulary import Collective, Phase, SpanKind
@@ -119,9 +119,14 @@ class RecordedStep:
 
     def without(self, removed: Removed) -> "RecordedStep":
         """Without the work that lies in some intervals of each rank."""
+        gone: dict[tuple[int, Work], float] = {}
+        for rank, times in removed.items():
+            work = [item for item in self.programs[rank] if isinstance(item, Work)]
+            moments = np.array([(item.start_us, item.end_us) for item in work])
+            gone |= zip(((rank, item) for item in work), np.diff(covered_until(times, moments)).ravel(), strict=True)
 
         def left(rank: int, work: Work) -> float:
-            return max(0.0, work.us - total(intersect([(work.start_us, work.end_us)], removed.get(rank, NOTHING))))
+            return max(0.0, work.us - gone.get((rank, work), 0.0))
 
         return self.with_work(left)
 

@@ -6,7 +6,7 @@ from statistics import median
 
 import numpy as np
 
-from shardlab.analysis.intervals import Intervals, intersect, merge, subtract, total
+from shardlab.analysis.intervals import Intervals, covered_until, merge, subtract, total
 from shardlab.analysis.judged_steps import Found, Recorded, Steps
 from shardlab.analysis.matching import SAME, matched_collectives
 from shardlab.analysis.overlap import COMPUTE_KINDS
@@ -108,15 +108,16 @@ def _work_us(items: tuple[Item, ...]) -> float:
 
 def _contention(record: Recorded) -> Iterator[Found]:
     """What units that are alike take longer beside messages."""
-    spans = record.spans[record.spans["unit"] != WHOLE_MODEL]
+    spans = record.spans[(record.spans["unit"] != WHOLE_MODEL) & record.spans["kind"].isin(map(str, COMPUTE_KINDS))]
     moving = {rank: own[["start_us", "end_us"]].to_numpy() for rank, own in by_rank(record.collectives).items()}
     kinds: dict[tuple[str, str], list[tuple[int, Intervals, float, float]]] = {}
     for rank, of_rank in by_rank(spans).items():
-        for (_, unit, kind), own in of_rank.groupby(["step", "unit", "kind"], sort=False):
-            times = own[["start_us", "end_us"]].to_numpy()
-            if kind in COMPUTE_KINDS and (us := total(times)):
-                share = total(intersect(times, moving.get(rank, NOTHING))) / us
-                kinds.setdefault((re.sub(r"\d+", "*", str(unit)), str(kind)), []).append((rank, times, us, share))
+        times = of_rank[["start_us", "end_us"]].to_numpy(dtype=np.float64)
+        beside = np.diff(covered_until(moving.get(rank, NOTHING), times)).ravel()
+        for (_, unit, kind), rows in of_rank.groupby(["step", "unit", "kind"], sort=False).indices.items():
+            if us := float(np.diff(times[rows]).sum()):
+                share = float(beside[rows].sum()) / us
+                kinds.setdefault((re.sub(r"\d+", "*", str(unit)), str(kind)), []).append((rank, times[rows], us, share))
     slower: dict[int, list[Intervals]] = {}
     for alike in kinds.values():
         beside = [us for _, _, us, share in alike if share >= BESIDE]

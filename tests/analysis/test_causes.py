@@ -64,7 +64,7 @@ def test_what_is_missing_is_said():
     for tables, words in (
         ((moved, worked, steps.assign(start_us=NAN)), "when steps began"),
         ((moved, worked[:0], steps), "spans"),
-        ((moved, worked, steps[steps["step"] < 2]), "too few"),
+        ((moved, worked, steps[steps["step"] < 2]), "more watched steps are missing"),
         ((moved.assign(wait_start_us=NAN, wait_end_us=NAN), worked, steps), "when the host waited"),
         ((moved.assign(transport="nccl"), worked, steps), "stream"),
         (together, "a replay that reproduces"),
