@@ -25,20 +25,21 @@ gather                                                                          
 ========================================  ==========================================  ===============================
 
 Latency is that of the emulated link, where the record names one; else of a line through the transfers by size, which
-needs small messages beside large ones, such as the reported loss. Retries of the allocator are in no table.
+needs small messages beside large ones, such as the reported loss. Where no host is seen to wait (on a GPU streams do,
+and traces of a profiler do not say it) nothing can be replayed: see ``step_shares``. Retries of the allocator are in no
+table.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from shardlab.analysis import slow_messages, slow_work
-from shardlab.analysis.critical_path import NoHostWaitsError
-from shardlab.analysis.judged_steps import Found, Recorded, watched
+from shardlab.analysis import slow_messages, slow_work, step_shares
+from shardlab.analysis.judged_steps import Cause, Found, Recorded, watched
+from shardlab.analysis.recorded_step import no_host_waits
 from shardlab.analysis.rows import one_run
+from shardlab.analysis.timed import timed_steps
 from shardlab.tables import COLLECTIVES, SPANS, STEPS
 from shardlab.vocabulary import SpanKind
 
@@ -46,30 +47,6 @@ REPRODUCED = 0.05  # how far the replay of a step as it was may be from its time
 SEEN = 0.01  # of a step: what gains less is not listed
 FEWEST_STEPS = 3
 BALANCED, UNKNOWN = "balanced", "cannot be said"
-
-
-@dataclass(frozen=True)
-class Cause:
-    """One reason for the time of a step.
-
-    Attributes:
-        name: of the table above; 'balanced', or 'cannot be said'.
-        us: how much of a step it takes, in microseconds.
-        share: of the step.
-        evidence: numbers of the record that show it; what is missing, where nothing can be said.
-        change: one thing to do about it.
-        gain_us: what that takes off a step, by replay.
-        settings: the change as options of ``CompareConfig``, where it is one; of ``prefetch`` how much more, of
-            ``bandwidth`` and ``latency`` a factor of the link's, of ``wrap`` 'root' or the unit to cut.
-    """
-
-    name: str
-    us: float
-    share: float
-    evidence: str
-    change: str
-    gain_us: float
-    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def causes(
@@ -96,27 +73,22 @@ def causes(
         schema.check(table)
     names = one_run(steps, run)[["run", "source"]].drop_duplicates()
     collectives, spans, steps = (table.merge(names) for table in (collectives, spans, steps))
-    if missing := _missing(spans, steps):
-        return [_unknown(missing)]
-    try:
-        record = Recorded(collectives, spans, steps, axes)
-    except NoHostWaitsError:
-        return [_unknown("when the host waited for its messages is missing (on a GPU a stream waits)")]
+    if spans.empty:
+        return [_unknown("table spans is missing: what ranks computed is not known")]
+    if (count := timed_steps(steps)["step"].nunique()) < FEWEST_STEPS:
+        return [_unknown(f"{FEWEST_STEPS - count} more steps are missing, beside the first and the traced one")]
+    if no_host_waits(collectives):
+        return step_shares.found(collectives, spans, steps, axes)
+    if "start_us" not in steps or steps["start_us"].isna().any():
+        return [_unknown("when steps began is missing")]
+    if (count := watched(steps)["step"].nunique()) < FEWEST_STEPS:
+        return [_unknown(f"{FEWEST_STEPS - count} more watched steps are missing")]
+    record = Recorded(collectives, spans, steps, axes)
     measured = record.timed.groupby("step")["step_us"].median().to_numpy(dtype=np.float64)
     off = float(np.median(np.abs(record.base / measured - 1)))
     if not off <= REPRODUCED:
         return [_unknown(f"a replay that reproduces the step is missing: it is {100 * off:.3g} % off")]
     return _ranked(record, besides)
-
-
-def _missing(spans: pd.DataFrame, steps: pd.DataFrame) -> str:
-    if "start_us" not in steps or steps["start_us"].isna().any():
-        return "when steps began is missing"
-    if spans.empty:
-        return "table spans is missing: what ranks computed is not known"
-    if (count := watched(steps)["step"].nunique()) < FEWEST_STEPS:
-        return f"{FEWEST_STEPS - count} more watched steps are missing, beside the first and the traced one"
-    return ""
 
 
 def _unknown(missing: str) -> Cause:

@@ -24,6 +24,30 @@ Steps = list[RecordedStep]
 
 
 @dataclass(frozen=True)
+class Cause:
+    """One reason for the time of a step.
+
+    Attributes:
+        name: of the table in ``causes``; 'balanced', or 'cannot be said'.
+        us: how much of a step it takes, in microseconds.
+        share: of the step.
+        evidence: numbers of the record that show it; what is missing, where nothing can be said.
+        change: one thing to do about it.
+        gain_us: what that takes off a step, by replay.
+        settings: the change as options of ``CompareConfig``, where it is one; of ``prefetch`` how much more, of
+            ``bandwidth`` and ``latency`` a factor of the link's, of ``wrap`` 'root' or the unit to cut.
+    """
+
+    name: str
+    us: float
+    share: float
+    evidence: str
+    change: str
+    gain_us: float
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Found:
     """A cause before it is weighed: steps with the change made, without the cause at all, and as they were.
 
@@ -87,7 +111,8 @@ class Recorded:
     @cached_property
     def latency_us(self) -> Callable[[Message], float] | None:
         """Of a message; None where it cannot be told from the time of its bytes."""
-        return _latency_of(self.collectives, self.axes)
+        hop_us = hop_us_of(self.collectives, self.axes)
+        return None if hop_us is None else lambda one: hop_us * hops(one.op, one.group_size)
 
 
 def watched(steps: pd.DataFrame) -> pd.DataFrame:
@@ -106,12 +131,11 @@ def _us(steps: Steps) -> NDArray[np.float64]:
     return np.array([step.us for step in steps])
 
 
-def _latency_of(collectives: pd.DataFrame, axes: Mapping[str, int] | None) -> Callable[[Message], float] | None:
-    """That of the emulated link, where the record names one; else of a line through the transfers by size."""
+def hop_us_of(collectives: pd.DataFrame, axes: Mapping[str, int] | None) -> float | None:
+    """Latency: that of the emulated link, where the record names one; else of a line through the transfers by size."""
     transport = str(collectives["transport"].iloc[0])
     if EMULATED in transport:
-        hop_us = Link.parse(transport.split(EMULATED)[1]).latency_us
-        return lambda one: hop_us * _hops(one.op, one.group_size)
+        return Link.parse(transport.split(EMULATED)[1]).latency_us
     rows = matched_collectives(collectives, axes)
     rows = rows[rows["bytes"] > 0].assign(us=rows["end_us"] - rows["last_us"])
     rows = rows.groupby(["op", "bytes", "group_size"])["us"].median().reset_index()
@@ -120,12 +144,11 @@ def _latency_of(collectives: pd.DataFrame, axes: Mapping[str, int] | None) -> Ca
         return None
     columns = [rows[name].tolist() for name in ("op", "bytes", "group_size")]
     found = [(Collective(op), int(size), int(group)) for op, size, group in zip(*columns, strict=True)]
-    counts = [_hops(op, size) for op, _, size in found]
+    counts = [hops(op, size) for op, _, size in found]
     sent = [ring_wire_bytes(*one) / count for one, count in zip(found, counts, strict=True)]
-    line = fit_latency_bandwidth(sent, rows["us"] / counts)
-    return lambda one: line.latency_us * _hops(one.op, one.group_size)
+    return fit_latency_bandwidth(sent, rows["us"] / counts).latency_us
 
 
-def _hops(op: Collective, group_size: int) -> float:
+def hops(op: Collective, group_size: int) -> float:
     """How many latencies a collective takes on a ring."""
     return Link(1.0, 1.0).ring_time_us(op, 0, group_size)

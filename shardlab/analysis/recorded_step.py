@@ -166,7 +166,7 @@ def recorded_steps(
     """
     rows = collectives[collectives["phase"] != str(Phase.METRICS)]
     rows = rows[rows["step"].isin(steps["step"])].reset_index(drop=True)
-    if on_streams(rows).any() or (len(rows) and rows["wait_start_us"].isna().all()):
+    if no_host_waits(rows):
         raise NoHostWaitsError("collectives: the record has no waits of the host")
     names = matched_collectives(rows, axes) if len(rows) else rows.assign(group="", place=0)
     rows = rows.merge(names[["rank", "step", "seq", "group", "place"]], on=["rank", "step", "seq"], how="left")
@@ -174,6 +174,12 @@ def recorded_steps(
     return [
         _read(*(table[table["step"] == step] for table in (rows, backward, steps))) for step in steps["step"].unique()
     ]
+
+
+def no_host_waits(collectives: pd.DataFrame) -> bool:
+    """Whether a stream waited instead of the host, or the record has no waits."""
+    waits = collectives["wait_start_us"]
+    return bool(len(collectives)) and (bool(on_streams(collectives).any()) or bool(waits.isna().all()))
 
 
 def _read(rows: pd.DataFrame, backward: pd.DataFrame, steps: pd.DataFrame) -> RecordedStep:
