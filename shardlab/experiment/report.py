@@ -160,16 +160,16 @@ def _figures(comparison: Comparison) -> dict[str, go.Figure]:
 
 def _parts(records: Records) -> pd.DataFrame:
     """Where the steps whose times count went; run by run, since each has a mesh of its own."""
-    split, timed = [], timed_steps(records.steps)
+    split = []
     for run, manifest in records.manifests.items():
         if run == REFERENCE and len(records.manifests) > 1:
             continue  # trains on the rows of all ranks
         collectives, spans, steps = (
-            table[table["run"] == run] for table in (records.collectives, records.spans, timed)
+            table[table["run"] == run] for table in (records.collectives, records.spans, records.steps)
         )
-        watched = steps.dropna(subset="wire_bytes")
+        watched = timed_steps(steps).dropna(subset="wire_bytes")
         if len(watched):
-            split.append(step_split(*in_timed_steps(collectives, spans, watched), watched, manifest.get("mesh")))
+            split.append(step_split(*in_timed_steps(collectives, spans, steps), watched, manifest.get("mesh")))
     return pd.concat(split, ignore_index=True)
 
 

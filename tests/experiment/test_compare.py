@@ -11,8 +11,10 @@ import pandas as pd
 import pytest
 import torch
 
+from shardlab.analysis.timed import timed_steps
 from shardlab.experiment import CompareConfig, Workload, claim, compare, load_comparison, prepare, write_report
 from shardlab.experiment.comparison import _disagreement
+from shardlab.experiment.report import _parts as step_parts_of
 from shardlab.experiment.report import peak_table
 from shardlab.experiment.run import RankReport
 from shardlab.experiment.run_verdicts import agreement_verdict, busy_verdict, unseen_verdict, verdict, verdicts
@@ -169,6 +171,13 @@ def test_the_report_is_one_self_contained_page(comparison):
     for words in (*headings, *STRATEGIES, f"{config.ranks} ranks"):
         assert words in page, words
     assert not re.search(r"<(script|link|img|iframe)[^>]*\b(src|href)=", page)  # nothing is fetched
+
+
+def test_each_step_of_the_figure_is_split_as_it_was(comparison):
+    _, result, _ = comparison
+    parts = step_parts_of(result.records)
+    assert set(parts["step"]) == set(timed_steps(result.records.steps)["step"])
+    assert (parts["compute_us"] > 0).all()
 
 
 def test_a_directory_that_holds_something_is_refused(tmp_path):
