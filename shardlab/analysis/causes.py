@@ -36,17 +36,15 @@ import numpy as np
 import pandas as pd
 
 from shardlab.analysis import slow_messages, slow_work, step_shares
-from shardlab.analysis.judged_steps import Cause, Found, Recorded, watched
+from shardlab.analysis.judged_steps import BALANCED, UNKNOWN, Cause, Found, Recorded, watched
 from shardlab.analysis.recorded_step import no_host_waits
 from shardlab.analysis.rows import one_run
-from shardlab.analysis.timed import timed_steps
 from shardlab.tables import COLLECTIVES, SPANS, STEPS
 from shardlab.vocabulary import SpanKind
 
 REPRODUCED = 0.05  # how far the replay of a step as it was may be from its time
 SEEN = 0.01  # of a step: what gains less is not listed
 FEWEST_STEPS = 3
-BALANCED, UNKNOWN = "balanced", "cannot be said"
 
 
 def causes(
@@ -75,14 +73,12 @@ def causes(
     collectives, spans, steps = (table.merge(names) for table in (collectives, spans, steps))
     if spans.empty:
         return [_unknown("table spans is missing: what ranks computed is not known")]
-    if (count := timed_steps(steps)["step"].nunique()) < FEWEST_STEPS:
-        return [_unknown(f"{FEWEST_STEPS - count} more steps are missing, beside the first and the traced one")]
     if no_host_waits(collectives):
         return step_shares.found(collectives, spans, steps, axes)
     if "start_us" not in steps or steps["start_us"].isna().any():
         return [_unknown("when steps began is missing")]
     if (count := watched(steps)["step"].nunique()) < FEWEST_STEPS:
-        return [_unknown(f"{FEWEST_STEPS - count} more watched steps are missing")]
+        return [_unknown(f"{FEWEST_STEPS - count} more steps are missing, beside the first and the traced one")]
     record = Recorded(collectives, spans, steps, axes)
     measured = record.timed.groupby("step")["step_us"].median().to_numpy(dtype=np.float64)
     off = float(np.median(np.abs(record.base / measured - 1)))

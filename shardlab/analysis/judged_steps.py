@@ -20,6 +20,7 @@ from shardlab.vocabulary import FLAG, Collective, SpanKind
 APART = 8.0  # by how much the largest message must exceed the smallest
 MOST = 12  # steps that are judged
 EMULATED = " as "  # in the name of a transport, before the link
+BALANCED, UNKNOWN = "balanced", "cannot be said"
 Steps = list[RecordedStep]
 
 

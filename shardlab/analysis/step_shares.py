@@ -6,6 +6,7 @@ change could gain.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ import pandas as pd
 
 from shardlab.analysis.attribution import waits
 from shardlab.analysis.intervals import total
-from shardlab.analysis.judged_steps import Cause, hop_us_of, hops
-from shardlab.analysis.overlap import step_split
+from shardlab.analysis.judged_steps import BALANCED, UNKNOWN, Cause, hop_us_of, hops
+from shardlab.analysis.overlap import overlap, step_split
 from shardlab.analysis.rows import KEYS
 from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.vocabulary import Collective, Phase, SpanKind
@@ -31,11 +32,15 @@ def found(
         ValueError: see ``step_split``.
     """
     timed = timed_steps(steps)
-    sent, worked = in_timed_steps(collectives, spans, timed)
+    sent, worked = in_timed_steps(collectives, spans, steps)
     sent = sent[sent["phase"] != str(Phase.METRICS)]
-    split = step_split(sent, worked, timed, axes)
+    met = sent.empty or sent["group_size"].max() <= timed["rank"].nunique()  # else the last rank is not known
+    split = step_split(sent, worked, timed, axes) if met else _of_some_ranks(sent, worked, timed)
     parts = {name: float(split[name].median()) for name in split.columns if name.endswith("_us")}
     us = parts["step_us"]
+    if isnan(parts["moving_us"]):
+        missing = "which messages were exposed is missing: the stream that computes was not seen to wait for them"
+        return [Cause(UNKNOWN, 0.0, 0.0, missing, "", 0.0)]
 
     def of_kind(kind: SpanKind) -> float:
         rows = worked[worked["kind"] == str(kind)].groupby(KEYS)
@@ -43,7 +48,8 @@ def found(
         return float(lengths.reindex(pd.MultiIndex.from_frame(timed[KEYS]), fill_value=0.0).median())
 
     said = [
-        *_moving(sent, axes, parts["moving_us"]), *_late(sent, axes, parts["waiting_us"]),
+        *_moving(sent, hop_us_of(collectives, axes) if len(sent) and met else None, parts["moving_us"]),
+        *_late(sent, axes, split.groupby("rank")["waiting_us"].median() if met else None),
         *_idle(parts["other_us"], of_kind),
     ]  # fmt: skip
     causes = [Cause(name, taken, taken / us, text, change, gain) for name, taken, text, change, gain in said]
@@ -52,19 +58,25 @@ def found(
     return sorted(causes, key=lambda cause: -cause.us) or [_balanced(parts["compute_us"], us)]
 
 
+def _of_some_ranks(sent: pd.DataFrame, worked: pd.DataFrame, timed: pd.DataFrame) -> pd.DataFrame:
+    """The parts where other ranks are not recorded: waiting for them counts as moving."""
+    split = timed.merge(overlap(sent, worked)[[*KEYS, "compute_us", "exposed_us"]], on=KEYS, how="left")
+    other = split["step_us"] - split["compute_us"] - split["exposed_us"]
+    return split.assign(moving_us=split["exposed_us"], waiting_us=0.0, other_us=other)
+
+
 Share = tuple[str, float, str, str, float]
 """Name, microseconds of a step, evidence, change, and the most that it gains."""
 
 
-def _moving(sent: pd.DataFrame, axes: Any, moving_us: float) -> Iterator[Share]:
-    """Messages that nothing hides: how many of their microseconds are latency."""
+def _moving(sent: pd.DataFrame, hop_us: float | None, moving_us: float) -> Iterator[Share]:
+    """Messages that nothing hides: whether most of their time is latency."""
     if sent.empty:
         return
     per_step = sent.groupby(KEYS).size().median()
     said = f"{moving_us / 1e3:.3g} ms of a step are messages with no compute beside them, {per_step:.0f} are sent"
-    hop_us = hop_us_of(sent, axes)
     if hop_us is None:
-        share, said = 0.0, f"{said}, latency not told apart: all of one size"
+        share, said = 0.0, f"{said}, latency and waiting not told apart"
     else:
         pairs = zip(sent["op"], sent["group_size"], strict=True)
         latency = [hop_us * hops(Collective(op), int(size)) for op, size in pairs]
@@ -77,18 +89,19 @@ def _moving(sent: pd.DataFrame, axes: Any, moving_us: float) -> Iterator[Share]:
         yield "bandwidth", moving_us, said, change, moving_us * (1 - share) / 2
 
 
-def _late(sent: pd.DataFrame, axes: Any, waiting_us: float) -> Iterator[Share]:
-    """A rank that is last in most meetings."""
-    met = waits(sent, axes).drop_duplicates(["step", "axis", "group", "seq"]) if waiting_us else sent[:0]
-    if met.empty:
+def _late(sent: pd.DataFrame, axes: Any, waiting_us: "pd.Series[float] | None") -> Iterator[Share]:
+    """A rank that is last in most meetings, for which the others wait."""
+    if waiting_us is None or sent.empty:
         return
+    met = waits(sent, axes).drop_duplicates(["step", "axis", "group", "seq"])
     shares = met["last_rank"].value_counts(normalize=True)
-    if shares.iloc[0] > SAME_RANK:
-        rank = shares.index[0]
-        said = f"rank {rank} is last in {100 * shares.iloc[0]:.0f} % of {len(met)} meetings, and {waiting_us / 1e3:.3g}"
+    if len(met) and shares.iloc[0] > SAME_RANK:
+        rank = int(shares.index[0])
+        lost_us = float(waiting_us.drop(rank).median())
+        said = f"rank {rank} is last in {100 * shares.iloc[0]:.0f} % of {len(met)} meetings, and {lost_us / 1e3:.3g}"
         yield (
-            "straggler", waiting_us, f"{said} ms of a step are spent waiting",
-            f"giving rank {rank} as much to do as the others, at most,", waiting_us,
+            "straggler", lost_us, f"{said} ms of a step the others wait",
+            f"giving rank {rank} as much to do as the others, at most,", lost_us,
         )  # fmt: skip
 
 
@@ -111,4 +124,4 @@ def _idle(other_us: float, of_kind: Callable[[SpanKind], float]) -> Iterator[Sha
 
 def _balanced(compute_us: float, us: float) -> Cause:
     said = f"{100 * compute_us / us:.0f} % of a step is compute, and no other part is a tenth of it"
-    return Cause("balanced", compute_us, compute_us / us, said, "a faster device or fewer operations", 0.0)
+    return Cause(BALANCED, compute_us, compute_us / us, said, "a faster device or fewer operations", 0.0)
