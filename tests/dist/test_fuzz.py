@@ -11,7 +11,7 @@ from tests.fuzzing.engines import OURS
 from tests.fuzzing.features import ON
 
 from tests.fuzzing.replay import (  # isort: skip
-    Backward, BlockSpec, Clip, EngineSpec, Evaluate, Forward, FullParams, ModuleSpec, Scenario, Step,
+    Backward, BlockSpec, Clip, EngineSpec, Evaluate, Forward, FullParams, ModuleSpec, NamedOut, Scenario, Step,
 )  # fmt: skip
 from tests.fuzzing.run import close_meshes, run_scenario
 from tests.fuzzing.scenarios import scenarios
@@ -59,6 +59,10 @@ FOUND = {
     ),
     "nobody has changed anything in full_params(keep_changes=True) between forward and backward": (
         EngineSpec("zero3", guards=False), (Forward(), FullParams(keep=True), Backward()), "equal",
+    ),
+    "parameters stay gathered for the loss that waits, though what is read ends the plain backward before it": (
+        EngineSpec("fsdp", (("sharding", "shard_grad_op"),), (("data", 4),)),
+        (Forward(), Backward("plain"), Forward(), NamedOut(), Backward()), "equal",
     ),
 }  # fmt: skip
 

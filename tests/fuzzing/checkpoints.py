@@ -26,7 +26,7 @@ class Save(Operation, peers=False):
 
     def after(self, world: World) -> None:
         if world.unfinished:
-            world.settle(keeps=False)
+            world.settle()
 
 
 class Load(Operation, peers=False, drops=True):

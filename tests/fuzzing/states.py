@@ -116,7 +116,7 @@ class OptimizerOut(Operation, peers=False):
 
     def after(self, world: World) -> None:
         if world.unfinished:
-            world.settle(keeps=False)
+            world.settle()
 
 
 class OptimizerIn(Operation, peers=False):
@@ -147,7 +147,7 @@ class NamedOut(Operation, peers=False):
 
     def after(self, world: World) -> None:
         if world.unfinished:
-            world.settle(keeps=False)
+            world.settle()
 
 
 class NamedIn(Operation, peers=False):

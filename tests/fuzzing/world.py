@@ -232,10 +232,10 @@ class World:
             return values
         return {name: own_part(self.ours.engine, name, value) for name, value in values.items()}
 
-    def settle(self, *, keeps: bool = True) -> None:
+    def settle(self) -> None:
         """Gradients are means, and nothing is gathered but what a loss that waits may keep."""
         self.gradients, self.unfinished = "means", False
-        self.gathered = keeps and bool(self.plain.losses) and self.ours.spec.keeps_gathered
+        self.gathered = bool(self.plain.losses) and self.ours.spec.keeps_gathered
 
     def recover(self) -> None:
         """What a user does who has caught an error and goes on with the next batch."""
