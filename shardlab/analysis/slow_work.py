@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from statistics import median
+from typing import cast
 
 import numpy as np
 
@@ -113,10 +114,11 @@ def _contention(record: Recorded) -> Iterator[Found]:
     kinds: dict[tuple[str, str], list[tuple[int, Intervals, float, float]]] = {}
     for rank, of_rank in by_rank(spans).items():
         times = of_rank[["start_us", "end_us"]].to_numpy(dtype=np.float64)
-        beside = np.diff(covered_until(moving.get(rank, NOTHING), times)).ravel()
-        for (_, unit, kind), rows in of_rank.groupby(["step", "unit", "kind"], sort=False).indices.items():
+        hidden = np.diff(covered_until(moving.get(rank, NOTHING), times)).ravel()
+        for key, rows in of_rank.groupby(["step", "unit", "kind"], sort=False).indices.items():
+            _, unit, kind = cast(tuple[int, str, str], key)
             if us := float(np.diff(times[rows]).sum()):
-                share = float(beside[rows].sum()) / us
+                share = float(hidden[rows].sum()) / us
                 kinds.setdefault((re.sub(r"\d+", "*", str(unit)), str(kind)), []).append((rank, times[rows], us, share))
     slower: dict[int, list[Intervals]] = {}
     for alike in kinds.values():

@@ -2,7 +2,7 @@
 
 import json as json_text
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +13,8 @@ from shardlab.cli.console import answer_table, count, names_in, progress_bar, ta
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from shardlab.planner.step_model import Job
 
 CALIBRATION = Path("machine.json")
 SHOWN = 12  # ways of a search
@@ -84,7 +86,7 @@ def _tell_search(found: Sequence[Any], *, json: bool) -> None:
 def _tell_forecast(
     sizes: Mapping[str, Any], ranks: int, on: Mapping[str, Any], options: Mapping[str, Any], *, json: bool
 ) -> None:
-    from shardlab.planner.forecast import forecast_of
+    from shardlab.planner.forecast import RESERVED, forecast_of
     from shardlab.planner.step_model import Job
 
     tensor, micro_batch = options["tensor"], options["micro_batch"] or 1
@@ -105,13 +107,15 @@ def _tell_forecast(
         typer.echo(json_text.dumps({**asdict(found), "arguments": asdict(job)}, indent=2))
         return
     console = Console(highlight=False)
-    room = job.card.memory_bytes
+    room, (least, most) = job.card.memory_bytes, RESERVED
+    fits = "it does not fit" if least * found.peak_bytes > room else "it may not fit"
+    fits = "it fits" if most * found.peak_bytes < room else fits
     console.print(answer_table([
         ("TIME", f"{found.seconds:.3g} s a step, {job.tokens_per_step / found.seconds:,.0f} tokens a second, "
                  f"{job.mfu(found.seconds):.0%} of the peak (MFU)"),
-        ("MEMORY", f"{found.peak_bytes / 1e9:.3g} GB at the peak of {room / 1e9:.3g} GB"
-                   f"{'' if found.peak_bytes < room else ': it does not fit'}"),
-        ("MISSES BY", f"3 % in the median and 12 % at most {VALIDATED}; more where nothing was measured"),
+        ("MEMORY", f"{found.peak_bytes / 1e9:.3g} GB in tensors at the peak; allocators were seen to reserve {least:g} "
+                   f"to {most:g} times that. Of {room / 1e9:.3g} GB: {fits}"),
+        ("MISSES BY", _misses(job)),
         ("NOT IN IT", " ".join(found.not_modelled)),
     ]))  # fmt: skip
     import pandas as pd
@@ -124,26 +128,46 @@ def _tell_forecast(
     console.print(table_of(table, "What a step is spent on", 2, right=["s"]))
 
 
+def _misses(job: "Job") -> str:
+    """How far forecasts miss published steps, and the one that is nearest."""
+    from shardlab.planner.validation import nearest
+
+    said = f"3 % in the median and 12 % at most {VALIDATED}"
+    found = nearest(job)
+    if found is None:
+        return f"nobody knows here: no published step of {job.strategy} on {job.card.name} is in data; {said}"
+    name, error = found
+    return f"{said}; the nearest, {name}, is missed by {error:+.0%}"
+
+
 def with_times(
     rows: "pd.DataFrame", workload: str, ranks: int, options: Mapping[str, Any], calibration: Path
-) -> "pd.DataFrame":
-    """The rows of a plan with the time of a step on the machine of the calibration, and the bytes at its peak."""
+) -> tuple["pd.DataFrame", str]:
+    """The rows of a plan with times of a calibrated machine and bytes at the peak, and how to take them."""
     from shardlab.experiment import CompareConfig
     from shardlab.experiment.forecast import forecast_step
     from shardlab.experiment.named_workload import workload_at
+    from shardlab.lab.calibrate import differs_here
     from shardlab.planner.machine import Machine
 
-    machine, found = Machine.load(calibration), []
+    machine, found = Machine.load(calibration), {}
     with progress_bar(len(rows)) as advance:
         for strategy in rows["strategy"]:
             config = CompareConfig(
                 workload=workload_at(workload), ranks=ranks, strategies=(strategy,), steps=1, device="cpu", **options
             )
-            found.append(forecast_step(config, strategy, machine))
+            found[strategy] = forecast_step(config, strategy, machine)
             advance(strategy)
+    first = min(found, key=lambda name: found[name].seconds)
+    note = f" Times are those of {machine.name}: {machine.misses(first, ranks, found[first].seconds)}."
+    if other := differs_here(machine):
+        note += f" It was calibrated {other}: times of this machine may be others."
+    if outside := [name for name, one in found.items() if one.is_outside]:
+        note += f" Outside of what was calibrated, with larger operations or messages: {', '.join(outside)}."
     return rows.assign(
-        step_ms=[round(1e3 * one.seconds, 1) for one in found], peak_bytes=[one.peak_bytes for one in found]
-    )
+        step_ms=[round(1e3 * one.seconds, 1) for one in found.values()],
+        peak_bytes=[one.peak_bytes for one in found.values()],
+    ), note
 
 
 def calibrate(
@@ -221,6 +245,8 @@ def validate(*, json: bool, calibration: Path) -> None:
     total = sum(len(list(configurations(int(key)))) for key in machine.ranks if key != "single")
     with progress_bar(total) as advance:
         here = table_of_here(list(validate_here(machine, on_progress=advance)))
+    columns = here[["strategy", "ranks", "predicted", "measured"]]
+    replace(machine, validated=tuple(columns.itertuples(index=False, name=None))).write(calibration)
     both = {"published": summary(published), "here": summary_of(here)}
     if json:
         found = {name: table.to_dict("index") for name, table in both.items()}

@@ -99,7 +99,8 @@ def plan(
         chosen |= ({"wrap": wrap} if wrap else {}) | ({"bucket_mib": bucket_mib} if bucket_mib != BUCKET_MIB else {})
         found = _of_workload(workload, ranks, names_in(strategies), chosen, on)
         if calibration is not None:
-            found = found._replace(rows=forecast.with_times(found.rows, workload, ranks, chosen, calibration))
+            rows, said = forecast.with_times(found.rows, workload, ranks, chosen, calibration)
+            found = found._replace(rows=rows, note=found.note + said)
     else:
         of_workload = {
             "strategies": strategies, "tp": tp != 1, "sharding": sharding != "full_shard", "wrap": wrap,

@@ -1,6 +1,7 @@
 """How long a step takes on this machine, from its calibration: the engine's own step on a clock that is told."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -9,7 +10,7 @@ from shardlab.comm.foretold import Costs, ToldClock, Wire
 from shardlab.comm.transports.gloo import SEGMENT_BYTES
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.dry_run import dry_run
-from shardlab.experiment.operation_costs import seconds_of
+from shardlab.experiment.operation_costs import MESSAGE, priced
 from shardlab.partition.ring_cost import Link
 from shardlab.planner.machine import Machine
 from shardlab.trace.store import Records
@@ -24,11 +25,13 @@ class StepForecast:
         seconds: of a step.
         peak_bytes: the most that the rank's tensors and the transports hold.
         records: the tables, with source 'predicted'.
+        is_outside: whether an operation or a message is larger than all that were measured.
     """
 
     seconds: float
     peak_bytes: int
     records: Records
+    is_outside: bool
 
 
 def forecast_step(config: CompareConfig, strategy: str, machine: Machine, rank: int = 0) -> StepForecast:
@@ -46,7 +49,15 @@ def forecast_step(config: CompareConfig, strategy: str, machine: Machine, rank: 
     costs = machine.costs(config.ranks, single=strategy == "single")
     link = None if config.link is None else Link.parse(config.link)
 
+    largest, outside = costs.largest, set[bool]()
+
+    def of_operation(func: Any, args: tuple[Any, ...], result: Any) -> float:
+        kind, size, seconds = priced(costs, func, args, result)
+        outside.add(size > largest[kind])
+        return seconds
+
     def of_message(event: CollectiveEvent) -> Costs:
+        outside.add(event.num_bytes > largest[MESSAGE])
         moves = costs.message(str(event.op), event.num_bytes)
         on_link = 0.0 if link is None else link.ring_time_us(event.op, event.num_bytes, event.group_size) / 1e6
         return Costs(moves, on_link)
@@ -63,10 +74,9 @@ def forecast_step(config: CompareConfig, strategy: str, machine: Machine, rank: 
         scratch_bytes=scratch,
     )
     host = costs.host.get(strategy, 0.0) * config.accumulation * steered_by(config, strategy)
-    records = dry_run(
-        config, strategy, ToldClock(wire), lambda func, args, result: seconds_of(costs, func, args, result), rank, host
-    )
-    return StepForecast(seconds_in(records.steps), int(records.steps["peak_bytes"].max()), records)
+    records = dry_run(config, strategy, ToldClock(wire), of_operation, rank, host)
+    peak_bytes = int(records.steps["peak_bytes"].max())
+    return StepForecast(seconds_in(records.steps), peak_bytes, records, True in outside)
 
 
 def seconds_in(steps: pd.DataFrame) -> float:

@@ -10,25 +10,29 @@ from torch.utils.flop_counter import flop_registry
 
 from shardlab.planner.machine import RankCosts
 
-
-def seconds_of(costs: RankCosts, func: Any, args: tuple[Any, ...], result: Any) -> float:
-    """Seconds of an operation alone, by its overload, its arguments and its result."""
-    return costs.floors[phase_of_autograd()] + _work(costs, func, args, result)
+PRODUCT, OTHER, MESSAGE = range(3)  # places in ``RankCosts.largest``
 
 
-def _work(costs: RankCosts, func: Any, args: tuple[Any, ...], result: Any) -> float:
+def priced(costs: RankCosts, func: Any, args: tuple[Any, ...], result: Any) -> tuple[int, float, float]:
+    """Of an operation, by its overload, its arguments and its result: what kind it is, its size, and seconds alone."""
+    kind, size, work = _work(costs, func, args, result)
+    return kind, size, costs.floors[phase_of_autograd()] + work
+
+
+def _work(costs: RankCosts, func: Any, args: tuple[Any, ...], result: Any) -> tuple[int, float, float]:
     packet = func.overloadpacket
     if "scaled_dot_product" in (name := packet.__name__):
         backward = "backward" in name
         query, key = [tensor for tensor in args if isinstance(tensor, Tensor)][backward : backward + 2]
         flops = 4.0 * query.numel() * key.size(-2) * (2.5 if backward else 1.0)
-        return costs.product("attention_backward" if backward else "attention", flops)
+        return PRODUCT, flops, costs.product("attention_backward" if backward else "attention", flops)
     if packet in flop_registry:
         flops = float(flop_registry[packet](*args, out_val=result))
-        return costs.product(_form(packet.__name__, args), max(1.0, flops))
+        return PRODUCT, flops, costs.product(_form(packet.__name__, args), max(1.0, flops))
     sizes = {id(tensor): tensor.nbytes for tensor in (*tensors_in(args), *tensors_in(result))}
     # An operation in place reads and writes what it has.
-    return costs.operation(packet.__name__, sum(sizes.values()))
+    num_bytes = float(sum(sizes.values()))
+    return OTHER, num_bytes, costs.operation(packet.__name__, num_bytes)
 
 
 def _form(name: str, args: tuple[Any, ...]) -> str:

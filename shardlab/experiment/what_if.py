@@ -21,7 +21,7 @@ from shardlab.comm.foretold import Costs, ToldClock, Wire
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.dry_run import dry_run
 from shardlab.experiment.forecast import seconds_in
-from shardlab.experiment.operation_costs import phase_of_autograd, seconds_of
+from shardlab.experiment.operation_costs import phase_of_autograd, priced
 from shardlab.partition.ring_cost import Link, ring_wire_bytes
 from shardlab.planner.machine import Line, RankCosts
 from shardlab.trace.store import Records
@@ -134,7 +134,7 @@ class RecordedClock:
             return Costs(self._moves(event), on_link)
 
         def of_operation(func: Any, args: tuple[Any, ...], result: Any) -> float:
-            return self._scales[phase_of_autograd()] * seconds_of(USUAL, func, args, result)
+            return self._scales[phase_of_autograd()] * priced(USUAL, func, args, result)[-1]
 
         return dry_run(config, strategy, ToldClock(Wire(of_message)), of_operation, host_seconds=self._rest)
 

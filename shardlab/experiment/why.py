@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from shardlab.analysis.causes import BALANCED, UNKNOWN, Cause, causes
+from shardlab.analysis.causes import causes
+from shardlab.analysis.judged_steps import BALANCED, UNKNOWN, Cause
 from shardlab.analysis.timed import timed_steps
 from shardlab.plots.text import format_percent, format_us, listing
 from shardlab.trace.store import Records
@@ -34,9 +35,9 @@ def reasons(records: Records) -> dict[str, Reasons]:
     """Of each run: its causes, or that they cannot be said."""
     found = {}
     for run, own in records.steps.groupby("run", sort=False):
-        tables = (table[table["run"] == run] for table in (records.collectives, records.spans))
+        collectives, spans = (table[table["run"] == run] for table in (records.collectives, records.spans))
         try:
-            said = causes(*tables, own, axes=records.manifests[str(run)].get("mesh"))
+            said = causes(collectives, spans, own, axes=records.manifests[str(run)].get("mesh"))
         except ValueError as error:  # ranks or times are missing, or clocks do not agree
             said = [Cause(UNKNOWN, 0.0, 0.0, str(error), "", 0.0)]
         step_us = float(timed_steps(own).groupby("step")["step_us"].median().median())

@@ -26,6 +26,7 @@ from shardlab.planner.setup import STRATEGIES
 MESSAGE_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
 VERBS = ("all_reduce", "reduce_scatter", "all_gather")
 READINGS = 7
+VERSIONS = {"torch": torch.__version__, "shardlab": __version__}
 
 
 def calibrate(ranks: Sequence[int] = (2, 3, 4), on_progress: Callable[[str], None] = lambda _: None) -> Machine:
@@ -45,7 +46,18 @@ def calibrate(ranks: Sequence[int] = (2, 3, 4), on_progress: Callable[[str], Non
                 alone = pool.run(_measured_alone)[0]
                 assert alone is not None
                 found["single"] = alone
-    return Machine(platform.node(), {"torch": torch.__version__, "shardlab": __version__}, num_cores(), found)
+    return Machine(platform.node(), VERSIONS, num_cores(), found)
+
+
+def differs_here(machine: Machine) -> str:
+    """How the calibrated machine differs from this one: 'on node-7, with torch 2.11'; empty if it does not."""
+    said = (
+        []
+        if (machine.name, machine.cores) == (platform.node(), num_cores())
+        else [f"on {machine.name} with {machine.cores} cores"]
+    )
+    said += [f"with {name} {version}" for name, version in machine.versions.items() if VERSIONS.get(name) != version]
+    return ", ".join(said)
 
 
 def _tiny_model() -> nn.Module:

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlab.analysis.causes import BALANCED, Cause, causes
+from shardlab.analysis.causes import causes
+from shardlab.analysis.judged_steps import BALANCED, Cause
 from shardlab.analysis.slow_work import OFF_CPU
 from shardlab.analysis.timed import in_steps, timed_steps
 from shardlab.experiment.comparison import PRELOAD, compare

@@ -20,6 +20,9 @@ from shardlab.planner.formulas import Layer, activation_bytes, model_states
 from shardlab.planner.replay import FULLY_SHARDED
 from shardlab.planner.step_model import Factors, Job, num_params, step_parts
 
+# Reserved over allocated bytes, least and most: OpenTau PR #273 (batch 40); Megatron-LM issue #150 (fsdp2 on 16 GPUs).
+# In between lie 1.26 to 1.36 (llama-cookbook PR #41, torchtitan PR #135 and #165).
+RESERVED = (1.01, 1.62)
 LOGIT_BYTES = 10
 FAR = 0.05  # a calibration pair that is missed by more is named
 

@@ -72,6 +72,13 @@ class RankCosts:
         # Below the smallest that was measured, seconds fall with the size: the floor is added by phase.
         return line.at(flops) * min(1.0, flops / line.sizes[0])
 
+    @property
+    def largest(self) -> tuple[float, float, float]:
+        """Of what was measured: FLOPs of a product, bytes of another operation, bytes of a message."""
+        tables = self.products, self.operations, self.messages
+        flops, num_bytes, sent = (max((line.sizes[-1] for line in table.values()), default=0.0) for table in tables)
+        return flops, num_bytes, sent
+
     def operation(self, name: str, num_bytes: float) -> float:
         """Seconds of any other operation."""
         return (self.operations.get(name) or self.operations["add"]).at(num_bytes)
@@ -90,12 +97,14 @@ class Machine:
         versions: of what it was measured with.
         cores: that ranks may use.
         ranks: what a rank takes, by how many are at work; 'single' for one with the threads of all.
+        validated: steps that were forecast and then run here: strategy, ranks, predicted and measured seconds.
     """
 
     name: str
     versions: Mapping[str, str]
     cores: int
     ranks: Mapping[str, RankCosts]
+    validated: Sequence[tuple[str, int, float, float]] = ()
 
     def write(self, path: Path) -> None:
         """Write it as JSON, which reads as text."""
@@ -113,11 +122,28 @@ class Machine:
             if found.pop("format") != FORMAT:
                 raise ValueError("it is of another version of shardlab")
             ranks = {key: RankCosts.read(costs) for key, costs in found.pop("ranks").items()}
-            return cls(ranks=ranks, **found)
+            validated = tuple(tuple(row) for row in found.pop("validated"))
+            return cls(ranks=ranks, validated=validated, **found)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"calibration: {path} cannot be read ({error!r}); make one by: shardlab calibrate"
             ) from None
+
+    def misses(self, strategy: str, ranks: int, seconds: float) -> str:
+        """How far forecasts missed, and the validated step that is nearest to one, in a sentence."""
+        if not self.validated:
+            return "how far forecasts miss here was not measured: shardlab plan --validate"
+        errors = {row: row[2] / row[3] - 1 for row in self.validated}
+        sizes = sorted(map(abs, errors.values()))
+        middle, worst = sizes[len(sizes) // 2], sizes[-1]
+        said = f"{len(sizes)} steps here were missed by {middle:.0%} in the median, {worst:.0%} at most"
+        alike = [row for row in errors if row[:2] == (strategy, ranks)]
+        if not alike:
+            return f"{said}; none of {strategy} on {ranks} ranks"
+        nearest = min(alike, key=lambda row: abs(log(row[2] / seconds)))
+        return (
+            f"{said}; the nearest, {strategy} on {ranks} ranks in {1e3 * nearest[3]:.3g} ms, by {errors[nearest]:+.0%}"
+        )
 
     def costs(self, ranks: int, *, single: bool = False) -> RankCosts:
         """What a rank takes beside so many.

@@ -42,6 +42,31 @@ def _arguments(row: Mapping[Hashable, Any]) -> dict[str, Any]:
     return {**found, "compiled": "compiled" in given}
 
 
+def nearest(job: Job) -> tuple[str, float] | None:
+    """The published step that is most like a job, of its GPU and strategy, and by which share its forecast misses.
+
+    None where no such step is known. Alike are steps of as many parameters, tokens a rank and ranks.
+    """
+    rows = published_pairs()
+    found: list[tuple[float, str, float]] = []
+    for row in rows.to_dict("records"):
+        arguments, measured = row["pair"]
+        other = Job(**arguments)
+        if (other.card.name, other.strategy) == (job.card.name, job.strategy):
+            calibration = list(rows[rows["calibration"] & (rows["machine"] == row["machine"])]["pair"])
+            error = predict_step(**arguments, calibration=calibration).seconds / measured - 1
+            found.append((_apart(job, other), f"{row['name']} of {row['machine']}", error))
+    return min(found)[1:] if found else None
+
+
+def _apart(one: Job, other: Job) -> float:
+    pairs = (
+        (num_params(one.shape) * one.tensor, num_params(other.shape) * other.tensor), (one.data, other.data),
+        (one.shape.tokens * one.accumulation, other.shape.tokens * other.accumulation),
+    )  # fmt: skip
+    return sum(abs(float(np.log(left / right))) for left, right in pairs)
+
+
 def validate_published() -> pd.DataFrame:
     """Each published row with its forecast and the errors of it and of both toys, a share of the measured seconds.
 

@@ -26,7 +26,7 @@ def said(*words):
 
 def test_a_config_gets_time_and_memory_and_what_was_left_out(config):
     text = " ".join(said("--config", config, "--ranks", "64", "--recompute", "full").split())
-    for words in ("TIME", "tokens a second", "(MFU)", "GB at the peak of 85.9 GB", "MISSES BY", "NOT IN IT", "matrix"):
+    for words in ("TIME", "tokens a second", "(MFU)", "GB in tensors at the peak", "Of 85.9 GB: it fits", "the nearest, MPT 13B on", "MISSES BY", "NOT IN IT", "matrix"):
         assert words in text
     found = json.loads(said("--config", config, "--ranks", "64", "--recompute", "full", "--json"))
     assert sum(found["parts"].values()) == pytest.approx(found["seconds"])
@@ -51,6 +51,10 @@ def test_a_workload_gets_times_and_peaks(tmp_path, monkeypatch):
     words = ("--workload", "train.py:workload", "--ranks", "2", "--strategies", "single,fsdp", "--calibration")
     rows = json.loads(said(*words, "machine.json", "--json"))["strategies"]
     assert all(row["step_ms"] > 0 and row["peak_bytes"] > row["rest_bytes"] for row in rows)
+    text = " ".join(said(*words, "machine.json").split())
+    assert "Times are those of here: how far forecasts miss here was not measured" in text
+    assert "It was calibrated on here with 2 cores: times of this machine may be others." in text
+    assert "Outside of what was calibrated, with larger operations or messages: single, fsdp." in text
 
 
 def test_bad_input_is_refused(config):

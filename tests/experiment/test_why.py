@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pandas as pd
 
-from shardlab.analysis.causes import BALANCED, UNKNOWN, Cause
+from shardlab.analysis.judged_steps import BALANCED, UNKNOWN, Cause
 from shardlab.experiment.why import Reasons, reasons, reasons_table, why
 from shardlab.trace.store import Records
 from tests.analysis.made_steps import Loop

@@ -1,6 +1,7 @@
 """What a calibration says, and how it is kept."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -27,8 +28,22 @@ def test_small_products_cost_their_share_and_operations_without_a_name_what_an_a
     assert COSTS.message("broadcast", 100) == 1e-6
 
 
+def test_a_forecast_says_how_far_others_missed_here():
+    machine = Machine("here", {}, 2, {"2": COSTS})
+    assert machine.misses("fsdp", 2, 0.1).endswith("was not measured: shardlab plan --validate")
+    validated = (("fsdp", 2, 0.011, 0.010), ("fsdp", 2, 0.08, 0.10), ("ddp", 2, 0.095, 0.10))
+    known = replace(machine, validated=validated)
+    assert known.misses("fsdp", 2, 0.1) == (
+        "3 steps here were missed by 10% in the median, 20% at most; the nearest, fsdp on 2 ranks in 100 ms, by -20%"
+    )
+    assert known.misses("zero1", 2, 0.1).endswith("; none of zero1 on 2 ranks")
+
+
 def test_a_calibration_is_a_file_that_reads_as_text(tmp_path):
-    machine, path = Machine("here", {"torch": "2.13"}, 2, {"2": COSTS}), tmp_path / "machine.json"
+    machine, path = (
+        Machine("here", {"torch": "2.13"}, 2, {"2": COSTS}, (("ddp", 2, 0.1, 0.2),)),
+        tmp_path / "machine.json",
+    )
     machine.write(path)
     assert json.loads(path.read_text())["name"] == "here"
     assert Machine.load(path) == machine
