@@ -5,9 +5,10 @@ names, and trains again. So the forecast of its gain can be compared with the ga
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import nan
+from statistics import median
 from time import sleep, thread_time
 from typing import Any
 
@@ -35,6 +36,7 @@ EVEN, UNEVEN = "blocks.0,blocks.1,blocks.2.*,blocks.3", "blocks.*"
 SLOW_RANK = 1  # which sleeps
 FAST = "10Gbps,50us"
 HEALTHY = "healthy"
+NEAR = 0.2  # of the gain that was measured
 
 
 class Blocks(nn.Module):
@@ -156,6 +158,23 @@ class WhyRow:
     predicted_us: float
     measured_us: float
     change: str
+
+
+def num_cells(ranks: tuple[int, ...] = (2, 3)) -> int:
+    """How many there are."""
+    return len(ranks) * sum(len(one.engines) for one in INJECTED.values())
+
+
+def verdict(rows: Sequence[WhyRow]) -> str:
+    """In how many cells the cause was right, how often one was named without one, and how near the gains were."""
+    ill = [row for row in rows if row.injected != HEALTHY]
+    alarms = [row for row in rows if row.injected == HEALTHY and not row.is_right]
+    gains = [row.predicted_us / row.measured_us for row in ill if row.measured_us > 0]
+    near = sum(abs(ratio - 1) <= NEAR for ratio in gains)
+    said = f"right in {sum(row.is_right for row in rows)} of {len(rows)} cells"
+    said += f"; a cause named in {len(alarms)} of {len(rows) - len(ill)} healthy runs"
+    middle = f", {median(gains):.2f} of it in the median" if gains else ""
+    return f"{said}; the gain within {NEAR:.0%} of what the change then gained in {near} of {len(gains)}{middle}"
 
 
 def why_matrix(

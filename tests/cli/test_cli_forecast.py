@@ -26,7 +26,17 @@ def said(*words):
 
 def test_a_config_gets_time_and_memory_and_what_was_left_out(config):
     text = " ".join(said("--config", config, "--ranks", "64", "--recompute", "full").split())
-    for words in ("TIME", "tokens a second", "(MFU)", "GB in tensors at the peak", "Of 85.9 GB: it fits", "the nearest, MPT 13B on", "MISSES BY", "NOT IN IT", "matrix"):
+    for words in (
+        "TIME",
+        "tokens a second",
+        "(MFU)",
+        "GB in tensors at the peak",
+        "Of 85.9 GB: it fits",
+        "the nearest, MPT 13B on",
+        "MISSES BY",
+        "NOT IN IT",
+        "matrix",
+    ):
         assert words in text
     found = json.loads(said("--config", config, "--ranks", "64", "--recompute", "full", "--json"))
     assert sum(found["parts"].values()) == pytest.approx(found["seconds"])
