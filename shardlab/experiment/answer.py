@@ -17,8 +17,8 @@ from shardlab.experiment import run_verdicts
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.saved_runs import config_of
+from shardlab.experiment.step_reasons import Reasons, why
 from shardlab.experiment.summary import REFERENCE, not_finite
-from shardlab.experiment.why import Reasons, why
 from shardlab.plots.text import format_bytes, format_percent, listing
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Phase

@@ -32,8 +32,8 @@ from shardlab.experiment.directory import claim, new_directory, run_directory
 from shardlab.experiment.planned import against_plan, plans_or_why
 from shardlab.experiment.rank_checks import GRADIENTS, LOSS, first_that_differ, of_all_ranks
 from shardlab.experiment.run import Progress, RankReport, run_strategy
+from shardlab.experiment.step_reasons import Reasons, reasons
 from shardlab.experiment.summary import summarise
-from shardlab.experiment.why import Reasons, reasons
 from shardlab.experiment.workload import Workload
 from shardlab.installed import __version__
 from shardlab.launch import RankError, RankHang, RankPool, place

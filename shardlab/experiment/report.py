@@ -23,8 +23,8 @@ from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import write_page
 from shardlab.experiment.run_verdicts import transports_of, verdicts
 from shardlab.experiment.saved_runs import config_of
+from shardlab.experiment.step_reasons import reasons_table
 from shardlab.experiment.summary import PLANNED, REFERENCE, readable_summary, reference_of
-from shardlab.experiment.why import reasons_table
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Collective, Phase, Role, SpanKind
 

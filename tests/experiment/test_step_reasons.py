@@ -5,7 +5,7 @@ from dataclasses import replace
 import pandas as pd
 
 from shardlab.analysis.judged_steps import BALANCED, UNKNOWN, Cause
-from shardlab.experiment.why import Reasons, reasons, reasons_table, why
+from shardlab.experiment.step_reasons import Reasons, reasons, reasons_table, why
 from shardlab.trace.store import Records
 from tests.analysis.made_steps import Loop
 
