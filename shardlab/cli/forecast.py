@@ -14,6 +14,7 @@ from shardlab.cli.console import answer_table, count, names_in, progress_bar, ta
 if TYPE_CHECKING:
     import pandas as pd
 
+    from shardlab.experiment import CompareConfig
     from shardlab.planner.step_model import Job
 
 CALIBRATION = Path("machine.json")
@@ -140,23 +141,45 @@ def _misses(job: "Job") -> str:
     return f"{said}; the nearest, {name}, is missed by {error:+.0%}"
 
 
+def with_peaks(
+    rows: "pd.DataFrame", workload: str, ranks: int, options: Mapping[str, Any]
+) -> tuple["pd.DataFrame", str]:
+    """The rows of a plan with the bytes at the peak of a step, which runs without values, and what is not known."""
+    import pandas as pd
+
+    from shardlab.experiment.forecast import peak_of
+
+    found = {}
+    with progress_bar(len(rows)) as advance:
+        for strategy in rows["strategy"]:
+            found[strategy] = peak_of(_config(workload, ranks, strategy, options), strategy)
+            advance(strategy)
+    unknown = ", ".join(name for name, peak in found.items() if peak is None)
+    note = f" The peak of {unknown} is not known: a step needs values." if unknown else ""
+    return rows.assign(peak_bytes=pd.array(list(found.values()), "Int64")), note
+
+
+def _config(workload: str, ranks: int, strategy: str, options: Mapping[str, Any]) -> "CompareConfig":
+    from shardlab.experiment import CompareConfig
+    from shardlab.experiment.named_workload import workload_at
+
+    return CompareConfig(
+        workload=workload_at(workload), ranks=ranks, strategies=(strategy,), steps=1, device="cpu", **options
+    )
+
+
 def with_times(
-    rows: "pd.DataFrame", workload: str, ranks: int, options: Mapping[str, Any], calibration: Path
+    calibration: Path, rows: "pd.DataFrame", workload: str, ranks: int, options: Mapping[str, Any]
 ) -> tuple["pd.DataFrame", str]:
     """The rows of a plan with times of a calibrated machine and bytes at the peak, and how to take them."""
-    from shardlab.experiment import CompareConfig
     from shardlab.experiment.forecast import forecast_step
-    from shardlab.experiment.named_workload import workload_at
     from shardlab.lab.calibrate import differs_here
     from shardlab.planner.machine import Machine
 
     machine, found = Machine.load(calibration), {}
     with progress_bar(len(rows)) as advance:
         for strategy in rows["strategy"]:
-            config = CompareConfig(
-                workload=workload_at(workload), ranks=ranks, strategies=(strategy,), steps=1, device="cpu", **options
-            )
-            found[strategy] = forecast_step(config, strategy, machine)
+            found[strategy] = forecast_step(_config(workload, ranks, strategy, options), strategy, machine)
             advance(strategy)
     first = min(found, key=lambda name: found[name].seconds)
     note = f" Times are those of {machine.name}: {machine.misses(first, ranks, found[first].seconds)}."

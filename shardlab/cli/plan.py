@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from decimal import Decimal, InvalidOperation
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 FACTORS = {"K": 3, "M": 6, "B": 9, "T": 12}  # powers of ten
 BUCKET_MIB = DEFAULT_BUCKET_BYTES / 2**20
 A_NETWORK = "for example '8 per host, nvlink4, 400Gb/s per GPU'; what is usual for the card without it."
+HARDWARE = "h100"
 A_LINK = "24GB,32GB/s,10us; says what is left."
 PER_RANK = (
     "Per rank, the largest of all ranks; at rest, between two steps. Sent: bytes and messages of one step. Units are "
@@ -60,7 +62,7 @@ def plan(
     config: Annotated[
         Path | None, typer.Option(help="Instead: config.json of a transformer; says time and peak.")
     ] = None,
-    hardware: Annotated[str, typer.Option(help="Of --config: a GPU, for example h100 or a100-80gb.")] = "h100",
+    hardware: Annotated[str, typer.Option(help="Of --config: a GPU, for example h100 or a100-80gb.")] = HARDWARE,
     network: Annotated[str, typer.Option(help="Of --config: " + A_NETWORK)] = "",
     batch: Annotated[int, typer.Option(help="Of --config: sequences of a step; by default one a rank.")] = 0,
     seq_len: Annotated[int, typer.Option(help="Of --config: tokens of a sequence; by default the longest.")] = 0,
@@ -70,6 +72,9 @@ def plan(
     calibration: Annotated[
         Path | None, typer.Option(help="Of --workload, or with --validate: the file of shardlab calibrate.")
     ] = None,
+    peak: Annotated[
+        bool, typer.Option("--peak", help="Of --workload: the peak of a step, run without values.")
+    ] = False,
     validate: Annotated[bool, typer.Option("--validate", help="Say how far forecasts of time miss, here too.")] = False,
     gpu: Annotated[str, typer.Option(help="A card (h100, 4090), its memory (24GB), or with a link: " + A_LINK)] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the answer and the rows as JSON.")] = False,
@@ -77,6 +82,7 @@ def plan(
 ) -> None:
     """Predict bytes per rank, and what is sent, without running; nothing is trained and no rank starts."""
     if validate:
+        _refuse("--validate", {"params": params, "workload": workload, "config": config is not None, "gpu": gpu})
         return forecast.validate(json=json, calibration=calibration or forecast.CALIBRATION)
     if sum(map(bool, (params, workload, config))) != 1:
         raise ValueError(
@@ -86,6 +92,22 @@ def plan(
     ranks = ranks or (tp if tp > 1 else 0)
     if ranks < 1:
         raise ValueError(f"ranks: {ranks} was given; give 1 or more, for example --ranks 8")
+    of_workload = {
+        "sharding": sharding != "full_shard", "wrap": wrap, "bucket-mib": bucket_mib != BUCKET_MIB, "peak": peak,
+        "calibration": calibration is not None,
+    }  # fmt: skip
+    of_config = {
+        "hardware": hardware != HARDWARE, "network": network, "batch": batch, "seq-len": seq_len, "search": search,
+        "micro-batch": micro_batch != 1, "recompute": recompute != "0",
+    }  # fmt: skip
+    if params:
+        _refuse("--params", {"strategies": strategies, "tp": tp != 1, **of_workload, **of_config})
+    elif workload:
+        _refuse("--workload", of_config)
+    else:
+        _refuse("--config", {"gpu": gpu, "out": out is not None, "precision": precision, **of_workload})
+        if strategies and (search or len(names_in(strategies)) > 1):
+            raise ValueError("strategies: a forecast is of one; leave it out of --search, which tries all")
     if config is not None:
         layers: int | str = int(recompute) if recompute.isdigit() else recompute
         options = {
@@ -98,21 +120,19 @@ def plan(
         chosen: dict[str, Any] = {"sharding": sharding, "precision": precision or "full", "tp": tp}
         chosen |= ({"wrap": wrap} if wrap else {}) | ({"bucket_mib": bucket_mib} if bucket_mib != BUCKET_MIB else {})
         found = _of_workload(workload, ranks, names_in(strategies), chosen, on)
-        if calibration is not None:
-            rows, said = forecast.with_times(found.rows, workload, ranks, chosen, calibration)
+        if peak or calibration is not None:
+            further = forecast.with_peaks if calibration is None else partial(forecast.with_times, calibration)
+            rows, said = further(found.rows, workload, ranks, chosen)
             found = found._replace(rows=rows, note=found.note + said)
     else:
-        of_workload = {
-            "strategies": strategies, "tp": tp != 1, "sharding": sharding != "full_shard", "wrap": wrap,
-            "bucket_mib": bucket_mib != BUCKET_MIB,
-        }  # fmt: skip
-        if given := [name for name, is_given in of_workload.items() if is_given]:
-            raise ValueError(
-                f"{', '.join(given)}: only for --workload; with --params leave "
-                f"{'it' if len(given) == 1 else 'them'} out"
-            )
         found = _of_params(params, ranks, precision or "mixed", on)
     return _tell(found, ranks, on, gpu, json=json, out=out)
+
+
+def _refuse(source: str, others: dict[str, Any]) -> None:
+    """Raise where options are given that a plan of this kind does not use."""
+    if given := [name for name, is_given in others.items() if is_given]:
+        raise ValueError(f"{', '.join(given)}: not of {source}; leave {'it' if len(given) == 1 else 'them'} out")
 
 
 def _of_params(params: str, ranks: int, precision: str, gpu: Gpu | None) -> Found:

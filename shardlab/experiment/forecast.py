@@ -79,6 +79,19 @@ def forecast_step(config: CompareConfig, strategy: str, machine: Machine, rank: 
     return StepForecast(seconds_in(records.steps), peak_bytes, records, True in outside)
 
 
+def peak_of(config: CompareConfig, strategy: str, rank: int = 0) -> int | None:
+    """The most bytes that a rank's tensors take in a step, without a calibration; None where a step needs values.
+
+    What is in flight is taken to arrive at once.
+    """
+    clock = ToldClock(Wire(lambda _: Costs(0.0)))
+    try:
+        records = dry_run(config, strategy, clock, lambda *_: 0.0, rank)
+    except RuntimeError:
+        return None
+    return int(records.steps["peak_bytes"].max())
+
+
 def seconds_in(steps: pd.DataFrame) -> float:
     """Median seconds of the steps that count."""
     timed = steps[~steps["traced_memory"].fillna(False).astype(bool) & (steps["step"] > steps["step"].min())]

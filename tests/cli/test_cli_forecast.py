@@ -67,12 +67,27 @@ def test_a_workload_gets_times_and_peaks(tmp_path, monkeypatch):
     assert "Outside of what was calibrated, with larger operations or messages: single, fsdp." in text
 
 
+def test_a_peak_needs_no_calibration(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(CliRunner().invoke(app, ["template"]).output)
+    words = ("--workload", "train.py:workload", "--ranks", "2", "--strategies", "ddp,fsdp", "--peak", "--json")
+    ddp, fsdp = json.loads(said(*words))["strategies"]
+    assert ddp["peak_bytes"] > fsdp["peak_bytes"] > fsdp["rest_bytes"]
+
+
 def test_bad_input_is_refused(config):
     for words, message in (
         (["--config", config, "--params", "7B"], "params, workload, config: give one of them"),
         (["--config", config, "--ranks", "64", "--hardware", "abacus"], "hardware: 'abacus' is not one of a100-40gb"),
         (["--config", config, "--ranks", "6", "--tp", "4"], "tp: 4 is given; it must divide 6 ranks"),
         (["--config", config, "--ranks", "64", "--batch", "65"], "batch: 65 sequences is given; 64 data ranks"),
+        (
+            ["--config", config, "--ranks", "64", "--gpu", "24GB", "--peak"],
+            "gpu, peak: not of --config; leave them out",
+        ),
+        (["--config", config, "--ranks", "64", "--strategies", "fsdp,ddp"], "strategies: a forecast is of one"),
+        (["--workload", "train.py:workload", "--ranks", "2", "--batch", "4"], "batch: not of --workload; leave it out"),
+        (["--validate", "--params", "7B"], "params: not of --validate; leave it out"),
         (["--validate", "--calibration", "nowhere.json"], "calibration: nowhere.json cannot be read"),
     ):
         done = CliRunner().invoke(app, ["plan", *words])
