@@ -2,8 +2,10 @@
 
 A cause is a share of the step that one change takes away. The recorded steps are replayed with the change made
 (``recorded_step``): each gain is the median over several steps, and counts where three steps in four gain at least a
-tenth of their time, so that noise of single steps names nothing. Causes are ranked by the time that would go if the
-cause were absent. Those among the messages explain the same time, so of them the one whose change gains most is first.
+tenth of their time, so that noise of single steps names nothing; of messages at least the share that ranks are off the
+CPU. Causes are ranked by the time that would go if the cause were absent. Those among the messages explain the same
+time, so of them the one whose change gains most is first; a faster link only where no other order or size of messages
+gains three quarters of that.
 
 ========================================  ==========================================  ===============================
 cause                                     seen in                                     the change that is replayed
@@ -31,6 +33,7 @@ table.
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -45,6 +48,7 @@ from shardlab.vocabulary import SpanKind
 REPRODUCED = 0.05  # how far the replay of a step as it was may be from its time
 SEEN = 0.01  # of a step: what gains less is not listed
 FEWEST_STEPS = 3
+FOR_MONEY = 0.75  # of its gain by which a faster link is ranked: what an option brings is had for nothing
 
 
 def causes(
@@ -93,15 +97,25 @@ def _unknown(missing: str) -> Cause:
 
 def _ranked(record: Recorded, besides: Collection[str]) -> list[Cause]:
     work = [_weighed(record, one) for one in slow_work.found(record) if one.name not in besides]
-    messages = [_weighed(record, one) for one in slow_messages.found(record) if one.name not in besides]
+    # Where ranks are off the CPU a message waits for a rank without a core, too, and no other message would help.
+    messages = [
+        _weighed(record, replace(one, least=max(one.least, record.away)))
+        for one in slow_messages.found(record) if one.name not in besides
+    ]  # fmt: skip
     # Causes among the messages are views of the same time: of them the change that gains most comes first.
     most = max((cause.us for cause, counts in messages if counts), default=0.0)
     keys = [(cause.us, cause, counts) for cause, counts in work] + [(most, *one) for one in messages]
-    keys.sort(key=lambda key: (-key[2], -key[0], -key[1].gain_us))
+    keys.sort(
+        key=lambda key: (-key[2], -key[0], -key[1].gain_us * (FOR_MONEY if "bandwidth" in key[1].settings else 1))
+    )
     found = [cause for _, cause, counts in keys if counts]
     rest = [cause for _, cause, counts in keys if not counts and cause.gain_us > SEEN * record.us]
     rest.sort(key=lambda cause: -cause.gain_us)
     return [*(found or [_balanced(record, rest)]), *rest]
+
+
+def _ranked_gain(cause: Cause) -> float:
+    return cause.gain_us * (FOR_MONEY if "bandwidth" in cause.settings else 1)
 
 
 def _weighed(record: Recorded, one: Found) -> tuple[Cause, bool]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from shardlab.analysis.bandwidth import fit_latency_bandwidth
 from shardlab.analysis.intervals import merge, total
 from shardlab.analysis.matching import matched_collectives
-from shardlab.analysis.recorded_step import Message, RecordedStep, Removed, by_rank, recorded_steps
+from shardlab.analysis.recorded_step import NOTHING, Message, RecordedStep, Removed, by_rank, recorded_steps
 from shardlab.analysis.timed import in_steps, timed_steps
 from shardlab.partition.ring_cost import Link, ring_wire_bytes
 from shardlab.vocabulary import FLAG, Collective, SpanKind
@@ -103,6 +103,13 @@ class Recorded:
     def us_of(self, removed: Removed) -> float:
         """How much of a step some intervals are, a rank and step."""
         return sum(map(total, removed.values())) / len(self.timed)
+
+    @cached_property
+    def away(self) -> float:
+        """Which share of a step a rank is off the CPU, the median over the ranks."""
+        away = self.of_kind(SpanKind.OFF_CPU)
+        us = [total(away.get(rank, NOTHING)) for rank in self.steps[0].programs]
+        return float(np.median(us)) / len(self.steps) / self.us
 
     @cached_property
     def messages(self) -> list[Message]:

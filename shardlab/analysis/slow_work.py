@@ -18,6 +18,7 @@ from shardlab.vocabulary import WHOLE_MODEL, SpanKind
 OFF_CPU, OPTIMIZER = "off the CPU", "optimizer step"
 SAME_RANK = 0.6  # of the meetings
 NOTICED = 0.01  # of a step: by how much the last rank of a meeting must be late
+BESIDE_MOST = 0.1  # of the latest meeting of its step: what is less is chance beside it
 BESIDE, APART = 0.5, 0.1  # shares of a span beside messages, from which and up to which it counts as slowed and not
 FEWEST_SPANS = 3
 
@@ -68,7 +69,8 @@ def _straggler(record: Recorded) -> Iterator[Found]:
     meetings = rows.groupby(SAME).agg(
         late_us=("start_us", lambda times: np.diff(np.sort(times)[-2:]).sum()), last=("last_rank", "first")
     )
-    meetings = meetings[meetings["late_us"] > NOTICED * record.us].reset_index()
+    most_us = meetings.groupby("step")["late_us"].transform("max")
+    meetings = meetings[meetings["late_us"] > np.maximum(NOTICED * record.us, BESIDE_MOST * most_us)].reset_index()
     if len(meetings) < len(record.steps):
         return
     rank = int(meetings["last"].mode()[0])

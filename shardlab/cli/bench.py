@@ -97,7 +97,7 @@ def _why(ranks: int, json: Path | None) -> None:
     table = pd.DataFrame(map(asdict, rows))
     if json is not None:
         json.write_text(json_text.dumps(table.to_dict("records"), indent=2) + "\n")
-    shown = table.assign(cell=table["named"].where(~table["is_right"], "right"))
+    shown = table.assign(cell=table["named"].where(table["has_effect"], "no effect").where(~table["is_right"], "right"))
     shown = shown.pivot(index="injected", columns="engine", values="cell").reindex(table["injected"].unique())
     console = Console(highlight=False)
     title = f"The cause that is named, {count(ranks, 'rank')}"

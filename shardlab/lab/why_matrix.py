@@ -31,6 +31,7 @@ from shardlab.vocabulary import SpanKind
 ENGINES = ("bucketed", "zero1", "zero2", "zero3", "fsdp")
 HIDDEN, STEPS = 256, 10
 ROWS, MANY_ROWS = 256, 1024  # of a rank: much compute only where it has to hide messages
+EFFECT = 0.1  # of a step: what makes it no longer by that is no cause
 BUSY = 0.1  # share of a step off the CPU from which other processes have had the cores
 EVEN, UNEVEN = "blocks.0,blocks.1,blocks.2.*,blocks.3", "blocks.*"
 SLOW_RANK = 1  # which sleeps
@@ -40,16 +41,17 @@ NEAR = 0.2  # of the gain that was measured
 
 
 class Blocks(nn.Module):
-    """Eight equal blocks, of which five are in a block of their own: a unit of five, unless each is one.
+    """Equal blocks, of which all but three are in a block of their own: a unit of many, unless each is one.
 
     Args:
         recomputes: whether backward computes them again.
+        together: how many are in that block.
     """
 
-    def __init__(self, recomputes: bool = False) -> None:
+    def __init__(self, recomputes: bool = False, together: int = 5) -> None:
         super().__init__()
-        five = nn.Sequential(*(_block() for _ in range(5)))
-        self.blocks = nn.ModuleList([_block(), _block(), five, _block()])
+        many = nn.Sequential(*(_block() for _ in range(together)))
+        self.blocks = nn.ModuleList([_block(), _block(), many, _block()])
         self.head = nn.Linear(HIDDEN, 1)
         self.recomputes = recomputes
 
@@ -107,6 +109,7 @@ class Injected:
         workload: fields of ``Workload`` that are wrong.
         engines: where it can be put in.
         rows: of a rank.
+        keeps: which of the options and fields stay where it is taken out.
     """
 
     cause: str
@@ -114,6 +117,14 @@ class Injected:
     workload: Mapping[str, Any] = field(default_factory=dict)
     engines: tuple[str, ...] = ENGINES
     rows: int = ROWS
+    keeps: tuple[str, ...] = ()
+
+    def taken_out(self) -> "Injected":
+        """The same without what is wrong."""
+        kept = (
+            {key: value for key, value in one.items() if key in self.keeps} for one in (self.options, self.workload)
+        )
+        return replace(self, options=next(kept), workload=next(kept))
 
 
 INJECTED: Mapping[str, Injected] = {
@@ -125,13 +136,24 @@ INJECTED: Mapping[str, Injected] = {
     "low bandwidth": Injected("bandwidth", {"link": "150Mbps,50us"}),
     "high latency": Injected("latency of many small messages", {"link": "10Gbps,15ms"}),
     "small buckets": Injected(
-        "latency of many small messages", {"link": "10Gbps,3ms", "bucket_mib": 0.06}, engines=ENGINES[:-1]
+        "latency of many small messages",
+        {"link": "10Gbps,3ms", "bucket_mib": 0.06},
+        engines=ENGINES[:-1],
+        keeps=("link",),
     ),
     "prefetch 0": Injected(
-        "late gather (prefetch too short)", {"link": "600Mbps,50us", "prefetch": 0}, engines=("fsdp",), rows=MANY_ROWS
+        "late gather (prefetch too short)",
+        {"link": "600Mbps,50us", "prefetch": 0},
+        engines=("fsdp",),
+        rows=MANY_ROWS,
+        keeps=("link",),
     ),
     "uneven units": Injected(
-        "uneven units", {"link": "600Mbps,50us", "wrap": UNEVEN}, engines=("fsdp",), rows=MANY_ROWS
+        "uneven units",
+        {"link": "1Gbps,50us", "wrap": UNEVEN},
+        {"model": lambda: Blocks(together=13)},
+        ("fsdp",),
+        MANY_ROWS,
     ),
 }
 
@@ -142,6 +164,7 @@ class WhyRow:
 
     Attributes:
         named: the primary cause; where ranks were off the CPU for ``BUSY`` or more, the primary one beside that.
+        has_effect: whether the step is a tenth longer with the cause in it; taken so where the cause is named.
         step_us: the time of a step with the cause in it.
         off_cpu: the share of it that a rank was off the CPU, because other processes had its core.
         predicted_us: by how much the named change would shorten it.
@@ -153,6 +176,7 @@ class WhyRow:
     injected: str
     named: str
     is_right: bool
+    has_effect: bool
     step_us: float
     off_cpu: float
     predicted_us: float
@@ -167,6 +191,8 @@ def num_cells(ranks: tuple[int, ...] = (2, 3)) -> int:
 
 def verdict(rows: Sequence[WhyRow]) -> str:
     """In how many cells the cause was right, how often one was named without one, and how near the gains were."""
+    without = sum(not row.has_effect for row in rows)
+    rows = [row for row in rows if row.has_effect]
     ill = [row for row in rows if row.injected != HEALTHY]
     alarms = [row for row in rows if row.injected == HEALTHY and not row.is_right]
     gains = [row.predicted_us / row.measured_us for row in ill if row.measured_us > 0]
@@ -174,6 +200,7 @@ def verdict(rows: Sequence[WhyRow]) -> str:
     said = f"right in {sum(row.is_right for row in rows)} of {len(rows)} cells"
     said += f"; a cause named in {len(alarms)} of {len(rows) - len(ill)} healthy runs"
     middle = f", {median(gains):.2f} of it in the median" if gains else ""
+    said += f"; in {without} others a step was no longer with it" if without else ""
     return f"{said}; the gain within {NEAR:.0%} of what the change then gained in {near} of {len(gains)}{middle}"
 
 
@@ -194,11 +221,15 @@ def _cell(pool: RankPool, engine: str, name: str) -> WhyRow:
     config = _config(engine, pool.world_size, wrong)
     found, step_us, away = _trained(pool, config)
     first, is_right, measured_us = found[0], found[0].name == wrong.cause, nan
+    has_effect = True
     if is_right and name != HEALTHY:
         _, less_us, _ = _trained(pool, _changed(config, wrong, first))
         measured_us = step_us - less_us
+    elif name != HEALTHY:
+        _, healthy_us, _ = _trained(pool, _config(engine, pool.world_size, wrong.taken_out()))
+        has_effect = step_us - healthy_us >= EFFECT * step_us
     return WhyRow(
-        engine, pool.world_size, name, first.name, is_right, step_us, away, first.gain_us, measured_us,
+        engine, pool.world_size, name, first.name, is_right, has_effect, step_us, away, first.gain_us, measured_us,
         first.change,
     )  # fmt: skip
 
@@ -214,7 +245,7 @@ def _changed(config: CompareConfig, wrong: Injected, cause: Cause) -> CompareCon
     """With the change that the cause names really made; one that is no option takes out what was put in."""
     options: dict[str, Any] = dict(cause.settings)
     if not options:
-        return _config(config.strategies[0], config.ranks, replace(wrong, workload={}))
+        return _config(config.strategies[0], config.ranks, wrong.taken_out())
     link = Link.parse(config.link or FAST)
     if factor := options.pop("bandwidth", None):
         options["link"] = str(replace(link, bandwidth_gbps=link.bandwidth_gbps * factor))
@@ -223,7 +254,7 @@ def _changed(config: CompareConfig, wrong: Injected, cause: Cause) -> CompareCon
     if "prefetch" in options:
         options["prefetch"] += config.prefetch
     if options.get("wrap", "root") != "root":
-        options["wrap"] = EVEN
+        options["wrap"] = EVEN  # each block is a unit
     return replace(config, **options)
 
 
