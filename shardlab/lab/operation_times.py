@@ -1,9 +1,10 @@
 """How long operations take on ranks that all work at once: products, attention, and what moves memory.
 
-What an operation reads was last used long ago, as in a training step, and so was the place of its result.
+Each is read twice: with data that was last used long ago, and, where each rank has a core, with data of a moment ago.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from math import sqrt
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # no public way to count operations
 
 from shardlab.comm.communicator import Communicator
+from shardlab.launch.pool import num_cores
 from shardlab.planner.machine import Line
 
 SHAPES = (  # rows, inner and columns of products
@@ -22,7 +24,8 @@ SHAPES = (  # rows, inner and columns of products
 ATTENTIONS = ((2, 4, 64, 32), (16, 4, 64, 32), (4, 4, 256, 32))  # sequences, heads, tokens, features
 BYTES = tuple(2**power for power in range(12, 26, 2))  # 4 KiB to 16 MiB
 RING_BYTES, MOST_IN_RING = 2**26, 64
-LEAST_SECONDS, TURNS = 0.02, 3  # of a reading: longer than the slices of time in which ranks share a core
+WARM = 2  # places that are used in turn where memory is warm
+LEAST_SECONDS, TURNS = 0.015, 3  # of a reading: longer than the slices of time in which ranks share a core
 Ring = list[tuple[Tensor, ...]]
 Made = tuple[Callable[..., object], Ring]
 
@@ -97,21 +100,29 @@ def _line(times: Sequence[tuple[float, float]]) -> Line:
 
 
 def timed(function: Callable[..., object], ring: Ring, meet: "Meet") -> float:
-    """Median seconds of a call on each of the ranks, all at once, until the last has ended."""
+    """Seconds of a call on each of the ranks, all at once, until the last has ended: between cold and warm memory.
+
+    A training step reads both: what the operation before it has just written, and weights and activations of long ago.
+    """
     kept: list[object] = [function(*given) for given in ring]  # results too lie where nobody has just been
     began = perf_counter()
     kept[0] = function(*ring[0])
     count = meet.largest(max(1, min(2000, int(LEAST_SECONDS / max(1e-7, perf_counter() - began)))))
-    times = []
-    for _ in range(TURNS):
-        meet.all()
-        began = perf_counter()
-        for number in range(count):
-            place = number % len(ring)
-            kept[place] = function(*ring[place])
-        meet.all()
-        times.append((perf_counter() - began) / count)
-    return median(times)
+    cold = median(_reading(function, ring, kept, count, meet) for _ in range(TURNS))
+    if len(ring) <= WARM or not meet.has_caches:
+        return cold
+    warm = median(_reading(function, ring[:WARM], kept, count, meet) for _ in range(TURNS))
+    return sqrt(cold * warm)
+
+
+def _reading(function: Callable[..., object], ring: Ring, kept: list[object], count: int, meet: "Meet") -> float:
+    meet.all()
+    began = perf_counter()
+    for number in range(count):
+        place = number % len(ring)
+        kept[place] = function(*ring[place])
+    meet.all()
+    return (perf_counter() - began) / count
 
 
 class Meet:
@@ -123,6 +134,8 @@ class Meet:
 
     def __init__(self, comm: Communicator | None) -> None:
         self._comm = comm
+        # Ranks that take turns on a core take each other's cache as well.
+        self.has_caches = comm is None or comm.num_ranks <= num_cores()
 
     def all(self) -> None:
         """Return when all have come."""
