@@ -62,6 +62,8 @@ def _latency(record: Recorded, latency: Latency, said: str) -> Found:
                            settings={"bucket_mib": mib})  # fmt: skip
     if _is_bucketed(record) or best.changed is half:
         return best
+    if not any(one.op == Collective.ALL_GATHER for one in record.messages):
+        return replace(best, change="buckets (--strategies bucketed)", settings={"strategies": ("bucketed",)})
     return replace(best, change="one unit (--wrap root), which holds all parameters at once", settings={"wrap": "root"})
 
 

@@ -110,3 +110,10 @@ def test_what_no_stream_was_seen_to_wait_for_is_missing():
     (only,) = causes(moved.assign(transport="nccl"), worked, steps)
     assert only.name == UNKNOWN
     assert "not seen to wait" in only.evidence
+
+
+def test_gradients_that_are_sent_each_for_itself_want_buckets():
+    moved, worked, steps = Loop(sizes=(25_000,) * 64, forward=30, backward=60, buckets=64, latency=300).tables()
+    alone = moved.assign(tag=moved["tag"].str.replace("bucket", "parameter"))
+    first = causes(alone, worked, steps)[0]
+    assert (first.name, first.change) == ("latency of many small messages", "buckets (--strategies bucketed)")
