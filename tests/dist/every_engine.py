@@ -107,14 +107,18 @@ def engine_of(
     model: nn.Module,
     optimizer: str = "",
     *,
+    mesh: Mesh | None = None,
     optimizer_fn: OptimizerFn | None = None,
     **more: object,
 ) -> Iterator[Engine]:
-    """The engine of ``key`` over the ranks of the pool it is called in; ``optimizer`` is one of ``cases``."""
+    """The engine of ``key`` over the ranks of the pool it is called in; ``optimizer`` is one of ``cases``.
+
+    On a mesh of its own if none is given: ranks that make one need as long as for ten steps of a small model.
+    """
     strategy, options = ALL[key]
     make = optimizer_fn or cases.OPTIMIZERS[optimizer]
     with (
-        Mesh(axes_of(key, num_ranks)) as mesh,
+        Mesh(axes_of(key, num_ranks)) if mesh is None else contextlib.nullcontext(mesh) as mesh,
         build_engine(strategy, model, make, mesh, **{**options, **more}) as engine,
     ):
         yield engine

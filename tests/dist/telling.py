@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardlab.comm.mesh import Mesh
 from shardlab.engines import Engine, OptimizerFn
 from shardlab.launch import current
 from tests.dist import cases
-from tests.dist.every_engine import KINDS, assert_states, engine_of, sgd
+from tests.dist.every_engine import KINDS, assert_states, axes_of, engine_of, sgd
 
 SAME = object()
 
@@ -225,14 +226,19 @@ Told = tuple[Any, dict[str, Tensor], int]
 
 
 def tell_ranks(rank: int, keys: Sequence[str], story: Story, directory: Path) -> list[Told]:
-    return [tell_rank(key, story, directory / key) for key in keys]
+    """One after another, where it can be on one mesh: what a refusal left there would be found by the next."""
+    num_ranks = 1 if "single" in keys else current().world_size
+    with contextlib.ExitStack() as stack:
+        meshes = {str(axes): axes for axes in (axes_of(key, num_ranks) for key in keys)}
+        made = {name: stack.enter_context(Mesh(axes)) for name, axes in meshes.items()}
+        return [tell_rank(key, made[str(axes_of(key, num_ranks))], story, directory / key) for key in keys]
 
 
-def tell_rank(key: str, story: Story, directory: Path) -> Told:
-    options = {name: value for name, value in story.options.items() if name != "wrap" or key.startswith("fsdp")}
+def tell_rank(key: str, mesh: Mesh, story: Story, directory: Path) -> Told:
     num_ranks = 1 if key == "single" else current().world_size
+    options = {name: value for name, value in story.options.items() if name != "wrap" or key.startswith("fsdp")}
     try:
-        with engine_of(key, num_ranks, story.build(), optimizer_fn=story.optimizer, **options) as engine:
+        with engine_of(key, num_ranks, story.build(), mesh=mesh, optimizer_fn=story.optimizer, **options) as engine:
             user = OnRanks(engine, story.refused, directory)
             user.kind = story.kind
             returned = story.tell(user)

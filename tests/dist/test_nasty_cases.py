@@ -4,11 +4,13 @@ One call of a pool trains all cases of a strategy, so that the matrix stays quic
 """
 
 import pytest
+import torch.distributed as dist
 
+from shardlab.comm.mesh import Mesh
 from shardlab.units import wrapped_modules
 from shardlab.units.structure import called_modules
 from tests.dist import nasty
-from tests.dist.every_engine import ALL, ENGINES, OTHER_CUTS, engine_of
+from tests.dist.every_engine import ALL, ENGINES, OTHER_CUTS, axes_of, engine_of
 
 KEYS = [key for key in (*ENGINES, *OTHER_CUTS) if key.count("-") < 2 and "-one" not in key]
 SHAPES = ("fewer rows than ranks", "parameters in containers", "no elements")  # where it matters how they are cut
@@ -21,21 +23,23 @@ def is_too_small(module, options):
 
 
 def train_all(rank, key, num_ranks, names):
-    states = {}
-    for place, name in enumerate(names):
-        case = nasty.CASES[name]
-        options = dict(ALL[key][1]) if key != "fsdp" or num_ranks == 3 else {"wrap": 50, "prefetch": 0}  # units by size
-        if key.startswith("fsdp") and is_too_small(case.build(), options):
-            options = {**options, "wrap": "root"}
-        try:
-            # Ranks that start different must end equal.
-            options["guards"] = bool(place % 2)
-            with engine_of(key, num_ranks, case.build(seed=rank), optimizer_fn=nasty.optimizer, **options) as engine:
-                states[name] = nasty.train(case, engine)
-        except Exception as error:
-            error.add_note(f"in the case {name!r}")
-            raise
-    return states
+    with Mesh(axes_of(key, num_ranks)) as mesh:
+        return {name: train(key, mesh, num_ranks, name, guards=bool(place % 2)) for place, name in enumerate(names)}
+
+
+def train(key, mesh, num_ranks, name, guards):
+    case = nasty.CASES[name]
+    options = dict(ALL[key][1]) if key != "fsdp" or num_ranks == 3 else {"wrap": 50, "prefetch": 0}  # units by size
+    if key.startswith("fsdp") and is_too_small(case.build(), options):
+        options = {**options, "wrap": "root"}
+    options |= {"guards": guards, "mesh": mesh, "optimizer_fn": nasty.optimizer}
+    model = case.build(seed=dist.get_rank())  # ranks that start different must end equal
+    try:
+        with engine_of(key, num_ranks, model, **options) as engine:
+            return nasty.train(case, engine)
+    except Exception as error:
+        error.add_note(f"in the case {name!r}")
+        raise
 
 
 def difference(state, expected):

@@ -15,7 +15,7 @@ import torch
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from tests.dist import cases
-from tests.dist.every_engine import ALL, ENGINES, OTHER_CUTS, assert_states, engine_of, options_of, own_batch
+from tests.dist.every_engine import ALL, ENGINES, OTHER_CUTS, assert_states, axes_of, engine_of, options_of, own_batch
 
 # At every world size; the same code with other options at 3 ranks, which divide little, or where there are groups at 4.
 MAIN = ("ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp", "fsdp-dim0")
@@ -58,17 +58,18 @@ LOOPS = (
 
 
 def train_all(rank, key, todo):
-    return [train(rank, key, *one) for one in todo]
+    with Mesh(axes_of(key, torch.distributed.get_world_size())) as mesh:
+        return [train(rank, key, mesh, *one) for one in todo]
 
 
-def train(rank, key, kind, loop, options):
+def train(rank, key, mesh, kind, loop, options):
     num_ranks = torch.distributed.get_world_size()
     result = cases.Result()
     model = cases.build(kind, seed=rank)  # ranks that start different must end equal
     is_ours = not key.startswith("torch_")
     for buffer in model.buffers() if is_ours else ():
         buffer.add_(rank)
-    with engine_of(key, num_ranks, model, loop.optimizer, **options_of(key, kind), **options) as engine:
+    with engine_of(key, num_ranks, model, loop.optimizer, mesh=mesh, **options_of(key, kind), **options) as engine:
         for step in range(STEPS):
             total = sum(micro_step(engine, kind, loop, step, number) for number in range(loop.micro_batches))
             if loop.clip is not None:

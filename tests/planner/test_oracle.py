@@ -3,7 +3,7 @@
 To put another engine or option under the oracle, add one line to CASES.
 """
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 
 import pytest
@@ -156,13 +156,16 @@ def observe(engine, case, kind, log, rank, num_ranks):
 
 def recorded(rank, todo, num_ranks):
     """What ``rank`` holds and issues in each case."""
-    found = []
-    for case, kind in todo:
-        log = Log(flags=True)
-        with Mesh(case.axes(num_ranks)) as mesh, case.engine(kind, mesh) as engine:
-            with mesh.observed_by(log):
-                found.append(observe(engine, case, kind, log, rank, num_ranks))
-            engine.zero_grad()
+    found, meshes = [], {}
+    with ExitStack() as stack:
+        for case, kind in todo:
+            log, size = Log(flags=True), case.shard_group_size
+            if size not in meshes:
+                meshes[size] = stack.enter_context(Mesh(case.axes(num_ranks)))
+            with case.engine(kind, meshes[size]) as engine:
+                with meshes[size].observed_by(log):
+                    found.append(observe(engine, case, kind, log, rank, num_ranks))
+                engine.zero_grad()
     return found
 
 
