@@ -47,8 +47,9 @@ def pools(_no_rank_is_left: None) -> Iterator[Pools]:
 
     def pool_of(world_size: int) -> RankPool:
         if world_size not in warm:
-            # torch._dynamo: any optimizer imports it, which costs a rank more than a second of a core.
-            warm[world_size] = RankPool(world_size, device="cpu", timeout_s=30.0, preload=["torch._dynamo", "pandas"])
+            # What each rank would import: with any optimizer, with a table, with the file of a test.
+            preload = ["torch._dynamo", "pandas", "pytest"]
+            warm[world_size] = RankPool(world_size, device="cpu", timeout_s=30.0, preload=preload)
         return warm[world_size]
 
     yield pool_of

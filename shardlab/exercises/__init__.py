@@ -21,14 +21,22 @@ a ``VirtualClock`` are scored too. ``shardlab exercises --grade FOLDER --with FI
 file as well.
 """
 
-from shardlab.exercises.exercise import (  # isort: skip
-    Case, Exercise, Measured, Message, Traffic, VirtualClock, call, call_in_place, call_without_ranks,
-)  # fmt: skip
-from shardlab.exercises.in_a_cell import Prediction, check, find, hint, predict, task
-from shardlab.exercises.judge import Report, Verdict
-from shardlab.exercises.ladder import LADDER
+from typing import TYPE_CHECKING
+
+from shardlab.installed import imported_when_used
+
+if TYPE_CHECKING:
+    from shardlab.exercises.exercise import (  # isort: skip
+        Case, Exercise, Measured, Message, Traffic, VirtualClock, call, call_in_place, call_without_ranks,
+    )  # fmt: skip
+    from shardlab.exercises.in_a_cell import Prediction, check, find, hint, predict, task
+    from shardlab.exercises.judge import Report, Verdict
+    from shardlab.exercises.ladder import LADDER
 
 __all__ = [
     "LADDER", "Case", "Exercise", "Measured", "Message", "Prediction", "Report", "Traffic", "Verdict", "VirtualClock",
     "call", "call_in_place", "call_without_ranks", "check", "find", "hint", "predict", "task",
 ]  # fmt: skip
+
+# A rank that runs an exercise needs no plots: importing them took it as long as a case, on each rank of each check.
+__getattr__ = imported_when_used(__name__, __file__)
