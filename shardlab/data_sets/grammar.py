@@ -28,6 +28,8 @@ import torch
 
 from shardlab.installed import data_path
 
+_Table = tuple[list[float], list[tuple[bytes, int, "_Table"]]]
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -61,17 +63,17 @@ class Grammar:
         It is the same on every machine: only ``random.Random.random`` is used, whose sequence Python guarantees.
         """
         draw_uniform = random.Random(seed).random
-        tables = {
-            name: (list(accumulate(draw.probability for draw in draws))[:-1], draws)
-            for name, draws in self.states.items()
-        }
-        state, words, length = self.start, [], 0
+        # Of each state: where its draws begin, and of each draw the word, its length and the next state's table.
+        tables: dict[str, _Table] = {name: ([], []) for name in self.states}
+        for name, (begins, choices) in tables.items():
+            draws = self.states[name]
+            begins += list(accumulate(draw.probability for draw in draws))[:-1]
+            choices += [(draw.word, len(draw.word), tables[draw.next_state]) for draw in draws]
+        (begins, choices), words, length = tables[self.start], [], 0
         while length < num_bytes:
-            cumulative, draws = tables[state]
-            draw = draws[bisect(cumulative, draw_uniform())]
-            words.append(draw.word)
-            length += len(draw.word)
-            state = draw.next_state
+            word, size, (begins, choices) = choices[bisect(begins, draw_uniform())]
+            words.append(word)
+            length += size
         return b"".join(words)[:num_bytes]
 
     @property
