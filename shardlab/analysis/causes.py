@@ -106,16 +106,12 @@ def _ranked(record: Recorded, besides: Collection[str]) -> list[Cause]:
     most = max((cause.us for cause, counts in messages if counts), default=0.0)
     keys = [(cause.us, cause, counts) for cause, counts in work] + [(most, *one) for one in messages]
     keys.sort(
-        key=lambda key: (-key[2], -key[0], -key[1].gain_us * (FOR_MONEY if "bandwidth" in key[1].settings else 1))
+        key=lambda key: (-key[2], -key[0], -key[1].gain_us * (FOR_MONEY if "bandwidth" in key[1].settings else 1)),
     )
     found = [cause for _, cause, counts in keys if counts]
     rest = [cause for _, cause, counts in keys if not counts and cause.gain_us > SEEN * record.us]
     rest.sort(key=lambda cause: -cause.gain_us)
     return [*(found or [_balanced(record, rest)]), *rest]
-
-
-def _ranked_gain(cause: Cause) -> float:
-    return cause.gain_us * (FOR_MONEY if "bandwidth" in cause.settings else 1)
 
 
 def _weighed(record: Recorded, one: Found) -> tuple[Cause, bool]:

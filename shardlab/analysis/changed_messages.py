@@ -39,7 +39,7 @@ def merged(step: RecordedStep, limit_bytes: float, latency_us: Latency) -> Recor
 def _neighbours(messages: list[Message], limit_bytes: float) -> Iterator[list[Message]]:
     kinds: dict[object, list[Message]] = {}
     for one in messages:
-        if one.tag == FLAG:
+        if one.tag == FLAG or one.is_inside:
             continue
         key = one.op, one.queue, one.phase, tuple(one.transfer_us)
         held = kinds.setdefault(key, [])
@@ -60,14 +60,26 @@ def ahead(step: RecordedStep) -> RecordedStep:
 
     def change(_: int, items: tuple[Item, ...]) -> Iterator[Item]:
         for phase in (Phase.FORWARD, Phase.BACKWARD):
-            items = tuple(_ahead(items, phase))
+            items = tuple(item for part in _micro_batches(items, phase) for item in _ahead(part, phase))
         yield from items
 
     return step.each(change)
 
 
+def _micro_batches(items: tuple[Item, ...], phase: Phase) -> Iterator[tuple[Item, ...]]:
+    """The items of a rank, cut where a gather comes again."""
+    begin, tags = 0, set[str]()
+    for place, item in enumerate(items):
+        if isinstance(item, Issue) and _gathers(item, phase):
+            if item.message.tag in tags:
+                yield items[begin:place]
+                begin, tags = place, set()
+            tags.add(item.message.tag)
+    yield items[begin:]
+
+
 def _ahead(items: tuple[Item, ...], phase: Phase) -> Iterator[Item]:
-    """The items of a rank; gathers by the number of waits that they are to follow."""
+    """The items of a micro-batch; gathers by the number of waits that they are to follow."""
     following = [item for item in items if not isinstance(item, Work)]
     nexts = dict(zip(map(id, following), following[1:], strict=False))
     num_waits, moved = 0, dict[int, list[Item]]()
@@ -87,7 +99,9 @@ def _ahead(items: tuple[Item, ...], phase: Phase) -> Iterator[Item]:
 
 
 def _gathers(item: Item, phase: Phase) -> bool:
-    return not isinstance(item, Work) and item.message.op == Collective.ALL_GATHER and item.message.phase == phase
+    if isinstance(item, Work) or item.message.is_inside:
+        return False
+    return item.message.op == Collective.ALL_GATHER and item.message.phase == phase
 
 
 def in_parts(step: RecordedStep, message: Message, num_parts: int, latency_us: Latency) -> RecordedStep:
@@ -106,7 +120,8 @@ def in_parts(step: RecordedStep, message: Message, num_parts: int, latency_us: L
 
     def change(rank: int, items: tuple[Item, ...]) -> Iterator[Item]:
         if not gathers:
-            items = tuple(_cut_at(items, step.backward_us.get(rank, 0.0)))
+            for moment in step.backward_us.get(rank, ()):
+                items = tuple(_cut_at(items, moment))
         places = [place for place, item in enumerate(items) if not isinstance(item, Work) and item.message is message]
         if gathers and len(places) == 2:
             stop = _end_of_compute(items, places[1])
@@ -116,7 +131,7 @@ def in_parts(step: RecordedStep, message: Message, num_parts: int, latency_us: L
         elif gathers or not places:  # nobody waits for it
             yield from items
         else:
-            start = _begin_of_compute(items, places[0], step.backward_us.get(rank, 0.0))
+            start = _begin_of_compute(items, places[0], step.backward_us.get(rank, ()))
             yield from (*items[:start], *_feeding(items[start : places[0]], parts))
             for item in items[places[0] + 1 :]:
                 is_wait = isinstance(item, Wait) and item.message is message
@@ -129,7 +144,9 @@ def _end_of_compute(items: tuple[Item, ...], wait: int) -> int:
     """Before the next wait for a gather or the next reduction."""
     for place in range(wait + 1, len(items)):
         item = items[place]
-        if not isinstance(item, Work) and isinstance(item, Wait) == (item.message.op == Collective.ALL_GATHER):
+        if isinstance(item, Work) or item.message.is_inside:
+            continue
+        if isinstance(item, Wait) == (item.message.op == Collective.ALL_GATHER):
             return place
     return len(items)
 
@@ -142,14 +159,16 @@ def _cut_at(items: tuple[Item, ...], moment: float) -> Iterator[Item]:
             yield item
 
 
-def _begin_of_compute(items: tuple[Item, ...], issue: int, backward_us: float) -> int:
-    """Behind the reduction before it, or where backward begins."""
+def _begin_of_compute(items: tuple[Item, ...], issue: int, backward_us: tuple[float, ...]) -> int:
+    """Behind the reduction before it, or where its backward begins."""
+    now = max((item.end_us for item in items[:issue] if isinstance(item, Work)), default=0.0)
+    begin = max((moment for moment in backward_us if moment < now), default=0.0)
     for place in range(issue - 1, -1, -1):
         item = items[place]
         if isinstance(item, Work):
-            if item.end_us <= backward_us:
+            if item.end_us <= begin:
                 return place + 1
-        elif isinstance(item, Issue) and item.message.op != Collective.ALL_GATHER:
+        elif isinstance(item, Issue) and item.message.op != Collective.ALL_GATHER and not item.message.is_inside:
             return place + 1
     return 0
 

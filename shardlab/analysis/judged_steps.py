@@ -113,8 +113,9 @@ class Recorded:
 
     @cached_property
     def messages(self) -> list[Message]:
-        """Of the first step, without those that carry a flag."""
-        return [one for one in self.steps[0].messages if one.tag != FLAG]
+        """Of the first rank in the first step, without those that carry a flag."""
+        rank = min(self.steps[0].programs)
+        return [one for one in self.steps[0].messages if one.tag != FLAG and rank in one.transfer_us]
 
     @cached_property
     def latency_us(self) -> Callable[[Message], float] | None:
@@ -145,7 +146,7 @@ def hop_us_of(collectives: pd.DataFrame, axes: Mapping[str, int] | None) -> floa
     if EMULATED in transport:
         return Link.parse(transport.split(EMULATED)[1]).latency_us
     rows = matched_collectives(collectives, axes)
-    rows = rows[rows["bytes"] > 0].assign(us=rows["end_us"] - rows["last_us"])
+    rows = rows[(rows["bytes"] > 0) & (rows["group_size"] > 1)].assign(us=rows["end_us"] - rows["last_us"])
     rows = rows.groupby(["op", "bytes", "group_size"])["us"].median().reset_index()
     rows = rows[rows["us"] > 0]
     if rows.empty or rows["bytes"].max() < APART * rows["bytes"].min():

@@ -21,7 +21,7 @@ from shardlab.analysis.critical_path import NoHostWaitsError
 from shardlab.analysis.intervals import Intervals, covered_until
 from shardlab.analysis.matching import matched_collectives
 from shardlab.analysis.rows import numbers, on_streams
-from shardlab.vocabulary import Collective, Phase, SpanKind
+from shardlab.vocabulary import Collective, MeshAxis, Phase, SpanKind
 
 Removed = Mapping[int, Intervals]
 NOTHING: Intervals = np.empty((0, 2))
@@ -45,6 +45,11 @@ class Message:
     queue: tuple[str, bool]
     transfer_us: Mapping[int, float]
     dispatch_us: Mapping[int, float]
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether it is between two operations of a divided model, so that no other order or size is to be had."""
+        return self.queue[0] == MeshAxis.TENSOR
 
 
 @dataclass(frozen=True)
@@ -85,12 +90,12 @@ class RecordedStep:
 
     Attributes:
         begin_us: by rank, when it begins, from the first rank on.
-        backward_us: by rank, when its backward began, on the axis of the record.
+        backward_us: by rank, when each of its backwards began, on the axis of the record.
     """
 
     programs: Mapping[int, tuple[Item, ...]]
     begin_us: Mapping[int, float]
-    backward_us: Mapping[int, float]
+    backward_us: Mapping[int, tuple[float, ...]]
 
     @property
     def us(self) -> float:
@@ -170,10 +175,7 @@ def recorded_steps(
         raise NoHostWaitsError("collectives: the record has no waits of the host")
     names = matched_collectives(rows, axes) if len(rows) else rows.assign(group="", place=0)
     rows = rows.merge(names[["rank", "step", "seq", "group", "place"]], on=["rank", "step", "seq"], how="left")
-    backward = spans[spans["kind"].isin([str(SpanKind.BACKWARD), str(SpanKind.RECOMPUTE)])]
-    return [
-        _read(*(table[table["step"] == step] for table in (rows, backward, steps))) for step in steps["step"].unique()
-    ]
+    return [_read(*(table[table["step"] == step] for table in (rows, spans, steps))) for step in steps["step"].unique()]
 
 
 def no_host_waits(collectives: pd.DataFrame) -> bool:
@@ -182,7 +184,7 @@ def no_host_waits(collectives: pd.DataFrame) -> bool:
     return bool(len(collectives)) and (bool(on_streams(collectives).any()) or bool(waits.isna().all()))
 
 
-def _read(rows: pd.DataFrame, backward: pd.DataFrame, steps: pd.DataFrame) -> RecordedStep:
+def _read(rows: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame) -> RecordedStep:
     begins = dict(zip(steps["rank"].astype(int), numbers(steps, "start_us").tolist(), strict=True))
     ends = dict(zip(steps["rank"].astype(int), (numbers(steps, "start_us") + numbers(steps, "step_us")), strict=True))
     rows = rows[numbers(rows, "issue_us") < rows["rank"].map(ends).to_numpy(dtype=np.float64)]
@@ -194,8 +196,17 @@ def _read(rows: pd.DataFrame, backward: pd.DataFrame, steps: pd.DataFrame) -> Re
         ]
         programs[rank] = tuple(_program(mine, begin, float(ends[rank])))
     first = min(begins.values())
-    backward_us = {rank: float(own["start_us"].min()) for rank, own in by_rank(backward).items()}
+    backward_us = {rank: _begins_of_backward(own) for rank, own in by_rank(spans).items()}
     return RecordedStep(programs, {rank: begin - first for rank, begin in begins.items()}, backward_us)
+
+
+def _begins_of_backward(spans: pd.DataFrame) -> tuple[float, ...]:
+    """When a rank came from forward to backward: once for each micro-batch."""
+    kinds = spans["kind"].isin([str(SpanKind.BACKWARD), str(SpanKind.RECOMPUTE)])
+    forward = numbers(spans[spans["kind"] == str(SpanKind.FORWARD)], "start_us")
+    backward = np.sort(numbers(spans[kinds], "start_us"))
+    firsts = np.unique(np.searchsorted(backward, np.append(forward, -np.inf)))
+    return tuple(backward[firsts[firsts < len(backward)]].tolist())
 
 
 def _each(rows: pd.DataFrame) -> Iterator[Any]:

@@ -30,10 +30,11 @@ def found(record: Recorded) -> Iterator[Found]:
         yield _latency(record, latency, said)
     half = record.with_transfers(lambda one, us: (us + min(us, known(one))) / 2)
     rest = record.with_transfers(lambda one, us: min(us, known(one)))
-    change = "half the bytes (--precision bf16) or twice the bandwidth"
-    yield Found("bandwidth", half, f"{said}, {apart}", change, rest, {"bandwidth": 2})
+    yield Found("bandwidth", half, f"{said}, {apart}", "a link of twice the bandwidth", rest, {"bandwidth": 2})
     earlier, evidence = [ahead(step) for step in record.steps], f"{said}, and gathers could travel earlier"
-    yield Found(LATE_GATHER, earlier, evidence, "--prefetch one higher", settings={"prefetch": 1})
+    yield Found(
+        LATE_GATHER, earlier, evidence, "gathers one unit earlier (--prefetch one higher)", settings={"prefetch": 1}
+    )
     yield from _first_gather(record, known) if _gathers_buckets(record) else _last_bucket(record, known)
     yield from _uneven(record, known)
 
@@ -50,8 +51,9 @@ def _latency(record: Recorded, latency: Latency, said: str) -> Found:
     half = record.with_transfers(lambda one, us: us - min(us, latency(one)) / 2)
     best = Found(LATENCY, half, evidence, "a link of half the latency", free, {"latency": 0.5})
     least = float(np.median(record.gains(half)))
-    largest = max(one.num_bytes for one in record.messages)
-    total = sum(one.num_bytes for one in record.messages if one.op != Collective.ALL_GATHER)
+    free_to_move = [one for one in record.messages if not one.is_inside]
+    largest = max((one.num_bytes for one in free_to_move), default=0)
+    total = sum(one.num_bytes for one in free_to_move if one.op != Collective.ALL_GATHER)
     limits = [largest * 2**power for power in range(1, 12)] if _is_bucketed(record) else []
     for limit in [*(one for one in limits if one < total), inf]:
         changed = [merged(step, limit, latency) for step in record.steps]
@@ -62,7 +64,7 @@ def _latency(record: Recorded, latency: Latency, said: str) -> Found:
                            settings={"bucket_mib": mib})  # fmt: skip
     if _is_bucketed(record) or best.changed is half:
         return best
-    if not any(one.op == Collective.ALL_GATHER for one in record.messages):
+    if not any(one.op == Collective.ALL_GATHER for one in free_to_move):
         return replace(best, change="buckets (--strategies bucketed)", settings={"strategies": ("bucketed",)})
     return replace(best, change="one unit (--wrap root), which holds all parameters at once", settings={"wrap": "root"})
 
@@ -106,7 +108,7 @@ def _smaller(record: Recorded, parts: int, latency: Latency) -> Steps:
 
 def _first_gather(record: Recorded, latency: Latency) -> Iterator[Found]:
     """Gathers unit by unit beside compute, where all of them are in front of it; reductions likewise."""
-    gathers = [one for one in record.messages if _is_first_gather(one)]
+    gathers = list({one.tag: one for one in record.messages if _is_first_gather(one)}.values())
     if len(gathers) > 1:
         changed = [
             _in_parts(merged(step, inf, latency), len(gathers), latency, lambda one: one.tag != FLAG)
@@ -136,8 +138,8 @@ def _gathers_buckets(record: Recorded) -> bool:
 
 
 def _is_first_gather(one: Message) -> bool:
-    return one.op == Collective.ALL_GATHER and one.phase == Phase.FORWARD
+    return one.op == Collective.ALL_GATHER and one.phase == Phase.FORWARD and not one.is_inside
 
 
 def _is_reduction(one: Message) -> bool:
-    return one.op != Collective.ALL_GATHER and one.phase == Phase.BACKWARD and one.tag != FLAG
+    return one.op != Collective.ALL_GATHER and one.phase == Phase.BACKWARD and one.tag != FLAG and not one.is_inside

@@ -134,4 +134,4 @@ def _contention(record: Recorded) -> Iterator[Found]:
                     slower.setdefault(rank, []).append(np.column_stack((ends - less * (ends - times[:, 0]), ends)))
     removed = {rank: merge(np.concatenate(times)) for rank, times in slower.items()}
     said = f"units take {record.us_of(removed) / 1e3:.3g} ms a step longer beside messages than without"
-    yield Found("contention", record.without(removed), said, "a core less for compute than there are")
+    yield Found("contention", record.without(removed), said, "one core left free of compute")

@@ -31,10 +31,12 @@ def found(
     Raises:
         ValueError: see ``step_split``.
     """
-    timed = timed_steps(steps)
+    seen = pd.concat([collectives[KEYS], spans[KEYS]]).drop_duplicates()
+    timed = timed_steps(steps).merge(seen, on=KEYS)  # of a long record one step in sixteen is watched
     sent, worked = in_timed_steps(collectives, spans, steps)
     sent = sent[sent["phase"] != str(Phase.METRICS)]
-    met = sent.empty or sent["group_size"].max() <= timed["rank"].nunique()  # else the last rank is not known
+    size = sent["group_size"]  # missing in some traces; and of ranks that are not recorded nobody knows the last
+    met = sent.empty or bool(size.notna().all() and size.max() <= timed["rank"].nunique())
     split = step_split(sent, worked, timed, axes) if met else _of_some_ranks(sent, worked, timed)
     parts = {name: float(split[name].median()) for name in split.columns if name.endswith("_us")}
     us = parts["step_us"]

@@ -20,6 +20,8 @@ class Loop:
     late: float = 0.0  # of rank 1, off the CPU, in each backward
     slow_beside: float = 1.0  # how much longer backward takes beside a message
     sizes: tuple[int, ...] = (100_000,) * 4
+    micro_batches: int = 1
+    activations: int = 0  # bytes that a tensor axis sums behind each unit's forward
     buckets: int = 4
     prefetch: int = 1
     latency: float = 10.0
@@ -32,7 +34,9 @@ class Loop:
         for step in range(self.steps):
             self.step, begins = step, list(self.now)
             self.work("data", "model", self.data)
-            {"fsdp": self.sharded, "zero3": self.zero3, "bucketed": self.bucketed}[self.engine]()
+            for micro_batch in range(self.micro_batches):
+                self.is_last = micro_batch == self.micro_batches - 1
+                {"fsdp": self.sharded, "zero3": self.zero3, "bucketed": self.bucketed}[self.engine]()
             self.work("optimizer", "model", self.optimizer)
             for rank, begin in enumerate(begins):
                 times = {"start_us": begin, "step_us": self.now[rank] - begin, "exposed_comm_us": NAN}
@@ -49,10 +53,12 @@ class Loop:
     def bucketed(self):
         for unit in range(len(self.sizes)):
             self.work("forward", f"blocks.{unit}", self.forward)
+            if self.activations:
+                self.wait(self.send("all_reduce", f"output of blocks.{unit}", self.activations, "forward", "tensor"))
         pending, each = [], len(self.sizes) // self.buckets
         for place in range(len(self.sizes)):
             self.backward_of(len(self.sizes) - 1 - place)
-            if (place + 1) % each == 0 and self.ranks > 1:
+            if (place + 1) % each == 0 and self.ranks > 1 and self.is_last:
                 pending.append(self.send("all_reduce", f"gradients of bucket {place // each}", each * self.sizes[0]))
         for one in pending:
             self.wait(one)
@@ -104,13 +110,14 @@ class Loop:
                 self.worked.append(span(rank, unit, kind, self.now[rank], self.now[rank] + us, step=self.step))
             self.now[rank] += us
 
-    def send(self, op, tag, size, phase="backward"):
+    def send(self, op, tag, size, phase="backward", axis="data"):
         hops = (self.ranks - 1) * (2 if op == "all_reduce" else 1)
         starts = [max(now, free) for now, free in zip(self.now, self.free, strict=True)]
         end = max(starts) + hops * (self.latency + size / self.ranks * self.us_per_byte)
         rows = []
         for rank, start in enumerate(starts):
             more = {"step": self.step, "op": op, "tag": tag, "phase": phase, "bytes": size, "group_size": self.ranks}
+            more["axis"] = axis
             rows.append(collective(rank, self.seq, (self.now[rank], start, end), **more))
             self.free[rank] = end
         self.seq += 1

@@ -117,3 +117,41 @@ def test_gradients_that_are_sent_each_for_itself_want_buckets():
     alone = moved.assign(tag=moved["tag"].str.replace("bucket", "parameter"))
     first = causes(alone, worked, steps)[0]
     assert (first.name, first.change) == ("latency of many small messages", "buckets (--strategies bucketed)")
+
+
+@pytest.mark.parametrize(
+    ("loop", "cause", "change"),
+    [
+        # Gradients are there in the last backward alone, whatever was computed before.
+        (replace(MATRIX["one bucket"][0], us_per_byte=0.03, micro_batches=3), "exposed last bucket", {"buckets": 8}),
+        (replace(FSDP, prefetch=0, us_per_byte=0.02, micro_batches=2), LATE_GATHER, {"prefetch": 1}),
+    ],
+)
+def test_with_several_micro_batches_the_gain_is_that_of_the_change(loop, cause, change):
+    first = causes(*loop.tables())[0]
+    assert first.name == cause, first
+    assert first.gain_us == pytest.approx(loop.step_us - replace(loop, **change).step_us, rel=0.02)
+
+
+def test_messages_between_operations_of_a_divided_model_are_not_joined():
+    """Each sum of activations needs the one before it, so no bucket holds two of them."""
+    loop = Loop(activations=1000, latency=3000, sizes=(10_000,) * 4)
+    moved, worked, steps = loop.tables()
+    first = causes(moved.assign(axis="tensor"), worked, steps)[0]
+    assert (first.name, first.change) == (LATENCY, "a link of half the latency")
+    assert first.gain_us == pytest.approx(loop.step_us - replace(loop, latency=1500).step_us, rel=0.02)
+
+
+def test_where_nobody_waits_steps_that_were_not_watched_do_not_count():
+    loop = Loop(us_per_byte=0.05, steps=12)
+    moved, worked, steps = loop.tables()
+    moved, worked = (table[table["step"] % 4 == 1] for table in (moved.assign(transport="nccl"), worked))
+    first = causes(moved, worked, steps)[0]
+    assert (first.name, first.gain_us) == ("bandwidth", pytest.approx(7040, rel=0.03))
+
+
+@pytest.mark.parametrize("known", [0, 4])
+def test_a_trace_without_sizes_of_groups_has_causes_too(known):
+    moved, worked, steps = Loop(data=9000).tables()
+    moved["group_size"] = moved["group_size"].where(moved["seq"] < known)
+    assert causes(moved.assign(transport="nccl"), worked, steps)[0].name == "input wait"
