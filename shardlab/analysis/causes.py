@@ -2,10 +2,10 @@
 
 A cause is a share of the step that one change takes away. The recorded steps are replayed with the change made
 (``recorded_step``): each gain is the median over several steps, and counts where three steps in four gain at least a
-tenth of their time, so that noise of single steps names nothing; of messages at least the share that ranks are off the
-CPU. Causes are ranked by the time that would go if the cause were absent. Those among the messages explain the same
-time, so of them the one whose change gains most is first; a faster link only where no other order or size of messages
-gains three quarters of that.
+tenth of their time (of an optimizer a fifth, of gathers in front a quarter), so that noise of single steps names
+nothing; of messages at least the share that ranks are off the CPU. Causes are ranked by the time that would go if the
+cause were absent. Those among the messages explain the same time, so of them the one whose change gains most is first;
+a faster link only where no other order or size of messages gains three quarters of that.
 
 ========================================  ==========================================  ===============================
 cause                                     seen in                                     the change that is replayed
@@ -81,8 +81,9 @@ def causes(
         return step_shares.found(collectives, spans, steps, axes)
     if "start_us" not in steps or steps["start_us"].isna().any():
         return [_unknown("when steps began is missing")]
-    if (count := watched(steps)["step"].nunique()) < FEWEST_STEPS:
-        return [_unknown(f"{FEWEST_STEPS - count} more steps are missing, beside the first and the traced one")]
+    if watched(steps)["step"].nunique() < FEWEST_STEPS:
+        needed = f"{FEWEST_STEPS} steps are needed beside the first and the traced one, and there are"
+        return [_unknown(f"{needed} {steps['step'].nunique()} in all")]
     record = Recorded(collectives, spans, steps, axes)
     measured = record.timed.groupby("step")["step_us"].median().to_numpy(dtype=np.float64)
     off = float(np.median(np.abs(record.base / measured - 1)))
@@ -123,7 +124,7 @@ def _weighed(record: Recorded, one: Found) -> tuple[Cause, bool]:
 
 
 def _balanced(record: Recorded, rest: list[Cause]) -> Cause:
-    compute = record.us_of(record.of_kind(SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.OPTIMIZER))
+    compute = record.us_of(record.of_kind(SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.OPTIMIZER, on_cpu=True))
     most = f"; the largest gain that a change would bring is about {rest[0].gain_us / 1e3:.2g} ms" if rest else ""
     evidence = f"ranks compute for {100 * compute / record.us:.0f} % of a step{most}"
     return Cause(BALANCED, compute, compute / record.us, evidence, "a faster device or fewer operations", 0.0)

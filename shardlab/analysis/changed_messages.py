@@ -9,13 +9,13 @@ from shardlab.vocabulary import FLAG, Collective, Phase
 Latency = Callable[[Message], float]
 
 
-def merged(step: RecordedStep, limit_bytes: float, latency_us: Latency) -> RecordedStep:
-    """With neighbouring messages of one kind sent as one, of up to ``limit_bytes``.
+def merged(step: RecordedStep, limit_bytes: float, latency_us: Latency, tagged: str = "") -> RecordedStep:
+    """With neighbouring messages of one kind sent as one, of up to ``limit_bytes``: those with ``tagged`` in their tag.
 
     What is gathered is there before the first of them; a reduction has to wait for the last one's gradients.
     """
     one_for: dict[Message, tuple[Message, Message, Message]] = {}  # the first, the last, the whole
-    for group in _neighbours(step.messages, limit_bytes):
+    for group in _neighbours([one for one in step.messages if tagged in one.tag], limit_bytes):
         less = (len(group) - 1) * latency_us(group[0])
         times = {
             rank: max(sum(one.transfer_us[rank] for one in group) - less, max(one.transfer_us[rank] for one in group))

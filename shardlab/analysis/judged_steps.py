@@ -80,14 +80,14 @@ class Recorded:
         """By step, in microseconds."""
         return (self.base if base is None else _us(base)) - _us(changed)
 
-    def of_kind(self, *kinds: SpanKind) -> Removed:
-        """By rank, when spans of these kinds were open, and off the CPU in them."""
+    def of_kind(self, *kinds: SpanKind, on_cpu: bool = False) -> Removed:
+        """By rank, when spans of these kinds were open, and off the CPU in them, unless ``on_cpu``."""
         rows = self.spans[self.spans["kind"].isin([str(kind) for kind in kinds])]
         away = self.spans[self.spans["kind"] == str(SpanKind.OFF_CPU)]
         found = {}
         for rank, own in by_rank(rows).items():
             # Spans are cut where a rank was off the CPU, which is noted at the end of what it did.
-            inside = away[(away["rank"] == rank) & away["start_us"].isin(own["end_us"])]
+            inside = away[(away["rank"] == rank) & away["start_us"].isin(own["end_us"]) & (not on_cpu)]
             times = pd.concat([own, inside])[["start_us", "end_us"]].to_numpy(dtype=np.float64)
             found[rank] = merge(times)
         return found
@@ -101,7 +101,7 @@ class Recorded:
         return [step.with_transfers(us_of) for step in self.steps]
 
     def us_of(self, removed: Removed) -> float:
-        """How much of a step some intervals are, a rank and step."""
+        """How long some intervals are, in microseconds for a rank and step."""
         return sum(map(total, removed.values())) / len(self.timed)
 
     @cached_property

@@ -54,9 +54,10 @@ def _latency(record: Recorded, latency: Latency, said: str) -> Found:
     free_to_move = [one for one in record.messages if not one.is_inside]
     largest = max((one.num_bytes for one in free_to_move), default=0)
     total = sum(one.num_bytes for one in free_to_move if one.op != Collective.ALL_GATHER)
-    limits = [largest * 2**power for power in range(1, 12)] if _is_bucketed(record) else []
+    tagged = "bucket" if _is_bucketed(record) else ""
+    limits = [largest * 2**power for power in range(1, 12)] if tagged else []
     for limit in [*(one for one in limits if one < total), inf]:
-        changed = [merged(step, limit, latency) for step in record.steps]
+        changed = [merged(step, limit, latency, tagged) for step in record.steps]
         gain = float(np.median(record.gains(changed)))
         if gain > least + SEEN * record.us:
             least, mib = gain, -(-min(limit, total) // MIB)
@@ -77,11 +78,15 @@ def _uneven(record: Recorded, latency: Latency) -> Iterator[Found]:
     usual, (tag, size) = float(np.median(list(sizes.values()))), max(sizes.items(), key=lambda pair: pair[1])
     if size < UNEVEN * usual:
         return
-    num_parts, unit = round(size / usual), tag.split(" of ")[-1]
-    changed = [_in_parts(step, num_parts, latency, lambda one: one.num_bytes == size) for step in record.steps]
+    num_parts, unit = round(size / usual), _unit_of(tag)
+    changed = [_in_parts(step, num_parts, latency, lambda one: _unit_of(one.tag) == unit) for step in record.steps]
     said = f"unit {unit} has {size / 1e6:.3g} MB, and the usual one {usual / 1e6:.3g} MB"
     change = f"units of like size: cut {unit} into {num_parts} (--wrap)"
     yield Found("uneven units", changed, said, change, settings={"wrap": unit})
+
+
+def _unit_of(tag: str) -> str:
+    return tag.split(" of ")[-1].removeprefix("unit ")
 
 
 def _last_bucket(record: Recorded, latency: Latency) -> Iterator[Found]:

@@ -2,7 +2,7 @@
 
 On a GPU streams wait and the host runs ahead; a profiler's trace has no waits at all. So what a cause takes is the part
 of the step that it fills with nothing beside it (``step_split``), the median over ranks and steps, and the most that a
-change could gain.
+change could gain; of recomputation and the optimizer their whole length.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +17,8 @@ from shardlab.analysis.intervals import total
 from shardlab.analysis.judged_steps import BALANCED, UNKNOWN, Cause, hop_us_of, hops
 from shardlab.analysis.overlap import overlap, step_split
 from shardlab.analysis.rows import KEYS
+from shardlab.analysis.slow_messages import LATENCY
+from shardlab.analysis.slow_work import OPTIMIZER
 from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.vocabulary import Collective, Phase, SpanKind
 
@@ -55,7 +57,7 @@ def found(
         *_idle(parts["other_us"], of_kind),
     ]  # fmt: skip
     causes = [Cause(name, taken, taken / us, text, change, gain) for name, taken, text, change, gain in said]
-    least = {"optimizer step": LEAST_OF_OPTIMIZER}
+    least = {OPTIMIZER: LEAST_OF_OPTIMIZER}
     causes = [cause for cause in causes if cause.share >= least.get(cause.name, LEAST)]
     return sorted(causes, key=lambda cause: -cause.us) or [_balanced(parts["compute_us"], us)]
 
@@ -85,9 +87,9 @@ def _moving(sent: pd.DataFrame, hop_us: float | None, moving_us: float) -> Itera
         lasted = (sent["end_us"] - sent["start_us"]).to_numpy(dtype=np.float64)
         share = min(1.0, sum(latency) / lasted.sum())
     if share >= 0.5:
-        yield "latency of many small messages", moving_us, said, "fewer and larger messages, at most,", moving_us
+        yield LATENCY, moving_us, said, "fewer and larger messages, at most,", moving_us
     else:
-        change = "half the bytes or twice the bandwidth, at most,"
+        change = "a link of twice the bandwidth, at most,"
         yield "bandwidth", moving_us, said, change, moving_us * (1 - share) / 2
 
 
@@ -118,7 +120,7 @@ def _idle(other_us: float, of_kind: Callable[[SpanKind], float]) -> Iterator[Sha
     yield "host-bound", host_us, said(host_us / 1e3, "the host issues the next"), change, host_us
     for name, kind, words, change in (
         ("recomputation", SpanKind.RECOMPUTE, "computing activations again takes", "less checkpointing, at most,"),
-        ("optimizer step", SpanKind.OPTIMIZER, "the optimizer takes", "fused=True or a cheaper one, at most,"),
+        (OPTIMIZER, SpanKind.OPTIMIZER, "the optimizer, with clipping, takes", "fused=True or a cheaper one, at most,"),
     ):
         taken = of_kind(kind)
         yield name, taken, f"{words} {taken / 1e3:.3g} ms a step", change, taken

@@ -99,10 +99,15 @@ def _gain(cause: Cause, one: Reasons) -> str:
     return f"{cause.change} would take {_care(cause)}{format_us(cause.gain_us)} of {format_us(one.step_us)} off"
 
 
-def reasons_table(found: Mapping[str, Reasons]) -> pd.DataFrame:
-    """One row for each cause of each run, the primary one first."""
+def reasons_table(found: Mapping[str, Reasons], *, is_script: bool = False) -> pd.DataFrame:
+    """One row for each cause of each run, the primary one first; see ``why``."""
+
+    def change_of(cause: Cause) -> str:
+        change = re.sub(", at most,$", " (at most)", cause.change)
+        return OPTION.sub("", change) if is_script else change
+
     rows = [
-        (run, cause.name, cause.us / 1e3, 100 * cause.share, cause.gain_us / 1e3, cause.change, cause.evidence)
+        (run, cause.name, cause.us / 1e3, 100 * cause.share, cause.gain_us / 1e3, change_of(cause), cause.evidence)
         for run, one in found.items() for cause in one.causes
     ]  # fmt: skip
     return pd.DataFrame(rows, columns=list(COLUMNS))

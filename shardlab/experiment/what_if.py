@@ -10,6 +10,7 @@ Other numbers of ranks are taken to have as many cores each as the recorded ones
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import isnan
 from typing import Any
 
 import pandas as pd
@@ -25,7 +26,7 @@ from shardlab.experiment.operation_costs import phase_of_autograd, priced
 from shardlab.partition.ring_cost import Link, ring_wire_bytes
 from shardlab.planner.machine import Line, RankCosts
 from shardlab.trace.store import Records
-from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind
+from shardlab.vocabulary import WHOLE_MODEL, Collective, Phase, SpanKind
 
 REPRODUCED = 0.05
 KINDS = {
@@ -86,10 +87,13 @@ def what_if(records: Records, config: CompareConfig, strategy: str, **changes: A
             ``wrap``; ``strategies`` of one name for another strategy, whose operations are others and cost less surely.
 
     Raises:
-        ValueError: there is no such run, or a change is not allowed.
+        ValueError: there is no such run, a change is not allowed, the record has no step whose time counts, or the
+            emulated link shall go, without which no message was recorded.
     """
     own = replace(config, strategies=(strategy,))
     changed = replace(own, **changes)
+    if own.link is not None and changed.link is None:
+        raise ValueError(f"link: the run was recorded over {own.link} and knows no other; give one such as 10Gbps,50us")
     clock = RecordedClock(records, own, strategy)
     recorded = seconds_in(records.steps[records.steps["run"] == strategy])
     return WhatIf(recorded, clock.seconds(own), clock.seconds(changed))
@@ -109,6 +113,8 @@ class RecordedClock:
         if steps.empty:
             runs = ", ".join(records.steps["run"].unique())
             raise ValueError(f"strategy: {strategy!r} is given; the record has {runs}")
+        if isnan(seconds_in(steps)):
+            raise ValueError("steps: none of the record counts beside the first and the traced one; record 4 or more")
         timed = timed_steps(steps)
         self._messages = _transfers(in_steps(records.collectives, timed), config)
         self._scales = dict.fromkeys(KINDS, 1.0)
@@ -139,11 +145,12 @@ class RecordedClock:
         return dry_run(config, strategy, ToldClock(Wire(of_message)), of_operation, host_seconds=self._rest)
 
     def _moves(self, event: CollectiveEvent) -> float:
-        line, ranks = self._messages.get(str(event.op)) or next(iter(self._messages.values()), (None, 1))
-        if line is None:
+        if not self._messages:
             return 0.0
+        known = event.op if str(event.op) in self._messages else Collective(next(iter(self._messages)))
+        line, ranks = self._messages[str(known)]
         sent = ring_wire_bytes(event.op, event.num_bytes, event.group_size)
-        usual = ring_wire_bytes(event.op, event.num_bytes, ranks) or sent
+        usual = ring_wire_bytes(known, event.num_bytes, ranks) or sent
         return line.at(event.num_bytes) * (sent / usual if usual else 1.0)
 
 

@@ -198,7 +198,7 @@ def _tables(recorded: Recorded) -> dict[str, pd.DataFrame]:
     (name, manifest), *_ = records.manifests.items()
     summary = {caption(recorded): readable_summary(recorded.summary, COLUMNS)}
     steps = {} if manifest["mesh"] is None else {name: middle_step(timed_steps(records.steps))}
-    return summary | {REASONS: reasons_table(recorded.reasons)} | explaining_tables(records, steps)
+    return summary | {REASONS: reasons_table(recorded.reasons, is_script=True)} | explaining_tables(records, steps)
 
 
 def _figures(recorded: Recorded) -> dict[str, go.Figure]:

@@ -64,7 +64,7 @@ def test_what_is_missing_is_said():
     for tables, words in (
         ((moved, worked, steps.assign(start_us=NAN)), "when steps began"),
         ((moved, worked[:0], steps), "spans"),
-        ((moved, worked, steps[steps["step"] < 2]), "more steps are missing"),
+        ((moved, worked, steps[steps["step"] < 2]), "3 steps are needed beside the first"),
         (together, "a replay that reproduces"),
     ):
         (only,) = causes(*tables)

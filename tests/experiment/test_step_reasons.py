@@ -73,4 +73,4 @@ def test_answers_that_are_no_cause():
     part = replace(made, collectives=made.collectives[made.collectives["rank"] == 0])
     assert why(reasons(part)).startswith("cannot be said: axes: data=2 is a mesh of 2 ranks, but run 'a' has rows of")
     one = replace(made, steps=made.steps[made.steps["step"] < 3])
-    assert why(reasons(one)).endswith("more steps are missing, beside the first and the traced one")
+    assert why(reasons(one)).endswith("needed beside the first and the traced one, and there are 3 in all")
