@@ -46,7 +46,7 @@ def _in_spans(record: Recorded) -> Iterator[Found]:
         (
             OPTIMIZER,
             SpanKind.OPTIMIZER,
-            "the optimizer, with clipping, takes {}",
+            "optimizer and clipping take {}",
             "fused=True or a cheaper one, at most,",
         ),
     )
