@@ -284,7 +284,7 @@ class FSDP(Sharded):
         # So it does where gradients also come through what was computed inside full_params().
         self._keeps = len(self._waiting) != 1 or self._is_other_graph
         self._sent, self._over = set(), set()
-        self._missing = {unit: {param for param in unit.params if param.requires_grad} for unit in self.units}
+        self._missing = {unit: _trainable(unit) for unit in self.units}
         try:
             if not self._keeps:
                 self._start(self._waiting[0])
@@ -315,6 +315,8 @@ class FSDP(Sharded):
             is_last = program.last.get(unit) == program.next
             program.next += 1
             if gathers:
+                if not self._missing[unit]:  # reentrant checkpointing brings the gradients of each use by itself
+                    self._missing[unit] = _trainable(unit)
                 unit.gather()
                 ahead = [act.unit for act in program.acts[program.next :] if act.gathers] if self._prefetch else []
                 for following in ahead[: self._prefetch]:
@@ -390,3 +392,7 @@ class FSDP(Sharded):
         with super().stepping(loads=loads):
             self._waiting = []  # their graphs have saved values that this step replaces
             yield
+
+
+def _trainable(unit: Unit) -> set[nn.Parameter]:
+    return {param for param in unit.params if param.requires_grad}

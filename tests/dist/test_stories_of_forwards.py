@@ -192,6 +192,36 @@ for go, kind, refusing in IN_PARTS:
     )(lambda user, go=go: user.refuses(go, user))  # fmt: skip
 
 
+class NormedBlock(Block):
+    """A norm and a layer inside reentrant checkpointing."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        return x + checkpoint(lambda x: torch.tanh(self.inner(self.norm(x))), x, use_reentrant=True)
+
+
+class NormTwice(Deep):
+    """Such a block, called twice: each call brings gradients of its own."""
+
+    def __init__(self):
+        super().__init__(num_blocks=1)
+        self.blocks[0] = NormedBlock()
+
+    def forward(self, x, depth=None):
+        return self.leave(self.blocks[0](self.blocks[0](self.enter(x))))
+
+
+@story(model=NormTwice, on=("fsdp", "fsdp-dim0", "fsdp-shard_grad_op", "zero3"), options={"wrap": ["blocks.*"]})
+def a_unit_is_needed_until_its_first_call_has_brought_its_gradients(user):
+    user.quietly(0)
+    user.go_back(1)
+    user.step_and_clear()
+    user.train(2)
+
+
 class InsideAndOutside(Deep):
     """A weight inside reentrant checkpointing and, later in forward, outside of it."""
 
