@@ -16,11 +16,11 @@ from tests.test_architecture import PACKAGE, STRATEGY_FILES, closure, modules, r
 SLACK, FEW = 0.01, 3  # a budget lies at most one percent, or so few lines, above what stands
 # Each with the files that it imports, also for the type checker; without packages' __init__ and guards.
 CLOSURES = {
-    "single": 883, "ddp": 1041, "bucketed": 1243, "zero1": 1500, "zero2": 1532, "zero3": 1852, "fsdp": 2423,
+    "single": 883, "ddp": 1041, "bucketed": 1243, "zero1": 1500, "zero2": 1532, "zero3": 1852, "fsdp": 2427,
 }  # fmt: skip
 ROOMS = {
     "__init__": 30, "__main__": 2, "analysis": 875, "bench": 232, "cli": 736, "comm": 2212, "data_sets": 161,
-    "engines": 4858, "exercises": 1461, "experiment": 2785, "export": 609, "faults": 366, "field_types": 19,
+    "engines": 4864, "exercises": 1461, "experiment": 2785, "export": 609, "faults": 366, "field_types": 19,
     "installed": 26, "lab": 690, "launch": 1666, "meta_device": 34, "models": 177, "optimizers": 236, "partition": 462,
     "planner": 814, "plots": 1903, "recording": 988, "tables": 100, "tensor_parallel": 1400,
     "testing": 365, "trace": 1164, "units": 204, "vocabulary": 84, "widgets": 1323,
@@ -28,7 +28,7 @@ ROOMS = {
 # Guards, 612 lines of them, stand in engines. What compare and plan answer took 180 more in experiment, 90 in plots and
 # 30 in widgets, the bar below a cell 60 in launch and 15 in lab; one
 # more in engines tells whether full_params() has changed anything.
-WHOLE = 25_982
+WHOLE = 25_988
 
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,

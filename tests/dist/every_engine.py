@@ -111,10 +111,7 @@ def engine_of(
     optimizer_fn: OptimizerFn | None = None,
     **more: object,
 ) -> Iterator[Engine]:
-    """The engine of ``key`` over the ranks of the pool it is called in; ``optimizer`` is one of ``cases``.
-
-    On a mesh of its own if none is given: ranks that make one need as long as for ten steps of a small model.
-    """
+    """The engine of ``key`` on the pool that calls it, by default on its own mesh; ``optimizer`` is of ``cases``."""
     strategy, options = ALL[key]
     make = optimizer_fn or cases.OPTIMIZERS[optimizer]
     with (

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from shardlab.experiment import CompareConfig, Workload, compare, show_tp_plan
-from shardlab.experiment.planned import plan_runs
-from shardlab.experiment.planned_workload import PlannedTensorAxis
 from shardlab.experiment.tensor import shown_plan
 from shardlab.tensor_parallel import Column, Row
 from tests.conftest import Pools
@@ -184,12 +182,3 @@ def test_a_built_in_model_without_a_plan_gets_one(pools: Pools, tmp_path) -> Non
     result = compare(config, tmp_path / "run", pool=pools(2))
     assert result.losses_equal
     assert result.summary["as_planned"].all()
-
-
-def test_the_messages_of_a_gpt_are_those_of_its_formulas() -> None:
-    config = CompareConfig(**BASE, strategies=("zero1",), clip=1.0)
-    given = plan_runs(config)["zero1"].collectives
-    by_running = PlannedTensorAxis(config, config.trained.on_meta()).collectives("zero1")
-    columns = ["rank", "op", "tag", "dtype", "numel", "bytes", "wire_bytes", "group_size"]
-    formulas = given[(given["axis"] == "tensor") & (given["tag"] != "gradient norm")]
-    assert by_running[columns].to_numpy().tolist() == formulas[columns].to_numpy().tolist()
