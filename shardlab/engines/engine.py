@@ -216,8 +216,6 @@ class Engine(AnyEngine):
             tensor.grad = None
         self.strategy.drop()
         self._flag = None
-        if str(self._refusal).startswith("gradient of"):
-            self._refusal = None  # of what is cleared
         self._due.clear()
         self.gradients = Gradients.NONE
         self._ask("zero_grad")  # last, so that no guard remembers, and keeps, what is cleared

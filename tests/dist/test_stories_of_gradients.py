@@ -187,11 +187,12 @@ def hooks_change_gradients(user):
 
 @story()
 def what_is_cleared_is_refused_no_more(user):
-    user.quietly(0)
-    nn.utils.clip_grad_norm_(user.module.parameters(), 0.01)
-    user.quietly(1)
-    user.zero_grad()
-    user.train(2)
+    for zero in (lambda user: cleared_by_hand(user.module), *ZEROING):
+        user.quietly(0)
+        nn.utils.clip_grad_norm_(user.module.parameters(), 0.01)
+        user.quietly(1)
+        zero(user)
+        user.train(2)
 
 
 test_stories = STORIES.told()

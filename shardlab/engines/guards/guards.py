@@ -45,6 +45,7 @@ class Guards:
         self._claim: Claim | None = None
         self._placeholders: dict[str, PlaceholderGradient] = {}
         self._lost = ""  # a sharded parameter whose data was replaced while it was gathered
+        self._marked: dict[str, str] = {}  # what to refuse of a gradient at the next exchange, if it is still there
         self._has_moved = False  # a piece is elsewhere, for good: what is stepped there reaches nothing
         self._hooks: list[RemovableHandle] = []
         self._shown: list[tuple[Shards, Callable[[bool], None]]] = []  # to be told when the parameters are plain again
@@ -172,13 +173,21 @@ class Guards:
             return LOST.format(name=lost)
         if moment in ("forward", "step", "full", "save") and (name := self._taken_out(engine)):
             return REPLACED.format(name=name)
+        if moment == "zero_grad":
+            self._marked.clear()
+        elif self._marked and moment in ("backward", "reduce"):
+            for name in self._snapshots["parameter"].changed("gradient"):
+                self._marked.pop(name, None)
         for rule in self._rules:
             if moment in rule.at and self._is_asked(rule, moment, engine):
                 for name in self._snapshots[rule.of].changed(rule.change):
                     if rule.where is not Where.SLICED or name in engine.slices:
-                        self._has_moved |= (rule.of, rule.change) == ("piece", "place")
-                        return rule.text.format(name=name)
-        return ""
+                        text = rule.text.format(name=name)
+                        if moment != "backward" or rule.change not in ("gradient", "gradient_version"):
+                            self._has_moved |= (rule.of, rule.change) == ("piece", "place")
+                            return text
+                        self._marked.setdefault(name, text)
+        return next(iter(self._marked.values()), "") if moment == "reduce" else ""
 
     def _taken_out(self, engine: Engine) -> str:
         """The name of a parameter that the module has lost, by an assignment, or as parametrizations do."""
