@@ -2,6 +2,7 @@
 
 import json as json_text
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +15,7 @@ from shardlab.cli.console import answer_table, count, names_in, progress_bar, ta
 if TYPE_CHECKING:
     import pandas as pd
 
-    from shardlab.experiment import CompareConfig
+    from shardlab.experiment.planned import Plan
     from shardlab.planner.step_model import Job
 
 CALIBRATION = Path("machine.json")
@@ -141,56 +142,40 @@ def _misses(job: "Job") -> str:
     return f"{said}; the nearest, {name}, is missed by {error:+.0%}"
 
 
-def with_peaks(
-    rows: "pd.DataFrame", workload: str, ranks: int, options: Mapping[str, Any]
-) -> tuple["pd.DataFrame", str]:
-    """The rows of a plan with the bytes at the peak of a step, which runs without values, and what is not known."""
+def with_forecasts(
+    rows: "pd.DataFrame", place: str, ranks: int, plans: Mapping[str, "Plan"], options: Mapping[str, Any],
+    calibration: Path | None,
+) -> tuple["pd.DataFrame", str]:  # fmt: skip
+    """The rows of a plan with bytes at the peak, those of a calibrated machine with times; and how to take them."""
     import pandas as pd
 
-    from shardlab.experiment.forecast import peak_of
-
-    found = {}
-    with progress_bar(len(rows)) as advance:
-        for strategy in rows["strategy"]:
-            found[strategy] = peak_of(_config(workload, ranks, strategy, options), strategy)
-            advance(strategy)
-    unknown = ", ".join(name for name, peak in found.items() if peak is None)
-    note = f" The peak of {unknown} is not known: a step needs values." if unknown else ""
-    return rows.assign(peak_bytes=pd.array(list(found.values()), "Int64")), note
-
-
-def _config(workload: str, ranks: int, strategy: str, options: Mapping[str, Any]) -> "CompareConfig":
-    from shardlab.experiment import CompareConfig
-    from shardlab.experiment.named_workload import workload_at
-
-    return CompareConfig(
-        workload=workload_at(workload), ranks=ranks, strategies=(strategy,), steps=1, device="cpu", **options
-    )
-
-
-def with_times(
-    calibration: Path, rows: "pd.DataFrame", workload: str, ranks: int, options: Mapping[str, Any]
-) -> tuple["pd.DataFrame", str]:
-    """The rows of a plan with times of a calibrated machine and bytes at the peak, and how to take them."""
     from shardlab.experiment.forecast import forecast_step
+    from shardlab.experiment.named_workload import workload_at
+    from shardlab.experiment.planned import to_plan
     from shardlab.lab.calibrate import differs_here
     from shardlab.planner.machine import Machine
 
-    machine, found = Machine.load(calibration), {}
+    machine, found = None if calibration is None else Machine.load(calibration), {}
     with progress_bar(len(rows)) as advance:
-        for strategy in rows["strategy"]:
-            found[strategy] = forecast_step(_config(workload, ranks, strategy, options), strategy, machine)
-            advance(strategy)
+        for name, plan in plans.items():
+            config = to_plan(workload_at(place), ranks, (name,), device="cpu", **options)
+            with suppress(RuntimeError):  # it needs values
+                found[name] = forecast_step(config, name, machine, rank=plan.heaviest_rank)
+            advance(name)
+    peaks = [found[name].peak_bytes if name in found else None for name in rows["strategy"]]
+    rows = rows.assign(peak_bytes=pd.array(peaks, "Int64"))
+    unknown = ", ".join(name for name in plans if name not in found)
+    note = unknown and f" Of {unknown} more is not known: a step needs values."
+    if machine is None or not found:
+        return rows, note
     first = min(found, key=lambda name: found[name].seconds)
-    note = f" Times are those of {machine.name}: {machine.misses(first, ranks, found[first].seconds)}."
+    note += f" Times are those of {machine.name}: {machine.misses(first, ranks, found[first].seconds)}."
     if other := differs_here(machine):
         note += f" It was calibrated {other}: times of this machine may be others."
     if outside := [name for name, one in found.items() if one.is_outside]:
         note += f" Outside of what was calibrated, with larger operations or messages: {', '.join(outside)}."
-    return rows.assign(
-        step_ms=[round(1e3 * one.seconds, 1) for one in found.values()],
-        peak_bytes=[one.peak_bytes for one in found.values()],
-    ), note
+    times = [round(1e3 * found[name].seconds, 1) if name in found else None for name in rows["strategy"]]
+    return rows.assign(step_ms=pd.array(times, "Float64")), note
 
 
 def calibrate(
@@ -251,26 +236,16 @@ def what_if(
 
 def validate(*, json: bool, calibration: Path) -> None:
     """Print how far forecasts miss: of published steps of GPUs, and of steps that are run here."""
-    from shardlab.lab.validated_here import (
-        configurations,
-        regret_of,
-        summary_of,
-        validate_here,
-    )
-    from shardlab.lab.validated_here import (
-        table_of as table_of_here,
-    )
+    from shardlab.lab.validated_here import configurations, regret_of, validate_here
     from shardlab.planner.machine import Machine
     from shardlab.planner.validation import summary, validate_published
 
-    published = validate_published()
-    machine = Machine.load(calibration)
-    total = sum(len(list(configurations(int(key)))) for key in machine.ranks if key != "single")
-    with progress_bar(total) as advance:
-        here = table_of_here(list(validate_here(machine, on_progress=advance)))
+    published, machine = validate_published(), Machine.load(calibration)
+    with progress_bar(len(configurations(machine))) as advance:
+        here = validate_here(machine, advance)
     columns = here[["strategy", "ranks", "predicted", "measured"]]
     replace(machine, validated=tuple(columns.itertuples(index=False, name=None))).write(calibration)
-    both = {"published": summary(published), "here": summary_of(here)}
+    both = {"published": summary(published), "here": summary(here)}
     if json:
         found = {name: table.to_dict("index") for name, table in both.items()}
         typer.echo(json_text.dumps({**found, "regret": regret_of(here), "rows": here.to_dict("records")}, indent=2))

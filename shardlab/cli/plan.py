@@ -1,5 +1,6 @@
 """``shardlab plan``: what strategies cost, without running: of a number of parameters, or of a workload."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from decimal import Decimal, InvalidOperation
 from functools import partial
@@ -119,11 +120,8 @@ def plan(
     if workload:
         chosen: dict[str, Any] = {"sharding": sharding, "precision": precision or "full", "tp": tp}
         chosen |= ({"wrap": wrap} if wrap else {}) | ({"bucket_mib": bucket_mib} if bucket_mib != BUCKET_MIB else {})
-        found = _of_workload(workload, ranks, names_in(strategies), chosen, on)
-        if peak or calibration is not None:
-            further = forecast.with_peaks if calibration is None else partial(forecast.with_times, calibration)
-            rows, said = further(found.rows, workload, ranks, chosen)
-            found = found._replace(rows=rows, note=found.note + said)
+        forecasts = partial(forecast.with_forecasts, calibration=calibration) if peak or calibration else None
+        found = _of_workload(workload, ranks, names_in(strategies), chosen, on, forecasts)
     else:
         found = _of_params(params, ranks, precision or "mixed", on)
     return _tell(found, ranks, on, gpu, json=json, out=out)
@@ -152,7 +150,10 @@ def _of_params(params: str, ranks: int, precision: str, gpu: Gpu | None) -> Foun
     return Found(f"{number:,.0f} parameters, {count(ranks, 'rank')}, {precision} precision, Adam", rows, note)
 
 
-def _of_workload(place: str, ranks: int, names: tuple[str, ...], options: dict[str, Any], gpu: Gpu | None) -> Found:
+def _of_workload(
+    place: str, ranks: int, names: tuple[str, ...], options: dict[str, Any], gpu: Gpu | None,
+    forecasts: Callable[..., tuple["pd.DataFrame", str]] | None,
+) -> Found:  # fmt: skip
     import pandas as pd
 
     from shardlab.experiment.named_workload import workload_at  # here, because it imports torch
@@ -176,6 +177,9 @@ def _of_workload(place: str, ranks: int, names: tuple[str, ...], options: dict[s
         f"{PER_RANK}{_buckets(names, options)}{by_rows and f' What {by_rows} sends depends on the rows.'}"
         f"{' * takes no precision, and keeps the dtype of the model.' if 'precision' in rows else ''}"
     )
+    if forecasts is not None:
+        rows, said = forecasts(rows, place, ranks, plans, options)
+        note += said
     about_rows = "Rows: of a micro-batch, by what autograd keeps for each"
     if gpu is not None and rows["rows_that_fit"].isna().any():
         about_rows = "What a row keeps is not known where layers are divided, or depend on values"

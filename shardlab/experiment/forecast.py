@@ -1,5 +1,6 @@
 """How long a step takes on this machine, from its calibration: the engine's own step on a clock that is told."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.dry_run import dry_run
 from shardlab.experiment.operation_costs import MESSAGE, priced
 from shardlab.partition.ring_cost import Link
-from shardlab.planner.machine import Machine
+from shardlab.planner.machine import Line, Machine, RankCosts
 from shardlab.trace.store import Records
 from shardlab.units import wrapped_modules
 
@@ -34,21 +35,28 @@ class StepForecast:
     is_outside: bool
 
 
-def forecast_step(config: CompareConfig, strategy: str, machine: Machine, rank: int = 0) -> StepForecast:
+# Of a machine that takes no time: all that is in flight arrives at once.
+_NO_TIME = RankCosts(
+    dict.fromkeys(("forward", "backward", "optimizer"), 0.0), defaultdict(lambda: Line([1.0], [0.0])),
+    {"add": Line([1.0], [0.0])}, {"all_reduce": Line([1.0], [0.0])}, 0.0, {}, 0.0, 0.0,
+)  # fmt: skip
+
+
+def forecast_step(config: CompareConfig, strategy: str, machine: Machine | None, rank: int = 0) -> StepForecast:
     """The forecast of one strategy.
 
     Args:
         config: what is trained, and how.
         strategy: one of ours.
-        machine: its calibration.
+        machine: its calibration; None where only bytes are asked for.
         rank: the rank that is looked at.
 
     Raises:
         ValueError: the machine was not calibrated for so many ranks.
+        RuntimeError: the step needs values.
     """
-    costs = machine.costs(config.ranks, single=strategy == "single")
+    costs = _NO_TIME if machine is None else machine.costs(config.ranks, single=strategy == "single")
     link = None if config.link is None else Link.parse(config.link)
-
     largest, outside = costs.largest, set[bool]()
 
     def of_operation(func: Any, args: tuple[Any, ...], result: Any) -> float:
@@ -77,19 +85,6 @@ def forecast_step(config: CompareConfig, strategy: str, machine: Machine, rank: 
     records = dry_run(config, strategy, ToldClock(wire), of_operation, rank, host)
     peak_bytes = int(records.steps["peak_bytes"].max())
     return StepForecast(seconds_in(records.steps), peak_bytes, records, True in outside)
-
-
-def peak_of(config: CompareConfig, strategy: str, rank: int = 0) -> int | None:
-    """The most bytes that a rank's tensors take in a step, without a calibration; None where a step needs values.
-
-    What is in flight is taken to arrive at once.
-    """
-    clock = ToldClock(Wire(lambda _: Costs(0.0)))
-    try:
-        records = dry_run(config, strategy, clock, lambda *_: 0.0, rank)
-    except RuntimeError:
-        return None
-    return int(records.steps["peak_bytes"].max())
 
 
 def seconds_in(steps: pd.DataFrame) -> float:

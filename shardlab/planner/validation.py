@@ -1,7 +1,7 @@
 """Forecasts against published step times, and beside them two toys that a forecast has to beat.
 
-    constant MFU    seconds = FLOPs of the model / (MFU x peak), one number from the calibration rows
-    roofline        seconds = max(FLOPs with recomputation / (efficiency x peak), 6 P bytes / bandwidth), two numbers
+    constant rate    seconds = FLOPs of the model / (MFU x peak), one number from the calibration rows
+    roofline         seconds = max(FLOPs with recomputation / (efficiency x peak), 6 P bytes / bandwidth), two numbers
 
 The rows are those of ``data/published_steps.csv``, each with its source and with what had to be assumed. Which rows
 calibrate follows a rule: the first of every machine with more than two, and of the ZeRO-3 machine the last too, since
@@ -17,14 +17,16 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from shardlab.installed import data_path
 from shardlab.planner.forecast import predict_step
 from shardlab.planner.step_model import Job, num_params
 
 ARGUMENTS = tuple(name for name in Job.__dataclass_fields__ if name != "gated")
-TOYS = ("constant_mfu_error", "roofline_error")
+TOYS = ("constant_rate_error", "roofline_error")
 Pair = tuple[dict[str, Any], float]
+Floats = NDArray[np.float64]
 
 
 def published_pairs() -> pd.DataFrame:
@@ -72,7 +74,7 @@ def validate_published() -> pd.DataFrame:
 
     Returns:
         ``machine``, ``name``, ``calibration`` (whether the row was given to the forecasts of its machine),
-        ``measured_seconds``, ``predicted_seconds``, ``error``, ``constant_mfu_error``, ``roofline_error``, ``source``.
+        ``measured_seconds``, ``predicted_seconds``, ``error``, ``constant_rate_error``, ``roofline_error``, ``source``.
     """
     rows = published_pairs()
     found = []
@@ -81,8 +83,7 @@ def validate_published() -> pd.DataFrame:
         calibration = list(rows[rows["calibration"] & (rows["machine"] == row["machine"])]["pair"])
         alike = [pair for pair in rows[rows["calibration"]]["pair"] if pair[0]["hardware"] == arguments["hardware"]]
         predicted = predict_step(**arguments, calibration=calibration).seconds
-        toys = (_constant_mfu(arguments, calibration or alike), _roofline(arguments, calibration or alike))
-        errors = [seconds / measured - 1 for seconds in (predicted, *toys)]
+        errors = [seconds / measured - 1 for seconds in (predicted, *_toys(arguments, calibration or alike))]
         found.append([row["machine"], row["name"], row["calibration"], measured, predicted, *errors, row["source"]])
     names = ["machine", "name", "calibration", "measured_seconds", "predicted_seconds", "error", *TOYS, "source"]
     return pd.DataFrame(found, columns=names)
@@ -94,35 +95,40 @@ def summary(validated: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"median": errors.median(), "p90": errors.quantile(0.9), "worst": errors.max()})
 
 
-def _flops(arguments: Mapping[str, Any], *, recomputed: bool) -> float:
-    """Seconds of a GPU at its peak: 6 FLOPs a parameter and token, 12 h s L a token of attention."""
+def _toys(arguments: Mapping[str, Any], calibration: Sequence[Pair]) -> tuple[float, float]:
+    model, work, sent = _work(arguments)
+    models, works, moved = np.array([_work(known) for known, _ in calibration]).T
+    seconds = np.array([measured for _, measured in calibration])
+    rate, bandwidth = fit_roofline(works, moved, seconds)
+    return model / fit_constant(models, seconds), max(work / rate, sent / bandwidth)
+
+
+def _work(arguments: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Seconds of a GPU at its peak, without and with what is recomputed, and bytes: two gathers and a reduction."""
     job = Job(**arguments)
-    shape = job.shape
-    token = 6 * num_params(shape) + 12 * job.hidden * job.seq_len * job.layers
-    again = 1 + job.recomputed / job.layers / 3 if recomputed else 1
-    return again * token * shape.tokens * job.accumulation / job.tensor / job.card.peaks[job.precision]
+    shape, parameters = job.shape, num_params(job.shape)
+    # 6 FLOPs a parameter and token, 12 h s L a token of attention.
+    flops = (6 * parameters + 12 * job.hidden * job.seq_len * job.layers) * shape.tokens * job.accumulation
+    seconds = flops / job.tensor / job.card.peaks[job.precision]
+    sent = 6 * parameters * job.accumulation / job.tensor if job.data > 1 else 0.0
+    return seconds, seconds * (1 + job.recomputed / job.layers / 3), sent
 
 
-def _constant_mfu(arguments: Mapping[str, Any], calibration: Sequence[Pair]) -> float:
-    mfu = np.mean([_flops(known, recomputed=False) / seconds for known, seconds in calibration])
-    return float(_flops(arguments, recomputed=False) / mfu)
+def fit_constant(work: Floats, seconds: Floats) -> float:
+    """The rate of a toy that knows work alone: the median one."""
+    return float(np.exp(np.median(np.log(work / seconds))))
 
 
-def _roofline(arguments: Mapping[str, Any], calibration: Sequence[Pair]) -> float:
-    """With the efficiency and the bandwidth that meet the calibration best; one pair says the efficiency alone."""
-    efficiencies = np.geomspace(0.05, 1, 300)
-    bandwidths = np.geomspace(1e9, 1e13, 300) if len(calibration) > 1 else np.array([np.inf])
+def fit_roofline(work: Floats, sent: Floats, seconds: Floats) -> tuple[float, float]:
+    """Rate and bandwidth that bring max(work / rate, sent / bandwidth) nearest to the seconds.
+
+    One step says the rate alone.
+    """
+    rates = np.geomspace((work / seconds).min() / 2, 10 * (work / seconds).max(), 300)[:, None]
+    bandwidths = np.geomspace(1e6, 1e13, 300) if len(work) > 1 else np.array([np.inf])
     misses = sum(
-        np.log(np.maximum.outer(_flops(known, recomputed=True) / efficiencies, _sent(known) / bandwidths) / seconds)
-        ** 2
-        for known, seconds in calibration
+        np.abs(np.log(np.maximum(one / rates, moved / bandwidths) / measured))
+        for one, moved, measured in zip(work, sent, seconds, strict=True)
     )
-    best = np.unravel_index(np.argmin(misses), (len(efficiencies), len(bandwidths)))
-    compute = _flops(arguments, recomputed=True) / efficiencies[best[0]]
-    return float(max(compute, _sent(arguments) / bandwidths[best[1]]))
-
-
-def _sent(arguments: Mapping[str, Any]) -> float:
-    """Two gathers and a reduction of everything, in 16 bits."""
-    job = Job(**arguments)
-    return 6 * num_params(job.shape) * job.accumulation / job.tensor if job.data > 1 else 0.0
+    best = np.unravel_index(np.argmin(misses), np.shape(misses))
+    return float(rates[best[0], 0]), float(bandwidths[best[1]])
