@@ -80,9 +80,11 @@ def _tell_search(found: Sequence[Any], *, json: bool) -> None:
     shown = rows.head(SHOWN).assign(
         seconds=rows["seconds"].map("{:.3g}".format), peak_bytes=(rows["peak_bytes"] / 1e9).map("{:.3g}".format),
         tokens_per_second=rows["tokens_per_second"].map("{:,.0f}".format),
-    ).drop(columns=["tokens_per_second"])  # fmt: skip
-    names = {"seconds": "step (s)", "peak_bytes": "peak (GB)", "why_not": "why not"}
-    console.print(table_of(shown.rename(columns=names), "", 2, right=["step (s)", "peak (GB)"]))
+    )  # fmt: skip
+    names = {
+        "seconds": "step (s)", "peak_bytes": "peak (GB)", "tokens_per_second": "tokens/s", "why_not": "why not",
+    }  # fmt: skip
+    console.print(table_of(shown.rename(columns=names), "", 2, right=["step (s)", "peak (GB)", "tokens/s"]))
 
 
 def _tell_forecast(

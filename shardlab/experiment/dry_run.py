@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # no public way to s
 from torch.utils._pytree import tree_map_only
 
 from shardlab.comm.foretold import ForetoldMesh, ToldClock
+from shardlab.comm.trees import tensors_in
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.run import recorded_run
 from shardlab.trace.store import Records, RunWriter, load_run, write_manifest
@@ -52,7 +53,7 @@ class WithoutValues(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._computes:
             return func(*args, **kwargs)
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_in((args, kwargs)))
         if func.is_view or torch.Tag.inplace_view in func.tags or _allocates(func) or func in _REAL:
             return func(*args, **kwargs)
         if func.overloadpacket is _aten._assert_async:  # it would judge values that nobody has computed
@@ -116,11 +117,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> Any:
             found.append(args[place] if place < len(args) else kwargs.get(argument.name))
     returns = func._schema.returns
     return None if not returns else found[0] if len(returns) == 1 else tuple(found)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    leaves, _ = torch.utils._pytree.tree_flatten(tree)
-    return (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def dry_run(

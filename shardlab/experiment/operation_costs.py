@@ -1,13 +1,12 @@
 """What an operation costs on a machine that was calibrated: a matrix product by its FLOPs, any other by its bytes."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
+from shardlab.comm.trees import tensors_in
 from shardlab.planner.machine import RankCosts
 
 PRODUCT, OTHER, MESSAGE = range(3)  # places in ``RankCosts.largest``
@@ -29,7 +28,7 @@ def _work(costs: RankCosts, func: Any, args: tuple[Any, ...], result: Any) -> tu
     if packet in flop_registry:
         flops = float(flop_registry[packet](*args, out_val=result))
         return PRODUCT, flops, costs.product(_form(packet.__name__, args), max(1.0, flops))
-    sizes = {id(tensor): tensor.nbytes for tensor in (*tensors_in(args), *tensors_in(result))}
+    sizes = {id(tensor): tensor.nbytes for tensor in tensors_in((args, result))}
     # An operation in place reads and writes what it has.
     num_bytes = float(sum(sizes.values()))
     return OTHER, num_bytes, costs.operation(packet.__name__, num_bytes)
@@ -48,9 +47,3 @@ def phase_of_autograd() -> str:
     if torch._C._current_graph_task_id() != -1:
         return "backward"
     return "forward" if torch.is_grad_enabled() else "optimizer"
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The tensors of any nest."""
-    leaves, _ = tree_flatten(tree)
-    return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -13,12 +13,11 @@ A ring enters a host through one GPU and leaves it through another, as many ring
 group has the links of all its GPUs on a host together, at most what is inside. An all-reduce takes a ring or, where
 that is faster, a tree, whose hops grow with the logarithm of N.
 
-Sources: data sheets of NVIDIA for peaks, memory and links. stas00/ml-engineering (accelerator and network pages) for
-the best products, and rings of H200 and B200. meta-pytorch/autoparallel: cost_models/nccl_cost_model.py (PR #365) for
-hops and efficiency by chunk, measured on H100; PR #146 for what products and memory reach on H100, and for the floor of
-a launch. voipmonitor/rtx6kpro for a ring over PCIe 5. arXiv 2307.08691, figures 4 to 7, for attention. arXiv
-2507.03114, abstract, for contention: 18.9 % on average, 40 % at most. The latter is taken from H100 on, where a product
-was seen to fall from 80 to 47 % of the peak beside an all-gather (NVIDIA's forum, t/337991).
+Sources: of each preset in ``data/cards.csv``. stas00/ml-engineering (network page) for rings of H200 and B200.
+meta-pytorch/autoparallel: cost_models/nccl_cost_model.py (PR #365) for hops and efficiency by chunk, measured on H100;
+PR #146 for what memory reaches on H100, and for the floor of a launch. voipmonitor/rtx6kpro for a ring over PCIe 5.
+arXiv 2507.03114, abstract, for contention: 18.9 % on average, 40 % at most. The latter is taken from H100 on, where a
+product was seen to fall from 80 to 47 % of the peak beside an all-gather (NVIDIA's forum, t/337991).
 """
 
 import re
@@ -26,7 +25,7 @@ from dataclasses import dataclass, replace
 from math import ceil, log2
 
 from shardlab.partition.ring_cost import ring_wire_bytes
-from shardlab.planner.replay import CONTENTION
+from shardlab.planner.cards import card_named, cards, memory_bytes
 from shardlab.vocabulary import Collective
 
 # Of what one kind of product reaches in a benchmark, a step sustains less: clocks fall under load, and kernels follow
@@ -34,7 +33,6 @@ from shardlab.vocabulary import Collective
 # which of two published values of contention is an H100's. Nothing else here was fitted to a step.
 SUSTAINED = 0.92
 COMPUTE_PRECISIONS = ("bf16", "fp16", "tf32")
-GIB = 2.0**30
 GIGABIT = 1e9 / 8
 INSIDE_EFFICIENCY = 0.79  # 345 to 366 of 450 GB/s a direction: H100 and H200, all-gather and ring all-reduce
 HOP_SECONDS = 4.7e-6  # 30 us over 8 H100 inside a host, 70 us over 16 and 1204 us over 256 between hosts
@@ -64,7 +62,6 @@ class Hardware:
         attention_fraction: of the peak that flash attention 2 reaches for long rows, before the factors of its shape.
         inside: of its host: name of a link in ``INSIDE``.
         between_gigabits: of its share of the links between hosts, where none is given: what is usual beside it.
-        source: of the fractions.
         contention: by how much of its time compute is slower beside a collective.
         memory_fraction: of the memory bandwidth that work bound by it reaches.
         launch_seconds: the least time from one kernel to the next, run without a graph.
@@ -74,13 +71,12 @@ class Hardware:
     peaks: dict[str, float]
     memory_bytes: float
     memory_bandwidth: float
-    multiprocessors: int
+    multiprocessors: float
     product_fraction: float
     attention_fraction: float
     inside: str
     between_gigabits: float
-    source: str
-    contention: float = CONTENTION
+    contention: float
     memory_fraction: float = 0.8
     launch_seconds: float = 7e-6
 
@@ -92,52 +88,25 @@ class Hardware:
         )  # fmt: skip
 
 
-def _peaks(dense_16_bits: float, tf32: float) -> dict[str, float]:
-    return {"bf16": dense_16_bits * 1e12, "fp16": dense_16_bits * 1e12, "tf32": tf32 * 1e12}
-
-
-_A100 = "best product 86.9 % (ml-engineering); attention: 190 of 312 TFLOP/s, arXiv 2307.08691, figure 4"
-_H100 = "70 % (autoparallel PR #146; best product 80.3 %); attention: 335 of 989, arXiv 2307.08691, figure 7"
-_LIKE = "as H100, less 3 % for B200, whose best product reaches 77.6 % (ml-engineering)"
-_GUESS = "no measurement of a training step is at hand: 80 % of the peak, attention as on A100"
-HARDWARE = {
-    card.name: card
-    for card in (
-        Hardware("a100-40gb", _peaks(312, 156), 40 * GIB, 1.555e12, 108, 0.869, 0.70, "nvlink3", 200, _A100),
-        Hardware("a100-80gb", _peaks(312, 156), 80 * GIB, 2.039e12, 108, 0.869, 0.70, "nvlink3", 200, _A100),
-        Hardware("h100-sxm", _peaks(989, 494), 80 * GIB, 3.35e12, 132, 0.70, 0.39, "nvlink4", 400, _H100, 0.40),
-        Hardware("h100-pcie", _peaks(756, 378), 80 * GIB, 2.0e12, 114, 0.70, 0.39, "pcie5", 100, _H100, 0.40),
-        Hardware("h200", _peaks(989, 494), 141e9, 4.8e12, 132, 0.70, 0.39, "nvlink4", 400, _LIKE, 0.40),
-        Hardware("b200", _peaks(2250, 1125), 180e9, 8.0e12, 148, 0.68, 0.39, "nvlink5", 400, _LIKE, 0.40),
-        Hardware("4090", _peaks(165.2, 82.6), 24 * GIB, 1.008e12, 128, 0.80, 0.70, "pcie4", 25, _GUESS),
-        Hardware("rtx-pro-6000", _peaks(503.8, 251.9), 96 * GIB, 1.792e12, 188, 0.80, 0.70, "pcie5", 100, _GUESS),
-    )
-}
-_OTHER_NAMES = {
-    "a100": "a100-80gb", "a100-80": "a100-80gb", "a100-40": "a100-40gb", "h100": "h100-sxm", "h100-80gb": "h100-sxm",
-    "rtx-4090": "4090",
-}  # fmt: skip
+_NUMBERS = (
+    "memory_bandwidth", "multiprocessors", "product_fraction", "attention_fraction", "between_gigabits", "contention",
+)  # fmt: skip
 
 
 def hardware_named(name: str) -> Hardware:
-    """The preset of this name; case does not matter, nor whether its parts are joined by ``-``, ``_`` or a space.
+    """The preset of this name, see ``card_named``.
 
     Raises:
         ValueError: there is none; the message lists the presets.
     """
-    plain = re.sub(r"[\s_-]+", "-", name.strip().lower())
-    found = HARDWARE.get(_OTHER_NAMES.get(plain, plain))
-    if found is None:
-        raise ValueError(f"hardware: {name!r} is not one of {', '.join(HARDWARE)}")
-    return found
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Ranks of a collective: how many, and how many of them are on one host."""
-
-    size: int
-    per_host: int
+    found = card_named(name)
+    if found is None or "bf16_tflops" not in found:
+        known = ", ".join(card for card, row in cards().items() if "bf16_tflops" in row)
+        raise ValueError(f"hardware: {name!r} is not one of {known}")
+    numbers = {field: float(found[field]) for field in _NUMBERS}
+    dense, tf32 = float(found["bf16_tflops"]) * 1e12, float(found["tf32_tflops"]) * 1e12
+    peaks = {"bf16": dense, "fp16": dense, "tf32": tf32}
+    return Hardware(found["name"], peaks, memory_bytes(found["memory"]), inside=found["inside"], **numbers)
 
 
 @dataclass(frozen=True)
@@ -153,18 +122,18 @@ class Network:
     between: float
     factor: float = 1.0
 
-    def seconds(self, op: Collective, num_bytes: float, ranks: Placement) -> float:
-        """Seconds of a collective of ``num_bytes``, the whole buffer, over ranks."""
-        if ranks.size == 1:
+    def seconds(self, op: Collective, num_bytes: float, ranks: int, per_host: int) -> float:
+        """Seconds of a collective of ``num_bytes``, the whole buffer, over ranks, of which so many share a host."""
+        if ranks == 1:
             return 0.0
-        spans_hosts = ranks.size > ranks.per_host
+        spans_hosts = ranks > per_host
         bandwidth, factor = self.inside, self.factor if spans_hosts else 1.0
         if spans_hosts:
-            bandwidth = min(bandwidth, ranks.per_host * self.between * _efficiency(num_bytes / ranks.size) * factor)
-        hops = float(ranks.size - 1)
+            bandwidth = min(bandwidth, per_host * self.between * _efficiency(num_bytes / ranks) * factor)
+        hops = float(ranks - 1)
         if op == Collective.ALL_REDUCE:
-            hops = 2 * min(hops, ceil(log2(ranks.size)))
-        return hops * HOP_SECONDS / factor + ring_wire_bytes(op, 1, ranks.size) * num_bytes / bandwidth
+            hops = 2 * min(hops, ceil(log2(ranks)))
+        return hops * HOP_SECONDS / factor + ring_wire_bytes(op, 1, ranks) * num_bytes / bandwidth
 
 
 def _efficiency(chunk_bytes: float) -> float:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
 
-from shardlab.planner.hardware import COMPUTE_PRECISIONS, Hardware, Network, Placement, hardware_named, network_of
+from shardlab.planner.hardware import COMPUTE_PRECISIONS, Hardware, Network, hardware_named, network_of
 from shardlab.planner.replay import FULLY_SHARDED, REPLAYED, Replay, Schedule, Unit, replay
 from shardlab.planner.transformer import ATTENTIONS, Costs, Parts, Shape
 from shardlab.vocabulary import Collective, MeshAxis
@@ -135,14 +135,18 @@ class Job:
         """Of a step, over all ranks."""
         return self.micro_batch * self.accumulation * self.data * self.seq_len
 
-    def mfu(self, seconds: float) -> float:
-        """FLOPs that the model needs, without recomputation, over those of all GPUs at their peak in so much time.
+    @property
+    def seconds_at_peak(self) -> float:
+        """Of a step whose GPUs did nothing but what the model needs, without recomputation, at their peak.
 
-        Source: Chowdhery et al., arXiv 2204.02311, appendix B.
+        A token needs 6 FLOPs a parameter and 12 h s L of attention: Chowdhery et al., arXiv 2204.02311, appendix B.
         """
         token = 6 * num_params(self.shape) + 12 * self.hidden * self.seq_len * self.layers
-        peak = self.card.peaks[self.precision] * self.data * self.tensor
-        return token * self.tokens_per_step / (peak * seconds)
+        return token * self.tokens_per_step / (self.card.peaks[self.precision] * self.data * self.tensor)
+
+    def mfu(self, seconds: float) -> float:
+        """The share of the peak that the model's FLOPs reach in a step of so many seconds."""
+        return self.seconds_at_peak / seconds
 
 
 @dataclass(frozen=True)
@@ -187,9 +191,9 @@ class Step:
             found.add({RECOMPUTED: share * costs.layer().total()})
         elif backward and job.recompute == "selective" and shape.attention == "unfused":
             found.add({RECOMPUTED: costs.attention(backward=False).total()})
-        ranks = Placement(job.tensor, min(job.tensor, self.network.per_host))
         sums = shape.tokens * shape.hidden * job.itemsize
-        found.add({TENSOR: (2 + 2 * share) * self.network.seconds(Collective.ALL_REDUCE, sums, ranks)})
+        of_one = self.network.seconds(Collective.ALL_REDUCE, sums, job.tensor, min(job.tensor, self.network.per_host))
+        found.add({TENSOR: (2 + 2 * share) * of_one})
         return self.with_copies(found, shape.layer_params, backward)
 
     def with_copies(self, found: Parts, num_params: float, backward: bool) -> Parts:
@@ -231,7 +235,7 @@ class Step:
         elif axis == MeshAxis.REPLICA:
             # As many replicas' rings between two hosts as there are shards, each with the link of one GPU.
             size, per_host = job.data // job.shards, 1
-        return self.network.seconds(op, num_bytes, Placement(size, per_host))
+        return self.network.seconds(op, num_bytes, size, per_host)
 
     def parts(self, micro_batches: int) -> Parts:
         """Seconds of the step by what they are spent on."""

@@ -106,12 +106,8 @@ def _toys(arguments: Mapping[str, Any], calibration: Sequence[Pair]) -> tuple[fl
 def _work(arguments: Mapping[str, Any]) -> tuple[float, float, float]:
     """Seconds of a GPU at its peak, without and with what is recomputed, and bytes: two gathers and a reduction."""
     job = Job(**arguments)
-    shape, parameters = job.shape, num_params(job.shape)
-    # 6 FLOPs a parameter and token, 12 h s L a token of attention.
-    flops = (6 * parameters + 12 * job.hidden * job.seq_len * job.layers) * shape.tokens * job.accumulation
-    seconds = flops / job.tensor / job.card.peaks[job.precision]
-    sent = 6 * parameters * job.accumulation / job.tensor if job.data > 1 else 0.0
-    return seconds, seconds * (1 + job.recomputed / job.layers / 3), sent
+    sent = 6 * num_params(job.shape) * job.accumulation / job.tensor if job.data > 1 else 0.0
+    return job.seconds_at_peak, job.seconds_at_peak * (1 + job.recomputed / job.layers / 3), sent
 
 
 def fit_constant(work: Floats, seconds: Floats) -> float:
