@@ -27,10 +27,9 @@ Sources: Zhao et al., arXiv 2304.11277, section 3.3 (order and prefetch); Li et 
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil, isfinite, nan
+from math import ceil, nan
 
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
-from shardlab.partition.chunks import require_count
 from shardlab.vocabulary import Collective, MeshAxis, Phase, SpanKind
 
 COMPUTE = "compute"
@@ -61,11 +60,6 @@ class Unit:
     reduced_bytes: float
     num_messages: int = 1
 
-    def __post_init__(self) -> None:
-        """No time and no size is negative."""
-        require_count("num_messages", self.num_messages, 1)
-        _require_finite(self, "forward_seconds", "backward_seconds", "gathered_bytes", "reduced_bytes")
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -90,14 +84,6 @@ class Schedule:
     shard_group_size: int = 1
     optimizer_seconds: float = 0.0
     contention: float = CONTENTION
-
-    def __post_init__(self) -> None:
-        """Check what a user can get wrong."""
-        if self.strategy not in REPLAYED:
-            raise ValueError(f"strategy: {self.strategy!r} is not one of {', '.join(REPLAYED)}")
-        for field, minimum in {"prefetch": 0, "micro_batches": 1, "shard_group_size": 1, "bucket_bytes": 1}.items():
-            require_count(field, getattr(self, field), minimum)
-        _require_finite(self, "optimizer_seconds", "contention")
 
 
 @dataclass(slots=True, eq=False)
@@ -149,16 +135,11 @@ def replay(units: Sequence[Unit], schedule: Schedule, seconds: MessageSeconds, r
     """When everything in a step begins and ends, on each of the ranks, which are alike.
 
     Args:
-        units: in the order of forward.
+        units: at least one, in the order of forward.
         schedule: what is done with them.
         seconds: of a collective over an axis: 'shard' and 'replica' in hybrid_shard, else 'data'.
         root: the unit of all other parameters, such as embedding and head; None without one.
-
-    Raises:
-        ValueError: there are no units.
     """
-    if not units:
-        raise ValueError("units: none is given; there must be at least one")
     tasks = _Step(units, schedule, seconds, root).tasks
     _run(tasks, schedule.contention)
     return Replay(tuple(tasks))
@@ -266,12 +247,6 @@ def _buckets(units: Sequence[Unit], capacity: float) -> Iterable[Unit]:
             count = min(sum(one.num_messages for one in held), max(1, ceil(reduced / capacity)))
             yield Unit(unit.name, 0, 0, sum(one.gathered_bytes for one in held), reduced, count)
             held = []
-
-
-def _require_finite(of: object, *names: str) -> None:
-    for name in names:
-        if not (isfinite(value := getattr(of, name)) and value >= 0):
-            raise ValueError(f"{name}: {value} is given; it must be a finite number from 0 on")
 
 
 def _run(tasks: Sequence[Task], contention: float) -> None:

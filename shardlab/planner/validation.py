@@ -44,20 +44,16 @@ def _arguments(row: Mapping[Hashable, Any]) -> dict[str, Any]:
     return {**found, "compiled": "compiled" in given}
 
 
-def nearest(job: Job) -> tuple[str, float] | None:
+def nearest(job: Job, validated: pd.DataFrame) -> tuple[str, float] | None:
     """The published step that is most like a job, of its GPU and strategy, and by which share its forecast misses.
 
     None where no such step is known. Alike are steps of as many parameters, tokens a rank and ranks.
     """
-    rows = published_pairs()
     found: list[tuple[float, str, float]] = []
-    for row in rows.to_dict("records"):
-        arguments, measured = row["pair"]
+    for (arguments, _), row in zip(published_pairs()["pair"], validated.to_dict("records"), strict=True):
         other = Job(**arguments)
         if (other.card.name, other.strategy) == (job.card.name, job.strategy):
-            calibration = list(rows[rows["calibration"] & (rows["machine"] == row["machine"])]["pair"])
-            error = predict_step(**arguments, calibration=calibration).seconds / measured - 1
-            found.append((_apart(job, other), f"{row['name']} of {row['machine']}", error))
+            found.append((_apart(job, other), f"{row['name']} of {row['machine']}", row["error"]))
     return min(found)[1:] if found else None
 
 

@@ -78,7 +78,7 @@ def test_a_peak_needs_no_calibration(tmp_path, monkeypatch):
 def test_bad_input_is_refused(config):
     for words, message in (
         (["--config", config, "--params", "7B"], "params, workload, config: give one of them"),
-        (["--config", config, "--ranks", "64", "--hardware", "abacus"], "hardware: 'abacus' is not one of a100-40gb"),
+        (["--config", config, "--ranks", "64", "--hardware", "abacus"], "hardware: 'abacus' is not one of 4090"),
         (["--config", config, "--ranks", "6", "--tp", "4"], "tp: 4 is given; it must divide 6 ranks"),
         (["--config", config, "--ranks", "64", "--batch", "65"], "batch: 65 sequences is given; 64 data ranks"),
         (
