@@ -1,9 +1,10 @@
 """Causes of a long step in what the hosts do: more than it has to be, on one rank, beside messages, or off the CPU."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from statistics import median
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -104,15 +105,29 @@ def _longer(record: Recorded, rank: int) -> dict[str, float]:
 
 
 def _levelled(steps: Steps, rank: int) -> Steps:
-    """With all work of the rank shorter by one factor, so that in the median over the steps it is as the others'."""
-    us = {one: median(_work_us(step.programs[one]) for step in steps) for one in steps[0].programs}
+    """With all work of the rank as long as that of the others in the same place, in the median over the steps."""
+    us: dict[int, Any] = {}
+    for one in steps[0].programs:
+        us[one] = [[item.us for item in step.programs[one] if isinstance(item, Work)] for step in steps]
+    if len({len(work) for works in us.values() for work in works}) > 1:
+        return _shortened(steps, rank, {one: sum(map(sum, works)) for one, works in us.items()})
+    own = np.median(us.pop(rank), axis=0)
+    more = (np.median(np.concatenate(list(us.values())), axis=0) - own).tolist()
+
+    def levelled(one: int, items: tuple[Item, ...]) -> Iterator[Item]:
+        left = iter(more)
+        for item in items:
+            if isinstance(item, Work) and one == rank:
+                item = replace(item, us=max(0.0, item.us + next(left)))
+            yield item
+
+    return [step.each(levelled) for step in steps]
+
+
+def _shortened(steps: Steps, rank: int, us: Mapping[int, float]) -> Steps:
+    """With all work of the rank shorter by one factor, so that in sum it is as the others'."""
     factor = min(1.0, median(us[one] for one in us if one != rank) / us[rank])
-
     return [step.with_work(lambda own, work: (factor if own == rank else 1.0) * work.us) for step in steps]
-
-
-def _work_us(items: tuple[Item, ...]) -> float:
-    return sum(item.us for item in items if isinstance(item, Work))
 
 
 def _contention(record: Recorded) -> Iterator[Found]:
