@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
+from statistics import fmean
 
 from shardlab.analysis.recorded_step import Issue, Item, Message, RecordedStep, Wait, Work
 from shardlab.vocabulary import FLAG, Collective, Phase
@@ -55,15 +57,28 @@ def ahead(step: RecordedStep) -> RecordedStep:
     """With each gather of a phase issued one gather earlier.
 
     One that is waited for at once moves to where the wait before it ended; one that follows a wait, behind an earlier
-    wait. The first wait is before them all, so that what is gathered ahead does not delay the first gather.
+    wait. The first wait is before them all, so that what is gathered ahead does not delay the first gather. They start
+    as late after that as others do that are issued beside compute, whose core the queue wants, too.
     """
+    at_once = {
+        item.message
+        for items in step.programs.values()
+        for item, after in pairwise(item for item in items if not isinstance(item, Work))
+        if isinstance(item, Issue) and isinstance(after, Wait) and after.message is item.message
+    }
+    late_us = [max(one.dispatch_us.values()) for one in step.messages if one not in at_once]
+
+    def delayed(one: Message) -> Message:
+        if one not in at_once or one.op != Collective.ALL_GATHER or not late_us:
+            return one
+        return replace(one, dispatch_us={rank: max(us, fmean(late_us)) for rank, us in one.dispatch_us.items()})
 
     def change(_: int, items: tuple[Item, ...]) -> Iterator[Item]:
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             items = tuple(item for part in _micro_batches(items, phase) for item in _ahead(part, phase))
         yield from items
 
-    return step.each(change)
+    return step.with_messages(delayed).each(change)
 
 
 def _micro_batches(items: tuple[Item, ...], phase: Phase) -> Iterator[tuple[Item, ...]]:

@@ -137,10 +137,15 @@ class RecordedStep:
 
     def with_transfers(self, us_of: Callable[[Message, float], float]) -> "RecordedStep":
         """With other times of transfer, each made of a message and its time."""
-        others = {
-            one: replace(one, transfer_us={rank: max(0.0, us_of(one, us)) for rank, us in one.transfer_us.items()})
-            for one in self.messages
-        }
+
+        def change(one: Message) -> Message:
+            return replace(one, transfer_us={rank: max(0.0, us_of(one, us)) for rank, us in one.transfer_us.items()})
+
+        return self.with_messages(change)
+
+    def with_messages(self, changed: Callable[[Message], Message]) -> "RecordedStep":
+        """With other messages in the place of these."""
+        others = {one: changed(one) for one in self.messages}
 
         def change(_: int, items: tuple[Item, ...]) -> Iterator[Item]:
             for item in items:

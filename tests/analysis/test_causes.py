@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shardlab.analysis.causes import BALANCED, UNKNOWN, causes
+from shardlab.analysis.changed_messages import ahead
 from shardlab.analysis.recorded_step import recorded_steps
 from tests.analysis.hand_made import NAN
 from tests.analysis.made_steps import Loop
@@ -16,6 +17,7 @@ MATRIX = {  # what is wrong, the cause to name, the change made
     "recomputation": (Loop(recompute=1000), "recomputation", {"recompute": 0}),
     "slow optimizer": (Loop(optimizer=9000), "optimizer step", {"optimizer": 0}),
     "slow rank": (Loop(late=1500), "straggler", {"late": 0}),
+    "slow rank, fsdp": (replace(FSDP, late=1500), "straggler", {"late": 0}),
     "contention": (Loop(us_per_byte=0.0205, slow_beside=2.0, sizes=(100_000,) * 8, buckets=8), "contention", None),
     "low bandwidth": (Loop(us_per_byte=0.2), "bandwidth", {"us_per_byte": 0.1}),
     "high latency, one bucket": (Loop(latency=9000, buckets=1), LATENCY, {"latency": 4500}),
@@ -47,6 +49,16 @@ def test_the_cause_is_named_and_its_gain_is_that_of_the_change(name, ranks):
         # From zero3 to fsdp all messages change places.
         rel = 0.02 if "engine" not in change else 0.15
         assert first.gain_us == pytest.approx(loop.step_us - replace(loop, **change).step_us, rel=rel)
+
+
+def test_a_gather_that_is_moved_beside_compute_starts_as_late_as_others_there():
+    step, *_ = recorded_steps(*replace(FSDP, prefetch=0).tables())
+    late = step.with_messages(
+        lambda one: one if one.op == "all_gather" else replace(one, dispatch_us=dict.fromkeys(one.dispatch_us, 500.0))
+    )
+    moved = [one.dispatch_us for one in ahead(late).messages if one.op == "all_gather"]
+    assert moved
+    assert all(us >= 500.0 for by_rank in moved for us in by_rank.values())
 
 
 def test_healthy_loops_are_balanced_and_one_rank_has_causes_too():
