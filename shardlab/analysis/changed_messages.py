@@ -60,18 +60,10 @@ def ahead(step: RecordedStep) -> RecordedStep:
     wait. The first wait is before them all, so that what is gathered ahead does not delay the first gather. They start
     as late after that as others do that are issued beside compute, whose core the queue wants, too.
     """
-    at_once = {
-        item.message
-        for items in step.programs.values()
-        for item, after in pairwise(item for item in items if not isinstance(item, Work))
-        if isinstance(item, Issue) and isinstance(after, Wait) and after.message is item.message
-    }
-    late_us = [max(one.dispatch_us.values()) for one in step.messages if one not in at_once]
+    at_once = _at_once(step)
 
     def delayed(one: Message) -> Message:
-        if one not in at_once or one.op != Collective.ALL_GATHER or not late_us:
-            return one
-        return replace(one, dispatch_us={rank: max(us, fmean(late_us)) for rank, us in one.dispatch_us.items()})
+        return _beside_compute(step, one) if one in at_once and one.op == Collective.ALL_GATHER else one
 
     def change(_: int, items: tuple[Item, ...]) -> Iterator[Item]:
         for phase in (Phase.FORWARD, Phase.BACKWARD):
@@ -79,6 +71,24 @@ def ahead(step: RecordedStep) -> RecordedStep:
         yield from items
 
     return step.with_messages(delayed).each(change)
+
+
+def _at_once(step: RecordedStep) -> set[Message]:
+    """Messages whose wait follows their issue."""
+    return {
+        item.message
+        for items in step.programs.values()
+        for item, after in pairwise(item for item in items if not isinstance(item, Work))
+        if isinstance(item, Issue) and isinstance(after, Wait) and after.message is item.message
+    }
+
+
+def _beside_compute(step: RecordedStep, message: Message) -> Message:
+    """A message as late in starting as those that are not waited for at once."""
+    at_once = _at_once(step)
+    late_us = [max(one.dispatch_us.values()) for one in step.messages if one not in at_once]
+    us = fmean(late_us) if late_us else 0.0
+    return replace(message, dispatch_us={rank: max(own, us) for rank, own in message.dispatch_us.items()})
 
 
 def _micro_batches(items: tuple[Item, ...], phase: Phase) -> Iterator[tuple[Item, ...]]:
@@ -130,8 +140,9 @@ def in_parts(step: RecordedStep, message: Message, num_parts: int, latency_us: L
         for rank, us in message.transfer_us.items()
     }
     size = message.num_bytes // num_parts
-    parts = [replace(message, num_bytes=size, transfer_us=times) for _ in range(num_parts)]
     gathers = message.op == Collective.ALL_GATHER
+    like = [message, *[_beside_compute(step, message) if gathers else message] * (num_parts - 1)]
+    parts = [replace(one, num_bytes=size, transfer_us=times) for one in like]
 
     def change(rank: int, items: tuple[Item, ...]) -> Iterator[Item]:
         if not gathers:
