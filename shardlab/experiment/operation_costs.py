@@ -15,7 +15,8 @@ PRODUCT, OTHER, MESSAGE = range(3)  # places in ``RankCosts.largest``
 def priced(costs: RankCosts, func: Any, args: tuple[Any, ...], result: Any) -> tuple[int, float, float]:
     """Of an operation, by its overload, its arguments and its result: what kind it is, its size, and seconds alone."""
     kind, size, work = _work(costs, func, args, result)
-    return kind, size, costs.floors[phase_of_autograd()] + work
+    phase = phase_of_autograd()
+    return kind, size, costs.floors[phase] + work * costs.pace.get(phase, 1.0)
 
 
 def _work(costs: RankCosts, func: Any, args: tuple[Any, ...], result: Any) -> tuple[int, float, float]:

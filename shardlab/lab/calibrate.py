@@ -8,9 +8,11 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from shardlab.analysis.timed import in_steps, timed_steps
 from shardlab.comm import Pending
 from shardlab.comm.mesh import Mesh
 from shardlab.experiment import CompareConfig, compare
@@ -22,6 +24,8 @@ from shardlab.launch import RankPool
 from shardlab.launch.pool import num_cores
 from shardlab.planner.machine import Line, Machine, RankCosts
 from shardlab.planner.setup import STRATEGIES
+from shardlab.trace.store import Records
+from shardlab.vocabulary import WHOLE_MODEL, SpanKind
 
 MESSAGE_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
 VERBS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -41,6 +45,8 @@ def calibrate(ranks: Sequence[int] = (2, 3, 4), on_progress: Callable[[str], Non
         on_progress(f"{count} ranks")
         with RankPool(count, device="cpu") as pool:
             found[str(count)] = _with_host(pool, count, _slowest(pool.run(_measured)))
+            if count <= num_cores():  # else a step waits for cores between the phases
+                found[str(count)] = _with_pace(pool, count, found[str(count)])
             if "single" not in found:
                 on_progress("one rank with the cores of all")
                 alone = pool.run(_measured_alone)[0]
@@ -86,6 +92,51 @@ def _with_host(pool: RankPool, ranks: int, costs: RankCosts) -> RankCosts:
             short = seconds_in(done.records.steps) - forecast_step(config, strategy, machine).seconds
             found[strategy] = max(0.0, short) / steered_by(config, strategy)
     return replace(costs, host=found)
+
+
+def _layers() -> nn.Module:
+    layers = (nn.TransformerEncoderLayer(160, 4, 640, 0.0, nn.functional.gelu, batch_first=True) for _ in range(4))
+    return nn.Sequential(*layers)
+
+
+def _rows(rank: int, ranks: int, seed: int) -> Iterator[Tensor]:  # noqa: ARG001
+    while True:
+        yield torch.ones(6, 48, 160)
+
+
+LAYERS = Workload(_layers, _rows, _tiny_loss)
+
+
+def _with_pace(pool: RankPool, ranks: int, costs: RankCosts) -> RankCosts:
+    """With what operations take in a step, where memory was freed and others have the caches, over their forecast."""
+    config = CompareConfig(strategies=("bucketed",), ranks=ranks, steps=12, workload=LAYERS, device="cpu")
+    without = replace(costs, floors=dict.fromkeys(costs.floors, 0.0), host={})
+    both, work = (
+        _by_phase(forecast_step(config, "bucketed", Machine("", {}, 0, {str(ranks): one})).records)
+        for one in (replace(costs, host={}), without)
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        measured = _by_phase(compare(config, directory, pool=pool, on_progress=lambda _: None).records)
+    measured["backward"] -= costs.host["bucketed"] * steered_by(config, "bucketed")  # its hooks
+    return replace(costs, pace={
+        phase: max(0.1, (measured[phase] - both[phase]) / work[phase] + 1) for phase in costs.floors
+    })  # fmt: skip
+
+
+def _by_phase(records: Records) -> dict[str, float]:
+    """Seconds of a step in forward, backward and the optimizer, those off the CPU in between included."""
+    timed = timed_steps(records.steps)
+    spans = in_steps(records.spans, timed)
+    whole, away = spans[spans["unit"] == WHOLE_MODEL], spans[spans["kind"] == str(SpanKind.OFF_CPU)]
+    found = {}
+    for kind in (SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.OPTIMIZER):
+        own = whole[whole["kind"] == str(kind)]
+        # Where a rank was off the CPU its span is cut.
+        ends = own[["rank", "end_us"]].rename(columns={"end_us": "start_us"}).drop_duplicates()
+        every = pd.concat([own, away.merge(ends)])
+        us = (every["end_us"] - every["start_us"]).groupby([every["rank"], every["step"]]).sum()
+        found[str(kind)] = float(us.median()) / 1e6
+    return found
 
 
 def _slowest(of_ranks: Sequence[RankCosts]) -> RankCosts:

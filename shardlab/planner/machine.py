@@ -6,7 +6,7 @@ sizes do. All was measured with as many ranks at work as the table says, so that
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class RankCosts:
         host: by strategy, seconds of the engine's own code a step and parameter, of FSDP a step and unit.
         slows_compute: by how much of its time compute takes longer beside a message.
         slowed_by_compute: by how much of its time a message takes longer beside compute.
+        pace: by phase, how many times as long operations take in a step of training as one by one; 1 if not measured.
     """
 
     floors: Mapping[str, float]
@@ -56,6 +57,7 @@ class RankCosts:
     host: Mapping[str, float]
     slows_compute: float
     slowed_by_compute: float
+    pace: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> "RankCosts":

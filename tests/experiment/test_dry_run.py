@@ -1,6 +1,7 @@
 """A step without ranks, values or time holds and sends what a step of ranks does, to the byte; and its clock."""
 
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -10,6 +11,8 @@ from torch import nn
 from shardlab.comm.foretold import Costs, ForetoldMesh, ToldClock, Wire
 from shardlab.experiment import CompareConfig, Workload, compare
 from shardlab.experiment.dry_run import dry_run
+from shardlab.experiment.operation_costs import priced
+from tests.planner.test_machine import COSTS
 
 OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
 MOMENT = 0.001
@@ -134,3 +137,12 @@ def test_a_message_that_waits_for_a_link_slows_nobody_and_a_late_meeting_is_wait
         assert clock.now == pytest.approx(0.2 + 1.0 + 1.5)
         pending.wait()
         assert clock.now == pytest.approx(0.2 + 10.0 + 0.2)  # no later than it has computed
+
+
+def test_an_operation_has_the_floor_and_the_pace_of_its_phase():
+    costs, x, y = replace(COSTS, pace={"optimizer": 2.0}), torch.zeros(100), torch.zeros(25)  # 500 bytes
+    alone = COSTS.operation("atan2", 500)
+    for grads, floor, pace in ((True, "forward", 1.0), (False, "optimizer", 2.0)):
+        with torch.set_grad_enabled(grads):
+            _, size, seconds = priced(costs, torch.ops.aten.atan2.default, (x,), y)
+        assert (size, seconds) == (500, pytest.approx(COSTS.floors[floor] + pace * alone))
