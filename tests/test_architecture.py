@@ -30,6 +30,7 @@ MAY_IMPORT = {
 LOWER = set(MAY_IMPORT)
 MAY_IMPORT |= dict.fromkeys(("experiment", "faults", "bench"), LOWER)
 MAY_IMPORT |= dict.fromkeys(("recording", "exercises", "lab"), LOWER | {"experiment"})
+MAY_IMPORT["lab"] |= {"faults"}  # causes are put in, to see which are named
 MAY_IMPORT["widgets"] = LOWER | {"experiment", "exercises", "lab"}
 MAY_IMPORT["cli"] = LOWER | {"bench", "exercises", "experiment", "lab", "recording", "widgets"}
 MAY_IMPORT["__main__"] = {"cli"}

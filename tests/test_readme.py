@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from shardlab import CompareConfig, answer, compare
 from shardlab.analysis.held_bytes import at_rest
+from shardlab.analysis.slow_work import OFF_CPU
 from shardlab.cli import app
 from shardlab.experiment import Comparison, run_verdicts
 from shardlab.experiment.answer import ROLES
@@ -77,10 +78,12 @@ def test_the_cells_of_a_page_run_one_after_another(tmp_path, monkeypatch, capsys
 def answer_and_table_are_those_of(comparison):
     """The front page's first block, but for times, peaks and rounding; this run took fewer steps."""
     lines = blocks(README, "text")[0].splitlines()
-    assert [line[:16].rstrip() for line in lines[:5]] == [title for title, _ in answer(comparison)]
-    assert shortened(lines[:5], answer(comparison)) == []
+    said, why = lines[:6], lines[3]
+    assert [line[:16].rstrip() for line in said] == [title for title, _ in answer(comparison)]
+    assert shortened([line for line in said if line != why], answer(comparison)) == []
+    assert why[16:].split(" in ")[0] == OFF_CPU  # four ranks on two cores
     table = comparison.summary.set_index("strategy")[[*ROLES, "wire_bytes_per_step"]] / 1e6
-    shown = {name: [*cells[2:5], cells[-1]] for name, *cells in map(str.split, lines[7:])}
+    shown = {name: [*cells[2:5], cells[-1]] for name, *cells in map(str.split, lines[8:])}
     assert shown == {name: [f"{number:.3f}" for number in row] for name, *row in table.itertuples()}
 
 
@@ -105,11 +108,14 @@ def test_commands_are_those_that_exist(tmp_path, monkeypatch):
     helped = "".join(CliRunner().invoke(app, [command, "--help"], env=wide).output for command in commands)
     named = set(re.findall(r"`(--[a-z-]+)", PROSE))
     assert {"--ranks"} <= named <= set(re.findall(r"--[a-z-]+", helped))
-    assert set(re.findall(r"`shardlab (\w+)", PROSE)) == {*commands}
+    assert set(re.findall(r"`shardlab ([\w-]+)", PROSE)) == {*commands}
     assert "notebooks/guide/README.md" in CliRunner().invoke(app, ["--help"], env=wide).output
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(CliRunner().invoke(app, ["template"]).stdout)
+    needs_more = re.compile(r"--(calibration|config|validate)")  # a file of minutes, or of somebody else
     for command in re.findall(r"`shardlab (plan -[^`]*|doctor)`", PROSE):
+        if needs_more.search(command):
+            continue
         done = CliRunner().invoke(app, shlex.split(command))
         assert done.exit_code == 0, (command, done.output)
 

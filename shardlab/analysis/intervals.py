@@ -59,6 +59,16 @@ def total(intervals: ArrayLike) -> float:
     return float((merged[:, 1] - merged[:, 0]).sum())
 
 
+def covered_until(intervals: ArrayLike, moments: ArrayLike) -> NDArray[np.float64]:
+    """How much of the union lies before each moment; shape of ``moments``."""
+    merged = merge(intervals)
+    if not len(merged):
+        return np.zeros(np.shape(moments))
+    lengths = np.diff(merged, axis=1).ravel()
+    sums = np.column_stack((np.cumsum(lengths) - lengths, np.cumsum(lengths)))
+    return np.asarray(np.interp(np.asarray(moments, dtype=np.float64), merged.ravel(), sums.ravel()))
+
+
 def _pieces(one: Intervals, other: Intervals) -> Intervals:
     """The axis cut at every bound: within a piece, membership in either set does not change."""
     cuts = np.unique(np.concatenate((one.ravel(), other.ravel())))

@@ -1,4 +1,4 @@
-"""The command line: compare, template, record, plan, bench, exercises, report, modules, trace, diff and doctor.
+"""The command line, from ``compare`` to ``doctor``: a function each.
 
 Exit codes: 0 done; 1 a rank failed, losses differ or are not finite; 2 bad input, said in one
 line; 130 interrupted.
@@ -16,6 +16,7 @@ from shardlab.cli.bench import bench
 from shardlab.cli.compare import compare
 from shardlab.cli.console import BAD_INPUT, bad_input, complain
 from shardlab.cli.exercises import exercises
+from shardlab.cli.forecast import calibrate, what_if
 from shardlab.cli.plan import plan
 from shardlab.cli.records import SCRIPT_ARGUMENTS, diff, modules, record, report, trace
 from shardlab.installed import __version__
@@ -53,7 +54,7 @@ def template() -> None:
 app.command()(compare)
 app.command()(template)
 app.command(context_settings=SCRIPT_ARGUMENTS)(bad_input()(record))
-for _command in (plan, bench, exercises, report, modules, trace, diff):
+for _command in (plan, calibrate, what_if, bench, exercises, report, modules, trace, diff):
     app.command()(bad_input()(_command))
 
 

@@ -1,13 +1,16 @@
 """``shardlab plan``: what strategies cost, without running: of a number of parameters, or of a workload."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from decimal import Decimal, InvalidOperation
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 
+from shardlab.cli import forecast
 from shardlab.cli.console import answer_table, count, in_units, names_in, table_of
 from shardlab.cli.records import ROOMY, print_json
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
 FACTORS = {"K": 3, "M": 6, "B": 9, "T": 12}  # powers of ten
 BUCKET_MIB = DEFAULT_BUCKET_BYTES / 2**20
+A_NETWORK = "for example '8 per host, nvlink4, 400Gb/s per GPU'; what is usual for the card without it."
+HARDWARE = "h100"
 A_LINK = "24GB,32GB/s,10us; says what is left."
 PER_RANK = (
     "Per rank, the largest of all ranks; at rest, between two steps. Sent: bytes and messages of one step. Units are "
@@ -27,8 +32,9 @@ PER_RANK = (
 SIZES = {
     "parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer",
     "offloaded_bytes": "host", "rest_bytes": "at rest", "wire_bytes_per_step": "sent",
+    "peak_bytes": "peak",
 }  # fmt: skip
-OTHERS = {"messages_per_step": "messages (/step)"}
+OTHERS = {"messages_per_step": "messages (/step)", "step_ms": "step (ms)"}
 OTHERS_ON_GPU = {"rows_that_fit": "rows (that fit)", "sending_ms": "sending (ms/step)"}
 SIZES_ON_GPU = {"gathered_bytes": "gathered", "left_bytes": "left", "row_bytes": "a row keeps"}
 
@@ -54,33 +60,77 @@ def plan(
     sharding: Annotated[str, typer.Option(help="Of --workload: FSDP's, as in compare.")] = "full_shard",
     wrap: Annotated[str, typer.Option(help="Of --workload: FSDP's units, as in compare.")] = "",
     bucket_mib: Annotated[float, typer.Option(help="Of --workload: capacity of a bucket; compare has 1.")] = BUCKET_MIB,
+    config: Annotated[
+        Path | None, typer.Option(help="Instead: config.json of a transformer; says time and peak.")
+    ] = None,
+    hardware: Annotated[str, typer.Option(help="Of --config: a GPU, for example h100 or a100-80gb.")] = HARDWARE,
+    network: Annotated[str, typer.Option(help="Of --config: " + A_NETWORK)] = "",
+    batch: Annotated[int, typer.Option(help="Of --config: sequences of a step; by default one a rank.")] = 0,
+    seq_len: Annotated[int, typer.Option(help="Of --config: tokens of a sequence; by default the longest.")] = 0,
+    micro_batch: Annotated[int, typer.Option(help="Of --config: sequences of a forward on a rank.")] = 1,
+    recompute: Annotated[str, typer.Option(help="Of --config: layers computed again, or full, selective.")] = "0",
+    search: Annotated[bool, typer.Option("--search", help="Of --config: try all ways, and rank them.")] = False,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Of --workload, or with --validate: the file of shardlab calibrate.")
+    ] = None,
+    peak: Annotated[
+        bool, typer.Option("--peak", help="Of --workload: the peak of a step, run without values.")
+    ] = False,
+    validate: Annotated[bool, typer.Option("--validate", help="Say how far forecasts of time miss, here too.")] = False,
     gpu: Annotated[str, typer.Option(help="A card (h100, 4090), its memory (24GB), or with a link: " + A_LINK)] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the answer and the rows as JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="A directory; plan.html in it will have figures and tables.")] = None,
 ) -> None:
     """Predict bytes per rank, and what is sent, without running; nothing is trained and no rank starts."""
-    if bool(params) == bool(workload):
-        raise ValueError("params, workload: give one of them: --params 7.5B, or --workload train.py:workload")
+    if validate:
+        _refuse("--validate", {"params": params, "workload": workload, "config": config is not None, "gpu": gpu})
+        return forecast.validate(json=json, calibration=calibration or forecast.CALIBRATION)
+    if sum(map(bool, (params, workload, config))) != 1:
+        raise ValueError(
+            "params, workload, config: give one of them: --params 7.5B, --workload train.py:workload, or --config "
+            "config.json"
+        )
     ranks = ranks or (tp if tp > 1 else 0)
     if ranks < 1:
         raise ValueError(f"ranks: {ranks} was given; give 1 or more, for example --ranks 8")
+    of_workload = {
+        "sharding": sharding != "full_shard", "wrap": wrap, "bucket-mib": bucket_mib != BUCKET_MIB, "peak": peak,
+        "calibration": calibration is not None,
+    }  # fmt: skip
+    of_config = {
+        "hardware": hardware != HARDWARE, "network": network, "batch": batch, "seq-len": seq_len, "search": search,
+        "micro-batch": micro_batch != 1, "recompute": recompute != "0",
+    }  # fmt: skip
+    if params:
+        _refuse("--params", {"strategies": strategies, "tp": tp != 1, **of_workload, **of_config})
+    elif workload:
+        _refuse("--workload", of_config)
+    else:
+        _refuse("--config", {"gpu": gpu, "out": out is not None, "precision": precision, **of_workload})
+        if strategies and (search or len(names_in(strategies)) > 1):
+            raise ValueError("strategies: a forecast is of one; leave it out of --search, which tries all")
+    if config is not None:
+        layers: int | str = int(recompute) if recompute.isdigit() else recompute
+        options = {
+            "batch": batch, "seq_len": seq_len, "micro_batch": micro_batch, "tensor": tp,
+            "strategy": (*names_in(strategies), "")[0], "recompute": layers,
+        }  # fmt: skip
+        return forecast.of_config(config, ranks, hardware, network, options, searches=search, json=json)
     on = Gpu.parse(gpu) if gpu else None  # before the work: it may be misspelled
     if workload:
         chosen: dict[str, Any] = {"sharding": sharding, "precision": precision or "full", "tp": tp}
         chosen |= ({"wrap": wrap} if wrap else {}) | ({"bucket_mib": bucket_mib} if bucket_mib != BUCKET_MIB else {})
-        found = _of_workload(workload, ranks, names_in(strategies), chosen, on)
+        forecasts = partial(forecast.with_forecasts, calibration=calibration) if peak or calibration else None
+        found = _of_workload(workload, ranks, names_in(strategies), chosen, on, forecasts)
     else:
-        of_workload = {
-            "strategies": strategies, "tp": tp != 1, "sharding": sharding != "full_shard", "wrap": wrap,
-            "bucket_mib": bucket_mib != BUCKET_MIB,
-        }  # fmt: skip
-        if given := [name for name, is_given in of_workload.items() if is_given]:
-            raise ValueError(
-                f"{', '.join(given)}: only for --workload; with --params leave "
-                f"{'it' if len(given) == 1 else 'them'} out"
-            )
         found = _of_params(params, ranks, precision or "mixed", on)
-    _tell(found, ranks, on, gpu, json=json, out=out)
+    return _tell(found, ranks, on, gpu, json=json, out=out)
+
+
+def _refuse(source: str, others: dict[str, Any]) -> None:
+    """Raise where options are given that a plan of this kind does not use."""
+    if given := [name for name, is_given in others.items() if is_given]:
+        raise ValueError(f"{', '.join(given)}: not of {source}; leave {'it' if len(given) == 1 else 'them'} out")
 
 
 def _of_params(params: str, ranks: int, precision: str, gpu: Gpu | None) -> Found:
@@ -100,7 +150,10 @@ def _of_params(params: str, ranks: int, precision: str, gpu: Gpu | None) -> Foun
     return Found(f"{number:,.0f} parameters, {count(ranks, 'rank')}, {precision} precision, Adam", rows, note)
 
 
-def _of_workload(place: str, ranks: int, names: tuple[str, ...], options: dict[str, Any], gpu: Gpu | None) -> Found:
+def _of_workload(
+    place: str, ranks: int, names: tuple[str, ...], options: dict[str, Any], gpu: Gpu | None,
+    forecasts: Callable[..., tuple["pd.DataFrame", str]] | None,
+) -> Found:  # fmt: skip
     import pandas as pd
 
     from shardlab.experiment.named_workload import workload_at  # here, because it imports torch
@@ -124,6 +177,9 @@ def _of_workload(place: str, ranks: int, names: tuple[str, ...], options: dict[s
         f"{PER_RANK}{_buckets(names, options)}{by_rows and f' What {by_rows} sends depends on the rows.'}"
         f"{' * takes no precision, and keeps the dtype of the model.' if 'precision' in rows else ''}"
     )
+    if forecasts is not None:
+        rows, said = forecasts(rows, place, ranks, plans, options)
+        note += said
     about_rows = "Rows: of a micro-batch, by what autograd keeps for each"
     if gpu is not None and rows["rows_that_fit"].isna().any():
         about_rows = "What a row keeps is not known where layers are divided, or depend on values"

@@ -6,7 +6,7 @@ recorder turns events into table rows; the hang board writes the last one where 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import nan
+from math import isnan, nan
 from threading import Lock
 from time import perf_counter_ns
 from typing import Protocol
@@ -155,17 +155,23 @@ class Pending:
         self._event = event
         self._observers = observers
         self._mark = mark
+        self._now_ns = perf_counter_ns
 
     @property
     def waited(self) -> bool:
         """Whether ``wait()`` has returned before."""
         return self._finish is None
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the queue has come to its end, so that a wait would return at once; on the CPU."""
+        return self._finish is None or (self._event is not None and not isnan(self._event.end_ns))
+
     def wait(self) -> None:
         """Return when the result may be used; raise the collective's error if it failed."""
         if self._finish is None:
             return
-        began_ns = perf_counter_ns()
+        began_ns = self._now_ns()
         if self._mark is None or self._event is None:
             self._finish()
         else:
@@ -178,7 +184,7 @@ class Pending:
         self._finish = None
         self._keep = ()
         if self._event is not None:
-            self._event.wait_start_ns, self._event.wait_end_ns = began_ns, perf_counter_ns()
+            self._event.wait_start_ns, self._event.wait_end_ns = began_ns, self._now_ns()
             for observer in self._observers:
                 observer.waited(self._event)
 

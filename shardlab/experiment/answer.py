@@ -1,4 +1,4 @@
-"""What a comparison answers: who holds least, who is fastest, what it costs, whether to trust it, and what to try next.
+"""What a comparison answers: who holds least, who is fastest, what it costs and why, whether to trust it, what to try.
 
 And what a plan answers: which strategy fits.
 
@@ -17,6 +17,7 @@ from shardlab.experiment import run_verdicts
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.saved_runs import config_of
+from shardlab.experiment.step_reasons import Reasons, why
 from shardlab.experiment.summary import REFERENCE, not_finite
 from shardlab.plots.text import format_bytes, format_percent, listing
 from shardlab.trace.store import Records
@@ -29,18 +30,18 @@ _FRACTIONS = {2: "half", 3: "a third", 4: "a quarter"}
 
 
 class Line(NamedTuple):
-    """One of the five: what it is about, in capitals, and what is said."""
+    """One of them: what it is about, in capitals, and what is said."""
 
     title: str
     text: str
 
 
 def answer(comparison: Comparison, config: CompareConfig | None = None) -> list[Line]:
-    """The five lines of a comparison; without ``config`` its records say it."""
+    """The lines of a comparison; without ``config`` its records say it."""
     config = config_of(comparison.records) if config is None else config
     table, records, doubt = comparison.summary, comparison.records, doubt_of(comparison)
     return [
-        *answer_of_runs(table, records, doubt),
+        *answer_of_runs(table, records, comparison.reasons, doubt),
         Line("CAN I TRUST IT", " · ".join(_trusted(comparison, doubt))),
         Line("NEXT", following(config, {*table["strategy"]}, has_failed=bool(not_finite(records.steps)), doubt=doubt)),
     ]
@@ -52,13 +53,17 @@ def doubt_of(comparison: Comparison) -> str:
     return said.removeprefix("Times are UNCERTAIN: ").rstrip(".")
 
 
-def answer_of_runs(summary: pd.DataFrame, records: Records, doubt: str = "") -> list[Line]:
-    """The first three lines, also of runs that were made one after another; ``doubt`` is why times are uncertain."""
+def answer_of_runs(
+    summary: pd.DataFrame, records: Records, reasons: Mapping[str, Reasons], doubt: str = ""
+) -> list[Line]:
+    """The first four lines, also of runs that were made one after another; ``doubt`` is why times are uncertain."""
     rows = side_by_side(summary)
+    causes = {str(name): reasons[str(name)] for name in rows.index}
     return [
         Line("LEAST MEMORY", least_memory(rows)),
         Line("FASTEST", fastest(rows, quartiles(records.steps), doubt)),
         Line("COST", cost(rows, messages(records.collectives).to_dict())),
+        Line("WHY", why(causes)),
     ]
 
 

@@ -15,7 +15,7 @@ import platform
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from shardlab.experiment.directory import claim, new_directory, run_directory
 from shardlab.experiment.planned import against_plan, plans_or_why
 from shardlab.experiment.rank_checks import GRADIENTS, LOSS, first_that_differ, of_all_ranks
 from shardlab.experiment.run import Progress, RankReport, run_strategy
+from shardlab.experiment.step_reasons import Reasons, reasons
 from shardlab.experiment.summary import summarise
 from shardlab.experiment.workload import Workload
 from shardlab.installed import __version__
@@ -68,6 +69,11 @@ class Comparison:
     def losses_equal(self) -> bool:
         """Whether all losses equal the reference's; False if one is inf or NaN, True for a single strategy."""
         return not (self.summary["losses_equal"] == False).any()  # noqa: E712  (None is neither)
+
+    @cached_property
+    def reasons(self) -> dict[str, Reasons]:
+        """Why the steps of each strategy take as long as they do."""
+        return reasons(self.records)
 
 
 def compare(

@@ -56,6 +56,11 @@ class Plan:
     precision: str
     by_rows: bool = False
 
+    @property
+    def heaviest_rank(self) -> int:
+        """The first of those that hold most at rest."""
+        return int(self.memory.groupby("rank")["bytes"].sum().to_numpy().argmax())
+
 
 def plan_runs(config: CompareConfig) -> dict[str, Plan | None]:
     """The plan of each strategy; None where the planner knows too little.
@@ -276,11 +281,15 @@ def plans_of(
     workload: Workload | str, ranks: int, strategies: tuple[str, ...] | str = STRATEGIES, **options: Any
 ) -> dict[str, Plan]:
     """The tables behind ``plan``, by strategy; arguments and errors are its."""
-    names = (strategies,) if isinstance(strategies, str) else strategies
-    if any("bucket_bytes" in engine_options(name) for name in names):  # else the option would be refused
-        options = {"bucket_mib": DEFAULT_BUCKET_BYTES / 2**20, **options}
-    config = CompareConfig(workload=workload, ranks=ranks, strategies=names, **{"steps": 1, **options})
+    config = to_plan(workload, ranks, (strategies,) if isinstance(strategies, str) else strategies, **options)
     return {strategy: _planned(strategy, found) for strategy, found in plan_runs(config).items()}
+
+
+def to_plan(workload: Workload | str, ranks: int, strategies: tuple[str, ...], **options: Any) -> CompareConfig:
+    """A step of it, with the engines' buckets."""
+    if any("bucket_bytes" in engine_options(name) for name in strategies):  # else the option would be refused
+        options = {"bucket_mib": DEFAULT_BUCKET_BYTES / 2**20, **options}
+    return CompareConfig(workload=workload, ranks=ranks, strategies=strategies, **{"steps": 1, **options})
 
 
 def _planned(strategy: str, planned: Plan | None) -> Plan:

@@ -23,6 +23,7 @@ from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import write_page
 from shardlab.experiment.run_verdicts import transports_of, verdicts
 from shardlab.experiment.saved_runs import config_of
+from shardlab.experiment.step_reasons import reasons_table
 from shardlab.experiment.summary import PLANNED, REFERENCE, readable_summary, reference_of
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Collective, Phase, Role, SpanKind
@@ -37,6 +38,10 @@ PEAK = (
 ALLOCATOR = (
     "What torch's CUDA allocator holds after the last step, on the rank that holds the most: the items add up to its "
     "reserved bytes. Library workspaces belong to no tensor of the engine; fragments are free parts of used segments."
+)
+REASONS = (
+    "Why a step takes as long as it does: its causes, the primary one first. Gain is by how much the step would be "
+    "shorter with the change made, by a replay of the recorded steps: the median over at most 12 of them."
 )
 PATH = (
     "What one step consists of, from its beginning on the first rank to its end on the last: the longest chain of "
@@ -107,6 +112,7 @@ def _tables(comparison: Comparison) -> dict[str, pd.DataFrame]:
         tables["Planned without running, and measured: bytes at rest and bytes sent in a step, maxima over ranks."] = (
             readable_summary(planned, PLANNED)
         )
+    tables[REASONS] = reasons_table(comparison.reasons)
     timed = timed_steps(comparison.records.steps)
     steps = {str(run): middle_step(own) for run, own in timed.groupby("run", sort=False)}
     return tables | explaining_tables(comparison.records, steps)

@@ -1,7 +1,7 @@
 """One strategy on the ranks: what each rank trains, and what it records."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,10 @@ class RankRun:
             max_norm=config.clip, scheduler=scheduler, scaler=scaler, recorder=recorder,
         )  # fmt: skip
 
+    def take_batches(self, read: Callable[[Iterator[Share]], Iterator[Share]]) -> None:
+        """Read the batches by ``read``."""
+        self._batches = read(self._batches)
+
     def live_tensors(self) -> LiveTensors:
         """The engine's tensors by role, for the recorder, which asks when it reads memory."""
         self.shards = shard_rows(self.engine)
@@ -166,7 +170,7 @@ class RankRun:
 
 @contextlib.contextmanager
 def recorded_run(
-    config: CompareConfig, strategy: str, mesh: BaseMesh, writer: RunWriter, origin_ns: int
+    config: CompareConfig, strategy: str, mesh: BaseMesh, writer: RunWriter, origin_ns: int, clock: Any = None
 ) -> Iterator[RankRun]:
     """A model under ``strategy`` on this rank, ready to train; everything it does is recorded to ``writer``.
 
@@ -178,11 +182,12 @@ def recorded_run(
         mesh: where it trains.
         writer: writer of this rank; it is closed at the end.
         origin_ns: ``time.perf_counter_ns`` at the start of the run, the same on all ranks of a host.
+        clock: of the compute; None for that of the mesh's device.
     """
     with contextlib.ExitStack() as stack:
         # Left in reverse order: the recorder still sees the engine close, and the writer closes last.
         stack.enter_context(contextlib.closing(writer))
-        recorder = Recorder(writer, clock_for(mesh.device), origin_ns, device=mesh.device)
+        recorder = Recorder(writer, clock or clock_for(mesh.device), origin_ns, device=mesh.device)
         # Run and recorder hold each other, and a loader that is freed with a cycle waits 5 s for each of its workers.
         stack.callback(setattr, recorder, "live_tensors", dict)
         stack.enter_context(mesh.observed_by(recorder))

@@ -20,7 +20,6 @@ its allocator take some of it too, which no plan knows. So a plan that leaves li
 that leaves nothing promises that it does not, because it counts only what must be there.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import floor, isfinite
@@ -28,35 +27,10 @@ from math import floor, isfinite
 import pandas as pd
 
 from shardlab.partition.ring_cost import Link
+from shardlab.planner.cards import MEMORY, card_named, cards, memory_bytes
 from shardlab.planner.groups import ROOT, Group, groups_of
 from shardlab.planner.setup import ITEMSIZES, PlannedModel, Setup
 from shardlab.vocabulary import Offload, Sharding
-
-POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
-_MEMORY = re.compile(r"([0-9]*\.?[0-9]+)\s*([kmgtKMGT])(i?)B")  # a small b would be bits
-# Memory, and the link to the other cards of a host, in one direction: NVLink where the card has it, else PCIe.
-CARDS = {
-    "t4": "16GiB,16GB/s,10us", "l4": "24GiB,32GB/s,10us", "l40s": "48GiB,32GB/s,10us", "a10": "24GiB,32GB/s,10us",
-    "3090": "24GiB,32GB/s,10us", "4090": "24GiB,32GB/s,10us", "5090": "32GiB,64GB/s,10us",
-    "v100-16": "16GiB,150GB/s,5us", "v100-32": "32GiB,150GB/s,5us", "a100-40": "40GiB,300GB/s,5us",
-    "a100-80": "80GiB,300GB/s,5us", "h100": "80GiB,450GB/s,5us", "h200": "141GiB,450GB/s,5us",
-    "b200": "180GiB,900GB/s,5us",
-}  # fmt: skip
-
-
-def memory_bytes(text: str) -> float:
-    """Bytes of a text such as '24GB' (powers of ten) or '24GiB' (powers of 1024).
-
-    Raises:
-        ValueError: the text is no positive number with a unit.
-    """
-    found = _MEMORY.fullmatch(text.strip())
-    if found is None or float(found[1]) <= 0:
-        raise ValueError(
-            f"memory: {text!r} is not understood; write a number and kB, MB, GB or TB, or KiB, MiB, GiB or TiB, such "
-            "as 24GB"
-        )
-    return float(found[1]) * float((1024 if found[3] else 1000) ** POWERS[found[2].lower()])
 
 
 @dataclass(frozen=True)
@@ -73,17 +47,19 @@ class Gpu:
 
     @classmethod
     def parse(cls, text: str) -> "Gpu":
-        """A GPU from the name of a card (``CARDS``), or from its memory, with bandwidth and latency of its link or not.
+        """A GPU from the name of a card (``cards``), or from its memory, with bandwidth and latency of its link or not.
 
         For example ``h100``, ``24GB`` or ``24GB,32GB/s,10us``.
 
         Raises:
             ValueError: a part is not understood; the message names it.
         """
-        memory, comma, link = CARDS.get(text.strip().lower(), text).partition(",")
-        if not comma and not _MEMORY.fullmatch(memory.strip()):
+        if card := card_named(text):
+            return cls(memory_bytes(card["memory"]), Link.parse(card["link"]))
+        memory, comma, link = text.partition(",")
+        if not comma and not MEMORY.fullmatch(memory.strip()):
             raise ValueError(
-                f"gpu: {text!r} is not understood; write a card ({', '.join(CARDS)}), a memory such as 24GB, or "
+                f"gpu: {text!r} is not understood; write a card ({', '.join(cards())}), a memory such as 24GB, or "
                 "memory, bandwidth and latency such as 24GB,32GB/s,10us"
             )
         return cls(memory_bytes(memory), Link.parse(link) if comma else None)

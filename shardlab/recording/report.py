@@ -1,7 +1,8 @@
-"""What ``record`` has left, read and shown: five lines, a summary of one row, a page of tables and figures."""
+"""What ``record`` has left, read and shown: an answer in lines, a summary of one row, a page of tables and figures."""
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from math import isnan
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from shardlab.analysis.held_bytes import at_rest
 from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment.answer import ALIKE, ROLES, Line, messages, quartiles
 from shardlab.experiment.directory import write_page
-from shardlab.experiment.report import explaining_tables, memory_figures, middle_step, time_figures
+from shardlab.experiment.report import REASONS, explaining_tables, memory_figures, middle_step, time_figures
 from shardlab.experiment.saved_runs import check_complete, check_steps
+from shardlab.experiment.step_reasons import Reasons, reasons, reasons_table, why
 from shardlab.experiment.summary import COLUMNS as COMPARED
 from shardlab.experiment.summary import MB, readable_summary, summarise
 from shardlab.plots import collective_timeline, loss_curves, report_page
@@ -65,6 +67,11 @@ class Recorded:
     summary: pd.DataFrame
     records: Records
     directory: Path
+
+    @cached_property
+    def reasons(self) -> dict[str, Reasons]:
+        """Why its steps take as long as they do."""
+        return reasons(self.records)
 
 
 def is_recorded(directory: Path) -> bool:
@@ -126,6 +133,7 @@ def answer_of_record(recorded: Recorded) -> list[Line]:
     return [
         Line("MEMORY", f"{format_bytes(held)} at rest on a rank; {most}"),
         Line("TIME", took),
+        Line("WHY", why(recorded.reasons, is_script=True)),
         Line("SENT", "not known: no step was watched" if isnan(sent) else sends),
         Line("LATE", last),
         Line("NEXT", looks if last.startswith("rank") else again),
@@ -190,7 +198,7 @@ def _tables(recorded: Recorded) -> dict[str, pd.DataFrame]:
     (name, manifest), *_ = records.manifests.items()
     summary = {caption(recorded): readable_summary(recorded.summary, COLUMNS)}
     steps = {} if manifest["mesh"] is None else {name: middle_step(timed_steps(records.steps))}
-    return summary | explaining_tables(records, steps)
+    return summary | {REASONS: reasons_table(recorded.reasons, is_script=True)} | explaining_tables(records, steps)
 
 
 def _figures(recorded: Recorded) -> dict[str, go.Figure]:

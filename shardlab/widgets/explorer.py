@@ -10,7 +10,8 @@ from torch import nn
 from shardlab.experiment import CompareConfig, Workload
 from shardlab.models import MODELS
 from shardlab.planner import PRECISIONS
-from shardlab.planner.fit import CARDS, Gpu
+from shardlab.planner.cards import cards
+from shardlab.planner.fit import Gpu
 from shardlab.plots import memory_by_role
 from shardlab.plots.bars import draw_memory
 from shardlab.plots.text import format_count
@@ -118,7 +119,7 @@ class Inputs:
         self.optimizer = _choice("optimizer", tuple(OPTIMIZERS), plan.optimizer)
         self.sharding = _choice("fsdp shards", tuple(map(str, Sharding)), str(plan.sharding))
         self.shard_group = _choice("shard group", _divisors(plan.ranks), plan.group)
-        self.gpu = _choice("memory of", [("no GPU", None), *((name, name) for name in CARDS)], None)
+        self.gpu = _choice("memory of", [("no GPU", None), *((name, name) for name in cards())], None)
         self.show_what_counts()
 
     def box(self) -> VBox:

@@ -131,7 +131,8 @@ class RunHistory:
         numbered = self.comparisons.items()
         summaries = [one.summary.assign(strategy=f"{number} " + one.summary["strategy"]) for number, one in numbered]
         doubt = next(filter(None, map(doubt_of, self.comparisons.values())), "")
-        lines = answer_of_runs(pd.concat(summaries, ignore_index=True), self.records(), doubt)
+        causes = {f"{number} {run}": why for number, one in numbered for run, why in one.reasons.items()}
+        lines = answer_of_runs(pd.concat(summaries, ignore_index=True), self.records(), causes, doubt)
         return [*lines, Line("CAN I TRUST IT", f"times uncertain, because {doubt}")] if doubt else lines
 
     def records(self) -> Records:

@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.analysis import intersect, merge, subtract, total
+from shardlab.analysis.intervals import covered_until
 
 # Integer bounds in a small range: touching, nested and empty intervals all come up, and a set of points is an oracle.
 intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda one: (one[0], sum(one))), max_size=12)
@@ -32,3 +33,10 @@ def test_an_impossible_interval_is_named():
     for wrong in ((5.0, 4.0), (0.0, float("nan")), (0.0, float("inf"))):
         with pytest.raises(ValueError, match="interval 1"):
             merge([(0, 1), wrong])
+
+
+def test_what_is_covered_until_a_moment_is_the_intersection_with_all_before_it():
+    times = [(3.0, 5.0), (4.0, 7.0), (10.0, 11.0), (0.5, 1.0)]
+    for moment in (0.0, 0.75, 1.0, 2.0, 4.5, 8.0, 10.5, 20.0):
+        assert covered_until(times, [moment])[0] == total(intersect(times, [(-1.0, moment)]))
+    assert covered_until([], [[1.0, 2.0]]).tolist() == [[0.0, 0.0]]

@@ -41,10 +41,10 @@ def opened(request, browser, report):
 def test_answer_and_two_figures_are_seen_without_scrolling(opened):
     page, _, _ = opened
     names = page.locator(".answer dt").all_inner_texts()
-    assert names == ["LEAST MEMORY", "FASTEST", "COST", "CAN I TRUST IT", "NEXT"]
+    assert names == ["LEAST MEMORY", "FASTEST", "COST", "WHY", "CAN I TRUST IT", "NEXT"]
     assert "zero3, " in page.locator(".answer dd").first.inner_text()
     seen = [*page.locator(".answer dd").all(), *page.locator(".pair .plot").all()]
-    assert len(seen) == 5 + 2
+    assert len(seen) == 6 + 2
     for box in (one.bounding_box() for one in seen):
         assert 0 <= box["x"] <= box["x"] + box["width"] <= 1300
         assert 0 < box["y"] < box["y"] + box["height"] <= 900

@@ -96,7 +96,7 @@ def test_report_of_a_finished_comparison(mine):
     done = shardlab("report", mine)
     assert done.exit_code == 0
     answer, table = done.stdout.split("mlp, 2 ranks")
-    assert [word for word in heads(answer) if word.isupper()] == ["LEAST", "FASTEST", "COST", "CAN", "NEXT"]
+    assert [word for word in heads(answer) if word.isupper()] == ["LEAST", "FASTEST", "COST", "WHY", "CAN", "NEXT"]
     assert [word for word in heads(table) if word in CONFIG.strategies] == list(CONFIG.strategies)
     assert "losses equal to" in done.stdout
     assert done.stdout.splitlines()[-1] == f"Report: {mine / 'report.html'}"
@@ -104,7 +104,7 @@ def test_report_of_a_finished_comparison(mine):
     for words in ("Timeline of step", "Where the peak", "consists of", "mlp on 2 ranks", "torch "):
         assert words in page
     found = json.loads(shardlab("report", mine, "--json").stdout)
-    assert list(found["answer"]) == ["LEAST MEMORY", "FASTEST", "COST", "CAN I TRUST IT", "NEXT"]
+    assert list(found["answer"]) == ["LEAST MEMORY", "FASTEST", "COST", "WHY", "CAN I TRUST IT", "NEXT"]
     rows = found["strategies"]
     assert [row["strategy"] for row in rows] == list(CONFIG.strategies)
     assert rows == json.loads((mine / "summary.json").read_text())

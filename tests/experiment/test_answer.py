@@ -186,7 +186,7 @@ def test_can_i_trust_it(tmp_path, monkeypatch, changed, loss, doubt, said):
     records = Records(sent, spans(), steps, steps, steps, manifests=manifests)
     found = answer(Comparison(table, records, tmp_path), CompareConfig(ranks=4))
     assert found[2].text == "ddp and zero1 send 6.00 MB a rank and step; messages: ddp 1, zero1 1"
-    assert found[3].text == said
+    assert found[4].text == said
 
 
 def test_one_command_to_try_next():

@@ -13,6 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from shardlab.analysis import attribution, bandwidth, overlap, stragglers
+from shardlab.experiment.step_reasons import reasons, why
 from shardlab.export import export_hta, import_profiler_trace, perfetto_trace
 from shardlab.export.kineto import NCCL_NAMES, collective_of, dtype_of
 from shardlab.plots import collective_timeline, overlap_bars, summary_of, wire_volume
@@ -120,6 +121,7 @@ def test_figures_and_exports_take_it(imported):
     assert len(attribution(records.collectives, records.spans)) == len(records.collectives)
     assert bandwidth(records.collectives)["bus_gb_per_s"].max() > 0
     assert check(perfetto_trace(records))["X"]
+    assert "of a step" in why(reasons(records))
 
 
 def test_a_trace_without_communication_has_no_overlap(tmp_path):
@@ -178,6 +180,10 @@ def written(directory, name, trace):
 
 def test_a_cuda_trace(tmp_path):
     records = import_profiler_trace(written(tmp_path, "trace.json", cuda_trace()))
+    assert why(reasons(records)) == (
+        "40 % of a step is host-bound: 0.04 ms of a step have neither compute nor messages, while the host issues the "
+        "next · larger micro-batches or torch.compile, at most, would take 40 µs of 100 µs off"
+    )
     (row,) = records.collectives.to_dict("records")
     assert (row["op"], row["tag"], row["axis"], row["transport"]) == ("all_reduce", "allreduce", "data", "nccl")
     assert (row["dtype"], row["numel"], row["bytes"], row["group_size"], row["wire_bytes"]) == (

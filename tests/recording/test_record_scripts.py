@@ -236,7 +236,7 @@ def test_report_trace_and_diff_read_it(recorded, tmp_path):
     for words in ("Timeline of step", "Where the peak", "consists of", "on 2 ranks", "unattributed"):
         assert words in page, words
     found = json.loads(shardlab("report", directory, "--json").stdout)
-    assert list(found["answer"]) == ["MEMORY", "TIME", "SENT", "LATE", "NEXT"]
+    assert list(found["answer"]) == ["MEMORY", "TIME", "WHY", "SENT", "LATE", "NEXT"]
     assert found["answer"]["LATE"].startswith(("rank ", "no rank; "))
     assert all(name in done.stdout and text.split()[0] in page for name, text in found["answer"].items())
     (row,) = found["strategies"]

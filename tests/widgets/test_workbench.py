@@ -53,10 +53,10 @@ def test_one_run_is_shown_with_its_plan_and_earlier_runs_are_found_again(bench, 
     assert history.labels() == ["1 zero1", "2 bucketed"]
     assert history.next_directory().name == "run-003"
     assert set(history.records().steps["run"]) == {"1 zero1", "2 bucketed"}
-    for doubt, said in (("", 3), ("Times are UNCERTAIN: ranks slept.", 4)):
+    for doubt, said in (("", 4), ("Times are UNCERTAIN: ranks slept.", 5)):
         monkeypatch.setattr("shardlab.experiment.run_verdicts.busy_verdict", lambda *_, doubt=doubt: doubt)
         lines = history.answer()
-        assert [title for title, _ in lines] == ["LEAST MEMORY", "FASTEST", "COST", "CAN I TRUST IT"][:said]
+        assert [title for title, _ in lines] == ["LEAST MEMORY", "FASTEST", "COST", "WHY", "CAN I TRUST IT"][:said]
         assert lines[0].text.startswith("1 zero1, ")
     assert lines[-1].text == "times uncertain, because ranks slept"
 

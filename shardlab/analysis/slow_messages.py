@@ -1,0 +1,150 @@
+"""Causes of a long step in its messages: too many, too large, too late, or too uneven."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+
+from shardlab.analysis.changed_messages import Latency, ahead, in_parts, merged
+from shardlab.analysis.judged_steps import Found, Recorded, Steps
+from shardlab.analysis.recorded_step import Message, RecordedStep
+from shardlab.vocabulary import FLAG, Collective, Phase
+
+LATENCY, LATE_GATHER = "latency of many small messages", "late gather (prefetch too short)"
+MIB = 1024**2
+UNEVEN, FEWEST_UNITS = 3.0, 3  # times the usual size, of how many
+SEEN = 0.02  # of a step: what gains less is worth no larger bucket
+
+
+def found(record: Recorded) -> Iterator[Found]:
+    """Those of the messages."""
+    if not record.messages:
+        return
+    latency, count = record.latency_us, len(record.messages)
+    size = sum(one.num_bytes for one in record.messages) / count / 1e3
+    exposed = float(np.median(record.gains(record.with_transfers(lambda *_: 0.0)))) / 1e3
+    said = f"{exposed:.3g} ms of a step wait for {count} messages of {size:.3g} kB"
+    known, apart = latency or _none, "little of it latency" if latency else "latency not told apart: all of one size"
+    if latency is not None:
+        yield _latency(record, latency, said)
+    half = record.with_transfers(lambda one, us: (us + min(us, known(one))) / 2)
+    rest = record.with_transfers(lambda one, us: min(us, known(one)))
+    yield Found("bandwidth", half, f"{said}, {apart}", "a link of twice the bandwidth", rest, {"bandwidth": 2})
+    earlier, evidence = [ahead(step) for step in record.steps], f"{said}, and gathers could travel earlier"
+    yield Found(
+        LATE_GATHER, earlier, evidence, "gathers one unit earlier (--prefetch one higher)", settings={"prefetch": 1}
+    )
+    yield from _first_gather(record, known) if _gathers_buckets(record) else _last_bucket(record, known)
+    yield from _uneven(record, known)
+
+
+def _none(_: Message) -> float:
+    return 0.0
+
+
+def _latency(record: Recorded, latency: Latency, said: str) -> Found:
+    """Fewer messages where that gains more than half of the latency, else half of the latency."""
+    each = float(np.median([latency(one) for one in record.messages])) / 1e3
+    evidence = f"{said}, each with {each:.3g} ms of latency"
+    free = record.with_transfers(lambda one, us: us - min(us, latency(one)))
+    half = record.with_transfers(lambda one, us: us - min(us, latency(one)) / 2)
+    best = Found(LATENCY, half, evidence, "a link of half the latency", free, {"latency": 0.5})
+    least = float(np.median(record.gains(half)))
+    free_to_move = [one for one in record.messages if not one.is_inside]
+    largest = max((one.num_bytes for one in free_to_move), default=0)
+    total = sum(one.num_bytes for one in free_to_move if one.op != Collective.ALL_GATHER)
+    tagged = "bucket" if _is_bucketed(record) else ""
+    limits = [largest * 2**power for power in range(1, 12)] if tagged else []
+    for limit in [*(one for one in limits if one < total), inf]:
+        changed = [merged(step, limit, latency, tagged) for step in record.steps]
+        gain = float(np.median(record.gains(changed)))
+        if gain > least + SEEN * record.us:
+            least, mib = gain, -(-min(limit, total) // MIB)
+            best = replace(best, changed=changed, change=f"larger buckets (--bucket-mib {mib:g})",
+                           settings={"bucket_mib": mib})  # fmt: skip
+    if _is_bucketed(record) or best.changed is half:
+        return best
+    if not any(one.op == Collective.ALL_GATHER for one in free_to_move):
+        return replace(best, change="buckets (--strategies bucketed)", settings={"strategies": ("bucketed",)})
+    return replace(best, change="one unit (--wrap root), which holds all parameters at once", settings={"wrap": "root"})
+
+
+def _uneven(record: Recorded, latency: Latency) -> Iterator[Found]:
+    """A unit whose gather is much larger than the others', in parts as large as those."""
+    sizes = {one.tag: one.num_bytes for one in record.messages if _is_first_gather(one)}
+    if _is_bucketed(record) or len(sizes) < FEWEST_UNITS:
+        return
+    usual, (tag, size) = float(np.median(list(sizes.values()))), max(sizes.items(), key=lambda pair: pair[1])
+    if size < UNEVEN * usual:
+        return
+    num_parts, unit = round(size / usual), _unit_of(tag)
+    changed = [_in_parts(step, num_parts, latency, lambda one: _unit_of(one.tag) == unit) for step in record.steps]
+    said = f"unit {unit} has {size / 1e6:.3g} MB, and the usual one {usual / 1e6:.3g} MB"
+    change = f"units of like size: cut {unit} into {num_parts} (--wrap)"
+    yield Found("uneven units", changed, said, change, settings={"wrap": unit})
+
+
+def _unit_of(tag: str) -> str:
+    return tag.split(" of ")[-1].removeprefix("unit ")
+
+
+def _last_bucket(record: Recorded, latency: Latency) -> Iterator[Found]:
+    """Smaller buckets, which leave less for when backward has ended."""
+    sent = [one for one in record.messages if _is_reduction(one)]
+    if not sent or not _is_bucketed(record):
+        return
+    without = record.with_transfers(lambda one, us: 0.0 if one.tag == sent[-1].tag else us)
+    tries = {parts: _smaller(record, parts, latency) for parts in (2, 4, 8)}
+    best = max(tries, key=lambda parts: float(np.median(record.gains(tries[parts]))))
+    mib = float(f"{max(one.num_bytes for one in sent) / best / MIB:.2g}")
+    said = f"the last of {len(sent)} reductions has {sent[-1].num_bytes / 1e6:.3g} MB, and no compute beside it"
+    change = f"smaller buckets (--bucket-mib {mib:g})"
+    yield Found("exposed last bucket", tries[best], said, change, without, {"bucket_mib": mib})
+
+
+def _smaller(record: Recorded, parts: int, latency: Latency) -> Steps:
+    """With all reductions in parts; behind the step each part of a gather has its latency."""
+    steps = record.with_transfers(
+        lambda one, us: us + (parts - 1) * latency(one) if one.op == Collective.ALL_GATHER else us
+    )
+    return [_in_parts(step, parts, latency, _is_reduction) for step in steps]
+
+
+def _first_gather(record: Recorded, latency: Latency) -> Iterator[Found]:
+    """Gathers unit by unit beside compute, where all of them are in front of it; reductions likewise."""
+    gathers = list({one.tag: one for one in record.messages if _is_first_gather(one)}.values())
+    if len(gathers) > 1:
+        changed = [
+            _in_parts(merged(step, inf, latency), len(gathers), latency, lambda one: one.tag != FLAG)
+            for step in record.steps
+        ]
+        size = sum(one.num_bytes for one in gathers) / 1e6
+        said = f"{size:.3g} MB are gathered before compute begins, and {size:.3g} MB reduced when it has ended"
+        change = "gather unit by unit (--strategies fsdp)"
+        # All messages change places, which is forecast less well than other changes.
+        yield Found("exposed first gather", changed, said, change, settings={"strategies": ("fsdp",)}, least=0.25)
+
+
+def _in_parts(step: RecordedStep, num_parts: int, latency: Latency, chosen: Callable[[Message], bool]) -> RecordedStep:
+    """With the chosen messages in parts."""
+    for one in [one for one in step.messages if chosen(one)]:
+        step = in_parts(step, one, num_parts, latency)
+    return step
+
+
+def _is_bucketed(record: Recorded) -> bool:
+    """Whether buckets are sent, and not units."""
+    return any("bucket" in one.tag for one in record.messages)
+
+
+def _gathers_buckets(record: Recorded) -> bool:
+    return _is_bucketed(record) and any(map(_is_first_gather, record.messages))
+
+
+def _is_first_gather(one: Message) -> bool:
+    return one.op == Collective.ALL_GATHER and one.phase == Phase.FORWARD and not one.is_inside
+
+
+def _is_reduction(one: Message) -> bool:
+    return one.op != Collective.ALL_GATHER and one.phase == Phase.BACKWARD and one.tag != FLAG and not one.is_inside

@@ -1,0 +1,158 @@
+"""Causes of a long step in what the hosts do: more than it has to be, on one rank, beside messages, or off the CPU."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from statistics import median
+from typing import Any, cast
+
+import numpy as np
+
+from shardlab.analysis.intervals import Intervals, covered_until, merge, subtract, total
+from shardlab.analysis.judged_steps import Found, Recorded, Steps
+from shardlab.analysis.matching import SAME, matched_collectives
+from shardlab.analysis.overlap import COMPUTE_KINDS
+from shardlab.analysis.recorded_step import NOTHING, Item, Work, by_rank
+from shardlab.analysis.rows import numbers
+from shardlab.vocabulary import WHOLE_MODEL, SpanKind
+
+OFF_CPU, OPTIMIZER = "off the CPU", "optimizer step"
+SAME_RANK = 0.6  # of the meetings
+NOTICED = 0.01  # of a step: by how much the last rank of a meeting must be late
+BESIDE_MOST = 0.1  # of the latest meeting of its step: what is less is chance beside it
+BESIDE, APART = 0.5, 0.1  # shares of a span beside messages, from which and up to which it counts as slowed and not
+FEWEST_SPANS = 3
+
+
+def found(record: Recorded) -> Iterator[Found]:
+    """Those of the hosts; the time off the CPU is what is left beside a straggler."""
+    yield from _in_spans(record)
+    yield from _contention(record)
+    levelled = record.steps
+    for straggler in _straggler(record):
+        levelled = straggler.changed
+        yield straggler
+    away = record.of_kind(SpanKind.OFF_CPU)
+    # Of a straggler's time off the CPU only what the others have too.
+    changed = [step.without(away) for step in levelled]
+    said = f"ranks are off the CPU for {record.us_of(away) / 1e3:.3g} ms a step: they sleep, or others have their cores"
+    yield Found(OFF_CPU, changed, said, "fewer ranks or threads than cores", base=levelled)
+
+
+def _in_spans(record: Recorded) -> Iterator[Found]:
+    """What the hosts did beside forward and backward."""
+    spans = (
+        ("input wait", SpanKind.DATA, "loading data takes {}", "load ahead of the step, as a DataLoader's workers do"),
+        ("recomputation", SpanKind.RECOMPUTE, "computing activations again takes {}", "no checkpointing, or of less"),
+        (
+            OPTIMIZER,
+            SpanKind.OPTIMIZER,
+            "optimizer and clipping take {}",
+            "fused=True or a cheaper one, at most,",
+        ),
+    )
+    for name, kind, evidence, change in spans:
+        removed = record.of_kind(kind)
+        said = evidence.format(f"{record.us_of(removed) / 1e3:.3g} ms a step")
+        least = 0.2 if name == OPTIMIZER else 0.1  # some of it is left in any case
+        yield Found(name, record.without(removed), said, change, least=least)
+    whole = by_rank(record.timed)
+    open_us = record.of_kind(*SpanKind)
+    outside = {}
+    for rank, own in whole.items():
+        times = np.column_stack((numbers(own, "start_us"), numbers(own, "start_us") + numbers(own, "step_us")))
+        outside[rank] = subtract(times, open_us.get(rank, np.empty((0, 2))))
+    changed = record.without(outside)
+    said = f"{np.median(record.gains(changed)) / 1e3:.3g} ms of a step are in no span: Python between the operations"
+    yield Found("host-bound", changed, said, "larger micro-batches, or torch.compile")
+
+
+def _straggler(record: Recorded) -> Iterator[Found]:
+    """The rank that is last again and again, and the steps with its work as long as that of the others."""
+    if record.collectives.empty:
+        return
+    rows = matched_collectives(record.collectives, record.axes)
+    meetings = rows.groupby(SAME).agg(
+        late_us=("start_us", lambda times: np.diff(np.sort(times)[-2:]).sum()), last=("last_rank", "first")
+    )
+    most_us = meetings.groupby("step")["late_us"].transform("max")
+    meetings = meetings[meetings["late_us"] > np.maximum(NOTICED * record.us, BESIDE_MOST * most_us)].reset_index()
+    if len(meetings) < len(record.steps):
+        return
+    rank = int(meetings["last"].mode()[0])
+    own = meetings[meetings["last"] == rank]
+    late_us, share = own["late_us"].sum(), len(own) / len(meetings)
+    # Also by time: of many meetings at which somebody is a little late, one rank is last by chance.
+    if min(share, late_us / meetings["late_us"].sum(), own["step"].nunique() / len(record.steps)) <= SAME_RANK:
+        return
+    by = late_us / len(record.steps) / 1e3
+    said = f"rank {rank} is last in {100 * share:.0f} % of {len(meetings)} meetings, by {by:.3g} ms a step"
+    longer = _longer(record, rank)
+    kind = max(longer, key=lambda kind: longer[kind])
+    if longer[kind] > NOTICED * record.us:  # else it is late between the spans
+        said += f"; its {kind.replace('_', ' ')} is {longer[kind] / 1e3:.3g} ms longer than that of the others"
+    yield Found("straggler", _levelled(record.steps, rank), said, f"give rank {rank} as much to do as the others")
+
+
+def _longer(record: Recorded, rank: int) -> dict[str, float]:
+    """By kind of span, how much longer it takes on a rank, in microseconds a step."""
+    found = {}
+    for kind in SpanKind:
+        us = {one: total(times) for one, times in record.of_kind(kind, on_cpu=True).items()}
+        others = [us.get(one, 0.0) for one in record.steps[0].programs if one != rank]
+        found[str(kind)] = (us.get(rank, 0.0) - median(others)) / len(record.steps)
+    return found
+
+
+def _levelled(steps: Steps, rank: int) -> Steps:
+    """With all work of the rank as long as that of the others in the same place, in the median over the steps."""
+    us: dict[int, Any] = {}
+    for one in steps[0].programs:
+        us[one] = [[item.us for item in step.programs[one] if isinstance(item, Work)] for step in steps]
+    if len({len(work) for works in us.values() for work in works}) > 1:
+        return _shortened(steps, rank, {one: sum(map(sum, works)) for one, works in us.items()})
+    own = np.median(us.pop(rank), axis=0)
+    more = (np.median(np.concatenate(list(us.values())), axis=0) - own).tolist()
+
+    def levelled(one: int, items: tuple[Item, ...]) -> Iterator[Item]:
+        left = iter(more)
+        for item in items:
+            if isinstance(item, Work) and one == rank:
+                item = replace(item, us=max(0.0, item.us + next(left)))
+            yield item
+
+    return [step.each(levelled) for step in steps]
+
+
+def _shortened(steps: Steps, rank: int, us: Mapping[int, float]) -> Steps:
+    """With all work of the rank shorter by one factor, so that in sum it is as the others'."""
+    factor = min(1.0, median(us[one] for one in us if one != rank) / us[rank])
+    return [step.with_work(lambda own, work: (factor if own == rank else 1.0) * work.us) for step in steps]
+
+
+def _contention(record: Recorded) -> Iterator[Found]:
+    """What units that are alike take longer beside messages."""
+    spans = record.spans[(record.spans["unit"] != WHOLE_MODEL) & record.spans["kind"].isin(map(str, COMPUTE_KINDS))]
+    moving = {rank: own[["start_us", "end_us"]].to_numpy() for rank, own in by_rank(record.collectives).items()}
+    kinds: dict[tuple[str, str], list[tuple[int, Intervals, float, float]]] = {}
+    for rank, of_rank in by_rank(spans).items():
+        times = of_rank[["start_us", "end_us"]].to_numpy(dtype=np.float64)
+        hidden = np.diff(covered_until(moving.get(rank, NOTHING), times)).ravel()
+        for key, rows in of_rank.groupby(["step", "unit", "kind"], sort=False).indices.items():
+            _, unit, kind = cast(tuple[int, str, str], key)
+            if us := float(np.diff(times[rows]).sum()):
+                share = float(hidden[rows].sum()) / us
+                kinds.setdefault((re.sub(r"\d+", "*", str(unit)), str(kind)), []).append((rank, times[rows], us, share))
+    slower: dict[int, list[Intervals]] = {}
+    for alike in kinds.values():
+        beside = [us for _, _, us, share in alike if share >= BESIDE]
+        apart = [us for _, _, us, share in alike if share <= APART]
+        if min(len(beside), len(apart)) >= FEWEST_SPANS and median(beside) > median(apart):
+            less = 1 - median(apart) / median(beside)
+            for rank, times, _, share in alike:
+                if share >= BESIDE:
+                    ends = times[:, 1]
+                    slower.setdefault(rank, []).append(np.column_stack((ends - less * (ends - times[:, 0]), ends)))
+    removed = {rank: merge(np.concatenate(times)) for rank, times in slower.items()}
+    said = f"units take {record.us_of(removed) / 1e3:.3g} ms a step longer beside messages than without"
+    yield Found("contention", record.without(removed), said, "one core left free of compute")

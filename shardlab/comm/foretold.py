@@ -1,0 +1,218 @@
+"""Messages of a rank whose group is not there: they take the time that is foretold, on a clock that is told.
+
+Compute and messages go on side by side. The messages of an axis move one after another, as in a queue. While one moves
+beside compute, both take longer: they want the same cores, or the same memory. The part of a message that only waits
+for an emulated link slows nobody.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import inf, prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardlab.comm.base_mesh import BaseMesh, groups_along
+from shardlab.comm.communicator import Communicator
+from shardlab.comm.events import CollectiveEvent, Pending
+from shardlab.comm.transports.base import Job, Message
+from shardlab.comm.without_ranks import SilentCommunicator
+from shardlab.vocabulary import Collective
+
+
+class Costs(NamedTuple):
+    """What a message costs: seconds that it moves, alone, and the least from its begin to its end."""
+
+    moves: float
+    least: float = 0.0
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What is foretold of all messages.
+
+    Attributes:
+        costs: of a message.
+        slows_compute: by how much of its time compute takes longer beside a message that moves.
+        slowed_by_compute: by how much of its time a message takes longer beside compute.
+        meeting: seconds that a message takes longer because ranks come from compute at different moments.
+        transport: its name, in every event.
+        emulated: whether it emulates a link.
+        scratch_bytes: of a reduce-scatter of so many bytes over so many ranks.
+    """
+
+    costs: Callable[[CollectiveEvent], Costs]
+    slows_compute: float = 0.0
+    slowed_by_compute: float = 0.0
+    meeting: float = 0.0
+    transport: str = "foretold"
+    emulated: bool = False
+    scratch_bytes: Callable[[int, int], int] = lambda *_: 0
+
+
+@dataclass(eq=False)
+class _Sent:
+    """A message under way: seconds that it still has to move, and when it may end at the earliest."""
+
+    event: CollectiveEvent
+    tell: Callable[[str], None]
+    costs: Costs
+    left: float
+    late: float = 0.0
+    earliest: float = inf
+
+
+class ToldClock:
+    """Time that goes on when it is told, and the messages that move meanwhile; in seconds from 0.
+
+    Args:
+        wire: what messages cost.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire, self.now = wire, 0.0
+        self._computed = 0.0  # since the last message was sent
+        self._owed = 0.0
+        self._queues: dict[str, deque[_Sent]] = {}
+
+    @property
+    def now_ns(self) -> int:
+        """The time in nanoseconds."""
+        return round(self.now * 1e9)
+
+    # As the recorder's clock.
+
+    def mark(self) -> int:
+        """Now."""
+        return self.now_ns
+
+    def cpu_time(self) -> None:
+        """Nobody is off a CPU."""
+
+    def resolve(self, marks: Any) -> Any:
+        """The marks themselves."""
+        return marks
+
+    def settle(self) -> None:
+        """Nothing to wait for."""
+
+    def compute(self, seconds: float) -> None:
+        """Compute for what takes so long alone."""
+        seconds, self._owed = seconds + self._owed, 0.0
+        self._computed += seconds
+        while seconds > 0:
+            moving = any(queue and queue[0].left > 0 for queue in self._queues.values())
+            pace = 1 + self.wire.slows_compute if moving else 1.0
+            passed = min(seconds * pace, self._until_change(computes=True))
+            self._pass(passed, computes=True)
+            seconds -= passed / pace
+
+    def owe(self, seconds: float) -> None:
+        """Let the next compute take so much longer."""
+        self._owed = seconds
+
+    def send(self, sent: _Sent) -> None:
+        """Put a message into the queue of its axis."""
+        sent.late, self._computed = min(self.wire.meeting, self._computed), 0.0
+        queue = self._queues.setdefault(sent.event.axis, deque())
+        queue.append(sent)
+        if len(queue) == 1:
+            self._begin(sent)
+            self._pass(0.0, computes=False)  # one that takes no time has ended
+
+    def wait(self, sent: _Sent) -> None:
+        """Let time go on until a message has ended."""
+        while sent in self._queues[sent.event.axis]:
+            self._pass(self._until_change(computes=False), computes=False)
+
+    def _begin(self, sent: _Sent) -> None:
+        sent.event.start_ns, sent.earliest = self.now_ns, self.now + max(sent.costs) + sent.late
+        sent.tell("started")
+
+    def _until_change(self, *, computes: bool) -> float:
+        """Until the first message of a queue has moved, or ends."""
+        pace = 1 + self.wire.slowed_by_compute if computes else 1.0
+        heads = [queue[0] for queue in self._queues.values() if queue]
+        return min(
+            (one.left * pace if one.left > 0 else max(0.0, one.earliest - self.now) for one in heads), default=inf
+        )
+
+    def _pass(self, seconds: float, *, computes: bool) -> None:
+        pace = 1 + self.wire.slowed_by_compute if computes else 1.0
+        self.now += seconds
+        for queue in self._queues.values():
+            if not queue:
+                continue
+            first = queue[0]
+            first.left -= seconds / pace
+            if first.left <= 1e-12:
+                first.left = 0.0
+            while queue and queue[0].left == 0 and queue[0].earliest <= self.now + 1e-12:
+                ended = queue.popleft()
+                ended.event.end_ns = self.now_ns
+                ended.tell("completed")
+                if queue:
+                    self._begin(queue[0])
+
+
+class ForetoldCommunicator(SilentCommunicator):
+    """One rank of a group of which nothing else exists, whose messages take time on a clock.
+
+    Args:
+        ranks: global ranks of the group.
+        rank: which of them this one is.
+        axis: the axis' name.
+        clock: on which messages take time.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, axis: str, clock: ToldClock) -> None:
+        super().__init__(len(ranks), rank, axis)
+        self.ranks, self._clock = ranks, clock
+
+    def _submit(self, op: Collective, buffer: Tensor | None, job: Job | Message, tag: str, **sizes: Any) -> Pending:
+        clock, wire, keep = self._clock, self._clock.wire, sizes.pop("keep", ())
+        sizes.pop("start", None)
+        if op == Collective.REDUCE_SCATTER and (chunk_bytes := sizes.get("own_chunk_bytes")) is not None:
+            sizes["scratch_bytes"] = wire.scratch_bytes(chunk_bytes * self.num_ranks, self.num_ranks)
+        event = self.announce(op, () if buffer is None else (buffer,), tag, transport=wire.transport, **sizes)
+        event.issue_ns, event.emulated = clock.now_ns, wire.emulated
+        observers = self._observers
+
+        def tell(what: str) -> None:
+            for observer in observers:
+                getattr(observer, what)(event)
+
+        costs = wire.costs(event)
+        sent = _Sent(event, tell, costs, costs.moves)
+        clock.send(sent)
+        return _Foretold(lambda: clock.wait(sent), keep=keep, event=event, observers=observers, clock=clock)
+
+
+class _Foretold(Pending):
+    """One whose waits are told by a clock."""
+
+    def __init__(self, *args: Any, clock: ToldClock, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._now_ns = lambda: clock.now_ns
+
+
+class ForetoldMesh(BaseMesh):
+    """A mesh of which one rank exists.
+
+    Args:
+        axes: size of each axis by name, slowest first.
+        rank: which rank this is.
+        clock: on which messages take time.
+    """
+
+    def __init__(self, axes: Mapping[str, int], rank: int, clock: ToldClock) -> None:
+        super().__init__(axes, range(prod(axes.values())), torch.device("cpu"))
+        self._rank = rank
+        for axis in self.axes:
+            line = next(line for line in groups_along(self.axes, self.ranks, axis) if rank in line)
+            self._communicators[axis] = (
+                Communicator(None, None, line, 0, axis) if len(line) == 1
+                else ForetoldCommunicator(line, line.index(rank), axis, clock)
+            )  # fmt: skip

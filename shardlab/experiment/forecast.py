@@ -1,0 +1,100 @@
+"""How long a step takes on this machine, from its calibration: the engine's own step on a clock that is told."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from shardlab.comm.events import CollectiveEvent
+from shardlab.comm.foretold import Costs, ToldClock, Wire
+from shardlab.comm.transports.gloo import SEGMENT_BYTES
+from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.dry_run import dry_run
+from shardlab.experiment.operation_costs import MESSAGE, priced
+from shardlab.partition.ring_cost import Link
+from shardlab.planner.machine import Line, Machine, RankCosts
+from shardlab.trace.store import Records
+from shardlab.units import wrapped_modules
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """What is foretold of a step.
+
+    Attributes:
+        seconds: of a step.
+        peak_bytes: the most that the rank's tensors and the transports hold.
+        records: the tables, with source 'predicted'.
+        is_outside: whether an operation or a message is larger than all that were measured.
+    """
+
+    seconds: float
+    peak_bytes: int
+    records: Records
+    is_outside: bool
+
+
+# Of a machine that takes no time: all that is in flight arrives at once.
+_NO_TIME = RankCosts(
+    dict.fromkeys(("forward", "backward", "optimizer"), 0.0), defaultdict(lambda: Line([1.0], [0.0])),
+    {"add": Line([1.0], [0.0])}, {"all_reduce": Line([1.0], [0.0])}, 0.0, {}, 0.0, 0.0,
+)  # fmt: skip
+
+
+def forecast_step(config: CompareConfig, strategy: str, machine: Machine | None, rank: int = 0) -> StepForecast:
+    """The forecast of one strategy.
+
+    Args:
+        config: what is trained, and how.
+        strategy: one of ours.
+        machine: its calibration; None where only bytes are asked for.
+        rank: the rank that is looked at.
+
+    Raises:
+        ValueError: the machine was not calibrated for so many ranks.
+        RuntimeError: the step needs values.
+    """
+    costs = _NO_TIME if machine is None else machine.costs(config.ranks, single=strategy == "single")
+    link = None if config.link is None else Link.parse(config.link)
+    largest, outside = costs.largest, set[bool]()
+
+    def of_operation(func: Any, args: tuple[Any, ...], result: Any) -> float:
+        kind, size, seconds = priced(costs, func, args, result)
+        outside.add(size > largest[kind])
+        return seconds
+
+    def of_message(event: CollectiveEvent) -> Costs:
+        outside.add(event.num_bytes > largest[MESSAGE])
+        moves = costs.message(str(event.op), event.num_bytes)
+        on_link = 0.0 if link is None else link.ring_time_us(event.op, event.num_bytes, event.group_size) / 1e6
+        return Costs(moves, on_link)
+
+    def scratch(num_bytes: int, num_ranks: int) -> int:
+        return (num_ranks - 1) * min(SEGMENT_BYTES, num_bytes // num_ranks) if config.transport == "gloo" else 0
+
+    wire = Wire(
+        of_message,
+        costs.slows_compute,
+        costs.slowed_by_compute,
+        costs.meeting,
+        emulated=link is not None,
+        scratch_bytes=scratch,
+    )
+    host = costs.host.get(strategy, 0.0) * config.accumulation * steered_by(config, strategy)
+    records = dry_run(config, strategy, ToldClock(wire), of_operation, rank, host)
+    peak_bytes = int(records.steps["peak_bytes"].max())
+    return StepForecast(seconds_in(records.steps), peak_bytes, records, True in outside)
+
+
+def seconds_in(steps: pd.DataFrame) -> float:
+    """Median seconds of the steps that count."""
+    timed = steps[~steps["traced_memory"].fillna(False).astype(bool) & (steps["step"] > steps["step"].min())]
+    return float(timed.groupby("step")["step_us"].median().median()) / 1e6
+
+
+def steered_by(config: CompareConfig, strategy: str) -> int:
+    """How many things an engine's own code goes through in a step: units of FSDP, else parameters."""
+    if strategy == "fsdp":
+        return len(wrapped_modules(config.on_meta, config.wrap_policy)) + 1
+    return sum(1 for _ in config.on_meta.parameters())

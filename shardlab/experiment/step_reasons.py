@@ -1,0 +1,113 @@
+"""Why a step takes as long as it does, in sentences: the cause, its evidence, one change, and what it would gain."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pandas as pd
+
+from shardlab.analysis.causes import causes
+from shardlab.analysis.judged_steps import BALANCED, UNKNOWN, Cause
+from shardlab.analysis.timed import timed_steps
+from shardlab.plots.text import format_percent, format_us, listing
+from shardlab.trace.store import Records
+
+ALIKE = 0.1  # relative: causes that gain about the same are both named
+SURE = 0.25  # of a step: what takes less is said with care
+COLUMNS = ("strategy", "cause", "of a step (ms)", "share (%)", "gain (ms)", "change", "evidence")
+OPTION = re.compile(r" \(--[^)]*\)")  # of the command, which a script does not have
+
+
+@dataclass(frozen=True)
+class Reasons:
+    """What the time of a run's steps consists of.
+
+    Attributes:
+        step_us: the median of it, in microseconds.
+        causes: the primary one first.
+    """
+
+    step_us: float
+    causes: tuple[Cause, ...]
+
+
+def reasons(records: Records) -> dict[str, Reasons]:
+    """Of each run: its causes, or that they cannot be said."""
+    found = {}
+    for run, own in records.steps.groupby("run", sort=False):
+        collectives, spans = (table[table["run"] == run] for table in (records.collectives, records.spans))
+        try:
+            said = causes(collectives, spans, own, axes=records.manifests[str(run)].get("mesh"))
+        except ValueError as error:  # ranks or times are missing, or clocks do not agree
+            said = [Cause(UNKNOWN, 0.0, 0.0, str(error), "", 0.0)]
+        step_us = float(timed_steps(own).groupby("step")["step_us"].median().median())
+        found[str(run)] = Reasons(step_us, tuple(said))
+    return found
+
+
+def why(found: Mapping[str, Reasons], *, is_script: bool = False) -> str:
+    """One sentence: of one run its cause; of several, what is the cause in which, and which change gains most.
+
+    Args:
+        found: by run.
+        is_script: the run is none of ``compare``, and has no options.
+    """
+    if len(found) == 1:
+        (one,) = found.values()
+        return OPTION.sub("", of_one(one)) if is_script else of_one(one)
+    alike: dict[str, list[str]] = {}
+    for run, one in sorted(found.items(), key=lambda pair: -_weight(pair[1].causes[0])):
+        alike.setdefault(one.causes[0].name, []).append(run)
+    said = "; ".join(_together(name, {run: found[run].causes[0] for run in runs}) for name, runs in alike.items())
+    most = max(found, key=lambda run: found[run].causes[0].gain_us)
+    best = found[most].causes[0]
+    return f"{said} · {most} has most to gain: {_gain(best, found[most])}" if best.gain_us else said
+
+
+def _weight(cause: Cause) -> float:
+    """By which causes are ordered: what cannot be said comes last, and balanced before it."""
+    return cause.share if cause.gain_us else float(cause.name == UNKNOWN) * -1
+
+
+def _together(name: str, primary: Mapping[str, Cause]) -> str:
+    """Runs with one primary cause: 'bandwidth in zero3 (61 % of a step) and fsdp (58 %)'."""
+    if name == UNKNOWN:
+        return f"of {listing(list(primary))} it {UNKNOWN}: {next(iter(primary.values())).evidence}"
+    if name == BALANCED:
+        return f"{BALANCED}, mostly compute, in {listing(list(primary))}"
+    shares = [f"{run} ({format_percent(cause.share)})" for run, cause in primary.items()]
+    shares[0] = shares[0].replace(")", " of a step)")
+    return f"{name} in {listing(shares)}"
+
+
+def of_one(one: Reasons) -> str:
+    """The causes of one run, the primary one with its evidence, its change and what that gains."""
+    first, *others = one.causes
+    if first.name in (UNKNOWN, BALANCED):
+        return f"{first.name}: {first.evidence}"
+    said = f"{_care(first)}{format_percent(first.share)} of a step is {first.name}: {first.evidence} · "
+    said += _gain(first, one)
+    second = next((other for other in others if other.gain_us >= (1 - ALIKE) * first.gain_us), None)
+    return said if second is None else f"{said}; about as much: {second.name}, {format_us(second.gain_us)}"
+
+
+def _care(cause: Cause) -> str:
+    return "" if cause.share >= SURE else "about "
+
+
+def _gain(cause: Cause, one: Reasons) -> str:
+    return f"{cause.change} would take {_care(cause)}{format_us(cause.gain_us)} of {format_us(one.step_us)} off"
+
+
+def reasons_table(found: Mapping[str, Reasons], *, is_script: bool = False) -> pd.DataFrame:
+    """One row for each cause of each run, the primary one first; see ``why``."""
+
+    def change_of(cause: Cause) -> str:
+        change = re.sub(", at most,$", " (at most)", cause.change)
+        return OPTION.sub("", change) if is_script else change
+
+    rows = [
+        (run, cause.name, cause.us / 1e3, 100 * cause.share, cause.gain_us / 1e3, change_of(cause), cause.evidence)
+        for run, one in found.items() for cause in one.causes
+    ]  # fmt: skip
+    return pd.DataFrame(rows, columns=list(COLUMNS))

@@ -1,0 +1,210 @@
+"""How long operations take on ranks that all work at once: products, attention, and what moves memory.
+
+Each is read twice: with data that was last used long ago, and, where each rank has a core, with data of a moment ago.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import sqrt
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode  # no public way to count operations
+
+from shardlab.comm.communicator import Communicator
+from shardlab.launch.pool import num_cores
+from shardlab.planner.machine import Line
+
+SHAPES = (  # rows, inner and columns of products
+    (64, 128, 512), (256, 128, 128), (256, 128, 512), (256, 512, 128), (1024, 128, 128), (1024, 128, 512),
+    (1024, 512, 128), (1024, 512, 512), (2048, 512, 2048), (256, 32, 256), (1024, 16, 512),
+)  # fmt: skip
+ATTENTIONS = ((2, 4, 64, 32), (16, 4, 64, 32), (4, 4, 256, 32))  # sequences, heads, tokens, features
+BYTES = tuple(2**power for power in range(12, 26, 2))  # 4 KiB to 16 MiB
+RING_BYTES, MOST_IN_RING = 2**26, 64
+WARM = 2  # places that are used in turn where memory is warm
+LEAST_SECONDS, TURNS = 0.015, 3  # of a reading: longer than the slices of time in which ranks share a core
+Ring = list[tuple[Tensor, ...]]
+Made = tuple[Callable[..., object], Ring]
+
+
+def operation_times(meet: "Meet") -> dict[str, Any]:
+    """``floors``, ``products`` and ``operations`` of ``RankCosts``; collective."""
+    products: dict[str, list[tuple[float, float]]] = {"forward": [], "input": [], "weight": []}
+    for rows, inner, columns in SHAPES:
+        flops = 2.0 * rows * inner * columns
+        for form, make in PRODUCTS.items():
+            products[form].append((flops, timed(*make(rows, inner, columns), meet)))
+    attention: dict[str, list[tuple[float, float]]] = {"attention": [], "attention_backward": []}
+    for shape in ATTENTIONS:
+        for form, times in attention.items():
+            flops = 4.0 * shape[0] * shape[1] * shape[2] ** 2 * shape[3]
+            times.append((flops * (2.5 if "backward" in form else 1.0), timed(*_attention(form, shape), meet)))
+    operations = {name: _operation(make, meet) for name, make in OPERATIONS.items()}
+    return {
+        "floors": _floors(meet), "products": {name: _line(times) for name, times in (products | attention).items()},
+        "operations": operations,
+    }  # fmt: skip
+
+
+def _forward(rows: int, inner: int, columns: int) -> Made:
+    def given() -> tuple[Tensor, ...]:
+        return torch.randn(rows, inner), torch.randn(columns, inner), torch.randn(columns)
+
+    return lambda x, w, b: torch.addmm(b, x, w.t()), _ring(given)
+
+
+def _input(rows: int, inner: int, columns: int) -> Made:
+    return torch.mm, _ring(lambda: (torch.randn(rows, inner), torch.randn(inner, columns)))
+
+
+def _weight(rows: int, inner: int, columns: int) -> Made:
+    return lambda g, x: g.t() @ x, _ring(lambda: (torch.randn(rows, inner), torch.randn(rows, columns)))
+
+
+PRODUCTS = {"forward": _forward, "input": _input, "weight": _weight}
+
+
+def _ring(make: Callable[[], tuple[Tensor, ...]]) -> Ring:
+    first = make()
+    size = sum(tensor.nbytes for tensor in first)
+    return [first, *(make() for _ in range(min(MOST_IN_RING, max(2, RING_BYTES // size)) - 1))]
+
+
+def _attention(form: str, shape: tuple[int, int, int, int]) -> Made:
+    sequences, heads, tokens, features = shape
+
+    def heads_of() -> Tensor:  # as a projection gives them: the heads of a token side by side
+        return torch.randn(sequences, tokens, heads, features).transpose(1, 2)
+
+    forward = _aten._scaled_dot_product_flash_attention_for_cpu
+    if form == "attention":
+        return lambda q, k, v: forward(q, k, v, 0.0, True), _ring(lambda: (heads_of(), heads_of(), heads_of()))
+
+    def kept() -> tuple[Tensor, ...]:
+        q, k, v = heads_of(), heads_of(), heads_of()
+        return heads_of(), q, k, v, *forward(q, k, v, 0.0, True)
+
+    backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return lambda g, q, k, v, out, sums: backward(g, q, k, v, out, sums, 0.0, True), _ring(kept)
+
+
+def _line(times: Sequence[tuple[float, float]]) -> Line:
+    by_size: dict[float, list[float]] = {}
+    for size, seconds in times:
+        by_size.setdefault(size, []).append(seconds)
+    ordered = sorted(by_size)
+    return Line(ordered, [median(by_size[size]) for size in ordered])
+
+
+def timed(function: Callable[..., object], ring: Ring, meet: "Meet") -> float:
+    """Seconds of a call on each of the ranks, all at once, until the last has ended: between cold and warm memory.
+
+    A training step reads both: what the operation before it has just written, and weights and activations of long ago.
+    """
+    kept: list[object] = [function(*given) for given in ring]  # results too lie where nobody has just been
+    began = perf_counter()
+    kept[0] = function(*ring[0])
+    count = meet.largest(max(1, min(2000, int(LEAST_SECONDS / max(1e-7, perf_counter() - began)))))
+    cold = median(_reading(function, ring, kept, count, meet) for _ in range(TURNS))
+    if len(ring) <= WARM or not meet.has_caches:
+        return cold
+    warm = median(_reading(function, ring[:WARM], kept, count, meet) for _ in range(TURNS))
+    return sqrt(cold * warm)
+
+
+def _reading(function: Callable[..., object], ring: Ring, kept: list[object], count: int, meet: "Meet") -> float:
+    meet.all()
+    began = perf_counter()
+    for number in range(count):
+        place = number % len(ring)
+        kept[place] = function(*ring[place])
+    meet.all()
+    return (perf_counter() - began) / count
+
+
+class Meet:
+    """Where ranks wait for each other.
+
+    Args:
+        comm: of all of them; None for one alone.
+    """
+
+    def __init__(self, comm: Communicator | None) -> None:
+        self._comm = comm
+        # Ranks that take turns on a core take each other's cache as well.
+        self.has_caches = comm is None or comm.num_ranks <= num_cores()
+
+    def all(self) -> None:
+        """Return when all have come."""
+        if self._comm is not None:
+            self._comm.barrier().wait()
+
+    def largest(self, count: int) -> int:
+        """The largest of all ranks' counts."""
+        found = torch.tensor([count])
+        if self._comm is not None:
+            self._comm.all_reduce(found, reduction="max").wait()
+        return int(found.item())
+
+
+def _elementwise(function: Callable[..., object], inputs: int = 1) -> Callable[[int], tuple[Any, Ring, int]]:
+    def made(num_bytes: int) -> tuple[Any, Ring, int]:
+        rows = max(1, num_bytes // 4 // (inputs + 1) // 64)
+        ring = _ring(lambda: tuple(torch.rand(rows, 64) + 0.1 for _ in range(inputs)))
+        return function, ring, 4 * 64 * rows * (inputs + 1)
+
+    return made
+
+
+_aten = torch.ops.aten
+OPERATIONS: Mapping[str, Callable[[int], tuple[Any, Ring, int]]] = {
+    "add": _elementwise(torch.add, 2),
+    "copy_": _elementwise(lambda x: x.clone()),
+    "gelu": _elementwise(nn.functional.gelu),
+    "gelu_backward": _elementwise(lambda g, x: _aten.gelu_backward(g, x), 2),
+    "tanh": _elementwise(torch.tanh),
+    "exp": _elementwise(torch.exp),
+    "sqrt": _elementwise(torch.sqrt),
+    "_softmax": _elementwise(lambda x: torch.softmax(x, -1)),
+    "_softmax_backward_data": _elementwise(lambda g, x: _aten._softmax_backward_data(g, x, -1, torch.float32), 2),
+    "_log_softmax": _elementwise(lambda x: torch.log_softmax(x, -1)),
+    "native_layer_norm": _elementwise(lambda x: nn.functional.layer_norm(x, (64,))),
+    "sum": _elementwise(lambda x: x.sum(0)),
+}
+
+
+def _operation(make: Callable[[int], tuple[Any, Ring, int]], meet: "Meet") -> Line:
+    made = [make(num_bytes) for num_bytes in BYTES]
+    return _line([(float(size), timed(function, ring, meet)) for function, ring, size in made])
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def _floors(meet: "Meet") -> dict[str, float]:
+    """Seconds of an operation that has next to nothing to do: in forward, in backward, and in an optimizer."""
+    chain = nn.Sequential(*(layer for _ in range(20) for layer in (nn.Linear(4, 4), nn.GELU())))
+    x, optimizer = torch.randn(4, 4), torch.optim.AdamW(chain.parameters())
+
+    def both() -> None:
+        chain(x).sum().backward()
+
+    both()
+    counts, seconds = {}, {}
+    for name, call in {"forward": lambda: chain(x).sum(), "backward": both, "optimizer": optimizer.step}.items():
+        with _Count() as counted:
+            call()
+        counts[name], seconds[name] = counted.count, timed(call, [()], meet)
+    counts["backward"] -= counts["forward"]
+    seconds["backward"] -= seconds["forward"]
+    return {name: seconds[name] / counts[name] for name in counts}

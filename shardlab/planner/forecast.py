@@ -1,0 +1,174 @@
+"""How long a step of a transformer takes on GPUs that are not here, how much memory it needs, and what was left out.
+
+Time is that of ``step_model``, with factors that ``calibration`` takes from measured steps. Bytes at the peak:
+
+    model states          ``formulas.model_states``, 16 bytes a parameter, sharded as the strategy says
+    activations           ``formulas.activation_bytes`` a layer, for the MLP's form, shared keys and values, no dropout;
+                          2 b s h where it is recomputed, and one such layer whole
+    gathered parameters   root and two layers; all of zero3 and shard_grad_op
+    logits                10 bytes each: in 16 bits, and in 32 bits with a gradient
+
+Legend: b sequences, s tokens of a sequence, h hidden. Sources: see ``step_model`` and ``formulas``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardlab.planner.calibration import checked, fitted
+from shardlab.planner.formulas import Layer, activation_bytes, model_states
+from shardlab.planner.replay import FULLY_SHARDED
+from shardlab.planner.step_model import Factors, Job, num_params, step_parts
+
+# Reserved over allocated bytes, least and most: OpenTau PR #273 (batch 40); Megatron-LM issue #150 (fsdp2 on 16 GPUs).
+# In between lie 1.26 to 1.36 (llama-cookbook PR #41, torchtitan PR #135 and #165).
+RESERVED = (1.01, 1.62)
+LOGIT_BYTES = 10
+FAR = 0.05  # a calibration pair that is missed by more is named
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is foretold of a step.
+
+    Attributes:
+        seconds: of a step.
+        parts: what they are spent on, in seconds; they add up to ``seconds``.
+        peak_bytes: of a rank, in tensors.
+        not_modelled: sentences on what was left out or assumed.
+    """
+
+    seconds: float
+    parts: Mapping[str, float]
+    peak_bytes: float
+    not_modelled: tuple[str, ...]
+
+
+def predict_step(
+    *, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq_len: int, micro_batch: int, data:
+    int, accumulation: int = 1, tensor: int = 1, strategy: str = "fsdp", precision: str = "bf16", recompute: int | str =
+    0, hardware: str = "a100-80gb", network: str | None = None, calibration: Sequence[tuple[Mapping[str, Any], float]] =
+    (), gated: bool | None = None, compiled: bool = False, attention: str | None = None,
+) -> Forecast:  # fmt: skip
+    """Seconds of a training step of a causal transformer, their parts, and bytes at the peak of a rank.
+
+    A step is ``accumulation`` forwards and backwards of ``micro_batch`` sequences of ``seq_len`` tokens on each of
+    ``data`` ranks (a rank is ``tensor`` GPUs), and a step of Adam. Matrix products of a layer: (tokens, hidden) by
+    (hidden, hidden + 2 hidden kv_heads / heads), (hidden, hidden), and those of the MLP; of the head (hidden, vocab).
+
+    Args:
+        hidden: width of the residual; ``heads`` divide it.
+        layers: transformer layers.
+        heads: of attention; ``tensor`` divides them.
+        kv_heads: heads of keys and values; they divide ``heads``.
+        ffn: inner width of the MLP; ``tensor`` divides it.
+        vocab: logits of a token.
+        seq_len: tokens of a sequence.
+        micro_batch: sequences of a forward on one data rank.
+        data: ranks of the data axis.
+        accumulation: micro-batches of a step; the fully sharded strategies reduce gradients in each of them.
+        tensor: GPUs that share a layer; neighbours on a host.
+        strategy: single, ddp, bucketed, zero1, zero2, zero3, fsdp, shard_grad_op or hybrid_shard (sharded in a host).
+        precision: of products and messages: bf16, fp16 or tf32. The optimizer steps 32 bits.
+        recompute: layers whose forward runs again in backward, or 'full' for all; 'selective' for half of it, or,
+            where attention is unfused, for the scores alone.
+        hardware: name of a preset, see ``hardware.HARDWARE``.
+        network: such as '8 per host, 600GB/s, 200Gb/s per GPU', see ``hardware.network_of``; None where not known.
+        calibration: up to three pairs of arguments like these and measured seconds, of the same cluster.
+        gated: whether layers are written as in Llama (three matrices in the MLP, rotation, head and embedding apart) or
+            as in GPT (two, together); None: as in Llama unless ``ffn`` is four times ``hidden``.
+        compiled: whether memory-bound work is fused by a compiler.
+        attention: 'flash-1' (as fast as Triton's of 2023), 'flash-2' or 'unfused', all causal; the scores of 'unfused'
+            are computed whole. None: 'flash-2' for layers as in Llama, 'flash-1' for those as in GPT.
+
+    Raises:
+        ValueError: an argument is not allowed; the message names the field and what is.
+
+    Sources: arXiv 1910.02054 (sections 5, 7), 2304.11277 (3), 2205.05198 (5), 2104.04473 (3), 2507.03114 (contention).
+    """
+    job = Job(
+        hidden, layers, heads, kv_heads, ffn, vocab, seq_len, micro_batch, data, accumulation, tensor, strategy,
+        precision, recompute, hardware, network, gated, compiled, attention,
+    )  # fmt: skip
+    return forecast_of(job, calibration)
+
+
+def forecast_of(job: Job, calibration: Sequence[tuple[Mapping[str, Any], float]] = ()) -> Forecast:
+    """As ``predict_step``, of arguments that are checked."""
+    pairs = checked(calibration, job)
+    factors = fitted(pairs)
+    parts = step_parts(job, factors)
+    return Forecast(parts.total(), dict(parts), peak_bytes(job), tuple(_sentences(job, pairs, factors)))
+
+
+def peak_bytes(job: Job) -> float:
+    """Bytes in tensors where a rank has most: at the end of forward, or in the first layer of backward."""
+    shape, itemsize = job.shape, job.itemsize
+    params, layer = num_params(shape) / job.tensor, shape.layer_params / job.tensor
+    found = _states(job, params)
+    if job.strategy in ("zero3", "shard_grad_op"):
+        found += params * itemsize
+    elif job.strategy in FULLY_SHARDED:
+        found += (shape.root_params / job.tensor + 2 * layer) * itemsize
+    whole, kept = _activations(job)
+    found += job.recomputed * kept + (job.layers - job.recomputed) * whole + (whole if job.recomputed else 0)
+    return found + shape.tokens * job.vocab / job.tensor * LOGIT_BYTES
+
+
+def _states(job: Job, params: float) -> float:
+    """Of parameters, gradients and optimizer state at rest."""
+    like = job.strategy
+    if job.strategy in FULLY_SHARDED:
+        like = "zero3"
+    elif job.strategy in ("single", "bucketed"):
+        like = "ddp"
+    states = {one.strategy: one.total_bytes for one in model_states(round(params), job.shards)}
+    return states[like]
+
+
+def _activations(job: Job) -> tuple[float, float]:
+    """Of a layer that keeps everything, and of one that is recomputed."""
+    shape = job.shape
+    sizes = Layer(job.hidden, job.heads, job.seq_len, job.micro_batch)
+    drops_scores = shape.attention != "unfused" or job.recompute == "selective"
+    whole = activation_bytes(sizes, job.tensor, recompute="selective" if drops_scores else "none")
+    # The formula's MLP keeps what enters and leaves a GELU, 16 h; a gated one both inputs, SiLU's result, the product.
+    mlp = (8 if shape.gated else 4) * job.ffn - 16 * job.hidden
+    divided = mlp - 4 * job.hidden * (1 - shape.kv_share)  # keys and values that heads share
+    masks = 2 * job.hidden  # of dropout, which nobody uses here
+    kept = activation_bytes(sizes, recompute="full")
+    scale = job.itemsize / 2
+    return (whole + shape.tokens * (divided / job.tensor - masks)) * scale, kept * scale
+
+
+def _sentences(job: Job, pairs: Sequence[tuple[Job, float]], factors: Factors) -> list[str]:
+    shape = job.shape
+    found = [
+        "Loading data, checkpoints, evaluation, stragglers, congestion by others, and time of the host beyond a floor "
+        "a kernel are not in the seconds; the allocator's reserve and the libraries' own memory are not in the bytes.",
+        f"Layers are taken to be written as in {'Llama' if shape.gated else 'GPT'}"
+        f"{', compiled' if job.compiled else ''}, with attention {shape.attention}.",
+    ]
+    if job.network is None and job.data * job.tensor > 1:
+        found.append(
+            f"The network is not known: {job.links.per_host} GPUs a host, {job.card.inside} inside and "
+            f"{job.card.between_gigabits:g}Gb/s per GPU between hosts are assumed."
+        )
+    if job.accumulation > 1 and job.strategy in FULLY_SHARDED:
+        found.append("Each micro-batch reduces its gradients; no_sync() would save that, and keep whole gradients.")
+    if job.strategy == "zero3":
+        found.append("Nothing overlaps and all is gathered at once, as in this package; others gather layer by layer.")
+    if job.tensor > 1:
+        found.append("Tensor-parallel messages are not split or overlapped; activations are without sequence parallel.")
+    if not pairs:
+        found.append("Nothing was measured on this cluster; give calibration pairs.")
+    found += [
+        f"Calibration pair {number} is of {of.card.name}, the forecast of {job.card.name}."
+        for number, (of, _) in enumerate(pairs)
+        if of.card != job.card
+    ]
+    for number, (of, seconds) in enumerate(pairs):
+        error = step_parts(of, factors).total() / seconds - 1
+        if abs(error) > FAR:
+            found.append(f"Calibration pair {number} is still missed by {error:+.0%}: something is not modelled here.")
+    return found

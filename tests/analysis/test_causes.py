@@ -1,0 +1,169 @@
+"""The cause of a step's time, and what the change that it names gains: by replay, and by making the change."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardlab.analysis.causes import BALANCED, UNKNOWN, causes
+from shardlab.analysis.changed_messages import ahead
+from shardlab.analysis.recorded_step import recorded_steps
+from tests.analysis.hand_made import NAN
+from tests.analysis.made_steps import Loop
+
+FSDP = Loop("fsdp")
+LATENCY, LATE_GATHER = "latency of many small messages", "late gather (prefetch too short)"
+MATRIX = {  # what is wrong, the cause to name, the change made
+    "slow loader": (Loop(data=9000), "input wait", {"data": 0}),
+    "recomputation": (Loop(recompute=1000), "recomputation", {"recompute": 0}),
+    "slow optimizer": (Loop(optimizer=9000), "optimizer step", {"optimizer": 0}),
+    "slow rank": (Loop(late=1500), "straggler", {"late": 0}),
+    "slow rank, fsdp": (replace(FSDP, late=1500), "straggler", {"late": 0}),
+    "contention": (Loop(us_per_byte=0.0205, slow_beside=2.0, sizes=(100_000,) * 8, buckets=8), "contention", None),
+    "low bandwidth": (Loop(us_per_byte=0.2), "bandwidth", {"us_per_byte": 0.1}),
+    "high latency, one bucket": (Loop(latency=9000, buckets=1), LATENCY, {"latency": 4500}),
+    "small buckets": (Loop(sizes=(25_000,) * 24, forward=30, backward=60, buckets=24, latency=300), LATENCY, None),
+    "low bandwidth, fsdp": (replace(FSDP, us_per_byte=0.2), "bandwidth", {"us_per_byte": 0.1}),
+    "small units": (replace(FSDP, latency=5000), LATENCY, None),
+    "no prefetch": (replace(FSDP, prefetch=0, us_per_byte=0.02), LATE_GATHER, {"prefetch": 1}),
+    "uneven units": (
+        replace(FSDP, sizes=(100_000, 100_000, 600_000, 100_000), us_per_byte=0.02), "uneven units",
+        {"sizes": (100_000,) * 9},
+    ),
+    "gathers in front": (
+        Loop("zero3", us_per_byte=0.018), "exposed first gather", {"engine": "fsdp"},
+    ),
+    "one bucket": (
+        Loop(sizes=(100_000,) * 8, buckets=1, us_per_byte=0.018), "exposed last bucket", {"buckets": 8},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in MATRIX), ("slow rank", 3), ("no prefetch", 3)])
+def test_the_cause_is_named_and_its_gain_is_that_of_the_change(name, ranks):
+    loop, cause, change = MATRIX[name]
+    loop = replace(loop, ranks=ranks)
+    first = causes(*loop.tables())[0]
+    assert first.name == cause, first
+    assert 0 < first.gain_us <= first.us == pytest.approx(first.share * loop.step_us)
+    if change:
+        # From zero3 to fsdp all messages change places.
+        rel = 0.02 if "engine" not in change else 0.15
+        assert first.gain_us == pytest.approx(loop.step_us - replace(loop, **change).step_us, rel=rel)
+
+
+def test_a_gather_that_is_moved_beside_compute_starts_as_late_as_others_there():
+    step, *_ = recorded_steps(*replace(FSDP, prefetch=0).tables())
+    late = step.with_messages(
+        lambda one: one if one.op == "all_gather" else replace(one, dispatch_us=dict.fromkeys(one.dispatch_us, 500.0))
+    )
+    moved = [one.dispatch_us for one in ahead(late).messages if one.op == "all_gather"]
+    assert moved
+    assert all(us >= 500.0 for by_rank in moved for us in by_rank.values())
+
+
+def test_healthy_loops_are_balanced_and_one_rank_has_causes_too():
+    for loop in (Loop(), FSDP, Loop(ranks=1), Loop("fsdp", ranks=3)):
+        first = causes(*loop.tables())[0]
+        assert (first.name, first.gain_us) == (BALANCED, 0)
+    assert causes(*Loop(ranks=1, data=9000).tables())[0].name == "input wait"
+
+
+def test_what_is_missing_is_said():
+    moved, worked, steps = Loop(late=1500).tables()
+    # A queue that moves several messages at once, which no replay of one after another can tell.
+    together = Loop(us_per_byte=0.1).tables()
+    together[0]["start_us"] = together[0]["issue_us"]
+    for tables, words in (
+        ((moved, worked, steps.assign(start_us=NAN)), "when steps began"),
+        ((moved, worked[:0], steps), "spans"),
+        ((moved, worked, steps[steps["step"] < 2]), "3 steps are needed beside the first"),
+        (together, "a replay that reproduces"),
+    ):
+        (only,) = causes(*tables)
+        assert only.name == UNKNOWN
+        assert words in only.evidence
+
+
+def test_a_rank_that_is_last_now_and_then_is_no_straggler():
+    moved, worked, steps = Loop(late=300).tables()
+    assert causes(moved, worked, steps)[0].name == BALANCED
+
+
+@pytest.mark.parametrize("loop", [Loop(late=1500), FSDP, replace(FSDP, ranks=3, prefetch=0, us_per_byte=0.03)])
+def test_a_step_that_is_run_again_as_it_was_takes_its_time(loop):
+    moved, worked, steps = loop.tables()
+    again = recorded_steps(moved, worked, steps)
+    assert [one.us for one in again] == pytest.approx(steps.groupby("step")["step_us"].median().tolist())
+    first = again[0]
+    assert first.with_transfers(lambda _, us: us).us == pytest.approx(first.us)
+    assert first.with_transfers(lambda _, us: us / 2).us <= first.us
+
+
+@pytest.mark.parametrize(
+    ("loop", "cause", "gain_us"),
+    [
+        (Loop(late=1500), "straggler", 6000), (Loop(us_per_byte=0.05), "bandwidth", 7040),
+        (Loop(data=9000), "input wait", 9000), (Loop(optimizer=5000), "optimizer step", 5000),
+        (Loop(recompute=1500), "recomputation", 6000), (Loop(), BALANCED, 0),
+        (Loop(sizes=(25_000,) * 64, forward=30, backward=60, buckets=64, latency=300),
+         "latency of many small messages", 36_220),
+    ],
+)  # fmt: skip
+def test_where_a_stream_waits_causes_are_shares_of_the_step(loop, cause, gain_us):
+    moved, worked, steps = loop.tables()
+    first = causes(moved.assign(transport="nccl"), worked, steps)[0]
+    assert first.name == cause
+    assert first.gain_us == pytest.approx(gain_us, rel=0.03)
+    assert cause == BALANCED or first.change.endswith(", at most,")
+
+
+def test_what_no_stream_was_seen_to_wait_for_is_missing():
+    moved, worked, steps = FSDP.tables()
+    (only,) = causes(moved.assign(transport="nccl"), worked, steps)
+    assert only.name == UNKNOWN
+    assert "not seen to wait" in only.evidence
+
+
+def test_gradients_that_are_sent_each_for_itself_want_buckets():
+    moved, worked, steps = Loop(sizes=(25_000,) * 64, forward=30, backward=60, buckets=64, latency=300).tables()
+    alone = moved.assign(tag=moved["tag"].str.replace("bucket", "parameter"))
+    first = causes(alone, worked, steps)[0]
+    assert (first.name, first.change) == ("latency of many small messages", "buckets (--strategies bucketed)")
+
+
+@pytest.mark.parametrize(
+    ("loop", "cause", "change"),
+    [
+        # Gradients are there in the last backward alone, whatever was computed before.
+        (replace(MATRIX["one bucket"][0], us_per_byte=0.03, micro_batches=3), "exposed last bucket", {"buckets": 8}),
+        (replace(FSDP, prefetch=0, us_per_byte=0.02, micro_batches=2), LATE_GATHER, {"prefetch": 1}),
+    ],
+)
+def test_with_several_micro_batches_the_gain_is_that_of_the_change(loop, cause, change):
+    first = causes(*loop.tables())[0]
+    assert first.name == cause, first
+    assert first.gain_us == pytest.approx(loop.step_us - replace(loop, **change).step_us, rel=0.02)
+
+
+def test_messages_between_operations_of_a_divided_model_are_not_joined():
+    """Each sum of activations needs the one before it, so no bucket holds two of them."""
+    loop = Loop(activations=1000, latency=3000, sizes=(10_000,) * 4)
+    moved, worked, steps = loop.tables()
+    first = causes(moved.assign(axis="tensor"), worked, steps)[0]
+    assert (first.name, first.change) == (LATENCY, "a link of half the latency")
+    assert first.gain_us == pytest.approx(loop.step_us - replace(loop, latency=1500).step_us, rel=0.02)
+
+
+def test_where_nobody_waits_steps_that_were_not_watched_do_not_count():
+    loop = Loop(us_per_byte=0.05, steps=12)
+    moved, worked, steps = loop.tables()
+    moved, worked = (table[table["step"] % 4 == 1] for table in (moved.assign(transport="nccl"), worked))
+    first = causes(moved, worked, steps)[0]
+    assert (first.name, first.gain_us) == ("bandwidth", pytest.approx(7040, rel=0.03))
+
+
+@pytest.mark.parametrize("known", [0, 4])
+def test_a_trace_without_sizes_of_groups_has_causes_too(known):
+    moved, worked, steps = Loop(data=9000).tables()
+    moved["group_size"] = moved["group_size"].where(moved["seq"] < known)
+    assert causes(moved.assign(transport="nccl"), worked, steps)[0].name == "input wait"

@@ -1,0 +1,96 @@
+"""What ``plan`` says of time: of a config.json, and of a workload on a machine that was calibrated."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from shardlab.cli import app
+from shardlab.planner.machine import Machine
+from tests.planner.test_machine import COSTS
+from tests.planner.test_search import LLAMA
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return str(path)
+
+
+def said(*words):
+    done = CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "100"})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_a_config_gets_time_and_memory_and_what_was_left_out(config):
+    text = " ".join(said("--config", config, "--ranks", "64", "--recompute", "full").split())
+    for words in (
+        "TIME",
+        "tokens a second",
+        "(MFU)",
+        "GB in tensors at the peak",
+        "Of 85.9 GB: it fits",
+        "the nearest, MPT 13B on",
+        "MISSES BY",
+        "NOT IN IT",
+        "matrix",
+    ):
+        assert words in text
+    found = json.loads(said("--config", config, "--ranks", "64", "--recompute", "full", "--json"))
+    assert sum(found["parts"].values()) == pytest.approx(found["seconds"])
+    assert found["arguments"]["recompute"] == "full"
+
+
+def test_a_search_names_the_fastest_and_why_others_fall_out(config):
+    text = said("--config", config, "--ranks", "64", "--batch", "128", "--search")
+    assert text.startswith("FASTEST THAT FITS")
+    assert "slower" in text
+    rows = json.loads(said("--config", config, "--ranks", "64", "--batch", "128", "--search", "--json"))
+    assert rows[0]["why_not"] == ""
+    assert any(row["why_not"].startswith("needs") for row in rows)
+
+
+def test_a_workload_gets_times_and_peaks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(CliRunner().invoke(app, ["template"]).output)
+    lines = dict.fromkeys(("forward", "input", "weight"), COSTS.products["forward"])
+    costs = COSTS.__class__(**{**vars(COSTS), "products": lines})
+    Machine("here", {}, 2, {"2": costs, "single": costs}).write(tmp_path / "machine.json")
+    words = ("--workload", "train.py:workload", "--ranks", "2", "--strategies", "single,fsdp", "--calibration")
+    rows = json.loads(said(*words, "machine.json", "--json"))["strategies"]
+    assert all(row["step_ms"] > 0 and row["peak_bytes"] > row["rest_bytes"] for row in rows)
+    text = " ".join(said(*words, "machine.json").split())
+    assert "Times are those of here: how far forecasts miss here was not measured" in text
+    assert "It was calibrated on here with 2 cores: times of this machine may be others." in text
+    assert "Outside of what was calibrated, with larger operations or messages: single, fsdp." in text
+
+
+def test_a_peak_needs_no_calibration(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(CliRunner().invoke(app, ["template"]).output)
+    words = ("--workload", "train.py:workload", "--ranks", "2", "--strategies", "ddp,fsdp", "--peak", "--json")
+    ddp, fsdp = json.loads(said(*words))["strategies"]
+    assert ddp["peak_bytes"] > fsdp["peak_bytes"] > fsdp["rest_bytes"]
+
+
+def test_bad_input_is_refused(config):
+    for words, message in (
+        (["--config", config, "--params", "7B"], "params, workload, config: give one of them"),
+        (["--config", config, "--ranks", "64", "--hardware", "abacus"], "hardware: 'abacus' is not one of 4090"),
+        (["--config", config, "--ranks", "6", "--tp", "4"], "tp: 4 is given; it must divide 6 ranks"),
+        (["--config", config, "--ranks", "64", "--batch", "65"], "batch: 65 sequences is given; 64 data ranks"),
+        (
+            ["--config", config, "--ranks", "64", "--gpu", "24GB", "--peak"],
+            "gpu, peak: not of --config; leave them out",
+        ),
+        (["--config", config, "--ranks", "64", "--strategies", "fsdp,ddp"], "strategies: a forecast is of one"),
+        (["--workload", "train.py:workload", "--ranks", "2", "--batch", "4"], "batch: not of --workload; leave it out"),
+        (["--validate", "--params", "7B"], "params: not of --validate; leave it out"),
+        (["--validate", "--calibration", "nowhere.json"], "calibration: nowhere.json cannot be read"),
+    ):
+        done = CliRunner().invoke(app, ["plan", *words])
+        assert (done.exit_code, message in " ".join(done.output.split())) == (2, True), done.output
+    done = CliRunner().invoke(app, ["calibrate", "--ranks", "1"])
+    assert done.exit_code == 2

@@ -1,0 +1,148 @@
+"""A step without ranks, values or time holds and sends what a step of ranks does, to the byte; and its clock."""
+
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from shardlab.comm.foretold import Costs, ForetoldMesh, ToldClock, Wire
+from shardlab.experiment import CompareConfig, Workload, compare
+from shardlab.experiment.dry_run import dry_run
+from shardlab.experiment.operation_costs import priced
+from tests.planner.test_machine import COSTS
+
+OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
+MOMENT = 0.001
+
+
+def costs_nothing(*_):
+    return 0.0
+
+
+def dry(config, strategy, message=0.0, operation=costs_nothing, **options):
+    return dry_run(config, strategy, ToldClock(Wire(lambda _: Costs(message))), operation, **options)
+
+
+def peak_of(records, run):
+    rows = records.memory[(records.memory["run"] == run) & (records.memory["rank"] == 0)]
+    rows = rows[(rows["where"] == "peak") & (rows["bytes"] > 0)]
+    return dict(zip(rows["role"], rows["bytes"], strict=True))
+
+
+def sent_in(records, run, step):
+    rows = records.collectives[(records.collectives["run"] == run) & (records.collectives["rank"] == 0)]
+    rows = rows[(rows["step"] == step) & (rows["phase"] != "metrics")].sort_values("seq")
+    return list(rows[["op", "axis", "tag", "dtype", "numel", "bytes"]].itertuples(index=False, name=None))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategies", "options"),
+    [
+        (2, OURS, {"accumulation": 2, "clip": 1.0}),
+        (3, OURS, {"precision": "bf16"}),
+        (2, ("fsdp",), {"prefetch": 0, "offload": "all"}),
+        (2, ("fsdp",), {"sharding": "shard_grad_op", "dtype": "float64", "replicate_below": 1000}),
+        (2, ("zero1", "zero2", "zero3"), {"bucket_mib": 0.25, "partition": "balanced"}),
+        (4, ("fsdp",), {"sharding": "hybrid_shard"}),
+        (4, ("zero1", "fsdp"), {"tp": 2}),
+    ],
+)
+def test_peak_by_role_and_messages_are_those_of_ranks(pools, tmp_path, ranks, strategies, options):
+    config = CompareConfig(
+        strategies=strategies, ranks=ranks, steps=3, model="gpt-1m", text="grammar", seq_len=16, batch=4 * ranks,
+        device="cpu", **options,
+    )  # fmt: skip
+    done = compare(config, tmp_path / "out", pool=pools(ranks))
+    for strategy in strategies:
+        found = dry(config, strategy)
+        assert peak_of(found, strategy) == peak_of(done.records, strategy), strategy
+        assert sent_in(found, strategy, 1) == sent_in(done.records, strategy, 2), strategy
+
+
+class Wide(nn.Module):
+    """About 2 GB of parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8192, 8192, bias=False) for _ in range(8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def wide_batches(rank, ranks, seed):
+    while True:
+        yield torch.ones(4, 8192)
+
+
+def squares(model, batch):
+    return model(batch).square().mean()
+
+
+def test_a_large_module_takes_little_memory_and_time():
+    workload = Workload(Wide, wide_batches, squares, wrap="layers.*")
+    config = CompareConfig(workload=workload, strategies=("fsdp",), ranks=1024, steps=3, device="cpu")
+    before, began = resident_bytes(), time.process_time()
+    found = dry(config, "fsdp")
+    assert resident_bytes() - before < 2e8
+    assert time.process_time() - began < 30  # (a backward of this takes longer in one thread)
+    held = peak_of(found, "fsdp")
+    layer = 4 * 8192**2
+    assert held["parameter"] == 8 * layer // 1024
+    assert held["gathered_parameter"] == 2 * layer
+
+
+def resident_bytes():
+    return psutil.Process().memory_info().rss
+
+
+def test_operations_move_the_clock_and_messages_hide_behind_them():
+    config = CompareConfig(
+        strategies=("bucketed",), ranks=2, steps=3, model="gpt-1m", text="grammar", seq_len=16, batch=4, device="cpu"
+    )
+    alone = dry(config, "bucketed", operation=lambda *_: MOMENT).steps["step_us"].iloc[-1]
+    short = dry(config, "bucketed", MOMENT, lambda *_: MOMENT).steps["step_us"].iloc[-1]
+    only = dry(config, "bucketed", MOMENT).steps["step_us"].iloc[-1]
+    assert alone > 100 * only > 0
+    assert alone < short < alone + only  # most of them moved beside backward
+
+
+def test_a_clock_lets_messages_of_an_axis_move_one_after_another_and_slows_what_is_beside():
+    clock = ToldClock(Wire(lambda _: Costs(2.0), slows_compute=0.5, slowed_by_compute=1.0))
+    with ForetoldMesh({"data": 2}, 0, clock) as mesh:
+        first, second = (mesh.data.all_reduce(torch.ones(4), tag=tag) for tag in "ab")
+        clock.compute(2.0)  # takes 3 s beside them; the first would take 4 s, and has done three quarters
+        assert clock.now == pytest.approx(3.0)
+        first.wait()
+        assert clock.now == pytest.approx(3.5)
+        second.wait()
+        assert clock.now == pytest.approx(5.5)
+        clock.compute(1.0)
+        assert clock.now == pytest.approx(6.5)
+        second.wait()
+        assert clock.now == pytest.approx(6.5)
+
+
+def test_a_message_that_waits_for_a_link_slows_nobody_and_a_late_meeting_is_waited_for():
+    clock = ToldClock(Wire(lambda _: Costs(1.0, 10.0), slows_compute=1.0, meeting=0.5))
+    with ForetoldMesh({"data": 2}, 0, clock) as mesh:
+        clock.compute(0.2)
+        pending = mesh.data.all_reduce(torch.ones(4))
+        clock.compute(2.0)  # the first half of it beside the message, at half the pace
+        assert clock.now == pytest.approx(0.2 + 1.0 + 1.5)
+        pending.wait()
+        assert clock.now == pytest.approx(0.2 + 10.0 + 0.2)  # no later than it has computed
+
+
+def test_an_operation_has_the_floor_and_the_pace_of_its_phase():
+    costs, x, y = replace(COSTS, pace={"optimizer": 2.0}), torch.zeros(100), torch.zeros(25)  # 500 bytes
+    alone = COSTS.operation("atan2", 500)
+    for grads, floor, pace in ((True, "forward", 1.0), (False, "optimizer", 2.0)):
+        with torch.set_grad_enabled(grads):
+            _, size, seconds = priced(costs, torch.ops.aten.atan2.default, (x,), y)
+        assert (size, seconds) == (500, pytest.approx(COSTS.floors[floor] + pace * alone))

@@ -1,0 +1,69 @@
+"""A recorded run with one thing changed: against runs whose clock is told, so that the truth is known exactly."""
+
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+
+from shardlab.comm.foretold import Costs, ToldClock, Wire
+from shardlab.experiment import CompareConfig
+from shardlab.experiment.dry_run import dry_run
+from shardlab.experiment.operation_costs import phase_of_autograd
+from shardlab.experiment.what_if import WhatIf, what_if
+from shardlab.partition.ring_cost import Link
+
+OPERATION = {"forward": 2e-4, "backward": 3e-4, "optimizer": 1e-5}
+CONFIG = CompareConfig(
+    strategies=("fsdp",), ranks=2, steps=3, model="gpt-1m", text="grammar", seq_len=16, batch=8, device="cpu",
+    link="500Mbps,50us",
+)  # fmt: skip
+
+
+def trained(config):
+    """The records of a run in which each operation takes as long as any of its phase."""
+    (strategy,) = config.strategies
+    link = None if config.link is None else Link.parse(config.link)
+
+    def message(event):
+        moves = 1e-4 + event.num_bytes / 1e9
+        return Costs(moves, link.ring_time_us(event.op, event.num_bytes, event.group_size) / 1e6 if link else moves)
+
+    found = dry_run(config, strategy, ToldClock(Wire(message)), lambda *_: OPERATION[phase_of_autograd()])
+    tables = {name: getattr(found, name) for name in ("steps", "spans", "collectives")}
+    again = {name: table[table["step"] == 1].assign(step=2) for name, table in tables.items()}
+    return replace(found, **{name: pd.concat([tables[name], again[name]], ignore_index=True) for name in tables})
+
+
+def seconds(records):
+    return records.steps["step_us"].iloc[-1] / 1e6
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"link": "5Gbps,50us"}, {"link": "100Mbps,2000us"}, {"prefetch": 0}, {"wrap": "root"},
+        {"strategies": ("zero1",), "bucket_mib": 0.25}, {"accumulation": 2}, {"precision": "bf16"},
+    ],
+)  # fmt: skip
+def test_a_change_takes_what_the_changed_run_takes(changes):
+    found = what_if(trained(CONFIG), CONFIG, "fsdp", **changes)
+    assert found.replayed == pytest.approx(found.recorded, rel=0.02)
+    assert found.is_reproduced
+    # What the record says of the operations of one strategy is less true of another's.
+    near = 0.3 if "strategies" in changes else 0.15
+    assert found.changed == pytest.approx(seconds(trained(replace(CONFIG, **changes))), rel=near)
+
+
+def test_a_replay_that_misses_is_doubtful_and_says_by_how_much():
+    assert WhatIf(0.1, 0.102, 0.051).sentence() == "100 ms would become 50 ms"
+    missed = WhatIf(0.1, 0.12, 0.06)
+    assert not missed.is_reproduced
+    assert missed.sentence() == ("100 ms would become 50 ms (doubtful: the run as it was is replayed in 120 ms, +20%)")
+
+
+def test_what_was_not_recorded_or_is_not_allowed_is_refused():
+    records = trained(CONFIG)
+    with pytest.raises(ValueError, match=r"^strategy: 'zero3' is given; the record has fsdp$"):
+        what_if(records, CONFIG, "zero3")
+    with pytest.raises(ValueError, match=r"^link: 'fast' is not understood"):
+        what_if(records, CONFIG, "fsdp", link="fast")

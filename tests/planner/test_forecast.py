@@ -1,0 +1,283 @@
+"""A forecast of step time: what it adds up to, how it moves with its arguments, what it refuses, how far it misses."""
+
+import re
+from dataclasses import fields
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlab.planner import model_states, predict_step, validate_published
+from shardlab.planner.cards import cards
+from shardlab.planner.hardware import GIGABIT, HOP_SECONDS, Network, hardware_named, network_of
+from shardlab.planner.replay import REPLAYED
+from shardlab.planner.step_model import (
+    RECOMPUTED,
+    REPLAYED_MICRO_BATCHES,
+    TENSOR,
+    WAITED,
+    Factors,
+    Job,
+    Step,
+    num_params,
+    step_parts,
+)
+from shardlab.planner.transformer import ATTENTION, Costs
+from shardlab.planner.validation import TOYS, published_pairs, summary
+from shardlab.vocabulary import Collective
+
+SMALL = {
+    "hidden": 2048, "layers": 6, "heads": 16, "kv_heads": 16, "ffn": 8192, "vocab": 50368, "seq_len": 2048,
+    "micro_batch": 4, "data": 16,
+}  # fmt: skip
+GPT_7B = SMALL | {"hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 32, "ffn": 16384}
+
+
+def mfu(arguments):
+    """The usual figure: 6 FLOPs a parameter and token, 12 h s L a token of attention, none for recomputation."""
+    job = Job(**arguments)
+    token = 6 * num_params(job.shape) + 12 * job.hidden * job.seq_len * job.layers
+    seconds = predict_step(**arguments).seconds
+    return token * job.shape.tokens * job.accumulation / job.tensor / seconds / job.card.peaks[job.precision]
+
+
+@pytest.mark.parametrize("strategy", REPLAYED)
+@pytest.mark.parametrize("accumulation", [1, 3, 7])
+def test_the_parts_add_up_and_none_is_negative(strategy, accumulation):
+    data = 1 if strategy == "single" else 16
+    found = predict_step(**SMALL | {"strategy": strategy, "accumulation": accumulation, "data": data, "recompute": 3})
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    assert all(seconds >= -1e-12 for seconds in found.parts.values())
+    assert found.not_modelled
+    assert all(sentence.endswith(".") for sentence in found.not_modelled)
+
+
+def test_many_micro_batches_go_on_as_the_third():
+    job = Job(**SMALL, accumulation=6)
+    whole = Job(**SMALL, accumulation=3), Job(**SMALL, accumulation=2)
+    three, two = (step_parts(one, Factors()).total() for one in whole)
+    assert step_parts(job, Factors()).total() == pytest.approx(three + 3 * (three - two))
+
+
+def test_parameters_are_those_of_published_models():
+    mpt = Job(**GPT_7B)
+    llama = Job(**GPT_7B | {"ffn": 11008, "vocab": 32000})
+    llama3 = Job(**GPT_7B | {"ffn": 14336, "vocab": 128256, "kv_heads": 8})
+    assert [round(num_params(job.shape) / 1e9, 2) for job in (mpt, llama, llama3)] == [6.65, 6.74, 8.03]
+
+
+def test_work_is_that_of_the_formula_where_nothing_but_products_counts():
+    """6 FLOPs a parameter and token (Narayanan et al., arXiv 2104.04473, appendix), at the rate of large products."""
+    shape = Job(**GPT_7B | {"micro_batch": 64}).shape
+    costs = Costs(shape, hardware_named("a100-80gb"), "bf16", 2)
+    spent = sum(costs.products(shape.products(), backward) for backward in (False, True))
+    flops = 6 * (shape.layer_params - 2 * shape.hidden) * shape.tokens
+    assert 1 < spent / (flops / costs.product_rate) < 1.15
+
+
+def test_small_products_and_few_rows_reach_less():
+    costs = Costs(Job(**GPT_7B).shape, hardware_named("h100-sxm"), "bf16", 2)
+    sizes = ((64, 512, 512), (512, 1024, 1024), (2048, 4096, 4096), (16384, 8192, 8192))
+    rates = [rows * inner * columns / costs.product(rows, inner, columns) for rows, inner, columns in sizes]
+    assert rates == sorted(rates)
+    assert rates[0] < 0.2 * rates[-1]
+    assert 2 * rates[-1] < costs.product_rate
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([name for name in REPLAYED if name != "single"]), st.sampled_from([1, 2, 4]),
+    st.sampled_from([8, 16, 64, 512]), st.integers(1, 8), st.floats(5, 300), st.floats(1, 4),
+)  # fmt: skip
+def test_a_faster_link_is_never_slower_and_more_rows_are_never_faster(strategy, tensor, data, rows, gigabits, faster):
+    some = SMALL | {"strategy": strategy, "tensor": tensor, "data": data, "micro_batch": rows}
+    slow, fast = (predict_step(**some, network=f"{gigabits * by:.9f}Gb/s per GPU").seconds for by in (1, faster))
+    assert fast <= slow * (1 + 1e-9)
+    assert predict_step(**some | {"micro_batch": rows + 1}).seconds > predict_step(**some).seconds
+    more_inside = predict_step(**some, network=f"{600 * faster:.9f}GB/s").seconds
+    assert more_inside <= predict_step(**some, network="600GB/s").seconds * (1 + 1e-9)
+
+
+def test_usual_training_reaches_the_usual_share_of_the_peak():
+    for layers, hidden in ((24, 2048), (32, 4096), (40, 5120)):
+        model = GPT_7B | {"layers": layers, "hidden": hidden, "ffn": 4 * hidden, "heads": hidden // 128}
+        model |= {"kv_heads": hidden // 128, "data": 64}
+        a100, h100 = (mfu(model | {"hardware": name}) for name in ("a100-80gb", "h100-sxm"))
+        assert 0.35 < h100 < a100 < 0.68
+
+
+def test_a_small_micro_batch_over_a_slow_network_waits():
+    shares = []
+    for rows in (1, 2, 4, 8):
+        found = predict_step(**GPT_7B | {"micro_batch": rows, "data": 64}, network="50Gb/s per GPU")
+        shares.append(found.parts[WAITED] / found.seconds)
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > 0.3
+    assert shares[-1] < 0.05
+
+
+def test_tensor_parallelism_costs_messages_of_every_layer():
+    costs = [predict_step(**GPT_7B | {"layers": layers, "tensor": 8}).parts[TENSOR] for layers in (8, 16)]
+    assert costs[1] == pytest.approx(2 * costs[0])
+    assert costs[0] > 0
+    assert predict_step(**GPT_7B).parts[TENSOR] == 0
+
+
+def test_recomputation_costs_a_third_of_compute_and_saves_memory():
+    none, half, full = (predict_step(**GPT_7B | {"recompute": layers}) for layers in (0, 16, "full"))
+    assert full.parts[RECOMPUTED] == pytest.approx(2 * half.parts[RECOMPUTED])
+    compute = full.seconds - full.parts[WAITED] - full.parts[RECOMPUTED]
+    assert 0.25 < full.parts[RECOMPUTED] / compute < 0.35
+    assert full.peak_bytes < half.peak_bytes < none.peak_bytes
+
+
+def test_the_peak_has_the_states_of_the_formulas():
+    params = round(num_params(Job(**GPT_7B).shape))
+    for strategy, like in (("ddp", "ddp"), ("zero1", "zero1"), ("zero2", "zero2"), ("fsdp", "zero3")):
+        states = {one.strategy: one.total_bytes for one in model_states(params, 16)}
+        rest = predict_step(**GPT_7B | {"strategy": strategy, "recompute": "full"}).peak_bytes - states[like]
+        assert 0 < rest < 16e9
+
+
+def test_a_trillion_parameters_on_65536_ranks_are_a_few_thousand_tasks():
+    """Ranks that are alike are one, and micro-batches beyond the third are not replayed: it is quick."""
+    huge = {
+        "hidden": 25600, "layers": 128, "heads": 160, "kv_heads": 160, "ffn": 102400, "vocab": 51200, "seq_len": 2048,
+        "micro_batch": 1, "accumulation": 64, "data": 8192, "tensor": 8, "recompute": "full", "hardware": "h100",
+    }  # fmt: skip
+    job = Job(**huge)
+    assert num_params(job.shape) > 1e12
+    assert job.data * job.tensor == 65536
+    assert len(Step(job, Factors()).replayed(REPLAYED_MICRO_BATCHES).tasks) < 3 * 129 * 5 + 2
+    assert predict_step(**huge).seconds > 0
+
+
+def test_one_pair_is_met_by_compute_and_several_by_links_too():
+    slow = {"hardware": "a100-80gb", "network": "50Gb/s per GPU"}
+    near, far = GPT_7B | {"data": 8}, GPT_7B | {"data": 64, "micro_batch": 1}
+    truth = Factors(compute=0.8, between=0.5)
+    pairs = [(one, step_parts(Job(**one, **slow), truth).total()) for one in (near, far)]
+    one = predict_step(**near, **slow, calibration=pairs[:1])
+    assert one.seconds == pytest.approx(pairs[0][1], rel=0.01)
+    assert predict_step(**far, **slow, calibration=pairs[:1]).seconds < 0.8 * pairs[1][1]
+    for arguments, seconds in pairs:
+        assert predict_step(**arguments, **slow, calibration=pairs).seconds == pytest.approx(seconds, rel=0.02)
+    between = GPT_7B | {"data": 128, "micro_batch": 2}
+    true = step_parts(Job(**between, **slow), truth).total()
+    assert predict_step(**between, **slow, calibration=pairs).seconds == pytest.approx(true, rel=0.04)
+
+
+def test_pairs_that_say_nothing_of_links_and_attention_leave_them_alone():
+    pairs = [(GPT_7B | {"data": 8, "micro_batch": rows}, seconds) for rows, seconds in ((4, 1.2), (6, 1.9), (8, 2.3))]
+    far = GPT_7B | {"data": 64, "seq_len": 16384, "micro_batch": 1, "recompute": "full"}
+    assert predict_step(**far, calibration=pairs).seconds == pytest.approx(
+        predict_step(**far, calibration=pairs[1:2]).seconds, rel=0.1
+    )
+
+
+def test_long_rows_tell_how_fast_attention_is():
+    long = GPT_7B | {"data": 8, "seq_len": 32768, "micro_batch": 1, "recompute": "full"}
+    truth = Factors(attention=0.75)
+    some = [GPT_7B | {"data": 8}, GPT_7B | {"data": 16}, long]
+    pairs = [(one, step_parts(Job(**one), truth).total()) for one in some]
+    other = long | {"seq_len": 65536}
+    found = predict_step(**other, calibration=pairs)
+    assert found.parts[ATTENTION] == pytest.approx(step_parts(Job(**other), truth)[ATTENTION], rel=0.06)
+
+
+def test_a_pair_that_is_missed_or_of_another_gpu_is_named():
+    far = GPT_7B | {"data": 64, "network": "400Gb/s per GPU"}
+    said = predict_step(**far, calibration=[(far, 1000.0)]).not_modelled
+    assert any(sentence.startswith("Calibration pair 0 is still missed by -") for sentence in said)
+    said = predict_step(**far, hardware="h100", calibration=[(far | {"hardware": "a100-80gb"}, 2.0)]).not_modelled
+    assert "Calibration pair 0 is of a100-80gb, the forecast of h100-sxm." in said
+    assert any(
+        "not known: 8 GPUs a host, nvlink3 inside and 200Gb/s" in one for one in predict_step(**SMALL).not_modelled
+    )
+
+
+def test_a_ring_between_hosts_has_the_links_of_all_its_gpus():
+    network = network_of("8 per host, 600GB/s, 200Gb/s per GPU", hardware_named("a100-80gb"))
+    assert network == Network(8, 300e9 * 0.79, 25e9)
+    one, many = (network.seconds(Collective.ALL_GATHER, 64e9, 16, per_host) for per_host in (1, 8))
+    assert one == pytest.approx(15 * HOP_SECONDS + 64e9 * 15 / 16 / (25e9 * 0.87))
+    assert many - 15 * HOP_SECONDS == pytest.approx((one - 15 * HOP_SECONDS) / 8)
+    assert network.seconds(Collective.ALL_GATHER, 64e9, 1, 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "network"),
+    [
+        (None, Network(8, 450e9 * 0.79, 400 * GIGABIT)), ("nvlink", Network(8, 450e9 * 0.79, 400 * GIGABIT)),
+        ("4 per host, pcie5", Network(4, 40e9, 400 * GIGABIT)), ("100Gb/s per gpu", Network(8, 450e9 * 0.79, 12.5e9)),
+        ("3200Gb/s per host, 16 Per Host", Network(16, 450e9 * 0.79, 25e9)),
+        ("12.5GB/s per GPU, 64GB/s", Network(8, 32e9 * 0.79, 12.5e9)),
+    ],
+)  # fmt: skip
+def test_a_network_is_read(text, network):
+    assert network_of(text, hardware_named("h100-sxm")) == network
+
+
+@pytest.mark.parametrize("name", ["A100 80GB", "a100_80gb", "a100", "A100-80"])
+def test_hardware_has_the_names_that_people_use(name):
+    assert hardware_named(name).name == "a100-80gb"
+
+
+def test_every_preset_is_complete():
+    for name in (name for name, row in cards().items() if "bf16_tflops" in row):
+        assert cards()[name]["source"] != "data sheet"
+        assert predict_step(**SMALL, hardware=name).seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"heads": 15}, "heads: 15 is given; it must divide hidden, 2048"),
+        ({"kv_heads": 3}, "kv_heads: 3 is given; it must divide heads, 16"),
+        ({"tensor": 3}, "tensor: 3 is given; it must divide heads, 16"),
+        ({"data": 0}, "data: 0 is given; it must be a whole number from 1 on"),
+        ({"micro_batch": 1.5}, "micro_batch: 1.5 is given"), ({"accumulation": True}, "accumulation: True is given"),
+        ({"strategy": "zero4"}, "strategy: 'zero4' is not one of single, ddp, bucketed, zero1, zero2, zero3, fsdp"),
+        ({"strategy": "single"}, "data: 16 is given; 'single' trains on 1"),
+        ({"strategy": "hybrid_shard", "data": 12}, "data: 12 is given; hosts of 8 data ranks must divide it"),
+        ({"precision": "fp8"}, "precision: 'fp8' is not one of bf16, fp16, tf32"),
+        ({"attention": "slow"}, "attention: 'slow' is not one of flash-1, flash-2, unfused"),
+        ({"hardware": "v100"}, "hardware: 'v100' is not one of 4090, rtx-pro-6000, a100-40gb"),
+        ({"recompute": 7}, "recompute: 7 is not 0 to 6 layers, 'full' or 'selective'"),
+        ({"recompute": -1}, "recompute: -1 is not 0 to 6 layers, 'full' or 'selective'"),
+        ({"recompute": "half"}, "recompute: 'half' is not 0 to 6 layers, 'full' or 'selective'"),
+        ({"network": "600"}, "network: '600' is not understood; write parts separated by commas"),
+        ({"network": "200Gb/s"}, "network: '200Gb/s' is not understood"),
+        ({"network": "600gb/s"}, "network: '600gb/s' is not understood"),
+        ({"network": ""}, "network: '' is not understood"), ({"network": "0 per host"}, "network: '0 per host'"),
+        ({"network": "nvlink4, 600GB/s"}, "network: '600GB/s' comes twice"),
+        ({"network": "1Gb/s per GPU, 8Gb/s per host"}, "network: '1Gb/s per GPU, 8Gb/s per host' has two links"),
+        ({"calibration": [(SMALL, 1.0)] * 4}, "calibration: 4 pairs are given; at most 3 are allowed"),
+        ({"calibration": [(SMALL, 0.0)]}, "calibration: pair 0 has 0.0 seconds"),
+        ({"calibration": [(SMALL | {"batch": 3}, 1.0)]}, "calibration: pair 0 has no argument batch"),
+        ({"calibration": [({"hidden": 3}, 1.0)]}, "calibration: pair 0 lacks data, ffn, heads"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_forecast_is_named(wrong, said):
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        predict_step(**SMALL | wrong)
+
+
+def test_published_steps_are_met_better_than_by_toys():
+    """The figures that the guide states: they may only get better."""
+    found = validate_published()
+    pairs = published_pairs()
+    assert pairs.groupby("machine")["calibration"].sum().max() <= 3
+    assert pairs["source"].ne("").all()
+    errors = summary(found)
+    assert errors.loc["error"].to_numpy() == pytest.approx([0.033, 0.074, 0.123], abs=0.004)
+    for toy in TOYS:
+        assert (errors.loc["error", ["p90", "worst"]] < errors.loc[toy, ["p90", "worst"]]).all()
+    sharded = found[~found["machine"].str.contains("tensor parallel")]
+    for row, bound in (("median", 0.06), ("p90", 0.10), ("worst", 0.15)):
+        assert summary(sharded).loc["error", row] < bound
+
+
+def test_a_job_has_the_arguments_of_the_forecast():
+    arguments = set(predict_step.__kwdefaults__) | set(predict_step.__annotations__) - {"return"}
+    assert arguments - {"calibration"} == {field.name for field in fields(Job)}
