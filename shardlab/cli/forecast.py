@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from shardlab.experiment.planned import Plan
-    from shardlab.planner.step_model import Job
+    from shardlab.planner.job import Job
 
 CALIBRATION = Path("machine.json")
 SHOWN = 12  # ways of a search
+SETS = {"published": "published steps", "held_out": "published steps that were held out", "here": "steps run here"}
 
 
 def of_config(
@@ -32,8 +33,8 @@ def of_config(
         ranks: GPUs.
         hardware: name of a preset.
         network: text of a network; empty where it is not known.
-        options: ``batch`` (sequences of a step), ``seq_len``, ``micro_batch``, ``strategy``, ``tensor``, ``recompute``;
-            0 or empty for those that are not given.
+        options: ``batch`` (sequences of a step), ``seq_len``, ``micro_batch``, ``strategy``, ``tensor``, ``recompute``,
+            ``measured`` (files of steps); 0 or empty for those that are not given.
         searches: whether all ways are gone through.
         json: whether it is printed as JSON.
     """
@@ -45,12 +46,22 @@ def of_config(
         sizes["seq_len"] = options["seq_len"]
     if "seq_len" not in sizes:
         raise ValueError(f"seq-len: {config} does not say it; give --seq-len 4096, for example")
-    on = {"hardware": hardware, "network": network or None}
+    on, pairs = {"hardware": hardware, "network": network or None}, [_step_in(file) for file in options["measured"]]
     if searches:
-        found = search(sizes, ranks, options["batch"] or ranks, **on)
-        _tell_search(found, json=json)
-        return
-    _tell_forecast(sizes, ranks, on, options, json=json)
+        return _tell_search(search(sizes, ranks, options["batch"] or ranks, calibration=pairs, **on), json=json)
+    return _tell_forecast(sizes, ranks, on, options, pairs, json=json)
+
+
+def _step_in(file: Path) -> tuple[dict[str, Any], float]:
+    """Arguments and measured seconds of a step, from what a plan prints as JSON."""
+    try:
+        step = json_text.loads(file.read_text())
+        return step["arguments"], float(step["seconds"])
+    except (OSError, TypeError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"measured: {file} is no step; write one with shardlab plan --config ... --json > {file}, and put its "
+            "measured seconds in"
+        ) from error
 
 
 def _tell_search(found: Sequence[Any], *, json: bool) -> None:
@@ -87,10 +98,11 @@ def _tell_search(found: Sequence[Any], *, json: bool) -> None:
 
 
 def _tell_forecast(
-    sizes: Mapping[str, Any], ranks: int, on: Mapping[str, Any], options: Mapping[str, Any], *, json: bool
-) -> None:
+    sizes: Mapping[str, Any], ranks: int, on: Mapping[str, Any], options: Mapping[str, Any],
+    pairs: Sequence[tuple[dict[str, Any], float]], *, json: bool,
+) -> None:  # fmt: skip
     from shardlab.planner.forecast import RESERVED, forecast_of
-    from shardlab.planner.step_model import Job
+    from shardlab.planner.job import Job
 
     tensor, micro_batch = options["tensor"], options["micro_batch"] or 1
     if ranks % tensor:
@@ -105,7 +117,7 @@ def _tell_forecast(
         **sizes, micro_batch=micro_batch, data=data, tensor=tensor, accumulation=sequences // data // micro_batch,
         strategy=options["strategy"] or ("fsdp" if data > 1 else "single"), recompute=options["recompute"], **on,
     )  # fmt: skip
-    found = forecast_of(job)
+    found = forecast_of(job, pairs)
     if json:
         typer.echo(json_text.dumps({**asdict(found), "arguments": asdict(job)}, indent=2))
         return
@@ -126,9 +138,9 @@ def _tell_forecast(
     parts = pd.Series(found.parts)
     parts = parts[parts > 0.001 * found.seconds].sort_values(ascending=False)
     table = pd.DataFrame(
-        {"part": parts.index, "s": parts.map("{:.3g}".format), "%": (100 * parts / found.seconds).round(1)}
+        {"part": parts.index, "s": parts.map("{:.3g}".format), "%": (100 * parts / found.seconds).map("{:.1f}".format)}
     )
-    console.print(table_of(table, "What a step is spent on", 2, right=["s"]))
+    console.print(table_of(table, "What a step is spent on", 2, right=["s", "%"]))
 
 
 def _misses(job: "Job") -> str:
@@ -136,8 +148,9 @@ def _misses(job: "Job") -> str:
     from shardlab.planner.validation import nearest, summary, validate_published
 
     validated = validate_published()
-    ours, rows = summary(validated).loc["error"], count(int((~validated["calibration"]).sum()), "published row")
-    said = f"{ours['median']:.0%} in the median and {ours['worst']:.0%} at most on {rows}: shardlab plan --validate"
+    held_out = validated[validated["held_out"]]
+    ours, rows = summary(held_out).loc["error"], f"{int((~held_out['calibration']).sum())} {SETS['held_out']}"
+    said = f"{ours['median']:.0%} in the median and {ours['worst']:.0%} at most on {rows}"
     found = nearest(job, validated)
     if found is None:
         return f"nobody knows here: no published step of {job.strategy} on {job.card.name} is in data; {said}"
@@ -248,20 +261,23 @@ def validate(*, json: bool, calibration: Path) -> None:
         here = validate_here(machine, advance)
     columns = here[["strategy", "ranks", "predicted", "measured"]]
     replace(machine, validated=tuple(columns.itertuples(index=False, name=None))).write(calibration)
-    both = {"published": summary(published), "here": summary(here)}
+    held_out, peaks = published["held_out"], published["peak_error"].abs().dropna()
+    sets = {"published": published[~held_out], "held_out": published[held_out], "here": here}
     if json:
-        found = {name: table.to_dict("index") for name, table in both.items()}
-        typer.echo(json_text.dumps({**found, "regret": regret_of(here), "rows": here.to_dict("records")}, indent=2))
+        found = {name: summary(rows).to_dict("index") for name, rows in sets.items()}
+        more = {"worst_peak": peaks.max(), "regret": regret_of(here), "rows": here.to_dict("records")}
+        typer.echo(json_text.dumps(found | more, indent=2))
         return
     console = Console(highlight=False)
-    for name, table in both.items():
+    for name, rows in sets.items():
+        table, steps = summary(rows), f"{int((~rows['calibration']).sum())} {SETS[name]}"
         shown = (100 * table).round(1).reset_index(names="forecast")
         shown["forecast"] = ["this one", "constant rate", "roofline"]
-        title = f"Misses of {'published steps' if name == 'published' else f'{len(here)} steps run here'}, %"
-        console.print(table_of(shown, title, 2))
+        console.print(table_of(shown, f"Misses of {steps}, %", 2))
         ours, toys = table.iloc[0], table.iloc[1:]
         if (toys[["p90", "worst"]] < ours[["p90", "worst"]]).any().any():
             console.print("A toy is better than this forecast in its 90th percentile or its worst case.", style="bold")
+    console.print(f"Bytes at the peak of {len(peaks)} published steps are missed by {peaks.max():.1%} at most.")
     console.print(f"Choosing the strategy that is forecast to be fastest costs {regret_of(here):.1%} on average.")
     worst = here.reindex(here["error"].abs().sort_values(ascending=False).index).head(5)
     shown = worst[["strategy", "ranks", "rows", "link"]].assign(

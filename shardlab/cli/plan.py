@@ -24,6 +24,7 @@ FACTORS = {"K": 3, "M": 6, "B": 9, "T": 12}  # powers of ten
 BUCKET_MIB = DEFAULT_BUCKET_BYTES / 2**20
 A_NETWORK = "for example '8 per host, nvlink4, 400Gb/s per GPU'; what is usual for the card without it."
 HARDWARE = "h100"
+A_STEP = "what this prints as --json of a step of that cluster, with its measured seconds; up to three times."
 A_LINK = "24GB,32GB/s,10us; says what is left."
 PER_RANK = (
     "Per rank, the largest of all ranks; at rest, between two steps. Sent: bytes and messages of one step. Units are "
@@ -69,6 +70,7 @@ def plan(
     seq_len: Annotated[int, typer.Option(help="Of --config: tokens of a sequence; by default the longest.")] = 0,
     micro_batch: Annotated[int, typer.Option(help="Of --config: sequences of a forward on a rank.")] = 1,
     recompute: Annotated[str, typer.Option(help="Of --config: layers computed again, or full, selective.")] = "0",
+    measured: Annotated[list[Path] | None, typer.Option(help="Of --config: " + A_STEP)] = None,
     search: Annotated[bool, typer.Option("--search", help="Of --config: try all ways, and rank them.")] = False,
     calibration: Annotated[
         Path | None, typer.Option(help="Of --workload, or with --validate: the file of shardlab calibrate.")
@@ -99,7 +101,7 @@ def plan(
     }  # fmt: skip
     of_config = {
         "hardware": hardware != HARDWARE, "network": network, "batch": batch, "seq-len": seq_len, "search": search,
-        "micro-batch": micro_batch != 1, "recompute": recompute != "0",
+        "micro-batch": micro_batch != 1, "recompute": recompute != "0", "measured": measured,
     }  # fmt: skip
     if params:
         _refuse("--params", {"strategies": strategies, "tp": tp != 1, **of_workload, **of_config})
@@ -113,7 +115,7 @@ def plan(
         layers: int | str = int(recompute) if recompute.isdigit() else recompute
         options = {
             "batch": batch, "seq_len": seq_len, "micro_batch": micro_batch, "tensor": tp,
-            "strategy": (*names_in(strategies), "")[0], "recompute": layers,
+            "strategy": (*names_in(strategies), "")[0], "recompute": layers, "measured": measured or (),
         }  # fmt: skip
         return forecast.of_config(config, ranks, hardware, network, options, searches=search, json=json)
     on = Gpu.parse(gpu) if gpu else None  # before the work: it may be misspelled

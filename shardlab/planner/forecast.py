@@ -4,9 +4,10 @@ Time is that of ``step_model``, with factors that ``calibration`` takes from mea
 
     model states          ``formulas.model_states``, 16 bytes a parameter, sharded as the strategy says
     activations           ``formulas.activation_bytes`` a layer, for the MLP's form, shared keys and values, no dropout;
-                          2 b s h where it is recomputed, and one such layer whole
+                          2 b s h where it is recomputed; selectively, also attention and every second product
     gathered parameters   root and two layers; all of zero3 and shard_grad_op
-    logits                10 bytes each: in 16 bits, and in 32 bits with a gradient
+    logits                10 bytes each: in 16 bits, and in 32 bits with a gradient; 4 where one kernel makes the loss;
+                          or, after them and where it is more, a layer that is recomputed whole
 
 Legend: b sequences, s tokens of a sequence, h hidden. Sources: see ``step_model`` and ``formulas``.
 """
@@ -17,14 +18,16 @@ from typing import Any
 
 from shardlab.planner.calibration import checked, fitted
 from shardlab.planner.formulas import Layer, activation_bytes, model_states
+from shardlab.planner.job import Job
 from shardlab.planner.replay import FULLY_SHARDED
-from shardlab.planner.step_model import Factors, Job, num_params, step_parts
+from shardlab.planner.step_model import Factors, step_parts
 
 # Reserved over allocated bytes, least and most: OpenTau PR #273 (batch 40); Megatron-LM issue #150 (fsdp2 on 16 GPUs).
 # In between lie 1.26 to 1.36 (llama-cookbook PR #41, torchtitan PR #135 and #165).
 RESERVED = (1.01, 1.62)
-LOGIT_BYTES = 10
+LOGIT_BYTES = {"gpt": 4, "llama": 10, "compiled": 10}
 FAR = 0.05  # a calibration pair that is missed by more is named
+CLOSE = 0.8  # of a card's memory; all published steps that are missed by a fifth and more are beyond, or odd themselves
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,8 @@ def predict_step(
         tensor: GPUs that share a layer; neighbours on a host.
         strategy: single, ddp, bucketed, zero1, zero2, zero3, fsdp, shard_grad_op or hybrid_shard (sharded in a host).
         precision: of products and messages: bf16, fp16 or tf32. The optimizer steps 32 bits.
-        recompute: layers whose forward runs again in backward, or 'full' for all; 'selective' for half of it, or,
-            where attention is unfused, for the scores alone.
+        recompute: layers whose forward runs again in backward up to its last product, or 'full' for all; 'selective'
+            for half of it, or, where attention is unfused, for the scores alone.
         hardware: name of a preset, see ``hardware.HARDWARE``.
         network: such as '8 per host, 600GB/s, 200Gb/s per GPU', see ``hardware.network_of``; None where not known.
         calibration: up to three pairs of arguments like these and measured seconds, of the same cluster.
@@ -102,17 +105,17 @@ def forecast_of(job: Job, calibration: Sequence[tuple[Mapping[str, Any], float]]
 
 
 def peak_bytes(job: Job) -> float:
-    """Bytes in tensors where a rank has most: at the end of forward, or in the first layer of backward."""
-    shape, itemsize = job.shape, job.itemsize
-    params, layer = num_params(shape) / job.tensor, shape.layer_params / job.tensor
+    """Bytes in tensors where a rank has most: in the loss, or in the first layer of backward."""
+    params, layer = job.num_params / job.tensor, job.layer_params / job.tensor
     found = _states(job, params)
     if job.strategy in ("zero3", "shard_grad_op"):
-        found += params * itemsize
+        found += params * job.itemsize
     elif job.strategy in FULLY_SHARDED:
-        found += (shape.root_params / job.tensor + 2 * layer) * itemsize
+        found += (job.root_params / job.tensor + 2 * layer) * job.itemsize
     whole, kept = _activations(job)
-    found += job.recomputed * kept + (job.layers - job.recomputed) * whole + (whole if job.recomputed else 0)
-    return found + shape.tokens * job.vocab / job.tensor * LOGIT_BYTES
+    logits = job.tokens * job.vocab / job.tensor * LOGIT_BYTES[job.written]
+    again = job.recomputed if isinstance(job.recompute, int) else job.layers if job.recomputed else 0
+    return found + again * kept + (job.layers - again) * whole + max(logits, whole if again else 0)
 
 
 def _states(job: Job, params: float) -> float:
@@ -128,31 +131,38 @@ def _states(job: Job, params: float) -> float:
 
 def _activations(job: Job) -> tuple[float, float]:
     """Of a layer that keeps everything, and of one that is recomputed."""
-    shape = job.shape
     sizes = Layer(job.hidden, job.heads, job.seq_len, job.micro_batch)
-    drops_scores = shape.attention != "unfused" or job.recompute == "selective"
+    drops_scores = job.kernel != "unfused" or job.recompute == "selective"
     whole = activation_bytes(sizes, job.tensor, recompute="selective" if drops_scores else "none")
     # The formula's MLP keeps what enters and leaves a GELU, 16 h; a gated one both inputs, SiLU's result, the product.
-    mlp = (8 if shape.gated else 4) * job.ffn - 16 * job.hidden
-    divided = mlp - 4 * job.hidden * (1 - shape.kv_share)  # keys and values that heads share
+    mlp = (8 if job.is_gated else 4) * job.ffn - 16 * job.hidden
+    divided = mlp - 4 * job.hidden * (1 - job.kv_share)  # keys and values that heads share
     masks = 2 * job.hidden  # of dropout, which nobody uses here
     kept = activation_bytes(sizes, recompute="full")
+    if job.recompute == "selective":
+        # Results of attention, and of the query, value, first and last product; in GPT one product makes q, k and v.
+        products = job.hidden * (2 + job.kv_share) if job.is_gated else job.hidden * (1 + 2 * job.kv_share)
+        kept += 2 * job.tokens * (job.hidden + products + job.ffn) / job.tensor
     scale = job.itemsize / 2
-    return (whole + shape.tokens * (divided / job.tensor - masks)) * scale, kept * scale
+    return (whole + job.tokens * (divided / job.tensor - masks)) * scale, kept * scale
 
 
 def _sentences(job: Job, pairs: Sequence[tuple[Job, float]], factors: Factors) -> list[str]:
-    shape = job.shape
     found = [
         "Loading data, checkpoints, evaluation, stragglers, congestion by others, and time of the host beyond a floor "
         "a kernel are not in the seconds; the allocator's reserve and the libraries' own memory are not in the bytes.",
-        f"Layers are taken to be written as in {'Llama' if shape.gated else 'GPT'}"
-        f"{', compiled' if job.compiled else ''}, with attention {shape.attention}.",
+        f"Layers are taken to be written as in {'Llama' if job.is_gated else 'GPT'}"
+        f"{', compiled' if job.compiled else ''}, with attention {job.kernel}.",
     ]
     if job.network is None and job.data * job.tensor > 1:
         found.append(
             f"The network is not known: {job.links.per_host} GPUs a host, {job.card.inside} inside and "
             f"{job.card.between_gigabits:g}Gb/s per GPU between hosts are assumed."
+        )
+    if (share := peak_bytes(job) / job.card.memory_bytes) > CLOSE:
+        found.append(
+            f"The peak is {share:.0%} of the card's memory; so close to it allocators free and ask again, which has "
+            "made published steps up to a third longer."
         )
     if job.accumulation > 1 and job.strategy in FULLY_SHARDED:
         found.append("Each micro-batch reduces its gradients; no_sync() would save that, and keep whole gradients.")
@@ -161,7 +171,7 @@ def _sentences(job: Job, pairs: Sequence[tuple[Job, float]], factors: Factors) -
     if job.tensor > 1:
         found.append("Tensor-parallel messages are not split or overlapped; activations are without sequence parallel.")
     if not pairs:
-        found.append("Nothing was measured on this cluster; give calibration pairs.")
+        found.append("Nothing was measured on this cluster; give up to three steps of it: calibration= or --measured.")
     found += [
         f"Calibration pair {number} is of {of.card.name}, the forecast of {job.card.name}."
         for number, (of, _) in enumerate(pairs)

@@ -29,9 +29,9 @@ from shardlab.planner.cards import card_named, cards, memory_bytes
 from shardlab.vocabulary import Collective
 
 # Of what one kind of product reaches in a benchmark, a step sustains less: clocks fall under load, and kernels follow
-# each other with gaps. A round number that was chosen on the A100 and H100 rows of data/published_steps.csv; so was
-# which of two published values of contention is an H100's. Nothing else here was fitted to a step.
-SUSTAINED = 0.92
+# each other with gaps. Chosen on H100 rows of data/published_steps.csv; so was which of two published values of
+# contention is an H100's. Nothing else here was fitted to a step.
+SUSTAINED = 0.89
 COMPUTE_PRECISIONS = ("bf16", "fp16", "tf32")
 GIGABIT = 1e9 / 8
 INSIDE_EFFICIENCY = 0.79  # 345 to 366 of 450 GB/s a direction: H100 and H200, all-gather and ring all-reduce

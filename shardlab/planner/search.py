@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardlab.planner.forecast import Forecast, forecast_of
-from shardlab.planner.step_model import Job
+from shardlab.planner.job import Job
 
 STRATEGIES = ("ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp", "shard_grad_op", "hybrid_shard")
 RECOMPUTES: tuple[int | str, ...] = (0, "selective", "full")

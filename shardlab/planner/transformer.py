@@ -27,18 +27,20 @@ split over multiprocessors. The tail of a product, its result's way to memory, o
 
 Legend: b sequences, s tokens of a sequence, h hidden, d = h / heads. Sources: FLOPs as in arXiv 2104.04473, appendix;
 arXiv 2205.14135 (bytes of attention, FlashAttention 1); arXiv 2307.08691, figures 4 to 7: the rate of attention rises
-with s and d as above, and FlashAttention 2 is 1.7 to 3 times as fast as 1. Bytes a token were counted kernel by
-kernel.
+with s and d as above, and FlashAttention 2 is 1.7 to 3 times as fast as 1. That of Triton, which GPT is taken to have,
+reaches 0.64 of its rate forward and 0.46 backward: chosen on the H100 rows of llm-foundry, with and without
+recomputation. Bytes a token were counted kernel by kernel.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 from shardlab.planner.hardware import SUSTAINED, Hardware
+from shardlab.planner.job import Job
 
 TILE = 128 * 256
 SPLIT_INNER = 4096
-ATTENTIONS = {"flash-1": 0.5, "flash-2": 1.0, "unfused": 0.0}  # rate against FlashAttention 2
+# Rates against FlashAttention 2, forward and backward; unfused scores are products and memory-bound work.
+FLASH_RATES = {"flash-1": (0.64, 0.46), "flash-2": (1.0, 1.0)}
 PRODUCTS, ATTENTION, MEMORY, LAUNCHES = "matrix products", "attention", "memory-bound work", "launch floor"
 LAUNCHED = {"gpt": 14, "llama": 40, "compiled": 14}  # kernels of a layer in forward; backward has twice as many
 
@@ -57,105 +59,68 @@ class Parts(dict[str, float]):
         return sum(self.values())
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A transformer on one rank; the arguments of ``predict_step`` of the same names."""
+def layer_products(job: Job) -> Iterator[tuple[float, float, float]]:
+    """Rows, inner and columns of a layer's matrix products on a tensor rank."""
+    h, ffn, part = job.hidden, job.ffn, 1 / job.tensor
+    yield job.tokens, h, h * (1 + 2 * job.kv_share) * part
+    yield job.tokens, h * part, h
+    yield job.tokens, h, ffn * part * (2 if job.is_gated else 1)
+    yield job.tokens, ffn * part, h
 
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    seq_len: int
-    micro_batch: int
-    tensor: int = 1
-    gated: bool = False
-    compiled: bool = False
-    attention: str = "flash-2"
 
-    @property
-    def tokens(self) -> int:
-        """Of a micro-batch."""
-        return self.micro_batch * self.seq_len
-
-    @property
-    def kv_share(self) -> float:
-        """Keys and values against queries."""
-        return self.kv_heads / self.heads
-
-    @property
-    def layer_params(self) -> float:
-        """Elements of a layer, over all tensor ranks."""
-        mlp = (3 if self.gated else 2) * self.hidden * self.ffn
-        return self.hidden**2 * (2 + 2 * self.kv_share) + mlp + 2 * self.hidden
-
-    @property
-    def root_params(self) -> float:
-        """Elements of embedding and head; one matrix in the form of GPT, two in that of Llama."""
-        return self.vocab * self.hidden * (2 if self.gated else 1)
-
-    @property
-    def written(self) -> str:
-        """How the layers are written: the key of the tables above."""
-        return "compiled" if self.compiled else "llama" if self.gated else "gpt"
-
-    def products(self) -> Iterator[tuple[float, float, float]]:
-        """Rows, inner and columns of a layer's matrix products on a tensor rank."""
-        h, ffn, part = self.hidden, self.ffn, 1 / self.tensor
-        yield self.tokens, h, h * (1 + 2 * self.kv_share) * part
-        yield self.tokens, h * part, h
-        yield self.tokens, h, ffn * part * (2 if self.gated else 1)
-        yield self.tokens, ffn * part, h
-
-    def token_bytes(self) -> float:
-        """Bytes a token that the memory-bound work of a layer moves in forward, on a tensor rank."""
-        h, ffn, heads = self.hidden, self.ffn / self.tensor, self.hidden * (1 + self.kv_share) / self.tensor
-        if not self.gated:
-            return 20 * h + 4 * ffn
-        return 20 * h + 4 * heads + 6 * ffn if self.compiled else 80 * h + 24 * heads + 10 * ffn
+def token_bytes(job: Job) -> float:
+    """Bytes a token that the memory-bound work of a layer moves in forward, on a tensor rank."""
+    h, ffn, heads = job.hidden, job.ffn / job.tensor, job.hidden * (1 + job.kv_share) / job.tensor
+    if not job.is_gated:
+        return 20 * h + 4 * ffn
+    return 20 * h + 4 * heads + 6 * ffn if job.compiled else 80 * h + 24 * heads + 10 * ffn
 
 
 class Costs:
-    """Seconds of a shape on a GPU, forward or backward."""
+    """Seconds of a job's layers on a GPU, which may be faster than its preset, forward or backward."""
 
-    def __init__(self, shape: Shape, hardware: Hardware, precision: str, itemsize: int) -> None:
-        self.shape, self.hardware, self.itemsize = shape, hardware, itemsize
-        self.peak = hardware.peaks[precision]
+    def __init__(self, job: Job, hardware: Hardware) -> None:
+        self.job, self.hardware, self.itemsize = job, hardware, job.itemsize
+        self.peak = hardware.peaks[job.precision]
         self.product_rate = self.peak * hardware.product_fraction * SUSTAINED
         self.bandwidth = hardware.memory_bandwidth * hardware.memory_fraction
 
     def layer(self, *, backward: bool = False) -> Parts:
         """Of one layer."""
-        shape = self.shape
-        moved = shape.tokens * shape.token_bytes() * self.itemsize / 2 * (2 if backward else 1)
-        found = Parts({PRODUCTS: self.products(shape.products(), backward), MEMORY: moved / self.bandwidth})
+        job = self.job
+        moved = job.tokens * token_bytes(job) * self.itemsize / 2 * (2 if backward else 1)
+        found = Parts({PRODUCTS: self.products(layer_products(job), backward), MEMORY: moved / self.bandwidth})
         found.add(self.attention(backward))
-        launches = LAUNCHED[shape.written] * (2 if backward else 1) * self.hardware.launch_seconds
+        launches = LAUNCHED[job.written] * (2 if backward else 1) * self.hardware.launch_seconds
         found[LAUNCHES] = max(0.0, launches - found.total())
         return found
 
     def head(self, *, backward: bool = False) -> Parts:
         """Of the product with the vocabulary and of the loss."""
-        shape, part = self.shape, self.shape.vocab / self.shape.tensor
-        a_logit = (36 if shape.written == "llama" else 12) / 3 * (2 if backward else 1)
+        job, part = self.job, self.job.vocab / self.job.tensor
+        a_logit = (36 if job.written == "llama" else 12) / 3 * (2 if backward else 1)
         return Parts({
-            PRODUCTS: self.products([(shape.tokens, shape.hidden, part)], backward),
-            MEMORY: shape.tokens * part * a_logit / self.bandwidth,
+            PRODUCTS: self.products([(job.tokens, job.hidden, part)], backward),
+            MEMORY: job.tokens * part * a_logit / self.bandwidth,
         })  # fmt: skip
+
+    def recomputed(self) -> float:
+        """Of a layer that runs forward again in backward: nothing needs the result of its last product."""
+        *_, last = layer_products(self.job)
+        return self.layer().total() - self.product(*last)
 
     def attention(self, backward: bool) -> Parts:
         """Of the scores, on a tensor rank; causal where one kernel makes them."""
-        shape = self.shape
-        flops = 4 * shape.tokens * shape.seq_len * shape.hidden / shape.tensor
-        rate = ATTENTIONS[shape.attention]
-        if rate:
-            dim = shape.hidden / shape.heads
+        job = self.job
+        flops = 4 * job.tokens * job.seq_len * job.hidden / job.tensor
+        if job.kernel in FLASH_RATES:
+            dim = job.hidden / job.heads
+            rate = FLASH_RATES[job.kernel][backward]
             rate *= self.peak * self.hardware.attention_fraction * dim / (dim + 16)
-            rate *= shape.seq_len / (shape.seq_len + 600)
+            rate *= job.seq_len / (job.seq_len + 600)
             return Parts({ATTENTION: flops / 2 * (2.5 if backward else 1) / rate})
         times = 2 if backward else 1
-        scores = shape.tokens * shape.seq_len * shape.heads / shape.tensor
+        scores = job.tokens * job.seq_len * job.heads / job.tensor
         seconds = flops / (self.product_rate) + 6 * self.itemsize * scores / self.bandwidth
         return Parts({ATTENTION: times * seconds})
 

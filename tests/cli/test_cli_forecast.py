@@ -24,6 +24,18 @@ def said(*words):
     return done.output
 
 
+def test_a_step_that_was_measured_moves_the_others(config, tmp_path):
+    options, step = ("--config", config, "--ranks", "8", "--json"), tmp_path / "step.json"
+    found = json.loads(said(*options))
+    step.write_text(json.dumps(found | {"seconds": 2 * found["seconds"]}))
+    moved = json.loads(said(*options, "--batch", "16", "--measured", str(step)))
+    assert moved["seconds"] == pytest.approx(2 * json.loads(said(*options, "--batch", "16"))["seconds"], rel=0.1)
+    step.write_text("{}")
+    done = CliRunner().invoke(app, ["plan", *options, "--measured", str(step)])
+    assert done.exit_code != 0
+    assert "is no step; write one with shardlab plan" in " ".join(done.output.split())
+
+
 def test_a_config_gets_time_and_memory_and_what_was_left_out(config):
     text = " ".join(said("--config", config, "--ranks", "64", "--recompute", "full").split())
     for words in (
@@ -32,7 +44,7 @@ def test_a_config_gets_time_and_memory_and_what_was_left_out(config):
         "(MFU)",
         "GB in tensors at the peak",
         "Of 85.9 GB: it fits",
-        "the nearest, MPT 13B on",
+        "published steps that were held out; the nearest, MPT",
         "MISSES BY",
         "NOT IN IT",
         "matrix",

@@ -10,19 +10,10 @@ from hypothesis import strategies as st
 from shardlab.planner import model_states, predict_step, validate_published
 from shardlab.planner.cards import cards
 from shardlab.planner.hardware import GIGABIT, HOP_SECONDS, Network, hardware_named, network_of
+from shardlab.planner.job import Job
 from shardlab.planner.replay import REPLAYED
-from shardlab.planner.step_model import (
-    RECOMPUTED,
-    REPLAYED_MICRO_BATCHES,
-    TENSOR,
-    WAITED,
-    Factors,
-    Job,
-    Step,
-    num_params,
-    step_parts,
-)
-from shardlab.planner.transformer import ATTENTION, Costs
+from shardlab.planner.step_model import RECOMPUTED, REPLAYED_MICRO_BATCHES, TENSOR, WAITED, Factors, Step, step_parts
+from shardlab.planner.transformer import ATTENTION, Costs, layer_products
 from shardlab.planner.validation import TOYS, published_pairs, summary
 from shardlab.vocabulary import Collective
 
@@ -36,9 +27,9 @@ GPT_7B = SMALL | {"hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 32, "ff
 def mfu(arguments):
     """The usual figure: 6 FLOPs a parameter and token, 12 h s L a token of attention, none for recomputation."""
     job = Job(**arguments)
-    token = 6 * num_params(job.shape) + 12 * job.hidden * job.seq_len * job.layers
+    token = 6 * job.num_params + 12 * job.hidden * job.seq_len * job.layers
     seconds = predict_step(**arguments).seconds
-    return token * job.shape.tokens * job.accumulation / job.tensor / seconds / job.card.peaks[job.precision]
+    return token * job.tokens * job.accumulation / job.tensor / seconds / job.card.peaks[job.precision]
 
 
 @pytest.mark.parametrize("strategy", REPLAYED)
@@ -63,20 +54,20 @@ def test_parameters_are_those_of_published_models():
     mpt = Job(**GPT_7B)
     llama = Job(**GPT_7B | {"ffn": 11008, "vocab": 32000})
     llama3 = Job(**GPT_7B | {"ffn": 14336, "vocab": 128256, "kv_heads": 8})
-    assert [round(num_params(job.shape) / 1e9, 2) for job in (mpt, llama, llama3)] == [6.65, 6.74, 8.03]
+    assert [round(job.num_params / 1e9, 2) for job in (mpt, llama, llama3)] == [6.65, 6.74, 8.03]
 
 
 def test_work_is_that_of_the_formula_where_nothing_but_products_counts():
     """6 FLOPs a parameter and token (Narayanan et al., arXiv 2104.04473, appendix), at the rate of large products."""
-    shape = Job(**GPT_7B | {"micro_batch": 64}).shape
-    costs = Costs(shape, hardware_named("a100-80gb"), "bf16", 2)
-    spent = sum(costs.products(shape.products(), backward) for backward in (False, True))
-    flops = 6 * (shape.layer_params - 2 * shape.hidden) * shape.tokens
+    job = Job(**GPT_7B | {"micro_batch": 64})
+    costs = Costs(job, hardware_named("a100-80gb"))
+    spent = sum(costs.products(layer_products(job), backward) for backward in (False, True))
+    flops = 6 * (job.layer_params - 2 * job.hidden) * job.tokens
     assert 1 < spent / (flops / costs.product_rate) < 1.15
 
 
 def test_small_products_and_few_rows_reach_less():
-    costs = Costs(Job(**GPT_7B).shape, hardware_named("h100-sxm"), "bf16", 2)
+    costs = Costs(Job(**GPT_7B), hardware_named("h100-sxm"))
     sizes = ((64, 512, 512), (512, 1024, 1024), (2048, 4096, 4096), (16384, 8192, 8192))
     rates = [rows * inner * columns / costs.product(rows, inner, columns) for rows, inner, columns in sizes]
     assert rates == sorted(rates)
@@ -123,16 +114,16 @@ def test_tensor_parallelism_costs_messages_of_every_layer():
     assert predict_step(**GPT_7B).parts[TENSOR] == 0
 
 
-def test_recomputation_costs_a_third_of_compute_and_saves_memory():
+def test_recomputation_costs_less_than_a_third_of_compute_and_saves_memory():
     none, half, full = (predict_step(**GPT_7B | {"recompute": layers}) for layers in (0, 16, "full"))
     assert full.parts[RECOMPUTED] == pytest.approx(2 * half.parts[RECOMPUTED])
     compute = full.seconds - full.parts[WAITED] - full.parts[RECOMPUTED]
-    assert 0.25 < full.parts[RECOMPUTED] / compute < 0.35
+    assert 0.18 < full.parts[RECOMPUTED] / compute < 0.25
     assert full.peak_bytes < half.peak_bytes < none.peak_bytes
 
 
 def test_the_peak_has_the_states_of_the_formulas():
-    params = round(num_params(Job(**GPT_7B).shape))
+    params = round(Job(**GPT_7B).num_params)
     for strategy, like in (("ddp", "ddp"), ("zero1", "zero1"), ("zero2", "zero2"), ("fsdp", "zero3")):
         states = {one.strategy: one.total_bytes for one in model_states(params, 16)}
         rest = predict_step(**GPT_7B | {"strategy": strategy, "recompute": "full"}).peak_bytes - states[like]
@@ -146,7 +137,7 @@ def test_a_trillion_parameters_on_65536_ranks_are_a_few_thousand_tasks():
         "micro_batch": 1, "accumulation": 64, "data": 8192, "tensor": 8, "recompute": "full", "hardware": "h100",
     }  # fmt: skip
     job = Job(**huge)
-    assert num_params(job.shape) > 1e12
+    assert job.num_params > 1e12
     assert job.data * job.tensor == 65536
     assert len(Step(job, Factors()).replayed(REPLAYED_MICRO_BATCHES).tasks) < 3 * 129 * 5 + 2
     assert predict_step(**huge).seconds > 0
@@ -269,13 +260,28 @@ def test_published_steps_are_met_better_than_by_toys():
     pairs = published_pairs()
     assert pairs.groupby("machine")["calibration"].sum().max() <= 3
     assert pairs["source"].ne("").all()
-    errors = summary(found)
-    assert errors.loc["error"].to_numpy() == pytest.approx([0.033, 0.074, 0.123], abs=0.004)
-    for toy in TOYS:
-        assert (errors.loc["error", ["p90", "worst"]] < errors.loc[toy, ["p90", "worst"]]).all()
-    sharded = found[~found["machine"].str.contains("tensor parallel")]
-    for row, bound in (("median", 0.06), ("p90", 0.10), ("worst", 0.15)):
-        assert summary(sharded).loc["error", row] < bound
+    for held_out, misses in ((False, [0.024, 0.056, 0.205]), (True, [0.023, 0.095, 0.259])):
+        errors = summary(found[found["held_out"] == held_out])
+        assert errors.loc["error"].to_numpy() == pytest.approx(misses, abs=0.004)
+        for toy in TOYS:
+            assert (errors.loc["error", ["p90", "worst"]] < errors.loc[toy, ["p90", "worst"]]).all()
+    assert (found["error"].abs() > 0.15).sum() == 4  # three near the limit of a memory, one odd itself
+    assert found["peak_error"].count() == 4
+    assert found["peak_error"].abs().max() < 0.05
+
+
+def test_a_peak_close_to_the_memory_of_the_card_is_said():
+    row = {"hidden": 7168, "layers": 48, "heads": 56, "kv_heads": 56, "ffn": 28672, "vocab": 50368, "data": 8}
+    row |= {"micro_batch": 1, "recompute": "full"}
+    (said,) = (one for one in predict_step(**row, seq_len=8192).not_modelled if "so close to it" in one)
+    assert said.startswith("The peak is 82% of the card's memory")
+    assert not [one for one in predict_step(**row, seq_len=4096).not_modelled if "so close to it" in one]
+
+
+def test_recomputation_stops_before_the_last_product_and_selective_keeps_half_of_them():
+    again = {one: predict_step(**SMALL, recompute=one).parts["recomputation"] for one in ("full", "selective")}
+    assert 0.5 < again["full"] / (2 * again["selective"]) < 0.9
+    assert predict_step(**SMALL, recompute=SMALL["layers"]).seconds == predict_step(**SMALL, recompute="full").seconds
 
 
 def test_a_job_has_the_arguments_of_the_forecast():

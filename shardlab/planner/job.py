@@ -1,0 +1,153 @@
+"""A step of a transformer that is forecast: how large it is, how it is trained, on what, and what follows from that."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Integral
+
+from shardlab.planner.hardware import COMPUTE_PRECISIONS, Hardware, Network, hardware_named, network_of
+from shardlab.planner.replay import REPLAYED
+
+ATTENTIONS = ("flash-1", "flash-2", "unfused")
+
+
+@dataclass(frozen=True)
+class Job:
+    """The arguments of ``predict_step``, checked; see there."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    seq_len: int
+    micro_batch: int
+    data: int
+    accumulation: int = 1
+    tensor: int = 1
+    strategy: str = "fsdp"
+    precision: str = "bf16"
+    recompute: int | str = 0
+    hardware: str = "a100-80gb"
+    network: str | None = None
+    gated: bool | None = None
+    compiled: bool = False
+    attention: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check what a user can get wrong."""
+        counts = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "seq_len", "micro_batch", "data")
+        for field in (*counts, "accumulation", "tensor"):
+            _require_whole(field, getattr(self, field), 1)
+        for field, allowed in {
+            "strategy": REPLAYED, "precision": COMPUTE_PRECISIONS, "attention": (None, *ATTENTIONS)
+        }.items():  # fmt: skip
+            if (value := getattr(self, field)) not in allowed:
+                raise ValueError(f"{field}: {value!r} is not one of {', '.join(filter(None, allowed))}")
+        for divisor, field in (("heads", "hidden"), ("kv_heads", "heads"), ("tensor", "heads"), ("tensor", "ffn")):
+            if (value := getattr(self, field)) % (by := getattr(self, divisor)):
+                raise ValueError(f"{divisor}: {by} is given; it must divide {field}, {value}")
+        if self.strategy == "single" and self.data > 1:
+            raise ValueError(f"data: {self.data} is given; 'single' trains on 1")
+        if self.recompute not in ("full", "selective") and self.recompute not in range(self.layers + 1):
+            raise ValueError(f"recompute: {self.recompute!r} is not 0 to {self.layers} layers, 'full' or 'selective'")
+        if self.strategy == "hybrid_shard" and self.data % self.shards:
+            raise ValueError(f"data: {self.data} is given; hosts of {self.shards} data ranks must divide it")
+
+    @cached_property
+    def card(self) -> Hardware:
+        """The GPU."""
+        return hardware_named(self.hardware)
+
+    @cached_property
+    def links(self) -> Network:
+        """The network."""
+        return network_of(self.network, self.card)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether layers have the form of Llama; by default unless the MLP is four times as wide as the residual."""
+        return self.ffn != 4 * self.hidden if self.gated is None else self.gated
+
+    @property
+    def kernel(self) -> str:
+        """The attention."""
+        return self.attention or ("flash-2" if self.is_gated else "flash-1")
+
+    @property
+    def written(self) -> str:
+        """How the layers are written, of ``WRITTEN``."""
+        return "compiled" if self.compiled else "llama" if self.is_gated else "gpt"
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch on a rank."""
+        return self.micro_batch * self.seq_len
+
+    @property
+    def kv_share(self) -> float:
+        """Heads of keys and values against those of queries."""
+        return self.kv_heads / self.heads
+
+    @property
+    def layer_params(self) -> float:
+        """Elements of a layer, over all tensor ranks."""
+        mlp = (3 if self.is_gated else 2) * self.hidden * self.ffn
+        return self.hidden**2 * (2 + 2 * self.kv_share) + mlp + 2 * self.hidden
+
+    @property
+    def root_params(self) -> float:
+        """Elements of embedding and head; one matrix in the form of GPT, two in that of Llama."""
+        return self.vocab * self.hidden * (2 if self.is_gated else 1)
+
+    @property
+    def num_params(self) -> float:
+        """Elements of the whole model."""
+        return self.layers * self.layer_params + self.root_params
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of parameters and activations in compute, and of what messages carry."""
+        return 4 if self.precision == "tf32" else 2
+
+    @cached_property
+    def recomputed(self) -> float:
+        """Layers that are recomputed, or what is as much work: 'selective' is half of all, or the scores alone."""
+        if not isinstance(self.recompute, str):
+            return self.recompute
+        return self.layers if self.recompute == "full" else 0 if self.kernel == "unfused" else self.layers / 2
+
+    @cached_property
+    def per_host(self) -> int:
+        """Ranks of the data axis on a host."""
+        return max(1, self.links.per_host // self.tensor)
+
+    @cached_property
+    def shards(self) -> int:
+        """Ranks that share parameters, gradients or state."""
+        if self.strategy == "hybrid_shard":
+            return min(self.data, self.per_host)
+        return 1 if self.strategy in ("single", "ddp", "bucketed") else self.data
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of a step, over all ranks."""
+        return self.tokens * self.accumulation * self.data
+
+    @property
+    def seconds_at_peak(self) -> float:
+        """Of a step whose GPUs did nothing but what the model needs, without recomputation, at their peak.
+
+        A token needs 6 FLOPs a parameter and 12 h s L of attention: Chowdhery et al., arXiv 2204.02311, appendix B.
+        """
+        token = 6 * self.num_params + 12 * self.hidden * self.seq_len * self.layers
+        return token * self.tokens_per_step / (self.card.peaks[self.precision] * self.data * self.tensor)
+
+    def mfu(self, seconds: float) -> float:
+        """The share of the peak that the model's FLOPs reach in a step of so many seconds."""
+        return self.seconds_at_peak / seconds
+
+
+def _require_whole(field: str, value: object, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
+        raise ValueError(f"{field}: {value!r} is given; it must be a whole number from {minimum} on")
