@@ -23,10 +23,11 @@ from shardlab.vocabulary import Collective
 
 
 class Costs(NamedTuple):
-    """What a message costs: seconds that it moves, alone, and the least from its begin to its end."""
+    """What a message costs, in seconds: it moves, alone, at least so long, after its ranks have met."""
 
     moves: float
     least: float = 0.0
+    meets: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,9 @@ class ToldClock:
             self._pass(self._until_change(computes=False), computes=False)
 
     def _begin(self, sent: _Sent) -> None:
-        sent.event.start_ns, sent.earliest = self.now_ns, self.now + max(sent.costs) + sent.late
+        costs = sent.costs
+        sent.event.start_ns = self.now_ns
+        sent.earliest = self.now + costs.meets + max(costs.moves, costs.least) + sent.late
         sent.tell("started")
 
     def _until_change(self, *, computes: bool) -> float:
@@ -146,6 +149,8 @@ class ToldClock:
             if not queue:
                 continue
             first = queue[0]
+            # The time of an emulated link begins when ranks have met, which takes longer beside compute.
+            first.earliest += (pace - 1) * min(seconds / pace, max(0.0, first.left - first.costs.moves))
             first.left -= seconds / pace
             if first.left <= 1e-12:
                 first.left = 0.0
@@ -185,7 +190,7 @@ class ForetoldCommunicator(SilentCommunicator):
                 getattr(observer, what)(event)
 
         costs = wire.costs(event)
-        sent = _Sent(event, tell, costs, costs.moves)
+        sent = _Sent(event, tell, costs, costs.meets + costs.moves)
         clock.send(sent)
         return _Foretold(lambda: clock.wait(sent), keep=keep, event=event, observers=observers, clock=clock)
 

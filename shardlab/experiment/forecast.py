@@ -57,18 +57,21 @@ def forecast_step(config: CompareConfig, strategy: str, machine: Machine | None,
     """
     costs = _NO_TIME if machine is None else machine.costs(config.ranks, single=strategy == "single")
     link = None if config.link is None else Link.parse(config.link)
-    largest, outside = costs.largest, set[bool]()
+    largest, outside, pace = costs.largest, set[bool](), costs.pace.get(strategy, 1.0)
 
     def of_operation(func: Any, args: tuple[Any, ...], result: Any) -> float:
-        kind, size, seconds = priced(costs, func, args, result)
+        kind, size, seconds = priced(costs, func, args, result, pace)
         outside.add(size > largest[kind])
         return seconds
 
     def of_message(event: CollectiveEvent) -> Costs:
         outside.add(event.num_bytes > largest[MESSAGE])
         moves = costs.message(str(event.op), event.num_bytes)
-        on_link = 0.0 if link is None else link.ring_time_us(event.op, event.num_bytes, event.group_size) / 1e6
-        return Costs(moves, on_link)
+        if link is None:
+            return Costs(moves)
+        # That all ranks have come they learn by a barrier, which takes as long as the shortest message.
+        on_link = link.ring_time_us(event.op, event.num_bytes, event.group_size)
+        return Costs(moves, on_link / 1e6, min(costs.messages["all_reduce"].seconds))
 
     def scratch(num_bytes: int, num_ranks: int) -> int:
         return (num_ranks - 1) * min(SEGMENT_BYTES, num_bytes // num_ranks) if config.transport == "gloo" else 0

@@ -10,13 +10,16 @@ from shardlab.comm.trees import tensors_in
 from shardlab.planner.machine import RankCosts
 
 PRODUCT, OTHER, MESSAGE = range(3)  # places in ``RankCosts.largest``
+# A product of a short inner dim takes as long as additions of its bytes, so many: measured, (1024, 16) by (16, 512).
+THIN = 3
 
 
-def priced(costs: RankCosts, func: Any, args: tuple[Any, ...], result: Any) -> tuple[int, float, float]:
-    """Of an operation, by its overload, its arguments and its result: what kind it is, its size, and seconds alone."""
+def priced(
+    costs: RankCosts, func: Any, args: tuple[Any, ...], result: Any, pace: float = 1.0
+) -> tuple[int, float, float]:
+    """Of an operation, by its overload, its arguments and its result: what kind it is, its size, and seconds."""
     kind, size, work = _work(costs, func, args, result)
-    phase = phase_of_autograd()
-    return kind, size, costs.floors[phase] + work * costs.pace.get(phase, 1.0)
+    return kind, size, costs.floors[phase_of_autograd()] + work * pace
 
 
 def _work(costs: RankCosts, func: Any, args: tuple[Any, ...], result: Any) -> tuple[int, float, float]:
@@ -26,12 +29,13 @@ def _work(costs: RankCosts, func: Any, args: tuple[Any, ...], result: Any) -> tu
         query, key = [tensor for tensor in args if isinstance(tensor, Tensor)][backward : backward + 2]
         flops = 4.0 * query.numel() * key.size(-2) * (2.5 if backward else 1.0)
         return PRODUCT, flops, costs.product("attention_backward" if backward else "attention", flops)
-    if packet in flop_registry:
-        flops = float(flop_registry[packet](*args, out_val=result))
-        return PRODUCT, flops, costs.product(_form(packet.__name__, args), max(1.0, flops))
     sizes = {id(tensor): tensor.nbytes for tensor in tensors_in((args, result))}
     # An operation in place reads and writes what it has.
     num_bytes = float(sum(sizes.values()))
+    if packet in flop_registry:
+        flops = float(flop_registry[packet](*args, out_val=result))
+        seconds = costs.product(_form(packet.__name__, args), max(1.0, flops))
+        return PRODUCT, flops, max(seconds, THIN * costs.operation("add", num_bytes))
     return OTHER, num_bytes, costs.operation(packet.__name__, num_bytes)
 
 

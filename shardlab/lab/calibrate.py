@@ -8,11 +8,9 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from shardlab.analysis.timed import in_steps, timed_steps
 from shardlab.comm import Pending
 from shardlab.comm.mesh import Mesh
 from shardlab.experiment import CompareConfig, compare
@@ -24,12 +22,11 @@ from shardlab.launch import RankPool
 from shardlab.launch.pool import num_cores
 from shardlab.planner.machine import Line, Machine, RankCosts
 from shardlab.planner.setup import STRATEGIES
-from shardlab.trace.store import Records
-from shardlab.vocabulary import WHOLE_MODEL, SpanKind
 
 MESSAGE_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
 VERBS = ("all_reduce", "reduce_scatter", "all_gather")
 READINGS = 7
+TRIED = 0.2  # by which operations are made slower, to see how much a forecast moves
 VERSIONS = {"torch": torch.__version__, "shardlab": __version__}
 
 
@@ -44,9 +41,8 @@ def calibrate(ranks: Sequence[int] = (2, 3, 4), on_progress: Callable[[str], Non
     for count in ranks:
         on_progress(f"{count} ranks")
         with RankPool(count, device="cpu") as pool:
-            found[str(count)] = _with_host(pool, count, _slowest(pool.run(_measured)))
-            if count <= num_cores():  # else a step waits for cores between the phases
-                found[str(count)] = _with_pace(pool, count, found[str(count)])
+            costs = _with_host(pool, count, _slowest(pool.run(_measured)))
+            found[str(count)] = _with_pace(pool, count, costs)
             if "single" not in found:
                 on_progress("one rank with the cores of all")
                 alone = pool.run(_measured_alone)[0]
@@ -108,35 +104,19 @@ LAYERS = Workload(_layers, _rows, _tiny_loss)
 
 
 def _with_pace(pool: RankPool, ranks: int, costs: RankCosts) -> RankCosts:
-    """With what operations take in a step, where memory was freed and others have the caches, over their forecast."""
-    config = CompareConfig(strategies=("bucketed",), ranks=ranks, steps=12, workload=LAYERS, device="cpu")
-    without = replace(costs, floors=dict.fromkeys(costs.floors, 0.0), host={})
-    both, work = (
-        _by_phase(forecast_step(config, "bucketed", Machine("", {}, 0, {str(ranks): one})).records)
-        for one in (replace(costs, host={}), without)
-    )
-    with tempfile.TemporaryDirectory() as directory:
-        measured = _by_phase(compare(config, directory, pool=pool, on_progress=lambda _: None).records)
-    measured["backward"] -= costs.host["bucketed"] * steered_by(config, "bucketed")  # its hooks
-    return replace(costs, pace={
-        phase: max(0.1, (measured[phase] - both[phase]) / work[phase] + 1) for phase in costs.floors
-    })  # fmt: skip
-
-
-def _by_phase(records: Records) -> dict[str, float]:
-    """Seconds of a step in forward, backward and the optimizer, those off the CPU in between included."""
-    timed = timed_steps(records.steps)
-    spans = in_steps(records.spans, timed)
-    whole, away = spans[spans["unit"] == WHOLE_MODEL], spans[spans["kind"] == str(SpanKind.OFF_CPU)]
+    """With how much longer operations take in a step, where memory was freed and others have the caches."""
     found = {}
-    for kind in (SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.OPTIMIZER):
-        own = whole[whole["kind"] == str(kind)]
-        # Where a rank was off the CPU its span is cut.
-        ends = own[["rank", "end_us"]].rename(columns={"end_us": "start_us"}).drop_duplicates()
-        every = pd.concat([own, away.merge(ends)])
-        us = (every["end_us"] - every["start_us"]).groupby([every["rank"], every["step"]]).sum()
-        found[str(kind)] = float(us.median()) / 1e6
-    return found
+    with tempfile.TemporaryDirectory() as directory:
+        for strategy in costs.host:
+            config = CompareConfig(strategies=(strategy,), ranks=ranks, steps=8, workload=LAYERS, device="cpu")
+            done = compare(config, f"{directory}/{strategy}", pool=pool, on_progress=lambda _: None)
+            alone, slower = (
+                forecast_step(config, strategy, Machine("", {}, 0, {str(ranks): replace(costs, pace={strategy: pace})}))
+                for pace in (1.0, 1.0 + TRIED)
+            )
+            short = seconds_in(done.records.steps) - alone.seconds
+            found[strategy] = max(0.5, 1 + TRIED * short / (slower.seconds - alone.seconds))
+    return replace(costs, pace=found)
 
 
 def _slowest(of_ranks: Sequence[RankCosts]) -> RankCosts:
@@ -182,6 +162,7 @@ def _message_line(mesh: Mesh, verb: str) -> Line:
     seconds = []
     for num_bytes in MESSAGE_BYTES:
         send = _buffers(mesh, verb, num_bytes)
+        send().wait()  # the first one makes connections
         seconds.append(median(_seconds(mesh, lambda send=send: send().wait()) for _ in range(READINGS)))  # type: ignore[misc]
     return Line([float(size) for size in MESSAGE_BYTES], seconds)
 
@@ -211,10 +192,10 @@ def _meeting(mesh: Mesh) -> float:
         mesh.data.barrier().wait()
         return (perf_counter() - began) / 20
 
-    both, compute, message = (
-        median(turns(*what) for _ in range(5)) for what in ((True, True), (True, False), (False, True))
-    )
-    return max(0.0, both - compute - message)
+    # In turns: a machine that is slower for a second is so for all three.
+    return max(0.0, median(
+        turns(True, True) - turns(True, False) - turns(False, True) for _ in range(READINGS)
+    ))  # fmt: skip
 
 
 def _contention(mesh: Mesh) -> tuple[float, float]:

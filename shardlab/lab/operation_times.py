@@ -17,9 +17,9 @@ from shardlab.comm.communicator import Communicator
 from shardlab.launch.pool import num_cores
 from shardlab.planner.machine import Line
 
-SHAPES = (  # rows, inner and columns of products
+SHAPES = (  # rows, inner and columns of products that compute more than they move
     (64, 128, 512), (256, 128, 128), (256, 128, 512), (256, 512, 128), (1024, 128, 128), (1024, 128, 512),
-    (1024, 512, 128), (1024, 512, 512), (2048, 512, 2048), (256, 32, 256), (1024, 16, 512),
+    (1024, 512, 128), (1024, 512, 512), (2048, 512, 2048), (512, 64, 64), (512, 128, 128),
 )  # fmt: skip
 ATTENTIONS = ((2, 4, 64, 32), (16, 4, 64, 32), (4, 4, 256, 32))  # sequences, heads, tokens, features
 BYTES = tuple(2**power for power in range(12, 26, 2))  # 4 KiB to 16 MiB

@@ -46,7 +46,7 @@ class RankCosts:
         host: by strategy, seconds of the engine's own code a step and parameter, of FSDP a step and unit.
         slows_compute: by how much of its time compute takes longer beside a message.
         slowed_by_compute: by how much of its time a message takes longer beside compute.
-        pace: by phase, how many times as long operations take in a step of training as one by one; 1 if not measured.
+        pace: by strategy, how many times as long operations take in a step as one by one; 1 if not measured.
     """
 
     floors: Mapping[str, float]

@@ -1,7 +1,6 @@
 """A step without ranks, values or time holds and sends what a step of ranks does, to the byte; and its clock."""
 
 import time
-from dataclasses import replace
 
 import psutil
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 from shardlab.comm.foretold import Costs, ForetoldMesh, ToldClock, Wire
 from shardlab.experiment import CompareConfig, Workload, compare
 from shardlab.experiment.dry_run import dry_run
-from shardlab.experiment.operation_costs import priced
+from shardlab.experiment.operation_costs import THIN, priced
 from tests.planner.test_machine import COSTS
 
 OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
@@ -139,10 +138,27 @@ def test_a_message_that_waits_for_a_link_slows_nobody_and_a_late_meeting_is_wait
         assert clock.now == pytest.approx(0.2 + 10.0 + 0.2)  # no later than it has computed
 
 
-def test_an_operation_has_the_floor_and_the_pace_of_its_phase():
-    costs, x, y = replace(COSTS, pace={"optimizer": 2.0}), torch.zeros(100), torch.zeros(25)  # 500 bytes
+@pytest.mark.parametrize(("computed", "ends"), [(0.0, 1.2), (1.0, 1.4)])
+def test_the_time_of_a_link_begins_when_ranks_have_met_which_takes_longer_beside_compute(computed, ends):
+    clock = ToldClock(Wire(lambda _: Costs(0.1, 1.0, 0.2), slowed_by_compute=1.0))
+    with ForetoldMesh({"data": 2}, 0, clock) as mesh:
+        pending = mesh.data.all_reduce(torch.ones(4))
+        clock.compute(computed)
+        pending.wait()
+        assert clock.now == pytest.approx(ends)
+
+
+def test_a_thin_product_takes_as_long_as_its_bytes():
+    given = torch.zeros(64), torch.zeros(64, 1), torch.zeros(1, 64)
+    _, flops, seconds = priced(COSTS, torch.ops.aten.addmm.default, given, torch.addmm(*given))
+    assert flops == 2 * 64 * 64
+    assert seconds == pytest.approx(COSTS.floors["forward"] + THIN * COSTS.operation("add", 4.0 * (3 * 64 + 4096)))
+
+
+def test_an_operation_has_the_floor_of_its_phase_and_a_pace():
+    x, y = torch.zeros(100), torch.zeros(25)  # 500 bytes
     alone = COSTS.operation("atan2", 500)
     for grads, floor, pace in ((True, "forward", 1.0), (False, "optimizer", 2.0)):
         with torch.set_grad_enabled(grads):
-            _, size, seconds = priced(costs, torch.ops.aten.atan2.default, (x,), y)
+            _, size, seconds = priced(COSTS, torch.ops.aten.atan2.default, (x,), y, pace)
         assert (size, seconds) == (500, pytest.approx(COSTS.floors[floor] + pace * alone))
