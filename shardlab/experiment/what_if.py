@@ -33,8 +33,8 @@ KINDS = {
     "forward": (SpanKind.FORWARD,), "backward": (SpanKind.BACKWARD, SpanKind.RECOMPUTE),
     "optimizer": (SpanKind.OPTIMIZER,),
 }  # fmt: skip
-# How operations share the time of a phase, before it is as long as recorded: 50 GFLOP/s, 4 GB/s, 10 us each.
-_PRODUCT, _OTHER = Line([1e3, 1e6], [2e-8, 2e-5]), Line([1.0, 1e6], [2.5e-10, 2.5e-4])
+# How operations share the time of a phase, before it is as long as recorded: 50 GFLOP/s, 10 GB/s, 10 us each.
+_PRODUCT, _OTHER = Line([1e3, 1e6], [2e-8, 2e-5]), Line([1.0, 1e6], [1e-10, 1e-4])
 USUAL = RankCosts(
     floors=dict.fromkeys(KINDS, 1e-5),
     products=dict.fromkeys(("forward", "input", "weight", "attention", "attention_backward"), _PRODUCT),
@@ -116,7 +116,7 @@ class RecordedClock:
         if isnan(seconds_in(steps)):
             raise ValueError("steps: none of the record counts beside the first and the traced one; record 4 or more")
         timed = timed_steps(steps)
-        self._messages = _transfers(in_steps(records.collectives, timed), config)
+        self._messages, self._meets = _transfers(in_steps(records.collectives, timed), config)
         self._scales = dict.fromkeys(KINDS, 1.0)
         self._rest = 0.0
         spans = _seconds_by_kind(in_steps(records.spans, timed), timed)
@@ -137,7 +137,7 @@ class RecordedClock:
 
         def of_message(event: CollectiveEvent) -> Costs:
             on_link = 0.0 if link is None else link.ring_time_us(event.op, event.num_bytes, event.group_size) / 1e6
-            return Costs(self._moves(event), on_link)
+            return Costs(self._moves(event), on_link, self._meets)
 
         def of_operation(func: Any, args: tuple[Any, ...], result: Any) -> float:
             return self._scales[phase_of_autograd()] * priced(USUAL, func, args, result)[-1]
@@ -165,15 +165,19 @@ def _seconds_by_kind(spans: pd.DataFrame, timed: pd.DataFrame) -> Mapping[str, f
     return found
 
 
-def _transfers(collectives: pd.DataFrame, config: CompareConfig) -> dict[str, tuple[Line, int]]:
-    """By verb, seconds by bytes, and over how many ranks; of an emulated link nothing, for it has a formula."""
-    rows = collectives[collectives["phase"] != str(Phase.METRICS)]
-    if config.link is not None or rows.empty:
-        return {}
+def _transfers(collectives: pd.DataFrame, config: CompareConfig) -> tuple[dict[str, tuple[Line, int]], float]:
+    """By verb, seconds by bytes, and over how many ranks; of an emulated link, by how many seconds it is exceeded."""
+    rows, found = collectives[collectives["phase"] != str(Phase.METRICS)], dict[str, tuple[Line, int]]()
+    if rows.empty:
+        return found, 0.0
+    if config.link is not None:
+        link, sizes = Link.parse(config.link), rows[["op", "bytes", "group_size"]].itertuples(index=False, name=None)
+        on_link = [link.ring_time_us(Collective(op), num_bytes, size) for op, num_bytes, size in sizes]
+        more = rows.assign(us=rows["end_us"] - rows["start_us"] - on_link).groupby(["step", "seq"])["us"].min()
+        return found, max(0.0, float(more.median())) / 1e6  # the last rank of each waits for nobody
     rows = matched_collectives(rows.reset_index(drop=True))
     rows = rows.assign(us=rows["end_us"] - rows["last_us"])
-    found = {}
     for op, own in rows.groupby("op"):
         times = own.groupby("bytes")["us"].median().clip(lower=1.0) / 1e6
         found[str(op)] = (Line(times.index.astype(float).tolist(), times.tolist()), int(own["group_size"].iloc[0]))
-    return found
+    return found, 0.0
