@@ -26,6 +26,7 @@ from shardlab.experiment.workload import Workload, adamw
 from shardlab.faults import Straggler, faulty
 from shardlab.launch import RankPool
 from shardlab.partition.ring_cost import Link
+from shardlab.trace.store import Records
 from shardlab.vocabulary import SpanKind
 
 ENGINES = ("bucketed", "zero1", "zero2", "zero3", "fsdp")
@@ -228,20 +229,27 @@ def why_matrix(
 def _cell(pool: RankPool, engine: str, name: str) -> WhyRow:
     wrong = INJECTED[name]
     config = _config(engine, pool.world_size, wrong)
-    found, step_us, away = _trained(pool, config)
-    first, is_right, measured_us = found[0], found[0].name == wrong.cause, nan
-    has_effect = True
+    records = _trained(pool, config)
+    step_us, away = _step_us(records), _off_cpu(records, pool.world_size)
+    known = (OFF_CPU,) if away >= BUSY else ()
+    first = causes(records.collectives, records.spans, records.steps, besides=known)[0]
+    is_right, measured_us, has_effect = first.name == wrong.cause, nan, True
     if is_right != (name == HEALTHY) and (is_right or first.settings):
-        _, less_us, _ = _trained(pool, _changed(config, wrong, first))
-        measured_us = step_us - less_us
+        measured_us = _gained_us(pool, config, _changed(config, wrong, first), step_us)
         is_right = is_right or measured_us >= EFFECT * step_us  # that step could be shorter
     elif name != HEALTHY:
-        _, healthy_us, _ = _trained(pool, _config(engine, pool.world_size, wrong.taken_out()))
+        healthy_us = _step_us(_trained(pool, _config(engine, pool.world_size, wrong.taken_out())))
         has_effect = step_us - healthy_us >= EFFECT * step_us
     return WhyRow(
         engine, pool.world_size, name, first.name, is_right, has_effect, step_us, away, first.gain_us, measured_us,
         first.change,
     )  # fmt: skip
+
+
+def _gained_us(pool: RankPool, config: CompareConfig, changed: CompareConfig, step_us: float) -> float:
+    """By how much a change shortens a step: it is run twice, and then the other again, so that drift cancels."""
+    less_us = [_step_us(_trained(pool, changed)) for _ in range(2)]
+    return (step_us + _step_us(_trained(pool, config)) - sum(less_us)) / 2
 
 
 def _config(engine: str, ranks: int, wrong: Injected) -> CompareConfig:
@@ -268,15 +276,19 @@ def _changed(config: CompareConfig, wrong: Injected, cause: Cause) -> CompareCon
     return replace(config, **options)
 
 
-def _trained(pool: RankPool, config: CompareConfig) -> tuple[list[Cause], float, float]:
-    """The causes of a run, the time of its steps, and which share of that a rank was off the CPU."""
+def _trained(pool: RankPool, config: CompareConfig) -> Records:
     with tempfile.TemporaryDirectory() as directory:
-        records = compare(config, directory=f"{directory}/run", pool=pool, on_progress=lambda _: None).records
+        return compare(config, directory=f"{directory}/run", pool=pool, on_progress=lambda _: None).records
+
+
+def _step_us(records: Records) -> float:
+    return float(timed_steps(records.steps).groupby("step")["step_us"].median().median())
+
+
+def _off_cpu(records: Records, ranks: int) -> float:
+    """Which share of a step a rank was off the CPU, the slow one apart."""
     timed = timed_steps(records.steps)
-    step_us = float(timed.groupby("step")["step_us"].median().median())
     spans = in_steps(records.spans[records.spans["rank"] != SLOW_RANK], timed)
     away = spans[spans["kind"] == str(SpanKind.OFF_CPU)]
-    away_us = float((away["end_us"] - away["start_us"]).sum()) / timed["step"].nunique()
-    share = away_us / step_us / (pool.world_size - 1)
-    known = (OFF_CPU,) if share >= BUSY else ()
-    return causes(records.collectives, records.spans, records.steps, besides=known), step_us, share
+    us = float((away["end_us"] - away["start_us"]).sum()) / timed["step"].nunique()
+    return us / _step_us(records) / (ranks - 1)
