@@ -91,9 +91,7 @@ def _tell_search(found: Sequence[Any], *, json: bool) -> None:
         seconds=rows["seconds"].map("{:.3g}".format), peak_bytes=(rows["peak_bytes"] / 1e9).map("{:.3g}".format),
         tokens_per_second=rows["tokens_per_second"].map("{:,.0f}".format),
     )  # fmt: skip
-    names = {
-        "seconds": "step (s)", "peak_bytes": "peak (GB)", "tokens_per_second": "tokens/s", "why_not": "why not",
-    }  # fmt: skip
+    names = {"seconds": "step (s)", "peak_bytes": "peak (GB)", "tokens_per_second": "tokens/s", "why_not": "why not"}
     console.print(table_of(shown.rename(columns=names), "", 2, right=["step (s)", "peak (GB)", "tokens/s"]))
 
 
@@ -102,21 +100,8 @@ def _tell_forecast(
     pairs: Sequence[tuple[dict[str, Any], float]], *, json: bool,
 ) -> None:  # fmt: skip
     from shardlab.planner.forecast import RESERVED, forecast_of
-    from shardlab.planner.job import Job
 
-    tensor, micro_batch = options["tensor"], options["micro_batch"] or 1
-    if ranks % tensor:
-        raise ValueError(f"tp: {tensor} is given; it must divide {count(ranks, 'rank')}")
-    data = ranks // tensor
-    sequences = options["batch"] or data * micro_batch
-    if sequences % (data * micro_batch):
-        raise ValueError(
-            f"batch: {sequences} sequences is given; {data} data ranks x micro-batch {micro_batch} must divide it"
-        )
-    job = Job(
-        **sizes, micro_batch=micro_batch, data=data, tensor=tensor, accumulation=sequences // data // micro_batch,
-        strategy=options["strategy"] or ("fsdp" if data > 1 else "single"), recompute=options["recompute"], **on,
-    )  # fmt: skip
+    job = _job_of(sizes, ranks, on, options)
     found = forecast_of(job, pairs)
     if json:
         typer.echo(json_text.dumps({**asdict(found), "arguments": asdict(job)}, indent=2))
@@ -141,6 +126,24 @@ def _tell_forecast(
         {"part": parts.index, "s": parts.map("{:.3g}".format), "%": (100 * parts / found.seconds).map("{:.1f}".format)}
     )
     console.print(table_of(table, "What a step is spent on", 2, right=["s", "%"]))
+
+
+def _job_of(sizes: Mapping[str, Any], ranks: int, on: Mapping[str, Any], options: Mapping[str, Any]) -> "Job":
+    from shardlab.planner.job import Job
+
+    tensor, micro_batch = options["tensor"], options["micro_batch"] or 1
+    if ranks % tensor:
+        raise ValueError(f"tp: {tensor} is given; it must divide {count(ranks, 'rank')}")
+    data = ranks // tensor
+    sequences = options["batch"] or data * micro_batch
+    if sequences % (data * micro_batch):
+        raise ValueError(
+            f"batch: {sequences} sequences is given; {data} data ranks x micro-batch {micro_batch} must divide it"
+        )
+    return Job(
+        **sizes, micro_batch=micro_batch, data=data, tensor=tensor, accumulation=sequences // data // micro_batch,
+        strategy=options["strategy"] or ("fsdp" if data > 1 else "single"), recompute=options["recompute"], **on,
+    )  # fmt: skip
 
 
 def _misses(job: "Job") -> str:

@@ -116,7 +116,10 @@ class RecordedClock:
         if isnan(seconds_in(steps)):
             raise ValueError("steps: none of the record counts beside the first and the traced one; record 4 or more")
         timed = timed_steps(steps)
-        self._messages, self._meets = _transfers(in_steps(records.collectives, timed), config)
+        messages = in_steps(records.collectives[records.collectives["phase"] != str(Phase.METRICS)], timed)
+        # Of an emulated link nothing but by how much it is exceeded, for it has a formula.
+        self._messages = _transfers(messages) if config.link is None else {}
+        self._meets = 0.0 if config.link is None else _beyond(Link.parse(config.link), messages)
         self._scales = dict.fromkeys(KINDS, 1.0)
         self._rest = 0.0
         spans = _seconds_by_kind(in_steps(records.spans, timed), timed)
@@ -165,19 +168,21 @@ def _seconds_by_kind(spans: pd.DataFrame, timed: pd.DataFrame) -> Mapping[str, f
     return found
 
 
-def _transfers(collectives: pd.DataFrame, config: CompareConfig) -> tuple[dict[str, tuple[Line, int]], float]:
-    """By verb, seconds by bytes, and over how many ranks; of an emulated link, by how many seconds it is exceeded."""
-    rows, found = collectives[collectives["phase"] != str(Phase.METRICS)], dict[str, tuple[Line, int]]()
+def _beyond(link: Link, rows: pd.DataFrame) -> float:
+    """Seconds that messages take beyond the time of an emulated link; the last rank of each waits for nobody."""
+    sizes = rows[["op", "bytes", "group_size"]].itertuples(index=False, name=None)
+    on_link = [link.ring_time_us(Collective(op), num_bytes, size) for op, num_bytes, size in sizes]
+    more = rows.assign(us=rows["end_us"] - rows["start_us"] - on_link).groupby(["step", "seq"])["us"].min()
+    return max(0.0, float(more.median())) / 1e6 if len(more) else 0.0
+
+
+def _transfers(rows: pd.DataFrame) -> dict[str, tuple[Line, int]]:
+    """By verb, seconds by bytes, and over how many ranks."""
     if rows.empty:
-        return found, 0.0
-    if config.link is not None:
-        link, sizes = Link.parse(config.link), rows[["op", "bytes", "group_size"]].itertuples(index=False, name=None)
-        on_link = [link.ring_time_us(Collective(op), num_bytes, size) for op, num_bytes, size in sizes]
-        more = rows.assign(us=rows["end_us"] - rows["start_us"] - on_link).groupby(["step", "seq"])["us"].min()
-        return found, max(0.0, float(more.median())) / 1e6  # the last rank of each waits for nobody
+        return {}
     rows = matched_collectives(rows.reset_index(drop=True))
-    rows = rows.assign(us=rows["end_us"] - rows["last_us"])
+    rows, found = rows.assign(us=rows["end_us"] - rows["last_us"]), {}
     for op, own in rows.groupby("op"):
         times = own.groupby("bytes")["us"].median().clip(lower=1.0) / 1e6
         found[str(op)] = (Line(times.index.astype(float).tolist(), times.tolist()), int(own["group_size"].iloc[0]))
-    return found, 0.0
+    return found

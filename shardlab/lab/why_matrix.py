@@ -22,6 +22,7 @@ from shardlab.analysis.slow_work import OFF_CPU
 from shardlab.analysis.timed import in_steps, timed_steps
 from shardlab.experiment.comparison import PRELOAD, compare
 from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.forecast import seconds_in
 from shardlab.experiment.workload import Workload, adamw
 from shardlab.faults import Straggler, faulty
 from shardlab.launch import RankPool
@@ -232,7 +233,7 @@ def _cell(pool: RankPool, engine: str, name: str) -> WhyRow:
     records = _trained(pool, config)
     step_us, away = _step_us(records), _off_cpu(records, pool.world_size)
     known = (OFF_CPU,) if away >= BUSY else ()
-    first = causes(records.collectives, records.spans, records.steps, besides=known)[0]
+    first, *_ = causes(records.collectives, records.spans, records.steps, besides=known)
     is_right, measured_us, has_effect = first.name == wrong.cause, nan, True
     if is_right != (name == HEALTHY) and (is_right or first.settings):
         measured_us = _gained_us(pool, config, _changed(config, wrong, first), step_us)
@@ -282,7 +283,7 @@ def _trained(pool: RankPool, config: CompareConfig) -> Records:
 
 
 def _step_us(records: Records) -> float:
-    return float(timed_steps(records.steps).groupby("step")["step_us"].median().median())
+    return 1e6 * seconds_in(records.steps)
 
 
 def _off_cpu(records: Records, ranks: int) -> float:

@@ -114,7 +114,7 @@ def peak_bytes(job: Job) -> float:
         found += (job.root_params / job.tensor + 2 * layer) * job.itemsize
     whole, kept = _activations(job)
     logits = job.tokens * job.vocab / job.tensor * LOGIT_BYTES[job.written]
-    again = job.recomputed if isinstance(job.recompute, int) else job.layers if job.recomputed else 0
+    again = job.layers if job.recompute in ("full", "selective") and job.recomputed else job.recomputed
     return found + again * kept + (job.layers - again) * whole + max(logits, whole if again else 0)
 
 

@@ -265,7 +265,11 @@ def test_published_steps_are_met_better_than_by_toys():
         assert errors.loc["error"].to_numpy() == pytest.approx(misses, abs=0.004)
         for toy in TOYS:
             assert (errors.loc["error", ["p90", "worst"]] < errors.loc[toy, ["p90", "worst"]]).all()
-    assert (found["error"].abs() > 0.15).sum() == 4  # two near the limit of a memory, one odd itself
+    sharded = found[~found["machine"].str.contains("tensor parallel")]
+    odd = {"MPT 30B, 1 x 8192, on 8", "MPT 70B, 2 x 2048, on 64", "MPT 1B, 10 x 2048, on 32"}  # see the guide
+    assert set(sharded.loc[sharded["error"].abs() >= 0.15, "name"]) <= odd
+    for row, bound in (("median", 0.06), ("p90", 0.10)):
+        assert summary(sharded).loc["error", row] < bound
     assert found["peak_error"].count() == 4
     assert found["peak_error"].abs().max() < 0.05
 
