@@ -1,15 +1,6 @@
 """How long a step of a transformer takes on GPUs that are not here, how much memory it needs, and what was left out.
 
-Time is that of ``step_model``, with factors that ``calibration`` takes from measured steps. Bytes at the peak:
-
-    model states          ``formulas.model_states``, 16 bytes a parameter, sharded as the strategy says
-    activations           ``formulas.activation_bytes`` a layer, for the MLP's form, shared keys and values, no dropout;
-                          2 b s h where it is recomputed; selectively, also attention and every second product
-    gathered parameters   root and two layers; all of zero3 and shard_grad_op
-    logits                10 bytes each: in 16 bits, and in 32 bits with a gradient; 4 where one kernel makes the loss;
-                          or, after them and where it is more, a layer that is recomputed whole
-
-Legend: b sequences, s tokens of a sequence, h hidden. Sources: see ``step_model`` and ``formulas``.
+Time is that of ``step_model``, with factors that ``calibration`` takes from measured steps; bytes are of ``peak``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,17 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlab.planner.calibration import checked, fitted
-from shardlab.planner.formulas import Layer, activation_bytes, model_states
 from shardlab.planner.job import Job
+from shardlab.planner.peak import peak_bytes, units_of_room
 from shardlab.planner.replay import FULLY_SHARDED
-from shardlab.planner.step_model import Factors, step_parts
+from shardlab.planner.step_model import RETRIED, Factors, has_retries, step_parts
 
 # Reserved over allocated bytes, least and most: OpenTau PR #273 (batch 40); Megatron-LM issue #150 (fsdp2 on 16 GPUs).
 # In between lie 1.26 to 1.36 (llama-cookbook PR #41, torchtitan PR #135 and #165).
 RESERVED = (1.01, 1.62)
-LOGIT_BYTES = {"gpt": 4, "llama": 10, "compiled": 10}
 FAR = 0.05  # a calibration pair that is missed by more is named
-CLOSE = 0.8  # of a card's memory; MPT 30B with rows of 8192 is beyond, and took up to a third longer than forecast
 
 
 @dataclass(frozen=True)
@@ -104,49 +93,6 @@ def forecast_of(job: Job, calibration: Sequence[tuple[Mapping[str, Any], float]]
     return Forecast(parts.total(), dict(parts), peak_bytes(job), tuple(_sentences(job, pairs, factors)))
 
 
-def peak_bytes(job: Job) -> float:
-    """Bytes in tensors where a rank has most: in the loss, or in the first layer of backward."""
-    params, layer = job.num_params / job.tensor, job.layer_params / job.tensor
-    found = _states(job, params)
-    if job.strategy in ("zero3", "shard_grad_op"):
-        found += params * job.itemsize
-    elif job.strategy in FULLY_SHARDED:
-        found += (job.root_params / job.tensor + 2 * layer) * job.itemsize
-    whole, kept = _activations(job)
-    logits = job.tokens * job.vocab / job.tensor * LOGIT_BYTES[job.written]
-    again = job.layers if job.recompute in ("full", "selective") and job.recomputed else job.recomputed
-    return found + again * kept + (job.layers - again) * whole + max(logits, whole if again else 0)
-
-
-def _states(job: Job, params: float) -> float:
-    """Of parameters, gradients and optimizer state at rest."""
-    like = job.strategy
-    if job.strategy in FULLY_SHARDED:
-        like = "zero3"
-    elif job.strategy in ("single", "bucketed"):
-        like = "ddp"
-    states = {one.strategy: one.total_bytes for one in model_states(round(params), job.shards)}
-    return states[like]
-
-
-def _activations(job: Job) -> tuple[float, float]:
-    """Of a layer that keeps everything, and of one that is recomputed."""
-    sizes = Layer(job.hidden, job.heads, job.seq_len, job.micro_batch)
-    drops_scores = job.kernel != "unfused" or job.recompute == "selective"
-    whole = activation_bytes(sizes, job.tensor, recompute="selective" if drops_scores else "none")
-    # The formula's MLP keeps what enters and leaves a GELU, 16 h; a gated one both inputs, SiLU's result, the product.
-    mlp = (8 if job.is_gated else 4) * job.ffn - 16 * job.hidden
-    divided = mlp - 4 * job.hidden * (1 - job.kv_share)  # keys and values that heads share
-    masks = 2 * job.hidden  # of dropout, which nobody uses here
-    kept = activation_bytes(sizes, recompute="full")
-    if job.recompute == "selective":
-        # Results of attention, and of the query, value, first and last product; in GPT one product makes q, k and v.
-        products = job.hidden * (2 + job.kv_share) if job.is_gated else job.hidden * (1 + 2 * job.kv_share)
-        kept += 2 * job.tokens * (job.hidden + products + job.ffn) / job.tensor
-    scale = job.itemsize / 2
-    return (whole + job.tokens * (divided / job.tensor - masks)) * scale, kept * scale
-
-
 def _sentences(job: Job, pairs: Sequence[tuple[Job, float]], factors: Factors) -> list[str]:
     found = [
         "Loading data, checkpoints, evaluation, stragglers, congestion by others, and time of the host beyond a floor "
@@ -159,10 +105,11 @@ def _sentences(job: Job, pairs: Sequence[tuple[Job, float]], factors: Factors) -
             f"The network is not known: {job.links.per_host} GPUs a host, {job.card.inside} inside and "
             f"{job.card.between_gigabits:g}Gb/s per GPU between hosts are assumed."
         )
-    if (share := peak_bytes(job) / job.card.memory_bytes) > CLOSE:
+    if has_retries(job):
         found.append(
-            f"The peak is {share:.0%} of the card's memory; so close to it allocators free and ask again: "
-            "published steps there took up to a third longer, most of them no longer."
+            f"Beside the peak there is room for {units_of_room(job):.0f} gathered layers; with so little, torch's "
+            "allocator empties its cache and asks again. Published steps took 5 to 35 % longer there; "
+            f"{RETRIED:.0%} is counted."
         )
     if job.accumulation > 1 and job.strategy in FULLY_SHARDED:
         found.append("Each micro-batch reduces its gradients; no_sync() would save that, and keep whole gradients.")

@@ -260,26 +260,31 @@ def test_published_steps_are_met_better_than_by_toys():
     pairs = published_pairs()
     assert pairs.groupby("machine")["calibration"].sum().max() <= 3
     assert pairs["source"].ne("").all()
-    for held_out, misses in ((False, [0.024, 0.056, 0.205]), (True, [0.023, 0.095, 0.259])):
+    for held_out, misses in ((False, [0.026, 0.065, 0.133]), (True, [0.023, 0.092, 0.176])):
         errors = summary(found[found["held_out"] == held_out])
         assert errors.loc["error"].to_numpy() == pytest.approx(misses, abs=0.004)
         for toy in TOYS:
             assert (errors.loc["error", ["p90", "worst"]] < errors.loc[toy, ["p90", "worst"]]).all()
     sharded = found[~found["machine"].str.contains("tensor parallel")]
-    odd = {"MPT 30B, 1 x 8192, on 8", "MPT 70B, 2 x 2048, on 64", "MPT 1B, 10 x 2048, on 32"}  # see the guide
-    assert set(sharded.loc[sharded["error"].abs() >= 0.15, "name"]) <= odd
+    odd = "MPT 1B, 10 x 2048, on 32"  # a fifth slower than the same step on 16 and on 64
+    assert (sharded.loc[sharded["name"] != odd, "error"].abs() < 0.15).all()
     for row, bound in (("median", 0.06), ("p90", 0.10)):
         assert summary(sharded).loc["error", row] < bound
     assert found["peak_error"].count() == 4
     assert found["peak_error"].abs().max() < 0.05
 
 
-def test_a_peak_close_to_the_memory_of_the_card_is_said():
+def test_with_room_for_few_units_the_allocator_asks_again():
     row = {"hidden": 7168, "layers": 48, "heads": 56, "kv_heads": 56, "ffn": 28672, "vocab": 50368, "data": 8}
     row |= {"micro_batch": 1, "recompute": "full"}
-    (said,) = (one for one in predict_step(**row, seq_len=8192).not_modelled if "so close to it" in one)
-    assert said.startswith("The peak is 82% of the card's memory")
-    assert not [one for one in predict_step(**row, seq_len=4096).not_modelled if "so close to it" in one]
+    cramped = predict_step(**row, seq_len=8192)
+    assert cramped.parts["allocator asks again"] == pytest.approx(0.17 / 1.17 * cramped.seconds)
+    said = "Beside the peak there is room for 12 gathered layers"
+    assert any(one.startswith(said) for one in cramped.not_modelled)
+    for roomy in ({"seq_len": 4096}, {"seq_len": 8192, "hardware": "h200"}, {"seq_len": 8192, "strategy": "zero1"}):
+        assert "allocator asks again" not in predict_step(**row | roomy).parts
+    too_large = predict_step(**row | {"micro_batch": 8}, seq_len=8192)
+    assert "allocator asks again" not in too_large.parts  # it does not fit at all
 
 
 def test_recomputation_stops_before_the_last_product_and_selective_keeps_half_of_them():

@@ -1,0 +1,65 @@
+"""Bytes in tensors at the peak of a transformer's training step on a rank, by formula.
+
+    model states          ``formulas.model_states``, 16 bytes a parameter, sharded as the strategy says
+    activations           ``formulas.activation_bytes`` a layer, for the MLP's form, shared keys and values, no dropout;
+                          2 b s h where it is recomputed; selectively, also attention and every second product
+    gathered parameters   root and two layers; all of zero3 and shard_grad_op
+    logits                10 bytes each: in 16 bits, and in 32 bits with a gradient; 4 where one kernel makes the loss;
+                          or, after them and where it is more, a layer that is recomputed whole
+
+Legend: b sequences, s tokens of a sequence, h hidden. Sources: see ``formulas``.
+"""
+
+from shardlab.planner.formulas import Layer, activation_bytes, model_states
+from shardlab.planner.job import Job
+from shardlab.planner.replay import FULLY_SHARDED
+
+LOGIT_BYTES = {"gpt": 4, "llama": 10, "compiled": 10}
+
+
+def peak_bytes(job: Job) -> float:
+    """Bytes in tensors where a rank has most: in the loss, or in the first layer of backward."""
+    params, layer = job.num_params / job.tensor, job.layer_params / job.tensor
+    found = _states(job, params)
+    if job.strategy in ("zero3", "shard_grad_op"):
+        found += params * job.itemsize
+    elif job.strategy in FULLY_SHARDED:
+        found += (job.root_params / job.tensor + 2 * layer) * job.itemsize
+    whole, kept = _activations(job)
+    logits = job.tokens * job.vocab / job.tensor * LOGIT_BYTES[job.written]
+    again = job.layers if job.recompute in ("full", "selective") and job.recomputed else job.recomputed
+    return found + again * kept + (job.layers - again) * whole + max(logits, whole if again else 0)
+
+
+def _states(job: Job, params: float) -> float:
+    """Of parameters, gradients and optimizer state at rest."""
+    like = job.strategy
+    if job.strategy in FULLY_SHARDED:
+        like = "zero3"
+    elif job.strategy in ("single", "bucketed"):
+        like = "ddp"
+    states = {one.strategy: one.total_bytes for one in model_states(round(params), job.shards)}
+    return states[like]
+
+
+def _activations(job: Job) -> tuple[float, float]:
+    """Of a layer that keeps everything, and of one that is recomputed."""
+    sizes = Layer(job.hidden, job.heads, job.seq_len, job.micro_batch)
+    drops_scores = job.kernel != "unfused" or job.recompute == "selective"
+    whole = activation_bytes(sizes, job.tensor, recompute="selective" if drops_scores else "none")
+    # The formula's MLP keeps what enters and leaves a GELU, 16 h; a gated one both inputs, SiLU's result, the product.
+    mlp = (8 if job.is_gated else 4) * job.ffn - 16 * job.hidden
+    divided = mlp - 4 * job.hidden * (1 - job.kv_share)  # keys and values that heads share
+    masks = 2 * job.hidden  # of dropout, which nobody uses here
+    kept = activation_bytes(sizes, recompute="full")
+    if job.recompute == "selective":
+        # Results of attention, and of the query, value, first and last product; in GPT one product makes q, k and v.
+        products = job.hidden * (2 + job.kv_share) if job.is_gated else job.hidden * (1 + 2 * job.kv_share)
+        kept += 2 * job.tokens * (job.hidden + products + job.ffn) / job.tensor
+    scale = job.itemsize / 2
+    return (whole + job.tokens * (divided / job.tensor - masks)) * scale, kept * scale
+
+
+def units_of_room(job: Job) -> float:
+    """How many gathered units have room beside the peak in the card's memory; below 0 where the peak has none."""
+    return (job.card.memory_bytes - peak_bytes(job)) / (job.layer_params / job.tensor * job.itemsize)
