@@ -156,6 +156,7 @@ INJECTED: Mapping[str, Injected] = {
         {"model": lambda: Blocks(together=13)},
         ("fsdp",),
         MANY_ROWS,
+        keeps=("link", "model"),
     ),
 }
 
