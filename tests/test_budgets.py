@@ -28,8 +28,8 @@ ROOMS = {
 # Guards, 612 lines of them, stand in engines. What compare and plan answer took 180 more in experiment, 90 in plots and
 # 30 in widgets, the bar below a cell 60 in launch and 15 in lab; one more in engines tells whether full_params() has
 # changed anything, seven let what is refused of a gradient go with it. Why a step is long took 870 in analysis and 200
-# in lab; forecasts took 960 in planner (13 of them for an allocator that asks again), 390 in experiment, 360 in lab, 318
-# in cli (15 of them for steps that were measured elsewhere) and 134 in comm, of which 4 are in what every strategy
+# in lab; forecasts took 960 in planner (13 of them for an allocator that asks again), 390 in experiment, 360 in lab,
+# 318 in cli (15 of them for steps that were measured elsewhere) and 134 in comm, of which 4 are in what every strategy
 # pulls in: a clock that can be told. Two lines more split what-if's messages by whether a link is recorded.
 WHOLE = 29_252
 

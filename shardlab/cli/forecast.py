@@ -280,9 +280,9 @@ def validate(*, json: bool, calibration: Path) -> None:
         ours, toys = table.iloc[0], table.iloc[1:]
         if (toys[["p90", "worst"]] < ours[["p90", "worst"]]).any().any():
             console.print("A toy is better than this forecast in its 90th percentile or its worst case.", style="bold")
-    odd = published.iloc[published["error"].abs().argsort()[::-1][:2]][["machine", "name", "error"]]
-    said = " and ".join(f"{name} of {machine} ({error:+.1%})" for machine, name, error in odd.itertuples(index=False))
-    console.print(f"Of the published steps {said} are missed by most.")
+    most = published.iloc[published["error"].abs().argsort()[::-1][:2]][["name", "machine", "error"]]
+    said = "; ".join(f"{name} ({machine}) by {error:+.1%}" for name, machine, error in most.itertuples(index=False))
+    console.print(f"The two published steps that are missed by most: {said}.")
     console.print(f"Bytes at the peak of {len(peaks)} published steps are missed by {peaks.max():.1%} at most.")
     console.print(f"Choosing the strategy that is forecast to be fastest costs {regret_of(here):.1%} on average.")
     worst = here.reindex(here["error"].abs().sort_values(ascending=False).index).head(5)
