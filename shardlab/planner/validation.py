@@ -53,7 +53,7 @@ def _arguments(row: Mapping[Hashable, Any]) -> dict[str, Any]:
 def nearest(job: Job, validated: pd.DataFrame) -> tuple[str, float] | None:
     """The published step that is most like a job, of its GPU and strategy, and by which share its forecast misses.
 
-    None where no such step is known. Alike are steps of as many parameters, tokens a rank and ranks.
+    None where no such step is known. Alike are steps of as many parameters, ranks and tokens of a rank's micro-batch.
     """
     found: list[tuple[float, str, float]] = []
     for (arguments, _), row in zip(published_pairs()["pair"], validated.to_dict("records"), strict=True):
@@ -66,7 +66,7 @@ def nearest(job: Job, validated: pd.DataFrame) -> tuple[str, float] | None:
 def _apart(one: Job, other: Job) -> float:
     pairs = (
         (one.num_params * one.tensor, other.num_params * other.tensor), (one.data, other.data),
-        (one.tokens * one.accumulation, other.tokens * other.accumulation),
+        (one.tokens, other.tokens),
     )  # fmt: skip
     return sum(abs(float(np.log(left / right))) for left, right in pairs)
 
