@@ -1,6 +1,7 @@
 """What ``shardlab plan`` says of time: of a transformer on GPUs, of a workload here, and how far it misses."""
 
 import json as json_text
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -67,6 +68,8 @@ def _step_in(file: Path) -> tuple[dict[str, Any], float]:
 def _tell_search(found: Sequence[Any], *, json: bool) -> None:
     import pandas as pd
 
+    from shardlab.planner.forecast import USABLE
+
     rows = pd.DataFrame([
         {
             "way": one.name, "seconds": one.forecast.seconds, "peak_bytes": one.forecast.peak_bytes,
@@ -84,9 +87,9 @@ def _tell_search(found: Sequence[Any], *, json: bool) -> None:
         f"{best.name}: {best.forecast.seconds:.3g} s a step, {best.forecast.peak_bytes / 1e9:.3g} GB at the peak"
         if best else f"none of {count(len(found), 'way')} fits; the smallest {found[0].why_not}"
     )  # fmt: skip
-    console.print(
-        answer_table([("FASTEST THAT FITS", said), ("TRIED", f"{count(len(found), 'way')}, {len(fits)} fit")])
-    )
+    tried = f"{count(len(found), 'way')}, {len(fits)} fit in {USABLE:.0%} of the card's memory"
+    tried += f"; of the others the smallest {found[len(fits)].why_not}" if 0 < len(fits) < len(found) else ""
+    console.print(answer_table([("FASTEST THAT FITS", said), ("TRIED", tried)]))
     shown = rows.head(SHOWN).assign(
         seconds=rows["seconds"].map("{:.3g}".format), peak_bytes=(rows["peak_bytes"] / 1e9).map("{:.3g}".format),
         tokens_per_second=rows["tokens_per_second"].map("{:,.0f}".format),
@@ -99,7 +102,7 @@ def _tell_forecast(
     sizes: Mapping[str, Any], ranks: int, on: Mapping[str, Any], options: Mapping[str, Any],
     pairs: Sequence[tuple[dict[str, Any], float]], *, json: bool,
 ) -> None:  # fmt: skip
-    from shardlab.planner.forecast import RESERVED, forecast_of
+    from shardlab.planner.forecast import forecast_of
 
     job = _job_of(sizes, ranks, on, options)
     found = forecast_of(job, pairs)
@@ -107,14 +110,11 @@ def _tell_forecast(
         typer.echo(json_text.dumps({**asdict(found), "arguments": asdict(job)}, indent=2))
         return
     console = Console(highlight=False)
-    room, (least, most) = job.card.memory_bytes, RESERVED
-    fits = "it does not fit" if least * found.peak_bytes > room else "it may not fit"
-    fits = "it fits" if most * found.peak_bytes < room else fits
     console.print(answer_table([
+        ("PLANNED", f"{job.way}; rows of {count(job.seq_len, 'token')}, {job.precision}, on {ranks} x {job.card.name}"),
         ("TIME", f"{found.seconds:.3g} s a step, {job.tokens_per_step / found.seconds:,.0f} tokens a second, "
                  f"{job.mfu(found.seconds):.0%} of the peak (MFU)"),
-        ("MEMORY", f"{found.peak_bytes / 1e9:.3g} GB in tensors at the peak; allocators were seen to reserve {least:g} "
-                   f"to {most:g} times that. Of {room / 1e9:.3g} GB: {fits}"),
+        ("MEMORY", _fits(found.peak_bytes, job.card.memory_bytes)),
         ("MISSES BY", _misses(job)),
         ("NOT IN IT", " ".join(found.not_modelled)),
     ]))  # fmt: skip
@@ -126,6 +126,21 @@ def _tell_forecast(
         {"part": parts.index, "s": parts.map("{:.3g}".format), "%": (100 * parts / found.seconds).map("{:.1f}".format)}
     )
     console.print(table_of(table, "What a step is spent on", 2, right=["s", "%"]))
+
+
+def _fits(peak_bytes: float, room: float) -> str:
+    from shardlab.planner.forecast import RESERVED, USABLE
+
+    least, most = RESERVED
+    said = f"{peak_bytes / 1e9:.3g} GB in tensors at the peak, of {room / 1e9:.3g} GB: "
+    if least * peak_bytes > room:
+        return f"{said}it does not fit"
+    if peak_bytes > USABLE * room:
+        return f"{said}it hardly fits, with less than {1 - USABLE:.0%} left for libraries and the allocator"
+    if most * peak_bytes < room:
+        return f"{said}it fits"
+    often = f"{room / peak_bytes:.3g} times that; {least:g} to {most:g} times were seen"
+    return f"{said}it fits, unless the allocator reserves more than {often}"
 
 
 def _job_of(sizes: Mapping[str, Any], ranks: int, on: Mapping[str, Any], options: Mapping[str, Any]) -> "Job":
@@ -151,14 +166,18 @@ def _misses(job: "Job") -> str:
     from shardlab.planner.validation import nearest, summary, validate_published
 
     validated = validate_published()
-    held_out = validated[validated["held_out"]]
-    ours, rows = summary(held_out).loc["error"], f"{int((~held_out['calibration']).sum())} {SETS['held_out']}"
-    said = f"{ours['median']:.0%} in the median and {ours['worst']:.0%} at most on {rows}"
     found = nearest(job, validated)
+    alike = validated[(validated["hardware"] == job.card.name) & ~validated["calibration"]]
     if found is None:
-        return f"nobody knows here: no published step of {job.strategy} on {job.card.name} is in data; {said}"
-    name, error = found
-    return f"{said}; the nearest, {name}, is missed by {error:+.0%}"
+        return f"nobody knows: no published step of {job.strategy} on {job.card.name} is in data"
+    kept = "that were held out" if alike["held_out"].any() else "that were in sight while the formulas were written"
+    alike = alike[alike["held_out"]] if alike["held_out"].any() else alike
+    ours, (name, error) = summary(alike).loc["error"], found
+    by = f"{abs(error):.0%} too {'long' if error > 0 else 'short'}"
+    return (
+        f"{ours['median']:.0%} in the median and {ours['worst']:.0%} at most on {len(alike)} published steps of "
+        f"{job.card.name} {kept}; the nearest, {name}, is forecast {by}"
+    )
 
 
 def with_forecasts(
@@ -191,6 +210,8 @@ def with_forecasts(
     note += f" Times are those of {machine.name}: {machine.misses(first, ranks, found[first].seconds)}."
     if other := differs_here(machine):
         note += f" It was calibrated {other}: times of this machine may be others."
+    if unmeasured := sorted({kind for one in found.values() for kind in one.unmeasured}):
+        note += f" Of {' and '.join(unmeasured)} nothing was calibrated: times with them may be far off."
     if outside := [name for name, one in found.items() if one.is_outside]:
         note += f" Outside of what was calibrated, with larger operations or messages: {', '.join(outside)}."
     times = [round(1e3 * found[name].seconds, 1) if name in found else None for name in rows["strategy"]]
@@ -207,7 +228,7 @@ def calibrate(
     counts = [int(text) if text.isdigit() else 0 for text in names_in(ranks)]
     if not counts or min(counts) < 2:
         raise ValueError(f"ranks: {ranks!r} is given; give numbers from 2 on, such as 2,4")
-    if not out.parent.is_dir():
+    if out.is_dir() or not out.parent.is_dir():
         raise ValueError(f"out: {out} cannot be written; name a file in an existing directory")
     with progress_bar(len(counts) + 1) as advance:
         machine = measure(counts, advance)
@@ -236,7 +257,10 @@ def what_if(
     if config.workload is not None:
         if not workload:
             raise ValueError(f"workload: {directory} is of a model of your own, {config.workload}; give FILE.py:NAME")
-        object.__setattr__(config, "workload", workload_at(workload))
+        given = workload_at(workload)
+        if str(given) != str(config.workload):
+            raise ValueError(f"workload: {workload} trains {given}, and {directory} is of {config.workload}")
+        object.__setattr__(config, "workload", given)
     changes: dict[str, Any] = {"link": link, "bucket_mib": bucket_mib, "precision": precision, "wrap": wrap}
     changes = {name: value for name, value in changes.items() if value}
     changes |= {"prefetch": prefetch} if prefetch >= 0 else {}
@@ -250,6 +274,10 @@ def what_if(
         typer.echo(json_text.dumps({**asdict(found), "gain": found.gain, "is_reproduced": found.is_reproduced}))
         return
     said = ", ".join(f"{name} {value}" for name, value in changes.items())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    devices = comparison.records.manifests[strategy]["devices"]
+    if {*devices} == {"cpu"} and ranks > max(cores, config.ranks):
+        said += f" (as if each rank had a core; here are {cores})"
     Console(highlight=False).print(answer_table([("WHAT IF", f"{strategy} with {said}: {found.sentence()}")]))
 
 

@@ -56,8 +56,10 @@ def plan(
     params: Annotated[str, typer.Option(help="Parameters of the model, for example 7.5B, 350M or 7.5e9.")] = "",
     workload: Annotated[str, typer.Option(help="Instead: FILE.py:NAME or PACKAGE.MODULE:NAME.")] = "",
     precision: Annotated[str, typer.Option(help="Of --params: mixed or fp32; of --workload: as in compare.")] = "",
-    strategies: Annotated[str, typer.Option(help="Of --workload: comma-separated; by default all of ours.")] = "",
-    tp: Annotated[int, typer.Option(help="Of --workload: tensor-parallel ranks; shows how layers are divided.")] = 1,
+    strategies: Annotated[
+        str, typer.Option(help="Of --workload: comma-separated, by default all of ours; of --config: one.")
+    ] = "",
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks; of --workload it shows how layers are divided.")] = 1,
     sharding: Annotated[str, typer.Option(help="Of --workload: FSDP's, as in compare.")] = "full_shard",
     wrap: Annotated[str, typer.Option(help="Of --workload: FSDP's units, as in compare.")] = "",
     bucket_mib: Annotated[float, typer.Option(help="Of --workload: capacity of a bucket; compare has 1.")] = BUCKET_MIB,
@@ -79,9 +81,16 @@ def plan(
         bool, typer.Option("--peak", help="Of --workload: the peak of a step, run without values.")
     ] = False,
     validate: Annotated[bool, typer.Option("--validate", help="Say how far forecasts of time miss, here too.")] = False,
-    gpu: Annotated[str, typer.Option(help="A card (h100, 4090), its memory (24GB), or with a link: " + A_LINK)] = "",
+    gpu: Annotated[
+        str,
+        typer.Option(
+            help="Of --params and --workload: a card (h100, 4090), its memory (24GB), or with a link: " + A_LINK
+        ),
+    ] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the answer and the rows as JSON.")] = False,
-    out: Annotated[Path | None, typer.Option(help="A directory; plan.html in it will have figures and tables.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Of --params and --workload: a directory for plan.html, a page with figures.")
+    ] = None,
 ) -> None:
     """Predict bytes per rank, and what is sent, without running; nothing is trained and no rank starts."""
     if validate:
@@ -94,7 +103,11 @@ def plan(
         )
     ranks = ranks or (tp if tp > 1 else 0)
     if ranks < 1:
-        raise ValueError(f"ranks: {ranks} was given; give 1 or more, for example --ranks 8")
+        given = f"{ranks} was given" if ranks else "none were given"
+        raise ValueError(f"ranks: {given}; give 1 or more, for example --ranks 8")
+    for name, number, least in (("batch", batch, 0), ("seq-len", seq_len, 0), ("micro-batch", micro_batch, 1)):
+        if number < least:
+            raise ValueError(f"{name}: {number} was given; give 1 or more")
     of_workload = {
         "sharding": sharding != "full_shard", "wrap": wrap, "bucket-mib": bucket_mib != BUCKET_MIB, "peak": peak,
         "calibration": calibration is not None,

@@ -57,11 +57,11 @@ def answer_of_runs(
     summary: pd.DataFrame, records: Records, reasons: Mapping[str, Reasons], doubt: str = ""
 ) -> list[Line]:
     """The first four lines, also of runs that were made one after another; ``doubt`` is why times are uncertain."""
-    rows = side_by_side(summary)
+    rows, times = side_by_side(summary), quartiles(records.steps)
     causes = {str(name): reasons[str(name)] for name in rows.index}
     return [
         Line("LEAST MEMORY", least_memory(rows)),
-        Line("FASTEST", fastest(rows, quartiles(records.steps), doubt)),
+        Line("FASTEST", f"{fastest(rows, times, doubt)}{_alone(rows, times)}"),
         Line("COST", cost(rows, messages(records.collectives).to_dict())),
         Line("WHY", why(causes)),
     ]
@@ -162,6 +162,16 @@ def fastest(rows: pd.DataFrame, times: pd.DataFrame, doubt: str = "") -> str:
     return f"{said}; {format_percent(hidden)} of its communication is hidden"
 
 
+def _alone(rows: pd.DataFrame, times: pd.DataFrame) -> str:
+    """That one process alone, with the rows of all ranks, is faster than each strategy; empty where it is not."""
+    if REFERENCE not in times.index or REFERENCE in rows.index:
+        return ""
+    one, several = times.loc[REFERENCE], times.loc[list(rows.index)]
+    if one["high"] >= several["low"].min():
+        return ""
+    return f"; one process alone is faster with the rows of all, {one['middle']:.3g} ms"
+
+
 def messages(collectives: pd.DataFrame) -> "pd.Series[int]":
     """How many collectives the busiest rank issues in the last watched step, by run, without the reported loss."""
     sent = collectives[(collectives["phase"] != str(Phase.METRICS)) & (collectives["step"] >= 0)]
@@ -228,15 +238,16 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
         doubt: why times are uncertain, if they are.
     """
     of = "" if config.workload is None else " --workload FILE.py:NAME"
+    again = of if config.ranks == CompareConfig.ranks else f"{of} --ranks {config.ranks}"
     if has_failed:
-        return f"shardlab compare{of} --clip 1, or a lower learning rate"
+        return f"shardlab compare{again} --clip 1, or a lower learning rate"
     if doubt:
-        fewer = f"--ranks {config.ranks // 2}" if config.ranks > 2 else "--steps 50"
+        fewer = f"--ranks {config.ranks // 2}" if config.ranks > 2 else f"--ranks {config.ranks} --steps 50"
         return f"shardlab compare{of} {fewer}, with nothing beside it: so that times count"
     if "fsdp" not in ran:
-        return f"shardlab compare{of} --strategies zero1,zero3,fsdp: what sharded parameters cost"
+        return f"shardlab compare{again} --strategies zero1,zero3,fsdp: what sharded parameters cost"
     if config.link is None:
-        return f"shardlab compare{of} --strategies bucketed,zero3,fsdp --link 10Gbps,50us: what a slow link changes"
+        return f"shardlab compare{again} --strategies bucketed,zero3,fsdp --link 10Gbps,50us: what a slow link changes"
     return f"shardlab plan{of or ' --params 7B'} --gpu h100 --ranks 8: what it holds on cards"
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
+import torch
 
 from shardlab.comm.events import CollectiveEvent
 from shardlab.comm.foretold import Costs, ToldClock, Wire
@@ -27,12 +28,14 @@ class StepForecast:
         peak_bytes: the most that the rank's tensors and the transports hold.
         records: the tables, with source 'predicted'.
         is_outside: whether an operation or a message is larger than all that were measured.
+        unmeasured: what takes time and is of no kind that was measured.
     """
 
     seconds: float
     peak_bytes: int
     records: Records
     is_outside: bool
+    unmeasured: frozenset[str]
 
 
 # Of a machine that takes no time: all that is in flight arrives at once.
@@ -58,10 +61,15 @@ def forecast_step(config: CompareConfig, strategy: str, machine: Machine | None,
     costs = _NO_TIME if machine is None else machine.costs(config.ranks, single=strategy == "single")
     link = None if config.link is None else Link.parse(config.link)
     largest, outside, pace = costs.largest, set[bool](), costs.pace.get(strategy, 1.0)
+    # On a CPU a recurrent layer is one kernel, which also keeps what its steps without values do not.
+    recurs = any(isinstance(module, torch.nn.RNNBase) for module in config.on_meta.modules())
+    unmeasured = {"recurrent layers"} if recurs else set[str]()
 
     def of_operation(func: Any, args: tuple[Any, ...], result: Any) -> float:
         kind, size, seconds = priced(costs, func, args, result, pace)
         outside.add(size > largest[kind])
+        if "convolution" in func.overloadpacket.__name__:
+            unmeasured.add("convolutions")
         return seconds
 
     def of_message(event: CollectiveEvent) -> Costs:
@@ -87,7 +95,7 @@ def forecast_step(config: CompareConfig, strategy: str, machine: Machine | None,
     host = costs.host.get(strategy, 0.0) * config.accumulation * steered_by(config, strategy)
     records = dry_run(config, strategy, ToldClock(wire), of_operation, rank, host)
     peak_bytes = int(records.steps["peak_bytes"].max())
-    return StepForecast(seconds_in(records.steps), peak_bytes, records, True in outside)
+    return StepForecast(seconds_in(records.steps), peak_bytes, records, True in outside, frozenset(unmeasured))
 
 
 def seconds_in(steps: pd.DataFrame) -> float:

@@ -16,6 +16,7 @@ from shardlab.planner.step_model import RETRIED, Factors, has_retries, step_part
 # Reserved over allocated bytes, least and most: OpenTau PR #273 (batch 40); Megatron-LM issue #150 (fsdp2 on 16 GPUs).
 # In between lie 1.26 to 1.36 (llama-cookbook PR #41, torchtitan PR #135 and #165).
 RESERVED = (1.01, 1.62)
+USABLE = 0.9  # of a card's memory: what libraries, their messages and the allocator take at least is in no tensor
 FAR = 0.05  # a calibration pair that is missed by more is named
 
 

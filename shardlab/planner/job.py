@@ -39,6 +39,11 @@ class Job:
         counts = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "seq_len", "micro_batch", "data")
         for field in (*counts, "accumulation", "tensor"):
             _require_whole(field, getattr(self, field), 1)
+        for field, of, words in (
+            ("hardware", str, "text"), ("network", str | None, "text or None"), ("compiled", bool, "True or False")
+        ):  # fmt: skip
+            if not isinstance(value := getattr(self, field), of):
+                raise ValueError(f"{field}: {value!r} is given; it must be {words}")
         for field, allowed in {
             "strategy": REPLAYED, "precision": COMPUTE_PRECISIONS, "attention": (None, *ATTENTIONS)
         }.items():  # fmt: skip
@@ -63,6 +68,14 @@ class Job:
     def links(self) -> Network:
         """The network."""
         return network_of(self.network, self.card)
+
+    @property
+    def way(self) -> str:
+        """How it is trained, in a few words."""
+        parts = [self.strategy, f"tp {self.tensor}" if self.tensor > 1 else "", f"micro-batch {self.micro_batch}"]
+        parts += [f"accumulation {self.accumulation}" if self.accumulation > 1 else ""]
+        parts += [f"recompute {self.recompute}" if self.recompute else ""]
+        return ", ".join(part for part in parts if part)
 
     @property
     def is_gated(self) -> bool:

@@ -9,14 +9,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardlab.planner.forecast import Forecast, forecast_of
+from shardlab.planner.forecast import USABLE, Forecast, forecast_of
 from shardlab.planner.job import Job
 
 STRATEGIES = ("ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp", "shard_grad_op", "hybrid_shard")
 RECOMPUTES: tuple[int | str, ...] = (0, "selective", "full")
 TENSORS = (1, 2, 4, 8)
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-USABLE = 0.9  # of a GPU's memory, for the rest see ``Forecast.not_modelled``
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,7 @@ class Found:
     @property
     def name(self) -> str:
         """In a few words."""
-        job = self.job
-        parts = [job.strategy, f"tp {job.tensor}" if job.tensor > 1 else "", f"micro-batch {job.micro_batch}"]
-        parts += [f"accumulation {job.accumulation}" if job.accumulation > 1 else ""]
-        parts += [f"recompute {job.recompute}" if job.recompute else ""]
-        return ", ".join(part for part in parts if part)
+        return self.job.way
 
 
 def search(sizes: Mapping[str, Any], ranks: int, sequences: int, **options: Any) -> list[Found]:

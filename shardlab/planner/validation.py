@@ -32,13 +32,16 @@ Floats = NDArray[np.float64]
 
 
 def published_pairs() -> pd.DataFrame:
-    """The published rows: ``machine``, ``name``, ``source``, ``calibration``, ``held_out``, ``peak_bytes``, ``pair``.
+    """The published rows: ``machine``, ``name``, ``source``, ``hardware``, ``calibration``, ``held_out``,
+    ``peak_bytes``, ``pair``.
 
     A pair is arguments and seconds; bytes allocated at the peak are known of a few rows only.
     """
     rows = pd.read_csv(data_path("published_steps.csv"), dtype=str, keep_default_na=False)
     pairs = [(_arguments(row), float(row["measured_seconds"])) for row in rows.to_dict("records")]
-    found = rows[["machine", "name", "source", *FLAGS]].assign(**{name: rows[name] == "1" for name in FLAGS})
+    found = rows[["machine", "name", "source", "hardware", *FLAGS]].assign(
+        **{name: rows[name] == "1" for name in FLAGS}
+    )
     peaks = pd.to_numeric(rows["allocated_gib"]) * 2**30
     return found.assign(peak_bytes=peaks, pair=pd.Series(pairs, dtype=object))
 
@@ -75,8 +78,8 @@ def validate_published() -> pd.DataFrame:
     """Each published row with its forecast and the errors of it and of both toys, a share of the measured seconds.
 
     Returns:
-        ``machine``, ``name``, ``source``, ``calibration`` (whether the row was given to the forecasts of its machine),
-        ``held_out``, ``measured_seconds``, ``predicted_seconds``, ``error``, ``constant_rate_error``,
+        ``machine``, ``name``, ``source``, ``hardware``, ``calibration`` (whether the row was given to the forecasts of
+        its machine), ``held_out``, ``measured_seconds``, ``predicted_seconds``, ``error``, ``constant_rate_error``,
         ``roofline_error``, ``peak_error`` (of bytes allocated at the peak; NaN where they are not known).
     """
     rows = published_pairs()

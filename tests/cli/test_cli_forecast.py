@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardlab.cli import app
+from shardlab.cli.forecast import _fits
 from shardlab.planner.machine import Machine
 from tests.planner.test_machine import COSTS
 from tests.planner.test_search import LLAMA
@@ -16,6 +17,22 @@ def config(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
     return str(path)
+
+
+ODD = """
+import torch
+from shardlab import Workload
+
+class Odd(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.lstm = torch.nn.Conv1d(4, 4, 3), torch.nn.LSTM(6, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(self.conv(x))[0]
+
+workload = Workload(Odd, [torch.ones(4, 4, 8)] * 4, lambda model, batch: model(batch).square().mean())
+"""
 
 
 def said(*words):
@@ -42,9 +59,9 @@ def test_a_config_gets_time_and_memory_and_what_was_left_out(config):
         "TIME",
         "tokens a second",
         "(MFU)",
-        "GB in tensors at the peak",
-        "Of 85.9 GB: it fits",
-        "published steps that were held out; the nearest, MPT",
+        "PLANNED",
+        "GB in tensors at the peak, of 85.9 GB: it fits",
+        "published steps of h100-sxm that were in sight while the formulas were written; the nearest, MPT",
         "MISSES BY",
         "NOT IN IT",
         "matrix",
@@ -62,6 +79,25 @@ def test_a_search_names_the_fastest_and_why_others_fall_out(config):
     rows = json.loads(said("--config", config, "--ranks", "64", "--batch", "128", "--search", "--json"))
     assert rows[0]["why_not"] == ""
     assert any(row["why_not"].startswith("needs") for row in rows)
+
+
+def test_what_was_not_calibrated_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "odd.py").write_text(ODD)
+    lines = dict.fromkeys(("forward", "input", "weight"), COSTS.products["forward"])
+    costs = COSTS.__class__(**{**vars(COSTS), "products": lines})
+    Machine("here", {}, 2, {"2": costs, "single": costs}).write(tmp_path / "machine.json")
+    words = ("--workload", "odd.py:workload", "--ranks", "2", "--strategies", "ddp", "--calibration", "machine.json")
+    assert "Of convolutions and recurrent layers nothing was calibrated" in " ".join(said(*words).split())
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "words"),
+    [(45, "it fits"), (60, "it fits, unless the allocator reserves more than 1.33 times that"),
+     (75, "it hardly fits, with less than 10% left"), (80, "it does not fit")],
+)  # fmt: skip
+def test_what_fits_is_said_as_a_search_counts(gigabytes, words):
+    assert f"of 80 GB: {words}" in _fits(gigabytes * 1e9, 80e9)
 
 
 def test_a_workload_gets_times_and_peaks(tmp_path, monkeypatch):
@@ -97,6 +133,8 @@ def test_bad_input_is_refused(config):
             ["--config", config, "--ranks", "64", "--gpu", "24GB", "--peak"],
             "gpu, peak: not of --config; leave them out",
         ),
+        (["--config", config, "--ranks", "64", "--micro-batch", "0"], "micro-batch: 0 was given; give 1 or more"),
+        (["--config", config, "--ranks", "64", "--batch", "-8"], "batch: -8 was given; give 1 or more"),
         (["--config", config, "--ranks", "64", "--strategies", "fsdp,ddp"], "strategies: a forecast is of one"),
         (["--workload", "train.py:workload", "--ranks", "2", "--batch", "4"], "batch: not of --workload; leave it out"),
         (["--validate", "--params", "7B"], "params: not of --validate; leave it out"),
@@ -104,5 +142,7 @@ def test_bad_input_is_refused(config):
     ):
         done = CliRunner().invoke(app, ["plan", *words])
         assert (done.exit_code, message in " ".join(done.output.split())) == (2, True), done.output
+    done = CliRunner().invoke(app, ["calibrate", "--out", "."])
+    assert (done.exit_code, "out: . cannot be written; name a file" in done.output) == (2, True)
     done = CliRunner().invoke(app, ["calibrate", "--ranks", "1"])
     assert done.exit_code == 2

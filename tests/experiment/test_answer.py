@@ -8,6 +8,7 @@ from shardlab.trace.store import Records
 from tests.analysis.hand_made import collective, collectives, spans
 
 from shardlab.experiment.answer import (  # isort: skip
+    _alone,
     answer, answer_of_plan, cost, fastest, following, least_memory, quartiles, side_by_side,
 )  # fmt: skip
 
@@ -75,6 +76,13 @@ TIMES = [
 def test_fastest(found, doubt, said):
     table = rows(**{name: {"ddp": DDP, "zero1": ZERO1}[name] for name in found})
     assert fastest(table, times(**found), doubt) == said
+
+
+def test_one_process_that_is_faster_than_all_is_named():
+    table = rows(ddp=DDP)
+    assert _alone(table, times(single=(80,) * 5, ddp=(100,) * 5)).endswith("faster with the rows of all, 80 ms")
+    assert not _alone(table, times(single=(99, 100, 101), ddp=(100,) * 5))
+    assert not _alone(table, times(ddp=(100,) * 5))
 
 
 def test_fastest_where_nothing_is_sent_or_nobody_saw_what_is_hidden():
