@@ -61,7 +61,7 @@ def answer_of_runs(
     causes = {str(name): reasons[str(name)] for name in rows.index}
     return [
         Line("LEAST MEMORY", least_memory(rows)),
-        Line("FASTEST", f"{fastest(rows, times, doubt)}{_alone(rows, times)}"),
+        Line("FASTEST", fastest(rows, times, doubt) + ("" if doubt else _alone(rows, times))),
         Line("COST", cost(rows, messages(records.collectives).to_dict())),
         Line("WHY", why(causes)),
     ]
