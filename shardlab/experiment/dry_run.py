@@ -58,7 +58,8 @@ class WithoutValues(TorchDispatchMode):
             return func(*args, **kwargs)
         if func.overloadpacket is _aten._assert_async:  # it would judge values that nobody has computed
             return None
-        if given and all(map(_has_values, given)):
+        # oneDNN alone knows how much a recurrent layer keeps.
+        if (given and all(map(_has_values, given))) or func.overloadpacket is _aten.mkldnn_rnn_layer:
             result = func(*args, **kwargs)
         elif func._schema.is_mutable:
             result = _written(func, args, kwargs)
@@ -101,8 +102,10 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 _aten = torch.ops.aten
+# The last four give views, though their schemas do not say so.
 _REAL = {_aten._local_scalar_dense.default, _aten.set_.source_Storage, _aten.set_.source_Tensor,
-         _aten.set_.source_Storage_storage_offset}  # fmt: skip
+         _aten.set_.source_Storage_storage_offset, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default,
+         _aten.unsafe_chunk.default, _aten._unsafe_view.default}  # fmt: skip
 
 
 def _allocates(func: Any) -> bool:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
-import torch
 
 from shardlab.comm.events import CollectiveEvent
 from shardlab.comm.foretold import Costs, ToldClock, Wire
@@ -38,6 +37,9 @@ class StepForecast:
     unmeasured: frozenset[str]
 
 
+UNMEASURED = {"convolution": "convolutions", "rnn_layer": "recurrent layers"}  # by a word in the operation's name
+
+
 # Of a machine that takes no time: all that is in flight arrives at once.
 _NO_TIME = RankCosts(
     dict.fromkeys(("forward", "backward", "optimizer"), 0.0), defaultdict(lambda: Line([1.0], [0.0])),
@@ -61,15 +63,12 @@ def forecast_step(config: CompareConfig, strategy: str, machine: Machine | None,
     costs = _NO_TIME if machine is None else machine.costs(config.ranks, single=strategy == "single")
     link = None if config.link is None else Link.parse(config.link)
     largest, outside, pace = costs.largest, set[bool](), costs.pace.get(strategy, 1.0)
-    # On a CPU a recurrent layer is one kernel, which also keeps what its steps without values do not.
-    recurs = any(isinstance(module, torch.nn.RNNBase) for module in config.on_meta.modules())
-    unmeasured = {"recurrent layers"} if recurs else set[str]()
+    unmeasured = set[str]()
 
     def of_operation(func: Any, args: tuple[Any, ...], result: Any) -> float:
         kind, size, seconds = priced(costs, func, args, result, pace)
         outside.add(size > largest[kind])
-        if "convolution" in func.overloadpacket.__name__:
-            unmeasured.add("convolutions")
+        unmeasured.update(kind for word, kind in UNMEASURED.items() if word in func.overloadpacket.__name__)
         return seconds
 
     def of_message(event: CollectiveEvent) -> Costs:

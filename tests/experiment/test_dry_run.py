@@ -1,6 +1,7 @@
 """A step without ranks, values or time holds and sends what a step of ranks does, to the byte; and its clock."""
 
 import time
+from functools import partial
 
 import psutil
 import pytest
@@ -59,6 +60,26 @@ def test_peak_by_role_and_messages_are_those_of_ranks(pools, tmp_path, ranks, st
         found = dry(config, strategy)
         assert peak_of(found, strategy) == peak_of(done.records, strategy), strategy
         assert sent_in(found, strategy, 1) == sent_in(done.records, strategy, 2), strategy
+
+
+class Recurrent(nn.Module):
+    """One kernel on a CPU as an LSTM, whose library knows what it keeps; as a GRU operations that hide their views."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layers = kind(32, 48, num_layers=2, batch_first=True)
+
+    def forward(self, x):
+        return self.layers(x)[0]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_the_peak_of_recurrent_layers_is_that_of_ranks(pools, tmp_path, kind):
+    workload = Workload(partial(Recurrent, kind), [torch.ones(4, 16, 32)] * 3, squares)
+    config = CompareConfig(workload=workload, strategies=("single", "zero1", "fsdp"), ranks=2, steps=3, device="cpu")
+    done = compare(config, tmp_path / "out", pool=pools(2))
+    for strategy in config.strategies:
+        assert peak_of(dry(config, strategy), strategy) == peak_of(done.records, strategy), strategy
 
 
 class Wide(nn.Module):
