@@ -9,7 +9,7 @@ from typing import Any
 
 from shardlab.planner.calibration import checked, fitted
 from shardlab.planner.job import Job
-from shardlab.planner.peak import peak_bytes, units_of_room
+from shardlab.planner.peak import peak_bytes, room_bytes
 from shardlab.planner.replay import FULLY_SHARDED
 from shardlab.planner.step_model import RETRIED, Factors, has_retries, step_parts
 
@@ -108,8 +108,8 @@ def _sentences(job: Job, pairs: Sequence[tuple[Job, float]], factors: Factors) -
         )
     if has_retries(job):
         found.append(
-            f"Beside the peak there is room for {units_of_room(job):.0f} gathered layers; with so little, torch's "
-            "allocator empties its cache and asks again. Published steps took 5 to 35 % longer there; "
+            f"Beside the peak {room_bytes(job) / 1e9:.3g} GB are free; with so little, for layers of this size, "
+            "torch's allocator empties its cache and asks again. Published steps took 5 to 35 % longer there; "
             f"{RETRIED:.0%} is counted."
         )
     if job.accumulation > 1 and job.strategy in FULLY_SHARDED:

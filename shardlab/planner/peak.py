@@ -60,6 +60,6 @@ def _activations(job: Job) -> tuple[float, float]:
     return (whole + job.tokens * (divided / job.tensor - masks)) * scale, kept * scale
 
 
-def units_of_room(job: Job) -> float:
-    """How many gathered units have room beside the peak in the card's memory; below 0 where the peak has none."""
-    return (job.card.memory_bytes - peak_bytes(job)) / (job.layer_params / job.tensor * job.itemsize)
+def room_bytes(job: Job) -> float:
+    """What the card's memory has beside the peak; below 0 where the peak has no room."""
+    return job.card.memory_bytes - peak_bytes(job)

@@ -263,26 +263,24 @@ def test_published_steps_are_met_better_than_by_toys():
     pairs = published_pairs()
     assert pairs.groupby("machine")["calibration"].sum().max() <= 3
     assert pairs["source"].ne("").all()
-    for held_out, misses in ((False, [0.026, 0.065, 0.133]), (True, [0.023, 0.092, 0.176])):
+    for held_out, misses in ((False, [0.027, 0.062, 0.133]), (True, [0.022, 0.076, 0.122])):
         errors = summary(found[found["held_out"] == held_out])
         assert errors.loc["error"].to_numpy() == pytest.approx(misses, abs=0.004)
         for toy in TOYS:
             assert (errors.loc["error", ["p90", "worst"]] < errors.loc[toy, ["p90", "worst"]]).all()
     sharded = found[~found["machine"].str.contains("tensor parallel")]
-    odd = "MPT 1B, 10 x 2048, on 32"  # a fifth slower than the same step on 16 and on 64
-    assert (sharded.loc[sharded["name"] != odd, "error"].abs() < 0.15).all()
-    for row, bound in (("median", 0.06), ("p90", 0.10)):
+    for row, bound in (("median", 0.06), ("p90", 0.10), ("worst", 0.15)):
         assert summary(sharded).loc["error", row] < bound
     assert found["peak_error"].count() == 4
     assert found["peak_error"].abs().max() < 0.05
 
 
-def test_with_room_for_few_units_the_allocator_asks_again():
+def test_with_little_room_for_its_layers_the_allocator_asks_again():
     row = {"hidden": 7168, "layers": 48, "heads": 56, "kv_heads": 56, "ffn": 28672, "vocab": 50368, "data": 8}
     row |= {"micro_batch": 1, "recompute": "full"}
     cramped = predict_step(**row, seq_len=8192)
     assert cramped.parts["allocator asks again"] == pytest.approx(0.17 / 1.17 * cramped.seconds)
-    said = "Beside the peak there is room for 12 gathered layers"
+    said = "Beside the peak 15.3 GB are free; with so little"
     assert any(one.startswith(said) for one in cramped.not_modelled)
     for roomy in ({"seq_len": 4096}, {"seq_len": 8192, "hardware": "h200"}, {"seq_len": 8192, "strategy": "zero1"}):
         assert "allocator asks again" not in predict_step(**row | roomy).parts
