@@ -23,7 +23,7 @@ allocator asks again     fully sharded, with less room than 4.8 GB and 9.1 gathe
 
 Units that are gathered and freed leave gaps that no unit fits; where little memory is free the allocator then empties
 its cache and asks again (pytorch issue 65078; 2304.11277, section 3.4). Libraries take some of it, too. The numbers are
-chosen on ten published steps with less room, which took 5 to 35 % longer than the rest of this says; of 180 others of
+chosen on ten published steps with less room, which took 5 to 35 % longer than the rest of this says; of 179 others of
 that source none took 15 % longer.
 
 A step with more than three micro-batches is replayed with two and three, and goes on as from the second to the third.
