@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 
-from shardlab.cli import forecast
+from shardlab.cli import forecast, transformer
 from shardlab.cli.console import answer_table, count, in_units, names_in, table_of
 from shardlab.cli.records import ROOMY, print_json
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
@@ -105,9 +105,6 @@ def plan(
     if ranks < 1:
         given = f"{ranks} was given" if ranks else "none were given"
         raise ValueError(f"ranks: {given}; give 1 or more, for example --ranks 8")
-    for name, number, least in (("batch", batch, 0), ("seq-len", seq_len, 0), ("micro-batch", micro_batch, 1)):
-        if number < least:
-            raise ValueError(f"{name}: {number} was given; give 1 or more")
     of_workload = {
         "sharding": sharding != "full_shard", "wrap": wrap, "bucket-mib": bucket_mib != BUCKET_MIB, "peak": peak,
         "calibration": calibration is not None,
@@ -130,7 +127,7 @@ def plan(
             "batch": batch, "seq_len": seq_len, "micro_batch": micro_batch, "tensor": tp,
             "strategy": (*names_in(strategies), "")[0], "recompute": layers, "measured": measured or (),
         }  # fmt: skip
-        return forecast.of_config(config, ranks, hardware, network, options, searches=search, json=json)
+        return transformer.of_config(config, ranks, hardware, network, options, searches=search, json=json)
     on = Gpu.parse(gpu) if gpu else None  # before the work: it may be misspelled
     if workload:
         chosen: dict[str, Any] = {"sharding": sharding, "precision": precision or "full", "tp": tp}

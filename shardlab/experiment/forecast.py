@@ -38,8 +38,6 @@ class StepForecast:
 
 
 UNMEASURED = {"convolution": "convolutions", "rnn_layer": "recurrent layers"}  # by a word in the operation's name
-
-
 # Of a machine that takes no time: all that is in flight arrives at once.
 _NO_TIME = RankCosts(
     dict.fromkeys(("forward", "backward", "optimizer"), 0.0), defaultdict(lambda: Line([1.0], [0.0])),

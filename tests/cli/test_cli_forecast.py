@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardlab.cli import app
-from shardlab.cli.forecast import _fits
+from shardlab.cli.transformer import _fits
 from shardlab.planner.machine import Machine
 from tests.planner.test_machine import COSTS
 from tests.planner.test_search import LLAMA

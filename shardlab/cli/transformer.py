@@ -1,0 +1,176 @@
+"""What ``shardlab plan --config`` says: the forecast of a transformer on GPUs that are not here, or of all ways."""
+
+import json as json_text
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+
+from shardlab.cli.console import answer_table, count, table_of
+
+if TYPE_CHECKING:
+    from shardlab.planner.job import Job
+
+SHOWN = 12  # ways of a search
+
+
+def of_config(
+    config: Path, ranks: int, hardware: str, network: str, options: Mapping[str, Any], *, searches: bool, json: bool
+) -> None:
+    """Print the forecast of a transformer of a ``config.json``, or all ways to train it.
+
+    Args:
+        config: the file.
+        ranks: GPUs.
+        hardware: name of a preset.
+        network: text of a network; empty where it is not known.
+        options: ``batch`` (sequences of a step), ``seq_len``, ``micro_batch``, ``strategy``, ``tensor``, ``recompute``,
+            ``measured`` (files of steps); 0 or empty for those that are not given.
+        searches: whether all ways are gone through.
+        json: whether it is printed as JSON.
+    """
+    from shardlab.planner.model_config import sizes_of
+    from shardlab.planner.search import search
+
+    for name, least in (("batch", 0), ("seq_len", 0), ("micro_batch", 1)):  # 0 where one is not given
+        if options[name] < least:
+            raise ValueError(f"{name.replace('_', '-')}: {options[name]} was given; give 1 or more")
+    sizes = sizes_of(config)
+    if options["seq_len"]:
+        sizes["seq_len"] = options["seq_len"]
+    if "seq_len" not in sizes:
+        raise ValueError(f"seq-len: {config} does not say it; give --seq-len 4096, for example")
+    on, pairs = {"hardware": hardware, "network": network or None}, [_step_in(file) for file in options["measured"]]
+    if searches:
+        return _tell_search(search(sizes, ranks, options["batch"] or ranks, calibration=pairs, **on), json=json)
+    return _tell_forecast(sizes, ranks, on, options, pairs, json=json)
+
+
+def _step_in(file: Path) -> tuple[dict[str, Any], float]:
+    """Arguments and measured seconds of a step, from what a plan prints as JSON."""
+    try:
+        step = json_text.loads(file.read_text())
+        return step["arguments"], float(step["seconds"])
+    except (OSError, TypeError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"measured: {file} is no step; write one with shardlab plan --config ... --json > {file}, and put its "
+            "measured seconds in"
+        ) from error
+
+
+def _tell_search(found: Sequence[Any], *, json: bool) -> None:
+    import pandas as pd
+
+    from shardlab.planner.forecast import USABLE
+
+    rows = pd.DataFrame([
+        {
+            "way": one.name, "seconds": one.forecast.seconds, "peak_bytes": one.forecast.peak_bytes,
+            "tokens_per_second": one.job.tokens_per_step / one.forecast.seconds, "why_not": one.why_not,
+        }
+        for one in found
+    ])  # fmt: skip
+    if json:
+        typer.echo(json_text.dumps(rows.to_dict("records"), indent=2))
+        return
+    console = Console(highlight=False)
+    fits = [one for one in found if not one.why_not.startswith("needs")]
+    best = fits[0] if fits else None
+    said = (
+        f"{best.name}: {best.forecast.seconds:.3g} s a step, {best.forecast.peak_bytes / 1e9:.3g} GB at the peak"
+        if best else f"none of {count(len(found), 'way')} fits; the smallest {found[0].why_not}"
+    )  # fmt: skip
+    tried = f"{count(len(found), 'way')}, {len(fits)} fit in {USABLE:.0%} of the card's memory"
+    tried += f"; of the others the smallest {found[len(fits)].why_not}" if 0 < len(fits) < len(found) else ""
+    console.print(answer_table([("FASTEST THAT FITS", said), ("TRIED", tried)]))
+    shown = rows.head(SHOWN).assign(
+        seconds=rows["seconds"].map("{:.3g}".format), peak_bytes=(rows["peak_bytes"] / 1e9).map("{:.3g}".format),
+        tokens_per_second=rows["tokens_per_second"].map("{:,.0f}".format),
+    )  # fmt: skip
+    names = {"seconds": "step (s)", "peak_bytes": "peak (GB)", "tokens_per_second": "tokens/s", "why_not": "why not"}
+    console.print(table_of(shown.rename(columns=names), "", 2, right=["step (s)", "peak (GB)", "tokens/s"]))
+
+
+def _tell_forecast(
+    sizes: Mapping[str, Any], ranks: int, on: Mapping[str, Any], options: Mapping[str, Any],
+    pairs: Sequence[tuple[dict[str, Any], float]], *, json: bool,
+) -> None:  # fmt: skip
+    from shardlab.planner.forecast import forecast_of
+
+    job = _job_of(sizes, ranks, on, options)
+    found = forecast_of(job, pairs)
+    if json:
+        typer.echo(json_text.dumps({**asdict(found), "arguments": asdict(job)}, indent=2))
+        return
+    console = Console(highlight=False)
+    console.print(answer_table([
+        ("PLANNED", f"{job.way}; rows of {count(job.seq_len, 'token')}, {job.precision}, on {ranks} x {job.card.name}"),
+        ("TIME", f"{found.seconds:.3g} s a step, {job.tokens_per_step / found.seconds:,.0f} tokens a second, "
+                 f"{job.mfu(found.seconds):.0%} of the peak (MFU)"),
+        ("MEMORY", _fits(found.peak_bytes, job.card.memory_bytes)),
+        ("MISSES BY", _misses(job)),
+        ("NOT IN IT", " ".join(found.not_modelled)),
+    ]))  # fmt: skip
+    import pandas as pd
+
+    parts = pd.Series(found.parts)
+    parts = parts[parts > 0.001 * found.seconds].sort_values(ascending=False)
+    table = pd.DataFrame(
+        {"part": parts.index, "s": parts.map("{:.3g}".format), "%": (100 * parts / found.seconds).map("{:.1f}".format)}
+    )
+    console.print(table_of(table, "What a step is spent on", 2, right=["s", "%"]))
+
+
+def _fits(peak_bytes: float, room: float) -> str:
+    from shardlab.planner.forecast import RESERVED, USABLE
+
+    least, most = RESERVED
+    said = f"{peak_bytes / 1e9:.3g} GB in tensors at the peak, of {room / 1e9:.3g} GB: "
+    if least * peak_bytes > room:
+        return f"{said}it does not fit"
+    if peak_bytes > USABLE * room:
+        return f"{said}it hardly fits, with less than {1 - USABLE:.0%} left for libraries and the allocator"
+    if most * peak_bytes < room:
+        return f"{said}it fits"
+    often = f"{room / peak_bytes:.3g} times that; {least:g} to {most:g} times were seen"
+    return f"{said}it fits, unless the allocator reserves more than {often}"
+
+
+def _job_of(sizes: Mapping[str, Any], ranks: int, on: Mapping[str, Any], options: Mapping[str, Any]) -> "Job":
+    from shardlab.planner.job import Job
+
+    tensor, micro_batch = options["tensor"], options["micro_batch"] or 1
+    if ranks % tensor:
+        raise ValueError(f"tp: {tensor} is given; it must divide {count(ranks, 'rank')}")
+    data = ranks // tensor
+    sequences = options["batch"] or data * micro_batch
+    if sequences % (data * micro_batch):
+        raise ValueError(
+            f"batch: {sequences} sequences is given; {data} data ranks x micro-batch {micro_batch} must divide it"
+        )
+    return Job(
+        **sizes, micro_batch=micro_batch, data=data, tensor=tensor, accumulation=sequences // data // micro_batch,
+        strategy=options["strategy"] or ("fsdp" if data > 1 else "single"), recompute=options["recompute"], **on,
+    )  # fmt: skip
+
+
+def _misses(job: "Job") -> str:
+    """How far forecasts miss published steps, and the one that is nearest."""
+    from shardlab.planner.validation import nearest, summary, validate_published
+
+    validated = validate_published()
+    found = nearest(job, validated)
+    alike = validated[(validated["hardware"] == job.card.name) & ~validated["calibration"]]
+    if found is None:
+        return f"nobody knows: no published step of {job.strategy} on {job.card.name} is in data"
+    kept = "that were held out" if alike["held_out"].any() else "that were in sight while the formulas were written"
+    alike = alike[alike["held_out"]] if alike["held_out"].any() else alike
+    ours, (name, error) = summary(alike).loc["error"], found
+    by = f"{abs(error):.0%} too {'long' if error > 0 else 'short'}"
+    return (
+        f"{ours['median']:.0%} in the median and {ours['worst']:.0%} at most on {len(alike)} published steps of "
+        f"{job.card.name} {kept}; the nearest, {name}, is forecast {by}"
+    )
