@@ -42,7 +42,7 @@ def main() -> int:
     return 1 if problems else 0
 
 
-def build(folder: Path, names: str = "*.ipynb") -> None:
+def build(folder: Path, names: str = "[0-9]*.ipynb") -> None:
     """Write all pages.
 
     Args:

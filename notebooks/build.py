@@ -29,7 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="beginnings of file names, such as 03; none for all notebooks")
     names = tuple(parser.parse_args().names) or ("",)
-    paths = [path for path in sorted(FOLDER.glob("*.ipynb")) if path.name.startswith(names)]
+    paths = [path for path in sorted(FOLDER.glob("[0-9]*.ipynb")) if path.name.startswith(names)]
     if not paths:
         parser.error(f"no notebook in {FOLDER} begins with {' or '.join(names)}")
     os.environ["SHARDLAB_PNG"] = "1"

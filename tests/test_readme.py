@@ -48,7 +48,7 @@ def test_pages_have_the_form_that_is_tested_and_the_front_page_is_short():
             assert ((ROOT if text is README else GUIDE) / target).is_file(), (page, target)
     assert README.count("\n") <= 150
     notebooks = re.findall(r"^\| `(\d\d_\w+)` \|", README, re.MULTILINE)
-    assert notebooks == sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
+    assert notebooks == sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9]*.ipynb"))
     listed = re.findall(r"^\| \[(.+)\]\((\w+)\.md\) \| (.+) \|$", INDEX, re.MULTILINE)
     assert {name for _, name, _ in listed} == {*PAGES} - {"front page"}
     assert all(PAGES[name].startswith(f"# {title}\n\n{question}\n\n") for title, name, question in listed)

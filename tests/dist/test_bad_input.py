@@ -83,7 +83,7 @@ def refused_models(rank, key):
     return said
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 @pytest.mark.parametrize("key", [*KINDS, "fsdp-no_shard"])
 def test_models_that_no_engine_can_train_alike(pools, key):
     first, second = pools(2).run(refused_models, key)

@@ -22,7 +22,7 @@ USED = r"(?s)parameter '(first|middle|head)\.\w+' is sharded.*wrap='root'.*full_
 def scripted(layer):
     """Computes in C++, where nothing of Python is asked."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", message=".*torch.jit")
         compiled = torch.jit.script(layer)
     return lambda x: compiled(x)
 

@@ -23,7 +23,7 @@ STORIES = Stories()
 story = STORIES.story
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*(Sparse|nested tensor).*:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*"),
 ]
 
 

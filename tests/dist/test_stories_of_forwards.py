@@ -15,7 +15,7 @@ from tests.dist.telling import Stories
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*"),
 ]
 STORIES = Stories()
 story = STORIES.story

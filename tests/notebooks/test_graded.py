@@ -12,7 +12,7 @@ from nbformat import NotebookNode
 from shardlab.exercises import LADDER, find
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
-PATHS = [path for path in sorted(FOLDER.glob("*.ipynb")) if "03" <= path.name[:2] <= "12"]
+PATHS = [path for path in sorted(FOLDER.glob("[0-9]*.ipynb")) if "03" <= path.name[:2] <= "12"]
 CHECK = re.compile(r'^check\("([\w.]+)", (\w+)\)$', re.MULTILINE)
 
 of_each = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)

@@ -189,7 +189,9 @@ def test_the_peak_of_a_step_is_within_one_percent_of_the_profilers():
         plain = TrainStep(engine, next_token)
         plain((inputs, targets))  # the optimizer's state is there from now on
         at_start = sum(bytes_by_role(engine.live_tensors()).values())
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profile:
             plain((inputs, targets))
         recording = Recording(engine)
         with recording.ledger:

@@ -163,8 +163,8 @@ class TorchZeRO1(TorchDDP):
     def _zero(self, plain: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The same optimizer, built by torch over each owner's parameters."""
         with warnings.catch_warnings():
-            # Torch's own module uses torch.jit.script, which warns in torch 2.13 when the module is imported.
-            warnings.simplefilter("ignore", DeprecationWarning)
+            # Torch's own module uses torch.jit.script, which warns from torch 2.13 on when the module is imported.
+            warnings.filterwarnings("ignore", message=".*torch.jit")
             from torch.distributed.optim import ZeroRedundancyOptimizer
         kind = type(plain)
         known = inspect.signature(kind).parameters  # AdamW's defaults have an entry that AdamW does not take
