@@ -3,8 +3,11 @@
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import socket
+import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +17,8 @@ import torch.distributed as dist
 
 _GIB = 1 << 30
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # by which ranks know that they are on one host
+# In nvidia-smi's table of GPUs by GPUs: NVLink with its number of links, or the way over PCIe.
+_LINK = re.compile(r"NV\d+|PIX|PXB|PHB|NODE|SYS")
 _CHROME_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 
@@ -57,8 +62,32 @@ def _gpus() -> list[Check]:
     holds = "this process holds GPU memory; ranks are not hurt by it, they never fork from here"
     return [
         Check("GPUs", str(num_gpus), "ok" if num_gpus else "ranks run on CPU"),
+        *([_links(_topology())] if num_gpus > 1 else []),
         Check("CUDA initialised here", "yes" if initialised else "no", holds if initialised else "ok"),
     ]
+
+
+def _topology() -> str:
+    """What ``nvidia-smi topo -m`` prints; empty where it cannot."""
+    try:
+        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout
+
+
+def _links(topology: str) -> Check:
+    """How GPUs reach each other: between how many pairs of them there is which link."""
+    rows = [line.split() for line in topology.splitlines() if re.match(r"GPU\d+\s", line)]
+    pairs = Counter(
+        row[column] for place, row in enumerate(rows) for column in range(place + 2, len(rows) + 1)
+        if column < len(row) and _LINK.fullmatch(row[column])
+    )  # fmt: skip
+    value = ", ".join(f"{kind} between {count} pair{'s' * (count > 1)}" for kind, count in pairs.most_common())
+    if not pairs:
+        return Check("links between GPUs", "unknown", "nvidia-smi topo -m says nothing of them")
+    over_pcie = any(not kind.startswith("NV") for kind in pairs)
+    return Check("links between GPUs", value, "over PCIe: a fraction of NVLink's bandwidth" if over_pcie else "ok")
 
 
 def _network() -> list[Check]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.launch import place
-from shardlab.launch.doctor import doctor
+from shardlab.launch.doctor import _links, doctor
 from shardlab.launch.placement import agreed
 
 
@@ -122,3 +122,20 @@ def test_doctor_says_how_ranks_send_here_and_what_several_hosts_need(monkeypatch
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"ib0": [address]})
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {"ib0": SimpleNamespace(isup=True)})
     assert found()["interfaces between hosts"][1].startswith("for several hosts set GLOO_SOCKET_IFNAME=ib0 on each")
+
+
+@pytest.mark.parametrize(
+    ("rows", "value", "verdict"),
+    [
+        ("GPU0\t X \tNV18\t0-15\t0\nGPU1\tNV18\t X \t0-15\t0", "NV18 between 1 pair", "ok"),
+        (
+            "GPU0\t X \tNV4\tSYS\tSYS\t0-15\t0\nGPU1\tNV4\t X \tSYS\tSYS\t0-15\t0\n"
+            "GPU2\tSYS\tSYS\t X \tNV4\t16-31\t1\nGPU3\tSYS\tSYS\tNV4\t X \t16-31\t1\nNIC0\tPIX\tPIX\tSYS\tSYS",
+            "SYS between 4 pairs, NV4 between 2 pairs",
+            "over PCIe: a fraction of NVLink's bandwidth",
+        ),
+        ("", "unknown", "nvidia-smi topo -m says nothing of them"),
+    ],
+)
+def test_doctor_names_the_links_between_gpus(rows, value, verdict):
+    assert _links(f"\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\n{rows}\n\nLegend:\n  X = Self\n")[1:] == (value, verdict)
