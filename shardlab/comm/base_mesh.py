@@ -1,4 +1,7 @@
-"""A mesh as engines see it: named axes, and this rank's communicator along each of them.
+"""A mesh as engines see it: named axes, and this rank's communicator along each of them, their parts and products.
+
+    outer, inner = mesh.split("data", inner=2)       # across pairs of neighbours, and inside this rank's pair
+    every = mesh.flatten("replica", "shard")         # over both axes at once
 
 ``Mesh`` (in ``comm.mesh``) makes the groups and chooses their transports; an engine needs none of that, only this.
 """
@@ -7,6 +10,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Self
 
 import numpy as np
@@ -17,6 +21,9 @@ from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Observer
 from shardlab.comm.observed_group import Process
 from shardlab.vocabulary import MeshAxis
+
+Groups = list[tuple[int, ...]]
+"""Ranks that are together, in group order."""
 
 
 class BaseMesh:
@@ -41,6 +48,8 @@ class BaseMesh:
         self.device = Process.device if device is None else torch.device(device)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._communicators: dict[str, Communicator] = {}
+        self._parts: dict[str, Communicator] = {}  # of axes, and products of them
+        self._watching: list[tuple[Observer, contextlib.ExitStack]] = []
         self._at_close: list[Callable[[], object]] = []
 
     @staticmethod
@@ -75,13 +84,84 @@ class BaseMesh:
         """One per axis, in the order of the axes; none on a rank that is no member."""
         return tuple(self._communicators.values())
 
+    def split(self, axis: str, *, inner: int) -> tuple[Communicator, Communicator]:
+        """Cut an axis into groups of ``inner`` neighbours, such as the ranks of a host.
+
+        Collective like the mesh itself, the first time; later the same communicators come back.
+
+        Args:
+            axis: one of the mesh.
+            inner: ranks of a group; it divides the axis.
+
+        Returns:
+            The outer part, this rank's counterparts in all groups, and the inner part, this rank's group: named
+            ``data.outer`` and ``data.inner``.
+
+        Raises:
+            ValueError: there is no such axis, or ``inner`` does not divide it.
+        """
+        num_ranks = self[axis].num_ranks
+        if type(inner) is not int or inner < 1 or num_ranks % inner:
+            fit = ", ".join(str(size) for size in range(1, num_ranks + 1) if num_ranks % size == 0)
+            raise ValueError(f"inner: {inner} does not divide the {num_ranks} ranks of axis {str(axis)!r}; use {fit}")
+        names = f"{axis}.outer", f"{axis}.inner"
+        axes: dict[str, int] = {}
+        for name, size in self.axes.items():
+            axes |= {names[0]: size // inner, names[1]: inner} if name == axis else {name: size}
+        known = self._parts.get(names[1])
+        if known is not None and known.num_ranks != inner:
+            raise ValueError(
+                f"inner: {inner} is given, and axis {str(axis)!r} is cut into groups of {known.num_ranks} already; an "
+                "axis is cut in one way"
+            )
+        self._add({name: groups_along(axes, self.ranks, name) for name in names})
+        return self._parts[names[0]], self._parts[names[1]]
+
+    def flatten(self, *axes: str) -> Communicator:
+        """One communicator over the product of axes, named ``replica_shard``; collective like the mesh, the first time.
+
+        Args:
+            axes: of the mesh, in its order.
+
+        Raises:
+            ValueError: an axis that is not there, or twice; another order than the mesh's.
+        """
+        for axis in axes:
+            self[axis]  # which refuses an axis that is not there
+        if not axes or list(axes) != [axis for axis in self.axes if axis in axes]:
+            raise ValueError(f"axes: {list(axes)} is given; give axes of {list(self.axes)} in this order, each once")
+        if len(axes) == 1:
+            return self[axes[0]]
+        name = "_".join(axes)
+        self._add({name: groups_along(self.axes, self.ranks, *axes)})
+        return self._parts[name]
+
+    def _add(self, groups: Mapping[str, Groups]) -> None:
+        """Make the communicators of groups that are not there yet, for the observers of now too."""
+        missing = {name: lines for name, lines in groups.items() if name not in self._parts}
+        made = self._make(missing) if missing else {}
+        self._parts |= made
+        for observer, stack in self._watching:
+            for communicator in made.values():
+                stack.enter_context(communicator.observed_by(observer))
+
+    def _make(self, groups: Mapping[str, Groups]) -> dict[str, Communicator]:
+        """This rank's communicators of some groups; here for a mesh of one rank."""
+        assert len(self.ranks) == 1
+        return {name: Communicator(None, None, (self._rank,), 0, name) for name in groups}
+
     @contextlib.contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:
-        """Inside, ``observer`` is told of the collectives of every axis."""
+        """Inside, ``observer`` is told of the collectives of every axis, and of parts and products of them."""
         with contextlib.ExitStack() as stack:
-            for communicator in self.communicators:
+            for communicator in (*self.communicators, *self._parts.values()):
                 stack.enter_context(communicator.observed_by(observer))
-            yield
+            watching = observer, stack
+            self._watching.append(watching)
+            try:
+                yield
+            finally:
+                self._watching = [one for one in self._watching if one is not watching]
 
     def call_at_close(self, end: Callable[[], object]) -> None:
         """Have ``end`` called by ``close()``, the last one given first."""
@@ -118,7 +198,7 @@ class BaseMesh:
 
     def _ends(self) -> Iterator[Callable[[], object]]:
         # Queues first: a group must not go while a collective in it is still to run.
-        yield from (communicator.close for communicator in self.communicators)
+        yield from (communicator.close for communicator in (*self.communicators, *self._parts.values()))
         while self._at_close:
             yield self._at_close.pop()
 
@@ -139,8 +219,9 @@ def _warn(note: str) -> None:
         sys.stderr.write(f"{note}\n")
 
 
-def groups_along(axes: dict[str, int], ranks: tuple[int, ...], axis: str) -> list[tuple[int, ...]]:
-    """The groups of ranks along ``axis``: those that differ in that coordinate only."""
+def groups_along(axes: Mapping[str, int], ranks: Sequence[int], *along: str) -> Groups:
+    """The groups of ranks along axes: those that differ in these coordinates only, the last one fastest."""
     grid = np.reshape(ranks, tuple(axes.values()))
-    lines = np.moveaxis(grid, list(axes).index(axis), -1).reshape(-1, axes[axis])
+    places = [list(axes).index(axis) for axis in along]
+    lines = np.moveaxis(grid, places, range(-len(along), 0)).reshape(-1, prod(axes[axis] for axis in along))
     return [tuple(line) for line in lines.tolist()]

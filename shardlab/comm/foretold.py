@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardlab.comm.base_mesh import BaseMesh, groups_along
+from shardlab.comm.base_mesh import BaseMesh, Groups, groups_along
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import CollectiveEvent, Pending
 from shardlab.comm.transports.base import Job, Message
@@ -215,9 +215,13 @@ class ForetoldMesh(BaseMesh):
     def __init__(self, axes: Mapping[str, int], rank: int, clock: ToldClock) -> None:
         super().__init__(axes, range(prod(axes.values())), torch.device("cpu"))
         self._rank = rank
-        for axis in self.axes:
-            line = next(line for line in groups_along(self.axes, self.ranks, axis) if rank in line)
-            self._communicators[axis] = (
-                Communicator(None, None, line, 0, axis) if len(line) == 1
-                else ForetoldCommunicator(line, line.index(rank), axis, clock)
-            )  # fmt: skip
+        self._clock = clock
+        self._communicators = self._make({axis: groups_along(self.axes, self.ranks, axis) for axis in self.axes})
+
+    def _make(self, groups: Mapping[str, Groups]) -> dict[str, Communicator]:
+        own = {name: next(line for line in lines if self._rank in line) for name, lines in groups.items()}
+        return {
+            name: Communicator(None, None, line, 0, name) if len(line) == 1
+            else ForetoldCommunicator(line, line.index(self._rank), name, self._clock)
+            for name, line in own.items()
+        }  # fmt: skip

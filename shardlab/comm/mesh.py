@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm.async_queues import StreamQueue, ThreadQueue
-from shardlab.comm.base_mesh import BaseMesh, groups_along
+from shardlab.comm.base_mesh import BaseMesh, Groups, groups_along
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Failures
 from shardlab.comm.observed_group import Process, retire
@@ -70,11 +70,8 @@ class Mesh(BaseMesh):
         _check(self.axes, self.ranks, world_size)
         # Taken before the ranks meet: what is retired from here on may still be in use on another rank.
         no_longer_used = Process.retired
-        self._failures = Failures()
-        sizes = tuple((str(axis), size) for axis, size in self.axes.items())
-        for asked in _asked_by_all(_Asked(sizes, self.ranks, link, transport and str(transport))):
-            for axis in dict(asked.axes):
-                self._build(asked, axis)
+        self._failures, self._way = Failures(), (link, transport and str(transport))
+        self._communicators = self._make({str(axis): groups_along(self.axes, self.ranks, axis) for axis in self.axes})
         # Now all ranks have come here, so none still uses the groups retired before. A mesh of this rank alone would
         # say nothing of the others.
         if len(self.ranks) > 1:
@@ -82,35 +79,49 @@ class Mesh(BaseMesh):
             for end in no_longer_used:
                 end()
 
-    def _build(self, asked: "_Asked", axis: str) -> None:
-        for line in groups_along(dict(asked.axes), asked.ranks, axis):
-            # Every rank must take part in making every group, also of groups it does not belong to.
-            group = dist.new_group(list(line), timeout=Process.timeout) if len(line) > 1 else None
-            if self._rank not in line:
-                continue
-            if group is None:
-                self._communicators[axis] = Communicator(None, None, line, 0, axis)
-                continue
-            transport = transport_of(group, self.device, asked.link, asked.transport)
-            mark, place = mark_of(self.device), line.index(self._rank)
-            on_stream = isinstance(transport, NcclTransport)
-            name = f"comm-{axis}"
-            queue: Queue = StreamQueue(self.device) if on_stream else ThreadQueue(name, self.device, self._failures)
-            self._communicators[axis] = comm = Communicator(transport, queue, line, place, axis, mark)
-            self.call_at_close(_retire_with(comm, group, transport))
+    def _make(self, groups: Mapping[str, Groups]) -> dict[str, Communicator]:
+        found: dict[str, Communicator] = {}
+        for name, lines in groups.items():
+            for line in lines:
+                if list(line) != sorted(line):
+                    # Torch numbers a group's ranks in ascending order, whatever the order in which it was given them.
+                    raise ValueError(f"ranks: {list(line)} does not ascend along axis {name!r}; use {sorted(line)}")
+        asks = tuple((name, tuple(lines)) for name, lines in groups.items())
+        for asked in _asked_by_all(_Asked(asks, self.ranks, *self._way)):
+            for name, made in asked.groups:
+                for line in made:
+                    # Every rank must take part in making every group, also of groups it does not belong to.
+                    group = dist.new_group(list(line), timeout=Process.timeout) if len(line) > 1 else None
+                    if self._rank in line:
+                        found[name] = self._communicator(asked, name, line, group)
+        return found
+
+    def _communicator(
+        self, asked: "_Asked", name: str, line: tuple[int, ...], group: dist.ProcessGroup | None
+    ) -> Communicator:
+        if group is None:
+            return Communicator(None, None, line, 0, name)
+        transport = transport_of(group, self.device, asked.link, asked.transport)
+        mark, place = mark_of(self.device), line.index(self._rank)
+        thread, on_stream = f"comm-{name}", isinstance(transport, NcclTransport)
+        queue: Queue = StreamQueue(self.device) if on_stream else ThreadQueue(thread, self.device, self._failures)
+        comm = Communicator(transport, queue, line, place, name, mark)
+        self.call_at_close(_retire_with(comm, group, transport))
+        return comm
 
 
 class _Asked(NamedTuple):
     """What a rank asks for when it builds a mesh."""
 
-    axes: tuple[tuple[str, int], ...]
+    groups: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
     ranks: tuple[int, ...]
     link: Link | None
     transport: str | None
 
     def __str__(self) -> str:
         options = "".join(f", {key}={getattr(self, key)!r}" for key in ("link", "transport") if getattr(self, key))
-        return f"Mesh({dict(self.axes)}, ranks={list(self.ranks)}{options})"
+        axes = {name: len(lines[0]) for name, lines in self.groups}
+        return f"Mesh({axes}, ranks={list(self.ranks)}{options})"
 
 
 def _asked_by_all(own: _Asked) -> list[_Asked]:
@@ -168,8 +179,3 @@ def _check(axes: dict[str, int], ranks: tuple[int, ...], world_size: int) -> Non
             f"axes: {axes} hold {needed} ranks, but there are {len(ranks)}; a mesh over some of the "
             "ranks names them, ranks=[0, 1]"
         )
-    for axis in axes:
-        for line in groups_along(axes, ranks, axis):
-            if list(line) != sorted(line):
-                # Torch numbers a group's ranks in ascending order, whatever the order in which it was given them.
-                raise ValueError(f"ranks: {list(line)} does not ascend along axis {axis!r}; use {sorted(line)}")

@@ -89,7 +89,9 @@ class Engine(AnyEngine):
         self._ask("model")
         self._equalise_all()
         cast_buffers(model, strategy.precision)
-        given = Given(model, self.params, self.data_comms, self.mesh.device, self._is_due, self._wake, self._equalise)
+        given = Given(
+            model, self.params, self.data_comms, self.mesh.device, self.mesh, self._is_due, self._wake, self._equalise
+        )
         params = dict(self.params)  # of these on the meta device others take the place
         laid_out = strategy.lay_out(given)
         if not isinstance(laid_out, LaidOut) or laid_out.stepped.keys() != params.keys():

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.precision import Precision
@@ -64,6 +65,8 @@ class Given:
         params: of the module by name, in its order; tied ones once.
         comms: the axes of ``Strategy.axes``, in their order.
         device: of the mesh.
+        mesh: for communicators of parts and products of its axes (``split``, ``flatten``), which are observed and
+            foretold as the axes are.
         is_due: whether any rank may have a gradient of a parameter; the same answer on all ranks.
         wake: to be called by a hook of the strategy's that autograd runs, before it does anything: this may be the
             first sign of a plain ``loss.backward()``. Returns whether a backward runs that accumulates gradients.
@@ -74,6 +77,7 @@ class Given:
     params: dict[str, nn.Parameter]
     comms: tuple[Communicator, ...]
     device: torch.device
+    mesh: BaseMesh
     is_due: Callable[[nn.Parameter], bool]
     wake: Callable[[], bool]
     equalise: Callable[[list[Tensor]], None]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.argument_checks import check_separate
 from shardlab.engines.guards.optimizer_fit import check_fits
@@ -60,7 +61,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Only after the base has taken its groups: from here on ``add_param_group()`` refuses.
         self._zero = ZeRO1(bucket_bytes=bucket_bytes, partition=partition)
         device = next(iter(self._named.values())).device
-        given = Given(nn.Module(), self._named, (comm,), device, _may_have_gradient, lambda: True, lambda _: None)
+        mesh = BaseMesh({comm.axis: comm.num_ranks}, comm.ranks, device)
+        given = Given(nn.Module(), self._named, (comm,), device, mesh, _may_have_gradient, lambda: True, lambda _: None)
         laid_out = self._zero.lay_out(given)
         self._comm, self._divisions, self._tensors = comm, laid_out.divisions, StepTensors(laid_out.stepped)
 
