@@ -6,12 +6,12 @@ then has no ``.grad``, so that autograd cannot write into what is being sent.
 """
 
 from collections.abc import Mapping, Sequence
-from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from shardlab.comm.events import Pending
+from shardlab.engines.tensor_layout import TensorLayout, contiguous
 from shardlab.engines.unused_params import mark_all_used, write_unused
 from shardlab.partition.buckets import plan_buckets
 from shardlab.partition.chunks import first_elements
@@ -36,12 +36,10 @@ class Bucket:
         None, *, is_cut: bool = False,
     ) -> None:  # fmt: skip
         self.index, self.layout, self.params = index, layout, tuple(params)
-        self._numel, self._padded_numel = layout.numel, layout.padded_numel
-        self._places = [  # of each parameter in a flat tensor: shape, strides, first element
-            (param.shape, contiguous(param.shape) if is_cut else _strides(param), slot.start)
-            for param, slot in zip(params, layout.slots, strict=True)
-        ]
-        self.own = {piece.name: piece for piece in layout.pieces(rank)}
+        named = dict(zip(layout.names, params, strict=True))
+        shapes = {name: tuple(param.shape) for name, param in named.items()}
+        strides = {} if is_cut else {name: _strides(param) for name, param in named.items()}
+        self.tensors = TensorLayout(layout, rank, shapes, strides)
         self.chunk = slice(*layout.chunk(rank))  # of a flat buffer
         self.sum_dtype = sum_dtype or self.params[0].dtype
         self.buffer: Tensor | None = None  # [padded_numel]
@@ -62,18 +60,17 @@ class Bucket:
 
     def flat(self, dtype: torch.dtype) -> Tensor:
         """A new flat tensor, [padded_numel]; of it only the padding is set, to 0."""
-        flat = torch.empty(self._padded_numel, dtype=dtype, device=self.params[0].device)
-        flat[self._numel :].zero_()  # it travels too, and nothing writes to it
+        flat = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.params[0].device)
+        flat[self.layout.numel :].zero_()  # it travels too, and nothing writes to it
         return flat
 
     def slots(self, flat: Tensor) -> list[Tensor]:
         """Views of a flat tensor, one for each parameter, in its shape."""
-        return [self.slot(flat, slot) for slot in range(len(self.params))]
+        return [self.tensors.read(name, flat) for name in self.layout.names]
 
     def slot(self, flat: Tensor, slot: int) -> Tensor:
         """One of them."""
-        shape, strides, start = self._places[slot]
-        return flat.as_strided(shape, strides, int(flat.storage_offset()) + start)
+        return self.tensors.read(self.layout.names[slot], flat)
 
     def begin(self) -> None:
         """A backward begins: write over nothing that somebody has."""
@@ -119,11 +116,6 @@ def _num_references(tensor: Tensor) -> int:
     """How many tensors share its memory."""
     # Private: there is no public way to ask. One reference is that of the storage which is asked.
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
-
-
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
-    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _strides(param: nn.Parameter) -> tuple[int, ...]:

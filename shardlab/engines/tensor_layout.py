@@ -3,8 +3,9 @@
 ``partition`` says it in elements, of any layout; here it becomes views of tensors and copies from and to them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -20,9 +21,13 @@ class TensorLayout:
         layout: which elements which rank holds.
         rank: this one.
         shapes: of the parameters, by name.
+        strides: of those that lie in the buffer otherwise than contiguous.
     """
 
-    def __init__(self, layout: Layout, rank: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, layout: Layout, rank: int, shapes: Mapping[str, tuple[int, ...]], strides: Mapping[str, tuple[int, ...]] =
+        MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self._shapes, self._stretches = shapes, stretches_in_buffer(layout)
         # All or none: a view of one row beside copies of the others would keep the buffer in memory too.
         self.are_copied = any(len(stretches) > 1 for stretches in self._stretches.values())
@@ -36,8 +41,8 @@ class TensorLayout:
             name: _At(self.places[name].start, _shape_of(piece, shapes[name])) for name, piece in self.own.items()
         }
         self._fulls_at = {  # in the buffer, of parameters that lie there in one stretch
-            name: _At(stretches[0][0] if stretches else 0, shapes[name])
-            for name, stretches in self._stretches.items() if len(stretches) <= 1
+            name: _At(stretches[0][0], shapes[name], strides.get(name))
+            for name, stretches in self._stretches.items() if len(stretches) == 1
         }  # fmt: skip
 
     def cut(self, params: Mapping[str, Tensor]) -> Tensor:
@@ -56,14 +61,17 @@ class TensorLayout:
             return shard.new_empty((0, *(self._shapes[name] or (1,))[1:]))
         return self._pieces_at[name].of(shard)
 
+    def parts_of(self, shard: Tensor, names: Collection[str]) -> dict[str, Tensor]:
+        """The parts of a tensor of the chunk's size that belong to some parameters, flat views."""
+        return {name: shard[place] for name, place in self.places.items() if name in names}
+
     def read(self, name: str, buffer: Tensor) -> Tensor:
         """A full parameter read from the buffer."""
-        if not prod(self._shapes[name]):
-            return buffer.new_empty(self._shapes[name])  # a view would begin where another parameter does
-        if not self.are_copied:
+        if not self.are_copied and name in self._fulls_at:
             # A view, which keeps the whole buffer in memory while any parameter of it is used.
             return self._fulls_at[name].of(buffer)
-        # A copy: the buffer can go as soon as all parameters are read.
+        # A copy: the buffer can go as soon as all parameters are read. (Of one without elements too: its view would
+        # begin where another parameter does.)
         full = buffer.new_empty(self._shapes[name])
         for start, stop, offset in self._stretches[name]:
             full.view(-1)[offset : offset + stop - start].copy_(buffer[start:stop])
@@ -86,17 +94,22 @@ class TensorLayout:
             torch._foreach_copy_(places, values)  # one launch on a device
 
 
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
 class _At:
     """A tensor of some shape in a flat one, as a view of it; one call of torch where slice and view are two.
 
     Args:
         start: in elements.
         shape: of it.
+        strides: None if it is contiguous.
     """
 
-    def __init__(self, start: int, shape: tuple[int, ...]) -> None:
-        self._start, self._shape = start, shape
-        self._strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    def __init__(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> None:
+        self._start, self._shape, self._strides = start, shape, strides or contiguous(shape)
 
     def of(self, flat: Tensor) -> Tensor:
         return flat.as_strided(self._shape, self._strides, int(flat.storage_offset()) + self._start)

@@ -9,7 +9,7 @@ weights. Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -73,13 +73,8 @@ class ZeRO1(Bucketed):
 
     def _piece(self, bucket: Bucket, name: str) -> Tensor:
         """What this rank steps of a parameter: a view of the buffer, so that a step needs no copy, or of the master."""
-        chunk, first = (bucket.values, 0) if bucket.master is None else (bucket.master, bucket.chunk.start)
-        if name not in bucket.own:
-            # With the parameter's number of dims (at least one), since some optimizers accept only matrices.
-            return chunk.new_empty((0, *self.params[name].shape[1:]))
-        piece = bucket.own[name]
-        part = chunk[piece.flat_start - first : piece.flat_stop - first]
-        return part.view(self.params[name].shape) if piece.whole else part
+        chunk = bucket.values[bucket.chunk] if bucket.master is None else bucket.master
+        return bucket.tensors.piece_of(name, chunk)
 
     @staticmethod
     def _show(bucket: Bucket, flat: Tensor) -> None:
@@ -103,11 +98,11 @@ class ZeRO1(Bucketed):
         assert bucket.means is not None
         unused_here = {bucket.layout.names[slot] for slot in bucket.unused}
         # With a precision these are sums, read before they become means: dividing a tiny one may give -0.
-        nobody = nobody_used(_parts(bucket, bucket.means, unused_here))
+        nobody = nobody_used(bucket.tensors.parts_of(bucket.means, unused_here))
         if self.precision.reduce_dtype is not None:
             master = self._pieces[bucket.layout.names[0]].dtype
             bucket.means = bucket.means.to(master).div_(self.num_ranks)
-        for name, part in _parts(bucket, bucket.means, bucket.own).items():
+        for name, part in bucket.tensors.parts_of(bucket.means, bucket.tensors.own).items():
             piece = self._pieces[name]
             earlier = piece.grad
             if earlier is not None or name not in nobody:
@@ -120,7 +115,7 @@ class ZeRO1(Bucketed):
         for bucket in self.buckets:
             # Means of an earlier backward, to which this one adds, may lie in the buffer that it fills.
             if bucket.buffer is not None and not bucket.filled:
-                for name in bucket.own:
+                for name in bucket.tensors.own:
                     gradient = self._pieces[name].grad
                     if gradient is not None and _share(gradient, bucket.buffer):
                         self._pieces[name].grad = gradient.clone()
@@ -216,7 +211,7 @@ class ZeRO1(Bucketed):
         for bucket in self.buckets:
             if bucket.master is not None:
                 yield Holding(Role.MASTER_WEIGHT, bucket.master)
-                for name, piece in bucket.own.items():
+                for name, piece in bucket.tensors.own.items():
                     span = (piece.param_start, piece.param_stop)
                     yield Holding(Role.MASTER_WEIGHT, self._pieces[name], name, span)
         for bucket in self.buckets:
@@ -236,13 +231,6 @@ class ZeRO1(Bucketed):
 
 def _is_elsewhere(param: Tensor, view: Tensor) -> bool:
     return param.data_ptr() != view.data_ptr() or param.stride() != view.stride()
-
-
-def _parts(bucket: Bucket, chunk: Tensor, names: Mapping[str, object] | set[str]) -> dict[str, Tensor]:
-    """The parts of a chunk by parameter, flat."""
-    first = bucket.chunk.start
-    own = bucket.own.items()
-    return {name: chunk[one.flat_start - first : one.flat_stop - first] for name, one in own if name in names}
 
 
 def _share(one: Tensor, other: Tensor) -> bool:

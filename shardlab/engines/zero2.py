@@ -59,6 +59,6 @@ class ZeRO2(ZeRO1):
             yield Holding(Role.GRADIENT, bucket.buffer)
         if bucket.means is not None:
             yield Holding(Role.GRADIENT, bucket.means)
-        for name, piece in bucket.own.items():
+        for name, piece in bucket.tensors.own.items():
             if (gradient := self._pieces[name].grad) is not None:
                 yield Holding(Role.GRADIENT, gradient, name, (piece.param_start, piece.param_stop))
