@@ -21,7 +21,7 @@ product was seen to fall from 80 to 47 % of the peak beside an all-gather (NVIDI
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, log2
 
 from shardlab.partition.ring_cost import ring_wire_bytes
@@ -38,6 +38,9 @@ INSIDE_EFFICIENCY = 0.79  # 345 to 366 of 450 GB/s a direction: H100 and H200, a
 HOP_SECONDS = 4.7e-6  # 30 us over 8 H100 inside a host, 70 us over 16 and 1204 us over 256 between hosts
 # Share of a link between hosts that a ring reaches, by bytes of a rank's chunk; between them by the logarithm.
 CHUNKS = ((8e6, 0.68), (16e6, 0.79), (32e6, 0.87))
+# Links between hosts that are usual beside a card, of what its line in cards.csv says. A100: 50 Gb/s per GPU (AWS p4d,
+# 400 Gb/s a host) to 200 (Azure ND A100 v4); H100: 100 (Google a3-highgpu, 800 Gb/s a host) to 400 (DGX H100, AWS p5).
+USUAL_BETWEEN = (0.25, 1.0)
 # Links inside a host, by name: bytes a second that a ring reaches on them, in one direction.
 INSIDE = {
     "nvlink3": 300e9 * INSIDE_EFFICIENCY,  # data sheet of A100: 600 GB/s in both directions
@@ -114,13 +117,15 @@ class Network:
     """Links of a cluster; bandwidths in bytes a second and in one direction.
 
     ``inside`` is what a ring inside a host reaches, ``between`` what the maker says of a GPU's link between hosts, and
-    ``factor`` by how much everything between hosts is faster than the constants above say.
+    ``factor`` by how much everything between hosts is faster than the constants above say. Whether the link between
+    hosts ``is_assumed``, since nobody said it, changes no time.
     """
 
     per_host: int
     inside: float
     between: float
     factor: float = 1.0
+    is_assumed: bool = field(default=False, compare=False)
 
     def seconds(self, op: Collective, num_bytes: float, ranks: int, per_host: int) -> float:
         """Seconds of a collective of ``num_bytes``, the whole buffer, over ranks, of which so many share a host."""
@@ -174,7 +179,8 @@ def network_of(text: str | None, hardware: Hardware) -> Network:
         if "per GPU" in found:
             raise ValueError(f"network: {text!r} has two links between hosts; write {_FORM}")
         between = found["of host"] / per_host
-    return Network(per_host, found.get("inside", INSIDE[hardware.inside]), between)
+    is_assumed = not {"per GPU", "of host"} & set(found)
+    return Network(per_host, found.get("inside", INSIDE[hardware.inside]), between, is_assumed=is_assumed)
 
 
 def _part(part: str, hardware: Hardware) -> tuple[str, float]:

@@ -1,10 +1,17 @@
 """A step of a transformer that is forecast: how large it is, how it is trained, on what, and what follows from that."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
 
-from shardlab.planner.hardware import COMPUTE_PRECISIONS, Hardware, Network, hardware_named, network_of
+from shardlab.planner.hardware import (
+    COMPUTE_PRECISIONS,
+    USUAL_BETWEEN,
+    Hardware,
+    Network,
+    hardware_named,
+    network_of,
+)
 from shardlab.planner.replay import REPLAYED
 
 ATTENTIONS = ("flash-1", "flash-2", "unfused")
@@ -68,6 +75,18 @@ class Job:
     def links(self) -> Network:
         """The network."""
         return network_of(self.network, self.card)
+
+    @cached_property
+    def assumed_gigabits(self) -> tuple[float, float] | None:
+        """Least and most that is usual for a GPU's link between hosts, if the job needs one and no network says it."""
+        if self.data * self.tensor <= self.links.per_host or not self.links.is_assumed:
+            return None
+        least, most = (of * self.card.between_gigabits for of in USUAL_BETWEEN)
+        return least, most
+
+    def linked_by(self, gigabits: float) -> "Job":
+        """The same with a link between hosts of so many Gb/s per GPU."""
+        return replace(self, network=", ".join(filter(None, (self.network, f"{gigabits:g}Gb/s per GPU"))))
 
     @property
     def way(self) -> str:
