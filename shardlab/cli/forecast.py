@@ -36,7 +36,7 @@ def with_forecasts(
     from shardlab.lab.calibrate import differs_here
 
     found = {}
-    with progress_bar(len(rows)) as advance:
+    with progress_bar(len(plans), first="steps without values") as advance:
         for name, plan in plans.items():
             config = to_plan(workload_at(place), ranks, (name,), device="cpu", **options)
             with suppress(RuntimeError):  # it needs values

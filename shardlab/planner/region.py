@@ -3,7 +3,8 @@
 Like a job are published steps of the same kind (``KINDS``) and of sizes within ``REACHES``. The error that is said is
 that of the worst of them; fewer than ``LEAST_STEPS`` say nothing. Of the published steps themselves, 94 % are missed by
 no more than the worst of the others that are like them. Without a measured step of one's own, machines of one card
-differ as wholes: so the error is then no less than that of the machine whose median is missed by most.
+differ as wholes: so the error is then no less than that of the machine whose median is missed by most. With one that is
+less like the job than those that calibrate published steps, nothing is known: it may move the forecast anywhere.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from shardlab.planner.job import Job
 from shardlab.planner.published import PublishedStep, calibration_of, error_of, published_steps
 
 LEAST_STEPS = 3
+WORK, CALIBRATES = "tokens of a micro-batch x width", 6.0  # by which factor the work of a calibration may differ
 # What has to be the same.
 KINDS: tuple[Callable[[Job], str], ...] = (
     lambda job: job.card.name,
@@ -33,7 +35,7 @@ KINDS: tuple[Callable[[Job], str], ...] = (
 # What has to be alike, and by which factor it may differ. The first is the work of a kernel: below what was measured
 # the host sets the pace, which no forecast here knows.
 REACHES: Mapping[str, tuple[Callable[[Job], float], float]] = {
-    "tokens of a micro-batch x width": (lambda job: job.tokens * job.hidden / job.tensor, 2.0),
+    WORK: (lambda job: job.tokens * job.hidden / job.tensor, 2.0),
     "GPUs": (lambda job: job.data * job.tensor, 4.0),
     "parameters": (lambda job: job.num_params, 8.0),
 }
@@ -53,8 +55,13 @@ class Miss:
 
 
 def expected_miss(job: Job, calibration: Sequence[tuple[Mapping[str, Any], float]] = ()) -> Miss:
-    """By how much ``forecast_of(job, calibration)`` may miss; pairs of another card count as none."""
-    is_calibrated = any(of.card == job.card for of, _ in checked(calibration, job))
+    """By how much ``forecast_of(job, calibration)`` may miss."""
+    pairs, is_calibrated = checked(calibration, job), bool(calibration)
+    if unlike := [str(number) for number, (of, _) in enumerate(pairs) if not _calibrates(of, job)]:
+        return Miss(
+            None,
+            f"nothing known: calibration pair {', '.join(unlike)} is of another card, tp or size of work than this job",
+        )
     here = Place.of(job)
     apart = {step: here.apart(place) for step, place in _measured(is_calibrated=is_calibrated).items()}
     nearest = min(apart, key=lambda step: apart[step])
@@ -72,6 +79,12 @@ def expected_miss(job: Job, calibration: Sequence[tuple[Mapping[str, Any], float
     if least > worst:
         said += f". Without a measured step of yours it may be {least:.0%}, by which {machine} is missed in the median"
     return Miss(max(worst, least), said)
+
+
+def _calibrates(of: Job, job: Job) -> bool:
+    work, _ = REACHES[WORK]
+    same = (of.card, of.tensor) == (job.card, job.tensor)
+    return same and 1 / CALIBRATES <= work(of) / work(job) <= CALIBRATES
 
 
 @dataclass(frozen=True)

@@ -357,9 +357,20 @@ def test_the_error_is_that_of_the_steps_like_it_and_of_machines_where_none_was_m
     job, pair = Job(**KNOWN), (KNOWN, 1.0)
     alone, calibrated = expected_miss(job), expected_miss(job, [pair])
     assert 0.02 < calibrated.share < 0.08 < 0.2 <= alone.share  # machines of 500 W are a fifth slower
-    assert expected_miss(job, [(KNOWN | {"hardware": "a100"}, 1.0)]) == alone  # of another card
     for found in (alone, calibrated):
         assert re.match(r"\d+ measured steps like this one, of \d machines?, were missed by", found.reason)
+
+
+@pytest.mark.parametrize("other", [{"hardware": "a100"}, {"tensor": 2}, {"micro_batch": 1, "seq_len": 512}])
+def test_a_calibration_that_is_not_like_the_job_leaves_no_error(other):
+    found = expected_miss(Job(**KNOWN), [(KNOWN, 1.0), (KNOWN | other, 1.0)])
+    assert found.share is None
+    assert found.reason.startswith("nothing known: calibration pair 1 is of another card, tp or size of work")
+
+
+def test_published_steps_stand_on_calibrations_that_are_like_them():
+    for step in published_steps():
+        assert "calibration" not in expected_miss(step.job, calibration_of(step.machine)).reason, step.title
 
 
 def test_published_steps_are_missed_by_no_more_than_those_like_them():
