@@ -170,14 +170,13 @@ def validate(*, json: bool, calibration: Path | None) -> None:
     given = calibration or CALIBRATION
     # One that is named has to be there.
     machine = Machine.load(given) if calibration or given.exists() else None
-    published = validate_published()
+    published, console = validate_published(), Console(highlight=False)
+    if not json:
+        _tell_published(console, published)  # before steps are run for minutes
     here = None if machine is None else _validated(machine, given)
     if json:
         typer.echo(json_text.dumps(_misses(published, here), indent=2))
-        return
-    console = Console(highlight=False)
-    _tell_published(console, published)
-    if here is not None:
+    elif here is not None:
         _tell_here(console, here)
     else:
         said = f"Of this machine nothing is said: {given} is not there; shardlab calibrate, then this again."
