@@ -62,7 +62,7 @@ def published_steps() -> tuple[PublishedStep, ...]:
 
 
 def _step_of(row: Mapping[str, str]) -> PublishedStep:
-    given = {name: int(row[name]) if row[name].isdigit() else row[name] for name in ARGUMENTS if row[name]}
+    given = {name: int(row[name]) if row[name].isdigit() else row[name] for name in ARGUMENTS if row.get(name)}
     return PublishedStep(
         row["machine"], row["name"], row["source"], Job(**given | {"compiled": "compiled" in given}),  # type: ignore[arg-type]
         float(row["measured_seconds"]), row["calibration"] == "1", row["held_out"] == "1",
