@@ -75,8 +75,8 @@ def machine_for(calibration: Path | None, ranks: int, strategies: Collection[str
     if calibration is None:
         return None
     machine = Machine.load(calibration)
-    for is_single in {name == "single" for name in strategies}:
-        machine.costs(ranks, single=is_single)
+    for name in strategies:
+        machine.costs(ranks, single=name == "single")
     return machine
 
 

@@ -38,9 +38,6 @@ INSIDE_EFFICIENCY = 0.79  # 345 to 366 of 450 GB/s a direction: H100 and H200, a
 HOP_SECONDS = 4.7e-6  # 30 us over 8 H100 inside a host, 70 us over 16 and 1204 us over 256 between hosts
 # Share of a link between hosts that a ring reaches, by bytes of a rank's chunk; between them by the logarithm.
 CHUNKS = ((8e6, 0.68), (16e6, 0.79), (32e6, 0.87))
-# Links between hosts that are usual beside a card, of what its line in cards.csv says. A100: 50 Gb/s per GPU (AWS p4d,
-# 400 Gb/s a host) to 200 (Azure ND A100 v4); H100: 100 (Google a3-highgpu, 800 Gb/s a host) to 400 (DGX H100, AWS p5).
-USUAL_BETWEEN = (0.25, 1.0)
 # Links inside a host, by name: bytes a second that a ring reaches on them, in one direction.
 INSIDE = {
     "nvlink3": 300e9 * INSIDE_EFFICIENCY,  # data sheet of A100: 600 GB/s in both directions
@@ -82,6 +79,15 @@ class Hardware:
     contention: float
     memory_fraction: float = 0.8
     launch_seconds: float = 7e-6
+
+    @property
+    def usual_gigabits(self) -> tuple[float, float]:
+        """Least and most that is usual for a GPU's share of the links between hosts.
+
+        A100: 50 (AWS p4d, 400 Gb/s a host) to 200 (Azure ND A100 v4); H100: 100 (Google a3-highgpu, 800 Gb/s a host)
+        to 400 (DGX H100, AWS p5). So a fourth is taken for other cards, too.
+        """
+        return self.between_gigabits / 4, self.between_gigabits
 
     def faster(self, compute: float, attention: float = 1.0) -> "Hardware":
         """The same with all compute, and attention besides, faster by these factors."""

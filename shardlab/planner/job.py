@@ -4,14 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
 
-from shardlab.planner.hardware import (
-    COMPUTE_PRECISIONS,
-    USUAL_BETWEEN,
-    Hardware,
-    Network,
-    hardware_named,
-    network_of,
-)
+from shardlab.planner.hardware import COMPUTE_PRECISIONS, Hardware, Network, hardware_named, network_of
 from shardlab.planner.replay import REPLAYED
 
 ATTENTIONS = ("flash-1", "flash-2", "unfused")
@@ -79,10 +72,8 @@ class Job:
     @cached_property
     def assumed_gigabits(self) -> tuple[float, float] | None:
         """Least and most that is usual for a GPU's link between hosts, if the job needs one and no network says it."""
-        if self.data * self.tensor <= self.links.per_host or not self.links.is_assumed:
-            return None
-        least, most = (of * self.card.between_gigabits for of in USUAL_BETWEEN)
-        return least, most
+        is_needed = self.data * self.tensor > self.links.per_host
+        return self.card.usual_gigabits if is_needed and self.links.is_assumed else None
 
     def linked_by(self, gigabits: float) -> "Job":
         """The same with a link between hosts of so many Gb/s per GPU."""
