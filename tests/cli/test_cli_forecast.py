@@ -2,11 +2,13 @@
 
 import json
 
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
 from shardlab.cli import app
 from shardlab.cli.transformer import _fits
+from shardlab.lab import validated_here
 from shardlab.planner.machine import Machine
 from tests.planner.test_machine import COSTS
 from tests.planner.test_search import LLAMA
@@ -145,6 +147,22 @@ def test_the_published_half_of_validate_needs_no_calibration(tmp_path, monkeypat
     found = json.loads(said("--validate", "--json"))
     assert found["held_out"]["error"]["median"] == pytest.approx(0.0226, abs=0.001)
     assert "here" not in found
+
+
+def test_what_was_run_here_stands_beside_it_and_in_the_calibration(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Machine("here", {}, 2, {"2": COSTS, "single": COSTS}).write(tmp_path / "machine.json")
+    rows = [("ddp", 2, 4, None, 0.011, 0.010, 1e6), ("fsdp", 2, 4, None, 0.012, 0.020, 2e6)]
+    columns = ["strategy", "ranks", "rows", "link", "predicted", "measured", "sent_bytes"]
+    here = validated_here.with_errors(pd.DataFrame(rows, columns=columns))
+    monkeypatch.setattr(validated_here, "validate_here", lambda *_: here)
+    text = " ".join(said("--validate").split())
+    assert "Misses of 2 steps run here, %" in text
+    assert "Choosing the strategy that is forecast to be fastest costs 0.0% on average." in text
+    assert [row[0] for row in Machine.load("machine.json").validated] == ["ddp", "fsdp"]
+    found = json.loads(said("--validate", "--json"))
+    assert found["here"]["error"]["worst"] == pytest.approx(0.4)
+    assert len(found["rows"]) == 2
 
 
 @pytest.mark.parametrize(
