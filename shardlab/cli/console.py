@@ -42,13 +42,15 @@ def names_in(text: str) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def progress_bar(total: int, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr while ranks work; calling what it yields advances it by one and says what was done."""
+def progress_bar(
+    total: int, *, first: str = "starting the ranks", quiet: bool = False
+) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr that begins with ``first``; calling what it yields advances it by one and says what was done."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
     with Progress(*columns, console=Console(stderr=True, quiet=quiet), transient=True) as progress:
-        task = progress.add_task("starting the ranks", total=total)
+        task = progress.add_task(first, total=total)
         yield lambda done: progress.update(task, advance=1, description=done)
 
 

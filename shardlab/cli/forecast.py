@@ -2,7 +2,7 @@
 
 import json as json_text
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,14 +17,15 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from shardlab.experiment.planned import Plan
+    from shardlab.planner.machine import Machine
 
-CALIBRATION = Path("machine.json")
+CALIBRATION, LIMIT_S = Path("machine.json"), 600.0
 SETS = {"published": "published steps", "held_out": "published steps that were held out", "here": "steps run here"}
 
 
 def with_forecasts(
     rows: "pd.DataFrame", place: str, ranks: int, plans: Mapping[str, "Plan"], options: Mapping[str, Any],
-    calibration: Path | None,
+    machine: "Machine | None",
 ) -> tuple["pd.DataFrame", str]:  # fmt: skip
     """The rows of a plan with bytes at the peak, those of a calibrated machine with times; and how to take them."""
     import pandas as pd
@@ -33,10 +34,9 @@ def with_forecasts(
     from shardlab.experiment.named_workload import workload_at
     from shardlab.experiment.planned import to_plan
     from shardlab.lab.calibrate import differs_here
-    from shardlab.planner.machine import Machine
 
-    machine, found = None if calibration is None else Machine.load(calibration), {}
-    with progress_bar(len(rows)) as advance:
+    found = {}
+    with progress_bar(len(plans), first="steps without values") as advance:
         for name, plan in plans.items():
             config = to_plan(workload_at(place), ranks, (name,), device="cpu", **options)
             with suppress(RuntimeError):  # it needs values
@@ -49,9 +49,13 @@ def with_forecasts(
     if machine is None or not found:
         return rows, note
     first = min(found, key=lambda name: found[name].seconds)
-    note += f" Times are those of {machine.name}: {machine.misses(first, ranks, found[first].seconds)}."
+    is_known = not (found[first].is_outside or found[first].unmeasured)
+    miss = machine.misses(first, ranks, found[first].seconds) if is_known else "how far they miss is not known"
+    note += f" Times are those of {machine.name}: {miss}."
     if other := differs_here(machine):
         note += f" It was calibrated {other}: times of this machine may be others."
+    if machine.is_quick:
+        note += " It was calibrated quickly, with few sizes and readings."
     if unmeasured := sorted({kind for one in found.values() for kind in one.unmeasured}):
         note += f" Of {' and '.join(unmeasured)} nothing was calibrated: times with them may be far off."
     if outside := [name for name, one in found.items() if one.is_outside]:
@@ -60,22 +64,57 @@ def with_forecasts(
     return rows.assign(step_ms=pd.array(times, "Float64")), note
 
 
+def machine_for(calibration: Path | None, ranks: int, strategies: Collection[str]) -> "Machine | None":
+    """A calibration that has what forecasts of these strategies need; None where none is given.
+
+    Raises:
+        ValueError: it cannot be read, or was not made for so many ranks.
+    """
+    from shardlab.planner.machine import Machine
+
+    if calibration is None:
+        return None
+    machine = Machine.load(calibration)
+    for name in strategies:
+        machine.costs(ranks, single=name == "single")
+    return machine
+
+
 def calibrate(
     ranks: Annotated[str, typer.Option(help="Comma-separated: how many ranks at once.")] = "2,4",
     out: Annotated[Path, typer.Option(help="The file; a plan reads it with --calibration.")] = CALIBRATION,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and readings: sooner, and less sure.")] = False,
+    limit: Annotated[float, typer.Option(help="Seconds after which no further part is begun.")] = LIMIT_S,
 ) -> None:
-    """Measure what this machine takes for operations and messages, for forecasts of time; leave it alone meanwhile."""
-    from shardlab.lab.calibrate import calibrate as measure
+    """Measure what this machine takes for operations and messages, for forecasts of time; leave it alone meanwhile.
 
-    counts = [int(text) if text.isdigit() else 0 for text in names_in(ranks)]
+    Parts that are measured are kept beside the file until it is whole: after an interrupt or the limit, go on by the
+    same command.
+    """
+    from shardlab.lab.calibrate import Calibration
+
+    counts = list(dict.fromkeys(int(text) if text.isdigit() else 0 for text in names_in(ranks)))
     if not counts or min(counts) < 2:
         raise ValueError(f"ranks: {ranks!r} is given; give numbers from 2 on, such as 2,4")
-    if out.is_dir() or not out.parent.is_dir():
+    if not limit > 0:
+        raise ValueError(f"limit: {limit:g} is given; give seconds above 0")
+    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
         raise ValueError(f"out: {out} cannot be written; name a file in an existing directory")
-    with progress_bar(len(counts) + 1) as advance:
-        machine = measure(counts, advance)
-    machine.write(out)
-    Console(highlight=False).print(f"Calibration: {out}", soft_wrap=True)
+    parts = out.with_name(f"{out.name}.part")
+    calibration, console = Calibration(counts, is_quick=quick, path=parts), Console(highlight=False)
+    total, missing = len(calibration.parts), len(calibration.missing)
+    if missing < total:
+        said = f"{total - missing} of {total} parts were measured before; remove {parts} to measure them again"
+        console.print(said, soft_wrap=True)
+    with progress_bar(missing) as advance, suppress(KeyboardInterrupt):
+        calibration.measure(advance, limit)
+    if left := len(calibration.missing):
+        said = f"Stopped: {total - left} of {total} parts are measured, and kept in {parts}; the same command goes on"
+        console.print(said, soft_wrap=True)
+        raise typer.Exit(1)
+    calibration.machine().write(out)
+    calibration.kept.drop()
+    console.print(f"Calibration: {out}", soft_wrap=True)
 
 
 def what_if(
@@ -123,37 +162,79 @@ def what_if(
     Console(highlight=False).print(answer_table([("WHAT IF", f"{strategy} with {said}: {found.sentence()}")]))
 
 
-def validate(*, json: bool, calibration: Path) -> None:
-    """Print how far forecasts miss: of published steps of GPUs, and of steps that are run here."""
-    from shardlab.lab.validated_here import configurations, regret_of, validate_here
+def validate(*, json: bool, calibration: Path | None) -> None:
+    """Print how far forecasts miss: of published steps of GPUs, and, where it was calibrated, of steps run here."""
     from shardlab.planner.machine import Machine
-    from shardlab.planner.validation import summary, validate_published
+    from shardlab.planner.validation import validate_published
 
-    published, machine = validate_published(), Machine.load(calibration)
+    given = calibration or CALIBRATION
+    # One that is named has to be there.
+    machine = Machine.load(given) if calibration or given.exists() else None
+    published, console = validate_published(), Console(highlight=False)
+    if not json:
+        _tell_published(console, published)  # before steps are run for minutes
+    here = None if machine is None else _validated(machine, given)
+    if json:
+        typer.echo(json_text.dumps(_misses(published, here), indent=2))
+    elif here is not None:
+        _tell_here(console, here)
+    else:
+        said = f"Of this machine nothing is said: {given} is not there; shardlab calibrate, then this again."
+        console.print(said, soft_wrap=True)
+
+
+def _validated(machine: "Machine", calibration: Path) -> "pd.DataFrame":
+    """Steps that are forecast and run here; the calibration keeps them."""
+    from shardlab.lab.validated_here import configurations, validate_here
+
     with progress_bar(len(configurations(machine))) as advance:
         here = validate_here(machine, advance)
     columns = here[["strategy", "ranks", "predicted", "measured"]]
     replace(machine, validated=tuple(columns.itertuples(index=False, name=None))).write(calibration)
-    held_out, peaks = published["held_out"], published["peak_error"].abs().dropna()
-    sets = {"published": published[~held_out], "held_out": published[held_out], "here": here}
-    if json:
-        found = {name: summary(rows).to_dict("index") for name, rows in sets.items()}
-        more = {"worst_peak": peaks.max(), "regret": regret_of(here), "rows": here.to_dict("records")}
-        typer.echo(json_text.dumps(found | more, indent=2))
-        return
-    console = Console(highlight=False)
-    for name, rows in sets.items():
-        table, steps = summary(rows), f"{int((~rows['calibration']).sum())} {SETS[name]}"
-        shown = (100 * table).round(1).reset_index(names="forecast")
-        shown["forecast"] = ["this one", "constant rate", "roofline"]
-        console.print(table_of(shown, f"Misses of {steps}, %", 2))
-        ours, toys = table.iloc[0], table.iloc[1:]
-        if (toys[["p90", "worst"]] < ours[["p90", "worst"]]).any().any():
-            console.print("A toy is better than this forecast in its 90th percentile or its worst case.", style="bold")
+    return here
+
+
+def _sets(published: "pd.DataFrame") -> dict[str, "pd.DataFrame"]:
+    return {"published": published[~published["held_out"]], "held_out": published[published["held_out"]]}
+
+
+def _misses(published: "pd.DataFrame", here: "pd.DataFrame | None") -> dict[str, Any]:
+    from shardlab.lab.validated_here import regret_of
+    from shardlab.planner.validation import summary
+
+    sets = _sets(published) | ({} if here is None else {"here": here})
+    found: dict[str, Any] = {name: summary(rows).to_dict("index") for name, rows in sets.items()}
+    found["worst_peak"] = published["peak_error"].abs().max()
+    return found if here is None else found | {"regret": regret_of(here), "rows": here.to_dict("records")}
+
+
+def _tell_set(console: Console, name: str, rows: "pd.DataFrame") -> None:
+    """Print a table of misses, beside the toys."""
+    from shardlab.planner.validation import summary
+
+    table, steps = summary(rows), f"{int((~rows['calibration']).sum())} {SETS[name]}"
+    shown = (100 * table).round(1).reset_index(names="forecast")
+    shown["forecast"] = ["this one", "constant rate", "roofline"]
+    console.print(table_of(shown, f"Misses of {steps}, %", 2))
+    ours, toys = table.iloc[0], table.iloc[1:]
+    if (toys[["p90", "worst"]] < ours[["p90", "worst"]]).any().any():
+        console.print("A toy is better than this forecast in its 90th percentile or its worst case.", style="bold")
+
+
+def _tell_published(console: Console, published: "pd.DataFrame") -> None:
+    for name, rows in _sets(published).items():
+        _tell_set(console, name, rows)
     most = published.iloc[published["error"].abs().argsort()[::-1][:2]][["name", "machine", "error"]]
     said = "; ".join(f"{name} ({machine}) by {error:+.1%}" for name, machine, error in most.itertuples(index=False))
     console.print(f"The two published steps that are missed by most: {said}.")
+    peaks = published["peak_error"].abs().dropna()
     console.print(f"Bytes at the peak of {len(peaks)} published steps are missed by {peaks.max():.1%} at most.")
+
+
+def _tell_here(console: Console, here: "pd.DataFrame") -> None:
+    from shardlab.lab.validated_here import regret_of
+
+    _tell_set(console, "here", here)
     console.print(f"Choosing the strategy that is forecast to be fastest costs {regret_of(here):.1%} on average.")
     worst = here.reindex(here["error"].abs().sort_values(ascending=False).index).head(5)
     shown = worst[["strategy", "ranks", "rows", "link"]].assign(

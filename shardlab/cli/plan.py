@@ -16,6 +16,7 @@ from shardlab.cli.records import ROOMY, print_json
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.planner.fit import Gpu
 from shardlab.planner.formulas import model_states, precision_named
+from shardlab.planner.setup import STRATEGIES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -95,7 +96,7 @@ def plan(
     """Predict bytes per rank, and what is sent, without running; nothing is trained and no rank starts."""
     if validate:
         _refuse("--validate", {"params": params, "workload": workload, "config": config is not None, "gpu": gpu})
-        return forecast.validate(json=json, calibration=calibration or forecast.CALIBRATION)
+        return forecast.validate(json=json, calibration=calibration)
     if sum(map(bool, (params, workload, config))) != 1:
         raise ValueError(
             "params, workload, config: give one of them: --params 7.5B, --workload train.py:workload, or --config "
@@ -128,11 +129,15 @@ def plan(
             "strategy": (*names_in(strategies), "")[0], "recompute": layers, "measured": measured or (),
         }  # fmt: skip
         return transformer.of_config(config, ranks, hardware, network, options, searches=search, json=json)
-    on = Gpu.parse(gpu) if gpu else None  # before the work: it may be misspelled
+    # Before the work: what was given may be misspelled, or not be there.
+    on = Gpu.parse(gpu) if gpu else None
+    if out is not None:
+        _make(out)
     if workload:
         chosen: dict[str, Any] = {"sharding": sharding, "precision": precision or "full", "tp": tp}
         chosen |= ({"wrap": wrap} if wrap else {}) | ({"bucket_mib": bucket_mib} if bucket_mib != BUCKET_MIB else {})
-        forecasts = partial(forecast.with_forecasts, calibration=calibration) if peak or calibration else None
+        machine = forecast.machine_for(calibration, ranks, names_in(strategies) or STRATEGIES)
+        forecasts = partial(forecast.with_forecasts, machine=machine) if peak or calibration else None
         found = _of_workload(workload, ranks, names_in(strategies), chosen, on, forecasts)
     else:
         found = _of_params(params, ranks, precision or "mixed", on)
@@ -172,7 +177,6 @@ def _of_workload(
     from shardlab.experiment.planned import plans_of, row_of, table_of
     from shardlab.experiment.tensor import shown_plan
     from shardlab.lab.fit import RunPlan
-    from shardlab.planner.setup import STRATEGIES
 
     names, layers, workload = names or STRATEGIES, None, workload_at(place)
     if options["tp"] > 1:
@@ -248,12 +252,15 @@ def _page(found: Found, said: Any, gpu: Gpu | None, card: str, out: Path) -> Pat
     tables = {note: table for (_, note), table in _tables(found, card).items()}
     tables |= {} if found.layers is None else {"How layers are divided.": found.layers}
     lead = f"{found.title}{'' if gpu is None else f', on GPUs of {card}'}. Nothing was run."
+    page = plots.report_page(found.title, lead, tables, figures, said, first=len(figures))
+    return write_page(out / "plan.html", page)
+
+
+def _make(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"out: {out} cannot be made: {error.strerror}; name a directory") from None
-    page = plots.report_page(found.title, lead, tables, figures, said, first=len(figures))
-    return write_page(out / "plan.html", page)
 
 
 def _buckets(names: tuple[str, ...], options: dict[str, Any]) -> str:

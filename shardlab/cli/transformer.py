@@ -12,6 +12,7 @@ from rich.console import Console
 from shardlab.cli.console import answer_table, count, table_of
 
 if TYPE_CHECKING:
+    from shardlab.planner.forecast import Forecast
     from shardlab.planner.job import Job
 
 SHOWN = 12  # ways of a search
@@ -98,30 +99,47 @@ def _tell_forecast(
     sizes: Mapping[str, Any], ranks: int, on: Mapping[str, Any], options: Mapping[str, Any],
     pairs: Sequence[tuple[dict[str, Any], float]], *, json: bool,
 ) -> None:  # fmt: skip
+    import pandas as pd
+
     from shardlab.planner.forecast import forecast_of
+    from shardlab.planner.region import expected_miss
 
     job = _job_of(sizes, ranks, on, options)
-    found = forecast_of(job, pairs)
+    found, miss = forecast_of(job, pairs), expected_miss(job, pairs)
     if json:
-        typer.echo(json_text.dumps({**asdict(found), "arguments": asdict(job)}, indent=2))
+        typer.echo(json_text.dumps({**asdict(found), "miss": asdict(miss), "arguments": asdict(job)}, indent=2))
         return
     console = Console(highlight=False)
     console.print(answer_table([
         ("PLANNED", f"{job.way}; rows of {count(job.seq_len, 'token')}, {job.precision}, on {ranks} x {job.card.name}"),
-        ("TIME", f"{found.seconds:.3g} s a step, {job.tokens_per_step / found.seconds:,.0f} tokens a second, "
-                 f"{job.mfu(found.seconds):.0%} of the peak (MFU)"),
+        ("TIME", _time(job, found)),
         ("MEMORY", _fits(found.peak_bytes, job.card.memory_bytes)),
-        ("MISSES BY", _misses(job)),
+        ("MISSES BY", miss.reason if miss.share is None else f"up to {miss.share:.0%}: {miss.reason}"),
+        *(("WARNING", warning) for warning in found.warnings),
         ("NOT IN IT", " ".join(found.not_modelled)),
     ]))  # fmt: skip
-    import pandas as pd
-
     parts = pd.Series(found.parts)
     parts = parts[parts > 0.001 * found.seconds].sort_values(ascending=False)
     table = pd.DataFrame(
         {"part": parts.index, "s": parts.map("{:.3g}".format), "%": (100 * parts / found.seconds).map("{:.1f}".format)}
     )
     console.print(table_of(table, "What a step is spent on", 2, right=["s", "%"]))
+
+
+def _time(job: "Job", found: "Forecast") -> str:
+    """Seconds, tokens and MFU; each as a range where the network is not known and moves it."""
+    ends = [found.seconds, *([found.most_seconds] if found.most_seconds > 1.005 * found.seconds else [])]
+    seconds, tokens, shares = (
+        " to ".join(form.format(of(end)) for end in ends)
+        for form, of in (
+            ("{:.3g}", float), ("{:,.0f}", lambda end: job.tokens_per_step / end), ("{:.0%}", job.mfu),
+        )
+    )  # fmt: skip
+    links = ""
+    if job.assumed_gigabits and len(ends) > 1:
+        least, most = job.assumed_gigabits
+        links = f" (links between hosts of {most:g} to {least:g}Gb/s per GPU)"
+    return f"{seconds} s a step{links}, {tokens} tokens a second, {shares} of the peak (MFU)"
 
 
 def _fits(peak_bytes: float, room: float) -> str:
@@ -155,22 +173,3 @@ def _job_of(sizes: Mapping[str, Any], ranks: int, on: Mapping[str, Any], options
         **sizes, micro_batch=micro_batch, data=data, tensor=tensor, accumulation=sequences // data // micro_batch,
         strategy=options["strategy"] or ("fsdp" if data > 1 else "single"), recompute=options["recompute"], **on,
     )  # fmt: skip
-
-
-def _misses(job: "Job") -> str:
-    """How far forecasts miss published steps, and the one that is nearest."""
-    from shardlab.planner.validation import nearest, summary, validate_published
-
-    validated = validate_published()
-    found = nearest(job, validated)
-    alike = validated[(validated["hardware"] == job.card.name) & ~validated["calibration"]]
-    if found is None:
-        return f"nobody knows: no published step of {job.strategy} on {job.card.name} is in data"
-    kept = "that were held out" if alike["held_out"].any() else "that were in sight while the formulas were written"
-    alike = alike[alike["held_out"]] if alike["held_out"].any() else alike
-    ours, (name, error) = summary(alike).loc["error"], found
-    by = f"{abs(error):.0%} too {'long' if error > 0 else 'short'}"
-    return (
-        f"{ours['median']:.0%} in the median and {ours['worst']:.0%} at most on {len(alike)} published steps of "
-        f"{job.card.name} {kept}; the nearest, {name}, is forecast {by}"
-    )

@@ -3,7 +3,8 @@
 Each is read twice: with data that was last used long ago, and, where each rank has a core, with data of a moment ago.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import sqrt
 from statistics import median
 from time import perf_counter
@@ -25,28 +26,58 @@ ATTENTIONS = ((2, 4, 64, 32), (16, 4, 64, 32), (4, 4, 256, 32))  # sequences, he
 BYTES = tuple(2**power for power in range(12, 26, 2))  # 4 KiB to 16 MiB
 RING_BYTES, MOST_IN_RING = 2**26, 64
 WARM = 2  # places that are used in turn where memory is warm
-LEAST_SECONDS, TURNS = 0.015, 3  # of a reading: longer than the slices of time in which ranks share a core
 Ring = list[tuple[Tensor, ...]]
 Made = tuple[Callable[..., object], Ring]
 
 
-def operation_times(meet: "Meet") -> dict[str, Any]:
-    """``floors``, ``products`` and ``operations`` of ``RankCosts``; collective."""
-    products: dict[str, list[tuple[float, float]]] = {"forward": [], "input": [], "weight": []}
-    for rows, inner, columns in SHAPES:
-        flops = 2.0 * rows * inner * columns
-        for form, make in PRODUCTS.items():
-            products[form].append((flops, timed(*make(rows, inner, columns), meet)))
-    attention: dict[str, list[tuple[float, float]]] = {"attention": [], "attention_backward": []}
+@dataclass(frozen=True)
+class Effort:
+    """How often something is measured.
+
+    Attributes:
+        least_seconds: of a reading: by default longer than the slices of time in which ranks share a core.
+        turns: readings of an operation, of which the median counts.
+        readings: of a message likewise.
+        short_steps: of the training of a tiny model.
+        long_steps: of the training of four layers.
+        every: of how many sizes of an operation one is taken.
+    """
+
+    least_seconds: float = 0.015
+    turns: int = 3
+    readings: int = 7
+    short_steps: int = 24
+    long_steps: int = 8
+    every: int = 1
+
+
+FULL, QUICK = Effort(), Effort(0.004, 1, 3, 8, 4, 2)
+
+
+def operation_parts() -> Iterator[tuple[str, str]]:
+    """Fields of ``RankCosts`` that ``operation_time`` measures, with the names in them."""
+    yield "floors", ""
+    yield from (("products", form) for form in (*PRODUCTS, *ATTENTION_FORMS))
+    yield from (("operations", name) for name in OPERATIONS)
+
+
+def operation_time(field: str, name: str, meet: "Meet", effort: Effort) -> dict[str, float] | Line:
+    """One of ``operation_parts``; collective."""
+    if field == "floors":
+        return _floors(meet, effort)
+    if field == "operations":
+        made = [OPERATIONS[name](num_bytes) for num_bytes in BYTES[:: effort.every]]
+        return _line([(float(size), timed(function, ring, meet, effort)) for function, ring, size in made])
+    times = []
+    if name in PRODUCTS:
+        for rows, inner, columns in SHAPES[:: effort.every]:
+            times.append((2.0 * rows * inner * columns, timed(*PRODUCTS[name](rows, inner, columns), meet, effort)))
+        return _line(times)
     for shape in ATTENTIONS:
-        for form, times in attention.items():
-            flops = 4.0 * shape[0] * shape[1] * shape[2] ** 2 * shape[3]
-            times.append((flops * (2.5 if "backward" in form else 1.0), timed(*_attention(form, shape), meet)))
-    operations = {name: _operation(make, meet) for name, make in OPERATIONS.items()}
-    return {
-        "floors": _floors(meet), "products": {name: _line(times) for name, times in (products | attention).items()},
-        "operations": operations,
-    }  # fmt: skip
+        flops = 4.0 * shape[0] * shape[1] * shape[2] ** 2 * shape[3]
+        seconds = timed(*_attention(name, shape), meet, effort)
+        times.append((flops * (2.5 if "backward" in name else 1.0), seconds))
+    return _line(times)
 
 
 def _forward(rows: int, inner: int, columns: int) -> Made:
@@ -65,6 +96,7 @@ def _weight(rows: int, inner: int, columns: int) -> Made:
 
 
 PRODUCTS = {"forward": _forward, "input": _input, "weight": _weight}
+ATTENTION_FORMS = ("attention", "attention_backward")
 
 
 def _ring(make: Callable[[], tuple[Tensor, ...]]) -> Ring:
@@ -99,7 +131,7 @@ def _line(times: Sequence[tuple[float, float]]) -> Line:
     return Line(ordered, [median(by_size[size]) for size in ordered])
 
 
-def timed(function: Callable[..., object], ring: Ring, meet: "Meet") -> float:
+def timed(function: Callable[..., object], ring: Ring, meet: "Meet", effort: Effort) -> float:
     """Seconds of a call on each of the ranks, all at once, until the last has ended: between cold and warm memory.
 
     A training step reads both: what the operation before it has just written, and weights and activations of long ago.
@@ -107,11 +139,11 @@ def timed(function: Callable[..., object], ring: Ring, meet: "Meet") -> float:
     kept: list[object] = [function(*given) for given in ring]  # results too lie where nobody has just been
     began = perf_counter()
     kept[0] = function(*ring[0])
-    count = meet.largest(max(1, min(2000, int(LEAST_SECONDS / max(1e-7, perf_counter() - began)))))
-    cold = median(_reading(function, ring, kept, count, meet) for _ in range(TURNS))
+    count = meet.largest(max(1, min(2000, int(effort.least_seconds / max(1e-7, perf_counter() - began)))))
+    cold = median(_reading(function, ring, kept, count, meet) for _ in range(effort.turns))
     if len(ring) <= WARM or not meet.has_caches:
         return cold
-    warm = median(_reading(function, ring[:WARM], kept, count, meet) for _ in range(TURNS))
+    warm = median(_reading(function, ring[:WARM], kept, count, meet) for _ in range(effort.turns))
     return sqrt(cold * warm)
 
 
@@ -176,11 +208,6 @@ OPERATIONS: Mapping[str, Callable[[int], tuple[Any, Ring, int]]] = {
 }
 
 
-def _operation(make: Callable[[int], tuple[Any, Ring, int]], meet: "Meet") -> Line:
-    made = [make(num_bytes) for num_bytes in BYTES]
-    return _line([(float(size), timed(function, ring, meet)) for function, ring, size in made])
-
-
 class _Count(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -191,7 +218,7 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _floors(meet: "Meet") -> dict[str, float]:
+def _floors(meet: "Meet", effort: Effort) -> dict[str, float]:
     """Seconds of an operation that has next to nothing to do: in forward, in backward, and in an optimizer."""
     chain = nn.Sequential(*(layer for _ in range(20) for layer in (nn.Linear(4, 4), nn.GELU())))
     x, optimizer = torch.randn(4, 4), torch.optim.AdamW(chain.parameters())
@@ -204,7 +231,7 @@ def _floors(meet: "Meet") -> dict[str, float]:
     for name, call in {"forward": lambda: chain(x).sum(), "backward": both, "optimizer": optimizer.step}.items():
         with _Count() as counted:
             call()
-        counts[name], seconds[name] = counted.count, timed(call, [()], meet)
+        counts[name], seconds[name] = counted.count, timed(call, [()], meet, effort)
     counts["backward"] -= counts["forward"]
     seconds["backward"] -= seconds["forward"]
     return {name: seconds[name] / counts[name] for name in counts}

@@ -42,7 +42,7 @@ def checked(calibration: Sequence[tuple[Mapping[str, Any], float]], job: Job) ->
         if not (isfinite(seconds) and seconds > 0):
             raise ValueError(f"calibration: pair {number} has {seconds} seconds; they must be finite and above 0")
         like = {"hardware": job.hardware, "network": job.network, "precision": job.precision}
-        given = {**like, **arguments}
+        given = {**like, **{name: value for name, value in arguments.items() if value is not None}}
         for words, names in (("has no argument", set(given) - NAMES), ("lacks", REQUIRED - set(given))):
             if names:
                 raise ValueError(f"calibration: pair {number} {words} {', '.join(sorted(names))}; see predict_step")

@@ -21,7 +21,7 @@ product was seen to fall from 80 to 47 % of the peak beside an all-gather (NVIDI
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, log2
 
 from shardlab.partition.ring_cost import ring_wire_bytes
@@ -80,6 +80,15 @@ class Hardware:
     memory_fraction: float = 0.8
     launch_seconds: float = 7e-6
 
+    @property
+    def usual_gigabits(self) -> tuple[float, float]:
+        """Least and most that is usual for a GPU's share of the links between hosts.
+
+        A100: 50 (AWS p4d, 400 Gb/s a host) to 200 (Azure ND A100 v4); H100: 100 (Google a3-highgpu, 800 Gb/s a host)
+        to 400 (DGX H100, AWS p5). So a fourth is taken for other cards, too.
+        """
+        return self.between_gigabits / 4, self.between_gigabits
+
     def faster(self, compute: float, attention: float = 1.0) -> "Hardware":
         """The same with all compute, and attention besides, faster by these factors."""
         return replace(
@@ -114,13 +123,15 @@ class Network:
     """Links of a cluster; bandwidths in bytes a second and in one direction.
 
     ``inside`` is what a ring inside a host reaches, ``between`` what the maker says of a GPU's link between hosts, and
-    ``factor`` by how much everything between hosts is faster than the constants above say.
+    ``factor`` by how much everything between hosts is faster than the constants above say. Whether the link between
+    hosts ``is_assumed``, since nobody said it, changes no time.
     """
 
     per_host: int
     inside: float
     between: float
     factor: float = 1.0
+    is_assumed: bool = field(default=False, compare=False)
 
     def seconds(self, op: Collective, num_bytes: float, ranks: int, per_host: int) -> float:
         """Seconds of a collective of ``num_bytes``, the whole buffer, over ranks, of which so many share a host."""
@@ -174,7 +185,8 @@ def network_of(text: str | None, hardware: Hardware) -> Network:
         if "per GPU" in found:
             raise ValueError(f"network: {text!r} has two links between hosts; write {_FORM}")
         between = found["of host"] / per_host
-    return Network(per_host, found.get("inside", INSIDE[hardware.inside]), between)
+    is_assumed = not {"per GPU", "of host"} & set(found)
+    return Network(per_host, found.get("inside", INSIDE[hardware.inside]), between, is_assumed=is_assumed)
 
 
 def _part(part: str, hardware: Hardware) -> tuple[str, float]:

@@ -1,6 +1,6 @@
 """A step of a transformer that is forecast: how large it is, how it is trained, on what, and what follows from that."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
 
@@ -68,6 +68,16 @@ class Job:
     def links(self) -> Network:
         """The network."""
         return network_of(self.network, self.card)
+
+    @cached_property
+    def assumed_gigabits(self) -> tuple[float, float] | None:
+        """Least and most that is usual for a GPU's link between hosts, if the job needs one and no network says it."""
+        is_needed = self.data * self.tensor > self.links.per_host
+        return self.card.usual_gigabits if is_needed and self.links.is_assumed else None
+
+    def linked_by(self, gigabits: float) -> "Job":
+        """The same with a link between hosts of so many Gb/s per GPU."""
+        return replace(self, network=", ".join(filter(None, (self.network, f"{gigabits:g}Gb/s per GPU"))))
 
     @property
     def way(self) -> str:

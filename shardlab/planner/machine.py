@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 FORMAT = 1
+REACH = 2.0  # by which factor the seconds of a step may differ from those of one that was run, to be like it
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class Machine:
         cores: that ranks may use.
         ranks: what a rank takes, by how many are at work; 'single' for one with the threads of all.
         validated: steps that were forecast and then run here: strategy, ranks, predicted and measured seconds.
+        is_quick: whether everything was read less often.
     """
 
     name: str
@@ -107,6 +109,7 @@ class Machine:
     cores: int
     ranks: Mapping[str, RankCosts]
     validated: Sequence[tuple[str, int, float, float]] = ()
+    is_quick: bool = False
 
     def write(self, path: Path) -> None:
         """Write it as JSON, which reads as text."""
@@ -136,15 +139,18 @@ class Machine:
         if not self.validated:
             return "how far forecasts miss here was not measured: shardlab plan --validate"
         errors = {row: row[2] / row[3] - 1 for row in self.validated}
-        sizes = sorted(map(abs, errors.values()))
-        middle, worst = sizes[len(sizes) // 2], sizes[-1]
-        said = f"{len(sizes)} steps here were missed by {middle:.0%} in the median, {worst:.0%} at most"
         alike = [row for row in errors if row[:2] == (strategy, ranks)]
         if not alike:
-            return f"{said}; none of {strategy} on {ranks} ranks"
+            return f"how far this misses is not known; no step of {strategy} on {ranks} ranks was run"
         nearest = min(alike, key=lambda row: abs(log(row[2] / seconds)))
+        said = f"the nearest step that was run, {strategy} on {ranks} ranks in {1e3 * nearest[3]:.3g} ms"
+        if abs(log(nearest[2] / seconds)) > log(REACH):
+            return f"how far this misses is not known; {said}, is not like it"
+        sizes = sorted(map(abs, errors.values()))
+        middle, worst = sizes[len(sizes) // 2], sizes[-1]
         return (
-            f"{said}; the nearest, {strategy} on {ranks} ranks in {1e3 * nearest[3]:.3g} ms, by {errors[nearest]:+.0%}"
+            f"{len(sizes)} steps here were missed by {middle:.0%} in the median, {worst:.0%} at most; {said}, by "
+            f"{errors[nearest]:+.0%}"
         )
 
     def costs(self, ranks: int, *, single: bool = False) -> RankCosts:

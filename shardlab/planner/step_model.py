@@ -17,14 +17,7 @@ messages                 hides them
 optimizer step           40 bytes a parameter that this rank steps: Adam in 32 bits, norm and clipping
 slowed by messages       compute beside a collective, see ``replay``
 waiting for messages     nothing computes
-allocator asks again     fully sharded, with less room than 4.8 GB and 9.1 gathered layers beside the peak: 17 % of
-                         the rest
 =======================  ==============================================================================================
-
-Units that are gathered and freed leave gaps that no unit fits; where little memory is free the allocator then empties
-its cache and asks again (pytorch issue 65078; 2304.11277, section 3.4). Libraries take some of it, too. The numbers are
-chosen on ten published steps with less room, which took 5 to 35 % longer than the rest of this says; of 179 others of
-that source none took 15 % longer.
 
 A step with more than three micro-batches is replayed with two and three, and goes on as from the second to the third.
 
@@ -36,16 +29,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardlab.planner.job import Job
-from shardlab.planner.peak import room_bytes
 from shardlab.planner.replay import FULLY_SHARDED, Replay, Schedule, Unit, replay
 from shardlab.planner.transformer import Costs, Parts
 from shardlab.vocabulary import Collective, MeshAxis
 
 RECOMPUTED, COPIES, TENSOR = "recomputation", "copies of units", "tensor-parallel messages"
 OPTIMIZER, SLOWED, WAITED = "optimizer step", "slowed by messages", "waiting for messages"
-ASKED_AGAIN = "allocator asks again"
-ROOM_BYTES, ROOM_LAYERS = 4.8e9, 9.1  # room with less than which it asks again
-RETRIED = 0.17  # of the other seconds that this takes
 STEPPED_BYTES = 40  # read parameter, gradient, momentum, variance; write all but the gradient; norm and clipping
 REPLAYED_MICRO_BATCHES = 3
 
@@ -61,20 +50,6 @@ class Factors:
 
 def step_parts(job: Job, factors: Factors) -> Parts:
     """Seconds of a step by what they are spent on."""
-    found = _without_retries(job, factors)
-    return found.add({ASKED_AGAIN: RETRIED * found.total()}) if has_retries(job) else found
-
-
-def has_retries(job: Job) -> bool:
-    """Whether a step that fits has so little room that the allocator asks again."""
-    gathered = job.layer_params / job.tensor * job.itemsize
-    return (
-        job.strategy in FULLY_SHARDED and job.shards > 1
-        and 0 <= room_bytes(job) < ROOM_BYTES + ROOM_LAYERS * gathered
-    )  # fmt: skip
-
-
-def _without_retries(job: Job, factors: Factors) -> Parts:
     step = Step(job, factors)
     if job.accumulation <= REPLAYED_MICRO_BATCHES:
         return step.parts(job.accumulation)

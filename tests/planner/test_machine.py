@@ -34,9 +34,13 @@ def test_a_forecast_says_how_far_others_missed_here():
     validated = (("fsdp", 2, 0.011, 0.010), ("fsdp", 2, 0.08, 0.10), ("ddp", 2, 0.095, 0.10))
     known = replace(machine, validated=validated)
     assert known.misses("fsdp", 2, 0.1) == (
-        "3 steps here were missed by 10% in the median, 20% at most; the nearest, fsdp on 2 ranks in 100 ms, by -20%"
+        "3 steps here were missed by 10% in the median, 20% at most; the nearest step that was run, fsdp on 2 ranks in "
+        "100 ms, by -20%"
     )
-    assert known.misses("zero1", 2, 0.1).endswith("; none of zero1 on 2 ranks")
+    assert known.misses("zero1", 2, 0.1) == ("how far this misses is not known; no step of zero1 on 2 ranks was run")
+    assert known.misses("fsdp", 2, 3.0) == (
+        "how far this misses is not known; the nearest step that was run, fsdp on 2 ranks in 100 ms, is not like it"
+    )
 
 
 def test_a_calibration_is_a_file_that_reads_as_text(tmp_path):
