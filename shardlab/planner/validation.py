@@ -48,7 +48,7 @@ def published_pairs() -> pd.DataFrame:
 
 def _arguments(row: Mapping[Hashable, Any]) -> dict[str, Any]:
     """What a row gives to ``predict_step``; empty cells are left out."""
-    given = {name: row[name] for name in ARGUMENTS if row[name]}
+    given = {name: row[name] for name in ARGUMENTS if row.get(name)}
     found: dict[str, Any] = {name: int(text) if text.isdigit() else text for name, text in given.items()}
     return {**found, "compiled": "compiled" in given}
 
