@@ -13,7 +13,7 @@ from typing import Any
 from shardlab.planner.architectures import KEYS, Architecture, architectures
 from shardlab.planner.model_type import MODULE, model_type_of
 
-MAY_BE_NULL = ("kv_heads", "head_dim", "positions")  # and the MLP's width where the class has none of its own
+MAY_BE_NULL = ("kv_heads", "head_dim")  # and where the class does without: the MLP's width, positions
 ONLY = {"is_encoder_decoder": False, "add_cross_attention": False, "use_bidirectional_attention": False}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -127,13 +127,14 @@ class _Reader:
 
     def size(self, name: str) -> int:
         """A size; 0 where neither file nor class have one."""
-        default, given = self.row.defaults.get(name, 0), [key for key in self.row.keys_of(name) if key in self.found]
+        default, table = self.row.defaults.get(name, 0), self.row.position_table
+        given = [key for key in self.row.keys_of(name) if key in self.found]
         if size := next(filter(None, map(self.whole, given)), 0):
             return size
         if not given:
             self.assumed.update({key: default for key in self.row.keys_of(name)[:1] if default})
             return default
-        if name not in MAY_BE_NULL and (default or name != "ffn"):
+        if not (name in MAY_BE_NULL or (name == "ffn" and not default) or (name == "positions" and not table)):
             raise ValueError(f"has {given[0]} null; it must be a whole number from 1 on")
         return 0
 

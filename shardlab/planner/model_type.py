@@ -1,4 +1,4 @@
-"""Of which architecture a ``config.json`` is: a row of ``architectures``, or a refusal that names what it is instead."""
+"""The architecture that a ``config.json`` is of: a row of ``architectures``, or a refusal that names what it is of."""
 
 import re
 from collections.abc import Iterator, Mapping
