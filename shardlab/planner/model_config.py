@@ -154,12 +154,9 @@ class _Reader:
             return window, sum(kind == LAYER_TYPES[1] for kind in types)
         if "from_layer" in rule:
             return window, max(0, layers - self.whole("max_window_layers", rule["from_layer"]))
-        pattern = self.found.get("sliding_window_pattern")
-        every = (
-            len(pattern)
-            if isinstance(pattern, str)
-            else self.whole("sliding_window_pattern", rule.get("full_every", 0))
-        )
+        key = rule.get("pattern", "")
+        pattern = self.found.get(key)
+        every = len(pattern) if isinstance(pattern, str) else self.whole(key, rule.get("full_every", 0))
         return window, layers - (layers // every if every else 0)
 
     def value(self, key: str) -> Any:
