@@ -22,10 +22,10 @@ class CountedModel:
 
     @classmethod
     def of(cls, config: Path, seq_len: int) -> "CountedModel":
-        """The one of a file; rows are as long as its positions where ``seq_len`` is 0.
+        """The one of a file; where ``seq_len`` is 0 rows are as long as its positions.
 
         Raises:
-            ValueError: see ``decoder_of``; or rows have another length than it has positions for, or none.
+            ValueError: see ``decoder_of``; or rows have no length, or a greater one than a table of positions.
         """
         decoder = decoder_of(config)
         positions, notes = decoder.sizes.get("seq_len"), []
@@ -36,7 +36,7 @@ class CountedModel:
             notes.append(f"The file leaves out {left_out}: these are what transformers takes for {decoder.name}.")
         if positions and seq_len > positions:
             if decoder.learns_positions:
-                raise ValueError(f"seq-len: {seq_len} is given; {config} is of a model with a table of {positions}")
+                raise ValueError(f"seq-len: {seq_len} is given; {config} has a table of {positions}; give at most that")
             notes.append(f"Rows of {seq_len:,} tokens are longer than the {positions:,} that it was made for.")
         sizes = {**decoder.sizes, "seq_len": seq_len or positions}
         return cls(config, replace(decoder, sizes=sizes), tuple(notes))

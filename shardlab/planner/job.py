@@ -120,10 +120,9 @@ class Job:
 
     @property
     def span(self) -> float:
-        """Tokens that a token could attend to, in the mean over layers: all of the sequence, without a window.
+        """Twice what a token attends to, in the mean over tokens and layers, since half of a sequence comes later.
 
-        Of the s that one without a window is counted with, causality leaves (s + 1) / 2; with a window w it is as much
-        as of 2 w - w^2 / s tokens.
+        That is ``seq_len``, s, and with a window w of less than that 2 w - w^2 / s.
         """
         masked = max(0, self.seq_len - (self.window or self.seq_len))
         return self.seq_len - self.windowed_layers / self.layers * masked**2 / self.seq_len

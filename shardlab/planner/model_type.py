@@ -7,7 +7,7 @@ from typing import Any
 
 from shardlab.planner.architectures import KEYS, architectures
 
-OTHER_PARTS = re.compile(r"expert|(^|_)(moe|vision|audio|mamba|ssm)(_|$)")  # in a key's name
+OTHER_PARTS = re.compile(r"expert|text_config|(^|_)(moe|vision|audio|mamba|ssm)(_|$)")  # in a key's name
 # A file without model_type is of one of these if it has nothing but their sizes and such an activation.
 BY_HAND = {
     "llama": ("hidden_act", ("silu", "swish")), "gpt2": ("activation_function", ("gelu_new", "gelu", "relu")),
