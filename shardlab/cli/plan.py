@@ -67,7 +67,9 @@ def plan(
     config: Annotated[
         Path | None, typer.Option(help="Instead: config.json of a transformer; says time and peak.")
     ] = None,
-    hardware: Annotated[str, typer.Option(help="Of --config: a GPU, for example h100 or a100-80gb.")] = HARDWARE,
+    hardware: Annotated[
+        str, typer.Option(help="Of --config: a GPU, for example h100 or a100-80gb; --gpu says the same.")
+    ] = HARDWARE,
     network: Annotated[str, typer.Option(help="Of --config: " + A_NETWORK)] = "",
     batch: Annotated[int, typer.Option(help="Of --config: sequences of a step; by default one a rank.")] = 0,
     seq_len: Annotated[int, typer.Option(help="Of --config: tokens of a sequence; by default the longest.")] = 0,
@@ -85,7 +87,7 @@ def plan(
     gpu: Annotated[
         str,
         typer.Option(
-            help="Of --params and --workload: a card (h100, 4090), its memory (24GB), or with a link: " + A_LINK
+            help="A card (h100, 4090) or its memory (24GB); of --params and --workload also with a link: " + A_LINK
         ),
     ] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the answer and the rows as JSON.")] = False,
@@ -119,7 +121,9 @@ def plan(
     elif workload:
         _refuse("--workload", of_config)
     else:
-        _refuse("--config", {"gpu": gpu, "out": out is not None, "precision": precision, **of_workload})
+        _refuse("--config", {"out": out is not None, "precision": precision, **of_workload})
+        if gpu and hardware != HARDWARE:
+            raise ValueError(f"gpu, hardware: {gpu} and {hardware} were given; give one of them")
         if strategies and (search or len(names_in(strategies)) > 1):
             raise ValueError("strategies: a forecast is of one; leave it out of --search, which tries all")
     if config is not None:
@@ -128,7 +132,7 @@ def plan(
             "batch": batch, "seq_len": seq_len, "micro_batch": micro_batch, "tensor": tp,
             "strategy": (*names_in(strategies), "")[0], "recompute": layers, "measured": measured or (),
         }  # fmt: skip
-        return transformer.of_config(config, ranks, hardware, network, options, searches=search, json=json)
+        return transformer.of_config(config, ranks, gpu or hardware, network, options, searches=search, json=json)
     # Before the work: what was given may be misspelled, or not be there.
     on = Gpu.parse(gpu) if gpu else None
     if out is not None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from shardlab.cli.console import answer_table, count, table_of
 
 if TYPE_CHECKING:
+    from shardlab.cli.counted_model import CountedModel
     from shardlab.planner.forecast import Forecast
     from shardlab.planner.job import Job
 
@@ -19,35 +20,53 @@ SHOWN = 12  # ways of a search
 
 
 def of_config(
-    config: Path, ranks: int, hardware: str, network: str, options: Mapping[str, Any], *, searches: bool, json: bool
+    config: Path, ranks: int, gpu: str, network: str, options: Mapping[str, Any], *, searches: bool, json: bool
 ) -> None:
     """Print the forecast of a transformer of a ``config.json``, or all ways to train it.
 
     Args:
         config: the file.
         ranks: GPUs.
-        hardware: name of a preset.
+        gpu: name of a card, or a memory such as 24GB; without a speed that is known bytes alone are said.
         network: text of a network; empty where it is not known.
         options: ``batch`` (sequences of a step), ``seq_len``, ``micro_batch``, ``strategy``, ``tensor``, ``recompute``,
             ``measured`` (files of steps); 0 or empty for those that are not given.
         searches: whether all ways are gone through.
         json: whether it is printed as JSON.
     """
-    from shardlab.planner.model_config import sizes_of
+    from shardlab.cli.counted_model import CountedModel, difference
     from shardlab.planner.search import search
 
     for name, least in (("batch", 0), ("seq_len", 0), ("micro_batch", 1)):  # 0 where one is not given
         if options[name] < least:
             raise ValueError(f"{name.replace('_', '-')}: {options[name]} was given; give 1 or more")
-    sizes = sizes_of(config)
-    if options["seq_len"]:
-        sizes["seq_len"] = options["seq_len"]
-    if "seq_len" not in sizes:
-        raise ValueError(f"seq-len: {config} does not say it; give --seq-len 4096, for example")
-    on, pairs = {"hardware": hardware, "network": network or None}, [_step_in(file) for file in options["measured"]]
-    if searches:
-        return _tell_search(search(sizes, ranks, options["batch"] or ranks, calibration=pairs, **on), json=json)
-    return _tell_forecast(sizes, ranks, on, options, pairs, json=json)
+    model = CountedModel.of(config, options["seq_len"])
+    on, pairs = {"hardware": gpu, "network": network or None}, [_step_in(file) for file in options["measured"]]
+    if (memory := _memory_alone(gpu)) is not None:
+        timed = {"search": searches, "network": network, "measured": pairs}
+        if given := [name for name, value in timed.items() if value]:
+            raise ValueError(
+                f"{', '.join(given)}: of {gpu} the memory is known and no speed; name a card, such as h100"
+            )
+        _tell_memory(model, ranks, gpu, memory, options, json=json)
+    elif searches:
+        found = search(model.sizes, ranks, options["batch"] or ranks, calibration=pairs, **on)
+        _tell_search(model, found, json=json)
+    else:
+        _tell_forecast(model, ranks, on, options, pairs, json=json)
+    # After the answer, which is not to wait for an import of seconds.
+    if not json and (said := difference(config, model.decoder.num_params)):
+        Console(highlight=False).print(said)
+
+
+def _memory_alone(gpu: str) -> float | None:
+    """Bytes of a GPU that has no preset: of a memory such as 24GB, or of a card whose speed is not known."""
+    from shardlab.planner.cards import MEMORY, card_named, memory_bytes
+
+    card = card_named(gpu)
+    if card is None:
+        return memory_bytes(gpu) if MEMORY.fullmatch(gpu.strip()) else None
+    return None if "bf16_tflops" in card else memory_bytes(card["memory"])
 
 
 def _step_in(file: Path) -> tuple[dict[str, Any], float]:
@@ -62,7 +81,7 @@ def _step_in(file: Path) -> tuple[dict[str, Any], float]:
         ) from error
 
 
-def _tell_search(found: Sequence[Any], *, json: bool) -> None:
+def _tell_search(model: "CountedModel", found: Sequence[Any], *, json: bool) -> None:
     import pandas as pd
 
     from shardlab.planner.forecast import USABLE
@@ -86,7 +105,7 @@ def _tell_search(found: Sequence[Any], *, json: bool) -> None:
     )  # fmt: skip
     tried = f"{count(len(found), 'way')}, {len(fits)} fit in {USABLE:.0%} of the card's memory"
     tried += f"; of the others the smallest {found[len(fits)].why_not}" if 0 < len(fits) < len(found) else ""
-    console.print(answer_table([("FASTEST THAT FITS", said), ("TRIED", tried)]))
+    console.print(answer_table([model.line, ("FASTEST THAT FITS", said), ("TRIED", tried)]))
     shown = rows.head(SHOWN).assign(
         seconds=rows["seconds"].map("{:.3g}".format), peak_bytes=(rows["peak_bytes"] / 1e9).map("{:.3g}".format),
         tokens_per_second=rows["tokens_per_second"].map("{:,.0f}".format),
@@ -95,25 +114,55 @@ def _tell_search(found: Sequence[Any], *, json: bool) -> None:
     console.print(table_of(shown.rename(columns=names), "", 2, right=["step (s)", "peak (GB)", "tokens/s"]))
 
 
+def _tell_memory(
+    model: "CountedModel", ranks: int, gpu: str, memory: float, options: Mapping[str, Any], *, json: bool
+) -> None:
+    from shardlab.planner.peak import peak_bytes, rest_bytes
+
+    job = _job_of(model.sizes, ranks, {}, options)
+    if json:
+        arguments = {name: value for name, value in asdict(job).items() if name not in ("hardware", "network")}
+        found = {"seconds": None, "rest_bytes": rest_bytes(job), "peak_bytes": peak_bytes(job), "arguments": arguments}
+        typer.echo(json_text.dumps({**model.as_json(), **found}, indent=2))
+        return
+    Console(highlight=False).print(answer_table([
+        model.line, ("PLANNED", _planned(job, f"{ranks} x {gpu}")), ("MEMORY", _memory(job, memory)),
+        ("TIME", f"not known: of {gpu} the memory is known and no speed; name a card, such as h100"),
+    ]))  # fmt: skip
+
+
+def _planned(job: "Job", gpus: str) -> str:
+    return f"{job.way}; rows of {count(job.seq_len, 'token')}, {job.precision}, on {gpus}"
+
+
+def _memory(job: "Job", room: float) -> str:
+    from shardlab.planner.peak import peak_bytes, rest_bytes
+
+    return f"{rest_bytes(job) / 1e9:.3g} GB at rest, {_fits(peak_bytes(job), room)}"
+
+
 def _tell_forecast(
-    sizes: Mapping[str, Any], ranks: int, on: Mapping[str, Any], options: Mapping[str, Any],
+    model: "CountedModel", ranks: int, on: Mapping[str, Any], options: Mapping[str, Any],
     pairs: Sequence[tuple[dict[str, Any], float]], *, json: bool,
 ) -> None:  # fmt: skip
     import pandas as pd
 
     from shardlab.planner.forecast import forecast_of
+    from shardlab.planner.peak import rest_bytes
     from shardlab.planner.region import expected_miss
 
-    job = _job_of(sizes, ranks, on, options)
+    job = _job_of(model.sizes, ranks, on, options)
     found, miss = forecast_of(job, pairs), expected_miss(job, pairs)
     if json:
-        typer.echo(json_text.dumps({**asdict(found), "miss": asdict(miss), "arguments": asdict(job)}, indent=2))
+        told = {**model.as_json(), **asdict(found), "rest_bytes": rest_bytes(job), "miss": asdict(miss)}
+        typer.echo(json_text.dumps({**told, "arguments": asdict(job)}, indent=2))
         return
     console = Console(highlight=False)
     console.print(answer_table([
-        ("PLANNED", f"{job.way}; rows of {count(job.seq_len, 'token')}, {job.precision}, on {ranks} x {job.card.name}"),
+        model.line,
+        ("PLANNED", _planned(job, f"{ranks} x {job.card.name}")),
         ("TIME", _time(job, found)),
-        ("MEMORY", _fits(found.peak_bytes, job.card.memory_bytes)),
+        ("MEMORY", _memory(job, job.card.memory_bytes)),
         ("MISSES BY", miss.reason if miss.share is None else f"up to {miss.share:.0%}: {miss.reason}"),
         *(("WARNING", warning) for warning in found.warnings),
         ("NOT IN IT", " ".join(found.not_modelled)),

@@ -53,6 +53,8 @@ def predict_step(
     int, accumulation: int = 1, tensor: int = 1, strategy: str = "fsdp", precision: str = "bf16", recompute: int | str =
     0, hardware: str = "a100-80gb", network: str | None = None, calibration: Sequence[tuple[Mapping[str, Any], float]] =
     (), gated: bool | None = None, compiled: bool = False, attention: str | None = None,
+    head_dim: int | None = None, window: int | None = None, windowed_layers: int = 0, layer_numel: int | None = None,
+    root_numel: int | None = None,
 ) -> Forecast:  # fmt: skip
     """Seconds of a training step of a causal transformer, their parts, and bytes at the peak of a rank.
 
@@ -61,7 +63,7 @@ def predict_step(
     (hidden, hidden + 2 hidden kv_heads / heads), (hidden, hidden), and those of the MLP; of the head (hidden, vocab).
 
     Args:
-        hidden: width of the residual; ``heads`` divide it.
+        hidden: width of the residual; without ``head_dim`` ``heads`` divide it.
         layers: transformer layers.
         heads: of attention; ``tensor`` divides them.
         kv_heads: heads of keys and values; they divide ``heads``.
@@ -85,6 +87,11 @@ def predict_step(
         compiled: whether memory-bound work is fused by a compiler.
         attention: 'flash-1' (as fast as Triton's of 2023), 'flash-2' or 'unfused', all causal; the scores of 'unfused'
             are computed whole. None: 'flash-2' for layers as in Llama, 'flash-1' for those as in GPT.
+        head_dim: elements of a head; None for ``hidden / heads``.
+        window: tokens that a token attends to at most in ``windowed_layers`` of the layers; in the others to all.
+        windowed_layers: see ``window``.
+        layer_numel: parameters of a layer; None for those of its matrix products and two norms.
+        root_numel: parameters of all but the layers; None for embedding and head, see ``gated``.
 
     Raises:
         ValueError: an argument is not allowed; the message names the field and what is.
@@ -93,7 +100,8 @@ def predict_step(
     """
     job = Job(
         hidden, layers, heads, kv_heads, ffn, vocab, seq_len, micro_batch, data, accumulation, tensor, strategy,
-        precision, recompute, hardware, network, gated, compiled, attention,
+        precision, recompute, hardware, network, gated, compiled, attention, head_dim, window, windowed_layers,
+        layer_numel, root_numel,
     )  # fmt: skip
     return forecast_of(job, calibration)
 

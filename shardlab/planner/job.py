@@ -33,11 +33,19 @@ class Job:
     gated: bool | None = None
     compiled: bool = False
     attention: str | None = None
+    head_dim: int | None = None
+    window: int | None = None
+    windowed_layers: int = 0
+    layer_numel: int | None = None
+    root_numel: int | None = None
 
     def __post_init__(self) -> None:
         """Check what a user can get wrong."""
         counts = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "seq_len", "micro_batch", "data")
-        for field in (*counts, "accumulation", "tensor"):
+        shape = [
+            name for name in ("head_dim", "window", "layer_numel", "root_numel") if getattr(self, name) is not None
+        ]
+        for field in (*counts, "accumulation", "tensor", *shape):
             _require_whole(field, getattr(self, field), 1)
         for field, of, words in (
             ("hardware", str, "text"), ("network", str | None, "text or None"), ("compiled", bool, "True or False")
@@ -49,13 +57,16 @@ class Job:
         }.items():  # fmt: skip
             if (value := getattr(self, field)) not in allowed:
                 raise ValueError(f"{field}: {value!r} is not one of {', '.join(filter(None, allowed))}")
-        for divisor, field in (("heads", "hidden"), ("kv_heads", "heads"), ("tensor", "heads"), ("tensor", "ffn")):
+        divided = [("kv_heads", "heads"), ("tensor", "heads"), ("tensor", "ffn")]
+        for divisor, field in divided if self.head_dim else [("heads", "hidden"), *divided]:
             if (value := getattr(self, field)) % (by := getattr(self, divisor)):
                 raise ValueError(f"{divisor}: {by} is given; it must divide {field}, {value}")
         if self.strategy == "single" and self.data > 1:
             raise ValueError(f"data: {self.data} is given; 'single' trains on 1")
         if self.recompute not in ("full", "selective") and self.recompute not in range(self.layers + 1):
             raise ValueError(f"recompute: {self.recompute!r} is not 0 to {self.layers} layers, 'full' or 'selective'")
+        if self.windowed_layers not in range(self.layers + 1):
+            raise ValueError(f"windowed_layers: {self.windowed_layers!r} is not 0 to {self.layers} layers")
         if self.strategy == "hybrid_shard" and self.data % self.shards:
             raise ValueError(f"data: {self.data} is given; hosts of {self.shards} data ranks must divide it")
 
@@ -113,14 +124,32 @@ class Job:
         return self.kv_heads / self.heads
 
     @property
+    def heads_width(self) -> int:
+        """Elements of all heads' queries of a token."""
+        return self.heads * self.head_dim if self.head_dim else self.hidden
+
+    @property
+    def span(self) -> float:
+        """Twice what a token attends to, in the mean over tokens and layers, since half of a sequence comes later.
+
+        That is ``seq_len``, s, and with a window w of less than that 2 w - w^2 / s.
+        """
+        masked = max(0, self.seq_len - (self.window or self.seq_len))
+        return self.seq_len - self.windowed_layers / self.layers * masked**2 / self.seq_len
+
+    @property
     def layer_params(self) -> float:
         """Elements of a layer, over all tensor ranks."""
+        if self.layer_numel is not None:
+            return self.layer_numel
         mlp = (3 if self.is_gated else 2) * self.hidden * self.ffn
-        return self.hidden**2 * (2 + 2 * self.kv_share) + mlp + 2 * self.hidden
+        return self.hidden * self.heads_width * (2 + 2 * self.kv_share) + mlp + 2 * self.hidden
 
     @property
     def root_params(self) -> float:
-        """Elements of embedding and head; one matrix in the form of GPT, two in that of Llama."""
+        """Elements of all but the layers; by default of embedding and head, in the form of GPT one matrix."""
+        if self.root_numel is not None:
+            return self.root_numel
         return self.vocab * self.hidden * (2 if self.is_gated else 1)
 
     @property
@@ -161,9 +190,10 @@ class Job:
     def seconds_at_peak(self) -> float:
         """Of a step whose GPUs did nothing but what the model needs, without recomputation, at their peak.
 
-        A token needs 6 FLOPs a parameter and 12 h s L of attention: Chowdhery et al., arXiv 2204.02311, appendix B.
+        A token needs 6 FLOPs a parameter and 12 h s L of attention: Chowdhery et al., arXiv 2204.02311, appendix B,
+        where h is the width of all heads, and s the ``span``.
         """
-        token = 6 * self.num_params + 12 * self.hidden * self.seq_len * self.layers
+        token = 6 * self.num_params + 12 * self.heads_width * self.span * self.layers
         return token * self.tokens_per_step / (self.card.peaks[self.precision] * self.data * self.tensor)
 
     def mfu(self, seconds: float) -> float:

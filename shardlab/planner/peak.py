@@ -17,10 +17,15 @@ from shardlab.planner.replay import FULLY_SHARDED
 LOGIT_BYTES = {"gpt": 4, "llama": 10, "compiled": 10}
 
 
+def rest_bytes(job: Job) -> float:
+    """Bytes of parameters, gradients and optimizer state that a rank has between two steps."""
+    return _states(job, job.num_params / job.tensor)
+
+
 def peak_bytes(job: Job) -> float:
     """Bytes in tensors where a rank has most: in the loss, or in the first layer of backward."""
     params, layer = job.num_params / job.tensor, job.layer_params / job.tensor
-    found = _states(job, params)
+    found = rest_bytes(job)
     if job.strategy in ("zero3", "shard_grad_op"):
         found += params * job.itemsize
     elif job.strategy in FULLY_SHARDED:
@@ -49,13 +54,15 @@ def _activations(job: Job) -> tuple[float, float]:
     whole = activation_bytes(sizes, job.tensor, recompute="selective" if drops_scores else "none")
     # The formula's MLP keeps what enters and leaves a GELU, 16 h; a gated one both inputs, SiLU's result, the product.
     mlp = (8 if job.is_gated else 4) * job.ffn - 16 * job.hidden
-    divided = mlp - 4 * job.hidden * (1 - job.kv_share)  # keys and values that heads share
+    # Likewise 8 h of queries, keys, values and the result of attention, which heads share or have other widths of.
+    divided = mlp + 4 * job.heads_width * (1 + job.kv_share) - 8 * job.hidden
     masks = 2 * job.hidden  # of dropout, which nobody uses here
     kept = activation_bytes(sizes, recompute="full")
     if job.recompute == "selective":
         # Results of attention, and of the query, value, first and last product; in GPT one product makes q, k and v.
-        products = job.hidden * (2 + job.kv_share) if job.is_gated else job.hidden * (1 + 2 * job.kv_share)
-        kept += 2 * job.tokens * (job.hidden + products + job.ffn) / job.tensor
+        heads, hidden, kv = job.heads_width, job.hidden, job.kv_share
+        products = heads + heads * kv + hidden if job.is_gated else heads * (1 + 2 * kv)
+        kept += 2 * job.tokens * (heads + products + job.ffn) / job.tensor
     scale = job.itemsize / 2
     return (whole + job.tokens * (divided / job.tensor - masks)) * scale, kept * scale
 

@@ -3,21 +3,22 @@
 ======================  ==============================================================================================
 matrix product          FLOPs / (peak x fraction) x (1 + half a wave of tiles / its tiles) + bytes of the result
                         / bandwidth; at least the bytes of all three matrices / bandwidth; at least a launch
-attention, in one       4 b s^2 h / 2 FLOPs (it is causal) forward, 2.5 times as many backward, at
-kernel                  peak x fraction x s / (s + 600) x d / (d + 16)
+attention, in one       4 b s^2 a / 2 FLOPs (it is causal) forward, 2.5 times as many backward, at
+kernel                  peak x fraction x s / (s + 600) x d / (d + 16); a window w makes s^2 2 w s - w^2
 attention, unfused      two products of the whole s x s scores, and 12 bytes a score with softmax in one kernel,
                         twice that backward (recounted once GPT 22B of the published rows was missed with 24)
 memory-bound work       bytes a token below / bandwidth; backward moves twice what forward does
 loss                    bytes a logit below / bandwidth
 ======================  ==============================================================================================
 
-Bytes a token and layer in forward, in 16 bits; kv is the share of heads that have keys and values of their own:
+Bytes a token and layer in forward, in 16 bits; a is d times the heads (h, unless a model says d), kv the share of heads
+that have keys and values of their own:
 
 ====================================  ==========================================================
 GPT: norm and GELU each one kernel    2 norms 8 h, 2 residuals 12 h, GELU 4 ffn
 Llama, kernel by kernel               2 norms 68 h (in 32 bits), 2 residuals 12 h, rotation
-                                      24 h (1 + kv), SiLU and product 10 ffn
-Llama, compiled                       2 norms 8 h, 2 residuals 12 h, rotation 4 h (1 + kv), SiLU
+                                      24 a (1 + kv), SiLU and product 10 ffn
+Llama, compiled                       2 norms 8 h, 2 residuals 12 h, rotation 4 a (1 + kv), SiLU
                                       and product 6 ffn
 ====================================  ==========================================================
 
@@ -25,11 +26,11 @@ A logit costs the loss, forward and backward, 12 bytes in one kernel (GPT, compi
 256, the largest that cuBLAS has for 16 bits; half a wave of them stays empty on average; an inner dim above 4096 is
 split over multiprocessors. The tail of a product, its result's way to memory, overlaps with nothing.
 
-Legend: b sequences, s tokens of a sequence, h hidden, d = h / heads. Sources: FLOPs as in arXiv 2104.04473, appendix;
-arXiv 2205.14135 (bytes of attention, FlashAttention 1); arXiv 2307.08691, figures 4 to 7: the rate of attention rises
-with s and d as above, and FlashAttention 2 is 1.7 to 3 times as fast as 1. That of Triton, which GPT is taken to have,
-reaches 0.64 of its rate forward and 0.46 backward: chosen on the H100 rows of llm-foundry, with and without
-recomputation. Bytes a token were counted kernel by kernel.
+Legend: b sequences, s tokens of a sequence, h hidden, d elements of a head. Sources: FLOPs as in arXiv 2104.04473,
+appendix; arXiv 2205.14135 (bytes of attention, FlashAttention 1); arXiv 2307.08691, figures 4 to 7: the rate of
+attention rises with s and d as above, and FlashAttention 2 is 1.7 to 3 times as fast as 1. That of Triton, which GPT is
+taken to have, reaches 0.64 of its rate forward and 0.46 backward: chosen on the H100 rows of llm-foundry, with and
+without recomputation. Bytes a token were counted kernel by kernel.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -61,16 +62,16 @@ class Parts(dict[str, float]):
 
 def layer_products(job: Job) -> Iterator[tuple[float, float, float]]:
     """Rows, inner and columns of a layer's matrix products on a tensor rank."""
-    h, ffn, part = job.hidden, job.ffn, 1 / job.tensor
-    yield job.tokens, h, h * (1 + 2 * job.kv_share) * part
-    yield job.tokens, h * part, h
+    h, ffn, heads, part = job.hidden, job.ffn, job.heads_width, 1 / job.tensor
+    yield job.tokens, h, heads * (1 + 2 * job.kv_share) * part
+    yield job.tokens, heads * part, h
     yield job.tokens, h, ffn * part * (2 if job.is_gated else 1)
     yield job.tokens, ffn * part, h
 
 
 def token_bytes(job: Job) -> float:
     """Bytes a token that the memory-bound work of a layer moves in forward, on a tensor rank."""
-    h, ffn, heads = job.hidden, job.ffn / job.tensor, job.hidden * (1 + job.kv_share) / job.tensor
+    h, ffn, heads = job.hidden, job.ffn / job.tensor, job.heads_width * (1 + job.kv_share) / job.tensor
     if not job.is_gated:
         return 20 * h + 4 * ffn
     return 20 * h + 4 * heads + 6 * ffn if job.compiled else 80 * h + 24 * heads + 10 * ffn
@@ -112,16 +113,16 @@ class Costs:
     def attention(self, backward: bool) -> Parts:
         """Of the scores, on a tensor rank; causal where one kernel makes them."""
         job = self.job
-        flops = 4 * job.tokens * job.seq_len * job.hidden / job.tensor
+        flops = 4 * job.tokens * job.heads_width / job.tensor  # a token that is attended to
         if job.kernel in FLASH_RATES:
-            dim = job.hidden / job.heads
+            dim = job.heads_width / job.heads
             rate = FLASH_RATES[job.kernel][backward]
             rate *= self.peak * self.hardware.attention_fraction * dim / (dim + 16)
-            rate *= job.seq_len / (job.seq_len + 600)
-            return Parts({ATTENTION: flops / 2 * (2.5 if backward else 1) / rate})
+            rate *= job.span / (job.span + 600)
+            return Parts({ATTENTION: flops * job.span / 2 * (2.5 if backward else 1) / rate})
         times = 2 if backward else 1
         scores = job.tokens * job.seq_len * job.heads / job.tensor
-        seconds = flops / (self.product_rate) + 6 * self.itemsize * scores / self.bandwidth
+        seconds = flops * job.seq_len / self.product_rate + 6 * self.itemsize * scores / self.bandwidth
         return Parts({ATTENTION: times * seconds})
 
     def products(self, sizes: Iterable[tuple[float, float, float]], backward: bool) -> float:
