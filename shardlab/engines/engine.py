@@ -34,7 +34,7 @@ from shardlab.engines.any_engine import AnyEngine, Stateful
 from shardlab.engines.argument_checks import check_model, check_optimizer, tensor_axis
 from shardlab.engines.gradient_state import AFTER_BACKWARD, Gradients
 from shardlab.engines.holdings import Division, Holding
-from shardlab.engines.module_hooks import gradient_node, unrefused, untraced, weakly
+from shardlab.engines.module_hooks import gradient_node, nests_here, unrefused, untraced, weakly
 from shardlab.engines.precision import advise, cast_buffers, cast_floating
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors, over_pieces, shown_whole
 from shardlab.engines.strategy import Given, LaidOut, Strategy
@@ -357,10 +357,10 @@ class Engine(AnyEngine):
 
     def _accumulates(self) -> bool:
         """Whether parameters will get gradients: ``torch.autograd.grad`` calls the same hooks and gives them none."""
-        nodes = (gradient_node(param) for param in self.params.values() if param.requires_grad)
+        nodes = [gradient_node(param) for param in self.params.values() if param.requires_grad]
         try:
             # Private: there is no public way to ask.
-            return any(map(torch._C._will_engine_execute_node, nodes))
+            return any(map(torch._C._will_engine_execute_node, nodes)) or (bool(nodes) and nests_here())
         except (RuntimeError, AttributeError):
             # Torch has no answer where torch.autograd.grad was called for this very parameter, nor inside torch.func.
             return False
