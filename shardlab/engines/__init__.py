@@ -70,12 +70,18 @@ def build_engine(
         mesh: see ``Engine``.
         guards: what users must not do is refused, on all ranks; False for the bare engine, which trains right programs
             alike. Torch's own engines have no guards.
-        options: of that strategy's class, for example ``bucket_bytes``.
+        options: of that strategy's class, for example ``bucket_bytes``; none beside a strategy, which has its own.
 
     Raises:
         ValueError: an unknown strategy, or an option it does not take; the message lists what is allowed.
     """
     if isinstance(name, Strategy):
+        if options:
+            own, takes = type(name).__name__, ", ".join(inspect.signature(type(name)).parameters)
+            raise ValueError(
+                f"options: {', '.join(options)} beside a {own} that is made already; options are given where it is "
+                f"made, and {own}(...) takes {takes or 'none'}"
+            )
         return Engine(model, optimizer_fn, mesh, name, guards=guards)
     allowed = engine_options(name)
     if unknown := sorted(set(options) - set(allowed)):
