@@ -35,7 +35,7 @@ from shardlab.engines.argument_checks import check_model, check_optimizer, tenso
 from shardlab.engines.gradient_state import AFTER_BACKWARD, Gradients
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.module_hooks import gradient_node, nests_here, unrefused, untraced, weakly
-from shardlab.engines.precision import advise, cast_buffers, cast_floating
+from shardlab.engines.precision import advise, cast_buffers, cast_floating, check_batch_norms
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors, over_pieces, shown_whole
 from shardlab.engines.strategy import Given, LaidOut, Strategy
 from shardlab.vocabulary import FLAG, TOLD, Role
@@ -86,6 +86,7 @@ class Engine(AnyEngine):
             may_be_meta=strategy.allocates,
             moves_params=strategy.steps_pieces,
         )
+        check_batch_norms(model, strategy.precision)
         self._ask("model")
         self._equalise_all()
         cast_buffers(model, strategy.precision)
