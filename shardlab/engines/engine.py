@@ -56,6 +56,8 @@ class Engine(AnyEngine):
         strategy: one that no engine has yet.
         guards: what users must not do is refused, on all ranks; False for the bare engine, which trains right programs
             alike.
+        broadcast_buffers: after each step send the first data rank's buffers to the others, packed by dtype. Otherwise
+            each rank keeps what forward has made of its own rows, such as BatchNorm's statistics.
 
     Raises:
         ValueError: the module has no parameters, the mesh lacks an axis, or the optimizer does not fit.
@@ -66,9 +68,10 @@ class Engine(AnyEngine):
 
     def __init__(
         self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None, strategy: Strategy, *, guards: bool =
-        True,
+        True, broadcast_buffers: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(model, optimizer_fn, mesh, strategy.axes)
+        self.broadcasts_buffers = broadcast_buffers
         self.strategy, self.name = strategy, strategy.name
         self._guards = self.guard_class() if guards else None
         self.tensor_comm = tensor_axis(self.mesh, model, self.slices)
@@ -196,7 +199,9 @@ class Engine(AnyEngine):
                     self.optimizer.step()
                 finally:
                     self._ask("updated")  # before the strategy sends what was stepped
-        finally:  # an optimizer that raised may have stepped first
+        finally:  # an optimizer that raised may have stepped first, and other ranks' have not raised
+            if self.broadcasts_buffers:
+                self._equalise([one for one in self.module.buffers() if not one.is_meta], tag="buffers from rank 0")
             self._ask("stepped")
         self.num_steps += 1
 
@@ -523,10 +528,10 @@ class Engine(AnyEngine):
         """What is gathered together, in the module's order: units of FSDP, buckets of ZeRO-3; else nothing."""
         return tuple(self.strategy.units)
 
-    def _equalise(self, tensors: list[Tensor]) -> None:
+    def _equalise(self, tensors: list[Tensor], tag: str = "parameters and buffers from rank 0") -> None:
         # Inner axis first, on all ranks: then the first rank of an outer axis sends on what it has just received.
         for comm in reversed(self.data_comms):
-            broadcast_coalesced(comm, tensors, tag="parameters and buffers from rank 0")
+            broadcast_coalesced(comm, tensors, tag=tag)
 
     def _equalise_all(self) -> None:
         """Give all data ranks the model of the first; what is no slice, that of the first tensor rank."""
