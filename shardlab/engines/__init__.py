@@ -59,7 +59,7 @@ def engine_options(strategy: str) -> tuple[str, ...]:
 
 def build_engine(
     name: str | Strategy, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None = None, *, guards: bool =
-    True, **options: Any,
+    True, broadcast_buffers: bool = False, **options: Any,
 ) -> AnyEngine:  # fmt: skip
     """Build the engine of a strategy.
 
@@ -70,17 +70,27 @@ def build_engine(
         mesh: see ``Engine``.
         guards: what users must not do is refused, on all ranks; False for the bare engine, which trains right programs
             alike. Torch's own engines have no guards.
-        options: of that strategy's class, for example ``bucket_bytes``.
+        broadcast_buffers: see ``Engine``. Of torch's own engines DDP always does it, before forwards, the others never.
+        options: of that strategy's class, for example ``bucket_bytes``; none beside a strategy, which has its own.
 
     Raises:
         ValueError: an unknown strategy, or an option it does not take; the message lists what is allowed.
     """
     if isinstance(name, Strategy):
-        return Engine(model, optimizer_fn, mesh, name, guards=guards)
+        if options:
+            own, takes = type(name).__name__, ", ".join(inspect.signature(type(name)).parameters)
+            raise ValueError(
+                f"options: {', '.join(options)} beside a {own} that is made already; options are given where it is "
+                f"made, and {own}(...) takes {takes or 'none'}"
+            )
+        return Engine(model, optimizer_fn, mesh, name, guards=guards, broadcast_buffers=broadcast_buffers)
     allowed = engine_options(name)
     if unknown := sorted(set(options) - set(allowed)):
         raise ValueError(f"options: {name!r} takes {', '.join(allowed) or 'none'}, not {', '.join(unknown)}")
     kind = STRATEGIES[name]
     if issubclass(kind, Peer):
+        if broadcast_buffers:
+            always = "does that before forwards anyway" if kind.broadcasts_buffers else "cannot"
+            raise ValueError(f"broadcast_buffers: {name!r} {always}; leave it out, or take one of our strategies")
         return kind(model, optimizer_fn, mesh, **options)
-    return Engine(model, optimizer_fn, mesh, kind(**options), guards=guards)
+    return Engine(model, optimizer_fn, mesh, kind(**options), guards=guards, broadcast_buffers=broadcast_buffers)

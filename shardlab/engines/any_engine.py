@@ -47,6 +47,8 @@ class AnyEngine(ABC):
     """The package ``engines/checkpoint``; set by ``shardlab.engines``: an engine can be read and used without."""
     no_checkpoints: ClassVar[str] = ""
     """Why a checkpoint cannot hold this strategy's optimizer state, and what to use instead; empty where it can."""
+    broadcasts_buffers: bool = False
+    """Whether forwards begin with the first data rank's buffers, whatever each rank has made of its own."""
     optimizer: torch.optim.Optimizer
     _step_tensors: StepTensors
 

@@ -34,8 +34,8 @@ from shardlab.engines.any_engine import AnyEngine, Stateful
 from shardlab.engines.argument_checks import check_model, check_optimizer, tensor_axis
 from shardlab.engines.gradient_state import AFTER_BACKWARD, Gradients
 from shardlab.engines.holdings import Division, Holding
-from shardlab.engines.module_hooks import gradient_node, unrefused, untraced, weakly
-from shardlab.engines.precision import advise, cast_buffers, cast_floating
+from shardlab.engines.module_hooks import gradient_node, nests_here, unrefused, untraced, weakly
+from shardlab.engines.precision import advise, cast_buffers, cast_floating, check_batch_norms
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors, over_pieces, shown_whole
 from shardlab.engines.strategy import Given, LaidOut, Strategy
 from shardlab.vocabulary import FLAG, TOLD, Role
@@ -56,6 +56,8 @@ class Engine(AnyEngine):
         strategy: one that no engine has yet.
         guards: what users must not do is refused, on all ranks; False for the bare engine, which trains right programs
             alike.
+        broadcast_buffers: after each step send the first data rank's buffers to the others, packed by dtype. Otherwise
+            each rank keeps what forward has made of its own rows, such as BatchNorm's statistics.
 
     Raises:
         ValueError: the module has no parameters, the mesh lacks an axis, or the optimizer does not fit.
@@ -66,9 +68,10 @@ class Engine(AnyEngine):
 
     def __init__(
         self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None, strategy: Strategy, *, guards: bool =
-        True,
+        True, broadcast_buffers: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(model, optimizer_fn, mesh, strategy.axes)
+        self.broadcasts_buffers = broadcast_buffers
         self.strategy, self.name = strategy, strategy.name
         self._guards = self.guard_class() if guards else None
         self.tensor_comm = tensor_axis(self.mesh, model, self.slices)
@@ -86,6 +89,7 @@ class Engine(AnyEngine):
             may_be_meta=strategy.allocates,
             moves_params=strategy.steps_pieces,
         )
+        check_batch_norms(model, strategy.precision)
         self._ask("model")
         self._equalise_all()
         cast_buffers(model, strategy.precision)
@@ -195,7 +199,9 @@ class Engine(AnyEngine):
                     self.optimizer.step()
                 finally:
                     self._ask("updated")  # before the strategy sends what was stepped
-        finally:  # an optimizer that raised may have stepped first
+        finally:  # an optimizer that raised may have stepped first, and other ranks' have not raised
+            if self.broadcasts_buffers:
+                self._equalise([one for one in self.module.buffers() if not one.is_meta], tag="buffers from rank 0")
             self._ask("stepped")
         self.num_steps += 1
 
@@ -357,10 +363,10 @@ class Engine(AnyEngine):
 
     def _accumulates(self) -> bool:
         """Whether parameters will get gradients: ``torch.autograd.grad`` calls the same hooks and gives them none."""
-        nodes = (gradient_node(param) for param in self.params.values() if param.requires_grad)
+        nodes = [gradient_node(param) for param in self.params.values() if param.requires_grad]
         try:
             # Private: there is no public way to ask.
-            return any(map(torch._C._will_engine_execute_node, nodes))
+            return any(map(torch._C._will_engine_execute_node, nodes)) or (bool(nodes) and nests_here())
         except (RuntimeError, AttributeError):
             # Torch has no answer where torch.autograd.grad was called for this very parameter, nor inside torch.func.
             return False
@@ -522,10 +528,10 @@ class Engine(AnyEngine):
         """What is gathered together, in the module's order: units of FSDP, buckets of ZeRO-3; else nothing."""
         return tuple(self.strategy.units)
 
-    def _equalise(self, tensors: list[Tensor]) -> None:
+    def _equalise(self, tensors: list[Tensor], tag: str = "parameters and buffers from rank 0") -> None:
         # Inner axis first, on all ranks: then the first rank of an outer axis sends on what it has just received.
         for comm in reversed(self.data_comms):
-            broadcast_coalesced(comm, tensors, tag="parameters and buffers from rank 0")
+            broadcast_coalesced(comm, tensors, tag=tag)
 
     def _equalise_all(self) -> None:
         """Give all data ranks the model of the first; what is no slice, that of the first tensor rank."""

@@ -18,7 +18,9 @@ output, all that is younger is done, and a gradient that has not come by then wi
 
 Per rank for P fp32 parameters with Adam, S ranks in the shard group: at rest 4P/S parameters, 4P/S gradients, 8P/S
 state (P with padding); another 4 x (root + (1 + prefetch) units) during a step, and in backward the whole gradients of
-the root and of the units under way, with a buffer for each that is being reduced. On the wire, elements a step:
+the root and of the units under way, with a buffer for each that is being reduced. (What stands inside reentrant
+checkpointing leaves no tape: it stays gathered, and its gradients whole, until backward has ended; with
+``use_reentrant=False`` it does not.) On the wire, elements a step:
 
 =============  ====================  =================================================
 sharding       mesh axes             what travels
@@ -226,7 +228,8 @@ class FSDP(Sharded):
             if not self._is_in_backward and not unit.num_holders:
                 raise RuntimeError(
                     f"model: unit {unit.name!r} was called outside engine(...), and its parameters are sharded; write "
-                    "engine(x), or engine.call(function, x) for what is not the module's own forward"
+                    "engine(x), or engine.call(function, x) for what is not the module's own forward; where activation "
+                    "checkpointing calls it again, engine.backward(loss) instead of loss.backward()"
                 )
             for one, program in self._running.items():
                 # Reentrant checkpointing, of which the tape has nothing: on all ranks what is younger goes first, also
@@ -299,7 +302,7 @@ class FSDP(Sharded):
 
     def _start(self, one: Pass) -> Program:
         program = self._running[one] = Program(one.tape)
-        self._run(program, 1)  # the root, or the last unit
+        self._run(program, min(1, len(program.acts)))  # the root, or the last unit; checkpointing may leave no act
         return program
 
     def _reached(self, one: Pass, place: int) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from shardlab.data_sets import load_text
 from shardlab.engines import STRATEGIES, Strategy, engine_options
 from shardlab.engines.peers import TorchFSDP2
+from shardlab.engines.precision import check_batch_norms
 from shardlab.experiment.directory import check_resume
 from shardlab.experiment.named_workload import builtin, workload_at
 from shardlab.experiment.options import CompareOptions
@@ -155,7 +156,9 @@ class CompareConfig(CompareOptions):
             wrapped_modules(self.on_meta, self.wrap_policy)
         for name in set(self.strategies) & STRATEGIES.keys():
             if issubclass(kind := STRATEGIES[name], Strategy):
-                kind(**self.engine_options(engine_options(name)))
+                strategy = kind(**self.engine_options(engine_options(name)))
+                if strategy.precision.compute is not None:
+                    check_batch_norms(self.on_meta, strategy.precision)
         if self.sharding == "hybrid_shard":
             self._check_groups()
         elif self.shard_group is not None:

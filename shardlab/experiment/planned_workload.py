@@ -18,12 +18,12 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm.events import CollectiveEvent
 from shardlab.comm.trees import map_tensors, tensors_in
 from shardlab.engines.holdings import of_state
+from shardlab.engines.module_hooks import may_nest, nodes_below
 from shardlab.engines.precision import Precision, cast_floating, parse_precision
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.experiment.batches import batches_of, divide, rows_of
@@ -257,26 +257,6 @@ class _Counted:
     def _counted(self, function: Any, /, *args: Any, **named: Any) -> Any:
         self._calls.append(function)
         return function(*args, **named)
-
-
-def nodes_below(node: Any) -> set[Any]:
-    """The node and all that a backward reaches from it; nothing without a node, or if it is a parameter's own."""
-    seen: set[Any] = set()
-    ahead = [node] if node is not None and node.next_functions else []
-    while ahead:
-        node = ahead.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            ahead += [following for following, _ in node.next_functions]
-    return seen
-
-
-def may_nest(node: Any) -> bool:
-    """Whether it may run a backward of its own, as reentrant checkpointing does: any function in Python may."""
-    if not isinstance(node, BackwardCFunction):
-        return False
-    function: Any = node._forward_cls  # type: ignore[attr-defined]
-    return not getattr(function, "runs_no_backward", False)
 
 
 class PlannedTensorAxis:

@@ -18,10 +18,10 @@ hybrid_shard      as full_shard over S ranks, then an all-reduce of the       3P
 ================  ==========================================================  ===================
 
 Of M micro-batches only the last sends gradients; each gathers its parameters. After the last gradients, and once more
-before the optimizer steps, one number over each data axis says whether a rank refuses to go on. A group of one rank
-sends nothing and has no rows. For a tensor-parallel model this file covers the data axes, and norms over the tensor
-axis; ``tensor`` covers the rest. Not listed: what is sent before the first step, and the mean of the loss, which the
-training step sends.
+before the optimizer steps, one number over each data axis says whether a rank refuses to go on. Behind the step come
+buffers, with ``broadcast_buffers``. A group of one rank sends nothing and has no rows. For a tensor-parallel model this
+file covers the data axes, and norms over the tensor axis; ``tensor`` covers the rest. Not listed: what is sent before
+the first step, and the mean of the loss, which the training step sends.
 Source: Rajbhandari et al., arXiv 1910.02054, section 7; Zhao et al., arXiv 2304.11277, section 3.2.
 """
 
@@ -31,9 +31,10 @@ from math import nan
 
 import pandas as pd
 
+from shardlab.partition.messages import packed
 from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.planner.groups import ROOT, Group, backward_order, groups_of
-from shardlab.planner.setup import ITEMSIZES, PlannedModel, Setup
+from shardlab.planner.setup import ITEMSIZES, PlannedModel, PlannedParam, Setup
 from shardlab.tables import COLLECTIVES
 from shardlab.vocabulary import FLAG, Collective, MeshAxis, Phase
 
@@ -103,7 +104,8 @@ def calls_of_step(model: PlannedModel, setup: Setup, chunk: int = 0) -> list[Cal
         "single": planner.nothing, "ddp": planner.reduced, "bucketed": planner.reduced, "zero1": planner.zero1,
         "zero2": planner.zero1, "zero3": planner.zero3, "fsdp": planner.fsdp,
     }[setup.strategy]()  # fmt: skip
-    return [call for call in calls if call.group_size > 1]
+    buffers = planner.buffers(model.buffers) if setup.broadcast_buffers else ()
+    return [call for call in (*calls, *buffers) if call.group_size > 1]
 
 
 class _Step:
@@ -188,6 +190,15 @@ class _Step:
         yield from self.ask(FLAG, Phase.BACKWARD)
         yield from self.clip()
         yield from self.ask(FLAG, Phase.STEP)
+
+    def buffers(self, buffers: Sequence[PlannedParam]) -> Iterator[Call]:
+        """Those of the first data rank, after the step."""
+        for axis, size in self.data_axes:
+            for sent in packed(buffers, lambda buffer: buffer.dtype, lambda buffer: buffer.spec.num_bytes):
+                yield Call(
+                    Collective.BROADCAST, axis, "buffers from rank 0", Phase.STEP, sent[0].dtype,
+                    sent[0].spec.itemsize, sum(buffer.spec.numel for buffer in sent), size,
+                )  # fmt: skip
 
     def ask(self, tag: str, phase: Phase, *inner: tuple[MeshAxis, int]) -> Iterator[Call]:
         """One number over each axis, outer first (``data_axes`` has them inner first, as reductions need them).

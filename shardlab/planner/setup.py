@@ -65,6 +65,7 @@ class Setup:
         micro_batches: forwards and backwards a step; all but the last in ``no_sync()``.
         clip: whether gradients are clipped by their global norm.
         scales_loss: whether a gradient scaler asks all ranks for an overflow.
+        broadcast_buffers: whether the first data rank's buffers are sent after each step.
         optimizer: what it keeps for every parameter, or for those that it has, by name.
         precision: bytes per element at rest, with a master copy beside 16-bit parameters as in the ZeRO paper; None for
             the parameters' own dtype throughout, which is how the engines keep them.
@@ -89,6 +90,7 @@ class Setup:
     micro_batches: int = 1
     clip: bool = False
     scales_loss: bool = False
+    broadcast_buffers: bool = False
     optimizer: Optimizer | Mapping[str, Optimizer] = ADAM
     precision: Precision | None = None
     compute_dtype: str | None = None
@@ -251,15 +253,17 @@ class PlannedParam:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """Parameters in the module's order, tied weights once; of a tensor-parallel model, those that one rank holds."""
+    """Parameters in the module's order, tied weights once; of a tensor-parallel model, those that one rank holds.
+
+    ``buffers`` likewise: nobody trains them.
+    """
 
     params: tuple[PlannedParam, ...]
-    buffer_bytes: int = 0
+    buffers: tuple[PlannedParam, ...] = ()
     tensor_ranks: int = 1
 
     def __post_init__(self) -> None:
         """Names must differ."""
-        require_count("buffer_bytes", self.buffer_bytes, 0)
         require_count("tensor_ranks", self.tensor_ranks, 1)
         names = [param.spec.name for param in self.params]
         if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -271,13 +275,18 @@ class PlannedModel:
         return cls(tuple(PlannedParam(spec) for spec in specs))
 
     @property
+    def buffer_bytes(self) -> int:
+        """Of all buffers."""
+        return sum(buffer.spec.num_bytes for buffer in self.buffers)
+
+    @property
     def numel(self) -> int:
         """Elements of all parameters: the formulas' P."""
         return sum(param.spec.numel for param in self.params)
 
 
 def described(module: "nn.Module", *, unused: Iterable[str] = ()) -> PlannedModel:
-    """Name, shape, dtype and trainability of a module's parameters, and the bytes of its buffers.
+    """Name, shape, dtype and trainability of a module's parameters, and its buffers.
 
     Args:
         module: a ``torch.nn.Module``; parameters on the meta device will do.
@@ -292,5 +301,11 @@ def described(module: "nn.Module", *, unused: Iterable[str] = ()) -> PlannedMode
         )
         for name, param in module.named_parameters()
     )  # fmt: skip
+    buffers = tuple(
+        PlannedParam(
+            ParamSpec(name, tuple(one.shape), one.element_size()), trainable=False, dtype=dtype_name(one.dtype)
+        )
+        for name, one in module.named_buffers()
+    )  # fmt: skip
     tensor_ranks = max((found.num_ranks for found in slices.values()), default=1)
-    return PlannedModel(params, sum(buffer.nbytes for buffer in module.buffers()), tensor_ranks)
+    return PlannedModel(params, buffers, tensor_ranks)

@@ -5,7 +5,9 @@
 A rank that calls no backward sends zeros, which every mean then contains: right for uneven data, and otherwise a fault
 that no number shows. A rank that takes no step, steps with another learning rate, or writes to its parameters, goes on
 with other ones. So each rank counts its backwards and steps, notes the options of its optimizer, and sums the bits of
-its parameters; between ranks that should be equal these are equal.
+its parameters and of each buffer; between ranks that should be equal these are equal. A buffer that forward computes
+from a rank's own rows (BatchNorm's statistics, a codebook) drifts apart unless it is broadcast: with the engine's
+``broadcast_buffers``, and under torch's DDP, no buffer is compared.
 
 Tensor ranks that are given different rows drift apart too, or where a parameter inside a divided region has no style,
 or where the loss has a norm of parameters, of which each rank sees its slices. So they are compared by each parameter
@@ -14,15 +16,15 @@ itself, and kernels may round differently. What is next to 0 beside the other pa
 bias before a norm, whose gradient is 0: it is compared on their scale. (Not under Adam, which makes steps of full size
 of any gradient: there ranks whose kernels round differently do drift apart in it.)
 
-Cost: one read of the parameters, and with ``check_agreement`` a message of a few hundred bytes a rank; with a tensor
-axis about 60 more for each whole parameter. Sharded parameters differ by data rank, so where each rank keeps only
-pieces there is no sum.
+Cost: one read of the parameters, and with ``check_agreement`` a message of a few hundred bytes a rank, about 40 more
+for each buffer and, with a tensor axis, 60 for each whole parameter. Sharded parameters differ by data rank, so where
+each rank keeps only pieces there is no sum.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,12 +37,16 @@ from shardlab.engines.engine import Engine
 _CALLS = "call backward, step and zero_grad equally often on all ranks"
 _OPTIONS = "give the optimizer the same options on all ranks, for example by equal schedulers"
 _WRITES = "write parameters alike on all ranks, for example after a broadcast"
+_BUFFERS = (
+    "where forward computes a buffer from a rank's own rows, build the engine with broadcast_buffers=True, which sends "
+    "the first data rank's after each step, or let forward reduce it over ranks, as SyncBatchNorm does"
+)
 _TENSOR_RANKS = (
     "give all tensor ranks the same rows (those of engine.data_rank); sum over the tensor axis what the loss takes of "
     "the parameters themselves, which are slices, such as a norm; give parameters on divided activations a style"
 )
 _ROUNDING = 1e-5  # the share by which sizes of a parameter may differ between tensor ranks; more in half precision
-_NAMED = 3  # parameters, in a message
+_NAMED = 3  # parameters or buffers, in a message
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class Did:
         options: of the optimizer's groups, as text: "group 0's lr" -> "0.1".
         whole: for each parameter that the tensor axis does not divide, the sum of the absolute values of what this rank
             steps of it, and by how much this may differ; empty without a tensor axis.
+        buffers: for each, the sum of its bits; empty where they are not compared.
     """
 
     num_backwards: int
@@ -61,6 +68,7 @@ class Did:
     checksum: int | None
     options: Mapping[str, str] = field(default_factory=dict)
     whole: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    buffers: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def counts(self) -> dict[str, str]:
@@ -69,7 +77,7 @@ class Did:
 
 
 def did(engine: AnyEngine) -> Did:
-    """What this rank has done; communicates nothing."""
+    """What this rank has done, without its buffers; communicates nothing."""
     checksum, whole, is_torchs = None, {}, _is_torchs(engine)
     if not is_torchs and (engine.sharded_over is None or not engine._keeps_pieces):
         # Equal on all data ranks: the parameters, or what no_shard steps in their place.
@@ -106,21 +114,31 @@ def check_agreement(engine: AnyEngine) -> None:
     Raises:
         RuntimeError: they differ; on all ranks. The message says who differs in what.
     """
+    buffers = {} if engine.broadcasts_buffers else dict(engine.module.named_buffers())
+    sums = {
+        name: _sum_of_bits(one)
+        for name, one in buffers.items() if one.layout is torch.strided and not (one.is_meta or one.is_nested)
+    }  # fmt: skip
     # With its rank: the tensor axis is the last one here, and in a mesh it may be any.
     own_rank = engine.comm.ranks[engine.comm.rank]
-    shared = share_json(engine.comms, engine.mesh.device, [own_rank, asdict(did(engine))])
+    shared = share_json(engine.comms, engine.mesh.device, [own_rank, asdict(replace(did(engine), buffers=sums))])
     ranks, by_rank = [rank for rank, _ in shared], [Did(**each) for _, each in shared]
     num_tensor_ranks = 1 if engine.tensor_comm is None else engine.tensor_comm.num_ranks
     if words := disagreement(by_rank, num_tensor_ranks, ranks):
         raise RuntimeError(f"{words}; {_advice(by_rank, num_tensor_ranks)}")
 
 
-def _unequal_bits(by_rank: Sequence[Did], num_tensor_ranks: int) -> Iterator[tuple[int, int, dict[int, Any]]]:
-    """For each slice that differs on the data ranks that hold it: its tensor rank, how many are equal, the others."""
+def _unequal(
+    by_rank: Sequence[Did], num_tensor_ranks: int, ranks: Sequence[int], what: str
+) -> Iterator[tuple[Sequence[Did], str]]:
+    """For each slice that differs on the data ranks that hold it: what they have done, and which differ, in words."""
     for first in range(num_tensor_ranks):
-        _, number, others = _usual([each.checksum for each in by_rank[first::num_tensor_ranks]])
+        same_slices, called = by_rank[first::num_tensor_ranks], ranks[first::num_tensor_ranks]
+        _, number, others = _usual([getattr(each, what) for each in same_slices])
         if others:
-            yield first, number, others
+            one = ", ".join(str(called[place]) for place in others)
+            named = "all ranks" if len(called) == len(ranks) else _named(called)
+            yield same_slices, f"rank {one} against {number} equal ones" if number > 1 else named
 
 
 def _differences(by_rank: Sequence[Did], num_tensor_ranks: int, ranks: Sequence[int]) -> list[str]:
@@ -131,18 +149,25 @@ def _differences(by_rank: Sequence[Did], num_tensor_ranks: int, ranks: Sequence[
         if others:
             values = ", ".join(f"{value} on rank {ranks[place]}" for place, value in others.items())
             found.append(f"{what} ({usual} on most ranks, {values})")
-    for first, number, others in _unequal_bits(by_rank, num_tensor_ranks):
-        same_slices = ranks[first::num_tensor_ranks]
-        one = ", ".join(str(same_slices[place]) for place in others)
-        named = "all ranks" if len(same_slices) == len(ranks) else _named(same_slices)
-        text = f"rank {one} against {number} equal ones" if number > 1 else named
-        found.append(f"sum of the parameters' bits ({text})")
+    for _, who in _unequal(by_rank, num_tensor_ranks, ranks, "checksum"):
+        found.append(f"sum of the parameters' bits ({who})")
+    for same_slices, who in _unequal(by_rank, num_tensor_ranks, ranks, "buffers"):
+        found.append(f"{_buffers(same_slices)} ({who})")
     for first in range(0, len(by_rank), num_tensor_ranks):
         same_rows = slice(first, first + num_tensor_ranks)
         if names := _drifted(by_rank[same_rows]):
-            text = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
-            found.append(f"parameters that no rank divides ({_named(ranks[same_rows])}: {text})")
+            found.append(f"parameters that no rank divides ({_named(ranks[same_rows])}: {_first(names)})")
     return found
+
+
+def _buffers(same_slices: Sequence[Did]) -> str:
+    names = dict.fromkeys(name for each in same_slices for name in each.buffers)
+    differ = [name for name in names if len({each.buffers.get(name) for each in same_slices}) > 1]
+    return f"{'buffer' if len(differ) == 1 else 'buffers'} {_first(differ)}"
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -166,8 +191,11 @@ def _advice(by_rank: Sequence[Did], num_tensor_ranks: int) -> str:
         return _CALLS
     if _usual([each.options for each in by_rank])[2]:
         return _OPTIONS
-    # Wrong rows on tensor ranks are averaged over the data ranks, which agree all the same.
-    return _WRITES if any(_unequal_bits(by_rank, num_tensor_ranks)) else _TENSOR_RANKS
+    # Last: wrong rows on tensor ranks are averaged over the data ranks, which agree all the same.
+    for what, advice in (("checksum", _WRITES), ("buffers", _BUFFERS)):
+        if any(_unequal(by_rank, num_tensor_ranks, range(len(by_rank)), what)):
+            return advice
+    return _TENSOR_RANKS
 
 
 def _usual(values: Sequence[Any]) -> tuple[Any, int, dict[int, Any]]:

@@ -141,6 +141,27 @@ class CheckpointedReentrant(Checkpointed):
     reentrant = True
 
 
+class EveryPartReentrant(nn.Module):
+    """No parameter is in the graph that forward leaves: each comes in a backward inside the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(7, 8), Block(), nn.Linear(8, 5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+class WholeReentrant(CheckpointedReentrant):
+    """The model inside one such checkpoint, and its blocks inside others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x.clone().requires_grad_(), use_reentrant=True)
+
+
 class ParametersInContainers(nn.Module):
     """Parameters that belong to no layer."""
 
@@ -235,6 +256,8 @@ CASES: dict[str, Case] = {
     "evaluated between forward and backward": Case(Stack, looks=True),
     "checkpointed with dropout": Case(Checkpointed),
     "checkpointed, reentrant": Case(CheckpointedReentrant),
+    "every part checkpointed, reentrant": Case(EveryPartReentrant),
+    "checkpoints in a checkpoint, reentrant": Case(WholeReentrant),
     "two forwards, checkpointed": Case(Checkpointed, num_forwards=2),
     "dict": Case(Dict, lambda output: output["y"]),
     "tuple": Case(Tuple, lambda output: output[0]),

@@ -168,3 +168,5 @@ def test_the_fewest_differ_from_the_others_among_tensor_ranks_too():
     assert "bits (rank 4 against 2 equal ones)" in disagreement([same, same, same, same, other, same], 2)
     sizes = [Did(4, 2, 17, whole={"norm": (size, 1e-5)}) for size in (1.0, 1.0 + 1e-9, 1.0, float("nan"))]
     assert disagreement(sizes, 2, [0, 2, 3, 1]).endswith("parameters that no rank divides (ranks 1, 3: norm)")
+    own = [Did(4, 2, 17, buffers={"book": place, "same": 5}) for place in (1, 2, 1, 2, 1, 3)]
+    assert disagreement(own, 2).endswith("differ in buffer book (rank 5 against 2 equal ones)")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import STRATEGIES, build_engine
+from shardlab.engines import DDP, FSDP, STRATEGIES, Bucketed, ZeRO1, ZeRO3, build_engine
 from shardlab.optimizers import GradScaler
 from tests.dist import cases
 
@@ -175,6 +175,39 @@ def misuse(rank):
 
 def test_misuse_names_the_field(pools):
     assert pools(2).run(misuse) == [[field for *_, field in WRONG]] * 2
+
+
+def test_options_beside_a_strategy_that_is_made_already_are_refused():
+    for strategy, options, words in (
+        (
+            ZeRO1(),
+            {"bucket_bytes": 64, "nonsense": 3},
+            r"bucket_bytes, nonsense beside .* ZeRO1\(\.\.\.\) takes bucket_b",
+        ),
+        (DDP(), {"precision": "bf16"}, r"precision beside a DDP .* takes none$"),
+    ):
+        with pytest.raises(ValueError, match=f"^options: {words}"):
+            build_engine(strategy, cases.build("MLP"), adamw, **options)
+
+
+def strategy_in_two_engines(rank, kind):
+    """The second is refused; the first trains on, and hands the strategy over when it is closed."""
+    strategy = kind()
+    with Mesh({"data": 2}) as mesh:
+        with build_engine(strategy, cases.build("MLP"), sgd, mesh) as engine:
+            with pytest.raises(ValueError, match=rf"^strategy: this {kind.__name__} is another engine's.*make one for"):
+                build_engine(strategy, cases.build("MLP"), sgd, mesh)
+            one_step(engine)
+            first = engine.full_state_dict()
+        with build_engine(strategy, cases.build("MLP"), sgd, mesh) as engine:
+            one_step(engine)
+            return first, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("kind", [DDP, Bucketed, ZeRO1, ZeRO3, FSDP])
+def test_a_strategy_is_of_one_engine(pools, kind):
+    for states in pools(2).run(strategy_in_two_engines, kind):
+        assert_states(states, plain_steps(cases.build("MLP"), sgd, 2, 0))
 
 
 def other_module(rank, strategy):

@@ -7,9 +7,10 @@ from torch import nn
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.launch import current
+from shardlab.testing import check_agreement
 from tests.comm.test_communicator import Log
 from tests.dist import cases
-from tests.dist.every_engine import PEERS, engine_of, momentum, one_step
+from tests.dist.every_engine import PEERS, assert_states, engine_of, momentum, one_step
 
 KEYS = ("bucketed", "zero3", "fsdp")
 NO_CHECKPOINT = ("torch_zero1", "torch_fsdp2")
@@ -124,6 +125,71 @@ def test_only_buffers_are_sent(pools, setup):
         assert events == []
     for events in pools(2).run(sent_for_it, setup, "Frozen"):
         assert events == [("broadcast", 9 * 8)]
+
+
+class Codebook(nn.Module):
+    """A codebook that follows the rows which each rank has."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.norm, self.leave = nn.Linear(7, 6), nn.BatchNorm1d(6), nn.Linear(6, 5)
+        self.register_buffer("book", torch.randn(8, 6))
+
+    def forward(self, x):
+        x = self.norm(self.enter(x))
+        nearest = torch.cdist(x, self.book).argmin(1)
+        if self.training:
+            with torch.no_grad():
+                self.book[nearest] = (self.book[nearest] + x) / 2
+        return self.leave(x + (self.book[nearest] - x).detach())
+
+
+def with_a_codebook(rank, key, num_ranks, more):
+    """After steps of two micro-batches: what is said of agreement, what each rank evaluates, and the state."""
+    said = ""
+    x, y = (part[rank * 6 : rank * 6 + 6] for part in rows_of_codebook(num_ranks))
+    with engine_of(key, num_ranks, cases.seeded(Codebook).double(), optimizer_fn=momentum, **more) as engine:
+        for step in range(3):
+            with engine.no_sync():
+                engine.backward(cases.loss_of(engine(x + step), y))
+            engine.backward(cases.loss_of(engine(x * step), y))
+            engine.step()
+            engine.zero_grad()
+        try:
+            check_agreement(engine)
+        except RuntimeError as error:
+            said = str(error)
+        engine.module.eval()
+        with torch.no_grad():
+            return said, engine(rows_of_codebook(num_ranks)[0]), engine.full_state_dict()
+
+
+def rows_of_codebook(num_ranks):
+    seed = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(6 * num_ranks, size, generator=seed, dtype=torch.float64) for size in (7, 5))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_buffers_that_drift_are_named_and_broadcast_as_under_torchs_ddp(pools, num_ranks):
+    of_torch = pools(num_ranks).run(with_a_codebook, "torch_ddp", num_ranks, {})
+    assert {said for said, *_ in of_torch} == {""}
+    for key in ("ddp", *KEYS, "zero2") if num_ranks == 2 else ("zero1", "fsdp"):
+        drifted = pools(num_ranks).run(with_a_codebook, key, num_ranks, {})
+        for said, output, _ in drifted:
+            assert said.startswith("agreement: ranks differ in buffers book, norm.running_mean, norm.running_var (")
+            assert "build the engine with broadcast_buffers=True" in said
+            assert output is drifted[0][1] or not torch.equal(output, drifted[0][1])
+        broadcast = pools(num_ranks).run(with_a_codebook, key, num_ranks, {"broadcast_buffers": True})
+        for (said, output, state), (_, wanted, expected) in zip(broadcast, of_torch, strict=True):
+            assert said == ""
+            torch.testing.assert_close(output, wanted, atol=1e-10, rtol=0)
+            assert_states([state], expected)
+
+
+def test_torchs_engines_broadcast_as_they_do():
+    for name, words in (("torch_ddp", "before forwards anyway"), ("torch_fsdp2", "cannot")):
+        with pytest.raises(ValueError, match=f"^broadcast_buffers: '{name}' .*{words}"):
+            build_engine(name, nn.Linear(2, 2), momentum, broadcast_buffers=True)
 
 
 class Unpicklable(nn.Linear):

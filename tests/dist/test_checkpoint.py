@@ -23,12 +23,12 @@ from torch import nn
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.checkpoint import directory as directory_module
-from shardlab.engines.checkpoint import gather as gather_module
 from shardlab.engines.checkpoint import save as save_module
 from shardlab.engines.checkpoint.manifest import decode, encode, read_manifest
 from shardlab.engines.checkpoint.reading import ShardFiles
 from shardlab.launch.rank_errors import RankDied
 from shardlab.optimizers.grad_scaler import GradScaler
+from shardlab.partition import messages as packing
 from tests.dist import cases
 from tests.dist.every_engine import ALL, axes_of, options_of, step_on
 
@@ -172,8 +172,8 @@ def test_it_goes_on_in_another_strategy_at_another_number_of_ranks(pools, tmp_pa
     optimizer.load_state_dict(optimizer_state)
 
 
-def full_states(rank, setup, kind, axes, optimizer_fn=ADAMW, message_bytes=gather_module.MESSAGE_BYTES):
-    messages = mock.patch.object(gather_module, "MESSAGE_BYTES", message_bytes)
+def full_states(rank, setup, kind, axes, optimizer_fn=ADAMW, message_bytes=packing.MESSAGE_BYTES):
+    messages = mock.patch.object(packing, "MESSAGE_BYTES", message_bytes)
     with messages, Mesh(axes) as mesh, build(setup, kind, mesh, optimizer_fn) as engine:
         train(engine, kind, range(3))
         taken = engine.full_state_dict(), engine.full_optimizer_state_dict()

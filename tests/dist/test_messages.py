@@ -16,8 +16,8 @@ from shardlab.engines import build_engine
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Collective, Role
 from tests.comm.test_communicator import Log
-from tests.dist import cases
-from tests.dist.every_engine import KINDS, adamw, backward, engine_of, one_step, own_batch
+from tests.dist import cases, nasty
+from tests.dist.every_engine import KINDS, adamw, assert_states, backward, engine_of, momentum, one_step, own_batch
 from tests.dist.test_fsdp import build
 from tests.dist.test_stories_of_modules import hooks_of
 
@@ -58,6 +58,37 @@ def lines_of_collectives(rank):
 def test_every_collective_names_a_line_of_the_caller(pools):
     for strategy, lines in pools(2).run(lines_of_collectives)[0].items():
         assert all(line.startswith(f"{__file__}:") for line in lines), (strategy, lines)
+
+
+def steps_by(rank, key, kind, goes_back, num_ranks):
+    """What is sent in steps of two micro-batches, and the state after them."""
+    log = Log()
+    torch.manual_seed(rank)  # of dropout
+    with engine_of(key, num_ranks, cases.seeded(kind).double(), optimizer_fn=momentum) as engine:
+        with engine.mesh.observed_by(log):
+            for step in range(2):
+                with engine.no_sync():
+                    goes_back(engine, cases.loss_of(*forward(engine, step, 0)))
+                goes_back(engine, cases.loss_of(*forward(engine, step, 1)))
+                engine.step()
+                engine.zero_grad()
+        return [(event.op, event.tag, event.num_bytes) for event in log.events], engine.full_state_dict()
+
+
+def forward(engine, step, micro_batch):
+    x, y = own_batch(engine, "MLP", step, micro_batch)
+    return engine(x), y
+
+
+@pytest.mark.parametrize("kind", [nasty.EveryPartReentrant, nasty.WholeReentrant])
+def test_a_plain_backward_through_backwards_of_checkpoints_sends_once(pools, kind):
+    """Each block that is computed again brings its gradients by a backward of its own."""
+    for key, num_ranks in (*((key, 2) for key in (*STRATEGIES, "fsdp", "fsdp-shard_grad_op")), ("zero2", 3)):
+        told = pools(num_ranks).run(steps_by, key, kind, lambda engine, loss: engine.backward(loss), num_ranks)
+        plainly = pools(num_ranks).run(steps_by, key, kind, lambda engine, loss: loss.backward(), num_ranks)
+        for (sent, state), (plainly_sent, plain_state) in zip(told, plainly, strict=True):
+            assert plainly_sent == sent, key
+            assert_states([plain_state], state, atol=0)
 
 
 def gathered(engine):

@@ -1,5 +1,6 @@
 """Mixed precision of FSDP: what it sends and holds, and the loss scale."""
 
+import functools
 import inspect
 import warnings
 
@@ -15,7 +16,7 @@ from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.comm.test_communicator import Log
 from tests.dist import cases
-from tests.dist.every_engine import adamw, assert_states, engine_of, shards_of
+from tests.dist.every_engine import adamw, assert_states, engine_of, momentum, shards_of, step_on
 from tests.dist.nasty import Deep
 
 
@@ -56,12 +57,21 @@ def test_gathers_move_16_bits_and_the_state_keeps_32(pools):
         assert held[Role.OPTIMIZER_STATE] <= 4 * padded
 
 
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(7, 8)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
 def a_float32_buffer_in_a_unit(rank):
     """Its numbers make activations float32, which no 16-bit layer takes: the error names them and the way out."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(7, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)), rows(rank, 2, 0)[0]
+    model, x = nn.Sequential(Scaled(), nn.BatchNorm1d(8, affine=False), nn.Linear(8, 5)), rows(rank, 2, 0)[0]
     with Mesh({"data": 2}) as mesh:
-        with build_engine("fsdp", model, adamw, mesh, precision="bf16") as engine:
+        with build_engine("fsdp", model, adamw, mesh, precision="bf16", wrap="root") as engine:
             with pytest.raises(RuntimeError, match=r"dtype|scalar type") as caught:
                 engine(x)
             engine.full_state_dict()  # and nothing hangs afterwards
@@ -74,9 +84,76 @@ def a_float32_buffer_in_a_unit(rank):
 
 def test_a_buffer_of_another_dtype_is_named_with_the_way_out(pools):
     for (note,), state in pools(2).run(a_float32_buffer_in_a_unit):
-        assert "'1.running_mean' (torch.float32), '1.running_var' (torch.float32)" in note
+        assert "'0.scale' (torch.float32), '1.running_mean' (torch.float32)" in note
         assert "buffers=torch.bfloat16" in note
         assert all(bool(value.isfinite().all()) for value in state.values())
+
+
+class Convolutions(nn.Module):
+    def __init__(self, norm=nn.BatchNorm2d):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), norm(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+        self.norm, self.head = nn.InstanceNorm2d(4, affine=True, track_running_stats=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.norm(self.body(x)).mean((2, 3)))
+
+
+def batch_norms_in_16_bits(rank, strategy):
+    """Refused before anything is sent; with weights and statistics in one dtype, or without weights, it runs."""
+    said, log = [], Log()
+    with Mesh({"data": 2}) as mesh:
+        with mesh.observed_by(log):
+            for norm in (nn.BatchNorm2d, nn.SyncBatchNorm):
+                for precision in ("bf16", "fp16"):
+                    with pytest.raises(
+                        ValueError, match=f"^precision: {norm.__name__} 'body.1' keeps .*autocast"
+                    ) as caught:
+                        build_engine(strategy, Convolutions(norm), adamw, mesh, precision=precision)
+                    said.append(str(caught.value))
+        assert not log.events
+        for norm, precision in (
+            (nn.BatchNorm2d, Precision(torch.bfloat16, torch.float32, torch.float32, torch.bfloat16)),
+            (functools.partial(nn.BatchNorm2d, affine=False), "bf16"),
+            (functools.partial(nn.GroupNorm, 2), "bf16"),
+        ):
+            with build_engine(
+                strategy, cases.seeded(lambda n=norm: Convolutions(n)), adamw, mesh, precision=precision
+            ) as engine:
+                engine.backward(engine(images(rank, 0)).square().mean())
+                engine.step()
+        return said
+
+
+def images(rank, step):
+    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def convolutions_under_autocast(rank, strategy):
+    with engine_of(strategy, 2, cases.seeded(Convolutions), optimizer_fn=momentum) as engine:
+        for step in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = engine(images(rank, step)).float().square().mean()
+            step_on(engine, loss)
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp"])
+def test_a_batch_norm_in_16_bits_is_refused_and_what_is_said_instead_equals_one_process(pools, strategy):
+    first, second = pools(2).run(batch_norms_in_16_bits, strategy)
+    assert first == second
+    plain = cases.seeded(Convolutions)
+    optimizer, names = momentum(plain.parameters()), dict(plain.named_parameters())
+    for step in range(3):
+        for rank in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = plain(images(rank, step)).float().square().mean() / 2
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in pools(2).run(convolutions_under_autocast, strategy):
+        assert all(value.dtype in (torch.float32, torch.int64) for value in state.values())
+        assert_states([{name: state[name] for name in names}], names, atol=1e-6)
 
 
 def steps_without_a_scaler(_, precision):

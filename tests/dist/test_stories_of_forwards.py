@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.dist import cases
 from tests.dist.every_engine import KINDS, SHARDED, WHOLE, momentum
-from tests.dist.nasty import Block, Deep
+from tests.dist.nasty import Block, Deep, EveryPartReentrant
 from tests.dist.telling import Stories
 
 pytestmark = [
@@ -246,6 +246,22 @@ def it_comes_in_parts_in_a_plain_backward_of_one_rank(user):
         sum(losses).backward()
     user.engine.data_comms[0].barrier().wait()  # before any verb, which would send what is left of the backward
     user.zero_grad()
+
+
+class KeepsItsOutput(EveryPartReentrant):
+    def forward(self, x):
+        self.kept = super().forward(x)
+        return x
+
+
+@story(model=KeepsItsOutput, on=SHARDED, refused=r"engine\.backward\(loss\) instead of loss\.backward\(\)")
+def a_plain_backward_comes_through_no_output_to_what_is_computed_again(user):
+    user(user.rows(0)[0])
+    if user.rank is not None:
+        user.refuses(user.module.kept.square().mean().backward)
+    user(user.rows(1)[0])
+    user.backward(user.module.kept.square().mean())
+    user.step()
 
 
 @story(model=functools.partial(Deep, num_blocks=1), on=("fsdp",), options={"offload": "all"})

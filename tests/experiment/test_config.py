@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardlab.engines import STRATEGIES
-from shardlab.experiment import CompareConfig
+from shardlab.experiment import CompareConfig, Workload
 from shardlab.models import MODELS
 
 ALLOWED = {
@@ -81,6 +81,15 @@ def test_fsdp_options():
         with pytest.raises(ValueError, match=f"partition: .*{words}"):
             CompareConfig(("zero1", "fsdp"), text="grammar", partition="balanced", **options)
         assert CompareConfig(("fsdp",), text="grammar", **options).partition == "elements"
+
+
+def test_a_batch_norm_in_16_bits_is_refused_before_ranks_start():
+    normed = Workload(
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), [torch.ones(4, 4)], lambda m, x: m(x).sum()
+    )
+    with pytest.raises(ValueError, match=r"^precision: BatchNorm1d '1' .*autocast"):
+        CompareConfig(("ddp", "zero2"), workload=normed, precision="bf16")
+    assert CompareConfig(("ddp", "zero2"), workload=normed).precision == "full"
 
 
 def test_torchrun_must_have_started_as_many(monkeypatch):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from shardlab.comm.foretold import Costs, ForetoldMesh, ToldClock, Wire
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.bucket import bucket_layouts
@@ -20,7 +21,7 @@ from shardlab.trace.observed import wire_bytes
 from shardlab.units import units_of
 from shardlab.vocabulary import Partition, Role
 from tests.comm.test_communicator import Log
-from tests.dist import cases
+from tests.dist import cases, test_buffers
 
 BUCKET_BYTES = 512  # several buckets in each of the models
 UNUSED = {"Unused": ("spare.weight", "spare.bias", "sometimes.weight", "sometimes.bias")}  # in step 0
@@ -119,6 +120,7 @@ CASES = (
     Case("fsdp", {"partition": "balanced", "sharding": "shard_grad_op", "replicate_below": 20}, dtype=torch.float32),
     Case("fsdp", {"partition": "contiguous", "offload": "all"}, dtype=torch.float32, precision="bf16"),
     *(Case("fsdp", {"replicate_below": 20, "layout": layout}, 2, clip=True) for layout in ("flat", "dim0")),
+    *(Case(name, {"broadcast_buffers": True}, micro_batches=2) for name in ("ddp", "zero2", "zero3", "fsdp")),
     *(Case("fsdp", {"offload": offload}, clip=True) for offload in ("parameters", "all")),
     Case("fsdp", {"offload": "all", "sharding": "no_shard"}, 2),
     Case("fsdp", {"offload": "parameters", "replicate_below": 20}, dtype=torch.float32, precision="bf16"),
@@ -129,6 +131,7 @@ HYBRIDS = (
     Case("fsdp", {"sharding": "hybrid_shard", "layout": "flat"}, clip=True, shard_group_size=1),
     Case("fsdp", {"sharding": "hybrid_shard", "layout": "dim0"}, clip=True, shard_group_size=4),
     Case("fsdp", {"sharding": "hybrid_shard", "replicate_below": 20}, 2, clip=True, shard_group_size=2),
+    *(Case("fsdp", {"sharding": "hybrid_shard", "broadcast_buffers": True}, shard_group_size=2) for _ in range(2)),
     *(
         Case("fsdp", {"sharding": "hybrid_shard", "partition": str(way)}, 2, clip=True, shard_group_size=2)
         for way in Partition
@@ -215,6 +218,26 @@ def test_one_rank_holds_everything_and_sends_nothing(strategy):
                 [expected] = predicted(kind, case, 1)
                 assert observe(engine, case, kind, log, 0, 1) == expected, f"{case}: {kind}"
                 assert expected[1] == []
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_buffers_of_several_dtypes_are_sent_after_the_step(strategy):
+    """By an engine without ranks, and in the plan."""
+    log, x = Log(flags=True), torch.ones(2, 7, dtype=torch.float64)
+    with (
+        ForetoldMesh({"data": 3}, 1, ToldClock(Wire(lambda _: Costs(0.0)))) as mesh,
+        build_engine(strategy, test_buffers.build(), torch.optim.Adam, mesh, broadcast_buffers=True) as engine,
+        mesh.observed_by(log),
+    ):
+        engine.backward(engine(x).sum())
+        engine.step()
+        events = list(log.events)  # closing gathers
+    sent = [(str(e.op), str(e.axis), e.tag, e.dtype, e.numel, e.num_bytes, wire_bytes(e), e.group_size) for e in events]
+    setup = Setup(strategy, 3, units=units_of(test_buffers.build(), "auto"), broadcast_buffers=True)
+    told = predicted_collectives(described(test_buffers.build()), setup, ranks=[1])
+    assert sent == list(told[COLUMNS].itertuples(index=False, name=None))
+    wanted = [("broadcast", "int64", 2), ("broadcast", "float64", 20), ("broadcast", "bool", 5)]
+    assert [(event.op, event.dtype, event.numel) for event in events[-3:]] == wanted
 
 
 @pytest.mark.parametrize("partition", list(Partition))

@@ -4,7 +4,7 @@ First every rank announces what it has (names, shapes, ranges). Then each messag
 of one dtype, rank by rank, and one tensor after another for each rank. So no tensor needs a collective of its own.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardlab.comm.coalesced import MESSAGE_BYTES
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.same_on_all_ranks import share_json
 from shardlab.comm.slices import merge
 from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.checkpoint.held_stretches import TensorShard, gradient_shards, is_counter, shape_of
+from shardlab.partition.messages import packed
 from shardlab.vocabulary import dtype_name
 
 Key = tuple[str, str]  # parameter name, key in its state
@@ -108,23 +108,11 @@ def _describe(shard: TensorShard) -> Stretch:
     return Stretch(shard.name, shard.key, list(shard.shape), dtype, kind, shard.start, shard.stop)
 
 
-def _messages(by_rank: Sequence[Mapping[Key, Stretch]]) -> Iterator[list[Key]]:
+def _messages(by_rank: Sequence[Mapping[Key, Stretch]]) -> list[list[Key]]:
     """Keys that are sent together, message by message."""
     # From what all ranks announced, in the order of the ranks: so every rank makes the same messages.
     known = {key: stretch for described in by_rank for key, stretch in described.items()}
-    by_dtype: dict[str, list[Key]] = {}
-    for key, stretch in known.items():
-        by_dtype.setdefault(stretch.dtype, []).append(key)
-    for same in by_dtype.values():
-        message: list[Key] = []
-        num_bytes = 0
-        for key in same:
-            if message and num_bytes + known[key].num_bytes > MESSAGE_BYTES:
-                yield message
-                message, num_bytes = [], 0
-            message.append(key)
-            num_bytes += known[key].num_bytes
-        yield message
+    return packed(known, lambda key: known[key].dtype, lambda key: known[key].num_bytes)
 
 
 def _gather_message(
@@ -140,7 +128,7 @@ def _gather_message(
     # A rank that has nothing of these tensors joins all the same: the others wait for it.
     chunk = torch.cat(parts) if parts else buffer[:0]
     comm.all_gather(buffer, chunk, bounds=bounds, tag=tag).wait()
-    # Copied out of the buffer: it may have MESSAGE_BYTES, and any view of it would keep all of it in memory.
+    # Copied out of the buffer: it may have 64 MiB, and any view of it would keep all of it in memory.
     full: dict[Key, Tensor] = {}
     place = 0
     for stretch in (stretch for held in stretches for stretch in held):

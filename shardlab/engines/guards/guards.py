@@ -59,7 +59,7 @@ class Guards:
             RuntimeError: a rule of the table.
         """
         if moment == "model":
-            check_free(engine.module)
+            check_free(engine.module, engine.strategy)
             scripted = [name for name, one in engine.module.named_modules() if isinstance(one, torch.jit.ScriptModule)]
             if scripted and engine.strategy.keeps_pieces:
                 raise ValueError(
@@ -148,8 +148,9 @@ class Guards:
         if strategy.steps_pieces:
             guard_groups(engine.optimizer, engine.step_tensors())
         self._claim = Claim(
-            engine, engine.params.values(), engine.optimizer, lambda other: self._before_others_step(other, engine)
-        )
+            engine, engine.params.values(), engine.optimizer, lambda other: self._before_others_step(other, engine),
+            strategy,
+        )  # fmt: skip
 
     def _watch(self, shards: Shards) -> None:
         """Let parameters refuse to be used while they are sharded."""

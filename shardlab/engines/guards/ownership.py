@@ -57,13 +57,14 @@ class EngineReference:
         return OrderedDict, ()
 
 
-def check_free(model: nn.Module) -> None:
-    """Check that no part of a model belongs to an engine.
+def check_free(model: nn.Module, strategy: object = None) -> None:
+    """Check that no part of a model belongs to an engine, nor the strategy.
 
     Raises:
-        ValueError: it is wrapped, contains a wrapped module or is inside one, or shares a parameter with one.
+        ValueError: it is wrapped, contains a wrapped module or is inside one, or shares a parameter with one; or the
+            strategy is another engine's.
     """
-    if any(_owner(thing) is not None for thing in (*model.modules(), *model.parameters())):
+    if any(_owner(thing) is not None for thing in (*model.modules(), *model.parameters(), strategy)):
         gc.collect()  # an engine that an error left open may be garbage: it and its module refer to each other
     for name, thing in (*model.named_modules(), *model.named_parameters()):
         if (engine := _owner(thing)) is not None:
@@ -73,6 +74,12 @@ def check_free(model: nn.Module) -> None:
                 f"model: {what} {how} an engine ({engine.name}) already; close() that engine first, or give both one "
                 "engine"
             )
+    if _owner(strategy) is not None:
+        kind = type(strategy).__name__
+        raise ValueError(
+            f"strategy: this {kind} is another engine's, whose parameters it knows; make one for each engine, here a "
+            f"second {kind}(...), or close() that engine first"
+        )
 
 
 class Claim:
@@ -83,11 +90,12 @@ class Claim:
         params: the module's.
         optimizer: the engine's.
         before_others_step: told of every other optimizer that is about to step outside of the engine's own step.
+        strategy: the engine's, which is marked too.
     """
 
     def __init__(
         self, engine: AnyEngine, params: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, before_others_step:
-        Callable[[torch.optim.Optimizer], None] | None = None,
+        Callable[[torch.optim.Optimizer], None] | None = None, strategy: object = None,
     ) -> None:  # fmt: skip
         self._mark = EngineReference(engine)
         self._module, self._optimizer = engine.module, optimizer
@@ -104,7 +112,8 @@ class Claim:
         # Modules without parameters stay unmarked: two models may share an activation.
         claimed = [module for module in self._module.modules() if next(module.parameters(), None) is not None]
         # Of the module too, which may have others in their place by now (torch's own engines).
-        for thing in (*claimed, *self._params, *self._module.parameters()):
+        marked = (*claimed, *self._params, *self._module.parameters(), *([] if strategy is None else [strategy]))
+        for thing in marked:
             object.__setattr__(thing, _CLAIM, self._mark)
         # Gradient hooks refer to the engine weakly. So the module keeps it alive, for users who keep only the module.
         object.__setattr__(self._module, _KEPT, EngineReference(engine, keeps=True))

@@ -38,8 +38,9 @@ def sharded_parameter(name: str) -> str:
         "engine.full_params(keep_changes=True):', into parameters asked of the module there; convert the module before "
         "the engine is built; in a forward, compute with it in the module that holds it, called inside engine(...), "
         "or choose larger FSDP units, as wrap='root', also for engine.call(function, ...); a penalty on weights is "
-        "computed inside 'with engine.full_params():' after engine(...); a weight used both inside and outside "
-        "activation checkpointing needs use_reentrant=False there"
+        "computed inside 'with engine.full_params():' after engine(...); where activation checkpointing computes with "
+        "it again, write engine.backward(loss) instead of loss.backward(), and use_reentrant=False for a weight that "
+        "is used outside of it too"
     )
 
 

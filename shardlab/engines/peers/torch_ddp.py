@@ -43,6 +43,7 @@ class TorchDDP(Peer):
     """
 
     name = "torch_ddp"
+    broadcasts_buffers = True  # before each forward that comes after one whose gradients were to be sent
     sends: ClassVar[Mapping[Collective, str]] = {
         Collective.ALL_REDUCE: "gradients of bucket",
         Collective.BROADCAST: "buffers or order of buckets",
