@@ -69,12 +69,12 @@ _DIVISORS = {name: divisor for name, (_, divisor) in (COLUMNS | _ONLY_COMPARED).
 def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     """The rows of ``summary.json``.
 
-    Times are medians over steps and ranks, without the first step and memory-traced steps if others remain;
-    ``overlap`` is the median over ranks of ``analysis.timed.hidden_share``, over the same steps. Bytes are maxima over
-    ranks, at rest after the last step in which they were sampled; ``peak_bytes`` is the highest moment of the traced
-    steps (on CUDA of all), with ``peak_step``, ``least_peak_bytes`` and ``unlike_step`` as
-    ``held_bytes.peaks_of_steps`` says. ``wire_bytes_per_step`` is what the algorithm needs the busiest rank to send in the last step, without the
-    reported loss; ``moved_bytes_per_step`` is what the transport of the busiest rank sends for it, null if not known.
+    Times are medians over steps and ranks, without the first step and memory-traced steps if others remain; ``overlap``
+    is the median over ranks of ``analysis.timed.hidden_share``, over the same steps. Bytes are maxima over ranks, at
+    rest after the last step in which they were sampled; ``peak_bytes`` is the highest moment of the traced steps (on
+    CUDA of all), with ``peak_step``, ``least_peak_bytes`` and ``unlike_step`` as ``held_bytes.peaks_of_steps`` says.
+    ``wire_bytes_per_step`` is what the algorithm needs the busiest rank to send in the last step, without the reported
+    loss; ``moved_bytes_per_step`` is what the transport of the busiest rank sends for it, null if not known.
     ``in_flight_bytes`` are the most bytes of collectives under way at once in an ordinary step,
     ``traced_in_flight_bytes`` in the traced one, that of the peak (``analysis.timed``); null where there was none.
     ``recorder_share`` is the time of recording over the time of the steps, on the rank where it is largest.

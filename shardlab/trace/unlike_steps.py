@@ -28,7 +28,7 @@ class UnlikeSteps:
         self._came: dict[Hashable, int] = {}  # the step in which a kind that was never traced has come last
         self._due = -1
         self._num_steps = self._num_traced = 0
-        self._has_smaller = False
+        self._has_smaller = True  # none is looked for before the optimizer's state is there
         self._calls: list[tuple[Hashable, Shapes]] = []
 
     def forget_traced(self) -> None:
@@ -71,8 +71,7 @@ class UnlikeSteps:
         """
         if traced:
             for call, shapes in self._calls:
-                kept = [other for other in self._traced.get(call, []) if not within(other, shapes)]
-                self._traced[call] = [*kept, shapes]
+                self._traced.setdefault(call, []).append(shapes)
             self._missed = [missed for missed in self._missed if not self._covers(*missed[:2])]
         elif new := [call for call in self._calls if not self._covers(*call)]:
             self._missed = [missed for missed in self._missed if missed[:2] not in new]
