@@ -162,7 +162,7 @@ def _tell_forecast(
         model.line,
         ("PLANNED", _planned(job, f"{ranks} x {job.card.name}")),
         ("TIME", _time(job, found)),
-        ("MEMORY", _memory(job, job.card.memory_bytes)),
+        ("MEMORY", _memory(job, job.card.memory_bytes) + _of_logits(job, found.peak_bytes)),
         ("MISSES BY", miss.reason if miss.share is None else f"up to {miss.share:.0%}: {miss.reason}"),
         *(("WARNING", warning) for warning in found.warnings),
         ("NOT IN IT", " ".join(found.not_modelled)),
@@ -204,6 +204,20 @@ def _fits(peak_bytes: float, room: float) -> str:
         return f"{said}it fits"
     often = f"{room / peak_bytes:.3g} times that; {least:g} to {most:g} times were seen"
     return f"{said}it fits, unless the allocator reserves more than {often}"
+
+
+def _of_logits(job: "Job", peak_bytes: float) -> str:
+    """What helps, where it does not fit or hardly, and logits are the reason; else empty."""
+    from shardlab.planner.forecast import USABLE
+    from shardlab.planner.peak import logits_bytes
+
+    logits, room = logits_bytes(job), USABLE * job.card.memory_bytes
+    if peak_bytes <= room or (2 * logits < peak_bytes and peak_bytes - logits > room):
+        return ""
+    return (
+        f"; {logits / 1e9:.3g} GB of it are logits, {job.tokens:,} tokens x {job.vocab:,} words: a chunked loss, which "
+        "makes them for some tokens at a time, would save most of these"
+    )
 
 
 def _job_of(sizes: Mapping[str, Any], ranks: int, on: Mapping[str, Any], options: Mapping[str, Any]) -> "Job":

@@ -319,7 +319,11 @@ def what_fits(rows: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
     many = f"{number:,.0f}" if number < 1e6 else f"{number / 1e6:,.1f} million"
     room = "" if isnan(number) else f", {many} rows"
     if number < 1:
-        room = ", less than one row keeps: checkpoint layers in the model, or compute in 16 bits"
+        share = float(rows["logits_share"][first]) if "logits_share" in rows else nan
+        helps = "checkpoint layers in the model, or compute in 16 bits"
+        if share > 0.5:
+            helps = f"{format_percent(share)} of it are logits, so a chunked loss helps, or computing in 16 bits"
+        room = f", less than one row keeps: {helps}"
     said = (
         f"of {memory}, {fits} takes {format_bytes(memory_bytes - left[first])}, and {format_bytes(left[first])} are "
         f"left for activations{room}"

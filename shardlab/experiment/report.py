@@ -30,8 +30,8 @@ from shardlab.vocabulary import Collective, Phase, Role, SpanKind
 
 HIDDEN = "Exposed communication lengthens the step; hidden communication slows compute if no core is idle."
 PEAK = (
-    "Where the highest peak of the traced steps was: step and rank, the unit that computed, and the live bytes at that "
-    "moment by role. In flight: the most bytes of collectives under way at once in this step, and in an "
+    "Where the peak of the traced steps was: step and rank, the unit that computed, and the live bytes at that moment "
+    "by role. In flight: the most bytes of collectives under way at once in this step, and in an "
     "ordinary one, where compute is faster; where the two differ, so may the peak of an ordinary step. Other: "
     "temporaries, gradients of activations, and with ZeRO-3 and FSDP whole gradients that are not yet reduced."
 )
