@@ -25,6 +25,7 @@ from shardlab.engines.precision import Precision, cast_floating, parse_precision
 from shardlab.experiment.batches import batches_of, divide, rows_of
 from shardlab.experiment.named_workload import workload_at
 from shardlab.experiment.planned import Plan, plans_of, row_of, table_of
+from shardlab.experiment.planned_workload import nodes_below
 from shardlab.experiment.workload import Workload, seeded
 from shardlab.planner.fit import Gpu, rows_that_fit, sending_us
 from shardlab.planner.setup import STRATEGIES
@@ -92,8 +93,7 @@ class RunPlan:
             rest), ``left_bytes`` (of the GPU's memory, where nothing is that is offloaded; below zero where the model
             states do not fit), ``row_bytes`` (that autograd keeps for a further row), ``rows_that_fit`` (in a
             micro-batch) and ``logits_share`` (of what a row keeps), all missing where ``kept`` is None, and
-            ``sending_ms`` (all messages of a step, one after
-            another), missing without a link.
+            ``sending_ms`` (all messages of a step, one after another), missing without a link.
 
         Raises:
             ValueError: the GPU is not understood.
@@ -139,7 +139,7 @@ def kept_for_backward(workload: Workload, rows: int, precision: str = "full") ->
 
 
 class _Kept(NamedTuple):
-    """Bytes, and those of them that are logits: as many elements as the largest output of the model."""
+    """Bytes, and those of logits: of a loss with a softmax, what has as many elements as the model's largest output."""
 
     num_bytes: int
     logits_bytes: int
@@ -204,10 +204,12 @@ def _kept_of(workload: Workload, module: nn.Module, batch: Any) -> _Kept:
     sizes = [1]
     hook = module.register_forward_hook(lambda *given: sizes.extend(one.numel() for one in tensors_in(given[-1])))
     with seeded(0), saved_for_backward(module) as saved:
-        workload.loss(module, batch)
+        loss = workload.loss(module, batch)
     hook.remove()
     held = [(tensor.numel(), tensor.untyped_storage().nbytes()) for tensor in saved]
-    return _Kept(sum(size for _, size in held), sum(size for numel, size in held if numel == max(sizes)))
+    are_logits = any("LogSoftmax" in node.name() for node in nodes_below(loss.grad_fn))
+    logits_bytes = sum(size for numel, size in held if numel == max(sizes)) if are_logits else 0
+    return _Kept(sum(size for _, size in held), logits_bytes)
 
 
 def _take_numbers_from(module: nn.Module, casts: Precision) -> None:
