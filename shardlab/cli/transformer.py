@@ -138,7 +138,7 @@ def _planned(job: "Job", gpus: str) -> str:
 def _memory(job: "Job", room: float) -> str:
     from shardlab.planner.peak import peak_bytes, rest_bytes
 
-    return f"{rest_bytes(job) / 1e9:.3g} GB at rest, {_fits(peak_bytes(job), room)}"
+    return f"{rest_bytes(job) / 1e9:.3g} GB at rest, {_fits(peak_bytes(job), room)}{_of_logits(job, room)}"
 
 
 def _tell_forecast(
@@ -162,7 +162,7 @@ def _tell_forecast(
         model.line,
         ("PLANNED", _planned(job, f"{ranks} x {job.card.name}")),
         ("TIME", _time(job, found)),
-        ("MEMORY", _memory(job, job.card.memory_bytes) + _of_logits(job, found.peak_bytes)),
+        ("MEMORY", _memory(job, job.card.memory_bytes)),
         ("MISSES BY", miss.reason if miss.share is None else f"up to {miss.share:.0%}: {miss.reason}"),
         *(("WARNING", warning) for warning in found.warnings),
         ("NOT IN IT", " ".join(found.not_modelled)),
@@ -206,13 +206,13 @@ def _fits(peak_bytes: float, room: float) -> str:
     return f"{said}it fits, unless the allocator reserves more than {often}"
 
 
-def _of_logits(job: "Job", peak_bytes: float) -> str:
+def _of_logits(job: "Job", room: float) -> str:
     """What helps, where it does not fit or hardly, and logits are the reason; else empty."""
     from shardlab.planner.forecast import USABLE
-    from shardlab.planner.peak import logits_bytes
+    from shardlab.planner.peak import logits_bytes, peak_bytes
 
-    logits, room = logits_bytes(job), USABLE * job.card.memory_bytes
-    if peak_bytes <= room or (2 * logits < peak_bytes and peak_bytes - logits > room):
+    logits, peak = logits_bytes(job), peak_bytes(job)
+    if peak <= USABLE * room or (2 * logits < peak and peak - logits > USABLE * room):
         return ""
     return (
         f"; {logits / 1e9:.3g} GB of it are logits, {job.tokens:,} tokens x {job.vocab:,} words: a chunked loss, which "
