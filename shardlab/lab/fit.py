@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from shardlab.comm.trees import map_tensors, tensors_in
+from shardlab.engines.module_hooks import nodes_below
 from shardlab.engines.precision import Precision, cast_floating, parse_precision
 from shardlab.experiment.batches import batches_of, divide, rows_of
 from shardlab.experiment.named_workload import workload_at
 from shardlab.experiment.planned import Plan, plans_of, row_of, table_of
-from shardlab.experiment.planned_workload import nodes_below
 from shardlab.experiment.workload import Workload, seeded
 from shardlab.planner.fit import Gpu, rows_that_fit, sending_us
 from shardlab.planner.setup import STRATEGIES
