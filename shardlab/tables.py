@@ -138,6 +138,8 @@ STEPS = Table("steps", (
     Column("wire_bytes", "float64", "sum of those of the step's collectives; NaN where these were not watched"),
     Column("num_tokens", "Int64", "tokens or samples this rank trained on"),
     Column("traced_memory", "boolean", "memory was traced in this step, which slows it: leave it out of timings"),
+    Column("unlike_step", "Int64", "until here the last step with larger inputs or other calls than every "
+                                   "traced one, so that its peak is not known; NA: none", optional=True),
 ))  # fmt: skip
 
 TABLES = {table.name: table for table in (COLLECTIVES, SPANS, MEMORY, SHARDS, STEPS)}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.trees import map_tensors
+from shardlab.comm.trees import map_tensors, tensors_in
 from shardlab.engines import AnyEngine, build_engine, engine_options
 from shardlab.experiment.batches import Share, batches_of, size_of
 from shardlab.experiment.config import CompareConfig
@@ -88,9 +88,7 @@ class RankRun:
         self.batches: list[int] = []  # those that were passed over too
         self.other_batch: int | None = None
         self._config, workload = config, config.trained
-        self._batches = batches_of(
-            workload, engine.data_rank, engine.num_data_ranks, config.seed, config.global_batch // config.accumulation
-        )
+        self._batches = self.batches_anew()
         scheduler = None if workload.scheduler is None else workload.scheduler(engine.optimizer)
         if scheduler is not None and not hasattr(scheduler, "step"):
             raise ValueError(f"scheduler: it returned {type(scheduler).__name__}; return a learning rate scheduler")
@@ -100,6 +98,13 @@ class RankRun:
             engine, loss_of(config, workload, engine.name, engine.mesh), accumulation=config.accumulation,
             max_norm=config.clip, scheduler=scheduler, scaler=scaler, recorder=recorder,
         )  # fmt: skip
+
+    def batches_anew(self) -> Iterator[Share]:
+        """The rank's batches from the first on."""
+        rows = self._config.global_batch // self._config.accumulation
+        return batches_of(
+            self._config.trained, self.engine.data_rank, self.engine.num_data_ranks, self._config.seed, rows
+        )
 
     def take_batches(self, read: Callable[[Iterator[Share]], Iterator[Share]]) -> None:
         """Read the batches by ``read``."""
@@ -123,12 +128,16 @@ class RankRun:
         """
         # Before the batches are passed over: only the checkpoint says how many there were.
         extra = self.engine.load(directory, **self._objects)
-        for _ in range(self.engine.num_steps * self._config.accumulation):
-            self._next_share()
+        self.pass_over(self.engine.num_steps)
         # Of rank 0, which has written them; another rank may have had other rows.
         if self.engine.data_rank == 0:
             self.other_batch = first_other(extra.get(self._whose_batches, []), self.batches)
         return self.engine.num_steps
+
+    def pass_over(self, steps: int) -> None:
+        """Read the batches of so many steps, and do not train on them."""
+        for _ in range(steps * self._config.accumulation):
+            self._next_share()
 
     @property
     def _whose_batches(self) -> str:
@@ -146,23 +155,33 @@ class RankRun:
         found = {"scheduler": self._train_step.scheduler, "scaler": self._train_step.scaler}
         return {name: value for name, value in found.items() if value is not None}
 
-    def step(self, step: int, *, trace_memory: bool = False) -> StepResult:
-        """Train and record step number ``step``; ``trace_memory`` finds its peak by role, and slows it."""
+    def step(self, step: int, *, trace_memory: bool | None = False) -> StepResult:
+        """Train and record step number ``step``.
+
+        Args:
+            step: its number.
+            trace_memory: whether its peak by role is found, which slows it; None for if its batches are unlike those of
+                all traced steps, so that its peak may be another.
+        """
         before = _random_states(self.engine.mesh.device)
-        with self.recorder.step(step, trace_memory=trace_memory):
-            result, num_tokens = self._train()
+        with self.recorder.step(step, trace_memory=bool(trace_memory)):
+            result, num_tokens = self._train(may_trace=trace_memory is not False)
         self.drew |= _random_states(self.engine.mesh.device) != before
         self.finite.ended(step, result.own_loss)
         self.recorder.finish_step(result.loss, result.grad_norm, result.learning_rate, num_tokens)
         return result
 
-    def _train(self) -> tuple[StepResult, int]:
+    def _train(self, *, may_trace: bool) -> tuple[StepResult, int]:
         result, num_tokens = None, 0
         for _ in range(self._config.accumulation):
             with self.recorder.phase(Phase.DATA, SpanKind.DATA):
+                if may_trace:
+                    self.recorder.look_at_data()
                 share = self._next_share()
                 batch = map_tensors(lambda tensor: _on_device(tensor, self.engine.mesh.device), share.batch)
                 num_tokens += size_of(batch)
+            if may_trace:
+                self.recorder.called("batch", tensors_in(batch), self._train_step.losses, can_trace=True)
             result = self._train_step(batch, share.weight)
         assert result is not None
         return result, num_tokens
@@ -224,7 +243,7 @@ def run_strategy(
         traced = min(first + 2, config.steps - 1)
         known, buffers = dict[int, Did](), dict[int, dict[str, int]]()
         for step in range(first, config.steps):
-            result = run.step(step, trace_memory=step == traced)
+            result = run.step(step, trace_memory=True if step == traced else None)
             if sampled_at_rest(step) or step == config.steps - 1:
                 known[step] = did(run.engine)
             if step in known or step - first < NUM_BATCHES:

@@ -108,7 +108,8 @@ class Hooks:
                 "the loop with shardlab.TrainStep and that recorder, or use shardlab compare"
             )
         self._watch(module)
-        self._before_forward(module, args)  # torch has listed the hooks of this call already
+        # Torch has listed the hooks of this call already; what is given by name, only they are told.
+        self._before_forward(module, args, {})
 
     def _watch(self, root: nn.Module) -> None:
         self._tensors.roots.add(root)
@@ -118,7 +119,7 @@ class Hooks:
             self._watched.add(module)
             # In front of the hooks that are there: what they send, FSDP2's gathers for example, belongs to the forward.
             hooks = (
-                module.register_forward_pre_hook(self._before_forward, prepend=True),
+                module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
                 module.register_forward_hook(self._after_forward, always_call=True),
             )
             _own(hooks, self._stack)
@@ -127,11 +128,12 @@ class Hooks:
             self._units.update(units)
             self._hook_units(units)
 
-    def _before_forward(self, root: nn.Module, _: Any) -> None:
+    def _before_forward(self, root: nn.Module, args: Any, named: Any) -> None:
         if torch.compiler.is_compiling() or self._outermost is not None:
             return
         self._outermost = root
-        self._call = self._loop.forward() if torch.is_grad_enabled() else self._loop.evaluation()
+        trains = torch.is_grad_enabled()
+        self._call = self._loop.forward(root, (args, named)) if trains else self._loop.evaluation()
         self._call.__enter__()
 
     def _after_forward(self, root: nn.Module, *_: Any) -> None:
@@ -144,7 +146,7 @@ class Hooks:
             rate = optimizer.param_groups[0].get("lr", nan)
             on_host = not isinstance(rate, Tensor) or rate.device.type == "cpu"  # reading another would wait for it
             trains = len(args) > 1 or kwargs.get("closure") is not None
-            self._loop.optimizer_begins(float(rate) if on_host else nan, trains=trains)
+            self._loop.optimizer_begins(optimizer, float(rate) if on_host else nan, trains=trains)
         self._stepping.append(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

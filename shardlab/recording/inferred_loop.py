@@ -21,12 +21,13 @@ sent between two steps belongs to the second, so watching begins when the step b
 import contextlib
 from collections.abc import Iterator
 from math import nan
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from shardlab.comm import CollectiveEvent
+from shardlab.comm.trees import tensors_in
 from shardlab.recording.torch_callers import POINT_TO_POINT
 from shardlab.trace.clock import Clock, Mark
 from shardlab.trace.recorder import BEFORE_TRAINING, Recorder
@@ -41,6 +42,9 @@ class Record(Protocol):
 
     def traces(self, step: int) -> bool:
         """Whether the memory of a step is traced."""
+
+    def may_trace(self) -> bool:
+        """Whether the memory of a step may be traced that is unlike all that were."""
 
     def reads(self, step: int) -> bool:
         """Whether what is held after a step is read, which takes so long that the next step begins anew."""
@@ -89,9 +93,12 @@ class Loop:
         return self._step
 
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """The forward of a module that trains, under gradients."""
+    def forward(self, root: object, given: Any) -> Iterator[None]:
+        """The forward of ``root``, a module that trains, under gradients; ``given`` holds its tensors."""
+        # After another forward the graph is alive, which only C++ refers to.
+        is_first = self._phase is not Phase.FORWARD
         self._begin()
+        self._recorder.called(id(root), tensors_in(given), can_trace=is_first and self._record.may_trace())
         self._enter(Phase.FORWARD, SpanKind.FORWARD)
         try:
             yield
@@ -129,7 +136,7 @@ class Loop:
             self._record.end_waits()
             self._enter(Phase.CLIP)
 
-    def optimizer_begins(self, learning_rate: float, *, trains: bool) -> None:
+    def optimizer_begins(self, optimizer: object, learning_rate: float, *, trains: bool) -> None:
         """The outermost ``optimizer.step()`` is called; it ``trains`` if it was given a closure, as LBFGS is."""
         if self._stepped and trains:
             self._begin()
@@ -137,6 +144,8 @@ class Loop:
             self._stepped = False
             self._pass_late()
         self._learning_rate = learning_rate
+        if self._step != BEFORE_TRAINING:
+            self._recorder.called(id(optimizer), (), can_trace=False)  # a GAN's halves may begin alike
         self._enter(Phase.STEP, SpanKind.OPTIMIZER)
 
     def optimizer_ends(self) -> None:
@@ -146,6 +155,8 @@ class Loop:
             return
         self._since = self._recorder.at_rest()
         self._in_step.close()
+        if self._recorder.traces:  # it has read all memory, which takes so long that the next step begins anew
+            self._since = None
         self._stepped = True
         if not self._is_watched and self._record.watches(self._step + 1):
             self._record.watch(on=True)
@@ -228,8 +239,8 @@ class Loop:
     def _enter(self, phase: Phase, kind: SpanKind | None = None) -> None:
         self._in_phase.close()
         self._phase = phase
-        if self._is_open and self._is_watched:
-            self._in_phase.enter_context(self._recorder.phase(phase, kind))
+        if self._is_open and (self._is_watched or self._recorder.traces):
+            self._in_phase.enter_context(self._recorder.phase(phase, kind if self._is_watched else None))
 
 
 def scalars(tensors: object) -> list[Tensor]:

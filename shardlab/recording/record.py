@@ -220,6 +220,10 @@ class Recording(Observer):
         """Whether the memory of a step is traced."""
         return step == self._trace_memory and not _has_compiled() and _get_current_dispatch_mode() is None
 
+    def may_trace(self) -> bool:
+        """Whether the memory of a step may be traced that is unlike all that were."""
+        return self._trace_memory is not None and _get_current_dispatch_mode() is None
+
     def reads(self, step: int) -> bool:
         """Whether what is held after a step is read, which takes so long that the next step begins anew."""
         return samples_at_rest(step) or step == self._trace_memory

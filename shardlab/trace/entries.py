@@ -126,7 +126,7 @@ def _tables(entry: Entry) -> dict[str, Columns]:
 
 def _whole(table: Table, columns: Columns, keys: Mapping[str, Any]) -> Columns:
     count = len(next(iter(columns.values())))
-    absent = {column.name: [nan] * count for column in table.columns if column.optional}
+    absent = {column.name: [None] * count for column in table.columns if column.optional}
     columns = {**absent, **{name: [value] * count for name, value in keys.items()}, **columns}
     return {name: columns[name] for name in table.column_names}
 

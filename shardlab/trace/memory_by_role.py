@@ -138,6 +138,10 @@ class MemoryLedger(TorchDispatchMode):
         self._serials = count()
         self._scratch = next(self._serials)
         self._roles[self._scratch] = Role.COMMUNICATION_BUFFER
+        self.hold(live)
+
+    def hold(self, live: LiveTensors) -> None:
+        """Log tensors that were there before."""
         for role, tensors in live.items():
             for storage in (tensor.untyped_storage() for tensor in tensors):
                 if storage._cdata not in self._known:  # the first role that names it counts
@@ -175,6 +179,10 @@ class MemoryLedger(TorchDispatchMode):
         del torch.UntypedStorage.resize_  # torch's own is that of the class above
         # Weak references still report what is freed, but from now on that is not part of the step.
         self._closed = True
+
+    def resume(self) -> None:
+        """Log what is freed, though it is not entered: it will be again."""
+        self._closed = False
 
     _closed = False
 

@@ -7,6 +7,7 @@ import os
 import time
 import warnings
 
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import shardlab
 from shardlab.recording.record import ALWAYS_WATCHED, Place, claim
-from shardlab.recording.report import load_recorded
+from shardlab.recording.report import answer_of_record, load_recorded
 from shardlab.trace.clock import HostClock
 from shardlab.trace.store import load_run
 
@@ -330,3 +331,55 @@ def test_an_engine_of_ours_is_refused_in_its_first_forward(tmp_path):
 def test_nothing_that_trains_is_said(tmp_path):
     with pytest.warns(UserWarning, match="no training step was seen"), shardlab.record(tmp_path):
         Net()(torch.ones(8))
+
+
+def gan(begins_with_inputs, steps):
+    """Half of its steps train D on 2 rows, the others G on 256; without ``begins_with_inputs`` all begin alike."""
+    torch.manual_seed(0)
+    generator, judge = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)), nn.Linear(8, 1)
+    optimizers = {half: torch.optim.SGD(half.parameters(), lr=0.1) for half in (judge, generator)}
+    for step in range(steps):
+        half = (judge, generator)[step % 2]
+        optimizers[half].zero_grad()
+        if begins_with_inputs:
+            rows = torch.randn(2, 8) if half is judge else generator(torch.randn(256, 8))
+            loss = judge(rows).square().mean()
+        else:
+            loss = judge(torch.randn(2, 8)).square().mean()
+            loss = loss if half is judge else loss + judge(generator(torch.randn(256, 8))).square().mean()
+        loss.backward()
+        optimizers[half].step()
+
+
+@pytest.mark.parametrize("begins_with_inputs", [True, False])
+def test_the_peak_is_that_of_the_half_of_a_gan_that_needs_more(tmp_path, begins_with_inputs):
+    records = recorded(tmp_path, lambda: gan(begins_with_inputs, 8))
+    steps = records.steps
+    assert steps.loc[steps["traced_memory"], "step"].tolist() == ([0, 1, 2, 3] if begins_with_inputs else [0, 2, 5])
+    peaks = steps.set_index("step")["peak_bytes"]
+    assert peaks.max() == peaks[3 if begins_with_inputs else 5] > 256 * 64 * 4 + peaks[2]
+    # Of the second half alone that begins as the first does, nothing is known until it has come again.
+    unknown = [None] * 8 if begins_with_inputs else [None, 1, 1, 3, 3, None, None, None]
+    assert [None if pd.isna(step) else step for step in steps["unlike_step"]] == unknown
+    found = load_recorded(tmp_path / "run")
+    assert f"in step {peaks.idxmax() if not begins_with_inputs else 3}, and" in answer_of_record(found)[0].text
+
+
+def test_a_half_that_came_once_is_said_to_be_unknown(tmp_path):
+    recorded(tmp_path, lambda: gan(False, 4))
+    said = answer_of_record(load_recorded(tmp_path / "run"))[0].text
+    assert "that of step 3, which is unlike all traced ones, is not known" in said
+
+
+def test_what_torch_compile_is_asked_for_is_compiled_although_no_step_was_traced_yet(tmp_path):
+    torch._dynamo.reset()
+    compiled = []
+    model = Net()
+    model.compile(backend=lambda graph, _: compiled.append(graph) or graph.forward)
+    try:
+        steps = recorded(tmp_path, lambda: train(model, sgd(model), 4)).steps
+    finally:
+        torch._dynamo.reset()
+    assert compiled
+    assert not steps["traced_memory"].any()
+    assert "no peak was traced" in answer_of_record(load_recorded(tmp_path / "run"))[0].text
