@@ -42,8 +42,12 @@ def found(
     split = step_split(sent, worked, timed, axes) if met else _of_some_ranks(sent, worked, timed)
     parts = {name: float(split[name].median()) for name in split.columns if name.endswith("_us")}
     us = parts["step_us"]
+    missing = ""
     if isnan(parts["moving_us"]):
         missing = "which messages were exposed is missing: the stream that computes was not seen to wait for them"
+    elif parts["moving_us"] > us:
+        missing = "when the device took a step is missing: its messages last longer than the host, which ran ahead"
+    if missing:
         return [Cause(UNKNOWN, 0.0, 0.0, missing, "", 0.0)]
 
     def of_kind(kind: SpanKind) -> float:
