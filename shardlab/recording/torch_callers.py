@@ -148,11 +148,11 @@ class Tags:
         if (step := self._step_now()) != self._step:
             self._step = step
             self._counts.clear()
-            # Of the step before: DDP may have freed them since, and other storages may have their identities.
-            self._tensors.buckets.clear()
         name = "ddp" if caller.name == "autograd" and self._tensors.has_ddp else caller.name
         words = WORDS.get((name, op)) or f"{op} of {PARTS.get(name, 'the script')}"
         if words == BUCKET and not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
             words = USED
+        elif words == BUCKET:
+            self._tensors.add_buckets(tensors)
         number, self._counts[words] = self._counts[words], self._counts[words] + 1
         return f"{words} {number}"

@@ -216,6 +216,23 @@ def test_what_ddp_sends_beside_gradients_and_buffers_has_names_of_its_own(pools,
         assert sorted(tags) == sorted([*["order of the new buckets"] * 2, *["parameters or buffers", *gradients] * 2])
 
 
+def train_in_turn(rank, directory):
+    """Two models of DDP, of which each step trains one."""
+    models = [nn.parallel.DistributedDataParallel(nn.Linear(size, 4, bias=False)) for size in (16, 32)]
+    with record(directory, trace_memory=None):
+        for _ in range(2):
+            for model in models:
+                model(torch.ones(2, model.module.in_features)).sum().backward()
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_buckets_of_a_model_that_rests_are_buckets_too(pools, tmp_path):
+    pools(2).run(train_in_turn, tmp_path)
+    records = load_run(tmp_path)
+    buckets = [at_rest(records, step)[rank]["communication_buffer"] for step in (0, 1) for rank in (0, 1)]
+    assert buckets == [4 * 4 * 16] * 2 + [4 * 4 * (16 + 32)] * 2
+
+
 def test_what_stages_of_a_pipeline_send_each_other_is_not_clipping(pools, tmp_path):
     pools(2).run(train_pipeline, tmp_path)
     records = load_run(tmp_path)
@@ -248,6 +265,9 @@ def test_report_trace_and_diff_read_it(recorded, tmp_path):
     assert "Losses were not compared" in done.stdout
     rows = json.loads(shardlab("diff", directory, directory, "--json").stdout)
     assert {row["difference"] for row in rows} <= {0.0, None}
+    refused = shardlab("what-if", directory, "--strategy", "run", "--link", "10Gbps,50us")
+    assert refused.exit_code
+    assert "is the record of a script" in refused.output
 
 
 def shardlab(*words):
