@@ -22,6 +22,7 @@ latency of many small messages            messages x latency                    
 bandwidth                                 the rest of the transfers                   half of it
 late gather (prefetch too short)          gathers waited for                          each issued one gather earlier
 uneven units                              a unit's messages, against the median       its messages in parts
+every micro-batch communicates            a tag again in the step's next backward     the last one's reductions
 exposed last bucket, exposed first        the last reduction, the first gather        it travels in parts, beside
 gather                                                                                the compute around it
 ========================================  ==========================================  ===============================
@@ -103,6 +104,7 @@ def _ranked(record: Recorded, besides: Collection[str]) -> list[Cause]:
         _weighed(record, replace(one, least=max(one.least, record.away)))
         for one in slow_messages.found(record) if one.name not in besides
     ]  # fmt: skip
+    messages += [_weighed(record, one) for one in slow_messages.every_micro_batch(record) if one.name not in besides]
     # Causes among the messages are views of the same time: of them the change that gains most comes first.
     most = max((cause.us for cause, counts in messages if counts), default=0.0)
     keys = [(cause.us, cause, counts) for cause, counts in work] + [(most, *one) for one in messages]

@@ -1,6 +1,6 @@
-"""Causes of a long step in its messages: too many, too large, too late, or too uneven."""
+"""Causes of a long step in its messages: too many, too large, too late, too uneven, or sent again and again."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from math import inf
 
@@ -9,6 +9,7 @@ import numpy as np
 from shardlab.analysis.changed_messages import Latency, ahead, in_parts, merged
 from shardlab.analysis.judged_steps import Found, Recorded, Steps
 from shardlab.analysis.recorded_step import Message, RecordedStep
+from shardlab.analysis.repeated_reductions import CHANGE, REDUCTIONS, REPEATED, evidence, repeated
 from shardlab.vocabulary import FLAG, Collective, Phase
 
 LATENCY, LATE_GATHER = "latency of many small messages", "late gather (prefetch too short)"
@@ -37,6 +38,27 @@ def found(record: Recorded) -> Iterator[Found]:
     )
     yield from _first_gather(record, known) if _gathers_buckets(record) else _last_bucket(record, known)
     yield from _uneven(record, known)
+
+
+def every_micro_batch(record: Recorded) -> Iterator[Found]:
+    """Reductions that each micro-batch sends, and those of the last one alone."""
+    rows = repeated(record.collectives, record.spans)
+    own = rows[rows["rank"] == rows["rank"].min()]
+    tags = {step: set(of_step["tag"]) for step, of_step in own.groupby("step")}
+    numbers = record.timed["step"].unique()
+    if len(tags) < len(numbers):  # in some steps there is nothing of it
+        return
+    changed = [
+        step.without_messages(_all_but_the_last(step, tags[number]))
+        for number, step in zip(numbers, record.steps, strict=True)
+    ]
+    yield Found(REPEATED, changed, evidence(own, len(numbers)), CHANGE)
+
+
+def _all_but_the_last(step: RecordedStep, tags: Collection[str]) -> set[Message]:
+    """Of the reductions of each tag."""
+    sent = [one for one in step.messages if one.tag in tags and one.op in REDUCTIONS and one.phase == Phase.BACKWARD]
+    return set(sent) - set({(one.queue, one.op, one.tag): one for one in sent}.values())
 
 
 def _none(_: Message) -> float:

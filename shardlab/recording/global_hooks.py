@@ -131,7 +131,7 @@ class Hooks:
         if torch.compiler.is_compiling() or self._outermost is not None:
             return
         self._outermost = root
-        self._call = self._loop.forward() if torch.is_grad_enabled() else self._loop.evaluation()
+        self._call = self._loop.forward(id(root)) if torch.is_grad_enabled() else self._loop.evaluation()
         self._call.__enter__()
 
     def _after_forward(self, root: nn.Module, *_: Any) -> None:

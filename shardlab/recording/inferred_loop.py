@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from shardlab.comm import CollectiveEvent
-from shardlab.recording.torch_callers import POINT_TO_POINT
+from shardlab.recording.torch_callers import POINT_TO_POINT, Moment
 from shardlab.trace.clock import Clock, Mark
 from shardlab.trace.recorder import BEFORE_TRAINING, Recorder
 from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind
@@ -82,16 +82,25 @@ class Loop:
         self._losses: list[Tensor] = []
         self._learning_rate = nan
         self._late: list[tuple[CollectiveEvent, Phase]] = []
+        self._num_backwards = 0  # of this step
+        self._called: set[int] = set()  # models, since the last backward
+        self._models: frozenset[int] = frozenset()
 
     @property
     def step(self) -> int:
         """The step that runs or has ended last; -1 before the first."""
         return self._step
 
+    @property
+    def moment(self) -> Moment:
+        """The step that runs or has ended last, and the backward in it."""
+        return Moment(self._step, self._num_backwards, self._models)
+
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """The forward of a module that trains, under gradients."""
+    def forward(self, model: int = 0) -> Iterator[None]:
+        """The forward of a module that trains, under gradients; ``model`` tells it from others."""
         self._begin()
+        self._called.add(model)
         self._enter(Phase.FORWARD, SpanKind.FORWARD)
         try:
             yield
@@ -121,6 +130,9 @@ class Loop:
         """A backward of ``losses``, one number each."""
         self._begin()
         self._losses += losses
+        self._num_backwards += 1
+        # A second backward of one forward is of the same models.
+        self._models, self._called = frozenset(self._called) or self._models, set()
         self.end_span(WHOLE_MODEL, SpanKind.FORWARD)
         self._enter(Phase.BACKWARD, SpanKind.BACKWARD)
         try:
@@ -202,6 +214,7 @@ class Loop:
             self._pass_late()  # what came before training
         since = None if self._record.reads(self._step) else self._since
         self._step += 1
+        self._num_backwards = 0
         traces, self._is_watched = self._record.traces(self._step), self._record.watches(self._step)
         if not self._is_watched:  # only now: the step before went on as long as another optimizer could follow
             self._record.watch(on=False)

@@ -149,7 +149,7 @@ class Recording(Observer):
         self._tensors = ScriptTensors()
         self._loop = Loop(self)
         self._hooks = Hooks(self._loop, self._tensors, self._loop)
-        self._tags = Tags(lambda: self._loop.step, self._tensors)
+        self._tags = Tags(lambda: self._loop.moment, self._tensors)
         self._calls: TorchCalls | None = None  # while collectives are watched
         self._axes: dict[str, int] = {}  # ranks along each; of groups of several sizes the largest
         self._backends: set[str] = set()

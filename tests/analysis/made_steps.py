@@ -21,6 +21,7 @@ class Loop:
     slow_beside: float = 1.0  # how much longer backward takes beside a message
     sizes: tuple[int, ...] = (100_000,) * 4
     micro_batches: int = 1
+    reduces_in_each: bool = False
     activations: int = 0  # bytes that a tensor axis sums behind each unit's forward
     buckets: int = 4
     prefetch: int = 1
@@ -35,7 +36,7 @@ class Loop:
             self.step, begins = step, list(self.now)
             self.work("data", "model", self.data)
             for micro_batch in range(self.micro_batches):
-                self.is_last = micro_batch == self.micro_batches - 1
+                self.is_last = self.reduces_in_each or micro_batch == self.micro_batches - 1
                 {"fsdp": self.sharded, "zero3": self.zero3, "bucketed": self.bucketed}[self.engine]()
             self.work("optimizer", "model", self.optimizer)
             for rank, begin in enumerate(begins):

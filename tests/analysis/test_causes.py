@@ -145,6 +145,26 @@ def test_with_several_micro_batches_the_gain_is_that_of_the_change(loop, cause, 
     assert first.gain_us == pytest.approx(loop.step_us - replace(loop, **change).step_us, rel=0.02)
 
 
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (3, 2)])
+def test_reductions_of_every_micro_batch_are_a_cause_and_those_of_the_last_are_the_change(ranks, micro_batches):
+    loop = Loop(ranks=ranks, sizes=(100_000,) * 4, us_per_byte=0.1, micro_batches=micro_batches, reduces_in_each=True)
+    first = causes(*loop.tables())[0]
+    assert first.name == "every micro-batch communicates", first
+    more = (micro_batches - 1) * 0.4
+    assert first.evidence == (
+        f"each of 4 reductions of gradients is sent {micro_batches} times a step, {more:.3g} MB of it before the last"
+    )
+    without = replace(loop, reduces_in_each=False)
+    assert first.gain_us == pytest.approx(loop.step_us - without.step_us, rel=0.02)
+    assert "every micro-batch communicates" not in [cause.name for cause in causes(*without.tables())]
+    moved, worked, steps = loop.tables()
+    on_streams = causes(moved.assign(transport="nccl"), worked, steps)
+    assert "every micro-batch communicates" in [cause.name for cause in on_streams]
+    # A strategy that tags all alike sends several in one backward; nobody knows what they carry.
+    alike = moved.assign(tag="gradients").where(moved["phase"] == "backward", moved)
+    assert "every micro-batch communicates" not in [cause.name for cause in causes(alike, worked, steps)]
+
+
 def test_messages_between_operations_of_a_divided_model_are_not_joined():
     """Each sum of activations needs the one before it, so no bucket holds two of them."""
     loop = Loop(activations=1000, latency=3000, sizes=(10_000,) * 4)
