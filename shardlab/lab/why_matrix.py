@@ -58,7 +58,7 @@ class EveryMicroBatch(Bucketed):
         if not sends:  # else the engine does so
             self.reduce_rest()
 
-    def took(self, param: nn.Parameter, *, sends: bool) -> None:  # noqa: ARG002
+    def took(self, param: nn.Parameter, *, sends: bool) -> None:
         """As the base, and sent in any case."""
         super().took(param, sends=True)
 
