@@ -10,7 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from shardlab.analysis.bandwidth import fit_latency_bandwidth
-from shardlab.analysis.intervals import merge, total
+from shardlab.analysis.intervals import covered_until, merge, total
 from shardlab.analysis.matching import matched_collectives
 from shardlab.analysis.recorded_step import NOTHING, Message, RecordedStep, Removed, by_rank, recorded_steps
 from shardlab.analysis.timed import in_steps, timed_steps
@@ -103,6 +103,24 @@ class Recorded:
     def us_of(self, removed: Removed) -> float:
         """How long some intervals are, in microseconds for a rank and step."""
         return sum(map(total, removed.values())) / len(self.timed)
+
+    def lost_us(self, removed: Removed) -> float:
+        """How much of a step some rank is in its intervals, in microseconds: without them it is no more shorter.
+
+        Ranks that lose time in turn lose it for each other, so it may be more than each of them has.
+        """
+        of_any = merge(np.concatenate([NOTHING, *removed.values()]))
+        begins = self.timed.groupby("step")["start_us"].min().to_numpy(dtype=np.float64)
+        ends = (self.timed["start_us"] + self.timed["step_us"]).groupby(self.timed["step"]).max()
+        windows = np.column_stack((begins, ends.to_numpy(dtype=np.float64)))
+        return float(np.median(np.diff(covered_until(of_any, windows))))
+
+    @cached_property
+    def queued_us(self) -> float:
+        """How long a rank had no core though it could have run, for a rank and step; NaN where it is not known."""
+        if "queued_us" not in self.timed:
+            return float("nan")
+        return float(self.timed["queued_us"].to_numpy(dtype=np.float64, na_value=np.nan).mean())
 
     @cached_property
     def away(self) -> float:

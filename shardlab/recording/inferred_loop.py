@@ -12,6 +12,8 @@ evaluation is a forward, without gradients, of a module that trains. Collectives
 'metrics' if there was an evaluation, else 'data'; those between backward and the optimizer 'clip', except what one rank
 sends to another: that is 'backward'.
 
+What a DataLoader takes to give a batch is a span of data, of the step that trains on it.
+
 The loss of a step is the sum of the scalars on this rank whose backward was called: what was differentiated.
 
 Collectives, spans and phases are recorded in watched steps only; loss, learning rate and time in all of them. What is
@@ -21,6 +23,7 @@ sent between two steps belongs to the second, so watching begins when the step b
 import contextlib
 from collections.abc import Iterator
 from math import nan
+from threading import get_ident
 from typing import Protocol
 
 import torch
@@ -83,6 +86,8 @@ class Loop:
         self._learning_rate = nan
         self._late: list[tuple[CollectiveEvent, Phase]] = []
         self._num_backwards = 0  # of this step
+        self._fetched: list[tuple[Mark, Mark]] = []  # since the last step has ended
+        self._is_fetching, self._thread = False, 0
         self._called: set[int] = set()  # models, since the last backward
         self._models: frozenset[int] = frozenset()
 
@@ -124,6 +129,25 @@ class Loop:
             else:  # what follows gathers its results, until the next step begins
                 self._since = None
                 self._late = [(event, Phase.METRICS) for event, _ in self._late]
+
+    @contextlib.contextmanager
+    def fetch(self) -> Iterator[None]:
+        """A loader gives a batch, or begins to."""
+        # One loader may use another, also in a thread that loads ahead, for which nobody waits here.
+        if self._is_fetching or not self._is_open or get_ident() != self._thread:
+            yield
+            return
+        self._is_fetching, before = True, self._recorder.mark()
+        self.end_span(WHOLE_MODEL, SpanKind.FORWARD)  # of the loss, if the next batch is fetched before backward
+        try:
+            yield
+        finally:
+            self._is_fetching = False
+            self._fetched.append((before, self._recorder.mark()))
+            if not self._stepped:
+                self._pass_late()
+            if self._phase is Phase.FORWARD:
+                self.begin_span(WHOLE_MODEL, SpanKind.FORWARD)
 
     @contextlib.contextmanager
     def backward(self, losses: list[Tensor]) -> Iterator[None]:
@@ -212,7 +236,9 @@ class Loop:
             self._recorder, self._clock = self._record.open()
             self._is_open = True
             self._pass_late()  # what came before training
-        since = None if self._record.reads(self._step) else self._since
+        since, self._thread = None if self._record.reads(self._step) else self._since, get_ident()
+        if since is None:  # what was fetched before its forward is no part of the step
+            self._fetched.clear()
         self._step += 1
         self._num_backwards = 0
         traces, self._is_watched = self._record.traces(self._step), self._record.watches(self._step)
@@ -227,7 +253,10 @@ class Loop:
         for event, phase in self._late if self._is_watched else ():
             with self._recorder.phase(phase):
                 self._recorder.issued(event)
+        for times in self._fetched if self._is_watched else ():
+            self._recorder.add_span(WHOLE_MODEL, SpanKind.DATA, *times)
         self._late.clear()
+        self._fetched.clear()
 
     def _cut(self) -> None:
         losses, self._losses, self._stepped = self._losses, [], False

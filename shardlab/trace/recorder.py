@@ -113,7 +113,9 @@ class Recorder:
         self._watched = watched
         self._ledger = MemoryLedger(self._live(), self._device.type) if trace_memory else None
         self._memory.begin_step()
-        self._cpu = CpuReadings(self._clock.cpu_time() if watched else None)
+        # What was read since the last step ended is of this one. (Where marks are events there are no readings.)
+        earlier = self._cpu.between(since, began_ns) if isinstance(since, int) else []
+        self._cpu = CpuReadings(self._clock.cpu_time() if watched else None, earlier)
         self.spent(began_ns)
         # After the recorder's own preparations, which are no part of the step.
         begin = self._mark(always=True)
@@ -163,6 +165,14 @@ class Recorder:
         if (begun := self._open.pop((unit, kind), None)) is not None:
             self._spans.append((unit, *begun, self._mark()))
             self._tell_ledger()
+
+    def add_span(self, unit: str, kind: SpanKind, begin: Mark, end: Mark) -> None:
+        """A unit was at work between two marks; also before the running step was entered, see ``step``."""
+        self._spans.append((unit, kind, begin, end))
+
+    def mark(self) -> Mark:
+        """The time, and a reading of the CPU time."""
+        return self._mark(always=True)
 
     def spent(self, since_ns: int) -> None:
         """Count the time from ``since_ns`` until now as time spent recording."""

@@ -13,6 +13,7 @@ class Loop:
     engine: str = "bucketed"
     ranks: int = 2
     data: float = 100.0
+    in_turn: bool = False  # one rank loads data in each step
     forward: float = 1000.0
     backward: float = 2000.0
     recompute: float = 0.0
@@ -34,7 +35,7 @@ class Loop:
         self.now, self.free, self.seq = [0.0] * self.ranks, [0.0] * self.ranks, 0
         for step in range(self.steps):
             self.step, begins = step, list(self.now)
-            self.work("data", "model", self.data)
+            self.work("data", "model", self.data, (step % self.ranks,) if self.in_turn else None)
             for micro_batch in range(self.micro_batches):
                 self.is_last = self.reduces_in_each or micro_batch == self.micro_batches - 1
                 {"fsdp": self.sharded, "zero3": self.zero3, "bucketed": self.bucketed}[self.engine]()

@@ -165,6 +165,34 @@ def test_reductions_of_every_micro_batch_are_a_cause_and_those_of_the_last_are_t
     assert "every micro-batch communicates" not in [cause.name for cause in causes(alike, worked, steps)]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "queued_us", "words", "change"),
+    [
+        (2, NAN, "it sleeps, or others have its core", "no sleep, or a core for each rank and thread"),
+        (2, 450, "for 95 % of that it sleeps", "nothing that sleeps in a step"),
+        (2, 8100, "for 90 % of that it could run, and others have its core", "a core for each rank and thread"),
+        (1, 8100, "for 90 % of that it could run, and others have its core", "a core for each thread"),
+    ],
+)
+def test_a_rank_that_sleeps_is_told_from_one_that_has_no_core(ranks, queued_us, words, change):
+    moved, worked, steps = Loop(ranks=ranks, data=9000).tables()
+    is_away = worked["kind"] == "data"
+    worked = worked.assign(kind=worked["kind"].mask(is_away, "off_cpu"), start_us=worked["start_us"] + is_away.astype(float))
+    first = causes(moved, worked, steps.assign(queued_us=queued_us))[0]
+    assert first.name == "off the CPU"
+    assert first.evidence == f"in 9 ms of a step a rank is off the CPU: {words}"
+    assert first.change.startswith(change)
+    assert first.gain_us == pytest.approx(8999)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_ranks_lose_in_turn_is_no_less_than_the_gain(ranks):
+    """Each waits for the others' time, too: a share of the ranks' own time would be less than what the change gains."""
+    first = causes(*Loop(ranks=ranks, data=9000, in_turn=True).tables())[0]
+    assert (first.name, first.evidence) == ("input wait", "loading data takes 9 ms of a step")
+    assert first.gain_us == pytest.approx(9000)
+
+
 def test_messages_between_operations_of_a_divided_model_are_not_joined():
     """Each sum of activations needs the one before it, so no bucket holds two of them."""
     loop = Loop(activations=1000, latency=3000, sizes=(10_000,) * 4)
