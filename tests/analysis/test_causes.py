@@ -177,7 +177,8 @@ def test_reductions_of_every_micro_batch_are_a_cause_and_those_of_the_last_are_t
 def test_a_rank_that_sleeps_is_told_from_one_that_has_no_core(ranks, queued_us, words, change):
     moved, worked, steps = Loop(ranks=ranks, data=9000).tables()
     is_away = worked["kind"] == "data"
-    worked = worked.assign(kind=worked["kind"].mask(is_away, "off_cpu"), start_us=worked["start_us"] + is_away.astype(float))
+    starts = worked["start_us"] + is_away.astype(float)  # apart from the optimizer of the step before
+    worked = worked.assign(kind=worked["kind"].mask(is_away, "off_cpu"), start_us=starts)
     first = causes(moved, worked, steps.assign(queued_us=queued_us))[0]
     assert first.name == "off the CPU"
     assert first.evidence == f"in 9 ms of a step a rank is off the CPU: {words}"
@@ -191,6 +192,18 @@ def test_what_ranks_lose_in_turn_is_no_less_than_the_gain(ranks):
     first = causes(*Loop(ranks=ranks, data=9000, in_turn=True).tables())[0]
     assert (first.name, first.evidence) == ("input wait", "loading data takes 9 ms of a step")
     assert first.gain_us == pytest.approx(9000)
+
+
+def test_small_messages_of_a_script_beside_large_ones_are_told_by_size_and_may_be_one():
+    loop = Loop(activations=4, latency=1500, sizes=(500_000,) * 8, buckets=2, us_per_byte=0.002)
+    moved, worked, steps = loop.tables()
+    number = moved.groupby(["rank", "step"]).cumcount().astype(str)
+    moved["tag"] = moved["tag"].mask(moved["bytes"] == 4, "all_reduce of the script " + number)
+    first = causes(moved.assign(axis="data"), worked, steps)[0]
+    assert first.name == LATENCY
+    assert "wait for 8 messages of 4 B and 2 of 2 MB, each with 3 ms of latency" in first.evidence
+    assert first.change == "one message for the script's 8, if none is needed before the last,"
+    assert first.gain_us == pytest.approx(7 * 2 * 1500, rel=0.01)
 
 
 def test_messages_between_operations_of_a_divided_model_are_not_joined():
