@@ -11,7 +11,8 @@ a faster link only where no other order or size of messages gains three quarters
 cause                                     seen in                                     the change that is replayed
 ========================================  ==========================================  ===============================
 input wait                                spans of data                               none of them
-host-bound                                time outside all spans and waits            none of it
+host-bound                                time outside all spans and waits; calls     none of it
+                                          of operations, at their least
 recomputation                             spans of recomputation                      none of them
 optimizer step                            spans of the optimizer                      none of them: an upper bound
 off the CPU                               spans off the CPU, beside a straggler's     none of them

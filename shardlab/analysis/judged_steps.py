@@ -70,6 +70,7 @@ class Recorded:
 
     def __init__(self, collectives: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame, axes: Any) -> None:
         self.timed = _spread(watched(steps))
+        self._all_steps = steps
         self.collectives, self.spans = (in_steps(table, self.timed) for table in (collectives, spans))
         self.axes = axes
         self.steps = recorded_steps(self.collectives, self.spans, self.timed, axes)
@@ -114,6 +115,21 @@ class Recorded:
         ends = (self.timed["start_us"] + self.timed["step_us"]).groupby(self.timed["step"]).max()
         windows = np.column_stack((begins, ends.to_numpy(dtype=np.float64)))
         return float(np.median(np.diff(covered_until(of_any, windows))))
+
+    @cached_property
+    def dispatch(self) -> Removed:
+        """By rank, as much of forward and backward as calling their operations takes at least, where that is known.
+
+        It is known how much, not when: the end of each stretch stands for it.
+        """
+        if "dispatch_us" not in self._all_steps:
+            return {}
+        known = self._all_steps.dropna(subset="dispatch_us").groupby("rank")["dispatch_us"].median()
+        found = {}
+        for rank, times in self.of_kind(SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.RECOMPUTE, on_cpu=True).items():
+            share = float(known.get(rank, 0.0)) * len(self.steps) / max(total(times), 1e-9)
+            found[rank] = np.column_stack((times[:, 1] - min(1.0, share) * np.diff(times).ravel(), times[:, 1]))
+        return found
 
     @cached_property
     def queued_us(self) -> float:

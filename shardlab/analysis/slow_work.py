@@ -83,9 +83,10 @@ def _in_spans(record: Recorded) -> Iterator[Found]:
     outside = {}
     for rank, own in whole.items():
         times = np.column_stack((numbers(own, "start_us"), numbers(own, "start_us") + numbers(own, "step_us")))
-        outside[rank] = subtract(times, open_us.get(rank, np.empty((0, 2))))
+        outside[rank] = subtract(times, open_us.get(rank, NOTHING))
+        outside[rank] = merge(np.concatenate((outside[rank], record.dispatch.get(rank, NOTHING))))
     changed = record.without(outside)
-    said = f"{np.median(record.gains(changed)) / 1e3:.3g} ms of a step are in no span: Python between the operations"
+    said = f"{np.median(record.gains(changed)) / 1e3:.3g} ms of a step are Python between the operations"
     yield Found("host-bound", changed, said, "larger micro-batches, or torch.compile")
 
 

@@ -161,6 +161,17 @@ class CpuReadings:
         return [(begin_ns, *row) for row in before] + [row for row in rows if row[0] > begin_ns]
 
 
+def least_operation_ns() -> float:
+    """CPU time of an operation on one number, again and again: what Python and torch take at least for any."""
+    number, count, found = torch.ones(1), 100, []
+    for _ in range(5):
+        began_ns = time.thread_time_ns()
+        for _ in range(count):
+            number.add_(0.0)
+        found.append((time.thread_time_ns() - began_ns) / count)
+    return min(found)
+
+
 class HostClock:
     """For compute on the CPU."""
 

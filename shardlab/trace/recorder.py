@@ -26,7 +26,7 @@ import torch
 from shardlab.comm import CollectiveEvent
 from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
 from shardlab.trace import observed
-from shardlab.trace.clock import Clock, CpuReadings, Mark
+from shardlab.trace.clock import Clock, CpuReadings, Mark, least_operation_ns
 from shardlab.trace.entries import CARRIED, CPU, Columns
 from shardlab.trace.memory_by_role import LiveTensors, MemoryLedger, on_device
 from shardlab.trace.observed import Row, Span
@@ -237,6 +237,7 @@ class Recorder:
             "start_ns": begin_ns - self._origin_ns, "step_ns": end_ns - begin_ns,
             "peak_bytes": self._memory.peak(self._ledger), "num_tokens": num_tokens,
             "traced_memory": self._ledger is not None, "watched": self._watched,
+            "dispatch_ns": self._dispatch_ns(),
         }  # fmt: skip
         tables = {
             SPANS.name: observed.span_columns(self._spans, self._clock, self._origin_ns),
@@ -275,6 +276,11 @@ class Recorder:
         """Mark the time and read the CPU time; unless ``always``, the reading is skipped if the last one is recent."""
         self._cpu.read(always=always)
         return self._clock.mark()
+
+    def _dispatch_ns(self) -> float:
+        if self._ledger is None or self._device.type != "cpu":  # on a stream the host's time is beside the compute's
+            return nan
+        return self._ledger.num_operations * least_operation_ns()
 
     def _live(self) -> LiveTensors:
         live = self.live_tensors()

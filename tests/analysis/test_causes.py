@@ -186,6 +186,17 @@ def test_a_rank_that_sleeps_is_told_from_one_that_has_no_core(ranks, queued_us, 
     assert first.gain_us == pytest.approx(8999)
 
 
+def test_calling_small_operations_is_no_compute():
+    loop = Loop()
+    moved, worked, steps = loop.tables()
+    assert causes(moved, worked, steps.assign(dispatch_us=NAN))[0].name == BALANCED
+    called = steps.assign(dispatch_us=NAN, traced_memory=steps["step"] == 2)
+    called.loc[called["step"] == 2, "dispatch_us"] = 6000.0
+    first = causes(moved, worked, called)[0]
+    assert (first.name, first.evidence) == ("host-bound", "5.64 ms of a step are Python between the operations")
+    assert first.gain_us == pytest.approx(5640, rel=0.01)  # of the 6 ms some hid a message
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_ranks_lose_in_turn_is_no_less_than_the_gain(ranks):
     """Each waits for the others' time, too: a share of the ranks' own time would be less than what the change gains."""

@@ -100,6 +100,18 @@ def test_gradient_accumulation_is_one_step_with_the_sum_of_its_losses(tmp_path):
     assert kinds(records, 1) == [*["forward", "forward", "backward"] * 2, "optimizer"]
 
 
+def test_what_calling_operations_takes_at_least_grows_with_their_number(tmp_path):
+    found = {}
+    for layers in (1, 8):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with shardlab.record(tmp_path / str(layers)):
+            train(model, optimizer, 4)
+        found[layers] = load_run(tmp_path / str(layers)).steps.set_index("step")["dispatch_us"]
+        assert found[layers].notna().tolist() == [False, False, True, False]
+    assert found[8][2] > found[1][2] > 0
+
+
 class Slow(torch.utils.data.Dataset):
     def __len__(self):
         return 4
