@@ -29,9 +29,9 @@ def found(record: Recorded) -> Iterator[Found]:
     said = f"{exposed:.3g} ms of a step wait for {_by_size([one.num_bytes for one in record.messages])}"
     known, apart = latency or _none, "latency not told apart: all of one size"
     if latency is not None:
-        found = _latency(record, latency, said)
-        apart = f"{np.median(record.gains(found.without or [])) / 1e3:.3g} ms of it latency"
-        yield found
+        free = record.with_transfers(lambda one, us: us - min(us, latency(one)))
+        yield _latency(record, latency, free, said)
+        apart = f"{np.median(record.gains(free)) / 1e3:.3g} ms of it latency"
     half = record.with_transfers(lambda one, us: (us + min(us, known(one))) / 2)
     rest = record.with_transfers(lambda one, us: min(us, known(one)))
     yield Found("bandwidth", half, f"{said}, {apart}", "a link of twice the bandwidth", rest, {"bandwidth": 2})
@@ -87,11 +87,10 @@ def _none(_: Message) -> float:
     return 0.0
 
 
-def _latency(record: Recorded, latency: Latency, said: str) -> Found:
-    """Fewer messages where that gains more than half of the latency, else half of the latency."""
+def _latency(record: Recorded, latency: Latency, free: Steps, said: str) -> Found:
+    """Fewer messages where that gains more than half of the latency, else half of it; ``free`` is without any."""
     each = float(np.median([latency(one) for one in record.messages])) / 1e3
     evidence = f"{said}, each with {each:.3g} ms of latency"
-    free = record.with_transfers(lambda one, us: us - min(us, latency(one)))
     half = record.with_transfers(lambda one, us: us - min(us, latency(one)) / 2)
     best = Found(LATENCY, half, evidence, "a link of half the latency", free, {"latency": 0.5})
     least = float(np.median(record.gains(half)))

@@ -38,14 +38,15 @@ LIBRARIES = (
     Library("MORI, src/ops/dispatch_combine", r"mori::|\bEp(Dispatch|Combine)"),
     Library("pplx-kernels, csrc/all_to_all; TensorRT-LLM, moeAlltoAllKernels", r"\b_?a2a_|moea2a|mnnvl"),
     Library("Transformer Engine, comm_gemm_overlap/userbuffers", "userbuffers"),
-    Library("vLLM and SGLang, csrc/custom_all_reduce.cuh; QuickReduce", "cross_?device_|quick_?reduce"),
+    Library("vLLM and SGLang, csrc/custom_all_reduce.cuh; QuickReduce",
+            "cross_?device_?(reduce|store|load)|quick_?reduce"),
     Library("FlashInfer and TensorRT-LLM, one-shot with Lamport flags", "lamport", "initiali[sz]e"),
     Library("copies between two devices, as CUPTI and rocprofiler name them", "^memcpy ptop|^copypeertopeer"),
 )  # fmt: skip
 _KNOWN = [(re.compile(one.names, re.IGNORECASE), re.compile(one.stays, re.IGNORECASE)) for one in LIBRARIES]
 # Libraries of one device: ATen, whose index_put and dispatch move nothing between ranks, and others.
 _COMPUTES = re.compile(
-    r"^(at|at_cuda_detail|cub|thrust|cutlass|cute|cudnn|flash|flashinfer|vllm|sglang|rocprim|ck|ck_tile|xformers)::"
+    r"^(at|at_cuda_detail|cub|thrust|cutlass|cute|cudnn|flash|rocprim|ck|ck_tile|xformers)::"
     r"|^(triton_|flash_|fmha_|ampere_|sm\d+_|nvjet|cijk_|volta_|turing_|hopper_)"
     r"|gemm|gemv|elementwise|softmax|layer_?norm|rms_?norm|attention|attn|mla_|split_?k",
     re.IGNORECASE,
