@@ -120,10 +120,11 @@ def _latency(record: Recorded, latency: Latency, free: Steps, said: str) -> Foun
 
 
 def _joined(step: RecordedStep) -> RecordedStep:
-    """With one message, the last, for all that the script itself sends of a kind."""
+    """With one message, the last, for all that the script itself sends of a kind; ranks still meet as often."""
     sent = [one for one in step.messages if OF_SCRIPT in one.tag]
     last = {(one.op, one.queue, one.phase, tuple(one.transfer_us)): one for one in sent}
-    return step.without_messages(set(sent) - set(last.values()))
+    gone = set(sent) - set(last.values())
+    return step.with_transfers(lambda one, us: 0.0 if one in gone else us)
 
 
 def _uneven(record: Recorded, latency: Latency) -> Iterator[Found]:
