@@ -1,4 +1,4 @@
-"""How a script is observed: by torch's global hooks, and by replacing three torch functions while it is recorded.
+"""How a script is observed: by torch's global hooks, and by replacing five torch functions while it is recorded.
 
 Modules: the outermost module that is called under gradients and has trainable parameters is a root; what a root wraps,
 as DistributedDataParallel does, counts as the root when it is called by itself (in an evaluation). To find roots,
@@ -6,8 +6,9 @@ a global hook sees every call of a module (``register_module_forward_pre_hook``)
 optimizer: from then on only the roots' own hooks remain, since the global one costs microseconds at every call.
 Units: they have hooks in watched steps only.
 Optimizers: ``register_optimizer_step_pre_hook`` and its counterpart.
-Backward and the scaler have no global hook, so ``torch.autograd.backward`` (which ``loss.backward()`` calls),
-``GradScaler.scale`` and ``GradScaler.update`` are replaced. Not seen: ``torch.autograd.grad``.
+Backward, the scaler and the loader have no global hook, so ``torch.autograd.backward`` (which ``loss.backward()``
+calls), ``GradScaler.scale``, ``GradScaler.update``, and what ``iter()`` and ``next()`` of a DataLoader call are
+replaced. Not seen: ``torch.autograd.grad``, and loaders that are none of torch's.
 """
 
 import contextlib
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter  # private: a public iterator of another class is none
 from torch.utils.hooks import RemovableHandle
 
 from shardlab.engines.guards.ownership import engine_of
@@ -66,6 +69,9 @@ class Hooks:
         self._stack.enter_context(_replaced(torch.autograd, "backward", self._around_backward))
         self._stack.enter_context(_replaced(scaler, "scale", _around_scale))
         self._stack.enter_context(_replaced(scaler, "update", self._around_update))
+        # The first starts workers at each epoch, the second waits for them.
+        self._stack.enter_context(_replaced(DataLoader, "__iter__", self._around_fetch))
+        self._stack.enter_context(_replaced(_BaseDataLoaderIter, "__next__", self._around_fetch))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -169,6 +175,10 @@ class Hooks:
                 return plain(tensors, *args, **kwargs)
         finally:
             self._in_backward = False
+
+    def _around_fetch(self, plain: Callable[..., Any], loader: Any) -> Any:
+        with self._loop.fetch():
+            return plain(loader)
 
     def _around_update(self, plain: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         plain(*args, **kwargs)

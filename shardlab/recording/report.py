@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 
 from shardlab.analysis.attribution import waits
 from shardlab.analysis.held_bytes import at_rest
+from shardlab.analysis.repeated_reductions import evidence, repeated
 from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment.answer import ALIKE, ROLES, Line, messages, quartiles, steps_differ
 from shardlab.experiment.directory import write_page
@@ -127,7 +128,7 @@ def answer_of_record(recorded: Recorded) -> list[Line]:
     held, number = rows[[*ROLES, "buffer_bytes"]].sum(axis=1).iloc[0], messages(records.collectives).max()
     peak, last = rows["peak_bytes"].iloc[0], late(records)
     most = "no peak was traced" if pd.isna(peak) else f"at the peak {format_bytes(peak)}{steps_differ(rows)}"
-    sends = f"{format_bytes(sent)} a rank and step; messages: {number}" if sent else "nothing"
+    sends = f"{format_bytes(sent)} a rank and step; messages: {number}{_again(records)}" if sent else "nothing"
     looks = f"shardlab trace {recorded.directory} -o timeline.json: each rank's timeline, for ui.perfetto.dev"
     again = f"shardlab diff {recorded.directory} OTHER: what a change has changed, from a record of the changed script"
     return [
@@ -138,6 +139,13 @@ def answer_of_record(recorded: Recorded) -> list[Line]:
         Line("LATE", last),
         Line("NEXT", looks if last.startswith("rank") else again),
     ]
+
+
+def _again(records: Records) -> str:
+    """Which reductions every micro-batch sends, though the last one's would do."""
+    rows = repeated(*in_timed_steps(records.collectives, records.spans, records.steps))
+    rows = rows[rows["rank"] == rows["rank"].min()]
+    return f"; {evidence(rows, rows['step'].nunique())}" if len(rows) else ""
 
 
 def late(records: Records) -> str:

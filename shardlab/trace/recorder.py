@@ -28,7 +28,7 @@ from torch import Tensor
 from shardlab.comm import CollectiveEvent
 from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
 from shardlab.trace import observed
-from shardlab.trace.clock import Clock, CpuReadings, Mark
+from shardlab.trace.clock import Clock, CpuReadings, Mark, least_operation_ns
 from shardlab.trace.entries import CARRIED, CPU, Columns
 from shardlab.trace.memory_by_role import LiveTensors, MemoryLedger, on_device
 from shardlab.trace.observed import Row, Span
@@ -124,7 +124,9 @@ class Recorder:
             self._unlike.forget_traced()
             self._trace()
         self._memory.begin_step()
-        self._cpu = CpuReadings(self._clock.cpu_time() if watched else None)
+        # What was read since the last step ended is of this one. (Where marks are events there are no readings.)
+        earlier = self._cpu.between(since, began_ns) if isinstance(since, int) else []
+        self._cpu = CpuReadings(self._clock.cpu_time() if watched else None, earlier)
         self.spent(began_ns)
         # After the recorder's own preparations, which are no part of the step.
         begin = self._mark(always=True)
@@ -215,6 +217,14 @@ class Recorder:
             self._spans.append((unit, *begun, self._mark()))
             self._tell_ledger()
 
+    def add_span(self, unit: str, kind: SpanKind, begin: Mark, end: Mark) -> None:
+        """A unit was at work between two marks; also before the running step was entered, see ``step``."""
+        self._spans.append((unit, kind, begin, end))
+
+    def mark(self) -> Mark:
+        """The time, and a reading of the CPU time."""
+        return self._mark(always=True)
+
     def spent(self, since_ns: int) -> None:
         """Count the time from ``since_ns`` until now as time spent recording."""
         self._cost_ns += perf_counter_ns() - since_ns
@@ -279,7 +289,7 @@ class Recorder:
             "start_ns": begin_ns - self._origin_ns, "step_ns": end_ns - begin_ns,
             "peak_bytes": self._memory.peak(self._ledger), "num_tokens": num_tokens,
             "traced_memory": self._ledger is not None, "unlike_step": self._unlike.end(traced=self._ledger is not None),
-            "watched": self._watched,
+            "watched": self._watched, "dispatch_ns": self._dispatch_ns(),
         }  # fmt: skip
         tables = {
             SPANS.name: observed.span_columns(self._spans, self._clock, self._origin_ns),
@@ -318,6 +328,11 @@ class Recorder:
         """Mark the time and read the CPU time; unless ``always``, the reading is skipped if the last one is recent."""
         self._cpu.read(always=always)
         return self._clock.mark()
+
+    def _dispatch_ns(self) -> float:
+        if self._ledger is None or self._device.type != "cpu":  # on a stream the host's time is beside the compute's
+            return nan
+        return self._ledger.num_operations * least_operation_ns()
 
     def _live(self) -> LiveTensors:
         live = self.live_tensors()

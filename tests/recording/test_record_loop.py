@@ -101,6 +101,52 @@ def test_gradient_accumulation_is_one_step_with_the_sum_of_its_losses(tmp_path):
     assert kinds(records, 1) == [*["forward", "forward", "backward"] * 2, "optimizer"]
 
 
+def test_what_calling_operations_takes_at_least_grows_with_their_number(tmp_path):
+    found = {}
+    for layers in (1, 8):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with shardlab.record(tmp_path / str(layers)):
+            train(model, optimizer, 4)
+        found[layers] = load_run(tmp_path / str(layers)).steps.set_index("step")["dispatch_us"]
+        assert found[layers].notna().tolist() == [False, False, True, False]
+    assert found[8][2] > found[1][2] > 0
+
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, row):
+        time.sleep(0.02)
+        return torch.ones(8)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_loader_takes_is_of_the_step_that_trains_on_it(tmp_path, workers):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def epochs():
+        for _ in range(3):
+            loader = torch.utils.data.DataLoader(Slow(), num_workers=workers, prefetch_factor=1 if workers else None)
+            for number, x in enumerate(loader):
+                (model(x) - x).square().mean().backward()
+                if number % 2:  # of two micro-batches
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    records = recorded(tmp_path, epochs)
+    spans = records.spans
+    loaded = spans[spans["kind"] == "data"].groupby("step").agg({"start_us": "min", "end_us": "max", "unit": "size"})
+    # After steps 0, 1 and the traced one memory is read, and the next begins at its forward: one batch is inside.
+    # Step 4 has the end of an epoch and the beginning of another, too.
+    assert loaded["unit"].to_dict() == {0: 1, 1: 1, 2: 1, 3: 1, 4: 2 + 2, 5: 2}
+    times = records.steps.set_index("step")
+    assert (loaded["start_us"] >= times["start_us"]).all()
+    assert (loaded["end_us"] <= times["start_us"] + times["step_us"]).all()
+
+
 def test_optimizers_that_step_together_end_one_step(tmp_path):
     model = Net()
     optimizers = [sgd(model.up), torch.optim.Adam(model.down.parameters())]
