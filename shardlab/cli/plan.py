@@ -31,8 +31,8 @@ OF_STATES = (
 )
 KEPT_HERE = (
     " * takes no precision, and keeps the dtype of the model. Of the others parameters travel in 16 bits; gradients "
-    "are kept and travel in 32: as --params counts with --precision 2+4+4+4+4, but for the 16-bit copy of parameters that "
-    "zero3 and fsdp have only while they compute."
+    "are kept and travel in 32: as --params counts with --precision 2+4+4+4+4, but for the 16-bit copy of parameters "
+    "that zero3 and fsdp have only while they compute."
 )
 A_STEP = "what this prints as --json of a step of that cluster, with its measured seconds; up to three times."
 A_LINK = "24GB,32GB/s,10us; says what is left."
@@ -174,7 +174,7 @@ def _of_params(params: str, ranks: int, precision: str, gpu: Gpu | None) -> Foun
     number, each = _number_of_params(params), precision_named(precision)
     kept = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in asdict(each).items())
     rows = pd.DataFrame([asdict(row) for row in model_states(number, ranks, precision)])
-    rows = rows.assign(rest_bytes=rows["total_bytes"], wire_bytes_per_step=rows["wire_bytes"])
+    rows = rows.rename(columns={"wire_bytes": "wire_bytes_per_step"}).assign(rest_bytes=rows["total_bytes"])
     if gpu is not None:
         rows["left_bytes"] = gpu.memory_bytes - rows["rest_bytes"]
     note = (

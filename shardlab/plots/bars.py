@@ -242,7 +242,7 @@ def memory_on_gpu(plans: pd.DataFrame, memory_bytes: float | None, rows: int = 1
 
 
 def _others_at_rest(plans: pd.DataFrame) -> "pd.Series[float]":
-    """Bytes of buffers, which with the roles make what is at rest; 0 where they are too few to see, as step counters."""
+    """Bytes of buffers, which with the roles make what is at rest; 0 where they are too few to be seen."""
     rest = plans.get("rest_bytes", pd.Series(0.0, plans.index)).astype(float)
     roles = plans.reindex(columns=["parameter_bytes", "gradient_bytes", "optimizer_bytes", "offloaded_bytes"])
     others = rest - roles.astype("Float64").fillna(0.0).sum(axis=1).astype(float)
