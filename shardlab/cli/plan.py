@@ -137,6 +137,7 @@ def plan(
         _refuse("--config", {"out": out is not None, **of_workload})
         if strategies and (search or len(names_in(strategies)) > 1):
             raise ValueError("strategies: a forecast is of one; leave it out of --search, which tries all")
+        precision_named(precision or "mixed")  # before anything is read
         if search and no_sync:
             raise ValueError("no-sync: leave it out of --search, which tries both ways of accumulating")
     if config is not None:

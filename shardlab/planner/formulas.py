@@ -102,8 +102,12 @@ PRECISIONS = {
 _NUMBERS = re.compile(r"\d+(\+\d+){4}")
 
 
-def precision_named(name: str) -> Precision:
+def precision_named(name: str, field: str = "precision") -> Precision:
     """The precision of this name, or of five numbers of bytes such as '2+4+4+4+4'.
+
+    Args:
+        name: the text.
+        field: what it is called where it was given.
 
     Raises:
         ValueError: there is none; the message lists the allowed names.
@@ -112,7 +116,7 @@ def precision_named(name: str) -> Precision:
         return Precision(*map(int, name.split("+")))
     if name not in PRECISIONS:
         raise ValueError(
-            f"precision: {name!r} is not one of {', '.join(PRECISIONS)}, or bytes of parameter, gradient, master "
+            f"{field}: {name!r} is not one of {', '.join(PRECISIONS)}, or bytes of parameter, gradient, master "
             "weight, momentum and variance, such as 2+4+4+4+4"
         )
     return PRECISIONS[name]
@@ -137,7 +141,7 @@ def model_states(num_params: float, num_ranks: int, precision: Precision | str =
     Args:
         num_params: parameters of the model, a whole number (7.5e9 will do).
         num_ranks: ranks that share it, 1 or more.
-        precision: 'mixed', 'fp32' or bytes per element of your own.
+        precision: a name of ``PRECISIONS``, or bytes per element of your own.
 
     Raises:
         ValueError: a count that is too small or not whole, or an unknown precision; the message names the field.

@@ -191,7 +191,7 @@ class Job:
     @cached_property
     def kept(self) -> Precision:
         """Bytes of what training keeps for a parameter."""
-        return precision_named(self.states)
+        return precision_named(self.states, "states")
 
     @property
     def keeps_whole_gradients(self) -> bool:

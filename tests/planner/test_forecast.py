@@ -266,7 +266,7 @@ def test_every_preset_is_complete():
         ({"hardware": None}, "hardware: None is given; it must be text"),
         ({"network": 5}, "network: 5 is given; it must be text or None"),
         ({"no_sync": 1}, "no_sync: 1 is given; it must be True or False"),
-        ({"states": "bf16"}, "precision: 'bf16' is not one of mixed, fp32, mixed-8bit, pure-bf16, or bytes of parameter"),
+        ({"states": "bf16"}, "states: 'bf16' is not one of mixed, fp32, mixed-8bit, pure-bf16, or bytes of parameter"),
         ({"compiled": "yes"}, "compiled: 'yes' is given; it must be True or False"),
         ({"recompute": "half"}, "recompute: 'half' is not 0 to 6 layers, 'full' or 'selective'"),
         ({"network": "600"}, "network: '600' is not understood; write parts separated by commas"),
