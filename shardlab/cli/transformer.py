@@ -42,10 +42,8 @@ def of_config(
         if options[name] < least:
             raise ValueError(f"{name.replace('_', '-')}: {options[name]} was given; give 1 or more")
     model = CountedModel.of(config, options["seq_len"])
-    on, pairs = (
-        {"hardware": gpu, "network": network or None, "states": options["states"]},
-        [_step_in(file) for file in options["measured"]],
-    )
+    on: dict[str, Any] = {"hardware": gpu, "network": network or None, "states": options["states"]}
+    pairs = [_step_in(file) for file in options["measured"]]
     if (memory := _memory_alone(gpu)) is not None:
         timed = {"search": searches, "network": network, "measured": pairs}
         if given := [name for name, value in timed.items() if value]:
@@ -131,13 +129,10 @@ def _found(found: Sequence["Found"], enough: "Job | None", miss: float) -> Itera
         other = "" if least is best else f"; of them {_in_short(least)}, needs least memory"
         yield "AS FAST", f"{count(len(ties), 'way')}, within the {miss:.0%} by which a forecast may miss{other}"
     tight = sum(one.why_not.startswith("tight") for one in found)
-    yield (
-        "TRIED",
-        (
-            f"{count(len(found), 'way')}: {len(fits)} fit, with {RESERVE - 1:.0%} on top for what the allocator "
-            f"reserves; {tight} are tight, without that; {len(found) - len(fits) - tight} do not fit"
-        ),
+    tried = (
+        f"{count(len(found), 'way')}: {len(fits)} fit, with {RESERVE - 1:.0%} on top for what the allocator reserves"
     )
+    yield "TRIED", f"{tried}; {tight} are tight, without that; {len(found) - len(fits) - tight} do not fit"
 
 
 def _in_short(one: "Found") -> str:

@@ -80,8 +80,9 @@ def least_memory(rows: pd.DataFrame) -> str:
         rows: of the summary, by strategy.
     """
     host = rows["offloaded_bytes"].astype("float64").fillna(0.0) if "offloaded_bytes" in rows else 0.0 * rows["ranks"]
-    # Buffers and counters of steps are at rest too; they are no role's.
-    rest = (rows["rest_bytes"] - host if "rest_bytes" in rows else rows[list(ROLES)].sum(axis=1)).astype("float64")
+    rest = rows[list(ROLES)].astype("float64").sum(axis=1)
+    if "rest_bytes" in rows:  # buffers and counters of steps are at rest too; they are no role's
+        rest = (rows["rest_bytes"].astype("float64") - host).fillna(rest)
     peaks = rows["peak_bytes"].astype("Float64").dropna() if "peak_bytes" in rows else None
     least = [str(name) for name in rest.index[rest <= rest.min() * (1 + ALIKE)]]
     held = f"{listing(least)}, {format_bytes(rest.min())} at rest on a rank"

@@ -77,9 +77,13 @@ def search(sizes: Mapping[str, Any], ranks: int, sequences: int, **options: Any)
     found = [(job, forecast_of(job, calibration)) for job in jobs]
     fits = sorted((one for one in found if _fits(*one)), key=lambda one: one[1].seconds)
     rest = sorted((one for one in found if not _fits(*one)), key=lambda one: one[1].peak_bytes)
-    miss, best = (miss_of(fits[0][0], calibration), fits[0][1]) if fits else (0.0, None)
-    told = [Found(*one, _slower(one[1], best, miss), True, _is_tied(one[1], best, miss)) for one in fits]
-    return told + [Found(*one, _too_large(*one), False, False) for one in rest]
+    too_large = [Found(*one, _too_large(*one), fits=False, is_tied=False) for one in rest]
+    if not fits:
+        return too_large
+    (way, best), *_ = fits
+    tied = best.seconds * (1 + miss_of(way, calibration))
+    told = [Found(job, one, "", fits=True, is_tied=one.seconds <= tied) for job, one in fits]
+    return [*(replace(one, why_not=_slower(one, best)) for one in told), *too_large]
 
 
 def miss_of(job: Job, calibration: Sequence[Pair]) -> float:
@@ -151,17 +155,14 @@ def _fits(job: Job, forecast: Forecast) -> bool:
     return RESERVE * forecast.peak_bytes <= job.card.memory_bytes
 
 
-def _is_tied(forecast: Forecast, best: Forecast | None, miss: float) -> bool:
-    return best is not None and forecast.seconds <= best.seconds * (1 + miss)
-
-
-def _slower(forecast: Forecast, best: Forecast | None, miss: float) -> str:
-    if best is None or forecast is best:
+def _slower(found: Found, best: Forecast) -> str:
+    forecast = found.forecast
+    if forecast is best:
         return ""
     more = {name: seconds - best.parts.get(name, 0.0) for name, seconds in forecast.parts.items()}
     most, share = max(more, key=lambda name: more[name]), forecast.seconds / best.seconds - 1
     said = f"{share:.0%} slower: {more[most]:.2g} s more of {most}" if share > 1e-9 else "as fast"
-    return f"a tie, {said}" if _is_tied(forecast, best, miss) else said
+    return f"a tie, {said}" if found.is_tied else said
 
 
 def _too_large(job: Job, forecast: Forecast) -> str:
