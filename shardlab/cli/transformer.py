@@ -129,9 +129,7 @@ def _found(found: Sequence["Found"], enough: "Job | None", miss: float) -> Itera
         other = "" if least is best else f"; of them {_in_short(least)}, needs least memory"
         yield "AS FAST", f"{count(len(ties), 'way')}, within the {miss:.0%} by which a forecast may miss{other}"
     tight = sum(one.why_not.startswith("tight") for one in found)
-    tried = (
-        f"{count(len(found), 'way')}: {len(fits)} fit, with {RESERVE - 1:.0%} on top for what the allocator reserves"
-    )
+    tried = f"{count(len(found), 'way')}: {len(fits)} fit, with {RESERVE - 1:.0%} on top that the allocator may reserve"
     yield "TRIED", f"{tried}; {tight} are tight, without that; {len(found) - len(fits) - tight} do not fit"
 
 
