@@ -24,7 +24,16 @@ if TYPE_CHECKING:
 FACTORS = {"K": 3, "M": 6, "B": 9, "T": 12}  # powers of ten
 BUCKET_MIB = DEFAULT_BUCKET_BYTES / 2**20
 A_NETWORK = "for example '8 per host, nvlink4, 400Gb/s per GPU'; what is usual for the card without it."
-HARDWARE = "h100"
+CARD = "h100"  # of --config, where none is given
+OF_STATES = (
+    "what is kept of a parameter: mixed (16 bytes), fp32 (16), mixed-8bit (10), pure-bf16 (8), or bytes of parameter, "
+    "gradient, master weight and Adam's two moments, such as 2+4+4+4+4."
+)
+KEPT_HERE = (
+    " * takes no precision, and keeps the dtype of the model. Of the others parameters travel in 16 bits; gradients "
+    "are kept and travel in 32: as --params counts with --precision 2+4+4+4+4, but for the 16-bit copy of parameters "
+    "that zero3 and fsdp have only while they compute."
+)
 A_STEP = "what this prints as --json of a step of that cluster, with its measured seconds; up to three times."
 A_LINK = "24GB,32GB/s,10us; says what is left."
 PER_RANK = (
@@ -56,7 +65,7 @@ def plan(
     ranks: Annotated[int, typer.Option(help="Number of ranks; by default that of --tp.", show_default=False)] = 0,
     params: Annotated[str, typer.Option(help="Parameters of the model, for example 7.5B, 350M or 7.5e9.")] = "",
     workload: Annotated[str, typer.Option(help="Instead: FILE.py:NAME or PACKAGE.MODULE:NAME.")] = "",
-    precision: Annotated[str, typer.Option(help="Of --params: mixed or fp32; of --workload: as in compare.")] = "",
+    precision: Annotated[str, typer.Option(help="Of --workload: as in compare; else " + OF_STATES)] = "",
     strategies: Annotated[
         str, typer.Option(help="Of --workload: comma-separated, by default all of ours; of --config: one.")
     ] = "",
@@ -67,13 +76,14 @@ def plan(
     config: Annotated[
         Path | None, typer.Option(help="Instead: config.json of a transformer; says time and peak.")
     ] = None,
-    hardware: Annotated[
-        str, typer.Option(help="Of --config: a GPU, for example h100 or a100-80gb; --gpu says the same.")
-    ] = HARDWARE,
+    hardware: Annotated[str, typer.Option(hidden=True)] = "",
     network: Annotated[str, typer.Option(help="Of --config: " + A_NETWORK)] = "",
     batch: Annotated[int, typer.Option(help="Of --config: sequences of a step; by default one a rank.")] = 0,
     seq_len: Annotated[int, typer.Option(help="Of --config: tokens of a sequence; by default the longest.")] = 0,
     micro_batch: Annotated[int, typer.Option(help="Of --config: sequences of a forward on a rank.")] = 1,
+    no_sync: Annotated[
+        bool, typer.Option("--no-sync", help="Of --config: only the last of a step's micro-batches reduces gradients.")
+    ] = False,
     recompute: Annotated[str, typer.Option(help="Of --config: layers computed again, or full, selective.")] = "0",
     measured: Annotated[list[Path] | None, typer.Option(help="Of --config: " + A_STEP)] = None,
     search: Annotated[bool, typer.Option("--search", help="Of --config: try all ways, and rank them.")] = False,
@@ -87,7 +97,8 @@ def plan(
     gpu: Annotated[
         str,
         typer.Option(
-            help="A card (h100, 4090) or its memory (24GB); of --params and --workload also with a link: " + A_LINK
+            help="A card (h100, 4090) or its memory (24GB), of --config by default h100; of others also with a link: "
+            + A_LINK
         ),
     ] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the answer and the rows as JSON.")] = False,
@@ -96,6 +107,8 @@ def plan(
     ] = None,
 ) -> None:
     """Predict bytes per rank, and what is sent, without running; nothing is trained and no rank starts."""
+    if hardware:
+        raise ValueError(f"hardware: it is called --gpu; write --gpu {hardware}")
     if validate:
         _refuse("--validate", {"params": params, "workload": workload, "config": config is not None, "gpu": gpu})
         return forecast.validate(json=json, calibration=calibration)
@@ -113,7 +126,7 @@ def plan(
         "calibration": calibration is not None,
     }  # fmt: skip
     of_config = {
-        "hardware": hardware != HARDWARE, "network": network, "batch": batch, "seq-len": seq_len, "search": search,
+        "no-sync": no_sync, "network": network, "batch": batch, "seq-len": seq_len, "search": search,
         "micro-batch": micro_batch != 1, "recompute": recompute != "0", "measured": measured,
     }  # fmt: skip
     if params:
@@ -121,18 +134,20 @@ def plan(
     elif workload:
         _refuse("--workload", of_config)
     else:
-        _refuse("--config", {"out": out is not None, "precision": precision, **of_workload})
-        if gpu and hardware != HARDWARE:
-            raise ValueError(f"gpu, hardware: {gpu} and {hardware} were given; give one of them")
+        _refuse("--config", {"out": out is not None, **of_workload})
         if strategies and (search or len(names_in(strategies)) > 1):
             raise ValueError("strategies: a forecast is of one; leave it out of --search, which tries all")
+        precision_named(precision or "mixed")  # before anything is read
+        if search and no_sync:
+            raise ValueError("no-sync: leave it out of --search, which tries both ways of accumulating")
     if config is not None:
         layers: int | str = int(recompute) if recompute.isdigit() else recompute
         options = {
             "batch": batch, "seq_len": seq_len, "micro_batch": micro_batch, "tensor": tp,
             "strategy": (*names_in(strategies), "")[0], "recompute": layers, "measured": measured or (),
+            "no_sync": no_sync, "states": precision or "mixed",
         }  # fmt: skip
-        return transformer.of_config(config, ranks, gpu or hardware, network, options, searches=search, json=json)
+        return transformer.of_config(config, ranks, gpu or CARD, network, options, searches=search, json=json)
     # Before the work: what was given may be misspelled, or not be there.
     on = Gpu.parse(gpu) if gpu else None
     if out is not None:
@@ -158,15 +173,15 @@ def _of_params(params: str, ranks: int, precision: str, gpu: Gpu | None) -> Foun
     import pandas as pd
 
     number, each = _number_of_params(params), precision_named(precision)
+    kept = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in asdict(each).items())
     rows = pd.DataFrame([asdict(row) for row in model_states(number, ranks, precision)])
-    # A gradient travels in as many bytes as a parameter has.
-    rows = rows.assign(rest_bytes=rows["total_bytes"], wire_bytes_per_step=rows["wire_elements"] * each.parameter)
+    rows = rows.rename(columns={"wire_bytes": "wire_bytes_per_step"}).assign(rest_bytes=rows["total_bytes"])
     if gpu is not None:
         rows["left_bytes"] = gpu.memory_bytes - rows["rest_bytes"]
     note = (
-        f"{PER_RANK} So does padding. FSDP's full_shard takes what zero3 takes. Bytes of a parameter {each.parameter}, "
-        f"of a gradient {each.gradient}, of its optimizer state {each.optimizer}. Formulas: ZeRO, arXiv 1910.02054, "
-        "sections 5 and 7."
+        f"{PER_RANK} So does padding. FSDP's full_shard takes what zero3 takes. Bytes kept of each: {kept}; parameters "
+        "and gradients are sent in as many. Formulas: ZeRO, arXiv 1910.02054, sections 5 and 7. Engines here keep and "
+        "send gradients of 16-bit training in 32 bits: --precision 2+4+4+4+4 counts so."
     )
     return Found(f"{number:,.0f} parameters, {count(ranks, 'rank')}, {precision} precision, Adam", rows, note)
 
@@ -195,7 +210,7 @@ def _of_workload(
     by_rows = ", ".join(rows.loc[rows["messages_per_step"].isna(), "strategy"])
     note = (
         f"{PER_RANK}{_buckets(names, options)}{by_rows and f' What {by_rows} sends depends on the rows.'}"
-        f"{' * takes no precision, and keeps the dtype of the model.' if 'precision' in rows else ''}"
+        f"{KEPT_HERE if 'precision' in rows else ''}"
     )
     if forecasts is not None:
         rows, said = forecasts(rows, place, ranks, plans, options)

@@ -1,7 +1,7 @@
 """What ``shardlab plan --config`` says: the forecast of a transformer on GPUs that are not here, or of all ways."""
 
 import json as json_text
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardlab.cli.counted_model import CountedModel
     from shardlab.planner.forecast import Forecast
     from shardlab.planner.job import Job
+    from shardlab.planner.search import Found
 
 SHOWN = 12  # ways of a search
 
@@ -30,18 +31,19 @@ def of_config(
         gpu: name of a card, or a memory such as 24GB; without a speed that is known bytes alone are said.
         network: text of a network; empty where it is not known.
         options: ``batch`` (sequences of a step), ``seq_len``, ``micro_batch``, ``strategy``, ``tensor``, ``recompute``,
-            ``measured`` (files of steps); 0 or empty for those that are not given.
+            ``no_sync``, ``states``, ``measured`` (files of steps); 0 or empty for those that are not given.
         searches: whether all ways are gone through.
         json: whether it is printed as JSON.
     """
     from shardlab.cli.counted_model import CountedModel, difference
-    from shardlab.planner.search import search
+    from shardlab.planner.search import cards_that_would_do, miss_of, search
 
     for name, least in (("batch", 0), ("seq_len", 0), ("micro_batch", 1)):  # 0 where one is not given
         if options[name] < least:
             raise ValueError(f"{name.replace('_', '-')}: {options[name]} was given; give 1 or more")
     model = CountedModel.of(config, options["seq_len"])
-    on, pairs = {"hardware": gpu, "network": network or None}, [_step_in(file) for file in options["measured"]]
+    on: dict[str, Any] = {"hardware": gpu, "network": network or None, "states": options["states"]}
+    pairs = [_step_in(file) for file in options["measured"]]
     if (memory := _memory_alone(gpu)) is not None:
         timed = {"search": searches, "network": network, "measured": pairs}
         if given := [name for name, value in timed.items() if value]:
@@ -51,7 +53,8 @@ def of_config(
         _tell_memory(model, ranks, gpu, memory, options, json=json)
     elif searches:
         found = search(model.sizes, ranks, options["batch"] or ranks, calibration=pairs, **on)
-        _tell_search(model, found, json=json)
+        enough = None if found[0].fits else cards_that_would_do(model.sizes, ranks, **on)
+        _tell_search(model, found, enough, miss_of(found[0].job, pairs), json=json)
     else:
         _tell_forecast(model, ranks, on, options, pairs, json=json)
     # After the answer, which is not to wait for an import of seconds.
@@ -61,12 +64,13 @@ def of_config(
 
 def _memory_alone(gpu: str) -> float | None:
     """Bytes of a GPU that has no preset: of a memory such as 24GB, or of a card whose speed is not known."""
-    from shardlab.planner.cards import MEMORY, card_named, memory_bytes
+    from shardlab.planner.cards import card_named
+    from shardlab.planner.fit import Gpu
 
-    card = card_named(gpu)
-    if card is None:
-        return memory_bytes(gpu) if MEMORY.fullmatch(gpu.strip()) else None
-    return None if "bf16_tflops" in card else memory_bytes(card["memory"])
+    card, parsed = card_named(gpu), Gpu.parse(gpu)
+    if card is None and parsed.link is not None:
+        raise ValueError(f"gpu: {gpu} has a link; of --config give a card or its memory, and links as --network")
+    return None if card is not None and "bf16_tflops" in card else parsed.memory_bytes
 
 
 def _step_in(file: Path) -> tuple[dict[str, Any], float]:
@@ -81,37 +85,73 @@ def _step_in(file: Path) -> tuple[dict[str, Any], float]:
         ) from error
 
 
-def _tell_search(model: "CountedModel", found: Sequence[Any], *, json: bool) -> None:
+def _tell_search(
+    model: "CountedModel", found: Sequence["Found"], enough: "Job | None", miss: float, *, json: bool
+) -> None:
     import pandas as pd
-
-    from shardlab.planner.forecast import USABLE
 
     rows = pd.DataFrame([
         {
             "way": one.name, "seconds": one.forecast.seconds, "peak_bytes": one.forecast.peak_bytes,
-            "tokens_per_second": one.job.tokens_per_step / one.forecast.seconds, "why_not": one.why_not,
+            **_rates(one.job, one.forecast.seconds), "fits": one.fits, "is_tied": one.is_tied, "why_not": one.why_not,
         }
         for one in found
     ])  # fmt: skip
     if json:
-        typer.echo(json_text.dumps(rows.to_dict("records"), indent=2))
+        cards = None if enough is None else enough.data * enough.tensor
+        told = {**model.as_json(), "cards_that_would_do": cards, "ways": rows.to_dict("records")}
+        typer.echo(json_text.dumps(told, indent=2))
         return
     console = Console(highlight=False)
-    fits = [one for one in found if not one.why_not.startswith("needs")]
-    best = fits[0] if fits else None
-    said = (
-        f"{best.name}: {best.forecast.seconds:.3g} s a step, {best.forecast.peak_bytes / 1e9:.3g} GB at the peak"
-        if best else f"none of {count(len(found), 'way')} fits; the smallest {found[0].why_not}"
-    )  # fmt: skip
-    tried = f"{count(len(found), 'way')}, {len(fits)} fit in {USABLE:.0%} of the card's memory"
-    tried += f"; of the others the smallest {found[len(fits)].why_not}" if 0 < len(fits) < len(found) else ""
-    console.print(answer_table([model.line, ("FASTEST THAT FITS", said), ("TRIED", tried)]))
+    console.print(answer_table([model.line, *_found(found, enough, miss)]))
     shown = rows.head(SHOWN).assign(
         seconds=rows["seconds"].map("{:.3g}".format), peak_bytes=(rows["peak_bytes"] / 1e9).map("{:.3g}".format),
-        tokens_per_second=rows["tokens_per_second"].map("{:,.0f}".format),
-    )  # fmt: skip
-    names = {"seconds": "step (s)", "peak_bytes": "peak (GB)", "tokens_per_second": "tokens/s", "why_not": "why not"}
-    console.print(table_of(shown.rename(columns=names), "", 2, right=["step (s)", "peak (GB)", "tokens/s"]))
+        tokens_per_second=rows["tokens_per_second"].map("{:,.0f}".format), mfu=rows["mfu"].map("{:.0%}".format),
+    ).drop(columns=["tokens_per_day", "fits", "is_tied"])  # fmt: skip
+    names = {"seconds": "step (s)", "peak_bytes": "peak (GB)", "tokens_per_second": "tokens/s", "mfu": "MFU",
+             "why_not": "why not"}  # fmt: skip
+    console.print(table_of(shown.rename(columns=names), "", 2, right=["step (s)", "peak (GB)", "tokens/s", "MFU"]))
+
+
+def _found(found: Sequence["Found"], enough: "Job | None", miss: float) -> Iterator[tuple[str, str]]:
+    """Lines: the fastest that fits and its ties, or what would do; and how many were tried."""
+    from shardlab.planner.search import RESERVE
+
+    fits, (best, *_) = [one for one in found if one.fits], found
+    ties = [one for one in fits[1:] if one.is_tied]
+    if not fits:
+        yield "FASTEST THAT FITS", f"none of {count(len(found), 'way')}; the smallest, {best.name}, {best.why_not}"
+        yield "WOULD DO", _would_do(enough)
+    else:
+        yield "FASTEST THAT FITS", _in_short(best)
+    if ties:
+        least = min((best, *ties), key=lambda one: one.forecast.peak_bytes)
+        other = "" if least is best else f"; of them {_in_short(least)}, needs least memory"
+        yield "AS FAST", f"{count(len(ties), 'way')}, within the {miss:.0%} by which a forecast may miss{other}"
+    tight = sum(one.why_not.startswith("tight") for one in found)
+    tried = f"{count(len(found), 'way')}: {len(fits)} fit, with {RESERVE - 1:.0%} on top that the allocator may reserve"
+    yield "TRIED", f"{tried}; {tight} are tight, without that; {len(found) - len(fits) - tight} do not fit"
+
+
+def _in_short(one: "Found") -> str:
+    return f"{one.name}: {one.forecast.seconds:.3g} s a step, {one.forecast.peak_bytes / 1e9:.3g} GB at the peak"
+
+
+def _would_do(enough: "Job | None") -> str:
+    from shardlab.planner.peak import peak_bytes
+
+    if enough is None:
+        return "no number of cards: one sequence alone needs more than a card has; give shorter ones by --seq-len"
+    return (
+        f"{enough.data * enough.tensor} cards, with a sequence for each: {enough.way} needs "
+        f"{peak_bytes(enough) / 1e9:.3g} GB of tensors"
+    )
+
+
+def _rates(job: "Job", seconds: float) -> dict[str, float]:
+    """Tokens a second and a day over all ranks, and the MFU."""
+    rate = job.tokens_per_step / seconds
+    return {"tokens_per_second": rate, "tokens_per_day": 86400 * rate, "mfu": job.mfu(seconds)}
 
 
 def _tell_memory(
@@ -119,10 +159,11 @@ def _tell_memory(
 ) -> None:
     from shardlab.planner.peak import peak_bytes, rest_bytes
 
-    job = _job_of(model.sizes, ranks, {}, options)
+    job = _job_of(model.sizes, ranks, {"states": options["states"]}, options)
     if json:
         arguments = {name: value for name, value in asdict(job).items() if name not in ("hardware", "network")}
-        found = {"seconds": None, "rest_bytes": rest_bytes(job), "peak_bytes": peak_bytes(job), "arguments": arguments}
+        found: dict[str, Any] = {"seconds": None, "rest_bytes": rest_bytes(job), "peak_bytes": peak_bytes(job)}
+        found |= {"fits": _verdict(peak_bytes(job), memory), "arguments": arguments}
         typer.echo(json_text.dumps({**model.as_json(), **found}, indent=2))
         return
     Console(highlight=False).print(answer_table([
@@ -132,13 +173,16 @@ def _tell_memory(
 
 
 def _planned(job: "Job", gpus: str) -> str:
-    return f"{job.way}; rows of {count(job.seq_len, 'token')}, {job.precision}, on {gpus}"
+    kept = f"{job.precision} with {job.kept.total} bytes a parameter"
+    return f"{job.way}; rows of {count(job.seq_len, 'token')}, {kept}, on {gpus}"
 
 
 def _memory(job: "Job", room: float) -> str:
     from shardlab.planner.peak import peak_bytes, rest_bytes
 
-    return f"{rest_bytes(job) / 1e9:.3g} GB at rest, {_fits(peak_bytes(job), room)}{_of_logits(job, room)}"
+    peak = peak_bytes(job)
+    said = f"{rest_bytes(job) / 1e9:.3g} GB at rest, {peak / 1e9:.3g} GB in tensors at the peak, of {room / 1e9:.3g} GB"
+    return f"{said}: {_verdict(peak, room)}{_of_logits(job, room)}"
 
 
 def _tell_forecast(
@@ -155,6 +199,7 @@ def _tell_forecast(
     found, miss = forecast_of(job, pairs), expected_miss(job, pairs)
     if json:
         told = {**model.as_json(), **asdict(found), "rest_bytes": rest_bytes(job), "miss": asdict(miss)}
+        told |= {**_rates(job, found.seconds), "fits": _verdict(found.peak_bytes, job.card.memory_bytes)}
         typer.echo(json_text.dumps({**told, "arguments": asdict(job)}, indent=2))
         return
     console = Console(highlight=False)
@@ -178,32 +223,33 @@ def _tell_forecast(
 def _time(job: "Job", found: "Forecast") -> str:
     """Seconds, tokens and MFU; each as a range where the network is not known and moves it."""
     ends = [found.seconds, *([found.most_seconds] if found.most_seconds > 1.005 * found.seconds else [])]
-    seconds, tokens, shares = (
+    seconds, tokens, daily, shares = (
         " to ".join(form.format(of(end)) for end in ends)
         for form, of in (
-            ("{:.3g}", float), ("{:,.0f}", lambda end: job.tokens_per_step / end), ("{:.0%}", job.mfu),
+            ("{:.3g}", float), ("{:,.0f}", lambda end: job.tokens_per_step / end),
+            ("{:.3g}", lambda end: 86400e-9 * job.tokens_per_step / end), ("{:.0%}", job.mfu),
         )
     )  # fmt: skip
     links = ""
     if job.assumed_gigabits and len(ends) > 1:
         least, most = job.assumed_gigabits
         links = f" (links between hosts of {most:g} to {least:g}Gb/s per GPU)"
-    return f"{seconds} s a step{links}, {tokens} tokens a second, {shares} of the peak (MFU)"
+    return f"{seconds} s a step{links}, {tokens} tokens a second, {daily} billion a day, {shares} of the peak (MFU)"
 
 
-def _fits(peak_bytes: float, room: float) -> str:
+def _verdict(peak_bytes: float, room: float) -> str:
+    """Whether tensors of so many bytes fit, with what the allocator reserves on top."""
     from shardlab.planner.forecast import RESERVED, USABLE
 
     least, most = RESERVED
-    said = f"{peak_bytes / 1e9:.3g} GB in tensors at the peak, of {room / 1e9:.3g} GB: "
     if least * peak_bytes > room:
-        return f"{said}it does not fit"
+        return "it does not fit"
     if peak_bytes > USABLE * room:
-        return f"{said}it hardly fits, with less than {1 - USABLE:.0%} left for libraries and the allocator"
+        return f"it hardly fits, with less than {1 - USABLE:.0%} left for libraries and the allocator"
     if most * peak_bytes < room:
-        return f"{said}it fits"
+        return "it fits"
     often = f"{room / peak_bytes:.3g} times that; {least:g} to {most:g} times were seen"
-    return f"{said}it fits, unless the allocator reserves more than {often}"
+    return f"it fits, unless the allocator reserves more than {often}"
 
 
 def _of_logits(job: "Job", room: float) -> str:
@@ -234,5 +280,6 @@ def _job_of(sizes: Mapping[str, Any], ranks: int, on: Mapping[str, Any], options
         )
     return Job(
         **sizes, micro_batch=micro_batch, data=data, tensor=tensor, accumulation=sequences // data // micro_batch,
-        strategy=options["strategy"] or ("fsdp" if data > 1 else "single"), recompute=options["recompute"], **on,
+        strategy=options["strategy"] or ("fsdp" if data > 1 else "single"), recompute=options["recompute"],
+        no_sync=options["no_sync"], **on,
     )  # fmt: skip

@@ -79,7 +79,10 @@ def least_memory(rows: pd.DataFrame) -> str:
     Args:
         rows: of the summary, by strategy.
     """
+    host = rows["offloaded_bytes"].astype("float64").fillna(0.0) if "offloaded_bytes" in rows else 0.0 * rows["ranks"]
     rest = rows[list(ROLES)].astype("float64").sum(axis=1)
+    if "rest_bytes" in rows:  # buffers and counters of steps are at rest too; they are no role's
+        rest = (rows["rest_bytes"].astype("float64") - host).fillna(rest)
     peaks = rows["peak_bytes"].astype("Float64").dropna() if "peak_bytes" in rows else None
     least = [str(name) for name in rest.index[rest <= rest.min() * (1 + ALIKE)]]
     held = f"{listing(least)}, {format_bytes(rest.min())} at rest on a rank"
@@ -91,17 +94,17 @@ def least_memory(rows: pd.DataFrame) -> str:
         most = str(rest.idxmax())
         why = _kept(rows, least[0], most)
         said = f"{held}, {format_percent(1 - rest.min() / rest.max())} less than {most}{why and f', because {why}'}"
-    host = rows["offloaded_bytes"].astype("float64").fillna(0.0)[least[0]] if "offloaded_bytes" in rows else 0.0
-    said += f", and {format_bytes(host)} in host memory" if host else ""
+    said += f", and {format_bytes(host[least[0]])} in host memory" if host[least[0]] else ""
     if peaks is None or peaks.empty:
         return said if peaks is None else f"{said}; no peak was traced"
-    lowest = str(peaks.idxmin())
-    most = f"{format_bytes(peaks.min())}{steps_differ(rows.loc[[lowest]])}"
+    lowest = [str(name) for name in peaks.index[peaks <= peaks.min() * (1 + ALIKE)]]
+    most = f"{format_bytes(peaks.min())}{steps_differ(rows.loc[[lowest[0]]])}"
     if len(rows) == 1:
         return f"{said}; at the peak {most}"
-    if len(least) < len(rows) and lowest in least:
+    if len(least) < len(rows) and lowest == least:
         return f"{said}; at the peak too, {most}"
-    return f"{said}; at the peak {lowest} has least, {most}"
+    has = "has" if len(lowest) == 1 else "have"
+    return f"{said}; at the peak {listing(lowest)} {has} least, {most}"
 
 
 def steps_differ(rows: pd.DataFrame) -> str:
@@ -302,6 +305,7 @@ def what_fits(rows: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
         ranks: each with such a GPU.
     """
     left, memory = rows["left_bytes"].astype("float64"), format_bytes(memory_bytes)
+    counts = rows["rows_that_fit"].astype("float64") if "rows_that_fit" in rows else nan * left
     fitting, most = left[left > 0], str(left.idxmax())
     if fitting.empty:
         need, ranked = memory_bytes - left[most], f"--ranks {ceil(ranks * (1 - left[most] / memory_bytes))} or more"
@@ -310,20 +314,24 @@ def what_fits(rows: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
             f"of {memory}, nothing fits: {most}, which needs least, needs {format_bytes(need)}. Try {advice}, or an "
             "optimizer with less state; checkpointing saves activations alone"
         )
+    if (counts[fitting.index] < 1).all():  # false where they are not known
+        share = float(rows["logits_share"][most]) if "logits_share" in rows else nan
+        helps = "Checkpoint layers in the model, or compute in 16 bits"
+        if share > 0.5:
+            helps = f"{format_percent(share)} of it are logits, so a chunked loss helps, or computing in 16 bits"
+        return (
+            f"of {memory}, nothing fits with a row: {most} leaves most, {format_bytes(left[most])}, and one row keeps "
+            f"more. {helps}"
+        )
+    fitting = fitting[~(counts[fitting.index] < 1)]
     first = str(fitting.index[0])
     short = [str(name) for name in left.index.difference(fitting.index, sort=False)]
     fits = f"all fit: {first}" if len(left) > 1 else f"{first} fits: it"
     if short:
         fits = f"{listing(short)} {'does' if len(short) == 1 else 'do'} not fit; {first} is the first that fits: it"
-    number = float(rows["rows_that_fit"].astype("float64")[first]) if "rows_that_fit" in rows else nan
+    number = float(counts[first])
     many = f"{number:,.0f}" if number < 1e6 else f"{number / 1e6:,.1f} million"
     room = "" if isnan(number) else f", {many} rows"
-    if number < 1:
-        share = float(rows["logits_share"][first]) if "logits_share" in rows else nan
-        helps = "checkpoint layers in the model, or compute in 16 bits"
-        if share > 0.5:
-            helps = f"{format_percent(share)} of it are logits, so a chunked loss helps, or computing in 16 bits"
-        room = f", less than one row keeps: {helps}"
     said = (
         f"of {memory}, {fits} takes {format_bytes(memory_bytes - left[first])}, and {format_bytes(left[first])} are "
         f"left for activations{room}"

@@ -4,7 +4,7 @@ Time is that of ``step_model``, with factors that ``calibration`` takes from mea
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardlab.planner.calibration import checked, fitted
@@ -54,7 +54,7 @@ def predict_step(
     0, hardware: str = "a100-80gb", network: str | None = None, calibration: Sequence[tuple[Mapping[str, Any], float]] =
     (), gated: bool | None = None, compiled: bool = False, attention: str | None = None,
     head_dim: int | None = None, window: int | None = None, windowed_layers: int = 0, layer_numel: int | None = None,
-    root_numel: int | None = None,
+    root_numel: int | None = None, no_sync: bool = False, sequence_parallel: bool = True, states: str = "mixed",
 ) -> Forecast:  # fmt: skip
     """Seconds of a training step of a causal transformer, their parts, and bytes at the peak of a rank.
 
@@ -72,10 +72,10 @@ def predict_step(
         seq_len: tokens of a sequence.
         micro_batch: sequences of a forward on one data rank.
         data: ranks of the data axis.
-        accumulation: micro-batches of a step; the fully sharded strategies reduce gradients in each of them.
+        accumulation: micro-batches of a step.
         tensor: GPUs that share a layer; neighbours on a host.
         strategy: single, ddp, bucketed, zero1, zero2, zero3, fsdp, shard_grad_op or hybrid_shard (sharded in a host).
-        precision: of products and messages: bf16, fp16 or tf32. The optimizer steps 32 bits.
+        precision: of products and messages: bf16, fp16 or tf32. What the optimizer steps is in ``states``.
         recompute: layers whose forward runs again in backward up to its last product, or 'full' for all; 'selective'
             for half of it, or, where attention is unfused, for the scores alone.
         hardware: name of a preset, see ``hardware.HARDWARE``.
@@ -92,6 +92,12 @@ def predict_step(
         windowed_layers: see ``window``.
         layer_numel: parameters of a layer; None for those of its matrix products and two norms.
         root_numel: parameters of all but the layers; None for embedding and head, see ``gated``.
+        no_sync: whether only the last micro-batch reduces gradients, which until then add up whole on every rank;
+            False: each reduces them, and where gradients are sharded none are whole between two micro-batches.
+        sequence_parallel: with ``tensor``: whether tensor ranks share norms and residuals by tokens, as in Megatron-LM,
+            where the inputs of products are gathered again in backward.
+        states: bytes of what training keeps for a parameter: a name of ``formulas.PRECISIONS``, or those of parameter,
+            gradient, master weight, momentum and variance, such as '2+4+4+4+4'. Gradients travel in as many bytes.
 
     Raises:
         ValueError: an argument is not allowed; the message names the field and what is.
@@ -101,7 +107,7 @@ def predict_step(
     job = Job(
         hidden, layers, heads, kv_heads, ffn, vocab, seq_len, micro_batch, data, accumulation, tensor, strategy,
         precision, recompute, hardware, network, gated, compiled, attention, head_dim, window, windowed_layers,
-        layer_numel, root_numel,
+        layer_numel, root_numel, no_sync, sequence_parallel, states,
     )  # fmt: skip
     return forecast_of(job, calibration)
 
@@ -153,12 +159,20 @@ def _sentences(job: Job, pairs: Sequence[tuple[Job, float]], factors: Factors) -
         )
     elif job.network is None and job.data * job.tensor > 1:
         found.append(f"The network is not known: GPUs of one host, {job.card.inside} between them, are assumed.")
-    if job.accumulation > 1 and job.strategy in FULLY_SHARDED:
-        found.append("Each micro-batch reduces its gradients; no_sync() would save that, and keep whole gradients.")
+    if job.accumulation > 1 and job.strategy != "single":
+        found.append(
+            "Only the last micro-batch reduces gradients, which until then are whole on every rank: the others run in "
+            "no_sync()." if job.no_sync else
+            "Each micro-batch reduces its gradients; no_sync() would save that, and keep whole gradients."
+        )  # fmt: skip
     if job.strategy == "zero3":
         found.append("Nothing overlaps and all is gathered at once, as in this package; others gather layer by layer.")
     if job.tensor > 1:
-        found.append("Tensor-parallel messages are not split or overlapped; activations are without sequence parallel.")
+        sums = "; without sequence parallelism"
+        if job.sequence_parallel:
+            without = peak_bytes(replace(job, sequence_parallel=False)) / 1e9
+            sums = f". Sequence parallelism divides norms and residuals; without it the peak is {without:.3g} GB"
+        found.append(f"Tensor-parallel messages are not split or overlapped{sums}.")
     if not pairs:
         found.append("Nothing was measured on this cluster; give up to three steps of it: calibration= or --measured.")
     found += [

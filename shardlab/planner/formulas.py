@@ -13,12 +13,19 @@ zero3     bP/N        gP/N       KP/N             3P (N-1)/N
 
 Bytes per element of everything that training keeps for a parameter:
 
-=====  =========  ========  ======  ========  ========  =====================
-name   parameter  gradient  master  momentum  variance  total per parameter
-=====  =========  ========  ======  ========  ========  =====================
-fp32   4          4         0       4         4         16
-mixed  2          2         4       4         4         16, of which K = 12
-=====  =========  ========  ======  ========  ========  =====================
+==========  =========  ========  ======  ========  ========  =====================
+name        parameter  gradient  master  momentum  variance  total per parameter
+==========  =========  ========  ======  ========  ========  =====================
+fp32        4          4         0       4         4         16
+mixed       2          2         4       4         4         16, of which K = 12
+mixed-8bit  2          2         4       1         1         10
+pure-bf16   2          2         0       2         2         8
+==========  =========  ========  ======  ========  ========  =====================
+
+In mixed-8bit Adam's two moments have a byte each (Dettmers et al., arXiv 2110.02861; a number for each block of 2048 is
+left out); in pure-bf16 nothing has more than 16 bits. Others are written as five numbers in the order of the columns,
+such as 2+4+4+4+4, with gradients that are kept and sent in 32 bits. A gradient travels in as many bytes as it is kept
+in, a gathered parameter in its own.
 
 Legend: P parameters, N ranks, b and g bytes of a parameter and a gradient, K bytes of optimizer state per parameter
 (master weight included). Without padding; bytes are whole numbers where P/N makes them so. Source: Rajbhandari et al.,
@@ -45,18 +52,20 @@ Legend: s tokens of a sequence, b sequences, h hidden, a heads, t tensor-paralle
 bytes an element, dropout masks of 1. Source: Korthikanti et al., arXiv 2205.05198, table 2.
 """
 
+import re
 from dataclasses import dataclass, fields
 from fractions import Fraction
 
 from shardlab.partition.chunks import require_count
 
 _NEEDED = ("parameter", "gradient")
-# strategy -> whether parameters, gradients and state are sharded, and how many times P travels in a step
+# strategy -> whether parameters, gradients and state are sharded, and how many times P travels in a step as parameters
+# and as gradients
 _SHARDED = {
-    "ddp": (False, False, False, 2),
-    "zero1": (False, False, True, 2),
-    "zero2": (False, True, True, 2),
-    "zero3": (True, True, True, 3),
+    "ddp": (False, False, False, 0, 2),
+    "zero1": (False, False, True, 1, 1),
+    "zero2": (False, True, True, 1, 1),
+    "zero3": (True, True, True, 2, 1),
 }
 
 
@@ -80,24 +89,42 @@ class Precision:
         """Bytes per element that optimizer-state sharding divides: the ZeRO paper's K."""
         return self.master + self.momentum + self.variance
 
+    @property
+    def total(self) -> int:
+        """Bytes of everything that training keeps for a parameter."""
+        return self.parameter + self.gradient + self.optimizer
 
-PRECISIONS = {"mixed": Precision(2, 2, 4, 4, 4), "fp32": Precision(4, 4, 0, 4, 4)}
+
+PRECISIONS = {
+    "mixed": Precision(2, 2, 4, 4, 4), "fp32": Precision(4, 4, 0, 4, 4), "mixed-8bit": Precision(2, 2, 4, 1, 1),
+    "pure-bf16": Precision(2, 2, 0, 2, 2),
+}  # fmt: skip
+_NUMBERS = re.compile(r"\d+(\+\d+){4}")
 
 
-def precision_named(name: str) -> Precision:
-    """The precision of this name.
+def precision_named(name: str, field: str = "precision") -> Precision:
+    """The precision of this name, or of five numbers of bytes such as '2+4+4+4+4'.
+
+    Args:
+        name: the text.
+        field: what it is called where it was given.
 
     Raises:
         ValueError: there is none; the message lists the allowed names.
     """
+    if _NUMBERS.fullmatch(name):
+        return Precision(*map(int, name.split("+")))
     if name not in PRECISIONS:
-        raise ValueError(f"precision: {name!r} is not one of {', '.join(PRECISIONS)}")
+        raise ValueError(
+            f"{field}: {name!r} is not one of {', '.join(PRECISIONS)}, or bytes of parameter, gradient, master "
+            "weight, momentum and variance, such as 2+4+4+4+4"
+        )
     return PRECISIONS[name]
 
 
 @dataclass(frozen=True)
 class ModelStates:
-    """One strategy on one rank: bytes by kind, and the elements it sends in a step."""
+    """One strategy on one rank: bytes by kind, and the elements and bytes that it sends in a step."""
 
     strategy: str
     parameter_bytes: float
@@ -105,6 +132,7 @@ class ModelStates:
     optimizer_bytes: float
     total_bytes: float
     wire_elements: float
+    wire_bytes: float
 
 
 def model_states(num_params: float, num_ranks: int, precision: Precision | str = "mixed") -> tuple[ModelStates, ...]:
@@ -113,7 +141,7 @@ def model_states(num_params: float, num_ranks: int, precision: Precision | str =
     Args:
         num_params: parameters of the model, a whole number (7.5e9 will do).
         num_ranks: ranks that share it, 1 or more.
-        precision: 'mixed', 'fp32' or bytes per element of your own.
+        precision: a name of ``PRECISIONS``, or bytes per element of your own.
 
     Raises:
         ValueError: a count that is too small or not whole, or an unknown precision; the message names the field.
@@ -127,14 +155,17 @@ def model_states(num_params: float, num_ranks: int, precision: Precision | str =
 
 
 def _states(strategy: str, num_params: int, num_ranks: int, precision: Precision) -> ModelStates:
-    *sharded, volumes = _SHARDED[strategy]
+    *sharded, gathered, reduced = _SHARDED[strategy]
     itemsizes = (precision.parameter, precision.gradient, precision.optimizer)
     held = [
         Fraction(num_params * itemsize, num_ranks if is_sharded else 1)
         for itemsize, is_sharded in zip(itemsizes, sharded, strict=True)
     ]
-    sent = Fraction(volumes * num_params * (num_ranks - 1), num_ranks)
-    return ModelStates(strategy, *(_number(value) for value in (*held, sum(held, Fraction()), sent)))
+    sent = [
+        Fraction((gathered * of_gather + reduced * of_reduction) * num_params * (num_ranks - 1), num_ranks)
+        for of_gather, of_reduction in ((1, 1), (precision.parameter, precision.gradient))
+    ]
+    return ModelStates(strategy, *(_number(value) for value in (*held, sum(held, Fraction()), *sent)))
 
 
 def _number(value: Fraction) -> float:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
 
+from shardlab.planner.formulas import Precision, precision_named
 from shardlab.planner.hardware import COMPUTE_PRECISIONS, Hardware, Network, hardware_named, network_of
 from shardlab.planner.replay import REPLAYED
 
@@ -38,6 +39,9 @@ class Job:
     windowed_layers: int = 0
     layer_numel: int | None = None
     root_numel: int | None = None
+    no_sync: bool = False
+    sequence_parallel: bool = True
+    states: str = "mixed"
 
     def __post_init__(self) -> None:
         """Check what a user can get wrong."""
@@ -48,7 +52,8 @@ class Job:
         for field in (*counts, "accumulation", "tensor", *shape):
             _require_whole(field, getattr(self, field), 1)
         for field, of, words in (
-            ("hardware", str, "text"), ("network", str | None, "text or None"), ("compiled", bool, "True or False")
+            ("hardware", str, "text"), ("network", str | None, "text or None"), ("compiled", bool, "True or False"),
+            ("no_sync", bool, "True or False"), ("sequence_parallel", bool, "True or False"), ("states", str, "text"),
         ):  # fmt: skip
             if not isinstance(value := getattr(self, field), of):
                 raise ValueError(f"{field}: {value!r} is given; it must be {words}")
@@ -65,6 +70,7 @@ class Job:
             raise ValueError(f"data: {self.data} is given; 'single' trains on 1")
         if self.recompute not in ("full", "selective") and self.recompute not in range(self.layers + 1):
             raise ValueError(f"recompute: {self.recompute!r} is not 0 to {self.layers} layers, 'full' or 'selective'")
+        _ = self.kept  # raises
         if self.windowed_layers not in range(self.layers + 1):
             raise ValueError(f"windowed_layers: {self.windowed_layers!r} is not 0 to {self.layers} layers")
         if self.strategy == "hybrid_shard" and self.data % self.shards:
@@ -94,7 +100,8 @@ class Job:
     def way(self) -> str:
         """How it is trained, in a few words."""
         parts = [self.strategy, f"tp {self.tensor}" if self.tensor > 1 else "", f"micro-batch {self.micro_batch}"]
-        parts += [f"accumulation {self.accumulation}" if self.accumulation > 1 else ""]
+        once = " in no_sync" if self.no_sync else ""
+        parts += [f"accumulation {self.accumulation}{once}" if self.accumulation > 1 else ""]
         parts += [f"recompute {self.recompute}" if self.recompute else ""]
         return ", ".join(part for part in parts if part)
 
@@ -180,6 +187,21 @@ class Job:
         if self.strategy == "hybrid_shard":
             return min(self.data, self.per_host)
         return 1 if self.strategy in ("single", "ddp", "bucketed") else self.data
+
+    @cached_property
+    def kept(self) -> Precision:
+        """Bytes of what training keeps for a parameter."""
+        return precision_named(self.states, "states")
+
+    @property
+    def keeps_whole_gradients(self) -> bool:
+        """Whether gradients that would be sharded add up whole, since not every micro-batch reduces them."""
+        return self.no_sync and self.accumulation > 1
+
+    @property
+    def residual_ranks(self) -> int:
+        """Tensor ranks that share what lies between attention and MLP: norms and residuals."""
+        return self.tensor if self.sequence_parallel else 1
 
     @property
     def tokens_per_step(self) -> int:

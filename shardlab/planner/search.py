@@ -1,21 +1,34 @@
 """Which way to train a transformer on so many GPUs is fastest, and why each other falls out.
 
-Every strategy, division by tensor parallelism, micro-batch and recomputation that gives the wanted batch is forecast
-(``predict_step``). What needs more memory than there is falls out, with how much it needs; of the rest the fastest is
-first, and the others say by how much they are slower, and what of them takes longer.
+Every strategy, division by tensor parallelism, micro-batch, recomputation and way of accumulating that gives the wanted
+batch is forecast (``predict_step``). Of several micro-batches each reduces its gradients, which then are sharded in
+between; or only the last does, the others run in ``no_sync()``, and gradients add up whole on every rank. Where they
+are whole anyway (ddp, bucketed, zero1) ``no_sync()`` costs no byte, and is the only way.
+
+A way fits where the allocator's usual reserve (``RESERVE``) is free beside its tensors. What fits without it is tight:
+torch's allocator empties its cache then, or finds no room. The fastest that fits is first; what is slower by no more
+than a forecast misses is a tie with it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardlab.planner.forecast import USABLE, Forecast, forecast_of
 from shardlab.planner.job import Job
+from shardlab.planner.peak import peak_bytes
+from shardlab.planner.published import Pair, error_of, published_steps
+from shardlab.planner.region import expected_miss
 
 STRATEGIES = ("ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp", "shard_grad_op", "hybrid_shard")
+SHARD_GRADIENTS = ("zero2", "zero3", "fsdp", "shard_grad_op", "hybrid_shard")
 RECOMPUTES: tuple[int | str, ...] = (0, "selective", "full")
 TENSORS = (1, 2, 4, 8)
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+# Reserved over allocated bytes, in the median of seven published runs of FSDP: 1.20, 1.26, 1.27, 1.27, 1.35, 1.36, 1.36
+# (llama-cookbook PR #41, torchtitan PR #135 and #165).
+RESERVE = 1.27
+MOST_CARDS = 65536
 
 
 @dataclass(frozen=True)
@@ -26,11 +39,15 @@ class Found:
         job: the way.
         forecast: of a step.
         why_not: empty for the fastest that fits; else why it falls out.
+        fits: with the allocator's usual reserve.
+        is_tied: whether it fits, and is slower than the fastest by no more than a forecast misses.
     """
 
     job: Job
     forecast: Forecast
     why_not: str
+    fits: bool
+    is_tied: bool
 
     @property
     def name(self) -> str:
@@ -39,13 +56,14 @@ class Found:
 
 
 def search(sizes: Mapping[str, Any], ranks: int, sequences: int, **options: Any) -> list[Found]:
-    """All ways, the fastest that fits first, then the others that fit by time, then those that do not by memory.
+    """All ways, those that fit first, by time, then those that do not, by memory.
 
     Args:
         sizes: hidden, layers, heads, kv_heads, ffn, vocab, seq_len and perhaps gated, see ``predict_step``.
         ranks: GPUs.
         sequences: of a step, over all GPUs.
-        options: ``hardware``, ``network``, ``precision``, ``compiled``, ``attention``, ``calibration``.
+        options: ``hardware``, ``network``, ``precision``, ``compiled``, ``attention``, ``sequence_parallel``,
+            ``states``, ``calibration``.
 
     Raises:
         ValueError: an argument is not allowed, or nothing divides so.
@@ -57,14 +75,49 @@ def search(sizes: Mapping[str, Any], ranks: int, sequences: int, **options: Any)
             f"sequences: {sequences} a step cannot be divided over {ranks} ranks; give a multiple of the data ranks"
         )
     found = [(job, forecast_of(job, calibration)) for job in jobs]
-    room = USABLE * jobs[0].card.memory_bytes
-    fits = sorted((one for one in found if one[1].peak_bytes <= room), key=lambda one: one[1].seconds)
-    rest = sorted((one for one in found if one[1].peak_bytes > room), key=lambda one: one[1].peak_bytes)
-    best = fits[0][1] if fits else None
-    return [
-        *(Found(job, forecast, "" if forecast is best else _slower(forecast, best)) for job, forecast in fits),
-        *(Found(job, forecast, _too_large(forecast, room)) for job, forecast in rest),
-    ]
+    fits = sorted((one for one in found if _fits(*one)), key=lambda one: one[1].seconds)
+    rest = sorted((one for one in found if not _fits(*one)), key=lambda one: one[1].peak_bytes)
+    too_large = [Found(*one, _too_large(*one), fits=False, is_tied=False) for one in rest]
+    if not fits:
+        return too_large
+    (way, best), *_ = fits
+    tied = best.seconds * (1 + miss_of(way, calibration))
+    told = [Found(job, one, "", fits=True, is_tied=one.seconds <= tied) for job, one in fits]
+    return [*(replace(one, why_not=_slower(one, best)) for one in told), *too_large]
+
+
+def miss_of(job: Job, calibration: Sequence[Pair]) -> float:
+    """By which share of its seconds a forecast may miss; where nothing is known, what 9 of 10 published steps are."""
+    share = expected_miss(job, calibration).share
+    if share is not None:
+        return share
+    misses = sorted(abs(error_of(step, is_calibrated=False)) for step in published_steps())
+    return misses[9 * len(misses) // 10]
+
+
+def cards_that_would_do(sizes: Mapping[str, Any], ranks: int, **options: Any) -> Job | None:
+    """The smallest way on the fewest cards, of more than ``ranks``, on which one fits with a sequence a card.
+
+    Cards are counted by whole hosts, where there are several. None where no number of them is enough.
+    """
+    many, few = ranks, ranks
+    while (found := _smallest(sizes, many := 2 * many, options)) is None:
+        few = many
+        if many > MOST_CARDS:
+            return None
+    host = found.links.per_host
+    step = 1 if many <= host else host
+    few, many = few // step, -(-many // step)
+    while many - few > 1:
+        middle = (few + many) // 2
+        smaller = _smallest(sizes, middle * step, options)
+        few, many, found = (middle, many, found) if smaller is None else (few, middle, smaller)
+    return found
+
+
+def _smallest(sizes: Mapping[str, Any], ranks: int, options: Mapping[str, Any]) -> Job | None:
+    job = min(_jobs(sizes, ranks, ranks, options), key=peak_bytes)
+    return job if RESERVE * peak_bytes(job) <= job.card.memory_bytes else None
 
 
 def _jobs(sizes: Mapping[str, Any], ranks: int, sequences: int, options: Mapping[str, Any]) -> Iterator[Job]:
@@ -87,15 +140,33 @@ def _jobs(sizes: Mapping[str, Any], ranks: int, sequences: int, options: Mapping
                 for strategy in STRATEGIES if data > 1 else ("single",):
                     if strategy == "hybrid_shard" and (data <= base.per_host or data % base.per_host):
                         continue
-                    yield replace(base, strategy=strategy, recompute=recompute)
+                    for no_sync in _accumulates(strategy, base.accumulation):
+                        yield replace(base, strategy=strategy, recompute=recompute, no_sync=no_sync)
 
 
-def _slower(forecast: Forecast, best: Forecast | None) -> str:
-    assert best is not None
+def _accumulates(strategy: str, micro_batches: int) -> tuple[bool, ...]:
+    """Whether in ``no_sync()``: of each way that is worth a try."""
+    if micro_batches == 1 or strategy == "single":
+        return (False,)
+    return (False, True) if strategy in SHARD_GRADIENTS else (True,)
+
+
+def _fits(job: Job, forecast: Forecast) -> bool:
+    return RESERVE * forecast.peak_bytes <= job.card.memory_bytes
+
+
+def _slower(found: Found, best: Forecast) -> str:
+    forecast = found.forecast
+    if forecast is best:
+        return ""
     more = {name: seconds - best.parts.get(name, 0.0) for name, seconds in forecast.parts.items()}
-    most = max(more, key=lambda name: more[name])
-    return f"{forecast.seconds / best.seconds - 1:.0%} slower: {more[most]:.2g} s more of {most}"
+    most, share = max(more, key=lambda name: more[name]), forecast.seconds / best.seconds - 1
+    said = f"{share:.0%} slower: {more[most]:.2g} s more of {most}" if share > 1e-9 else "as fast"
+    return f"a tie, {said}" if found.is_tied else said
 
 
-def _too_large(forecast: Forecast, room: float) -> str:
-    return f"needs {forecast.peak_bytes / 1e9:.0f} GB, and {room / 1e9:.0f} GB can be used"
+def _too_large(job: Job, forecast: Forecast) -> str:
+    need, room = forecast.peak_bytes, job.card.memory_bytes
+    if need <= USABLE * room:
+        return f"tight: fits if the allocator reserves less than {room / need:.2f} times its tensors"
+    return f"needs {need / 1e9:.0f} GB, and {USABLE * room / 1e9:.0f} GB can be used"

@@ -14,7 +14,8 @@ copies of units          fully sharded: gathered parameters into place, gradient
                          parameter in forward, 12 in backward, in 16 bits
 tensor-parallel          4 all-reduces of b s h elements a layer and micro-batch, 2 more where it is recomputed; nothing
 messages                 hides them
-optimizer step           40 bytes a parameter that this rank steps: Adam in 32 bits, norm and clipping
+optimizer step           40 bytes a parameter that this rank steps: Adam in 32 bits, norm and clipping; less where
+                         less is kept of one
 slowed by messages       compute beside a collective, see ``replay``
 waiting for messages     nothing computes
 =======================  ==============================================================================================
@@ -35,7 +36,9 @@ from shardlab.vocabulary import Collective, MeshAxis
 
 RECOMPUTED, COPIES, TENSOR = "recomputation", "copies of units", "tensor-parallel messages"
 OPTIMIZER, SLOWED, WAITED = "optimizer step", "slowed by messages", "waiting for messages"
-STEPPED_BYTES = 40  # read parameter, gradient, momentum, variance; write all but the gradient; norm and clipping
+# For each byte that is kept of a parameter: of Adam's 16 in 32 bits 40 are moved, to read parameter, gradient, momentum
+# and variance, to write all but the gradient, and for norm and clipping.
+MOVED = 2.5
 REPLAYED_MICRO_BATCHES = 3
 
 
@@ -94,8 +97,9 @@ class Step:
 
     def unit(self, name: str, costs: Sequence[Parts], num_params: float, messages: int) -> Unit:
         """A unit of the replay."""
-        num_bytes = num_params / self.job.tensor * self.job.itemsize
-        return Unit(name, costs[0].total(), costs[1].total(), num_bytes, num_bytes, messages)
+        elements = num_params / self.job.tensor
+        gathered, reduced = elements * self.job.itemsize, elements * max(self.job.itemsize, self.job.kept.gradient)
+        return Unit(name, costs[0].total(), costs[1].total(), gathered, reduced, messages)
 
     def replayed(self, micro_batches: int) -> Replay:
         """The step with so many micro-batches."""
@@ -103,9 +107,8 @@ class Step:
         matrices = 5 if job.is_gated else 4  # query, key and value together
         units = [self.unit(f"layer {n}", self.layer, job.layer_params, matrices) for n in range(job.layers)]
         root = self.unit("root", self.head, job.root_params, 2 if job.is_gated else 1)
-        each = job.strategy in (*FULLY_SHARDED, "zero3")
         schedule = Schedule(
-            job.strategy, micro_batches=micro_batches, reduces_each=each, shard_group_size=job.shards,
+            job.strategy, micro_batches=micro_batches, reduces_each=not job.no_sync, shard_group_size=job.shards,
             optimizer_seconds=self.optimizer_seconds, contention=self.card.contention,
         )  # fmt: skip
         return replay(units, schedule, self.message_seconds, root)
@@ -113,7 +116,7 @@ class Step:
     @property
     def optimizer_seconds(self) -> float:
         """Of the optimizer's step."""
-        return self.job.num_params / self.job.tensor / self.job.shards * STEPPED_BYTES / self.bandwidth
+        return self.job.num_params / self.job.tensor / self.job.shards * self.job.kept.total * MOVED / self.bandwidth
 
     def message_seconds(self, op: Collective, axis: MeshAxis, num_bytes: float) -> float:
         """Of a message over an axis."""

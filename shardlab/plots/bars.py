@@ -218,9 +218,10 @@ def memory_on_gpu(plans: pd.DataFrame, memory_bytes: float | None, rows: int = 1
     if rows < 1 or (memory_bytes is not None and memory_bytes <= 0):
         raise ValueError(f"memory_bytes, rows: {memory_bytes} and {rows} were given; both must be above 0")
     held = plans.reindex(columns=["strategy", *ON_GPU_COLUMNS]).rename(columns=ON_GPU_COLUMNS)
+    held[Role.OTHER] = _others_at_rest(plans)
     unknown = [str(name) for name in held.loc[held[Role.ACTIVATION].isna(), "strategy"]]
     held[Role.ACTIVATION] = 0.0 if unknown else held[Role.ACTIVATION] * rows
-    bars = held.melt("strategy", list(ON_GPU_COLUMNS.values()), var_name="role", value_name="bytes")
+    bars = held.melt("strategy", [*ON_GPU_COLUMNS.values(), Role.OTHER], var_name="role", value_name="bytes")
     bars = bars.rename(columns={"strategy": "label"}).astype({"bytes": "Float64"}).fillna({"bytes": 0.0})
     missing = "" if len(unknown) == len(held) else f": not known of {listing(unknown)}"
     drawn = f"without activations{missing}" if unknown else f"activations of {rows} row{'' if rows == 1 else 's'}"
@@ -238,6 +239,14 @@ def memory_on_gpu(plans: pd.DataFrame, memory_bytes: float | None, rows: int = 1
         figure.data[-1].text = [f"{words}{number}" for words, number in zip(figure.data[-1].text, counts, strict=True)]
         figure.update_layout(margin_r=1.7 * END_TEXT_PX)
     return finish(figure, said)
+
+
+def _others_at_rest(plans: pd.DataFrame) -> "pd.Series[float]":
+    """Bytes of buffers, which with the roles make what is at rest; 0 where they are too few to be seen."""
+    rest = plans.get("rest_bytes", pd.Series(0.0, plans.index)).astype(float)
+    roles = plans.reindex(columns=["parameter_bytes", "gradient_bytes", "optimizer_bytes", "offloaded_bytes"])
+    others = rest - roles.astype("Float64").fillna(0.0).sum(axis=1).astype(float)
+    return others.where(others > 1e-3 * rest, 0.0)
 
 
 def draw_memory(figure: go.Figure, memory_bytes: float, longest: float) -> None:

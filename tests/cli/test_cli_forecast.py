@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardlab.cli import app
-from shardlab.cli.transformer import _fits
+from shardlab.cli.transformer import _verdict
 from shardlab.lab import validated_here
 from shardlab.planner.machine import Machine
 from tests.planner.test_machine import COSTS
@@ -115,16 +115,41 @@ def test_of_a_workload_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "long.py").write_text(LONG)
     text = said("--workload", "long.py:workload", "--ranks", "2", "--strategies", "ddp", "--gpu", "8GB")
-    assert "less than one row keeps: 100 % of it are logits, so a chunked loss helps" in " ".join(text.split())
+    assert "and one row keeps more. 100 % of it are logits, so a chunked loss helps" in " ".join(text.split())
 
 
 def test_a_search_names_the_fastest_and_why_others_fall_out(config):
     text = said("--config", config, "--ranks", "64", "--batch", "128", "--search")
     assert [line.split("  ")[0] for line in text.splitlines()[:2]] == ["MODEL", "FASTEST THAT FITS"]
-    assert "slower" in text
-    rows = json.loads(said("--config", config, "--ranks", "64", "--batch", "128", "--search", "--json"))
-    assert rows[0]["why_not"] == ""
-    assert any(row["why_not"].startswith("needs") for row in rows)
+    for words in ("AS FAST", "by which a forecast may miss", "slower", "may reserve;"):
+        assert words in " ".join(text.split())
+    found = json.loads(said("--config", config, "--ranks", "64", "--batch", "128", "--search", "--json"))
+    ways = found["ways"]
+    assert (ways[0]["why_not"], ways[0]["fits"], found["cards_that_would_do"]) == ("", True, None)
+    assert any(way["why_not"].startswith("needs") and not way["fits"] for way in ways)
+    assert ways[0]["tokens_per_second"] == pytest.approx(128 * 8192 / ways[0]["seconds"])
+
+
+def test_a_search_without_a_way_says_how_many_cards_would_do(config):
+    words = ("--config", config, "--ranks", "2", "--gpu", "4090", "--search")
+    cards = json.loads(said(*words, "--json"))["cards_that_would_do"]
+    text = " ".join(said(*words).split())
+    assert f"WOULD DO {cards} cards, with a sequence for each: " in text
+    assert "FASTEST THAT FITS none of" in text
+
+
+def test_what_is_kept_of_a_parameter_and_how_micro_batches_add_up_are_options(config):
+    words = ("--config", config, "--ranks", "8", "--batch", "32", "--strategies", "zero2", "--json")
+    each, once, pure = (
+        json.loads(said(*words, *more)) for more in ([], ["--no-sync"], ["--precision", "pure-bf16"])
+    )  # fmt: skip
+    assert once["peak_bytes"] - each["peak_bytes"] == pytest.approx(2 * 7 / 8 * each["num_params"], rel=1e-3)
+    assert once["seconds"] < each["seconds"]
+    assert each["rest_bytes"] == pytest.approx((2 + 14 / 8) * each["num_params"], rel=1e-3)
+    assert pure["rest_bytes"] == pytest.approx((2 + 6 / 8) * each["num_params"], rel=1e-3)
+    assert each["mfu"] * each["seconds"] == pytest.approx(once["mfu"] * once["seconds"])
+    assert each["tokens_per_day"] == pytest.approx(86400 * 32 * 8192 / each["seconds"])
+    assert each["fits"].startswith("it hardly fits")
 
 
 def test_what_was_not_calibrated_is_named(tmp_path, monkeypatch):
@@ -143,7 +168,7 @@ def test_what_was_not_calibrated_is_named(tmp_path, monkeypatch):
      (75, "it hardly fits, with less than 10% left"), (80, "it does not fit")],
 )  # fmt: skip
 def test_what_fits_is_said_as_a_search_counts(gigabytes, words):
-    assert f"of 80 GB: {words}" in _fits(gigabytes * 1e9, 80e9)
+    assert _verdict(gigabytes * 1e9, 80e9).startswith(words)
 
 
 def test_a_workload_gets_times_and_peaks(tmp_path, monkeypatch):
@@ -217,10 +242,17 @@ def test_what_can_be_known_is_found_before_a_model_is_built(tmp_path, monkeypatc
 def test_bad_input_is_refused(config):
     for words, message in (
         (["--config", config, "--params", "7B"], "params, workload, config: give one of them"),
-        (["--config", config, "--ranks", "64", "--hardware", "abacus"], "hardware: 'abacus' is not one of 4090"),
+        (["--config", config, "--ranks", "64", "--gpu", "abacus"], "gpu: 'abacus' is not understood; write a card"),
         (["--config", config, "--ranks", "6", "--tp", "4"], "tp: 4 is given; it must divide 6 ranks"),
         (["--config", config, "--ranks", "64", "--batch", "65"], "batch: 65 sequences is given; 64 data ranks"),
-        (["--config", config, "--ranks", "64", "--precision", "bf16", "--peak"], "precision, peak: not of --config"),
+        (
+            ["--config", config, "--ranks", "64", "--wrap", "root", "--peak"],
+            "wrap, peak: not of --config; leave them out",
+        ),
+        (["--params", "7B", "--ranks", "8", "--hardware", "h100"], "hardware: it is called --gpu; write --gpu h100"),
+        (["--config", config, "--ranks", "8", "--search", "--no-sync"], "no-sync: leave it out of --search"),
+        (["--config", config, "--ranks", "8", "--precision", "bf16"], "precision: 'bf16' is not one of mixed, fp32"),
+        (["--config", config, "--ranks", "8", "--gpu", "24GB,32GB/s,10us"], "gpu: 24GB,32GB/s,10us has a link"),
         (["--config", config, "--ranks", "64", "--micro-batch", "0"], "micro-batch: 0 was given; give 1 or more"),
         (["--config", config, "--ranks", "64", "--batch", "-8"], "batch: -8 was given; give 1 or more"),
         (["--config", config, "--ranks", "64", "--strategies", "fsdp,ddp"], "strategies: a forecast is of one"),

@@ -44,12 +44,23 @@ MEMORY = [
     ({"ddp": DDP, "bucketed": (4, 4, 8, 34, 6)},
      "all hold the same, 16.0 MB at rest on a rank; at the peak ddp has least, 30.0 MB"),
     ({"single": DDP}, "single alone, 16.0 MB at rest on a rank; at the peak 30.0 MB"),
+    ({"zero3": FSDP, "fsdp": (1, 1, 2, 12, 9), "ddp": DDP},
+     f"zero3 and fsdp, 4.00 MB at rest on a rank, 75 % {ALL}; at the peak zero3 has least, 10.0 MB"),
+    ({"fsdp": FSDP, "ddp": (4, 4, 8, 10, 6)},
+     f"fsdp, 4.00 MB at rest on a rank, 75 % {ALL}; at the peak fsdp and ddp have least, 10.0 MB"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("table", "said"), MEMORY)
 def test_least_memory(table, said):
     assert least_memory(rows(**table)) == said
+
+
+def test_what_is_at_rest_has_the_buffers_in_it():
+    """As the table beside it; what is offloaded is named apart."""
+    table = rows(ddp=DDP, fsdp=FSDP).assign(rest_bytes=[18 * MB, 7 * MB], offloaded_bytes=[0, MB])
+    held = "6.00 MB at rest on a rank, 67 %"
+    assert least_memory(table) == f"fsdp, {held} {ALL}, and 1.00 MB in host memory; at the peak too, 10.0 MB"
 
 
 def times(**by_run):
@@ -142,7 +153,6 @@ def test_what_fits(plans, said):
 @pytest.mark.parametrize(
     ("fitting", "said"),
     [
-        (0, ", less than one row keeps: checkpoint layers in the model, or compute in 16 bits"),
         (11, ", 11 rows"),
         (pd.NA, ""),
         (3_600_000, ", 3.6 million rows"),
@@ -152,6 +162,19 @@ def test_how_many_rows_fit(fitting, said):
     plans = rows(ddp=DDP).assign(left_bytes=7.4e9).reset_index()
     plans["rows_that_fit"] = pd.array([fitting], "Int64")
     assert answer_of_plan(plans, 4, 24e9)[0].text == f"of 24.0 GB, ddp fits: it {TAKES}{said}"
+
+
+def test_what_has_no_room_for_a_row_does_not_fit():
+    """'all fit' never stands beside rows that fit: 0."""
+    plans = rows(ddp=DDP, zero2=ZERO1, fsdp=FSDP).reset_index().assign(left_bytes=[1e6, 7.4e9, 9e9])
+    plans["rows_that_fit"] = [0, 11, 20]
+    said = answer_of_plan(plans, 4, 24e9)[0].text
+    assert said.startswith(f"of 24.0 GB, ddp does not fit; zero2 is the first that fits: it {TAKES}, 11 rows; fsdp")
+    plans["rows_that_fit"] = 0
+    assert answer_of_plan(plans, 4, 24e9)[0].text == (
+        "of 24.0 GB, nothing fits with a row: fsdp leaves most, 9.00 GB, and one row keeps more. Checkpoint layers in "
+        "the model, or compute in 16 bits"
+    )
 
 
 def test_a_plan_without_a_gpu_and_with_messages_that_depend_on_rows():

@@ -13,6 +13,7 @@ from shardlab.experiment.planned import against_plan, plan_runs
 from shardlab.experiment.planned_workload import optimizer_of
 from shardlab.experiment.run_verdicts import Difference, plan_verdict, verdict
 from shardlab.experiment.saved_runs import load_saved
+from shardlab.planner.formulas import model_states, precision_named
 from tests.conftest import Pools
 from tests.experiment.test_workload import Labelled, Nested, OutOfOrder, Residual, keyword_loss, labelled_loss
 
@@ -262,3 +263,17 @@ def test_state_made_at_once_and_in_steps_is_planned_of_any_parameter(pools: Pool
     strategies = ("ddp", "zero1", "zero3", "fsdp")
     found = compare(workload, tmp_path / "run", strategies=strategies, ranks=2, steps=2, pool=pools(2), **options)
     assert found.summary["as_planned"].all()
+
+
+def test_a_number_of_parameters_and_a_workload_send_and_keep_the_same_bytes() -> None:
+    """Gradients in 32 bits, as engines keep and send them: only sharded parameters have no 16-bit copy here."""
+    rows = [torch.ones(4, 64)] * 8
+    workload = Workload(lambda: nn.Linear(64, 64, bias=False), rows, mean_square)
+    planned = plan(workload, ranks=8, precision="bf16").set_index("strategy")
+    counted = {one.strategy: one for one in model_states(64 * 64, 8, precision_named("2+4+4+4+4"))}
+    for name in ("zero1", "zero2", "zero3"):
+        flags = 2 * 2 * 4 * 7 / 8  # two numbers by which ranks raise together
+        assert planned.loc[name, "wire_bytes_per_step"] - flags == counted[name].wire_bytes
+        copy = 2 * 64 * 64 / 8 if name == "zero3" else 0
+        step_counter = 4
+        assert planned.loc[name, "rest_bytes"] - step_counter == counted[name].total_bytes - copy

@@ -280,3 +280,12 @@ def test_the_command_line_says_what_is_left() -> None:
     assert re.search(r"ddp 14\.00 14\.00 84\.00 112\.0 24\.50 .* ddp -32\.00 ", said("--params", "7B", "--gpu", "80GB"))
     rows = json.loads(said("--params", "7B", "--gpu", "80GB", "--json"))["strategies"]
     assert [row["left_bytes"] for row in rows] == [80e9 - row["total_bytes"] for row in rows]
+
+
+def test_the_figure_adds_up_to_what_is_at_rest():
+    """Buffers too, which are no role's; step counters are too few to be seen."""
+    held = {"parameter_bytes": [4e6], "gradient_bytes": [4e6], "optimizer_bytes": [8e6], "rest_bytes": [17e6]}
+    table = pd.DataFrame({"strategy": ["ddp"], **held})
+    assert memory_on_gpu(table, None).data[-1].x[0] == pytest.approx(17)  # in MB, the end of the bar
+    names = {trace.name for trace in memory_on_gpu(table.assign(rest_bytes=16e6 + 120), None).data}
+    assert len(names) == len(memory_on_gpu(table, None).data) - 1

@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 
 from shardlab.planner import model_states, predict_step, validate_published
 from shardlab.planner.cards import cards
+from shardlab.planner.forecast import RESERVED
+from shardlab.planner.formulas import PRECISIONS
 from shardlab.planner.hardware import GIGABIT, HOP_SECONDS, Network, hardware_named, network_of
 from shardlab.planner.job import Job
+from shardlab.planner.peak import peak_bytes, rest_bytes
 from shardlab.planner.published import calibration_of, error_of, published_steps
 from shardlab.planner.region import LEAST_STEPS, Place, expected_miss
 from shardlab.planner.replay import REPLAYED
@@ -262,6 +265,8 @@ def test_every_preset_is_complete():
         ({"recompute": -1}, "recompute: -1 is not 0 to 6 layers, 'full' or 'selective'"),
         ({"hardware": None}, "hardware: None is given; it must be text"),
         ({"network": 5}, "network: 5 is given; it must be text or None"),
+        ({"no_sync": 1}, "no_sync: 1 is given; it must be True or False"),
+        ({"states": "bf16"}, "states: 'bf16' is not one of mixed, fp32, mixed-8bit, pure-bf16, or bytes of parameter"),
         ({"compiled": "yes"}, "compiled: 'yes' is given; it must be True or False"),
         ({"recompute": "half"}, "recompute: 'half' is not 0 to 6 layers, 'full' or 'selective'"),
         ({"network": "600"}, "network: '600' is not understood; write parts separated by commas"),
@@ -393,6 +398,44 @@ def test_recomputation_stops_before_the_last_product_and_selective_keeps_half_of
     again = {one: predict_step(**SMALL, recompute=one).parts["recomputation"] for one in ("full", "selective")}
     assert 0.5 < again["full"] / (2 * again["selective"]) < 0.9
     assert predict_step(**SMALL, recompute=SMALL["layers"]).seconds == predict_step(**SMALL, recompute="full").seconds
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_sequence_parallelism_divides_all_that_a_layer_keeps(ranks):
+    """Korthikanti et al., arXiv 2205.05198, table 2: s b h (34 / t + 5 a s / (h t)); without it 10 are whole."""
+    model = SMALL | {"data": 1, "strategy": "single", "attention": "unfused"}
+
+    def of_a_layer(**options):
+        peaks = [peak_bytes(Job(**model | {"layers": layers}, **options)) for layers in (6, 7)]
+        return peaks[1] - peaks[0]
+
+    whole, parts = of_a_layer(), of_a_layer(tensor=ranks)
+    assert parts == pytest.approx(whole / ranks)
+    masks = 2  # of dropout, which the paper counts
+    residuals = (10 - masks) * 2048 * 4 * 2048 * (1 - 1 / ranks)
+    assert of_a_layer(tensor=ranks, sequence_parallel=False) - parts == pytest.approx(residuals)
+    recomputed = of_a_layer(tensor=ranks, recompute="full")
+    assert recomputed == pytest.approx(of_a_layer(recompute="full") / ranks)
+
+
+def test_a_published_peak_with_tensor_parallelism_is_met_but_for_what_the_allocator_reserves():
+    """Llama 3.1 70B on 256 H100 of 96 GB: 71.9 GiB reserved (pytorch/torchtitan, benchmarks of 2024-12, table 4)."""
+    llama = {"hidden": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "ffn": 28672, "vocab": 128256, "seq_len": 8192}
+    job = Job(**llama, micro_batch=16, data=32, tensor=8, recompute="full", compiled=True, hardware="h100")
+    least, most = RESERVED
+    assert least < 71.9 * 2**30 / peak_bytes(job) < most
+
+
+def test_bytes_a_parameter_are_an_argument():
+    job = Job(**SMALL, strategy="zero1")
+    states = {name: rest_bytes(Job(**SMALL, strategy="zero1", states=name)) for name in PRECISIONS}
+    assert states["mixed"] == states["fp32"] - 2 * 2 * job.num_params * 15 / 16 == rest_bytes(job)
+    assert states["pure-bf16"] == pytest.approx((4 + 4 / 16) * job.num_params)
+    assert states["mixed-8bit"] == pytest.approx((4 + 6 / 16) * job.num_params)
+    in_32_bits = Job(**SMALL, strategy="zero1", states="2+4+4+4+4")
+    assert rest_bytes(in_32_bits) == rest_bytes(job) + 2 * job.num_params
+    # Gradients travel in as many bytes as they are kept in.
+    assert step_parts(in_32_bits, Factors())[WAITED] > step_parts(job, Factors())[WAITED]
 
 
 def test_a_job_has_the_arguments_of_the_forecast():

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from shardlab.planner.model_config import sizes_of
-from shardlab.planner.search import USABLE, search
+from shardlab.planner.search import RESERVE, USABLE, cards_that_would_do, miss_of, search
 
 LLAMA = {
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -28,17 +28,64 @@ def test_the_fastest_that_fits_is_first_and_each_other_says_why_it_falls_out(tmp
     began = time.process_time()
     found = search(sizes(tmp_path, LLAMA), 1024, 2048, hardware="h100")
     assert time.process_time() - began < 30  # 5 on an idle core; this only tells of a search without end
-    room = USABLE * found[0].job.card.memory_bytes
-    fits = [one for one in found if one.forecast.peak_bytes <= room]
+    memory = found[0].job.card.memory_bytes
+    fits = [one for one in found if RESERVE * one.forecast.peak_bytes <= memory]
     assert found[: len(fits)] == fits
+    assert all(one.fits == (one in fits) for one in found)
     assert found[0].why_not == ""
     assert [one.forecast.seconds for one in fits] == sorted(one.forecast.seconds for one in fits)
     for one in fits[1:]:
-        assert " slower: " in one.why_not
+        assert " slower: " in one.why_not or one.why_not == "a tie, as fast"
+        assert one.is_tied == one.why_not.startswith("a tie, ")
+    too_large = f"and {USABLE * memory / 1e9:.0f} GB can be used"
     for one in found[len(fits) :]:
-        assert one.why_not.startswith(f"needs {one.forecast.peak_bytes / 1e9:.0f} GB, and {room / 1e9:.0f} GB")
+        peak = one.forecast.peak_bytes
+        tight = f"tight: fits if the allocator reserves less than {memory / peak:.2f} times its tensors"
+        assert one.why_not == (tight if peak <= USABLE * memory else f"needs {peak / 1e9:.0f} GB, {too_large}")
     assert {one.job.tokens_per_step for one in found} == {2048 * 8192}
     assert all(one.job.data * one.job.tensor == 1024 for one in found)
+
+
+LLAMA2_7B = {"hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 32, "ffn": 11008, "vocab": 32000, "seq_len": 4096}
+
+
+def test_both_ways_of_accumulating_are_tried_where_gradients_are_sharded():
+    found = search(LLAMA2_7B, 16, 128, hardware="4090")
+    ways = {(one.job.strategy, one.job.no_sync) for one in found if one.job.accumulation > 1}
+    assert ways == {
+        ("ddp", True), ("bucketed", True), ("zero1", True),
+        *((name, once) for name in ("zero2", "zero3", "fsdp", "shard_grad_op", "hybrid_shard") for once in (0, 1)),
+    }  # fmt: skip
+    like = {"tensor": 1, "strategy": "zero2", "micro_batch": 1, "recompute": "full"}
+    once, each = (
+        next(one for one in found if like | {"no_sync": no_sync} == {name: getattr(one.job, name) for name in keys})
+        for no_sync, keys in ((True, (*like, "no_sync")), (False, (*like, "no_sync")))
+    )
+    whole = 2 * once.job.num_params  # gradients in 16 bits, of which 15 of 16 parts are kept besides
+    assert once.forecast.peak_bytes - each.forecast.peak_bytes == pytest.approx(15 / 16 * whole)
+    assert once.forecast.peak_bytes > 34e9
+    assert each.forecast.seconds > once.forecast.seconds  # eight reductions for one
+    assert RESERVE * found[0].forecast.peak_bytes < 24 * 2**30
+
+
+def test_what_is_slower_by_less_than_a_forecast_misses_is_a_tie():
+    found = search(LLAMA2_7B, 8, 64, hardware="h100")
+    fits, miss = [one for one in found if one.fits], miss_of(found[0].job, ())
+    ties = [one for one in fits if one.is_tied]
+    assert ties == fits[: len(ties)]
+    assert 1 < len(ties) < len(fits)
+    assert ties[-1].forecast.seconds <= (1 + miss) * fits[0].forecast.seconds < fits[len(ties)].forecast.seconds
+
+
+def test_the_fewest_cards_that_would_do_are_said():
+    sizes = LLAMA2_7B | {"hidden": 5120, "layers": 40, "heads": 40, "kv_heads": 40, "ffn": 13824}
+    assert not search(sizes, 8, 64, hardware="4090")[0].fits
+    enough = cards_that_would_do(sizes, 8, hardware="4090")
+    cards = enough.data * enough.tensor
+    assert cards % 8 == 0
+    assert search(sizes, cards, cards, hardware="4090")[0].fits
+    assert not search(sizes, cards - 8, cards - 8, hardware="4090")[0].fits
+    assert cards_that_would_do(sizes | {"seq_len": 2**22}, 8, hardware="4090") is None
 
 
 def test_what_does_not_divide_is_refused(tmp_path):
