@@ -50,6 +50,16 @@ class Process:
     """Of all ranks, where one may wait for another for days; see ``make_patient_group``."""
 
 
+@contextlib.contextmanager
+def observing_new(observer: Observer) -> Iterator[None]:
+    """Inside, ``observer`` is told of the collectives of every communicator that is made, of whatever mesh."""
+    before, Process.observers = Process.observers, (*Process.observers, observer)
+    try:
+        yield
+    finally:
+        Process.observers = before
+
+
 class ObservedGroup:
     """Numbers the collectives of a group and tells observers of each.
 
