@@ -99,7 +99,7 @@ class Engine(AnyEngine):
             model, self.params, self.data_comms, self.mesh.device, self.mesh, self._is_due, self._wake, self._equalise
         )
         params = dict(self.params)  # of these on the meta device others take the place
-        laid_out = laid_out_by(strategy, given, params.keys())
+        laid_out = laid_out_by(strategy, given)
         self._divisions, self._hooks = laid_out.divisions, list(laid_out.hooks)
         self._step_tensors = StepTensors(laid_out.stepped, are_parts=self.sharded_over is not None or bool(self.slices))
 

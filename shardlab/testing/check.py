@@ -171,8 +171,8 @@ def _dead(found: Trained, expected: Trained) -> str:
 
 def _stepped_unused(found: Trained, expected: Trained) -> str:
     """A sentence if something has changed, by however little, that a step in one process leaves alone; else empty."""
-    befores = [(expected.begins, expected.begins), *zip(expected.states, found.states, strict=True)]
-    for step, (one, own) in enumerate(befores[:STEPS]):
+    befores = [expected.begins, *found.loaded, *found.states[len(found.loaded) :]]
+    for step, (one, own) in enumerate(zip([expected.begins, *expected.states[:-1]], befores, strict=False)):
         for name, value in expected.states[step].items():
             if torch.equal(value, one[name]) and not torch.equal(found.states[step][name], own[name]):
                 why = UNUSED if name in expected.without_gradient[step] else "it is frozen, or a buffer"
