@@ -101,9 +101,9 @@ class CompareConfig(CompareOptions):
             wanted = named or f"one of it, {kind.__name__}()"
             raise ValueError(f"strategies: the class {kind.__name__} was given; give {wanted}")
         own = {one.name: one for one in all_given if isinstance(one, Strategy)}
-        if wrong := next((name for name in own if not re.fullmatch(r"\w[\w.+-]*", str(name))), None):
+        if wrong := [name for name in own if not re.fullmatch(r"\w[\w.+-]*", str(name))]:
             raise ValueError(
-                f"strategies: a strategy of your own is named {wrong!r}, and its records lie in a folder of that name; "
+                f"strategies: a strategy of your own is named {wrong[0]!r}, and its records lie in a folder of that name; "
                 "take letters, digits, '_', '-', '+' and '.', beginning with a letter"
             )
         if taken := sorted(own.keys() & STRATEGIES.keys()):
