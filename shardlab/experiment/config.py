@@ -103,8 +103,8 @@ class CompareConfig(CompareOptions):
         own = {one.name: one for one in all_given if isinstance(one, Strategy)}
         if wrong := [name for name in own if not re.fullmatch(r"\w[\w.+-]*", str(name))]:
             raise ValueError(
-                f"strategies: a strategy of your own is named {wrong[0]!r}, and its records lie in a folder of that name; "
-                "take letters, digits, '_', '-', '+' and '.', beginning with a letter"
+                f"strategies: a strategy of your own is named {wrong[0]!r}, and its records lie in a folder of that "
+                "name; take letters, digits, '_', '-', '+' and '.', beginning with a letter"
             )
         if taken := sorted(own.keys() & STRATEGIES.keys()):
             raise ValueError(f"strategies: a strategy of your own is named {taken[0]!r}, as one of ours; rename it")

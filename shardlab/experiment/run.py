@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardlab.comm import BaseMesh, CollectiveEvent, Observer
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.observed_group import observing_new
+from shardlab.comm.observed_group import PAST, num_sent_by_torch, observing_new
 from shardlab.comm.trees import map_tensors, tensors_in
 from shardlab.engines import AnyEngine, Strategy, build_engine, engine_options
 from shardlab.experiment.batches import Share, batches_of, size_of
@@ -249,7 +249,10 @@ def run_strategy(
         traced = min(first + 2, config.steps - 1)
         known, buffers = dict[int, Did](), dict[int, dict[str, int]]()
         for step in range(first, config.steps):
+            before = num_sent_by_torch()
             result = run.step(step, trace_memory=True if step == traced else None)
+            if strategy in config.own_strategies and num_sent_by_torch() != before:
+                raise ValueError(f"strategies: {strategy!r} {PAST}")
             if sampled_at_rest(step) or step == config.steps - 1:
                 known[step] = did(run.engine)
             if step in known or step - first < NUM_BATCHES:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm.base_mesh import BaseMesh
+from shardlab.comm.observed_group import PAST, num_sent_by_torch
 from shardlab.comm.same_on_all_ranks import number_among
 from shardlab.engines import FSDP, Engine, Strategy, ZeRO1
 from shardlab.testing.nasty_models import MODELS, SmallGPT
@@ -92,8 +93,11 @@ def train(mesh: BaseMesh, make: Callable[[], Strategy], model: str, loop: Loop, 
                     trained.loaded.append(engine.full_state_dict())
                 if part == 2:
                     module.requires_grad_(True)
+                before = num_sent_by_torch()
                 for step in steps:
                     _step(engine, model, loop, step, trained)
+                if num_sent_by_torch() != before:
+                    trained.fault = trained.fault or f"it {PAST}"
                 if part == 0:
                     trained.owned = dict.fromkeys(engine.params, (0, 0)) | engine.owned()
                 if part + 1 < len(parts):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardlab.comm import Pending
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import DDP, FSDP, Bucketed, Engine, Strategy, TorchDDP, ZeRO1, build_engine
 from shardlab.experiment import CompareConfig, compare
@@ -90,6 +91,19 @@ def test_what_travels_in_groups_of_its_own_is_counted(tmp_path, pools):
     assert rows.wire_bytes_per_step.nunique() == 1
     assert len(sent(comparison.records, "hierarchical")) == 3 * len(sent(comparison.records, "bucketed"))
     assert sent(comparison.records, "hierarchical") == sent(comparison.records, "on_its_own_mesh")
+
+
+class PastAll(Bucketed):
+    name = "past_all"
+
+    def reduce(self, bucket):
+        torch.distributed.all_reduce(bucket.buffer)
+        return Pending()
+
+
+def test_what_travels_past_every_communicator_is_refused(tmp_path, pools):
+    with pytest.raises(RankError, match=r"'past_all' sends by torch.distributed itself, which nobody counts"):
+        compare(CompareConfig((PastAll(),), model="mlp", ranks=2, steps=2), tmp_path / "run", pool=pools(2))
 
 
 def test_over_an_emulated_link_a_mesh_of_its_own_is_refused(tmp_path, pools):

@@ -153,6 +153,12 @@ class NotWaitedOnItsOwnMesh(Bucketed):
         return super().reduce(bucket)
 
 
+class PastAll(Bucketed):
+    def reduce(self, bucket):
+        torch.distributed.all_reduce(bucket.buffer)
+        return Pending()
+
+
 class Dead(Bucketed):
     """Gives the optimizer nothing: within a large tolerance that would go unseen."""
 
@@ -241,6 +247,7 @@ def test_the_example_of_the_docstring_is_right():
         (HiddenBucketSize, r"saved, loaded .*, rank 0: after step 2, parameter '\S+' differs"),
         (NotWaited, r"16 messages were never waited for, first the all_reduce 'gradients of bucket 0'"),
         (NotWaitedOnItsOwnMesh, "never waited for, first the all_reduce 'a copy'"),
+        (PastAll, "it sends by torch.distributed itself, which nobody counts"),
         (Dead, "nothing is trained: '0.weight' and all other parameters stay what they were"),
         (ReducesToNone, r"reduce\(\) of 'bucketed' returned a NoneType; return the Pending"),
         (LaysOutAlone, r"'strategy' has no 'num_ranks'; in its own lay_out\(\), call super\(\).lay_out\(given\)"),
