@@ -66,7 +66,8 @@ def observing_new(observer: Observer) -> Iterator[None]:
 def num_sent_by_torch() -> int:
     """How many collectives the default group has sent: of a step those that went past every communicator."""
     # Private: there is no public way to ask.
-    return 0 if dist.group.WORLD is None else dist.group.WORLD._get_sequence_number_for_group()
+    group: Any = dist.group.WORLD
+    return 0 if group is None else int(group._get_sequence_number_for_group())
 
 
 class ObservedGroup:
