@@ -8,6 +8,7 @@ from math import prod
 import pandas as pd
 
 from shardlab.analysis.timed import in_timed_steps, timed_steps
+from shardlab.engines import STRATEGIES
 from shardlab.experiment import rank_checks, summary
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
@@ -132,7 +133,9 @@ def agreement_verdict(comparison: Comparison) -> str:
     """One sentence if ranks that train the same parameters have not done the same; else empty."""
     manifests = comparison.records.manifests
     found = [f"in {run} {words}" for run, known in manifests.items() if (words := known.get("disagreement"))]
-    return f"Ranks DISAGREE, so the numbers are of no one run: {'; '.join(found)}" if found else ""
+    own = [run for run, known in manifests.items() if known.get("disagreement") and run not in STRATEGIES]
+    meant = f"; where {', '.join(own)} means that, set ranks_differ = True in its class" if own else ""
+    return f"Ranks DISAGREE, so the numbers are of no one run: {'; '.join(found)}{meant}" if found else ""
 
 
 def unfinished_verdict(comparison: Comparison) -> str:
