@@ -136,7 +136,7 @@ class Strategy:
         """
         super().__init_subclass__(**kwargs)
         above = {name for base in cls.__mro__[1:] for name, value in vars(base).items() if callable(value)}
-        for name in {name for name, value in vars(cls).items() if callable(value)} - above:
+        for name in (name for name, value in vars(cls).items() if callable(value) and name not in above):
             if not name.startswith("_") and (meant := get_close_matches(name, above, n=1, cutoff=_MISSPELT)):
                 raise ValueError(
                     f"strategy: {cls.__name__}.{name}() is no method of a strategy, so nobody calls it; write "
