@@ -143,7 +143,8 @@ class BaseMesh:
         self._parts |= made
         for observer, stack in self._watching:
             for communicator in made.values():
-                stack.enter_context(communicator.observed_by(observer))
+                if not any(known is observer for known in communicator.observers):  # of all that is made, it knows
+                    stack.enter_context(communicator.observed_by(observer))
 
     def _make(self, groups: Mapping[str, Groups]) -> dict[str, Communicator]:
         """This rank's communicators of some groups; here for a mesh of one rank."""

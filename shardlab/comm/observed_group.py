@@ -28,6 +28,9 @@ _ROOMS = ("comm", "engines", "faults", "recording", "tensor_parallel", "trace")
 _LIBRARY = (*(str(Path(__file__).parent.parent / room) for room in _ROOMS), str(Path(torch.__file__).parent))
 _STANDARD_LIBRARY = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, "<frozen ")
 _AUTOGRAD = torch.autograd.graph.__file__
+PAST = (
+    "sends by torch.distributed itself, which nobody counts; send over self.comm, or over communicators of given.mesh"
+)
 
 
 class Process:
@@ -48,6 +51,23 @@ class Process:
     timeout: timedelta | None = None
     patient: dist.ProcessGroup | None = None
     """Of all ranks, where one may wait for another for days; see ``make_patient_group``."""
+
+
+@contextlib.contextmanager
+def observing_new(observer: Observer) -> Iterator[None]:
+    """Inside, ``observer`` is told of the collectives of every communicator that is made, of whatever mesh."""
+    before, Process.observers = Process.observers, (*Process.observers, observer)
+    try:
+        yield
+    finally:
+        Process.observers = before
+
+
+def num_sent_by_torch() -> int:
+    """How many collectives the default group has sent: of a step those that went past every communicator."""
+    # Private: there is no public way to ask.
+    group: Any = dist.group.WORLD
+    return 0 if group is None else int(group._get_sequence_number_for_group())
 
 
 class ObservedGroup:

@@ -20,6 +20,7 @@ from shardlab.engines.precision import Precision
 from shardlab.engines.single import Single
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.engines.strategy import Given, LaidOut, Strategy
+from shardlab.engines.strategy_checks import check_strategy
 from shardlab.engines.unused_params import mark_used, nobody_used, write_unused
 from shardlab.engines.zero1 import ZeRO1
 from shardlab.engines.zero2 import ZeRO2
@@ -76,6 +77,8 @@ def build_engine(
     Raises:
         ValueError: an unknown strategy, or an option it does not take; the message lists what is allowed.
     """
+    if not isinstance(name, str):
+        check_strategy(name)
     if isinstance(name, Strategy):
         if options:
             own, takes = type(name).__name__, ", ".join(inspect.signature(type(name)).parameters)

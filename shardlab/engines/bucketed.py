@@ -20,7 +20,7 @@ from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.strategy import Given, LaidOut, Strategy, check_replaced
 from shardlab.engines.unused_params import nobody_used
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
-from shardlab.vocabulary import Role
+from shardlab.vocabulary import Role, class_of
 
 
 class Bucketed(Strategy):
@@ -95,6 +95,11 @@ class Bucketed(Strategy):
         if any(map(self.is_due, bucket.params)):
             bucket.prepare(self.scale)
             bucket.pending = self.reduce(bucket)
+            if not isinstance(bucket.pending, Pending):
+                raise ValueError(
+                    f"strategy: reduce() of {self.name!r} returned {class_of(bucket.pending)}; return the Pending that "
+                    "self.comm returned, or Pending() where nothing is left to wait for"
+                )
 
     def reduce(self, bucket: Bucket) -> Pending:
         """Begin to reduce a bucket that is ready to be sent."""

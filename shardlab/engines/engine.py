@@ -37,7 +37,8 @@ from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.module_hooks import gradient_node, nests_here, unrefused, untraced, weakly
 from shardlab.engines.precision import advise, cast_buffers, cast_floating, check_batch_norms
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors, over_pieces, shown_whole
-from shardlab.engines.strategy import Given, LaidOut, Strategy
+from shardlab.engines.strategy import Given, Strategy
+from shardlab.engines.strategy_checks import check_strategy, laid_out_by
 from shardlab.vocabulary import FLAG, TOLD, Role
 
 _OUTSIDE = -1  # torch's answer while no backward runs
@@ -70,6 +71,7 @@ class Engine(AnyEngine):
         self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None, strategy: Strategy, *, guards: bool =
         True, broadcast_buffers: bool = False,
     ) -> None:  # fmt: skip
+        check_strategy(strategy)
         super().__init__(model, optimizer_fn, mesh, strategy.axes)
         self.broadcasts_buffers = broadcast_buffers
         self.strategy, self.name = strategy, strategy.name
@@ -97,9 +99,7 @@ class Engine(AnyEngine):
             model, self.params, self.data_comms, self.mesh.device, self.mesh, self._is_due, self._wake, self._equalise
         )
         params = dict(self.params)  # of these on the meta device others take the place
-        laid_out = strategy.lay_out(given)
-        if not isinstance(laid_out, LaidOut) or laid_out.stepped.keys() != params.keys():
-            raise ValueError(f"strategy: lay_out() of {self.name!r} must return a LaidOut with a tensor per parameter")
+        laid_out = laid_out_by(strategy, given)
         self._divisions, self._hooks = laid_out.divisions, list(laid_out.hooks)
         self._step_tensors = StepTensors(laid_out.stepped, are_parts=self.sharded_over is not None or bool(self.slices))
 

@@ -28,6 +28,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from math import prod
 from typing import Any, ClassVar
 
@@ -40,6 +41,8 @@ from shardlab.comm.communicator import Communicator
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.precision import Precision
 from shardlab.vocabulary import MeshAxis, Partition, Role, dtype_name
+
+_MISSPELT = 0.85  # of ``difflib``: "reduces" for "reduce", and not "reduce_all"
 
 
 def check_replaced(param: nn.Parameter, view: Tensor, name: str) -> None:
@@ -112,6 +115,8 @@ class Strategy:
     """Whether parameters may be on the meta device, to be allocated by ``lay_out``."""
     rounds: ClassVar[bool] = False
     """Whether messages round what they carry: losses then need not be those of one process to the last digits."""
+    ranks_differ: ClassVar[bool] = False
+    """Whether ranks train on with parameters of their own, by design, as in local SGD: they are not compared then."""
     keeps_pieces = False
     """Whether what this rank keeps between steps are those pieces alone, and no whole parameters."""
     state_role = Role.OPTIMIZER_STATE
@@ -122,6 +127,21 @@ class Strategy:
     """'elements' cuts parameters; else each has one owner, whose optimizer may look at it whole."""
     axes: tuple[MeshAxis, ...] = (MeshAxis.DATA,)
     """Those of the mesh to average over, outer first; parameters are divided over the last."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a misspelt method, which nobody would call.
+
+        Raises:
+            ValueError: a method that no class above has, with nearly the name of one.
+        """
+        super().__init_subclass__(**kwargs)
+        above = {name for base in cls.__mro__[1:] for name, value in vars(base).items() if callable(value)}
+        for name in (name for name, value in vars(cls).items() if callable(value) and name not in above):
+            if not name.startswith("_") and (meant := get_close_matches(name, above, n=1, cutoff=_MISSPELT)):
+                raise ValueError(
+                    f"strategy: {cls.__name__}.{name}() is no method of a strategy, so nobody calls it; write "
+                    f"{meant[0]}(), or _{name}() if it is a helper of your own"
+                )
 
     def lay_out(self, given: Given) -> LaidOut:
         """Take the model: divide, move, allocate. Called once, with equal parameters on all ranks."""

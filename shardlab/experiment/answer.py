@@ -6,7 +6,7 @@ Each line is a function of tables, so that it can be tested against tables made 
 show the same lines. A signal that is missing is named, and is no zero; what times do not tell apart is not told apart.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import ceil, isnan, nan
 from typing import Any, NamedTuple
 
@@ -58,11 +58,11 @@ def answer_of_runs(
 ) -> list[Line]:
     """The first four lines, also of runs that were made one after another; ``doubt`` is why times are uncertain."""
     rows, times = side_by_side(summary), quartiles(records.steps)
-    causes = {str(name): reasons[str(name)] for name in rows.index}
+    causes, differ = {str(name): reasons[str(name)] for name in rows.index}, run_verdicts.ranks_differ(records)
     return [
         Line("LEAST MEMORY", least_memory(rows)),
         Line("FASTEST", fastest(rows, times, doubt) + ("" if doubt else _alone(rows, times))),
-        Line("COST", cost(rows, messages(records.collectives).to_dict())),
+        Line("COST", cost(rows, messages(records.collectives, differ).to_dict()) + _averaged(rows, differ)),
         Line("WHY", why(causes)),
     ]
 
@@ -192,11 +192,24 @@ def _alone(rows: pd.DataFrame, times: pd.DataFrame) -> str:
     return f"; one process alone is faster with the rows of all, {one['middle']:.3g} ms"
 
 
-def messages(collectives: pd.DataFrame) -> "pd.Series[int]":
-    """How many collectives the busiest rank issues in the last watched step, by run, without the reported loss."""
+def messages(collectives: pd.DataFrame, averaged: Collection[str] = ()) -> "pd.Series[int]":
+    """How many collectives the busiest rank issues in the last watched step, by run, without the reported loss.
+
+    Args:
+        collectives: table ``collectives``.
+        averaged: runs of which the mean over all steps counts.
+    """
     sent = collectives[(collectives["phase"] != str(Phase.METRICS)) & (collectives["step"] >= 0)]
-    sent = sent[sent["step"] == sent.groupby("run")["step"].transform("max")]
-    return sent.groupby(["run", "rank"]).size().groupby("run").max()
+    is_last = sent["step"] == sent.groupby("run")["step"].transform("max")
+    sent = sent[is_last | sent["run"].isin(list(averaged))]
+    by_run = sent.groupby(["run", "rank"]).size().groupby("run").max() / sent.groupby("run")["step"].nunique()
+    return by_run.round().astype(int)
+
+
+def _averaged(rows: pd.DataFrame, runs: Iterable[str]) -> str:
+    """Of which runs bytes and messages are means over all steps; empty if of none."""
+    named = [name for name in runs if name in rows.index]
+    return f"; of {listing(named)} means over all steps, of which some send more" if named else ""
 
 
 def cost(rows: pd.DataFrame, counts: Mapping[Any, int]) -> str:
@@ -236,6 +249,8 @@ def _trusted(comparison: Comparison, doubt: str) -> Iterable[str]:
         yield "losses not compared: one strategy ran"
     else:
         yield f"losses {'equal to' if comparison.losses_equal else 'NOT equal: they differ by'} {judged:.1e}"
+    if differ := [name for name in run_verdicts.ranks_differ(comparison.records) if name in set(table["strategy"])]:
+        yield f"ranks of {listing(differ)} differ by design, and so do the losses"
     planned = table.dropna(subset="as_planned")
     wrong = planned.loc[~planned["as_planned"].astype(bool), "strategy"]
     if planned.empty:

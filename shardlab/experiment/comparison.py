@@ -270,7 +270,8 @@ def _manifest(config: CompareConfig, strategy: str, pool: RankPool) -> dict[str,
         "versions": {"shardlab": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "devices": pool.placement.devices, "backend": pool.placement.backend, "config": config.as_dict(strategy),
         "workload": description(config), "padding_bytes": 0, "recorder_share": None, "not_finite": {},
-        "disagreement": "", "drew_random_numbers": False,
+        "disagreement": "", "drew_random_numbers": False, "ranks_differ": config.ranks_differ(strategy),
+        "bucket_bytes": config.bucket_bytes_of(strategy),
     }  # fmt: skip
 
 

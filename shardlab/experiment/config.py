@@ -1,6 +1,7 @@
 """The checked configuration of a comparison: an error names the field and its allowed values, before a rank starts."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -22,9 +23,10 @@ from shardlab.experiment.workload import Workload
 from shardlab.field_types import check_types
 from shardlab.launch.placement import check_ranks
 from shardlab.models import MODELS, GPTConfig
+from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.partition.ring_cost import Link
 from shardlab.units import AUTO, WrapPolicy, parse_wrap, wrap_text, wrapped_modules
-from shardlab.vocabulary import class_of, dtype_name
+from shardlab.vocabulary import MeshAxis, Sharding, class_of, dtype_name
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 SEQUENCES_PER_RANK = 4
@@ -91,12 +93,19 @@ class CompareConfig(CompareOptions):
 
     def _check_strategies(self) -> None:
         given: Any = self.strategies
-        if not isinstance(given, str | list | tuple | Strategy | NoneType):
+        if not isinstance(given, str | list | tuple | Strategy | type | NoneType):
             raise ValueError(f"strategies: {given!r:.60} was given; give one or several of {', '.join(STRATEGIES)}")
-        all_given = (given,) if isinstance(given, str | Strategy) else tuple(given or ())
-        if kind := next((one for one in all_given if isinstance(one, type) and issubclass(one, Strategy)), None):
-            raise ValueError(f"strategies: the class {kind.__name__} was given; give one of it, {kind.__name__}()")
+        all_given = (given,) if isinstance(given, str | Strategy | type) else tuple(given or ())
+        if kind := next((one for one in all_given if isinstance(one, type)), None):
+            named = next((repr(name) for name, ours in STRATEGIES.items() if ours is kind), "")
+            wanted = named or f"one of it, {kind.__name__}()"
+            raise ValueError(f"strategies: the class {kind.__name__} was given; give {wanted}")
         own = {one.name: one for one in all_given if isinstance(one, Strategy)}
+        if wrong := [name for name in own if not re.fullmatch(r"\w[\w.+-]*", str(name))]:
+            raise ValueError(
+                f"strategies: a strategy of your own is named {wrong[0]!r}, and its records lie in a folder of that "
+                "name; take letters, digits, '_', '-', '+' and '.', beginning with a letter"
+            )
         if taken := sorted(own.keys() & STRATEGIES.keys()):
             raise ValueError(f"strategies: a strategy of your own is named {taken[0]!r}, as one of ours; rename it")
         self.__dict__["own_strategies"] = own
@@ -144,6 +153,10 @@ class CompareConfig(CompareOptions):
     def _check_taken(self) -> None:
         """Refuse options that no strategy takes: a record must not claim what had no effect."""
         for field, option in ENGINE_FIELDS.items():
+            if field == "shard_group" and any(len(one.axes) == 2 for one in self.own_strategies.values()):
+                continue
+            if field == "bucket_mib" and any(map(self._takes_buckets, self.strategies)):
+                continue
             if getattr(self, field) != _default(field) and not any(map(takes(option), self.strategies)):
                 takers = ", ".join(filter(takes(option), STRATEGIES))
                 raise ValueError(
@@ -159,7 +172,11 @@ class CompareConfig(CompareOptions):
                 strategy = kind(**self.engine_options(engine_options(name)))
                 if strategy.precision.compute is not None:
                     check_batch_norms(self.on_meta, strategy.precision)
-        if self.sharding == "hybrid_shard":
+        if wrong := next((one for one in self.own_strategies.values() if len(one.axes) > 2), None):
+            raise ValueError(
+                f"strategies: {wrong.name!r} averages over the axes {', '.join(wrong.axes)}; compare makes one or two"
+            )
+        if self.sharding == "hybrid_shard" or any(len(one.axes) == 2 for one in self.own_strategies.values()):
             self._check_groups()
         elif self.shard_group is not None:
             raise ValueError("shard_group: only sharding=hybrid_shard has groups; add it, or leave shard_group out")
@@ -239,9 +256,17 @@ class CompareConfig(CompareOptions):
         if strategy == TORCH_TP:
             return {"data": 1, "tensor": self.ranks}  # every rank trains on the whole batch
         tensor = {} if self.tp == 1 else {"tensor": self.tp}
-        if strategy == "fsdp" and self.sharding == "hybrid_shard":
-            return {"replica": self.data_ranks // self.shards, "shard": self.shards, **tensor}
-        return {"data": self.data_ranks, **tensor}
+        axes = self._axes(strategy)
+        if len(axes) == 2:
+            return {axes[0]: self.data_ranks // self.shards, axes[1]: self.shards, **tensor}
+        return {axes[0]: self.data_ranks, **tensor}
+
+    def _axes(self, strategy: str) -> tuple[str, ...]:
+        """Those over which a strategy averages, outer first."""
+        if (own := self.own_strategies.get(strategy)) is not None:
+            return own.axes
+        in_groups = strategy == "fsdp" and self.sharding == Sharding.HYBRID_SHARD
+        return (MeshAxis.REPLICA, MeshAxis.SHARD) if in_groups else (MeshAxis.DATA,)
 
     def precision_of(self, strategy: str) -> str:
         """In which a strategy computes: 'full' if it takes none, 'rounded' if it is the reader's own and rounds."""
@@ -268,6 +293,21 @@ class CompareConfig(CompareOptions):
         """Capacity of a bucket."""
         return max(1, int(self.bucket_mib * 1024**2))
 
+    def bucket_bytes_of(self, strategy: str) -> int | None:
+        """Capacity of a strategy's buckets; None where it has none, or no size of them."""
+        own = self.own_strategies.get(strategy)
+        if own is None or self._takes_buckets(strategy):
+            return self.bucket_bytes if own is not None or takes("bucket_bytes")(strategy) else None
+        return getattr(own, "bucket_bytes", None)
+
+    def _takes_buckets(self, strategy: str) -> bool:
+        """Whether a strategy of the reader's own has the default size of buckets, in whose place comes ours."""
+        return getattr(self.own_strategies.get(strategy), "bucket_bytes", None) == DEFAULT_BUCKET_BYTES
+
+    def ranks_differ(self, strategy: str) -> bool:
+        """Whether ranks hold parameters of their own, by design."""
+        return strategy in self.own_strategies and self.own_strategies[strategy].ranks_differ
+
     def engine_options(self, allowed: tuple[str, ...]) -> dict[str, Any]:
         """The engine options among ``allowed`` that a strategy takes."""
         known = {
@@ -286,7 +326,7 @@ class CompareConfig(CompareOptions):
         if strategy in self.own_strategies:
             known["precision"] = self.precision_of(strategy)
         known["batch"] = self.resumed_rows  # as decided, here and below: a default may depend on the number of ranks
-        if "replica" in self.mesh_axes(strategy):
+        if len(self._axes(strategy)) == 2:
             known["shard_group"] = self.shards
         wrap = wrap_text(self.wrap_policy)  # the workload's, if it was not chosen here
         return {**known, "wrap": wrap, "workload": None if self.workload is None else str(self.workload)}

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab.comm import BaseMesh
+from shardlab.comm import BaseMesh, CollectiveEvent, Observer
 from shardlab.comm.mesh import Mesh
+from shardlab.comm.observed_group import PAST, num_sent_by_torch, observing_new
 from shardlab.comm.trees import map_tensors, tensors_in
-from shardlab.engines import AnyEngine, build_engine, engine_options
+from shardlab.engines import AnyEngine, Strategy, build_engine, engine_options
 from shardlab.experiment.batches import Share, batches_of, size_of
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import checkpoint_directory, same_options
@@ -210,6 +212,10 @@ def recorded_run(
         # Run and recorder hold each other, and a loader that is freed with a cycle waits 5 s for each of its workers.
         stack.callback(setattr, recorder, "live_tensors", dict)
         stack.enter_context(mesh.observed_by(recorder))
+        # What a strategy of the reader's own sends over a mesh of its own counts too.
+        stack.enter_context(observing_new(recorder))
+        if source_of(mesh) == "emulated":
+            stack.enter_context(observing_new(_OverTheLink()))
         engine = stack.enter_context(_engine(config, strategy, mesh))
         for hook in watch_units(engine.module, recorder, config.wrap_policy):
             stack.callback(hook.remove)
@@ -243,7 +249,10 @@ def run_strategy(
         traced = min(first + 2, config.steps - 1)
         known, buffers = dict[int, Did](), dict[int, dict[str, int]]()
         for step in range(first, config.steps):
+            before = num_sent_by_torch()
             result = run.step(step, trace_memory=True if step == traced else None)
+            if strategy in config.own_strategies and num_sent_by_torch() != before:
+                raise ValueError(f"strategies: {strategy!r} {PAST}")
             if sampled_at_rest(step) or step == config.steps - 1:
                 known[step] = did(run.engine)
             if step in known or step - first < NUM_BATCHES:
@@ -255,6 +264,18 @@ def run_strategy(
         run.recorder.write_shards(run.shards)
         share, padding_bytes, lost = run.recorder.cost_share, run.engine.padding_bytes, run.finite.lost
         return RankReport(share, padding_bytes, lost, known, run.drew, run.batches, run.other_batch, buffers)
+
+
+class _OverTheLink(Observer):
+    """Refuses what a strategy sends past the emulated link, in a group of its own."""
+
+    def issued(self, event: CollectiveEvent) -> None:
+        """As the base."""
+        if not event.emulated:
+            raise ValueError(
+                f"link: {event.tag!r} is sent over axis {event.axis!r} of another mesh, on which no link is emulated; "
+                "take communicators of given.mesh, by its split() and flatten()"
+            )
 
 
 def source_of(mesh: BaseMesh) -> str:
@@ -272,19 +293,28 @@ def mesh_of(config: CompareConfig, strategy: str) -> BaseMesh:
 
 
 def _engine(config: CompareConfig, strategy: str, mesh: BaseMesh) -> AnyEngine:
-    if strategy in config.own_strategies:
-        model = config.trained.made(config.trained.build(config.seed), mesh.device, config.seed)
-        return build_engine(config.own_strategies[strategy], model, config.trained.optimizer, mesh)
-    workload, options = config.trained, config.engine_options(engine_options(strategy))
+    workload, given, options = config.trained, _own(config, strategy), {}
+    if given is None:
+        options = config.engine_options(engine_options(strategy))
     model = workload.build(config.seed)
-    if "init_fn" in engine_options(strategy) and config.tp == 1:
+    if given is None and "init_fn" in engine_options(strategy) and config.tp == 1:
         # It makes what is on the meta device itself, unit by unit, so that no rank ever holds all of it.
         options["init_fn"] = workload.initialiser(config.seed)
         model = model if any(param.is_meta for param in model.parameters()) else model.to(mesh.device)
     else:
         model = workload.made(model, mesh.device, config.seed)
     model = divided(model, config, workload, strategy, mesh)
-    return build_engine(strategy, model, workload.optimizer, mesh, **options)
+    return build_engine(given or strategy, model, workload.optimizer, mesh, **options)
+
+
+def _own(config: CompareConfig, strategy: str) -> Strategy | None:
+    """A strategy of the reader's own, with the buckets that ours have; None of one of ours."""
+    if strategy not in config.own_strategies:
+        return None
+    own = copy(config.own_strategies[strategy])  # under torchrun the reader has this one
+    if (capacity := config.bucket_bytes_of(strategy)) is not None:
+        vars(own)["bucket_bytes"] = capacity
+    return own
 
 
 def _random_states(device: torch.device) -> tuple[object, ...]:

@@ -8,12 +8,14 @@ from math import prod
 import pandas as pd
 
 from shardlab.analysis.timed import in_timed_steps, timed_steps
+from shardlab.engines import STRATEGIES
 from shardlab.experiment import rank_checks, summary
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.rank_checks import GRADIENTS, LOSS
 from shardlab.experiment.summary import JUDGED_STEPS, REFERENCE, Pair
 from shardlab.plots.text import format_percent
+from shardlab.trace.store import Records
 from shardlab.vocabulary import HostTransport, MeshAxis, Phase, SpanKind
 
 Saved = tuple[Comparison, CompareConfig]
@@ -31,7 +33,8 @@ def verdicts(comparison: Comparison) -> list[str]:
     said = (
         agreement_verdict(comparison), unfinished_verdict(comparison), resumed_verdict(comparison), verdict(comparison),
         gradients_verdict(comparison), alone_verdict(comparison), plan_verdict(comparison), traffic_verdict(comparison),
-        transport_verdict(comparison), unseen_verdict(comparison), busy_verdict(comparison),
+        transport_verdict(comparison), buckets_verdict(comparison), unseen_verdict(comparison),
+        busy_verdict(comparison),
     )  # fmt: skip
     return [sentence for sentence in said if sentence]
 
@@ -130,7 +133,9 @@ def agreement_verdict(comparison: Comparison) -> str:
     """One sentence if ranks that train the same parameters have not done the same; else empty."""
     manifests = comparison.records.manifests
     found = [f"in {run} {words}" for run, known in manifests.items() if (words := known.get("disagreement"))]
-    return f"Ranks DISAGREE, so the numbers are of no one run: {'; '.join(found)}" if found else ""
+    own = [run for run, known in manifests.items() if known.get("disagreement") and run not in STRATEGIES]
+    meant = f"; where {', '.join(own)} means that, set ranks_differ = True in its class" if own else ""
+    return f"Ranks DISAGREE, so the numbers are of no one run: {'; '.join(found)}{meant}" if found else ""
 
 
 def unfinished_verdict(comparison: Comparison) -> str:
@@ -227,6 +232,23 @@ def transport_verdict(comparison: Comparison) -> str:
         f"Times compare more than engines: {ours} sent through shared memory, {theirs} over gloo; "
         "with transport=gloo all do."
     )
+
+
+def buckets_verdict(comparison: Comparison) -> str:
+    """One sentence if strategies had buckets of different sizes, as one of your own may; else empty."""
+    sizes: dict[int, list[str]] = {}
+    for run, manifest in comparison.records.manifests.items():
+        if (size := manifest.get("bucket_bytes")) is not None:  # not in an older record
+            sizes.setdefault(int(size), []).append(run)
+    if len(sizes) < 2:
+        return ""
+    said = "; ".join(f"{', '.join(runs)} {size / 2**20:.4g} MiB" for size, runs in sizes.items())
+    return f"Buckets differ in size, and with them the number of messages and what overlaps: {said}."
+
+
+def ranks_differ(records: Records) -> list[str]:
+    """The runs whose ranks hold parameters of their own by design, as in local SGD."""
+    return [run for run, manifest in records.manifests.items() if manifest.get("ranks_differ")]
 
 
 def unseen_verdict(comparison: Comparison) -> str:

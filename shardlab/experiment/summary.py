@@ -1,7 +1,7 @@
 """One row per strategy: what it cost, whether it trained the same model, how to print that; two side by side."""
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
+from math import isfinite, nan
 from typing import Any
 
 import numpy as np
@@ -74,13 +74,15 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     rest after the last step in which they were sampled; ``peak_bytes`` is the highest moment of the traced steps (on
     CUDA of all), with ``peak_step``, ``least_peak_bytes`` and ``unlike_step`` as ``held_bytes.peaks_of_steps`` says.
     ``wire_bytes_per_step`` is what the algorithm needs the busiest rank to send in the last step, without the reported
-    loss; ``moved_bytes_per_step`` is what the transport of the busiest rank sends for it, null if not known.
+    loss, or the mean over all steps where ranks differ by design, as in local SGD, which sends in some steps only;
+    ``moved_bytes_per_step`` is what the transport of the busiest rank sends for it, null if not known.
     ``in_flight_bytes`` are the most bytes of collectives under way at once in an ordinary step,
     ``traced_in_flight_bytes`` in the traced one, that of the peak (``analysis.timed``); null where there was none.
     ``recorder_share`` is the time of recording over the time of the steps, on the rank where it is largest.
     ``max_loss_difference`` is against ``loss_reference``, and null without one; ``losses_equal`` judges the first
     ``JUDGED_STEPS`` steps that both have, whose largest difference is ``judged_loss_difference``; null if they have no
-    step in common. If a loss of the run or of its reference is inf or NaN at any step, the differences are null and
+    step in common, or if ranks differ by design.
+    If a loss of the run or of its reference is inf or NaN at any step, the differences are null and
     ``losses_equal`` is False, even without a reference. No number is inf or NaN, because JSON has neither.
     """
     losses = {str(run): own.groupby("step")["loss"].first() for run, own in records.steps.groupby("run", sort=False)}
@@ -167,6 +169,7 @@ def readable_summary(summary: pd.DataFrame, columns: Mapping[str, tuple[str, flo
 
 def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: str) -> dict[str, Any]:
     own, reference = losses[run], reference_of(records)
+    ranks_differ = bool(records.manifests[run].get("ranks_differ"))
     if run == REFERENCE != reference:
         reference = None
     differences = None if reference is None else (own - losses[reference]).abs().dropna()
@@ -178,7 +181,8 @@ def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: s
         "strategy": run, "ranks": int(records.manifests[run]["ranks"]), "steps": len(own),
         "loss_first": _number(own.iloc[0]), "loss_last": _number(own.iloc[-1]), "loss_reference": reference,
         "max_loss_difference": None if failed or differences is None else _number(differences.max()),
-        "judged_loss_difference": None if failed else difference, "losses_equal": False if failed else equal,
+        "judged_loss_difference": None if failed or ranks_differ else difference,
+        "losses_equal": False if failed else None if ranks_differ else equal,
     }  # fmt: skip
 
 
@@ -212,7 +216,7 @@ def precision_of(run: str, records: Records) -> str:
 def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
     steps = records.steps[records.steps["run"] == run]
     watched = steps.dropna(subset="wire_bytes")
-    last = watched[watched["step"] == watched["step"].max()]
+    counted = counted_steps(watched, records)
     held = {str(role): int(num_bytes) for role, num_bytes in rest.loc[run].to_dict().items()}
     return {
         **peaks_of_steps(steps[steps["step"] >= 0]),
@@ -221,18 +225,31 @@ def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
         "offloaded_bytes": held.get(Role.OFFLOADED, 0), "other_bytes": held.get(Role.OTHER, 0),
         "unattributed_bytes": held.get(Role.UNATTRIBUTED, 0),
         "padding_bytes": int(records.manifests[run]["padding_bytes"]),
-        "wire_bytes_per_step": float(last["wire_bytes"].max()),
-        MOVED: None if last.empty else _moved(records, run, int(last["step"].iloc[0])),
+        "wire_bytes_per_step": float(counted.groupby("rank")["wire_bytes"].mean().max()) if len(counted) else nan,
+        MOVED: None if counted.empty else _moved(records, run, counted["step"]),
         "recorder_share": _number(records.manifests[run]["recorder_share"]),
     }  # fmt: skip
 
 
-def _moved(records: Records, run: str, step: int) -> float | None:
-    """What the transport of the busiest rank sends in a step; None if a transport does not say."""
+def counted_steps(steps: pd.DataFrame, records: Records) -> pd.DataFrame:
+    """The rows of the steps whose messages count, of each run: of the last, or of all where ranks differ by design.
+
+    Args:
+        steps: rows with ``run`` and ``step``, of steps that were watched.
+        records: whose manifests say which ranks differ.
+    """
+    differ = [run for run, manifest in records.manifests.items() if manifest.get("ranks_differ")]
+    last = steps["step"] == steps.groupby("run")["step"].transform("max")
+    chosen: pd.DataFrame = steps[last | steps["run"].isin(differ)]
+    return chosen
+
+
+def _moved(records: Records, run: str, steps: "pd.Series[int]") -> float | None:
+    """What the transport of the busiest rank sends in a step, their mean; None if a transport does not say."""
     table = records.collectives
-    sent = table[(table["run"] == run) & (table["step"] == step) & (table["phase"] != str(Phase.METRICS))]
+    sent = table[(table["run"] == run) & table["step"].isin(steps) & (table["phase"] != str(Phase.METRICS))]
     by_rank = sent.groupby("rank")["moved_bytes"].agg(lambda moved: moved.sum(skipna=False))
-    return _number(by_rank.max(skipna=False)) if len(by_rank) else 0.0
+    return _number(by_rank.max(skipna=False), 1 / steps.nunique()) if len(by_rank) else 0.0
 
 
 def _number(value: Any, factor: float = 1.0) -> float | None:

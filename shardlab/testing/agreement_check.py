@@ -18,7 +18,7 @@ of any gradient: there ranks whose kernels round differently do drift apart in i
 
 Cost: one read of the parameters, and with ``check_agreement`` a message of a few hundred bytes a rank, about 40 more
 for each buffer and, with a tensor axis, 60 for each whole parameter. Sharded parameters differ by data rank, so where
-each rank keeps only pieces there is no sum.
+each rank keeps only pieces there is no sum, nor where a strategy says that ranks differ (``Strategy.ranks_differ``).
 """
 
 import math
@@ -56,7 +56,8 @@ class Did:
     Attributes:
         num_backwards: backwards begun.
         num_steps: steps taken.
-        checksum: the sum of the bits of the parameters, modulo 2**64; None where ranks keep different pieces of them.
+        checksum: the sum of the bits of the parameters, modulo 2**64; None where ranks keep different pieces of them,
+            or differ by design.
         options: of the optimizer's groups, as text: "group 0's lr" -> "0.1".
         whole: for each parameter that the tensor axis does not divide, the sum of the absolute values of what this rank
             steps of it, and by how much this may differ; empty without a tensor axis.
@@ -79,7 +80,8 @@ class Did:
 def did(engine: AnyEngine) -> Did:
     """What this rank has done, without its buffers; communicates nothing."""
     checksum, whole, is_torchs = None, {}, _is_torchs(engine)
-    if not is_torchs and (engine.sharded_over is None or not engine._keeps_pieces):
+    ranks_differ = isinstance(engine, Engine) and engine.strategy.ranks_differ
+    if not is_torchs and not ranks_differ and (engine.sharded_over is None or not engine._keeps_pieces):
         # Equal on all data ranks: the parameters, or what no_shard steps in their place.
         equal = engine.step_tensors() if engine._keeps_pieces else engine.params.values()
         checksum = sum(map(_sum_of_bits, equal)) % 2**64

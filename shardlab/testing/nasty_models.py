@@ -56,6 +56,12 @@ class Frozen(nn.Module):
         return output
 
 
+class Weights(nn.Linear):
+    """What a module around it computes with: it is never called, and so no unit, which some ranks would skip."""
+
+    forward = nn.Module.forward
+
+
 class Unused(nn.Module):
     """``spare`` is used by no rank; ``sometimes`` only by rows whose first feature says so."""
 
@@ -63,7 +69,7 @@ class Unused(nn.Module):
         super().__init__()
         self.first = nn.Linear(7, 9)
         self.spare = nn.Linear(9, 9)
-        self.sometimes = nn.Linear(9, 5)
+        self.sometimes = Weights(9, 5)
         self.last = nn.Linear(9, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,22 +78,30 @@ class Unused(nn.Module):
         out: Tensor = self.last(hidden)
         chosen = x[:, 0] > 0
         if bool(chosen.any()):
-            out = out + torch.where(chosen[:, None], self.sometimes(hidden), torch.zeros_like(out))
+            other = nn.functional.linear(hidden, self.sometimes.weight, self.sometimes.bias)
+            out = out + torch.where(chosen[:, None], other, torch.zeros_like(out))
         return out
 
 
-class NonContiguous(nn.Module):
-    """A parameter whose memory is transposed, and a gradient that is an expanded view."""
+class Transposed(nn.Module):
+    """A layer whose weight's memory is transposed, and its bias' gradient an expanded view."""
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, 7).t())
-        self.bias = nn.Parameter(torch.zeros(5))
+        self.weight = nn.Parameter(torch.randn(outputs, inputs).t())
+        self.bias = nn.Parameter(torch.zeros(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """From [B, 7] to [B, 5]."""
+        """From [B, inputs] to [B, outputs]."""
         output: Tensor = x @ self.weight + self.bias
         return output
+
+
+class NonContiguous(nn.Sequential):
+    """Two of them."""
+
+    def __init__(self) -> None:
+        super().__init__(Transposed(7, 6), Transposed(6, 5))
 
 
 class MLP(nn.Sequential):
@@ -104,8 +118,8 @@ class SmallGPT(GPT):
         super().__init__(GPTConfig(vocab_size=11, seq_len=6, num_layers=2, num_heads=2, hidden=8))
 
 
-class FewElements(nn.Module):
-    """Fewer elements than ranks."""
+class Affine(nn.Module):
+    """Two elements, of which one is 0-d."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,8 +127,22 @@ class FewElements(nn.Module):
         self.b = nn.Parameter(torch.tensor([2.0]))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Of any shape."""
+        return x * self.a + self.b
+
+
+class FewElements(nn.Module):
+    """Layers with fewer elements than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Affine(), Affine()])
+
+    def forward(self, x: Tensor) -> Tensor:
         """From [B, 7] to [B, 5]."""
-        return (x * self.a + self.b)[:, :5]
+        for layer in self.layers:
+            x = layer(x)
+        return x[:, :5]
 
 
 MODELS: dict[str, type[nn.Module]] = {

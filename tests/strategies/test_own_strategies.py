@@ -1,15 +1,19 @@
 """A strategy of the reader's own: checked on nasty models, compared with ours, refused by name."""
 
+import contextlib
 import textwrap
+from dataclasses import replace
 
 import pytest
 import torch
 
 from shardlab.comm import Pending
-from shardlab.engines import DDP, Bucketed, Strategy, ZeRO1, nobody_used, strategy
+from shardlab.comm.mesh import Mesh
+from shardlab.engines import DDP, FSDP, Bucketed, LaidOut, Strategy, ZeRO1, ZeRO3, nobody_used, strategy
 from shardlab.experiment import CompareConfig, compare
 from shardlab.launch import RankError
 from shardlab.testing import check_strategy
+from shardlab.testing.nasty_models import MODELS
 
 
 class SixteenBits(Bucketed):
@@ -25,7 +29,7 @@ class SixteenBits(Bucketed):
         return Pending()
 
 
-class SumsInsteadOfMeans(Bucketed):
+class MissingMean(Bucketed):
     def lay_out(self, given):
         laid_out = super().lay_out(given)
         self.scale = 1.0
@@ -54,6 +58,142 @@ class UnusedIsZero(Strategy):
             param.grad = half.to(param.dtype) / self.num_ranks
 
 
+class LostTail(Bucketed):
+    """Reduces all of a bucket but its last element."""
+
+    def reduce(self, bucket):
+        return self.comm.all_reduce(bucket.buffer[:-1], tag=f"gradients of bucket {bucket.index}")
+
+
+class EverySecondBucket(Bucketed):
+    def reduce(self, bucket):
+        return Pending() if bucket.index % 2 else super().reduce(bucket)
+
+
+class NormOfItsOwnRank(ZeRO1):
+    """Does not say that pieces are spread: the engine takes each rank's norm for the norm of all."""
+
+    def lay_out(self, given):
+        return replace(super().lay_out(given), divisions=[])
+
+
+class WrongOwner(ZeRO1):
+    """Trains right, and says that the ranks have each other's pieces."""
+
+    def lay_out(self, given):
+        laid_out = super().lay_out(given)
+        # Where the pieces are as large: else the sizes would tell.
+        alike = [one for one in laid_out.divisions if len(one.layout.names) == 1 and not one.layout.padding_numel]
+        divisions = [one._replace(layout=Reversed(one.layout)) if one in alike else one for one in laid_out.divisions]
+        return replace(laid_out, divisions=divisions)
+
+
+class Reversed:
+    def __init__(self, layout):
+        self._layout = layout
+
+    def __getattr__(self, name):
+        return getattr(self._layout, name)
+
+    def pieces(self, rank):
+        return self._layout.pieces(self.num_ranks - 1 - rank)
+
+    def chunk(self, rank):
+        return self._layout.chunk(self.num_ranks - 1 - rank)
+
+
+class StaleGather(ZeRO1):
+    """Gathers before the optimizer steps."""
+
+    @contextlib.contextmanager
+    def stepping(self, *, loads=False):
+        self._gather(self.buckets)
+        yield
+
+
+class FrozenNotBroadcast(ZeRO1):
+    """After a step it gathers what trained when it was built, and nothing that is unfrozen later."""
+
+    def lay_out(self, given):
+        laid_out = super().lay_out(given)
+        self.trains = [bucket for bucket in self.buckets if bucket.params[0].requires_grad]
+        return laid_out
+
+    @contextlib.contextmanager
+    def stepping(self, *, loads=False):
+        yield
+        self._gather(self.buckets if loads else self.trains)
+
+
+class FrozenForEver(Bucketed):
+    """Reduces what trains when it is built, and nothing that is unfrozen later."""
+
+    def lay_out(self, given):
+        laid_out = super().lay_out(given)
+        self.trains = {param for param in self.params.values() if param.requires_grad}
+        return laid_out
+
+    def reduce(self, bucket):
+        return super().reduce(bucket) if set(bucket.params) <= self.trains else Pending()
+
+
+class NotWaited(Bucketed):
+    def reduce(self, bucket):
+        self.comm.all_reduce(bucket.buffer, tag=f"gradients of bucket {bucket.index}")
+        return Pending()
+
+
+class NotWaitedOnItsOwnMesh(Bucketed):
+    def lay_out(self, given):
+        self.pair = Mesh({"pair": 2}, device=given.device)["pair"]
+        return super().lay_out(given)
+
+    def reduce(self, bucket):
+        self.pair.all_reduce(bucket.buffer.clone(), tag="a copy")
+        return super().reduce(bucket)
+
+
+class PastAll(Bucketed):
+    def reduce(self, bucket):
+        torch.distributed.all_reduce(bucket.buffer)
+        return Pending()
+
+
+class Dead(Bucketed):
+    """Gives the optimizer nothing: within a large tolerance that would go unseen."""
+
+    def take_means(self, bucket):
+        """Forget them."""
+
+
+class HiddenBucketSize(Bucketed):
+    """All in one bucket whatever is asked for, of which the frozen parameters' is the second; it is never reduced."""
+
+    bucket_bytes = property(lambda _: 25 * 2**20, lambda *_: None)
+
+    def reduce(self, bucket):
+        return Pending() if bucket.index % 2 else super().reduce(bucket)
+
+
+class ReducesToNone(Bucketed):
+    def reduce(self, bucket):
+        self.comm.all_reduce(bucket.buffer, tag="gradients").wait()
+
+
+class LaysOutAlone(Strategy):
+    def lay_out(self, given):
+        return LaidOut(given.params)
+
+
+class BeginsAlone(Bucketed):
+    def __init__(self, every=3):
+        self.every = every
+
+
+class UnitsOfText(Bucketed):
+    units = ("blocks.0", "blocks.1")
+
+
 class SendsOnce(DDP):
     def backward(self, *, sends):
         self.begun = getattr(self, "begun", 0) + sends
@@ -78,7 +218,7 @@ class HoldsNothing(DDP):
 
 
 def test_a_right_strategy_is_equal_and_a_rounded_one_within_its_tolerance():
-    assert "equal to one process: 2 models, 4 loops, 2 ranks" in check_strategy(Bucketed, (2,), ("MLP", "Unused"))
+    assert "equal to one process: 2 models, 5 loops, 2 ranks" in check_strategy(Bucketed, (2,), ("MLP", "Unused"))
     assert "equal to one process" in check_strategy(SixteenBits, (2,), ("MLP",), tolerance=4e-3)
 
 
@@ -93,11 +233,27 @@ def test_the_example_of_the_docstring_is_right():
     ("make", "told"),
     [
         (SixteenBits, r"after step 0, parameter '0.weight' differs from one process by \d"),
-        (SumsInsteadOfMeans, r"at 2 ranks, model 'MLP', a plain loop, rank 0: after step 0"),
+        (MissingMean, r"at 2 ranks, model 'MLP', a plain loop, rank 0: after step 0"),
         (LeavesOutTheLast, r"parameter '4.bias' differs"),
         (SendsOnce, "two backwards that send, weights written by hand, rank 0: after step 0, parameter '0.weight'"),
         (LosesWrites, "two backwards that send, weights written by hand, rank 0: after step 0, parameter '0.weight'"),
-        (HoldsNothing, r"holdings\(\) of 'ddp': the parameter of '0.weight' is in none"),
+        (LostTail, r"a plain loop, rank 0: after step 0, parameter '\d.\w+' differs"),
+        (EverySecondBucket, r"a plain loop, rank 0: after step 0, parameter '0.weight' differs"),
+        (NormOfItsOwnRank, "lets this rank step 56 elements of '0.weight', and its divisions say 112"),
+        (WrongOwner, r"saved, loaded .*, rank 0: after step 0, parameter '\S+' of a checkpoint that one of ours loads"),
+        (StaleGather, r"a plain loop, rank 0: after step 0, parameter '0.weight' differs"),
+        (FrozenNotBroadcast, r"saved, loaded .*, rank 0: after step 2, parameter '\S+' differs"),
+        (FrozenForEver, r"saved, loaded .*, rank 0: after step 2, parameter '\S+' differs"),
+        (HiddenBucketSize, r"saved, loaded .*, rank 0: after step 2, parameter '\S+' differs"),
+        (NotWaited, r"16 messages were never waited for, first the all_reduce 'gradients of bucket 0'"),
+        (NotWaitedOnItsOwnMesh, "never waited for, first the all_reduce 'a copy'"),
+        (PastAll, "it sends by torch.distributed itself, which nobody counts"),
+        (Dead, "nothing is trained: '0.weight' and all other parameters stay what they were"),
+        (ReducesToNone, r"reduce\(\) of 'bucketed' returned a NoneType; return the Pending"),
+        (LaysOutAlone, r"'strategy' has no 'num_ranks'; in its own lay_out\(\), call super\(\).lay_out\(given\)"),
+        (BeginsAlone, r"'bucketed' has no 'bucket_bytes'; .* in its own __init__\(\), super\(\).__init__\(\)"),
+        (UnitsOfText, "units of 'bucketed' has 'blocks.0'; a unit is a sharded_params.Unit"),
+        (HoldsNothing, r"holdings\(\): the parameter of '0.weight' is in none"),
         (type("Not", (Strategy,), {"lay_out": lambda *_: None}), r"lay_out\(\) of 'strategy' must return a LaidOut"),
     ],
 )
@@ -106,8 +262,33 @@ def test_what_differs_first_is_told(make, told):
         check_strategy(make, (2,), ("MLP",))
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_has_several_buckets(model):
+    """As many as it has two parameters, and at least two, whatever the strategy's default."""
+    with pytest.raises(AssertionError, match="differs from one process"):
+        check_strategy(EverySecondBucket, (2,), (model,))
+
+
+@pytest.mark.parametrize("make", [FSDP, ZeRO3, lambda: FSDP(wrap="root"), lambda: FSDP(sharding="hybrid_shard")])
+def test_ours_with_units_are_equal(make):
+    is_hybrid = len(make().axes) == 2
+    assert "equal to one process: 8 models" in check_strategy(make, (4,) if is_hybrid else (2,))
+
+
+def test_two_axes_need_ranks_that_divide():
+    with pytest.raises(ValueError, match="ranks: 2 do not divide into the axes replica and shard"):
+        check_strategy(lambda: FSDP(sharding="hybrid_shard"))
+
+
+def test_ranks_that_differ_by_design_are_not_checked():
+    with pytest.raises(ValueError, match=r"ranks of 'local' differ by design \(ranks_differ\)"):
+        check_strategy(type("Local", (DDP,), {"name": "local", "ranks_differ": True}))
+
+
 def test_what_no_rank_used_is_left_alone_whatever_the_tolerance():
-    with pytest.raises(AssertionError, match=r"'spare.weight' is what it was in one process"):
+    with pytest.raises(
+        AssertionError, match=r"'spare.weight' has changed, which one .* sends -0 \(engines.write_unused\)"
+    ):
         check_strategy(UnusedIsZero, (2,), ("Unused",), tolerance=0.1)
 
 

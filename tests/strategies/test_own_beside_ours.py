@@ -1,0 +1,209 @@
+"""A strategy of the reader's own beside ours: it gets their options, and what it sends is counted wherever it sends."""
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from shardlab.comm import Pending
+from shardlab.comm.mesh import Mesh
+from shardlab.engines import DDP, FSDP, Bucketed, Engine, Strategy, TorchDDP, ZeRO1, build_engine
+from shardlab.experiment import CompareConfig, compare
+from shardlab.experiment.answer import answer
+from shardlab.experiment.run_verdicts import verdicts
+from shardlab.launch import RankError
+from shardlab.testing import check_agreement
+
+
+class Hierarchical(Bucketed):
+    """Reduce-scatter inside pairs, all-reduce across them, all-gather inside."""
+
+    name = "hierarchical"
+
+    def lay_out(self, given):
+        self.outer, self.inner = self.groups(given)
+        return super().lay_out(given)
+
+    def groups(self, given):
+        return given.mesh.split("data", inner=2)
+
+    def reduce(self, bucket):
+        buffer, tag = bucket.buffer, f"gradients of bucket {bucket.index}"
+        bounds = (0, buffer.numel() // 2, buffer.numel())
+        self.inner.reduce_scatter(buffer, bounds=bounds, tag=tag).wait()
+        mine = buffer[bounds[self.inner.rank] : bounds[self.inner.rank + 1]]
+        self.outer.all_reduce(mine, tag=tag).wait()
+        return self.inner.all_gather(buffer, bounds=bounds, tag=tag)
+
+
+class OnItsOwnMesh(Hierarchical):
+    name = "on_its_own_mesh"
+
+    def groups(self, given):
+        ranks = given.comms[0].ranks
+        self.grid = Mesh({"hosts": len(ranks) // 2, "inside": 2}, ranks=ranks, device=given.device)
+        return self.grid.communicators
+
+
+class LocalSGD(Strategy):
+    """Gradients are never sent; every second step parameters are averaged."""
+
+    name, ranks_differ = "local_sgd", True
+
+    def lay_out(self, given):
+        self.num_steps = 0
+        return super().lay_out(given)
+
+    @contextlib.contextmanager
+    def stepping(self, *, loads=False):
+        yield
+        self.num_steps += not loads
+        if self.num_steps % 2 == 0:
+            with torch.no_grad():
+                for name, param in self.params.items():
+                    self.comm.all_reduce(param.data, tag=f"average of {name}").wait()
+                    param.div_(self.num_ranks)
+
+
+class Groups(FSDP):
+    name = "groups"
+
+
+class OwnBuckets(Bucketed):
+    name = "own_buckets"
+
+
+def sent(records, run):
+    """Operations of the last step in order on rank 0, without flags and the loss."""
+    rows = records.collectives.query("run == @run and rank == 0 and step == step.max() and phase != 'metrics'")
+    return list(
+        rows[rows["tag"] != "whether a rank refuses"].sort_values("seq")[["op", "tag", "bytes"]].itertuples(index=False)
+    )
+
+
+def test_what_travels_in_groups_of_its_own_is_counted(tmp_path, pools):
+    strategies = ("bucketed", Hierarchical(), OnItsOwnMesh())
+    comparison = compare(CompareConfig(strategies, model="mlp", ranks=4, steps=3), tmp_path / "run", pool=pools(4))
+    rows = comparison.summary.set_index("strategy")
+    # Both send 3/2 of the gradients; compare makes buckets of a MiB for all of them.
+    assert rows.wire_bytes_per_step.nunique() == 1
+    assert len(sent(comparison.records, "hierarchical")) == 3 * len(sent(comparison.records, "bucketed"))
+    assert sent(comparison.records, "hierarchical") == sent(comparison.records, "on_its_own_mesh")
+
+
+class PastAll(Bucketed):
+    name = "past_all"
+
+    def reduce(self, bucket):
+        torch.distributed.all_reduce(bucket.buffer)
+        return Pending()
+
+
+def test_what_travels_past_every_communicator_is_refused(tmp_path, pools):
+    with pytest.raises(RankError, match=r"'past_all' sends by torch.distributed itself, which nobody counts"):
+        compare(CompareConfig((PastAll(),), model="mlp", ranks=2, steps=2), tmp_path / "run", pool=pools(2))
+
+
+def test_over_an_emulated_link_a_mesh_of_its_own_is_refused(tmp_path, pools):
+    config = CompareConfig((OnItsOwnMesh(),), model="mlp", ranks=4, steps=1, link="10Gbps,50us")
+    with pytest.raises(
+        RankError, match="'gradients of bucket 0' is sent over axis 'inside' of another mesh, on which no"
+    ):
+        compare(config, tmp_path / "own", pool=pools(4))
+    config = replace(config, strategies=(Hierarchical(),))
+    assert compare(config, tmp_path / "given", pool=pools(4)).summary["wire_bytes_per_step"].item() > 12
+
+
+def test_a_tensor_axis_and_groups_reach_it(tmp_path, pools):
+    config = CompareConfig(("bucketed", OwnBuckets()), ranks=4, tp=2, steps=2, seq_len=16)
+    comparison = compare(config, tmp_path / "tensor", pool=pools(4))
+    one, own = (comparison.summary.set_index("strategy").loc[name] for name in ("bucketed", "own_buckets"))
+    for column in ("parameter_bytes", "gradient_bytes", "wire_bytes_per_step"):
+        assert own[column] == one[column]
+    assert own.losses_equal
+    config = CompareConfig(
+        ("fsdp", Groups(sharding="hybrid_shard")), ranks=4, steps=2, seq_len=16, sharding="hybrid_shard"
+    )
+    comparison = compare(config, tmp_path / "groups", pool=pools(4))
+    assert sent(comparison.records, "groups") == sent(comparison.records, "fsdp")
+    assert comparison.records.manifests["groups"]["mesh"] == {"replica": 2, "shard": 2}
+
+
+def test_it_has_the_buckets_that_ours_have_or_both_sizes_are_said(tmp_path, pools):
+    strategies = ("bucketed", OwnBuckets(), type("Small", (Bucketed,), {"name": "small"})(bucket_bytes=2**17))
+    comparison = compare(CompareConfig(strategies, ranks=2, steps=1, bucket_mib=0.5), tmp_path / "run", pool=pools(2))
+    assert sent(comparison.records, "own_buckets") == sent(comparison.records, "bucketed")
+    assert len(sent(comparison.records, "small")) > len(sent(comparison.records, "bucketed"))
+    said = next(said for said in verdicts(comparison) if said.startswith("Buckets differ in size"))
+    assert said.endswith("what overlaps: bucketed, own_buckets 0.5 MiB; small 0.125 MiB.")
+    assert CompareConfig((OwnBuckets(),), ranks=2, bucket_mib=2.0).bucket_bytes_of("own_buckets") == 2 * 2**20
+    with pytest.raises(ValueError, match="bucket_mib: only for bucketed, zero1"):
+        CompareConfig((type("Other", (DDP,), {"name": "other"})(),), ranks=2, bucket_mib=2.0)
+
+
+def agrees(rank):
+    with (
+        Mesh({"data": 2}) as mesh,
+        Engine(nn.Linear(3, 2), lambda t: torch.optim.SGD(t, lr=0.1), mesh, LocalSGD()) as engine,
+    ):
+        engine.backward(engine(torch.full((1, 3), rank + 1.0)).sum())
+        engine.step()
+        check_agreement(engine)
+        return float(engine.module.weight[0, 0])
+
+
+def test_ranks_that_differ_by_design_are_no_disagreement_and_bytes_are_a_mean(tmp_path, pools):
+    undeclared = type("Undeclared", (LocalSGD,), {"name": "undeclared", "ranks_differ": False})()
+    config = CompareConfig(("single", "ddp", LocalSGD(), undeclared), model="mlp", ranks=2, steps=4)
+    comparison = compare(config, tmp_path / "run", pool=pools(2))
+    rows = comparison.summary.set_index("strategy")
+    flags = 2 * 4
+    # In every second step what ddp sends in each: after the last as well.
+    assert rows.wire_bytes_per_step["local_sgd"] - flags == (rows.wire_bytes_per_step["ddp"] - flags) / 2
+    assert rows.losses_equal["local_sgd"] is None
+    assert rows.max_loss_difference["local_sgd"] > 0
+    said = {line.title: line.text for line in answer(comparison)}
+    assert "in undeclared after step 0" in said["CAN I TRUST IT"]
+    assert "where undeclared means that, set ranks_differ = True" in said["CAN I TRUST IT"]
+    assert "in local_sgd after" not in said["CAN I TRUST IT"]
+    assert "ranks of local_sgd differ by design, and so do the losses" in said["CAN I TRUST IT"]
+    assert "of local_sgd means over all steps" in said["COST"]
+    assert len(set(pools(2).run(agrees))) == 2
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", "..", "", ".hidden", "a b", "\\up"])
+def test_a_name_is_no_path(name):
+    with pytest.raises(ValueError, match=r"is named .* and its records lie in a folder of that name"):
+        CompareConfig((type("Named", (DDP,), {"name": name})(),), ranks=2)
+
+
+@pytest.mark.parametrize("given", [OwnBuckets, (OwnBuckets,), ("single", TorchDDP), ZeRO1])
+def test_a_class_is_told(given):
+    with pytest.raises(
+        ValueError, match=r"strategies: the class \w+ was given; give (one of it, OwnBuckets\(\)|'torch_ddp'|'zero1')"
+    ):
+        CompareConfig(given, ranks=2)
+
+
+def test_an_engine_tells_a_class_and_what_is_none():
+    for build in (
+        lambda one: Engine(nn.Linear(2, 1), torch.optim.SGD, None, one),
+        lambda one: build_engine(one, nn.Linear(2, 1), torch.optim.SGD),
+    ):
+        with pytest.raises(ValueError, match=r"strategy: the class ZeRO1 was given; give one of it, ZeRO1\(\)"):
+            build(ZeRO1)
+    with pytest.raises(ValueError, match="strategy: a str was given; give a Strategy"):
+        Engine(nn.Linear(2, 1), torch.optim.SGD, None, "zero1")
+
+
+def test_a_misspelt_method_is_refused_and_a_helper_is_not():
+    with pytest.raises(
+        ValueError, match=r"Typo.reduces\(\) is no method of a strategy, .*; write reduce\(\), or _reduces"
+    ):
+        type("Typo", (Bucketed,), {"reduces": lambda self, bucket: None})
+    with pytest.raises(ValueError, match=r"write lay_out\(\)"):
+        type("Typo", (Strategy,), {"layout": lambda self, given: None})
+    helpers = {name: lambda self: None for name in ("reduce_all", "compress", "_reduces", "send")}
+    type("Right", (Bucketed,), {**helpers, "names": ("a",)})
