@@ -36,7 +36,9 @@ def found(record: Recorded) -> Iterator[Found]:
     # Of a straggler's time off the CPU only what the others have too.
     changed = [step.without(away) for step in levelled]
     said = f"ranks are off the CPU for {record.us_of(away) / 1e3:.3g} ms a step: they sleep, or others have their cores"
-    yield Found(OFF_CPU, changed, said, "fewer ranks or threads than cores", base=levelled)
+    several = record.timed["rank"].nunique() > 1
+    change = "fewer ranks or threads than cores" if several else "no more threads than cores, and nothing beside it"
+    yield Found(OFF_CPU, changed, said, change, base=levelled)
 
 
 def _in_spans(record: Recorded) -> Iterator[Found]:

@@ -43,8 +43,17 @@ def answer(comparison: Comparison, config: CompareConfig | None = None) -> list[
     return [
         *answer_of_runs(table, records, comparison.reasons, doubt),
         Line("CAN I TRUST IT", " · ".join(_trusted(comparison, doubt))),
-        Line("NEXT", following(config, {*table["strategy"]}, has_failed=bool(not_finite(records.steps)), doubt=doubt)),
+        Line("NEXT", _next(comparison, config, doubt)),
     ]
+
+
+def _next(comparison: Comparison, config: CompareConfig, doubt: str) -> str:
+    if run_verdicts.data_are_lost(comparison):
+        return "look at the data, whose rows hold inf or NaN: neither clipping nor a lower learning rate helps"
+    described = next(iter(comparison.records.manifests.values())).get("workload") or {}
+    failed = bool(not_finite(comparison.records.steps))
+    ran = {*comparison.summary["strategy"]}
+    return following(config, ran, has_failed=failed, doubt=doubt, place=described.get("place"))
 
 
 def doubt_of(comparison: Comparison) -> str:
@@ -209,13 +218,18 @@ def _trusted(comparison: Comparison, doubt: str) -> Iterable[str]:
     for said in (run_verdicts.agreement_verdict(comparison), run_verdicts.unfinished_verdict(comparison)):
         if said:
             yield said.rstrip(".")
+    if comparison.failed:
+        yield f"NOT run to the end: {listing(list(comparison.failed))}, see below"
     judged = table["judged_loss_difference"].max()
     if not_finite(comparison.records.steps):
         yield "losses NOT finite"
     elif pd.isna(judged) or len(table) == 1:
         yield "losses not compared: one strategy ran"
+    elif dead := run_verdicts.dead_verdict(comparison):
+        yield dead.partition(". ")[0][0].lower() + dead.partition(". ")[0][1:]
     else:
-        yield f"losses {'equal to' if comparison.losses_equal else 'NOT equal: they differ by'} {judged:.1e}"
+        too = ", and gradients by a factor" if run_verdicts.norms_apart(table) else ""
+        yield f"losses {'equal to' if comparison.losses_equal else 'NOT equal: they differ by'} {judged:.1e}{too}"
     planned = table.dropna(subset="as_planned")
     wrong = planned.loc[~planned["as_planned"].astype(bool), "strategy"]
     if planned.empty:
@@ -228,7 +242,7 @@ def _trusted(comparison: Comparison, doubt: str) -> Iterable[str]:
     yield f"times uncertain, because {doubt}" if doubt else "ranks had their cores"
 
 
-def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: str) -> str:
+def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: str, place: str | None = None) -> str:
     """One command to try next.
 
     Args:
@@ -236,8 +250,9 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
         ran: names of its strategies.
         has_failed: a loss was not finite.
         doubt: why times are uncertain, if they are.
+        place: of the workload, if it is known.
     """
-    of = "" if config.workload is None else " --workload FILE.py:NAME"
+    of = "" if config.workload is None else f" --workload {place or 'FILE.py:NAME'}"
     again = of if config.ranks == CompareConfig.ranks else f"{of} --ranks {config.ranks}"
     if has_failed:
         return f"shardlab compare{again} --clip 1, or a lower learning rate"

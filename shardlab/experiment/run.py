@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,20 @@ from torch import Tensor
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.mesh import Mesh
+from shardlab.comm.own_calls import OwnCallsRefused
 from shardlab.comm.trees import map_tensors
-from shardlab.engines import AnyEngine, build_engine, engine_options
+from shardlab.cores import num_cores
+from shardlab.engines import AnyEngine, Engine, build_engine, engine_options
 from shardlab.experiment.batches import Share, batches_of, size_of
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import checkpoint_directory, same_options
 from shardlab.experiment.rank_checks import NUM_BATCHES, FiniteCheck, first_other, sums_of
 from shardlab.experiment.shard_rows import shard_rows
 from shardlab.experiment.tensor import divided, loss_of
+from shardlab.experiment.token_mean import counts_of
 from shardlab.experiment.train_step import StepResult, TrainStep
 from shardlab.experiment.workload import seeded
 from shardlab.launch import current
-from shardlab.launch.pool import num_cores
 from shardlab.optimizers.grad_scaler import GradScaler
 from shardlab.partition.ring_cost import Link
 from shardlab.tensor_parallel.rng import generator_states
@@ -35,6 +37,12 @@ from shardlab.trace.store import RunWriter
 from shardlab.trace.units import watch_units
 from shardlab.vocabulary import Phase, SpanKind
 
+OWN_CALLS = (
+    "loss: it calls torch.distributed by itself, for which one process that trains alone would wait; let it take the "
+    "mesh too, loss(model, batch, mesh), and send over it, as with "
+    "shardlab.comm.autograd_collectives.all_gather(features, mesh.data, 0)"
+)
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -43,6 +51,21 @@ class Progress:
     strategy: str
     step: int
     loss: float
+
+
+@dataclass(frozen=True)
+class FirstLoss:
+    """Of a rank's first micro-batch.
+
+    Attributes:
+        loss: of its rows.
+        weight: of that in the mean over ranks.
+        counts: what the loss may have divided by, see ``token_mean``; empty for a built-in model.
+    """
+
+    loss: float
+    weight: float
+    counts: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -58,6 +81,7 @@ class RankReport:
         batches: checksums of the first ones, see ``rank_checks``.
         other_batch: the first of them that is not what the checkpoint it went on from was trained on; None if all are.
         buffers: checksums after the first steps, and after some of the later ones, see ``rank_checks``.
+        first: of its first micro-batch.
     """
 
     recorder_share: float
@@ -68,6 +92,7 @@ class RankReport:
     batches: list[int] = field(default_factory=list)
     other_batch: int | None = None
     buffers: dict[int, dict[str, int]] = field(default_factory=dict)
+    first: FirstLoss | None = None
 
 
 class RankRun:
@@ -87,6 +112,8 @@ class RankRun:
         """Whether a step drew random numbers. Data do not count: they draw apart from training, see ``batches``."""
         self.batches: list[int] = []  # those that were passed over too
         self.other_batch: int | None = None
+        self._first_loss: Tensor | float | None = None
+        self._first_counts, self._first_weight = dict[str, float](), 1.0
         self._config, workload = config, config.trained
         self._batches = batches_of(
             workload, engine.data_rank, engine.num_data_ranks, config.seed, config.global_batch // config.accumulation
@@ -96,10 +123,31 @@ class RankRun:
             raise ValueError(f"scheduler: it returned {type(scheduler).__name__}; return a learning rate scheduler")
         scaler = GradScaler() if config.scales_loss(engine.name) else None
         self.finite = FiniteCheck(None if scaler is not None else engine.params.values())
+        self._loss = loss_of(config, workload, engine.name, engine.mesh)
+        self._watched: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._train_step = TrainStep(
-            engine, loss_of(config, workload, engine.name, engine.mesh), accumulation=config.accumulation,
+            engine, self._loss_of, accumulation=config.accumulation,
             max_norm=config.clip, scheduler=scheduler, scaler=scaler, recorder=recorder,
         )  # fmt: skip
+
+    def refuse_own_calls(self, refused: OwnCallsRefused) -> None:
+        """Have the loss send over the mesh alone."""
+        self._watched = refused.watched
+
+    def _loss_of(self, model: Any, batch: Any) -> Any:
+        with self._watched():
+            loss = self._loss(model, batch)
+        self.finite.computed(loss, batch)
+        if self._first_loss is None and isinstance(loss, Tensor) and loss.numel() == 1:
+            # On a GPU the host does not wait for it; a tensor on the CPU would count as held after a step.
+            self._first_loss = loss.detach().clone() if loss.is_cuda else float(loss.detach())
+        return loss
+
+    @property
+    def first(self) -> FirstLoss | None:
+        """Of the first micro-batch; None before."""
+        loss = self._first_loss
+        return None if loss is None else FirstLoss(float(loss), self._first_weight, self._first_counts)
 
     def take_batches(self, read: Callable[[Iterator[Share]], Iterator[Share]]) -> None:
         """Read the batches by ``read``."""
@@ -146,8 +194,12 @@ class RankRun:
         found = {"scheduler": self._train_step.scheduler, "scaler": self._train_step.scaler}
         return {name: value for name, value in found.items() if value is not None}
 
-    def step(self, step: int, *, trace_memory: bool = False) -> StepResult:
-        """Train and record step number ``step``; ``trace_memory`` finds its peak by role, and slows it."""
+    def step(self, step: int, *, trace_memory: bool = False, reports_norm: bool = False) -> StepResult:
+        """Train and record step number ``step``; ``trace_memory`` finds its peak by role, and slows it.
+
+        So does ``reports_norm``, which has the norm of the gradients recorded although they are not clipped.
+        """
+        self._train_step.reports_norm = reports_norm
         before = _random_states(self.engine.mesh.device)
         with self.recorder.step(step, trace_memory=trace_memory):
             result, num_tokens = self._train()
@@ -158,14 +210,33 @@ class RankRun:
 
     def _train(self) -> tuple[StepResult, int]:
         result, num_tokens = None, 0
-        for _ in range(self._config.accumulation):
-            with self.recorder.phase(Phase.DATA, SpanKind.DATA):
-                share = self._next_share()
-                batch = map_tensors(lambda tensor: _on_device(tensor, self.engine.mesh.device), share.batch)
-                num_tokens += size_of(batch)
-            result = self._train_step(batch, share.weight)
+        for share in self._shares():
+            num_tokens += size_of(share.batch)
+            result = self._train_step(share.batch, share.weight)
         assert result is not None
         return result, num_tokens
+
+    def _shares(self) -> Iterator[Share]:
+        """The micro-batches of a step on this rank's device. Where they are weighed, all are read before the first."""
+        read = (self._read() for _ in range(self._config.accumulation))
+        yield from read if self._config.trained.weight is None else self._weighed(list(read))
+
+    def _read(self) -> Share:
+        with self.recorder.phase(Phase.DATA, SpanKind.DATA):
+            share = self._next_share()
+            if not self._first_counts and self._config.workload is not None:
+                self._first_counts, self._first_weight = counts_of(share.batch), share.weight
+            batch = map_tensors(lambda tensor: _on_device(tensor, self.engine.mesh.device), share.batch)
+            return replace(share, batch=batch)
+
+    def _weighed(self, shares: list[Share]) -> list[Share]:
+        """Their weights, of which the mean over the ranks and micro-batches of the step is 1; collective."""
+        own = torch.tensor([sum(share.counted for share in shares)], dtype=torch.float64)
+        with self.recorder.phase(Phase.METRICS):
+            mean = float(self.engine.mean_over_ranks(own.to(self.engine.mesh.device), tag="weights")) / len(shares)
+        if not mean > 0:
+            raise ValueError("weight: it is 0 for every batch of a step, so there is nothing to train on")
+        return [replace(share, weight=share.counted / mean) for share in shares]
 
 
 @contextlib.contextmanager
@@ -218,13 +289,16 @@ def run_strategy(
         stack.enter_context(seeded(f"{config.seed}/{rank}"))  # dropout, for example, draws the same in every run
         writer = RunWriter(directory, rank, strategy, source_of(mesh))
         run = stack.enter_context(recorded_run(config, strategy, mesh, writer, own_origin_ns(origins)))
+        if config.ranks > 1 and isinstance(run.engine, Engine):
+            run.refuse_own_calls(stack.enter_context(OwnCallsRefused(OWN_CALLS)))
         resumed = config.resume is not None
         first = run.resume(checkpoint_directory(Path(str(config.resume)), strategy)) if resumed else 0
         # Not the first step or two, in which optimizer state is still being allocated.
         traced = min(first + 2, config.steps - 1)
         known, buffers = dict[int, Did](), dict[int, dict[str, int]]()
         for step in range(first, config.steps):
-            result = run.step(step, trace_memory=step == traced)
+            # Where times do not count anyway.
+            result = run.step(step, trace_memory=step == traced, reports_norm=step in (first, traced))
             if sampled_at_rest(step) or step == config.steps - 1:
                 known[step] = did(run.engine)
             if step in known or step - first < NUM_BATCHES:
@@ -235,7 +309,7 @@ def run_strategy(
                 run.save(checkpoint_directory(directory.parents[1], strategy))
         run.recorder.write_shards(run.shards)
         share, padding_bytes, lost = run.recorder.cost_share, run.engine.padding_bytes, run.finite.lost
-        return RankReport(share, padding_bytes, lost, known, run.drew, run.batches, run.other_batch, buffers)
+        return RankReport(share, padding_bytes, lost, known, run.drew, run.batches, run.other_batch, buffers, run.first)
 
 
 def source_of(mesh: BaseMesh) -> str:

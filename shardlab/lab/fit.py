@@ -182,7 +182,7 @@ def _kept(workload: Workload, batches: Mapping[int, Any], precision: str) -> dic
 
 def _kept_of(workload: Workload, module: nn.Module, batch: Any) -> int:
     with seeded(0), saved_for_backward(module) as saved:
-        workload.loss(module, batch)
+        workload.loss_on()(module, batch)
     return sum(tensor.untyped_storage().nbytes() for tensor in saved)
 
 
