@@ -14,7 +14,7 @@ from pathlib import Path
 from shardlab.comm import CollectiveEvent, Observer
 from shardlab.comm.mesh import Mesh
 from shardlab.exercises.exercise import Attempt, Case, Done, Exercise, Function, Measured, Message, Traffic
-from shardlab.exercises.values import differences, plain, told_apart
+from shardlab.exercises.values import differences, numbers_in, plain, told_apart
 from shardlab.launch import RankDied, RankError, RankHang, RankPool, current
 from shardlab.trace.observed import wire_bytes
 
@@ -25,7 +25,10 @@ OWN_FOLDER = str(Path(__file__).parent)
 
 
 class Verdict(StrEnum):
-    """How a check ended; blocked: this machine lacks something, or is too busy, and nothing is said of the solution."""
+    """How a check ended; blocked: nothing is said of the solution.
+
+    This machine lacks something or is too busy, or every wanted result is 0, as of a training that does not train.
+    """
 
     PASSED = "passed"
     FAILED = "failed"
@@ -162,8 +165,12 @@ def examine(
     """Run all cases, and call ``on_case`` after each; the first that fails decides."""
     if why := why_not_ready(pool):
         return Report(exercise.name, Verdict.BLOCKED, why)
-    score = Score()
-    for case in exercise.cases():
+    score, cases = Score(), exercise.cases()
+    if (numbers := [number for case in cases for number in numbers_in(plain(case.wanted))]) and not any(numbers):
+        return Report(
+            exercise.name, Verdict.BLOCKED, "every wanted result is 0, as of a function that does nothing"
+        )
+    for case in cases:
         done, reason, verdict = _run(exercise, function, case, pool)
         if reason := reason or _wrong(case, done, exercise.result_words):
             first, _, rest = f"{case.words}: {reason}".partition("\n")

@@ -32,9 +32,10 @@ from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import claim, new_directory, reserve, run_directory
 from shardlab.experiment.planned import against_plan, plans_or_why
 from shardlab.experiment.rank_checks import DATA, GRADIENTS, LOSS, first_that_differ, of_all_ranks
-from shardlab.experiment.run import FirstLoss, Progress, RankReport, run_strategy
+from shardlab.experiment.run import Progress, RankReport, run_strategy
 from shardlab.experiment.step_reasons import Reasons, reasons
 from shardlab.experiment.summary import summarise
+from shardlab.experiment.watched_loss import FirstLoss
 from shardlab.experiment.workload import Workload
 from shardlab.installed import __version__
 from shardlab.launch import RankError, RankHang, RankPool, place

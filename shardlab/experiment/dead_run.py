@@ -3,7 +3,7 @@
 import pandas as pd
 
 ALIKE = 1e-6  # relative: what rounding makes of numbers that are the same
-_SHOWN = "so equal losses show nothing"
+LOOK_FOR = "a constant or detached loss, outputs times 0, or a learning rate of 0"
 
 
 def why_dead(steps: pd.DataFrame) -> str:
@@ -15,13 +15,11 @@ def why_dead(steps: pd.DataFrame) -> str:
     losses = steps.groupby(["run", "step"])["loss"].first()
     norms = steps.dropna(subset="grad_norm").groupby(["run", "step"])["grad_norm"].first()
     if len(norms) and not norms.to_numpy().any():
-        return f"the norm of the gradients is 0, {_SHOWN}"
+        return "the norm of the gradients is 0"
     if _all_alike(losses):
-        return f"the loss is {losses.iloc[0]:.6g} in every step, {_SHOWN}"
+        return f"the loss is {losses.iloc[0]:.6g} in every step"
     if _all_alike(norms):
-        return (
-            f"the norm of the gradients is {norms.iloc[0]:.6g} in every step, as if they did not depend on parameters"
-        )
+        return f"the norm of the gradients is {norms.iloc[0]:.6g} in every step"
     return ""
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.own_calls import OwnCallsRefused
 from shardlab.comm.trees import map_tensors
 from shardlab.cores import num_cores
 from shardlab.engines import AnyEngine, Engine, build_engine, engine_options
@@ -23,6 +22,7 @@ from shardlab.experiment.shard_rows import shard_rows
 from shardlab.experiment.tensor import divided, loss_of
 from shardlab.experiment.token_mean import counts_of
 from shardlab.experiment.train_step import StepResult, TrainStep
+from shardlab.experiment.watched_loss import FirstLoss, WatchedLoss
 from shardlab.experiment.workload import seeded
 from shardlab.launch import current
 from shardlab.optimizers.grad_scaler import GradScaler
@@ -37,12 +37,6 @@ from shardlab.trace.store import RunWriter
 from shardlab.trace.units import watch_units
 from shardlab.vocabulary import Phase, SpanKind
 
-OWN_CALLS = (
-    "loss: it calls torch.distributed by itself, for which one process that trains alone would wait; let it take the "
-    "mesh too, loss(model, batch, mesh), and send over it, as with "
-    "shardlab.comm.autograd_collectives.all_gather(features, mesh.data, 0)"
-)
-
 
 @dataclass(frozen=True)
 class Progress:
@@ -51,21 +45,6 @@ class Progress:
     strategy: str
     step: int
     loss: float
-
-
-@dataclass(frozen=True)
-class FirstLoss:
-    """Of a rank's first micro-batch.
-
-    Attributes:
-        loss: of its rows.
-        weight: of that in the mean over ranks.
-        counts: what the loss may have divided by, see ``token_mean``; empty for a built-in model.
-    """
-
-    loss: float
-    weight: float
-    counts: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -112,7 +91,6 @@ class RankRun:
         """Whether a step drew random numbers. Data do not count: they draw apart from training, see ``batches``."""
         self.batches: list[int] = []  # those that were passed over too
         self.other_batch: int | None = None
-        self._first_loss: Tensor | float | None = None
         self._first_counts, self._first_weight = dict[str, float](), 1.0
         self._config, workload = config, config.trained
         self._batches = batches_of(
@@ -123,30 +101,16 @@ class RankRun:
             raise ValueError(f"scheduler: it returned {type(scheduler).__name__}; return a learning rate scheduler")
         scaler = GradScaler() if config.scales_loss(engine.name) else None
         self.finite = FiniteCheck(None if scaler is not None else engine.params.values())
-        self._loss = loss_of(config, workload, engine.name, engine.mesh)
-        self._watched: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self.loss = WatchedLoss(loss_of(config, workload, engine.name, engine.mesh), self.finite)
         self._train_step = TrainStep(
-            engine, self._loss_of, accumulation=config.accumulation,
+            engine, self.loss, accumulation=config.accumulation,
             max_norm=config.clip, scheduler=scheduler, scaler=scaler, recorder=recorder,
         )  # fmt: skip
-
-    def refuse_own_calls(self, refused: OwnCallsRefused) -> None:
-        """Have the loss send over the mesh alone."""
-        self._watched = refused.watched
-
-    def _loss_of(self, model: Any, batch: Any) -> Any:
-        with self._watched():
-            loss = self._loss(model, batch)
-        self.finite.computed(loss, batch)
-        if self._first_loss is None and isinstance(loss, Tensor) and loss.numel() == 1:
-            # On a GPU the host does not wait for it; a tensor on the CPU would count as held after a step.
-            self._first_loss = loss.detach().clone() if loss.is_cuda else float(loss.detach())
-        return loss
 
     @property
     def first(self) -> FirstLoss | None:
         """Of the first micro-batch; None before."""
-        loss = self._first_loss
+        loss = self.loss.first
         return None if loss is None else FirstLoss(float(loss), self._first_weight, self._first_counts)
 
     def take_batches(self, read: Callable[[Iterator[Share]], Iterator[Share]]) -> None:
@@ -290,7 +254,7 @@ def run_strategy(
         writer = RunWriter(directory, rank, strategy, source_of(mesh))
         run = stack.enter_context(recorded_run(config, strategy, mesh, writer, own_origin_ns(origins)))
         if config.ranks > 1 and isinstance(run.engine, Engine):
-            run.refuse_own_calls(stack.enter_context(OwnCallsRefused(OWN_CALLS)))
+            stack.enter_context(run.loss.sends_over_its_mesh())
         resumed = config.resume is not None
         first = run.resume(checkpoint_directory(Path(str(config.resume)), strategy)) if resumed else 0
         # Not the first step or two, in which optimizer state is still being allocated.

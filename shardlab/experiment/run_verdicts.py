@@ -11,7 +11,7 @@ from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment import rank_checks, summary
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.dead_run import why_dead
+from shardlab.experiment.dead_run import LOOK_FOR, why_dead
 from shardlab.experiment.rank_checks import DATA, GRADIENTS, LOSS
 from shardlab.experiment.summary import JUDGED_STEPS, NORM_TOLERANCE, REFERENCE, Pair
 from shardlab.experiment.token_mean import cause
@@ -110,10 +110,7 @@ def dead_verdict(comparison: Comparison) -> str:
     table = comparison.summary
     if not dead or len(table) == 1 or (table["losses_equal"] == False).any():  # noqa: E712
         return ""
-    return (
-        f"Nothing can be said of the losses: {dead}. Look for a constant or detached loss, outputs times 0, or a "
-        "learning rate of 0."
-    )
+    return f"Nothing can be said of the losses: {dead}, right or wrong. Look for {LOOK_FOR}."
 
 
 def _mean_of_means(comparison: Comparison) -> str:
