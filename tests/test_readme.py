@@ -34,7 +34,7 @@ PROSE = BLOCKS.sub("", "\n".join([INDEX, *PAGES.values()]))
 PRINTED = {
     "front page": "[520384, 520384]",
     "launch": "[0.5, 0.5]",
-    "loop": f"{[({'epoch': 1}, 1)] * 3}\n{[{'weight': (0, 28), 'bias': (0, 8)}, {'weight': (28, 64)}]}\n",
+    "loop": f"{[({'epoch': 1}, 1)] * 3}\n{[(1, 1)] * 2}\n{[{'weight': (0, 28), 'bias': (0, 8)}, {'weight': (28, 64)}]}\n",
     "tensor_parallel": "((32, 16), (64, 16))",
 }
 

@@ -167,9 +167,7 @@ def examine(
         return Report(exercise.name, Verdict.BLOCKED, why)
     score, cases = Score(), exercise.cases()
     if (numbers := [number for case in cases for number in numbers_in(plain(case.wanted))]) and not any(numbers):
-        return Report(
-            exercise.name, Verdict.BLOCKED, "every wanted result is 0, as of a function that does nothing"
-        )
+        return Report(exercise.name, Verdict.BLOCKED, "every wanted result is 0, as of a function that does nothing")
     for case in cases:
         done, reason, verdict = _run(exercise, function, case, pool)
         if reason := reason or _wrong(case, done, exercise.result_words):

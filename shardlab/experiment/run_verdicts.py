@@ -189,7 +189,7 @@ def failed_verdict(comparison: Comparison) -> str:
 def unfinished_verdict(comparison: Comparison) -> str:
     """One sentence if strategies, or steps of one, are missing because the comparison was cut off; else empty."""
     manifests, last = comparison.records.manifests, comparison.records.steps.groupby("run")["step"].max()
-    asked = {run: int(known["config"].get("steps", 0)) for run, known in manifests.items()}
+    asked = {run: int(known.get("config", {}).get("steps", 0)) for run, known in manifests.items()}
     cut = [f"{run} after {last[run] + 1} of {asked[run]} steps" for run in last.index if last[run] + 1 < asked[run]]
     if (comparison.directory / "records").is_dir():  # else one run of it was loaded
         wanted = [name for known in manifests.values() for name in known["config"]["strategies"]]

@@ -200,7 +200,7 @@ def test_can_i_trust_it(tmp_path, monkeypatch, changed, loss, doubt, said):
 def test_one_command_to_try_next():
     config, linked = CompareConfig(ranks=4), CompareConfig(ranks=4, link="10Gbps,50us")
     of = {"has_failed": False, "doubt": ""}
-    assert following(config, {"ddp"}, has_failed=True, doubt="").startswith("shardlab compare --clip 1, or")
+    assert following(CompareConfig(), {"ddp"}, has_failed=True, doubt="").startswith("shardlab compare --clip 1, or")
     assert "--ranks 2" in following(config, {"ddp"}, has_failed=False, doubt="slept")
     assert "--steps 50" in following(CompareConfig(ranks=2), {"ddp"}, has_failed=False, doubt="slept")
     for given, ran, words in (
