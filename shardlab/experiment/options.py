@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from shardlab.cores import num_cores
+from shardlab.installed import num_cores
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from torch import Tensor
 from shardlab.comm import BaseMesh
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.trees import map_tensors
-from shardlab.cores import num_cores
 from shardlab.engines import AnyEngine, Engine, build_engine, engine_options
 from shardlab.experiment.batches import Share, batches_of, size_of
 from shardlab.experiment.config import CompareConfig
@@ -24,6 +23,7 @@ from shardlab.experiment.token_mean import counts_of
 from shardlab.experiment.train_step import StepResult, TrainStep
 from shardlab.experiment.watched_loss import FirstLoss, WatchedLoss
 from shardlab.experiment.workload import seeded
+from shardlab.installed import num_cores
 from shardlab.launch import current
 from shardlab.optimizers.grad_scaler import GradScaler
 from shardlab.partition.ring_cost import Link

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Self, TypeVar
 
-from shardlab.cores import num_cores
+from shardlab.installed import num_cores
 from shardlab.launch.answers_and_failures import Collector, Patience
 from shardlab.launch.cell_bar import cell_bar
 from shardlab.launch.messages import Payload, Task, pack, unpack
