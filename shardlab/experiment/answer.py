@@ -18,7 +18,7 @@ from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.saved_runs import config_of
 from shardlab.experiment.step_reasons import Reasons, why
-from shardlab.experiment.summary import REFERENCE, not_finite
+from shardlab.experiment.summary import LOSS_TOLERANCE, REFERENCE, not_finite
 from shardlab.plots.text import format_bytes, format_percent, listing
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Phase
@@ -228,7 +228,8 @@ def _trusted(comparison: Comparison, doubt: str) -> Iterable[str]:
     elif dead := run_verdicts.dead_verdict(comparison):
         yield dead.partition(". ")[0][0].lower() + dead.partition(". ")[0][1:]
     else:
-        too = ", and gradients by a factor" if run_verdicts.norms_apart(table) else ""
+        hidden = judged <= LOSS_TOLERANCE["float32"] and run_verdicts.norms_apart(table)
+        too = ", and gradients by a factor" if hidden else ""
         yield f"losses {'equal to' if comparison.losses_equal else 'NOT equal: they differ by'} {judged:.1e}{too}"
     planned = table.dropna(subset="as_planned")
     wrong = planned.loc[~planned["as_planned"].astype(bool), "strategy"]

@@ -180,7 +180,9 @@ def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: s
     failed = not not_finite(records.steps).keys().isdisjoint({run, reference})
     equal = None if difference is None else difference <= tolerance
     ratio = None if reference is None else _norm_ratio(records.steps, run, reference)
-    if equal and differences is not None and tolerance <= LOSS_TOLERANCE["float32"] and _is_on_cpus(run, records):
+    # A run that goes on from a checkpoint carries differences from before.
+    is_early = int(own.index.min()) == 0 and tolerance <= LOSS_TOLERANCE["float32"]
+    if equal and differences is not None and is_early and _is_on_cpus(run, records):
         early, scale = judged(differences, EARLY_STEPS).max(), max(1.0, float(losses[str(reference)].abs().max()))
         equal = bool(early <= EARLY_TOLERANCE * scale and (ratio is None or abs(ratio - 1) <= NORM_TOLERANCE))
     if equal and why_dead(records.steps):

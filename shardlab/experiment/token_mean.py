@@ -60,7 +60,8 @@ def cause(
         return ""
     plain = abs(sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / len(losses) - whole)
     nearest, words = inf, ""
-    for expression, numbers in counts.items():
+    # Of equal counts that of targets is named, which says what it means.
+    for expression, numbers in sorted(counts.items(), key=lambda one: str(IGNORED) not in one[0]):
         total = sum(numbers)
         if len(set(numbers)) > 1 and min(numbers) >= 0 and total > 0:
             mean = sum(loss * number for loss, number in zip(losses, numbers, strict=True) if number) / total
