@@ -261,8 +261,9 @@ def run_strategy(
         traced = min(first + 2, config.steps - 1)
         known, buffers = dict[int, Did](), dict[int, dict[str, int]]()
         for step in range(first, config.steps):
-            # Where times do not count anyway.
-            result = run.step(step, trace_memory=step == traced, reports_norm=step in (first, traced))
+            # Not in the traced step, whose peak is that of training; in a timed one only where there are others.
+            reports_norm = step == first or (step == first + 1 and config.steps - first >= 5)
+            result = run.step(step, trace_memory=step == traced, reports_norm=reports_norm and step != traced)
             if sampled_at_rest(step) or step == config.steps - 1:
                 known[step] = did(run.engine)
             if step in known or step - first < NUM_BATCHES:
