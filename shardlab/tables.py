@@ -132,12 +132,24 @@ STEPS = Table("steps", (
     Column("learning_rate", "float64", "of the first parameter group"),
     Column("start_us", "float64", "when the step began on this rank; NaN in older records", optional=True),
     Column("step_us", "float64", "time of the step on this rank"),
+    Column(
+        "queued_us", "float64", "the computing thread could run and had no core; NaN where the system does not say",
+        optional=True,
+    ),
+    Column(
+        "dispatch_us", "float64",
+        "what Python and torch take at least to call the operations of forward and backward: their number times the "
+        "CPU time of one on a single number; NaN where memory was not traced, or on a device",
+        optional=True,
+    ),
     Column("exposed_comm_us", "float64", "communication with no compute at the same time; NaN without any"),
     Column("overlap", "float64", "share of communication hidden by compute, 0 to 1; NaN without any"),
     Column("peak_bytes", "Int64", "highest live bytes in the step; NA where it was not traced"),
     Column("wire_bytes", "float64", "sum of those of the step's collectives; NaN where these were not watched"),
     Column("num_tokens", "Int64", "tokens or samples this rank trained on"),
     Column("traced_memory", "boolean", "memory was traced in this step, which slows it: leave it out of timings"),
+    Column("unlike_step", "Int64", "until here the last step with larger inputs or other calls than every "
+                                   "traced one, so that its peak is not known; NA: none", optional=True),
 ))  # fmt: skip
 
 TABLES = {table.name: table for table in (COLLECTIVES, SPANS, MEMORY, SHARDS, STEPS)}

@@ -11,7 +11,8 @@ a faster link only where no other order or size of messages gains three quarters
 cause                                     seen in                                     the change that is replayed
 ========================================  ==========================================  ===============================
 input wait                                spans of data                               none of them
-host-bound                                time outside all spans and waits            none of it
+host-bound                                time outside all spans and waits; calls     none of it
+                                          of operations, at their least
 recomputation                             spans of recomputation                      none of them
 optimizer step                            spans of the optimizer                      none of them: an upper bound
 off the CPU                               spans off the CPU, beside a straggler's     none of them
@@ -22,6 +23,7 @@ latency of many small messages            messages x latency                    
 bandwidth                                 the rest of the transfers                   half of it
 late gather (prefetch too short)          gathers waited for                          each issued one gather earlier
 uneven units                              a unit's messages, against the median       its messages in parts
+every micro-batch communicates            a tag again in the step's next backward     the last one's reductions
 exposed last bucket, exposed first        the last reduction, the first gather        it travels in parts, beside
 gather                                                                                the compute around it
 ========================================  ==========================================  ===============================
@@ -103,6 +105,7 @@ def _ranked(record: Recorded, besides: Collection[str]) -> list[Cause]:
         _weighed(record, replace(one, least=max(one.least, record.away)))
         for one in slow_messages.found(record) if one.name not in besides
     ]  # fmt: skip
+    messages += [_weighed(record, one) for one in slow_messages.every_micro_batch(record) if one.name not in besides]
     # Causes among the messages are views of the same time: of them the change that gains most comes first.
     most = max((cause.us for cause, counts in messages if counts), default=0.0)
     keys = [(cause.us, cause, counts) for cause, counts in work] + [(most, *one) for one in messages]

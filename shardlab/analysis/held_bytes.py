@@ -38,7 +38,7 @@ def at_rest(memory: pd.DataFrame) -> pd.DataFrame:
 
 
 def peak(memory: pd.DataFrame) -> pd.DataFrame:
-    """Live bytes of each role at the run's highest peak.
+    """Live bytes of each role at the run's highest peak, of equal ones the last.
 
     The peak is one moment on one rank, so the roles add up to it. (The maximum of each role over ranks and steps would
     mix moments that never coincided.)
@@ -56,6 +56,7 @@ def peak(memory: pd.DataFrame) -> pd.DataFrame:
     MEMORY.check(memory)
     rows = memory[memory["where"] == PEAK]
     moments = _on_device(rows).groupby([*RANK, "step"], sort=False)["bytes"].sum().reset_index()
+    moments = moments.sort_values("step", ascending=False, kind="stable")
     highest = moments.loc[moments.groupby(RUN, sort=False)["bytes"].idxmax(), [*RANK, "step"]]
     chosen = rows.merge(highest, on=[*RANK, "step"])
     chosen = chosen.groupby([*MOMENT, "phase", "role"], sort=False, dropna=False)["bytes"].max().reset_index()
@@ -63,6 +64,31 @@ def peak(memory: pd.DataFrame) -> pd.DataFrame:
     units = inside[[*MOMENT, "where"]].drop_duplicates(MOMENT).rename(columns={"where": "unit"})
     found = chosen.merge(units, on=MOMENT, how="left")
     return found[[*RANK, "step", "unit", "phase", "role", "bytes"]]
+
+
+def peaks_of_steps(steps: pd.DataFrame) -> dict[str, int | None]:
+    """What is known of the peaks of one run's steps, each on the rank where it is highest.
+
+    Args:
+        steps: table ``steps`` of one run.
+
+    Returns:
+        ``peak_bytes``; ``peak_step``, which has it, of equal ones the last; ``least_peak_bytes``, of the steps after
+        the first, in which optimizer state is missing; ``unlike_step``, the last of those whose peak is not known
+        although they were unlike all traced ones. None where there is none.
+    """
+    by_step = steps.groupby("step")["peak_bytes"].max().dropna()
+    ends = steps.sort_values("step").drop_duplicates("rank", keep="last")
+    unlike = ends["unlike_step"].max() if "unlike_step" in ends else None
+    found = {"unlike_step": None if pd.isna(unlike) else int(unlike)}
+    if by_step.empty:
+        return {"peak_bytes": None, "peak_step": None, "least_peak_bytes": None, **found}
+    later = by_step[by_step.index > steps["step"].min()]
+    highest = int(by_step.max())
+    return {
+        "peak_bytes": highest, "peak_step": int(by_step.index[by_step == highest].max()),
+        "least_peak_bytes": int((later if len(later) else by_step).min()), **found,
+    }  # fmt: skip
 
 
 def memory_over_step(
@@ -73,7 +99,7 @@ def memory_over_step(
     Args:
         memory: table ``memory``; the rows that name a unit are used.
         run: which run; None where the table holds one.
-        step: which step; None for the first that was traced.
+        step: which step; None for the traced one with the highest moment.
         rank: which rank; None for the one with the highest moment.
 
     Returns:
@@ -88,7 +114,7 @@ def memory_over_step(
     rows = memory[~memory["where"].isin(WHOLE_STEP)]
     if not len(rows):
         raise ValueError("memory: no step was traced; trace one with recorder.step(step, trace_memory=True)")
-    rows = _only(_only(one_run(rows, run), "step", step), "rank", rank, highest=True)
+    rows = _only(_only(one_run(rows, run), "step", step), "rank", rank)
     wide = rows.pivot_table("bytes", [*MOMENT, "phase", "where"], "role", aggfunc="max", sort=False)
     roles = [str(role) for role in Role if role in wide.columns]
     on_device = wide[[role for role in roles if role != Role.OFFLOADED]]
@@ -102,15 +128,16 @@ def _on_device(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["role"] != str(Role.OFFLOADED)]
 
 
-def _only(rows: pd.DataFrame, column: str, value: int | None, *, highest: bool = False) -> pd.DataFrame:
-    """The rows of one step or rank; None chooses the first, or with ``highest`` the one with the highest moment."""
+def _only(rows: pd.DataFrame, column: str, value: int | None) -> pd.DataFrame:
+    """The rows of one step or rank; None chooses the one with the highest moment, of equal ones the last step."""
     known = sorted({int(number) for number in rows[column]})
     if value is not None and value not in known:
         raise ValueError(f"{column}: {value} was not traced; there are {', '.join(map(str, known))}")
-    if value is None and highest:
-        moments = _on_device(rows).groupby([column, "time_us"])["bytes"].sum().reset_index()
-        value = int(moments[column].iloc[moments["bytes"].argmax()])
-    return rows[rows[column] == (known[0] if value is None else value)]
+    if value is None:
+        moments = _on_device(rows).groupby([column, "rank", "time_us"])["bytes"].sum().groupby(level=0).max()
+        moments = moments.sort_index(ascending=column == "rank")
+        value = int(moments.index[int(moments.argmax())])
+    return rows[rows[column] == value]
 
 
 def allocator_items(memory: pd.DataFrame) -> pd.DataFrame:

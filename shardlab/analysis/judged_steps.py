@@ -10,7 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from shardlab.analysis.bandwidth import fit_latency_bandwidth
-from shardlab.analysis.intervals import merge, total
+from shardlab.analysis.intervals import covered_until, merge, total
 from shardlab.analysis.matching import matched_collectives
 from shardlab.analysis.recorded_step import NOTHING, Message, RecordedStep, Removed, by_rank, recorded_steps
 from shardlab.analysis.timed import in_steps, timed_steps
@@ -70,6 +70,7 @@ class Recorded:
 
     def __init__(self, collectives: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame, axes: Any) -> None:
         self.timed = _spread(watched(steps))
+        self._all_steps = steps
         self.collectives, self.spans = (in_steps(table, self.timed) for table in (collectives, spans))
         self.axes = axes
         self.steps = recorded_steps(self.collectives, self.spans, self.timed, axes)
@@ -103,6 +104,39 @@ class Recorded:
     def us_of(self, removed: Removed) -> float:
         """How long some intervals are, in microseconds for a rank and step."""
         return sum(map(total, removed.values())) / len(self.timed)
+
+    def lost_us(self, removed: Removed) -> float:
+        """How much of a step some rank is in its intervals, in microseconds: without them it is no more shorter.
+
+        Ranks that lose time in turn lose it for each other, so it may be more than each of them has.
+        """
+        of_any = merge(np.concatenate([NOTHING, *removed.values()]))
+        begins = self.timed.groupby("step")["start_us"].min().to_numpy(dtype=np.float64)
+        ends = (self.timed["start_us"] + self.timed["step_us"]).groupby(self.timed["step"]).max()
+        windows = np.column_stack((begins, ends.to_numpy(dtype=np.float64)))
+        return float(np.median(np.diff(covered_until(of_any, windows))))
+
+    @cached_property
+    def dispatch(self) -> Removed:
+        """By rank, as much of forward and backward as calling their operations takes at least, where that is known.
+
+        It is known how much, not when: the end of each stretch stands for it.
+        """
+        if "dispatch_us" not in self._all_steps:
+            return {}
+        known = self._all_steps.dropna(subset="dispatch_us").groupby("rank")["dispatch_us"].median()
+        found = {}
+        for rank, times in self.of_kind(SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.RECOMPUTE, on_cpu=True).items():
+            share = float(known.get(rank, 0.0)) * len(self.steps) / max(total(times), 1e-9)
+            found[rank] = np.column_stack((times[:, 1] - min(1.0, share) * np.diff(times).ravel(), times[:, 1]))
+        return found
+
+    @cached_property
+    def queued_us(self) -> float:
+        """How long a rank had no core though it could have run, for a rank and step; NaN where it is not known."""
+        if "queued_us" not in self.timed:
+            return float("nan")
+        return float(self.timed["queued_us"].to_numpy(dtype=np.float64, na_value=np.nan).mean())
 
     @cached_property
     def away(self) -> float:

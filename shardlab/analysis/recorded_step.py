@@ -8,7 +8,7 @@ other communication it would be a little slower or faster. Broadcasts and sends 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
@@ -20,8 +20,9 @@ import pandas as pd
 from shardlab.analysis.critical_path import NoHostWaitsError
 from shardlab.analysis.intervals import Intervals, covered_until
 from shardlab.analysis.matching import matched_collectives
+from shardlab.analysis.repeated_reductions import begins_of_backward
 from shardlab.analysis.rows import numbers, on_streams
-from shardlab.vocabulary import Collective, MeshAxis, Phase, SpanKind
+from shardlab.vocabulary import Collective, MeshAxis, Phase
 
 Removed = Mapping[int, Intervals]
 NOTHING: Intervals = np.empty((0, 2))
@@ -143,6 +144,10 @@ class RecordedStep:
 
         return self.with_messages(change)
 
+    def without_messages(self, gone: Collection[Message]) -> "RecordedStep":
+        """With some messages neither issued nor waited for."""
+        return self.each(lambda _, items: (one for one in items if isinstance(one, Work) or one.message not in gone))
+
     def with_messages(self, changed: Callable[[Message], Message]) -> "RecordedStep":
         """With other messages in the place of these."""
         others = {one: changed(one) for one in self.messages}
@@ -201,17 +206,8 @@ def _read(rows: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame) -> Recor
         ]
         programs[rank] = tuple(_program(mine, begin, float(ends[rank])))
     first = min(begins.values())
-    backward_us = {rank: _begins_of_backward(own) for rank, own in by_rank(spans).items()}
+    backward_us = {rank: tuple(begins_of_backward(own).tolist()) for rank, own in by_rank(spans).items()}
     return RecordedStep(programs, {rank: begin - first for rank, begin in begins.items()}, backward_us)
-
-
-def _begins_of_backward(spans: pd.DataFrame) -> tuple[float, ...]:
-    """When a rank came from forward to backward: once for each micro-batch."""
-    kinds = spans["kind"].isin([str(SpanKind.BACKWARD), str(SpanKind.RECOMPUTE)])
-    forward = numbers(spans[spans["kind"] == str(SpanKind.FORWARD)], "start_us")
-    backward = np.sort(numbers(spans[kinds], "start_us"))
-    firsts = np.unique(np.searchsorted(backward, np.append(forward, -np.inf)))
-    return tuple(backward[firsts[firsts < len(backward)]].tolist())
 
 
 def _each(rows: pd.DataFrame) -> Iterator[Any]:

@@ -1,6 +1,6 @@
-"""Causes of a long step in its messages: too many, too large, too late, or too uneven."""
+"""Causes of a long step in its messages: too many, too large, too late, too uneven, or sent again and again."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from math import inf
 
@@ -9,11 +9,14 @@ import numpy as np
 from shardlab.analysis.changed_messages import Latency, ahead, in_parts, merged
 from shardlab.analysis.judged_steps import Found, Recorded, Steps
 from shardlab.analysis.recorded_step import Message, RecordedStep
+from shardlab.analysis.repeated_reductions import CHANGE, REDUCTIONS, REPEATED, evidence, repeated
 from shardlab.vocabulary import FLAG, Collective, Phase
 
 LATENCY, LATE_GATHER = "latency of many small messages", "late gather (prefetch too short)"
 MIB = 1024**2
 UNEVEN, FEWEST_UNITS = 3.0, 3  # times the usual size, of how many
+ALIKE_SIZES = 8.0  # times the smallest of its class
+OF_SCRIPT = " of the script "  # in the tag of what a recorded script sends by itself
 SEEN = 0.02  # of a step: what gains less is worth no larger bucket
 
 
@@ -21,13 +24,14 @@ def found(record: Recorded) -> Iterator[Found]:
     """Those of the messages."""
     if not record.messages:
         return
-    latency, count = record.latency_us, len(record.messages)
-    size = sum(one.num_bytes for one in record.messages) / count / 1e3
+    latency = record.latency_us
     exposed = float(np.median(record.gains(record.with_transfers(lambda *_: 0.0)))) / 1e3
-    said = f"{exposed:.3g} ms of a step wait for {count} messages of {size:.3g} kB"
-    known, apart = latency or _none, "little of it latency" if latency else "latency not told apart: all of one size"
+    said = f"{exposed:.3g} ms of a step wait for {_by_size([one.num_bytes for one in record.messages])}"
+    known, apart = latency or _none, "latency not told apart: all of one size"
     if latency is not None:
-        yield _latency(record, latency, said)
+        free = record.with_transfers(lambda one, us: us - min(us, latency(one)))
+        yield _latency(record, latency, free, said)
+        apart = f"{np.median(record.gains(free)) / 1e3:.3g} ms of it latency"
     half = record.with_transfers(lambda one, us: (us + min(us, known(one))) / 2)
     rest = record.with_transfers(lambda one, us: min(us, known(one)))
     yield Found("bandwidth", half, f"{said}, {apart}", "a link of twice the bandwidth", rest, {"bandwidth": 2})
@@ -39,15 +43,54 @@ def found(record: Recorded) -> Iterator[Found]:
     yield from _uneven(record, known)
 
 
+def _by_size(sizes: list[int]) -> str:
+    """How many messages there are of each size, alike ones together: '40 messages of 4 B and 2 of 10.5 MB'."""
+    classes: list[list[int]] = []
+    for size in sorted(sizes):
+        if classes and size <= ALIKE_SIZES * classes[-1][0]:
+            classes[-1].append(size)
+        else:
+            classes.append([size])
+    usual = [(len(alike), _bytes(float(np.median(alike)))) for alike in classes]
+    (count, size_of_first), *others = usual
+    parts = [f"{count} message{'s' * (count > 1)} of {size_of_first}", *(f"{more} of {size}" for more, size in others)]
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+
+
+def _bytes(size: float) -> str:
+    power = next(power for power in (0, 1, 2, 3) if size < 1000 ** (power + 1) or power == 3)
+    return f"{size / 1000**power:.3g} {('B', 'kB', 'MB', 'GB')[power]}"
+
+
+def every_micro_batch(record: Recorded) -> Iterator[Found]:
+    """Reductions that each micro-batch sends, and those of the last one alone."""
+    rows = repeated(record.collectives, record.spans)
+    own = rows[rows["rank"] == rows["rank"].min()]
+    tags = {step: set(of_step["tag"]) for step, of_step in own.groupby("step")}
+    numbers = record.timed["step"].unique()
+    if len(tags) < len(numbers):  # in some steps there is nothing of it
+        return
+    changed = [
+        step.without_messages(_all_but_the_last(step, tags[number]))
+        for number, step in zip(numbers, record.steps, strict=True)
+    ]
+    yield Found(REPEATED, changed, evidence(own, len(numbers)), CHANGE)
+
+
+def _all_but_the_last(step: RecordedStep, tags: Collection[str]) -> set[Message]:
+    """Of the reductions of each tag."""
+    sent = [one for one in step.messages if one.tag in tags and one.op in REDUCTIONS and one.phase == Phase.BACKWARD]
+    return set(sent) - set({(one.queue, one.op, one.tag): one for one in sent}.values())
+
+
 def _none(_: Message) -> float:
     return 0.0
 
 
-def _latency(record: Recorded, latency: Latency, said: str) -> Found:
-    """Fewer messages where that gains more than half of the latency, else half of the latency."""
+def _latency(record: Recorded, latency: Latency, free: Steps, said: str) -> Found:
+    """Fewer messages where that gains more than half of the latency, else half of it; ``free`` is without any."""
     each = float(np.median([latency(one) for one in record.messages])) / 1e3
     evidence = f"{said}, each with {each:.3g} ms of latency"
-    free = record.with_transfers(lambda one, us: us - min(us, latency(one)))
     half = record.with_transfers(lambda one, us: us - min(us, latency(one)) / 2)
     best = Found(LATENCY, half, evidence, "a link of half the latency", free, {"latency": 0.5})
     least = float(np.median(record.gains(half)))
@@ -63,11 +106,25 @@ def _latency(record: Recorded, latency: Latency, said: str) -> Found:
             least, mib = gain, -(-min(limit, total) // MIB)
             best = replace(best, changed=changed, change=f"larger buckets (--bucket-mib {mib:g})",
                            settings={"bucket_mib": mib})  # fmt: skip
+    script = [one for one in record.messages if OF_SCRIPT in one.tag]
+    if len(script) > 1:
+        changed = [_joined(step) for step in record.steps]
+        if (gain := float(np.median(record.gains(changed)))) > least + SEEN * record.us:
+            change = f"one message for the script's {len(script)}, if none is needed before the last,"
+            return replace(best, changed=changed, change=change, settings={})
     if _is_bucketed(record) or best.changed is half:
         return best
     if not any(one.op == Collective.ALL_GATHER for one in free_to_move):
         return replace(best, change="buckets (--strategies bucketed)", settings={"strategies": ("bucketed",)})
     return replace(best, change="one unit (--wrap root), which holds all parameters at once", settings={"wrap": "root"})
+
+
+def _joined(step: RecordedStep) -> RecordedStep:
+    """With one message, the last, for all that the script itself sends of a kind; ranks still meet as often."""
+    sent = [one for one in step.messages if OF_SCRIPT in one.tag]
+    last = {(one.op, one.queue, one.phase, tuple(one.transfer_us)): one for one in sent}
+    gone = set(sent) - set(last.values())
+    return step.with_transfers(lambda one, us: 0.0 if one in gone else us)
 
 
 def _uneven(record: Recorded, latency: Latency) -> Iterator[Found]:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import isnan
 from statistics import median
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from shardlab.analysis.intervals import Intervals, covered_until, merge, subtrac
 from shardlab.analysis.judged_steps import Found, Recorded, Steps
 from shardlab.analysis.matching import SAME, matched_collectives
 from shardlab.analysis.overlap import COMPUTE_KINDS
-from shardlab.analysis.recorded_step import NOTHING, Item, Work, by_rank
+from shardlab.analysis.recorded_step import NOTHING, Item, Removed, Work, by_rank
 from shardlab.analysis.rows import numbers
 from shardlab.vocabulary import WHOLE_MODEL, SpanKind
 
@@ -35,16 +36,35 @@ def found(record: Recorded) -> Iterator[Found]:
     away = record.of_kind(SpanKind.OFF_CPU)
     # Of a straggler's time off the CPU only what the others have too.
     changed = [step.without(away) for step in levelled]
-    said = f"ranks are off the CPU for {record.us_of(away) / 1e3:.3g} ms a step: they sleep, or others have their cores"
-    several = record.timed["rank"].nunique() > 1
-    change = "fewer ranks or threads than cores" if several else "no more threads than cores, and nothing beside it"
+    said, change = _why_away(record, away)
     yield Found(OFF_CPU, changed, said, change, base=levelled)
+
+
+def _why_away(record: Recorded, away: Removed) -> tuple[str, str]:
+    """Whether ranks that are off the CPU sleep, or could run and have no core; and what to do about it."""
+    said = f"in {record.lost_us(away) / 1e3:.3g} ms of a step a rank is off the CPU"
+    one = "a core for each rank and thread" if len(record.steps[0].programs) > 1 else "a core for each thread"
+    cores = f"{one}, with no other program beside them,"
+    queued = record.queued_us / max(record.us_of(away), 1e-9)
+    if isnan(queued):
+        return f"{said}: it sleeps, or others have its core", f"no sleep, or {cores}"
+    if queued >= 0.5:
+        return f"{said}: for {100 * queued:.0f} % of that it could run, and others have its core", cores
+    return (
+        f"{said}: for {100 * (1 - queued):.0f} % of that it sleeps",
+        "nothing that sleeps in a step (a lock, a file, a pause, a thread that waits for another)",
+    )
 
 
 def _in_spans(record: Recorded) -> Iterator[Found]:
     """What the hosts did beside forward and backward."""
     spans = (
-        ("input wait", SpanKind.DATA, "loading data takes {}", "load ahead of the step, as a DataLoader's workers do"),
+        (
+            "input wait",
+            SpanKind.DATA,
+            "loading data takes {}",
+            "load ahead of the step, by more workers of a DataLoader,",
+        ),
         ("recomputation", SpanKind.RECOMPUTE, "computing activations again takes {}", "no checkpointing, or of less"),
         (
             OPTIMIZER,
@@ -55,7 +75,7 @@ def _in_spans(record: Recorded) -> Iterator[Found]:
     )
     for name, kind, evidence, change in spans:
         removed = record.of_kind(kind)
-        said = evidence.format(f"{record.us_of(removed) / 1e3:.3g} ms a step")
+        said = evidence.format(f"{record.lost_us(removed) / 1e3:.3g} ms of a step")
         least = 0.2 if name == OPTIMIZER else 0.1  # some of it is left in any case
         yield Found(name, record.without(removed), said, change, least=least)
     whole = by_rank(record.timed)
@@ -63,9 +83,10 @@ def _in_spans(record: Recorded) -> Iterator[Found]:
     outside = {}
     for rank, own in whole.items():
         times = np.column_stack((numbers(own, "start_us"), numbers(own, "start_us") + numbers(own, "step_us")))
-        outside[rank] = subtract(times, open_us.get(rank, np.empty((0, 2))))
+        outside[rank] = subtract(times, open_us.get(rank, NOTHING))
+        outside[rank] = merge(np.concatenate((outside[rank], record.dispatch.get(rank, NOTHING))))
     changed = record.without(outside)
-    said = f"{np.median(record.gains(changed)) / 1e3:.3g} ms of a step are in no span: Python between the operations"
+    said = f"{np.median(record.gains(changed)) / 1e3:.3g} ms of a step are Python between the operations"
     yield Found("host-bound", changed, said, "larger micro-batches, or torch.compile")
 
 
@@ -156,5 +177,5 @@ def _contention(record: Recorded) -> Iterator[Found]:
                     ends = times[:, 1]
                     slower.setdefault(rank, []).append(np.column_stack((ends - less * (ends - times[:, 0]), ends)))
     removed = {rank: merge(np.concatenate(times)) for rank, times in slower.items()}
-    said = f"units take {record.us_of(removed) / 1e3:.3g} ms a step longer beside messages than without"
+    said = f"units take {record.lost_us(removed) / 1e3:.3g} ms of a step longer beside messages than without"
     yield Found("contention", record.without(removed), said, "one core left free of compute")

@@ -16,6 +16,7 @@ from shardlab.analysis.attribution import waits
 from shardlab.analysis.intervals import total
 from shardlab.analysis.judged_steps import BALANCED, UNKNOWN, Cause, hop_us_of, hops
 from shardlab.analysis.overlap import overlap, step_split
+from shardlab.analysis.repeated_reductions import CHANGE, REPEATED, evidence, repeated
 from shardlab.analysis.rows import KEYS
 from shardlab.analysis.slow_messages import LATENCY
 from shardlab.analysis.slow_work import OPTIMIZER
@@ -42,8 +43,12 @@ def found(
     split = step_split(sent, worked, timed, axes) if met else _of_some_ranks(sent, worked, timed)
     parts = {name: float(split[name].median()) for name in split.columns if name.endswith("_us")}
     us = parts["step_us"]
+    missing = ""
     if isnan(parts["moving_us"]):
         missing = "which messages were exposed is missing: the stream that computes was not seen to wait for them"
+    elif parts["moving_us"] > us:
+        missing = "when the device took a step is missing: its messages last longer than the host, which ran ahead"
+    if missing:
         return [Cause(UNKNOWN, 0.0, 0.0, missing, "", 0.0)]
 
     def of_kind(kind: SpanKind) -> float:
@@ -52,6 +57,7 @@ def found(
         return float(lengths.reindex(pd.MultiIndex.from_frame(timed[KEYS]), fill_value=0.0).median())
 
     said = [
+        *_again(sent, worked, parts["moving_us"]),
         *_moving(sent, hop_us_of(collectives, axes) if len(sent) and met else None, parts["moving_us"]),
         *_late(sent, axes, split.groupby("rank")["waiting_us"].median() if met else None),
         *_idle(parts["other_us"], of_kind),
@@ -71,6 +77,17 @@ def _of_some_ranks(sent: pd.DataFrame, worked: pd.DataFrame, timed: pd.DataFrame
 
 Share = tuple[str, float, str, str, float]
 """Name, microseconds of a step, evidence, change, and the most that it gains."""
+
+
+def _again(sent: pd.DataFrame, worked: pd.DataFrame, moving_us: float) -> Iterator[Share]:
+    """Reductions of micro-batches before the last: as much of what nothing hides as they are of all messages."""
+    rows = repeated(sent, worked)
+    if rows.empty:
+        return
+    us = [float((table["end_us"] - table["start_us"]).sum()) for table in (rows, sent)]
+    own = rows[rows["rank"] == rows["rank"].min()]
+    taken = moving_us * us[0] / us[1]
+    yield REPEATED, taken, evidence(own, own["step"].nunique()), f"{CHANGE}, at most,", taken
 
 
 def _moving(sent: pd.DataFrame, hop_us: float | None, moving_us: float) -> Iterator[Share]:

@@ -1,6 +1,6 @@
 """Which steps count where a run is judged by its times; and of these, the share of communication that compute hid.
 
-And how many bytes of collectives are under way at once, in the step whose memory was traced and in ordinary ones.
+And how many bytes of collectives are under way at once, in the traced step that has the peak and in ordinary ones.
 Tracing memory slows compute, not communication. So at its peak a traced step may hold other buffers, and other copies
 of them in the transport, than an ordinary step does, whose peak is not known on a CPU. When each collective was under
 way is known of every step: where that differs, the peaks may differ too. (On a GPU this is not needed: the allocator
@@ -28,8 +28,15 @@ def timed_steps(steps: pd.DataFrame) -> pd.DataFrame:
     of_run = steps.groupby("run")
     first, is_profile = of_run["step"].transform("min"), of_run["learning_rate"].transform("count") == 0
     warms_up = (steps["step"] == first) & ((first == 0) | ~is_profile)
-    counts = ~steps["traced_memory"] & ~warms_up
+    counts = ~traced(steps) & ~warms_up
     return steps[counts | ~counts.groupby(steps["run"]).transform("any")]
+
+
+def traced(steps: pd.DataFrame) -> "pd.Series[bool]":
+    """For each row, whether memory was traced in its step on some rank: the others have waited for that one."""
+    of_rank = steps["traced_memory"].fillna(False).astype(bool)
+    found: pd.Series[bool] = of_rank.groupby([steps["run"], steps["step"]]).transform("any")
+    return found
 
 
 def in_steps(table: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
@@ -96,7 +103,7 @@ def in_flight(collectives: pd.DataFrame) -> pd.DataFrame:
 
 
 def traced_and_ordinary(collectives: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """What was in flight at most, on the rank with the most: in the traced step, and in an ordinary one.
+    """What was in flight at most, on the rank with the most: in the traced step with the peak, and in an ordinary one.
 
     Args:
         collectives: table ``collectives``.
@@ -112,13 +119,14 @@ def traced_and_ordinary(collectives: pd.DataFrame, steps: pd.DataFrame) -> pd.Da
     STEPS.check(steps)
     steps = steps.dropna(subset="wire_bytes")  # of a recorded script, not every step's collectives are watched
     steps = steps[~steps["run"].isin(collectives.loc[on_streams(collectives), "run"])]
-    known = steps[[*KEYS, "traced_memory"]].merge(in_flight(collectives), on=KEYS, how="left")
-    known = known.fillna({"in_flight_bytes": 0})
-    by_step = known.groupby(["run", "step", "traced_memory"], sort=False)["in_flight_bytes"].max().reset_index()
-    traced = by_step[by_step["traced_memory"]]
+    known = steps[[*KEYS, "peak_bytes"]].assign(traced=traced(steps)).merge(in_flight(collectives), on=KEYS, how="left")
+    known = known.fillna({"in_flight_bytes": 0, "peak_bytes": 0})
+    columns = ["peak_bytes", "in_flight_bytes"]
+    by_step = known.groupby(["run", "step", "traced"], sort=False)[columns].max().reset_index()
+    highest = by_step[by_step["traced"]].sort_values(["peak_bytes", "step"]).drop_duplicates("run", keep="last")
     counts = timed_steps(steps)[["run", "step"]].drop_duplicates()
-    ordinary = by_step[~by_step["traced_memory"]].merge(counts, on=["run", "step"])
-    most = traced.groupby("run", sort=False)["in_flight_bytes"].max()
+    ordinary = by_step[~by_step["traced"]].merge(counts, on=["run", "step"])
+    most = highest.set_index("run")["in_flight_bytes"]
     usual = ordinary.groupby("run", sort=False)["in_flight_bytes"].median()
     return pd.DataFrame({"traced_bytes": most, "ordinary_bytes": usual}).rename_axis("run")
 

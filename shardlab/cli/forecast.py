@@ -30,6 +30,8 @@ def with_forecasts(
     """The rows of a plan with bytes at the peak, those of a calibrated machine with times; and how to take them."""
     import pandas as pd
 
+    from shardlab.analysis.held_bytes import peaks_of_steps
+    from shardlab.experiment.config import CompareConfig
     from shardlab.experiment.forecast import forecast_step
     from shardlab.experiment.named_workload import workload_at
     from shardlab.experiment.planned import to_plan
@@ -38,12 +40,14 @@ def with_forecasts(
     found = {}
     with progress_bar(len(plans), first="steps without values") as advance:
         for name, plan in plans.items():
-            config = to_plan(workload_at(place), ranks, (name,), device="cpu", **options)
+            config = to_plan(workload_at(place), ranks, (name,), device="cpu", steps=CompareConfig.steps, **options)
             with suppress(RuntimeError):  # it needs values
                 found[name] = forecast_step(config, name, machine, rank=plan.heaviest_rank)
             advance(name)
-    peaks = [found[name].peak_bytes if name in found else None for name in rows["strategy"]]
-    rows = rows.assign(peak_bytes=pd.array(peaks, "Int64"))
+    peaks = {name: peaks_of_steps(one.records.steps) for name, one in found.items()}
+    for column in ("peak_bytes", "peak_step", "least_peak_bytes"):
+        values = [peaks.get(name, {}).get(column) for name in rows["strategy"]]
+        rows = rows.assign(**{column: pd.array(values, "Int64")})
     unknown = ", ".join(name for name in plans if name not in found)
     note = unknown and f" Of {unknown} more is not known: a step needs values."
     if machine is None or not found:

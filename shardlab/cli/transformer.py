@@ -138,7 +138,7 @@ def _planned(job: "Job", gpus: str) -> str:
 def _memory(job: "Job", room: float) -> str:
     from shardlab.planner.peak import peak_bytes, rest_bytes
 
-    return f"{rest_bytes(job) / 1e9:.3g} GB at rest, {_fits(peak_bytes(job), room)}"
+    return f"{rest_bytes(job) / 1e9:.3g} GB at rest, {_fits(peak_bytes(job), room)}{_of_logits(job, room)}"
 
 
 def _tell_forecast(
@@ -204,6 +204,20 @@ def _fits(peak_bytes: float, room: float) -> str:
         return f"{said}it fits"
     often = f"{room / peak_bytes:.3g} times that; {least:g} to {most:g} times were seen"
     return f"{said}it fits, unless the allocator reserves more than {often}"
+
+
+def _of_logits(job: "Job", room: float) -> str:
+    """What helps, where it does not fit or hardly, and logits are the reason; else empty."""
+    from shardlab.planner.forecast import USABLE
+    from shardlab.planner.peak import logits_bytes, peak_bytes
+
+    logits, peak = logits_bytes(job), peak_bytes(job)
+    if peak <= USABLE * room or (2 * logits < peak and peak - logits > USABLE * room):
+        return ""
+    return (
+        f"; {logits / 1e9:.3g} GB of it are logits, {job.tokens:,} tokens x {job.vocab:,} words: a chunked loss, which "
+        "makes them for some tokens at a time, would save most of these"
+    )
 
 
 def _job_of(sizes: Mapping[str, Any], ranks: int, on: Mapping[str, Any], options: Mapping[str, Any]) -> "Job":

@@ -22,7 +22,9 @@ After the reduction such an element is -0 if and only if no rank used the parame
 ``smallest_normal``: it becomes 0 with the result's sign, and the parameter counts as unused.
 """
 
-from collections.abc import Hashable, Mapping
+import contextlib
+from collections.abc import Hashable, Iterator, Mapping
+from contextvars import ContextVar
 from math import copysign
 from typing import TypeVar
 
@@ -30,6 +32,17 @@ import torch
 from torch import Tensor
 
 Key = TypeVar("Key", bound=Hashable)
+_ALIKE = ContextVar("all ranks use the same parameters", default=False)
+
+
+@contextlib.contextmanager
+def ranks_alike() -> Iterator[None]:
+    """Inside, no rank uses what this one does not: the others are not there, and their sums are not."""
+    token = _ALIKE.set(True)
+    try:
+        yield
+    finally:
+        _ALIKE.reset(token)
 
 
 def mark_used(element: Tensor) -> None:
@@ -60,4 +73,7 @@ def nobody_used(reduced: Mapping[Key, Tensor]) -> set[Key]:
     if not firsts:
         return set()
     values = torch.cat(list(firsts.values())).tolist()
-    return {key for key, first in zip(firsts, values, strict=True) if first == 0.0 and copysign(1.0, first) < 0.0}
+    alike = _ALIKE.get()
+    return {
+        key for key, first in zip(firsts, values, strict=True) if alike or (first == 0.0 and copysign(1.0, first) < 0.0)
+    }

@@ -104,12 +104,29 @@ def least_memory(rows: pd.DataFrame) -> str:
     said += f", and {format_bytes(host)} in host memory" if host else ""
     if peaks is None or peaks.empty:
         return said if peaks is None else f"{said}; no peak was traced"
-    if len(rows) == 1:
-        return f"{said}; at the peak {format_bytes(peaks.iloc[0])}"
     lowest = str(peaks.idxmin())
+    most = f"{format_bytes(peaks.min())}{steps_differ(rows.loc[[lowest]])}"
+    if len(rows) == 1:
+        return f"{said}; at the peak {most}"
     if len(least) < len(rows) and lowest in least:
-        return f"{said}; at the peak too, {format_bytes(peaks.min())}"
-    return f"{said}; at the peak {lowest} has least, {format_bytes(peaks.min())}"
+        return f"{said}; at the peak too, {most}"
+    return f"{said}; at the peak {lowest} has least, {most}"
+
+
+def steps_differ(rows: pd.DataFrame) -> str:
+    """Which step has the peak, where steps differ in theirs, and of which it is not known; follows the peak's bytes.
+
+    Args:
+        rows: one, of the summary or of a plan.
+    """
+    columns = ["peak_bytes", "peak_step", "least_peak_bytes", "unlike_step"]
+    most, step, least, unlike = rows.reindex(columns=columns).astype("float64").to_numpy()[0]
+    said = ""
+    if least < most * (1 - ALIKE):
+        said = f" in step {step:.0f}, and {format_bytes(least)} in the least of the steps that were traced"
+    if isnan(unlike):
+        return said
+    return f"{said}; that of step {unlike:.0f}, which is unlike all traced ones, is not known"
 
 
 def _kept(rows: pd.DataFrame, one: str, other: str) -> str:
@@ -318,7 +335,11 @@ def what_fits(rows: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
     many = f"{number:,.0f}" if number < 1e6 else f"{number / 1e6:,.1f} million"
     room = "" if isnan(number) else f", {many} rows"
     if number < 1:
-        room = ", less than one row keeps: checkpoint layers in the model, or compute in 16 bits"
+        share = float(rows["logits_share"][first]) if "logits_share" in rows else nan
+        helps = "checkpoint layers in the model, or compute in 16 bits"
+        if share > 0.5:
+            helps = f"{format_percent(share)} of it are logits, so a chunked loss helps, or computing in 16 bits"
+        room = f", less than one row keeps: {helps}"
     said = (
         f"of {memory}, {fits} takes {format_bytes(memory_bytes - left[first])}, and {format_bytes(left[first])} are "
         f"left for activations{room}"

@@ -22,6 +22,10 @@ from shardlab.experiment.workload import Workload, seeded
 from shardlab.tensor_parallel.rng import generator_states, set_generator_states
 
 
+class DataEndedError(ValueError):
+    """The data has no more batches."""
+
+
 @dataclass(frozen=True)
 class Share:
     """A rank's part of a batch.
@@ -212,4 +216,4 @@ def _apart(source: Callable[[], Iterator[Any]], seed: int) -> Iterator[Any]:
             states, number = generator_states(), number + 1
         # Outside of the seed: training goes on from here, with its own random numbers.
         yield batch
-    raise ValueError(f"data: it ended after {number} batches; yield more of them, or take fewer steps")
+    raise DataEndedError(f"data: it ended after {number} batches; yield more of them, or take fewer steps")

@@ -15,6 +15,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,16 @@ from torch.utils._pytree import tree_map_only
 
 from shardlab.comm.foretold import ForetoldMesh, ToldClock
 from shardlab.comm.trees import tensors_in
+from shardlab.engines.unused_params import ranks_alike
+from shardlab.experiment.batches import DataEndedError, Share
 from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.planned_workload import first_forward
 from shardlab.experiment.run import recorded_run
 from shardlab.trace.store import Records, RunWriter, load_run, write_manifest
+from shardlab.trace.unlike_steps import Shapes, shapes_of, within
 
 SMALL, MANY = 64, 2**20  # elements: what is no larger is computed, of numbers with a point and of others
-STEPS = 2  # the first makes the optimizer's state; tracing the memory of the second takes no time on this clock
+STEPS = 2  # the first makes the optimizer's state
 OperationSeconds = Callable[[Any, tuple[Any, ...], Any], float]
 """Seconds of an operation alone on its device, by its overload, its arguments and its result."""
 
@@ -124,9 +129,9 @@ def _written(func: Any, args: Any, kwargs: Any) -> Any:
 
 def dry_run(
     config: CompareConfig, strategy: str, clock: ToldClock, operation_seconds: OperationSeconds, rank: int = 0,
-    host_seconds: float = 0.0,
+    host_seconds: float = 0.0, *, others: bool = False,
 ) -> Records:  # fmt: skip
-    """The records of one rank of a strategy, with source 'predicted'; the last step has the peak of memory.
+    """The records of the first two steps of one rank of a strategy, with source 'predicted'.
 
     Args:
         config: what is trained, and how; its ranks need not be there.
@@ -135,6 +140,7 @@ def dry_run(
         operation_seconds: what operations cost.
         rank: which rank.
         host_seconds: of a step: what the engine's own code takes beside operations.
+        others: run the later steps too that have larger or smaller batches, for their peaks; their times do not count.
 
     Raises:
         RuntimeError: the step depends on values.
@@ -147,13 +153,36 @@ def dry_run(
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         mesh = stack.enter_context(ForetoldMesh(axes, rank, clock))
+        if not first_forward(config, config.on_meta).by_rows:
+            stack.enter_context(ranks_alike())
         mode = stack.enter_context(WithoutValues(ran))
         writer = RunWriter(directory, rank, strategy, "predicted")
         with recorded_run(config, strategy, mesh, writer, 0, clock) as run:
             run.take_batches(mode.with_values)
-            for step in range(STEPS):
+            later = other_steps(mode.with_values(run.batches_anew()), config) if others else []
+            numbers = [*range(STEPS), *later]
+            for step, before in zip(numbers, [-1, *numbers], strict=False):
+                run.pass_over(step - before - 1)
                 clock.owe(host_seconds)
-                run.step(step, trace_memory=step == STEPS - 1)
+                run.step(step, trace_memory=True)  # which takes no time on this clock
         write_manifest(directory, {"run": strategy, "source": "predicted"})
         records = load_run(directory)
-        return replace(records, steps=records.steps.assign(traced_memory=False))
+        return replace(records, steps=records.steps.assign(traced_memory=records.steps["step"] >= STEPS))
+
+
+def other_steps(shares: Iterator[Share], config: CompareConfig) -> list[int]:
+    """The steps after the first two whose batches have the largest shapes, or the smallest, but for the first step.
+
+    Args:
+        shares: of all steps.
+        config: says how many of them a step takes, and the number of steps; data may end before.
+    """
+    seen: dict[Shapes, int] = {}
+    with contextlib.suppress(DataEndedError):
+        for step in range(config.steps):
+            shapes = shapes_of(tensors_in([share.batch for share in islice(shares, config.accumulation)]))
+            seen.setdefault(shapes, step) if step else None
+    is_largest = (not any(within(shapes, other) for other in seen if other != shapes) for shapes in seen)
+    is_smallest = (all(within(shapes, other) for other in seen) for shapes in seen)
+    extremes = zip(seen.values(), is_largest, is_smallest, strict=True)
+    return [step for step, *is_extreme in extremes if any(is_extreme) and step >= STEPS]

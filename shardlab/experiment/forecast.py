@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from shardlab.analysis.timed import traced
 from shardlab.comm.events import CollectiveEvent
 from shardlab.comm.foretold import Costs, ToldClock, Wire
 from shardlab.comm.transports.gloo import SEGMENT_BYTES
@@ -90,14 +91,14 @@ def forecast_step(config: CompareConfig, strategy: str, machine: Machine | None,
         scratch_bytes=scratch,
     )
     host = costs.host.get(strategy, 0.0) * config.accumulation * steered_by(config, strategy)
-    records = dry_run(config, strategy, ToldClock(wire), of_operation, rank, host)
+    records = dry_run(config, strategy, ToldClock(wire), of_operation, rank, host, others=True)
     peak_bytes = int(records.steps["peak_bytes"].max())
     return StepForecast(seconds_in(records.steps), peak_bytes, records, True in outside, frozenset(unmeasured))
 
 
 def seconds_in(steps: pd.DataFrame) -> float:
     """Median seconds of the steps that count."""
-    timed = steps[~steps["traced_memory"].fillna(False).astype(bool) & (steps["step"] > steps["step"].min())]
+    timed = steps[~traced(steps) & (steps["step"] > steps["step"].min())]
     return float(timed.groupby("step")["step_us"].median().median()) / 1e6
 
 

@@ -30,8 +30,8 @@ from shardlab.vocabulary import Collective, Phase, Role, SpanKind
 
 HIDDEN = "Exposed communication lengthens the step; hidden communication slows compute if no core is idle."
 PEAK = (
-    "Where the peak of the traced step was: the rank with the highest peak, the unit that computed, and the live bytes "
-    "at that moment by role. In flight: the most bytes of collectives under way at once in this step, and in an "
+    "Where the peak of the traced steps was: step and rank, the unit that computed, and the live bytes at that moment "
+    "by role. In flight: the most bytes of collectives under way at once in this step, and in an "
     "ordinary one, where compute is faster; where the two differ, so may the peak of an ordinary step. Other: "
     "temporaries, gradients of activations, and with ZeRO-3 and FSDP whole gradients that are not yet reduced."
 )
@@ -103,8 +103,8 @@ def _chosen(config: CompareConfig) -> str:
 def _tables(comparison: Comparison) -> dict[str, pd.DataFrame]:
     caption = (
         f"Times are medians over steps and ranks, {_which(comparison.records.steps)}; exposed and hidden refer to "
-        "communication. Bytes are maxima over ranks, at rest; the peak is that of one traced step. 1 MB is 1,000,000 "
-        "bytes."
+        "communication. Bytes are maxima over ranks, at rest; the peak is the highest of the traced steps. 1 MB is "
+        "1,000,000 bytes."
     )
     tables = {caption: readable_summary(comparison.summary)}
     planned = comparison.summary.dropna(subset="as_planned")
@@ -224,8 +224,8 @@ def time_figures(records: Records, traffic: pd.DataFrame, runs: list[str] | None
 def _which(steps: pd.DataFrame) -> str:
     """Which steps count for times, see ``timed_steps``."""
     if len(timed_steps(steps)) < len(steps):
-        return "without the first step, which allocates, and the one whose memory is traced"
-    return "the first step and the one whose memory is traced among them: there are no others"
+        return "without the first step, which allocates, and those whose memory is traced"
+    return "the first step and those whose memory is traced among them: there are no others"
 
 
 def middle_step(steps: pd.DataFrame) -> int:
@@ -236,14 +236,14 @@ def middle_step(steps: pd.DataFrame) -> int:
 
 
 def peak_table(records: Records) -> pd.DataFrame:
-    """Rank, unit and phase of each run's peak, and the bytes of each role at that moment, which add up to it.
+    """Step, rank, unit and phase of each run's peak, and the bytes of each role at that moment, which add up to it.
 
     Beside it stands what was in flight at most in this step and in ordinary ones.
     """
     rows = peak(records.memory)
     rows = rows[rows["role"] != str(Role.OFFLOADED)]
     wide = rows.pivot_table(
-        index=["run", "rank", "unit", "phase"], columns="role", values="bytes", aggfunc="sum", sort=False
+        index=["run", "step", "rank", "unit", "phase"], columns="role", values="bytes", aggfunc="sum", sort=False
     )
     held = [str(role) for role in Role if role in wide.columns and wide[role].any()]
     table = wide[held].assign(all=wide.sum(axis=1)) / 1e6

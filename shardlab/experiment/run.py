@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.trees import map_tensors
+from shardlab.comm.trees import map_tensors, tensors_in
 from shardlab.engines import AnyEngine, Engine, build_engine, engine_options
 from shardlab.experiment.batches import Share, batches_of, size_of
 from shardlab.experiment.config import CompareConfig
@@ -93,9 +93,7 @@ class RankRun:
         self.other_batch: int | None = None
         self._first_counts, self._first_weight = dict[str, float](), 1.0
         self._config, workload = config, config.trained
-        self._batches = batches_of(
-            workload, engine.data_rank, engine.num_data_ranks, config.seed, config.global_batch // config.accumulation
-        )
+        self._batches = self.batches_anew()
         scheduler = None if workload.scheduler is None else workload.scheduler(engine.optimizer)
         if scheduler is not None and not hasattr(scheduler, "step"):
             raise ValueError(f"scheduler: it returned {type(scheduler).__name__}; return a learning rate scheduler")
@@ -112,6 +110,13 @@ class RankRun:
         """Of the first micro-batch; None before."""
         loss = self.loss.first
         return None if loss is None else FirstLoss(float(loss), self._first_weight, self._first_counts)
+
+    def batches_anew(self) -> Iterator[Share]:
+        """The rank's batches from the first on."""
+        rows = self._config.global_batch // self._config.accumulation
+        return batches_of(
+            self._config.trained, self.engine.data_rank, self.engine.num_data_ranks, self._config.seed, rows
+        )
 
     def take_batches(self, read: Callable[[Iterator[Share]], Iterator[Share]]) -> None:
         """Read the batches by ``read``."""
@@ -135,12 +140,16 @@ class RankRun:
         """
         # Before the batches are passed over: only the checkpoint says how many there were.
         extra = self.engine.load(directory, **self._objects)
-        for _ in range(self.engine.num_steps * self._config.accumulation):
-            self._next_share()
+        self.pass_over(self.engine.num_steps)
         # Of rank 0, which has written them; another rank may have had other rows.
         if self.engine.data_rank == 0:
             self.other_batch = first_other(extra.get(self._whose_batches, []), self.batches)
         return self.engine.num_steps
+
+    def pass_over(self, steps: int) -> None:
+        """Read the batches of so many steps, and do not train on them."""
+        for _ in range(steps * self._config.accumulation):
+            self._next_share()
 
     @property
     def _whose_batches(self) -> str:
@@ -158,35 +167,43 @@ class RankRun:
         found = {"scheduler": self._train_step.scheduler, "scaler": self._train_step.scaler}
         return {name: value for name, value in found.items() if value is not None}
 
-    def step(self, step: int, *, trace_memory: bool = False, reports_norm: bool = False) -> StepResult:
-        """Train and record step number ``step``; ``trace_memory`` finds its peak by role, and slows it.
+    def step(self, step: int, *, trace_memory: bool | None = False, reports_norm: bool = False) -> StepResult:
+        """Train and record step number ``step``.
 
-        So does ``reports_norm``, which has the norm of the gradients recorded although they are not clipped.
+        Args:
+            step: its number.
+            trace_memory: whether its peak by role is found, which slows it; None for if its batches are unlike those of
+                all traced steps, so that its peak may be another.
+            reports_norm: whether the norm of the gradients is recorded although they are not clipped.
         """
         self._train_step.reports_norm = reports_norm
         before = _random_states(self.engine.mesh.device)
-        with self.recorder.step(step, trace_memory=trace_memory):
-            result, num_tokens = self._train()
+        with self.recorder.step(step, trace_memory=bool(trace_memory)):
+            result, num_tokens = self._train(may_trace=trace_memory is not False)
         self.drew |= _random_states(self.engine.mesh.device) != before
         self.finite.ended(step, result.own_loss)
         self.recorder.finish_step(result.loss, result.grad_norm, result.learning_rate, num_tokens)
         return result
 
-    def _train(self) -> tuple[StepResult, int]:
+    def _train(self, *, may_trace: bool) -> tuple[StepResult, int]:
         result, num_tokens = None, 0
-        for share in self._shares():
+        for share in self._shares(may_trace=may_trace):
             num_tokens += size_of(share.batch)
+            if may_trace:
+                self.recorder.called("batch", tensors_in(share.batch), self._train_step.losses, can_trace=True)
             result = self._train_step(share.batch, share.weight)
         assert result is not None
         return result, num_tokens
 
-    def _shares(self) -> Iterator[Share]:
+    def _shares(self, *, may_trace: bool) -> Iterator[Share]:
         """The micro-batches of a step on this rank's device. Where they are weighed, all are read before the first."""
-        read = (self._read() for _ in range(self._config.accumulation))
+        read = (self._read(may_trace=may_trace) for _ in range(self._config.accumulation))
         yield from read if self._config.trained.weight is None else self._weighed(list(read))
 
-    def _read(self) -> Share:
+    def _read(self, *, may_trace: bool) -> Share:
         with self.recorder.phase(Phase.DATA, SpanKind.DATA):
+            if may_trace:
+                self.recorder.look_at_data()
             share = self._next_share()
             if not self._first_counts and self._config.workload is not None:
                 self._first_counts, self._first_weight = counts_of(share.batch), share.weight
@@ -263,7 +280,8 @@ def run_strategy(
         for step in range(first, config.steps):
             # Not in the traced step, whose peak is that of training; in a timed one only where there are others.
             reports_norm = step == first or (step == first + 1 and config.steps - first >= 5)
-            result = run.step(step, trace_memory=step == traced, reports_norm=reports_norm and step != traced)
+            trace = True if step == traced else None
+            result = run.step(step, trace_memory=trace, reports_norm=reports_norm and step != traced)
             if sampled_at_rest(step) or step == config.steps - 1:
                 known[step] = did(run.engine)
             if step in known or step - first < NUM_BATCHES:

@@ -313,10 +313,12 @@ def busy_verdict(comparison: Comparison, runs: Iterable[str] | None = None) -> s
     shares = (lost / timed_steps(steps).groupby("run")["step_us"].sum()).dropna()
     if not len(shares) or shares.max() <= QUIET:
         return ""
-    return (
-        f"Times are UNCERTAIN: in {shares.idxmax()} ranks were off the CPU for {format_percent(shares.max())} of their "
-        "steps: they slept, or other programs or ranks had the cores."
-    )
+    run, why = str(shares.idxmax()), "they slept, or other programs or ranks had the cores"
+    queued = timed_steps(steps[steps["run"] == run]).get("queued_us", pd.Series(dtype="float64"))
+    if queued.notna().any():
+        why = "other programs or ranks had the cores" if 2 * queued.sum() >= lost.loc[run] else "they slept"
+    share = format_percent(shares.max())
+    return f"Times are UNCERTAIN: in {run} ranks were off the CPU for {share} of their steps: {why}."
 
 
 def peak_note(summary: pd.DataFrame) -> str:

@@ -101,6 +101,11 @@ def config_of(records: Records) -> CompareConfig:
     check_complete(records, "compare")
     known: dict[str, Any] = {}
     for run, manifest in records.manifests.items():
+        if "recorded" in manifest:
+            raise ValueError(
+                f"run: {run} is the record of a script, which has no options to change or to read; 'shardlab report' "
+                "says what takes its time and what one change would gain. Give what 'shardlab compare' has written"
+            )
         if not manifest["config"].get("strategies"):
             raise ValueError(f"run: the configuration in the manifest of {run} is damaged: it names no strategies")
         known |= manifest["config"]

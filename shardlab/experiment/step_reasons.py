@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -25,10 +26,12 @@ class Reasons:
     Attributes:
         step_us: the median of it, in microseconds.
         causes: the primary one first.
+        doubt: what may be wrong about all of them; empty where nothing is known to be.
     """
 
     step_us: float
     causes: tuple[Cause, ...]
+    doubt: str = ""
 
 
 def reasons(records: Records) -> dict[str, Reasons]:
@@ -41,8 +44,15 @@ def reasons(records: Records) -> dict[str, Reasons]:
         except ValueError as error:  # ranks or times are missing, or clocks do not agree
             said = [Cause(UNKNOWN, 0.0, 0.0, str(error), "", 0.0)]
         step_us = float(timed_steps(own).groupby("step")["step_us"].median().median())
-        found[str(run)] = Reasons(step_us, tuple(said))
+        found[str(run)] = Reasons(step_us, tuple(said), _doubt(records.manifests[str(run)]))
     return found
+
+
+def _doubt(manifest: Mapping[str, Any]) -> str:
+    """Of an imported trace, the kernels of which nobody knows whether they communicate."""
+    names = list(manifest.get("uncertain_kernels", ()))
+    more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+    return f" · uncertain: {names[0]}{more} may communicate, and counts as compute" if names else ""
 
 
 def why(found: Mapping[str, Reasons], *, is_script: bool = False) -> str:
@@ -54,7 +64,7 @@ def why(found: Mapping[str, Reasons], *, is_script: bool = False) -> str:
     """
     if len(found) == 1:
         (one,) = found.values()
-        return OPTION.sub("", of_one(one)) if is_script else of_one(one)
+        return (OPTION.sub("", of_one(one)) if is_script else of_one(one)) + one.doubt
     alike: dict[str, list[str]] = {}
     for run, one in sorted(found.items(), key=lambda pair: -_weight(pair[1].causes[0])):
         alike.setdefault(one.causes[0].name, []).append(run)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from shardlab.analysis.held_bytes import at_rest
+from shardlab.analysis.held_bytes import at_rest, peaks_of_steps
 from shardlab.analysis.timed import hidden_share, timed_steps, traced_and_ordinary
 from shardlab.experiment.dead_run import why_dead
 from shardlab.experiment.rank_checks import own_buffers_said
@@ -73,11 +73,12 @@ _DIVISORS = {name: divisor for name, (_, divisor) in (COLUMNS | _ONLY_COMPARED).
 def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     """The rows of ``summary.json``.
 
-    Times are medians over steps and ranks, without the first step and memory-traced steps if others remain;
-    ``overlap`` is the median over ranks of ``analysis.timed.hidden_share``, over the same steps. Bytes are maxima over
-    ranks, at rest after the last step in which they were sampled; ``peak_bytes`` is the highest moment of the traced
-    steps. ``wire_bytes_per_step`` is what the algorithm needs the busiest rank to send in the last step, without the
-    reported loss; ``moved_bytes_per_step`` is what the transport of the busiest rank sends for it, null if not known.
+    Times are medians over steps and ranks, without the first step and memory-traced steps if others remain; ``overlap``
+    is the median over ranks of ``analysis.timed.hidden_share``, over the same steps. Bytes are maxima over ranks, at
+    rest after the last step in which they were sampled; ``peak_bytes`` is the highest moment of the traced steps (on
+    CUDA of all), with ``peak_step``, ``least_peak_bytes`` and ``unlike_step`` as ``held_bytes.peaks_of_steps`` says.
+    ``wire_bytes_per_step`` is what the algorithm needs the busiest rank to send in the last step, without the reported
+    loss; ``moved_bytes_per_step`` is what the transport of the busiest rank sends for it, null if not known.
     ``in_flight_bytes`` are the most bytes of collectives under way at once in an ordinary step,
     ``traced_in_flight_bytes`` in the traced one, that of the peak (``analysis.timed``); null where there was none.
     ``recorder_share`` is the time of recording over the time of the steps, on the rank where it is largest.
@@ -240,7 +241,7 @@ def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
     last = watched[watched["step"] == watched["step"].max()]
     held = {str(role): int(num_bytes) for role, num_bytes in rest.loc[run].to_dict().items()}
     return {
-        "peak_bytes": None if pd.isna(peak := steps["peak_bytes"].max()) else int(peak),
+        **peaks_of_steps(steps[steps["step"] >= 0]),
         "parameter_bytes": held.get(Role.PARAMETER, 0), "gradient_bytes": held.get(Role.GRADIENT, 0),
         "optimizer_bytes": held.get(Role.OPTIMIZER_STATE, 0) + held.get(Role.MASTER_WEIGHT, 0),
         "offloaded_bytes": held.get(Role.OFFLOADED, 0), "other_bytes": held.get(Role.OTHER, 0),

@@ -88,6 +88,11 @@ class TrainStep:
             self._losses.append(self._forward_backward(batch, weight))
         return self._update() if last else None
 
+    @property
+    def losses(self) -> list[Tensor]:
+        """Those of the micro-batches that await their optimizer step."""
+        return self._losses
+
     def _forward_backward(self, batch: Any, weight: float) -> Tensor:
         with self._phase(Phase.FORWARD, SpanKind.FORWARD):
             loss = _scalar(self.loss(self._model, batch)) / self.accumulation

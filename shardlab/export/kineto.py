@@ -3,7 +3,8 @@
 A collective has one of four names: the operation that the caller issued (``c10d::allreduce_``), the task of gloo's
 thread (``gloo:all_reduce``), the kernel (``ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)``), or the name in the
 arguments of that kernel (``allreduce``). Whether a kernel communicates does not depend on that: what NCCL or another
-library for communication runs does, and where no name tells the collective it is ``Collective.UNKNOWN``.
+library for communication runs does (``kernel_names``), and where no name tells the collective it is
+``Collective.UNKNOWN``.
 """
 
 import gzip
@@ -17,6 +18,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from shardlab.export.kernel_names import is_known_to_communicate
 from shardlab.vocabulary import Collective
 
 # AllReduce, ReduceScatter, ...
@@ -26,13 +28,6 @@ NCCL_NAMES = {op: op.title().replace("_", "") for op in Collective} | {Collectiv
 _WORDS = {"crossdevicereduce": Collective.ALL_REDUCE} | {  # of vLLM
     op.replace("_", ""): op for op in sorted(Collective, key=len, reverse=True) if op != Collective.UNKNOWN
 }
-# NCCL's kernels and those of torch's symmetric memory, Transformer Engine's user buffers, NVSHMEM, DeepEP and others;
-# and copies between two devices. What inductor has fused (triton_...) is named after its neighbours, and computes.
-_COMMUNICATES = re.compile(
-    r"(?!triton_).*(nccl|rccl|msccl|nvshmem|userbuffers|symmetric_memory|deep_ep::(?!layout)|cross_?device_?reduce"
-    r"|all_?reduce|reduce_?scatter|all_?gather|all_?to_?all)|memcpy ptop",
-    re.IGNORECASE,
-)
 _TYPES = {
     "float": ("float32", 4), "float32": ("float32", 4), "double": ("float64", 8), "float64": ("float64", 8),
     "half": ("float16", 2), "float16": ("float16", 2), "bfloat16": ("bfloat16", 2), "int": ("int32", 4),
@@ -65,6 +60,7 @@ class RankTrace:
         group_sizes: sizes of all process groups in the file.
         slices: in order of start.
         communication_threads: threads of gloo, whose operations are not compute.
+        names_device: whether the file describes a device, as it does wherever torch sees one.
     """
 
     path: Path
@@ -73,6 +69,7 @@ class RankTrace:
     group_sizes: frozenset[int]
     slices: tuple[Slice, ...]
     communication_threads: frozenset[tuple[str, str]]
+    names_device: bool
 
     def of(self, *categories: str) -> list[Slice]:
         """The slices of some categories."""
@@ -115,7 +112,8 @@ def _read(path: Path) -> RankTrace:
         gloo = frozenset(_thread(event) for event in named if "gloo" in str((event.get("args") or {}).get("name")))
         slices = tuple(sorted(_slices(events, base_us), key=lambda one: (one.start_us, -one.end_us)))
         rank, num_ranks = int(about.get("rank", 0)), int(about.get("world_size", 1))
-        return RankTrace(path, rank, num_ranks, frozenset(groups), slices, gloo)
+        names_device = bool(content.get("deviceProperties")) or "nccl" in str(about.get("backend"))
+        return RankTrace(path, rank, num_ranks, frozenset(groups), slices, gloo, names_device)
 
 
 @contextmanager
@@ -161,7 +159,7 @@ def function_of(kernel: str) -> str:
 
 def communicates(kernel: Slice) -> bool:
     """Whether a kernel or a copy of the device moves data between ranks, by its name or its arguments."""
-    return "Collective name" in kernel.args or _COMMUNICATES.match(function_of(kernel.name)) is not None
+    return "Collective name" in kernel.args or is_known_to_communicate(function_of(kernel.name))
 
 
 def dtype_of(name: str) -> tuple[str, int | None]:

@@ -2,9 +2,11 @@
 
 Compute is kernels if there is a GPU, else the outermost operators of its threads; communication is kernels and gloo's
 tasks. The kind of work follows from what is open on the thread that issues it: optimizer inside ``Optimizer.step``,
-backward inside a node of autograd, data inside a data loader, and otherwise forward.
+backward inside a node of autograd, data inside a data loader, and otherwise forward. A kernel whose launch is not in
+the trace was launched before it began: nobody knows by which step.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import nan, prod
@@ -13,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from shardlab.analysis.intervals import Intervals, merge
+from shardlab.export.kernel_names import is_known_to_compute, looks_like
 from shardlab.export.kineto import RankTrace, Slice, collective_of, communicates, dtype_of, function_of
 from shardlab.partition.ring_cost import moved_bytes, ring_wire_bytes
 from shardlab.vocabulary import Collective, MeshAxis, Phase, SpanKind
 
 Row = dict[str, Any]
 KERNEL, COPY = "kernel", "gpu_memcpy"
-LAUNCHES = ("cuda_runtime", "cuda_driver")
+LAUNCHES = ("cuda_runtime", "cuda_driver", "xpu_runtime", "xpu_driver", "privateuse1_runtime", "privateuse1_driver")
 # Operators that only contain others: the work is inside.
 WRAPPERS = ("autograd::engine::", "torch::autograd::")
 COMMUNICATION = ("c10d::", "c10d_functional::", "_c10d_functional::", "record_param_comms")
@@ -54,19 +57,45 @@ class Kinds:
         return SpanKind.FORWARD
 
 
-def launched(trace: RankTrace, kernels: Iterable[Slice]) -> list[tuple[Slice, Slice]]:
-    """Each kernel and the call of the host that launched it: itself if that is not in the trace."""
+def launched(trace: RankTrace, kernels: Iterable[Slice]) -> list[tuple[Slice, Slice | None]]:
+    """Each kernel and the call of the host that launched it; None if that is not in the trace."""
     calls = {one.args["correlation"]: one for one in trace.of(*LAUNCHES) if "correlation" in one.args}
-    return [(kernel, calls.get(kernel.args.get("correlation"), kernel)) for kernel in kernels]
+    return [(kernel, calls.get(kernel.args.get("correlation"))) for kernel in kernels]
 
 
 def compute(trace: RankTrace) -> Iterator[tuple[float, Row]]:
-    """All work of a rank except communication: when the host issued it, and a row of table ``spans``."""
+    """All work of a rank except communication: when the host issued it, NaN if unknown, and a row of table ``spans``.
+
+    There is none where a device computed and its kernels are not in the trace: what the host did meanwhile says little.
+    """
     kinds, kernels = Kinds(trace), trace.of(KERNEL)
     works = launched(trace, (one for one in kernels if not communicates(one)))
-    for one, asked in works if kernels else ((one, one) for one in _operators(trace)):
-        kind = kinds.at(asked.thread, asked.start_us)
-        yield asked.start_us, {"unit": one.name, "kind": kind, "start_us": one.start_us, "end_us": one.end_us}
+    for one, asked in works if kernels or has_device(trace) else ((one, one) for one in _operators(trace)):
+        kind = SpanKind.FORWARD if asked is None else kinds.at(asked.thread, asked.start_us)
+        issued_us = nan if asked is None else asked.start_us
+        yield issued_us, {"unit": one.name, "kind": kind, "start_us": one.start_us, "end_us": one.end_us}
+
+
+def has_device(trace: RankTrace) -> bool:
+    """Whether anything in the trace is of a device, or of a host that had one."""
+    seen = any(one.category in (KERNEL, COPY, "gpu_memset", *LAUNCHES) for one in trace.slices)
+    return seen or trace.names_device or any(one.name.startswith("nccl:") for one in trace.slices)
+
+
+def uncertain(trace: RankTrace) -> Counter[str]:
+    """Kernels that count as compute and may communicate: by the words in their names, or on a stream of their own."""
+    streams: dict[tuple[str, str], list[Slice]] = {}
+    for one in trace.of(KERNEL):
+        if not communicates(one):
+            streams.setdefault(one.thread, []).append(one)
+    # The stream that is busiest with them is the one that computes, whoever wrote its kernels.
+    main = max(streams, key=lambda stream: sum(one.end_us - one.start_us for one in streams[stream]), default=None)
+    found: Counter[str] = Counter()
+    for stream, kernels in streams.items():
+        names = [function_of(one.name) for one in kernels]
+        apart = stream != main and not any(map(is_known_to_compute, names))
+        found.update(name for name in names if apart or looks_like(name))
+    return found
 
 
 def _operators(trace: RankTrace) -> Iterator[Slice]:
@@ -94,12 +123,16 @@ def _by_thread(slices: Iterable[Slice]) -> dict[tuple[str, str], Intervals]:
     return {thread: merge(times) for thread, times in found.items()}
 
 
-def communication(trace: RankTrace) -> list[Row]:
-    """Those of a rank in order of issue, as rows of table ``collectives``; what the trace does not say is missing."""
-    return sorted([*_of_device(trace), *_of_gloo(trace)], key=lambda row: (row["issue_us"], row["start_us"]))
+def communication(trace: RankTrace) -> list[tuple[float, Row]]:
+    """That of a rank in order of issue: when the host issued it, NaN if unknown, and a row of table ``collectives``.
+
+    What the trace does not say is missing.
+    """
+    found = [*_of_device(trace), *_of_gloo(trace)]
+    return sorted(found, key=lambda pair: (pair[1]["issue_us"], pair[1]["start_us"]))
 
 
-def _of_device(trace: RankTrace) -> Iterator[Row]:
+def _of_device(trace: RankTrace) -> Iterator[tuple[float, Row]]:
     kinds = Kinds(trace)
     for kernel, asked in launched(trace, [one for one in trace.of(KERNEL, COPY) if communicates(one)]):
         called, name = str(kernel.args.get("Collective name", "")), function_of(kernel.name)
@@ -107,14 +140,14 @@ def _of_device(trace: RankTrace) -> Iterator[Row]:
         tag = str(kernel.args.get("Tag") or (called if op is not Collective.UNKNOWN else "") or name)
         sizes = [int(kernel.args[key]) for key in ("In msg nelems", "Out msg nelems") if key in kernel.args]
         group = kernel.args.get("Group size")
-        yield _moved(
-            op, tag, kernel, asked, "nccl" if name.startswith("nccl") else "device", kinds,
+        yield nan if asked is None else asked.start_us, _moved(
+            op, tag, kernel, asked or kernel, "nccl" if name.startswith("nccl") else "device", kinds,
             dtype=str(kernel.args.get("dtype", "")), numel=max(sizes, default=None),
             group_size=None if group is None else int(group), axis=_axis(kernel.args),
         )  # fmt: skip
 
 
-def _of_gloo(trace: RankTrace) -> Iterator[Row]:
+def _of_gloo(trace: RankTrace) -> Iterator[tuple[float, Row]]:
     kinds = Kinds(trace)
     # gloo does not say which group a task belongs to, so the size is known only if all groups have the same.
     group_size = trace.num_ranks if trace.group_sizes <= {trace.num_ranks} else None
@@ -123,7 +156,7 @@ def _of_gloo(trace: RankTrace) -> Iterator[Row]:
         asked = call or ran
         op = collective_of(asked.name) or Collective.UNKNOWN
         types = ran.args.get("Input type") or [""]
-        yield _moved(
+        yield min(asked.start_us, ran.start_us), _moved(
             op, asked.name, ran, asked, "gloo", kinds, dtype=str(types[0]), group_size=group_size, axis=MeshAxis.DATA,
             numel=None if call is None else _numel(call, group_size),
         )  # fmt: skip

@@ -4,6 +4,7 @@ Each cell trains a small model with one thing wrong, asks ``causes`` for the pri
 names, and trains again. So the forecast of its gain can be compared with the gain.
 """
 
+import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,8 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlab.analysis.causes import causes
 from shardlab.analysis.judged_steps import BALANCED, Cause
+from shardlab.analysis.repeated_reductions import REPEATED
 from shardlab.analysis.slow_work import OFF_CPU
 from shardlab.analysis.timed import in_steps, timed_steps
+from shardlab.engines.bucketed import Bucketed
 from shardlab.experiment.comparison import PRELOAD, compare
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.forecast import seconds_in
@@ -40,6 +43,24 @@ SLOW_RANK = 1  # which sleeps
 FAST = "10Gbps,50us"
 HEALTHY = "healthy"
 NEAR = 0.2  # of the gain that was measured
+
+
+class EveryMicroBatch(Bucketed):
+    """Buckets that travel after every backward, as without ``no_sync()``, and keep the sum of all means."""
+
+    name = "every micro-batch"
+
+    @contextlib.contextmanager
+    def backward(self, *, sends: bool) -> Iterator[None]:
+        """As the base, and sent in any case."""
+        with super().backward(sends=True):
+            yield
+        if not sends:  # else the engine does so
+            self.reduce_rest()
+
+    def took(self, param: nn.Parameter, *, sends: bool) -> None:
+        """As the base, and sent in any case."""
+        super().took(param, sends=True)
 
 
 class Blocks(nn.Module):
@@ -134,6 +155,12 @@ INJECTED: Mapping[str, Injected] = {
     "slow rank": Injected("straggler", workload={"model": _slow_rank()}),
     "slow loader": Injected("input wait", workload={"data": _batches(0.12)}),
     "slow optimizer": Injected("optimizer step", workload={"optimizer": _slow_adamw}),
+    "every micro-batch": Injected(
+        REPEATED,
+        {"link": "1Gbps,50us", "accumulation": 4, "strategies": (EveryMicroBatch(),)},
+        engines=("bucketed",),
+        keeps=("link", "accumulation"),
+    ),
     "recomputation": Injected("recomputation", workload={"model": lambda: Blocks(recomputes=True)}, rows=MANY_ROWS),
     "low bandwidth": Injected("bandwidth", {"link": "150Mbps,50us"}),
     "high latency": Injected("latency of many small messages", {"link": "10Gbps,15ms"}),
@@ -237,7 +264,7 @@ def _cell(pool: RankPool, engine: str, name: str) -> WhyRow:
     first, *_ = causes(records.collectives, records.spans, records.steps, besides=known)
     is_right, measured_us, has_effect = first.name == wrong.cause, nan, True
     if is_right != (name == HEALTHY) and (is_right or first.settings):
-        measured_us = _gained_us(pool, config, _changed(config, wrong, first), step_us)
+        measured_us = _gained_us(pool, config, _changed(engine, config, wrong, first), step_us)
         is_right = is_right or measured_us >= EFFECT * step_us  # that step could be shorter
     elif name != HEALTHY:
         healthy_us = _step_us(_trained(pool, _config(engine, pool.world_size, wrong.taken_out())))
@@ -257,15 +284,15 @@ def _gained_us(pool: RankPool, config: CompareConfig, changed: CompareConfig, st
 def _config(engine: str, ranks: int, wrong: Injected) -> CompareConfig:
     fields: dict[str, Any] = {"model": Blocks, "data": _batches(rows=wrong.rows), "loss": _loss, **wrong.workload}
     workload = Workload(**fields, name="blocks")
-    options = {"wrap": EVEN, **wrong.options}
-    return CompareConfig(strategies=(engine,), ranks=ranks, steps=STEPS, workload=workload, device="cpu", **options)
+    options = {"strategies": (engine,), "wrap": EVEN, **wrong.options}
+    return CompareConfig(ranks=ranks, steps=STEPS, workload=workload, device="cpu", **options)
 
 
-def _changed(config: CompareConfig, wrong: Injected, cause: Cause) -> CompareConfig:
+def _changed(engine: str, config: CompareConfig, wrong: Injected, cause: Cause) -> CompareConfig:
     """With the change that the cause names really made; one that is no option takes out what was put in."""
     options: dict[str, Any] = dict(cause.settings)
     if not options:
-        return _config(config.strategies[0], config.ranks, wrong.taken_out())
+        return _config(engine, config.ranks, wrong.taken_out())
     link = Link.parse(config.link or FAST)
     if factor := options.pop("bandwidth", None):
         options["link"] = str(replace(link, bandwidth_gbps=link.bandwidth_gbps * factor))

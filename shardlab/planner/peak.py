@@ -31,9 +31,14 @@ def peak_bytes(job: Job) -> float:
     elif job.strategy in FULLY_SHARDED:
         found += (job.root_params / job.tensor + 2 * layer) * job.itemsize
     whole, kept = _activations(job)
-    logits = job.tokens * job.vocab / job.tensor * LOGIT_BYTES[job.written]
+    logits = logits_bytes(job)
     again = job.layers if job.recompute in ("full", "selective") and job.recomputed else job.recomputed
     return found + again * kept + (job.layers - again) * whole + max(logits, whole if again else 0)
+
+
+def logits_bytes(job: Job) -> float:
+    """Bytes of the logits in the loss, [tokens of a micro-batch, vocabulary], in all copies."""
+    return job.tokens * job.vocab / job.tensor * LOGIT_BYTES[job.written]
 
 
 def _states(job: Job, params: float) -> float:

@@ -8,6 +8,7 @@ import plotly.graph_objects as go
 
 from shardlab.analysis import at_rest
 from shardlab.analysis.rows import labelled, labels_of
+from shardlab.analysis.timed import traced
 from shardlab.plots import theme
 from shardlab.plots.bars import SEEN
 from shardlab.plots.text import byte_scale, format_bytes, format_us, listing, significant, source_note, subtitle
@@ -174,7 +175,7 @@ def training_progress(steps: pd.DataFrame, memory: pd.DataFrame) -> go.Figure:
     STEPS.check(steps)
     MEMORY.check(memory)
     rows = labelled(steps[steps["step"] >= 0])
-    rows = rows.assign(step_us=rows["step_us"].where(~rows["traced_memory"].astype("bool")))
+    rows = rows.assign(step_us=rows["step_us"].where(~traced(rows)))
     if rows.empty:
         return theme.nothing(TRAINING, "no step has ended yet")
     columns = ["step", "loss", "step_us"]

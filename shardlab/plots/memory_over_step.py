@@ -30,7 +30,7 @@ def memory_over_step(
     Args:
         memory: table ``memory``, measured rows and optionally predicted ones.
         run: which run; None where the table holds one.
-        step: which step; None for the first that was traced.
+        step: which step; None for the traced one with the highest moment.
         rank: which rank; None for the one with the highest peak.
 
     Raises:

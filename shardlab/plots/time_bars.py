@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from shardlab.analysis.overlap import PARTS, hidden_by_run
 from shardlab.analysis.rows import labelled, labels_of, require_columns
+from shardlab.analysis.timed import traced
 from shardlab.plots import theme
 from shardlab.plots.bars import add_part, end_with, shares_of
 from shardlab.plots.text import averaged, format_percent, format_us, listing, subtitle
@@ -37,7 +38,7 @@ def step_times(steps: pd.DataFrame) -> go.Figure:
         steps: table ``steps``.
     """
     STEPS.check(steps)
-    timed = steps[~steps["traced_memory"].fillna(False).astype(bool) & (steps["step"] >= 0)]
+    timed = steps[~traced(steps) & (steps["step"] >= 0)]
     timed = labelled(timed[np.isfinite(timed["step_us"].astype("float64"))])
     if timed.empty:
         return nothing("Time of a step", "no timed steps (steps with traced memory do not count)")

@@ -1,4 +1,4 @@
-"""How a script is observed: by torch's global hooks, and by replacing three torch functions while it is recorded.
+"""How a script is observed: by torch's global hooks, and by replacing five torch functions while it is recorded.
 
 Modules: the outermost module that is called under gradients and has trainable parameters is a root; what a root wraps,
 as DistributedDataParallel does, counts as the root when it is called by itself (in an evaluation). To find roots,
@@ -6,8 +6,9 @@ a global hook sees every call of a module (``register_module_forward_pre_hook``)
 optimizer: from then on only the roots' own hooks remain, since the global one costs microseconds at every call.
 Units: they have hooks in watched steps only.
 Optimizers: ``register_optimizer_step_pre_hook`` and its counterpart.
-Backward and the scaler have no global hook, so ``torch.autograd.backward`` (which ``loss.backward()`` calls),
-``GradScaler.scale`` and ``GradScaler.update`` are replaced. Not seen: ``torch.autograd.grad``.
+Backward, the scaler and the loader have no global hook, so ``torch.autograd.backward`` (which ``loss.backward()``
+calls), ``GradScaler.scale``, ``GradScaler.update``, and what ``iter()`` and ``next()`` of a DataLoader call are
+replaced. Not seen: ``torch.autograd.grad``, and loaders that are none of torch's.
 """
 
 import contextlib
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter  # private: a public iterator of another class is none
 from torch.utils.hooks import RemovableHandle
 
 from shardlab.engines.guards.ownership import engine_of
@@ -66,6 +69,9 @@ class Hooks:
         self._stack.enter_context(_replaced(torch.autograd, "backward", self._around_backward))
         self._stack.enter_context(_replaced(scaler, "scale", _around_scale))
         self._stack.enter_context(_replaced(scaler, "update", self._around_update))
+        # The first starts workers at each epoch, the second waits for them.
+        self._stack.enter_context(_replaced(DataLoader, "__iter__", self._around_fetch))
+        self._stack.enter_context(_replaced(_BaseDataLoaderIter, "__next__", self._around_fetch))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -108,7 +114,8 @@ class Hooks:
                 "the loop with shardlab.TrainStep and that recorder, or use shardlab compare"
             )
         self._watch(module)
-        self._before_forward(module, args)  # torch has listed the hooks of this call already
+        # Torch has listed the hooks of this call already; what is given by name, only they are told.
+        self._before_forward(module, args, {})
 
     def _watch(self, root: nn.Module) -> None:
         self._tensors.roots.add(root)
@@ -118,7 +125,7 @@ class Hooks:
             self._watched.add(module)
             # In front of the hooks that are there: what they send, FSDP2's gathers for example, belongs to the forward.
             hooks = (
-                module.register_forward_pre_hook(self._before_forward, prepend=True),
+                module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
                 module.register_forward_hook(self._after_forward, always_call=True),
             )
             _own(hooks, self._stack)
@@ -127,11 +134,12 @@ class Hooks:
             self._units.update(units)
             self._hook_units(units)
 
-    def _before_forward(self, root: nn.Module, _: Any) -> None:
+    def _before_forward(self, root: nn.Module, args: Any, named: Any) -> None:
         if torch.compiler.is_compiling() or self._outermost is not None:
             return
         self._outermost = root
-        self._call = self._loop.forward() if torch.is_grad_enabled() else self._loop.evaluation()
+        trains = torch.is_grad_enabled()
+        self._call = self._loop.forward(root, (args, named)) if trains else self._loop.evaluation()
         self._call.__enter__()
 
     def _after_forward(self, root: nn.Module, *_: Any) -> None:
@@ -144,7 +152,7 @@ class Hooks:
             rate = optimizer.param_groups[0].get("lr", nan)
             on_host = not isinstance(rate, Tensor) or rate.device.type == "cpu"  # reading another would wait for it
             trains = len(args) > 1 or kwargs.get("closure") is not None
-            self._loop.optimizer_begins(float(rate) if on_host else nan, trains=trains)
+            self._loop.optimizer_begins(optimizer, float(rate) if on_host else nan, trains=trains)
         self._stepping.append(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -167,6 +175,10 @@ class Hooks:
                 return plain(tensors, *args, **kwargs)
         finally:
             self._in_backward = False
+
+    def _around_fetch(self, plain: Callable[..., Any], loader: Any) -> Any:
+        with self._loop.fetch():
+            return plain(loader)
 
     def _around_update(self, plain: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         plain(*args, **kwargs)

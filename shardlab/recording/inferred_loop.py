@@ -12,6 +12,8 @@ evaluation is a forward, without gradients, of a module that trains. Collectives
 'metrics' if there was an evaluation, else 'data'; those between backward and the optimizer 'clip', except what one rank
 sends to another: that is 'backward'.
 
+What a DataLoader takes to give a batch is a span of data, of the step that trains on it.
+
 The loss of a step is the sum of the scalars on this rank whose backward was called: what was differentiated.
 
 Collectives, spans and phases are recorded in watched steps only; loss, learning rate and time in all of them. What is
@@ -21,13 +23,15 @@ sent between two steps belongs to the second, so watching begins when the step b
 import contextlib
 from collections.abc import Iterator
 from math import nan
-from typing import Protocol
+from threading import get_ident
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from shardlab.comm import CollectiveEvent
-from shardlab.recording.torch_callers import POINT_TO_POINT
+from shardlab.comm.trees import tensors_in
+from shardlab.recording.torch_callers import POINT_TO_POINT, Moment
 from shardlab.trace.clock import Clock, Mark
 from shardlab.trace.recorder import BEFORE_TRAINING, Recorder
 from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind
@@ -41,6 +45,9 @@ class Record(Protocol):
 
     def traces(self, step: int) -> bool:
         """Whether the memory of a step is traced."""
+
+    def may_trace(self) -> bool:
+        """Whether the memory of a step may be traced that is unlike all that were."""
 
     def reads(self, step: int) -> bool:
         """Whether what is held after a step is read, which takes so long that the next step begins anew."""
@@ -82,16 +89,30 @@ class Loop:
         self._losses: list[Tensor] = []
         self._learning_rate = nan
         self._late: list[tuple[CollectiveEvent, Phase]] = []
+        self._num_backwards = 0  # of this step
+        self._fetched: list[tuple[Mark, Mark]] = []  # since the last step has ended
+        self._is_fetching, self._thread = False, 0
+        self._called: set[int] = set()  # models, since the last backward
+        self._models: frozenset[int] = frozenset()
 
     @property
     def step(self) -> int:
         """The step that runs or has ended last; -1 before the first."""
         return self._step
 
+    @property
+    def moment(self) -> Moment:
+        """The step that runs or has ended last, and the backward in it."""
+        return Moment(self._step, self._num_backwards, self._models)
+
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """The forward of a module that trains, under gradients."""
+    def forward(self, root: object, given: Any) -> Iterator[None]:
+        """The forward of ``root``, a module that trains, under gradients; ``given`` holds its tensors."""
+        # After another forward the graph is alive, which only C++ refers to.
+        is_first = self._phase is not Phase.FORWARD
         self._begin()
+        self._called.add(id(root))
+        self._recorder.called(id(root), tensors_in(given), can_trace=is_first and self._record.may_trace())
         self._enter(Phase.FORWARD, SpanKind.FORWARD)
         try:
             yield
@@ -117,10 +138,32 @@ class Loop:
                 self._late = [(event, Phase.METRICS) for event, _ in self._late]
 
     @contextlib.contextmanager
+    def fetch(self) -> Iterator[None]:
+        """A loader gives a batch, or begins to."""
+        # One loader may use another, also in a thread that loads ahead, for which nobody waits here.
+        if self._is_fetching or not self._is_open or get_ident() != self._thread:
+            yield
+            return
+        self._is_fetching, before = True, self._recorder.mark()
+        self.end_span(WHOLE_MODEL, SpanKind.FORWARD)  # of the loss, if the next batch is fetched before backward
+        try:
+            yield
+        finally:
+            self._is_fetching = False
+            self._fetched.append((before, self._recorder.mark()))
+            if not self._stepped:
+                self._pass_late()
+            if self._phase is Phase.FORWARD:
+                self.begin_span(WHOLE_MODEL, SpanKind.FORWARD)
+
+    @contextlib.contextmanager
     def backward(self, losses: list[Tensor]) -> Iterator[None]:
         """A backward of ``losses``, one number each."""
         self._begin()
         self._losses += losses
+        self._num_backwards += 1
+        # A second backward of one forward is of the same models.
+        self._models, self._called = frozenset(self._called) or self._models, set()
         self.end_span(WHOLE_MODEL, SpanKind.FORWARD)
         self._enter(Phase.BACKWARD, SpanKind.BACKWARD)
         try:
@@ -129,7 +172,7 @@ class Loop:
             self._record.end_waits()
             self._enter(Phase.CLIP)
 
-    def optimizer_begins(self, learning_rate: float, *, trains: bool) -> None:
+    def optimizer_begins(self, optimizer: object, learning_rate: float, *, trains: bool) -> None:
         """The outermost ``optimizer.step()`` is called; it ``trains`` if it was given a closure, as LBFGS is."""
         if self._stepped and trains:
             self._begin()
@@ -137,6 +180,8 @@ class Loop:
             self._stepped = False
             self._pass_late()
         self._learning_rate = learning_rate
+        if self._step != BEFORE_TRAINING:
+            self._recorder.called(id(optimizer), (), can_trace=False)  # a GAN's halves may begin alike
         self._enter(Phase.STEP, SpanKind.OPTIMIZER)
 
     def optimizer_ends(self) -> None:
@@ -146,6 +191,8 @@ class Loop:
             return
         self._since = self._recorder.at_rest()
         self._in_step.close()
+        if self._recorder.traces:  # it has read all memory, which takes so long that the next step begins anew
+            self._since = None
         self._stepped = True
         if not self._is_watched and self._record.watches(self._step + 1):
             self._record.watch(on=True)
@@ -200,8 +247,11 @@ class Loop:
             self._recorder, self._clock = self._record.open()
             self._is_open = True
             self._pass_late()  # what came before training
-        since = None if self._record.reads(self._step) else self._since
+        since, self._thread = None if self._record.reads(self._step) else self._since, get_ident()
+        if since is None:  # what was fetched before its forward is no part of the step
+            self._fetched.clear()
         self._step += 1
+        self._num_backwards = 0
         traces, self._is_watched = self._record.traces(self._step), self._record.watches(self._step)
         if not self._is_watched:  # only now: the step before went on as long as another optimizer could follow
             self._record.watch(on=False)
@@ -214,7 +264,10 @@ class Loop:
         for event, phase in self._late if self._is_watched else ():
             with self._recorder.phase(phase):
                 self._recorder.issued(event)
+        for times in self._fetched if self._is_watched else ():
+            self._recorder.add_span(WHOLE_MODEL, SpanKind.DATA, *times)
         self._late.clear()
+        self._fetched.clear()
 
     def _cut(self) -> None:
         losses, self._losses, self._stepped = self._losses, [], False
@@ -228,8 +281,8 @@ class Loop:
     def _enter(self, phase: Phase, kind: SpanKind | None = None) -> None:
         self._in_phase.close()
         self._phase = phase
-        if self._is_open and self._is_watched:
-            self._in_phase.enter_context(self._recorder.phase(phase, kind))
+        if self._is_open and (self._is_watched or self._recorder.traces):
+            self._in_phase.enter_context(self._recorder.phase(phase, kind if self._is_watched else None))
 
 
 def scalars(tensors: object) -> list[Tensor]:

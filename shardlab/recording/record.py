@@ -37,7 +37,7 @@ from shardlab.recording.global_hooks import Hooks
 from shardlab.recording.inferred_loop import Loop
 from shardlab.recording.script_collectives import TorchCalls
 from shardlab.recording.script_tensors import ScriptTensors
-from shardlab.recording.torch_callers import BUCKET, Tags
+from shardlab.recording.torch_callers import Tags
 from shardlab.trace.clock import Clock, clock_for
 from shardlab.trace.recorder import ALWAYS_AT_REST, Recorder
 from shardlab.trace.store import RunWriter, write_manifest
@@ -149,7 +149,7 @@ class Recording(Observer):
         self._tensors = ScriptTensors()
         self._loop = Loop(self)
         self._hooks = Hooks(self._loop, self._tensors, self._loop)
-        self._tags = Tags(lambda: self._loop.step, self._tensors)
+        self._tags = Tags(lambda: self._loop.moment, self._tensors)
         self._calls: TorchCalls | None = None  # while collectives are watched
         self._axes: dict[str, int] = {}  # ranks along each; of groups of several sizes the largest
         self._backends: set[str] = set()
@@ -193,8 +193,6 @@ class Recording(Observer):
         began_ns = perf_counter_ns()
         self._axes[event.axis] = max(self._axes.get(event.axis, 0), event.group_size)
         self._backends.add(event.transport)
-        if event.tag.startswith(BUCKET):
-            self._tensors.buckets.add(event.storage)
         self._loop.issued(event)
         self._loop.spent(began_ns)
 
@@ -219,6 +217,10 @@ class Recording(Observer):
     def traces(self, step: int) -> bool:
         """Whether the memory of a step is traced."""
         return step == self._trace_memory and not _has_compiled() and _get_current_dispatch_mode() is None
+
+    def may_trace(self) -> bool:
+        """Whether the memory of a step may be traced that is unlike all that were."""
+        return self._trace_memory is not None and _get_current_dispatch_mode() is None
 
     def reads(self, step: int) -> bool:
         """Whether what is held after a step is read, which takes so long that the next step begins anew."""

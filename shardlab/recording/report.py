@@ -11,8 +11,9 @@ import plotly.graph_objects as go
 
 from shardlab.analysis.attribution import waits
 from shardlab.analysis.held_bytes import at_rest
+from shardlab.analysis.repeated_reductions import evidence, repeated
 from shardlab.analysis.timed import in_timed_steps, timed_steps
-from shardlab.experiment.answer import ALIKE, ROLES, Line, messages, quartiles
+from shardlab.experiment.answer import ALIKE, ROLES, Line, messages, quartiles, steps_differ
 from shardlab.experiment.dead_run import LOOK_FOR, why_dead
 from shardlab.experiment.directory import write_page
 from shardlab.experiment.report import REASONS, explaining_tables, memory_figures, middle_step, time_figures
@@ -42,11 +43,11 @@ COLUMNS = {
 CAPTION = (
     "Times are medians over steps and ranks, without the first step; exposed and hidden refer to communication. What "
     "is sent, exposed or hidden is known of watched steps: {watched}. Bytes are maxima over ranks, at rest; the peak "
-    "is that of one traced step; unattributed are tensors that belong to no module that trains and to no optimizer. "
-    "The loss is what the script called backward on, the mean over ranks. Recording is the time that rank 0 spent in "
-    "the recorder's own code, by its own clock, in percent of the steps' time, without the first step and the traced "
-    "one. All memory is read after a step (0, 1, 64, 256 and so on), which counts as recording and is in no step's "
-    "time: after a few short steps the number may be above 100. Unwatched is the same of the steps that are not "
+    "is the highest of the traced steps; unattributed are tensors that belong to no module that trains and to no "
+    "optimizer. The loss is what the script called backward on, the mean over ranks. Recording is the time that rank 0 "
+    "spent in the recorder's own code, by its own clock, in percent of the steps' time, without the first step and "
+    "traced ones. All memory is read after a step (0, 1, 64, 256 and so on), which counts as recording and is in no "
+    "step's time: after a few short steps the number may be above 100. Unwatched is the same of the steps that are not "
     "watched, which are most of a long run. 1 MB is 1,000,000 bytes."
 )
 
@@ -127,8 +128,8 @@ def answer_of_record(recorded: Recorded) -> list[Line]:
         took += f"; {'how much of its communication is hidden is not known' if isnan(hidden) else known}"
     held, number = rows[[*ROLES, "buffer_bytes"]].sum(axis=1).iloc[0], messages(records.collectives).max()
     peak, last = rows["peak_bytes"].iloc[0], late(records)
-    most = "no peak was traced" if pd.isna(peak) else f"at the peak {format_bytes(peak)}"
-    sends = f"{format_bytes(sent)} a rank and step; messages: {number}" if sent else "nothing"
+    most = "no peak was traced" if pd.isna(peak) else f"at the peak {format_bytes(peak)}{steps_differ(rows)}"
+    sends = f"{format_bytes(sent)} a rank and step; messages: {number}{_again(records)}" if sent else "nothing"
     looks = f"shardlab trace {recorded.directory} -o timeline.json: each rank's timeline, for ui.perfetto.dev"
     again = f"shardlab diff {recorded.directory} OTHER: what a change has changed, from a record of the changed script"
     return [
@@ -146,6 +147,13 @@ def _dead(records: Records) -> list[Line]:
     """A line if the run has not trained: then its times and bytes are of no training."""
     dead = why_dead(records.steps)
     return [Line("TRAINS", f"cannot be said: {dead}; look for {LOOK_FOR}")] if dead else []
+
+
+def _again(records: Records) -> str:
+    """Which reductions every micro-batch sends, though the last one's would do."""
+    rows = repeated(*in_timed_steps(records.collectives, records.spans, records.steps))
+    rows = rows[rows["rank"] == rows["rank"].min()]
+    return f"; {evidence(rows, rows['step'].nunique())}" if len(rows) else ""
 
 
 def late(records: Records) -> str:

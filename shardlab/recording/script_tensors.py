@@ -1,9 +1,9 @@
 """What a recorded script holds, by role, as far as its modules and optimizers tell.
 
 Parameters, buffers and gradients are those of the modules that were called and of the optimizers that stepped; state is
-that of the optimizers. What DDP has reduced in a step are its buckets. All other tensors that
-Python's garbage collector knows are unattributed: the batch, saved metrics, whole models that did not train. Tensors
-that only C++ refers to are not found.
+that of the optimizers. What DDP has reduced are its buckets, as long as they live: of several models that train in turn
+those of all. All other tensors that Python's garbage collector knows are unattributed: the batch, saved metrics, whole
+models that did not train. Tensors that only C++ refers to are not found.
 """
 
 import weakref
@@ -22,8 +22,11 @@ class ScriptTensors:
     def __init__(self) -> None:
         self.roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.buckets: set[int] = set()
-        """Identities of the storages that DDP has reduced in this step."""
+        self._buckets: dict[int, weakref.ref[Tensor]] = {}
+
+    def add_buckets(self, tensors: Iterable[Tensor]) -> None:
+        """What DDP reduces: its buckets, for as long as it holds them."""
+        self._buckets |= {id(tensor): weakref.ref(tensor) for tensor in tensors}
 
     def live_tensors(self) -> dict[Role, list[Tensor]]:
         """Every tensor this process holds, under each role that it may have; the first role that names it counts."""
@@ -31,13 +34,15 @@ class ScriptTensors:
         state = [entry for optimizer in self.optimizers for entry in _state_of(optimizer)]
         buffers = [buffer for root in self.roots for buffer in root.buffers()]
         counters = [value for key, value in state if key == "step"]
+        self._buckets = {key: bucket for key, bucket in self._buckets.items() if bucket() is not None}
+        buckets = {tensor.untyped_storage()._cdata for ref in self._buckets.values() if (tensor := ref()) is not None}
         known = list(known_tensors())
         return {
             Role.PARAMETER: list(_local(params)),
             Role.GRADIENT: list(_local(param.grad for param in params if param.grad is not None)),
             Role.OPTIMIZER_STATE: list(_local(value for key, value in state if key != "step")),
             Role.OTHER: list(_local((*buffers, *counters))),
-            Role.COMMUNICATION_BUFFER: [tensor for tensor in known if tensor.untyped_storage()._cdata in self.buckets],
+            Role.COMMUNICATION_BUFFER: [tensor for tensor in known if tensor.untyped_storage()._cdata in buckets],
             Role.UNATTRIBUTED: known,
         }
 

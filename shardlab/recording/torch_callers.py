@@ -124,35 +124,66 @@ WORDS = {
     ("fsdp", Collective.REDUCE_SCATTER): "gradients of unit",
     ("fsdp", Collective.ALL_REDUCE): "gradients over replicas", ("zero", Collective.BROADCAST): "parameters",
 }  # fmt: skip
+REDUCTIONS = (BUCKET, WORDS["fsdp", Collective.REDUCE_SCATTER], WORDS["fsdp", Collective.ALL_REDUCE])
 PARTS = {
     "ddp": "DDP", "fsdp": "FSDP", "zero": "ZeroRedundancyOptimizer", "dtensor": "DTensor", "autograd": "DTensor",
     "pipeline": "the pipeline",
 }  # fmt: skip
 
 
+class Moment(NamedTuple):
+    """Where the script is when it sends.
+
+    Attributes:
+        step: the one that runs.
+        backward: how many have begun in it.
+        models: the roots whose forward the running backward is of.
+    """
+
+    step: int
+    backward: int
+    models: frozenset[int]
+
+
 class Tags:
     """What a collective is for, as far as its caller tells, with its number in the step.
 
+    The n-th reduction of gradients in a backward is the n-th of each backward of the same models: in every micro-batch
+    it has the same number.
+
     Args:
-        step: returns the one that runs.
+        now: returns where the script is.
         tensors: of the script.
     """
 
-    def __init__(self, step: Callable[[], int], tensors: ScriptTensors) -> None:
-        self._step_now, self._tensors = step, tensors
-        self._counts: Counter[str] = Counter()
-        self._step = step()
+    def __init__(self, now: Callable[[], Moment], tensors: ScriptTensors) -> None:
+        self._now, self._tensors = now, tensors
+        self._counts: Counter[str] = Counter()  # of different things in the step
+        self._places: Counter[str] = Counter()  # of reductions in the backward
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._moment = now()
 
     def __call__(self, op: Collective, caller: Caller, tensors: Sequence[Tensor]) -> str:
         """For example 'gradients of bucket 0'."""
-        if (step := self._step_now()) != self._step:
-            self._step = step
+        before, self._moment = self._moment, self._now()
+        if self._moment.step != before.step:
             self._counts.clear()
-            # Of the step before: DDP may have freed them since, and other storages may have their identities.
-            self._tensors.buckets.clear()
+            self._numbers.clear()
+        if self._moment != before:
+            self._places.clear()
         name = "ddp" if caller.name == "autograd" and self._tensors.has_ddp else caller.name
         words = WORDS.get((name, op)) or f"{op} of {PARTS.get(name, 'the script')}"
         if words == BUCKET and not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
             words = USED
-        number, self._counts[words] = self._counts[words], self._counts[words] + 1
-        return f"{words} {number}"
+        elif words == BUCKET:
+            self._tensors.add_buckets(tensors)
+        return f"{words} {self._number(words)}"
+
+    def _number(self, words: str) -> int:
+        number = self._counts[words]
+        if words in REDUCTIONS:
+            place = words, self._moment.models, self._places[words]
+            number = self._numbers.setdefault(place, number)
+            self._places[words] += 1
+        self._counts[words] = max(self._counts[words], number + 1)
+        return number

@@ -12,11 +12,13 @@ other processes, does not compute. On CUDA that is not asked: spans are the stre
 while kernels run.
 """
 
+import os
 import platform
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from math import nan
 from pathlib import Path
 from time import perf_counter_ns
 from typing import NamedTuple, cast
@@ -73,6 +75,8 @@ def _name_of_clock() -> str:
 
 CpuTime = Callable[[], int]
 """Nanoseconds of CPU time that one thread has used."""
+CpuReading = tuple[int, int, float]
+"""``time.perf_counter_ns``, and of one thread the CPU time and the time that it was queued for a core, in ns."""
 
 
 def cpu_time_of_this_thread() -> CpuTime | None:
@@ -88,45 +92,84 @@ def cpu_time_of_this_thread() -> CpuTime | None:
     return partial(time.clock_gettime_ns, time.pthread_getcpuclockid(threading.get_ident()))
 
 
+class QueuedTime:
+    """How long the calling thread could have run and had no core, in nanoseconds so far; any thread may ask for it.
+
+    Linux counts it at each switch, the second number of ``schedstat`` ("Scheduler Statistics" in its documentation):
+    unlike a count of involuntary switches it is a time, and what is left of the time off the CPU was sleep. NaN where
+    the system does not say. The file stays open, since to open it takes ten times as long as to read it.
+    """
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+        if Path(path).is_file():
+            self._file = os.open(path, os.O_RDONLY)
+
+    def __call__(self) -> float:
+        """Read it."""
+        if self._file is None:
+            return nan
+        ran, queued, _ = os.pread(self._file, 80, 0).split()
+        return float(queued) if int(ran) else nan  # where it is switched off all are 0
+
+    def __del__(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+
+
 class CpuReadings:
     """How much CPU time the computing thread had used, at moments of one step.
 
-    A reading is a system call of a microsecond. So a moment that comes shortly after another is left out: all of them
-    together cost a quarter of a per cent at most, however many units a step has.
+    A reading is two system calls of a microsecond. So a moment that comes shortly after another is left out: all of
+    them together cost half a per cent at most, however many units a step has.
 
     Args:
-        cpu_time: of the thread that computes; None takes no readings.
+        cpu_time: of the calling thread, which computes; None takes no readings.
+        earlier: readings before these.
     """
 
     LEAST_NS = 500_000
 
-    def __init__(self, cpu_time: CpuTime | None) -> None:
+    def __init__(self, cpu_time: CpuTime | None, earlier: Sequence[CpuReading] = ()) -> None:
         self._cpu_time = cpu_time
-        self._rows: list[tuple[int, int]] = []
+        self._queued_time = None if cpu_time is None else QueuedTime()
+        self._rows = [] if cpu_time is None else list(earlier)
         self._last_ns = 0
 
     def read(self, *, always: bool = False) -> None:
         """Take a reading; from any thread."""
         # Looked up once: ``stop()`` may be called from another thread in between.
-        now_ns, cpu_time = perf_counter_ns(), self._cpu_time
-        if cpu_time is not None and (always or now_ns - self._last_ns >= self.LEAST_NS):
+        now_ns, cpu_time, queued_time = perf_counter_ns(), self._cpu_time, self._queued_time
+        if cpu_time is not None and queued_time is not None and (always or now_ns - self._last_ns >= self.LEAST_NS):
             self._last_ns = now_ns
-            self._rows.append((now_ns, cpu_time()))
+            self._rows.append((now_ns, cpu_time(), queued_time()))
 
     def stop(self) -> None:
         """Take no more readings: the thread may end, and the clock of an ended thread must not be read."""
-        self._cpu_time = None
+        self._cpu_time = self._queued_time = None
 
-    def between(self, begin_ns: int, end_ns: int) -> list[tuple[int, int]]:
-        """(``time.perf_counter_ns``, CPU time in ns) of the readings from ``begin_ns`` to ``end_ns``, in order of time.
+    def between(self, begin_ns: int, end_ns: int) -> list[CpuReading]:
+        """The readings from ``begin_ns`` to ``end_ns``, in order of time.
 
         The last reading before ``begin_ns`` counts as of that moment: the thread may lose the CPU between the reading
         and the mark that a step begins with, and that time is not of the step.
         """
         # Threads of the queues read too, so a later reading may have been noted before an earlier one.
         rows = sorted(row for row in self._rows if row[0] <= end_ns)
-        before = [cpu_ns for time_ns, cpu_ns in rows if time_ns <= begin_ns][-1:]
-        return [(begin_ns, cpu_ns) for cpu_ns in before] + [row for row in rows if row[0] > begin_ns]
+        before = [row[1:] for row in rows if row[0] <= begin_ns][-1:]
+        return [(begin_ns, *row) for row in before] + [row for row in rows if row[0] > begin_ns]
+
+
+def least_operation_ns() -> float:
+    """CPU time of an operation on one number, again and again: what Python and torch take at least for any."""
+    number, count, found = torch.ones(1), 100, []
+    for _ in range(5):
+        began_ns = time.thread_time_ns()
+        for _ in range(count):
+            number.add_(0.0)
+        found.append((time.thread_time_ns() - began_ns) / count)
+    return min(found)
 
 
 class HostClock:

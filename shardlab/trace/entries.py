@@ -29,6 +29,8 @@ Columns = Mapping[str, Sequence[Any]]
 """A table by columns, all of one length."""
 Entry = Mapping[str, Any]
 Interval = tuple[float, float]
+Reading = tuple[float, float, float]
+"""When, how much CPU time the thread had used, and how long it had been queued for a core; in microseconds."""
 Span = tuple[str, str, Interval]
 """Unit, kind and times."""
 CPU = "cpu"
@@ -111,22 +113,22 @@ def _tables(entry: Entry) -> dict[str, Columns]:
     tables = {name: in_us(entry[name]) for name in TABLES if entry.get(name)}
     collectives = tables.get(COLLECTIVES.name, {})
     carried = in_us(entry.get(CARRIED) or {})
+    queued_us = nan
     if SPANS.name in tables or entry.get(CPU):
-        readings = in_us(entry.get(CPU) or {})
         waits = [*_intervals(collectives, *_WAIT), *_intervals(carried, *_WAIT)]
-        tables[SPANS.name] = _cut(tables.get(SPANS.name, {}), waits, readings)
+        tables[SPANS.name], queued_us = _cut(tables.get(SPANS.name, {}), waits, _readings(in_us(entry.get(CPU) or {})))
     if (steps := tables.get(STEPS.name)) is not None:
         is_watched = all(steps.get("watched", ()))  # a record from outside leaves some steps out
         spans = tables.get(SPANS.name, {})
         traffic = _traffic(collectives, carried, spans, _time_of(steps)) if is_watched else _UNKNOWN_TRAFFIC
-        tables[STEPS.name] = {**steps, **traffic}
+        tables[STEPS.name] = {**steps, **traffic, "queued_us": [queued_us]}
     keys = {column.name: entry[column.name] for column in KEYS}
     return {name: _whole(TABLES[name], columns, keys) for name, columns in tables.items() if columns}
 
 
 def _whole(table: Table, columns: Columns, keys: Mapping[str, Any]) -> Columns:
     count = len(next(iter(columns.values())))
-    absent = {column.name: [nan] * count for column in table.columns if column.optional}
+    absent = {column.name: [None] * count for column in table.columns if column.optional}
     columns = {**absent, **{name: [value] * count for name, value in keys.items()}, **columns}
     return {name: columns[name] for name in table.column_names}
 
@@ -137,50 +139,65 @@ def _time_of(steps: Columns) -> Interval:
     return start_us, start_us + steps["step_us"][0] if start_us > -inf else inf
 
 
-def _cut(spans: Columns, waited: Iterable[Interval], readings: Columns) -> Columns:
+def _readings(columns: Columns) -> list[Reading]:
+    times = columns.get("time_us", ())
+    return list(zip(times, columns.get("cpu_us", ()), columns.get("queued_us", [nan] * len(times)), strict=True))
+
+
+def _cut(spans: Columns, waited: Iterable[Interval], readings: Sequence[Reading]) -> tuple[Columns, float]:
     """The spans without the time in which the rank waited or was off the CPU; one row for each remaining piece.
 
     A stretch off the CPU becomes a row of its own, with the innermost unit. Not while data is loaded: who waits for a
     disk or another process there is told by that span.
+
+    Returns:
+        Those, and for how long of the stretches off the CPU the rank could have run, but had no core.
     """
     # A collective that nobody waited for has NaN there, and no comparison with NaN is true.
     waits = merged((start, end) for start, end in waited if end > start)
     marked: list[Span] = list(zip(spans.get("unit", ()), spans.get("kind", ()), _intervals(spans), strict=True))
     loading = merged(times for _, kind, times in marked if kind == SpanKind.DATA)
-    away = [piece for found in off_cpu(_intervals(readings, "time_us", "cpu_us"), waits)
-            for piece in without(found, loading)]  # fmt: skip
+    away, queued_us = [], 0.0
+    for stretch, queued in off_cpu(readings, waits):
+        outside = [piece for found in stretch for piece in without(found, loading)]
+        away += outside
+        queued_us += min(queued, sum(end - start for start, end in outside))
     holes = merged([*waits, *away])
     pieces = [
         (unit, kind, *piece)
         for unit, kind, times in marked
         for piece in without(times, waits if kind == SpanKind.DATA else holes)
     ]
-    pieces += [(_unit_at(end, marked), SpanKind.OFF_CPU, start, end) for start, end in away]
+    pieces += [(_unit_at(end, marked), SpanKind.OFF_CPU, start, end) for start, end in merged(away)]
     names = ("unit", "kind", "start_us", "end_us")
-    return dict(zip(names, zip(*pieces, strict=True), strict=True)) if pieces else {}
+    columns = dict(zip(names, zip(*pieces, strict=True), strict=True)) if pieces else {}
+    return columns, queued_us if readings else nan
 
 
-def off_cpu(readings: Iterable[tuple[float, float]], waits: Sequence[Interval]) -> list[Interval]:
+def off_cpu(readings: Iterable[Reading], waits: Sequence[Interval]) -> Iterator[tuple[list[Interval], float]]:
     """When the computing thread neither ran nor waited for a collective; only how long, between two readings, is known.
 
     Args:
-        readings: (time, CPU time used so far), in order of time. Between two readings the rank was off the CPU for as
+        readings: in order of time. Between two of them the rank was off the CPU for as
             long as it neither waited nor used CPU time. That time is placed last, just before the second reading: a
             mark comes first, then the compute that it announces.
         waits: merged.
+
+    Yields:
+        Between two readings: the intervals, and for how long the thread was queued for a core meanwhile.
     """
-    found: list[Interval] = []
-    for (start, used), (end, used_then) in pairwise(readings):
+    for (start, used, queued), (end, used_then, queued_then) in pairwise(readings):
         active = without((start, end), waits)
         left = sum(last - first for first, last in active) - (used_then - used)
         if left < SEEN_US:
             continue
+        found = []
         for first, last in reversed(active):
             found.append((max(first, last - left), last))
             left -= last - first
             if left <= 0:
                 break
-    return merged(found)
+        yield found[::-1], queued_then - queued
 
 
 def _unit_at(moment: float, spans: Iterable[Span]) -> str:

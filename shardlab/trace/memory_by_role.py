@@ -135,9 +135,15 @@ class MemoryLedger(TorchDispatchMode):
         self._roles: dict[int, Role] = {}
         self._elsewhere: set[int] = set()  # made on another device: counts once it has a role
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # of a live storage, by its key
+        self.num_operations = 0
+        """How many ran in forward and backward."""
         self._serials = count()
         self._scratch = next(self._serials)
         self._roles[self._scratch] = Role.COMMUNICATION_BUFFER
+        self.hold(live)
+
+    def hold(self, live: LiveTensors) -> None:
+        """Log tensors that were there before."""
         for role, tensors in live.items():
             for storage in (tensor.untyped_storage() for tensor in tensors):
                 if storage._cdata not in self._known:  # the first role that names it counts
@@ -147,6 +153,7 @@ class MemoryLedger(TorchDispatchMode):
         """Run the operation and log the storages of its results."""
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor made of others (DTensor) dispatches again with the plain ones inside
+        self.num_operations += self.phase in (Phase.FORWARD, Phase.BACKWARD)
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, list | tuple) else (result,):
             if type(value) in PLAIN and not value.is_meta:  # (DTensor infers shapes with meta tensors)
@@ -175,6 +182,10 @@ class MemoryLedger(TorchDispatchMode):
         del torch.UntypedStorage.resize_  # torch's own is that of the class above
         # Weak references still report what is freed, but from now on that is not part of the step.
         self._closed = True
+
+    def resume(self) -> None:
+        """Log what is freed, though it is not entered: it will be again."""
+        self._closed = False
 
     _closed = False
 

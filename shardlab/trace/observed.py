@@ -7,7 +7,7 @@ from typing import Any
 
 from shardlab.comm import CollectiveEvent
 from shardlab.partition.ring_cost import ring_wire_bytes
-from shardlab.trace.clock import Clock, Mark
+from shardlab.trace.clock import Clock, CpuReading, Mark
 from shardlab.trace.entries import Columns
 from shardlab.vocabulary import Phase, SpanKind
 
@@ -85,12 +85,12 @@ def span_columns(spans: Sequence[Span], clock: Clock, origin_ns: int) -> Columns
     }  # fmt: skip
 
 
-def cpu_columns(readings: Sequence[tuple[int, int]], origin_ns: int) -> Columns:
+def cpu_columns(readings: Sequence[CpuReading], origin_ns: int) -> Columns:
     """When the CPU time of the computing thread was read, and what it was; not a table, but the source of spans."""
     if not readings:
         return {}
-    times, used = zip(*readings, strict=True)
-    return {"time_ns": _since(origin_ns, times), "cpu_ns": used}
+    times, used, queued = zip(*readings, strict=True)
+    return {"time_ns": _since(origin_ns, times), "cpu_ns": used, "queued_ns": queued}
 
 
 def columns_of(rows: Sequence[Row]) -> Columns:

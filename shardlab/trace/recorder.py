@@ -14,25 +14,28 @@ stand beside the tables, for that step's exposed communication and waits.
 """
 
 import contextlib
+import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf, isnan, nan
 from time import perf_counter_ns
 
 import torch
+from torch import Tensor
 
 from shardlab.comm import CollectiveEvent
 from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
 from shardlab.trace import observed
-from shardlab.trace.clock import Clock, CpuReadings, Mark
+from shardlab.trace.clock import Clock, CpuReadings, Mark, least_operation_ns
 from shardlab.trace.entries import CARRIED, CPU, Columns
 from shardlab.trace.memory_by_role import LiveTensors, MemoryLedger, on_device
 from shardlab.trace.observed import Row, Span
 from shardlab.trace.process_memory import MemorySamples
 from shardlab.trace.store import RunWriter
-from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind
+from shardlab.trace.unlike_steps import UnlikeSteps
+from shardlab.vocabulary import WHOLE_MODEL, Phase, Role, SpanKind
 
 BEFORE_TRAINING = -1
 # What is held at rest settles in the first steps (optimizer state appears in step 0). Reading it touches every tensor,
@@ -83,6 +86,10 @@ class Recorder:
         self._spans: list[Span] = []
         self._open: dict[tuple[str, SpanKind], tuple[SpanKind, Mark]] = {}
         self._ledger: MemoryLedger | None = None
+        self._tracing = contextlib.ExitStack()  # holds the ledger, or that of the data
+        self._of_data: MemoryLedger | None = None
+        self._reads = False
+        self._unlike = UnlikeSteps()
         self._cpu = CpuReadings(None)
         self._watched = True
         self._begin: Mark = 0
@@ -99,7 +106,7 @@ class Recorder:
         Args:
             step: its number.
             trace_memory: find its peak by role, which slows it; on CUDA the allocator knows every step's peak, but not
-                the roles.
+                the roles. For other steps see ``called``.
             since: when it began; None for now.
             watched: whether its collectives and units are recorded; if not, what the step sent and hid is unknown.
         """
@@ -110,16 +117,22 @@ class Recorder:
             self._first_step = step
         began_ns = perf_counter_ns()
         self._step, self._spans, self._events, self._cost_ns = step, [], [], 0
-        self._watched = watched
-        self._ledger = MemoryLedger(self._live(), self._device.type) if trace_memory else None
+        self._watched, self._reads = watched, trace_memory or self._samples(step)
+        self._unlike.begin(step)
+        self._ledger = self._of_data = None
+        if trace_memory:
+            self._unlike.forget_traced()
+            self._trace()
         self._memory.begin_step()
-        self._cpu = CpuReadings(self._clock.cpu_time() if watched else None)
+        # What was read since the last step ended is of this one. (Where marks are events there are no readings.)
+        earlier = self._cpu.between(since, began_ns) if isinstance(since, int) else []
+        self._cpu = CpuReadings(self._clock.cpu_time() if watched else None, earlier)
         self.spent(began_ns)
         # After the recorder's own preparations, which are no part of the step.
         begin = self._mark(always=True)
         self._begin, self._end = begin if since is None else since, None
         try:
-            with self._ledger or contextlib.nullcontext():
+            with self._tracing:
                 yield
         except BaseException:
             self._cpu.stop()  # the thread may end now, before collectives do that are under way
@@ -129,6 +142,46 @@ class Recorder:
             if self._end is None:
                 self._end = self._mark(always=True)
             self._open.clear()
+
+    def look_at_data(self) -> None:
+        """Until ``called``, watch what data are made of: if the step is traced from then on, that is held in it."""
+        if self._ledger is None and self._device.type != "cuda" and not _compiles():
+            self._of_data = self._tracing.enter_context(self._of_data or MemoryLedger({}))
+
+    def called(self, what: Hashable, given: Iterable[Tensor], held: Iterable[Tensor] = (), *, can_trace: bool) -> None:
+        """Note a call of the step, and trace memory from here on if the step is unlike all that were traced.
+
+        On CUDA the allocator knows every peak, so nothing is traced for this; nor where torch.compile was asked for,
+        which never compiles what it meets while operations are watched.
+
+        Args:
+            what: is called.
+            given: its tensors.
+            held: tensors that the step has made and that neither its data nor ``live_tensors`` have.
+            can_trace: whether nothing else of the step is alive.
+        """
+        if self._device.type == "cuda":
+            return
+        began_ns = perf_counter_ns()
+        if self._unlike.add(what, given) and can_trace and self._ledger is None and not _compiles():
+            self._unlike.trace()
+            self._trace(held)
+        elif self._of_data is not None:
+            self._tracing.close()
+            self._of_data.resume()
+        self.spent(began_ns)
+
+    @property
+    def traces(self) -> bool:
+        """Whether the memory of this step is traced."""
+        return self._ledger is not None
+
+    def _trace(self, held: Iterable[Tensor] = ()) -> None:
+        if self._of_data is None:
+            self._of_data = self._tracing.enter_context(MemoryLedger({}, self._device.type))
+        live = self._live()
+        self._of_data.hold({**live, Role.OTHER: [*live.get(Role.OTHER, ()), *held]})
+        self._ledger, self._of_data = self._of_data, None
 
     @contextlib.contextmanager
     def phase(self, phase: Phase, kind: SpanKind | None = None) -> Iterator[None]:
@@ -164,6 +217,14 @@ class Recorder:
             self._spans.append((unit, *begun, self._mark()))
             self._tell_ledger()
 
+    def add_span(self, unit: str, kind: SpanKind, begin: Mark, end: Mark) -> None:
+        """A unit was at work between two marks; also before the running step was entered, see ``step``."""
+        self._spans.append((unit, kind, begin, end))
+
+    def mark(self) -> Mark:
+        """The time, and a reading of the CPU time."""
+        return self._mark(always=True)
+
     def spent(self, since_ns: int) -> None:
         """Count the time from ``since_ns`` until now as time spent recording."""
         self._cost_ns += perf_counter_ns() - since_ns
@@ -178,12 +239,13 @@ class Recorder:
         """
         self._end = self._mark(always=True)
         began_ns = perf_counter_ns()
-        if self._ledger is not None or self._samples(self._step):
+        if self._ledger is not None or self._reads:
             live = self._live()
             # Now, while gradients are still held: afterwards nobody knows what their storages were.
             if self._ledger is not None:
                 self._ledger.classify(live)
-            self._memory.at_rest(live, began_ns, self._phase)
+            if self._reads:  # the same steps on every rank
+                self._memory.at_rest(live, began_ns, self._phase)
         self.spent(began_ns)
         return self._end
 
@@ -226,7 +288,8 @@ class Recorder:
             "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate,
             "start_ns": begin_ns - self._origin_ns, "step_ns": end_ns - begin_ns,
             "peak_bytes": self._memory.peak(self._ledger), "num_tokens": num_tokens,
-            "traced_memory": self._ledger is not None, "watched": self._watched,
+            "traced_memory": self._ledger is not None, "unlike_step": self._unlike.end(traced=self._ledger is not None),
+            "watched": self._watched, "dispatch_ns": self._dispatch_ns(),
         }  # fmt: skip
         tables = {
             SPANS.name: observed.span_columns(self._spans, self._clock, self._origin_ns),
@@ -266,6 +329,11 @@ class Recorder:
         self._cpu.read(always=always)
         return self._clock.mark()
 
+    def _dispatch_ns(self) -> float:
+        if self._ledger is None or self._device.type != "cpu":  # on a stream the host's time is beside the compute's
+            return nan
+        return self._ledger.num_operations * least_operation_ns()
+
     def _live(self) -> LiveTensors:
         live = self.live_tensors()
         return on_device(live, "cuda") if self._device.type == "cuda" else live
@@ -274,6 +342,13 @@ class Recorder:
         """Tell it the current unit: the one that began last and has not ended."""
         if self._ledger is not None:
             self._ledger.unit = next(reversed(self._open), (WHOLE_MODEL, None))[0]
+
+
+def _compiles() -> bool:
+    """Whether torch.compile was asked for anything."""
+    # Private: torch counts in public only what it has compiled, and here it may be about to.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and any(map(callable, dynamo.cached_backends.values()))
 
 
 def _share(cost: int, steps: int) -> float:

@@ -75,7 +75,7 @@ def events_of_step(records: Records, *, run: str | None = None, step: int | None
     Args:
         records: records of one run or several.
         run: which run; None if there is only one.
-        step: which step; None for the first whose memory was traced, else the last.
+        step: which step; None for the traced one with the highest peak, else the last.
 
     Returns:
         One row per event: ``time_us`` from the beginning of the step, ``rank``, ``event``, ``what`` (unit, tag),
@@ -165,9 +165,9 @@ def _held_after(events: pd.DataFrame, index: int) -> dict[int, Row]:
 
 
 def traced_step(steps: pd.DataFrame) -> int | None:
-    """The first step whose memory was traced; None if there is none."""
-    traced = steps.loc[steps["traced_memory"].fillna(False).astype(bool), "step"]
-    return int(traced.min()) if len(traced) else None
+    """Of the steps whose memory was traced the one with the highest peak, of equal ones the last; None if none was."""
+    traced = steps[steps["traced_memory"].fillna(False).astype(bool)].sort_values(["peak_bytes", "step"])
+    return int(traced["step"].iloc[-1]) if len(traced) else None
 
 
 def _compute(spans: pd.DataFrame) -> Iterator[Row]:

@@ -42,7 +42,7 @@ def step_through(
         what: records of one run or several; or what ``compare`` takes, which is then run.
         rest: as of ``compare``; none after records.
         run: which run; None if there is only one, and for the first strategy of what is run here.
-        step: which step; None for the first whose memory was traced, else the last.
+        step: which step; None for the traced one with the highest peak, else the last.
         directory: where records of what is run here are kept; None for not at all.
         pool: as of ``compare``.
         options: fields of ``CompareConfig``; by default three steps of FSDP on 2 ranks.

@@ -13,6 +13,7 @@ class Loop:
     engine: str = "bucketed"
     ranks: int = 2
     data: float = 100.0
+    in_turn: bool = False  # one rank loads data in each step
     forward: float = 1000.0
     backward: float = 2000.0
     recompute: float = 0.0
@@ -21,6 +22,7 @@ class Loop:
     slow_beside: float = 1.0  # how much longer backward takes beside a message
     sizes: tuple[int, ...] = (100_000,) * 4
     micro_batches: int = 1
+    reduces_in_each: bool = False
     activations: int = 0  # bytes that a tensor axis sums behind each unit's forward
     buckets: int = 4
     prefetch: int = 1
@@ -33,9 +35,9 @@ class Loop:
         self.now, self.free, self.seq = [0.0] * self.ranks, [0.0] * self.ranks, 0
         for step in range(self.steps):
             self.step, begins = step, list(self.now)
-            self.work("data", "model", self.data)
+            self.work("data", "model", self.data, (step % self.ranks,) if self.in_turn else None)
             for micro_batch in range(self.micro_batches):
-                self.is_last = micro_batch == self.micro_batches - 1
+                self.is_last = self.reduces_in_each or micro_batch == self.micro_batches - 1
                 {"fsdp": self.sharded, "zero3": self.zero3, "bucketed": self.bucketed}[self.engine]()
             self.work("optimizer", "model", self.optimizer)
             for rank, begin in enumerate(begins):

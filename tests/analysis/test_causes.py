@@ -145,6 +145,78 @@ def test_with_several_micro_batches_the_gain_is_that_of_the_change(loop, cause, 
     assert first.gain_us == pytest.approx(loop.step_us - replace(loop, **change).step_us, rel=0.02)
 
 
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (3, 2)])
+def test_reductions_of_every_micro_batch_are_a_cause_and_those_of_the_last_are_the_change(ranks, micro_batches):
+    loop = Loop(ranks=ranks, sizes=(100_000,) * 4, us_per_byte=0.1, micro_batches=micro_batches, reduces_in_each=True)
+    first = causes(*loop.tables())[0]
+    assert first.name == "every micro-batch communicates", first
+    more = (micro_batches - 1) * 0.4
+    assert first.evidence == (
+        f"each of 4 reductions of gradients is sent {micro_batches} times a step, {more:.3g} MB of it before the last"
+    )
+    without = replace(loop, reduces_in_each=False)
+    assert first.gain_us == pytest.approx(loop.step_us - without.step_us, rel=0.02)
+    assert "every micro-batch communicates" not in [cause.name for cause in causes(*without.tables())]
+    moved, worked, steps = loop.tables()
+    on_streams = causes(moved.assign(transport="nccl"), worked, steps)
+    assert "every micro-batch communicates" in [cause.name for cause in on_streams]
+    # A strategy that tags all alike sends several in one backward; nobody knows what they carry.
+    alike = moved.assign(tag="gradients").where(moved["phase"] == "backward", moved)
+    assert "every micro-batch communicates" not in [cause.name for cause in causes(alike, worked, steps)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "queued_us", "words", "change"),
+    [
+        (2, NAN, "it sleeps, or others have its core", "no sleep, or a core for each rank and thread"),
+        (2, 450, "for 95 % of that it sleeps", "nothing that sleeps in a step"),
+        (2, 8100, "for 90 % of that it could run, and others have its core", "a core for each rank and thread"),
+        (1, 8100, "for 90 % of that it could run, and others have its core", "a core for each thread"),
+    ],
+)
+def test_a_rank_that_sleeps_is_told_from_one_that_has_no_core(ranks, queued_us, words, change):
+    moved, worked, steps = Loop(ranks=ranks, data=9000).tables()
+    is_away = worked["kind"] == "data"
+    starts = worked["start_us"] + is_away.astype(float)  # apart from the optimizer of the step before
+    worked = worked.assign(kind=worked["kind"].mask(is_away, "off_cpu"), start_us=starts)
+    first = causes(moved, worked, steps.assign(queued_us=queued_us))[0]
+    assert first.name == "off the CPU"
+    assert first.evidence == f"in 9 ms of a step a rank is off the CPU: {words}"
+    assert first.change.startswith(change)
+    assert first.gain_us == pytest.approx(8999)
+
+
+def test_calling_small_operations_is_no_compute():
+    loop = Loop()
+    moved, worked, steps = loop.tables()
+    assert causes(moved, worked, steps.assign(dispatch_us=NAN))[0].name == BALANCED
+    called = steps.assign(dispatch_us=NAN, traced_memory=steps["step"] == 2)
+    called.loc[called["step"] == 2, "dispatch_us"] = 6000.0
+    first = causes(moved, worked, called)[0]
+    assert (first.name, first.evidence) == ("host-bound", "5.64 ms of a step are Python between the operations")
+    assert first.gain_us == pytest.approx(5640, rel=0.01)  # of the 6 ms some hid a message
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_ranks_lose_in_turn_is_no_less_than_the_gain(ranks):
+    """Each waits for the others' time, too: a share of the ranks' own time would be less than what the change gains."""
+    first = causes(*Loop(ranks=ranks, data=9000, in_turn=True).tables())[0]
+    assert (first.name, first.evidence) == ("input wait", "loading data takes 9 ms of a step")
+    assert first.gain_us == pytest.approx(9000)
+
+
+def test_small_messages_of_a_script_beside_large_ones_are_told_by_size_and_may_be_one():
+    loop = Loop(activations=4, latency=1500, sizes=(500_000,) * 8, buckets=2, us_per_byte=0.002)
+    moved, worked, steps = loop.tables()
+    number = moved.groupby(["rank", "step"]).cumcount().astype(str)
+    moved["tag"] = moved["tag"].mask(moved["bytes"] == 4, "all_reduce of the script " + number)
+    first = causes(moved.assign(axis="data"), worked, steps)[0]
+    assert first.name == LATENCY
+    assert "wait for 8 messages of 4 B and 2 of 2 MB, each with 3 ms of latency" in first.evidence
+    assert first.change == "one message for the script's 8, if none is needed before the last,"
+    assert first.gain_us == pytest.approx(7 * 2 * 1500, rel=0.01)
+
+
 def test_messages_between_operations_of_a_divided_model_are_not_joined():
     """Each sum of activations needs the one before it, so no bucket holds two of them."""
     loop = Loop(activations=1000, latency=3000, sizes=(10_000,) * 4)

@@ -86,6 +86,38 @@ def test_a_nearly_full_memory_is_a_warning(config):
     assert "WARNING" not in said("--config", config, "--ranks", "8", "--seq-len", "4096")
 
 
+def test_logits_that_do_not_fit_are_named_with_what_helps(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, "vocab_size": 128256}))
+    words = ("--config", str(path), "--ranks", "64", "--recompute", "full", "--seq-len")
+    assert "it does not fit; 168 GB of it are logits, 131,072 tokens x 128,256 words: a chunked loss" in " ".join(
+        said(*words, "131072").split()
+    )
+    assert "logits" not in said(*words, "4096").split("MISSES BY")[0]
+
+
+LONG = """
+import torch
+from torch import nn
+from shardlab import Workload
+
+def model():
+    return nn.Sequential(nn.Embedding(32000, 64), nn.Linear(64, 64), nn.Linear(64, 32000, bias=False))
+
+def loss(model, rows):
+    return nn.functional.cross_entropy(model(rows).flatten(0, 1), rows.flatten())
+
+workload = Workload(model, [torch.zeros(2, 131072, dtype=torch.long)] * 2, loss)
+"""
+
+
+def test_of_a_workload_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "long.py").write_text(LONG)
+    text = said("--workload", "long.py:workload", "--ranks", "2", "--strategies", "ddp", "--gpu", "8GB")
+    assert "less than one row keeps: 100 % of it are logits, so a chunked loss helps" in " ".join(text.split())
+
+
 def test_a_search_names_the_fastest_and_why_others_fall_out(config):
     text = said("--config", config, "--ranks", "64", "--batch", "128", "--search")
     assert [line.split("  ")[0] for line in text.splitlines()[:2]] == ["MODEL", "FASTEST THAT FITS"]

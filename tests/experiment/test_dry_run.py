@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from shardlab.analysis import peak
 from shardlab.comm.foretold import Costs, ForetoldMesh, ToldClock, Wire
 from shardlab.experiment import CompareConfig, Workload, compare
+from shardlab.experiment.answer import answer
 from shardlab.experiment.dry_run import dry_run
 from shardlab.experiment.operation_costs import THIN, priced
 from tests.planner.test_machine import COSTS
@@ -27,8 +29,8 @@ def dry(config, strategy, message=0.0, operation=costs_nothing, **options):
 
 
 def peak_of(records, run):
-    rows = records.memory[(records.memory["run"] == run) & (records.memory["rank"] == 0)]
-    rows = rows[(rows["where"] == "peak") & (rows["bytes"] > 0)]
+    rows = peak(records.memory[(records.memory["run"] == run) & (records.memory["rank"] == 0)])
+    rows = rows[rows["bytes"] > 0]
     return dict(zip(rows["role"], rows["bytes"], strict=True))
 
 
@@ -79,6 +81,64 @@ def test_the_peak_of_recurrent_layers_is_that_of_ranks(pools, tmp_path, kind):
     config = CompareConfig(workload=workload, strategies=("single", "zero1", "fsdp"), ranks=2, steps=3, device="cpu")
     done = compare(config, tmp_path / "out", pool=pools(2))
     for strategy in config.strategies:
+        assert peak_of(dry(config, strategy), strategy) == peak_of(done.records, strategy), strategy
+
+
+def cross_entropy(model, rows):
+    return nn.functional.cross_entropy(model(rows).flatten(0, 1), rows.flatten())
+
+
+def long_at(place):
+    """Batches of four rows of 8 tokens, and one of rows of 256."""
+    return [torch.full((4, 256 if number == place else 8), number) for number in range(10)]
+
+
+def words():
+    return nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 50))
+
+
+@pytest.mark.parametrize(("ranks", "accumulation", "places"), [(2, 1, (0, 2, 4)), (3, 2, (9,))])
+def test_the_peak_is_that_of_the_longest_batch_wherever_it_comes(pools, tmp_path, ranks, accumulation, places):
+    peaks = {}
+    for place in places:
+        config = CompareConfig(
+            workload=Workload(words, long_at(place), cross_entropy), strategies=("zero2", "fsdp"), ranks=ranks,
+            steps=5, accumulation=accumulation, device="cpu",
+        )  # fmt: skip
+        done = compare(config, tmp_path / str(place), pool=pools(ranks))
+        for strategy in config.strategies:
+            row = done.summary.set_index("strategy").loc[strategy]
+            assert row["peak_step"] == place // accumulation
+            assert row["peak_bytes"] > 3 * row["least_peak_bytes"]
+            foretold, measured = (
+                peak_of(records, strategy) for records in (dry(config, strategy, others=True), done.records)
+            )
+            assert sum(foretold.values()) == sum(measured.values())
+            # What the first batch has left when tracing began at the second is told apart better.
+            assert foretold == measured or place % accumulation
+            peaks.setdefault((place > 0, strategy), set()).add(row["peak_bytes"])
+        assert f"in step {place // accumulation}, and" in answer(done)[0].text
+    # In the first step there is no optimizer state.
+    assert all(len(found) == 1 for found in peaks.values())
+
+
+class Unused(nn.Module):
+    """Most of its parameters are in layers that nobody calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare, self.used = nn.ModuleList(nn.Linear(48, 48) for _ in range(4)), nn.Linear(32, 48)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parameters_that_no_rank_uses_get_neither_gradient_nor_state(pools, tmp_path, ranks):
+    workload = Workload(Unused, [torch.ones(6, 32)] * 3, squares)
+    config = CompareConfig(workload=workload, strategies=OURS, ranks=ranks, steps=3, device="cpu")
+    done = compare(config, tmp_path / "out", pool=pools(ranks))
+    for strategy in OURS:
         assert peak_of(dry(config, strategy), strategy) == peak_of(done.records, strategy), strategy
 
 

@@ -197,12 +197,12 @@ def test_a_cuda_trace(tmp_path):
     assert records.steps["step_us"].tolist() == [100]
 
 
-def renamed(kernel, category="kernel", **args):
-    """The trace with another communicating kernel."""
+def renamed(kernel, category="kernel", stream=20, **args):
+    """The trace with another kernel in the place of the communicating one."""
     trace = cuda_trace()
     for event in trace["traceEvents"]:
         if event["name"] == KERNEL:
-            event |= {"name": kernel, "cat": category, "args": {"stream": 20, **args}}
+            event |= {"name": kernel, "cat": category, "tid": stream, "args": {"correlation": 3, **args}}
     return trace
 
 
@@ -219,6 +219,9 @@ KERNELS = (
     ("void vllm::cross_device_reduce_2stage<__nv_bfloat16, 8>(vllm::RankData*)", {}, "all_reduce", "device"),
     ("kuserbuffers_pushrecv(int, int, int, int, int*)", {}, "recv", "device"),
     ("another_vendors_kernel", {"Collective name": "_allgather_base"}, "all_gather", "device"),
+    ("barrier_kernel(unsigned int**, unsigned long, int, int)", {}, "barrier", "device"),
+    ("hcom_allReduce__123_1", {}, "all_reduce", "device"),
+    ("void quickreduce::allreduce_prototype_twoshot<x>(y)", {}, "all_reduce", "device"),
 )  # fmt: skip
 
 
@@ -229,7 +232,7 @@ def test_whoever_communicates_by_a_name_that_tells_how(tmp_path):
         assert (row["op"], row["transport"]) == (op, transport)
         assert records.steps["exposed_comm_us"].tolist() == [10]
         assert len(records.spans) == 2
-    assert row["issue_us"] == row["start_us"]  # without arguments a kernel has no size
+    # Without arguments a kernel has no size.
     assert all(pd.isna(row[name]) for name in ("wire_bytes", "bytes", "group_size"))
 
 
@@ -239,6 +242,12 @@ UNEXPLAINED = {
     "void c10d::symmetric_memory::put_signal_kernel(unsigned int**)": "kernel",
     "void userbuffers_fp16_sum_inplace_gpu_rr<2>(int)": "kernel",
     "void deep_ep::internode_ll::dispatch<true, 7168>(void*)": "kernel",
+    "void dpsk::ep::internode::cached_notify<false>(int)": "kernel",
+    "void hybrid_ep::dispatch_kernel<x>(y)": "kernel",
+    "rocshmem_putmem_nbi_wg": "kernel",
+    "void mori::moe::EpDispatchIntraNodeKernel<bf16>(x)": "kernel",
+    "void moeA2ACombineKernel<x>(y)": "kernel",
+    "CopyPeerToPeer": "gpu_memcpy",
     "Memcpy PtoP (Device -> Device)": "gpu_memcpy",
 }
 
@@ -267,19 +276,75 @@ def test_a_kernel_of_one_device_is_compute(tmp_path):
     for kernel in (
         "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>(x)",
         "void deep_ep::layout::get_layout(x)",
+        "void hybrid_ep::permute_kernel<x>(y)",
+        "void at::native::index_put_with_sort_kernel<float>(x)",
+        "void flash::flash_fwd_splitkv_combine_kernel<x>(y)",
+        "histogram_shmem_kernel(int)",
         "triton_poi_fused_all_gather_into_tensor_wait_tensor_3",
         "void indexSelectScatterGather<float>(x)",
     ):
-        records = import_profiler_trace(written(tmp_path, "trace.json", renamed(kernel)))
+        records = import_profiler_trace(written(tmp_path, "trace.json", renamed(kernel, stream=7)))
         assert len(records.collectives) == 0
         assert kernel in set(records.spans["unit"])
+        assert records.manifests["profiler"]["uncertain_kernels"] == {}
+
+
+def test_a_kernel_that_looks_like_communication_is_named_as_uncertain(tmp_path):
+    """By a word in its name; or by a stream on which nothing runs that is known to compute."""
+    for kernel, stream in (("void acme::MoeDispatchKernel<float>(x)", 7), ("void acme::shuffle_tokens(x)", 20)):
+        name = kernel.removeprefix("void ").split("<")[0].split("(")[0]
+        with pytest.warns(UserWarning, match=rf"look like communication.*uncertain: {name} \(1\)"):
+            records = import_profiler_trace(written(tmp_path, "trace.json", renamed(kernel, stream=stream)))
+        assert len(records.collectives) == 0
+        assert why(reasons(records)).endswith(f" · uncertain: {name} may communicate, and counts as compute")
+
+
+def test_a_kernel_belongs_to_the_step_that_launched_it(tmp_path):
+    """One from before the trace meets the first step's time, which is shorter than what both would expose."""
+    trace = cuda_trace()
+    (own,) = (event for event in trace["traceEvents"] if event["name"] == KERNEL)
+    before = own | {"ts": 70, "dur": 95, "args": own["args"] | {"correlation": 99}}
+    work = before | {"name": "ampere_sgemm_64x64_nn", "tid": 7, "args": {"correlation": 98}}
+    records = import_profiler_trace(written(tmp_path, "trace.json", {
+        **trace, "traceEvents": [*trace["traceEvents"], before, work | {"ts": -30, "dur": 20}],
+    }))  # fmt: skip
+    assert records.collectives["step"].tolist() == [7, -1]
+    assert records.spans["step"].value_counts().to_dict() == {7: 2, -1: 1}
+    assert records.steps["exposed_comm_us"].tolist() == [10]
+    # The host ran ahead: nobody knows how long the device took for this step.
+    own["dur"] = 300
+    records = import_profiler_trace(written(tmp_path, "trace.json", trace))
+    assert records.steps["exposed_comm_us"].isna().all()
+    assert why(reasons(records)).startswith("cannot be said: when the device took a step is missing")
+
+
+def test_what_the_host_did_is_no_compute_of_a_device_without_kernels(tmp_path):
+    work = {"ph": "X", "name": "aten::mm", "cat": "cpu_op", "pid": 77, "tid": 1, "ts": 6, "dur": 30, "args": {}}
+    moved = {"name": "thread_name", "pid": 77, "tid": 9, "ph": "M", "args": {"name": "pt_gloo_runner"}}
+    task = work | {"name": "gloo:all_reduce", "tid": 9}
+    host = [event for event in cuda_trace()["traceEvents"] if event["cat"] in ("user_annotation", "cpu_op")]
+    about = {"rank": 0, "world_size": 2}
+    with_device = {"deviceProperties": [{"id": 0}]}, {"distributedInfo": about | {"backend": "nccl"}}
+    for changes, computes in (({}, True), *((one, False) for one in with_device)):
+        trace = {"distributedInfo": about, "traceEvents": [*host, work, task, moved], **changes}
+        path = written(tmp_path, "trace.json", trace)
+        if computes:
+            assert import_profiler_trace(path).steps["overlap"].tolist() == [1.0]
+            continue
+        with pytest.warns(UserWarning, match=r"ranks \[0\] had a device, but the trace lacks its kernels"):
+            records = import_profiler_trace(path)
+        assert len(records.spans) == 0
+        assert records.steps[["overlap", "exposed_comm_us"]].isna().all(axis=None)
 
 
 def test_a_trace_that_has_calls_and_not_what_ran_says_so(tmp_path):
     trace = cuda_trace()
     call = {"ph": "X", "name": "c10d::allreduce_", "cat": "cpu_op", "pid": 77, "tid": 1, "ts": 6, "dur": 1, "args": {}}
     trace["traceEvents"] = [event for event in trace["traceEvents"] if event["cat"] != "kernel"] + [call]
-    with pytest.warns(UserWarning, match=r"ranks \[0\] issued collectives.*profile with ProfilerActivity.CUDA too"):
+    with (
+        pytest.warns(UserWarning, match=r"ranks \[0\] issued collectives.*profile with ProfilerActivity.CUDA too"),
+        pytest.warns(UserWarning, match=r"ranks \[0\] had a device"),
+    ):
         records = import_profiler_trace(written(tmp_path, "trace.json", trace))
     assert records.steps["overlap"].isna().all()
 

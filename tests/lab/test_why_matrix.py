@@ -5,11 +5,10 @@ from math import isfinite
 from shardlab.lab.why_matrix import INJECTED, why_matrix
 
 
-def test_a_slow_loader_and_small_buckets_are_named_and_mended():
-    rows = list(why_matrix(("bucketed",), (2,), ("slow loader", "small buckets")))
-    assert [(row.engine, row.ranks, row.injected) for row in rows] == [
-        ("bucketed", 2, "slow loader"), ("bucketed", 2, "small buckets"),
-    ]  # fmt: skip
+def test_a_slow_loader_small_buckets_and_a_reduction_in_every_micro_batch_are_named_and_mended():
+    wrong = ("slow loader", "small buckets", "every micro-batch")
+    rows = list(why_matrix(("bucketed",), (2,), wrong))
+    assert [(row.engine, row.ranks, row.injected) for row in rows] == [("bucketed", 2, name) for name in wrong]
     for row in rows:
         assert row.named == INJECTED[row.injected].cause
         assert row.is_right

@@ -7,6 +7,7 @@ import os
 import time
 import warnings
 
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import shardlab
 from shardlab.recording.record import ALWAYS_WATCHED, Place, claim
-from shardlab.recording.report import load_recorded
+from shardlab.recording.report import answer_of_record, load_recorded
 from shardlab.trace.clock import HostClock
 from shardlab.trace.store import load_run
 
@@ -98,6 +99,52 @@ def test_gradient_accumulation_is_one_step_with_the_sum_of_its_losses(tmp_path):
     records = recorded(tmp_path, loop)
     assert records.steps["loss"].tolist() == pytest.approx([sum(losses[:2]), sum(losses[2:4]), sum(losses[4:])])
     assert kinds(records, 1) == [*["forward", "forward", "backward"] * 2, "optimizer"]
+
+
+def test_what_calling_operations_takes_at_least_grows_with_their_number(tmp_path):
+    found = {}
+    for layers in (1, 8):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with shardlab.record(tmp_path / str(layers)):
+            train(model, optimizer, 4)
+        found[layers] = load_run(tmp_path / str(layers)).steps.set_index("step")["dispatch_us"]
+        assert found[layers].notna().tolist() == [False, False, True, False]
+    assert found[8][2] > found[1][2] > 0
+
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, row):
+        time.sleep(0.02)
+        return torch.ones(8)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_loader_takes_is_of_the_step_that_trains_on_it(tmp_path, workers):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def epochs():
+        for _ in range(3):
+            loader = torch.utils.data.DataLoader(Slow(), num_workers=workers, prefetch_factor=1 if workers else None)
+            for number, x in enumerate(loader):
+                (model(x) - x).square().mean().backward()
+                if number % 2:  # of two micro-batches
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    records = recorded(tmp_path, epochs)
+    spans = records.spans
+    loaded = spans[spans["kind"] == "data"].groupby("step").agg({"start_us": "min", "end_us": "max", "unit": "size"})
+    # After steps 0, 1 and the traced one memory is read, and the next begins at its forward: one batch is inside.
+    # Step 4 has the end of an epoch and the beginning of another, too.
+    assert loaded["unit"].to_dict() == {0: 1, 1: 1, 2: 1, 3: 1, 4: 2 + 2, 5: 2}
+    times = records.steps.set_index("step")
+    assert (loaded["start_us"] >= times["start_us"]).all()
+    assert (loaded["end_us"] <= times["start_us"] + times["step_us"]).all()
 
 
 def test_optimizers_that_step_together_end_one_step(tmp_path):
@@ -330,3 +377,55 @@ def test_an_engine_of_ours_is_refused_in_its_first_forward(tmp_path):
 def test_nothing_that_trains_is_said(tmp_path):
     with pytest.warns(UserWarning, match="no training step was seen"), shardlab.record(tmp_path):
         Net()(torch.ones(8))
+
+
+def gan(begins_with_inputs, steps):
+    """Half of its steps train D on 2 rows, the others G on 256; without ``begins_with_inputs`` all begin alike."""
+    torch.manual_seed(0)
+    generator, judge = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)), nn.Linear(8, 1)
+    optimizers = {half: torch.optim.SGD(half.parameters(), lr=0.1) for half in (judge, generator)}
+    for step in range(steps):
+        half = (judge, generator)[step % 2]
+        optimizers[half].zero_grad()
+        if begins_with_inputs:
+            rows = torch.randn(2, 8) if half is judge else generator(torch.randn(256, 8))
+            loss = judge(rows).square().mean()
+        else:
+            loss = judge(torch.randn(2, 8)).square().mean()
+            loss = loss if half is judge else loss + judge(generator(torch.randn(256, 8))).square().mean()
+        loss.backward()
+        optimizers[half].step()
+
+
+@pytest.mark.parametrize("begins_with_inputs", [True, False])
+def test_the_peak_is_that_of_the_half_of_a_gan_that_needs_more(tmp_path, begins_with_inputs):
+    records = recorded(tmp_path, lambda: gan(begins_with_inputs, 8))
+    steps = records.steps
+    assert steps.loc[steps["traced_memory"], "step"].tolist() == ([0, 1, 2, 3] if begins_with_inputs else [0, 2, 5])
+    peaks = steps.set_index("step")["peak_bytes"]
+    assert peaks.max() == peaks[3 if begins_with_inputs else 5] > 256 * 64 * 4 + peaks[2]
+    # Of the second half alone that begins as the first does, nothing is known until it has come again.
+    unknown = [None] * 8 if begins_with_inputs else [None, 1, 1, 3, 3, None, None, None]
+    assert [None if pd.isna(step) else step for step in steps["unlike_step"]] == unknown
+    found = load_recorded(tmp_path / "run")
+    assert f"in step {peaks.idxmax() if not begins_with_inputs else 3}, and" in answer_of_record(found)[0].text
+
+
+def test_a_half_that_came_once_is_said_to_be_unknown(tmp_path):
+    recorded(tmp_path, lambda: gan(False, 4))
+    said = answer_of_record(load_recorded(tmp_path / "run"))[0].text
+    assert "that of step 3, which is unlike all traced ones, is not known" in said
+
+
+def test_what_torch_compile_is_asked_for_is_compiled_although_no_step_was_traced_yet(tmp_path):
+    torch._dynamo.reset()
+    compiled = []
+    model = Net()
+    model.compile(backend=lambda graph, _: compiled.append(graph) or graph.forward)
+    try:
+        steps = recorded(tmp_path, lambda: train(model, sgd(model), 4)).steps
+    finally:
+        torch._dynamo.reset()
+    assert compiled
+    assert not steps["traced_memory"].any()
+    assert "no peak was traced" in answer_of_record(load_recorded(tmp_path / "run"))[0].text

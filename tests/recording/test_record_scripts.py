@@ -14,8 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from typer.testing import CliRunner
 
+from shardlab.analysis.repeated_reductions import repeated
 from shardlab.cli import app, main
 from shardlab.comm.signed_messages import SECRET
 from shardlab.recording import record
@@ -107,7 +110,7 @@ def test_output_and_losses_are_bit_identical_and_every_step_is_there(recorded):
     assert sorted(zip(steps["rank"], steps["step"], strict=True)) == list(product(range(2), range(STEPS)))
     assert (steps["step_us"] > 0).all()
     assert steps[["grad_norm", "num_tokens"]].isna().all(axis=None)
-    assert steps.loc[steps["traced_memory"], "step"].unique().tolist() == [2]
+    assert steps.loc[steps["traced_memory"], "step"].unique().tolist() == [0, 2]
     printed = [float.fromhex(line.split()[1]) for line in plain.splitlines()]
     own = steps.sort_values("step").groupby("rank")["loss"].apply(list)
     # The DDP script prints the mean over ranks, into which it reduces its loss in place; the others print rank 0's.
@@ -169,9 +172,9 @@ def test_units_are_timed_and_memory_is_known_by_role(recorded):
             assert parts == [4 * (16 * 10 + 16 + 5 * 16 + 5) * times for times in (1, 1, 2, 0)]
         assert held["unattributed"] < 20_000, rank  # the batch and the loss
     peak = records.memory[records.memory["where"] == "peak"]
-    assert set(peak["step"]) == {2}
-    total = peak.groupby("rank")["bytes"].sum()
-    assert (total == records.steps[records.steps["step"] == 2].set_index("rank")["peak_bytes"]).all()
+    assert set(peak["step"]) == {0, 2}
+    total = peak.groupby(["rank", "step"])["bytes"].sum()
+    assert (total == records.steps.set_index(["rank", "step"])["peak_bytes"].dropna()).all()
 
 
 def train_ddp(rank, directory):
@@ -216,6 +219,64 @@ def test_what_ddp_sends_beside_gradients_and_buffers_has_names_of_its_own(pools,
         assert sorted(tags) == sorted([*["order of the new buckets"] * 2, *["parameters or buffers", *gradients] * 2])
 
 
+def train_in_turn(rank, directory):
+    """Two models of DDP, of which each step trains one."""
+    models = [nn.parallel.DistributedDataParallel(nn.Linear(size, 4, bias=False)) for size in (16, 32)]
+    with record(directory, trace_memory=None):
+        for _ in range(2):
+            for model in models:
+                model(torch.ones(2, model.module.in_features)).sum().backward()
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_buckets_of_a_model_that_rests_are_buckets_too(pools, tmp_path):
+    pools(2).run(train_in_turn, tmp_path)
+    records = load_run(tmp_path)
+    buckets = [at_rest(records, step)[rank]["communication_buffer"] for step in (0, 1) for rank in (0, 1)]
+    assert buckets == [4 * 4 * 16] * 2 + [4 * 4 * (16 + 32)] * 2
+
+
+def train_accumulating(rank, directory, wrap, syncs):
+    """Two twins of two layers, each with a forward and backward of its own, in two micro-batches."""
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
+    twins = [nn.parallel.DistributedDataParallel(one) if wrap == "ddp" else _sharded(one) for one in layers]
+    optimizer = torch.optim.SGD([param for twin in twins for param in twin.parameters()], lr=0.1)
+    with record(directory, trace_memory=None):
+        for _ in range(3):
+            for micro_batch, twin in product(range(2), twins):
+                is_last = syncs or micro_batch == 1
+                if wrap == "ddp":
+                    twin.require_backward_grad_sync = is_last  # as no_sync() does
+                else:
+                    twin.set_requires_gradient_sync(is_last)
+                twin(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+
+def _sharded(module):
+    for layer in module:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return fully_shard(module)
+
+
+@pytest.mark.parametrize(("wrap", "buckets"), [("ddp", 1), ("fsdp2", 2)])
+def test_a_reduction_of_the_next_micro_batch_has_the_number_of_the_one_before(pools, tmp_path, wrap, buckets):
+    found = {}
+    for syncs in (True, False):
+        directory = tmp_path / str(syncs)
+        pools(2).run(train_accumulating, directory, wrap, syncs)
+        records = load_run(directory)
+        in_a_step = [
+            table[(table["rank"] == 0) & (table["step"] == 2)] for table in (records.collectives, records.spans)
+        ]
+        sent = in_a_step[0]["tag"][in_a_step[0]["tag"].str.startswith("gradients")]
+        found[syncs] = (sent.nunique(), len(sent), len(repeated(*in_a_step)))
+        said = "is sent 2 times a step" in json.loads(shardlab("report", directory, "--json").stdout)["answer"]["SENT"]
+        assert said == syncs
+    # Twins of one size are two models: what the second reduces is not what the first has.
+    assert found == {True: (2 * buckets, 4 * buckets, 2 * buckets), False: (2 * buckets, 2 * buckets, 0)}
+
+
 def test_what_stages_of_a_pipeline_send_each_other_is_not_clipping(pools, tmp_path):
     pools(2).run(train_pipeline, tmp_path)
     records = load_run(tmp_path)
@@ -248,6 +309,9 @@ def test_report_trace_and_diff_read_it(recorded, tmp_path):
     assert "Losses were not compared" in done.stdout
     rows = json.loads(shardlab("diff", directory, directory, "--json").stdout)
     assert {row["difference"] for row in rows} <= {0.0, None}
+    refused = shardlab("what-if", directory, "--strategy", "run", "--link", "10Gbps,50us")
+    assert refused.exit_code
+    assert "is the record of a script" in refused.output
 
 
 def shardlab(*words):

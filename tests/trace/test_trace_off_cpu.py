@@ -21,12 +21,18 @@ LINK = "10Gbps,150ms"  # a message takes twice the latency, whatever the machine
 
 
 def test_what_neither_ran_nor_waited_was_off_the_cpu():
+    def away(readings, waits=()):
+        found = list(off_cpu([(*one, 0.0) if len(one) == 2 else one for one in readings], waits))
+        return [piece for pieces, _ in found for piece in pieces], [queued for _, queued in found]
+
     readings = [(0, 0), (100, 100), (400, 150), (500, 240)]
-    assert off_cpu(readings, []) == [(150, 400)]  # the 10 of the last stretch are less than can be told
-    assert off_cpu(readings, [(200, 380)]) == [(150, 200), (380, 400)]  # 120 did not wait, 50 of them ran
-    assert off_cpu(readings, [(150, 400)]) == []
-    assert off_cpu(readings[:1], []) == off_cpu([], []) == []
-    assert off_cpu([(0, 0), (100, 60)], [(10, 100)]) == []  # computed inside a wait: no time is negative
+    assert away(readings)[0] == [(150, 400)]  # the 10 of the last stretch are less than can be told
+    assert away(readings, [(200, 380)])[0] == [(150, 200), (380, 400)]  # 120 did not wait, 50 of them ran
+    assert away(readings, [(150, 400)])[0] == []
+    assert away(readings[:1])[0] == away([])[0] == []
+    assert away([(0, 0), (100, 60)], [(10, 100)])[0] == []  # computed inside a wait: no time is negative
+    # Queued for a core: all of the first stretch, and none of the second, which slept.
+    assert away([(0, 0, 5), (100, 50, 55), (200, 60, 55)]) == ([(50, 100), (110, 200)], [50, 0])
 
 
 def sleeps_ns(seconds):
