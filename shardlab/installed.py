@@ -1,6 +1,10 @@
-"""What is installed: the version of the package, its folder, its data files, and names that are imported when used."""
+"""What is here: the package's version, folder and data, names that are imported when used, and this machine's cores.
+
+No torch: the command line shows its options, and the default number of ranks, without it.
+"""
 
 import ast
+import os
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -47,3 +51,8 @@ def imported_when_used(package: str, file: str) -> Callable[[str], Any]:
         return getattr(import_module(module), name)
 
     return of_package
+
+
+def num_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

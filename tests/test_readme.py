@@ -34,7 +34,8 @@ PROSE = BLOCKS.sub("", "\n".join([INDEX, *PAGES.values()]))
 PRINTED = {
     "front page": "[520384, 520384]",
     "launch": "[0.5, 0.5]",
-    "loop": f"{[({'epoch': 1}, 1)] * 3}\n{[{'weight': (0, 28), 'bias': (0, 8)}, {'weight': (28, 64)}]}\n",
+    "loop": f"{[({'epoch': 1}, 1)] * 3}\n{[(1, 1)] * 2}\n"
+    f"{[{'weight': (0, 28), 'bias': (0, 8)}, {'weight': (28, 64)}]}\n",
     "tensor_parallel": "((32, 16), (64, 16))",
 }
 
@@ -81,7 +82,7 @@ def answer_and_table_are_those_of(comparison):
     said, why = lines[:6], lines[3]
     assert [line[:16].rstrip() for line in said] == [title for title, _ in answer(comparison)]
     assert shortened([line for line in said if line != why], answer(comparison)) == []
-    assert why[16:].split(" in ")[0] == OFF_CPU  # four ranks on two cores
+    assert why[16:].split(" in ")[0] == OFF_CPU  # beside other programs
     table = comparison.summary.set_index("strategy")[[*ROLES, "wire_bytes_per_step"]] / 1e6
     shown = {name: [*cells[2:5], cells[-1]] for name, *cells in map(str.split, lines[8:])}
     assert shown == {name: [f"{number:.3f}" for number in row] for name, *row in table.itertuples()}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from shardlab.cli.console import bad_input, count, names_in, progress_bar
+from shardlab.cli.console import BAD_INPUT, bad_input, complain, count, names_in, progress_bar
 from shardlab.cli.records import print_result
 from shardlab.experiment.options import CompareOptions, option_helps
 
@@ -62,12 +62,13 @@ def compare(out: Out = None, overwrite: Overwrite = False, **chosen: Any) -> Non
         with bad_input():
             page = experiment.write_report(comparison, config)
         print_result(comparison, config, page)
-    if not comparison.losses_equal:
+    if not comparison.losses_equal or comparison.failed:
         raise typer.Exit(1)
 
 
 def _with_progress(config: "CompareConfig", directory: Path) -> "Comparison":
     from shardlab import experiment
+    from shardlab.experiment.directory import TakenError
     from shardlab.launch import RankError, RankHang
 
     quiet = not experiment.is_reporter()
@@ -81,6 +82,9 @@ def _with_progress(config: "CompareConfig", directory: Path) -> "Comparison":
         with progress_bar(len(config.strategies) * config.steps, quiet=quiet) as advance:
             said = "{0.strategy}, loss {0.loss:.4f}".format
             return experiment.compare(config, directory, on_progress=lambda done: advance(said(done)))
+    except TakenError as error:
+        complain(str(error))
+        raise typer.Exit(BAD_INPUT) from None
     except KeyboardInterrupt:
         console.print(f"interrupted: the ranks have ended; the records so far are in {directory}", soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None

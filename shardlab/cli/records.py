@@ -247,7 +247,10 @@ def _result_table(comparison: "Comparison", config: "CompareConfig", console: Co
     for name in ("", *DISPENSABLE):
         if name:
             left_out.append(columns.pop(name)[0].replace("\n", " "))
-        table = table_of(readable_summary(comparison.summary, columns), title, gap)
+        shown = readable_summary(comparison.summary, columns)
+        table = table_of(shown, title, gap)
+        for strategy in comparison.failed:  # remarks say why
+            table.add_row(strategy, *["–"] * (len(shown.columns) - 1))
         if Measurement.get(console, console.options.update(max_width=UNBOUNDED), table).maximum <= console.width:
             break
     return table, left_out

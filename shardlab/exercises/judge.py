@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import zip_longest
-from math import isnan
+from math import inf, isnan
 from pathlib import Path
 
 from shardlab.comm import CollectiveEvent, Observer
 from shardlab.comm.mesh import Mesh
 from shardlab.exercises.exercise import Attempt, Case, Done, Exercise, Function, Measured, Message, Traffic
-from shardlab.exercises.values import differences, plain, told_apart
+from shardlab.exercises.values import differences, numbers_in, plain, told_apart
 from shardlab.launch import RankDied, RankError, RankHang, RankPool, current
 from shardlab.trace.observed import wire_bytes
 
@@ -25,7 +25,10 @@ OWN_FOLDER = str(Path(__file__).parent)
 
 
 class Verdict(StrEnum):
-    """How a check ended; blocked: this machine lacks something, or is too busy, and nothing is said of the solution."""
+    """How a check ended; blocked: nothing is said of the solution.
+
+    This machine lacks something or is too busy, or every wanted result is 0, as of a training that does not train.
+    """
 
     PASSED = "passed"
     FAILED = "failed"
@@ -162,15 +165,24 @@ def examine(
     """Run all cases, and call ``on_case`` after each; the first that fails decides."""
     if why := why_not_ready(pool):
         return Report(exercise.name, Verdict.BLOCKED, why)
-    score = Score()
-    for case in exercise.cases():
+    score, cases = Score(), exercise.cases()
+    for case in cases:
         done, reason, verdict = _run(exercise, function, case, pool)
         if reason := reason or _wrong(case, done, exercise.result_words):
             first, _, rest = f"{case.words}: {reason}".partition("\n")
             return Report(exercise.name, verdict, first, rest.strip(), case, done, score)
         score = score.plus(done, counts=case.traffic is not None)
         on_case(case.words)
+    if not any(map(_shows_something, cases)):
+        return Report(exercise.name, Verdict.BLOCKED, "every wanted result is 0, as of a function that does nothing")
     return Report(exercise.name, Verdict.PASSED, score=score)
+
+
+def _shows_something(case: Case) -> bool:
+    """Whether a function that does nothing would fail: not one whose results are to be 0, however they come about."""
+    is_limited = case.traffic is not None or min(case.most_peak_bytes, case.most_time_us) < inf
+    numbers = numbers_in(plain(case.wanted))
+    return is_limited or not numbers or any(numbers)
 
 
 def _run(exercise: Exercise, function: Function, case: Case, pool: RankPool) -> tuple[tuple[Done, ...], str, Verdict]:

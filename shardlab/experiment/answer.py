@@ -18,7 +18,7 @@ from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.saved_runs import config_of
 from shardlab.experiment.step_reasons import Reasons, why
-from shardlab.experiment.summary import REFERENCE, not_finite
+from shardlab.experiment.summary import LOSS_TOLERANCE, REFERENCE, not_finite
 from shardlab.plots.text import format_bytes, format_percent, listing
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Phase
@@ -43,8 +43,17 @@ def answer(comparison: Comparison, config: CompareConfig | None = None) -> list[
     return [
         *answer_of_runs(table, records, comparison.reasons, doubt),
         Line("CAN I TRUST IT", " · ".join(_trusted(comparison, doubt))),
-        Line("NEXT", following(config, {*table["strategy"]}, has_failed=bool(not_finite(records.steps)), doubt=doubt)),
+        Line("NEXT", _next(comparison, config, doubt)),
     ]
+
+
+def _next(comparison: Comparison, config: CompareConfig, doubt: str) -> str:
+    if run_verdicts.data_are_lost(comparison):
+        return "look at the data, whose rows hold inf or NaN: neither clipping nor a lower learning rate helps"
+    described = next(iter(comparison.records.manifests.values())).get("workload") or {}
+    failed = bool(not_finite(comparison.records.steps))
+    ran = {*comparison.summary["strategy"]}
+    return following(config, ran, has_failed=failed, doubt=doubt, place=described.get("place"))
 
 
 def doubt_of(comparison: Comparison) -> str:
@@ -242,13 +251,19 @@ def _trusted(comparison: Comparison, doubt: str) -> Iterable[str]:
     for said in (run_verdicts.agreement_verdict(comparison), run_verdicts.unfinished_verdict(comparison)):
         if said:
             yield said.rstrip(".")
+    if comparison.failed:
+        yield f"NOT run to the end: {listing(list(comparison.failed))}, see below"
     judged = table["judged_loss_difference"].max()
     if not_finite(comparison.records.steps):
         yield "losses NOT finite"
     elif pd.isna(judged) or len(table) == 1:
         yield "losses not compared: one strategy ran"
+    elif dead := run_verdicts.dead_verdict(comparison):
+        yield dead.partition(". ")[0][0].lower() + dead.partition(". ")[0][1:]
     else:
-        yield f"losses {'equal to' if comparison.losses_equal else 'NOT equal: they differ by'} {judged:.1e}"
+        hidden = judged <= LOSS_TOLERANCE["float32"] and run_verdicts.norms_apart(table)
+        too = ", and gradients by a factor" if hidden else ""
+        yield f"losses {'equal to' if comparison.losses_equal else 'NOT equal: they differ by'} {judged:.1e}{too}"
     if differ := [name for name in run_verdicts.ranks_differ(comparison.records) if name in set(table["strategy"])]:
         yield f"ranks of {listing(differ)} differ by design, and so do the losses"
     planned = table.dropna(subset="as_planned")
@@ -263,7 +278,7 @@ def _trusted(comparison: Comparison, doubt: str) -> Iterable[str]:
     yield f"times uncertain, because {doubt}" if doubt else "ranks had their cores"
 
 
-def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: str) -> str:
+def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: str, place: str | None = None) -> str:
     """One command to try next.
 
     Args:
@@ -271,14 +286,15 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
         ran: names of its strategies.
         has_failed: a loss was not finite.
         doubt: why times are uncertain, if they are.
+        place: of the workload, if it is known.
     """
-    of = "" if config.workload is None else " --workload FILE.py:NAME"
+    of = "" if config.workload is None else f" --workload {place or 'FILE.py:NAME'}"
     again = of if config.ranks == CompareConfig.ranks else f"{of} --ranks {config.ranks}"
     if has_failed:
         return f"shardlab compare{again} --clip 1, or a lower learning rate"
     if doubt:
-        fewer = f"--ranks {config.ranks // 2}" if config.ranks > 2 else f"--ranks {config.ranks} --steps 50"
-        return f"shardlab compare{of} {fewer}, with nothing beside it: so that times count"
+        fewer = f"{of} --ranks {config.ranks // 2}" if config.ranks > 2 else f"{again} --steps 50"
+        return f"shardlab compare{fewer}, with nothing beside it: so that times count"
     if "fsdp" not in ran:
         return f"shardlab compare{again} --strategies zero1,zero3,fsdp: what sharded parameters cost"
     if config.link is None:

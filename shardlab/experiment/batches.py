@@ -6,13 +6,15 @@ so that the mean over ranks stays the mean over rows.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
+from math import inf, nan
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from shardlab.comm.trees import map_tensors, tensors_in
 from shardlab.experiment.rank_checks import NUM_BATCHES, checksum
@@ -33,11 +35,13 @@ class Share:
         weight: of its mean loss in the mean over ranks: 1, unless ranks have different numbers of rows.
         checksum: of the rows of the whole batch, or of a rank's own where a function divides them; None after the
             first batches.
+        counted: what the workload's ``weight`` says of the rank's rows; 0 without one.
     """
 
     batch: Any
     weight: float = 1.0
     checksum: int | None = None
+    counted: float = 0.0
 
 
 def batches_of(workload: Workload, rank: int, ranks: int, seed: int, rows: int) -> Iterator[Share]:
@@ -51,13 +55,45 @@ def batches_of(workload: Workload, rank: int, ranks: int, seed: int, rows: int) 
         rows: of a global micro-batch; used for a ``Dataset`` only.
 
     Raises:
-        ValueError: the data has ended, or a batch cannot be divided.
+        ValueError: the data has ended, a batch cannot be divided, or its weight is none.
     """
     data: Any = workload.data
     if not workload.divides_rows:
-        return _checked(Share, _apart(lambda: iter(data(rank, ranks, seed)), seed))
-    source = _batches_of_samples(data, rows, seed) if isinstance(data, Dataset) else _repeated(data)
-    return _checked(partial(divide, rank=rank, ranks=ranks), _apart(lambda: source, seed))
+        shares = _checked(Share, _apart(lambda: iter(data(rank, ranks, seed)), seed))
+    else:
+        source = _batches_of_samples(data, rows, seed) if isinstance(data, Dataset) else _repeated(data)
+        shares = _checked(partial(divide, rank=rank, ranks=ranks), _apart(lambda: source, seed))
+    return shares if workload.weight is None else _counted(shares, workload.weight)
+
+
+def check_enough(workload: Workload, ranks: int, rows: int, num_batches: int) -> None:
+    """Check, as far as the data say it without being read, that every batch has a row for each rank.
+
+    Args:
+        workload: whose data it is.
+        ranks: number of data ranks.
+        rows: of a global micro-batch; used for a ``Dataset`` only.
+        num_batches: that will be read.
+
+    Raises:
+        ValueError: a ``Dataset`` has too few samples, or a batch of a list or a ``DataLoader`` too few rows.
+    """
+    data: Any = workload.data
+    if isinstance(data, Dataset) and isinstance(data, Sized) and len(data) < rows:
+        raise ValueError(_TOO_SMALL.format(len(data), rows))
+    sizes: list[int] = []
+    if isinstance(data, list | tuple):
+        with suppress(ValueError):  # of what has no rows, the ranks say more
+            sizes = [rows_of(batch) for batch in data[:num_batches]]
+    elif isinstance(data, DataLoader) and data.batch_size is not None and isinstance(data.dataset, Sized):
+        whole, rest = divmod(len(data.dataset), data.batch_size)
+        sizes = [data.batch_size] * bool(whole) + [rest] * (rest > 0 and not data.drop_last and num_batches > whole)
+    if sizes and min(sizes) < ranks:
+        raise ValueError(_TOO_FEW.format(min(sizes), ranks))
+
+
+_TOO_SMALL = "data: it has {} samples, too few for a batch of {}; set batch"
+_TOO_FEW = "data: a batch has {0} rows, too few for {1} data ranks; give at least {1}"
 
 
 def divide(batch: Any, rank: int, ranks: int) -> Share:
@@ -73,7 +109,7 @@ def divide(batch: Any, rank: int, ranks: int) -> Share:
         return Share(batch)
     rows = rows_of(batch)
     if rows < ranks:
-        raise ValueError(f"data: a batch has {rows} rows, too few for {ranks} data ranks; give at least {ranks}")
+        raise ValueError(_TOO_FEW.format(rows, ranks))
     least, more = divmod(rows, ranks)
     start = rank * least + min(rank, more)
     own = slice(start, start + least + (rank < more))
@@ -112,6 +148,19 @@ def _checked(share_of: Callable[[Any], Share], batches: Iterator[Any]) -> Iterat
         yield replace(share_of(batch), checksum=checksum(batch) if number < NUM_BATCHES else None)
 
 
+def _counted(shares: Iterator[Share], weight: Callable[[Any], Any]) -> Iterator[Share]:
+    # Here, in host memory: on a GPU the host would wait for the number.
+    for share in shares:
+        found = weight(share.batch)
+        try:
+            counted = float(found)
+        except (TypeError, ValueError, RuntimeError):
+            counted = nan
+        if not 0 <= counted < inf:
+            raise ValueError(f"weight: it returned {found!r:.60}; it must return one number of a batch, 0 or more")
+        yield replace(share, counted=counted)
+
+
 def _cut(batch: Any, own: slice, rows: int) -> Any:
     if isinstance(batch, list) and len(batch) == rows and not any(True for _ in tensors_in(batch)):
         return batch[own]
@@ -130,7 +179,7 @@ def _batches_of_samples(data: Dataset[Any], rows: int, seed: int) -> Iterator[An
             num_batches += 1
             yield default_collate(chunk)
         if not num_batches:
-            raise ValueError(f"data: it has {len(chunk)} samples, too few for a batch of {rows}; set batch")
+            raise ValueError(_TOO_SMALL.format(len(chunk), rows))
 
 
 def _shuffled(data: Any, seed: str) -> Iterator[Any]:

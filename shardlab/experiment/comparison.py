@@ -13,10 +13,10 @@ import inspect
 import json
 import platform
 import subprocess
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from math import isnan
+from math import isfinite, isnan
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,15 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardlab.comm.signed_messages import all_gather_bytes
+from shardlab.experiment.batches import check_enough
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.directory import claim, new_directory, run_directory
+from shardlab.experiment.directory import claim, new_directory, reserve, run_directory
 from shardlab.experiment.planned import against_plan, plans_or_why
-from shardlab.experiment.rank_checks import GRADIENTS, LOSS, first_that_differ, of_all_ranks
+from shardlab.experiment.rank_checks import DATA, GRADIENTS, LOSS, first_that_differ, of_all_ranks
 from shardlab.experiment.run import Progress, RankReport, run_strategy
 from shardlab.experiment.step_reasons import Reasons, reasons
 from shardlab.experiment.summary import summarise
+from shardlab.experiment.watched_loss import FirstLoss
 from shardlab.experiment.workload import Workload
 from shardlab.installed import __version__
 from shardlab.launch import RankError, RankHang, RankPool, place
@@ -48,6 +50,8 @@ from shardlab.vocabulary import MeshAxis, dtype_name
 # Every rank imports these, so they are imported once before the ranks are forked.
 PRELOAD = ("shardlab.experiment.run", "torch._dynamo")
 
+_BY_LOSS = "the loss sends messages of its own"
+
 OnProgress = Callable[[Progress], None]
 
 
@@ -59,11 +63,13 @@ class Comparison:
         summary: one row per strategy, the columns of ``summary.json``.
         records: the five tables of all strategies; ``run`` is the strategy.
         directory: where the files are.
+        failed: by strategy that raised on a rank, what it raised; it has no row.
     """
 
     summary: pd.DataFrame
     records: Records
     directory: Path
+    failed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def losses_equal(self) -> bool:
@@ -99,12 +105,16 @@ def compare(
         ValueError: ``directory`` is not empty (see ``directory.claim``), ``pool`` has another number of ranks or
             another device than asked for, or an option has an invalid value.
         TypeError: an unknown option, or an argument of the wrong type.
-        RankError: a rank failed; see ``launch``. The records so far stay on disk.
+        RankError: a rank failed in every strategy, or under torchrun; see ``launch``. Else the strategy is among
+            ``Comparison.failed``, and the others go on. The records so far stay on disk.
+        RankHang: ranks waited for longer than ``timeout_s``.
     """
     config, directory = configured(what, rest, directory, options, pool=pool)
     directory = directory or new_directory()
     # Before ranks start, which would be for nothing if it refuses.
     prepare(config, directory, overwrite=overwrite)
+    if is_reporter():
+        reserve(directory)
     with contextlib.ExitStack() as stack:
         if on_progress is None:
             advance = stack.enter_context(cell_bar("compare", len(config.strategies) * config.steps))
@@ -119,8 +129,11 @@ def prepare(config: CompareConfig, directory: Path, *, overwrite: bool = False) 
     """Make the directory.
 
     Raises:
-        ValueError: see ``directory.claim``.
+        ValueError: see ``directory.claim``; or the data are too few, see ``batches.check_enough``.
     """
+    if config.workload is not None:
+        rows, num_batches = config.global_batch // config.accumulation, config.steps * config.accumulation
+        check_enough(config.workload, config.data_ranks, rows, num_batches)
     # One process alone: a second could find, or remove, what the first has begun to write.
     if is_reporter():
         claim(directory, overwrite=overwrite, resume=config.resume)
@@ -146,8 +159,8 @@ def configured(
         config = what
     else:
         what, rest = _workload(what, rest, caller)
-        if unknown := sorted(options.keys() - {field.name for field in fields(CompareConfig)}):
-            known = ", ".join(field.name for field in fields(CompareConfig))
+        if unknown := sorted(options.keys() - {one.name for one in fields(CompareConfig)}):
+            known = ", ".join(one.name for one in fields(CompareConfig))
             raise TypeError(f"{caller}: {', '.join(unknown)} is not an option; the options are {known}")
         if pool is not None and options.get("device", "auto") == "auto" and _means_another(pool, "auto"):
             options = {**options, "device": pool.placement.device_type}
@@ -203,6 +216,7 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
 
     with _naming_the_field(config):
         pool.run(_meet, config)
+    failed: dict[str, RankError] = {}
     for strategy in config.strategies:
         # Under torchrun the processes choose a directory each; that of rank 0 is used.
         agreed = pool.run(_agree, directory)
@@ -214,21 +228,32 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
             reports = pool.run(run_strategy, config, strategy, where, origins, on_message=on_message)
         except (RankError, RankHang) as error:
             error.args = (f"{strategy}: {error}",)
-            raise
+            # The next strategy has fresh ranks, which torchrun has not; what hung once may hang each time.
+            if isinstance(error, RankHang) or torchrun_env() is not None:
+                raise
+            failed[strategy] = error
+            continue
         present = [report for report in reports if report is not None]
         _write_manifest(where, {**manifest, **_found(present, manifest["mesh"], config)})
+    if len(failed) == len(config.strategies):
+        raise next(iter(failed.values()))
     pool.run(_meet)  # under torchrun the others may read only what rank 0 has finished writing
-    records = load_runs(run_directory(directory, strategy) for strategy in config.strategies)
+    records = load_runs(run_directory(directory, strategy) for strategy in config.strategies if strategy not in failed)
     # After the runs, not before: planning reads data, which may change what a data loader yields next.
     plans, why = plans_or_why(config)
     summary = [
         {**row, "not_planned": why, **against_plan(row["strategy"], records, plans[row["strategy"]])}
         for row in summarise(records, config.dtype)
     ]
+    why_failed = {strategy: str(error).partition("\n")[0] for strategy, error in failed.items()}
+    why_failed = {strategy: said.removeprefix(f"{strategy}: ") for strategy, said in why_failed.items()}
+    if config.trained.takes_mesh:
+        summary = [row | ({"not_planned": _BY_LOSS} if row["as_planned"] is None else {}) for row in summary]
+    told = [{"strategy": strategy, "failed": said} for strategy, said in why_failed.items()]
     # The last file: a directory that has it counts as a finished comparison.
     if is_reporter():
-        (directory / "summary.json").write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
-    return Comparison(pd.DataFrame(summary), records, directory)
+        (directory / "summary.json").write_text(json.dumps(summary + told, indent=2, allow_nan=False) + "\n")
+    return Comparison(pd.DataFrame(summary), records, directory, why_failed)
 
 
 @contextlib.contextmanager
@@ -237,12 +262,12 @@ def _naming_the_field(config: CompareConfig) -> Iterator[None]:
     try:
         yield
     except TypeError:
-        for field in fields(config.trained):
+        for one in fields(config.trained):
             try:
-                cloudpickle.dumps(getattr(config.trained, field.name))
+                cloudpickle.dumps(getattr(config.trained, one.name))
             except Exception as error:
                 raise TypeError(
-                    f"{field.name}: it cannot be pickled, and so not be sent to the ranks ({error}); make files, "
+                    f"{one.name}: it cannot be pickled, and so not be sent to the ranks ({error}); make files, "
                     "locks, connections and generators inside it, on the rank"
                 ) from error
         raise
@@ -283,14 +308,27 @@ def _found(reports: list[RankReport], mesh: dict[str, int], config: CompareConfi
         "recorder_share": None if any(map(isnan, shares)) else max(shares),
         "not_finite": {
             what: {rank: report.not_finite[what] for rank, report in enumerate(reports) if what in report.not_finite}
-            for what in (LOSS, GRADIENTS)
+            for what in (DATA, LOSS, GRADIENTS)
         },
         "disagreement": _disagreement(reports, num_tensor_ranks),
         "drew_random_numbers": any(report.drew for report in reports),
         "batches": of_all_ranks([each.batches for each in reports[::num_tensor_ranks]], config.trained.divides_rows),
         "other_batch": reports[0].other_batch,
         "own_buffers": first_that_differ([report.buffers for report in reports], num_tensor_ranks),
+        "first_losses": _first_losses([report.first for report in reports[::num_tensor_ranks]]),
     }
+
+
+def _first_losses(found: list[FirstLoss | None]) -> dict[str, Any]:
+    """What ``token_mean.cause`` takes, of the data ranks; empty where a loss is no number."""
+    known = [first for first in found if first is not None and isfinite(first.loss)]
+    if len(known) < len(found):
+        return {}
+    names = set.intersection(*(set(first.counts) for first in known))
+    return {
+        "losses": [first.loss for first in known], "weights": [first.weight for first in known],
+        "counts": {name: [first.counts[name] for first in known] for name in known[0].counts if name in names},
+    }  # fmt: skip
 
 
 def _disagreement(reports: list[RankReport], num_tensor_ranks: int) -> str:
@@ -311,7 +349,8 @@ def description(config: CompareConfig) -> dict[str, Any]:
     workload, module = config.trained, config.on_meta
     params = list(module.parameters())
     return {
-        "name": str(workload), "module": f"{type(module).__module__}.{type(module).__qualname__}",
+        "name": str(workload), "place": config.place,
+        "module": f"{type(module).__module__}.{type(module).__qualname__}",
         "parameters": sum(param.numel() for param in params),
         "trainable": sum(param.numel() for param in params if param.requires_grad),
         "dtypes": sorted({dtype_name(param.dtype) for param in params}), "data": _named(workload.data),

@@ -122,6 +122,7 @@ class CompareConfig(CompareOptions):
     def _check_workload(self) -> None:
         """Find the workload, if its place was given, and refuse what it says itself."""
         if isinstance(self.workload, str):
+            self.__dict__["place"] = self.workload
             object.__setattr__(self, "workload", workload_at(self.workload))
         if not isinstance(self.workload, Workload):
             raise ValueError(f"workload: {self.workload!r:.80} is no Workload, nor the place of one, FILE.py:NAME")
@@ -183,6 +184,8 @@ class CompareConfig(CompareOptions):
 
     def _check_groups(self) -> None:
         """The shard groups of hybrid_shard."""
+        if self.trained.takes_mesh:
+            raise ValueError("sharding: hybrid_shard has two data axes, and the loss sends over one; use full_shard")
         if self.shard_group is None and self.shards == 1:
             raise ValueError(
                 f"sharding: hybrid_shard needs a group size above 1 that divides the data ranks, and "
@@ -214,6 +217,11 @@ class CompareConfig(CompareOptions):
     def own_strategies(self) -> dict[str, Strategy]:
         """Strategies of the reader's own among ``strategies``, by name; set by the check of these."""
         return {}
+
+    @cached_property
+    def place(self) -> str | None:
+        """Where the workload is, FILE.py:NAME, if it was named so; set by the check of it."""
+        return None
 
     @cached_property
     def trained(self) -> Workload:

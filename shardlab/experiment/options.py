@@ -5,6 +5,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from shardlab.installed import num_cores
+
 
 @dataclass(frozen=True)
 class CompareOptions:
@@ -16,7 +18,7 @@ class CompareOptions:
         strategies: names of strategies, in the order in which they run: single, ddp, bucketed, zero1, zero2, zero3,
             fsdp, and torch's own: torch_ddp, torch_zero1, torch_fsdp2, torch_tp; in Python also a ``Strategy`` of your
             own.
-        ranks: number of ranks.
+        ranks: number of ranks; by default 4, but no more than there are cores, and at least 2.
         steps: number of optimizer steps.
         workload: your own model and data: a ``Workload``, or where one is: FILE.py:NAME or PACKAGE.MODULE:NAME. Then
             model, text, seq_len, dtype, learning_rate and sequence_parallel have no meaning: any other value than the
@@ -58,7 +60,7 @@ class CompareOptions:
     """
 
     strategies: tuple[str, ...] = ("single", "ddp", "bucketed", "zero1", "fsdp")
-    ranks: int = 4
+    ranks: int = max(2, min(4, num_cores()))
     steps: int = 20
     workload: Any = None
     model: str = "gpt-1m"

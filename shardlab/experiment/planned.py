@@ -44,7 +44,7 @@ class Plan:
     Attributes:
         memory: at rest; where rows choose which parameters are used, of ranks whose rows have used all.
         collectives: None where they depend on the rows: of FSDP, if rows choose which units are called, and of divided
-            layers, if what they send depends on values.
+            layers, if what they send depends on values; and where the loss takes the mesh, and sends too.
         gathered_bytes: the most gathered parameters that a rank has at one moment.
         precision: 'full' of a strategy that takes none.
         by_rows: whether rows choose which parameters are used.
@@ -109,6 +109,8 @@ def _plan_run(
     if not _order_is_known(setup, known):
         return None
     memory, sent = planner.predicted_memory(model, setup), _sent(model, setup, known.forward)
+    if config.trained.takes_mesh and setup.num_ranks > 1:
+        sent = None
     if is_divided:
         memory = on_tensor_ranks(memory, config.tp)
         # The norm, on both axes, comes last.

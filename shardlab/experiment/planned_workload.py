@@ -215,7 +215,7 @@ def _tried(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward
     params = dict(module.named_parameters())
     try:
         with seeded(0):
-            loss = config.trained.loss(_Counted(module, calls), batch)
+            loss = config.trained.loss_on()(_Counted(module, calls), batch)
             nodes, num_calls = nodes_below(loss.grad_fn), len(calls)
             reached = {node.variable for node in nodes if hasattr(node, "variable")}
             if any(map(may_nest, nodes)):  # the graph does not show what a backward inside the backward reaches

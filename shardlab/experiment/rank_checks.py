@@ -134,7 +134,7 @@ def own_buffers_said(manifests: Iterable[Mapping[str, Any]]) -> str:
     return next(filter(None, said), "")
 
 
-LOSS, GRADIENTS = "loss", "gradients"
+DATA, LOSS, GRADIENTS = "data", "loss", "gradients"
 
 
 class FiniteCheck:
@@ -144,15 +144,22 @@ class FiniteCheck:
         params: of the module, in its order; None for no look at gradients, because a scaler expects some to overflow.
 
     Attributes:
-        lost: the first such step, by ``LOSS`` and ``GRADIENTS``; empty while all is well.
+        lost: the first such step, by ``DATA``, ``LOSS`` and ``GRADIENTS``; empty while all is well.
     """
 
     def __init__(self, params: Iterable[nn.Parameter] | None) -> None:
         self.lost: dict[str, int] = {}
         self._sums: list[Tensor | float] = []
+        self._is_in_data = False
         first = next((param for param in params or () if param.requires_grad), None)
         # Called with the gradient as backward has computed it, before an engine's own hook takes it away.
         self._hook = None if first is None else first.register_hook(self._look)
+
+    def computed(self, loss: Any, batch: Any) -> None:
+        """A loss on the CPU; of one that is inf or NaN the rows are looked at."""
+        if isinstance(loss, Tensor) and loss.is_cpu and not loss.detach().isfinite().all():
+            tensors = [tensor for tensor in tensors_in(batch) if is_plain(tensor)]
+            self._is_in_data |= not all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def ended(self, step: int, own_loss: float) -> None:
         """A step has ended; ``own_loss`` is that of this rank's rows."""
@@ -160,6 +167,8 @@ class FiniteCheck:
         # Read only now: on a GPU the host has waited for the loss already.
         if not all(isfinite(each) for each in sums):
             self.lost.setdefault(GRADIENTS, step)
+        if self._is_in_data:
+            self.lost.setdefault(DATA, step)
         if not isfinite(own_loss):
             self.lost.setdefault(LOSS, step)
 

@@ -21,10 +21,10 @@ from shardlab.experiment.answer import answer
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import write_page
-from shardlab.experiment.run_verdicts import transports_of, verdicts
+from shardlab.experiment.run_verdicts import dead_verdict, transports_of, verdicts
 from shardlab.experiment.saved_runs import config_of
 from shardlab.experiment.step_reasons import reasons_table
-from shardlab.experiment.summary import PLANNED, REFERENCE, readable_summary, reference_of
+from shardlab.experiment.summary import FULL, PLANNED, REFERENCE, precision_of, readable_summary, reference_of
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Collective, Phase, Role, SpanKind
 
@@ -152,10 +152,18 @@ def _figures(comparison: Comparison) -> dict[str, go.Figure]:
     figures["Every strategy trains on the same rows."] = plots.loss_curves(records.steps)
     reference = reference_of(records)
     if reference is not None and records.steps["run"].nunique() > 1:
-        # What losses that are not equal mean, the verdicts say.
-        why = "Only the order of summation differs." if comparison.losses_equal else "More than rounding differs."
-        figures[why] = plots.loss_difference(records.steps, reference)
+        figures[_differs(comparison)] = plots.loss_difference(records.steps, reference)
     return figures
+
+
+def _differs(comparison: Comparison) -> str:
+    """What losses that are equal or are not mean; the verdicts say why they are not."""
+    runs = comparison.records.manifests
+    if not comparison.losses_equal:
+        return "More than rounding differs."
+    if dead_verdict(comparison) or any(precision_of(run, comparison.records) != FULL for run in runs):
+        return "How far losses differ."
+    return "Only the order of summation differs."
 
 
 def _parts(records: Records) -> pd.DataFrame:

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,19 @@ from shardlab.comm import BaseMesh, CollectiveEvent, Observer
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.observed_group import PAST, num_sent_by_torch, observing_new
 from shardlab.comm.trees import map_tensors, tensors_in
-from shardlab.engines import AnyEngine, Strategy, build_engine, engine_options
+from shardlab.engines import AnyEngine, Engine, Strategy, build_engine, engine_options
 from shardlab.experiment.batches import Share, batches_of, size_of
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import checkpoint_directory, same_options
 from shardlab.experiment.rank_checks import NUM_BATCHES, FiniteCheck, first_other, sums_of
 from shardlab.experiment.shard_rows import shard_rows
 from shardlab.experiment.tensor import divided, loss_of
+from shardlab.experiment.token_mean import counts_of
 from shardlab.experiment.train_step import StepResult, TrainStep
+from shardlab.experiment.watched_loss import FirstLoss, WatchedLoss
 from shardlab.experiment.workload import seeded
+from shardlab.installed import num_cores
 from shardlab.launch import current
-from shardlab.launch.pool import num_cores
 from shardlab.optimizers.grad_scaler import GradScaler
 from shardlab.partition.ring_cost import Link
 from shardlab.tensor_parallel.rng import generator_states
@@ -60,6 +62,7 @@ class RankReport:
         batches: checksums of the first ones, see ``rank_checks``.
         other_batch: the first of them that is not what the checkpoint it went on from was trained on; None if all are.
         buffers: checksums after the first steps, and after some of the later ones, see ``rank_checks``.
+        first: of its first micro-batch.
     """
 
     recorder_share: float
@@ -70,6 +73,7 @@ class RankReport:
     batches: list[int] = field(default_factory=list)
     other_batch: int | None = None
     buffers: dict[int, dict[str, int]] = field(default_factory=dict)
+    first: FirstLoss | None = None
 
 
 class RankRun:
@@ -89,6 +93,7 @@ class RankRun:
         """Whether a step drew random numbers. Data do not count: they draw apart from training, see ``batches``."""
         self.batches: list[int] = []  # those that were passed over too
         self.other_batch: int | None = None
+        self._first_counts, self._first_weight = dict[str, float](), 1.0
         self._config, workload = config, config.trained
         self._batches = self.batches_anew()
         scheduler = None if workload.scheduler is None else workload.scheduler(engine.optimizer)
@@ -96,10 +101,17 @@ class RankRun:
             raise ValueError(f"scheduler: it returned {type(scheduler).__name__}; return a learning rate scheduler")
         scaler = GradScaler() if config.scales_loss(engine.name) else None
         self.finite = FiniteCheck(None if scaler is not None else engine.params.values())
+        self.loss = WatchedLoss(loss_of(config, workload, engine.name, engine.mesh), self.finite)
         self._train_step = TrainStep(
-            engine, loss_of(config, workload, engine.name, engine.mesh), accumulation=config.accumulation,
+            engine, self.loss, accumulation=config.accumulation,
             max_norm=config.clip, scheduler=scheduler, scaler=scaler, recorder=recorder,
         )  # fmt: skip
+
+    @property
+    def first(self) -> FirstLoss | None:
+        """Of the first micro-batch; None before."""
+        loss = self.loss.first
+        return None if loss is None else FirstLoss(float(loss), self._first_weight, self._first_counts)
 
     def batches_anew(self) -> Iterator[Share]:
         """The rank's batches from the first on."""
@@ -157,14 +169,16 @@ class RankRun:
         found = {"scheduler": self._train_step.scheduler, "scaler": self._train_step.scaler}
         return {name: value for name, value in found.items() if value is not None}
 
-    def step(self, step: int, *, trace_memory: bool | None = False) -> StepResult:
+    def step(self, step: int, *, trace_memory: bool | None = False, reports_norm: bool = False) -> StepResult:
         """Train and record step number ``step``.
 
         Args:
             step: its number.
             trace_memory: whether its peak by role is found, which slows it; None for if its batches are unlike those of
                 all traced steps, so that its peak may be another.
+            reports_norm: whether the norm of the gradients is recorded although they are not clipped.
         """
+        self._train_step.reports_norm = reports_norm
         before = _random_states(self.engine.mesh.device)
         with self.recorder.step(step, trace_memory=bool(trace_memory)):
             result, num_tokens = self._train(may_trace=trace_memory is not False)
@@ -175,18 +189,37 @@ class RankRun:
 
     def _train(self, *, may_trace: bool) -> tuple[StepResult, int]:
         result, num_tokens = None, 0
-        for _ in range(self._config.accumulation):
-            with self.recorder.phase(Phase.DATA, SpanKind.DATA):
-                if may_trace:
-                    self.recorder.look_at_data()
-                share = self._next_share()
-                batch = map_tensors(lambda tensor: _on_device(tensor, self.engine.mesh.device), share.batch)
-                num_tokens += size_of(batch)
+        for share in self._shares(may_trace=may_trace):
+            num_tokens += size_of(share.batch)
             if may_trace:
-                self.recorder.called("batch", tensors_in(batch), self._train_step.losses, can_trace=True)
-            result = self._train_step(batch, share.weight)
+                self.recorder.called("batch", tensors_in(share.batch), self._train_step.losses, can_trace=True)
+            result = self._train_step(share.batch, share.weight)
         assert result is not None
         return result, num_tokens
+
+    def _shares(self, *, may_trace: bool) -> Iterator[Share]:
+        """The micro-batches of a step on this rank's device. Where they are weighed, all are read before the first."""
+        read = (self._read(may_trace=may_trace) for _ in range(self._config.accumulation))
+        yield from read if self._config.trained.weight is None else self._weighed(list(read))
+
+    def _read(self, *, may_trace: bool) -> Share:
+        with self.recorder.phase(Phase.DATA, SpanKind.DATA):
+            if may_trace:
+                self.recorder.look_at_data()
+            share = self._next_share()
+            if not self._first_counts and self._config.workload is not None:
+                self._first_counts, self._first_weight = counts_of(share.batch), share.weight
+            batch = map_tensors(lambda tensor: _on_device(tensor, self.engine.mesh.device), share.batch)
+            return replace(share, batch=batch)
+
+    def _weighed(self, shares: list[Share]) -> list[Share]:
+        """Their weights, of which the mean over the ranks and micro-batches of the step is 1; collective."""
+        own = torch.tensor([sum(share.counted for share in shares)], dtype=torch.float64)
+        with self.recorder.phase(Phase.METRICS):
+            mean = float(self.engine.mean_over_ranks(own.to(self.engine.mesh.device), tag="weights")) / len(shares)
+        if not mean > 0:
+            raise ValueError("weight: it is 0 for every batch of a step, so there is nothing to train on")
+        return [replace(share, weight=share.counted / mean) for share in shares]
 
 
 @contextlib.contextmanager
@@ -243,6 +276,8 @@ def run_strategy(
         stack.enter_context(seeded(f"{config.seed}/{rank}"))  # dropout, for example, draws the same in every run
         writer = RunWriter(directory, rank, strategy, source_of(mesh))
         run = stack.enter_context(recorded_run(config, strategy, mesh, writer, own_origin_ns(origins)))
+        if config.ranks > 1 and isinstance(run.engine, Engine):
+            stack.enter_context(run.loss.sends_over_its_mesh())
         resumed = config.resume is not None
         first = run.resume(checkpoint_directory(Path(str(config.resume)), strategy)) if resumed else 0
         # Not the first step or two, in which optimizer state is still being allocated.
@@ -250,7 +285,10 @@ def run_strategy(
         known, buffers = dict[int, Did](), dict[int, dict[str, int]]()
         for step in range(first, config.steps):
             before = num_sent_by_torch()
-            result = run.step(step, trace_memory=True if step == traced else None)
+            # Not in the traced step, whose peak is that of training; in a timed one only where there are others.
+            reports_norm = step == first or (step == first + 1 and config.steps - first >= 5)
+            trace = True if step == traced else None
+            result = run.step(step, trace_memory=trace, reports_norm=reports_norm and step != traced)
             if strategy in config.own_strategies and num_sent_by_torch() != before:
                 raise ValueError(f"strategies: {strategy!r} {PAST}")
             if sampled_at_rest(step) or step == config.steps - 1:
@@ -263,7 +301,7 @@ def run_strategy(
                 run.save(checkpoint_directory(directory.parents[1], strategy))
         run.recorder.write_shards(run.shards)
         share, padding_bytes, lost = run.recorder.cost_share, run.engine.padding_bytes, run.finite.lost
-        return RankReport(share, padding_bytes, lost, known, run.drew, run.batches, run.other_batch, buffers)
+        return RankReport(share, padding_bytes, lost, known, run.drew, run.batches, run.other_batch, buffers, run.first)
 
 
 class _OverTheLink(Observer):

@@ -12,8 +12,10 @@ from shardlab.engines import STRATEGIES
 from shardlab.experiment import rank_checks, summary
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.rank_checks import GRADIENTS, LOSS
-from shardlab.experiment.summary import JUDGED_STEPS, REFERENCE, Pair
+from shardlab.experiment.dead_run import LOOK_FOR, why_dead
+from shardlab.experiment.rank_checks import DATA, GRADIENTS, LOSS
+from shardlab.experiment.summary import JUDGED_STEPS, NORM_TOLERANCE, REFERENCE, Pair
+from shardlab.experiment.token_mean import cause
 from shardlab.plots.text import format_percent
 from shardlab.trace.store import Records
 from shardlab.vocabulary import HostTransport, MeshAxis, Phase, SpanKind
@@ -24,6 +26,7 @@ SAME_SUM = 1e-4  # relative
 APART = 1e-3  # of the single process's loss: more than rounding
 AGREED = 1e-3  # of the distance to the single process
 QUIET = 0.2  # of a step, off the CPU
+BAD_ROWS = "The rows themselves hold inf or NaN: look at the data."
 SAME_PEAK = 0.01  # of a peak: what is less does not change how it reads
 
 
@@ -31,7 +34,8 @@ def verdicts(comparison: Comparison) -> list[str]:
     """What a comparison shows, in sentences."""
     # The worst first: where ranks disagree or strategies are missing, what follows says little.
     said = (
-        agreement_verdict(comparison), unfinished_verdict(comparison), resumed_verdict(comparison), verdict(comparison),
+        agreement_verdict(comparison), failed_verdict(comparison), unfinished_verdict(comparison),
+        resumed_verdict(comparison), verdict(comparison),
         gradients_verdict(comparison), alone_verdict(comparison), plan_verdict(comparison), traffic_verdict(comparison),
         transport_verdict(comparison), buckets_verdict(comparison), unseen_verdict(comparison),
         busy_verdict(comparison),
@@ -42,6 +46,7 @@ def verdicts(comparison: Comparison) -> list[str]:
 def remarks(comparison: Comparison) -> list[str]:
     """The verdicts without those that the lines of the answer say: what is wrong, in detail, and what else to know."""
     said = [agreement_verdict(comparison), unfinished_verdict(comparison), busy_verdict(comparison)]
+    said += [dead_verdict(comparison)]
     said += [verdict(comparison)] if comparison.losses_equal and len(comparison.summary) > 1 else []
     planned = comparison.summary["as_planned"].dropna()
     said += [plan_verdict(comparison)] if len(planned) and planned.all() else []
@@ -52,10 +57,11 @@ def verdict(comparison: Comparison) -> str:
     """One sentence: are the losses equal, and are they numbers at all?"""
     if wrong := summary.not_finite(comparison.records.steps):
         runs = ", ".join(f"that of {run} from step {step} on" for run, step in wrong.items())
-        return (
-            f"Losses are NOT finite, so the run has failed: {runs}. {_began(comparison, wrong)}"
-            "Lower the learning rate, or clip the gradients."
+        return f"Losses are NOT finite, so the run has failed: {runs}. {_began(comparison, wrong)}" + (
+            BAD_ROWS if data_are_lost(comparison) else "Lower the learning rate, or clip the gradients."
         )
+    if dead := dead_verdict(comparison):
+        return dead
     largest_judged = comparison.summary["judged_loss_difference"].max()
     if pd.isna(largest_judged) or len(comparison.summary) == 1:
         return "Losses were not compared: only one strategy ran."
@@ -74,7 +80,11 @@ def verdict(comparison: Comparison) -> str:
             sentence = _looks_like_sums(comparison)
         if sentence:
             return sentence
-        why = _own_buffers(comparison) + (_divides_rows_badly(comparison) if reference == REFERENCE else "")
+        if means := _mean_of_means(comparison):
+            return f"Losses are NOT equal: they differ from {origin} by {largest_judged:.1e}. {means}"
+        apart = norms_apart(comparison.summary)
+        why = f" {apart}" if apart else ""
+        why += _own_buffers(comparison) + (_divides_rows_badly(comparison) if reference == REFERENCE else "")
     if steps <= JUDGED_STEPS:
         return f"Losses are {equal}: the largest difference from {origin} is {largest_judged:.1e}.{why}"
     return (
@@ -82,6 +92,38 @@ def verdict(comparison: Comparison) -> str:
         f"{largest_judged:.1e}; over all {steps} steps, in which training amplifies every rounding, it is "
         f"{largest:.1e}.{why}"
     )
+
+
+def norms_apart(table: pd.DataFrame) -> str:
+    """A sentence if a strategy has gradients of another norm than the reference, which an optimizer may hide."""
+    known = table.reindex(columns=["strategy", "norm_ratio", "losses_equal"])
+    apart = known[(known["losses_equal"] == False) & ((known["norm_ratio"] - 1).abs() > NORM_TOLERANCE)]  # noqa: E712
+    if apart.empty:
+        return ""
+    ratios = ", ".join(f"{row.strategy} {row.norm_ratio:.4g}" for row in apart.itertuples())
+    return (
+        f"The norm of the gradients is another than the reference's, by these factors: {ratios}. Of a constant factor "
+        "Adam shows nothing in the losses."
+    )
+
+
+def dead_verdict(comparison: Comparison) -> str:
+    """One sentence if equal losses show nothing, as of a loss that never moves; else empty."""
+    dead = why_dead(comparison.records.steps)
+    table = comparison.summary
+    if not dead or len(table) == 1 or (table["losses_equal"] == False).any():  # noqa: E712
+        return ""
+    return f"Nothing can be said of the losses: {dead}, right or wrong. Look for {LOOK_FOR}."
+
+
+def _mean_of_means(comparison: Comparison) -> str:
+    """A sentence if ranks' losses are means over different numbers of what they count; else empty."""
+    manifests = comparison.records.manifests
+    whole = manifests.get(REFERENCE, {}).get("first_losses") or {}
+    for run, manifest in manifests.items():
+        if whole and run != REFERENCE and (found := manifest.get("first_losses")) and len(found["losses"]) > 1:
+            return cause(whole["losses"][0], found["losses"], found["weights"], found["counts"])
+    return ""
 
 
 def _own_buffers(comparison: Comparison) -> str:
@@ -94,6 +136,11 @@ def _own_buffers(comparison: Comparison) -> str:
 def resumed_verdict(comparison: Comparison) -> str:
     """One sentence if a run went on from a checkpoint that was trained on other rows; else empty."""
     return rank_checks.resumed_on_others(comparison.records.manifests)
+
+
+def data_are_lost(comparison: Comparison) -> bool:
+    """Whether a loss was inf or NaN where its rows were."""
+    return any(known.get("not_finite", {}).get(DATA) for known in comparison.records.manifests.values())
 
 
 def _began(comparison: Comparison, runs: Iterable[str]) -> str:
@@ -121,7 +168,7 @@ def gradients_verdict(comparison: Comparison) -> str:
 
 def _first_lost(known: Mapping[str, Mapping[str, int]]) -> tuple[int, str, list[str]]:
     """The first step with an inf or NaN on some rank's own rows, whether in loss or gradients, and on which ranks."""
-    found = [(step, what, rank) for what in (LOSS, GRADIENTS) for rank, step in known.get(what, {}).items()]
+    found = [(step, what, rank) for what in (DATA, LOSS, GRADIENTS) for rank, step in known.get(what, {}).items()]
     if not found:
         return 0, "", []
     # Of one step the loss, which stands first: a NaN in it is in the gradients too.
@@ -138,13 +185,22 @@ def agreement_verdict(comparison: Comparison) -> str:
     return f"Ranks DISAGREE, so the numbers are of no one run: {'; '.join(found)}{meant}" if found else ""
 
 
+def failed_verdict(comparison: Comparison) -> str:
+    """One sentence if strategies raised on a rank; else empty."""
+    said = "; ".join(f"{strategy}: {why.rstrip('.')}" for strategy, why in comparison.failed.items())
+    return f"NOT run to the end: {said}." if said else ""
+
+
 def unfinished_verdict(comparison: Comparison) -> str:
-    """One sentence if strategies are missing because the comparison was cut off; else empty."""
-    if not (comparison.directory / "records").is_dir():  # one run of it was loaded
-        return ""
-    wanted = [name for known in comparison.records.manifests.values() for name in known["config"]["strategies"]]
-    missing = [name for name in dict.fromkeys(wanted) if name not in set(comparison.summary["strategy"])]
-    return f"NOT finished: {', '.join(missing)}; the comparison was cut off before." if missing else ""
+    """One sentence if strategies, or steps of one, are missing because the comparison was cut off; else empty."""
+    manifests, last = comparison.records.manifests, comparison.records.steps.groupby("run")["step"].max()
+    asked = {run: int(known.get("config", {}).get("steps", 0)) for run, known in manifests.items()}
+    cut = [f"{run} after {last[run] + 1} of {asked[run]} steps" for run in last.index if last[run] + 1 < asked[run]]
+    if (comparison.directory / "records").is_dir():  # else one run of it was loaded
+        wanted = [name for known in manifests.values() for name in known["config"]["strategies"]]
+        ran = {*comparison.summary["strategy"], *comparison.failed}
+        cut += [name for name in dict.fromkeys(wanted) if name not in ran]
+    return f"NOT finished: {', '.join(cut)}; the comparison was cut off before." if cut else ""
 
 
 def _looks_like_sums(comparison: Comparison) -> str:

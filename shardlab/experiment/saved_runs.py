@@ -32,16 +32,18 @@ def load_comparison(directory: Path | str) -> Comparison:
     path = directory / "summary.json"
     if not path.is_file():
         raise ValueError(f"out: {directory} has no summary.json, so it is not a finished comparison")
-    summary = _summary(path)
+    summary, failed = _summary(path)
     records = load_runs(run_directory(directory, strategy) for strategy in summary["strategy"])
-    return Comparison(summary, records, directory)
+    return Comparison(summary, records, directory, failed)
 
 
-def _summary(path: Path) -> pd.DataFrame:
+def _summary(path: Path) -> tuple[pd.DataFrame, dict[str, str]]:
+    """The rows of what has run, and why the other strategies have not."""
     try:
-        summary = pd.DataFrame(json.loads(path.read_text())).astype({"strategy": str})
+        rows = json.loads(path.read_text())
+        summary = pd.DataFrame([row for row in rows if "failed" not in row]).astype({"strategy": str})
         summary[list(COLUMNS)]  # an older shardlab wrote fewer
-        return summary
+        return summary, {row["strategy"]: row["failed"] for row in rows if "failed" in row}
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"run: {path} is damaged: {error!r}; remove the file, and 'shardlab report' computes it again from the "

@@ -73,7 +73,9 @@ def divided(model: nn.Module, options: CompareOptions, workload: Workload, strat
 
 def loss_of(options: CompareOptions, workload: Workload, strategy: str, mesh: BaseMesh) -> LossFn:
     """The loss of the whole or of the divided model."""
-    return workload.loss_over(mesh[MeshAxis.TENSOR]) if _divides(options, strategy) else workload.loss
+    if _divides(options, strategy) and workload.tp_loss is not None:
+        return workload.loss_over(mesh[MeshAxis.TENSOR])
+    return workload.loss_on(mesh)
 
 
 def _check_peers(options: CompareOptions) -> None:
@@ -143,12 +145,12 @@ def tried_plan(workload: Workload, tp: int, seed: int) -> Suggestion:
         except Exception:  # data that only ranks can read: the sizes are checked all the same
             return check_tp_plan(module, workload.tp_plan, tp, None)
         return check_tp_plan(
-            module, workload.tp_plan, tp, lambda model: workload.loss(model, few),
+            module, workload.tp_plan, tp, lambda model: workload.loss_on()(model, few),
             lambda axis: lambda model: workload.loss_over(axis)(model, few),
         )  # fmt: skip
     try:
         few = _few_rows(workload, seed)
-        return suggest_tp_plan(module, tp, lambda model: workload.loss(model, few))
+        return suggest_tp_plan(module, tp, lambda model: workload.loss_on()(model, few))
     except ValueError as error:
         raise ValueError(f"tp: no plan can be suggested for {workload}: {error}") from error
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from math import nan
+from math import inf, nan
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class StepResult:
 
     Attributes:
         loss: mean over ranks and micro-batches, before the step.
-        grad_norm: global norm before clipping; NaN without clipping.
+        grad_norm: global norm before clipping; NaN where it was neither clipped nor asked for.
         learning_rate: learning rate of this step.
         step: number of optimizer steps so far, from 1.
         own_loss: mean over the micro-batches of this rank alone.
@@ -68,6 +68,8 @@ class TrainStep:
         self.engine, self.loss, self._model = engine, loss, _Model(engine)
         self.accumulation, self.max_norm = accumulation, max_norm
         self.scheduler, self.scaler, self.recorder = scheduler, scaler, recorder
+        self.reports_norm = False
+        """Whether the next step's result has the norm without clipping too, which costs a message and two passes."""
         self._losses: list[Tensor] = []
 
     def __call__(self, batch: Any, weight: float = 1.0) -> StepResult | None:
@@ -75,7 +77,8 @@ class TrainStep:
 
         Args:
             batch: what ``loss`` takes.
-            weight: of its loss in the mean over ranks: 1, unless ranks have different numbers of rows.
+            weight: of its loss in the mean over ranks and micro-batches: 1, unless they have different numbers of rows,
+                or of what the loss counts. A loss that weighs 0 may be NaN, as a mean of nothing is.
 
         Raises:
             ValueError: the loss is not a scalar that depends on parameters.
@@ -93,7 +96,9 @@ class TrainStep:
     def _forward_backward(self, batch: Any, weight: float) -> Tensor:
         with self._phase(Phase.FORWARD, SpanKind.FORWARD):
             loss = _scalar(self.loss(self._model, batch)) / self.accumulation
-            if weight != 1.0:
+            if weight == 0.0:
+                loss = loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0.0)  # NaN * 0 would be NaN
+            elif weight != 1.0:
                 loss = loss * weight
         with self._phase(Phase.BACKWARD, SpanKind.BACKWARD):
             self.engine.backward(loss if self.scaler is None else self.scaler.scale(loss))
@@ -109,6 +114,9 @@ class TrainStep:
         if self.max_norm is not None:
             with self._phase(Phase.CLIP, SpanKind.OPTIMIZER):
                 grad_norm = self.engine.clip_grad_norm_(self.max_norm)
+        elif self.reports_norm:
+            with self._phase(Phase.METRICS):
+                grad_norm = self.engine.clip_grad_norm_(inf)  # which scales by 1
         # Before the scheduler changes it: the result says that of this step.
         learning_rate = self.engine.learning_rate
         with self._phase(Phase.STEP, SpanKind.OPTIMIZER):

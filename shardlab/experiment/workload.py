@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from shardlab.comm import BaseMesh
 from shardlab.comm.communicator import Communicator
 from shardlab.meta_device import InitFn, materialize, reset_parameters
 from shardlab.tensor_parallel import Plan
@@ -30,7 +31,8 @@ from shardlab.tensor_parallel.rng import generators_seeded
 from shardlab.units import AUTO, WrapPolicy
 from shardlab.vocabulary import class_of
 
-LossFn = Callable[[Any, Any], Tensor]
+LossFn = Callable[..., Tensor]
+"""Of (model, batch), and of the mesh where a workload's loss asks for it."""
 Batches = Iterable[Any]
 Data = Dataset[Any] | Batches | Callable[[int, int, int], Batches]
 OptimizerFn = Callable[[Any], torch.optim.Optimizer]
@@ -54,7 +56,9 @@ class Workload:
             of batches such as a ``DataLoader``, read again from the start when it ends; or a function of (rank, ranks,
             seed) that returns the batches of one rank. A batch is any nest of tensors whose first dim is the row.
             Ranks train on different rows of each batch, except a function's, which divides them itself.
-        loss: (model, batch) -> scalar, the mean over the rows of the batch. ``model`` is called as the module is.
+        loss: (model, batch) -> scalar, the mean over the rows of the batch. ``model`` is called as the module is. One
+            that compares the rows of all ranks takes the mesh too, (model, batch, mesh), and sends over its axis
+            ``mesh.data``; one process has a mesh of one rank.
         optimizer: (tensors) -> a torch optimizer of them.
         scheduler: (optimizer) -> a learning rate scheduler, stepped after each optimizer step.
         wrap: which modules are units, see ``wrapped_modules``.
@@ -64,6 +68,9 @@ class Workload:
             output divided over the tensor axis.
         init_fn: initialises what is on the meta device, as (name, module); by default ``module.reset_parameters()``.
         name: in titles and manifests; by default the name of the module's class.
+        weight: (batch) -> number, 0 or more: what the loss divides by, where that is not the number of rows: of a
+            language model, the tokens that count in this rank's rows. Losses are then weighed by it, so that a step
+            trains on the mean over all that its ranks and micro-batches count. None: each row weighs the same.
 
     Raises:
         TypeError: a field is of the wrong type; the message names it.
@@ -80,6 +87,7 @@ class Workload:
     tp_loss: Callable[[Any, Any, Communicator], Tensor] | None = None
     init_fn: InitFn = reset_parameters
     name: str = ""
+    weight: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         """Check the types: an error on a rank, after everything has started, would say less."""
@@ -89,12 +97,15 @@ class Workload:
                 f"{type(self.model).__name__}(...), because every rank and every strategy needs its own"
             )
         _require_function("model", self.model, "that takes nothing and returns a module", 0)
-        _require_function("loss", self.loss, "of (model, batch) that returns the mean loss", 2)
+        loss_args = 3 if self.takes_mesh else 2
+        _require_function("loss", self.loss, "of (model, batch) that returns the mean loss", loss_args)
         _require_function("optimizer", self.optimizer, "of (tensors) that returns a torch optimizer", 1)
         if self.scheduler is not None:
             _require_function("scheduler", self.scheduler, "of (optimizer) that returns a scheduler", 1)
         if self.tp_loss is not None:
             _require_function("tp_loss", self.tp_loss, "of (model, batch, axis) that returns the mean loss", 3)
+        if self.weight is not None:
+            _require_function("weight", self.weight, "of (batch) that returns what the loss divides by", 1)
         if not isinstance(self.tp_plan, Mapping | NoneType) and self.tp_plan != SUGGESTED:
             raise TypeError(
                 f"tp_plan: {self.tp_plan!r:.60} was given; give {SUGGESTED!r}, a mapping of name patterns to styles, "
@@ -111,7 +122,19 @@ class Workload:
     def loss_over(self, axis: Communicator) -> LossFn:
         """The loss of a model whose layers are divided over ``axis``."""
         of_parts = self.tp_loss
-        return self.loss if of_parts is None else lambda model, batch: of_parts(model, batch, axis)
+        return self.loss_on() if of_parts is None else lambda model, batch: of_parts(model, batch, axis)
+
+    def loss_on(self, mesh: BaseMesh | None = None) -> LossFn:
+        """The loss of (model, batch) on a mesh; None for this process alone."""
+        if not self.takes_mesh:
+            return self.loss
+        own, loss = BaseMesh.alone() if mesh is None else mesh, self.loss
+        return lambda model, batch: loss(model, batch, own)
+
+    @property
+    def takes_mesh(self) -> bool:
+        """Whether the loss asks for the mesh, to communicate over it."""
+        return _binds(self.loss, 3) and (not _binds(self.loss, 2) or "mesh" in inspect.signature(self.loss).parameters)
 
     @property
     def is_dataset(self) -> bool:
@@ -190,9 +213,16 @@ def _require_function(field: str, function: Any, what: str, num_args: int) -> No
     if not callable(function):
         given = " ".join(repr(function).split())  # that of an optimizer has several lines
         raise TypeError(f"{field}: {given:.80} was given; it must be a function {what}")
+    if not _binds(function, num_args):
+        raise TypeError(f"{field}: it takes {inspect.signature(function)}; it must be a function {what}")
+
+
+def _binds(function: Any, num_args: int) -> bool:
+    """Whether a function takes so many arguments; one without a signature, in C, is taken to take two at most."""
     try:
         inspect.signature(function).bind(*range(num_args))
+    except ValueError:
+        return num_args < 3
     except TypeError:
-        raise TypeError(f"{field}: it takes {inspect.signature(function)}; it must be a function {what}") from None
-    except ValueError:  # a function without a signature, in C
-        return
+        return False
+    return True

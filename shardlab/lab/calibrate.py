@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from shardlab.comm.mesh import Mesh
-from shardlab.installed import __version__
+from shardlab.installed import __version__, num_cores
 from shardlab.lab.engine_times import ENGINE_PARTS, engine_time
 from shardlab.lab.kept_parts import KeptParts, Part
 from shardlab.lab.message_times import MESSAGE_PARTS, message_time
 from shardlab.lab.operation_times import FULL, QUICK, Effort, Meet, operation_parts, operation_time
 from shardlab.launch import RankPool
-from shardlab.launch.pool import num_cores
 from shardlab.planner.machine import Line, Machine
 
 VERSIONS = {"torch": torch.__version__, "shardlab": __version__}

@@ -204,7 +204,7 @@ def _kept_of(workload: Workload, module: nn.Module, batch: Any) -> _Kept:
     sizes = [1]
     hook = module.register_forward_hook(lambda *given: sizes.extend(one.numel() for one in tensors_in(given[-1])))
     with seeded(0), saved_for_backward(module) as saved:
-        loss = workload.loss(module, batch)
+        loss = workload.loss_on()(module, batch)
     hook.remove()
     held = [(tensor.numel(), tensor.untyped_storage().nbytes()) for tensor in saved]
     are_logits = any("LogSoftmax" in node.name() for node in nodes_below(loss.grad_fn))

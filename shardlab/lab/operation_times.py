@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # no public way to count operations
 
 from shardlab.comm.communicator import Communicator
-from shardlab.launch.pool import num_cores
+from shardlab.installed import num_cores
 from shardlab.planner.machine import Line
 
 SHAPES = (  # rows, inner and columns of products that compute more than they move

@@ -6,13 +6,13 @@ a second, and a call on warm ranks a few milliseconds.
 
 import atexit
 import math
-import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Self, TypeVar
 
+from shardlab.installed import num_cores
 from shardlab.launch.answers_and_failures import Collector, Patience
 from shardlab.launch.cell_bar import cell_bar
 from shardlab.launch.messages import Payload, Task, pack, unpack
@@ -265,11 +265,6 @@ def _check_seconds(**fields: float | None) -> None:
             continue
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise ValueError(f"{name}: {value!r} is given; allowed values are seconds above 0")
-
-
-def num_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_pool(pool: RankPool, ranks: int, device: str, *, by: str = "config") -> None:

@@ -14,6 +14,7 @@ from shardlab.analysis.held_bytes import at_rest
 from shardlab.analysis.repeated_reductions import evidence, repeated
 from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment.answer import ALIKE, ROLES, Line, messages, quartiles, steps_differ
+from shardlab.experiment.dead_run import LOOK_FOR, why_dead
 from shardlab.experiment.directory import write_page
 from shardlab.experiment.report import REASONS, explaining_tables, memory_figures, middle_step, time_figures
 from shardlab.experiment.saved_runs import check_complete, check_steps
@@ -137,8 +138,15 @@ def answer_of_record(recorded: Recorded) -> list[Line]:
         Line("WHY", why(recorded.reasons, is_script=True)),
         Line("SENT", "not known: no step was watched" if isnan(sent) else sends),
         Line("LATE", last),
+        *_dead(records),
         Line("NEXT", looks if last.startswith("rank") else again),
     ]
+
+
+def _dead(records: Records) -> list[Line]:
+    """A line if the run has not trained: then its times and bytes are of no training."""
+    dead = why_dead(records.steps)
+    return [Line("TRAINS", f"cannot be said: {dead}; look for {LOOK_FOR}")] if dead else []
 
 
 def _again(records: Records) -> str:

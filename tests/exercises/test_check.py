@@ -130,6 +130,13 @@ def test_a_function_that_never_ran_has_not_failed():
             assert (report.verdict, report.reason) == (Verdict.BLOCKED, words)
 
 
+def test_where_every_wanted_result_is_0_nothing_is_said(pools):
+    gradients = (torch.zeros(2, dtype=torch.float64),) * 2
+    dead = Exercise("class.dead", "", "", lambda: [Case("two", ((0,), (0,)), gradients)])
+    report = examine(dead, lambda comm, place: torch.zeros(2, dtype=torch.float64), pools(2))
+    assert (report.verdict, report.reason[:25]) == (Verdict.BLOCKED, "every wanted result is 0,")
+
+
 def test_what_differs_is_told_apart_and_what_is_equal_passes():
     close = [torch.tensor([value], dtype=torch.float64) for value in (0.1419359999, 0.1419361002)]
     for wanted, found, words in (

@@ -3,6 +3,7 @@
 import pandas as pd
 import pytest
 
+from shardlab.data_sets import data_path
 from shardlab.experiment import CompareConfig, Comparison
 from shardlab.trace.store import Records
 from tests.analysis.hand_made import collective, collectives, spans
@@ -223,9 +224,13 @@ def test_can_i_trust_it(tmp_path, monkeypatch, changed, loss, doubt, said):
 def test_one_command_to_try_next():
     config, linked = CompareConfig(ranks=4), CompareConfig(ranks=4, link="10Gbps,50us")
     of = {"has_failed": False, "doubt": ""}
-    assert following(config, {"ddp"}, has_failed=True, doubt="").startswith("shardlab compare --clip 1, or")
+    assert following(CompareConfig(), {"ddp"}, has_failed=True, doubt="").startswith("shardlab compare --clip 1, or")
     assert "--ranks 2" in following(config, {"ddp"}, has_failed=False, doubt="slept")
     assert "--steps 50" in following(CompareConfig(ranks=2), {"ddp"}, has_failed=False, doubt="slept")
+    own = CompareConfig(workload=data_path("train.py").as_posix() + ":workload", ranks=2)
+    assert own.place is not None
+    assert own.place in following(own, {"ddp"}, **of, place=own.place)
+    assert "FILE.py:NAME" in following(own, {"ddp"}, **of)
     for given, ran, words in (
         (config, {"ddp"}, "fsdp"),
         (config, {"fsdp"}, "--link"),

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from shardlab.analysis.timed import timed_steps
+from shardlab.engines import Bucketed
 from shardlab.experiment import CompareConfig, Workload, claim, compare, load_comparison, prepare, write_report
+from shardlab.experiment.answer import answer
 from shardlab.experiment.comparison import _disagreement
+from shardlab.experiment.directory import TakenError, reserve
 from shardlab.experiment.report import _parts as step_parts_of
 from shardlab.experiment.report import peak_table
 from shardlab.experiment.run import RankReport
@@ -387,13 +390,84 @@ def test_what_fails_on_the_ranks_leaves_a_report_of_the_others(pools, tmp_path):
 
     workload = Workload(lambda: torch.nn.Linear(4, 3), [torch.ones(4, 4)], lambda model, rows: model(rows).sum(),
                         optimizer=lambda tensors: Whole(tensors, lr=0.1))  # fmt: skip
+    strategies = ("single", "ddp", "zero3", "fsdp")
+    result = compare(workload, tmp_path / "out", pool=pools(2), strategies=strategies, ranks=2)
+    assert list(result.summary["strategy"]) == ["single", "ddp"]
+    assert list(result.failed) == ["zero3", "fsdp"]
+    assert all(re.match(r"rank \d raised ", why) for why in result.failed.values())
+    saved, config = load_saved(tmp_path / "out")
+    assert saved.failed == result.failed
+    said = [sentence for sentence in verdicts(saved) if sentence.startswith("NOT run to the end: zero3: rank")]
+    assert len(said) == 1
+    assert "NOT finished" not in " ".join(verdicts(saved))
+    assert said[0].rstrip(".").split(": ", 1)[1][:9] in write_report(saved, config).read_text()
     with pytest.raises(RankError, match=r"^zero3: rank \d raised ") as refused:
-        compare(workload, tmp_path / "out", pool=pools(2), strategies=("single", "ddp", "zero3", "fsdp"), ranks=2)
+        compare(workload, tmp_path / "alone", pool=pools(2), strategies=("zero3", "fsdp"), ranks=2)
     assert "frames of libraries are left out" in str(refused.value)
     assert "agreement.py" not in str(refused.value)
-    saved, config = load_saved(tmp_path / "out")
-    assert "NOT finished: zero3, fsdp; the comparison was cut off before." in verdicts(saved)
-    assert write_report(saved, config).is_file()
+
+
+def test_a_strategy_that_was_cut_off_is_not_finished(comparison):
+    _, result, _ = comparison
+    steps = result.records.steps
+    cut = replace(result, records=replace(result.records, steps=steps[(steps["run"] != "ddp") | (steps["step"] < 2)]))
+    assert "NOT finished: ddp after 2 of 4 steps; the comparison was cut off before." in verdicts(cut)
+
+
+def test_a_directory_is_taken_by_one_comparison_alone(tmp_path):
+    config = CompareConfig(strategies=("single",), ranks=1, text="grammar", device="cpu")
+    prepare(config, tmp_path)
+    prepare(config, tmp_path)  # of another process, which comes at the same time
+    reserve(tmp_path)
+    with pytest.raises(TakenError, match=r"out: .* holds another run, which did not finish"):
+        reserve(tmp_path)
+
+
+class NoMean(Bucketed):
+    """Sums gradients in place of their mean, which Adam does not show in the losses."""
+
+    name = "no_mean"
+
+    def lay_out(self, given):
+        laid_out = super().lay_out(given)
+        self.scale = 1.0
+        return laid_out
+
+
+def test_a_factor_of_the_gradients_that_adam_hides_is_told(pools, tmp_path):
+    config = CompareConfig(("single", "fsdp", NoMean()), steps=3, **SMALL)
+    result = compare(config, tmp_path / "out", pool=pools(2))
+    by_strategy = result.summary.set_index("strategy")
+    assert by_strategy["losses_equal"].tolist() == [True, True, False]
+    assert by_strategy["norm_ratio"].tolist() == pytest.approx([1, 1, 2], abs=1e-3)
+    assert "The norm of the gradients is another than the reference's, by these factors: no_mean 2" in verdict(result)
+    assert "Only the order of summation" not in write_report(result, config).read_text()
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda model, rows: 2.3 + (0 * model(rows)).mean(), "the norm of the gradients is 0"),
+        (lambda model, rows: model(rows).mean(), r"the norm of the gradients is \S+ in every step"),
+    ],
+)
+def test_of_a_run_that_does_not_train_nothing_is_said(pools, tmp_path, loss, said):
+    rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    workload = Workload(lambda: torch.nn.Linear(4, 1), [rows], loss)
+    result = compare(workload, tmp_path / "out", pool=pools(2), strategies=("single", "zero1"), ranks=2, steps=5)
+    assert result.summary["losses_equal"].isna().all()
+    assert re.match(f"Nothing can be said of the losses: {said}", verdict(result))
+    assert re.match(f"nothing can be said of the losses: {said}", answer(result)[4].text)
+
+
+def test_rows_that_hold_nan_are_named_and_no_clipping_is_advised(pools, tmp_path):
+    rows = torch.ones(4, 4)
+    rows[3, 1] = math.nan
+    workload = Workload(lambda: torch.nn.Linear(4, 1), [rows], lambda model, rows: model(rows).square().mean())
+    result = compare(workload, tmp_path / "out", pool=pools(2), strategies="ddp", ranks=2, steps=2)
+    assert "In ddp it began on rank 1, with the data of its own rows in step 0." in verdict(result)
+    assert verdict(result).endswith("The rows themselves hold inf or NaN: look at the data.")
+    assert answer(result)[5].text.startswith("look at the data, whose rows hold inf or NaN")
 
 
 def test_what_torchs_fsdp_does_not_take_is_said_before_ranks_start():

@@ -3,6 +3,7 @@
 import random
 import re
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,12 +11,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from shardlab import CompareConfig, Workload, compare, plan
-from shardlab.experiment.batches import batches_of, divide, rows_of
+from shardlab.comm.autograd_collectives import all_gather
+from shardlab.experiment.batches import batches_of, check_enough, divide, rows_of
 from shardlab.experiment.planned import plan_runs
 from shardlab.experiment.planned_workload import optimizer_of
 from shardlab.experiment.run_verdicts import Difference, alone_verdict, plan_verdict, resumed_verdict, verdict
@@ -420,6 +423,24 @@ def test_data_that_ends_says_after_how_many_batches():
             next(stream)
 
 
+def test_data_that_are_too_few_are_refused_before_ranks_start(tmp_path):
+    twelve = TensorDataset(torch.zeros(12, 6))
+    for data, num_batches, said in (
+        (Labelled(4), 1, "data: it has 4 samples, too few for a batch of 8; set batch"),
+        ([torch.zeros(4, 2), torch.zeros(1, 2)], 2, "data: a batch has 1 rows, too few for 2 data ranks"),
+        (DataLoader(twelve, batch_size=11), 2, "data: a batch has 1 rows, too few for 2 data ranks"),
+        (DataLoader(twelve, batch_size=11, drop_last=True), 2, ""),
+        ([torch.zeros(4, 2), torch.zeros(1, 2)], 1, ""),
+        (Stream(), 9, ""),
+    ):
+        trained = Workload(Residual, data, keyword_loss)
+        with pytest.raises(ValueError, match=said) if said else nullcontext():
+            check_enough(trained, ranks=2, rows=8, num_batches=num_batches)
+    with pytest.raises(ValueError, match="data: it has 4 samples, too few for a batch of 8"):
+        compare(Workload(Residual, Labelled(4), keyword_loss), tmp_path / "run", ranks=2)
+    assert not (tmp_path / "run").exists()
+
+
 # The plan.
 
 
@@ -469,6 +490,102 @@ def test_an_optimizer_that_cannot_be_planned_says_why_and_loses_no_run(pools, tm
     assert re.search(f"There is no plan to compare bytes and messages with: {why}", plan_verdict(found))
     with pytest.raises(ValueError, match=why):
         plan(trained, ranks=1, strategies="single")
+
+
+# Losses that are no mean over rows.
+
+
+class Padded(Dataset):
+    """Rows of different lengths, every third of which is empty."""
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, place):
+        generator, length = torch.Generator().manual_seed(place), (0, 3, 8)[place % 3]
+        y = torch.randint(0, 3, (8,), generator=generator).masked_fill(torch.arange(8) >= length, -100)
+        return {"x": torch.randn(8, 6, generator=generator, dtype=torch.float64), "y": y}
+
+
+def token_loss(model, batch):
+    return functional.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+
+
+def num_tokens(batch):
+    return (batch["y"] != -100).sum()
+
+
+def of_tokens(**fields):
+    return Workload(partial(OutOfOrder, (0, 1, 2, 3)), Padded(), token_loss, **fields)
+
+
+@pytest.mark.parametrize(("ranks", "accumulation", "batch"), [(2, 1, 2), (2, 2, 8), (3, 2, 12)])
+def test_a_mean_over_tokens_that_is_weighed_is_that_of_one_process(pools, tmp_path, ranks, accumulation, batch):
+    options = {
+        "ranks": ranks,
+        "accumulation": accumulation,
+        "batch": batch,
+        "pool": pools(ranks),
+        "steps": 3,
+        "clip": 1.0,
+    }
+    strategies = (*OURS, "torch_ddp") if ranks == 2 else ("single", "zero2", "fsdp")
+    trained = of_tokens(weight=num_tokens)
+    found = compare(trained, tmp_path / "run", strategies=strategies, **options)
+    assert (found.summary["max_loss_difference"] < 1e-10).all(), found.summary
+    assert ((found.summary["norm_ratio"] - 1).abs() < 1e-10).all()
+    assert found.summary["as_planned"].dropna().all()
+    whole = compare(trained, tmp_path / "whole", strategies="single", **{**options, "accumulation": 1})
+    steps = [one.records.steps.query("run == 'single'")["loss"].tolist() for one in (found, whole)]
+    assert steps[0] == pytest.approx(steps[1], abs=1e-10), "micro-batches are weighed too"
+
+
+def test_a_mean_over_tokens_that_is_not_weighed_is_told_with_the_weight_to_give(pools, tmp_path):
+    options = {"strategies": ("single", "zero1"), "ranks": 2, "steps": 2, "batch": 12, "pool": pools(2)}
+    found = compare(of_tokens(), tmp_path / "run", **options)
+    assert not found.losses_equal
+    assert "It is a mean of means: ranks' batches have different numbers of counted entries" in verdict(found)
+    assert "weight=lambda batch: (batch['y'] != -100).sum())" in verdict(found)
+    nothing = of_tokens(weight=lambda batch: 0)
+    with pytest.raises(RankError, match="weight: it is 0 for every batch of a step"):
+        compare(nothing, tmp_path / "nothing", **options)
+    with pytest.raises(RankError, match="weight: it returned 'many'; it must return one number"):
+        compare(of_tokens(weight=lambda batch: "many"), tmp_path / "wrong", **options)
+
+
+def against_all(model, batch, mesh):
+    """Each row against those of all ranks."""
+    features, targets = (all_gather(each, mesh.data, 0) for each in (model(batch["x"]), batch["x"][:, :3]))
+    return functional.cross_entropy(features @ targets.T, torch.arange(len(features)))
+
+
+def by_torch(model, batch):
+    features = model(batch["x"])
+    if dist.get_world_size() > 1:
+        dist.all_reduce(features.detach().clone())
+    return features.square().mean()
+
+
+def test_a_loss_that_compares_the_rows_of_all_ranks_takes_the_mesh(pools, tmp_path):
+    trained = Workload(lambda: nn.Linear(6, 3, dtype=torch.float64), Labelled(), against_all)
+    found = compare(trained, tmp_path / "run", strategies=OURS, ranks=2, steps=3, pool=pools(2))
+    assert (found.summary["max_loss_difference"] < 1e-10).all()
+    assert ((found.summary["norm_ratio"] - 1).abs() < 1e-10).all()
+    assert found.summary["as_planned"].isna().sum() == len(OURS) - 1, "what the loss sends is in no plan"
+    assert set(found.summary["not_planned"].dropna()) == {"the loss sends messages of its own"}
+    with pytest.raises(ValueError, match="sharding: hybrid_shard has two data axes, and the loss sends over one"):
+        CompareConfig(workload=trained, strategies=("fsdp",), ranks=4, sharding="hybrid_shard")
+
+
+def test_a_loss_that_calls_torch_distributed_by_itself_is_refused_and_does_not_hang(pools, tmp_path):
+    trained = Workload(lambda: nn.Linear(6, 3, dtype=torch.float64), Labelled(), by_torch)
+    options = {"ranks": 2, "steps": 2, "pool": pools(2)}
+    found = compare(trained, tmp_path / "run", strategies=("single", "fsdp", "torch_ddp"), **options)
+    assert list(found.summary["strategy"]) == ["torch_ddp"]
+    assert list(found.failed) == ["single", "fsdp"]
+    for why in found.failed.values():
+        assert "ValueError: loss: it calls torch.distributed by itself" in why
+        assert "loss(model, batch, mesh)" in why
 
 
 # Bad input, refused before ranks start.
