@@ -30,13 +30,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.precision import Precision
@@ -57,6 +56,16 @@ def check_replaced(param: nn.Parameter, view: Tensor, name: str) -> None:
             f"{param.device}, and the engine keeps {tuple(view.shape)} of {dtype_name(view.dtype)} on {view.device}; "
             "convert the module before the engine is built"
         )
+
+
+class MeshParts(Protocol):
+    """Communicators of parts and products of a mesh's axes; see ``comm.base_mesh``."""
+
+    def split(self, axis: str, *, inner: int) -> tuple[Communicator, Communicator]:
+        """Across groups of ``inner`` neighbours, and inside this rank's own."""
+
+    def flatten(self, *axes: str) -> Communicator:
+        """Over all of these axes at once."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,7 @@ class Given:
     params: dict[str, nn.Parameter]
     comms: tuple[Communicator, ...]
     device: torch.device
-    mesh: BaseMesh
+    mesh: MeshParts
     is_due: Callable[[nn.Parameter], bool]
     wake: Callable[[], bool]
     equalise: Callable[[list[Tensor]], None]
