@@ -65,6 +65,8 @@ class OwnCallsRefused:
 
 def _is_own() -> bool:
     """Whether a call came from a file of the user, through nothing but torch.distributed."""
-    files = (frame.f_code.co_filename for frame in callers(sys._getframe(2)))
+    # A dispatch mode, as of a traced step, only passes calls on.
+    frames = (frame.f_code for frame in callers(sys._getframe(2)))
+    files = (code.co_filename for code in frames if code.co_name != "__torch_dispatch__")
     caller = next((file for file in files if not file.startswith(_TORCH) or file.startswith(_LAYERS)), "")
     return bool(caller) and not caller.startswith((_SHARDLAB, _LAYERS))

@@ -106,7 +106,7 @@ class TrainStep:
         return loss.detach()
 
     def _update(self) -> StepResult:
-        grad_norm: Tensor | None = None
+        grad_norm: Tensor | float | None = None
         if self.scaler is not None:
             with self._phase(Phase.CLIP, SpanKind.OPTIMIZER):
                 # Before clipping, whose norm is that of the true gradients.
@@ -117,6 +117,8 @@ class TrainStep:
         elif self.reports_norm:
             with self._phase(Phase.METRICS):
                 grad_norm = self.engine.clip_grad_norm_(inf)  # which scales by 1
+                if grad_norm.is_cpu:  # or a tensor that is none of training would be held at the peak
+                    grad_norm = float(grad_norm)
         # Before the scheduler changes it: the result says that of this step.
         learning_rate = self.engine.learning_rate
         with self._phase(Phase.STEP, SpanKind.OPTIMIZER):

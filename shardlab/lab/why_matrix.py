@@ -48,7 +48,7 @@ NEAR = 0.2  # of the gain that was measured
 class EveryMicroBatch(Bucketed):
     """Buckets that travel after every backward, as without ``no_sync()``, and keep the sum of all means."""
 
-    name = "every micro-batch"
+    name = "every_micro_batch"
 
     @contextlib.contextmanager
     def backward(self, *, sends: bool) -> Iterator[None]:

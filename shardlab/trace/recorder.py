@@ -119,7 +119,7 @@ class Recorder:
         self._step, self._spans, self._events, self._cost_ns = step, [], [], 0
         self._watched, self._reads = watched, trace_memory or self._samples(step)
         self._unlike.begin(step)
-        self._ledger = self._of_data = None
+        self._ledger, self._of_data, self._watches = None, None, False
         if trace_memory:
             self._unlike.forget_traced()
             self._trace()
@@ -146,7 +146,7 @@ class Recorder:
     def look_at_data(self) -> None:
         """Until ``called``, watch what data are made of: if the step is traced from then on, that is held in it."""
         if self._ledger is None and self._device.type != "cuda" and not _compiles():
-            self._of_data = self._tracing.enter_context(self._of_data or MemoryLedger({}))
+            self._watch()
 
     def called(self, what: Hashable, given: Iterable[Tensor], held: Iterable[Tensor] = (), *, can_trace: bool) -> None:
         """Note a call of the step, and trace memory from here on if the step is unlike all that were traced.
@@ -168,6 +168,7 @@ class Recorder:
             self._trace(held)
         elif self._of_data is not None:
             self._tracing.close()
+            self._watches = False
             self._of_data.resume()
         self.spent(began_ns)
 
@@ -176,9 +177,15 @@ class Recorder:
         """Whether the memory of this step is traced."""
         return self._ledger is not None
 
+    def _watch(self) -> None:
+        # Of a step whose batches are all read before the first is used, this is asked for each of them.
+        if not self._watches:
+            self._of_data = self._tracing.enter_context(self._of_data or MemoryLedger({}, self._device.type))
+            self._watches = True
+
     def _trace(self, held: Iterable[Tensor] = ()) -> None:
-        if self._of_data is None:
-            self._of_data = self._tracing.enter_context(MemoryLedger({}, self._device.type))
+        self._watch()
+        assert self._of_data is not None
         live = self._live()
         self._of_data.hold({**live, Role.OTHER: [*live.get(Role.OTHER, ()), *held]})
         self._ledger, self._of_data = self._of_data, None

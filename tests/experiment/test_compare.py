@@ -133,7 +133,7 @@ def test_the_peak_by_role_adds_up_to_the_peak(comparison):
     config, result, _ = comparison
     table = peak_table(result.records).set_index("strategy")
     flights = ["in flight (MB)", "in flight in ordinary steps (MB)"]
-    roles = table.drop(columns=["rank", "unit", "phase", "all (MB)", *flights])
+    roles = table.drop(columns=["step", "rank", "unit", "phase", "all (MB)", *flights])
     assert roles.sum(axis=1).to_numpy() == pytest.approx(table["all (MB)"].to_numpy())
     assert (roles > 0).any().all()  # a role that nobody holds has no column
     summary = result.summary.set_index("strategy").loc[table.index]

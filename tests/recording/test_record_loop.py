@@ -109,7 +109,7 @@ def test_what_calling_operations_takes_at_least_grows_with_their_number(tmp_path
         with shardlab.record(tmp_path / str(layers)):
             train(model, optimizer, 4)
         found[layers] = load_run(tmp_path / str(layers)).steps.set_index("step")["dispatch_us"]
-        assert found[layers].notna().tolist() == [False, False, True, False]
+        assert found[layers].notna().tolist() == [True, False, True, False]
     assert found[8][2] > found[1][2] > 0
 
 
