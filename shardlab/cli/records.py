@@ -22,7 +22,7 @@ ROOMY = 100  # columns of a terminal in which the table gets wider gaps
 DISPENSABLE = ("overlap", "max_loss_difference", "exposed_comm_ms")  # left out in a narrow terminal, in this order
 UNBOUNDED = 1000
 NOTE = (
-    "Times are medians; bytes are maxima over ranks, at rest; the peak is that of one traced step. Exposed: "
+    "Times are medians; bytes are maxima over ranks, at rest; the peak is the highest of the traced steps. Exposed: "
     "communication without compute at the same time; hidden: the share behind compute. Single trains on the rows of "
     "all ranks."
 )
