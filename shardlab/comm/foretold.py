@@ -19,7 +19,7 @@ from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import CollectiveEvent, Pending
 from shardlab.comm.transports.base import Job, Message
 from shardlab.comm.without_ranks import SilentCommunicator
-from shardlab.vocabulary import Collective
+from shardlab.vocabulary import FLAG, Collective
 
 
 class Costs(NamedTuple):
@@ -170,15 +170,18 @@ class ForetoldCommunicator(SilentCommunicator):
         rank: which of them this one is.
         axis: the axis' name.
         clock: on which messages take time.
+        are_alike: whether the others use the parameters that this rank uses; else together they use all.
     """
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, axis: str, clock: ToldClock) -> None:
+    def __init__(self, ranks: tuple[int, ...], rank: int, axis: str, clock: ToldClock, *, are_alike: bool) -> None:
         super().__init__(len(ranks), rank, axis)
-        self.ranks, self._clock = ranks, clock
+        self.ranks, self._clock, self._are_alike = ranks, clock, are_alike
 
     def _submit(self, op: Collective, buffer: Tensor | None, job: Job | Message, tag: str, **sizes: Any) -> Pending:
         clock, wire, keep = self._clock, self._clock.wire, sizes.pop("keep", ())
         sizes.pop("start", None)
+        if tag == FLAG and buffer is not None and not self._are_alike:
+            buffer[1:].fill_(1)
         if op == Collective.REDUCE_SCATTER and (chunk_bytes := sizes.get("own_chunk_bytes")) is not None:
             sizes["scratch_bytes"] = wire.scratch_bytes(chunk_bytes * self.num_ranks, self.num_ranks)
         event = self.announce(op, () if buffer is None else (buffer,), tag, transport=wire.transport, **sizes)
@@ -210,18 +213,18 @@ class ForetoldMesh(BaseMesh):
         axes: size of each axis by name, slowest first.
         rank: which rank this is.
         clock: on which messages take time.
+        are_alike: whether the other ranks use the parameters that this one uses; else together they use all.
     """
 
-    def __init__(self, axes: Mapping[str, int], rank: int, clock: ToldClock) -> None:
+    def __init__(self, axes: Mapping[str, int], rank: int, clock: ToldClock, *, are_alike: bool = True) -> None:
         super().__init__(axes, range(prod(axes.values())), torch.device("cpu"))
-        self._rank = rank
-        self._clock = clock
+        self._rank, self._clock, self._are_alike = rank, clock, are_alike
         self._communicators = self._make({axis: groups_along(self.axes, self.ranks, axis) for axis in self.axes})
 
     def _make(self, groups: Mapping[str, Groups]) -> dict[str, Communicator]:
         own = {name: next(line for line in lines if self._rank in line) for name, lines in groups.items()}
         return {
             name: Communicator(None, None, line, 0, name) if len(line) == 1
-            else ForetoldCommunicator(line, line.index(self._rank), name, self._clock)
+            else ForetoldCommunicator(line, line.index(self._rank), name, self._clock, are_alike=self._are_alike)
             for name, line in own.items()
         }  # fmt: skip

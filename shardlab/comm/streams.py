@@ -4,9 +4,9 @@ Code that uses streams takes them as an argument, so that its order, its times a
 streams whose work takes a known time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -37,14 +37,22 @@ def mark_of(device: torch.device) -> Mark | None:
     return None if streams is None else partial(mark, streams)
 
 
-def read_later(number: Tensor) -> Callable[[], float]:
-    """How to read a number, [1], so that the host waits for what is before it on the device and for nothing else."""
-    host, copied = torch.empty(number.shape, dtype=number.dtype, pin_memory=True), torch.cuda.Event()
-    host.copy_(number, non_blocking=True)
+def numbers_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
+    """A tensor of numbers, int32, for whose copy to a device the host does not wait."""
+    is_cuda = device.type == "cuda"
+    return torch.tensor(numbers, dtype=torch.int32, pin_memory=is_cuda).to(device, non_blocking=True)
+
+
+def read_later(numbers: Tensor) -> Callable[[], list[int]]:
+    """How to read numbers, 1-d, so that the host waits for what is before them on the device and for nothing else."""
+    if not numbers.is_cuda:
+        return cast(Callable[[], list[int]], numbers.tolist)
+    host, copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True), torch.cuda.Event()
+    host.copy_(numbers, non_blocking=True)
     copied.record()
 
-    def read() -> float:
+    def read() -> list[int]:
         copied.synchronize()
-        return float(host.item())
+        return cast(list[int], host.tolist())
 
     return read

@@ -21,7 +21,6 @@ from shardlab.engines.single import Single
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.engines.strategy import Given, LaidOut, Strategy
 from shardlab.engines.strategy_checks import check_strategy
-from shardlab.engines.unused_params import mark_used, nobody_used, write_unused
 from shardlab.engines.zero1 import ZeRO1
 from shardlab.engines.zero2 import ZeRO2
 from shardlab.engines.zero3 import ZeRO3
@@ -34,7 +33,7 @@ Engine.guard_class = Guards
 __all__ = [
     "DDP", "FSDP", "STRATEGIES", "AnyEngine", "Bucketed", "Division", "Engine", "Given", "Holding", "LaidOut",
     "OptimizerFn", "Precision", "Single", "StepTensors", "Strategy", "ZeRO1", "ZeRO2", "ZeRO3", "build_engine",
-    "engine_options", "mark_used", "nobody_used", "write_unused",
+    "engine_options",
 ]  # fmt: skip
 
 STRATEGIES: dict[str, type[Strategy] | type[Peer]] = {

@@ -385,7 +385,7 @@ class AnyEngine(ABC):
         """The ranks that step (a piece of) each parameter, in the module's order."""
         if not self.divisions():
             return dict.fromkeys(self.params, tuple(range(self.comm.num_ranks)))
-        return owners_in(self.divisions(), self.params, self.comm.num_ranks)
+        return owners_in(self.divisions(), self.params, (self.sharded_over or self.comm).num_ranks)
 
     def owned(self) -> dict[str, tuple[int, int]]:
         """The elements (start, stop) that this rank steps of each flattened parameter it steps anything of."""

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from shardlab.comm.events import Pending
 from shardlab.engines.tensor_layout import TensorLayout, contiguous
-from shardlab.engines.unused_params import mark_all_used, write_unused
 from shardlab.partition.buckets import plan_buckets
-from shardlab.partition.chunks import first_elements
 from shardlab.partition.flat import FlatLayout, ParamSpec
 from shardlab.vocabulary import Partition
 
@@ -44,14 +42,12 @@ class Bucket:
         self.sum_dtype = sum_dtype or self.params[0].dtype
         self.buffer: Tensor | None = None  # [padded_numel]
         self.filled: set[int] = set()  # slots with what will be sent
-        self.unused: list[int] = []  # slots that this rank sent as unused
         self.pending: Pending | None = None
         # Of ZeRO-1 and 2:
         self.means: Tensor | None = None  # this rank's chunk of them, [chunk]
         self.values: Tensor  # all parameters, [padded_numel]
         self.master: Tensor | None = None  # this rank's chunk of them, unrounded; None where nothing is rounded
         self.whole: Tensor | None = None  # all master weights, while they are shown
-        self._looked_at = [place for _, place in first_elements(layout)]  # by some rank, for unused parameters
 
     @property
     def adds_up(self) -> bool:
@@ -93,17 +89,15 @@ class Bucket:
         param.grad = None
 
     def prepare(self, scale: float) -> Tensor:
-        """The buffer, ready to be sent: what no_sync() has left is moved too, and what this rank did not use is -0."""
+        """The buffer, ready to be sent: what no_sync() has left is moved too, and what this rank did not use is 0."""
         if self.buffer is None:
             self.buffer = self.flat(self.sum_dtype)
         for slot, param in enumerate(self.params):
             if param.grad is not None:
                 self.fill(slot, scale)
-        # Before the -0 of unused slots is written, which adding +0 would erase.
-        mark_all_used([self.buffer[place : place + 1] for place in self._looked_at])
-        self.unused = [slot for slot in range(len(self.params)) if slot not in self.filled]
-        for slot in self.unused:
-            write_unused(self.slot(self.buffer, slot))
+        for slot in range(len(self.params)):
+            if slot not in self.filled:
+                self.slot(self.buffer, slot).zero_()
         self.filled = set()
         return self.buffer
 

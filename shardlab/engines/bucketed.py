@@ -6,7 +6,7 @@ copied back. Bytes per rank and elements on the wire are those of ``ddp``; the m
 Source: Li et al., arXiv 2006.15704, section 3.2.
 
 Buckets are sent in the same order on every rank, whatever order their gradients arrive in: a bucket waits for the ones
-before it. A parameter that this rank did not use is sent as unused when backward has ended (``unused_params.py``).
+before it. A parameter that this rank did not use is sent as zeros when backward has ended.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ from shardlab.comm.events import Pending
 from shardlab.engines.bucket import Bucket, bucket_layouts
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.strategy import Given, LaidOut, Strategy, check_replaced
-from shardlab.engines.unused_params import nobody_used
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.vocabulary import Role, class_of
 
@@ -71,7 +70,7 @@ class Bucketed(Strategy):
         """As the base."""
         bucket, slot = self._place[param]
         if param.grad is None:
-            return  # a hook of the user's has dropped it: sent as unused when backward has ended
+            return  # a hook of the user's has dropped it: sent as zeros when backward has ended
         if not sends:
             if bucket.adds_up:
                 bucket.fill(slot, self.scale)
@@ -124,17 +123,15 @@ class Bucketed(Strategy):
             self.take_means(bucket)
 
     def take_means(self, bucket: Bucket) -> None:
-        """Give every used parameter its mean, the view of its slot."""
+        """Give every parameter its mean, the view of its slot."""
         assert bucket.buffer is not None
         views = bucket.slots(bucket.buffer)
-        nobody = nobody_used({slot: views[slot] for slot in bucket.unused})
-        for slot, (param, view) in enumerate(zip(bucket.params, views, strict=True)):
-            if slot not in nobody:
-                try:
-                    param.grad = view.data  # with a version of its own
-                except RuntimeError:
-                    check_replaced(param, view, bucket.layout.names[slot])
-                    raise
+        for name, param, view in zip(bucket.layout.names, bucket.params, views, strict=True):
+            try:
+                param.grad = view.data  # with a version of its own
+            except RuntimeError:
+                check_replaced(param, view, name)
+                raise
 
     def drop(self) -> None:
         """As the base."""

@@ -3,7 +3,7 @@
 What differs from ``single``: every rank trains on its own rows, and the gradients become means over the ranks.
 Everything is replicated. Per rank for P fp32 parameters with Adam: 4P parameters, 4P gradients, 8P state; on the wire
 2P(N-1)/N elements a step, in one message per parameter, none of them hidden behind compute. A parameter that this rank
-did not use is sent as -0: the sum stays -0 only if no rank used it (``unused_params.py``).
+did not use is sent as zeros, since others may have used it.
 """
 
 import torch
@@ -11,7 +11,6 @@ from torch import nn
 
 from shardlab.comm import Pending
 from shardlab.engines.strategy import Strategy
-from shardlab.engines.unused_params import mark_used, nobody_used, write_unused
 
 
 class DDP(Strategy):
@@ -22,30 +21,22 @@ class DDP(Strategy):
     def reduce_rest(self) -> None:
         """As the base."""
         due = [(name, param) for name, param in self.params.items() if self.is_due(param)]
-        # Noted before anything is sent: sending gives unused parameters a gradient too, of -0.
-        used = {name for name, param in due if param.grad is not None}
         # All are issued before the first is waited for, in the module's order on every rank, used here or not.
         pending = [self._send(name, param) for name, param in due]
         for collective in pending:
             collective.wait()
-        # Asked before the division, which may round a tiny negative sum to -0.
-        unused = nobody_used({name: param.grad for name, param in due if name not in used and param.grad is not None})
-        for name, param in due:
+        for _, param in due:
             assert param.grad is not None
-            if name in unused:
-                param.grad = None
-            elif self.num_ranks > 1:
+            if self.num_ranks > 1:
                 param.grad.div_(self.num_ranks)
 
     def _send(self, name: str, param: nn.Parameter) -> Pending:
         # Sent even if it was not used here: other ranks may have used it, and wait for this rank's part.
         if param.grad is None:
-            param.grad = torch.empty_like(param)
-            write_unused(param.grad)
+            param.grad = torch.zeros_like(param)
         else:
             # After create_graph=True its graph is that of this rank's own gradient, and not of the mean.
             param.grad = param.grad.detach()
             if 0 in param.grad.stride():
                 param.grad = param.grad.clone()  # expanded, as autograd.grad returns that of a sum
-            mark_used(param.grad[(slice(0, 1),) * param.dim()])
         return self.comm.all_reduce(param.grad, tag=f"gradient of {name}")

@@ -9,16 +9,21 @@
 
 The module keeps its class, its parameter names and its buffers. Gradients are means over the ranks of the data axes.
 
-If a backward raises on one rank, that rank sends what is still to be sent in it, so that no other waits; then a flag of
-one number, the last message of each reduction, tells all ranks, and all raise in the same verb. So does what guards
-refuse on one rank alone: the refusal is kept until the next flag, and this rank sends until then what is due.
+If a backward raises on one rank, that rank sends what is still to be sent in it, so that no other waits; then the flag,
+the last message of each reduction, tells all ranks, and all raise in the same verb. So does what guards refuse on one
+rank alone: the refusal is kept until the next flag, and this rank sends until then what is due.
+
+One process leaves ``.grad`` None where no micro-batch used a parameter, and the optimizer skips it: no weight decay, no
+momentum. No rank knows alone that the others did not use it either. So what a rank did not use it sends as zeros, and
+the flag says beside its first number which parameters it used. The answer is read only where this rank did not use all.
 """
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, final
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from shardlab.comm import BaseMesh
 from shardlab.comm.coalesced import broadcast_coalesced
 from shardlab.comm.same_on_all_ranks import share_texts
-from shardlab.comm.streams import read_later
+from shardlab.comm.streams import numbers_on, read_later
 from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.trees import tensors_in
 from shardlab.engines.any_engine import AnyEngine, Stateful
@@ -42,6 +47,15 @@ from shardlab.engines.strategy_checks import check_strategy, laid_out_by
 from shardlab.vocabulary import FLAG, TOLD, Role
 
 _OUTSIDE = -1  # torch's answer while no backward runs
+
+
+class _Flag(NamedTuple):
+    """A flag that was sent: what this rank raises, what it did not use of ``names``, and how to read the answer."""
+
+    raised: Exception | None
+    unused: Sequence[str]
+    names: Sequence[str]
+    read: Callable[[], list[int]]
 
 
 @final
@@ -80,7 +94,8 @@ class Engine(AnyEngine):
         self.gradients = Gradients.NONE
         self._due: set[nn.Parameter] = set()  # trained in a backward since zero_grad(); may be frozen by now
         self._refusal: Exception | None = None  # of a guard, until the next flag
-        self._flag: tuple[Exception | None, Callable[[], float]] | None = None  # sent and not read
+        self._used: set[nn.Parameter] = set()  # this rank has gradients of them that no reduction has ended for
+        self._flag: _Flag | None = None  # sent and not read
         self._running = self._sends = False  # a backward, and whether it communicates
         self.num_open = 0  # full_params() blocks
         self._open = contextlib.ExitStack()  # the strategy's part of it
@@ -174,9 +189,11 @@ class Engine(AnyEngine):
         self._read_flag()
         if self.gradients is not Gradients.MEANS:
             self._ask("reduce")
+            used = self._all_used()
             self.strategy.reduce_rest()
             self.gradients = Gradients.MEANS
-            self._agree()
+            self._used.clear()
+            self._agree(used=used)
             self._ask("means")
         else:
             self._ask("finish")
@@ -225,6 +242,7 @@ class Engine(AnyEngine):
         self.strategy.drop()
         self._flag = None
         self._due.clear()
+        self._used.clear()
         self.gradients = Gradients.NONE
         self._ask("zero_grad")  # last, so that no guard remembers, and keeps, what is cleared
 
@@ -382,11 +400,15 @@ class Engine(AnyEngine):
                 f"model: parameter {name!r} has a sparse gradient, which strategy {self.name!r} cannot average; build "
                 "the embedding with sparse=False"
             )
+        has_gradient = param.grad is not None  # else a hook of the user's has dropped it
         try:
             self.strategy.took(param, sends=self._sync)
         except RuntimeError as error:
             self._fail(error)  # here: of a plain backward the next verb would, and until then the other ranks wait
             raise
+        if has_gradient and (self._sync or param.grad is None or self.strategy.rests_partial):
+            # Else it is at the parameter, where the user may clear it.
+            self._used.add(param)
 
     def _begin(self) -> None:
         self._refuse_failed()
@@ -394,6 +416,8 @@ class Engine(AnyEngine):
         self._run_hooks_last()
         self._ask("backward")
         self._due |= {param for param in self.params.values() if param.requires_grad}
+        if self._sync:
+            self._used |= {param for param in self.params.values() if param.grad is not None}  # to be sent on the way
         self.num_backwards += 1
         self.gradients, self._running, self._sends = AFTER_BACKWARD[self.gradients], True, self._sync
         self._open.enter_context(self.strategy.backward(sends=self._sync))
@@ -414,9 +438,10 @@ class Engine(AnyEngine):
             return
         self._open.__exit__(type(error), error, error.__traceback__)
         if self._sends:
+            used = self._all_used()
             self.strategy.reduce_rest()
             with contextlib.suppress(RuntimeError):
-                self._agree(RuntimeError(f"{type(error).__name__}: {error}"))
+                self._agree(RuntimeError(f"{type(error).__name__}: {error}"), used=used)
         self._ask("failed")  # what the strategy has resharded is no user's change
 
     def _begin_verb(self) -> None:
@@ -436,30 +461,44 @@ class Engine(AnyEngine):
                 "gradients: the last backward raised, here or on another rank; call engine.zero_grad() on all ranks"
             )
 
-    def _agree(self, raised: Exception | None = None) -> None:
-        """Raise on all ranks what one of them has to raise; one number over each data axis."""
+    def _all_used(self) -> dict[str, bool]:
+        """Of which parameters this rank has a gradient: at the parameter, at what is stepped, or being sent."""
+        return {
+            name: param in self._used or param.grad is not None or stepped.grad is not None
+            for (name, stepped), param in zip(self._step_tensors.items(), self.params.values(), strict=True)
+        }
+
+    def _agree(self, raised: Exception | None = None, *, used: Mapping[str, bool] = MappingProxyType({})) -> None:
+        """Raise on all ranks what one of them has to raise, and clear gradients that no rank has.
+
+        One message over each data axis: a number, and behind a reduction one for each parameter.
+        """
         raised, self._refusal = raised or self._refusal, None
-        if raised is None and self.num_data_ranks == 1:
-            return
+        unused = [name for name, is_used in used.items() if not is_used and self._is_due(self.params[name])]
         # The largest number of a rank that raises, from 1: so all of them can name it.
-        flag = torch.full((1,), 0.0 if raised is None else self.data_rank + 1.0, device=self.mesh.device)
+        flag = numbers_on(self.mesh.device, [0 if raised is None else self.data_rank + 1, *used.values()])
         for comm in self.data_comms:
             comm.all_reduce(flag, reduction="max", tag=FLAG).wait()
-        self._flag = raised, read_later(flag) if flag.is_cuda else flag.item
+        self._flag = _Flag(raised, unused, tuple(used), read_later(flag))
         # On a GPU the host would wait for the whole backward: there the next verb that needs the means reads it.
-        if raised is not None or not flag.is_cuda:
+        if raised is not None or unused or not flag.is_cuda:
             self._read_flag()
 
     def _read_flag(self) -> None:
         if self._flag is None:
             return
-        (raised, read), self._flag = self._flag, None
-        if number := int(read()):
+        flag, self._flag = self._flag, None
+        number, *used = flag.read()
+        if number:
             self.gradients, why = Gradients.FAILED, "its own error says why"
             if self.mesh.device.type == "cpu":  # on a GPU ranks read the number at different times
-                texts = share_texts(self.data_comms, self.mesh.device, "" if raised is None else str(raised))
+                texts = share_texts(self.data_comms, self.mesh.device, "" if flag.raised is None else str(flag.raised))
                 why = texts[number - 1]
-            raise raised or RuntimeError(f"rank {number - 1} {TOLD}: {why}; call engine.zero_grad() on all ranks")
+            raise flag.raised or RuntimeError(f"rank {number - 1} {TOLD}: {why}; call engine.zero_grad() on all ranks")
+        by_some = dict(zip(flag.names, used, strict=True))
+        for name in flag.unused:
+            if not by_some[name]:
+                self._step_tensors.by_name(name).grad = None
 
     @untraced
     def _ask(self, moment: str) -> None:

@@ -295,6 +295,10 @@ class FSDP(Sharded):
         finally:
             for program in self._running.values():
                 self._run(program, len(program.acts))  # after an error too: the others wait in it
+            if self.rests_partial and not sends:
+                self._reduce_others()
+                super().reduce_rest()
+                self._sent, self._reducing = set(), []
             self._waiting = [one for one in self._waiting if one not in self._running]
             self._running, self._is_in_backward, self._is_other_graph = {}, False, False
             for unit in self.units:
@@ -325,7 +329,8 @@ class FSDP(Sharded):
                 for following in ahead[: self._prefetch]:
                     following.start()
             elif is_last and not self._keeps and unit not in self._sent:  # by another forward's program, for both
-                if not self._sends or unit is self._root:  # which is the last of all to be reduced
+                # The root is the last of all to be reduced.
+                if not (self._sends or self.rests_partial) or unit is self._root:
                     unit.reshard()
                 elif unit.is_whole:
                     self._reduce_in_turn(unit)
@@ -372,14 +377,18 @@ class FSDP(Sharded):
         for earlier in self._reducing:
             earlier.advance()  # one buffer of a unit at a time, during the backward of the next: bounds the memory
         self._reducing = [earlier for earlier in self._reducing if earlier.state is State.REDUCING] + [unit]
-        unit.reduce(self.is_due)
+        unit.reduce(self.is_due, rests_partial=not self._sends)
         self._sent.add(unit)
 
-    def reduce_rest(self) -> None:
-        """As the base."""
+    def _reduce_others(self) -> None:
         for unit in self._order():
             if unit not in self._sent:
                 self._reduce(unit)
+
+    def reduce_rest(self) -> None:
+        """As the base."""
+        self._sends = True  # also where every backward was inside no_sync()
+        self._reduce_others()
         super().reduce_rest()
         self._sent, self._reducing = set(), []
 

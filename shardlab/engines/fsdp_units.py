@@ -10,6 +10,7 @@ would own the largest parameter of every block.
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -71,6 +72,8 @@ class ShardingOptions:
     offload: str
     replicate_below: int
     init_fn: InitFn
+    divides_state: bool = False
+    """Whether what is stepped is divided over the replicas too."""
 
     def __post_init__(self) -> None:
         """Check the values, and which of them go together."""
@@ -137,7 +140,8 @@ def _owners(given: Given, options: ShardingOptions) -> Mapping[str, int]:
     if options.partition is Partition.ELEMENTS:
         return {}
     specs = [_spec(name, param) for name, param in given.params.items() if options.is_sharded(param)]
-    return Ownership.assign(specs, given.comms[-1].num_ranks, options.partition).table
+    ranks = prod(comm.num_ranks for comm in (given.comms if options.divides_state else given.comms[-1:]))
+    return Ownership.assign(specs, ranks, options.partition).table
 
 
 def _shards(
@@ -152,20 +156,25 @@ def _shards(
     made = []
     for place, alike in enumerate(kinds.values()):
         name = unit if len(kinds) == 1 else f"{unit} part {place}"
-        comm, replicas = _axes(next(iter(alike.values())), given, options)
+        comm, replicas, axes = _axes(next(iter(alike.values())), given, options)
         layout = _layout(alike, comm.num_ranks, options, owners)
         slots = {key: alike[key] for key in layout.names}
-        ways = Ways(options.precision, replicas, OFFLOADS[options.offload])
+        ways = Ways(options.precision, replicas, OFFLOADS[options.offload], axes, rests_over=1)
         made.append(Shards(name, slots, layout, comm, ways, at))
     return made
 
 
-def _axes(param: nn.Parameter, given: Given, options: ShardingOptions) -> tuple[Communicator, Sequence[Communicator]]:
-    """The ranks a parameter is divided over, and the axes its shards are replicated over."""
+def _axes(
+    param: nn.Parameter, given: Given, options: ShardingOptions
+) -> tuple[Communicator, Sequence[Communicator], Sequence[Communicator]]:
+    """The ranks a parameter is divided over, the axes its shards are replicated over, and the axes of the first."""
+    if options.is_sharded(param) and options.divides_state:
+        # Inner axis first: what it leaves on a rank, the replicas divide further.
+        return given.mesh.flatten(*options.axes), (), given.comms[::-1]
     if options.is_sharded(param):
-        return given.comms[-1], given.comms[:-1]
+        return given.comms[-1], given.comms[:-1], ()
     # Whole on every rank. Inner axis first, as the gradients of shards are summed: over the shard group, then replicas.
-    return Communicator(None, None, (0,), 0, MeshAxis.SHARD), given.comms[::-1]
+    return Communicator(None, None, (0,), 0, MeshAxis.SHARD), given.comms[::-1], ()
 
 
 def _layout(params: Params, num_ranks: int, options: ShardingOptions, owners: Mapping[str, int]) -> Layout:

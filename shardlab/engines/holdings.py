@@ -5,7 +5,7 @@ over ranks (``divisions()``, empty without buckets; a replicated bucket is a lay
 and the live tensors by role are derived from the answers here, in the same way for every strategy.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -38,11 +38,13 @@ class Division(NamedTuple):
         layout: which rank has which elements; a layout of one rank means that every rank has all of them.
         comm: the ranks of the layout.
         element_size: bytes of an element at rest.
+        chunks: which chunk of the layout each rank of ``comm`` has; none: each its own number.
     """
 
     layout: Layout
     comm: Communicator
     element_size: int
+    chunks: Sequence[int] = ()
 
     @property
     def is_spread(self) -> bool:
@@ -51,7 +53,7 @@ class Division(NamedTuple):
 
     def pieces_of(self, rank: int) -> dict[str, tuple[int, int]]:
         """The elements (start, stop) that a rank has of each flattened parameter it has anything of."""
-        pieces = self.layout.pieces(rank if self.is_spread else 0)
+        pieces = self.layout.pieces(0 if not self.is_spread else self.chunks[rank] if self.chunks else rank)
         return {piece.name: (piece.param_start, piece.param_stop) for piece in pieces}
 
 

@@ -25,6 +25,8 @@ placeholder at ``param.grad`` where the mean is at the piece.)
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum, auto
+from functools import reduce
+from itertools import product
 from math import nan, prod
 from typing import NamedTuple
 
@@ -39,8 +41,7 @@ from shardlab.engines.offload import OFFLOADS, Offload, copy_to_host, in_host_me
 from shardlab.engines.precision import Precision
 from shardlab.engines.strategy import check_replaced
 from shardlab.engines.tensor_layout import TensorLayout
-from shardlab.engines.unused_params import mark_all_used, nobody_used
-from shardlab.partition.chunks import Layout, first_elements
+from shardlab.partition.chunks import Layout
 from shardlab.vocabulary import Role
 
 
@@ -60,11 +61,17 @@ class Ways(NamedTuple):
         precision: dtypes to gather and to sum in.
         replicas: axes over which the shards are replicated, in the order in which gradients are summed.
         offload: what stays in host memory.
+        axes: whose product the ranks of the layout are: the first cuts it into groups of chunks, the next each group.
+            Gradients are scattered in this order. None: these ranks are one axis.
+        rests_over: of these axes, those over which parameters are divided at rest, from the first on; None for all.
+            Over the others only what is stepped is divided, and gathered after the step.
     """
 
     precision: Precision
     replicas: Sequence[Communicator] = ()
     offload: Offload = OFFLOADS["none"]
+    axes: Sequence[Communicator] = ()
+    rests_over: int | None = None
 
 
 class Shards:
@@ -88,14 +95,18 @@ class Shards:
         self.device = next(iter(self.params.values())).device
         self.version = 0  # of the values, which a graph may have saved
         self._seen = 0  # of the pieces' versions, their sum
-        self._tensors = TensorLayout(layout, comm.rank, {key: tuple(param.shape) for key, param in params.items()})
-        shard = self._tensors.cut(self.params)
-        self.shard = in_host_memory(shard) if ways.offload.parameters else shard
+        self._axes = () if layout.num_ranks == 1 else tuple(ways.axes) or (comm,)
+        rank = chunk_in([(axis.rank, axis.num_ranks) for axis in self._axes])
+        self._chunks = _nested(layout, rank, [axis.num_ranks for axis in self._axes])
+        self._rest = len(self._axes) if ways.rests_over is None else min(ways.rests_over, len(self._axes))
+        self._tensors = TensorLayout(layout, rank, {key: tuple(param.shape) for key, param in params.items()})
+        shard = self._tensors.cut(self.params, self._chunks[self._rest].ranks)
         self.compute_dtype = ways.precision.compute_dtype_of(shard)
         self.sum_dtype = ways.precision.reduce_dtype_of(shard)
+        self.shard, self.stepped = self._stored(shard)
         # By ``.data``, so that a piece has a version of its own.
         self.pieces = {
-            key: self._tensors.piece_of(key, self.shard).data.requires_grad_(param.requires_grad)
+            key: self._tensors.piece_of(key, self.stepped).data.requires_grad_(param.requires_grad)
             for key, param in params.items()
         }
         self.gathered: dict[str, Tensor] = {}  # while gathered
@@ -104,11 +115,11 @@ class Shards:
         self.means: Tensor | None = None  # [chunk], whose parts are the .grad of the pieces
         self._gathering: tuple[Tensor, Pending] | None = None
         self._reducing: tuple[Tensor, Tensor, Pending] | None = None  # what is sent, where the sums will be
-        self._axes_left: list[Communicator] = []
-        self._arriving: tuple[Tensor, set[str]] | None = None  # means on their way to host memory
+        self._num_summed = 0  # axes over which that is summed
+        self._rests_partial = False  # it is to be summed over the first axis only
+        self._partial: Tensor | None = None  # sums over the first axis alone, of earlier backwards
+        self._arriving: Tensor | None = None  # means on their way to host memory
         self._visiting: Tensor | None = None  # the shard, on the device for a step
-        self._unused: set[str] = set()
-        self._looked_at = first_elements(layout)
         value = nan if self.compute_dtype.is_floating_point else 0
         self._stubs = {
             key: torch.full((), value, dtype=self.compute_dtype, device=self.device).expand(param.shape)
@@ -128,34 +139,65 @@ class Shards:
         written = sum(piece._version for piece in self.pieces.values())
         self.version, self._seen = self.version + (written != self._seen), written
 
+    def _stored(self, shard: Tensor) -> tuple[Tensor, Tensor]:
+        """What is kept of the parameters, and what of it is stepped: the same, a part of it, or master weights."""
+        if self._ways.offload.parameters:
+            shard = in_host_memory(shard)
+        if self._rest == len(self._axes):
+            return shard, shard
+        own = self._chunks[-1].within(self._chunks[self._rest])
+        if self.compute_dtype == shard.dtype:
+            return shard, shard[own]
+        return shard.to(self.compute_dtype), shard[own].clone()
+
     @property
-    def _stepped(self) -> Tensor:
-        return self.shard if self._visiting is None else self._visiting
+    def has_masters(self) -> bool:
+        """Whether what is stepped lies beside the parameters at rest, unrounded."""
+        return self.stepped.dtype != self.shard.dtype
 
     @property
     def division(self) -> Division:
         """How the parameters are divided."""
-        return Division(self.layout, self.comm, self.shard.element_size())
+        # The ranks of a communicator are in the order of the mesh, whose outer axis is the slower.
+        sizes = [axis.num_ranks for axis in self._axes]
+        grid = product(*map(range, reversed(sizes)))
+        chunks = [chunk_in(list(zip(reversed(place), sizes, strict=True))) for place in grid] if len(sizes) > 1 else ()
+        return Division(self.layout, self.comm, self.stepped.element_size(), chunks)
 
     # Parameters.
 
     @in_plain_mode
     def start(self, *, as_stored: bool = False) -> None:
-        """Begin to gather; ``as_stored``: in the shard's dtype."""
-        dtype = self.shard.dtype if as_stored else self.compute_dtype
+        """Begin to gather; ``as_stored``: in the dtype of what is stepped."""
+        dtype = self.stepped.dtype if as_stored else self.compute_dtype
         if self.is_whole and not as_stored and dtype == self.shard.dtype and not self._ways.offload.parameters:
             # No copy; what the user holds as stored is one, or writes would stay.
             self._gathering = self.shard, Pending()
             return
         buffer = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
+        is_rounded = as_stored and self.has_masters
+        kept, depth = (self.stepped, len(self._axes)) if is_rounded else (self.shard, self._rest)
         # On the device before it is rounded: the host would round into memory that is not pinned, and wait.
-        chunk = self._stepped.to(self.device, non_blocking=True)
-        if self.is_whole:
+        chunk = (kept if self._visiting is None else self._visiting).to(self.device, non_blocking=True)
+        if not depth:
             buffer.copy_(chunk)
-            self._gathering = buffer, Pending()
-        else:
-            tag = f"parameters of {self.name}"
-            self._gathering = buffer, self.comm.all_gather(buffer, chunk, bounds=self.layout.bounds, tag=tag)
+        self._gathering = buffer, self._gather(buffer, chunk, depth, 0)
+
+    def _gather(self, buffer: Tensor, chunk: Tensor | None, depth: int, to: int) -> Pending:
+        """Begin to gather a chunk that is divided over the first ``depth`` axes into one that is over ``to``."""
+        pending = Pending()
+        for place in reversed(range(to, depth)):
+            pending.wait()
+            filled = buffer[self._chunks[place].within(self._chunks[to])]
+            tag, bounds = f"parameters of {self.name}", self._chunks[place].cut
+            pending, chunk = self._axes[place].all_gather(filled, chunk, bounds=bounds, tag=tag), None
+        return pending
+
+    @in_plain_mode
+    def gather_stepped(self) -> Pending:
+        """Begin to gather what was stepped over the axes that only the stepped is divided over."""
+        chunk = self.stepped if self.has_masters else None  # else it is in its place
+        return self._gather(self.shard, chunk, len(self._axes), self._rest)
 
     @unrefused
     @in_plain_mode
@@ -197,31 +239,47 @@ class Shards:
 
     def keep(self) -> None:
         """Copy into the shard what was written into the full parameters, or put there by ``.data =``."""
-        kept = self._tensors.cut({name: param.data for name, param in self.params.items()}).to(self._stepped)
-        self.version += not torch.equal(kept, self._stepped)  # where nothing was, a graph may still use what it saved
-        self._stepped.copy_(kept)
+        values = {name: param.data for name, param in self.params.items()}
+        shard = self.shard if self._visiting is None else self._visiting
+        for kept, depth in ((shard, self._rest), *([(self.stepped, -1)] if self.has_masters else [])):
+            new = self._tensors.cut(values, self._chunks[depth].ranks).to(kept)
+            self.version += not torch.equal(new, kept)  # where nothing was, a graph may still use what it saved
+            kept.copy_(new)
 
     # Gradients.
 
     @unrefused
-    def reduce(self) -> None:
-        """Begin to sum over the ranks the gradients that have accumulated in the parameters."""
+    def reduce(self, *, rests_partial: bool = False) -> None:
+        """Begin to sum over the ranks the gradients that have accumulated in the parameters.
+
+        Args:
+            rests_partial: over the first axis only; later sums are added to it.
+        """
         buffer = torch.empty(self.layout.padded_numel, dtype=self.sum_dtype, device=self.device)
         if self.layout.padding_numel:
             buffer.zero_()  # no gradient is written to the padding
-        self._unused = {name for name, param in self.params.items() if param.grad is None}
         self._tensors.write({name: param.grad for name, param in self.params.items()}, buffer)
         for param in self.params.values():
             param.grad = None  # or the next micro-batch would be added to it, and this one sent twice
-        # After the cast to the dtype of the sum, which may round a tiny gradient to -0, the sign of "unused".
-        mark_all_used([buffer[place : place + 1] for name, place in self._looked_at if name not in self._unused])
-        self._axes_left = list(self._ways.replicas)
-        if self.is_whole:
-            self._reducing = buffer, buffer, self._next_sum(buffer) if self._axes_left else Pending()
-            return
-        sums = torch.empty(self.shard.shape, dtype=buffer.dtype, device=self.device)
-        tag = f"gradients of {self.name}"
-        self._reducing = buffer, sums, self.comm.reduce_scatter(buffer, sums, bounds=self.layout.bounds, tag=tag)
+        self._num_summed, self._rests_partial = 0, rests_partial
+        if not self._sum_on(buffer):
+            self._reducing = buffer, buffer, Pending()
+
+    def _sum_on(self, sums: Tensor) -> bool:
+        """Begin the sum over the next axis; False where there is none: over which they are divided, then replicas."""
+        place, tag = self._num_summed, f"gradients of {self.name}"
+        self._num_summed += 1
+        if place < len(self._axes):
+            size = self._chunks[place + 1].size
+            chunk = torch.empty(size, dtype=sums.dtype, device=self.device)
+            pending = self._axes[place].reduce_scatter(sums, chunk, bounds=self._chunks[place].cut, tag=tag)
+            self._reducing = sums, chunk, pending
+        elif place < len(self._axes) + len(self._ways.replicas):
+            axis = self._ways.replicas[place - len(self._axes)]
+            self._reducing = sums, sums, axis.all_reduce(sums, tag=tag)
+        else:
+            return False
+        return True
 
     def advance(self) -> bool:
         """Wait for the sum under way and begin that over the next axis; False after the last, when means are there."""
@@ -229,45 +287,41 @@ class Shards:
             return False
         _, sums, pending = self._reducing
         pending.wait()
-        if self._axes_left:
-            self._reducing = sums, sums, self._next_sum(sums)
+        if self._partial is not None:
+            sums, self._partial = sums.add_(self._partial), None
+        if self._rests_partial:
+            self._partial, self._reducing = sums, None
+            return False
+        if self._sum_on(sums):
             return True
         self._reducing = None
-        # Read before the sums become means: casting or dividing a tiny one may give -0.
-        nobody = nobody_used(
-            {name: self._tensors.piece_of(name, sums) for name in self._unused & self._tensors.own.keys()}
-        )
-        ranks = self.comm.num_ranks * prod(axis.num_ranks for axis in self._ways.replicas)
-        means = sums.to(self.shard.dtype).div_(ranks)
+        ranks = self.layout.num_ranks * prod(axis.num_ranks for axis in self._ways.replicas)
+        means = sums.to(self.stepped.dtype).div_(ranks)
         if self._ways.offload.gradients_and_state:
-            self._arriving = in_host_memory(means), nobody
+            self._arriving = in_host_memory(means)
         else:
-            self._accept(means, nobody)
+            self._accept(means)
         return False
 
-    def _next_sum(self, sums: Tensor) -> Pending:
-        return self._axes_left.pop(0).all_reduce(sums, tag=f"gradients of {self.name}")
-
-    def _accept(self, means: Tensor, nobody: set[str]) -> None:
+    def _accept(self, means: Tensor) -> None:
         self.means = means
         for name in self._tensors.own:
             gradient, earlier = self._tensors.piece_of(name, means), self.pieces[name].grad
             if earlier is not None:
                 gradient.add_(earlier)
-            if name not in nobody or earlier is not None:
-                _set_gradient(self.pieces[name], gradient)
+            _set_gradient(self.pieces[name], gradient)
 
     def arrive(self) -> None:
         """Take the means that the host has waited for."""
         if self._arriving is not None:
-            (means, nobody), self._arriving = self._arriving, None
-            self._accept(means, nobody)
+            means, self._arriving = self._arriving, None
+            self._accept(means)
 
     def drop(self) -> None:
         """Forget the means; also those on their way."""
         if self._reducing is not None:
             self._reducing[2].wait()
-        self._reducing = self._arriving = self.means = None
+        self._reducing = self._arriving = self.means = self._partial = None
         for piece in self.pieces.values():
             piece.grad = None
 
@@ -301,18 +355,20 @@ class Shards:
     def holdings(self) -> Iterator[Holding]:
         """What this rank holds of parameters and gradients."""
         yield Holding(Role.OFFLOADED if self._ways.offload.parameters else Role.PARAMETER, self.shard)
+        stepped = Role.MASTER_WEIGHT if self.has_masters else Role.PARAMETER
+        yield Holding(stepped, self.stepped)
         for name, piece in self._tensors.own.items():
-            yield Holding(Role.PARAMETER, self.pieces[name], name, (piece.param_start, piece.param_stop))
+            yield Holding(stepped, self.pieces[name], name, (piece.param_start, piece.param_stop))
         gathered = [*self.gathered.values(), *([self._gathering[0]] if self._gathering is not None else [])]
         yield from (Holding(Role.GATHERED_PARAMETER, tensor) for tensor in gathered)
         if self._visiting is not None:
             yield Holding(Role.PARAMETER, self._visiting)
         at_home = Role.OFFLOADED if self._ways.offload.gradients_and_state else Role.GRADIENT
-        chunks = [self.means, self._arriving[0] if self._arriving is not None else None]
-        yield from (Holding(at_home, chunk) for chunk in chunks if chunk is not None)
+        yield from (Holding(at_home, chunk) for chunk in (self.means, self._arriving) if chunk is not None)
         whole = [param.grad for param in self.params.values() if param.grad is not None]
+        sums = [] if self._partial is None else [self._partial]
         sent = self._reducing[:2] if self._reducing is not None else ()
-        yield from (Holding(Role.GRADIENT, tensor) for tensor in (*whole, *sent))
+        yield from (Holding(Role.GRADIENT, tensor) for tensor in (*whole, *sums, *sent))
         for name, piece in self._tensors.own.items():
             if (gradient := self.pieces[name].grad) is not None:
                 yield Holding(Role.GRADIENT, gradient, name, (piece.param_start, piece.param_stop))
@@ -370,12 +426,12 @@ class Unit:
         if self.state is State.GATHERING:
             self.reshard()
 
-    def reduce(self, is_due: Callable[[nn.Parameter], bool]) -> None:
-        """Begin to reduce the gradients of the kinds in which one is due."""
+    def reduce(self, is_due: Callable[[nn.Parameter], bool], *, rests_partial: bool = False) -> None:
+        """Begin to reduce the gradients of the kinds in which one is due; see ``Shards.reduce``."""
         self.reshard()  # first, so that the buffer does not come on top of the parameters
         due = [one for one in self.shards if any(map(is_due, one.params.values()))]
         for one in due:
-            one.reduce()
+            one.reduce(rests_partial=rests_partial)
         if due and self.state is State.SHARDED:
             self.state = State.REDUCING
 
@@ -397,6 +453,49 @@ class Unit:
             one.drop()
         if self.state is State.REDUCING:
             self.state = State.SHARDED
+
+
+class _Chunk(NamedTuple):
+    """The elements of this rank where a layout is divided over its first axes.
+
+    Attributes:
+        start: its first element, in the buffer.
+        size: elements.
+        ranks: of the layout, whose chunks these are together.
+        cut: where the next axis divides it, from 0; empty behind the last.
+    """
+
+    start: int
+    size: int
+    ranks: range
+    cut: tuple[int, ...]
+
+    def within(self, outer: "_Chunk") -> slice:
+        """Its place in a chunk that it is a part of."""
+        return slice(self.start - outer.start, self.start - outer.start + self.size)
+
+
+def chunk_in(places: Sequence[tuple[int, int]]) -> int:
+    """Which chunk a rank has, from its (place, size) on each axis, in the order in which these cut the layout."""
+    return reduce(lambda chunk, axis: chunk * axis[1] + axis[0], places, 0)
+
+
+def _nested(layout: Layout, rank: int, sizes: Sequence[int]) -> list[_Chunk]:
+    """The chunks of a rank: undivided, divided over the first axis, over the first two, ...
+
+    Args:
+        layout: of all ranks.
+        rank: of this layout.
+        sizes: of the axes, the slowest first.
+    """
+    found = []
+    for depth in range(len(sizes) + 1):
+        num, step = prod(sizes[depth:]), prod(sizes[depth + 1 :])
+        ranks = range(rank // num * num, rank // num * num + num)
+        start, stop = layout.bounds[ranks.start], layout.bounds[ranks.stop]
+        cut = tuple(bound - start for bound in layout.bounds[ranks.start : ranks.stop + 1 : step])
+        found.append(_Chunk(start, stop - start, ranks, cut if depth < len(sizes) else ()))
+    return found
 
 
 def _set_gradient(piece: Tensor, gradient: Tensor) -> None:

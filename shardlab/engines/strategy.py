@@ -9,16 +9,15 @@ which is that of replicated parameters; a strategy of your own overrides the few
 
         def reduce_rest(self):
             due = [param for param in self.params.values() if self.is_due(param)]
-            sent = [torch.full_like(param, -0.0) if param.grad is None else param.grad + 0.0 for param in due]
-            flat = torch.cat([one.flatten() for one in sent])
-            self.comm.all_reduce(flat, tag="all gradients").wait()
-            sums = flat.split([param.numel() for param in due])
-            nobody = nobody_used(dict(enumerate(sums)))
-            for place, param in enumerate(due):
-                param.grad = None if place in nobody else sums[place].view_as(param) / self.num_ranks
+            sent = [torch.zeros_like(param) if param.grad is None else param.grad for param in due]
+            means = torch.cat([one.flatten() for one in sent]).div_(self.num_ranks)
+            self.comm.all_reduce(means, tag="all gradients").wait()
+            for param, mean in zip(due, means.split([param.numel() for param in due]), strict=True):
+                param.grad = mean.view_as(param)
 
-(-0 says that a rank did not use a parameter: ``unused_params.py``. What no rank used must have no gradient, as in one
-process, where weight decay and momentum leave it alone. ``testing.check_strategy`` finds what is forgotten.)
+(What this rank did not use it sends as zeros. The mean of what no rank used the engine clears afterwards: it must have
+no gradient, as in one process, where weight decay and momentum leave it alone. ``testing.check_strategy`` finds what is
+forgotten.)
 
 Messages must be the same on all ranks, in number, order and size. So they may depend on what all ranks know (which
 parameters train, what forward ran), and never on what this rank's rows have used; ``is_due`` is the question to ask.
@@ -126,6 +125,8 @@ class Strategy:
     """Whether messages round what they carry: losses then need not be those of one process to the last digits."""
     ranks_differ: ClassVar[bool] = False
     """Whether ranks train on with parameters of their own, by design, as in local SGD: they are not compared then."""
+    rests_partial: ClassVar[bool] = False
+    """Whether backwards inside ``no_sync()`` send too: sums over some of the axes, to which later ones are added."""
     keeps_pieces = False
     """Whether what this rank keeps between steps are those pieces alone, and no whole parameters."""
     state_role = Role.OPTIMIZER_STATE
@@ -173,8 +174,9 @@ class Strategy:
     def reduce_rest(self) -> None:
         """Send what has not been sent, and make means of all gradients; after backwards, also where there was none.
 
-        The engine then sends one number, by which all ranks raise together. Where means are kept at the parameters,
-        ``param.grad`` may be earlier means and this rank's new sums added up: their mean is what is wanted, too.
+        The engine then sends the flag, by which all ranks raise together, and clears the ``.grad`` of what is stepped
+        where no rank has used the parameter. Where means are kept at the parameters, ``param.grad`` may be earlier
+        means and this rank's new sums added up: their mean is what is wanted, too.
         """
 
     def stepping(self, *, loads: bool = False) -> AbstractContextManager[None]:

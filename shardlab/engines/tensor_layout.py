@@ -10,7 +10,6 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from shardlab.engines.unused_params import write_unused
 from shardlab.partition.chunks import Layout, Piece, has_whole_rows, stretches_in_buffer
 
 
@@ -28,14 +27,13 @@ class TensorLayout:
         self, layout: Layout, rank: int, shapes: Mapping[str, tuple[int, ...]], strides: Mapping[str, tuple[int, ...]] =
         MappingProxyType({}),
     ) -> None:  # fmt: skip
-        self._shapes, self._stretches = shapes, stretches_in_buffer(layout)
+        self._layout, self._shapes, self._stretches = layout, shapes, stretches_in_buffer(layout)
         # All or none: a view of one row beside copies of the others would keep the buffer in memory too.
         self.are_copied = any(len(stretches) > 1 for stretches in self._stretches.values())
-        self._first, self._stop = layout.chunk(rank)
+        first = layout.chunk(rank)[0]
         self.own = {piece.name: piece for piece in layout.pieces(rank)}
         self.places = {  # in the chunk
-            name: slice(piece.flat_start - self._first, piece.flat_stop - self._first)
-            for name, piece in self.own.items()
+            name: slice(piece.flat_start - first, piece.flat_stop - first) for name, piece in self.own.items()
         }
         self._pieces_at = {  # in the chunk
             name: _At(self.places[name].start, _shape_of(piece, shapes[name])) for name, piece in self.own.items()
@@ -45,14 +43,16 @@ class TensorLayout:
             for name, stretches in self._stretches.items() if len(stretches) == 1
         }  # fmt: skip
 
-    def cut(self, params: Mapping[str, Tensor]) -> Tensor:
-        """This rank's chunk of full parameters, [chunk], padded with zeros."""
-        first = next(iter(params.values()))
+    def cut(self, params: Mapping[str, Tensor], ranks: range) -> Tensor:
+        """The chunks of some ranks, which lie side by side, of full parameters; padded with zeros."""
+        first, (start, stop) = next(iter(params.values())), (ranks.start, ranks.stop)
+        begin, end = self._layout.bounds[start], self._layout.bounds[stop]
         # A copy: a view would keep the full parameters in memory.
-        shard = torch.zeros(self._stop - self._first, dtype=first.dtype, device=first.device)
-        for name, piece in self.own.items():
-            flat = params[name].detach().reshape(-1)
-            shard[self.places[name]].copy_(flat[piece.param_start : piece.param_stop])
+        shard = torch.zeros(end - begin, dtype=first.dtype, device=first.device)
+        for piece in (piece for rank in ranks for piece in self._layout.pieces(rank)):
+            flat = params[piece.name].detach().reshape(-1)
+            place = slice(piece.flat_start - begin, piece.flat_stop - begin)
+            shard[place].copy_(flat[piece.param_start : piece.param_stop])
         return shard
 
     def piece_of(self, name: str, shard: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class TensorLayout:
                 continue
             for start, stop, offset in self._stretches[name]:
                 if gradient is None:
-                    write_unused(buffer[start:stop])
+                    buffer[start:stop].zero_()
                 else:
                     buffer[start:stop].copy_(gradient.detach().reshape(-1)[offset : offset + stop - start])
         if places:

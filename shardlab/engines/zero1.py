@@ -21,7 +21,6 @@ from shardlab.engines.holdings import Holding
 from shardlab.engines.module_hooks import in_plain_mode
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.strategy import Given, LaidOut, check_replaced
-from shardlab.engines.unused_params import nobody_used
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.partition.chunks import parse_partition
 from shardlab.vocabulary import Partition, Role
@@ -96,18 +95,13 @@ class ZeRO1(Bucketed):
     def take_means(self, bucket: Bucket) -> None:
         """Make the means, or parts of them, the ``.grad`` of the pieces."""
         assert bucket.means is not None
-        unused_here = {bucket.layout.names[slot] for slot in bucket.unused}
-        # With a precision these are sums, read before they become means: dividing a tiny one may give -0.
-        nobody = nobody_used(bucket.tensors.parts_of(bucket.means, unused_here))
         if self.precision.reduce_dtype is not None:
             master = self._pieces[bucket.layout.names[0]].dtype
             bucket.means = bucket.means.to(master).div_(self.num_ranks)
         for name, part in bucket.tensors.parts_of(bucket.means, bucket.tensors.own).items():
             piece = self._pieces[name]
-            earlier = piece.grad
-            if earlier is not None or name not in nobody:
-                mean = part.view(piece.shape)
-                piece.grad = mean if earlier is None else mean.add_(earlier)
+            mean, earlier = part.view(piece.shape), piece.grad
+            piece.grad = mean if earlier is None else mean.add_(earlier)
 
     @contextlib.contextmanager
     def backward(self, *, sends: bool) -> Iterator[None]:

@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_map_only
 
 from shardlab.comm.foretold import ForetoldMesh, ToldClock
 from shardlab.comm.trees import tensors_in
-from shardlab.engines.unused_params import ranks_alike
 from shardlab.experiment.batches import DataEndedError, Share
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.planned_workload import first_forward
@@ -152,9 +151,8 @@ def dry_run(
 
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        mesh = stack.enter_context(ForetoldMesh(axes, rank, clock))
-        if not first_forward(config, config.on_meta).by_rows:
-            stack.enter_context(ranks_alike())
+        are_alike = not first_forward(config, config.on_meta).by_rows
+        mesh = stack.enter_context(ForetoldMesh(axes, rank, clock, are_alike=are_alike))
         mode = stack.enter_context(WithoutValues(ran))
         writer = RunWriter(directory, rank, strategy, "predicted")
         with recorded_run(config, strategy, mesh, writer, 0, clock) as run:

@@ -11,7 +11,6 @@ Legend: offsets are in elements, chunk ``r`` is ``bounds[r] <= index < bounds[r 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -179,8 +178,3 @@ def stretches_in_buffer(layout: Layout) -> dict[str, list[tuple[int, int, int]]]
             else:
                 known.append((piece.flat_start, piece.flat_stop, piece.param_start))
     return found
-
-
-def first_elements(layout: Layout) -> Sequence[tuple[str, int]]:
-    """Name and place in the buffer of the first element of each rank's pieces."""
-    return [(piece.name, piece.flat_start) for rank in range(layout.num_ranks) for piece in layout.pieces(rank)]

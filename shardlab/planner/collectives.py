@@ -18,7 +18,8 @@ hybrid_shard      as full_shard over S ranks, then an all-reduce of the       3P
 ================  ==========================================================  ===================
 
 Of M micro-batches only the last sends gradients; each gathers its parameters. After the last gradients, and once more
-before the optimizer steps, one number over each data axis says whether a rank refuses to go on. Behind the step come
+before the optimizer steps, one number over each data axis says whether a rank refuses to go on; the first time one more
+for each parameter says whether a rank has used it. Behind the step come
 buffers, with ``broadcast_buffers``. A group of one rank sends nothing and has no rows. For a tensor-parallel model this
 file covers the data axes, and norms over the tensor axis; ``tensor`` covers the rest. Not listed: what is sent before
 the first step, and the mean of the loss, which the training step sends.
@@ -99,7 +100,7 @@ def predicted_collectives(
 def calls_of_step(model: PlannedModel, setup: Setup, chunk: int = 0) -> list[Call]:
     """The collectives of one step in the order of issue, the same on every rank that holds this chunk."""
     setup.check_order_is_known()
-    planner = _Step(groups_of(model, setup), setup, model.tensor_ranks, chunk)
+    planner = _Step(groups_of(model, setup), setup, model, chunk)
     calls = {
         "single": planner.nothing, "ddp": planner.reduced, "bucketed": planner.reduced, "zero1": planner.zero1,
         "zero2": planner.zero1, "zero3": planner.zero3, "fsdp": planner.fsdp,
@@ -111,8 +112,9 @@ def calls_of_step(model: PlannedModel, setup: Setup, chunk: int = 0) -> list[Cal
 class _Step:
     """The step of each strategy as a list of calls."""
 
-    def __init__(self, groups: Sequence[Group], setup: Setup, tensor_ranks: int, chunk: int) -> None:
-        self.groups, self.setup, self.tensor_ranks, self.chunk = groups, setup, tensor_ranks, chunk
+    def __init__(self, groups: Sequence[Group], setup: Setup, model: PlannedModel, chunk: int) -> None:
+        self.groups, self.setup, self.tensor_ranks, self.chunk = groups, setup, model.tensor_ranks, chunk
+        self.num_params = len(model.params)
         self.trainable = [group for group in groups if group.trainable]
         self.axis = MeshAxis.SHARD if setup.hybrid else MeshAxis.DATA
 
@@ -187,9 +189,9 @@ class _Step:
 
     def until_step(self) -> Iterator[Call]:
         """What is sent between the last gradients and the optimizer's step."""
-        yield from self.ask(FLAG, Phase.BACKWARD)
+        yield from self.flag(Phase.BACKWARD, 1 + self.num_params)
         yield from self.clip()
-        yield from self.ask(FLAG, Phase.STEP)
+        yield from self.flag(Phase.STEP, 1)
 
     def buffers(self, buffers: Sequence[PlannedParam]) -> Iterator[Call]:
         """Those of the first data rank, after the step."""
@@ -200,18 +202,19 @@ class _Step:
                     sent[0].spec.itemsize, sum(buffer.spec.numel for buffer in sent), size,
                 )  # fmt: skip
 
-    def ask(self, tag: str, phase: Phase, *inner: tuple[MeshAxis, int]) -> Iterator[Call]:
-        """One number over each axis, outer first (``data_axes`` has them inner first, as reductions need them).
+    def flag(self, phase: Phase, numel: int) -> Iterator[Call]:
+        """Whether a rank refuses, and which parameters one has used, over each data axis, outer first.
 
-        With ``FLAG`` it says whether a rank refuses.
+        (``data_axes`` has them inner first, as reductions need them.)
         """
-        for axis, size in (*self.data_axes[::-1], *inner):
-            yield Call(Collective.ALL_REDUCE, axis, tag, phase, "float32", 4, 1, size)
+        for axis, size in self.data_axes[::-1]:
+            yield Call(Collective.ALL_REDUCE, axis, FLAG, phase, "int32", 4, numel, size)
 
     def clip(self) -> Iterator[Call]:
         """The norm of sharded gradients; before it, for a gradient scaler, one scalar per axis for the inf check."""
         if self.setup.scales_loss:
-            yield from self.ask("overflow", Phase.CLIP, (MeshAxis.TENSOR, self.tensor_ranks))
+            for axis, size in (*self.data_axes[::-1], (MeshAxis.TENSOR, self.tensor_ranks)):
+                yield Call(Collective.ALL_REDUCE, axis, "overflow", Phase.CLIP, "float32", 4, 1, size)
         if self.setup.clip:
             # The sums of tensor-parallel slices stay separate, because they are added over the tensor axis too.
             kinds = {(not group.is_whole, param.sliced) for group in self.groups for param in group.params.values()}

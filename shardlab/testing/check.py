@@ -181,10 +181,8 @@ def _stepped_unused(found: Trained, expected: Trained) -> str:
 
 
 UNUSED = (
-    "no rank used it, so it has no gradient, and neither momentum nor weight decay moves it. What is sent here has "
-    "lost the sign of zero, or nobody asks for it: a rank that does not use a parameter sends -0 "
-    "(engines.write_unused), a sum is -0 only if all sent that, and then the gradient must be None "
-    "(engines.nobody_used); see engines/unused_params.py"
+    "no rank used it, so it has no gradient, and neither momentum nor weight decay moves it; the engine clears the "
+    "'.grad' of what lay_out() has returned as stepped, so the mean of this parameter must be there"
 )
 
 

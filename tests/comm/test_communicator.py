@@ -152,29 +152,6 @@ def test_waiting_is_idempotent_and_many_may_be_in_flight(pools):
     assert pools(2).run(in_flight) == [[150_000.0] * 5] * 2
 
 
-def signs_of_zero(rank):
-    """The engines tell unused parameters by -0 (engines/unused.py): every reduction must keep it."""
-    with Mesh({"data": torch.distributed.get_world_size()}) as mesh:
-        size = mesh.data.num_ranks
-        found = []
-        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-            reduced = torch.full((64 * size,), -0.0, dtype=dtype)
-            scattered = reduced.clone()
-            mesh.data.all_reduce(reduced).wait()
-            mesh.data.reduce_scatter(scattered).wait()
-            own = scattered[64 * rank : 64 * (rank + 1)]
-            found.append(bool(torch.signbit(reduced).all() and torch.signbit(own).all()))
-            mixed = torch.full((8,), 0.0 if rank == size - 1 else -0.0, dtype=dtype)
-            mesh.data.all_reduce(mixed).wait()
-            found.append(not bool(torch.signbit(mixed).any()))
-        return found
-
-
-@pytest.mark.parametrize("num_ranks", WORLD_SIZES)
-def test_sums_keep_the_sign_of_zero(pools, num_ranks):
-    assert all(all(found) for found in pools(num_ranks).run(signs_of_zero))
-
-
 def dropped_meshes(rank):
     for _ in range(20):
         with Mesh({"data": 2}) as mesh:

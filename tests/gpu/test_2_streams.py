@@ -11,7 +11,7 @@ from shardlab.comm.async_queues import StreamQueue
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.streams import CUDA, mark
 from shardlab.comm.torch_engine_groups import TorchGroup
-from shardlab.comm.transports.nccl import NcclTransport, require_signed_zeros
+from shardlab.comm.transports.nccl import NcclTransport
 from shardlab.launch.hang_board import Board, BoardWriter, CallState
 from shardlab.trace.clock import StreamClock
 from shardlab.trace.recorder import Recorder
@@ -109,7 +109,6 @@ def every_verb(rank):
     """Through NcclTransport and StreamQueue, in a group of one rank."""
     device = torch.device("cuda", torch.cuda.current_device())
     transport, queue = NcclTransport(dist.group.WORLD), StreamQueue(device)
-    require_signed_zeros(transport, 1, device)
     comm = Communicator(transport, queue, (0, 1), 0, "data", partial(mark, CUDA))
     found = {}
 

@@ -19,7 +19,7 @@ from torch.distributed.constants import default_pg_timeout
 from shardlab.comm.observed_group import Process
 from shardlab.comm.transports.base import Transport
 from shardlab.comm.transports.gloo import GlooTransport
-from shardlab.comm.transports.nccl import NcclTransport, require_signed_zeros
+from shardlab.comm.transports.nccl import NcclTransport
 from shardlab.comm.transports.rendezvous import share_buffers
 from shardlab.comm.transports.shared_memory import SharedMemoryTransport
 from shardlab.comm.transports.staged_and_emulated import EmulatedLink, StagedTransport
@@ -58,13 +58,9 @@ def transport_of(
 
     Raises:
         ValueError: ``wanted`` is not possible here.
-        RuntimeError: NCCL loses the sign of zero here.
     """
     if dist.get_backend(group) == "nccl":
-        nccl = NcclTransport(group)
-        require_signed_zeros(nccl, dist.get_world_size(group), device)
-        torch.cuda.empty_cache()  # else the 300 MB that this trial took would stay reserved, in every run's figures
-        return nccl
+        return NcclTransport(group)
     transport: Transport = _through_host(group, wanted)
     if device.type == "cuda":
         transport = StagedTransport(transport, device, dist.get_rank(group))

@@ -13,8 +13,7 @@ and are reported, instead of taking each other's bytes. Only an all-reduce has n
 A large all-reduce goes as two halves, one for each of gloo's two threads: one travels while the other is summed.
 
 Reduce-scatter and all-gather move (N-1)/N of the buffer per rank, as a ring does. The local sum adds in the order of
-the ranks, pair by pair, so that it is deterministic and keeps the sign of zero (``engines.unused_params`` relies on
-that; ``Tensor.sum`` starts at +0).
+the ranks, pair by pair, so that it is deterministic.
 """
 
 import zlib

@@ -114,7 +114,12 @@ def _own_shards(engine: AnyEngine) -> list[TensorShard]:
     """What this rank writes: its part of what several ranks hold, and on the first rank the buffers."""
     spread = engine.spread_over()
     # Along axes that a parameter is not spread over, ranks have copies of the same piece.
-    copies = {name: number_among([comm for comm in engine.comms if comm not in axes]) for name, axes in spread.items()}
+    copies = {
+        name: number_among(
+            [comm for comm in engine.comms if not any(set(comm.ranks) <= set(axis.ranks) for axis in axes)]
+        )
+        for name, axes in spread.items()
+    }
     held = [*parameter_shards(engine), *state_shards(engine)]
     parts = [part for shard in held if (part := shard.part(*copies[shard.name])) is not None]
     buffers = buffer_shards(engine.module) if number_among(engine.comms)[0] == 0 else ()

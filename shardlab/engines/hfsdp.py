@@ -1,0 +1,48 @@
+"""HFSDP: parameters are sharded inside a host, and what is stepped over all ranks.
+
+What differs from ``fsdp`` with hybrid_shard: the optimizer's state. There every host steps all of the model, after an
+all-reduce of gradients across hosts. Here gradients are reduce-scattered inside the host, then across hosts; each rank
+steps 1/N, and after the step parameters are all-gathered across hosts, of each rank's chunk alone. Across hosts travels
+what the all-reduce sent, in two halves.
+
+Inside ``no_sync()`` gradients are reduce-scattered inside the host, and rest partial: a chunk of sums on each rank, to
+which the next backward adds. Only the last one sends across hosts; a step without one sends what rests.
+
+Per rank for P fp32 parameters with Adam, hosts of S ranks, R hosts, N = S x R: at rest 4P/S parameters, 4P/N gradients
+(4P/S while they rest partial), 8P/N state; on the wire 3P(S-1)/S elements a step inside the host, and 2P/S (R-1)/R
+across hosts. With ``precision='bf16'`` parameters at rest have 2 bytes an element, and master weights are 4P/N.
+Source: NVIDIA Megatron-FSDP, hybrid sharding with ``outer_dp_sharding_strategy="optim"``.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from shardlab.comm.events import wait_all
+from shardlab.engines.fsdp import FSDP
+
+
+class HFSDP(FSDP):
+    """Parameters sharded over the axis ``shard``, optimizer state over ``replica`` too. Options as ``FSDP``."""
+
+    name = "hfsdp"
+    rests_partial = True
+
+    def __init__(self, **options: Any) -> None:
+        for option, why in (("sharding", "it is its own"), ("offload", "what is stepped is no chunk of its own")):
+            if option in options:
+                raise ValueError(f"{option}: 'hfsdp' takes none: {why}; leave it out")
+        super().__init__(sharding="hybrid_shard", **options)
+        self.options = replace(self.options, divides_state=True)
+
+    @contextlib.contextmanager
+    def stepping(self, *, loads: bool = False) -> Iterator[None]:
+        """As the base; at the end parameters are gathered across hosts."""
+        try:
+            with super().stepping(loads=loads):
+                yield
+        finally:  # an optimizer that raised may have stepped first, and those of other ranks have
+            shards = [one for unit in self.units for one in unit.shards]
+            due = [one for one in shards if loads or any(map(self.is_due, one.params.values()))]
+            wait_all([one.gather_stepped() for one in due])
