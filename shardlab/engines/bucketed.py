@@ -11,13 +11,15 @@ before it. A parameter that this rank did not use is sent as zeros when backward
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
 from shardlab.comm.events import Pending
-from shardlab.engines.bucket import Bucket, bucket_layouts
+from shardlab.engines.bucket import Bucket
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.strategy import Given, LaidOut, Strategy, check_replaced
+from shardlab.engines.tensor_layout import bucket_layouts
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.vocabulary import Role, class_of
 
@@ -30,8 +32,6 @@ class Bucketed(Strategy):
     """
 
     name = "bucketed"
-    num_chunks = 1
-    """Into how many chunks a bucket is divided."""
 
     def __init__(self, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         self.bucket_bytes = bucket_bytes
@@ -39,70 +39,82 @@ class Bucketed(Strategy):
     def lay_out(self, given: Given) -> LaidOut:
         """As the base."""
         super().lay_out(given)
-        rank = self.comm.rank if self.num_chunks > 1 else 0
-        sums = self.precision.reduce_dtype
-        # Sums in another dtype become means when they have the master weights'.
-        self.scale = 1 / self.num_ranks if sums is None else 1.0
-        layouts = bucket_layouts(self.params, self.num_chunks, self.bucket_bytes, self.partition)
-        self.buckets = [
-            Bucket(index, layout, [self.params[name] for name in layout.names], rank, sums, is_cut=self.steps_pieces)
+        self.buckets = self.make_buckets(given)
+        self._place = {
+            param: (place, name) for place, one in enumerate(self.buckets) for name, param in one.params.items()
+        }
+        self._begin()
+        divisions = [
+            Division(one.layout, self.comm, next(iter(one.params.values())).element_size()) for one in self.buckets
+        ]
+        return LaidOut(self.params, divisions)
+
+    def make_buckets(self, given: Given) -> list[Any]:
+        """In the order in which they are sent."""
+        layouts = bucket_layouts(self.params, 1, self.bucket_bytes, self.partition)
+        return [
+            Bucket(index, layout, {name: self.params[name] for name in layout.names}, 1 / self.num_ranks)
             for index, layout in enumerate(layouts)
         ]
-        self._place = {param: (bucket, slot) for bucket in self.buckets for slot, param in enumerate(bucket.params)}
-        self._begin()
-        divisions = [Division(one.layout, self.comm, one.params[0].element_size()) for one in self.buckets]
-        return LaidOut(self.params, divisions)
 
     @contextlib.contextmanager
     def backward(self, *, sends: bool) -> Iterator[None]:
         """As the base."""
-        for bucket in self.buckets:
-            bucket.begin()
         self._begin()
         yield
 
     def _begin(self) -> None:
         """Expect a gradient of all that trains now, and send from the first bucket."""
-        self._missing = {one: {param for param in one.params if param.requires_grad} for one in self.buckets}
+        self._missing = {
+            bucket: {param for param in bucket.params.values() if param.requires_grad} for bucket in self.buckets
+        }
         self._num_sent = 0
 
     def took(self, param: nn.Parameter, *, sends: bool) -> None:
         """As the base."""
-        bucket, slot = self._place[param]
+        place, name = self._place[param]
+        bucket = self.buckets[place]
         if param.grad is None:
             return  # a hook of the user's has dropped it: sent as zeros when backward has ended
         if not sends:
             if bucket.adds_up:
-                bucket.fill(slot, self.scale)
+                bucket.fill(name)
             return
-        if bucket.index < self._num_sent:
+        if place < self._num_sent:
             raise RuntimeError(
-                f"gradient of {bucket.layout.names[slot]!r}: it comes in parts, and the first part has already been "
+                f"gradient of {name!r}: it comes in parts, and the first part has already been "
                 "sent; with reentrant activation checkpointing, write checkpoint(..., use_reentrant=False); where "
                 "full_params() came between two forwards, call backward() for each"
             )
-        bucket.fill(slot, self.scale)
+        self.arrived(bucket, name)
         self._missing[bucket].discard(param)
         # A complete bucket waits behind one that is not: another rank may complete them the other way round.
         while self._num_sent < len(self.buckets) and not self._missing[self.buckets[self._num_sent]]:
             self._send_next()
 
+    def arrived(self, bucket: Any, name: str) -> None:
+        """A gradient has come that will be sent: into the buffer, so that one parameter's alone is in memory twice."""
+        bucket.fill(name)
+
     def _send_next(self) -> None:
         bucket = self.buckets[self._num_sent]
         self._num_sent += 1
         # Skip only what no rank has a gradient for: what has arrived on this rank must not decide.
-        if any(map(self.is_due, bucket.params)):
-            bucket.prepare(self.scale)
-            bucket.pending = self.reduce(bucket)
-            if not isinstance(bucket.pending, Pending):
-                raise ValueError(
-                    f"strategy: reduce() of {self.name!r} returned {class_of(bucket.pending)}; return the Pending that "
-                    "self.comm returned, or Pending() where nothing is left to wait for"
-                )
+        if any(map(self.is_due, bucket.params.values())):
+            self.send(bucket)
 
-    def reduce(self, bucket: Bucket) -> Pending:
-        """Begin to reduce a bucket that is ready to be sent."""
-        assert bucket.buffer is not None
+    def send(self, bucket: Any) -> None:
+        """Begin to reduce a bucket, whatever has come of it."""
+        bucket.prepare()
+        bucket.pending = self.reduce(bucket)
+        if not isinstance(bucket.pending, Pending):
+            raise ValueError(
+                f"strategy: reduce() of {self.name!r} returned {class_of(bucket.pending)}; return the Pending that "
+                "self.comm returned, or Pending() where nothing is left to wait for"
+            )
+
+    def reduce(self, bucket: Any) -> Pending:
+        """Begin to reduce ``bucket.buffer``, which has this rank's gradients, divided by the number of ranks."""
         return self.comm.all_reduce(bucket.buffer, tag=f"gradients of bucket {bucket.index}")
 
     def reduce_rest(self) -> None:
@@ -114,23 +126,18 @@ class Bucketed(Strategy):
             self.finish(bucket)
         self._num_sent = 0  # the next backward, or a step without one, begins anew
 
-    def finish(self, bucket: Bucket) -> None:
-        """Wait for a bucket that is being reduced, and take its means."""
-        if bucket.pending is not None:
-            # Waited for, and only then dropped: the handle keeps the buffer that is being written to.
-            bucket.pending.wait()
-            bucket.pending = None
-            self.take_means(bucket)
-
-    def take_means(self, bucket: Bucket) -> None:
-        """Give every parameter its mean, the view of its slot."""
-        assert bucket.buffer is not None
-        views = bucket.slots(bucket.buffer)
-        for name, param, view in zip(bucket.layout.names, bucket.params, views, strict=True):
+    def finish(self, bucket: Any) -> None:
+        """Wait for a bucket that is being reduced; give every parameter its mean, the view of its slot."""
+        if bucket.pending is None:
+            return
+        # Waited for, and only then dropped: the handle keeps the buffer that is being written to.
+        bucket.pending.wait()
+        bucket.pending = None
+        for name, view in bucket.slots(bucket.buffer).items():
             try:
-                param.grad = view.data  # with a version of its own
+                bucket.params[name].grad = view.data  # with a version of its own
             except RuntimeError:
-                check_replaced(param, view, name)
+                check_replaced(bucket.params[name], view, name)
                 raise
 
     def drop(self) -> None:

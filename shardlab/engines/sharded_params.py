@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
+from shardlab.engines.bucket import num_references
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.module_hooks import in_plain_mode, unrefused, untraced
 from shardlab.engines.offload import OFFLOADS, Offload, copy_to_host, in_host_memory
@@ -54,6 +55,9 @@ class State(Enum):
     REDUCING = auto()  # the parameters are sharded again, and the gradients are on their way
 
 
+Scatter = Callable[[Communicator, Tensor, Tensor, Sequence[int], str], Pending]
+
+
 class Ways(NamedTuple):
     """How shards are stored and moved.
 
@@ -64,7 +68,11 @@ class Ways(NamedTuple):
         axes: whose product the ranks of the layout are: the first cuts it into groups of chunks, the next each group.
             Gradients are scattered in this order. None: these ranks are one axis.
         rests_over: of these axes, those over which parameters are divided at rest, from the first on; None for all.
-            Over the others only what is stepped is divided, and gathered after the step.
+            Over the others only what is stepped is divided, and gathered after the step. 0: every rank shows all
+            parameters all the time.
+        means_over: likewise, those over which the means of gradients are divided; over the others they stay in the
+            place that they have in the buffer, which stays too.
+        scatter: begins to sum a buffer over an axis and to scatter it: called as (axis, buffer, chunk, bounds, tag).
     """
 
     precision: Precision
@@ -72,6 +80,8 @@ class Ways(NamedTuple):
     offload: Offload = OFFLOADS["none"]
     axes: Sequence[Communicator] = ()
     rests_over: int | None = None
+    means_over: int | None = None
+    scatter: "Scatter | None" = None
 
 
 class Shards:
@@ -120,14 +130,26 @@ class Shards:
         self._partial: Tensor | None = None  # sums over the first axis alone, of earlier backwards
         self._arriving: Tensor | None = None  # means on their way to host memory
         self._visiting: Tensor | None = None  # the shard, on the device for a step
-        value = nan if self.compute_dtype.is_floating_point else 0
-        self._stubs = {
-            key: torch.full((), value, dtype=self.compute_dtype, device=self.device).expand(param.shape)
-            for key, param in params.items()
-        }
+        self._buffer: Tensor | None = None  # [padded_numel], of gradients, where it outlives a reduction
+        self._filled: set[str] = set()  # those that have been moved there
+        self._stubs = {} if self.is_resident else {key: self._stub(param) for key, param in params.items()}
         self._at.update({stub.untyped_storage().data_ptr(): (self, key) for key, stub in self._stubs.items()})
         self.watchers: list[Callable[[bool], None]] = []  # told when the parameters are shown, and hidden
         self.hide()
+
+    def _stub(self, param: Tensor) -> Tensor:
+        value = nan if self.compute_dtype.is_floating_point else 0
+        return torch.full((), value, dtype=self.compute_dtype, device=self.device).expand(param.shape)
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether parameters show their values all the time: what is kept of them is all, and not stubs."""
+        return self._ways.rests_over == 0
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether gradients add up in the buffer inside ``no_sync()``: in more bits than they are computed in."""
+        return self.is_resident and self.sum_dtype.itemsize > self.compute_dtype.itemsize
 
     @property
     def is_whole(self) -> bool:
@@ -143,7 +165,7 @@ class Shards:
         """What is kept of the parameters, and what of it is stepped: the same, a part of it, or master weights."""
         if self._ways.offload.parameters:
             shard = in_host_memory(shard)
-        if self._rest == len(self._axes):
+        if self._rest == len(self._axes) and not self.is_resident:
             return shard, shard
         own = self._chunks[-1].within(self._chunks[self._rest])
         if self.compute_dtype == shard.dtype:
@@ -229,17 +251,28 @@ class Shards:
         for tell in self.watchers:
             tell(False)
         self.gathered, self.storages = {}, {}
+        shown = self._kept_whole() if self.is_resident else self._stubs
         for name, param in self.params.items():
-            param.data = self._stubs[name]
+            param.data = shown[name]
+
+    def _kept_whole(self) -> dict[str, Tensor]:
+        return {name: self._tensors.read(name, self.shard) for name in self.params}
 
     def check_replaced(self) -> None:
         """Raise RuntimeError if other data was put in the place of a full parameter that ``keep`` could not take."""
-        for name, param in self.params.items():
-            check_replaced(param, self.gathered[name], name)
+        for name, view in (self.gathered or self._kept_whole()).items():
+            check_replaced(self.params[name], view, name)
 
     def keep(self) -> None:
         """Copy into the shard what was written into the full parameters, or put there by ``.data =``."""
         values = {name: param.data for name, param in self.params.items()}
+        if self.is_resident and not self.gathered:
+            if any(_is_elsewhere(values[name], view) for name, view in self._kept_whole().items()):
+                # Into other memory: what the user has taken out may be where the values were.
+                self.shard = self._tensors.cut(values, self._chunks[0].ranks)
+                self.stepped = self.shard[self._chunks[-1].within(self._chunks[0])]
+                self._point_pieces_at(self.stepped)
+            return
         shard = self.shard if self._visiting is None else self._visiting
         for kept, depth in ((shard, self._rest), *([(self.stepped, -1)] if self.has_masters else [])):
             new = self._tensors.cut(values, self._chunks[depth].ranks).to(kept)
@@ -255,25 +288,53 @@ class Shards:
         Args:
             rests_partial: over the first axis only; later sums are added to it.
         """
-        buffer = torch.empty(self.layout.padded_numel, dtype=self.sum_dtype, device=self.device)
-        if self.layout.padding_numel:
-            buffer.zero_()  # no gradient is written to the padding
-        self._tensors.write({name: param.grad for name, param in self.params.items()}, buffer)
+        for name in self._filled:
+            if self.params[name].grad is not None:
+                self.fill(name)
+        buffer = self._to_fill()
+        rest = {name: param.grad for name, param in self.params.items() if name not in self._filled}
+        self._tensors.write(rest, buffer)
+        self._filled = set()
+        if self._ways.means_over != 0:
+            self._buffer = None  # its means will be elsewhere
         for param in self.params.values():
             param.grad = None  # or the next micro-batch would be added to it, and this one sent twice
         self._num_summed, self._rests_partial = 0, rests_partial
         if not self._sum_on(buffer):
             self._reducing = buffer, buffer, Pending()
 
+    @unrefused
+    def fill(self, name: str) -> None:
+        """Move a gradient into the buffer, or add it to what is there."""
+        self._buffer = self._to_fill()
+        view, gradient = self._tensors.read(name, self._buffer), self.params[name].grad
+        assert gradient is not None
+        view.add_(gradient.detach()) if name in self._filled else view.copy_(gradient.detach())
+        self._filled.add(name)
+        self.params[name].grad = None
+
+    def _to_fill(self) -> Tensor:
+        """A buffer of gradients, [padded_numel]."""
+        # What is filled is nobody's gradient; else a view outside may be one that the user has kept, or a mean.
+        if self._buffer is not None and (self._filled or num_references(self._buffer) == 1):
+            return self._buffer
+        buffer = torch.empty(self.layout.padded_numel, dtype=self.sum_dtype, device=self.device)
+        if self.layout.padding_numel:
+            buffer.zero_()  # no gradient is written to the padding
+        if self._ways.means_over == 0:
+            self._buffer = buffer
+        return buffer
+
     def _sum_on(self, sums: Tensor) -> bool:
         """Begin the sum over the next axis; False where there is none: over which they are divided, then replicas."""
         place, tag = self._num_summed, f"gradients of {self.name}"
         self._num_summed += 1
         if place < len(self._axes):
-            size = self._chunks[place + 1].size
-            chunk = torch.empty(size, dtype=sums.dtype, device=self.device)
-            pending = self._axes[place].reduce_scatter(sums, chunk, bounds=self._chunks[place].cut, tag=tag)
-            self._reducing = sums, chunk, pending
+            means_over = self._ways.means_over
+            own = sums[self._chunks[place + 1].within(self._chunks[place])]
+            chunk = own if means_over is not None and place >= means_over else torch.empty_like(own)
+            scatter, bounds = self._ways.scatter or scattered, self._chunks[place].cut
+            self._reducing = sums, chunk, scatter(self._axes[place], sums, chunk, bounds, tag)
         elif place < len(self._axes) + len(self._ways.replicas):
             axis = self._ways.replicas[place - len(self._axes)]
             self._reducing = sums, sums, axis.all_reduce(sums, tag=tag)
@@ -318,7 +379,10 @@ class Shards:
             self._accept(means)
 
     def drop(self) -> None:
-        """Forget the means; also those on their way."""
+        """The gradients are cleared: forget the means; also those on their way."""
+        self._filled = set()
+        if self._ways.means_over != 0:
+            self._buffer = None  # what no_sync() has accumulated and no backward has sent
         if self._reducing is not None:
             self._reducing[2].wait()
         self._reducing = self._arriving = self.means = self._partial = None
@@ -366,7 +430,7 @@ class Shards:
         at_home = Role.OFFLOADED if self._ways.offload.gradients_and_state else Role.GRADIENT
         yield from (Holding(at_home, chunk) for chunk in (self.means, self._arriving) if chunk is not None)
         whole = [param.grad for param in self.params.values() if param.grad is not None]
-        sums = [] if self._partial is None else [self._partial]
+        sums = [one for one in (self._partial, self._buffer) if one is not None]
         sent = self._reducing[:2] if self._reducing is not None else ()
         yield from (Holding(Role.GRADIENT, tensor) for tensor in (*whole, *sums, *sent))
         for name, piece in self._tensors.own.items():
@@ -473,6 +537,15 @@ class _Chunk(NamedTuple):
     def within(self, outer: "_Chunk") -> slice:
         """Its place in a chunk that it is a part of."""
         return slice(self.start - outer.start, self.start - outer.start + self.size)
+
+
+def scattered(axis: Communicator, buffer: Tensor, chunk: Tensor, bounds: Sequence[int], tag: str) -> Pending:
+    """Begin to sum a buffer over an axis, and to scatter it into this rank's chunk."""
+    return axis.reduce_scatter(buffer, chunk, bounds=tuple(bounds), tag=tag)
+
+
+def _is_elsewhere(param: Tensor, view: Tensor) -> bool:
+    return param.data_ptr() != view.data_ptr() or param.stride() != view.stride()
 
 
 def chunk_in(places: Sequence[tuple[int, int]]) -> int:

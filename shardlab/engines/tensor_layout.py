@@ -8,9 +8,12 @@ from math import prod
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from shardlab.partition.buckets import plan_buckets
 from shardlab.partition.chunks import Layout, Piece, has_whole_rows, stretches_in_buffer
+from shardlab.partition.flat import FlatLayout, ParamSpec
+from shardlab.vocabulary import Partition
 
 
 class TensorLayout:
@@ -92,6 +95,29 @@ class TensorLayout:
                     buffer[start:stop].copy_(gradient.detach().reshape(-1)[offset : offset + stop - start])
         if places:
             torch._foreach_copy_(places, values)  # one launch on a device
+
+
+def bucket_layouts(
+    params: Mapping[str, nn.Parameter], num_ranks: int, capacity_bytes: int, partition: Partition
+) -> tuple[FlatLayout, ...]:
+    """Which parameters are in which bucket, and where; the same on every rank: only their order and sizes matter.
+
+    Parameters that are frozen now get separate buckets, which cost nothing until they are unfrozen.
+
+    Args:
+        params: parameters by name, in the module's order.
+        num_ranks: number of chunks of each bucket; 1 if nothing is sharded.
+        capacity_bytes: bytes of a full bucket.
+        partition: how a bucket's elements are divided over the ranks.
+
+    Raises:
+        ValueError: a capacity below 1.
+    """
+    if capacity_bytes < 1:
+        raise ValueError(f"bucket_bytes: {capacity_bytes} is below 1; give the capacity of a bucket in bytes")
+    specs = [ParamSpec(name, tuple(param.shape), param.element_size()) for name, param in params.items()]
+    keys = [(param.dtype, param.device, param.requires_grad) for param in params.values()]
+    return plan_buckets(specs, keys, num_ranks, capacity_bytes, partition)
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

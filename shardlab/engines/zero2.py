@@ -12,16 +12,9 @@ accumulate there until a backward communicates. With ``precision='bf16'``: 2P pa
 master weights' dtype. Source: Rajbhandari et al., arXiv 1910.02054, section 5.2.
 """
 
-from collections.abc import Iterator
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from shardlab.comm.events import Pending
-from shardlab.engines.bucket import Bucket
-from shardlab.engines.holdings import Holding
 from shardlab.engines.zero1 import ZeRO1
-from shardlab.vocabulary import Role
 
 BUCKETS_IN_FLIGHT = 2
 
@@ -30,35 +23,11 @@ class ZeRO2(ZeRO1):
     """Replicated parameters, sharded gradients and optimizer state. Arguments as ``ZeRO1``."""
 
     name = "zero2"
+    means_over = None
 
-    def reduce(self, bucket: Bucket) -> Pending:
+    def send(self, bucket: Any) -> None:
         """As the base."""
         # A bound that does not depend on timing: behind a slow link all of the gradients would pile up.
-        for earlier in self.buckets[: max(0, bucket.index - BUCKETS_IN_FLIGHT + 1)]:
+        for earlier in self.buckets[: max(0, self._num_sent - BUCKETS_IN_FLIGHT)]:
             self.finish(earlier)
-        return super().reduce(bucket)
-
-    def new_chunk(self, place: Tensor) -> Tensor:
-        """A tensor of its own."""
-        return torch.empty_like(place)
-
-    def take_means(self, bucket: Bucket) -> None:
-        """As the base."""
-        super().take_means(bucket)
-        bucket.buffer = None  # the means are in the chunk: nothing refers to the buffer any more
-
-    def drop(self) -> None:
-        """As the base."""
-        super().drop()
-        for bucket in self.buckets:
-            bucket.buffer = None  # what no_sync() has accumulated and no backward has sent
-
-    def gradients_of(self, bucket: Bucket) -> Iterator[Holding]:
-        """As the base."""
-        if bucket.buffer is not None:
-            yield Holding(Role.GRADIENT, bucket.buffer)
-        if bucket.means is not None:
-            yield Holding(Role.GRADIENT, bucket.means)
-        for name, piece in bucket.tensors.own.items():
-            if (gradient := self._pieces[name].grad) is not None:
-                yield Holding(Role.GRADIENT, gradient, name, (piece.param_start, piece.param_stop))
+        super().send(bucket)
