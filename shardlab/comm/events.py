@@ -33,7 +33,7 @@ class CollectiveEvent:
         own_chunk_bytes: bytes of this rank's chunk, where chunks may be uneven.
         scratch_bytes: bytes the transport holds between start and end beside the caller's buffers.
         storage: identity of the buffer's storage while it is alive, so that a memory ledger can tell what it is.
-        source_line: ``file:line`` of the caller outside the library.
+        source_line: ``file:line`` of the caller outside the library; empty until an observer asks (``callers.locate``).
         torch_moves: bytes this rank sends where a group of torch's own runs it (``partition.ring_cost``), else None.
         ranks: the global ranks of the group.
         device_times: events at begin and end, where a stream ran it: whoever records resolves them after the step.
@@ -52,7 +52,7 @@ class CollectiveEvent:
     group_size: int
     transport: str
     emulated: bool
-    source_line: str
+    source_line: str = ""
     own_chunk_bytes: int | None = None
     scratch_bytes: int = 0
     storage: int = 0

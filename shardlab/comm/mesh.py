@@ -24,7 +24,7 @@ from shardlab.comm.async_queues import StreamQueue, ThreadQueue
 from shardlab.comm.base_mesh import BaseMesh, Groups, groups_along
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Failures
-from shardlab.comm.observed_group import Process, retire
+from shardlab.comm.process import Process, retire
 from shardlab.comm.signed_messages import all_gather_bytes
 from shardlab.comm.streams import mark_of
 from shardlab.comm.transports.base import Queue, Transport

@@ -1,73 +1,15 @@
-"""Groups of ranks: one along an axis, whose collectives are numbered and observed, and what all of a process share.
-
-Whoever started a rank's process says what holds for all its groups: device, timeout, observers. So the hang board
-observes every mesh, also one made in a notebook cell that knows nothing of it. Other observers use ``observed_by``.
-"""
+"""A group of ranks along an axis, whose collectives are numbered and observed."""
 
 import contextlib
-import gc
-import sys
-import sysconfig
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
-from functools import cache
-from pathlib import Path
-from types import FrameType
+from collections.abc import Iterator, Sequence
 from typing import Any, SupportsIndex
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.comm.events import CollectiveEvent, Observer, Observers
+from shardlab.comm.process import Process
 from shardlab.comm.transports.base import Transport
 from shardlab.vocabulary import Collective, dtype_name
-
-_ROOMS = ("comm", "engines", "faults", "recording", "tensor_parallel", "trace")
-_LIBRARY = (*(str(Path(__file__).parent.parent / room) for room in _ROOMS), str(Path(torch.__file__).parent))
-_STANDARD_LIBRARY = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, "<frozen ")
-_AUTOGRAD = torch.autograd.graph.__file__
-PAST = (
-    "sends by torch.distributed itself, which nobody counts; send over self.comm, or over communicators of given.mesh"
-)
-
-
-class Process:
-    """Settings of this process, made by whoever started it and kept for its whole life.
-
-    Attributes:
-        device: of meshes that name none.
-        observers: get the events of every communicator made from now on.
-        timeout: torch ends a collective that takes longer with an error; None for torch's default.
-        retired: calls that destroy the groups this rank no longer uses. Destroying one while another rank still uses
-            it would end that rank's collectives with an unexplained connection error. So they wait until the next mesh
-            is built, or a pool calls the next function, which is when all ranks are known to be done.
-    """
-
-    device: torch.device = torch.device("cpu")
-    observers: Observers = ()
-    retired: tuple[Callable[[], object], ...] = ()
-    timeout: timedelta | None = None
-    patient: dist.ProcessGroup | None = None
-    """Of all ranks, where one may wait for another for days; see ``make_patient_group``."""
-
-
-@contextlib.contextmanager
-def observing_new(observer: Observer) -> Iterator[None]:
-    """Inside, ``observer`` is told of the collectives of every communicator that is made, of whatever mesh."""
-    before, Process.observers = Process.observers, (*Process.observers, observer)
-    try:
-        yield
-    finally:
-        Process.observers = before
-
-
-def num_sent_by_torch() -> int:
-    """How many collectives the default group has sent: of a step those that went past every communicator."""
-    # Private: there is no public way to ask.
-    group: Any = dist.group.WORLD
-    return 0 if group is None else int(group._get_sequence_number_for_group())
 
 
 class ObservedGroup:
@@ -161,97 +103,10 @@ class ObservedGroup:
             numel=parts * sum(buffer.numel() for buffer in buffers),
             num_bytes=parts * sum(buffer.nbytes for buffer in buffers), group_size=self.num_ranks,
             transport=transport or self._transport.name, emulated=self._transport.emulated,
-            source_line=_line_of_caller(), own_chunk_bytes=own_chunk_bytes, scratch_bytes=scratch_bytes,
+            own_chunk_bytes=own_chunk_bytes, scratch_bytes=scratch_bytes,
             storage=buffers[0].untyped_storage()._cdata if buffers else 0, ranks=self.ranks,
         )  # fmt: skip
         self._seq += 1
         for observer in self._observers:
             observer.issued(event)
         return event
-
-
-def become_rank(device: torch.device, timeout: timedelta, *observers: Observer) -> None:
-    """Set the device, the timeout and the observers of all meshes made from now on."""
-    Process.device, Process.timeout, Process.observers = device, timeout, observers
-
-
-def retire(*ends: Callable[[], object]) -> None:
-    """Have ``ends`` called when the next mesh is built: they destroy groups that this rank no longer uses.
-
-    Not never: a group that stays has gloo's thread, which wakes 100 times a second.
-    """
-    Process.retired = (*Process.retired, *ends)
-
-
-def end_retired() -> None:
-    """Destroy the groups that no rank uses any more; called when all ranks are known to be done with them."""
-    # Forgotten before they are called: a group must not be destroyed twice, even if one of the calls fails.
-    ends, Process.retired = Process.retired, ()
-    for end in ends:
-        end()
-
-
-def leave_group() -> None:
-    """Destroy the default group and the groups of closed meshes; a process calls it last.
-
-    A group that is merely forgotten keeps gloo's threads. One that still holds a tensor when the interpreter ends needs
-    it to let go, and that aborts the process ("terminate called without an active exception").
-    """
-    # Not called one by one: destroying the default group destroys all others with it.
-    Process.retired, Process.patient = (), None
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    gc.collect()  # what is left of an engine is a cycle: module, hooks, engine, mesh
-
-
-def make_patient_group() -> None:
-    """Make a group of all ranks in which one may wait for another for days; collective over the default group, once."""
-    if Process.patient is None:
-        Process.patient = dist.new_group(backend="gloo", timeout=timedelta(days=30))
-
-
-def _line_of_caller() -> str:
-    """``file:line`` of the first frame outside the rooms that only pass calls on: the line a person can look at."""
-    line = ""
-    for frame in callers(sys._getframe().f_back):
-        file = frame.f_code.co_filename
-        if not _is_standard_library(file):
-            line = f"{file}:{frame.f_lineno}"
-        if not is_library(file):
-            break
-    return line
-
-
-def callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and those that have called it, the innermost first; None for a call from C++ without any.
-
-    Autograd does a backward on a device in a thread that begins in C++. There, the frames of the thread that waits in
-    ``backward()`` follow.
-    """
-    last = None
-    for last in _outwards(frame):
-        yield last
-    begins_in_python = last is not None and last.f_code.co_filename == threading.__file__
-    if threading.get_ident() != threading.main_thread().ident and not begins_in_python:
-        # Of another thread that has called autograd and waits for it.
-        waits = (frame for frame in sys._current_frames().values() if frame.f_code.co_filename == _AUTOGRAD)
-        yield from _outwards(next(waits, None))
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-@cache
-def _is_standard_library(path: str) -> bool:
-    # Except in a virtual environment, other packages are installed in a folder of the standard library.
-    is_installed = "/site-packages/" in path or "/dist-packages/" in path
-    return path.startswith(_STANDARD_LIBRARY) and not is_installed
-
-
-@cache
-def is_library(path: str) -> bool:
-    """Whether a frame of this file only passes calls on: one of torch, of Python, or of the rooms that send."""
-    return path.startswith(_LIBRARY) or _is_standard_library(path)

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 
-from shardlab.comm.observed_group import callers
+from shardlab.comm.callers import callers
 from shardlab.comm.torch_engine_groups import VERBS
 
 # Private: there is no public way to see calls that torch's own functions make.

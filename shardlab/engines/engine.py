@@ -37,10 +37,11 @@ from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.trees import tensors_in
 from shardlab.engines.any_engine import AnyEngine, Stateful
 from shardlab.engines.argument_checks import check_model, check_optimizer, tensor_axis
+from shardlab.engines.casts import advise, cast_buffers, cast_floating, check_batch_norms
 from shardlab.engines.gradient_state import AFTER_BACKWARD, Gradients
 from shardlab.engines.holdings import Division, Holding
-from shardlab.engines.module_hooks import gradient_node, nests_here, unrefused, untraced, weakly
-from shardlab.engines.precision import advise, cast_buffers, cast_floating, check_batch_norms
+from shardlab.engines.module_hooks import gradient_node, nests_here, weakly
+from shardlab.engines.plain_mode import unrefused, untraced
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors, over_pieces, shown_whole
 from shardlab.engines.strategy import Given, Strategy
 from shardlab.engines.strategy_checks import check_strategy, laid_out_by

@@ -46,14 +46,15 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.trees import tensors_in
+from shardlab.engines.casts import cast_floating
 from shardlab.engines.fsdp_units import ShardingOptions, build_units
 from shardlab.engines.module_hooks import ModuleHook
 from shardlab.engines.offload import OFFLOADS
-from shardlab.engines.precision import Precision, cast_floating, parse_precision
+from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.saved_tensors import stub_used
-from shardlab.engines.sharded_params import State, Unit
 from shardlab.engines.sharded_strategy import Sharded
 from shardlab.engines.strategy import Given, LaidOut
+from shardlab.engines.unit import State, Unit
 from shardlab.meta_device import InitFn, reset_parameters
 from shardlab.partition.chunks import parse_partition
 from shardlab.units.policy import AUTO, ROOT, WrapPolicy

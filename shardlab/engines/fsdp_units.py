@@ -19,8 +19,9 @@ from shardlab import vocabulary
 from shardlab.comm import Communicator
 from shardlab.engines.offload import OFFLOADS
 from shardlab.engines.precision import Precision
-from shardlab.engines.sharded_params import Shards, Unit, Ways
+from shardlab.engines.sharded_params import Shards, Ways
 from shardlab.engines.strategy import Given
+from shardlab.engines.unit import Unit
 from shardlab.meta_device import InitFn, materialize
 from shardlab.partition.chunks import Layout
 from shardlab.partition.dim0 import dim0_layout

@@ -5,76 +5,18 @@ the hooks, its forward would gather the original's parameters.
 """
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import _is_checkpoint_valid
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
+from shardlab.engines.plain_mode import WHY, unrefused
 from shardlab.vocabulary import class_of
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-_WHY = "shardlab gathers and reshards parameters here"
-
-
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap ``function`` so that ``torch.compile`` runs it as plain Python and never traces it.
-
-    It communicates, and it replaces parameters of the module. What a compiled module computes between two such
-    functions stays compiled.
-    """
-    disabled: Callable[P, R] | None = None
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        nonlocal disabled
-        if disabled is None:  # not at definition: importing torch's compiler takes a second
-            disabled = torch.compiler.disable(function, reason=_WHY)
-        return disabled(*args, **kwargs)
-
-    return run
-
-
-def in_plain_mode(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap ``function`` so that what it makes can train, though inference mode or a ``torch.func`` transform is on.
-
-    A parameter with the data of an inference tensor could never train again.
-    """
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Private: there is no public way to ask whether a transform of torch.func runs, nor to leave it. Inside it new
-        # tensors are wrappers without memory, which nothing can be received into.
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            with temporarily_clear_interpreter_stack():
-                return run(*args, **kwargs)
-        if not torch.is_inference_mode_enabled():
-            return function(*args, **kwargs)
-        # With ``no_grad``: to end inference mode is to switch gradients on.
-        with torch.inference_mode(mode=False), torch.no_grad():
-            return function(*args, **kwargs)
-
-    return run
-
-
-def unrefused(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap ``function`` so that sharded parameters answer it as plain ones do, without being asked whether they may."""
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **kwargs)
-
-    return run
 
 
 @unrefused
@@ -128,7 +70,7 @@ class ModuleHook:
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         # Now: made lazily inside a trace it would belong to that trace alone, and the next model's would be None.
-        self._hook = torch.compiler.disable(hook, reason=_WHY)
+        self._hook = torch.compiler.disable(hook, reason=WHY)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the hook."""

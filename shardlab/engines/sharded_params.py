@@ -24,7 +24,6 @@ placeholder at ``param.grad`` where the mean is at the piece.)
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import Enum, auto
 from functools import reduce
 from itertools import product
 from math import nan, prod
@@ -37,23 +36,13 @@ from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
 from shardlab.engines.bucket import num_references
 from shardlab.engines.holdings import Division, Holding
-from shardlab.engines.module_hooks import in_plain_mode, unrefused, untraced
 from shardlab.engines.offload import OFFLOADS, Offload, copy_to_host, in_host_memory
+from shardlab.engines.plain_mode import in_plain_mode, unrefused
 from shardlab.engines.precision import Precision
 from shardlab.engines.strategy import check_replaced
 from shardlab.engines.tensor_layout import TensorLayout
 from shardlab.partition.chunks import Layout
 from shardlab.vocabulary import Role
-
-
-class State(Enum):
-    """Where the parameters and gradients of a unit are."""
-
-    SHARDED = auto()
-    GATHERING = auto()
-    GATHERED = auto()
-    REDUCING = auto()  # the parameters are sharded again, and the gradients are on their way
-
 
 Scatter = Callable[[Communicator, Tensor, Tensor, Sequence[int], str], Pending]
 
@@ -436,87 +425,6 @@ class Shards:
         for name, piece in self._tensors.own.items():
             if (gradient := self.pieces[name].grad) is not None:
                 yield Holding(Role.GRADIENT, gradient, name, (piece.param_start, piece.param_stop))
-
-
-class Unit:
-    """Parameters that are gathered, resharded and reduced together; the only one that writes their state.
-
-    Args:
-        name: of the module, or of the bucket.
-        shards: by kind.
-        module: for whose computation they are gathered.
-    """
-
-    def __init__(self, name: str, shards: Sequence[Shards], module: nn.Module | None = None) -> None:
-        self.name, self.shards, self.module = name, tuple(shards), module
-        self.params = tuple(param for one in shards for param in one.params.values())
-        self.state = State.SHARDED
-        self.num_holders = 0  # who keep it gathered
-        self.is_as_stored = False  # shown in the shards' dtype, and not in the one to compute in
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every rank has all of it."""
-        return all(one.is_whole for one in self.shards)
-
-    @untraced
-    def start(self, *, as_stored: bool = False) -> None:
-        """Begin to gather, unless that has begun."""
-        if self.state is State.SHARDED:
-            for one in self.shards:
-                one.start(as_stored=as_stored)
-            self.state, self.is_as_stored = State.GATHERING, as_stored
-
-    @untraced
-    def gather(self, *, as_stored: bool = False) -> None:
-        """Gather, and let the parameters show their values."""
-        self.finish()
-        self.start(as_stored=as_stored)
-        if self.state is State.GATHERING:
-            for one in self.shards:
-                one.show()
-            self.state = State.GATHERED
-
-    @untraced
-    def reshard(self) -> None:
-        """Free what is gathered, unless somebody holds it."""
-        if self.state in (State.GATHERING, State.GATHERED) and not self.num_holders:
-            self.state = State.SHARDED
-            for one in self.shards:
-                one.hide()
-
-    def drop_gather(self) -> None:
-        """Drop a prefetch that was not used."""
-        if self.state is State.GATHERING:
-            self.reshard()
-
-    def reduce(self, is_due: Callable[[nn.Parameter], bool], *, rests_partial: bool = False) -> None:
-        """Begin to reduce the gradients of the kinds in which one is due; see ``Shards.reduce``."""
-        self.reshard()  # first, so that the buffer does not come on top of the parameters
-        due = [one for one in self.shards if any(map(is_due, one.params.values()))]
-        for one in due:
-            one.reduce(rests_partial=rests_partial)
-        if due and self.state is State.SHARDED:
-            self.state = State.REDUCING
-
-    def advance(self) -> bool:
-        """Wait for what is being reduced, and begin the sum over the next axis; False where there is none."""
-        left = [one.advance() for one in self.shards]  # of all, before it is asked whether any goes on
-        if not any(left) and self.state is State.REDUCING:
-            self.state = State.SHARDED
-        return any(left)
-
-    def finish(self) -> None:
-        """Wait for the means."""
-        while self.advance():
-            pass
-
-    def drop(self) -> None:
-        """The gradients are cleared; what is gathered may wait for its backward."""
-        for one in self.shards:
-            one.drop()
-        if self.state is State.REDUCING:
-            self.state = State.SHARDED
 
 
 class _Chunk(NamedTuple):

@@ -10,8 +10,9 @@ from shardlab.comm.trees import map_tensors
 from shardlab.engines.holdings import Holding
 from shardlab.engines.offload import OFFLOADS, wait_for_copies
 from shardlab.engines.saved_tensors import kept, saved_by_reference
-from shardlab.engines.sharded_params import Shards, Unit
+from shardlab.engines.sharded_params import Shards
 from shardlab.engines.strategy import Given, LaidOut, Strategy
+from shardlab.engines.unit import Unit
 from shardlab.vocabulary import Role
 
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from shardlab.data_sets import load_text
 from shardlab.engines import STRATEGIES, Strategy, engine_options
+from shardlab.engines.casts import check_batch_norms
 from shardlab.engines.peers import TorchFSDP2
-from shardlab.engines.precision import check_batch_norms
 from shardlab.experiment.directory import check_resume
 from shardlab.experiment.named_workload import builtin, workload_at
 from shardlab.experiment.options import CompareOptions

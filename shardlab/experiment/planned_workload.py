@@ -22,9 +22,10 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm.events import CollectiveEvent
 from shardlab.comm.trees import map_tensors, tensors_in
+from shardlab.engines.casts import cast_floating
 from shardlab.engines.holdings import of_state
 from shardlab.engines.module_hooks import may_nest, nodes_below
-from shardlab.engines.precision import Precision, cast_floating, parse_precision
+from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.experiment.batches import batches_of, divide, rows_of
 from shardlab.experiment.config import CompareConfig

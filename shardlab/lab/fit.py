@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from shardlab.comm.trees import map_tensors, tensors_in
+from shardlab.engines.casts import cast_floating
 from shardlab.engines.module_hooks import nodes_below
-from shardlab.engines.precision import Precision, cast_floating, parse_precision
+from shardlab.engines.precision import Precision, parse_precision
 from shardlab.experiment.batches import batches_of, divide, rows_of
 from shardlab.experiment.named_workload import workload_at
 from shardlab.experiment.planned import Plan, plans_of, row_of, table_of

@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlab.analysis.held_bytes import module_bytes
 from shardlab.engines import AnyEngine, Engine
-from shardlab.engines.sharded_params import Unit
 from shardlab.engines.sharded_strategy import Sharded
+from shardlab.engines.unit import Unit
 from shardlab.experiment.shard_rows import shard_rows
 from shardlab.partition.slices import TensorSlice
 from shardlab.plots.maps import COLUMNS, EVERY_RANK

@@ -20,6 +20,7 @@ from pathlib import Path
 from threading import Lock
 from time import perf_counter_ns
 
+from shardlab.comm.callers import locate
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.launch.stack import SeenCall
 from shardlab.vocabulary import Collective
@@ -95,6 +96,7 @@ class BoardWriter(Observer):
 
     def issued(self, event: CollectiveEvent) -> None:
         """Show the collective unless an older one is still in flight."""
+        locate(event)
         with self._lock:
             # The event itself is held, so that no other can get its id meanwhile.
             self._in_flight[id(event)] = event

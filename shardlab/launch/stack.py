@@ -30,7 +30,7 @@ from types import FrameType, TracebackType
 import psutil
 from torch.distributed import distributed_c10d
 
-from shardlab.comm.observed_group import is_library
+from shardlab.comm.callers import is_library
 from shardlab.installed import PACKAGE
 
 _COLLECTIVES_FILE = str(distributed_c10d.__file__)

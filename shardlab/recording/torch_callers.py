@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.comm.observed_group import callers
+from shardlab.comm.callers import callers
 from shardlab.recording.script_tensors import ScriptTensors
 from shardlab.vocabulary import Collective, MeshAxis
 

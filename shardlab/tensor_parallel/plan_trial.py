@@ -30,8 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlab.comm import Communicator
+from shardlab.comm.callers import is_library
 from shardlab.comm.events import CollectiveEvent, Observer
-from shardlab.comm.observed_group import is_library
 from shardlab.comm.slices import cut
 from shardlab.comm.without_ranks import SilentCommunicator, on_threads
 from shardlab.partition.slices import TensorSlice, slices_of

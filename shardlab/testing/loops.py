@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm.base_mesh import BaseMesh
-from shardlab.comm.observed_group import PAST, num_sent_by_torch
+from shardlab.comm.process import PAST, num_sent_by_torch
 from shardlab.comm.same_on_all_ranks import number_among
 from shardlab.engines import FSDP, Engine, Strategy, ZeRO1
 from shardlab.testing.nasty_models import MODELS, SmallGPT

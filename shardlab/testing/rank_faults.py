@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.events import CollectiveEvent, Observer
-from shardlab.comm.observed_group import observing_new
+from shardlab.comm.process import observing_new
 from shardlab.engines import Engine
 
 

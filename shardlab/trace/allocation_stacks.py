@@ -27,7 +27,7 @@ import pandas as pd
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # no public way to see every operation
 
-from shardlab.comm.observed_group import callers
+from shardlab.comm.callers import callers
 from shardlab.comm.trees import tensors_in
 
 MAX_ENTRIES = 1_000_000  # of CUDA: then the oldest are lost

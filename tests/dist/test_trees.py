@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardlab.comm.trees import map_tensors, tensors_in
-from shardlab.engines.precision import cast_floating
+from shardlab.engines.casts import cast_floating
 
 
 def ones():

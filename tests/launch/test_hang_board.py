@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter_ns
 from traceback import walk_stack
 
+from shardlab.comm.callers import _line_of_caller
 from shardlab.comm.events import CollectiveEvent
-from shardlab.comm.observed_group import _line_of_caller
 from shardlab.launch.hang_board import Board, BoardWriter, CallState, mismatch
 from shardlab.launch.stack import SeenCall, _call_of
 from shardlab.vocabulary import Collective

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardlab
+from shardlab.comm.callers import callers
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.observed_group import callers
 from shardlab.engines import build_engine
 from shardlab.recording.torch_callers import AUTOGRAD, SCRIPT, caller_of
 from shardlab.trace.store import load_run

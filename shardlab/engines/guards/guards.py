@@ -20,7 +20,7 @@ from shardlab.engines.guards.ownership import Claim, check_free
 from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading, sharded_parameter
 from shardlab.engines.guards.rules import FROZEN, HALF_STEPPED, LOST, REPLACED, RULES, Rule, Where
 from shardlab.engines.guards.snapshot import Snapshot
-from shardlab.engines.module_hooks import unrefused
+from shardlab.engines.plain_mode import unrefused
 from shardlab.engines.sharded_params import Shards
 from shardlab.engines.step_tensors import guard_groups, tensors_of
 

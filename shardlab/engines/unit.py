@@ -1,0 +1,99 @@
+"""Parameters that are gathered, resharded and reduced together, and where they are: the only one that writes it."""
+
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+
+from torch import nn
+
+from shardlab.engines.plain_mode import untraced
+from shardlab.engines.sharded_params import Shards
+
+
+class State(Enum):
+    """Where the parameters and gradients of a unit are."""
+
+    SHARDED = auto()
+    GATHERING = auto()
+    GATHERED = auto()
+    REDUCING = auto()  # the parameters are sharded again, and the gradients are on their way
+
+
+class Unit:
+    """Parameters that are gathered, resharded and reduced together; the only one that writes their state.
+
+    Args:
+        name: of the module, or of the bucket.
+        shards: by kind.
+        module: for whose computation they are gathered.
+    """
+
+    def __init__(self, name: str, shards: Sequence[Shards], module: nn.Module | None = None) -> None:
+        self.name, self.shards, self.module = name, tuple(shards), module
+        self.params = tuple(param for one in shards for param in one.params.values())
+        self.state = State.SHARDED
+        self.num_holders = 0  # who keep it gathered
+        self.is_as_stored = False  # shown in the shards' dtype, and not in the one to compute in
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has all of it."""
+        return all(one.is_whole for one in self.shards)
+
+    @untraced
+    def start(self, *, as_stored: bool = False) -> None:
+        """Begin to gather, unless that has begun."""
+        if self.state is State.SHARDED:
+            for one in self.shards:
+                one.start(as_stored=as_stored)
+            self.state, self.is_as_stored = State.GATHERING, as_stored
+
+    @untraced
+    def gather(self, *, as_stored: bool = False) -> None:
+        """Gather, and let the parameters show their values."""
+        self.finish()
+        self.start(as_stored=as_stored)
+        if self.state is State.GATHERING:
+            for one in self.shards:
+                one.show()
+            self.state = State.GATHERED
+
+    @untraced
+    def reshard(self) -> None:
+        """Free what is gathered, unless somebody holds it."""
+        if self.state in (State.GATHERING, State.GATHERED) and not self.num_holders:
+            self.state = State.SHARDED
+            for one in self.shards:
+                one.hide()
+
+    def drop_gather(self) -> None:
+        """Drop a prefetch that was not used."""
+        if self.state is State.GATHERING:
+            self.reshard()
+
+    def reduce(self, is_due: Callable[[nn.Parameter], bool], *, rests_partial: bool = False) -> None:
+        """Begin to reduce the gradients of the kinds in which one is due; see ``Shards.reduce``."""
+        self.reshard()  # first, so that the buffer does not come on top of the parameters
+        due = [one for one in self.shards if any(map(is_due, one.params.values()))]
+        for one in due:
+            one.reduce(rests_partial=rests_partial)
+        if due and self.state is State.SHARDED:
+            self.state = State.REDUCING
+
+    def advance(self) -> bool:
+        """Wait for what is being reduced, and begin the sum over the next axis; False where there is none."""
+        left = [one.advance() for one in self.shards]  # of all, before it is asked whether any goes on
+        if not any(left) and self.state is State.REDUCING:
+            self.state = State.SHARDED
+        return any(left)
+
+    def finish(self) -> None:
+        """Wait for the means."""
+        while self.advance():
+            pass
+
+    def drop(self) -> None:
+        """The gradients are cleared; what is gathered may wait for its backward."""
+        for one in self.shards:
+            one.drop()
+        if self.state is State.REDUCING:
+            self.state = State.SHARDED
