@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm.events import Pending
-from shardlab.engines.tensor_layout import TensorLayout, contiguous
+from shardlab.engines.tensor_layout import TensorLayout, contiguous, num_references
 from shardlab.partition.flat import FlatLayout
 
 
@@ -75,12 +75,6 @@ class Bucket:
     def drop(self) -> None:
         """The gradients are cleared."""
         self._filled = set()  # the buffer stays, for the next backward to fill
-
-
-def num_references(tensor: Tensor) -> int:
-    """How many tensors share its memory."""
-    # Private: there is no public way to ask. One reference is that of the storage which is asked.
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
 
 
 def _strides(param: nn.Parameter) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ from shardlab.comm.trees import tensors_in
 from shardlab.engines.casts import cast_floating
 from shardlab.engines.fsdp_units import ShardingOptions, build_units
 from shardlab.engines.module_hooks import ModuleHook
-from shardlab.engines.offload import OFFLOADS
+from shardlab.engines.offload import OFFLOADS, OffloadedShards, wait_for_copies
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.saved_tensors import stub_used
 from shardlab.engines.sharded_strategy import Sharded
@@ -157,6 +157,9 @@ class FSDP(Sharded):
     def lay_out(self, given: Given) -> LaidOut:
         """As the base; puts hooks on the units' modules."""
         laid_out = super().lay_out(given)
+        self._offloaded = [one for unit in self.units for one in unit.shards if isinstance(one, OffloadedShards)]
+        if self._offloaded:
+            wait_for_copies(self.device)  # the host may read its shards from here on
         self._root = next((unit for unit in self.units if unit.name == ROOT), None)
         self._guess = list(self.units)  # the order of a forward
         self._depth = dict.fromkeys(self.units, 0)
@@ -391,6 +394,10 @@ class FSDP(Sharded):
         self._sends = True  # also where every backward was inside no_sync()
         self._reduce_others()
         super().reduce_rest()
+        if self.offload.gradients_and_state:
+            wait_for_copies(self.device)  # once, for the means of all units
+            for one in self._offloaded:
+                one.arrive()
         self._sent, self._reducing = set(), []
 
     def drop(self) -> None:
@@ -405,6 +412,22 @@ class FSDP(Sharded):
         with super().stepping(loads=loads):
             self._waiting = []  # their graphs have saved values that this step replaces
             yield
+
+    @contextlib.contextmanager
+    def visiting(self) -> Iterator[None]:
+        """Inside, shards in host memory whose optimizer state is on the device are on it too."""
+        if self.offload.gradients_and_state:
+            wait_for_copies(self.device)  # the host is about to write what a gather may still be reading
+        visiting = [one for one in self._offloaded if one.visits]
+        for one in visiting:
+            one.visit()
+        try:
+            yield
+        finally:  # after an error too, or the next gather would send the host's old values
+            for one in visiting:
+                one.leave()
+            if visiting:
+                wait_for_copies(self.device)
 
 
 def _trainable(unit: Unit) -> set[nn.Parameter]:

@@ -10,6 +10,7 @@ would own the largest parameter of every block.
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from shardlab import vocabulary
 from shardlab.comm import Communicator
-from shardlab.engines.offload import OFFLOADS
+from shardlab.engines.offload import OFFLOADS, OffloadedShards
 from shardlab.engines.precision import Precision
 from shardlab.engines.sharded_params import Shards, Ways
 from shardlab.engines.strategy import Given
@@ -160,8 +161,10 @@ def _shards(
         comm, replicas, axes = _axes(next(iter(alike.values())), given, options)
         layout = _layout(alike, comm.num_ranks, options, owners)
         slots = {key: alike[key] for key in layout.names}
-        ways = Ways(options.precision, replicas, OFFLOADS[options.offload], axes, rests_over=1)
-        made.append(Shards(name, slots, layout, comm, ways, at))
+        ways = Ways(options.precision, replicas, axes, rests_over=1)
+        offload = OFFLOADS[options.offload]
+        kind = partial(OffloadedShards, offload) if offload.parameters else Shards
+        made.append(kind(name, slots, layout, comm, ways, at))
     return made
 
 

@@ -15,13 +15,16 @@ what a device would hold.
 Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 5.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardlab import vocabulary
+from shardlab.engines.holdings import Holding
+from shardlab.engines.sharded_params import Shards
+from shardlab.vocabulary import Role
 
 
 class Offload(NamedTuple):
@@ -55,3 +58,81 @@ def wait_for_copies(device: torch.device) -> None:
         event = torch.cuda.Event(blocking=True)
         event.record()
         event.synchronize()
+
+
+class OffloadedShards(Shards):
+    """Shards in host memory; other arguments as ``Shards``.
+
+    Args:
+        offload: what else is there.
+    """
+
+    def __init__(self, offload: Offload, *args: Any, **named: Any) -> None:
+        self._offload = offload
+        self._arriving: Tensor | None = None  # means on their way to host memory
+        self._visiting: Tensor | None = None  # the shard, on the device for a step
+        super().__init__(*args, **named)
+
+    def _stored(self, shard: Tensor) -> tuple[Tensor, Tensor]:
+        host = in_host_memory(shard)
+        return host, host
+
+    def on_device(self, kept: Tensor) -> Tensor:
+        """As the base. Before it is rounded: the host would round into memory that is not pinned, and wait."""
+        return (kept if self._visiting is None else self._visiting).to(self.device, non_blocking=True)
+
+    def accept(self, means: Tensor) -> None:
+        """As the base; where gradients stay in host memory they are on their way there."""
+        if self._offload.gradients_and_state:
+            self._arriving = in_host_memory(means)
+        else:
+            self._take(means)
+
+    def arrive(self) -> None:
+        """Take the means that the host has waited for."""
+        if self._arriving is not None:
+            means, self._arriving = self._arriving, None
+            self._take(means)
+
+    def _take(self, means: Tensor) -> None:
+        # Torch refuses a gradient on another device than the piece's data, which is in host memory outside a step.
+        homes = {name: piece.data for name, piece in self.pieces.items()}
+        self.point_pieces_at(means)
+        super().accept(means)
+        for name, piece in self.pieces.items():
+            piece.data = homes[name]
+
+    def drop(self) -> None:
+        """As the base."""
+        super().drop()
+        self._arriving = None
+
+    # A step of what stays in host memory and is stepped on the device.
+
+    @property
+    def visits(self) -> bool:
+        """Whether the pieces are on the device during a step alone."""
+        return not self._offload.gradients_and_state
+
+    def visit(self) -> None:
+        """Copy the shard to the device, for a step."""
+        self._visiting = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
+        self._visiting.copy_(self.shard, non_blocking=True)
+        self.point_pieces_at(self._visiting)
+
+    def leave(self) -> None:
+        """Copy what has been stepped back; the host must wait before it reads it."""
+        if self._visiting is not None:
+            copy_to_host(self.shard, self._visiting)
+            visiting, self._visiting = self._visiting, None
+            self.point_pieces_at(self.shard, visiting)
+
+    def holdings(self) -> Iterator[Holding]:
+        """As the base; a storage counts in the first role that is said of it."""
+        yield Holding(Role.OFFLOADED, self.shard)
+        if self._visiting is not None:
+            yield Holding(Role.PARAMETER, self._visiting)
+        if self._offload.gradients_and_state:
+            chunks = (self.means, self._arriving)
+            yield from (Holding(Role.OFFLOADED, chunk) for chunk in chunks if chunk is not None)
+        yield from super().holdings()

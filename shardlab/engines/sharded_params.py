@@ -24,7 +24,6 @@ placeholder at ``param.grad`` where the mean is at the piece.)
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import reduce
 from itertools import product
 from math import nan, prod
 from typing import NamedTuple
@@ -34,14 +33,13 @@ from torch import Tensor, nn
 
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
-from shardlab.engines.bucket import num_references
 from shardlab.engines.holdings import Division, Holding
-from shardlab.engines.offload import OFFLOADS, Offload, copy_to_host, in_host_memory
 from shardlab.engines.plain_mode import in_plain_mode, unrefused
 from shardlab.engines.precision import Precision
 from shardlab.engines.strategy import check_replaced
-from shardlab.engines.tensor_layout import TensorLayout
+from shardlab.engines.tensor_layout import TensorLayout, num_references
 from shardlab.partition.chunks import Layout
+from shardlab.partition.nested import chunk_in, nested
 from shardlab.vocabulary import Role
 
 Scatter = Callable[[Communicator, Tensor, Tensor, Sequence[int], str], Pending]
@@ -53,7 +51,6 @@ class Ways(NamedTuple):
     Attributes:
         precision: dtypes to gather and to sum in.
         replicas: axes over which the shards are replicated, in the order in which gradients are summed.
-        offload: what stays in host memory.
         axes: whose product the ranks of the layout are: the first cuts it into groups of chunks, the next each group.
             Gradients are scattered in this order. None: these ranks are one axis.
         rests_over: of these axes, those over which parameters are divided at rest, from the first on; None for all.
@@ -66,7 +63,6 @@ class Ways(NamedTuple):
 
     precision: Precision
     replicas: Sequence[Communicator] = ()
-    offload: Offload = OFFLOADS["none"]
     axes: Sequence[Communicator] = ()
     rests_over: int | None = None
     means_over: int | None = None
@@ -96,7 +92,7 @@ class Shards:
         self._seen = 0  # of the pieces' versions, their sum
         self._axes = () if layout.num_ranks == 1 else tuple(ways.axes) or (comm,)
         rank = chunk_in([(axis.rank, axis.num_ranks) for axis in self._axes])
-        self._chunks = _nested(layout, rank, [axis.num_ranks for axis in self._axes])
+        self._chunks = nested(layout, rank, [axis.num_ranks for axis in self._axes])
         self._rest = len(self._axes) if ways.rests_over is None else min(ways.rests_over, len(self._axes))
         self._tensors = TensorLayout(layout, rank, {key: tuple(param.shape) for key, param in params.items()})
         shard = self._tensors.cut(self.params, self._chunks[self._rest].ranks)
@@ -117,8 +113,6 @@ class Shards:
         self._num_summed = 0  # axes over which that is summed
         self._rests_partial = False  # it is to be summed over the first axis only
         self._partial: Tensor | None = None  # sums over the first axis alone, of earlier backwards
-        self._arriving: Tensor | None = None  # means on their way to host memory
-        self._visiting: Tensor | None = None  # the shard, on the device for a step
         self._buffer: Tensor | None = None  # [padded_numel], of gradients, where it outlives a reduction
         self._filled: set[str] = set()  # those that have been moved there
         self._stubs = {} if self.is_resident else {key: self._stub(param) for key, param in params.items()}
@@ -152,8 +146,6 @@ class Shards:
 
     def _stored(self, shard: Tensor) -> tuple[Tensor, Tensor]:
         """What is kept of the parameters, and what of it is stepped: the same, a part of it, or master weights."""
-        if self._ways.offload.parameters:
-            shard = in_host_memory(shard)
         if self._rest == len(self._axes) and not self.is_resident:
             return shard, shard
         own = self._chunks[-1].within(self._chunks[self._rest])
@@ -181,18 +173,21 @@ class Shards:
     def start(self, *, as_stored: bool = False) -> None:
         """Begin to gather; ``as_stored``: in the dtype of what is stepped."""
         dtype = self.stepped.dtype if as_stored else self.compute_dtype
-        if self.is_whole and not as_stored and dtype == self.shard.dtype and not self._ways.offload.parameters:
+        if self.is_whole and not as_stored and dtype == self.shard.dtype and self.shard.device == self.device:
             # No copy; what the user holds as stored is one, or writes would stay.
             self._gathering = self.shard, Pending()
             return
         buffer = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
         is_rounded = as_stored and self.has_masters
         kept, depth = (self.stepped, len(self._axes)) if is_rounded else (self.shard, self._rest)
-        # On the device before it is rounded: the host would round into memory that is not pinned, and wait.
-        chunk = (kept if self._visiting is None else self._visiting).to(self.device, non_blocking=True)
+        chunk = self.on_device(kept)
         if not depth:
             buffer.copy_(chunk)
         self._gathering = buffer, self._gather(buffer, chunk, depth, 0)
+
+    def on_device(self, kept: Tensor) -> Tensor:
+        """What is kept, where it is computed with."""
+        return kept
 
     def _gather(self, buffer: Tensor, chunk: Tensor | None, depth: int, to: int) -> Pending:
         """Begin to gather a chunk that is divided over the first ``depth`` axes into one that is over ``to``."""
@@ -260,10 +255,12 @@ class Shards:
                 # Into other memory: what the user has taken out may be where the values were.
                 self.shard = self._tensors.cut(values, self._chunks[0].ranks)
                 self.stepped = self.shard[self._chunks[-1].within(self._chunks[0])]
-                self._point_pieces_at(self.stepped)
+                self.point_pieces_at(self.stepped)
             return
-        shard = self.shard if self._visiting is None else self._visiting
-        for kept, depth in ((shard, self._rest), *([(self.stepped, -1)] if self.has_masters else [])):
+        for kept, depth in (
+            (self.on_device(self.shard), self._rest),
+            *([(self.stepped, -1)] if self.has_masters else []),
+        ):
             new = self._tensors.cut(values, self._chunks[depth].ranks).to(kept)
             self.version += not torch.equal(new, kept)  # where nothing was, a graph may still use what it saved
             kept.copy_(new)
@@ -347,25 +344,17 @@ class Shards:
         self._reducing = None
         ranks = self.layout.num_ranks * prod(axis.num_ranks for axis in self._ways.replicas)
         means = sums.to(self.stepped.dtype).div_(ranks)
-        if self._ways.offload.gradients_and_state:
-            self._arriving = in_host_memory(means)
-        else:
-            self._accept(means)
+        self.accept(means)
         return False
 
-    def _accept(self, means: Tensor) -> None:
+    def accept(self, means: Tensor) -> None:
+        """Give the pieces their means, [chunk], added to earlier ones."""
         self.means = means
         for name in self._tensors.own:
             gradient, earlier = self._tensors.piece_of(name, means), self.pieces[name].grad
             if earlier is not None:
                 gradient.add_(earlier)
-            _set_gradient(self.pieces[name], gradient)
-
-    def arrive(self) -> None:
-        """Take the means that the host has waited for."""
-        if self._arriving is not None:
-            means, self._arriving = self._arriving, None
-            self._accept(means)
+            self.pieces[name].grad = gradient
 
     def drop(self) -> None:
         """The gradients are cleared: forget the means; also those on their way."""
@@ -374,31 +363,12 @@ class Shards:
             self._buffer = None  # what no_sync() has accumulated and no backward has sent
         if self._reducing is not None:
             self._reducing[2].wait()
-        self._reducing = self._arriving = self.means = self._partial = None
+        self._reducing = self.means = self._partial = None
         for piece in self.pieces.values():
             piece.grad = None
 
-    # A step of what stays in host memory and is stepped on the device.
-
-    @property
-    def visits(self) -> bool:
-        """Whether the pieces are on the device during a step alone."""
-        return self._ways.offload.parameters and not self._ways.offload.gradients_and_state
-
-    def visit(self) -> None:
-        """Copy the shard to the device, for a step."""
-        self._visiting = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
-        self._visiting.copy_(self.shard, non_blocking=True)
-        self._point_pieces_at(self._visiting)
-
-    def leave(self) -> None:
-        """Copy what has been stepped back; the host must wait before it reads it."""
-        if self._visiting is not None:
-            copy_to_host(self.shard, self._visiting)
-            visiting, self._visiting = self._visiting, None
-            self._point_pieces_at(self.shard, visiting)
-
-    def _point_pieces_at(self, shard: Tensor, before: Tensor | None = None) -> None:
+    def point_pieces_at(self, shard: Tensor, before: Tensor | None = None) -> None:
+        """Let pieces be views of another tensor; those that lie elsewhere than in ``before`` stay there."""
         for name, piece in self.pieces.items():
             # One that an optimizer has put elsewhere by ``.data =`` stays there, for guards to find.
             if before is None or piece.data_ptr() in (0, self._tensors.piece_of(name, before).data_ptr()):
@@ -407,17 +377,15 @@ class Shards:
 
     def holdings(self) -> Iterator[Holding]:
         """What this rank holds of parameters and gradients."""
-        yield Holding(Role.OFFLOADED if self._ways.offload.parameters else Role.PARAMETER, self.shard)
+        yield Holding(Role.PARAMETER, self.shard)
         stepped = Role.MASTER_WEIGHT if self.has_masters else Role.PARAMETER
         yield Holding(stepped, self.stepped)
         for name, piece in self._tensors.own.items():
             yield Holding(stepped, self.pieces[name], name, (piece.param_start, piece.param_stop))
         gathered = [*self.gathered.values(), *([self._gathering[0]] if self._gathering is not None else [])]
         yield from (Holding(Role.GATHERED_PARAMETER, tensor) for tensor in gathered)
-        if self._visiting is not None:
-            yield Holding(Role.PARAMETER, self._visiting)
-        at_home = Role.OFFLOADED if self._ways.offload.gradients_and_state else Role.GRADIENT
-        yield from (Holding(at_home, chunk) for chunk in (self.means, self._arriving) if chunk is not None)
+        if self.means is not None:
+            yield Holding(Role.GRADIENT, self.means)
         whole = [param.grad for param in self.params.values() if param.grad is not None]
         sums = [one for one in (self._partial, self._buffer) if one is not None]
         sent = self._reducing[:2] if self._reducing is not None else ()
@@ -427,26 +395,6 @@ class Shards:
                 yield Holding(Role.GRADIENT, gradient, name, (piece.param_start, piece.param_stop))
 
 
-class _Chunk(NamedTuple):
-    """The elements of this rank where a layout is divided over its first axes.
-
-    Attributes:
-        start: its first element, in the buffer.
-        size: elements.
-        ranks: of the layout, whose chunks these are together.
-        cut: where the next axis divides it, from 0; empty behind the last.
-    """
-
-    start: int
-    size: int
-    ranks: range
-    cut: tuple[int, ...]
-
-    def within(self, outer: "_Chunk") -> slice:
-        """Its place in a chunk that it is a part of."""
-        return slice(self.start - outer.start, self.start - outer.start + self.size)
-
-
 def scattered(axis: Communicator, buffer: Tensor, chunk: Tensor, bounds: Sequence[int], tag: str) -> Pending:
     """Begin to sum a buffer over an axis, and to scatter it into this rank's chunk."""
     return axis.reduce_scatter(buffer, chunk, bounds=tuple(bounds), tag=tag)
@@ -454,33 +402,3 @@ def scattered(axis: Communicator, buffer: Tensor, chunk: Tensor, bounds: Sequenc
 
 def _is_elsewhere(param: Tensor, view: Tensor) -> bool:
     return param.data_ptr() != view.data_ptr() or param.stride() != view.stride()
-
-
-def chunk_in(places: Sequence[tuple[int, int]]) -> int:
-    """Which chunk a rank has, from its (place, size) on each axis, in the order in which these cut the layout."""
-    return reduce(lambda chunk, axis: chunk * axis[1] + axis[0], places, 0)
-
-
-def _nested(layout: Layout, rank: int, sizes: Sequence[int]) -> list[_Chunk]:
-    """The chunks of a rank: undivided, divided over the first axis, over the first two, ...
-
-    Args:
-        layout: of all ranks.
-        rank: of this layout.
-        sizes: of the axes, the slowest first.
-    """
-    found = []
-    for depth in range(len(sizes) + 1):
-        num, step = prod(sizes[depth:]), prod(sizes[depth + 1 :])
-        ranks = range(rank // num * num, rank // num * num + num)
-        start, stop = layout.bounds[ranks.start], layout.bounds[ranks.stop]
-        cut = tuple(bound - start for bound in layout.bounds[ranks.start : ranks.stop + 1 : step])
-        found.append(_Chunk(start, stop - start, ranks, cut if depth < len(sizes) else ()))
-    return found
-
-
-def _set_gradient(piece: Tensor, gradient: Tensor) -> None:
-    # Torch refuses a gradient on another device than the piece's data, which is in host memory outside a step.
-    home, piece.data = piece.data, gradient
-    piece.grad = gradient
-    piece.data = home

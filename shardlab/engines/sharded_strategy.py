@@ -8,19 +8,16 @@ from torch import nn
 
 from shardlab.comm.trees import map_tensors
 from shardlab.engines.holdings import Holding
-from shardlab.engines.offload import OFFLOADS, wait_for_copies
 from shardlab.engines.saved_tensors import kept, saved_by_reference
 from shardlab.engines.sharded_params import Shards
 from shardlab.engines.strategy import Given, LaidOut, Strategy
 from shardlab.engines.unit import Unit
-from shardlab.vocabulary import Role
 
 
 class Sharded(Strategy):
     """Parameters, gradients and optimizer state are sharded; ``make_units`` says how."""
 
     steps_pieces = keeps_pieces = True
-    offload = OFFLOADS["none"]
 
     def lay_out(self, given: Given) -> LaidOut:
         """As the base; the full parameters are freed."""
@@ -28,8 +25,6 @@ class Sharded(Strategy):
         self.device, self._wake, self._module = given.device, given.wake, given.module
         self.at: dict[int, tuple[Shards, str]] = {}
         self.units = self.make_units(given)
-        if self.offload.parameters:
-            wait_for_copies(self.device)  # the host may read its shards from here on
         self._unit_of = {param: unit for unit in self.units for param in unit.params}
         self._unit_of_shards = {one: unit for unit in self.units for one in unit.shards}
         pieces = {name: piece for one in self._unit_of_shards for name, piece in one.pieces.items()}
@@ -60,30 +55,10 @@ class Sharded(Strategy):
                 for one in self._unit_of_shards:
                     one.version += 1
 
-    @contextlib.contextmanager
-    def visiting(self) -> Iterator[None]:
-        """Inside, shards in host memory whose optimizer state is on the device are on it too."""
-        if self.offload.gradients_and_state:
-            wait_for_copies(self.device)  # the host is about to write what a gather may still be reading
-        visiting = [one for one in self._unit_of_shards if one.visits]
-        for one in visiting:
-            one.visit()
-        try:
-            yield
-        finally:  # after an error too, or the next gather would send the host's old values
-            for one in visiting:
-                one.leave()
-            if visiting:
-                wait_for_copies(self.device)
-
     def reduce_rest(self) -> None:
         """As the base; the sums of all units are taken, in one order on all ranks."""
         for unit in self.units:
             unit.finish()
-        if self.offload.gradients_and_state:
-            wait_for_copies(self.device)  # once, for the means of all units
-            for one in self._unit_of_shards:
-                one.arrive()
 
     def drop(self) -> None:
         """As the base."""
@@ -135,9 +110,6 @@ class Sharded(Strategy):
 
     def holdings(self) -> Iterator[Holding]:
         """As the base."""
-        for one in self._unit_of_shards:
-            if self.offload.parameters:
-                yield Holding(Role.OFFLOADED, one.shard)
         for one in self._unit_of_shards:
             yield from one.holdings()
 

@@ -120,6 +120,12 @@ def bucket_layouts(
     return plan_buckets(specs, keys, num_ranks, capacity_bytes, partition)
 
 
+def num_references(tensor: Tensor) -> int:
+    """How many tensors share its memory."""
+    # Private: there is no public way to ask. One reference is that of the storage which is asked.
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+
+
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a contiguous tensor."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
