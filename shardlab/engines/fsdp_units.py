@@ -163,8 +163,8 @@ def _shards(
         slots = {key: alike[key] for key in layout.names}
         ways = Ways(options.precision, replicas, axes, rests_over=1)
         offload = OFFLOADS[options.offload]
-        kind = partial(OffloadedShards, offload) if offload.parameters else Shards
-        made.append(kind(name, slots, layout, comm, ways, at))
+        make: Callable[..., Shards] = partial(OffloadedShards, offload) if offload.parameters else Shards
+        made.append(make(name, slots, layout, comm, ways, at))
     return made
 
 

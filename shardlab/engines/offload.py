@@ -70,7 +70,6 @@ class OffloadedShards(Shards):
     def __init__(self, offload: Offload, *args: Any, **named: Any) -> None:
         self._offload = offload
         self._arriving: Tensor | None = None  # means on their way to host memory
-        self._visiting: Tensor | None = None  # the shard, on the device for a step
         super().__init__(*args, **named)
 
     def _stored(self, shard: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +78,7 @@ class OffloadedShards(Shards):
 
     def on_device(self, kept: Tensor) -> Tensor:
         """As the base. Before it is rounded: the host would round into memory that is not pinned, and wait."""
-        return (kept if self._visiting is None else self._visiting).to(self.device, non_blocking=True)
+        return self.stepped.to(self.device, non_blocking=True)
 
     def accept(self, means: Tensor) -> None:
         """As the base; where gradients stay in host memory they are on their way there."""
@@ -116,22 +115,19 @@ class OffloadedShards(Shards):
 
     def visit(self) -> None:
         """Copy the shard to the device, for a step."""
-        self._visiting = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
-        self._visiting.copy_(self.shard, non_blocking=True)
-        self.point_pieces_at(self._visiting)
+        self.stepped = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
+        self.stepped.copy_(self.shard, non_blocking=True)
+        self.point_pieces_at(self.stepped)
 
     def leave(self) -> None:
         """Copy what has been stepped back; the host must wait before it reads it."""
-        if self._visiting is not None:
-            copy_to_host(self.shard, self._visiting)
-            visiting, self._visiting = self._visiting, None
-            self.point_pieces_at(self.shard, visiting)
+        copy_to_host(self.shard, self.stepped)
+        visiting, self.stepped = self.stepped, self.shard
+        self.point_pieces_at(self.shard, visiting)
 
     def holdings(self) -> Iterator[Holding]:
         """As the base; a storage counts in the first role that is said of it."""
         yield Holding(Role.OFFLOADED, self.shard)
-        if self._visiting is not None:
-            yield Holding(Role.PARAMETER, self._visiting)
         if self._offload.gradients_and_state:
             chunks = (self.means, self._arriving)
             yield from (Holding(Role.OFFLOADED, chunk) for chunk in chunks if chunk is not None)

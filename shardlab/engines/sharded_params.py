@@ -146,12 +146,17 @@ class Shards:
 
     def _stored(self, shard: Tensor) -> tuple[Tensor, Tensor]:
         """What is kept of the parameters, and what of it is stepped: the same, a part of it, or master weights."""
-        if self._rest == len(self._axes) and not self.is_resident:
+        if not self._is_split:
             return shard, shard
         own = self._chunks[-1].within(self._chunks[self._rest])
         if self.compute_dtype == shard.dtype:
             return shard, shard[own]
         return shard.to(self.compute_dtype), shard[own].clone()
+
+    @property
+    def _is_split(self) -> bool:
+        """Whether what is stepped is a part of what is kept, or lies beside it."""
+        return self._rest < len(self._axes) or self.is_resident
 
     @property
     def has_masters(self) -> bool:
@@ -257,13 +262,11 @@ class Shards:
                 self.stepped = self.shard[self._chunks[-1].within(self._chunks[0])]
                 self.point_pieces_at(self.stepped)
             return
-        for kept, depth in (
-            (self.on_device(self.shard), self._rest),
-            *([(self.stepped, -1)] if self.has_masters else []),
-        ):
-            new = self._tensors.cut(values, self._chunks[depth].ranks).to(kept)
-            self.version += not torch.equal(new, kept)  # where nothing was, a graph may still use what it saved
-            kept.copy_(new)
+        kept = [(self.shard, self._rest)] if self._is_split else [(self.stepped, -1)]
+        for tensor, depth in [*kept, *([(self.stepped, -1)] if self.has_masters else [])]:
+            new = self._tensors.cut(values, self._chunks[depth].ranks).to(tensor)
+            self.version += not torch.equal(new, tensor)  # where nothing was, a graph may still use what it saved
+            tensor.copy_(new)
 
     # Gradients.
 
