@@ -13,7 +13,8 @@ import torch
 from shardlab.comm.events import CollectiveEvent
 
 _ROOMS = ("comm", "engines", "faults", "recording", "tensor_parallel", "trace")
-_LIBRARY = (*(str(Path(__file__).parent.parent / room) for room in _ROOMS), str(Path(torch.__file__).parent))
+_OWN = Path(__file__).parent.parent
+_LIBRARY = (*(str(_OWN / room) for room in (*_ROOMS, "launch/hang_board")), str(Path(torch.__file__).parent))
 _STANDARD_LIBRARY = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, "<frozen ")
 _AUTOGRAD = torch.autograd.graph.__file__
 

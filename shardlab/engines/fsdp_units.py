@@ -8,7 +8,7 @@ With whole parameters (``partition``) the owners are chosen over the whole model
 would own the largest parameter of every block.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -74,8 +74,8 @@ class ShardingOptions:
     offload: str
     replicate_below: int
     init_fn: InitFn
-    divides_state: bool = False
-    """Whether what is stepped is divided over the replicas too."""
+    divides: str = "nothing"
+    """Of hybrid_shard, what is divided over the replicas too: nothing, 'state', or 'parameters' (see ``HPZ``)."""
 
     def __post_init__(self) -> None:
         """Check the values, and which of them go together."""
@@ -142,7 +142,7 @@ def _owners(given: Given, options: ShardingOptions) -> Mapping[str, int]:
     if options.partition is Partition.ELEMENTS:
         return {}
     specs = [_spec(name, param) for name, param in given.params.items() if options.is_sharded(param)]
-    ranks = prod(comm.num_ranks for comm in (given.comms if options.divides_state else given.comms[-1:]))
+    ranks = prod(comm.num_ranks for comm in (given.comms if options.divides != "nothing" else given.comms[-1:]))
     return Ownership.assign(specs, ranks, options.partition).table
 
 
@@ -158,27 +158,26 @@ def _shards(
     made = []
     for place, alike in enumerate(kinds.values()):
         name = unit if len(kinds) == 1 else f"{unit} part {place}"
-        comm, replicas, axes = _axes(next(iter(alike.values())), given, options)
+        comm, ways = _ways(next(iter(alike.values())), given, options)
         layout = _layout(alike, comm.num_ranks, options, owners)
         slots = {key: alike[key] for key in layout.names}
-        ways = Ways(options.precision, replicas, axes, rests_over=1)
         offload = OFFLOADS[options.offload]
         make: Callable[..., Shards] = partial(OffloadedShards, offload) if offload.parameters else Shards
         made.append(make(name, slots, layout, comm, ways, at))
     return made
 
 
-def _axes(
-    param: nn.Parameter, given: Given, options: ShardingOptions
-) -> tuple[Communicator, Sequence[Communicator], Sequence[Communicator]]:
-    """The ranks a parameter is divided over, the axes its shards are replicated over, and the axes of the first."""
-    if options.is_sharded(param) and options.divides_state:
-        # Inner axis first: what it leaves on a rank, the replicas divide further.
-        return given.mesh.flatten(*options.axes), (), given.comms[::-1]
-    if options.is_sharded(param):
-        return given.comms[-1], given.comms[:-1], ()
-    # Whole on every rank. Inner axis first, as the gradients of shards are summed: over the shard group, then replicas.
-    return Communicator(None, None, (0,), 0, MeshAxis.SHARD), given.comms[::-1], ()
+def _ways(param: nn.Parameter, given: Given, options: ShardingOptions) -> tuple[Communicator, Ways]:
+    """The ranks a parameter is divided over, and how its shards are stored and moved."""
+    # Inner axis first, as gradients are summed: over the shard group, then replicas.
+    inner_first, precision = given.comms[::-1], options.precision
+    if not options.is_sharded(param):
+        return Communicator(None, None, (0,), 0, MeshAxis.SHARD), Ways(precision, inner_first, rests_over=1)
+    if options.divides == "state":
+        return given.mesh.flatten(*options.axes), Ways(precision, axes=inner_first, rests_over=1)
+    if options.divides == "parameters":
+        return given.mesh.flatten(*options.axes), Ways(precision, secondary=given.comms[-1])
+    return given.comms[-1], Ways(precision, given.comms[:-1])
 
 
 def _layout(params: Params, num_ranks: int, options: ShardingOptions, owners: Mapping[str, int]) -> Layout:

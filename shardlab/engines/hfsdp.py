@@ -14,12 +14,9 @@ across hosts. With ``precision='bf16'`` parameters at rest have 2 bytes an eleme
 Source: NVIDIA Megatron-FSDP, hybrid sharding with ``outer_dp_sharding_strategy="optim"``.
 """
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from shardlab.comm.events import wait_all
 from shardlab.engines.fsdp import FSDP
 
 
@@ -28,21 +25,10 @@ class HFSDP(FSDP):
 
     name = "hfsdp"
     rests_partial = True
+    divides = "state"
 
     def __init__(self, **options: Any) -> None:
-        for option, why in (("sharding", "it is its own"), ("offload", "what is stepped is no chunk of its own")):
-            if option in options:
-                raise ValueError(f"{option}: 'hfsdp' takes none: {why}; leave it out")
+        for option in {"sharding", "offload"} & set(options):
+            raise ValueError(f"{option}: {self.name!r} takes none; leave it out, or take fsdp")
         super().__init__(sharding="hybrid_shard", **options)
-        self.options = replace(self.options, divides_state=True)
-
-    @contextlib.contextmanager
-    def stepping(self, *, loads: bool = False) -> Iterator[None]:
-        """As the base; at the end parameters are gathered across hosts."""
-        try:
-            with super().stepping(loads=loads):
-                yield
-        finally:  # an optimizer that raised may have stepped first, and those of other ranks have
-            shards = [one for unit in self.units for one in unit.shards]
-            due = [one for one in shards if loads or any(map(self.is_due, one.params.values()))]
-            wait_all([one.gather_stepped() for one in due])
+        self.options = replace(self.options, divides=self.divides)

@@ -24,7 +24,6 @@ placeholder at ``param.grad`` where the mean is at the piece.)
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
 from math import nan, prod
 from typing import NamedTuple
 
@@ -59,6 +58,8 @@ class Ways(NamedTuple):
         means_over: likewise, those over which the means of gradients are divided; over the others they stay in the
             place that they have in the buffer, which stays too.
         scatter: begins to sum a buffer over an axis and to scatter it: called as (axis, buffer, chunk, bounds, tag).
+        secondary: ranks that keep what was gathered among them, a chunk each, until the parameters change; so each
+            later gather is theirs alone.
     """
 
     precision: Precision
@@ -67,6 +68,7 @@ class Ways(NamedTuple):
     rests_over: int | None = None
     means_over: int | None = None
     scatter: "Scatter | None" = None
+    secondary: Communicator | None = None
 
 
 class Shards:
@@ -108,6 +110,7 @@ class Shards:
         self.storages: dict[str, Tensor] = {}  # of these: one for all, or by parameter where each is a copy
         self._places: dict[int, str] = {}  # the addresses of these
         self.means: Tensor | None = None  # [chunk], whose parts are the .grad of the pieces
+        self._secondary: Tensor | None = None  # of what is gathered, the chunk that this rank of ``secondary`` keeps
         self._gathering: tuple[Tensor, Pending] | None = None
         self._reducing: tuple[Tensor, Tensor, Pending] | None = None  # what is sent, where the sums will be
         self._num_summed = 0  # axes over which that is summed
@@ -141,8 +144,16 @@ class Shards:
 
     def note_writes(self) -> None:
         """Find out whether pieces were written to; once for each pass, and not for each tensor that is saved."""
-        written = sum(piece._version for piece in self.pieces.values())
-        self.version, self._seen = self.version + (written != self._seen), written
+        if self._seen != self._num_writes():
+            self.changed()
+
+    def changed(self) -> None:
+        """The values are others now; called on all ranks, whatever of them a rank holds."""
+        self.version += 1
+        self._secondary, self._seen = None, self._num_writes()
+
+    def _num_writes(self) -> int:
+        return sum(piece._version for piece in self.pieces.values())
 
     def _stored(self, shard: Tensor) -> tuple[Tensor, Tensor]:
         """What is kept of the parameters, and what of it is stepped: the same, a part of it, or master weights."""
@@ -166,11 +177,17 @@ class Shards:
     @property
     def division(self) -> Division:
         """How the parameters are divided."""
-        # The ranks of a communicator are in the order of the mesh, whose outer axis is the slower.
-        sizes = [axis.num_ranks for axis in self._axes]
-        grid = product(*map(range, reversed(sizes)))
-        chunks = [chunk_in(list(zip(reversed(place), sizes, strict=True))) for place in grid] if len(sizes) > 1 else ()
+        chunks: list[int] = []
+        if len(self._axes) > 1:  # ranks of a communicator are in the order of the mesh, and not in that of the chunks
+            steps = [(self._step_of(axis), axis.num_ranks) for axis in self._axes]
+            grid = ([(rank // step % num, num) for step, num in steps] for rank in range(self.comm.num_ranks))
+            chunks = [chunk_in(places) for places in grid]
         return Division(self.layout, self.comm, self.stepped.element_size(), chunks)
+
+    def _step_of(self, axis: Communicator) -> int:
+        """From one rank of an axis to the next, among all ranks of the layout."""
+        places = [self.comm.ranks.index(rank) for rank in axis.ranks[:2]]
+        return max(1, places[-1] - places[0])
 
     # Parameters.
 
@@ -183,12 +200,25 @@ class Shards:
             self._gathering = self.shard, Pending()
             return
         buffer = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
+        if self._secondary is not None and not as_stored:
+            self._gathering = buffer, self._among_secondary(buffer)
+            return
         is_rounded = as_stored and self.has_masters
         kept, depth = (self.stepped, len(self._axes)) if is_rounded else (self.shard, self._rest)
         chunk = self.on_device(kept)
         if not depth:
             buffer.copy_(chunk)
         self._gathering = buffer, self._gather(buffer, chunk, depth, 0)
+
+    def _among_secondary(self, buffer: Tensor) -> Pending:
+        assert self._ways.secondary is not None
+        tag = f"parameters of {self.name}"
+        return self._ways.secondary.all_gather(buffer, self._secondary, bounds=self._secondary_bounds, tag=tag)
+
+    @property
+    def _secondary_bounds(self) -> tuple[int, ...]:
+        assert self._ways.secondary is not None
+        return self.layout.bounds[:: self.layout.num_ranks // self._ways.secondary.num_ranks]
 
     def on_device(self, kept: Tensor) -> Tensor:
         """What is kept, where it is computed with."""
@@ -218,6 +248,14 @@ class Shards:
         buffer, pending = self._gathering
         pending.wait()  # and only then dropped: after an error a transport may still write into the buffer
         self._gathering = None
+        if (
+            (ranks := self._ways.secondary) is not None
+            and self._secondary is None
+            and buffer.dtype == self.compute_dtype
+        ):
+            self._secondary = buffer[
+                self._secondary_bounds[ranks.rank] : self._secondary_bounds[ranks.rank + 1]
+            ].clone()
         self.gathered = {name: self._tensors.read(name, buffer) for name in self.params}
         self.storages = dict(self.gathered) if self._tensors.are_copied else {"": buffer}
         self._places = {tensor.untyped_storage().data_ptr(): key for key, tensor in self.storages.items()}
@@ -255,6 +293,7 @@ class Shards:
     def keep(self) -> None:
         """Copy into the shard what was written into the full parameters, or put there by ``.data =``."""
         values = {name: param.data for name, param in self.params.items()}
+        self._secondary = None  # on all ranks, whatever this one finds changed
         if self.is_resident and not self.gathered:
             if any(_is_elsewhere(values[name], view) for name, view in self._kept_whole().items()):
                 # Into other memory: what the user has taken out may be where the values were.
@@ -265,7 +304,8 @@ class Shards:
         kept = [(self.shard, self._rest)] if self._is_split else [(self.stepped, -1)]
         for tensor, depth in [*kept, *([(self.stepped, -1)] if self.has_masters else [])]:
             new = self._tensors.cut(values, self._chunks[depth].ranks).to(tensor)
-            self.version += not torch.equal(new, tensor)  # where nothing was, a graph may still use what it saved
+            if not torch.equal(new, tensor):  # where nothing was, a graph may still use what it saved
+                self.changed()
             tensor.copy_(new)
 
     # Gradients.
@@ -386,6 +426,7 @@ class Shards:
         for name, piece in self._tensors.own.items():
             yield Holding(stepped, self.pieces[name], name, (piece.param_start, piece.param_stop))
         gathered = [*self.gathered.values(), *([self._gathering[0]] if self._gathering is not None else [])]
+        gathered += [] if self._secondary is None else [self._secondary]
         yield from (Holding(Role.GATHERED_PARAMETER, tensor) for tensor in gathered)
         if self.means is not None:
             yield Holding(Role.GRADIENT, self.means)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from shardlab.comm.events import wait_all
 from shardlab.comm.trees import map_tensors
 from shardlab.engines.holdings import Holding
 from shardlab.engines.saved_tensors import kept, saved_by_reference
@@ -45,7 +46,7 @@ class Sharded(Strategy):
 
     @contextlib.contextmanager
     def stepping(self, *, loads: bool = False) -> Iterator[None]:
-        """As the base; no gather, since each rank steps what it keeps."""
+        """As the base; what is stepped lies in the shards, or is gathered into them."""
         for unit in self.units:
             unit.reshard()  # what was kept for a backward that did not come, or left by torch.autograd.grad
         with self.visiting():
@@ -53,7 +54,10 @@ class Sharded(Strategy):
                 yield
             finally:  # what a graph has saved by reference is not this any more
                 for one in self._unit_of_shards:
-                    one.version += 1
+                    one.changed()
+                # An optimizer that raised may have stepped first, and those of other ranks have.
+                due = (one for one in self._unit_of_shards if loads or any(map(self.is_due, one.params.values())))
+                wait_all([one.gather_stepped() for one in due])
 
     def reduce_rest(self) -> None:
         """As the base; the sums of all units are taken, in one order on all ranks."""
@@ -91,7 +95,8 @@ class Sharded(Strategy):
                 unit.num_holders -= 1
                 unit.reshard()
             for one, version in versions.items():
-                one.version += _writes(one) != version  # a forward inside may have saved what is lost now
+                if _writes(one) != version:  # a forward inside may have saved what is lost now
+                    one.changed()
 
     def saw_other_graph(self) -> None:
         """Plain code has computed with full parameters, and a backward may come through that."""

@@ -60,12 +60,17 @@ class ZeRO1(Bucketed):
 
     def make_buckets(self, given: Given) -> list[Any]:
         """As the base."""
-        ways = Ways(self.precision, rests_over=0, means_over=self.means_over, scatter=self.scatter)
-        layouts = bucket_layouts(self.params, self.comm.num_ranks, self.bucket_bytes, self.partition)
+        comm, ways = self.divide(given)
+        ways = ways._replace(rests_over=0, scatter=self.scatter)
+        layouts = bucket_layouts(self.params, comm.num_ranks, self.bucket_bytes, self.partition)
         return [
-            Shards(f"bucket {index}", {name: self.params[name] for name in layout.names}, layout, self.comm, ways, {})
+            Shards(f"bucket {index}", {name: self.params[name] for name in layout.names}, layout, comm, ways, {})
             for index, layout in enumerate(layouts)
         ]
+
+    def divide(self, given: Given) -> tuple[Communicator, Ways]:
+        """Over which ranks what is stepped is divided, and how."""
+        return self.comm, Ways(self.precision, means_over=self.means_over)
 
     def arrived(self, bucket: Any, name: str) -> None:
         """As the base; it stays at the parameter until the bucket is sent."""

@@ -20,6 +20,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 
+from shardlab.comm.communicator import Communicator
 from shardlab.engines.module_hooks import ModuleHook
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.sharded_params import Shards, Ways
@@ -60,13 +61,17 @@ class ZeRO3(Sharded):
 
     def make_units(self, given: Given) -> list[Unit]:
         """Bucket by bucket."""
-        layouts = bucket_layouts(self.params, self.comm.num_ranks, self.bucket_bytes, self.partition)
+        comm, ways = self.divide(given)
         units = []
-        for index, layout in enumerate(layouts):
+        for index, layout in enumerate(bucket_layouts(self.params, comm.num_ranks, self.bucket_bytes, self.partition)):
             params = {name: self.params[name] for name in layout.names}
-            shards = Shards(f"bucket {index}", params, layout, self.comm, Ways(self.precision), self.at)
+            shards = Shards(f"bucket {index}", params, layout, comm, ways, self.at)
             units.append(Unit(f"bucket {index}", [shards]))
         return units
+
+    def divide(self, given: Given) -> tuple[Communicator, Ways]:
+        """Over which ranks, and how."""
+        return self.comm, Ways(self.precision)
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
