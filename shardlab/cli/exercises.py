@@ -13,8 +13,8 @@ from rich.console import Console
 from shardlab.cli.console import count, table_of
 
 if TYPE_CHECKING:
-    from shardlab.exercises import Exercise
-    from shardlab.exercises.grade import Mark
+    from shardlab.course import Exercise
+    from shardlab.course.exercises.grade import Mark
 
 
 def exercises(
@@ -23,8 +23,8 @@ def exercises(
     json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
     """List the exercises, or mark the solutions of a class."""
-    from shardlab.exercises import LADDER
-    from shardlab.exercises.grade import exercises_in
+    from shardlab.course import LADDER
+    from shardlab.course.exercises.grade import exercises_in
 
     known = [*LADDER, *(exercises_in(extra) if extra is not None else [])]
     rows = _listed(known) if grade is None else _marked(grade, known)
@@ -52,7 +52,7 @@ def _listed(exercises: "list[Exercise]") -> list[dict[str, Any]]:
 
 
 def _marked(folder: Path, exercises: "list[Exercise]") -> list[dict[str, Any]]:
-    from shardlab.exercises.grade import grade
+    from shardlab.course.exercises.grade import grade
 
     # What submissions print goes to stderr, so that marks on stdout stay readable for machines.
     with redirect_stdout(sys.stderr):

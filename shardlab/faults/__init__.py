@@ -1,7 +1,6 @@
 """Faults on purpose: a straggler, a dead or stopped rank, a skipped or another collective, NaN, no memory, a bad link.
 
-``inject`` and ``faulty`` make them happen at a chosen rank, step and phase; ``told`` runs a broken program and prints
-what the user is told.
+``inject`` and ``faulty`` make them happen at a chosen rank, step and phase.
 """
 
 from shardlab.faults.inject import Happened, faulty, inject
@@ -10,9 +9,8 @@ from shardlab.faults.kinds import (  # isort: skip
     DeadRank, Fault, LossyLink, MismatchedCollective, NaN, OutOfMemory, SkippedCall, SkippedCollective, SlowLink,
     StoppedRank, Straggler,
 )  # fmt: skip
-from shardlab.faults.outcome import Told, outcome, told
 
 __all__ = [
     "DeadRank", "Fault", "Happened", "LossyLink", "MismatchedCollective", "NaN", "OutOfMemory", "SkippedCall",
-    "SkippedCollective", "SlowLink", "StoppedRank", "Straggler", "Told", "faulty", "inject", "outcome", "told",
+    "SkippedCollective", "SlowLink", "StoppedRank", "Straggler", "faulty", "inject",
 ]  # fmt: skip
