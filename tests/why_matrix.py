@@ -32,12 +32,12 @@ from shardlab.analysis.judged_steps import BALANCED, Cause
 from shardlab.analysis.repeated_reductions import REPEATED
 from shardlab.analysis.slow_work import OFF_CPU
 from shardlab.analysis.timed import in_steps, timed_steps
+from shardlab.course import Straggler, faulty
 from shardlab.engines.bucketed import Bucketed
 from shardlab.experiment.comparison import PRELOAD, compare
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.forecast import seconds_in
 from shardlab.experiment.workload import Workload, adamw
-from shardlab.faults import Straggler, faulty
 from shardlab.launch import RankPool
 from shardlab.partition.ring_cost import Link
 from shardlab.trace.store import Records

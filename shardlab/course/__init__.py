@@ -1,6 +1,6 @@
-"""What the notebooks use: exercises that mark themselves, controls, and instruments, under one name; nothing else may.
+"""What notebooks use, under one name: exercises that mark themselves, controls, faults, instruments.
 
-Exercises are described in ``exercises/__init__.py``, controls in ``widgets/__init__.py``. Instruments are sweeps, logs,
+Exercises are described in ``exercises/__init__.py``, controls in ``widgets/__init__.py``; instruments are sweeps, logs,
 interleaved variants, one traced step, verdicts, tables. Names of other rooms stand here too, so that a notebook's first
 cell stays short. All are imported when they are first used: a rank that runs an exercise needs no plots, and starts in
 0.07 s instead of 0.26.
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from shardlab.course.exercises.in_a_cell import Prediction, check, find, hint, predict, task
     from shardlab.course.exercises.judge import Report, Verdict
     from shardlab.course.exercises.ladder import LADDER
+    from shardlab.course.faults.inject import Happened, faulty, inject
+
+    from shardlab.course.faults.kinds import (  # isort: skip
+        DeadRank, Fault, LossyLink, MismatchedCollective, NaN, OutOfMemory, SkippedCall, SkippedCollective, SlowLink,
+        StoppedRank, Straggler,
+    )  # fmt: skip
     from shardlab.course.figures import bucket_curve, mesh_map, message_times, throughput
     from shardlab.course.gathered_units import gathered_over_a_step, gathered_table, unit_bytes, watch_gathered
     from shardlab.course.notebook_verdicts import (  # isort: skip
@@ -48,17 +54,19 @@ if TYPE_CHECKING:
     from shardlab.units import units_of
 
 __all__ = [
-    "COLLECTIVES", "LADDER", "PRELOAD", "SHARDS", "SPANS", "STEPS", "Case", "Exercise", "Measured", "MemoryLedger",
-    "MemoryPlan", "Message", "Ownership", "Prediction", "RankDied", "RankError", "RankHang", "Report", "RunHistory",
-    "RunPlan", "Traffic", "Verdict", "VirtualClock", "batch", "bucket_curve", "bucket_sweep", "bucket_verdict",
-    "bus_verdict", "busy_in_steps", "busy_now", "bytes_by_role", "call", "call_in_place", "call_without_ranks", "check",
-    "collectives_table", "current", "events_of_step", "find", "fit_of", "floor_verdict", "gain_verdict",
-    "gathered_over_a_step", "gathered_table", "hidden_verdict", "hint", "kept_for_backward", "late_verdict", "link_for",
-    "live", "log_collectives", "memory_explorer", "mesh_map", "message_gains", "message_sweep", "message_times",
-    "message_verdicts", "outcome", "parts_verdict", "pay_off_verdict", "predict", "prediction_verdict", "ranks_at",
-    "read_progress", "readable_fit", "ring_wire_bytes", "run_interleaved", "saved_for_backward", "sharded_linear",
-    "slices_of", "step_through", "task", "terminal", "throughput", "told", "trace_step", "unit_bytes", "units_of",
-    "watch_gathered", "weight_slices", "weights_table", "with_group", "workbench",
+    "COLLECTIVES", "LADDER", "PRELOAD", "SHARDS", "SPANS", "STEPS", "Case", "DeadRank", "Exercise", "Fault", "Happened",
+    "LossyLink", "Measured", "MemoryLedger", "MemoryPlan", "Message", "MismatchedCollective", "NaN", "OutOfMemory",
+    "Ownership", "Prediction", "RankDied", "RankError", "RankHang", "Report", "RunHistory", "RunPlan", "SkippedCall",
+    "SkippedCollective", "SlowLink", "StoppedRank", "Straggler", "Traffic", "Verdict", "VirtualClock", "batch",
+    "bucket_curve", "bucket_sweep", "bucket_verdict", "bus_verdict", "busy_in_steps", "busy_now", "bytes_by_role",
+    "call", "call_in_place", "call_without_ranks", "check", "collectives_table", "current", "events_of_step", "faulty",
+    "find", "fit_of", "floor_verdict", "gain_verdict", "gathered_over_a_step", "gathered_table", "hidden_verdict",
+    "hint", "inject", "kept_for_backward", "late_verdict", "link_for", "live", "log_collectives", "memory_explorer",
+    "mesh_map", "message_gains", "message_sweep", "message_times", "message_verdicts", "outcome", "parts_verdict",
+    "pay_off_verdict", "predict", "prediction_verdict", "ranks_at", "read_progress", "readable_fit", "ring_wire_bytes",
+    "run_interleaved", "saved_for_backward", "sharded_linear", "slices_of", "step_through", "task", "terminal",
+    "throughput", "told", "trace_step", "unit_bytes", "units_of", "watch_gathered", "weight_slices", "weights_table",
+    "with_group", "workbench",
 ]  # fmt: skip
 
 __getattr__ = imported_when_used(__name__, __file__)

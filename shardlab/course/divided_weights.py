@@ -3,8 +3,8 @@
 show(weight_slices(weights_table(model, slices)))
 """
 
-from collections.abc import Hashable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -63,14 +63,6 @@ def _rows(owner: nn.Module, name: str, shape: tuple[int, ...], own: TensorSlice 
             yield {**whole, "rank": rank, f"{side}_start": start, f"{side}_stop": stop}
 
 
-class _Place(NamedTuple):
-    """Where a parameter is drawn: its upper left corner, and the height of one input."""
-
-    left: float
-    top: float
-    per_input: float
-
-
 def weight_slices(table: pd.DataFrame, head_dims: Mapping[str, int] | None = None) -> go.Figure:
     """Every parameter as a rectangle whose sides are its inputs and outputs, cut into what each rank holds.
 
@@ -84,106 +76,89 @@ def weight_slices(table: pd.DataFrame, head_dims: Mapping[str, int] | None = Non
     """
     require_columns(table, COLUMNS, "table", "it comes from weights_table")
     figure = new_figure(WEIGHTS, WEIGHTS_NOTE)
-    places, bottom = _places(table)
+    places, bottom = _placed(table.drop_duplicates("parameter"))
+    rows = table.join(places[["left", "top", "scale"]], on="parameter")
     for rank in sorted(set(table["rank"]), key=lambda rank: (rank == EVERY_RANK, rank)):
-        figure.add_trace(_rectangles(table[table["rank"] == rank], places, int(rank)))
+        figure.add_trace(_rectangles(rows[rows["rank"] == rank], int(rank)))
     for name, head_dim in (head_dims or {}).items():
-        _draw_heads(figure, table[table["parameter"] == name], places, name, head_dim)
-    _label_modules(figure, table, places, bottom)
+        figure.add_trace(_heads(rows[rows["parameter"] == name], name, head_dim))
+    for first in places[places["is_first"]].to_dict("records"):
+        size = f"{first['inputs']} × {first['outputs']}" if first["inputs"] > 1 else f"{first['outputs']}"
+        figure.add_annotation(
+            x=first["left"], y=first["top"], xanchor="left", yanchor="bottom", showarrow=False, align="left",
+            text=f"{first['module'].rpartition('.')[2]}<br>{size}", font_size=13,
+        )  # fmt: skip
+    right, tallest = float((places["left"] + places["outputs"]).max()), float(places["inputs"].max())
+    figure.update_layout(barmode="overlay", height=int(160 + bottom * HEIGHT_PX / tallest), margin_r=60)
+    figure.update_xaxes(visible=False, range=[-0.004 * right, 1.004 * right])
+    figure.update_yaxes(visible=False, range=[1.004 * bottom, 0])
     return finish(figure, _weights_summary(table))
 
 
-def _places(table: pd.DataFrame) -> tuple[dict[str, _Place], float]:
-    """The place of each parameter, and the height of the figure in features: modules side by side in two rows."""
-    whole = table.drop_duplicates("parameter")
+def _placed(whole: pd.DataFrame) -> tuple[pd.DataFrame, float]:
+    """Where each parameter is drawn, and the height of the figure in features: modules side by side in two rows.
+
+    Columns ``left`` and ``top`` are its upper left corner, ``scale`` the height of an input; ``module``; ``is_first``
+    of its module.
+    """
     tallest = float(whole["inputs"].max())
-    label, letter = tallest * LABEL_PX / HEIGHT_PX, tallest * 0.036
-    gap, strip = tallest * 0.3, max(1.0, tallest * 0.045)
-    modules = _by_module(whole)
-    widths = [max(float(rows["outputs"].max()) + gap, letter * len(_short(module))) for module, rows in modules]
-    places: dict[str, _Place] = {}
-    left, top, bottom, first_shelf = 0.0, label, 0.0, True
-    for (_, rows), width in zip(modules, widths, strict=True):
-        if first_shelf and left >= sum(widths) / 2:
-            left, top, first_shelf = 0.0, bottom + label, False
+    gap, strip, label = tallest * 0.3, max(1.0, tallest * 0.045), tallest * LABEL_PX / HEIGHT_PX
+    modules = list(whole.groupby(whole["parameter"].str.rpartition(".")[0], sort=False))
+    names = [len(str(module).rpartition(".")[2]) for module, _ in modules]
+    widths = [
+        max(float(rows["outputs"].max()) + gap, tallest * 0.036 * letters)
+        for (_, rows), letters in zip(modules, names, strict=True)
+    ]
+    places, left, top, bottom = [], 0.0, label, 0.0
+    for (module, rows), width in zip(modules, widths, strict=True):
+        if top == label and left >= sum(widths) / 2:
+            left, top = 0.0, bottom + label
         below = top
-        for name, inputs in zip(rows["parameter"], rows["inputs"], strict=True):
-            thick = strip if inputs == 1 else float(inputs)
-            places[name] = _Place(left, below, thick / inputs)
+        for row in rows.to_dict("records"):
+            thick = strip if row["inputs"] == 1 else float(row["inputs"])
+            at = {"left": left, "top": below, "scale": thick / row["inputs"], "is_first": below == top}
+            places.append({**row, **at, "module": str(module)})
             below += thick + strip / 2
         left, bottom = left + width, max(bottom, below)
-    return places, bottom
+    return pd.DataFrame(places).set_index("parameter"), bottom
 
 
-def _short(module: Hashable) -> str:
-    return str(module).rpartition(".")[2]
-
-
-def _by_module(whole: pd.DataFrame) -> list[tuple[Hashable, pd.DataFrame]]:
-    return list(whole.groupby(whole["parameter"].str.rpartition(".")[0], sort=False))
-
-
-def _rectangles(rows: pd.DataFrame, places: Mapping[str, _Place], rank: int) -> go.Bar:
-    where = pd.DataFrame([places[name] for name in rows["parameter"]], index=rows.index)
+def _rectangles(rows: pd.DataFrame, rank: int) -> go.Bar:
     owner = "every rank" if rank == EVERY_RANK else f"rank {rank}"
     colour = ALL_RANKS if rank == EVERY_RANK else RANKS[rank % len(RANKS)]
     return go.Bar(
-        x=where["left"] + rows["output_start"], width=(rows["output_stop"] - rows["output_start"]).to_numpy(),
-        base=where["top"] + where["per_input"] * rows["input_start"], offset=0, name=owner,
-        y=where["per_input"] * (rows["input_stop"] - rows["input_start"]),
-        marker={"color": colour, "line": {"color": LIGHT, "width": 1}},
-        hovertext=[
-            f"<b>{row['parameter']}</b> ({row['inputs']} x {row['outputs']})<br>{owner}: "
-            f"inputs {row['input_start']} to {row['input_stop']}, outputs {row['output_start']} to {row['output_stop']}"
-            for row in rows.to_dict("records")
-        ],
-        hovertemplate="%{hovertext}<extra></extra>",
+        x=rows["left"] + rows["output_start"], width=(rows["output_stop"] - rows["output_start"]).to_numpy(),
+        base=rows["top"] + rows["scale"] * rows["input_start"], offset=0, name=owner,
+        y=rows["scale"] * (rows["input_stop"] - rows["input_start"]),
+        marker={"color": colour, "line": {"color": LIGHT, "width": 1}}, customdata=rows[list(COLUMNS)].to_numpy(),
+        hovertemplate="<b>%{customdata[0]}</b> (%{customdata[1]} x %{customdata[2]})<br>inputs %{customdata[4]} to "
+        "%{customdata[5]}, outputs %{customdata[6]} to %{customdata[7]}",
     )  # fmt: skip
 
 
-def _draw_heads(figure: go.Figure, rows: pd.DataFrame, places: Mapping[str, _Place], name: str, head_dim: int) -> None:
-    """Draw the borders of heads inside the slices; the borders of slices are drawn already."""
-    if name not in places or (rows["rank"] == EVERY_RANK).any():
+def _heads(rows: pd.DataFrame, name: str, head_dim: int) -> go.Scatter:
+    """The borders of heads inside the slices; the borders of slices are drawn already."""
+    if rows.empty or (rows["rank"] == EVERY_RANK).any():
         raise ValueError(f"head_dims: {name!r} is not a parameter that is divided")
-    place, inputs, outputs = places[name], int(rows["inputs"].iloc[0]), int(rows["outputs"].iloc[0])
-    by_inputs = (rows["input_stop"] - rows["input_start"] < inputs).all()
-    borders = set(range(head_dim, inputs if by_inputs else outputs, head_dim))
-    along: list[float | None] = []
-    across: list[float | None] = []
-    for border in sorted(borders - set(rows["input_start" if by_inputs else "output_start"])):
-        along += [border, border, None]
-        across += [0, outputs if by_inputs else inputs, None]
+    place = rows.iloc[0]
+    by_inputs = (rows["input_stop"] - rows["input_start"] < place["inputs"]).all()
+    side, length = ("input", place["outputs"]) if by_inputs else ("output", place["inputs"])
+    borders = set(range(head_dim, place[f"{side}s"], head_dim)) - set(rows[f"{side}_start"])
+    along = [end for border in sorted(borders) for end in (border, border, None)]
+    across = [0, length, None] * len(borders)
     x, y = (across, along) if by_inputs else (along, across)
-    figure.add_scatter(
-        x=[value if value is None else place.left + value for value in x],
-        y=[value if value is None else place.top + value for value in y],
+    return go.Scatter(
+        x=[None if value is None else place["left"] + value for value in x],
+        y=[None if value is None else place["top"] + value for value in y],
         mode="lines", line={"color": "#ffffff", "width": 1.5, "dash": "dot"}, hoverinfo="skip", showlegend=False,
         name=f"heads of {name}",
     )  # fmt: skip
 
 
-def _label_modules(figure: go.Figure, table: pd.DataFrame, places: Mapping[str, _Place], bottom: float) -> None:
-    whole = table.drop_duplicates("parameter")
-    for module, rows in _by_module(whole):
-        first = rows.iloc[0]
-        size = f"{first['inputs']} × {first['outputs']}" if first["inputs"] > 1 else f"{first['outputs']}"
-        figure.add_annotation(
-            x=places[first["parameter"]].left, y=places[first["parameter"]].top, xanchor="left", yanchor="bottom",
-            text=f"{_short(module)}<br>{size}", showarrow=False, align="left", font_size=13,
-        )  # fmt: skip
-    tallest = float(whole["inputs"].max())
-    right = max(places[name].left + outputs for name, outputs in zip(whole["parameter"], whole["outputs"], strict=True))
-    figure.update_layout(barmode="overlay", height=int(160 + bottom * HEIGHT_PX / tallest), margin_r=60)
-    figure.update_xaxes(visible=False, range=[-0.004 * right, 1.004 * right])
-    figure.update_yaxes(visible=False, range=[1.004 * bottom, 0])
-
-
 def _weights_summary(table: pd.DataFrame) -> str:
-    sides = [(table[f"{side}_stop"] - table[f"{side}_start"]) for side in ("input", "output")]
-    held = (sides[0] * sides[1]).groupby(table["rank"]).sum()
-    ranks = [rank for rank in held.index if rank != EVERY_RANK]
-    total = float(held.sum())
-    both = float(held.get(EVERY_RANK, 0.0))
-    parts = [f"rank {rank} {format_percent(float(held[rank]) / total)}" for rank in ranks]
-    parts.append(f"every rank {format_percent(both / total)}")
-    return f"{WEIGHTS}: of {format_count(total)} elements {listing(parts)}."
+    elements = (table["input_stop"] - table["input_start"]) * (table["output_stop"] - table["output_start"])
+    held = elements.groupby(table["rank"]).sum()
+    shares = {rank: format_percent(float(size) / float(held.sum())) for rank, size in held.items()}
+    both = shares.pop(EVERY_RANK, format_percent(0.0))
+    parts = [*(f"rank {rank} {share}" for rank, share in shares.items()), f"every rank {both}"]
+    return f"{WEIGHTS}: of {format_count(float(held.sum()))} elements {listing(parts)}."

@@ -1,6 +1,6 @@
 """Tables in, figures out: ``f(table, ...) -> go.Figure`` with title, units, hover and text summary. Needs no torch."""
 
-from shardlab.plots.bars import held_by_process, held_by_rank, memory_by_role, memory_on_gpu, stacked_bars
+from shardlab.plots.bars import held_by_process, memory_by_role, memory_on_gpu, stacked_bars
 from shardlab.plots.loss import loss_curves, loss_difference, training_progress
 from shardlab.plots.memory_over_step import memory_over_step
 from shardlab.plots.shards import shard_map
@@ -12,7 +12,7 @@ from shardlab.plots.traffic import bytes_between, traffic_matrix, wire_volume
 
 __all__ = [
     "BLUE", "EXPOSED", "GREY", "INK", "ORANGE", "ROLE_COLOURS", "bytes_between", "collective_timeline", "finish",
-    "held_by_process", "held_by_rank", "loss_curves", "loss_difference", "memory_by_role", "memory_on_gpu",
+    "held_by_process", "loss_curves", "loss_difference", "memory_by_role", "memory_on_gpu",
     "memory_over_step", "new_figure", "overlap_bars", "report_page", "shard_map", "show", "stacked_bars", "step_parts",
     "step_times", "summary_of", "traffic_matrix", "training_progress", "wire_volume",
 ]  # fmt: skip

@@ -17,9 +17,9 @@ from shardlab.experiment import CompareConfig, Workload, compare
 from shardlab.experiment.comparison import configured
 from shardlab.launch import RankPool
 from shardlab.plots import collective_timeline
-from shardlab.plots.bars import held_by_rank
-from shardlab.plots.text import format_us
-from shardlab.plots.theme import INK
+from shardlab.plots.bars import stacked_bars
+from shardlab.plots.text import byte_listing, byte_scale, format_us
+from shardlab.plots.theme import INK, ROLE_COLOURS, finish, new_figure, nothing
 from shardlab.trace.store import Records
 
 ALL_RANKS = -1
@@ -143,9 +143,27 @@ class StepView(Panel):
 
     def _held_at(self, index: int) -> go.Figure:
         moment = f"after {format_us(float(self.events['time_us'].iloc[index]))} of the step"
-        return held_by_rank(ranks_at(self.events, index), most_bytes=self._most_bytes, moment=moment)
+        return held_by_rank(ranks_at(self.events, index), self._most_bytes, moment)
 
     def _doing_at(self, index: int) -> pd.DataFrame:
         now = ranks_at(self.events, index)
         shown = now[["rank", "computes", "waits_for", "in_flight"]].replace("", "–")
         return shown.set_axis(["rank", "computes", "waits for", "under way"], axis=1)
+
+
+def held_by_rank(ranks: pd.DataFrame, most_bytes: float, moment: str) -> go.Figure:
+    """Live bytes of each rank as stacked bars.
+
+    Args:
+        ranks: of ``ranks_at``.
+        most_bytes: the end of the axis, so that figures of one step share it.
+        moment: the time, for the subtitle.
+    """
+    held = ranks.melt("rank", list(ROLES), "role", "bytes").dropna()
+    if held.empty:
+        return nothing("Held by each rank", "memory was not recorded")
+    figure, held = new_figure("Held by each rank", moment), held.assign(label="rank " + held["rank"].astype(str))
+    stacked_bars(figure, held, "role", ROLE_COLOURS, "live bytes")
+    totals = held.groupby("label")["bytes"].sum()
+    figure.update_xaxes(range=[0, 1.02 * most_bytes / byte_scale(float(totals.max()))[0]])
+    return finish(figure, f"Held by each rank ({moment}): {byte_listing(totals)}.")

@@ -4,8 +4,8 @@ import pytest
 
 from shardlab.course import events_of_step, ranks_at, step_through
 from shardlab.course.widgets.step_events import ROLES
-from shardlab.course.widgets.step_view import ALL_RANKS
-from shardlab.plots import held_by_rank, summary_of
+from shardlab.course.widgets.step_view import ALL_RANKS, held_by_rank
+from shardlab.plots import summary_of
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_without_a_traced_step_each_rank_holds_what_it_held_at_rest(comparison):
     assert {role: row[role] for role in ROLES} == {role: last[role] for role in ROLES}
     now = ranks_at(events_of_step(replace(records, memory=records.memory[:0]), run="zero1", step=3), 5)
     assert now[list(ROLES)].isna().all(axis=None)
-    assert "memory was not recorded" in summary_of(held_by_rank(now))
+    assert "memory was not recorded" in summary_of(held_by_rank(now, 0.0, "now"))
 
 
 def test_a_click_goes_on_to_the_next_event(comparison):

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from shardlab.comm.mesh import Mesh
+from shardlab.course import Fault, faulty, inject
 from shardlab.engines import build_engine, engine_options
 from shardlab.experiment import Workload
-from shardlab.faults import Fault, faulty, inject
 from shardlab.models import MLP
 from shardlab.testing import check_agreement
 

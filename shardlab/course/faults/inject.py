@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from shardlab.comm import CollectiveEvent, Communicator, Observer, Pending
 from shardlab.comm.trees import map_tensors
+from shardlab.course.faults.kinds import AtCollective, AtLayer, Fault, OnLink, SkippedCall
 from shardlab.engines import AnyEngine
 from shardlab.engines.guards.ownership import engine_of
-from shardlab.faults.kinds import AtCollective, AtLayer, Fault, OnLink, SkippedCall
 from shardlab.launch import current
 from shardlab.units.structure import called_modules
 from shardlab.vocabulary import Collective, Phase

@@ -9,14 +9,14 @@ from shardlab.engines import build_engine
 from shardlab.experiment import compare, load_comparison
 from shardlab.experiment.run_verdicts import verdict, verdicts
 
-from shardlab.faults import (  # isort: skip
+from shardlab.course import (  # isort: skip
     DeadRank, Happened, LossyLink, NaN, OutOfMemory, SkippedCall, SkippedCollective, SlowLink, Straggler, inject,
 )  # fmt: skip
-from shardlab.faults.kinds import PHASES
+from shardlab.course.faults.kinds import PHASES
 from shardlab.launch import RankDied, RankError, RankHang, RankPool
+from tests.course.faults.program import STEPS, train, workload
 from tests.dist import cases
 from tests.dist.every_engine import adamw, one_step
-from tests.faults.program import STEPS, train, workload
 
 
 @pytest.mark.parametrize("strategy", ["bucketed", "zero2", "fsdp", "torch_fsdp2"])

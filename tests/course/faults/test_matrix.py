@@ -12,13 +12,13 @@ import pytest
 
 from shardlab.experiment.comparison import PRELOAD
 
-from shardlab.faults import (  # isort: skip
+from shardlab.course import (  # isort: skip
     DeadRank, Fault, Happened, LossyLink, MismatchedCollective, OutOfMemory, SkippedCall, SkippedCollective, SlowLink,
     StoppedRank, Straggler,
 )  # fmt: skip
 from shardlab.launch import RankDied, RankError, RankHang, RankPool
 from shardlab.vocabulary import Collective
-from tests.faults.program import train
+from tests.course.faults.program import train
 
 
 @dataclass(frozen=True)
