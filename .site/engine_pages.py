@@ -11,13 +11,13 @@ from pages import Page, Site
 from plotly.graph_objects import Figure
 from prose import docstring, inline
 
+from shardlab.course import MemoryPlan
 from shardlab.models import build_model
 from shardlab.planner import Setup, described, predicted_collectives
 from shardlab.planner.setup import STRATEGIES
 from shardlab.plots import memory_by_role, wire_volume
 from shardlab.plots.show import mime_bundle
 from shardlab.units import units_of
-from shardlab.widgets import MemoryPlan
 
 MODEL, RANKS = "gpt-1m", 4
 FILES = {name: f"shardlab/engines/{name}.py" for name in STRATEGIES}

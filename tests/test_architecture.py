@@ -28,11 +28,9 @@ MAY_IMPORT = {
     "optimizers": {"comm", "engines", "partition", "vocabulary"},
 }
 LOWER = set(MAY_IMPORT)
-MAY_IMPORT |= dict.fromkeys(("experiment", "faults", "bench"), LOWER)
-MAY_IMPORT |= dict.fromkeys(("recording", "exercises", "lab"), LOWER | {"experiment"})
-MAY_IMPORT["lab"] |= {"faults"}  # causes are put in, to see which are named
-MAY_IMPORT["widgets"] = LOWER | {"experiment", "exercises", "lab"}
-MAY_IMPORT["cli"] = LOWER | {"bench", "exercises", "experiment", "lab", "recording", "widgets"}
+MAY_IMPORT["experiment"] = LOWER
+MAY_IMPORT |= dict.fromkeys(("bench", "recording", "course"), LOWER | {"experiment"})
+MAY_IMPORT["cli"] = LOWER | {"bench", "course", "experiment", "recording"}
 MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT["__init__"] = LOWER | {"experiment", "recording"}
 
@@ -175,7 +173,9 @@ def test_scripts_and_the_command_line_need_no_jupyter(tmp_path: Path) -> None:
     """And engines no pandas. That a saved run is read without torch, tests/cli/test_cli_records.py shows."""
     # A module that every process imports, so the ranks too.
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({OF_NOTEBOOKS})\n")
-    names = [name.removesuffix(".__init__") for name in modules() if room(name) not in ("widgets", "__main__")]
+    names = [
+        name.removesuffix(".__init__") for name in modules() if ".widgets." not in name and room(name) != "__main__"
+    ]
     code = f"""
 import sys, shardlab.engines
 assert "pandas" not in sys.modules

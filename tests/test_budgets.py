@@ -19,17 +19,17 @@ CLOSURES = {
     "single": 929, "ddp": 1152, "bucketed": 1374, "zero1": 1641, "zero2": 1673, "zero3": 1929, "fsdp": 2562,
 }  # fmt: skip
 ROOMS = {
-    "__init__": 30, "__main__": 2, "analysis": 1894, "bench": 232, "cli": 1332, "comm": 2444, "data_sets": 161,
-    "engines": 4989, "exercises": 1467, "experiment": 3657, "export": 695, "faults": 366, "field_types": 19,
-    "installed": 29, "lab": 1385, "launch": 1686, "meta_device": 34, "models": 177, "optimizers": 238,
-    "partition": 480, "planner": 2278, "plots": 1911, "recording": 1076, "tables": 112, "tensor_parallel": 1400,
-    "testing": 576, "trace": 1313, "units": 204, "vocabulary": 84, "widgets": 1325,
+    "__init__": 30, "__main__": 2, "analysis": 1894, "bench": 686, "cli": 1305, "comm": 2444, "course": 3763,
+    "data_sets": 161, "engines": 4989, "experiment": 3813, "export": 695, "faults": 265, "field_types": 19,
+    "installed": 29, "launch": 1686, "meta_device": 34, "models": 177, "optimizers": 238, "partition": 480,
+    "planner": 2278, "plots": 1464, "recording": 1076, "tables": 112, "tensor_parallel": 1400, "testing": 570,
+    "trace": 1313, "units": 204, "vocabulary": 84,
 }  # fmt: skip
-# Guards stand in engines. What took most of late: forecasts (planner, experiment, lab, cli), why a step is long
+# Guards stand in engines. What took most of late: forecasts (planner, experiment, bench, cli), why a step is long
 # (analysis), and what outsiders had found, 2,260 lines: a model's configuration counted by its architecture (planner
 # 230, cli 100), the error of this very job (planner 130), searches that fit (planner 150), steps that are traced
 # because they are unlike others (trace 140), strategies checked across checkpoints and with several buckets (testing
-# 210), losses that are weighed or send (experiment 300), a calibration in parts (lab 110), and communication of
+# 210), losses that are weighed or send (experiment 300), a calibration in parts (bench 110), and communication of
 # imported traces (export 90). Of every strategy's closure: a layout in flat memory that buckets share with shards,
 # and who sends past all communicators.
 WHOLE = 31_596

@@ -13,8 +13,15 @@ from rich.console import Console
 from shardlab.cli.console import count, table_of
 
 if TYPE_CHECKING:
-    from shardlab.exercises import Exercise
-    from shardlab.exercises.grade import Mark
+    import pandas as pd
+
+    from shardlab.course import Exercise
+    from shardlab.course.exercises.grade import Mark
+
+SCORES = {  # of a mark, as a table has it, and what it is of several
+    "handed_in": ("handed in", "sum"), "messages": ("messages", "sum"), "num_bytes": ("bytes", "sum"),
+    "peak_bytes": ("peak bytes", "max"), "time_us": ("time us", "sum"),
+}  # fmt: skip
 
 
 def exercises(
@@ -23,16 +30,18 @@ def exercises(
     json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
     """List the exercises, or mark the solutions of a class."""
-    from shardlab.exercises import LADDER
-    from shardlab.exercises.grade import exercises_in
+    import pandas as pd
+
+    from shardlab.course import LADDER
+    from shardlab.course.exercises.grade import exercises_in
 
     known = [*LADDER, *(exercises_in(extra) if extra is not None else [])]
     rows = _listed(known) if grade is None else _marked(grade, known)
     if json:
         typer.echo(json_text.dumps(rows, indent=2))
     elif grade is None:
-        short = {"name": "name", "notebook": "notebook", "right": "references", "wrong": "wrong_solutions"}
-        _print([{name: row[key] for name, key in short.items()} for row in rows])  # fits into 80 columns
+        names = {"references": "right", "wrong_solutions": "wrong"}  # so that it fits into 80 columns
+        _print(pd.DataFrame(rows).drop(columns="function").rename(columns=names))
         typer.echo(
             f"Write each as a function: {rows[0]['name']} as {rows[0]['function']}.\n"
             "Every exercise is checked with right solutions, which must pass, and wrong ones, which must not."
@@ -52,7 +61,7 @@ def _listed(exercises: "list[Exercise]") -> list[dict[str, Any]]:
 
 
 def _marked(folder: Path, exercises: "list[Exercise]") -> list[dict[str, Any]]:
-    from shardlab.exercises.grade import grade
+    from shardlab.course.exercises.grade import grade
 
     # What submissions print goes to stderr, so that marks on stdout stay readable for machines.
     with redirect_stdout(sys.stderr):
@@ -63,44 +72,25 @@ def _marked(folder: Path, exercises: "list[Exercise]") -> list[dict[str, Any]]:
 
 def _print_marks(rows: list[dict[str, Any]]) -> None:
     """A row for each student, then what was handed in and has not passed."""
-    of_students: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        of_students.setdefault(row["student"], []).append(row)
-    sums = [_summed(student, marks) for student, marks in of_students.items()]
+    import pandas as pd
+
+    marks = pd.DataFrame(rows).rename(columns={name: shown for name, (shown, _) in SCORES.items()})
+    given = marks["handed in"]
+    verdicts = {name: (marks["verdict"] == name) & given for name in ("passed", "failed", "blocked")}
+    how = {"handed in": "sum", **dict.fromkeys(verdicts, "sum")} | dict(SCORES.values())
+    sums = marks.assign(**verdicts).groupby("student").agg(how).reset_index()
     # Without what is zero for all: nothing may be blocked, or no exercise count bytes.
-    shown = [name for name in sums[0] if name in ("student", "passed") or any(row[name] for row in sums)]
-    _print([{name: row[name] for name in shown} for row in sums])
-    if failed := [row for marks in of_students.values() for row in _failed(marks)]:
+    _print(sums.loc[:, [name in ("student", "passed") or bool(sums[name].any()) for name in sums]])
+    # Files that do not import, once for all that is not handed in: the last part of its reason says that it is not.
+    missing = marks[~given].drop_duplicates("student")
+    files = missing.assign(exercise="-", reason=missing["reason"].str.rpartition("; ")[0])
+    failed = pd.concat([files[files["reason"] != ""], marks[given & ~verdicts["passed"]]])
+    if len(failed):
         Console().print()
-        _print(failed)
-    passed, handed_in = (sum(row[name] for row in sums) for name in ("passed", "handed in"))
+        _print(failed.sort_values("student", kind="stable")[["student", "exercise", "reason"]])
+    passed, handed_in = int(sums["passed"].sum()), int(sums["handed in"].sum())
     Console(highlight=False).print(f"\n{passed} of {count(handed_in, 'solution')} passed.")
 
 
-def _summed(student: str, marks: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many verdicts of each kind, and the score of what has passed: sums, but the peak is the highest."""
-    handed_in = [row for row in marks if row["handed_in"]]
-    verdicts = [row["verdict"] for row in handed_in]
-    return {
-        "student": student, "handed in": len(handed_in), "passed": verdicts.count("passed"),
-        "failed": verdicts.count("failed"), "blocked": verdicts.count("blocked"),
-        "messages": sum(row["messages"] for row in marks), "bytes": sum(row["num_bytes"] for row in marks),
-        "peak bytes": max(row["peak_bytes"] for row in marks), "time us": sum(row["time_us"] for row in marks),
-    }  # fmt: skip
-
-
-def _failed(marks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Files that do not import, once for all exercises that are not handed in, and what was handed in for nothing."""
-    keys = ("student", "exercise", "reason")
-    missing = next((row for row in marks if not row["handed_in"]), None)
-    # The last part of the reason is that there is no function, which the counts say.
-    trouble = "" if missing is None else missing["reason"].rpartition("; ")[0]
-    files = [{"student": marks[0]["student"], "exercise": "-", "reason": trouble}] if trouble else []
-    rest = [row for row in marks if row["handed_in"] and row["verdict"] != "passed"]
-    return [*files, *({key: row[key] for key in keys} for row in rest)]
-
-
-def _print(rows: list[dict[str, Any]]) -> None:
-    import pandas as pd
-
-    Console(highlight=False).print(table_of(pd.DataFrame(rows), "", 1))
+def _print(table: "pd.DataFrame") -> None:
+    Console(highlight=False).print(table_of(table, "", 1))

@@ -31,11 +31,11 @@ def with_forecasts(
     import pandas as pd
 
     from shardlab.analysis.held_bytes import peaks_of_steps
+    from shardlab.bench.calibrate import differs_here
     from shardlab.experiment.config import CompareConfig
     from shardlab.experiment.forecast import forecast_step
     from shardlab.experiment.named_workload import workload_at
     from shardlab.experiment.planned import to_plan
-    from shardlab.lab.calibrate import differs_here
 
     found = {}
     with progress_bar(len(plans), first="steps without values") as advance:
@@ -95,7 +95,7 @@ def calibrate(
     Parts that are measured are kept beside the file until it is whole: after an interrupt or the limit, go on by the
     same command.
     """
-    from shardlab.lab.calibrate import Calibration
+    from shardlab.bench.calibrate import Calibration
 
     counts = list(dict.fromkeys(int(text) if text.isdigit() else 0 for text in names_in(ranks)))
     if not counts or min(counts) < 2:
@@ -189,7 +189,7 @@ def validate(*, json: bool, calibration: Path | None) -> None:
 
 def _validated(machine: "Machine", calibration: Path) -> "pd.DataFrame":
     """Steps that are forecast and run here; the calibration keeps them."""
-    from shardlab.lab.validated_here import configurations, validate_here
+    from shardlab.bench.validated_here import configurations, validate_here
 
     with progress_bar(len(configurations(machine))) as advance:
         here = validate_here(machine, advance)
@@ -203,7 +203,7 @@ def _sets(published: "pd.DataFrame") -> dict[str, "pd.DataFrame"]:
 
 
 def _misses(published: "pd.DataFrame", here: "pd.DataFrame | None") -> dict[str, Any]:
-    from shardlab.lab.validated_here import regret_of
+    from shardlab.bench.validated_here import regret_of
     from shardlab.planner.validation import summary
 
     sets = _sets(published) | ({} if here is None else {"here": here})
@@ -236,7 +236,7 @@ def _tell_published(console: Console, published: "pd.DataFrame") -> None:
 
 
 def _tell_here(console: Console, here: "pd.DataFrame") -> None:
-    from shardlab.lab.validated_here import regret_of
+    from shardlab.bench.validated_here import regret_of
 
     _tell_set(console, "here", here)
     console.print(f"Choosing the strategy that is forecast to be fastest costs {regret_of(here):.1%} on average.")

@@ -194,8 +194,8 @@ def _of_workload(
 
     from shardlab.experiment.named_workload import workload_at  # here, because it imports torch
     from shardlab.experiment.planned import plans_of, row_of, table_of
+    from shardlab.experiment.run_plan import RunPlan
     from shardlab.experiment.tensor import shown_plan
-    from shardlab.lab.fit import RunPlan
 
     names, layers, workload = names or STRATEGIES, None, workload_at(place)
     if options["tp"] > 1:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardlab.experiment.planned import plan
     from shardlab.experiment.report import write_report
     from shardlab.experiment.saved_runs import load_comparison, load_saved
+    from shardlab.experiment.shard_rows import modules_table
     from shardlab.experiment.step_reasons import reasons, reasons_table, why
     from shardlab.experiment.summary import readable_summary
     from shardlab.experiment.tensor import show_tp_plan
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CompareConfig", "Comparison", "StepResult", "TrainStep", "Workload", "claim", "compare", "is_reporter",
-    "load_comparison", "load_saved", "new_directory", "plan", "prepare", "readable_summary", "reasons", "reasons_table",
-    "show_tp_plan", "why", "write_report",
+    "load_comparison", "load_saved", "modules_table", "new_directory", "plan", "prepare", "readable_summary", "reasons",
+    "reasons_table", "show_tp_plan", "why", "write_report",
 ]  # fmt: skip
 
 __getattr__ = imported_when_used(__name__, __file__)

@@ -1,7 +1,6 @@
 """Horizontal stacked bars: one bar per run, one colour per part, a text at the end of each bar.
 
-And what they show of memory: live bytes by role, of each run at rest or at its peak, of each rank at a moment; and what
-processes hold in all.
+And what they show of memory: live bytes by role, of each run at rest or at its peak; and what processes hold in all.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +34,6 @@ FAR = 8  # times the longest bar: a line there would leave no bar to see
 END_TEXT_PX = 96  # room for the text behind the longest bar
 TITLES = {"rest": "Memory at rest after a step", "peak": "Memory at the peak of a step"}
 NOTES = {"rest": "each role on the rank that holds most of it", "peak": "the one moment with most live bytes"}
-BY_RANK = "Held by each rank"
 PROCESS = "Held by the process of one rank"
 ON_GPU = "What a rank needs at least"
 ON_GPU_COLUMNS = {
@@ -172,34 +170,6 @@ def _summary(held: pd.DataFrame, where: str, places: dict[str, str]) -> str:
     state = held[held["role"] == Role.OPTIMIZER_STATE].set_index("label")["bytes"]
     tail = f" Of this, optimizer state: {byte_listing(state)}." if len(state) else ""
     return f"{TITLES[where]} per rank: {listing(parts)}.{tail}"
-
-
-def held_by_rank(ranks: pd.DataFrame, *, most_bytes: float | None = None, moment: str = "") -> go.Figure:
-    """Live bytes of each rank as stacked bars.
-
-    Args:
-        ranks: one row per rank: ``rank``, and a column of bytes for each role (``vocabulary.Role``); NA if unknown.
-        most_bytes: the end of the axis, so that consecutive figures share it; None fits it to the data.
-        moment: the time, for the subtitle.
-
-    Raises:
-        ValueError: the column ``rank`` is missing, or every role.
-    """
-    roles = [role for role in ROLE_COLOURS if role in ranks.columns]
-    if "rank" not in ranks.columns or not roles:
-        raise ValueError(f"ranks: missing columns; needs rank and at least one of {', '.join(ROLE_COLOURS)}")
-    known = ranks.dropna(subset=roles)
-    if known.empty:
-        return nothing(BY_RANK, "memory was not recorded")
-    rows = known.melt(id_vars="rank", value_vars=roles, var_name="role", value_name="bytes")
-    rows = rows.assign(label="rank " + rows["rank"].astype(str)).sort_values("rank", kind="stable")
-    figure = new_figure(BY_RANK, moment)
-    stacked_bars(figure, rows, "role", ROLE_COLOURS, "live bytes")
-    totals = rows.groupby("label", sort=False)["bytes"].sum()
-    if most_bytes is not None:
-        figure.update_xaxes(range=[0, 1.02 * most_bytes / byte_scale(float(totals.max()))[0]])
-    figure.update_layout(height=max(300, 190 + 40 * len(totals)))
-    return finish(figure, f"{BY_RANK}{f' ({moment})' if moment else ''}: {byte_listing(totals)}.")
 
 
 def memory_on_gpu(plans: pd.DataFrame, memory_bytes: float | None, rows: int = 1) -> go.Figure:

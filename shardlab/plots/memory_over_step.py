@@ -1,22 +1,19 @@
-"""Live bytes over one step: by role on one rank, and the gathered parameters of each FSDP unit."""
+"""Live bytes by role over one step on one rank."""
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.analysis import memory_over_step as course_of
-from shardlab.analysis.rows import require_columns
 from shardlab.plots import theme
 from shardlab.plots.text import byte_scale, format_bytes, format_us, subtitle
-from shardlab.plots.theme import GRID, INK, ROLE_COLOURS, UNITS, finish, new_figure, nothing, thinned, thinning_note
+from shardlab.plots.theme import GRID, ROLE_COLOURS, finish, new_figure, nothing, thinned, thinning_note
 from shardlab.tables import MEMORY
 from shardlab.vocabulary import Role
 
 TITLE = "Memory over a step"
 HEADROOM = 1.16  # above the peak, for its label
 MIN_PHASE_SHARE = 0.07  # of the width: narrower phases get no name
-GATHERED_COLUMNS = ("sample", "moment", "unit", "bytes")
-GATHERED = "Gathered parameters over a step"
 
 
 def memory_over_step(
@@ -143,64 +140,3 @@ def _summary(table: pd.DataFrame, measured: int | None, predicted: int | None) -
     )
     words += "" if measured is None else f" At rest {format_bytes(measured)}."
     return words if predicted is None else f"{words} Predicted at rest {format_bytes(predicted)}."
-
-
-def gathered_over_a_step(
-    table: pd.DataFrame, limit_bytes: float | None = None, title: str = GATHERED, *, limit_name: str = "predicted"
-) -> go.Figure:
-    """Bytes of gathered parameters as stacked bars: one bar per moment, one colour per unit.
-
-    Args:
-        table: from ``lab.gathered_table``, of one rank.
-        limit_bytes: where to draw a dashed line, for example the prediction; None for no line.
-        title: title of the figure.
-        limit_name: label of the dashed line.
-
-    Raises:
-        ValueError: a column is missing.
-    """
-    require_columns(table, GATHERED_COLUMNS, "table", "it comes from gathered_table")
-    if table.empty:
-        return nothing(title, "no samples")
-    totals = table.groupby("sample")["bytes"].sum()
-    divisor, name = byte_scale(max(float(totals.max()), limit_bytes or 0.0))
-    figure = new_figure(title, "a bar is a moment at which a unit begins (labelled) or has ended; a colour is a unit")
-    units = list(dict.fromkeys(str(unit) for unit in table["unit"]))
-    for place, unit in enumerate(units):
-        rows = table[(table["unit"] == unit) & (table["bytes"] > 0)]
-        moments = [[at, format_bytes(size)] for at, size in zip(rows["moment"], rows["bytes"], strict=True)]
-        figure.add_bar(
-            x=rows["sample"].to_numpy(), y=(rows["bytes"] / divisor).to_numpy(), name=unit, customdata=moments,
-            marker={"color": UNITS[place % len(UNITS)], "line": {"width": 0}},
-            hovertemplate=f"<b>{unit}</b><br>at: %{{customdata[0]}}<br>%{{customdata[1]}}<extra></extra>",
-        )  # fmt: skip
-    if limit_bytes is not None:
-        figure.add_hline(
-            y=limit_bytes / divisor, line={"color": INK, "width": 2, "dash": "dash"},
-            annotation_text=f"{limit_name}: {format_bytes(limit_bytes)}", annotation_position="top left",
-        )  # fmt: skip
-    _gathered_axes(figure, table.drop_duplicates("sample"), name)
-    num_units = int((table["bytes"] > 0).groupby(table["sample"]).sum().max())
-    predicted = "" if limit_bytes is None else f", predicted {format_bytes(limit_bytes)}"
-    return finish(
-        figure,
-        f"Gathered parameters over a step of {len(units)} units: at most {format_bytes(int(totals.max()))} "
-        f"in {num_units} units at once{predicted}.",
-    )
-
-
-def _gathered_axes(figure: go.Figure, moments: pd.DataFrame, unit: str) -> None:
-    begins = moments[moments["moment"].str.endswith((" forward", " backward"))]
-    words = begins["moment"].str.replace(r"(forward|backward)$", "", regex=True).str.strip().str.split(".").str[-1]
-    figure.update_layout(barmode="stack", bargap=0.06, legend_traceorder="normal")
-    figure.update_xaxes(
-        title_text="moment: forward, then backward", tickvals=begins["sample"].to_numpy(), ticktext=words.tolist(),
-        range=[-0.6, float(moments["sample"].max()) + 0.6], showgrid=False, tickangle=0,
-    )  # fmt: skip
-    figure.update_yaxes(title_text=f"gathered ({unit})", rangemode="tozero")
-    backward = begins.loc[begins["moment"].str.endswith(" backward"), "sample"]
-    if len(backward):
-        figure.add_vline(
-            x=float(backward.min()) - 0.5, line={"color": INK, "width": 1, "dash": "dot"},
-            annotation_text="backward", annotation_position="top right",
-        )  # fmt: skip

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from shardlab.bench import PAIRS, BenchConfig, RankTimes, Workload, bench, row_of, sessions
-from shardlab.bench import _turn as built
+from shardlab.bench.against_torch import PAIRS, BenchConfig, RankTimes, Workload, bench, row_of, sessions
+from shardlab.bench.against_torch import _turn as built
 from shardlab.cli import app
 
 TINY = Workload("tiny", "gpt-1m", rows=1, seq_len=4)
@@ -142,7 +142,7 @@ def test_the_command_refuses_before_a_rank_starts():
 
 
 def test_the_command_writes_its_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr("shardlab.bench.WORKLOADS", {"latency": replace(TINY, name="latency")})
+    monkeypatch.setattr("shardlab.bench.against_torch.WORKLOADS", {"latency": replace(TINY, name="latency")})
     path = tmp_path / "bench.json"
     arguments = ["bench", "--rounds", "2", "--workloads", "latency", "--pairs", "bucketed", "--device", "cpu"]
     result = CliRunner().invoke(app, [*arguments, "--json", str(path)])

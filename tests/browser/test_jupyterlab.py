@@ -17,7 +17,7 @@ from shardlab import RankPool
 pool = RankPool(2, device="cpu")  # nobody closes it
 pool.start()
 print(list(pool.pids))
-from shardlab.widgets import MemoryPlan, live, memory_explorer, workbench
+from shardlab.course import MemoryPlan, live, memory_explorer, workbench
 memory_explorer(MemoryPlan("gpt-1m", 4))
 """
 WORKBENCH = """

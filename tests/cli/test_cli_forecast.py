@@ -6,9 +6,9 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
+from shardlab.bench import validated_here
 from shardlab.cli import app
 from shardlab.cli.transformer import _verdict
-from shardlab.lab import validated_here
 from shardlab.planner.machine import Machine
 from tests.planner.test_machine import COSTS
 from tests.planner.test_search import LLAMA

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from shardlab.comm.mesh import Mesh
+from shardlab.course import SkippedCall, inject
 from shardlab.engines import STRATEGIES, build_engine
-from shardlab.faults import SkippedCall, inject
 from shardlab.tensor_parallel import Column, OnSequence, Row, Scatter, parallelize_module
 from shardlab.testing import check_agreement
 from shardlab.testing.agreement_check import Did, did, disagreement

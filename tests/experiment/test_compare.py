@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shardlab.analysis.timed import timed_steps
+from shardlab.course import NaN, faulty
 from shardlab.engines import Bucketed
 from shardlab.experiment import CompareConfig, Workload, claim, compare, load_comparison, prepare, write_report
 from shardlab.experiment.answer import answer
@@ -23,7 +24,6 @@ from shardlab.experiment.run import RankReport
 from shardlab.experiment.run_verdicts import agreement_verdict, busy_verdict, unseen_verdict, verdict, verdicts
 from shardlab.experiment.saved_runs import load_saved
 from shardlab.experiment.summary import summarise
-from shardlab.faults import NaN, faulty
 from shardlab.launch import RankError
 from shardlab.models import build_model
 from shardlab.testing.agreement_check import Did

@@ -9,7 +9,7 @@ import nbformat
 import pytest
 from nbformat import NotebookNode
 
-from shardlab.exercises import LADDER, find
+from shardlab.course import LADDER, find
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 PATHS = [path for path in sorted(FOLDER.glob("[0-9]*.ipynb")) if "03" <= path.name[:2] <= "12"]

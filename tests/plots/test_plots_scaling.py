@@ -20,20 +20,3 @@ def test_the_parts_of_a_bar_add_up_to_the_mean_step():
     assert [bar.x[1] for bar in bars] == [50.0, 20.0, 20.0, 4.0, 6.0]
     assert plots.summary_of(figure).startswith("A step: one 100 ms (90.0 ms compute")
     assert "NaN" not in str(plain_json(figure))
-
-
-def speeds():
-    rows = [("1 rank", 2, 100.0), ("1 rank", 8, 110.0), ("2 ranks", 2, 60.0), ("2 ranks", 8, 190.0)]
-    table = pd.DataFrame(rows, columns=["run", "rows", "tokens_per_s"])
-    return pd.concat([table.assign(source="measured"), table.assign(source="predicted")])
-
-
-def test_predictions_are_lines_in_the_colour_of_the_marks():
-    figure = plots.throughput(speeds())
-    lines = [trace for trace in figure.data if trace.mode == "lines"]
-    marks = [trace for trace in figure.data if trace.mode == "markers"]
-    assert len(lines) == len(marks) == 2
-    assert [line.line.color for line in lines] == [mark.marker.color for mark in marks]
-    assert all(mark.showlegend for mark in marks)
-    assert list(figure.layout.xaxis.tickvals) == [2, 8]
-    assert "2 ranks 60 with 2 rows a rank and 190 with 8" in plots.summary_of(figure)

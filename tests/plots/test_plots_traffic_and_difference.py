@@ -2,9 +2,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from shardlab.course.figures import COSTS, run_difference
 from shardlab.experiment.summary import pairs_of
-from shardlab.plots import run_difference, summary_of, traffic_matrix
-from shardlab.plots.difference import COSTS
+from shardlab.plots import summary_of, traffic_matrix
 from shardlab.plots.theme import STRATEGY_COLOURS
 from tests.analysis.hand_made import collective, collectives
 from tests.plots.sample_records import NUM_RANKS, NUMEL
@@ -60,19 +60,19 @@ def test_what_cannot_be_derived_is_refused():
             traffic_matrix(rows({"data": size}, [("data", op, 8)], 2), **options)
 
 
-def summary(**changed):
-    values = dict.fromkeys(COSTS, 100.0)
-    return pd.DataFrame([{"strategy": name, **values, **changed} for name in ("ddp", "zero1")])
+def costs(**changed):
+    return pd.Series({"strategy": "zero1", **dict.fromkeys(COSTS, 100.0), **changed})
 
 
 def test_the_difference_view_draws_what_changed_and_names_what_did_not():
-    figure = run_difference(summary(), summary(step_ms=120.0, peak_bytes=50.0), ("a", "b"))
-    zero1 = next(part for part in figure.data if part.name == "zero1")
-    assert dict(zip(zero1.y, zero1.x, strict=True)) == pytest.approx({"time of a step": 20, "peak": -50})
-    assert zero1.text == ("+20 %", "\u221250 %")
-    assert zero1.marker.color == STRATEGY_COLOURS["zero1"]
+    figure = run_difference(costs(), costs(step_ms=120.0, peak_bytes=50.0, gradient_bytes=None), ("a", "b"))
+    (bars,) = figure.data
+    assert dict(zip(bars.y, bars.x, strict=True)) == pytest.approx({"time of a step": 20, "peak": -50, "gradients": 0})
+    assert bars.text == ("+20 %", "\u221250 %", "not known")
+    assert bars.marker.color == STRATEGY_COLOURS["zero1"]
     assert figure.layout.title.subtitle.text.startswith("unchanged: exposed communication, parameters")
-    assert "zero1: time of a step 100 ms to 120 ms and peak 100 B to 50 B" in summary_of(figure)
+    assert summary_of(figure).startswith("Change from a to b: time of a step 100 ms to 120 ms, peak 100 B to 50 B and")
+    assert "nothing changed" in summary_of(run_difference(costs(), costs(step_ms=100.4), ("a", "b")))
 
 
 def test_the_only_run_of_a_record_is_compared_with_each_strategy():

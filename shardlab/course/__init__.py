@@ -1,0 +1,76 @@
+"""What notebooks use, under one name: exercises that mark themselves, controls, faults, instruments.
+
+Exercises are described in ``exercises/__init__.py``, controls in ``widgets/__init__.py``; instruments are sweeps, logs,
+interleaved variants, one traced step, verdicts, tables. Names of other rooms stand here too, so that a notebook's first
+cell stays short. All are imported when they are first used: a rank that runs an exercise needs no plots, and starts in
+0.07 s instead of 0.26.
+"""
+
+from typing import TYPE_CHECKING
+
+from shardlab.installed import imported_when_used
+
+if TYPE_CHECKING:
+    from shardlab.analysis import with_group
+    from shardlab.course.divided_weights import weight_slices, weights_table
+    from shardlab.course.exercises.exercise import (  # isort: skip
+        Case, Exercise, Measured, Message, Traffic, VirtualClock, call, call_in_place, call_without_ranks,
+    )  # fmt: skip
+    from shardlab.course.exercises.in_a_cell import Prediction, check, find, hint, predict, task
+    from shardlab.course.exercises.judge import Report, Verdict
+    from shardlab.course.exercises.ladder import LADDER
+    from shardlab.course.faults.inject import Happened, faulty, inject
+
+    from shardlab.course.faults.kinds import (  # isort: skip
+        DeadRank, Fault, LossyLink, MismatchedCollective, NaN, OutOfMemory, SkippedCall, SkippedCollective, SlowLink,
+        StoppedRank, Straggler,
+    )  # fmt: skip
+    from shardlab.course.figures import bucket_curve, mesh_map, message_times, throughput
+    from shardlab.course.gathered_units import gathered_over_a_step, gathered_table, unit_bytes, watch_gathered
+    from shardlab.course.notebook_verdicts import (  # isort: skip
+        bucket_verdict, bus_verdict, busy_in_steps, busy_now, floor_verdict, gain_verdict, hidden_verdict, late_verdict,
+        message_gains, message_verdicts, parts_verdict, pay_off_verdict, prediction_verdict,
+    )  # fmt: skip
+    from shardlab.course.printed_runs import outcome, terminal, told
+    from shardlab.course.sharded_linear import sharded_linear
+    from shardlab.course.small_records import collectives_table, log_collectives, trace_step
+    from shardlab.course.sweeps import bucket_sweep, link_for, message_sweep, run_interleaved
+    from shardlab.course.widgets.explorer import memory_explorer
+    from shardlab.course.widgets.history import RunHistory
+    from shardlab.course.widgets.live import live, read_progress
+    from shardlab.course.widgets.memory_plan import MemoryPlan
+    from shardlab.course.widgets.step_events import events_of_step, ranks_at
+    from shardlab.course.widgets.step_view import step_through
+    from shardlab.course.widgets.workbench import workbench
+    from shardlab.data_sets import batch
+    from shardlab.experiment.comparison import PRELOAD
+    from shardlab.experiment.run_plan import RunPlan, fit_of, kept_for_backward, readable_fit, saved_for_backward
+    from shardlab.launch import RankDied, RankError, RankHang, current
+    from shardlab.partition.owners import Ownership
+    from shardlab.partition.ring_cost import ring_wire_bytes
+    from shardlab.partition.slices import slices_of
+    from shardlab.tables import COLLECTIVES, SHARDS, SPANS, STEPS
+    from shardlab.trace.memory_by_role import MemoryLedger, bytes_by_role
+    from shardlab.units import units_of
+
+__all__ = [
+    "COLLECTIVES", "LADDER", "PRELOAD", "SHARDS", "SPANS", "STEPS", "Case", "DeadRank", "Exercise", "Fault", "Happened",
+    "LossyLink", "Measured", "MemoryLedger", "MemoryPlan", "Message", "MismatchedCollective", "NaN", "OutOfMemory",
+    "Ownership", "Prediction", "RankDied", "RankError", "RankHang", "Report", "RunHistory", "RunPlan", "SkippedCall",
+    "SkippedCollective", "SlowLink", "StoppedRank", "Straggler", "Traffic", "Verdict", "VirtualClock", "batch",
+    "bucket_curve", "bucket_sweep", "bucket_verdict", "bus_verdict", "busy_in_steps", "busy_now", "bytes_by_role",
+    "call", "call_in_place", "call_without_ranks", "check", "collectives_table", "current", "events_of_step", "faulty",
+    "find", "fit_of", "floor_verdict", "gain_verdict", "gathered_over_a_step", "gathered_table", "hidden_verdict",
+    "hint", "inject", "kept_for_backward", "late_verdict", "link_for", "live", "log_collectives", "memory_explorer",
+    "mesh_map", "message_gains", "message_sweep", "message_times", "message_verdicts", "outcome", "parts_verdict",
+    "pay_off_verdict", "predict", "prediction_verdict", "ranks_at", "read_progress", "readable_fit", "ring_wire_bytes",
+    "run_interleaved", "saved_for_backward", "sharded_linear", "slices_of", "step_through", "task", "terminal",
+    "throughput", "told", "trace_step", "unit_bytes", "units_of", "watch_gathered", "weight_slices", "weights_table",
+    "with_group", "workbench",
+]  # fmt: skip
+
+__getattr__ = imported_when_used(__name__, __file__)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,110 @@
+"""A calibration is measured part by part; what is measured is kept, and not measured again."""
+
+import json
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from shardlab.bench import calibrate
+from shardlab.bench.calibrate import Calibration, KeptParts, Part
+from shardlab.bench.operation_times import QUICK
+from shardlab.cli import app
+from shardlab.planner.machine import Line, Machine
+
+LINE = Line([100.0, 1_000.0], [1e-6, 1e-5])
+VALUES = {
+    "floors": dict.fromkeys(("forward", "backward", "optimizer"), 1e-6), "meeting": 1e-4, "contention": (0.2, 0.5),
+    "host": 1e-5, "pace": 1.25,
+}  # fmt: skip
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The parts that are measured, in their order, without ranks."""
+    found = []
+
+    def measure(self, pool, part, effort):
+        if len(found) == measure.stops_after:
+            raise KeyboardInterrupt
+        found.append(part)
+        return VALUES.get(part.field, LINE)
+
+    measure.stops_after = -1
+    monkeypatch.setattr(Calibration, "_measured", measure)
+    monkeypatch.setattr(calibrate, "RankPool", lambda *_, **__: nullcontext())
+    return SimpleNamespace(parts=found, measure=measure)
+
+
+def test_an_interrupted_calibration_goes_on_where_it_was(tmp_path, measured):
+    path = tmp_path / "machine.json.part"
+    measured.measure.stops_after = 30
+    with pytest.raises(KeyboardInterrupt):
+        Calibration([2, 3], path=path).measure()
+    measured.measure.stops_after = -1
+    again = Calibration([2, 3], path=path)
+    assert len(again.missing) == len(again.parts) - 30
+    told = []
+    assert again.measure(told.append)
+    assert len(told) == len(again.parts) - 30
+    assert measured.parts == again.parts  # each once, in its order
+    machine = again.machine()
+    machine.write(tmp_path / "machine.json")
+    assert Machine.load(tmp_path / "machine.json") == machine
+    costs = machine.costs(3)
+    assert (costs.slows_compute, costs.slowed_by_compute, costs.meeting) == (0.2, 0.5, 1e-4)
+    assert costs.pace["fsdp"] == 1.25
+    assert costs.host.keys() == costs.pace.keys() == {"ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp"}
+    assert costs.operations["gelu"] == costs.messages["all_gather"] == costs.products["attention"] == LINE
+    assert machine.costs(1, single=True).floors == VALUES["floors"]
+
+
+def test_no_part_begins_after_the_limit(tmp_path, measured, monkeypatch):
+    now = iter(range(100))
+    monkeypatch.setattr(calibrate, "perf_counter", lambda: next(now))
+    begun = Calibration([2], path=tmp_path / "parts")
+    assert not begun.measure(limit_s=5)
+    assert len(measured.parts) == 5
+
+
+def test_parts_of_another_machine_or_a_damaged_file_are_not_taken(tmp_path, measured):
+    path = tmp_path / "parts"
+    Calibration([2], path=path).measure()
+    assert not Calibration([2], path=path).missing
+    assert Calibration([2], is_quick=True, path=path).missing
+    found = json.loads(path.read_text())
+    for text in (json.dumps(found | {"head": found["head"] | {"cores": 1000}}), "{", "[]", "{}"):
+        path.write_text(text)
+        assert Calibration([2], path=path).missing == Calibration([2]).parts
+    assert measured.parts == Calibration([2]).parts
+
+
+def test_the_command_keeps_says_and_resumes(tmp_path, measured, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    measured.measure.stops_after = 7
+    done = CliRunner().invoke(app, ["calibrate", "--ranks", "2,2", "--quick"])
+    assert done.exit_code == 1
+    assert "Stopped: 7 of 53 parts are measured, and kept in machine.json.part; the same command goes on" in done.output
+    assert not (tmp_path / "machine.json").exists()
+    measured.measure.stops_after = -1
+    done = CliRunner().invoke(app, ["calibrate", "--ranks", "2,2", "--quick"])
+    assert done.exit_code == 0, done.output
+    assert "7 of 53 parts were measured before; remove machine.json.part to measure them again" in done.output
+    assert Machine.load("machine.json").is_quick
+    assert [path.name for path in tmp_path.iterdir()] == ["machine.json"]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [("2", "floors", ""), ("2", "operations", "add"), ("2", "messages", "all_gather"), ("2", "contention", ""),
+     ("single", "operations", "add")],
+)  # fmt: skip
+def test_a_part_is_measured_on_ranks(pools, part):
+    found = KeptParts(None, {})
+    found.keep(Part(*part), Calibration([2])._measured(pools(2), Part(*part), QUICK))
+    costs = found.costs(part[0])
+    assert costs.floors or costs.operations or costs.messages or costs.slowed_by_compute >= 0
+    for line in (*costs.operations.values(), *costs.messages.values()):
+        assert all(seconds > 0 for seconds in line.seconds)
+        assert list(line.sizes) == sorted(line.sizes)

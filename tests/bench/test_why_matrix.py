@@ -1,0 +1,16 @@
+"""Causes put in on purpose are the causes that are named; ``python tests/why_matrix.py`` prints the whole matrix."""
+
+from math import isfinite
+
+from tests.why_matrix import INJECTED, why_matrix
+
+
+def test_a_slow_loader_small_buckets_and_a_reduction_in_every_micro_batch_are_named_and_mended():
+    wrong = ("slow loader", "small buckets", "every micro-batch")
+    rows = list(why_matrix(("bucketed",), (2,), wrong))
+    assert [(row.engine, row.ranks, row.injected) for row in rows] == [("bucketed", 2, name) for name in wrong]
+    for row in rows:
+        assert row.named == INJECTED[row.injected].cause
+        assert row.is_right
+        assert 0 < row.predicted_us < row.step_us
+        assert isfinite(row.measured_us)  # the change was made

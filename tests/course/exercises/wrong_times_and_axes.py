@@ -1,0 +1,156 @@
+"""Wrong answers: definitions of overlap, buckets on a link, units under a budget, layers divided, two axes."""
+
+from functools import partial
+
+import torch
+
+from tests.course.exercises.right import (  # isort: skip
+    right_break_even, right_column_row, right_link, right_overlap, right_units, right_unscale, right_who_reduces,
+)  # fmt: skip
+
+
+def every_pair(messages, compute, waits):
+    """What overlaps twice counts twice."""
+    both = sum(max(0, min(b, d) - max(a, c)) for a, b in messages for c, d in compute)
+    return both, right_overlap(messages, [], [])[1] - both
+
+
+def waits_compute(messages, compute, waits):
+    """A span is open, so it counts as compute, also while it waits."""
+    return right_overlap(messages, compute, [])
+
+
+def first_to_last(messages, compute, waits):
+    """Communication lasts from the first message to the last, gaps included."""
+    if not messages:
+        return 0.0, 0.0
+    return right_overlap([(min(messages)[0], max(end for _, end in messages))], compute, waits)
+
+
+def lengths_alone(messages, compute, waits):
+    """As much is hidden as there is compute, wherever it lies."""
+    sent, computed = (sum(right_overlap(each, [], [])) for each in (messages, compute))
+    return min(sent, computed), max(0, sent - computed)
+
+
+def share_in_place_of_a_time(messages, compute, waits):
+    hidden, exposed = right_overlap(messages, compute, waits)
+    return hidden / (hidden + exposed), exposed
+
+
+def latency_forgotten(layers, latency_us, bytes_per_us):
+    return right_link(layers, 0, bytes_per_us)
+
+
+def on_average(layers, latency_us, bytes_per_us):
+    time, size = (sum(each) / len(layers) for each in zip(*layers, strict=True))
+    ways = range(1, len(layers))
+    return next((k for k in ways if latency_us + k * size / bytes_per_us <= k * time), len(layers))
+
+
+def last_bucket_forgotten(layers, latency_us, bytes_per_us):
+    """Looks at full buckets only."""
+
+    def keeps_up(k):
+        buckets = [layers[start : start + k] for start in range(0, len(layers) - k + 1, k)]
+        sends = (latency_us + sum(size for _, size in bucket) / bytes_per_us for bucket in buckets)
+        return all(sent <= sum(time for time, _ in bucket) for sent, bucket in zip(sends, buckets[1:], strict=False))
+
+    return next(k for k in range(1, len(layers) + 1) if keeps_up(k))
+
+
+def all_in_one(layers, latency_us, bytes_per_us):
+    return len(layers)
+
+
+def none_hides(layers, latency_us, bytes_per_us):
+    found = right_link(layers, latency_us, bytes_per_us)
+    return found if found < len(layers) else None
+
+
+def one_for_each_layer(sizes, budget, prefetch):
+    return [[index] for index in range(len(sizes))]
+
+
+def prefetch_forgotten(sizes, budget, prefetch):
+    return right_units(sizes, budget, 0)
+
+
+def half_the_budget_each(sizes, budget, prefetch):
+    return right_units(sizes, max(budget // (1 + prefetch), max(sizes)), 0)
+
+
+def never_full(sizes, budget, prefetch):
+    return right_units(sizes, max(budget - 1, *sizes), prefetch)
+
+
+def by_size(sizes, budget, prefetch):
+    order = sorted(range(len(sizes)), key=sizes.__getitem__)
+    return [[order[index] for index in unit] for unit in right_units(sorted(sizes), max(budget, *sizes), 0)]
+
+
+bias_on_every_rank = partial(right_column_row, early_bias=0.0)
+gradient_of_x_in_terms = partial(right_column_row, sums_x=False)
+relu_forgotten_in_backward = partial(right_column_row, mask=False)
+bias_gradient_summed = partial(right_column_row, sums_bias=True)
+
+
+def features_gathered(comm, x, weights, grad):
+    """Gathers a part of the first bias too: right, and not what was asked."""
+    comm.all_gather(torch.zeros(6, dtype=torch.float64), weights["column_bias"]).wait()
+    return right_column_row(comm, x, weights, grad)
+
+
+def weights_reduced_too(comm, x, weights, grad):
+    found = right_column_row(comm, x, weights, grad)
+    before = found["column"].clone()
+    comm.all_reduce(before).wait()
+    return found
+
+
+def over_all_ranks(mesh, parts):
+    mesh["data"].all_reduce(parts["output"]).wait()
+    return right_who_reduces(mesh, parts)
+
+
+divided_by_all = partial(right_who_reduces, divisor=4)
+whole_counted_twice = partial(right_who_reduces, counts_whole_twice=True)
+
+
+def axes_exchanged(mesh, parts):
+    return right_who_reduces({"data": mesh["tensor"], "tensor": mesh["data"]}, parts)
+
+
+def whole_over_both(mesh, parts):
+    mesh["tensor"].all_reduce(parts["whole"]).wait()
+    parts["whole"] /= mesh["tensor"].num_ranks
+    return right_who_reduces(mesh, parts)
+
+
+def norm_of_this_rank(mesh, parts):
+    tensor = mesh["tensor"]
+    found = right_who_reduces({"data": mesh["data"], "tensor": tensor}, parts)
+    return {**found, "norm": (parts["slice"].square().sum() + parts["whole"].square().sum()).sqrt()}
+
+
+nothing_hides = partial(right_break_even, hides=0)
+forward_hides_too = partial(right_break_even, hides=1)
+messages_at_once = partial(right_break_even, queues=False)
+as_fast_is_enough = partial(right_break_even, wins=lambda two, one: two <= one)
+as_fast_as_one_step = partial(right_break_even, wins=lambda two, one: two < 1.1 * one / 2)
+asks_nobody = partial(right_unscale, asks=False)
+nan_overlooked = partial(right_unscale, is_right=lambda shard: not shard.isinf().any())
+scale_kept = partial(right_unscale, backoff=1)
+
+
+def first_shard_only(comm, shards, scale):
+    right = all(shard.isfinite().all() for shard in shards[:1])
+    wrong = torch.tensor([float(not right)], dtype=torch.float64)
+    comm.all_reduce(wrong, reduction="max").wait()
+    return (None, scale / 2) if wrong.item() else ([shard / scale for shard in shards], scale)
+
+
+def sends_everything(comm, shards, scale):
+    for shard in shards[:1]:
+        comm.all_reduce(shard.clone()).wait()
+    return right_unscale(comm, shards, scale)
