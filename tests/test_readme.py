@@ -5,6 +5,8 @@ import shlex
 import subprocess
 import sys
 from contextlib import nullcontext
+from inspect import getsource
+from math import nan
 from pathlib import Path
 
 import pandas as pd
@@ -13,10 +15,13 @@ import typer
 from typer.testing import CliRunner
 
 from shardlab import CompareConfig, answer, compare
+from shardlab.analysis import slow_messages, slow_work
 from shardlab.analysis.held_bytes import at_rest
+from shardlab.analysis.judged_steps import BALANCED, Cause
 from shardlab.cli import app
 from shardlab.experiment import Comparison, run_verdicts
-from shardlab.experiment.answer import ROLES
+from shardlab.experiment.answer import ROLES, fastest, side_by_side
+from shardlab.experiment.step_reasons import Reasons, why
 from shardlab.vocabulary import Role
 from tests import front_page
 from tests.front_page import BLOCKS, README, blocks, shortened
@@ -81,9 +86,42 @@ def answer_and_table_are_those_of(comparison):
     said, by_times = lines[:6], (lines[1], lines[3])
     assert [line[:16].rstrip() for line in said] == [title for title, _ in answer(comparison)]
     assert shortened([line for line in said if line not in by_times], answer(comparison)) == []
+    first, cause = (line[16:].rstrip(" …") for line in by_times)
+    rows = side_by_side(comparison.summary)
+    assert any(one.startswith(shape(first, rows)) for one in fastest_sentences(rows)), first
+    assert why(causes_in(cause, [*rows.index])).startswith(cause)
+    assert all(name in dict(answer(comparison))["WHY"] for name in rows.index)
     table = comparison.summary.set_index("strategy")[[*ROLES, "wire_bytes_per_step"]] / 1e6
     shown = {name: [*cells[2:5], cells[-1]] for name, *cells in map(str.split, lines[8:])}
     assert shown == {name: [f"{number:.3f}" for number in row] for name, *row in table.itertuples()}
+
+
+def shape(sentence, rows):
+    """With NAME for each strategy and # for each number."""
+    return re.sub(r"\d[\d.]*", "#", re.sub("|".join(sorted(rows.index, key=len, reverse=True)), "NAME", sentence))
+
+
+def fastest_sentences(rows):
+    """The shapes of what can be said of the times of enough steps on quiet cores: they lie apart, or they do not."""
+    quick = pd.Series(range(1, len(rows) + 1), rows.index, dtype="float64")
+    for middle, known in ((quick, rows), (quick, rows.assign(overlap=nan)), (quick * 0 + 1, rows)):
+        times = pd.DataFrame({"low": middle, "middle": middle, "high": middle, "steps": 20})
+        yield shape(fastest(known, times), rows)
+
+
+def causes_in(line, names):
+    """The causes that a line WHY names, each with its runs and shares; what is cut off is of the last one."""
+    found, cause = {}, None
+    for part in line.split("; "):
+        known, _, runs = part.partition(" in ")
+        named = BALANCED if known == f"{BALANCED}, mostly compute," else known
+        assert named == BALANCED or any(f'"{named}"' in getsource(file) for file in (slow_messages, slow_work)), part
+        shares = re.findall(rf"({'|'.join(names)})(?: \((\d+) %)?", runs)
+        assert {bool(share) for _, share in shares} == {named != BALANCED}, part
+        for name, share in shares:
+            cause = Cause(named, 0.0, int(share or 0) / 100, "", "", float(share or 0))
+            found[name] = Reasons(1e4, (cause,))
+    return found | {name: Reasons(1e4, (cause,)) for name in names if name not in found}
 
 
 @pytest.mark.parametrize(("start", "module"), [("python", []), ("torchrun", ["-m", "torch.distributed.run"])])

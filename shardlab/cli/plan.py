@@ -36,6 +36,10 @@ KEPT_HERE = (
 )
 A_STEP = "what this prints as --json of a step of that cluster, with its measured seconds; up to three times."
 A_LINK = "24GB,32GB/s,10us; says what is left."
+HALF = (
+    "its parameters are {dtype}, and so are gradients and optimizer state, without 4-byte master weights: as --config "
+    "counts with --precision pure-bf16; by default it counts mixed precision, 16 bytes a parameter"
+)
 PER_RANK = (
     "Per rank, the largest of all ranks; at rest, between two steps. Sent: bytes and messages of one step. Units are "
     "decimal: 1 MB is 1,000,000 bytes. Activations and temporaries come on top."
@@ -51,7 +55,7 @@ SIZES_ON_GPU = {"gathered_bytes": "gathered", "left_bytes": "left", "row_bytes":
 
 
 class Found(NamedTuple):
-    """What a plan says: a title, a row for each strategy, how layers are divided, what is sent, and notes."""
+    """What a plan says: a title, a row for each strategy, how layers are divided, what is sent, notes, the dtype."""
 
     title: str
     rows: "pd.DataFrame"
@@ -59,6 +63,7 @@ class Found(NamedTuple):
     layers: "pd.DataFrame | None" = None
     collectives: "pd.DataFrame | None" = None
     note_on_gpu: str = "Left: memory without what is at rest."
+    half: str = ""
 
 
 def plan(
@@ -196,6 +201,7 @@ def _of_workload(
     from shardlab.experiment.planned import plans_of, row_of, table_of
     from shardlab.experiment.run_plan import RunPlan
     from shardlab.experiment.tensor import shown_plan
+    from shardlab.vocabulary import dtype_name
 
     names, layers, workload = names or STRATEGIES, None, workload_at(place)
     if options["tp"] > 1:
@@ -223,14 +229,18 @@ def _of_workload(
         f"Left: memory without what is at rest and what is gathered at once. {about_rows}; libraries and the "
         f"allocator take some too.{' Sending: all messages, one by one.' if has_link else ''}"
     )
-    return Found(f"{place}, {count(ranks, 'rank')}", rows, note, layers, pd.concat(sent) if sent else None, on_gpu)
+    dtypes = {param.dtype for param in workload.on_meta().parameters() if param.is_floating_point()}
+    half = ", ".join(sorted(dtype_name(dtype) for dtype in dtypes if dtype.itemsize == 2))
+    title, collectives = f"{place}, {count(ranks, 'rank')}", pd.concat(sent) if sent else None
+    return Found(title, rows, note, layers, collectives, on_gpu, half)
 
 
 def _tell(found: Found, ranks: int, gpu: Gpu | None, card: str, *, json: bool, out: Path | None) -> None:
     """Print the answer, then the tables that support it; or all as JSON; and write the page."""
     from shardlab.experiment.answer import answer_of_plan
 
-    said = answer_of_plan(found.rows, ranks, None if gpu is None else gpu.memory_bytes)
+    said: list[tuple[str, str]] = [("MODEL", HALF.format(dtype=found.half))] if found.half else []
+    said += answer_of_plan(found.rows, ranks, None if gpu is None else gpu.memory_bytes)
     page = None if out is None else _page(found, said, gpu, card, out)
     if json:
         print_json(found.rows, said, found.layers)

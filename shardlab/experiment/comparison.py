@@ -31,7 +31,7 @@ from shardlab.experiment.batches import check_enough
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import claim, new_directory, reserve, run_directory
 from shardlab.experiment.planned import against_plan, plans_or_why
-from shardlab.experiment.rank_checks import DATA, GRADIENTS, LOSS, first_that_differ, of_all_ranks
+from shardlab.experiment.rank_checks import DATA, GRADIENTS, LOSS, broadcast_said, first_that_differ, of_all_ranks
 from shardlab.experiment.run import Progress, RankReport, run_strategy
 from shardlab.experiment.step_reasons import Reasons, reasons
 from shardlab.experiment.summary import summarise
@@ -314,7 +314,8 @@ def _found(reports: list[RankReport], mesh: dict[str, int], config: CompareConfi
         "drew_random_numbers": any(report.drew for report in reports),
         "batches": of_all_ranks([each.batches for each in reports[::num_tensor_ranks]], config.trained.divides_rows),
         "other_batch": reports[0].other_batch,
-        "own_buffers": first_that_differ([report.buffers for report in reports], num_tensor_ranks),
+        "own_buffers": first_that_differ([report.buffers for report in reports], num_tensor_ranks)
+        or (broadcast_said(reports[0].buffers) if config.broadcast_buffers else ""),
         "first_losses": _first_losses([report.first for report in reports[::num_tensor_ranks]]),
     }
 

@@ -201,6 +201,10 @@ class CompareConfig(CompareOptions):
         if TorchFSDP2.name in self.strategies:
             TorchFSDP2.check_params(dict(self.on_meta.named_parameters()))
         peers = [name for name in self.strategies if name.startswith("torch_")]
+        if self.broadcast_buffers and len(peers) == len(self.strategies):
+            raise ValueError(
+                f"broadcast_buffers: torch's own engines do as they do; leave it out of {', '.join(peers)}"
+            )
         if self.link is not None and peers:
             raise ValueError(f"link: torch's own engines bypass an emulated link; leave out {', '.join(peers)}")
         if TORCH_TP in self.strategies:
@@ -316,6 +320,10 @@ class CompareConfig(CompareOptions):
         """Whether ranks hold parameters of their own, by design."""
         return strategy in self.own_strategies and self.own_strategies[strategy].ranks_differ
 
+    def broadcasts_buffers(self, strategy: str) -> bool:
+        """Whether a strategy is told to broadcast buffers."""
+        return self.broadcast_buffers and not strategy.startswith("torch_")
+
     def engine_options(self, allowed: tuple[str, ...]) -> dict[str, Any]:
         """The engine options among ``allowed`` that a strategy takes."""
         known = {
@@ -331,6 +339,8 @@ class CompareConfig(CompareOptions):
         if self.workload is not None:
             ignored |= set(BUILTIN_FIELDS)
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ignored}
+        if self.broadcast_buffers and not self.broadcasts_buffers(strategy):
+            del known["broadcast_buffers"]
         if strategy in self.own_strategies:
             known["precision"] = self.precision_of(strategy)
         known["batch"] = self.resumed_rows  # as decided, here and below: a default may depend on the number of ranks

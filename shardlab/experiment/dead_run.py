@@ -13,7 +13,7 @@ def why_dead(steps: pd.DataFrame) -> str:
         steps: table ``steps`` of one run or several; NaN norms are not known.
     """
     losses = steps.groupby(["run", "step"])["loss"].first()
-    norms = steps.reindex(columns=["run", "step", "grad_norm"]).dropna().groupby(["run", "step"])["grad_norm"].first()
+    norms = steps.reindex(columns=["run", "step", "grad_norm"]).dropna().groupby(["run", "step"])["grad_norm"].max()
     if len(norms) and not norms.to_numpy().any():
         return "the norm of the gradients is 0"
     if _all_alike(losses):

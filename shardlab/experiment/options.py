@@ -47,6 +47,8 @@ class CompareOptions:
         precision: ZeRO and FSDP: 'full', 'bf16', or 'fp16' with a gradient scaler.
         offload: FSDP: what lies in host memory: 'none', 'parameters' or 'all'.
         replicate_below: FSDP: parameters with fewer elements stay replicated.
+        broadcast_buffers: send the first data rank's buffers, such as BatchNorm's statistics, after each step, as DDP
+            does before each forward; torch's own engines do as they always do.
         tp: tensor-parallel ranks, a divisor of the number of ranks; 'single' ignores it. Layers are divided by the
             workload's plan, or by one that is suggested: 'shardlab plan --workload F:NAME --tp 2' shows it.
         sequence_parallel: with tp: divide the sequence too, where each token is computed on its own.
@@ -83,6 +85,7 @@ class CompareOptions:
     precision: str = "full"
     offload: str = "none"
     replicate_below: int = 0
+    broadcast_buffers: bool = False
     tp: int = 1
     sequence_parallel: bool = False
     link: str | None = None

@@ -173,7 +173,7 @@ def setup_of(
         optimizer = _without_counters(optimizer)  # torch keeps them in host memory
     return Setup(
         strategy, bucket_bytes=config.bucket_bytes, partition=config.partition, micro_batches=config.accumulation,
-        clip=config.clip is not None, optimizer=optimizer, **options,
+        clip=config.clip is not None, broadcast_buffers=config.broadcast_buffers, optimizer=optimizer, **options,
     )  # fmt: skip
 
 

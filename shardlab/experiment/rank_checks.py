@@ -122,10 +122,21 @@ def first_that_differ(by_rank: Sequence[Sums], num_tensor_ranks: int) -> str:
     for step, known in by_rank[0].items():
         names = [name for name in known if any(len({each[step][name] for each in ranks}) > 1 for ranks in same_slices)]
         if names:
-            named = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
-            what = f"buffer {named} differs" if len(names) == 1 else f"buffers {named} differ"
-            return f"{what} between ranks after step {step}, as what is computed from a rank's own rows does"
+            differ = f"{_buffers(names)} {'differs' if len(names) == 1 else 'differ'}"
+            return f"{differ} between ranks after step {step}, as what is computed from a rank's own rows does"
     return ""
+
+
+def broadcast_said(first_rank: Sums) -> str:
+    """Which buffers change in training, in words, where all ranks get the first one's; empty if there is none."""
+    steps = list(first_rank.values())
+    names = [name for name in steps[0] if len({step[name] for step in steps}) > 1]
+    return f"all ranks have the first one's {_buffers(names)} (broadcast_buffers)" if names else ""
+
+
+def _buffers(names: Sequence[str]) -> str:
+    named = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+    return f"{'buffer' if len(names) == 1 else 'buffers'} {named}"
 
 
 def own_buffers_said(manifests: Iterable[Mapping[str, Any]]) -> str:

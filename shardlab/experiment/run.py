@@ -342,6 +342,7 @@ def _engine(config: CompareConfig, strategy: str, mesh: BaseMesh) -> AnyEngine:
     else:
         model = workload.made(model, mesh.device, config.seed)
     model = divided(model, config, workload, strategy, mesh)
+    options["broadcast_buffers"] = config.broadcasts_buffers(strategy)
     return build_engine(given or strategy, model, workload.optimizer, mesh, **options)
 
 

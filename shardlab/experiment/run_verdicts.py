@@ -129,7 +129,8 @@ def _mean_of_means(comparison: Comparison) -> str:
 def _own_buffers(comparison: Comparison) -> str:
     """A sentence if ranks have buffers of their own, of which torch's DDP keeps only rank 0's."""
     said = rank_checks.own_buffers_said(comparison.records.manifests.values())
-    others = " torch_ddp goes on from those of rank 0." if "torch_ddp" in comparison.records.manifests else ""
+    others = " torch_ddp goes on from those of rank 0, as ours do with broadcast_buffers."
+    others = others if "torch_ddp" in comparison.records.manifests else ""
     return f" What differs first: {said}.{others}" if said else ""
 
 

@@ -1,4 +1,4 @@
-"""How a script is observed: by torch's global hooks, and by replacing five torch functions while it is recorded.
+"""How a script is observed: by torch's global hooks, and by replacing six torch functions while it is recorded.
 
 Modules: the outermost module that is called under gradients and has trainable parameters is a root; what a root wraps,
 as DistributedDataParallel does, counts as the root when it is called by itself (in an evaluation). To find roots,
@@ -6,9 +6,10 @@ a global hook sees every call of a module (``register_module_forward_pre_hook``)
 optimizer: from then on only the roots' own hooks remain, since the global one costs microseconds at every call.
 Units: they have hooks in watched steps only.
 Optimizers: ``register_optimizer_step_pre_hook`` and its counterpart.
-Backward, the scaler and the loader have no global hook, so ``torch.autograd.backward`` (which ``loss.backward()``
-calls), ``GradScaler.scale``, ``GradScaler.update``, and what ``iter()`` and ``next()`` of a DataLoader call are
-replaced. Not seen: ``torch.autograd.grad``, and loaders that are none of torch's.
+Backward, clipping, the scaler and the loader have no global hook, so ``torch.autograd.backward`` (which
+``loss.backward()`` calls), what ``clip_grad_norm_`` computes the norm by, ``GradScaler.scale``, ``GradScaler.update``,
+and what ``iter()`` and ``next()`` of a DataLoader call are replaced. Not seen: ``torch.autograd.grad``, norms that are
+computed in another way, and loaders that are none of torch's.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter  # private: a public iterator of another class is none
@@ -65,6 +67,8 @@ class Hooks:
             register_optimizer_step_post_hook(self._after_step),
         ):
             self._stack.callback(hook.remove)
+        # Private: scripts that import ``clip_grad_norm_`` by name have it from before.
+        self._stack.enter_context(_replaced(clip_grad, "_get_total_norm", self._around_norm))
         scaler = torch.amp.GradScaler
         self._stack.enter_context(_replaced(torch.autograd, "backward", self._around_backward))
         self._stack.enter_context(_replaced(scaler, "scale", _around_scale))
@@ -175,6 +179,12 @@ class Hooks:
                 return plain(tensors, *args, **kwargs)
         finally:
             self._in_backward = False
+
+    def _around_norm(self, plain: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        norm = plain(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            self._loop.clipped(scalars(norm))
+        return norm
 
     def _around_fetch(self, plain: Callable[..., Any], loader: Any) -> Any:
         with self._loop.fetch():

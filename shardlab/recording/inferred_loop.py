@@ -14,7 +14,8 @@ sends to another: that is 'backward'.
 
 What a DataLoader takes to give a batch is a span of data, of the step that trains on it.
 
-The loss of a step is the sum of the scalars on this rank whose backward was called: what was differentiated.
+The loss of a step is the sum of the scalars on this rank whose backward was called: what was differentiated. The norm
+of its gradients is known where the script clips them by torch, once, and not as DTensors, whose norm no rank has alone.
 
 Collectives, spans and phases are recorded in watched steps only; loss, learning rate and time in all of them. What is
 sent between two steps belongs to the second, so watching begins when the step before a watched one has ended.
@@ -87,6 +88,7 @@ class Loop:
         self._stepped = False
         self._since: Mark | None = None
         self._losses: list[Tensor] = []
+        self._norms: list[list[Tensor]] = []  # of each clipping
         self._learning_rate = nan
         self._late: list[tuple[CollectiveEvent, Phase]] = []
         self._num_backwards = 0  # of this step
@@ -171,6 +173,10 @@ class Loop:
         finally:
             self._record.end_waits()
             self._enter(Phase.CLIP)
+
+    def clipped(self, norm: list[Tensor]) -> None:
+        """Gradients are clipped by their ``norm``, one number; none if it is not known on this rank."""
+        self._norms.append(norm)
 
     def optimizer_begins(self, optimizer: object, learning_rate: float, *, trains: bool) -> None:
         """The outermost ``optimizer.step()`` is called; it ``trains`` if it was given a closure, as LBFGS is."""
@@ -270,10 +276,11 @@ class Loop:
         self._fetched.clear()
 
     def _cut(self) -> None:
-        losses, self._losses, self._stepped = self._losses, [], False
-        # Read the loss only here, where the recorder waits for the device anyway: any earlier read would add a wait.
+        losses, norms, self._losses, self._norms, self._stepped = self._losses, self._norms, [], [], False
+        # Read them only here, where the recorder waits for the device anyway: any earlier read would add a wait.
         loss = sum(float(loss) for loss in losses) if losses else nan
-        self._recorder.finish_step(loss, nan, self._learning_rate, None)
+        norm = float(norms[0][0]) if len(norms) == 1 and norms[0] else nan
+        self._recorder.finish_step(loss, norm, self._learning_rate, None)
         # Forget collectives only after the step is written: until then, a wait can still change what is written.
         self._record.forget_ended()
         self.num_steps += 1

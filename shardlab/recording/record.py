@@ -81,8 +81,8 @@ def record(
     Between two steps all memory is read (steps 0, 1, 64, 256 and so on), in tens of milliseconds; on a GPU the device
     is also waited for once a step, at the beginning of the next forward. The traced step takes several times as long
     and is left out of timings. At the end all hooks are gone; the records are there up to the last finished step, also
-    after an error or a kill. What a step is, and its loss: see ``recording.inferred_loop``. Unknown, and missing in the
-    tables: gradient norms, numbers of tokens, who holds which shard.
+    after an error or a kill. Steps, losses and norms: see ``recording.inferred_loop``. Unknown, and missing in
+    the tables: gradient norms where nothing is clipped, numbers of tokens, who holds which shard.
 
     A module that torch.compile compiles is one unit. Until its root is known (in the first two steps) torch warns that
     there are global hooks on modules, and afterwards it may compile once more.

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from shardlab import answer, load_comparison
 from shardlab.cli import app
 from shardlab.experiment.named_workload import workload_at
+from shardlab.planner.formulas import PRECISIONS
 from tests.front_page import README, blocks, shortened
 
 PLACE = "train.py:workload"
@@ -56,6 +57,21 @@ def test_a_plan_for_more_ranks_than_this_machine_has(template):
     assert all(name in text for name in ("single", "bucketed", "zero3", "fsdp", "messages"))
     assert " 0.00 " not in text  # of a small model's shards
     assert "Buckets of 0.001 MiB." in text.replace("\n", " ")
+
+
+def test_parameters_in_16_bits_are_counted_as_they_are_and_that_is_said(template):
+    text = (template / "train.py").read_text()
+    assert "MODEL" not in said("plan", "--workload", PLACE, "--ranks", 2)
+    code = "\nimport dataclasses\nhalf = dataclasses.replace(workload, model=lambda: nn.Linear(4, 4).bfloat16())\n"
+    (template / "train.py").write_text(text + code)
+    found = json.loads(said("plan", "--workload", "train.py:half", "--ranks", 2, "--strategies", "single", "--json"))
+    (row,) = found["strategies"]
+    each = PRECISIONS["pure-bf16"]
+    assert row["parameter_bytes"] == 20 * each.parameter
+    assert row["gradient_bytes"] == 20 * each.gradient
+    assert row["optimizer_bytes"] == 20 * (each.master + each.momentum + each.variance)
+    assert found["answer"]["MODEL"].startswith("its parameters are bfloat16, ")
+    assert "as --config counts with --precision pure-bf16" in found["answer"]["MODEL"]
 
 
 def test_an_edited_file_is_read_again_and_may_be_called_like_a_module(template):

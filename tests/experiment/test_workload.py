@@ -207,6 +207,23 @@ def test_a_buffer_of_a_ranks_own_rows_is_named_with_its_step_and_not_called_a_di
     assert "torch_ddp goes on from those of rank 0" in verdict(found)
 
 
+def test_buffers_that_are_broadcast_are_planned_and_those_of_torchs_ddp(pools, tmp_path):
+    trained = Workload(Centred, Labelled(), labelled_loss)
+    strategies, options = (*OURS, "torch_ddp"), {"broadcast_buffers": True}
+    found = compare(trained, tmp_path / "run", ranks=2, steps=4, pool=pools(2), strategies=strategies, **options)
+    by_strategy = found.summary.set_index("strategy")
+    assert by_strategy["losses_equal"].tolist() == [None, *[True] * len(OURS)]
+    assert by_strategy["as_planned"].dropna().tolist() == [True] * len(OURS)
+    assert by_strategy.loc["single", "loss_last"] != by_strategy.loc["ddp", "loss_last"]
+    said = r"rightly differs: all ranks have the first one's buffers calls, leave.mean \(broadcast_buffers\)"
+    assert re.search(said, alone_verdict(found))
+    tags = {run: set(rows["tag"]) for run, rows in found.records.collectives.query("step >= 0").groupby("run")}
+    sent = {name for name, told in tags.items() if any("buffers" in tag for tag in told)}
+    assert sent == {*strategies} - {"single"}
+    with pytest.raises(ValueError, match="broadcast_buffers: torch's own engines do as they do; leave it out"):
+        CompareConfig(workload=trained, strategies="torch_ddp", ranks=2, **options)
+
+
 def dropping_loss(model, batch):
     return functional.cross_entropy(functional.dropout(model(batch["x"]), 0.2), batch["y"])
 

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from shardlab.analysis.repeated_reductions import repeated
 from shardlab.cli import app, main
 from shardlab.comm.signed_messages import SECRET
+from shardlab.experiment.dead_run import LOOK_FOR
 from shardlab.recording import record
 from shardlab.trace.store import load_run
 from tests.export.trace_format import check
@@ -275,6 +276,46 @@ def test_a_reduction_of_the_next_micro_batch_has_the_number_of_the_one_before(po
         assert said == syncs
     # Twins of one size are two models: what the second reduces is not what the first has.
     assert found == {True: (2 * buckets, 4 * buckets, 2 * buckets), False: (2 * buckets, 2 * buckets, 0)}
+
+
+def train_clipped(rank, directory, loss, clippings=1):
+    """Two ranks of DDP with targets of their own, so that the loss moves; gradients are clipped."""
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    targets, norms = torch.Generator().manual_seed(rank), []
+    with record(directory, trace_memory=None):
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss(model(torch.ones(2, 4)), torch.randn(2, 1, generator=targets)).backward()
+            norms += [float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)) for _ in range(clippings)]
+            optimizer.step()
+    return norms
+
+
+def nothing(found, targets):
+    return (0 * found - targets).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (nothing, "the norm of the gradients is 0"),
+        (lambda found, targets: (found - targets).mean(), "the norm of the gradients is 2.23607 in every step"),
+        (lambda found, targets: (found - targets).square().mean(), None),
+    ],
+    ids=["outputs times 0", "outputs alone", "it trains"],
+)
+def test_a_script_that_does_not_train_is_told_by_the_norm_that_it_clips_by(pools, tmp_path, loss, said):
+    norms = pools(2).run(train_clipped, tmp_path, loss)
+    steps = load_run(tmp_path).steps
+    assert steps.sort_values("step").groupby("rank")["grad_norm"].apply(list).tolist() == norms
+    answer = json.loads(shardlab("report", tmp_path, "--json").stdout)["answer"]
+    assert answer.get("TRAINS") == (said and f"cannot be said: {said}; look for {LOOK_FOR}")
+
+
+def test_of_a_step_that_is_clipped_twice_the_norm_is_not_known(pools, tmp_path):
+    pools(2).run(train_clipped, tmp_path, nothing, clippings=2)
+    assert load_run(tmp_path).steps["grad_norm"].isna().all()
 
 
 def test_what_stages_of_a_pipeline_send_each_other_is_not_clipping(pools, tmp_path):
