@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "launch": {"comm", *NUMBERS},
     "testing": {"comm", "engines", "launch", "models", "vocabulary"},
     "optimizers": {"comm", "engines", "partition", "vocabulary"},
+    "dry": {"comm", "engines", "optimizers", "partition", "planner", "tables", "tensor_parallel", "vocabulary"},
 }
 LOWER = set(MAY_IMPORT)
 MAY_IMPORT["experiment"] = LOWER

@@ -100,7 +100,7 @@ class Communicator(ObservedGroup):
         own_bytes = target.nbytes
         return self._submit(
             Collective.REDUCE_SCATTER, buffer, lambda: transport.reduce_scatter(target, buffer, bounds, tag), tag,
-            own_chunk_bytes=own_bytes,
+            own_chunk_bytes=own_bytes, bounds=bounds,
             scratch_bytes=transport.scratch_bytes(own_bytes * self.num_ranks, reduces_and_scatters=True),
             keep=(buffer, target),
         )  # fmt: skip
@@ -132,7 +132,7 @@ class Communicator(ObservedGroup):
             return Pending()
         return self._submit(
             Collective.ALL_GATHER, buffer, lambda: transport.all_gather(buffer, bounds, tag), tag,
-            own_chunk_bytes=place.nbytes, keep=(buffer,),
+            own_chunk_bytes=place.nbytes, bounds=bounds, keep=(buffer,),
         )  # fmt: skip
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, tag: str = "") -> Pending:
@@ -215,15 +215,17 @@ class Communicator(ObservedGroup):
 
     def _submit(
         self, op: Collective, buffer: Tensor | None, job: Job | Message, tag: str, *,
-        own_chunk_bytes: int | None = None, scratch_bytes: int = 0, keep: tuple[Tensor, ...] = (),
-        start: Start | None = None,
+        own_chunk_bytes: int | None = None, bounds: Bounds | None = None, scratch_bytes: int = 0,
+        keep: tuple[Tensor, ...] = (), start: Start | None = None,
     ) -> Pending:  # fmt: skip
         queue = self._queue
         if queue is None or self._transport is None or self._is_closed:
             raise RuntimeError(f"communicator: axis {self.axis!r} is closed; build a new mesh")
         buffers = () if buffer is None else (buffer,)
         # Announced before it is queued: the board must show a collective that the transport never comes back from.
-        event = self.announce(op, buffers, tag, own_chunk_bytes=own_chunk_bytes, scratch_bytes=scratch_bytes)
+        event = self.announce(
+            op, buffers, tag, own_chunk_bytes=own_chunk_bytes, bounds=bounds, scratch_bytes=scratch_bytes
+        )
         if isinstance(job, Message):
             finish = queue.submit_message(job, event, self._observers)
         else:

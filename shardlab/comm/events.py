@@ -31,6 +31,7 @@ class CollectiveEvent:
         seq: position among the collectives of this communicator, from 0.
         numel: elements of the whole buffer; ``num_bytes`` likewise.
         own_chunk_bytes: bytes of this rank's chunk, where chunks may be uneven.
+        bounds: offsets of all chunks, in elements of the buffer; None where there are none, or others have cut them.
         scratch_bytes: bytes the transport holds between start and end beside the caller's buffers.
         storage: identity of the buffer's storage while it is alive, so that a memory ledger can tell what it is.
         source_line: ``file:line`` of the caller outside the library; empty until an observer asks (``callers.locate``).
@@ -54,6 +55,7 @@ class CollectiveEvent:
     emulated: bool
     source_line: str = ""
     own_chunk_bytes: int | None = None
+    bounds: tuple[int, ...] | None = None
     scratch_bytes: int = 0
     storage: int = 0
     torch_moves: float | None = None

@@ -219,10 +219,14 @@ class ForetoldMesh(BaseMesh):
     def __init__(self, axes: Mapping[str, int], rank: int, clock: ToldClock, *, are_alike: bool = True) -> None:
         super().__init__(axes, range(prod(axes.values())), torch.device("cpu"))
         self._rank, self._clock, self._are_alike = rank, clock, are_alike
+        self.places: dict[str, dict[int, int]] = {}
+        """By axis, part or product, of each rank its place in its group."""
         self._communicators = self._make({axis: groups_along(self.axes, self.ranks, axis) for axis in self.axes})
 
     def _make(self, groups: Mapping[str, Groups]) -> dict[str, Communicator]:
         own = {name: next(line for line in lines if self._rank in line) for name, lines in groups.items()}
+        for name, lines in groups.items():
+            self.places[name] = {rank: place for line in lines for place, rank in enumerate(line)}
         return {
             name: Communicator(None, None, line, 0, name) if len(line) == 1
             else ForetoldCommunicator(line, line.index(self._rank), name, self._clock, are_alike=self._are_alike)

@@ -84,7 +84,7 @@ class ObservedGroup:
 
     def announce(
         self, op: Collective, buffers: Sequence[Tensor], tag: str, *, own_chunk_bytes: int | None = None,
-        scratch_bytes: int = 0, transport: str | None = None, parts: int = 1,
+        bounds: tuple[int, ...] | None = None, scratch_bytes: int = 0, transport: str | None = None, parts: int = 1,
     ) -> CollectiveEvent:  # fmt: skip
         """Tell the observers of a collective that is issued now, by a verb or by torch itself (``script_collectives``).
 
@@ -93,6 +93,7 @@ class ObservedGroup:
             buffers: whole (unsharded) tensors of one dtype that travel together.
             tag: what it is for.
             own_chunk_bytes: bytes of this rank's chunk where chunks are uneven.
+            bounds: offsets of all chunks, in elements.
             scratch_bytes: what the transport holds meanwhile.
             transport: what sends it, if not this communicator's transport.
             parts: how many such buffers make the whole, where a rank has only its part.
@@ -103,7 +104,7 @@ class ObservedGroup:
             numel=parts * sum(buffer.numel() for buffer in buffers),
             num_bytes=parts * sum(buffer.nbytes for buffer in buffers), group_size=self.num_ranks,
             transport=transport or self._transport.name, emulated=self._transport.emulated,
-            own_chunk_bytes=own_chunk_bytes, scratch_bytes=scratch_bytes,
+            own_chunk_bytes=own_chunk_bytes, bounds=bounds, scratch_bytes=scratch_bytes,
             storage=buffers[0].untyped_storage()._cdata if buffers else 0, ranks=self.ranks,
         )  # fmt: skip
         self._seq += 1

@@ -123,7 +123,7 @@ class FSDP(Sharded):
     """
 
     name = "fsdp"
-    allocates = True
+    allocates = by_unit = True
 
     def __init__(
         self, *, sharding: str = "full_shard", wrap: WrapPolicy = AUTO, prefetch: int = 1, layout: str = "flat",

@@ -14,6 +14,7 @@ class Single(Strategy):
     """
 
     name = "single"
+    is_alone = True
 
     def lay_out(self, given: Given) -> LaidOut:
         """As the base."""

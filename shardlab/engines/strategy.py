@@ -127,6 +127,10 @@ class Strategy:
     """Whether ranks train on with parameters of their own, by design, as in local SGD: they are not compared then."""
     rests_partial: ClassVar[bool] = False
     """Whether backwards inside ``no_sync()`` send too: sums over some of the axes, to which later ones are added."""
+    is_alone: ClassVar[bool] = False
+    """Whether it trains in one process, on the rows of all ranks."""
+    by_unit: ClassVar[bool] = False
+    """Whether what it sends follows from the units that forward calls."""
     keeps_pieces = False
     """Whether what this rank keeps between steps are those pieces alone, and no whole parameters."""
     state_role = Role.OPTIMIZER_STATE

@@ -16,7 +16,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from math import isfinite, isnan
+from math import isfinite, isnan, prod
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,6 @@ from shardlab.vocabulary import MeshAxis, dtype_name
 
 # Every rank imports these, so they are imported once before the ranks are forked.
 PRELOAD = ("shardlab.experiment.run", "torch._dynamo")
-
-_BY_LOSS = "the loss sends messages of its own"
 
 OnProgress = Callable[[Progress], None]
 
@@ -240,15 +238,12 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
     pool.run(_meet)  # under torchrun the others may read only what rank 0 has finished writing
     records = load_runs(run_directory(directory, strategy) for strategy in config.strategies if strategy not in failed)
     # After the runs, not before: planning reads data, which may change what a data loader yields next.
-    plans, why = plans_or_why(config)
+    plans = plans_or_why(config)
     summary = [
-        {**row, "not_planned": why, **against_plan(row["strategy"], records, plans[row["strategy"]])}
-        for row in summarise(records, config.dtype)
+        row | against_plan(row["strategy"], records, plans[row["strategy"]]) for row in summarise(records, config.dtype)
     ]
     why_failed = {strategy: str(error).partition("\n")[0] for strategy, error in failed.items()}
     why_failed = {strategy: said.removeprefix(f"{strategy}: ") for strategy, said in why_failed.items()}
-    if config.trained.takes_mesh:
-        summary = [row | ({"not_planned": _BY_LOSS} if row["as_planned"] is None else {}) for row in summary]
     told = [{"strategy": strategy, "failed": said} for strategy, said in why_failed.items()]
     # The last file: a directory that has it counts as a finished comparison.
     if is_reporter():
@@ -290,8 +285,7 @@ def _write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
 
 def _manifest(config: CompareConfig, strategy: str, pool: RankPool) -> dict[str, Any]:
     return {
-        "run": strategy, "ranks": 1 if strategy == "single" else config.ranks,
-        "mesh": {"data": 1} if strategy == "single" else config.mesh_axes(strategy),
+        "run": strategy, "ranks": prod((mesh := config.mesh_axes(strategy)).values()), "mesh": mesh,
         "versions": {"shardlab": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "devices": pool.placement.devices, "backend": pool.placement.backend, "config": config.as_dict(strategy),
         "workload": description(config), "padding_bytes": 0, "recorder_share": None, "not_finite": {},

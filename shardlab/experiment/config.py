@@ -26,7 +26,7 @@ from shardlab.models import MODELS, GPTConfig
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.partition.ring_cost import Link
 from shardlab.units import AUTO, WrapPolicy, parse_wrap, wrap_text, wrapped_modules
-from shardlab.vocabulary import MeshAxis, Sharding, class_of, dtype_name
+from shardlab.vocabulary import MeshAxis, class_of, dtype_name
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 SEQUENCES_PER_RANK = 4
@@ -168,22 +168,21 @@ class CompareConfig(CompareOptions):
         """Make each strategy, which refuses what it does not take: on a rank it would be too late."""
         if self.wrap_policy != AUTO:
             wrapped_modules(self.on_meta, self.wrap_policy)
-        for name in set(self.strategies) & STRATEGIES.keys():
-            if issubclass(kind := STRATEGIES[name], Strategy):
-                strategy = kind(**self.engine_options(engine_options(name)))
-                if strategy.precision.compute is not None:
-                    check_batch_norms(self.on_meta, strategy.precision)
-        if wrong := next((one for one in self.own_strategies.values() if len(one.axes) > 2), None):
+        made = [one for one in map(self.strategy, self.strategies) if one is not None]
+        for strategy in made:
+            if strategy.precision.compute is not None:
+                check_batch_norms(self.on_meta, strategy.precision)
+        if wrong := next((one for one in made if len(one.axes) > 2), None):
             raise ValueError(
                 f"strategies: {wrong.name!r} averages over the axes {', '.join(wrong.axes)}; compare makes one or two"
             )
-        if self.sharding == "hybrid_shard" or any(len(one.axes) == 2 for one in self.own_strategies.values()):
+        if any(len(one.axes) == 2 for one in made):
             self._check_groups()
         elif self.shard_group is not None:
             raise ValueError("shard_group: only sharding=hybrid_shard has groups; add it, or leave shard_group out")
 
     def _check_groups(self) -> None:
-        """The shard groups of hybrid_shard."""
+        """The groups of a strategy of two axes, such as hybrid_shard."""
         if self.trained.takes_mesh:
             raise ValueError("sharding: hybrid_shard has two data axes, and the loss sends over one; use full_shard")
         if self.shard_group is None and self.shards == 1:
@@ -263,10 +262,28 @@ class CompareConfig(CompareOptions):
         """Ranks in a shard group of hybrid_shard."""
         return self.shard_group if self.shard_group is not None else _largest_divisor(self.data_ranks)
 
+    def strategy(self, name: str) -> Strategy | None:
+        """The strategy of a name, with the options that it takes; None of torch's own."""
+        if name in self.own_strategies:
+            return self.own_strategies[name]
+        kind = STRATEGIES[name]
+        return kind(**self.engine_options(engine_options(name))) if issubclass(kind, Strategy) else None
+
+    def is_alone(self, strategy: str) -> bool:
+        """Whether a strategy trains in one process, on the rows of all ranks."""
+        made = self.strategy(strategy)
+        return made is not None and made.is_alone
+
+    def divides(self, strategy: str) -> bool:
+        """Whether the layers of the model are divided: not in one process, and not where torch's own engine does it."""
+        return self.tp > 1 and strategy != TORCH_TP and not self.is_alone(strategy)
+
     def mesh_axes(self, strategy: str) -> dict[str, int]:
         """The mesh a strategy needs."""
         if strategy == TORCH_TP:
             return {"data": 1, "tensor": self.ranks}  # every rank trains on the whole batch
+        if self.is_alone(strategy):
+            return {"data": 1}
         tensor = {} if self.tp == 1 else {"tensor": self.tp}
         axes = self._axes(strategy)
         if len(axes) == 2:
@@ -275,10 +292,8 @@ class CompareConfig(CompareOptions):
 
     def _axes(self, strategy: str) -> tuple[str, ...]:
         """Those over which a strategy averages, outer first."""
-        if (own := self.own_strategies.get(strategy)) is not None:
-            return own.axes
-        in_groups = strategy == "fsdp" and self.sharding == Sharding.HYBRID_SHARD
-        return (MeshAxis.REPLICA, MeshAxis.SHARD) if in_groups else (MeshAxis.DATA,)
+        made = self.strategy(strategy)
+        return (MeshAxis.DATA,) if made is None else made.axes
 
     def precision_of(self, strategy: str) -> str:
         """In which a strategy computes: 'full' if it takes none, 'rounded' if it is the reader's own and rounds."""

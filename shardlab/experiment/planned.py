@@ -1,14 +1,16 @@
-"""What each strategy will cost a workload, without running it, and whether a record agrees in every byte and message.
+"""What each strategy will cost a workload, without ranks, and whether a record agrees in every byte and message.
 
     plan(workload, ranks=8)                               # one row per strategy
     plan(workload, ranks=64, strategies="fsdp", precision="bf16", prefetch=2)
 
-The planner uses only the partition arithmetic and runs nothing, so plan and record are two independent counts. The
-model is built on the meta device where that is possible: one of 7 billion parameters needs neither time nor memory.
+Bytes at rest of our strategies are arithmetic, and so a count of their own; of a strategy of the reader's own, and all
+messages, they are those of the engine itself, which takes two steps without values (``planned_step``). The model is
+built on the meta device where that is possible: one of 7 billion parameters needs neither time nor memory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import pandas as pd
@@ -16,21 +18,26 @@ import torch
 from torch import nn
 
 from shardlab import planner
-from shardlab.engines import engine_options
+from shardlab.dry.messages import DryRun
+from shardlab.engines import Strategy
 from shardlab.engines.precision import parse_precision
 from shardlab.experiment.config import CompareConfig, takes
-from shardlab.experiment.planned_workload import FirstForward, PlannedTensorAxis, PlannedWorkload
+from shardlab.experiment.planned_step import Held, Shapes, dry_step, memory_of
+from shardlab.experiment.planned_workload import PlannedWorkload, divided_module
 from shardlab.experiment.workload import Workload
 from shardlab.launch import place
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
-from shardlab.planner import PlannedModel, Setup
+from shardlab.planner import Setup
 from shardlab.planner.setup import STRATEGIES, Optimizer
 from shardlab.planner.tensor import on_tensor_ranks
 from shardlab.trace.store import Records
 from shardlab.units import units_of
-from shardlab.vocabulary import MeshAxis, Phase, Role, dtype_name
+from shardlab.vocabulary import Phase, Role, dtype_name
 
 _BY_ROWS = "what is used or sent depends on the rows, so bytes and messages may differ from the plan's"
+_BY_STEP = "what it sends differs from step to step"
+_BY_OPTIMIZER = "the optimizer's state has other shapes than the parameters, or grows after its first step"
+_PEERS = "it is torch's own"
 MESSAGE = ["op", "axis", "tag", "dtype", "numel", "bytes", "wire_bytes", "group_size"]
 
 
@@ -38,23 +45,23 @@ MESSAGE = ["op", "axis", "tag", "dtype", "numel", "bytes", "wire_bytes", "group_
 class Plan:
     """Tables ``memory`` and ``collectives`` of one step, ``source='predicted'``.
 
-    ``collectives`` has the messages of each axis in order. How those of the tensor axis interleave with those of the
-    data axes is not planned.
-
     Attributes:
         memory: at rest; where rows choose which parameters are used, of ranks whose rows have used all.
-        collectives: None where they depend on the rows: of FSDP, if rows choose which units are called, and of divided
-            layers, if what they send depends on values; and where the loss takes the mesh, and sends too.
-        gathered_bytes: the most gathered parameters that a rank has at one moment.
+        collectives: None where they are not known, see ``why``.
+        gathered_bytes: the most gathered parameters that a rank has at one moment; None likewise.
         precision: 'full' of a strategy that takes none.
         by_rows: whether rows choose which parameters are used.
+        is_own: whether the strategy is the reader's own, whose messages may differ from step to step.
+        why: why messages are not known: rows choose which units are called, or a step cannot be run without values.
     """
 
     memory: pd.DataFrame
     collectives: pd.DataFrame | None
-    gathered_bytes: int
+    gathered_bytes: int | None
     precision: str
     by_rows: bool = False
+    is_own: bool = False
+    why: str = ""
 
     @property
     def heaviest_rank(self) -> int:
@@ -62,91 +69,76 @@ class Plan:
         return int(self.memory.groupby("rank")["bytes"].sum().to_numpy().argmax())
 
 
-def plan_runs(config: CompareConfig) -> dict[str, Plan | None]:
-    """The plan of each strategy; None where the planner knows too little.
+def plan_runs(config: CompareConfig) -> dict[str, Plan | str]:
+    """The plan of each strategy; or why not even what is at rest is known.
 
-    Of nested FSDP units it does not know the order of messages, see ``Setup.nested_unit``.
-
-    It knows nothing of torch's own strategies, of optimizers whose state is not made of counters and of tensors of the
-    parameter's shape or grows after the first step, of the messages of ZeRO-3 where the loss calls the model not
-    exactly once, and of those of FSDP where a unit is called more than once, in forward or again by a reentrant
-    checkpoint in backward, or where one is frozen and no forward could be tried to see whether backward reaches it.
+    That is so of torch's own strategies, of optimizers whose state is not made of counters and of tensors of the
+    parameter's shape or grows after the first step, and of a strategy of the reader's own whose step cannot be run
+    without values.
 
     Raises:
         ValueError: the optimizer raises an error where its state is planned, or the data's first batch cannot be read.
         Exception: whatever the data raises later, if layers are divided.
     """
-    if set(STRATEGIES).isdisjoint(config.strategies):
-        return dict.fromkeys(config.strategies)
-    known = PlannedWorkload.of(config)
-    axis = None if config.tp == 1 else PlannedTensorAxis(config, known.module)
-    return {strategy: _plan_run(config, strategy, known, axis) for strategy in config.strategies}
+    if not any(map(config.strategy, config.strategies)):
+        return dict.fromkeys(config.strategies, _PEERS)
+    plans = _Plans(config)
+    return {name: plans.of(name) for name in config.strategies}
 
 
-def plans_or_why(config: CompareConfig) -> tuple[dict[str, Plan | None], str | None]:
-    """What ``plan_runs`` returns; None of each strategy, with the reason, if planning raises an error.
-
-    So what has run, or is shown, is not lost by it.
-    """
+def plans_or_why(config: CompareConfig) -> dict[str, Plan | str]:
+    """What ``plan_runs`` returns, or the error that it raises, of each strategy: what has run is not lost by it."""
     try:
-        return plan_runs(config), None
+        return plan_runs(config)
     except Exception as error:
         said = str(error) if isinstance(error, ValueError) else f"planning raised {type(error).__name__}: {error}"
-        return dict.fromkeys(config.strategies), said
+        return dict.fromkeys(config.strategies, said)
 
 
-def _plan_run(
-    config: CompareConfig, strategy: str, known: PlannedWorkload, axis: PlannedTensorAxis | None
-) -> Plan | None:
-    if strategy not in STRATEGIES or known.optimizer is None or not _gathers_once(strategy, known.forward):
-        return None
-    module, model, over_tensor = known.module, known.model, None
-    is_divided = axis is not None and strategy != "single"
-    if axis is not None and is_divided:
-        module, model = axis.module, planner.described(axis.module, unused=known.forward.unused)
-        over_tensor = axis.collectives(strategy)
-    setup = setup_of(config, strategy, module, known.optimizer, known.forward)
-    if not _order_is_known(setup, known):
-        return None
-    memory, sent = planner.predicted_memory(model, setup), _sent(model, setup, known.forward)
-    if config.trained.takes_mesh and setup.num_ranks > 1:
-        sent = None
-    if is_divided:
-        memory = on_tensor_ranks(memory, config.tp)
-        # The norm, on both axes, comes last.
-        over_both = [] if over_tensor is None or sent is None else [over_tensor, on_tensor_ranks(sent, config.tp)]
-        sent = pd.concat(over_both) if over_both else None
-    gathered = planner.gathered_at_once(model, setup)
-    return Plan(memory, sent, gathered, config.precision_of(strategy), by_rows=known.forward.by_rows)
+class _Plans:
+    """What the plans of all strategies share."""
 
+    def __init__(self, config: CompareConfig) -> None:
+        self._config, self._known = config, PlannedWorkload.of(config)
+        self._divided = None if config.tp == 1 else divided_module(config, self._known.module)
+        self._shapes: Shapes = {}
 
-def _sent(model: PlannedModel, setup: Setup, forward: FirstForward) -> pd.DataFrame | None:
-    """The messages over the data axes; None if rows choose which units FSDP gathers."""
-    if setup.strategy == "fsdp" and setup.num_ranks > 1 and forward.by_rows and forward.units is None:
-        return None
-    return planner.predicted_collectives(model, setup)
+    def of(self, strategy: str) -> Plan | str:
+        config, known, made = self._config, self._known, self._config.strategy(strategy)
+        if made is None:
+            return _PEERS
+        if known.optimizer is None:
+            return _BY_OPTIMIZER
+        (run, why), is_own = self._run(strategy, made), strategy in config.own_strategies
+        if run is None and is_own:
+            return why
+        memory = self._at_rest(strategy, known.optimizer) if run is None or not is_own else memory_of(run, strategy)
+        sent = None if run is None else run.messages(run=strategy)
+        gathered = None if run is None else run.of_rank(0)[1].gathered_bytes
+        return Plan(memory, sent, gathered, config.precision_of(strategy), known.forward.by_rows, is_own, why)
 
+    def _at_rest(self, strategy: str, optimizer: Mapping[str, Optimizer]) -> pd.DataFrame:
+        config, module = self._config, self._known.module
+        if self._divided is not None and config.divides(strategy):
+            module = self._divided
+        model = planner.described(module, unused=self._known.forward.unused)
+        memory = planner.predicted_memory(model, setup_of(config, strategy, module, optimizer))
+        return on_tensor_ranks(memory, config.tp) if config.divides(strategy) else memory
 
-def _gathers_once(strategy: str, forward: FirstForward) -> bool:
-    """Whether each gather around a forward is sent once, as far as is known."""
-    if strategy == "zero3":
-        return forward.calls in (None, 1)
-    called = forward.units
-    return strategy != "fsdp" or called is None or len(set(called)) == len(called)
-
-
-def _order_is_known(setup: Setup, known: PlannedWorkload) -> bool:
-    """Whether it is known which units FSDP gathers in which order."""
-    if not setup.gathers_again or setup.num_shards == 1 or known.forward.units is not None:
-        return setup.nested_unit is None
-    trainable = {param.spec.name for param in known.model.params if param.trainable}
-    return setup.nested_unit is None and not any(trainable.isdisjoint(names) for names in setup.units.values())
+    def _run(self, strategy: str, made: Strategy) -> tuple[DryRun[Held] | None, str]:
+        """The step without values; or why there is none."""
+        config, forward = self._config, self._known.forward
+        if made.by_unit and forward.units_by_rows and prod(config.mesh_axes(strategy).values()) > 1:
+            return None, _BY_ROWS
+        try:
+            return dry_step(config, strategy, self._known, self._shapes), ""
+        except Exception as error:
+            return None, f"its step cannot be run without values: {type(error).__name__}: {error}"
 
 
 def setup_of(
-    config: CompareConfig, strategy: str, module: nn.Module, optimizer: Optimizer | Mapping[str, Optimizer],
-    forward: FirstForward,
-) -> Setup:  # fmt: skip
+    config: CompareConfig, strategy: str, module: nn.Module, optimizer: Optimizer | Mapping[str, Optimizer]
+) -> Setup:
     """The planner's description of a strategy as ``compare`` runs it.
 
     Args:
@@ -154,18 +146,17 @@ def setup_of(
         strategy: a name.
         module: whose structure gives the units.
         optimizer: what it keeps for every parameter, or by name.
-        forward: the order of units, and which of them backward reaches.
     """
-    options: dict[str, Any] = {"num_ranks": 1 if strategy == "single" else config.data_ranks}
+    options: dict[str, Any] = {"num_ranks": 1 if config.is_alone(strategy) else config.data_ranks}
     if takes("precision")(strategy):
         precision = parse_precision(config.precision)
         options |= {
             "compute_dtype": _name(precision.compute), "reduce_dtype": _name(precision.reduce_dtype),
             "scales_loss": config.scales_loss(strategy),
         }  # fmt: skip
-    if strategy == "fsdp":
+    if takes("wrap")(strategy):
         options |= {
-            **_units(config, module, forward), "layout": config.layout, "sharding": config.sharding,
+            "units": units_of(module, config.wrap_policy), "layout": config.layout, "sharding": config.sharding,
             "prefetch": config.prefetch, "offload": config.offload, "replicate_below": config.replicate_below,
             "shard_group_size": config.shards if config.sharding == "hybrid_shard" else None,
         }  # fmt: skip
@@ -186,14 +177,7 @@ def _without_counters(optimizer: Optimizer | Mapping[str, Optimizer]) -> Optimiz
     return {name: without(kept) for name, kept in optimizer.items()}
 
 
-def _units(config: CompareConfig, module: nn.Module, forward: FirstForward) -> dict[str, Any]:
-    """The units, the order in which forward calls them, and those that backward does not reach."""
-    units = units_of(module, config.wrap_policy)
-    called = None if forward.units is None else [name for name in forward.units if name in units]
-    return {"units": units, "called": called, "unreached": forward.unreached}
-
-
-def against_plan(run: str, records: Records, plan: Plan | None) -> dict[str, Any]:
+def against_plan(run: str, records: Records, plan: Plan | str) -> dict[str, Any]:
     """The columns of ``summary.json`` on the plan; null without a plan.
 
     ``rest_bytes`` is measured. It, ``planned_rest_bytes`` and ``planned_wire_bytes`` are maxima over ranks.
@@ -202,20 +186,28 @@ def against_plan(run: str, records: Records, plan: Plan | None) -> dict[str, Any
     """
     rest = _last(records.memory, run, records.memory["where"] == "rest")
     measured: dict[str, Any] = {"rest_bytes": _most(rest)}
-    if plan is None:
-        return {**measured, "planned_rest_bytes": None, "planned_wire_bytes": None, "as_planned": None}
+    unknown = {"planned_wire_bytes": None, "as_planned": None}
+    if isinstance(plan, str):
+        return {**measured, "planned_rest_bytes": None, **unknown, "not_planned": plan}
     measured["planned_rest_bytes"] = _most(plan.memory)
     if plan.collectives is None:
-        return {**measured, "planned_wire_bytes": None, "as_planned": None, "not_planned": _BY_ROWS}
+        return {**measured, **unknown, "not_planned": plan.why}
     sent = plan.collectives.groupby("rank")["wire_bytes"].sum()
     held = _held(plan.memory) == _held(rest)
     own = records.collectives["phase"] != Phase.METRICS
-    recorded = _last(records.collectives, run, own, like=records.steps).sort_values(["rank", "seq"])
-    said = _said(plan.collectives) == _said(recorded)
+    said = _said(plan.collectives) == _said(_last(records.collectives, run, own, like=records.steps))
     measured["planned_wire_bytes"] = float(sent.max()) if len(sent) else 0.0
-    if plan.by_rows and not (held and said):
+    if not (held and said) and plan.by_rows:
         return {**measured, "as_planned": None, "not_planned": _BY_ROWS}
-    return {**measured, "as_planned": held and said}
+    if not (held and said) and plan.is_own and _differ(records.collectives[own & (records.collectives["run"] == run)]):
+        return {**measured, "as_planned": None, "not_planned": _BY_STEP}
+    return {**measured, "as_planned": held and said, "not_planned": None}
+
+
+def _differ(collectives: pd.DataFrame) -> bool:
+    """Whether steps after the first one sent different messages."""
+    steps = range(1, int(collectives["step"].max()) + 1)
+    return len({tuple(_said(collectives[collectives["step"] == step])) for step in steps}) > 1
 
 
 def _last(table: pd.DataFrame, run: str, chosen: pd.Series, like: pd.DataFrame | None = None) -> pd.DataFrame:
@@ -241,8 +233,7 @@ def _of_strategy(memory: pd.DataFrame) -> pd.DataFrame:
 
 
 def _said(collectives: pd.DataFrame) -> list[tuple[Any, ...]]:
-    by_axis = collectives.assign(over_tensor=collectives["axis"] == MeshAxis.TENSOR)
-    ordered = by_axis.sort_values(["rank", "over_tensor"], kind="stable")
+    ordered = collectives.sort_values(["rank", "seq"])
     return list(ordered[["rank", *MESSAGE]].itertuples(index=False, name=None))
 
 
@@ -257,18 +248,21 @@ _ROLES = {
 
 
 def plan(
-    workload: Workload | str, ranks: int, strategies: tuple[str, ...] | str = STRATEGIES, **options: Any
+    workload: Workload | str,
+    ranks: int,
+    strategies: Sequence[str | Strategy] | str | Strategy = STRATEGIES,
+    **options: Any,
 ) -> pd.DataFrame:
     """One row per strategy: maxima over ranks of bytes at rest by role, of bytes sent and of messages in a step.
 
     Args:
         workload: what is trained, or the place of it, FILE.py:NAME.
         ranks: number of ranks; they need not fit on this machine.
-        strategies: names of ours; those of torch are not planned.
+        strategies: names of ours, or strategies of your own; those of torch are not planned.
         options: other fields of ``CompareConfig``; buckets have the engines' 25 MiB unless ``bucket_mib`` is given.
 
     Returns:
-        Sizes in bytes; where messages depend on the rows (see ``Plan``) they and the bytes sent are missing. With a
+        Sizes in bytes; where messages are not known (see ``Plan``) they and the bytes sent are missing. With a
         ``precision`` it has a column of that name: 'full' for strategies that take none.
 
     Raises:
@@ -280,31 +274,30 @@ def plan(
 
 
 def plans_of(
-    workload: Workload | str, ranks: int, strategies: tuple[str, ...] | str = STRATEGIES, **options: Any
+    workload: Workload | str,
+    ranks: int,
+    strategies: Sequence[str | Strategy] | str | Strategy = STRATEGIES,
+    **options: Any,
 ) -> dict[str, Plan]:
     """The tables behind ``plan``, by strategy; arguments and errors are its."""
-    config = to_plan(workload, ranks, (strategies,) if isinstance(strategies, str) else strategies, **options)
+    config = to_plan(workload, ranks, strategies, **options)
     return {strategy: _planned(strategy, found) for strategy, found in plan_runs(config).items()}
 
 
-def to_plan(workload: Workload | str, ranks: int, strategies: tuple[str, ...], **options: Any) -> CompareConfig:
+def to_plan(
+    workload: Workload | str, ranks: int, strategies: Sequence[str | Strategy] | str | Strategy, **options: Any
+) -> CompareConfig:
     """A step of it, with the engines' buckets."""
-    if any("bucket_bytes" in engine_options(name) for name in strategies):  # else the option would be refused
+    chosen: Any = (strategies,) if isinstance(strategies, str | Strategy) else tuple(strategies)
+    sizes = [getattr(one, "bucket_bytes", None) == DEFAULT_BUCKET_BYTES for one in chosen]
+    if any(sizes) or any(map(takes("bucket_bytes"), chosen)):  # else the option would be refused
         options = {"bucket_mib": DEFAULT_BUCKET_BYTES / 2**20, **options}
-    return CompareConfig(workload=workload, ranks=ranks, strategies=strategies, **{"steps": 1, **options})
+    return CompareConfig(workload=workload, ranks=ranks, strategies=chosen, **{"steps": 1, **options})
 
 
-def _planned(strategy: str, planned: Plan | None) -> Plan:
-    if planned is None and strategy not in STRATEGIES:
-        raise ValueError(f"strategies: {strategy!r} cannot be planned, for it is not ours; {', '.join(STRATEGIES)} can")
-    if planned is None:
-        raise ValueError(
-            f"strategies: {strategy!r} cannot be planned here: the optimizer's state has other shapes than the "
-            "parameters or grows after its first step, a loss calls the model not exactly once (zero3) or an FSDP unit "
-            "twice (a reentrant checkpoint calls it again), no forward can be tried to see whether a backward reaches "
-            "a frozen FSDP unit, or one that backward gathers again is inside another (wrap one of them, or take "
-            "sharding shard_grad_op or no_shard)"
-        )
+def _planned(strategy: str, planned: Plan | str) -> Plan:
+    if isinstance(planned, str):
+        raise ValueError(f"strategies: {strategy!r} cannot be planned here: {planned}")
     return planned
 
 

@@ -1,42 +1,27 @@
-"""What the planner must know of a workload: which parameters its loss reaches, the order of units, its optimizer.
+"""What the planner must know of a workload: which parameters its loss reaches, and what its optimizer keeps.
 
 All of it is found out by trying, on the meta device where that is possible: a small step of the optimizer, and the
 graph of the first batch's loss.
-
-Where layers are divided, ``PlannedTensorAxis`` says what a rank holds of the model and which messages its layers send.
-The divided model is run without memory (``DryRunRank``), on the batches of the last step, which is the one that a
-record is compared with. So the messages are those of any plan, in the order in which autograd sends them.
 """
 
-import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import islice
 from typing import Any
 
-import pandas as pd
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from shardlab.comm.events import CollectiveEvent
-from shardlab.comm.trees import map_tensors, tensors_in
-from shardlab.engines.casts import cast_floating
+from shardlab.comm.trees import map_tensors
 from shardlab.engines.holdings import of_state
 from shardlab.engines.module_hooks import may_nest, nodes_below
-from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.experiment.batches import batches_of, divide, rows_of
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.workload import Workload, seeded
-from shardlab.planner import PlannedModel, described
-from shardlab.planner.collectives import Call
 from shardlab.planner.setup import SGD, Optimizer
-from shardlab.tables import COLLECTIVES
 from shardlab.tensor_parallel.plan_trial import MAX_NUMEL, DryRunRank
-from shardlab.units import units_of, wrapped_modules
-from shardlab.vocabulary import MeshAxis, Phase, Role
+from shardlab.units import wrapped_modules
+from shardlab.vocabulary import Role
 
 SMALL = (5, 7, 2, 2, 2, 2, 2, 2)  # none of one element: what an optimizer keeps in one would look like a parameter's
 
@@ -47,19 +32,17 @@ class FirstForward:
 
     Attributes:
         unused: names of trainable parameters that it does not depend on.
-        units: names of the units in the order of their calls; a unit called twice, or again by a reentrant
-            checkpoint in backward, is listed twice. None if unknown, or if other rows may call others.
-        unreached: names of units that are frozen, and whose outputs need no gradient.
-        calls: how often the loss calls the model or a method of it. None if unknown.
         by_rows: which parameters it depends on is decided by its rows; then ``unused`` is empty, for what one batch
             leaves out another may use.
+        units_by_rows: whether they may also decide which units are called.
+        called: where it needs values, names of units in the order of their calls; None where all of that is known
+            without values, or cannot be known.
     """
 
     unused: tuple[str, ...] = ()
-    units: tuple[str, ...] | None = None
-    unreached: tuple[str, ...] = ()
-    calls: int | None = None
     by_rows: bool = False
+    units_by_rows: bool = False
+    called: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -68,26 +51,28 @@ class PlannedWorkload:
 
     Attributes:
         module: whose structure gives the units; it may be on the meta device.
-        model: its parameters.
         optimizer: what it keeps, by parameter; None if that cannot be planned.
         forward: what the first forward did.
+        batch: the first one, of a rank.
     """
 
     module: nn.Module
-    model: PlannedModel
     optimizer: Mapping[str, Optimizer] | None
     forward: FirstForward
+    batch: Any
 
     @classmethod
     def of(cls, config: CompareConfig) -> "PlannedWorkload":
         """That of a configuration.
 
         Raises:
-            ValueError: see ``optimizer_of`` and ``first_forward``.
+            ValueError: see ``optimizer_of`` and ``first_batch``.
         """
-        module = config.on_meta
-        tried = first_forward(config, module)
-        return cls(module, described(module, unused=tried.unused), optimizer_of(config.trained, module), tried)
+        module, batch = config.on_meta, first_batch(config)
+        tried = first_forward(config, module, batch)
+        if config.trained.divides_rows:
+            batch = divide(batch, 0, min(config.data_ranks, rows_of(batch))).batch
+        return cls(module, optimizer_of(config.trained, module), tried, batch)
 
 
 def optimizer_of(workload: Workload, module: nn.Module) -> dict[str, Optimizer] | None:
@@ -152,23 +137,17 @@ def _kept(tensor: Tensor, state: Mapping[str, Any]) -> Optimizer | None:
     return Optimizer(values, counters, scalars)
 
 
-def first_forward(config: CompareConfig, module: nn.Module) -> FirstForward:
-    """Try the loss of the first batch; nothing is known of a built-in model, or if the loss cannot be computed.
-
-    Args:
-        config: whose data and loss.
-        module: the model; it may be on the meta device.
+def first_batch(config: CompareConfig) -> Any:
+    """The first batch, of all data ranks unless the data divide it.
 
     Raises:
-        ValueError: the batch cannot be read here, see also ``batches_of``.
+        ValueError: it cannot be read here, see also ``batches_of``.
     """
-    if config.workload is None:
-        return FirstForward()
     rows, workload = config.global_batch // config.accumulation, config.trained
     # A function that divides the rows itself may know of no other number of ranks; a plan may be for more than rows.
     ranks = 1 if workload.divides_rows else config.data_ranks
     try:
-        batch = next(batches_of(workload, 0, ranks, config.seed, rows)).batch
+        return next(batches_of(workload, 0, ranks, config.seed, rows)).batch
     except ValueError:
         raise
     except Exception as error:
@@ -176,60 +155,56 @@ def first_forward(config: CompareConfig, module: nn.Module) -> FirstForward:
             f"data: its first batch, from which a plan learns what the loss depends on, raised {type(error).__name__} "
             f"({error}); plan where it can be read"
         ) from error
+
+
+def first_forward(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward:
+    """Try the loss of the first batch; of a built-in model all is known, and nothing if it cannot be computed."""
+    if config.workload is None:
+        return FirstForward()
     try:
-        return _tried(config, module.to("meta"), map_tensors(lambda tensor: tensor.to("meta"), batch))
+        unused, _ = _tried(config, module.to("meta"), map_tensors(lambda tensor: tensor.to("meta"), batch))
     except Exception:  # what it computes depends on values: which expert a row takes, for example
         return _tried_with_values(config, module, batch)
+    return FirstForward(unused)
 
 
 def _tried_with_values(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward:
     """Try a loss that depends on values: with the first batch, and with one row of it, which may use less."""
     if sum(param.numel() for param in module.parameters()) > MAX_NUMEL:
-        return FirstForward(by_rows=True)  # there may be no memory for its values
+        return FirstForward(by_rows=True, units_by_rows=True)  # there may be no memory for its values
     workload = config.trained
     try:
         values = workload.made(workload.build(config.seed), torch.device("cpu"), config.seed)
-        found = _tried(config, values, batch)
+        unused, called = _tried(config, values, batch)
     except Exception:
         return FirstForward()  # the ranks will raise the same, with the rank and the line
     try:
-        alone = _tried(config, values, divide(batch, 0, rows_of(batch)).batch)
+        unused_alone, called_alone = _tried(config, values, divide(batch, 0, rows_of(batch)).batch)
     except Exception:  # a function's batches may be of any kind, and a batch norm wants several rows
-        alone = found
-    if not found.unused and (alone.unused, alone.units) == ((), found.units):
-        return found  # which rows there are makes no difference
-    is_known = found.units == alone.units and set(found.units or ()) == set(wrapped_modules(values, config.wrap_policy))
-    return FirstForward((), found.units if is_known else None, found.unreached, found.calls, by_rows=True)
+        unused_alone, called_alone = unused, called
+    if (unused, unused_alone) == ((), ()) and called == called_alone:
+        return FirstForward(called=called)  # which rows there are makes no difference
+    is_known = called == called_alone and set(called) == set(wrapped_modules(values, config.wrap_policy))
+    return FirstForward(by_rows=True, units_by_rows=not is_known, called=called if is_known else None)
 
 
-def _tried(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward:
-    called, need_gradients, calls = list[str](), set[str](), list[Any]()
-    hooks: list[RemovableHandle] = []
-
-    def after(name: str, _: nn.Module, __: Any, output: Any) -> None:
-        if any(tensor.grad_fn is not None for tensor in tensors_in(output)):
-            need_gradients.add(name)
-
-    for name, unit in wrapped_modules(module, config.wrap_policy).items():
-        hooks.append(unit.register_forward_pre_hook(lambda *_, name=name: called.append(name)))
-        hooks.append(unit.register_forward_hook(partial(after, name)))
+def _tried(config: CompareConfig, module: nn.Module, batch: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of trainable parameters that the loss does not depend on; and of units in the order of their calls."""
+    called = list[str]()
+    units = wrapped_modules(module, config.wrap_policy)
+    hooks = [unit.register_forward_pre_hook(lambda *_, name=name: called.append(name)) for name, unit in units.items()]
     params = dict(module.named_parameters())
     try:
         with seeded(0):
-            loss = config.trained.loss_on()(_Counted(module, calls), batch)
-            nodes, num_calls = nodes_below(loss.grad_fn), len(calls)
+            loss = config.trained.loss_on()(module, batch)
+            nodes = nodes_below(loss.grad_fn)
             reached = {node.variable for node in nodes if hasattr(node, "variable")}
             if any(map(may_nest, nodes)):  # the graph does not show what a backward inside the backward reaches
                 reached |= _with_gradients(loss, params)
     finally:
         for hook in hooks:  # a unit may be a layer that is to be divided, which is refused with hooks
             hook.remove()
-    trainable = {name for name, param in params.items() if param.requires_grad}
-    unused = tuple(name for name in params if name in trainable and params[name] not in reached)
-    # Backward comes to a unit that trains even if the loss does not depend on it: another rank's may.
-    frozen = [name for name, own in units_of(module, config.wrap_policy).items() if trainable.isdisjoint(own)]
-    unreached = tuple(name for name in frozen if name not in need_gradients)
-    return FirstForward(unused, tuple(called), unreached, num_calls)
+    return tuple(name for name, param in params.items() if param.requires_grad and param not in reached), tuple(called)
 
 
 def _with_gradients(loss: Tensor, params: Mapping[str, nn.Parameter]) -> set[nn.Parameter]:
@@ -242,117 +217,8 @@ def _with_gradients(loss: Tensor, params: Mapping[str, nn.Parameter]) -> set[nn.
             param.grad = None
 
 
-class _Counted:
-    """The module as a loss takes it on ranks, where a call of it, or of its methods, goes through the engine."""
-
-    def __init__(self, module: nn.Module, calls: list[Any]) -> None:
-        self._module, self._calls = module, calls
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        return self._counted(self._module, *args, **named)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._module, name)
-        return partial(self._counted, value) if inspect.ismethod(value) else value
-
-    def _counted(self, function: Any, /, *args: Any, **named: Any) -> Any:
-        self._calls.append(function)
-        return function(*args, **named)
-
-
-class PlannedTensorAxis:
-    """A workload whose layers are divided.
-
-    Args:
-        config: its plan, data and options.
-        module: the whole model; it may be on the meta device.
-
-    Attributes:
-        module: what one rank holds, without memory.
-    """
-
-    def __init__(self, config: CompareConfig, module: nn.Module) -> None:
-        self._config, self._whole = config, module
-        self._uncast = self._rank(Precision())
-        self.module = self._uncast.module
-        self._batches: list[list[Any]] | None = None
-        self._known: dict[Any, list[CollectiveEvent] | None] = {}
-
-    def collectives(self, strategy: str) -> pd.DataFrame | None:
-        """Table ``collectives`` of the tensor axis, of all ranks; None if the forward depends on values.
-
-        Raises:
-            Exception: what the data raises.
-        """
-        precision = parse_precision(self._config.precision_of(strategy))
-        self._batches = self._batches or [list(step) for step in _last_steps(self._config)]
-        # Strategies differ only in where they cast, so they mostly share what was found.
-        casts = (precision, strategy == "fsdp" and precision.compute is not None)
-        rows: list[dict[str, Any]] = []
-        for data_rank, batches in enumerate(self._batches):
-            key = (casts, tuple(tuple((one.shape, one.dtype) for one in tensors_in(batch)) for batch in batches))
-            if key not in self._known:
-                self._known[key] = self._messages(strategy, precision, batches)
-            if (found := self._known[key]) is None:
-                return None
-            for place in range(self._config.tp):
-                rank = data_rank * self._config.tp + place
-                rows += [_call(event).row("tensor", rank, seq, place) for seq, event in enumerate(found)]
-        return COLLECTIVES.frame(rows)
-
-    def _rank(self, precision: Precision) -> DryRunRank:
-        plan = self._config.trained.tp_plan
-        assert isinstance(plan, Mapping)
-        return DryRunRank(self._whole, plan, self._config.tp, precision.compute, precision.buffers)
-
-    def _messages(self, strategy: str, precision: Precision, batches: list[Any]) -> list[CollectiveEvent] | None:
-        casts = precision != Precision()
-        # With casts use a separate rank, whose units may get hooks that cast: strategies share the uncast one.
-        rank = self._rank(precision) if casts else self._uncast
-        units = wrapped_modules(rank.module, self._config.wrap_policy) if casts and strategy == "fsdp" else {}
-        called = _Called(rank.module, precision, units.values())
-        loss = self._config.trained.loss_over(rank.comm)
-        try:
-            return [event for batch in batches for event in rank.messages(partial(loss, called, batch))]
-        except Exception:  # it depends on values, which are missing here; the ranks raise any other error too
-            return None
-
-
-class _Called:
-    """The module as a loss takes it: inputs and outputs are cast where the engines cast them."""
-
-    def __init__(self, module: nn.Module, precision: Precision, units: Iterable[nn.Module]) -> None:
-        self._module, self._precision = module, precision
-        for unit in units:
-            unit.register_forward_pre_hook(
-                lambda _, args, named: cast_floating((args, named), precision.compute), with_kwargs=True
-            )
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        args, named = cast_floating((args, named), self._precision.compute)
-        return cast_floating(self._module(*args, **named), self._precision.output)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-def _last_steps(config: CompareConfig) -> Iterator[Iterator[Any]]:
-    """The micro-batches of each data rank in the last step."""
-    workload, ranks = config.trained, config.data_ranks
-    rows, last = config.global_batch // config.accumulation, config.steps * config.accumulation
-    first = last - config.accumulation
-    if workload.divides_rows:
-        # Read once, since every rank gets its rows of the same batches.
-        whole = [share.batch for share in islice(batches_of(workload, 0, 1, config.seed, rows), first, last)]
-        yield from ((divide(batch, rank, ranks).batch for batch in whole) for rank in range(ranks))
-        return
-    for rank in range(ranks):
-        yield (share.batch for share in islice(batches_of(workload, rank, ranks, config.seed, rows), first, last))
-
-
-def _call(event: CollectiveEvent) -> Call:
-    """The call of which the rank without memory has announced an event; in which phase it is sent is not planned."""
-    itemsize = event.num_bytes // max(1, event.numel)
-    return Call(
-        event.op, MeshAxis.TENSOR, event.tag, Phase.FORWARD, event.dtype, itemsize, event.numel, event.group_size
-    )
+def divided_module(config: CompareConfig, module: nn.Module) -> nn.Module:
+    """What one rank holds of a model whose layers are divided, without memory."""
+    plan = config.trained.tp_plan
+    assert isinstance(plan, Mapping)
+    return DryRunRank(module, plan, config.tp).module

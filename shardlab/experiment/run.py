@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from copy import copy
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ class RankRun:
             raise ValueError(f"scheduler: it returned {type(scheduler).__name__}; return a learning rate scheduler")
         scaler = GradScaler() if config.scales_loss(engine.name) else None
         self.finite = FiniteCheck(None if scaler is not None else engine.params.values())
-        self.loss = WatchedLoss(loss_of(config, workload, engine.name, engine.mesh), self.finite)
+        self.loss = WatchedLoss(loss_of(workload, engine.mesh, is_divided=config.divides(engine.name)), self.finite)
         self._train_step = TrainStep(
             engine, self.loss, accumulation=config.accumulation,
             max_norm=config.clip, scheduler=scheduler, scaler=scaler, recorder=recorder,
@@ -249,7 +249,7 @@ def recorded_run(
         stack.enter_context(observing_new(recorder))
         if source_of(mesh) == "emulated":
             stack.enter_context(observing_new(_OverTheLink()))
-        engine = stack.enter_context(_engine(config, strategy, mesh))
+        engine = stack.enter_context(engine_of(config, strategy, mesh))
         for hook in watch_units(engine.module, recorder, config.wrap_policy):
             stack.callback(hook.remove)
         run = RankRun(config, engine, recorder)
@@ -265,7 +265,7 @@ def run_strategy(
 
     'single' trains on rank 0 alone, on the rows and with the cores of all ranks: it sees the same global batch.
     """
-    alone = strategy == "single"
+    alone = config.is_alone(strategy)
     if alone and rank > 0:
         return None
     with contextlib.ExitStack() as stack:
@@ -324,13 +324,14 @@ def source_of(mesh: BaseMesh) -> str:
 def mesh_of(config: CompareConfig, strategy: str) -> BaseMesh:
     """The mesh that a strategy trains on; made by all ranks together."""
     device = current().device
-    if strategy == "single":
+    if config.is_alone(strategy):
         return Mesh.alone(device)
     link = None if config.link is None else Link.parse(config.link)
     return Mesh(config.mesh_axes(strategy), device=device, link=link, transport=config.transport)
 
 
-def _engine(config: CompareConfig, strategy: str, mesh: BaseMesh) -> AnyEngine:
+def engine_of(config: CompareConfig, strategy: str, mesh: BaseMesh) -> AnyEngine:
+    """The engine of a strategy, around a new model."""
     workload, given, options = config.trained, _own(config, strategy), {}
     if given is None:
         options = config.engine_options(engine_options(strategy))
@@ -341,7 +342,8 @@ def _engine(config: CompareConfig, strategy: str, mesh: BaseMesh) -> AnyEngine:
         model = model if any(param.is_meta for param in model.parameters()) else model.to(mesh.device)
     else:
         model = workload.made(model, mesh.device, config.seed)
-    model = divided(model, config, workload, strategy, mesh)
+    if config.divides(strategy):
+        model = divided(model, workload, mesh)
     options["broadcast_buffers"] = config.broadcasts_buffers(strategy)
     return build_engine(given or strategy, model, workload.optimizer, mesh, **options)
 
@@ -350,7 +352,7 @@ def _own(config: CompareConfig, strategy: str) -> Strategy | None:
     """A strategy of the reader's own, with the buckets that ours have; None of one of ours."""
     if strategy not in config.own_strategies:
         return None
-    own = copy(config.own_strategies[strategy])  # under torchrun the reader has this one
+    own = deepcopy(config.own_strategies[strategy])  # in this process the reader has this one, and plans train others
     if (capacity := config.bucket_bytes_of(strategy)) is not None:
         vars(own)["bucket_bytes"] = capacity
     return own

@@ -91,17 +91,17 @@ class RunPlan:
 
         Returns:
             The columns of ``plan`` and, per rank: ``gathered_bytes`` (at one moment of a step, on top of what is at
-            rest), ``left_bytes`` (of the GPU's memory, where nothing is that is offloaded; below zero where the model
-            states do not fit), ``row_bytes`` (that autograd keeps for a further row), ``rows_that_fit`` (in a
-            micro-batch) and ``logits_share`` (of what a row keeps), all missing where ``kept`` is None, and
-            ``sending_ms`` (all messages of a step, one after another), missing without a link.
+            rest; missing where messages are), ``left_bytes`` (of the GPU's memory, where nothing is that is offloaded;
+            below zero where the model states do not fit), ``row_bytes`` (that autograd keeps for a further row),
+            ``rows_that_fit`` (in a micro-batch) and ``logits_share`` (of what a row keeps), all missing where ``kept``
+            is None, and ``sending_ms`` (all messages of a step, one after another), missing without a link.
 
         Raises:
             ValueError: the GPU is not understood.
         """
         gpu = Gpu.parse(gpu) if isinstance(gpu, str) else gpu
         table = table_of([self._row(strategy, gpu) for strategy in self.plans])
-        return table.astype({"row_bytes": "Int64", "rows_that_fit": "Int64"}).astype(
+        return table.astype({"gathered_bytes": "Int64", "row_bytes": "Int64", "rows_that_fit": "Int64"}).astype(
             {"sending_ms": float, "logits_share": float}
         )
 
@@ -109,7 +109,7 @@ class RunPlan:
         planned, kept = self.plans[strategy], self.kept[strategy]
         # The most that a rank has at rest on its GPU; the rank that offloads most is not the one that holds most.
         on_gpu = planned.memory[planned.memory["role"] != Role.OFFLOADED].groupby("rank")["bytes"].sum().max()
-        left = gpu.memory_bytes - int(on_gpu) - planned.gathered_bytes
+        left = gpu.memory_bytes - int(on_gpu) - (planned.gathered_bytes or 0)
         sent, link = planned.collectives, gpu.link
         return {
             **row_of(strategy, planned), "gathered_bytes": planned.gathered_bytes, "left_bytes": int(left),

@@ -69,7 +69,7 @@ def load_saved(directory: Path | str) -> tuple[Comparison, CompareConfig]:
     records = whole_steps(load_runs(run_directories(directory)))
     config = config_of(records)
     check_steps(records, directory)
-    rows = [row | against_plan(row["strategy"], records, None) for row in summarise(records, config.dtype)]
+    rows = [row | against_plan(row["strategy"], records, "") for row in summarise(records, config.dtype)]
     rows.sort(key=lambda row: [*config.strategies, row["strategy"]].index(row["strategy"]))
     return Comparison(pd.DataFrame(rows), records, directory), config
 

@@ -63,17 +63,15 @@ def with_plan(options: CompareOptions, workload: Workload) -> Workload:
     return replace(workload, tp_plan=found.plan)
 
 
-def divided(model: nn.Module, options: CompareOptions, workload: Workload, strategy: str, mesh: BaseMesh) -> nn.Module:
-    """The model with its layers divided over the mesh's tensor axis; unchanged if nothing is divided. Collective."""
-    if not _divides(options, strategy):
-        return model
+def divided(model: nn.Module, workload: Workload, mesh: BaseMesh) -> nn.Module:
+    """The model with its layers divided over the mesh's tensor axis. Collective."""
     assert isinstance(workload.tp_plan, Mapping)
     return parallelize_module(model, workload.tp_plan, mesh[MeshAxis.TENSOR])
 
 
-def loss_of(options: CompareOptions, workload: Workload, strategy: str, mesh: BaseMesh) -> LossFn:
+def loss_of(workload: Workload, mesh: BaseMesh, *, is_divided: bool) -> LossFn:
     """The loss of the whole or of the divided model."""
-    if _divides(options, strategy) and workload.tp_loss is not None:
+    if is_divided and workload.tp_loss is not None:
         return workload.loss_over(mesh[MeshAxis.TENSOR])
     return workload.loss_on(mesh)
 
@@ -88,11 +86,6 @@ def _check_peers(options: CompareOptions) -> None:
         raise ValueError(f"tp: torch_tp divides the model over all {options.ranks} ranks; set tp to {options.ranks}")
     if options.sequence_parallel:
         raise ValueError("sequence_parallel: torch_tp keeps the sequence whole; leave out one of them")
-
-
-def _divides(options: CompareOptions, strategy: str) -> bool:
-    """Whether we divide the model: not for a single process, and not if torch's own engine divides it."""
-    return options.tp > 1 and strategy not in ("single", TORCH_TP)
 
 
 ROWS = 4  # of a Dataset's batch; two of them are enough to try a plan

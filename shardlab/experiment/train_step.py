@@ -7,14 +7,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from math import inf, nan
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from shardlab.engines import AnyEngine
 from shardlab.optimizers.grad_scaler import GradScaler
-from shardlab.trace.recorder import Recorder
 from shardlab.vocabulary import Phase, SpanKind
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -39,6 +38,16 @@ class StepResult:
     own_loss: float
 
 
+class Watches(Protocol):
+    """What a step tells of itself, to a recorder or a plan."""
+
+    def phase(self, phase: Phase, kind: SpanKind | None = None) -> AbstractContextManager[None]:
+        """Inside is a phase of the step."""
+
+    def at_rest(self) -> object:
+        """The optimizer has stepped, and gradients are still there."""
+
+
 class TrainStep:
     """Called once per micro-batch; every ``accumulation``-th call ends with an optimizer step.
 
@@ -60,7 +69,7 @@ class TrainStep:
 
     def __init__(
         self, engine: AnyEngine, loss: LossFn, *, accumulation: int = 1, max_norm: float | None = None, scheduler:
-        torch.optim.lr_scheduler.LRScheduler | None = None, scaler: GradScaler | None = None, recorder: Recorder | None
+        torch.optim.lr_scheduler.LRScheduler | None = None, scaler: GradScaler | None = None, recorder: Watches | None
         = None,
     ) -> None:  # fmt: skip
         if accumulation < 1:

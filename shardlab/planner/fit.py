@@ -28,9 +28,6 @@ import pandas as pd
 
 from shardlab.partition.ring_cost import Link
 from shardlab.planner.cards import MEMORY, card_named, cards, memory_bytes
-from shardlab.planner.groups import ROOT, Group, groups_of
-from shardlab.planner.setup import ITEMSIZES, PlannedModel, Setup
-from shardlab.vocabulary import Offload, Sharding
 
 
 @dataclass(frozen=True)
@@ -63,38 +60,6 @@ class Gpu:
                 "memory, bandwidth and latency such as 24GB,32GB/s,10us"
             )
         return cls(memory_bytes(memory), Link.parse(link) if comma else None)
-
-
-def gathered_at_once(model: PlannedModel, setup: Setup) -> int:
-    """The most bytes of gathered parameters that a rank has at one moment of a step, padding included.
-
-    Args:
-        model: its parameters.
-        setup: the strategy.
-
-    Raises:
-        ValueError: an FSDP unit is inside another, see ``Setup.nested_unit``.
-    """
-    setup.check_order_is_known()
-    if setup.strategy not in ("zero3", "fsdp"):
-        return 0
-    sizes: dict[str, int] = {}
-    for group in groups_of(model, setup):
-        if group.unit not in setup.uncalled:
-            sizes[group.unit] = sizes.get(group.unit, 0) + _gathered(group, setup)
-    if setup.strategy == "zero3" or setup.sharding in (Sharding.SHARD_GRAD_OP, Sharding.NO_SHARD):
-        return sum(sizes.values())
-    in_order = [size for unit, size in sizes.items() if unit != ROOT]
-    together = 1 + setup.prefetch
-    return sizes.get(ROOT, 0) + max((sum(in_order[at : at + together]) for at in range(len(in_order))), default=0)
-
-
-def _gathered(group: Group, setup: Setup) -> int:
-    dtype = setup.dtype_in_compute(group.dtype)
-    is_offloaded = setup.strategy == "fsdp" and setup.offload != Offload.NONE
-    if group.is_whole and dtype == group.dtype and not is_offloaded:
-        return 0
-    return group.layout.padded_numel * (group.itemsize if dtype == group.dtype else ITEMSIZES[dtype])
 
 
 def sending_us(collectives: pd.DataFrame, link: Link) -> float:

@@ -2,10 +2,9 @@
 
 single, ddp: every parameter alone. bucketed, zero1, zero2, zero3: a bucket (``partition.buckets``). fsdp: a unit; one
 that holds parameters of two dtypes, or frozen beside trainable ones, is a group per kind: ``UNIT part 0``, ``part 1``.
-``backward_order`` says in which order an FSDP backward takes them.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -64,7 +63,7 @@ class Group:
 
 
 def groups_of(model: PlannedModel, setup: Setup) -> tuple[Group, ...]:
-    """All groups; buckets in the order of their index, units root first, then in the order of forward, then uncalled.
+    """All groups; buckets in the order of their index, units root first, then in the module's order.
 
     Raises:
         ValueError: ``setup.units`` names an unknown parameter, or one twice.
@@ -78,41 +77,6 @@ def groups_of(model: PlannedModel, setup: Setup) -> tuple[Group, ...]:
     if setup.strategy in ("single", "ddp"):
         return tuple(Group(name, name, flat_layout([param.spec], 1), {name: param}) for name, param in by_name.items())
     return tuple(_buckets(by_name, setup))
-
-
-def backward_order(
-    units: Sequence[str], root: str | None, prefetch: int, unreached: Collection[str] = ()
-) -> Iterator[tuple[str, str]]:
-    """The order in which an FSDP backward gathers units and reduces their gradients.
-
-    Backward reaches the root first, since the model's output is the root's, then the wrapped units in the reverse order
-    of forward; when it reaches a unit, that unit and the next ``prefetch`` ones are gathered unless they are already. A
-    unit's gradients are complete, and are reduced, before backward reaches the next unit; the root's own, the
-    embedding's among them, come last of all. With units 1, 2, 3:
-
-        prefetch 0    gather root, gather 3, reduce 3, gather 2, reduce 2, gather 1, reduce 1, reduce root
-        prefetch 1    gather root, gather 3, gather 2, reduce 3, gather 1, reduce 2, reduce 1, reduce root
-
-    Args:
-        units: the wrapped units in the order of forward.
-        root: name of the unit of all other parameters; None where there are none.
-        prefetch: units gathered ahead, 0 or more.
-        unreached: units whose outputs need no gradient: backward does not come to them.
-
-    Returns:
-        Pairs of 'gather' or 'reduce' and the unit's name.
-    """
-    reached = ([] if root is None else [root]) + [unit for unit in reversed(units) if unit not in unreached]
-    num_gathered = 0
-    for place, unit in enumerate(reached):
-        ahead = min(place + 1 + prefetch, len(reached))
-        for later in reached[max(num_gathered, place) : ahead]:
-            yield "gather", later
-        num_gathered = max(num_gathered, ahead)
-        if unit != root:
-            yield "reduce", unit
-    if root is not None:
-        yield "reduce", root
 
 
 def _buckets(by_name: Mapping[str, PlannedParam], setup: Setup) -> Iterator[Group]:
@@ -164,7 +128,7 @@ def _with_root(by_name: Mapping[str, PlannedParam], setup: Setup) -> dict[str, S
     if ROOT in units:
         raise ValueError(f"units: {ROOT!r} is the name of the unit of all other parameters; use another")
     root = [name for name in by_name if name not in set(wrapped)]
-    return {ROOT: root, **{unit: units[unit] for unit in setup.called or ()}, **units}
+    return {ROOT: root, **units}
 
 
 def _is_small(param: PlannedParam, setup: Setup) -> bool:

@@ -22,7 +22,7 @@ Source: Rajbhandari et al., arXiv 1910.02054, section 5; Zhao et al., arXiv 2304
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
 
@@ -72,12 +72,15 @@ def predicted_memory(
         ValueError: a rank or a parameter's name that does not exist.
     """
     groups = groups_of(model, setup)
-    rows = []
-    for rank in setup.ranks_among(ranks):
-        held = bytes_at_rest(groups, setup, rank)
-        held[Role.OTHER] += model.buffer_bytes
-        rows += [_row(run or setup.strategy, rank, role, held[role]) for role in Role]
-    return MEMORY.frame(rows)
+    held = {rank: bytes_at_rest(groups, setup, rank) for rank in setup.ranks_among(ranks)}
+    for of_rank in held.values():
+        of_rank[Role.OTHER] += model.buffer_bytes
+    return memory_table(run or setup.strategy, held)
+
+
+def memory_table(run: str, held: Mapping[int, Mapping[Role, int]]) -> pd.DataFrame:
+    """Table ``memory`` of what ranks hold at rest, by role."""
+    return MEMORY.frame([_row(run, rank, role, of_rank[role]) for rank, of_rank in held.items() for role in Role])
 
 
 def bytes_at_rest(groups: Sequence[Group], setup: Setup, rank: int) -> Counter[Role]:

@@ -53,9 +53,6 @@ class Setup:
         partition: how zero1, zero2, zero3 divide a bucket, and fsdp the parameters.
         units: fsdp: names of the parameters of each wrapped unit, by the unit's name, in the module's order. The
             parameters of no unit are the unit ``root``.
-        called: fsdp: names of the units in the order in which forward calls them, each once; None for all, in the
-            module's order. Units that no rank's forward calls are not gathered, but reduced.
-        unreached: fsdp: names of the units that backward does not reach, such as frozen ones before all that trains.
         layout: fsdp: flat or dim0.
         sharding: fsdp: see ``Sharding``.
         shard_group_size: fsdp, hybrid_shard: ranks that shard among themselves; divides ``num_ranks``.
@@ -79,8 +76,6 @@ class Setup:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     partition: Partition | str = Partition.ELEMENTS
     units: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    called: Sequence[str] | None = None
-    unreached: Sequence[str] = ()
     layout: LayoutName | str = LayoutName.FLAT
     sharding: Sharding | str = Sharding.FULL_SHARD
     shard_group_size: int | None = None
@@ -118,9 +113,6 @@ class Setup:
                 f"partition: {str(self.partition)!r} gives ranks whole parameters; it goes with layout 'flat' and a "
                 f"sharding that shards, not with {str(self.layout)!r} and {str(self.sharding)!r}"
             )
-        for name, units in (("called", self.called or ()), ("unreached", self.unreached)):
-            if unknown := sorted(set(units) - set(self.units)):
-                raise ValueError(f"{name}: {', '.join(unknown)} is given; the units are {', '.join(self.units)}")
         self._check_groups()
 
     def _check_groups(self) -> None:
@@ -149,11 +141,6 @@ class Setup:
         return dtype if dtype is not None and self.strategy in TAKE_PRECISION and stored in ITEMSIZES else stored
 
     @property
-    def uncalled(self) -> frozenset[str]:
-        """Names of the units that forward does not call."""
-        return frozenset() if self.called is None else frozenset(self.units) - frozenset(self.called)
-
-    @property
     def hybrid(self) -> bool:
         """Whether ranks shard in groups and replicate across them."""
         return self.strategy == "fsdp" and self.sharding == Sharding.HYBRID_SHARD
@@ -176,37 +163,6 @@ class Setup:
         for rank in ranks:
             require_rank(rank, self.num_ranks)
         return ranks
-
-    @property
-    def gathers_again(self) -> bool:
-        """Whether an FSDP backward gathers units that it reaches, because they were resharded after forward."""
-        return self.strategy == "fsdp" and self.sharding in (Sharding.FULL_SHARD, Sharding.HYBRID_SHARD)
-
-    @property
-    def nested_unit(self) -> str | None:
-        """An FSDP unit inside another where backward gathers units again; None without one.
-
-        In which order it gathers the two depends on more than the units: on whether they have one output, and on
-        activation checkpointing, which gathers the inner ones in the order of forward. Where a rank holds everything,
-        it gathers only what it casts or keeps in host memory.
-        """
-        if not self.gathers_again:
-            return None
-        if self.num_shards == 1 and self.compute_dtype is None and self.offload == Offload.NONE:
-            return None
-        return next((name for name in self.units if any(name.startswith(f"{outer}.") for outer in self.units)), None)
-
-    def check_order_is_known(self) -> None:
-        """Refuse nested units, whose messages in backward cannot be planned; what is at rest can.
-
-        Raises:
-            ValueError: a unit is inside another.
-        """
-        if (name := self.nested_unit) is not None:
-            raise ValueError(
-                f"units: {name!r} is inside another unit, and the order in which a backward gathers the two is not "
-                "planned; wrap one of them, or take sharding shard_grad_op or no_shard"
-            )
 
     def shard_of(self, rank: int) -> int:
         """Which chunk ``rank`` holds: neighbours shard among themselves, as on ``Mesh({"replica": R, "shard": S})``."""

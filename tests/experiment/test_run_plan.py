@@ -13,16 +13,16 @@ from typer.testing import CliRunner
 from shardlab import Mesh, Workload, build_engine
 from shardlab.cli import app
 from shardlab.course.gathered_units import watch_gathered
+from shardlab.experiment.planned import plans_of
 from shardlab.experiment.run_plan import RunPlan, kept_for_backward, readable_fit, saved_for_backward
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.partition.ring_cost import Link
-from shardlab.planner import Gpu, Setup, described, gathered_at_once, predicted_collectives, predicted_memory
+from shardlab.planner import Gpu, described
 from shardlab.planner.cards import cards, memory_bytes
 from shardlab.planner.fit import rows_that_fit
 from shardlab.plots import memory_on_gpu
 from shardlab.plots.text import listing
 from shardlab.trace.memory_by_role import bytes_by_role
-from shardlab.units import units_of
 from shardlab.vocabulary import Role
 from tests.conftest import Pools
 
@@ -100,12 +100,16 @@ def gathered_in_an_engine(rank: int, model: Any, options: dict) -> int:
         return max(sample.num_bytes for sample in samples)
 
 
+def gathered_in_the_plan(model: Any, strategy: str, ranks: int, options: dict) -> int | None:
+    workload = Workload(model, Tokens(), loss)
+    return plans_of(workload, ranks, strategy, **options)[strategy].gathered_bytes
+
+
 @pytest.mark.parametrize("model", [gpt, Uneven])
 def test_what_is_gathered_at_once_is_what_fsdp_gathers(pools: Pools, model: Any) -> None:
     for options in ({"prefetch": 0}, {}, {"prefetch": 2}, {"prefetch": 9}, {"precision": "bf16"},
-                    {"sharding": "shard_grad_op"}):  # fmt: skip
-        known = {"compute_dtype": "bfloat16"} if "precision" in options else options
-        planned = gathered_at_once(described(model()), Setup("fsdp", 2, units=units_of(model()), **known))
+                    {"sharding": "shard_grad_op"}, {"wrap": ("blocks.*", "blocks.*.*")}):  # fmt: skip
+        planned = gathered_in_the_plan(model, "fsdp", 2, options)
         assert set(pools(2).run(gathered_in_an_engine, model, options)) == {planned}, options
 
 
@@ -137,7 +141,8 @@ WHOLE = (
 def test_what_every_rank_holds_whole_counts_where_it_is_copied(pools: Pools) -> None:
     for options in WHOLE:
         axes = {"replica": 2, "shard": 1} if options.get("sharding") == "hybrid_shard" else {"data": 2}
-        planned = gathered_at_once(described(gpt()), _setup("fsdp", 2, options))
+        shards = {"shard_group": 1} if "shard" in axes else {}
+        planned = gathered_in_the_plan(gpt, "fsdp", 2, options | shards)
         assert set(pools(2).run(copied_in_an_engine, "fsdp", options, axes)) == {planned}, options
 
 
@@ -147,26 +152,9 @@ def test_one_rank_copies_what_it_casts_and_what_is_offloaded() -> None:
         ("zero3", {}), ("zero3", rounded), ("fsdp", {}), ("fsdp", rounded), ("fsdp", {**rounded, "prefetch": 0}),
         ("fsdp", {"offload": "all"}),
     ):  # fmt: skip
-        planned = gathered_at_once(described(gpt()), _setup(strategy, 1, options))
+        planned = gathered_in_the_plan(gpt, strategy, 1, options)
         assert copied_in_an_engine(0, strategy, options) == planned, (strategy, options)
         assert (planned > 0) == bool(options)
-
-
-def _setup(strategy: str, ranks: int, options: dict) -> Setup:
-    known = {name: value for name, value in options.items() if name != "precision"}
-    known |= {"compute_dtype": "bfloat16"} if "precision" in options else {}
-    known |= {"shard_group_size": 1} if options.get("sharding") == "hybrid_shard" else {}
-    return Setup(strategy, ranks, units=units_of(gpt()) if strategy == "fsdp" else {}, **known)
-
-
-@pytest.mark.parametrize("count", [gathered_at_once, predicted_collectives])
-def test_the_order_of_nested_units_is_not_guessed(count: Any) -> None:
-    model, units = described(Uneven()), units_of(Uneven(), ("blocks.*", "blocks.*.0"))
-    with pytest.raises(ValueError, match=r"^units: 'blocks.0.0' is inside another unit.* take sharding shard_grad_op"):
-        count(model, Setup("fsdp", 2, units=units))
-    for setup in (Setup("fsdp", 2, units=units, sharding="shard_grad_op"), Setup("zero3", 2)):
-        assert len(predicted_memory(model, setup)) > 0
-        count(model, setup)
 
 
 def test_a_gpu_says_what_is_left_and_how_long_it_sends() -> None:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from shardlab.partition import ParamSpec
 from shardlab.planner import PRECISIONS, PlannedModel, Setup, predicted_collectives, predicted_memory
-from shardlab.planner.collectives import calls_of_step
-from shardlab.planner.groups import backward_order, groups_of
+from shardlab.planner.groups import groups_of
 from shardlab.planner.memory import bytes_at_rest
 from shardlab.vocabulary import FLAG, Collective, MeshAxis, Role
+from tests.oracle.collectives import backward_order, calls_of_step, counted_collectives
 
 NUM_BLOCKS = 3
 
@@ -43,7 +43,7 @@ def sent(model, setup):
 
 def wire_elements(model, setup, rank=0):
     """Elements that a rank sends in a step."""
-    frame = predicted_collectives(model, setup, ranks=[rank]).query("tag != @FLAG")
+    frame = counted_collectives(model, setup, ranks=[rank]).query("tag != @FLAG")
     return float((frame["wire_bytes"] / (frame["bytes"] / frame["numel"])).sum())
 
 

@@ -1,11 +1,12 @@
-"""The planner is the oracle of the engines: what a step records is what was predicted, to the byte, in order, per rank.
+"""Bytes at rest and messages, counted by hand, are those that ranks record, and that the engine's dry run lists.
 
-To put another engine or option under the oracle, add one line to CASES.
+To the byte, in order, per rank. To put another engine or option under the oracle, add one line to CASES.
 """
 
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 
+import pandas as pd
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from shardlab.units import units_of
 from shardlab.vocabulary import Partition, Role
 from tests.comm.test_communicator import Log
 from tests.dist import cases, test_buffers
+from tests.oracle.collectives import counted_collectives
 
 BUCKET_BYTES = 512  # several buckets in each of the models
 UNUSED = {"Unused": ("spare.weight", "spare.bias", "sometimes.weight", "sometimes.bias")}  # in step 0
@@ -172,12 +174,17 @@ def recorded(rank, todo, num_ranks):
     return found
 
 
-def predicted(kind, case, num_ranks):
-    """The same from the planner's tables, rank by rank."""
+def planned(kind, case, num_ranks):
+    """The model and the setup of a case."""
     model = described(cases.build(kind).to(case.dtype), unused=UNUSED.get(kind, ()))
-    setup = case.setup(num_ranks, case.units_of(kind) if case.strategy == "fsdp" else {})
+    return model, case.setup(num_ranks, case.units_of(kind) if case.strategy == "fsdp" else {})
+
+
+def predicted(kind, case, num_ranks):
+    """The same by arithmetic, rank by rank."""
+    model, setup = planned(kind, case, num_ranks)
     memory = predicted_memory(model, setup).to_dict("records")
-    collectives = predicted_collectives(model, setup).to_dict("records")
+    collectives = counted_collectives(model, setup).to_dict("records")
     for rank in range(num_ranks):
         held = {row["role"]: row["bytes"] for row in memory if row["rank"] == rank}
         rows = [row for row in collectives if row["rank"] == rank]
@@ -202,6 +209,15 @@ def test_recorded_equals_predicted(pools, name, num_ranks):
         for rank, (found, (held, events)) in enumerate(zip(by_rank, predicted(kind, case, num_ranks), strict=True)):
             assert found == (held, events), f"{case}: {kind} on rank {rank}"
             assert events
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), PLACES)
+def test_the_dry_run_lists_what_is_counted(name, num_ranks):
+    for place, case in enumerate(PLACES[name, num_ranks]):
+        for kind in case.kinds[place % 3 :: 3]:
+            model, setup = planned(kind, case, num_ranks)
+            counted, told = counted_collectives(model, setup), predicted_collectives(model, setup)
+            pd.testing.assert_frame_equal(told, counted, obj=f"{case}: {kind}")
 
 
 # A parameter whose memory is transposed has its bucket's gradient in another order: slower when torch adds to it.
@@ -234,7 +250,7 @@ def test_buffers_of_several_dtypes_are_sent_after_the_step(strategy):
         events = list(log.events)  # closing gathers
     sent = [(str(e.op), str(e.axis), e.tag, e.dtype, e.numel, e.num_bytes, wire_bytes(e), e.group_size) for e in events]
     setup = Setup(strategy, 3, units=units_of(test_buffers.build(), "auto"), broadcast_buffers=True)
-    told = predicted_collectives(described(test_buffers.build()), setup, ranks=[1])
+    told = counted_collectives(described(test_buffers.build()), setup, ranks=[1])
     assert sent == list(told[COLUMNS].itertuples(index=False, name=None))
     wanted = [("broadcast", "int64", 2), ("broadcast", "float64", 20), ("broadcast", "bool", 5)]
     assert [(event.op, event.dtype, event.numel) for event in events[-3:]] == wanted

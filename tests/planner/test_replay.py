@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from shardlab.partition import ParamSpec
 from shardlab.planner import PlannedModel, Setup
-from shardlab.planner.collectives import calls_of_step
 from shardlab.planner.replay import COMPUTE, REPLAYED, Schedule, Unit, replay
 from shardlab.vocabulary import FLAG, Collective, MeshAxis, Phase, SpanKind
+from tests.oracle.collectives import calls_of_step
 
 UNITS = [Unit(f"layer {number}", 1.0, 2.0, 10.0, 20.0) for number in range(3)]
 ROOT = Unit("root", 0.5, 1.0, 4.0, 8.0)

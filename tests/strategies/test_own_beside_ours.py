@@ -10,7 +10,7 @@ from torch import nn
 from shardlab.comm import Pending
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import DDP, FSDP, Bucketed, Engine, Strategy, TorchDDP, ZeRO1, build_engine
-from shardlab.experiment import CompareConfig, compare
+from shardlab.experiment import CompareConfig, compare, plan
 from shardlab.experiment.answer import answer
 from shardlab.experiment.run_verdicts import verdicts
 from shardlab.launch import RankError
@@ -92,6 +92,22 @@ def test_what_travels_in_groups_of_its_own_is_counted(tmp_path, pools):
     assert rows.wire_bytes_per_step.nunique() == 1
     assert len(sent(comparison.records, "hierarchical")) == 3 * len(sent(comparison.records, "bucketed"))
     assert sent(comparison.records, "hierarchical") == sent(comparison.records, "on_its_own_mesh")
+    assert rows.as_planned.tolist() == [True, True, None]  # a mesh of its own needs ranks
+
+
+class Owners(ZeRO1):
+    name = "owners"
+
+
+def test_its_bytes_and_messages_are_planned_where_steps_are_alike(tmp_path, pools):
+    strategies = (Owners(partition="balanced"), Groups(sharding="hybrid_shard", partition="round_robin"), LocalSGD())
+    config = CompareConfig(strategies, ranks=4, steps=3, seq_len=16, accumulation=2, clip=1.0)
+    rows = compare(config, tmp_path / "run", pool=pools(4)).summary.set_index("strategy")
+    assert rows.as_planned.tolist() == [True, True, None]
+    assert rows.not_planned["local_sgd"] == "what it sends differs from step to step"
+    assert (rows.planned_rest_bytes == rows.rest_bytes).all()
+    planned = plan(config.trained, 8, strategies[:2], bucket_mib=1.0, shard_group=4).set_index("strategy")
+    assert (planned.messages_per_step > 0).all()
 
 
 class PastAll(Bucketed):
@@ -124,6 +140,7 @@ def test_a_tensor_axis_and_groups_reach_it(tmp_path, pools):
     for column in ("parameter_bytes", "gradient_bytes", "wire_bytes_per_step"):
         assert own[column] == one[column]
     assert own.losses_equal
+    assert comparison.summary["as_planned"].all()
     config = CompareConfig(
         ("fsdp", Groups(sharding="hybrid_shard")), ranks=4, steps=2, seq_len=16, sharding="hybrid_shard"
     )

@@ -12,7 +12,7 @@ from shardlab.engines import build_engine
 from shardlab.models import GPT, GPTConfig
 from shardlab.planner import ADAM, Setup, described, predicted_collectives, predicted_memory
 from shardlab.planner.formulas import Layer, activation_bytes
-from shardlab.planner.tensor import TensorSetup, divided, on_tensor_ranks, predicted_tensor_collectives
+from shardlab.planner.tensor import divided, on_tensor_ranks
 
 from shardlab.tensor_parallel import (  # isort: skip
     Column, OnSequence, OwnDropout, Row, gpt_plan, parallelize_module,
@@ -22,6 +22,7 @@ from shardlab.trace.observed import wire_bytes
 from shardlab.vocabulary import Role
 from tests.comm.test_communicator import Log
 from tests.dist import cases
+from tests.oracle.tensor import TensorSetup, counted_tensor_collectives
 from tests.tensor_parallel.test_engines import loss_of
 
 CONFIG = GPTConfig(vocab_size=12, seq_len=8, num_layers=2, num_heads=4, hidden=16)
@@ -82,7 +83,7 @@ def rows_of(table, rank):
 def test_recorded_collectives_equal_predicted(pools, key):
     axes, micro_batches = AXES[key], 2 if key == "tp2" else 1
     for plan in PLANS.values():
-        table = predicted_tensor_collectives(setup_of(axes, plan, micro_batches))
+        table = counted_tensor_collectives(setup_of(axes, plan, micro_batches))
         num_ranks = axes["data"] * axes["tensor"]
         results = pools(num_ranks).run(recorded, axes, plan, "bucketed", {}, micro_batches)
         for rank, (_, events, _) in enumerate(results):

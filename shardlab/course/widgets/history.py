@@ -202,15 +202,11 @@ class PastRun:
             return self.comparison.records.manifests[strategy]
         return {"config": self.config.as_dict(strategy)}
 
-    def plan(self, strategy: str) -> tuple[Plan | None, str | None]:
-        """The plan of one strategy, None where the planner knows too little; and the error that planning raised.
-
-        A workload of an earlier session cannot be planned: its manifest has only its name.
-        """
+    def plan(self, strategy: str) -> Plan | str:
+        """The plan of one strategy; or why there is none, as of a workload of an earlier session."""
         if isinstance(self.config.workload, str):
-            return None, None
-        plans, why = plans_or_why(self.config)
-        return plans[strategy], why
+            return "only the name of its workload is known"
+        return plans_or_why(self.config)[strategy]
 
 
 def _found(directory: Path) -> PastRun | None:

@@ -282,11 +282,10 @@ def _cost_of(history: RunHistory, label: str) -> "pd.Series[Any]":
 def _course(history: RunHistory, label: str) -> go.Figure:
     """Memory over the traced step, with the planned bytes at rest."""
     number, _, strategy = label.partition(" ")
-    memory, (plan, why) = history.records().memory, history.runs[int(number)].plan(strategy)
-    if plan is not None:
-        memory = pd.concat([memory, plan.memory.assign(run=label)], ignore_index=True)
-    figure = plots.memory_over_step(memory, run=label)
-    return figure if why is None else figure.update_layout(title_subtitle_text=f"Not planned: {why}")
+    memory, plan = history.records().memory, history.runs[int(number)].plan(strategy)
+    if isinstance(plan, str):
+        return plots.memory_over_step(memory, run=label).update_layout(title_subtitle_text=f"Not planned: {plan}")
+    return plots.memory_over_step(pd.concat([memory, plan.memory.assign(run=label)], ignore_index=True), run=label)
 
 
 def _traffic(history: RunHistory) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""The exact list of collectives of one step on every rank, without running.
+"""The list of collectives of one step on every rank, counted by hand: what the dry run of the engine is held against.
 
 In elements per rank and step on a ring, with M = 1; (N - 1)/N of a buffer is what a rank sends of it:
 
@@ -21,12 +21,12 @@ Of M micro-batches only the last sends gradients; each gathers its parameters. A
 before the optimizer steps, one number over each data axis says whether a rank refuses to go on; the first time one more
 for each parameter says whether a rank has used it. Behind the step come
 buffers, with ``broadcast_buffers``. A group of one rank sends nothing and has no rows. For a tensor-parallel model this
-file covers the data axes, and norms over the tensor axis; ``tensor`` covers the rest. Not listed: what is sent before
-the first step, and the mean of the loss, which the training step sends.
+file covers the data axes, and norms over the tensor axis; ``oracle.tensor`` covers the rest. Not listed: what is sent
+before the first step, and the mean of the loss, which the training step sends. Units inside others are not counted.
 Source: Rajbhandari et al., arXiv 1910.02054, section 7; Zhao et al., arXiv 2304.11277, section 3.2.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
 
@@ -34,10 +34,10 @@ import pandas as pd
 
 from shardlab.partition.messages import packed
 from shardlab.partition.ring_cost import ring_wire_bytes
-from shardlab.planner.groups import ROOT, Group, backward_order, groups_of
+from shardlab.planner.groups import ROOT, Group, groups_of
 from shardlab.planner.setup import ITEMSIZES, PlannedModel, PlannedParam, Setup
 from shardlab.tables import COLLECTIVES
-from shardlab.vocabulary import FLAG, Collective, MeshAxis, Phase
+from shardlab.vocabulary import FLAG, Collective, MeshAxis, Phase, Sharding
 
 
 @dataclass(frozen=True)
@@ -69,38 +69,38 @@ class Call:
         }  # fmt: skip
 
 
-def predicted_collectives(
-    model: PlannedModel, setup: Setup, *, ranks: Sequence[int] | None = None, run: str | None = None
-) -> pd.DataFrame:
-    """Table ``collectives`` with ``source='predicted'``: rank by rank in the order of issue, times NaN.
+@dataclass(frozen=True)
+class Forward:
+    """What a forward does with FSDP's units.
 
-    Args:
-        model: its parameters.
-        setup: the strategy.
-        ranks: those wanted; None for all.
-        run: name of the run; None for the strategy's.
-
-    Raises:
-        ValueError: a rank or a parameter's name that does not exist, or an FSDP unit inside another, see
-            ``Setup.nested_unit``.
+    ``called``: their names in the order of their calls, each once; None for all, in the module's order. Units that no
+    forward calls are not gathered, but reduced. ``unreached``: those that backward does not reach.
     """
+
+    called: tuple[str, ...] | None = None
+    unreached: tuple[str, ...] = ()
+
+
+def counted_collectives(
+    model: PlannedModel, setup: Setup, forward: Forward | None = None, *, ranks: Sequence[int] | None = None
+) -> pd.DataFrame:
+    """Table ``collectives``: rank by rank in the order of issue, times NaN."""
     wanted = setup.ranks_among(ranks)
     # The sizes of what replicas exchange depend on the chunk that they hold.
     chunk_of = {rank: setup.shard_of(rank) if setup.hybrid else 0 for rank in wanted}
-    calls = {chunk: calls_of_step(model, setup, chunk) for chunk in set(chunk_of.values())}
+    calls = {chunk: calls_of_step(model, setup, chunk, forward) for chunk in set(chunk_of.values())}
     rows = []
     for rank in wanted:
         rows += [
-            call.row(run or setup.strategy, rank, seq, _member(rank, call, setup))
+            call.row(setup.strategy, rank, seq, _member(rank, call, setup))
             for seq, call in enumerate(calls[chunk_of[rank]])
         ]
     return COLLECTIVES.frame(rows)
 
 
-def calls_of_step(model: PlannedModel, setup: Setup, chunk: int = 0) -> list[Call]:
+def calls_of_step(model: PlannedModel, setup: Setup, chunk: int = 0, forward: Forward | None = None) -> list[Call]:
     """The collectives of one step in the order of issue, the same on every rank that holds this chunk."""
-    setup.check_order_is_known()
-    planner = _Step(groups_of(model, setup), setup, model, chunk)
+    planner = _Step(groups_of(model, setup), setup, model, chunk, forward or Forward())
     calls = {
         "single": planner.nothing, "ddp": planner.reduced, "bucketed": planner.reduced, "zero1": planner.zero1,
         "zero2": planner.zero1, "zero3": planner.zero3, "fsdp": planner.fsdp,
@@ -112,9 +112,17 @@ def calls_of_step(model: PlannedModel, setup: Setup, chunk: int = 0) -> list[Cal
 class _Step:
     """The step of each strategy as a list of calls."""
 
-    def __init__(self, groups: Sequence[Group], setup: Setup, model: PlannedModel, chunk: int) -> None:
-        self.groups, self.setup, self.tensor_ranks, self.chunk = groups, setup, model.tensor_ranks, chunk
+    def __init__(
+        self, groups: Sequence[Group], setup: Setup, model: PlannedModel, chunk: int, forward: Forward
+    ) -> None:  # fmt: skip
+        self.setup, self.tensor_ranks, self.chunk, self.unreached = setup, model.tensor_ranks, chunk, forward.unreached
         self.num_params = len(model.params)
+        self.groups, self.uncalled = list(groups), frozenset[str]()
+        if forward.called is not None:
+            places = {unit: place for place, unit in enumerate((ROOT, *forward.called))}
+            self.groups.sort(key=lambda group: places.get(group.unit, len(places)))  # stable: the others as they were
+            self.uncalled = frozenset(setup.units) - frozenset(forward.called)
+        self.gathers_again = setup.sharding in (Sharding.FULL_SHARD, Sharding.HYBRID_SHARD)
         self.trainable = [group for group in groups if group.trainable]
         self.axis = MeshAxis.SHARD if setup.hybrid else MeshAxis.DATA
 
@@ -142,7 +150,7 @@ class _Step:
     def fsdp(self) -> Iterator[Call]:
         for micro_batch in range(self.setup.micro_batches):
             for group in self.groups:
-                if group.unit not in self.setup.uncalled:
+                if group.unit not in self.uncalled:
                     yield self.gather(group, Phase.FORWARD)
             yield from self.backward(last=micro_batch == self.setup.micro_batches - 1)
         yield from self.until_step()
@@ -150,14 +158,14 @@ class _Step:
     def backward(self, *, last: bool) -> Iterator[Call]:
         """A backward of FSDP: gathers where parameters were resharded, reductions where the step ends."""
         units = {group.unit: [other for other in self.groups if other.unit == group.unit] for group in self.groups}
-        called = [name for name in units if name != ROOT and name not in self.setup.uncalled]
+        called = [name for name in units if name != ROOT and name not in self.uncalled]
         frozen = {name for name, groups in units.items() if not any(group.trainable for group in groups)}
-        to_reduce, complete = self.reduction_order(units), frozen | self.setup.uncalled
+        to_reduce, complete = self.reduction_order(units), frozen | self.uncalled
         begun: list[Group] = []  # reduced over their first axis, not yet over the others
-        root, passed = ROOT if ROOT in units else None, self.setup.unreached
+        root, passed = ROOT if ROOT in units else None, self.unreached
         for verb, name in backward_order(called, root, self.setup.prefetch, passed):
             if verb == "gather":
-                yield from (self.gather(group, Phase.BACKWARD) for group in units[name] if self.setup.gathers_again)
+                yield from (self.gather(group, Phase.BACKWARD) for group in units[name] if self.gathers_again)
                 continue
             complete.add(name)
             # A unit waits for those before it in the order: on another rank they may be complete the other way round.
@@ -175,7 +183,7 @@ class _Step:
         """
         gathered = [
             name for name, groups in units.items()
-            if name not in (ROOT, *self.setup.uncalled) and not all(group.is_whole for group in groups)
+            if name not in (ROOT, *self.uncalled) and not all(group.is_whole for group in groups)
         ]  # fmt: skip
         others = [name for name in self.setup.units if name in units and name not in gathered]
         return [*reversed(gathered), *reversed(others), *([ROOT] if ROOT in units else [])]
@@ -287,3 +295,38 @@ class _Step:
 
 def _member(rank: int, call: Call, setup: Setup) -> int:
     return rank // setup.num_shards if call.axis == MeshAxis.REPLICA else rank % call.group_size
+
+
+def backward_order(
+    units: Sequence[str], root: str | None, prefetch: int, unreached: Collection[str] = ()
+) -> Iterator[tuple[str, str]]:
+    """The order in which an FSDP backward gathers units and reduces their gradients.
+
+    Backward reaches the root first, since the model's output is the root's, then the wrapped units in the reverse order
+    of forward; when it reaches a unit, that unit and the next ``prefetch`` ones are gathered unless they are already. A
+    unit's gradients are complete, and are reduced, before backward reaches the next unit; the root's own, the
+    embedding's among them, come last of all. With units 1, 2, 3:
+
+        prefetch 0    gather root, gather 3, reduce 3, gather 2, reduce 2, gather 1, reduce 1, reduce root
+        prefetch 1    gather root, gather 3, gather 2, reduce 3, gather 1, reduce 2, reduce 1, reduce root
+
+    Args:
+        units: the wrapped units in the order of forward.
+        root: name of the unit of all other parameters; None where there are none.
+        prefetch: units gathered ahead, 0 or more.
+        unreached: units whose outputs need no gradient: backward does not come to them.
+
+    Returns:
+        Pairs of 'gather' or 'reduce' and the unit's name.
+    """
+    reached = ([] if root is None else [root]) + [unit for unit in reversed(units) if unit not in unreached]
+    num_gathered = 0
+    for place, unit in enumerate(reached):
+        ahead = min(place + 1 + prefetch, len(reached))
+        for later in reached[max(num_gathered, place) : ahead]:
+            yield "gather", later
+        num_gathered = max(num_gathered, ahead)
+        if unit != root:
+            yield "reduce", unit
+    if root is not None:
+        yield "reduce", root

@@ -1,0 +1,143 @@
+"""What a workload's step sends and holds under a strategy: the engine's own step, without ranks and values.
+
+The first step is only the beginning: FSDP learns from it in which order units are called. Batches are the first one
+again and again, for messages do not depend on what is in it; unless layers are divided or the loss sends too: then they
+are those of the last step, with which a record is compared.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import pandas as pd
+
+from shardlab.comm import BaseMesh
+from shardlab.comm.trees import tensors_in
+from shardlab.dry.messages import DryRun, Log, Places
+from shardlab.engines import Division, Engine
+from shardlab.experiment.batches import batches_of, divide
+from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.planned_workload import PlannedWorkload
+from shardlab.experiment.run import engine_of
+from shardlab.experiment.tensor import loss_of
+from shardlab.experiment.train_step import TrainStep
+from shardlab.launch import place
+from shardlab.optimizers.grad_scaler import GradScaler
+from shardlab.planner.memory import memory_table
+from shardlab.trace.memory_by_role import bytes_by_role
+from shardlab.units import wrapped_modules
+from shardlab.vocabulary import Role
+
+STEPS = 2
+Shapes = dict[Hashable, Any]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds.
+
+    Attributes:
+        at_rest: bytes by role.
+        gathered_bytes: the most of gathered parameters at one moment.
+        divisions: how the parameters are divided.
+    """
+
+    at_rest: dict[Role, int]
+    gathered_bytes: int
+    divisions: Sequence[Division]
+
+
+def dry_step(config: CompareConfig, strategy: str, known: PlannedWorkload, shapes: Shapes) -> DryRun[Held]:
+    """A step of a strategy on all ranks.
+
+    Args:
+        config: what is trained, and how.
+        strategy: its name; one of ours, or of the reader's own.
+        known: of the workload.
+        shapes: see ``WithoutValues``.
+
+    Raises:
+        Exception: what the step raises, for example because it depends on values.
+    """
+    batches = [[known.batch] * config.accumulation] * config.data_ranks
+    by_rows = config.divides(strategy) or config.trained.takes_mesh
+    if by_rows:
+        batches = [list(step) for step in _last_steps(config)]
+    shapes_of = [tuple((one.shape, one.dtype) for one in tensors_in(step)) for step in batches]
+    own, made = strategy in config.own_strategies, config.strategy(strategy)
+    by_unit = made is not None and made.by_unit
+
+    def kind(rank: int, held: Held, places: Places) -> Hashable:
+        pieces = [_pieces(one, places[one.comm.axis][rank]) for one in held.divisions if own and one.is_spread]
+        return shapes_of[rank // config.tp] if by_rows else None, *pieces
+
+    def step(mesh: BaseMesh, log: Log) -> Held:
+        with engine_of(config, strategy, mesh) as engine:
+            assert isinstance(engine, Engine)
+            watch = _Watch(engine, log, on_gpu=place(config.ranks, config.device).device_type == "cuda")
+            train_step = TrainStep(
+                engine, loss_of(config.trained, mesh, is_divided=config.divides(strategy)), recorder=watch,
+                accumulation=config.accumulation, max_norm=config.clip,
+                scaler=GradScaler() if config.scales_loss(strategy) else None,
+            )  # fmt: skip
+            called = list[str]()
+            for name, unit in wrapped_modules(engine.module, config.wrap_policy).items():
+                unit.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+            for _ in range(STEPS):
+                with log.step():
+                    for micro_batch in batches[engine.data_rank]:
+                        train_step(micro_batch)
+            route = known.forward.called
+            if by_unit and route is not None and called != [*route] * config.accumulation * STEPS:
+                raise RuntimeError("which units it calls depends on values")
+            return Held(watch.held, watch.gathered_bytes, engine.divisions())
+
+    return DryRun(step, config.mesh_axes(strategy), kind, shapes, alike=not known.forward.by_rows)
+
+
+def memory_of(run: DryRun[Held], name: str) -> pd.DataFrame:
+    """Table ``memory`` of all ranks at rest."""
+    return memory_table(name, {rank: run.of_rank(rank)[1].at_rest for rank in range(run.num_ranks)})
+
+
+class _Watch:
+    """Reads what an engine holds, as a recorder does."""
+
+    def __init__(self, engine: Engine, log: Log, *, on_gpu: bool) -> None:
+        self._engine, self.phase, self._on_gpu = engine, log.phase, on_gpu
+        self.held: dict[Role, int] = {}
+        self.gathered_bytes = 0
+        for unit in engine.units:
+            for shards in unit.shards:
+                shards.watchers.append(self._look)
+
+    def at_rest(self) -> None:
+        """After a step, while gradients are there."""
+        live = self._engine.live_tensors()
+        if self._on_gpu:  # there torch keeps counters in host memory
+            live = {**live, Role.OTHER: list(self._engine.module.buffers())}
+        self.held = bytes_by_role(live)
+
+    def _look(self, shown: bool) -> None:
+        if not shown:  # before something is freed there is most
+            gathered = bytes_by_role(self._engine.live_tensors())[Role.GATHERED_PARAMETER]
+            self.gathered_bytes = max(self.gathered_bytes, gathered)
+
+
+def _pieces(division: Division, place: int) -> Hashable:
+    return tuple((name, stop - start) for name, (start, stop) in division.pieces_of(place).items())
+
+
+def _last_steps(config: CompareConfig) -> Iterator[Iterator[Any]]:
+    """The micro-batches of each data rank in the last step."""
+    workload, ranks = config.trained, config.data_ranks
+    rows, last = config.global_batch // config.accumulation, config.steps * config.accumulation
+    first = last - config.accumulation
+    if workload.divides_rows:
+        # Read once, since every rank gets its rows of the same batches.
+        whole = [share.batch for share in islice(batches_of(workload, 0, 1, config.seed, rows), first, last)]
+        yield from ((divide(batch, rank, ranks).batch for batch in whole) for rank in range(ranks))
+        return
+    for rank in range(ranks):
+        yield (share.batch for share in islice(batches_of(workload, rank, ranks, config.seed, rows), first, last))
