@@ -39,8 +39,9 @@ def mark_of(device: torch.device) -> Mark | None:
 
 def numbers_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
     """A tensor of numbers, int32, for whose copy to a device the host does not wait."""
-    is_cuda = device.type == "cuda"
-    return torch.tensor(numbers, dtype=torch.int32, pin_memory=is_cuda).to(device, non_blocking=True)
+    host = torch.empty(len(numbers), dtype=torch.int32, pin_memory=device.type == "cuda")
+    host.numpy()[:] = numbers
+    return host.to(device, non_blocking=True)
 
 
 def read_later(numbers: Tensor) -> Callable[[], list[int]]:

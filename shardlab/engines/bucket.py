@@ -34,6 +34,7 @@ class Bucket:
         self.index, self.layout, self.params, self.scale = index, layout, params, scale
         shapes = {name: tuple(param.shape) for name, param in params.items()}
         self._tensors = TensorLayout(layout, 0, shapes, {name: _strides(param) for name, param in params.items()})
+        self._like = next(iter(params.values())).new_empty(0)  # as they are now: a module may be converted
         self.buffer: Tensor | None = None
         self.pending: Pending | None = None
         self._filled: set[str] = set()  # what will be sent
@@ -57,8 +58,7 @@ class Bucket:
     def _to_fill(self) -> Tensor:
         # What is filled is nobody's gradient; else a view outside may be one that the user has kept, or a mean.
         if self.buffer is None or (not self._filled and num_references(self.buffer) > 1):
-            like = next(iter(self.params.values()))
-            self.buffer = torch.empty(self.layout.padded_numel, dtype=like.dtype, device=like.device)
+            self.buffer = self._like.new_empty(self.layout.padded_numel)
         return self.buffer
 
     def prepare(self) -> Tensor:

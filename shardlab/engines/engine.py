@@ -417,8 +417,9 @@ class Engine(AnyEngine):
         self._run_hooks_last()
         self._ask("backward")
         self._due |= {param for param in self.params.values() if param.requires_grad}
-        if self._sync:
-            self._used |= {param for param in self.params.values() if param.grad is not None}  # to be sent on the way
+        # What is sent on the way, and what has means already: new ones may come before this backward has ended.
+        self._used |= {param for param in self.params.values() if self._sync and param.grad is not None}
+        self._used |= {self.params[name] for name in self._with_means()}
         self.num_backwards += 1
         self.gradients, self._running, self._sends = AFTER_BACKWARD[self.gradients], True, self._sync
         self._open.enter_context(self.strategy.backward(sends=self._sync))
@@ -464,10 +465,16 @@ class Engine(AnyEngine):
 
     def _all_used(self) -> dict[str, bool]:
         """Of which parameters this rank has a gradient: at the parameter, at what is stepped, or being sent."""
+        written = self._with_means() if self.gradients is Gradients.NONE else ()  # by the user, without a backward
         return {
-            name: param in self._used or param.grad is not None or stepped.grad is not None
-            for (name, stepped), param in zip(self._step_tensors.items(), self.params.values(), strict=True)
+            name: param in self._used or param.grad is not None or name in written
+            for name, param in self.params.items()
         }
+
+    def _with_means(self) -> set[str]:
+        """The parameters whose means are elsewhere than at the parameter."""
+        stepped = self._step_tensors.items()
+        return {name for name, one in stepped if one.grad is not None and one is not self.params[name]}
 
     def _agree(self, raised: Exception | None = None, *, used: Mapping[str, bool] = MappingProxyType({})) -> None:
         """Raise on all ranks what one of them has to raise, and clear gradients that no rank has.

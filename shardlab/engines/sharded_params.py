@@ -238,6 +238,8 @@ class Shards:
     def gather_stepped(self) -> Pending:
         """Begin to gather what was stepped over the axes that only the stepped is divided over."""
         chunk = self.stepped if self.has_masters else None  # else it is in its place
+        if not self._axes and chunk is not None:
+            self.shard.copy_(chunk)
         return self._gather(self.shard, chunk, len(self._axes), self._rest)
 
     @unrefused
@@ -290,6 +292,7 @@ class Shards:
         for name, view in (self.gathered or self._kept_whole()).items():
             check_replaced(self.params[name], view, name)
 
+    @in_plain_mode
     def keep(self) -> None:
         """Copy into the shard what was written into the full parameters, or put there by ``.data =``."""
         values = {name: param.data for name, param in self.params.items()}

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import build_engine, offload, sharded_params, sharded_strategy
+from shardlab.engines import build_engine, fsdp, offload
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.dist import cases
@@ -38,8 +38,7 @@ def all_kinds_with_late_copies(rank, key):
 
     with (
         mock.patch.object(offload, "copy_to_host", copy_to_host),
-        mock.patch.object(sharded_params, "copy_to_host", copy_to_host),
-        mock.patch.object(sharded_strategy, "wait_for_copies", wait_for_copies),
+        mock.patch.object(fsdp, "wait_for_copies", wait_for_copies),
     ):
         return train_all(rank, key, TODO), waits
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardlab.comm import Pending
+from shardlab.comm import Pending, wait_all
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import DDP, FSDP, Bucketed, LaidOut, Strategy, ZeRO1, ZeRO3, strategy
 from shardlab.experiment import CompareConfig, compare
@@ -33,7 +33,8 @@ class SixteenBits(Bucketed):
 class MissingMean(Bucketed):
     def lay_out(self, given):
         laid_out = super().lay_out(given)
-        self.scale = 1.0
+        for bucket in self.buckets:
+            bucket.scale = 1.0
         return laid_out
 
 
@@ -107,7 +108,7 @@ class StaleGather(ZeRO1):
 
     @contextlib.contextmanager
     def stepping(self, *, loads=False):
-        self._gather(self.buckets)
+        wait_all([bucket.gather_stepped() for bucket in self.buckets])
         yield
 
 
@@ -116,13 +117,13 @@ class FrozenNotBroadcast(ZeRO1):
 
     def lay_out(self, given):
         laid_out = super().lay_out(given)
-        self.trains = [bucket for bucket in self.buckets if bucket.params[0].requires_grad]
+        self.trains = [bucket for bucket in self.buckets if next(iter(bucket.params.values())).requires_grad]
         return laid_out
 
     @contextlib.contextmanager
     def stepping(self, *, loads=False):
         yield
-        self._gather(self.buckets if loads else self.trains)
+        wait_all([bucket.gather_stepped() for bucket in (self.buckets if loads else self.trains)])
 
 
 class FrozenForEver(Bucketed):
@@ -134,7 +135,7 @@ class FrozenForEver(Bucketed):
         return laid_out
 
     def reduce(self, bucket):
-        return super().reduce(bucket) if set(bucket.params) <= self.trains else Pending()
+        return super().reduce(bucket) if set(bucket.params.values()) <= self.trains else Pending()
 
 
 class NotWaited(Bucketed):
@@ -162,8 +163,9 @@ class PastAll(Bucketed):
 class Dead(Bucketed):
     """Gives the optimizer nothing: within a large tolerance that would go unseen."""
 
-    def take_means(self, bucket):
-        """Forget them."""
+    def finish(self, bucket):
+        """Forget the means."""
+        bucket.pending.wait()
 
 
 class HiddenBucketSize(Bucketed):
