@@ -482,7 +482,11 @@ class Engine(AnyEngine):
         One message over each data axis: a number, and behind a reduction one for each parameter.
         """
         raised, self._refusal = raised or self._refusal, None
-        unused = [name for name, is_used in used.items() if not is_used and self._is_due(self.params[name])]
+        unused = [name for name, is_used in used.items() if not is_used]
+        for name in unused:
+            if not self._is_due(self.params[name]):  # frozen, beside others that were sent
+                self._step_tensors.by_name(name).grad = None
+        unused = [name for name in unused if self._is_due(self.params[name])]
         # The largest number of a rank that raises, from 1: so all of them can name it.
         flag = numbers_on(self.mesh.device, [0 if raised is None else self.data_rank + 1, *used.values()])
         for comm in self.data_comms:
