@@ -7,7 +7,8 @@ axes is cut twice, so that a rank of N = outer x inner has 1/N of it:
 =============  =======================================  ==================================================
 outer x inner  the same as                              elements across groups a step, G groups of S ranks
 =============  =======================================  ==================================================
-0 x 0          bucketed over both axes                  2 P (G-1)/G
+0 x 0          bucketed over both axes                  2 P (G-1)/G; so does any row with outer > inner, where
+                                                        outer = 3 sends 3 P (G-1)/G
 0 x 1, 0 x 2   ZeRO inside, data parallel across        2 P/S (G-1)/G
 0 x 3          hybrid_shard of FSDP, MiCS               2 P/S (G-1)/G
 1 x 3          HFSDP without its partial sums           2 P/S (G-1)/G

@@ -19,6 +19,7 @@ first: within a ``tolerance`` for 16 bits much that is wrong goes unseen.
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ def check_strategy(
     ranks: Sequence[int] = (2, 3),
     models: Sequence[str] = tuple(MODELS),
     tolerance: float = 1e-10,
+    mesh: Mapping[str, int] | None = None,
 ) -> str:
     """Train nasty models under a strategy and in one process.
 
@@ -62,6 +64,7 @@ def check_strategy(
         models: names of ``nasty_models.MODELS``.
         tolerance: by how much a loss, a norm or an element of a parameter may differ, in float64: of 1, or of the
             largest element where that is above 1. What training leaves as it was must not differ at all.
+        mesh: sizes of the strategy's axes by name, instead of ``ranks``; an axis of one rank is right too.
 
     Returns:
         A sentence that says what was equal.
@@ -73,11 +76,12 @@ def check_strategy(
         RankError: the strategy raised.
         RankHang: ranks waited for each other, in different messages.
     """
-    axes = [_axes_of(make, num_ranks) for num_ranks in ranks]
+    axes = [_axes_of(make, num_ranks, mesh) for num_ranks in (ranks if mesh is None else [prod(mesh.values())])]
     if unknown := sorted(set(models) - MODELS.keys()):
         raise ValueError(f"models: {unknown[0]!r} is not one of {', '.join(MODELS)}")
     largest, place = 0.0, ""
-    for num_ranks, sizes in zip(ranks, axes, strict=True):
+    for sizes in axes:
+        num_ranks = prod(sizes.values())
         with RankPool(num_ranks, timeout_s=30.0) as pool, tempfile.TemporaryDirectory() as directory:
             for model in models:
                 # All ranks have the verdicts of all.
@@ -89,11 +93,13 @@ def check_strategy(
                             raise AssertionError(f"{where}, rank {rank}: {verdict.failure}")
                         if verdict.largest > largest:
                             largest, place = verdict.largest, f", of {verdict.place} {where}"
-    tried = f"{len(models)} models, {len(LOOPS)} loops, {' and '.join(map(str, ranks))} ranks"
+    tried = (
+        f"{len(models)} models, {len(LOOPS)} loops, {' and '.join(str(prod(sizes.values())) for sizes in axes)} ranks"
+    )
     return f"equal to one process: {tried}; the largest difference is {largest:.1e}{place}"
 
 
-def _axes_of(make: Callable[[], Strategy], num_ranks: int) -> dict[str, int]:
+def _axes_of(make: Callable[[], Strategy], num_ranks: int, mesh: Mapping[str, int] | None) -> dict[str, int]:
     """The mesh for a strategy."""
     if isinstance(make, Strategy):
         raise ValueError(
@@ -107,6 +113,10 @@ def _axes_of(make: Callable[[], Strategy], num_ranks: int) -> dict[str, int]:
             f"make: ranks of {strategy.name!r} differ by design (ranks_differ), so nothing must equal one process; "
             "compare(...) shows how far they are from it"
         )
+    if mesh is not None:
+        if missing := [str(axis) for axis in strategy.axes if axis not in mesh]:
+            raise ValueError(f"mesh: {dict(mesh)} has no axis {missing[0]!r}, over which {strategy.name!r} averages")
+        return dict(mesh)
     if len(strategy.axes) == 1:
         return {strategy.axes[0]: num_ranks}
     inner = next((size for size in range(num_ranks // 2, 1, -1) if num_ranks % size == 0), 0)

@@ -1,0 +1,152 @@
+"""Rows over two axes: equal to one process, and what each sends over which axis is what its first lines say."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from shardlab.comm.mesh import Mesh
+from shardlab.engines import Engine
+from shardlab.engines.hfsdp import HFSDP
+from shardlab.engines.hpz import HPZ
+from shardlab.engines.zero_in_groups import STAGES, zero_in_groups
+from shardlab.testing import check_strategy
+from shardlab.trace.observed import wire_bytes
+from shardlab.vocabulary import FLAG, Role
+
+ROWS = [(outer, inner) for outer in STAGES for inner in STAGES]
+
+
+class ByAxis:
+    """What a rank sends in all, by the ring's formula, and how many messages, by axis."""
+
+    def __init__(self):
+        self.sent, self.messages = {}, {}
+
+    def issued(self, event):
+        if event.tag != FLAG and "norm" not in event.tag:
+            self.sent[event.axis] = self.sent.get(event.axis, 0) + wire_bytes(event)
+            self.messages[event.axis] = self.messages.get(event.axis, 0) + 1
+
+    def started(self, event):
+        """Not asked for."""
+
+    completed = waited = started
+
+
+def step_of(_, make, micro_batches=1):
+    """Of the second step, per micro-batch, what is sent; what is held after the step, in elements; 2 hosts of 2."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    found = []
+    with (
+        Mesh({"replica": 2, "shard": 2}) as mesh,
+        Engine(module, lambda params: torch.optim.Adam(params, lr=1e-3), mesh, make()) as engine,
+    ):
+        for step in range(2):
+            for number in range(micro_batches):
+                log = ByAxis()
+                with mesh.observed_by(log):
+                    with contextlib.nullcontext() if number == micro_batches - 1 else engine.no_sync():
+                        engine.backward(engine(torch.randn(4, 16)).square().mean())
+                    if number == micro_batches - 1:
+                        engine.step()
+                        engine.zero_grad()
+                if step:
+                    found.append({axis: sent / 4 for axis, sent in log.sent.items()})
+        held = {role: sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values()) / 4
+                for role, tensors in engine.live_tensors().items()}  # fmt: skip
+    return found, held
+
+
+P = 3 * 16 * 16
+
+
+def trained(rank, makes):
+    """The weights after three steps of two micro-batches by each strategy, in float64."""
+    found = []
+    with Mesh({"replica": 2, "shard": 2}) as mesh:
+        for make in makes:
+            torch.manual_seed(0)
+            module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+            with Engine(module, lambda params: torch.optim.SGD(params, 0.1, momentum=0.9), mesh, make()) as engine:
+                for step in range(3):
+                    for number, rows in enumerate(rows_of(step)):
+                        with contextlib.nullcontext() if number else engine.no_sync():
+                            engine.backward(engine(rows[2 * rank : 2 * rank + 2]).square().mean() / 2)
+                    engine.clip_grad_norm_(0.1)
+                    engine.step()
+                    engine.zero_grad()
+                found.append(engine.full_state_dict())
+    return found
+
+
+def rows_of(step):
+    return torch.randn(2, 8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+def test_all_sixteen_equal_one_process(pools):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    for step in range(3):
+        for rows in rows_of(step):
+            (module(rows).square().mean() / 2).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    makes = [lambda o=outer, i=inner: zero_in_groups(o, i) for outer, inner in ROWS]
+    for states in pools(4).run(trained, makes):
+        for row, state in zip(ROWS, states, strict=True):
+            for name, value in module.state_dict().items():
+                torch.testing.assert_close(state[name], value, atol=1e-12, rtol=0, msg=f"{row} {name}")
+
+
+@pytest.mark.parametrize("stages", [(1, 2), (2, 1), (1, 3), (3, 0)])
+def test_rows_equal_one_process_in_all_that_users_do(stages):
+    assert "equal to one process" in check_strategy(lambda: zero_in_groups(*stages), (4,), ("Unused",))
+
+
+@pytest.mark.parametrize("make", [HFSDP, HPZ])
+def test_sharded_units_over_two_axes_equal_one_process(make):
+    assert "equal to one process" in check_strategy(make, (4,), ("Unused", "SmallGPT"))
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (3, 1)])
+def test_a_group_of_one_is_right(sizes):
+    mesh = dict(zip(("replica", "shard"), sizes, strict=True))
+    for make in (HFSDP, lambda: zero_in_groups(2, 1)):
+        assert "equal to one process" in check_strategy(make, models=("Uneven",), mesh=mesh)
+
+
+def test_what_travels_across_groups_is_what_the_table_says(pools):
+    for outer, inner in ROWS:
+        (sent,), _ = pools(4).run(step_of, lambda o=outer, i=inner: zero_in_groups(o, i))[0]
+        whole = P if outer > inner or outer == inner == 0 else P / 2
+        assert sent["replica"] == whole * (3 if outer == 3 else 2) / 2, (outer, inner)
+
+
+def test_hfsdp_sends_across_hosts_once_and_divides_state_over_all(pools):
+    for found, held in pools(4).run(step_of, HFSDP, 3):
+        # Inside no_sync() gradients are scattered inside the host: two gathers, a reduction; nothing across.
+        assert [sent.get("replica", 0.0) for sent in found] == [0, 0, P / 2]
+        assert [sent["shard"] for sent in found] == [3 * P / 2] * 3
+        assert (held[Role.PARAMETER], held[Role.OPTIMIZER_STATE]) == (P / 2, 2 * P / 4)
+
+
+def test_hpz_gathers_across_hosts_once_a_step(pools):
+    for found, held in pools(4).run(step_of, HPZ, 2):
+        # The first forward, over all four; what it leaves inside the host serves until the step.
+        assert [sent.get("replica_shard", 0.0) for sent in found] == [3 * P / 4, 3 * P / 4]
+        assert [sent["shard"] for sent in found] == [P / 2, 2 * P / 2]
+        assert (held[Role.PARAMETER], held[Role.OPTIMIZER_STATE]) == (P / 4, 2 * P / 4)
+
+
+def test_what_a_row_cannot_have_is_refused():
+    with pytest.raises(ValueError, match="outer: 4 is not one of 0, 1, 2, 3"):
+        zero_in_groups(4, 1)
+    with pytest.raises(ValueError, match="offload: 'hfsdp' takes none; leave it out, or take fsdp"):
+        HFSDP(offload="all")
+    with pytest.raises(ValueError, match=r"mesh: {'data': 4} has no axis 'replica', over which 'hpz' averages"):
+        check_strategy(HPZ, mesh={"data": 4})
