@@ -17,6 +17,7 @@ from shardlab.cli import main
 from shardlab.experiment import load_comparison
 from shardlab.trace.entries import EntryStream
 from shardlab.trace.store import load_run
+from tests.launch.helpers import as_under_torchrun
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = ["--model", "mlp", "--text", "grammar", "--seq-len", "8", "--device", "cpu"]
@@ -132,17 +133,24 @@ def is_alive(process):
         return False
 
 
-def test_under_torchrun_rank_0_alone_writes_and_prints(tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardlab")
-    command = [sys.executable, *torchrun, "compare", "--ranks", "2", "--steps", "3", *SMALL]
-    command += ["--strategies", "single,zero1"]
-    environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("losses equal to") == 1
-    assert done.stdout.count("Report: ") == 1
-    assert done.stderr.count("records go to") == 1
-    assert "Traceback" not in done.stderr
+def compares(directory):
+    os.chdir(directory)
+    os.dup2(os.open("errors.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    sys.stderr = os.fdopen(2, "w")
+    sys.argv = ["shardlab", "compare", "--ranks", "2", "--steps", "3", *SMALL, "--strategies", "single,zero1"]
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+
+
+def test_under_torchrun_rank_0_alone_writes_and_prints(pools, tmp_path):
+    pools(2).start()  # and with it the server that forks
+    printed = as_under_torchrun(tmp_path / "printed.txt", compares, tmp_path)
+    errors = (tmp_path / "errors.txt").read_text()
+    assert printed.count("losses equal to") == 1
+    assert printed.count("Report: ") == 1
+    assert errors.count("records go to") == 1
+    assert "Traceback" not in errors
     (found,) = tmp_path.glob("runs/*")  # one directory, named by the date: rank 0's, whatever the other's clock said
     result = load_comparison(found)
     assert result.summary["strategy"].tolist() == ["single", "zero1"]

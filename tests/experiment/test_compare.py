@@ -391,7 +391,7 @@ def test_what_fails_on_the_ranks_leaves_a_report_of_the_others(pools, tmp_path):
     workload = Workload(lambda: torch.nn.Linear(4, 3), [torch.ones(4, 4)], lambda model, rows: model(rows).sum(),
                         optimizer=lambda tensors: Whole(tensors, lr=0.1))  # fmt: skip
     strategies = ("single", "ddp", "zero3", "fsdp")
-    result = compare(workload, tmp_path / "out", pool=pools(2), strategies=strategies, ranks=2)
+    result = compare(workload, tmp_path / "out", pool=pools(2), strategies=strategies, ranks=2, steps=2)
     assert list(result.summary["strategy"]) == ["single", "ddp"]
     assert list(result.failed) == ["zero3", "fsdp"]
     assert all(re.match(r"rank \d raised ", why) for why in result.failed.values())
@@ -402,7 +402,7 @@ def test_what_fails_on_the_ranks_leaves_a_report_of_the_others(pools, tmp_path):
     assert "NOT finished" not in " ".join(verdicts(saved))
     assert said[0].rstrip(".").split(": ", 1)[1][:9] in write_report(saved, config).read_text()
     with pytest.raises(RankError, match=r"^zero3: rank \d raised ") as refused:
-        compare(workload, tmp_path / "alone", pool=pools(2), strategies=("zero3", "fsdp"), ranks=2)
+        compare(workload, tmp_path / "alone", pool=pools(2), strategies=("zero3", "fsdp"), ranks=2, steps=2)
     assert "frames of libraries are left out" in str(refused.value)
     assert "agreement.py" not in str(refused.value)
 

@@ -1,6 +1,7 @@
 """A recorded run with one thing changed: against runs whose clock is told, so that the truth is known exactly."""
 
 from dataclasses import replace
+from functools import cache
 
 import pandas as pd
 import pytest
@@ -19,6 +20,7 @@ CONFIG = CompareConfig(
 )  # fmt: skip
 
 
+@cache
 def trained(config):
     """The records of a run in which each operation takes as long as any of its phase."""
     (strategy,) = config.strategies

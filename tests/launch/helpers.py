@@ -1,13 +1,16 @@
 """What several tests of ranks use."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch.distributed as dist
 
 from shardlab.comm.signed_messages import SECRET
 
@@ -28,6 +31,41 @@ def start_python(*words: object, **options: Any) -> subprocess.Popen[str]:
     """This Python, with the checkout importable; what it prints can be read."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     return subprocess.Popen([sys.executable, *map(str, words)], text=True, env=script_env(), **pipes)
+
+
+def as_under_torchrun(output: Path, call: Callable[..., object], *args: object) -> str:
+    """What two ranks print that call this, as torchrun would start them, but as forks, which have torch already.
+
+    Args:
+        output: a file for it.
+        call: a function of a module.
+        args: its arguments.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    start = multiprocessing.get_context("forkserver").Process
+    ranks = [start(target=_as_rank, args=(rank, store.port, output, call, *args)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+        rank.kill()
+    assert [rank.exitcode for rank in ranks] == [0, 0], output.read_text()
+    return output.read_text()
+
+
+def _as_rank(rank: int, port: int, output: Path, call: Callable[..., object], *args: object) -> None:
+    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    given |= {"TORCHELASTIC_USE_AGENT_STORE": True, SECRET: "of the tests"}
+    os.environ.update({name: str(value) for name, value in given.items()})
+    sys.stdout.flush()
+    os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
+    sys.stdout = os.fdopen(1, "w")
+    # Torch: a group that goes with its last reference waits for its threads with Python locked, and one of them may be
+    # letting go of a tensor of Python's. Here that happens once in five runs.
+    end, groups = dist.destroy_process_group, []
+    dist.destroy_process_group = lambda *group: (groups.append(dist.group.WORLD), end(*group))
+    call(*args)
+    sys.stdout.flush()
 
 
 def descendants(pid: int) -> list[psutil.Process]:

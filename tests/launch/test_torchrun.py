@@ -14,7 +14,7 @@ from shardlab.launch import RankPool
 from shardlab.launch import torchrun as torchrun_module
 from shardlab.launch.placement import TorchrunEnv
 from shardlab.launch.torchrun import TorchrunRanks
-from tests.launch.helpers import script_env
+from tests.launch.helpers import as_under_torchrun, script_env
 
 SCRIPT = """
 import atexit, json, os, time
@@ -69,12 +69,6 @@ os.write(1, f"RESULT {json.dumps(told)}\\n".encode())
 """
 
 
-def torchrun(path, text):
-    path.write_text(text)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
-    return subprocess.run(command, capture_output=True, text=True, env=script_env(), timeout=240)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
 def test_same_script_with_and_without_torchrun(tmp_path):
     """Calls go on after failures on all ranks alike; a rank may work alone for longer than the timeout.
@@ -82,12 +76,12 @@ def test_same_script_with_and_without_torchrun(tmp_path):
     A thread of gloo that lets go of a tensor while the interpreter ends aborts the process, once in some hundred runs.
     (Torch keeps what its own engines make in caches of its own.)
     """
-    text = SCRIPT.replace("TIMEOUT", "2").replace("SLEEP", "2.5 if 'RANK' in os.environ else 0")
-    both = torchrun(tmp_path / "script.py", text)
+    path, options = tmp_path / "script.py", {"capture_output": True, "text": True, "env": script_env(), "timeout": 240}
+    path.write_text(SCRIPT.replace("TIMEOUT", "2").replace("SLEEP", "2.5 if 'RANK' in os.environ else 0"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    both = subprocess.run([*torchrun, str(path)], **options)
     assert both.returncode == 0, both.stderr
-    alone = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, env=script_env(), timeout=240
-    )
+    alone = subprocess.run([sys.executable, str(path)], **options)
     lines = [*both.stdout.splitlines(), *alone.stdout.splitlines()]
     assert [line for line in lines if line.startswith("THREADS")][:2] == ["THREADS []"] * 2
     results = [json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT")]
@@ -130,23 +124,27 @@ os.write(1, f"{json.dumps([os.environ['RANK'], *told])}\\n".encode())
 """
 
 
-def test_no_rank_gets_results_of_another_call_after_a_failure_that_the_script_catches(tmp_path):
-    calls = "((train, 0.1), (train, 10.0), (train, 0.3), (train, 0.5))"
-    done = torchrun(tmp_path / "script.py", TELLS.replace("CALLS", calls))
+def told(pools, directory, calls):
+    """What a script says of these calls on each of two ranks."""
+    pools(2).start()  # and with it the server that forks
+    said = as_under_torchrun(directory / "output.txt", exec, TELLS.replace("CALLS", calls), {"__name__": "__main__"})
+    return sorted(map(json.loads, said.splitlines()))
+
+
+def test_no_rank_gets_results_of_another_call_after_a_failure_that_the_script_catches(pools, tmp_path):
+    found = told(pools, tmp_path, "((train, 0.1), (train, 10.0), (train, 0.3), (train, 0.5))")
     differ = "RankPool: rank 0 returned from call 2, rank 1 raised ValueError in call 2 of run"
     refused = "RankPool: its ranks have left an earlier call in different ways"
-    assert sorted(map(json.loads, done.stdout.splitlines())) == [
+    assert found == [
         ["0", [0.1, 0.1], differ, refused, refused],
         ["1", [0.1, 0.1], "the loss is NaN", differ, refused],
     ]
 
 
-def test_a_group_that_the_function_destroys_is_told(tmp_path):
-    done = torchrun(tmp_path / "script.py", TELLS.replace("CALLS", "((str,), (destroy,), (str,))"))
+def test_a_group_that_the_function_destroys_is_told(pools, tmp_path):
+    found = told(pools, tmp_path, "((str,), (destroy,), (str,))")
     destroyed = "RankPool: the default process group has been destroyed"
-    assert sorted(map(json.loads, done.stdout.splitlines())) == [
-        [str(rank), ["0", "1"], destroyed, destroyed] for rank in range(2)
-    ]
+    assert found == [[str(rank), ["0", "1"], destroyed, destroyed] for rank in range(2)]
 
 
 def test_other_world_size_is_refused_with_both_numbers(monkeypatch):

@@ -1,8 +1,6 @@
 """Scripts as torch's own pages write them, recorded from outside: the numbers are the same, and the tables are true."""
 
 import json
-import multiprocessing
-import os
 import runpy
 import shutil
 import subprocess
@@ -20,52 +18,26 @@ from typer.testing import CliRunner
 
 from shardlab.analysis.repeated_reductions import repeated
 from shardlab.cli import app, main
-from shardlab.comm.signed_messages import SECRET
 from shardlab.experiment.dead_run import LOOK_FOR
 from shardlab.recording import record
 from shardlab.trace.store import load_run
 from tests.export.trace_format import check
-from tests.launch.helpers import script_env
+from tests.launch.helpers import as_under_torchrun, script_env
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 STEPS = 4
 
 
-def rank_of(rank, port, script, directory, output):
-    """One process of two, as torchrun would start it, but a fork that has torch already."""
-    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    given |= {"TORCHELASTIC_USE_AGENT_STORE": True, SECRET: "of the tests"}
-    os.environ.update({name: str(value) for name, value in given.items()})
-    sys.stdout.flush()
-    os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
-    sys.stdout = os.fdopen(1, "w")
-    # Torch: a group that goes with its last reference waits for its threads with Python locked, and one of them may be
-    # letting go of a tensor of Python's. Here that happens once in five runs.
-    end, groups = dist.destroy_process_group, []
-    dist.destroy_process_group = lambda: (groups.append(dist.group.WORLD), end())
-    if directory is None:
-        runpy.run_path(str(script), run_name="__main__")
-    else:
-        sys.argv = ["shardlab", "record", "--out", str(directory), str(script)]
-        with pytest.raises(SystemExit) as left:
-            main()
-        assert not left.value.code
-    sys.stdout.flush()
+def run(script):
+    runpy.run_path(str(script), run_name="__main__")
 
 
-def printed(script, output, directory=None):
-    """What two ranks print; with a directory they are recorded."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    start = multiprocessing.get_context("forkserver").Process
-    ranks = [start(target=rank_of, args=(rank, store.port, script, directory, output)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(60)
-        rank.kill()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
-    return output.read_text()
+def run_recorded(script, directory):
+    sys.argv = ["shardlab", "record", "--out", str(directory), str(script)]
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert not left.value.code
 
 
 def under_torchrun(script, directory, attempts=3):
@@ -84,11 +56,11 @@ def recorded(request, pools, tmp_path_factory):
     """Name, output without a recorder, output with it, records, their directory; one of them is torchrun's."""
     pools(2).start()  # and with it the server that forks
     script, place = SCRIPTS / f"{request.param}.py", tmp_path_factory.mktemp(request.param)
-    plain, directory = printed(script, place / "plain.txt"), place / "run"
+    plain, directory = as_under_torchrun(place / "plain.txt", run, script), place / "run"
     if request.param == "ddp":
         with_recorder = under_torchrun(script, directory)
     else:
-        with_recorder = printed(script, place / "recorded.txt", directory)
+        with_recorder = as_under_torchrun(place / "recorded.txt", run_recorded, script, directory)
     return request.param, plain, with_recorder, load_run(directory), directory
 
 

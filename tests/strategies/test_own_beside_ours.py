@@ -134,16 +134,15 @@ def test_over_an_emulated_link_a_mesh_of_its_own_is_refused(tmp_path, pools):
 
 
 def test_a_tensor_axis_and_groups_reach_it(tmp_path, pools):
-    config = CompareConfig(("bucketed", OwnBuckets()), ranks=4, tp=2, steps=2, seq_len=16)
+    small = {"model": "mlp", "ranks": 4, "steps": 2, "seq_len": 16}
+    config = CompareConfig(("bucketed", OwnBuckets()), tp=2, **small)
     comparison = compare(config, tmp_path / "tensor", pool=pools(4))
     one, own = (comparison.summary.set_index("strategy").loc[name] for name in ("bucketed", "own_buckets"))
     for column in ("parameter_bytes", "gradient_bytes", "wire_bytes_per_step"):
         assert own[column] == one[column]
     assert own.losses_equal
     assert comparison.summary["as_planned"].all()
-    config = CompareConfig(
-        ("fsdp", Groups(sharding="hybrid_shard")), ranks=4, steps=2, seq_len=16, sharding="hybrid_shard"
-    )
+    config = CompareConfig(("fsdp", Groups(sharding="hybrid_shard")), sharding="hybrid_shard", **small)
     comparison = compare(config, tmp_path / "groups", pool=pools(4))
     assert sent(comparison.records, "groups") == sent(comparison.records, "fsdp")
     assert comparison.records.manifests["groups"]["mesh"] == {"replica": 2, "shard": 2}

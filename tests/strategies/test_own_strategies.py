@@ -271,10 +271,18 @@ def test_every_model_has_several_buckets(model):
         check_strategy(EverySecondBucket, (2,), (model,))
 
 
-@pytest.mark.parametrize("make", [FSDP, ZeRO3, lambda: FSDP(wrap="root"), lambda: FSDP(sharding="hybrid_shard")])
-def test_ours_with_units_are_equal(make):
-    is_hybrid = len(make().axes) == 2
-    assert "equal to one process: 8 models" in check_strategy(make, (4,) if is_hybrid else (2,))
+# Of the whole model at once and of one unit half of the models each; of groups two, by whose sizes ranks divide little.
+UNITS = {
+    "fsdp": (FSDP, 2, tuple(MODELS)), "zero3": (ZeRO3, 2, tuple(MODELS)[::2]),
+    "fsdp-root": (lambda: FSDP(wrap="root"), 2, tuple(MODELS)[1::2]),
+    "fsdp-hybrid": (lambda: FSDP(sharding="hybrid_shard"), 4, ("Uneven", "Unused")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_ours_with_units_are_equal(name):
+    make, num_ranks, models = UNITS[name]
+    assert f"equal to one process: {len(models)} models" in check_strategy(make, (num_ranks,), models)
 
 
 def test_two_axes_need_ranks_that_divide():
