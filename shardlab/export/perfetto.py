@@ -51,16 +51,12 @@ Arrow = tuple[str, tuple[int, int, float], tuple[int, int, float]]
 Rows = list[dict[Any, Any]]
 
 
-def perfetto_trace(
-    records: Records, run: str | None = None, *, axes: Mapping[str, int] | None = None
-) -> dict[str, Any]:
+def perfetto_trace(records: Records, run: str | None = None) -> dict[str, Any]:
     """The trace as an object for ``json``.
 
     Args:
         records: of one run or of several.
         run: which run; None where there is one.
-        axes: sizes of the axes of the mesh, see ``analysis.with_group``; None reads them from the manifest, or
-            from the rows.
 
     Returns:
         ``traceEvents`` (sorted by time, microseconds), ``displayTimeUnit``, and ``otherData``: run, source, versions.
@@ -75,22 +71,20 @@ def perfetto_trace(
     drawn = [*_names(name, own, moved), *_steps(own), *_compute(own.spans), *_counters(own.memory)]
     rows = moved.assign(speed=bandwidth(own.collectives)["bus_gb_per_s"]).to_dict("records")
     drawn += [*_communication(rows), *_waits(rows)]
-    flows = [*_on_rank(rows), *_between_ranks(moved, axes or manifest.get("mesh"))]
+    flows = [*_on_rank(rows), *_between_ranks(moved, manifest.get("mesh"))]
     drawn += [event for number, arrow in enumerate(flows, 1) for event in flow(arrow[0], number, *arrow[1:])]
     source = next(iter([*own.spans["source"], *own.collectives["source"]]))
     other = {"run": name, "source": str(source), "versions": manifest.get("versions", {}), "time": "microseconds"}
     return {"traceEvents": in_order(drawn), "displayTimeUnit": "ms", "otherData": other}
 
 
-def write_perfetto(
-    records: Records, path: Path | str, run: str | None = None, *, axes: Mapping[str, int] | None = None
-) -> Path:
+def write_perfetto(records: Records, path: Path | str, run: str | None = None) -> Path:
     """Write the trace to ``path``, compressed if it ends with ``.gz``, and return the path.
 
     Raises:
         ValueError: see ``perfetto_trace``; or the file cannot be written.
     """
-    return write_json(perfetto_trace(records, run, axes=axes), path)
+    return write_json(perfetto_trace(records, run), path)
 
 
 def _axis_threads(collectives: pd.DataFrame) -> "pd.Series[int]":

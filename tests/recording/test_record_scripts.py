@@ -22,7 +22,7 @@ from shardlab.analysis.repeated_reductions import repeated
 from shardlab.cli import app, main
 from shardlab.comm.signed_messages import SECRET
 from shardlab.experiment.dead_run import LOOK_FOR
-from shardlab.recording import record
+from shardlab.recording.record import record
 from shardlab.trace.store import load_run
 from tests.export.trace_format import check
 from tests.launch.helpers import script_env
