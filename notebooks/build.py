@@ -33,10 +33,9 @@ def main() -> int:
     if not paths:
         parser.error(f"no notebook in {FOLDER} begins with {' or '.join(names)}")
     os.environ["SHARDLAB_PNG"] = "1"
-    # A user's own IPython profile or startup files leave no trace in what is saved, nor this in the user's progress.
+    # A user's own IPython profile or startup files leave no trace in what is saved.
     with tempfile.TemporaryDirectory() as profile:
         os.environ["IPYTHONDIR"] = profile
-        os.environ["SHARDLAB_PROGRESS"] = str(Path(profile) / "exercises.json")
         problems = [problem for path in paths if (problem := build(path)) is not None]
     sys.stderr.writelines(f"{problem}\n" for problem in problems)
     return 1 if problems else 0

@@ -63,8 +63,7 @@ def in_timed_steps(
 def hidden_share(collectives: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """``hidden_by_rank`` over the steps whose times count, taken as one: a moment in which two communicate counts once.
 
-    Holistic Trace Analysis finds the same in the files of ``export.export_hta``, to their whole microseconds: they hold
-    these steps and an empty last one, because it leaves out the last step of a trace.
+    Holistic Trace Analysis finds the same in files of these steps, to their whole microseconds (``tests/export``).
 
     Args:
         collectives, spans, steps: the tables.

@@ -18,6 +18,7 @@ from shardlab.plots.theme import (
     INK,
     SYMBOLS,
     finish,
+    log_axis,
     new_figure,
     nothing,
     run_colours,
@@ -35,7 +36,6 @@ COSTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "optimizer_bytes": ("optimizer state", format_bytes),
     "wire_bytes_per_step": ("bytes to send", format_bytes),
 }
-LOGARITHMIC: dict[str, Any] = {"type": "log", "tickformat": "~s"}  # 1, 2 and 5 times powers of ten, as '20k'
 
 
 def _by(table: pd.DataFrame, name: str, size: str) -> dict[str, pd.DataFrame]:
@@ -64,19 +64,19 @@ def message_times(messages: pd.DataFrame) -> go.Figure:
         # The model is affine, so interpolating between its values is exact; on logarithmic axes it is a curve.
         sizes = np.geomspace(sent[0], sent[-1], 80)
         fitted = np.interp(sizes, sent, rows["fitted_us"].to_numpy(dtype=np.float64))
+        figure.add_scatter(x=sizes, y=fitted, mode="lines", line_color=colours[op], showlegend=False, hoverinfo="skip")
         figure.add_scatter(
-            x=sizes, y=fitted / 1e6, mode="lines", line_color=colours[op], showlegend=False, hoverinfo="skip"
-        )
-        figure.add_scatter(
-            x=sent, y=(rows["time_us"] / 1e6).to_numpy(), mode="markers", name=op.replace("_", " "),
+            x=sent, y=rows["time_us"].to_numpy(), mode="markers", name=op.replace("_", " "),
             marker={"color": colours[op], "symbol": SYMBOLS[place % len(SYMBOLS)], "size": 10},
-            customdata=sent / rows["time_us"].to_numpy() / 1e3,
-            hovertemplate=f"<b>{op}</b><br>%{{x:.3s}}B in %{{y:.3s}}s<br>%{{customdata:.3g}} GB/s<extra></extra>",
+            text=[format_us(time) for time in rows["time_us"]], customdata=sent / rows["time_us"].to_numpy() / 1e3,
+            hovertemplate=f"<b>{op}</b><br>%{{x:.3s}}B in %{{text}}<br>%{{customdata:.3g}} GB/s<extra></extra>",
         )  # fmt: skip
         words = [f"{format_us(row['time_us'])} for {format_bytes(row['bytes'])}" for row in ends]
         parts.append(f"{op} {' and '.join(words)}")
-    figure.update_xaxes(title_text="size of a message", ticksuffix="B", **LOGARITHMIC)
-    figure.update_yaxes(title_text="time of a message", ticksuffix="s", **LOGARITHMIC)
+    times = [*messages["time_us"], *messages["fitted_us"]]
+    figure.update_xaxes(log_axis(messages["bytes"].tolist(), lambda size: tick(format_bytes(size))))
+    figure.update_yaxes(log_axis(times, lambda time: tick(format_us(time))), title_text="time of a message")
+    figure.update_xaxes(title_text="size of a message")
     return finish(figure, f"Time of a message: {listing(parts)}.")
 
 
@@ -153,7 +153,8 @@ def throughput(table: pd.DataFrame) -> go.Figure:
             )
     sizes = sorted((table if is_line.all() else table[~is_line])["rows"].unique())
     figure.update_xaxes(type="log", title_text="rows of a rank in a step (logarithmic)", tickvals=sizes, ticktext=sizes)
-    figure.update_yaxes(title_text="tokens a second, all ranks", **LOGARITHMIC)
+    figure.update_yaxes(log_axis(table["tokens_per_s"].tolist(), lambda speed: tick(format_count(speed))))
+    figure.update_yaxes(title_text="tokens a second, all ranks")
     return finish(figure, f"Tokens a second: {listing(parts)}.")
 
 

@@ -213,7 +213,7 @@ def bucket_sweep(bucket_bytes: Sequence[int], config: CompareConfig, pool: RankP
         pool: ``config.ranks`` ranks.
 
     Returns:
-        One row per size, step and rank, as ``plots.bucket_curve`` takes them: ``run``, ``source``, ``rank``, ``step``,
+        One row per size, step and rank, as ``bucket_curve`` takes them: ``run``, ``source``, ``rank``, ``step``,
         ``bucket_bytes``, ``step_us``, ``exposed_comm_us``, ``overlap``, ``wire_bytes``, ``num_messages`` (gradient
         buckets sent in that step).
 

@@ -3,8 +3,12 @@
 A collective has one of four names: the operation that the caller issued (``c10d::allreduce_``), the task of gloo's
 thread (``gloo:all_reduce``), the kernel (``ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)``), or the name in the
 arguments of that kernel (``allreduce``). Whether a kernel communicates does not depend on that: what NCCL or another
-library for communication runs does (``kernel_names``), and where no name tells the collective it is
+library for communication runs does (``LIBRARIES``), and where no name tells the collective it is
 ``Collective.UNKNOWN``.
+
+Several libraries have kernels of their own that stay on one device, such as DeepEP's layout of tokens: these are beside
+the library's name. A kernel that no row knows counts as compute. Where it looks like communication all the same,
+``looks_like`` says so, and nobody can know.
 """
 
 import gzip
@@ -16,9 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from shardlab.export.kernel_names import is_known_to_communicate
 from shardlab.vocabulary import Collective
 
 # AllReduce, ReduceScatter, ...
@@ -35,6 +38,54 @@ _TYPES = {
     "unsignedchar": ("uint8", 1), "byte": ("uint8", 1), "uint8": ("uint8", 1), "signedchar": ("int8", 1),
     "char": ("int8", 1), "int8": ("int8", 1),
 }  # fmt: skip
+
+
+class Library(NamedTuple):
+    """A library that communicates.
+
+    Attributes:
+        source: where its kernels are named.
+        names: a part of the names of those that communicate.
+        stays: a part of the names of those that do not, though they have a part of ``names``.
+    """
+
+    source: str
+    names: str
+    stays: str = r"(?!)"
+
+
+LIBRARIES = (
+    Library("NCCL, src/device and src/device/symmetric; RCCL; MSCCL and MSCCL++", "nccl|rccl|msccl"),
+    Library("HCCL, in traces of torch_npu: hcom_allReduce__...; oneCCL, src/sycl_kernels", "hccl|hcom_|oneccl"),
+    # MSCCL++, FlashInfer, TensorRT-LLM, QuickReduce, AITER, Triton kernels by hand. What inductor has fused
+    # (triton_...) is named after its neighbours, and computes.
+    Library("any kernel named after a collective", "all_?reduce|reduce_?scatter|all_?gather|all_?to_?all", "^triton_"),
+    Library("torch, csrc/distributed/c10d/symm_mem",
+            r"symmetric_memory|multimem_|barrier_kernel$|(put|wait)_signal_kernel"),
+    Library("DeepEP, csrc/kernels, whatever the namespace around it",
+            r"deep_ep::|\bep::|::(inter|intra)node(_ll)?::", "layout|epilogue"),
+    Library("DeepEP, branch hybrid-ep, csrc/hybrid_ep", "hybrid_ep", "permut|scan|preprocess"),
+    Library("NVSHMEM, rocSHMEM and Intel SHMEM, device and stream APIs", "nvshmem|roc_?shmem|ishmem"),
+    Library("MORI, src/ops/dispatch_combine", r"mori::|\bEp(Dispatch|Combine)"),
+    Library("pplx-kernels, csrc/all_to_all; TensorRT-LLM, moeAlltoAllKernels", r"\b_?a2a_|moea2a|mnnvl"),
+    Library("Transformer Engine, comm_gemm_overlap/userbuffers", "userbuffers"),
+    Library("vLLM and SGLang, csrc/custom_all_reduce.cuh; QuickReduce",
+            "cross_?device_?(reduce|store|load)|quick_?reduce"),
+    Library("FlashInfer and TensorRT-LLM, one-shot with Lamport flags", "lamport", "initiali[sz]e"),
+    Library("copies between two devices, as CUPTI and rocprofiler name them", "^memcpy ptop|^copypeertopeer"),
+)  # fmt: skip
+_KNOWN = [(re.compile(one.names, re.IGNORECASE), re.compile(one.stays, re.IGNORECASE)) for one in LIBRARIES]
+# Libraries of one device: ATen, whose index_put and dispatch move nothing between ranks, and others.
+_COMPUTES = re.compile(
+    r"^(at|at_cuda_detail|cub|thrust|cutlass|cute|cudnn|flash|rocprim|ck|ck_tile|xformers)::"
+    r"|^(triton_|flash_|fmha_|ampere_|sm\d+_|nvjet|cijk_|volta_|turing_|hopper_)"
+    r"|gemm|gemv|elementwise|softmax|layer_?norm|rms_?norm|attention|attn|mla_|split_?k",
+    re.IGNORECASE,
+)
+_LOOKS = re.compile(
+    r"(?<![a-z])(dispatch|combine|put|putmem|getmem|send|recv|p2p|peer|broadcast|exchange|rdma|internode|intranode|"
+    r"notify)(?![a-z])"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,3 +217,20 @@ def dtype_of(name: str) -> tuple[str, int | None]:
     """Our name of an element type, and its bytes; an unknown type keeps its name and has None bytes."""
     plain = name.removeprefix("c10::").replace(" ", "").lower()
     return _TYPES.get(plain, (name, None))
+
+
+def is_known_to_communicate(function: str) -> bool:
+    """Whether the table has the function of a kernel."""
+    return any(names.search(function) and not stays.search(function) for names, stays in _KNOWN)
+
+
+def is_known_to_compute(function: str) -> bool:
+    """Whether it is of a library of one device, or of the part of a communication library that stays on one."""
+    of_library = any(names.search(function) and stays.search(function) for names, stays in _KNOWN)
+    return of_library or _COMPUTES.search(function) is not None
+
+
+def looks_like(function: str) -> bool:
+    """Whether words in a name that nothing knows are those of communication."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", function).lower()
+    return not is_known_to_compute(function) and _LOOKS.search(words) is not None

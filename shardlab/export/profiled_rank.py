@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from shardlab.analysis.intervals import Intervals, merge
-from shardlab.export.kernel_names import is_known_to_compute, looks_like
-from shardlab.export.kineto import RankTrace, Slice, collective_of, communicates, dtype_of, function_of
+
+from shardlab.export.kineto import (  # isort: skip
+    RankTrace, Slice, collective_of, communicates, dtype_of, function_of, is_known_to_compute, looks_like,
+)  # fmt: skip
 from shardlab.partition.ring_cost import moved_bytes, ring_wire_bytes
 from shardlab.vocabulary import Collective, MeshAxis, Phase, SpanKind
 

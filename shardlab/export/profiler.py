@@ -83,7 +83,7 @@ def import_profiler_trace(path: Path | str, run: str = "profiler") -> Records:
 
 
 def _steps(trace: RankTrace) -> Steps:
-    """Those that ``profile.step()`` marked. (An empty mark is no step: our export to HTA ends with one.)"""
+    """Those that ``profile.step()`` marked; an empty mark is no step."""
     marks = [one for one in trace.of("user_annotation") if one.name.startswith(STEP_MARK) and one.end_us > one.start_us]
     return {int(np.int64(one.name.removeprefix(STEP_MARK))): (one.start_us, one.end_us) for one in marks}
 

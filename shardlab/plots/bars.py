@@ -110,33 +110,27 @@ def end_with(figure: go.Figure, ends: pd.Series, words: Sequence[str], quantity:
     figure.update_yaxes(categoryorder="array", categoryarray=list(ends.index), autorange="reversed", showgrid=False)
 
 
-def memory_by_role(
-    memory: pd.DataFrame, where: str = "rest", rank: int | None = None, *, with_peak: bool = False
-) -> go.Figure:
-    """Bytes of each role as stacked bars, one bar per run.
+def memory_by_role(memory: pd.DataFrame, where: str = "rest", *, with_peak: bool = False) -> go.Figure:
+    """Bytes of each role as stacked bars, one bar per run: the maximum over the ranks of the table.
 
     Args:
         memory: table ``memory``.
         where: 'rest' (after the last step) or 'peak' (the highest moment).
-        rank: one rank; None for the maximum over ranks.
         with_peak: a tick at the peak of each run, where one was traced.
 
     Raises:
-        ValueError: ``where`` is something else, or the table has no such rank.
+        ValueError: ``where`` is something else.
     """
     MEMORY.check(memory)
     if where not in TITLES:
         raise ValueError(f"where: {where!r} is not one of rest, peak")
-    if rank is not None and rank not in set(memory["rank"]):
-        raise ValueError(f"rank: {rank} is not one of {', '.join(map(str, sorted(set(memory['rank']))))}")
-    rows = memory if rank is None else memory[memory["rank"] == rank]
-    held = labelled((at_rest if where == "rest" else peak)(rows))
+    held = labelled((at_rest if where == "rest" else peak)(memory))
     if held.empty:
         return nothing(TITLES[where], "memory was not traced")
-    figure = new_figure(TITLES[where], subtitle(held, NOTES[where] if rank is None else f"rank {rank}"))
+    figure = new_figure(TITLES[where], subtitle(held, NOTES[where]))
     stacked_bars(figure, held, "role", ROLE_COLOURS, "live bytes")
     if with_peak:
-        _tick_peaks(figure, labelled(peak(rows)), byte_scale(float(held.groupby("label")["bytes"].sum().max()))[0])
+        _tick_peaks(figure, labelled(peak(memory)), byte_scale(float(held.groupby("label")["bytes"].sum().max()))[0])
     places = {}
     if where == "peak":  # below the name of the run: the unit and the phase of its peak, if it was traced
         moments = held.drop_duplicates("label").set_index("label")[["unit", "phase"]].dropna()

@@ -5,11 +5,7 @@
 
     torchrun --nproc-per-node 2 -m shardlab record train.py --its --arguments
 
-``record`` opens and closes a record, ``loop`` infers steps and phases from what the script calls, ``hooks`` listens
-to those calls, ``script_tensors`` says what the process holds, ``script_collectives`` what it sends, and ``report``
-reads the record.
+``record`` opens and closes a record, ``inferred_loop`` infers steps and phases from what the script calls,
+``global_hooks`` listens to those calls, ``script_tensors`` says what the process holds, ``script_collectives`` what it
+sends, with the words of ``torch_callers``, and ``report`` reads the record.
 """
-
-from shardlab.recording.record import record
-
-__all__ = ["record"]

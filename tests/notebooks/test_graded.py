@@ -1,8 +1,6 @@
 """Notebooks 03 to 12 ask for a number before a run, and end in graded steps whose solution nobody has read before."""
 
-import os
 import re
-import runpy
 from pathlib import Path
 
 import nbformat
@@ -58,10 +56,3 @@ def test_it_asks_for_a_number_before_the_run_that_gives_it(path: Path) -> None:
     answered = next(place for place, source in enumerate(sources) if source.startswith("guess.against("))
     assert 0 < asked < answered
     assert ", None" in sources[asked], "the number is the reader's"
-
-
-def test_a_tested_notebook_leaves_no_trace_in_the_users_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARDLAB_PROGRESS", "mine.json")
-    made = runpy.run_path(str(FOLDER / "conftest.py"))
-    assert os.environ["SHARDLAB_PROGRESS"] == str(Path(made["_FOLDER"].name) / "exercises.json")
-    made["_FOLDER"].cleanup()

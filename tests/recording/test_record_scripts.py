@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from shardlab.analysis.repeated_reductions import repeated
 from shardlab.cli import app, main
 from shardlab.experiment.dead_run import LOOK_FOR
-from shardlab.recording import record
+from shardlab.recording.record import record
 from shardlab.trace.store import load_run
 from tests.export.trace_format import check
 from tests.launch.helpers import as_under_torchrun, script_env

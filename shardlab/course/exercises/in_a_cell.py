@@ -1,12 +1,8 @@
-"""What a learner calls in a cell: ``task``, ``hint``, ``check`` and ``predict``; and the file of the progress."""
+"""What a learner calls in a cell: ``task``, ``hint``, ``check`` and ``predict``."""
 
-import json
-import os
 import sys
 from dataclasses import dataclass
 from math import isfinite
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,8 +18,6 @@ from shardlab.plots.show import is_in_a_cell, show
 Named = str | Exercise
 CLOSE = 0.1  # up to here a difference is said in percent, beyond it as a factor
 MOST_OF_INPUTS = 300  # characters of a line
-VARIABLE = "SHARDLAB_PROGRESS"
-SCORE = ("messages", "bytes", "peak_bytes", "time_us")  # in the order in which a better one is looked for
 
 
 def find(exercise: Named) -> Exercise:
@@ -46,40 +40,36 @@ def task(exercise: Named) -> None:
     sys.stdout.write(f"{found.name}\n\n{found.task}\n\n{found.starter}\n")
 
 
-def hint(exercise: Named, *, progress: Path | str | None = None) -> None:
-    """Print the next hint; after the last one, the last one again."""
+def hint(exercise: Named, number: int = 1) -> None:
+    """Print a hint: 1 is a first push, the last one nearly the solution.
+
+    Raises:
+        ValueError: there is no hint of that number.
+    """
     found = find(exercise)
-    if not found.hints:
-        sys.stdout.write(f"{found.name} has no hints.\n")
-        return
-    number, last = Progress(progress).take_hint(found.name, len(found.hints)), len(found.hints) - 1
-    again = ", which was the last" if number > last else ""
-    number = min(number, last)
-    sys.stdout.write(f"Hint {number + 1} of {len(found.hints)}{again}: {found.hints[number]}\n")
+    if not 1 <= number <= len(found.hints):
+        raise ValueError(f"number: {number} is given; {found.name} has {len(found.hints)} hints, from 1")
+    then = f" (the next: hint({found.name!r}, {number + 1}))" if number < len(found.hints) else ""
+    sys.stdout.write(f"Hint {number} of {len(found.hints)}{then}: {found.hints[number - 1]}\n")
 
 
-def check(
-    exercise: Named, function: Function, *, progress: Path | str | None = None, timeout_s: float = TIMEOUT_S, limit_s:
-    float = LIMIT_S,
-) -> Report:  # fmt: skip
+def check(exercise: Named, function: Function, *, timeout_s: float = TIMEOUT_S, limit_s: float = LIMIT_S) -> Report:
     """Run ``function`` on real ranks and say what differs: a sentence, a table, and the attempt beside what was wanted.
 
     Args:
         exercise: the name of one of ours, or an ``Exercise`` of your own.
         function: the learner's; it may come from a cell.
-        progress: file that keeps the progress; None for ``$SHARDLAB_PROGRESS``, else one in the user's data directory.
         timeout_s: seconds that a rank may wait in one collective.
         limit_s: seconds for each case.
 
     Raises:
-        ValueError: there is no such exercise, or the file holds no progress.
+        ValueError: there is no such exercise.
     """
-    found, kept = find(exercise), Progress(progress)
+    found = find(exercise)
     cases = found.cases()
     with cell_bar(found.name, len(cases)) as advance, pool_for(cases, timeout_s, limit_s) as pool:
         report = examine(found, function, pool, advance)
     _say(found, report)
-    kept.add(report)
     return report
 
 
@@ -140,75 +130,6 @@ def _show_table(table: pd.DataFrame) -> None:
     from IPython.display import display
 
     display(table)  # type: ignore[no-untyped-call]  # IPython leaves it untyped
-
-
-def progress_path() -> Path:
-    """``$SHARDLAB_PROGRESS``, else ``shardlab/exercises.json`` in the user's data directory."""
-    if chosen := os.environ.get(VARIABLE):
-        return Path(chosen).expanduser()
-    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    return Path(data).expanduser() / "shardlab" / "exercises.json"
-
-
-class Progress:
-    """A learner's JSON file: attempts, hints taken and best score by exercise; a missing file is an empty one.
-
-    Args:
-        path: None for ``progress_path()``.
-
-    Raises:
-        ValueError: the file holds something else.
-    """
-
-    def __init__(self, path: Path | str | None = None) -> None:
-        self.path = progress_path() if path is None else Path(path)
-        self._entries = self._read()
-
-    def of(self, name: str) -> dict[str, Any]:
-        """``attempts``, ``hints``, ``passed`` and the best score (``SCORE``) of one exercise."""
-        return {"attempts": 0, "hints": 0, "passed": False, **self._entries.get(name, {})}
-
-    def add(self, report: Report) -> None:
-        """Count an attempt; a blocked one counts for nothing."""
-        if report.verdict is Verdict.BLOCKED:
-            return
-        entry = self.of(report.exercise)
-        entry["attempts"] += 1
-        if report.verdict is Verdict.PASSED:
-            score = report.score
-            found = (score.messages, score.num_bytes, score.peak_bytes, score.time_us)
-            best = min(found, tuple(entry.get(name, 0) for name in SCORE)) if entry["passed"] else found
-            entry |= {"passed": True, **dict(zip(SCORE, best, strict=True))}
-        self._write(report.exercise, entry)
-
-    def take_hint(self, name: str, most: int) -> int:
-        """Count a hint, up to ``most``, since the last one comes again; the number of those taken before."""
-        entry = self.of(name)
-        self._write(name, entry | {"hints": min(entry["hints"] + 1, most)})
-        return int(entry["hints"])
-
-    def _read(self) -> dict[str, dict[str, Any]]:
-        if not self.path.exists():
-            return {}
-        try:
-            entries = json.loads(self.path.read_text())
-        except ValueError:
-            entries = None
-        if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
-            raise ValueError(f"progress: {self.path} holds no progress; move it away, or name another file")
-        return entries
-
-    def _write(self, name: str, entry: dict[str, Any]) -> None:
-        # Read again: another notebook may have written since.
-        self._entries = self._read() | {name: entry}
-        # Written beside it and renamed: a kernel that dies meanwhile leaves the old file whole.
-        beside = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(json.dumps(self._entries, indent=2) + "\n")
-            beside.replace(self.path)
-        except OSError as error:  # the verdict stands all the same
-            sys.stdout.write(f"Progress was not kept: {error}\n")
 
 
 @dataclass(frozen=True)

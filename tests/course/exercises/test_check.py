@@ -1,6 +1,5 @@
 """What a learner sees: a sentence, a table, figures, hints, progress; and exercises of a teacher's own."""
 
-import json
 import os
 import re
 import sys
@@ -24,13 +23,7 @@ from tests.course.exercises.right import right_buckets
 from tests.course.exercises.wrong import half_a_ring
 
 
-@pytest.fixture
-def progress(tmp_path, monkeypatch):
-    monkeypatch.setenv("SHARDLAB_PROGRESS", str(tmp_path / "here" / "progress.json"))
-    return tmp_path / "here" / "progress.json"
-
-
-def test_a_failure_is_a_sentence_a_table_and_two_figures(progress, capsys):
+def test_a_failure_is_a_sentence_a_table_and_two_figures(capsys):
     report = check("collectives.ring_all_reduce", half_a_ring)
     printed = capsys.readouterr().out
     assert "failed. 2 ranks, 8 elements: rank 0, x after the call, element 0 (bytes 0 to 7): 1 is wanted, 0 " in printed
@@ -43,12 +36,9 @@ def test_a_failure_is_a_sentence_a_table_and_two_figures(progress, capsys):
     assert held(values, "held", "an element").layout.xaxis.dtick == 1, "columns have whole numbers"
     for figure in (held(values, "held", "an element"), moved(messages, "moved")):
         assert {annotation.text for annotation in figure.layout.annotations} == {"your attempt", "wanted"}
-    assert json.loads(progress.read_text())["collectives.ring_all_reduce"] == {
-        "attempts": 1, "hints": 0, "passed": False,
-    }  # fmt: skip
 
 
-def test_a_failure_shows_its_inputs_and_no_picture_without_a_difference(progress, capsys):
+def test_a_failure_shows_its_inputs_and_no_picture_without_a_difference(capsys):
     check("fsdp.units", lambda sizes, budget, prefetch: [[index] for index in range(len(sizes))])
     printed = capsys.readouterr().out
     assert "rank 0 sent 6 messages where 2 are enough" in printed
@@ -57,21 +47,14 @@ def test_a_failure_shows_its_inputs_and_no_picture_without_a_difference(progress
     assert "Who held what" not in printed, "the layers are right"
 
 
-def test_progress_keeps_attempts_hints_and_that_it_was_passed(progress, capsys):
-    hints = LADDER[1].hints
-    for _ in range(len(hints) + 1):
-        hint("buckets.assign")
+def test_tasks_and_hints_are_printed(capsys):
+    first, *_, last = hints = LADDER[1].hints
+    hint("buckets.assign")
+    hint("buckets.assign", len(hints))
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == f"Hint 1 of {len(hints)}: {hints[0]}"
-    assert printed[-1] == f"Hint {len(hints)} of {len(hints)}, which was the last: {hints[-1]}"
-    check("buckets.assign", right_buckets)
-    check("buckets.assign", lambda sizes, capacity: [])
-    kept = json.loads(progress.read_text())["buckets.assign"]
-    scores = dict.fromkeys(("messages", "bytes", "peak_bytes", "time_us"), 0)
-    assert kept == {"attempts": 2, "hints": len(hints), "passed": True, **scores}
-    progress.write_text("[]")
-    with pytest.raises(ValueError, match=r"progress: .* holds no progress; move it away"):
-        check("buckets.assign", right_buckets)
+    assert printed == [f"Hint 1 of 3 (the next: hint('buckets.assign', 2)): {first}", f"Hint 3 of 3: {last}"]
+    with pytest.raises(ValueError, match=r"number: 4 is given; buckets\.assign has 3 hints, from 1"):
+        hint("buckets.assign", 4)
     task("buckets.assign")
     printed = capsys.readouterr().out
     assert LADDER[1].task in printed
@@ -82,21 +65,16 @@ def test_progress_keeps_attempts_hints_and_that_it_was_passed(progress, capsys):
         Exercise("my exercise", "", "", list)
 
 
-def test_ranks_that_do_not_start_block_and_progress_that_cannot_be_kept_is_said(tmp_path, capsys):
+def test_ranks_that_do_not_start_block():
     class NoRanks:
         def start(self):
             raise OSError("no more processes")
 
     report = examine(find("buckets.assign"), right_buckets, NoRanks())
     assert (report.verdict, report.reason) == (Verdict.BLOCKED, "ranks do not start here: no more processes")
-    (tmp_path / "file").write_text("")
-    hint("buckets.assign", progress=tmp_path / "file" / "progress.json")
-    printed = capsys.readouterr().out
-    assert "Progress was not kept: " in printed
-    assert LADDER[1].hints[0] in printed
 
 
-def test_a_function_that_does_not_come_to_an_end_fails(progress):
+def test_a_function_that_does_not_come_to_an_end_fails():
     for function, words in (
         (lambda comm, x: os._exit(3), "2 ranks, 8 elements: the process of rank . ended"),
         (lambda comm, x: sys.exit("enough"), "2 ranks, 8 elements: rank . raised SystemExit: enough"),
@@ -193,7 +171,7 @@ def test_a_message_waits_on_the_virtual_clock_for_the_one_before_it():
     assert clock.send(2) == 61
 
 
-def test_a_teachers_own_exercise_as_the_room_shows_it(progress, capsys):
+def test_a_teachers_own_exercise_as_the_room_shows_it(capsys):
     lines = shardlab.course.exercises.__doc__.split("Ten lines are enough:\n\n")[1].split("\n\n``Case")[0]
     source = "\n".join(line[4:] for line in lines.splitlines())
     *definition, call = source.strip().splitlines()
