@@ -6,10 +6,9 @@ from statistics import median
 import pytest
 
 from shardlab.analysis.timed import hidden_share
-from shardlab.export import import_profiler_trace
+from shardlab.export import export_hta, import_profiler_trace
 from shardlab.tables import TABLES
 from shardlab.trace.store import Records
-from tests.export.hta_files import export_hta
 from tests.export.records import hand_made
 
 

@@ -1,38 +1,29 @@
 """Which cause is named when one is put in: a matrix of causes over strategies, and what the named change then gains.
 
-    python tests/why_matrix.py --ranks 2                    # also python -m tests.why_matrix
-
 Each cell trains a small model with one thing wrong, asks ``causes`` for the primary cause, makes the change that it
 names, and trains again. So the forecast of its gain can be compared with the gain.
 """
 
-import argparse
 import contextlib
-import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite, nan
-from pathlib import Path
 from statistics import median
 from time import sleep, thread_time
 from typing import Any
 
-import pandas as pd
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from shardlab.analysis.causes import causes
 from shardlab.analysis.judged_steps import BALANCED, Cause
 from shardlab.analysis.repeated_reductions import REPEATED
 from shardlab.analysis.slow_work import OFF_CPU
 from shardlab.analysis.timed import in_steps, timed_steps
-from shardlab.course import Straggler, faulty
+from shardlab.course.faults.inject import faulty
+from shardlab.course.faults.kinds import Straggler
 from shardlab.engines.bucketed import Bucketed
 from shardlab.experiment.comparison import PRELOAD, compare
 from shardlab.experiment.config import CompareConfig
@@ -103,7 +94,7 @@ def _block() -> nn.Module:
 def _batches(seconds: float = 0.0, rows: int = ROWS) -> Callable[[int, int, int], Iterator[torch.Tensor]]:
     """Batches of a rank, of ``rows`` rows; each takes ``seconds`` to load."""
 
-    def made(rank: int, ranks: int, seed: int) -> Iterator[torch.Tensor]:
+    def made(rank: int, ranks: int, seed: int) -> Iterator[torch.Tensor]:  # noqa: ARG001
         generator = torch.Generator().manual_seed(seed + rank)
         while True:
             sleep(seconds)
@@ -226,6 +217,11 @@ class WhyRow:
     change: str
 
 
+def num_cells(ranks: tuple[int, ...] = (2, 3)) -> int:
+    """How many there are."""
+    return len(ranks) * sum(len(one.engines) for one in INJECTED.values())
+
+
 def verdict(rows: Sequence[WhyRow]) -> str:
     """In how many cells the cause was right, how often one was named for nothing, and how near the gains were."""
     without = sum(not row.has_effect for row in rows)
@@ -326,27 +322,3 @@ def _off_cpu(records: Records, ranks: int) -> float:
     away = spans[spans["kind"] == str(SpanKind.OFF_CPU)]
     us = float((away["end_us"] - away["start_us"]).sum()) / timed["step"].nunique()
     return us / _step_us(records) / (ranks - 1)
-
-
-def main() -> None:
-    """Print each cell when it is done, then the whole matrix."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="how many")
-    parser.add_argument("--json", type=Path, default=None, help="write the rows to this file")
-    given = parser.parse_args()
-    rows = []
-    for row in why_matrix(ranks=(given.ranks,)):
-        rows.append(row)
-        sys.stdout.write(f"{row.injected} in {row.engine}: {row.named}\n")
-    table = pd.DataFrame(map(asdict, rows))
-    if given.json is not None:
-        given.json.write_text(json.dumps(table.to_dict("records"), indent=2) + "\n")
-    shown = table.assign(cell=table["named"].where(table["has_effect"], "no effect").where(~table["is_right"], "right"))
-    shown = shown.pivot(index="injected", columns="engine", values="cell").reindex(table["injected"].unique())
-    sys.stdout.write(
-        f"\nThe cause that is named, {given.ranks} ranks\n{shown.fillna('').to_string()}\n{verdict(rows)}\n"
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -38,19 +38,18 @@ def export_hta(records: Records, directory: Path | str, run: str | None = None) 
 
     Args:
         records: of one run or of several.
-        directory: an empty one: HTA would read other traces too.
+        directory: a new or an empty directory: HTA would read other traces too.
         run: which run; None where there is one.
 
     Raises:
-        ValueError: there is no such run, it is empty, or times are impossible.
+        ValueError: there is no such run, it is empty, times are impossible, or ``directory`` is not empty.
     """
     name, own = run_of(records, run)
     collectives, spans = in_timed_steps(own.collectives, own.spans, own.steps[own.steps["step"] >= 0])
     ranks = sorted({int(rank) for rank in [*spans["rank"], *collectives["rank"]]})
     if not ranks:
         raise ValueError(f"run: {name} has no finished step to analyse")
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = _new(Path(directory))
     streams = {axis: FIRST_AXIS_STREAM + place for place, axis in enumerate(collectives["axis"].drop_duplicates())}
     written = []
     for rank in ranks:
@@ -59,6 +58,16 @@ def export_hta(records: Records, directory: Path | str, run: str | None = None) 
         about = {"backend": "nccl", "rank": rank, "world_size": len(ranks)}
         written.append(write_json(_trace(name, about, events), directory / f"rank{rank}.json"))
     return written
+
+
+def _new(directory: Path) -> Path:
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"output: {directory} must be a new or an empty directory")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"output: {directory} cannot be made: {error.strerror}") from error
+    return directory
 
 
 def _trace(name: str, about: dict[str, Any], events: list[Event]) -> dict[str, Any]:
