@@ -136,9 +136,7 @@ class MemoryPlan:
         return MEMORY.frame(pd.concat(tables, ignore_index=True))
 
     def _sent(self, strategy: str) -> float:
-        return float(
-            planner.predicted_collectives(self._described[0], self._setup(strategy), ranks=[0])["wire_bytes"].sum()
-        )
+        return planner.sent_bytes(self._described[0], self._setup(strategy))
 
     def _setup(self, strategy: str, ranks: int | None = None, group: int | None = None) -> planner.Setup:
         hybrid = strategy == "fsdp" and self.sharding == Sharding.HYBRID_SHARD
