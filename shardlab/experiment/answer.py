@@ -19,6 +19,7 @@ from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.saved_runs import config_of
 from shardlab.experiment.step_reasons import Reasons, why
 from shardlab.experiment.summary import LOSS_TOLERANCE, REFERENCE, not_finite
+from shardlab.planner.rows import ROWS
 from shardlab.plots.text import format_bytes, format_percent, listing
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Phase
@@ -340,7 +341,7 @@ def what_fits(rows: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
     fitting, most = left[left > 0], str(left.idxmax())
     if fitting.empty:
         need, ranked = memory_bytes - left[most], f"--ranks {ceil(ranks * (1 - left[most] / memory_bytes))} or more"
-        advice = ranked if most in ("zero3", "fsdp") else f"fsdp, which keeps 1/{ranks} of everything"
+        advice = ranked if most in ROWS and ROWS[most].parameters else f"fsdp, which keeps 1/{ranks} of everything"
         return (
             f"of {memory}, nothing fits: {most}, which needs least, needs {format_bytes(need)}. Try {advice}, or an "
             "optimizer with less state; checkpointing saves activations alone"
