@@ -314,10 +314,10 @@ def answer_of_plan(plans: pd.DataFrame, ranks: int, memory_bytes: float | None =
     """
     rows = side_by_side(plans.assign(ranks=ranks))
     sent = rows.dropna(subset="wire_bytes_per_step")
-    by_rows = [str(name) for name in rows.index.difference(sent.index, sort=False)]
+    unknown = [str(name) for name in rows.index.difference(sent.index, sort=False)]
     counts = sent["messages_per_step"].to_dict() if "messages_per_step" in sent else {}
     costs = [cost(sent, counts)] if len(sent) else []
-    costs += [f"what {listing(by_rows)} sends depends on the rows"] if by_rows else []
+    costs += [f"what {listing(unknown)} sends is not known"] if unknown else []
     lines = [] if memory_bytes is None else [Line("WHAT FITS", what_fits(rows, memory_bytes, ranks))]
     lines += [Line("LEAST MEMORY", least_memory(rows)), Line("COST", "; ".join(costs))]
     if "messages_per_step" not in plans:
