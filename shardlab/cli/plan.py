@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from shardlab.cli import forecast, transformer
-from shardlab.cli.console import answer_table, count, in_units, names_in, table_of
+from shardlab.cli.console import answer_table, count, in_units, names_in, progress_bar, table_of
 from shardlab.cli.records import ROOMY, print_json
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.planner.fit import Gpu
@@ -206,18 +206,16 @@ def _of_workload(
     names, layers, workload = names or STRATEGIES, None, workload_at(place)
     if options["tp"] > 1:
         workload, layers = shown_plan(workload, options["tp"])
-    if gpu is None:
-        plans = plans_of(workload, ranks, names, **options)
-        rows = table_of([row_of(strategy, found) for strategy, found in plans.items()])
-    else:
-        planned = RunPlan.of(workload, ranks, names, **options)
-        plans, rows = dict(planned.plans), planned.on(gpu)
+    with progress_bar(len(names), first="a step without values") as told:
+        if gpu is None:
+            plans = plans_of(workload, ranks, names, told=told, **options)
+            rows = table_of([row_of(strategy, found) for strategy, found in plans.items()])
+        else:
+            planned = RunPlan.of(workload, ranks, names, told=told, **options)
+            plans, rows = dict(planned.plans), planned.on(gpu)
     sent = [found.collectives for found in plans.values() if found.collectives is not None]
-    by_rows = ", ".join(rows.loc[rows["messages_per_step"].isna(), "strategy"])
-    note = (
-        f"{PER_RANK}{_buckets(names, options)}{by_rows and f' What {by_rows} sends depends on the rows.'}"
-        f"{KEPT_HERE if 'precision' in rows else ''}"
-    )
+    unknown = "".join(f" Of {name}: {found.why}." for name, found in plans.items() if found.collectives is None)
+    note = f"{PER_RANK}{_buckets(names, options)}{unknown}{KEPT_HERE if 'precision' in rows else ''}"
     if forecasts is not None:
         rows, said = forecasts(rows, place, ranks, plans, options)
         note += said

@@ -96,7 +96,7 @@ def _recorded_turn(name: str, config: CompareConfig, directory: Path, rank: int,
 
 def _check(variants: Mapping[str, CompareConfig], pool: RankPool) -> None:
     for name, config in variants.items():
-        if len(config.strategies) != 1 or config.strategies == ("single",):
+        if len(config.strategies) != 1 or config.is_alone(config.strategies[0]):
             raise ValueError(f"variants: {name!r} needs one strategy that runs on all ranks, not {config.strategies}")
         for field in ("resume", "save_every"):
             if (given := getattr(config, field)) is not None:

@@ -19,6 +19,7 @@ from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.saved_runs import config_of
 from shardlab.experiment.step_reasons import Reasons, why
 from shardlab.experiment.summary import LOSS_TOLERANCE, REFERENCE, not_finite
+from shardlab.planner.rows import ROWS
 from shardlab.plots.text import format_bytes, format_percent, listing
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Phase
@@ -313,10 +314,10 @@ def answer_of_plan(plans: pd.DataFrame, ranks: int, memory_bytes: float | None =
     """
     rows = side_by_side(plans.assign(ranks=ranks))
     sent = rows.dropna(subset="wire_bytes_per_step")
-    by_rows = [str(name) for name in rows.index.difference(sent.index, sort=False)]
+    unknown = [str(name) for name in rows.index.difference(sent.index, sort=False)]
     counts = sent["messages_per_step"].to_dict() if "messages_per_step" in sent else {}
     costs = [cost(sent, counts)] if len(sent) else []
-    costs += [f"what {listing(by_rows)} sends depends on the rows"] if by_rows else []
+    costs += [f"what {listing(unknown)} sends is not known"] if unknown else []
     lines = [] if memory_bytes is None else [Line("WHAT FITS", what_fits(rows, memory_bytes, ranks))]
     lines += [Line("LEAST MEMORY", least_memory(rows)), Line("COST", "; ".join(costs))]
     if "messages_per_step" not in plans:
@@ -340,7 +341,7 @@ def what_fits(rows: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
     fitting, most = left[left > 0], str(left.idxmax())
     if fitting.empty:
         need, ranked = memory_bytes - left[most], f"--ranks {ceil(ranks * (1 - left[most] / memory_bytes))} or more"
-        advice = ranked if most in ("zero3", "fsdp") else f"fsdp, which keeps 1/{ranks} of everything"
+        advice = ranked if most in ROWS and ROWS[most].parameters else f"fsdp, which keeps 1/{ranks} of everything"
         return (
             f"of {memory}, nothing fits: {most}, which needs least, needs {format_bytes(need)}. Try {advice}, or an "
             "optimizer with less state; checkpointing saves activations alone"

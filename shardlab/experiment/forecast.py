@@ -59,7 +59,7 @@ def forecast_step(config: CompareConfig, strategy: str, machine: Machine | None,
         ValueError: the machine was not calibrated for so many ranks.
         RuntimeError: the step needs values.
     """
-    costs = _NO_TIME if machine is None else machine.costs(config.ranks, single=strategy == "single")
+    costs = _NO_TIME if machine is None else machine.costs(config.ranks, single=config.is_alone(strategy))
     link = None if config.link is None else Link.parse(config.link)
     largest, outside, pace = costs.largest, set[bool](), costs.pace.get(strategy, 1.0)
     unmeasured = set[str]()
@@ -104,6 +104,6 @@ def seconds_in(steps: pd.DataFrame) -> float:
 
 def steered_by(config: CompareConfig, strategy: str) -> int:
     """How many things an engine's own code goes through in a step: units of FSDP, else parameters."""
-    if strategy == "fsdp":
+    if (made := config.strategy(strategy)) is not None and made.by_unit:
         return len(wrapped_modules(config.on_meta, config.wrap_policy)) + 1
     return sum(1 for _ in config.on_meta.parameters())

@@ -8,7 +8,7 @@ messages, they are those of the engine itself, which takes two steps without val
 built on the meta device where that is possible: one of 7 billion parameters needs neither time nor memory.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -69,8 +69,8 @@ class Plan:
         return int(self.memory.groupby("rank")["bytes"].sum().to_numpy().argmax())
 
 
-def plan_runs(config: CompareConfig) -> dict[str, Plan | str]:
-    """The plan of each strategy; or why not even what is at rest is known.
+def plan_runs(config: CompareConfig, told: Callable[[str], object] = str) -> dict[str, Plan | str]:
+    """The plan of each strategy, whose name is ``told`` when it is there; or why not even what is at rest is known.
 
     That is so of torch's own strategies, of optimizers whose state is not made of counters and of tensors of the
     parameter's shape or grows after the first step, and of a strategy of the reader's own whose step cannot be run
@@ -82,8 +82,11 @@ def plan_runs(config: CompareConfig) -> dict[str, Plan | str]:
     """
     if not any(map(config.strategy, config.strategies)):
         return dict.fromkeys(config.strategies, _PEERS)
-    plans = _Plans(config)
-    return {name: plans.of(name) for name in config.strategies}
+    plans, found = _Plans(config), dict[str, Plan | str]()
+    for name in config.strategies:
+        found[name] = plans.of(name)
+        told(name)
+    return found
 
 
 def plans_or_why(config: CompareConfig) -> dict[str, Plan | str]:
@@ -277,11 +280,13 @@ def plans_of(
     workload: Workload | str,
     ranks: int,
     strategies: Sequence[str | Strategy] | str | Strategy = STRATEGIES,
+    *,
+    told: Callable[[str], object] = str,
     **options: Any,
 ) -> dict[str, Plan]:
-    """The tables behind ``plan``, by strategy; arguments and errors are its."""
+    """The tables behind ``plan``, by strategy; arguments and errors are its, ``told`` is that of ``plan_runs``."""
     config = to_plan(workload, ranks, strategies, **options)
-    return {strategy: _planned(strategy, found) for strategy, found in plan_runs(config).items()}
+    return {strategy: _planned(strategy, found) for strategy, found in plan_runs(config, told).items()}
 
 
 def to_plan(

@@ -1,8 +1,11 @@
 """What a workload's step sends and holds under a strategy: the engine's own step, without ranks and values.
 
-The first step is only the beginning: FSDP learns from it in which order units are called. Batches are the first one
-again and again, for messages do not depend on what is in it; unless layers are divided or the loss sends too: then they
-are those of the last step, with which a record is compared.
+FSDP learns from the first step in which order units are called, and a strategy of the reader's own may begin otherwise
+than it goes on: of these the second step counts. Of a strategy of the reader's own, what is at rest is read too, with
+the optimizer of the workload.
+
+Batches are the first one again and again, for messages do not depend on what is in it; unless layers are divided or the
+loss sends too: then they are those of the last step, with which a record is compared.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -11,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 import pandas as pd
+import torch
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.trees import tensors_in
@@ -29,7 +33,6 @@ from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.units import wrapped_modules
 from shardlab.vocabulary import Role
 
-STEPS = 2
 Shapes = dict[Hashable, Any]
 
 
@@ -38,7 +41,7 @@ class Held:
     """What a rank holds.
 
     Attributes:
-        at_rest: bytes by role.
+        at_rest: bytes by role; of our strategies without the optimizer's.
         gathered_bytes: the most of gathered parameters at one moment.
         divisions: how the parameters are divided.
     """
@@ -67,13 +70,14 @@ def dry_step(config: CompareConfig, strategy: str, known: PlannedWorkload, shape
     shapes_of = [tuple((one.shape, one.dtype) for one in tensors_in(step)) for step in batches]
     own, made = strategy in config.own_strategies, config.strategy(strategy)
     by_unit = made is not None and made.by_unit
+    num_steps = 2 if own or by_unit else 1
 
     def kind(rank: int, held: Held, places: Places) -> Hashable:
         pieces = [_pieces(one, places[one.comm.axis][rank]) for one in held.divisions if own and one.is_spread]
         return shapes_of[rank // config.tp] if by_rows else None, *pieces
 
     def step(mesh: BaseMesh, log: Log) -> Held:
-        with engine_of(config, strategy, mesh) as engine:
+        with engine_of(config, strategy, mesh, None if own else _keeps_nothing) as engine:
             assert isinstance(engine, Engine)
             watch = _Watch(engine, log, on_gpu=place(config.ranks, config.device).device_type == "cuda")
             train_step = TrainStep(
@@ -84,16 +88,20 @@ def dry_step(config: CompareConfig, strategy: str, known: PlannedWorkload, shape
             called = list[str]()
             for name, unit in wrapped_modules(engine.module, config.wrap_policy).items():
                 unit.register_forward_pre_hook(lambda *_, name=name: called.append(name))
-            for _ in range(STEPS):
+            for _ in range(num_steps):
                 with log.step():
                     for micro_batch in batches[engine.data_rank]:
                         train_step(micro_batch)
             route = known.forward.called
-            if by_unit and route is not None and called != [*route] * config.accumulation * STEPS:
+            if by_unit and route is not None and called != [*route] * config.accumulation * num_steps:
                 raise RuntimeError("which units it calls depends on values")
             return Held(watch.held, watch.gathered_bytes, engine.divisions())
 
     return DryRun(step, config.mesh_axes(strategy), kind, shapes, alike=not known.forward.by_rows)
+
+
+def _keeps_nothing(tensors: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(tensors, lr=0.0)
 
 
 def memory_of(run: DryRun[Held], name: str) -> pd.DataFrame:

@@ -14,7 +14,7 @@ from shardlab.comm import BaseMesh, CollectiveEvent, Observer
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.process import PAST, num_sent_by_torch, observing_new
 from shardlab.comm.trees import map_tensors, tensors_in
-from shardlab.engines import AnyEngine, Engine, Strategy, build_engine, engine_options
+from shardlab.engines import AnyEngine, Engine, OptimizerFn, Strategy, build_engine, engine_options
 from shardlab.experiment.batches import Share, batches_of, size_of
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import checkpoint_directory, same_options
@@ -330,8 +330,8 @@ def mesh_of(config: CompareConfig, strategy: str) -> BaseMesh:
     return Mesh(config.mesh_axes(strategy), device=device, link=link, transport=config.transport)
 
 
-def engine_of(config: CompareConfig, strategy: str, mesh: BaseMesh) -> AnyEngine:
-    """The engine of a strategy, around a new model."""
+def engine_of(config: CompareConfig, strategy: str, mesh: BaseMesh, optimizer: OptimizerFn | None = None) -> AnyEngine:
+    """The engine of a strategy, around a new model; with the workload's optimizer, if no other is given."""
     workload, given, options = config.trained, _own(config, strategy), {}
     if given is None:
         options = config.engine_options(engine_options(strategy))
@@ -345,7 +345,7 @@ def engine_of(config: CompareConfig, strategy: str, mesh: BaseMesh) -> AnyEngine
     if config.divides(strategy):
         model = divided(model, workload, mesh)
     options["broadcast_buffers"] = config.broadcasts_buffers(strategy)
-    return build_engine(given or strategy, model, workload.optimizer, mesh, **options)
+    return build_engine(given or strategy, model, optimizer or workload.optimizer, mesh, **options)
 
 
 def _own(config: CompareConfig, strategy: str) -> Strategy | None:

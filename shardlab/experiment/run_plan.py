@@ -29,6 +29,7 @@ from shardlab.experiment.named_workload import workload_at
 from shardlab.experiment.planned import Plan, plans_of, row_of, table_of
 from shardlab.experiment.workload import Workload, seeded
 from shardlab.planner.fit import Gpu, rows_that_fit, sending_us
+from shardlab.planner.rows import ROWS
 from shardlab.planner.setup import STRATEGIES
 from shardlab.vocabulary import Role
 
@@ -78,7 +79,9 @@ class RunPlan:
         """
         known = workload_at(workload) if isinstance(workload, str) else workload
         plans = plans_of(known, ranks, strategies, **options)
-        whole = {name: plan.precision for name, plan in plans.items() if options.get("tp", 1) == 1 or name == "single"}
+        # What autograd keeps is not counted of divided layers, which one process does not have.
+        alone = {name for name, row in ROWS.items() if row.alone}
+        whole = {name: plan.precision for name, plan in plans.items() if options.get("tp", 1) == 1 or name in alone}
         found = {precision: _kept_if_known(known, precision) for precision in dict.fromkeys(whole.values())}
         kept = {name: found[whole[name]][0] if name in whole else None for name in plans}
         return cls(ranks, plans, kept, {name: found[precision][1] for name, precision in whole.items()})

@@ -12,7 +12,7 @@ from shardlab.installed import imported_when_used
 from shardlab.planner.fit import Gpu
 from shardlab.planner.forecast import Forecast, predict_step
 from shardlab.planner.formulas import PRECISIONS, Layer, ModelStates, Precision, activation_bytes, model_states
-from shardlab.planner.memory import predicted_memory
+from shardlab.planner.memory import predicted_memory, sent_bytes
 from shardlab.planner.setup import ADAM, SGD, SGD_MOMENTUM, Optimizer, PlannedModel, PlannedParam, Setup, described
 from shardlab.planner.tensor import divided, on_tensor_ranks
 from shardlab.planner.validation import validate_published
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 __all__ = [
     "ADAM", "PRECISIONS", "SGD", "SGD_MOMENTUM", "Forecast", "Gpu", "Layer", "ModelStates", "Optimizer",
     "PlannedModel", "PlannedParam", "Precision", "Setup", "activation_bytes", "described", "divided", "model_states",
-    "on_tensor_ranks", "predict_step", "predicted_collectives", "predicted_memory", "validate_published",
+    "on_tensor_ranks", "predict_step", "predicted_collectives", "predicted_memory", "sent_bytes",
+    "validate_published",
 ]  # fmt: skip
 
 __getattr__ = imported_when_used(__name__, __file__)

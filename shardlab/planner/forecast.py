@@ -10,7 +10,6 @@ from typing import Any
 from shardlab.planner.calibration import checked, fitted
 from shardlab.planner.job import Job
 from shardlab.planner.peak import peak_bytes, room_bytes
-from shardlab.planner.replay import FULLY_SHARDED
 from shardlab.planner.step_model import Factors, step_parts
 
 # Reserved over allocated bytes, least and most: OpenTau PR #273 (batch 40); Megatron-LM issue #150 (fsdp2 on 16 GPUs).
@@ -129,7 +128,7 @@ def may_retry(job: Job) -> bool:
     """Whether a step that fits has so little room that the allocator may ask again."""
     gathered = job.layer_params / job.tensor * job.itemsize
     return (
-        job.strategy in FULLY_SHARDED and job.shards > 1
+        job.row.by_unit and job.shards > 1
         and 0 <= room_bytes(job) < ROOM_BYTES + ROOM_LAYERS * gathered
     )  # fmt: skip
 
@@ -159,13 +158,13 @@ def _sentences(job: Job, pairs: Sequence[tuple[Job, float]], factors: Factors) -
         )
     elif job.network is None and job.data * job.tensor > 1:
         found.append(f"The network is not known: GPUs of one host, {job.card.inside} between them, are assumed.")
-    if job.accumulation > 1 and job.strategy != "single":
+    if job.accumulation > 1 and not job.row.alone:
         found.append(
             "Only the last micro-batch reduces gradients, which until then are whole on every rank: the others run in "
             "no_sync()." if job.no_sync else
             "Each micro-batch reduces its gradients; no_sync() would save that, and keep whole gradients."
         )  # fmt: skip
-    if job.strategy == "zero3":
+    if job.row.parameters and not job.row.by_unit:
         found.append("Nothing overlaps and all is gathered at once, as in this package; others gather layer by layer.")
     if job.tensor > 1:
         sums = "; without sequence parallelism"

@@ -57,16 +57,10 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 
 from shardlab.partition.chunks import require_count
+from shardlab.planner.rows import ROWS
 
 _NEEDED = ("parameter", "gradient")
-# strategy -> whether parameters, gradients and state are sharded, and how many times P travels in a step as parameters
-# and as gradients
-_SHARDED = {
-    "ddp": (False, False, False, 0, 2),
-    "zero1": (False, False, True, 1, 1),
-    "zero2": (False, True, True, 1, 1),
-    "zero3": (True, True, True, 2, 1),
-}
+_OF_THE_PAPER = ("ddp", "zero1", "zero2", "zero3")
 
 
 @dataclass(frozen=True)
@@ -151,18 +145,20 @@ def model_states(num_params: float, num_ranks: int, precision: Precision | str =
     require_count("ranks", num_ranks, 1)
     if isinstance(precision, str):
         precision = precision_named(precision)
-    return tuple(_states(strategy, int(num_params), num_ranks, precision) for strategy in _SHARDED)
+    return tuple(states_of(strategy, int(num_params), num_ranks, precision) for strategy in _OF_THE_PAPER)
 
 
-def _states(strategy: str, num_params: int, num_ranks: int, precision: Precision) -> ModelStates:
-    *sharded, gathered, reduced = _SHARDED[strategy]
+def states_of(strategy: str, num_params: int, num_ranks: int, precision: Precision) -> ModelStates:
+    """Those of one strategy, of ``ROWS``, without checks."""
+    row = ROWS[strategy]
+    sharded = row.parameters, row.gradients, row.state
     itemsizes = (precision.parameter, precision.gradient, precision.optimizer)
     held = [
         Fraction(num_params * itemsize, num_ranks if is_sharded else 1)
         for itemsize, is_sharded in zip(itemsizes, sharded, strict=True)
     ]
     sent = [
-        Fraction((gathered * of_gather + reduced * of_reduction) * num_params * (num_ranks - 1), num_ranks)
+        Fraction((row.gathers * of_gather + row.reductions * of_reduction) * num_params * (num_ranks - 1), num_ranks)
         for of_gather, of_reduction in ((1, 1), (precision.parameter, precision.gradient))
     ]
     return ModelStates(strategy, *(_number(value) for value in (*held, sum(held, Fraction()), *sent)))

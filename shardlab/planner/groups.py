@@ -72,9 +72,9 @@ def groups_of(model: PlannedModel, setup: Setup) -> tuple[Group, ...]:
     if setup.precision is not None:
         params = tuple(param.with_itemsize(setup.precision.parameter) for param in params)
     by_name = {param.spec.name: param for param in params}
-    if setup.strategy == "fsdp":
+    if setup.row.by_unit:
         return tuple(_units(by_name, setup))
-    if setup.strategy in ("single", "ddp"):
+    if not setup.row.packs:
         return tuple(Group(name, name, flat_layout([param.spec], 1), {name: param}) for name, param in by_name.items())
     return tuple(_buckets(by_name, setup))
 
@@ -82,7 +82,7 @@ def groups_of(model: PlannedModel, setup: Setup) -> tuple[Group, ...]:
 def _buckets(by_name: Mapping[str, PlannedParam], setup: Setup) -> Iterator[Group]:
     specs = [param.spec for param in by_name.values()]
     keys = [_kind(param) for param in by_name.values()]
-    partition = Partition.ELEMENTS if setup.strategy == "bucketed" else Partition(setup.partition)
+    partition = Partition(setup.partition) if setup.row.state else Partition.ELEMENTS
     layouts = plan_buckets(specs, keys, setup.num_shards, setup.bucket_bytes, partition)
     for index, layout in enumerate(layouts):
         names = [slot.spec.name for slot in layout.slots]

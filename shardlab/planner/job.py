@@ -7,6 +7,7 @@ from numbers import Integral
 from shardlab.planner.formulas import Precision, precision_named
 from shardlab.planner.hardware import COMPUTE_PRECISIONS, Hardware, Network, hardware_named, network_of
 from shardlab.planner.replay import REPLAYED
+from shardlab.planner.rows import ROWS, Row
 
 ATTENTIONS = ("flash-1", "flash-2", "unfused")
 
@@ -66,15 +67,20 @@ class Job:
         for divisor, field in divided if self.head_dim else [("heads", "hidden"), *divided]:
             if (value := getattr(self, field)) % (by := getattr(self, divisor)):
                 raise ValueError(f"{divisor}: {by} is given; it must divide {field}, {value}")
-        if self.strategy == "single" and self.data > 1:
+        if self.row.alone and self.data > 1:
             raise ValueError(f"data: {self.data} is given; 'single' trains on 1")
         if self.recompute not in ("full", "selective") and self.recompute not in range(self.layers + 1):
             raise ValueError(f"recompute: {self.recompute!r} is not 0 to {self.layers} layers, 'full' or 'selective'")
         _ = self.kept  # raises
         if self.windowed_layers not in range(self.layers + 1):
             raise ValueError(f"windowed_layers: {self.windowed_layers!r} is not 0 to {self.layers} layers")
-        if self.strategy == "hybrid_shard" and self.data % self.shards:
+        if self.row.in_hosts and self.data % self.shards:
             raise ValueError(f"data: {self.data} is given; hosts of {self.shards} data ranks must divide it")
+
+    @property
+    def row(self) -> Row:
+        """What lives where."""
+        return ROWS[self.strategy]
 
     @cached_property
     def card(self) -> Hardware:
@@ -184,9 +190,9 @@ class Job:
     @cached_property
     def shards(self) -> int:
         """Ranks that share parameters, gradients or state."""
-        if self.strategy == "hybrid_shard":
+        if self.row.in_hosts:
             return min(self.data, self.per_host)
-        return 1 if self.strategy in ("single", "ddp", "bucketed") else self.data
+        return self.data if self.row.state else 1
 
     @cached_property
     def kept(self) -> Precision:

@@ -23,32 +23,15 @@ Source: Rajbhandari et al., arXiv 1910.02054, section 5; Zhao et al., arXiv 2304
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import nan
 
 import pandas as pd
 
 from shardlab.planner.groups import Group, groups_of
-from shardlab.planner.setup import ITEMSIZES, REPLICATED, Optimizer, PlannedModel, Setup
+from shardlab.planner.rows import ROWS
+from shardlab.planner.setup import ITEMSIZES, Optimizer, PlannedModel, Setup
 from shardlab.tables import MEMORY
 from shardlab.vocabulary import Offload, Phase, Role
-
-
-@dataclass(frozen=True)
-class ShardedRoles:
-    """Of which roles a rank has chunks of a group only; and whether gradients are in one buffer, or each on its own."""
-
-    parameter_chunks: bool
-    gradient_chunks: bool
-    gradient_buffer: bool = True
-
-
-SHARDED_ROLES = {
-    **dict.fromkeys(("single", "ddp"), ShardedRoles(False, False, gradient_buffer=False)),
-    **dict.fromkeys(("bucketed", "zero1"), ShardedRoles(False, False)),
-    "zero2": ShardedRoles(False, True),
-    **dict.fromkeys(("zero3", "fsdp"), ShardedRoles(True, True)),  # no_shard is one chunk
-}
 
 OFFLOADED = {
     Offload.NONE: (),
@@ -83,24 +66,38 @@ def memory_table(run: str, held: Mapping[int, Mapping[Role, int]]) -> pd.DataFra
     return MEMORY.frame([_row(run, rank, role, of_rank[role]) for rank, of_rank in held.items() for role in Role])
 
 
+def sent_bytes(model: PlannedModel, setup: Setup) -> float:
+    """Bytes of parameters and gradients that a rank sends in a step of one micro-batch, on average over the ranks.
+
+    By the ring formula, padding included; the few numbers by which ranks agree are left out.
+    """
+    groups, row, shards = groups_of(model, setup), setup.row, setup.num_shards
+    kept = setup.precision
+    params = sum(group.layout.padded_numel * group.itemsize for group in groups)
+    gradients = params if kept is None else params * kept.gradient / kept.parameter
+    inner, outer = (shards, setup.num_ranks // shards) if row.in_hosts else (setup.num_ranks, 1)
+    within = (row.gathers * params + row.reductions * gradients) * (inner - 1) / inner
+    return within + 2 * gradients / inner * (outer - 1) / outer
+
+
 def bytes_at_rest(groups: Sequence[Group], setup: Setup, rank: int) -> Counter[Role]:
     """Bytes that ``rank`` holds of ``groups``, the module's buffers left out."""
     held: Counter[Role] = Counter()
     for group in groups:
         held.update(_of_group(group, setup, setup.shard_of(rank)))
-    for role in OFFLOADED[Offload(setup.offload)] if setup.strategy == "fsdp" else ():
+    for role in OFFLOADED[Offload(setup.offload)] if setup.row.by_unit else ():
         held[Role.OFFLOADED] += held.pop(role, 0)
     return held
 
 
 def _of_group(group: Group, setup: Setup, shard: int) -> dict[Role, int]:
-    holding, precision = SHARDED_ROLES[setup.strategy], setup.precision
+    row, precision = setup.row, setup.precision
     stepped_numel = sum(piece.numel for piece in group.stepped(shard))
     gradient_itemsize = group.itemsize if precision is None else precision.gradient
-    has_gradient = group.trainable if holding.gradient_buffer else group.used
+    has_gradient = group.trainable if row.packs else group.used
     held = {
-        Role.PARAMETER: _numel(group, shard, chunks=holding.parameter_chunks) * group.itemsize,
-        Role.GRADIENT: has_gradient * _numel(group, shard, chunks=holding.gradient_chunks) * gradient_itemsize,
+        Role.PARAMETER: _numel(group, shard, chunks=row.parameters) * group.itemsize,
+        Role.GRADIENT: has_gradient * _numel(group, shard, chunks=row.gradients) * gradient_itemsize,
         Role.MASTER_WEIGHT: 0 if precision is None else stepped_numel * precision.master,
         **_kept(group, setup, shard),
     }
@@ -109,12 +106,12 @@ def _of_group(group: Group, setup: Setup, shard: int) -> dict[Role, int]:
 
 def _in_other_dtypes(group: Group, setup: Setup, shard: int) -> dict[Role, int]:
     """The roles that change where whole parameters, or their gradients, have another dtype than the stored one."""
-    if setup.strategy not in ("zero1", "zero2"):
+    if setup.row.parameters or not setup.row.state:
         return {}
     held, numel, chunk = {}, group.layout.padded_numel, group.layout.chunk_sizes[shard] * group.itemsize
     if (computed := setup.dtype_in_compute(group.dtype)) != group.dtype:
         held = {Role.PARAMETER: numel * ITEMSIZES[computed], Role.MASTER_WEIGHT: chunk}
-    if (reduced := setup.dtype_in_reduction(group.dtype)) != group.dtype and setup.strategy == "zero1":
+    if (reduced := setup.dtype_in_reduction(group.dtype)) != group.dtype and not setup.row.gradients:
         held[Role.GRADIENT] = group.trainable * (numel * ITEMSIZES[reduced] + chunk)
     return held
 
@@ -128,7 +125,8 @@ def _kept(group: Group, setup: Setup, shard: int) -> dict[Role, int]:
     numel_of = {piece.name: piece.numel for piece in group.layout.pieces(0 if group.is_whole else shard)}
     held = {Role.OPTIMIZER_STATE: 0, Role.OTHER: 0}
     for name, param in group.params.items():
-        is_stepped = param.stepped and (name in numel_of or setup.strategy in REPLICATED)
+        # Where nothing is divided each rank steps parameters without elements too.
+        is_stepped = param.stepped and (name in numel_of or not ROWS[setup.strategy].state)
         kept = setup.kept_for(name) if is_stepped else setup.kept_for(name).from_start
         if kept is not None:
             values = numel_of.get(name, 0) * _state_itemsize(kept, group, setup)

@@ -13,9 +13,8 @@
 Legend: b sequences, s tokens of a sequence, h hidden. Sources: see ``formulas``.
 """
 
-from shardlab.planner.formulas import Layer, ModelStates, activation_bytes, model_states
+from shardlab.planner.formulas import Layer, ModelStates, activation_bytes, states_of
 from shardlab.planner.job import Job
-from shardlab.planner.replay import FULLY_SHARDED
 
 LOGIT_BYTES = {"gpt": 4, "llama": 10, "compiled": 10}
 
@@ -32,9 +31,9 @@ def peak_bytes(job: Job) -> float:
     found = states.total_bytes
     if job.keeps_whole_gradients:
         found += whole_gradients - states.gradient_bytes
-    if job.strategy in ("zero3", "shard_grad_op"):
+    if job.row.keeps_all:
         found += params * job.itemsize
-    elif job.strategy in FULLY_SHARDED:
+    elif job.row.by_unit:
         found += (job.root_params / job.tensor + 2 * layer) * job.itemsize
     whole, kept = _activations(job)
     logits = logits_bytes(job)
@@ -42,7 +41,7 @@ def peak_bytes(job: Job) -> float:
     computed = again * kept + (job.layers - again) * whole + max(logits, whole if again else 0)
     if job.residual_ranks > 1:
         computed += 2 * job.tokens * job.hidden * job.itemsize
-    if job.strategy == "zero3" and not job.keeps_whole_gradients:
+    if job.row.parameters and not job.row.by_unit and not job.keeps_whole_gradients:
         computed = max(computed, whole_gradients)
     return found + computed
 
@@ -54,13 +53,7 @@ def logits_bytes(job: Job) -> float:
 
 def _states(job: Job) -> ModelStates:
     """Of parameters, gradients and optimizer state at rest."""
-    like = job.strategy
-    if job.strategy in FULLY_SHARDED:
-        like = "zero3"
-    elif job.strategy in ("single", "bucketed"):
-        like = "ddp"
-    params = round(job.num_params / job.tensor)
-    return {one.strategy: one for one in model_states(params, job.shards, job.kept)}[like]
+    return states_of(job.strategy, round(job.num_params / job.tensor), job.shards, job.kept)
 
 
 def _activations(job: Job) -> tuple[float, float]:

@@ -19,9 +19,9 @@ from shardlab.planner.job import Job
 from shardlab.planner.peak import peak_bytes
 from shardlab.planner.published import Pair, error_of, published_steps
 from shardlab.planner.region import expected_miss
+from shardlab.planner.rows import ROWS
 
 STRATEGIES = ("ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp", "shard_grad_op", "hybrid_shard")
-SHARD_GRADIENTS = ("zero2", "zero3", "fsdp", "shard_grad_op", "hybrid_shard")
 RECOMPUTES: tuple[int | str, ...] = (0, "selective", "full")
 TENSORS = (1, 2, 4, 8)
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -138,7 +138,7 @@ def _jobs(sizes: Mapping[str, Any], ranks: int, sequences: int, options: Mapping
                 continue
             for recompute in RECOMPUTES:
                 for strategy in STRATEGIES if data > 1 else ("single",):
-                    if strategy == "hybrid_shard" and (data <= base.per_host or data % base.per_host):
+                    if ROWS[strategy].in_hosts and (data <= base.per_host or data % base.per_host):
                         continue
                     for no_sync in _accumulates(strategy, base.accumulation):
                         yield replace(base, strategy=strategy, recompute=recompute, no_sync=no_sync)
@@ -146,9 +146,9 @@ def _jobs(sizes: Mapping[str, Any], ranks: int, sequences: int, options: Mapping
 
 def _accumulates(strategy: str, micro_batches: int) -> tuple[bool, ...]:
     """Whether in ``no_sync()``: of each way that is worth a try."""
-    if micro_batches == 1 or strategy == "single":
+    if micro_batches == 1 or ROWS[strategy].alone:
         return (False,)
-    return (False, True) if strategy in SHARD_GRADIENTS else (True,)
+    return (False, True) if ROWS[strategy].gradients else (True,)
 
 
 def _fits(job: Job, forecast: Forecast) -> bool:

@@ -13,11 +13,10 @@ from shardlab.partition.chunks import require_count, require_rank
 from shardlab.partition.flat import ParamSpec
 from shardlab.partition.slices import slices_of
 from shardlab.planner.formulas import Precision
+from shardlab.planner.rows import ROWS, Row, row_of
 from shardlab.vocabulary import LayoutName, Offload, Partition, Sharding, dtype_name
 
 STRATEGIES = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
-REPLICATED = ("single", "ddp", "bucketed")  # each rank steps whole parameters, those without elements too
-TAKE_PRECISION = ("zero1", "zero2", "zero3", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -105,9 +104,9 @@ class Setup:
             require_count(name, getattr(self, name), 1)
         require_count("prefetch", self.prefetch, 0)
         require_count("replicate_below", self.replicate_below, 0)
-        if self.strategy == "single" and self.num_ranks != 1:
+        if self.row.alone and self.num_ranks != 1:
             raise ValueError(f"num_ranks: {self.num_ranks} is given; 'single' trains in one process")
-        shares_whole = self.strategy == "fsdp" and self.partition != Partition.ELEMENTS
+        shares_whole = self.row.by_unit and self.partition != Partition.ELEMENTS
         if shares_whole and (self.layout == LayoutName.DIM0 or self.sharding == Sharding.NO_SHARD):
             raise ValueError(
                 f"partition: {str(self.partition)!r} gives ranks whole parameters; it goes with layout 'flat' and a "
@@ -138,20 +137,25 @@ class Setup:
 
     def _cast(self, stored: str, dtype: str | None) -> str:
         # Parameters that are no floating-point numbers stay as they are.
-        return dtype if dtype is not None and self.strategy in TAKE_PRECISION and stored in ITEMSIZES else stored
+        takes_one = ROWS[self.strategy].state
+        return dtype if dtype is not None and takes_one and stored in ITEMSIZES else stored
+
+    @property
+    def row(self) -> Row:
+        """What lives where."""
+        return row_of(self.strategy, self.sharding)
 
     @property
     def hybrid(self) -> bool:
         """Whether ranks shard in groups and replicate across them."""
-        return self.strategy == "fsdp" and self.sharding == Sharding.HYBRID_SHARD
+        return self.row.in_hosts
 
     @property
     def num_shards(self) -> int:
         """Chunks that parameters, gradients or state are cut into."""
         if self.shard_group_size is not None:
             return self.shard_group_size
-        no_shard = self.strategy == "fsdp" and self.sharding == Sharding.NO_SHARD
-        return 1 if self.strategy in REPLICATED or no_shard else self.num_ranks
+        return self.num_ranks if self.row.state else 1
 
     def ranks_among(self, wanted: Sequence[int] | None) -> Sequence[int]:
         """The ranks that a table shall cover; None for all.

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardlab.planner.job import Job
-from shardlab.planner.replay import FULLY_SHARDED, Replay, Schedule, Unit, replay
+from shardlab.planner.replay import Replay, Schedule, Unit, replay
 from shardlab.planner.transformer import Costs, Parts
 from shardlab.vocabulary import Collective, MeshAxis
 
@@ -90,7 +90,7 @@ class Step:
 
     def with_copies(self, found: Parts, num_params: float, backward: bool) -> Parts:
         """With the copies of a fully sharded unit."""
-        if self.job.strategy in FULLY_SHARDED and self.job.data > 1:
+        if self.job.row.by_unit and self.job.data > 1:
             moved = (6 if backward else 2) * self.job.itemsize * num_params / self.job.tensor
             found.add({COPIES: moved / self.bandwidth})
         return found

@@ -286,7 +286,7 @@ def test_a_number_of_parameters_and_a_workload_send_and_keep_the_same_bytes() ->
     planned = plan(workload, ranks=8, precision="bf16").set_index("strategy")
     counted = {one.strategy: one for one in model_states(64 * 64, 8, precision_named("2+4+4+4+4"))}
     for name in ("zero1", "zero2", "zero3"):
-        flags = 2 * 2 * 4 * 7 / 8  # two numbers by which ranks raise together
+        flags = 2 * 3 * 4 * 7 / 8  # two numbers by which ranks raise together, and one by which they know what is used
         assert planned.loc[name, "wire_bytes_per_step"] - flags == counted[name].wire_bytes
         copy = 2 * 64 * 64 / 8 if name == "zero3" else 0
         step_counter = 4

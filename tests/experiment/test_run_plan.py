@@ -146,7 +146,7 @@ def test_what_every_rank_holds_whole_counts_where_it_is_copied(pools: Pools) -> 
         assert set(pools(2).run(copied_in_an_engine, "fsdp", options, axes)) == {planned}, options
 
 
-def test_one_rank_copies_what_it_casts_and_what_is_offloaded() -> None:
+def test_one_rank_copies_what_it_casts() -> None:
     rounded: dict = {"precision": "bf16"}
     for strategy, options in (
         ("zero3", {}), ("zero3", rounded), ("fsdp", {}), ("fsdp", rounded), ("fsdp", {**rounded, "prefetch": 0}),
@@ -154,7 +154,7 @@ def test_one_rank_copies_what_it_casts_and_what_is_offloaded() -> None:
     ):  # fmt: skip
         planned = gathered_in_the_plan(gpt, strategy, 1, options)
         assert copied_in_an_engine(0, strategy, options) == planned, (strategy, options)
-        assert (planned > 0) == bool(options)
+        assert (planned > 0) == ("precision" in options)  # on a CPU what is offloaded is there already
 
 
 def test_a_gpu_says_what_is_left_and_how_long_it_sends() -> None:
@@ -167,7 +167,8 @@ def test_a_gpu_says_what_is_left_and_how_long_it_sends() -> None:
         assert row["row_bytes"] == pytest.approx(kept[1], rel=0.01)
         assert max(kept.values()) - 1.02 * row["row_bytes"] <= row["left_bytes"] < 1.01 * max(kept.values())
     model = described(gpt())
-    assert table.loc["ddp", "sending_ms"] == pytest.approx((len(model.params) + 2) * 0.02 + 4 * (model.numel + 2) / 1e6)
+    messages = len(model.params) + 2  # two by which ranks agree, which carry as many numbers
+    assert table.loc["ddp", "sending_ms"] == pytest.approx(messages * 0.02 + 4 * (model.numel + messages) / 1e6)
     slower = planned.on("1MB,0.5GB/s,10us").set_index("strategy")
     assert (slower["sending_ms"] > table["sending_ms"]).all()
     assert planned.on("1kB,1GB/s,10us")["rows_that_fit"].tolist() == [0, 0]

@@ -18,6 +18,7 @@ from shardlab.experiment import Workload
 from shardlab.models import MODELS, build_model
 from shardlab.partition.chunks import require_count
 from shardlab.partition.flat import ParamSpec
+from shardlab.planner.rows import ROWS, row_of
 from shardlab.plots.text import byte_scale
 from shardlab.tables import MEMORY
 from shardlab.units import units_of
@@ -136,12 +137,10 @@ class MemoryPlan:
         return MEMORY.frame(pd.concat(tables, ignore_index=True))
 
     def _sent(self, strategy: str) -> float:
-        return float(
-            planner.predicted_collectives(self._described[0], self._setup(strategy), ranks=[0])["wire_bytes"].sum()
-        )
+        return planner.sent_bytes(self._described[0], self._setup(strategy))
 
     def _setup(self, strategy: str, ranks: int | None = None, group: int | None = None) -> planner.Setup:
-        hybrid = strategy == "fsdp" and self.sharding == Sharding.HYBRID_SHARD
+        hybrid = strategy in ROWS and row_of(strategy, self.sharding).in_hosts
         return planner.Setup(
             strategy, ranks or self.ranks, units=self._described[1], sharding=self.sharding,
             shard_group_size=(group or self.group) if hybrid else None, optimizer=OPTIMIZERS[self.optimizer],
