@@ -16,6 +16,7 @@ from shardlab.cli.records import ROOMY, print_json
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.planner.fit import Gpu
 from shardlab.planner.formulas import model_states, precision_named
+from shardlab.planner.hosts import over_hosts
 from shardlab.planner.setup import STRATEGIES
 
 if TYPE_CHECKING:
@@ -51,6 +52,12 @@ SIZES = {
 }  # fmt: skip
 OTHERS = {"messages_per_step": "messages (/step)", "step_ms": "step (ms)"}
 OTHERS_ON_GPU = {"rows_that_fit": "rows (that fit)", "sending_ms": "sending (ms/step)"}
+SIZES_OF_HOSTS = {"rest_bytes": "at rest", "inside_bytes": "sent inside", "across_bytes": "a host sends"}
+OVER_HOSTS = (
+    "zero_OxI: stage O across hosts, I inside them; 0 divides nothing, 1 optimizer state, 2 gradients too, 3 "
+    "parameters too. zero_0x3 is FSDP's hybrid_shard, zero_1x3 HFSDP; ddp and fsdp are one ring through all hosts. At "
+    "rest and sent inside its host: of a rank; a host sends: all its ranks, across hosts, in a step."
+)
 SIZES_ON_GPU = {"gathered_bytes": "gathered", "left_bytes": "left", "row_bytes": "a row keeps"}
 
 
@@ -64,6 +71,8 @@ class Found(NamedTuple):
     collectives: "pd.DataFrame | None" = None
     note_on_gpu: str = "Left: memory without what is at rest."
     half: str = ""
+    hosts: "pd.DataFrame | None" = None
+    per_host: int = 0
 
 
 def plan(
@@ -95,6 +104,9 @@ def plan(
     calibration: Annotated[
         Path | None, typer.Option(help="Of --workload, or with --validate: the file of shardlab calibrate.")
     ] = None,
+    per_host: Annotated[
+        int, typer.Option(help="Of --params: ranks of a host; says what rows over two axes send across hosts.")
+    ] = 0,
     peak: Annotated[
         bool, typer.Option("--peak", help="Of --workload: the peak of a step, run without values.")
     ] = False,
@@ -137,9 +149,9 @@ def plan(
     if params:
         _refuse("--params", {"strategies": strategies, "tp": tp != 1, **of_workload, **of_config})
     elif workload:
-        _refuse("--workload", of_config)
+        _refuse("--workload", {"per-host": per_host != 0, **of_config})
     else:
-        _refuse("--config", {"out": out is not None, **of_workload})
+        _refuse("--config", {"per-host": per_host != 0, "out": out is not None, **of_workload})
         if strategies and (search or len(names_in(strategies)) > 1):
             raise ValueError("strategies: a forecast is of one; leave it out of --search, which tries all")
         precision_named(precision or "mixed")  # before anything is read
@@ -164,7 +176,7 @@ def plan(
         forecasts = partial(forecast.with_forecasts, machine=machine) if peak or calibration else None
         found = _of_workload(workload, ranks, names_in(strategies), chosen, on, forecasts)
     else:
-        found = _of_params(params, ranks, precision or "mixed", on)
+        found = _of_params(params, ranks, precision or "mixed", on, per_host)
     return _tell(found, ranks, on, gpu, json=json, out=out)
 
 
@@ -174,7 +186,7 @@ def _refuse(source: str, others: dict[str, Any]) -> None:
         raise ValueError(f"{', '.join(given)}: not of {source}; leave {'it' if len(given) == 1 else 'them'} out")
 
 
-def _of_params(params: str, ranks: int, precision: str, gpu: Gpu | None) -> Found:
+def _of_params(params: str, ranks: int, precision: str, gpu: Gpu | None, per_host: int) -> Found:
     import pandas as pd
 
     number, each = _number_of_params(params), precision_named(precision)
@@ -188,7 +200,9 @@ def _of_params(params: str, ranks: int, precision: str, gpu: Gpu | None) -> Foun
         "and gradients are sent in as many. Formulas: ZeRO, arXiv 1910.02054, sections 5 and 7. Engines here keep and "
         "send gradients of 16-bit training in 32 bits: --precision 2+4+4+4+4 counts so."
     )
-    return Found(f"{number:,.0f} parameters, {count(ranks, 'rank')}, {precision} precision, Adam", rows, note)
+    hosts = pd.DataFrame(map(asdict, over_hosts(int(number), ranks, per_host, each))) if per_host else None
+    title = f"{number:,.0f} parameters, {count(ranks, 'rank')}, {precision} precision, Adam"
+    return Found(title, rows, note, hosts=hosts, per_host=per_host)
 
 
 def _of_workload(
@@ -264,6 +278,8 @@ def _tables(found: Found, card: str) -> dict[tuple[str, str], "pd.DataFrame"]:
     tables = {(found.title, found.note): in_units(rows, SIZES, OTHERS, add_up=True)}
     if "left_bytes" in rows:
         tables[f"On a GPU of {card}", found.note_on_gpu] = in_units(rows, SIZES_ON_GPU, OTHERS_ON_GPU)
+    if found.hosts is not None:
+        tables[f"Over hosts of {count(found.per_host, 'rank')}", OVER_HOSTS] = in_units(found.hosts, SIZES_OF_HOSTS, {})
     return tables
 
 

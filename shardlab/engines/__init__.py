@@ -13,7 +13,9 @@ from shardlab.engines.ddp import DDP
 from shardlab.engines.engine import Engine
 from shardlab.engines.fsdp import FSDP
 from shardlab.engines.guards import Guards
+from shardlab.engines.hfsdp import HFSDP
 from shardlab.engines.holdings import Division, Holding
+from shardlab.engines.hpz import HPZ
 from shardlab.engines.peers import TorchDDP, TorchFSDP2, TorchTP, TorchZeRO1
 from shardlab.engines.peers.base import Peer
 from shardlab.engines.precision import Precision
@@ -24,6 +26,7 @@ from shardlab.engines.strategy_checks import check_strategy
 from shardlab.engines.zero1 import ZeRO1
 from shardlab.engines.zero2 import ZeRO2
 from shardlab.engines.zero3 import ZeRO3
+from shardlab.engines.zero_in_groups import zero_in_groups
 
 # Set here and not imported by the engines, so that training code depends neither on checkpoints nor on guards. This
 # file runs before any import from the package.
@@ -31,9 +34,9 @@ AnyEngine.checkpointer = checkpoint
 Engine.guard_class = Guards
 
 __all__ = [
-    "DDP", "FSDP", "STRATEGIES", "AnyEngine", "Bucketed", "Division", "Engine", "Given", "Holding", "LaidOut",
+    "DDP", "FSDP", "HFSDP", "HPZ", "STRATEGIES", "AnyEngine", "Bucketed", "Division", "Engine", "Given", "Holding", "LaidOut",
     "OptimizerFn", "Precision", "Single", "StepTensors", "Strategy", "ZeRO1", "ZeRO2", "ZeRO3", "build_engine",
-    "engine_options",
+    "engine_options", "zero_in_groups",
 ]  # fmt: skip
 
 STRATEGIES: dict[str, type[Strategy] | type[Peer]] = {

@@ -7,10 +7,8 @@ import torch
 from torch import nn
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import Engine
-from shardlab.engines.hfsdp import HFSDP
-from shardlab.engines.hpz import HPZ
-from shardlab.engines.zero_in_groups import STAGES, zero_in_groups
+from shardlab.engines import HFSDP, HPZ, Engine, zero_in_groups
+from shardlab.engines.zero_in_groups import STAGES
 from shardlab.testing import check_strategy
 from shardlab.trace.observed import wire_bytes
 from shardlab.vocabulary import FLAG, Role

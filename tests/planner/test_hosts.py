@@ -1,0 +1,30 @@
+"""Bytes across hosts: those of the engine over two axes, and the papers' figures."""
+
+import pytest
+
+from shardlab.engines import zero_in_groups
+from shardlab.planner.formulas import PRECISIONS
+from shardlab.planner.hosts import over_hosts, sent
+from tests.strategies.test_rows import ROWS, P, step_of
+
+
+def test_the_engine_sends_what_the_table_says(pools):
+    for outer, inner in ROWS:
+        (found,), _ = pools(4).run(step_of, lambda o=outer, i=inner: zero_in_groups(o, i))[0]
+        across, inside = sent(outer, inner, 2, 2, PRECISIONS["fp32"])
+        assert (found["replica"] * 4, found["shard"] * 4) == (float(P * across), float(P * inside)), (outer, inner)
+
+
+def test_seven_billion_on_eight_hosts_of_eight():
+    rows = {row.strategy: row for row in over_hosts(7 * 10**9, 64, 8, "mixed")}
+    assert rows["ddp"].across_bytes == 2 * 2 * 7e9 * 63 / 64
+    assert rows["fsdp"].across_bytes == 3 * 2 * 7e9 * 63 / 64
+    assert rows["zero_0x3"].across_bytes == rows["zero_1x3"].across_bytes == 2 * 2 * 7e9 * 7 / 8
+    assert rows["hpz"].across_bytes == 2 * 2 * 7e9 * 63 / 64
+    assert rows["zero_1x3"].rest_bytes == 7e9 * (2 / 8 + 2 / 8 + 12 / 64)
+    assert rows["zero_3x3"].rest_bytes == rows["fsdp"].rest_bytes == 7e9 * 16 / 64
+
+
+def test_hosts_have_equally_many_ranks():
+    with pytest.raises(ValueError, match="per-host: 6 ranks a host do not divide 64 ranks"):
+        over_hosts(10, 64, 6, "mixed")
