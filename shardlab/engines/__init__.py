@@ -34,9 +34,9 @@ AnyEngine.checkpointer = checkpoint
 Engine.guard_class = Guards
 
 __all__ = [
-    "DDP", "FSDP", "HFSDP", "HPZ", "STRATEGIES", "AnyEngine", "Bucketed", "Division", "Engine", "Given", "Holding", "LaidOut",
-    "OptimizerFn", "Precision", "Single", "StepTensors", "Strategy", "ZeRO1", "ZeRO2", "ZeRO3", "build_engine",
-    "engine_options", "zero_in_groups",
+    "DDP", "FSDP", "HFSDP", "HPZ", "STRATEGIES", "AnyEngine", "Bucketed", "Division", "Engine", "Given", "Holding",
+    "LaidOut", "OptimizerFn", "Precision", "Single", "StepTensors", "Strategy", "ZeRO1", "ZeRO2", "ZeRO3",
+    "build_engine", "engine_options", "zero_in_groups",
 ]  # fmt: skip
 
 STRATEGIES: dict[str, type[Strategy] | type[Peer]] = {

@@ -17,6 +17,24 @@ inside no_sync(): SHARDED         Unit.reshard         stub              this ra
 step, zero_grad: SHARDED          optimizer, engine    stub              None                   stepped; None
 ================================  ===================  ================  =====================  ====================
 
+Three chunks, each a part of the one before it: what rests of the parameters (``shard``), of the means of gradients, and
+what is stepped. Which axes divide each is a row (``Ways``); the verb follows from two of them:
+
+=================  ==========  =====  =======  ====================================================================
+strategy           parameters  means  stepped  what travels
+=================  ==========  =====  =======  ====================================================================
+zero1              whole       whole  chunk    reduce-scatter in place; after the step all-gather, in place too
+zero2              whole       chunk  chunk    reduce-scatter; after the step all-gather, in place
+zero3, fsdp        chunk       chunk  chunk    all-gather before each pass, reduce-scatter
+hybrid_shard       inner       inner  inner    the same inside; all-reduce of the chunk over replicas
+hfsdp              inner       both   both     the same inside; reduce-scatter, all-gather of the chunk over replicas
+=================  ==========  =====  =======  ====================================================================
+
+Where nothing is rounded, what is stepped is a view of what rests: a gather after the step needs no copy. Who owns which
+memory, from when to when: ``shard`` and ``stepped``, this object, always; what is gathered, this object, from ``start``
+to ``hide``; the buffer of gradients, this object, from the first gradient until their sums are there (zero1's stays);
+what is being sent, the message's ``Pending`` too, until it has been waited for.
+
 A stub has the parameter's shape, for which autograd may ask, in one element, and the dtype of what is gathered: with
 another dtype a parameter would get another node in autograd. NaN, so that nobody computes with numbers that are not
 the parameter's. (To look at all this build the engine with ``guards=False``: guards refuse to read a stub, and put a

@@ -1,9 +1,10 @@
 """ZeRO-2: gradients are sharded too; only the parameters are whole on every rank.
 
-What differs from ``zero1``: where the reduce-scatter puts the mean. A bucket's buffer is allocated when backward
-reaches it and freed when its reduction has been waited for; what stays is this rank's chunk. No full-size gradient is
-alive between backward and step, and during backward only those of the buckets being filled and of at most two being
-reduced. (A parameter that this rank does not use holds back its bucket, and those behind it, until backward has ended.)
+What differs from ``zero1``: where the reduce-scatter puts the mean. A bucket's buffer is allocated when the last of its
+gradients has come, and freed when its reduction has been waited for; what stays is this rank's chunk. No full-size
+gradient is alive between backward and step, and during backward only those of buckets that are not complete and of at
+most two being reduced. (A parameter that this rank does not use holds back its bucket, and those behind it, until
+backward has ended.)
 
 Per rank for P fp32 parameters with Adam: 4P parameters, 4P/N gradients, 8P/N state; P includes what pads each bucket
 to a multiple of N. On the wire 2P(N-1)/N elements, as before. Inside ``no_sync()`` nothing is sent, so full gradients
