@@ -18,6 +18,7 @@ import pandas as pd
 
 from shardlab.comm import BaseMesh, CollectiveEvent, Observer
 from shardlab.comm.foretold import Costs, ForetoldMesh, ToldClock, Wire
+from shardlab.comm.process import observing_new
 from shardlab.dry.without_values import WithoutValues
 from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.tables import COLLECTIVES
@@ -78,6 +79,14 @@ class Log(Observer):
             self.sent.append(Sent(event, self._phase))
 
 
+class _OnRanks(Observer):
+    """Refuses what is sent over a mesh that a step makes itself: there are no ranks, or they run no step."""
+
+    def issued(self, event: CollectiveEvent) -> None:
+        """As the base."""
+        raise RuntimeError(f"{event.tag!r} is sent over axis {event.axis!r} of another mesh, which needs ranks")
+
+
 Step = Callable[[BaseMesh, Log], T]
 """Trains at least one step inside ``log.step()``, on one rank of a mesh; what it returns is kept."""
 
@@ -104,9 +113,8 @@ class DryRun(Generic[T]):
         self._step, self._axes, self._kinds = step, axes, kinds
         self._shapes: dict[Hashable, Any] = {} if shapes is None else shapes
         self._alike, self.num_ranks = alike, prod(axes.values())
-        self.places, first = self._run(0)
+        self._places, first = self._run(0)  # by axis, part or product, of each rank its place in its group
         self._first = first[1]
-        """By axis, part or product, of each rank its place in its group."""
         apart = [one.event for one in first[0] if one.is_uneven and one.event.group_size < self.num_ranks]
         self._chunks = list(dict.fromkeys((str(event.axis), event.bounds or ()) for event in apart))
         self._known = {self._kind(0): first}
@@ -141,13 +149,14 @@ class DryRun(Generic[T]):
             clock = ToldClock(Wire(lambda _: Costs(0.0)))
             mesh = stack.enter_context(ForetoldMesh(self._axes, rank, clock, are_alike=self._alike))
             stack.enter_context(mesh.observed_by(log))
+            stack.enter_context(observing_new(_OnRanks()))
             stack.enter_context(WithoutValues(lambda *_: None, self._shapes))
             found = self._step(mesh, log)
         return mesh.places, (log.sent, found)
 
     def _kind(self, rank: int) -> Hashable:
-        members = ((self.places[axis][rank], bounds) for axis, bounds in self._chunks)
-        return self._kinds(rank, self._first, self.places), *(
+        members = ((self._places[axis][rank], bounds) for axis, bounds in self._chunks)
+        return self._kinds(rank, self._first, self._places), *(
             bounds[member + 1] - bounds[member] for member, bounds in members
         )
 
@@ -162,7 +171,7 @@ class DryRun(Generic[T]):
     def _wire_bytes(self, one: Sent, ranks: Sequence[int]) -> Any:
         if not one.is_uneven:
             return np.full(len(ranks), one.wire_bytes(0))
-        return np.array([one.wire_bytes(self.places[str(one.event.axis)][rank]) for rank in ranks])
+        return np.array([one.wire_bytes(self._places[str(one.event.axis)][rank]) for rank in ranks])
 
 
 def _row(one: Sent, seq: int, run: str) -> dict[str, object]:

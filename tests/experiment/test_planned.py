@@ -3,19 +3,22 @@
 from dataclasses import replace
 from functools import partial
 
+import pandas as pd
 import pytest
 import torch
 from torch import nn
 
 from shardlab import Workload, plan
 from shardlab.experiment import CompareConfig, compare
-from shardlab.experiment.planned import against_plan, plan_runs
+from shardlab.experiment.planned import against_plan, plan_runs, setup_of
 from shardlab.experiment.planned_workload import optimizer_of
 from shardlab.experiment.run_verdicts import Difference, plan_verdict, verdict
 from shardlab.experiment.saved_runs import load_saved
+from shardlab.planner import ADAM, described
 from shardlab.planner.formulas import model_states, precision_named
 from tests.conftest import Pools
 from tests.experiment.test_workload import Labelled, Nested, OutOfOrder, Residual, keyword_loss, labelled_loss
+from tests.oracle.collectives import Forward, counted_collectives
 
 OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
 BASE = {"ranks": 2, "steps": 2, "text": "grammar", "device": "cpu", "batch": 4, "seq_len": 16}
@@ -172,6 +175,27 @@ def test_frozen_units_that_backward_does_not_reach_are_gathered_only_ahead(pools
         options = {"strategies": "fsdp", "ranks": 2, "steps": 2, "prefetch": prefetch, "accumulation": 2}
         found = compare(workload, tmp_path / str(prefetch), pool=pools(2), **options)
         assert found.summary["as_planned"].all(), prefetch
+
+
+UNITS = [f"blocks.{place}" for place in range(4)]
+FORWARDS = (  # a model; its units in the order of their calls; those that backward does not reach
+    (partial(FrozenFirst, 1, "behind"), UNITS, UNITS[:1]),
+    (partial(FrozenFirst, 4, "behind"), UNITS, UNITS),
+    (partial(FrozenFirst, 2, "frozen"), UNITS, UNITS[:2]),
+    (partial(FrozenFirst, 2, "before"), UNITS, ()),
+    (partial(OutOfOrder, (3, 0, 2)), (UNITS[3], UNITS[0], UNITS[2]), ()),
+)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(("model", "called", "unreached"), FORWARDS, ids=range(len(FORWARDS)))
+def test_the_dry_run_follows_the_forward_as_it_is_counted(model, called, unreached, prefetch) -> None:
+    options = {"ranks": 3, "prefetch": prefetch, "accumulation": 2, "wrap": "blocks.*"}
+    workload = Workload(model, Labelled(), labelled_loss)
+    config = CompareConfig(workload=workload, strategies=("fsdp",), **options)
+    setup = setup_of(config, "fsdp", config.on_meta, ADAM)
+    counted = counted_collectives(described(config.on_meta), setup, Forward(tuple(called), tuple(unreached)))
+    pd.testing.assert_frame_equal(plan_runs(config)["fsdp"].collectives, counted)
 
 
 class AsksForValues(FrozenFirst):
