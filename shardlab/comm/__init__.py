@@ -8,7 +8,7 @@ from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.coalesced import broadcast_coalesced
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import CollectiveEvent, DeviceEvent, Observer, Pending, wait_all
-from shardlab.comm.process import become_rank, end_retired, leave_group
+from shardlab.comm.rank_life import become_rank, end_retired, leave_group
 
 __all__ = [
     "BaseMesh", "CollectiveEvent", "Communicator", "DeviceEvent", "Observer", "Pending", "become_rank",

@@ -20,7 +20,8 @@ from time import perf_counter_ns
 
 import torch
 
-from shardlab.comm.events import CollectiveEvent, DeviceEvent, Failures, Observers
+from shardlab.comm.events import CollectiveEvent, DeviceEvent, Observers
+from shardlab.comm.failures import Failures
 from shardlab.comm.streams import CUDA, Streams, mark
 from shardlab.comm.transports.base import Job, Message, Start
 

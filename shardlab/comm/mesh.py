@@ -23,8 +23,9 @@ import torch.distributed as dist
 from shardlab.comm.async_queues import StreamQueue, ThreadQueue
 from shardlab.comm.base_mesh import BaseMesh, Groups, groups_along
 from shardlab.comm.communicator import Communicator
-from shardlab.comm.events import Failures
-from shardlab.comm.process import Process, retire
+from shardlab.comm.failures import Failures
+from shardlab.comm.process import Process
+from shardlab.comm.rank_life import retire
 from shardlab.comm.signed_messages import all_gather_bytes
 from shardlab.comm.streams import mark_of
 from shardlab.comm.transports.base import Queue, Transport

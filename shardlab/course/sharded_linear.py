@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardlab.comm import Communicator
+from shardlab.comm.communicator import Communicator
 
 
 def sharded_linear(x: Tensor, weight_shard: Tensor, bias_shard: Tensor | None, comm: Communicator) -> Tensor:

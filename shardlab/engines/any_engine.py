@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from shardlab.comm import BaseMesh
+from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.same_on_all_ranks import check_alike, number_among
 from shardlab.engines.argument_checks import check_types

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from shardlab.comm import BaseMesh
+from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.communicator import Communicator
 from shardlab.partition.slices import SLICES, TensorSlice
 from shardlab.vocabulary import MeshAxis, class_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from shardlab.comm import Communicator
+from shardlab.comm.communicator import Communicator
 
 NORM_TYPES = (1.0, 2.0, inf)
 Axes = tuple[Communicator, ...]

@@ -9,7 +9,7 @@ did not use is sent as zeros, since others may have used it.
 import torch
 from torch import nn
 
-from shardlab.comm import Pending
+from shardlab.comm.events import Pending
 from shardlab.engines.strategy import Strategy
 
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardlab.comm import BaseMesh
+from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.coalesced import broadcast_coalesced
 from shardlab.comm.same_on_all_ranks import share_texts
 from shardlab.comm.streams import numbers_on, read_later

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from shardlab import vocabulary
-from shardlab.comm import Communicator
+from shardlab.comm.communicator import Communicator
 from shardlab.engines.offload import OFFLOADS, OffloadedShards
 from shardlab.engines.precision import Precision
 from shardlab.engines.sharded_params import Shards, Ways

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardlab.comm import become_rank, leave_group
-from shardlab.comm.process import Process, make_patient_group
+from shardlab.comm.process import Process
+from shardlab.comm.rank_life import make_patient_group
 from shardlab.comm.signed_messages import all_gather_bytes
 from shardlab.launch.messages import Payload, pack, unpack
 from shardlab.launch.placement import Placement, TorchrunEnv, agreed, enter, make_group, no_emit, torchrun_context

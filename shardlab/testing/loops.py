@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.events import CollectiveEvent, Observer
-from shardlab.comm.process import PAST, num_sent_by_torch, observing_new
+from shardlab.comm.own_calls import PAST, num_sent_by_torch
+from shardlab.comm.process import observing_new
 from shardlab.comm.same_on_all_ranks import number_among
 from shardlab.engines import FSDP, Engine, Strategy, ZeRO1
 from shardlab.testing.nasty_models import MODELS, SmallGPT
