@@ -27,14 +27,16 @@ def locate(event: CollectiveEvent) -> str:
 
 def _line_of_caller() -> str:
     """``file:line`` of the first frame outside the rooms that only pass calls on: the line a person can look at."""
-    line = ""
-    for frame in callers(sys._getframe().f_back):
+    line, frame = "", sys._getframe().f_back
+    while frame is not None:  # at every message: neither a generator nor a call for each frame
         file = frame.f_code.co_filename
-        if not _is_standard_library(file):
-            line = f"{file}:{frame.f_lineno}"
         if not is_library(file):
-            break
-    return line
+            return f"{file}:{frame.f_lineno}"
+        line = line if _is_standard_library(file) else f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    outside = (one for one in callers(sys._getframe()) if not is_library(one.f_code.co_filename))
+    found = next(outside, None)  # in the thread that waits for this one
+    return line if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"
 
 
 def callers(frame: FrameType | None) -> Iterator[FrameType]:

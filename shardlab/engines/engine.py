@@ -11,18 +11,14 @@ The module keeps its class, its parameter names and its buffers. Gradients are m
 
 If a backward raises on one rank, that rank sends what is still to be sent in it, so that no other waits; then the flag,
 the last message of each reduction, tells all ranks, and all raise in the same verb. So does what guards refuse on one
-rank alone: the refusal is kept until the next flag, and this rank sends until then what is due.
-
-One process leaves ``.grad`` None where no micro-batch used a parameter, and the optimizer skips it: no weight decay, no
-momentum. No rank knows alone that the others did not use it either. So what a rank did not use it sends as zeros, and
-the flag says beside its first number which parameters it used. The answer is read only where this rank did not use all.
+rank alone: the refusal is kept until the next flag, and this rank sends until then what is due. The flag also says who
+has used which parameter (``used_params.py``).
 """
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, final
 
 import torch
@@ -45,17 +41,17 @@ from shardlab.engines.plain_mode import unrefused, untraced
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors, over_pieces, shown_whole
 from shardlab.engines.strategy import Given, Strategy
 from shardlab.engines.strategy_checks import check_strategy, laid_out_by
+from shardlab.engines.used_params import UsedParams
 from shardlab.vocabulary import FLAG, TOLD, Role
 
 _OUTSIDE = -1  # torch's answer while no backward runs
 
 
 class _Flag(NamedTuple):
-    """A flag that was sent: what this rank raises, what it did not use of ``names``, and how to read the answer."""
+    """A flag that was sent: what this rank raises, which parameters it did not use, and how to read the answer."""
 
     raised: Exception | None
-    unused: Sequence[str]
-    names: Sequence[str]
+    unused: Sequence[int]
     read: Callable[[], list[int]]
 
 
@@ -95,7 +91,6 @@ class Engine(AnyEngine):
         self.gradients = Gradients.NONE
         self._due: set[nn.Parameter] = set()  # trained in a backward since zero_grad(); may be frozen by now
         self._refusal: Exception | None = None  # of a guard, until the next flag
-        self._used: set[nn.Parameter] = set()  # this rank has gradients of them that no reduction has ended for
         self._flag: _Flag | None = None  # sent and not read
         self._running = self._sends = False  # a backward, and whether it communicates
         self.num_open = 0  # full_params() blocks
@@ -118,6 +113,7 @@ class Engine(AnyEngine):
         laid_out = laid_out_by(strategy, given)
         self._divisions, self._hooks = laid_out.divisions, list(laid_out.hooks)
         self._step_tensors = StepTensors(laid_out.stepped, are_parts=self.sharded_over is not None or bool(self.slices))
+        self._used = UsedParams(self.params.values(), laid_out.stepped.values())
 
         def build() -> torch.optim.Optimizer:
             with shown_whole(params, self.slices):
@@ -193,7 +189,7 @@ class Engine(AnyEngine):
             used = self._all_used()
             self.strategy.reduce_rest()
             self.gradients = Gradients.MEANS
-            self._used.clear()
+            self._used.forget()
             self._agree(used=used)
             self._ask("means")
         else:
@@ -243,7 +239,7 @@ class Engine(AnyEngine):
         self.strategy.drop()
         self._flag = None
         self._due.clear()
-        self._used.clear()
+        self._used.forget()
         self.gradients = Gradients.NONE
         self._ask("zero_grad")  # last, so that no guard remembers, and keeps, what is cleared
 
@@ -409,7 +405,7 @@ class Engine(AnyEngine):
             raise
         if has_gradient and (self._sync or param.grad is None or self.strategy.rests_partial):
             # Else it is at the parameter, where the user may clear it.
-            self._used.add(param)
+            self._used.take(param)
 
     def _begin(self) -> None:
         self._refuse_failed()
@@ -417,9 +413,7 @@ class Engine(AnyEngine):
         self._run_hooks_last()
         self._ask("backward")
         self._due |= {param for param in self.params.values() if param.requires_grad}
-        # What is sent on the way, and what has means already: new ones may come before this backward has ended.
-        self._used |= {param for param in self.params.values() if self._sync and param.grad is not None}
-        self._used |= {self.params[name] for name in self._with_means()}
+        self._used.begin(sends=self._sync)
         self.num_backwards += 1
         self.gradients, self._running, self._sends = AFTER_BACKWARD[self.gradients], True, self._sync
         self._open.enter_context(self.strategy.backward(sends=self._sync))
@@ -463,35 +457,25 @@ class Engine(AnyEngine):
                 "gradients: the last backward raised, here or on another rank; call engine.zero_grad() on all ranks"
             )
 
-    def _all_used(self) -> dict[str, bool]:
-        """Of which parameters this rank has a gradient: at the parameter, at what is stepped, or being sent."""
-        written = self._with_means() if self.gradients is Gradients.NONE else ()  # by the user, without a backward
-        return {
-            name: param in self._used or param.grad is not None or name in written
-            for name, param in self.params.items()
-        }
+    def _all_used(self) -> list[bool]:
+        return self._used.here(or_stepped=self.gradients is Gradients.NONE)
 
-    def _with_means(self) -> set[str]:
-        """The parameters whose means are elsewhere than at the parameter."""
-        stepped = self._step_tensors.items()
-        return {name for name, one in stepped if one.grad is not None and one is not self.params[name]}
-
-    def _agree(self, raised: Exception | None = None, *, used: Mapping[str, bool] = MappingProxyType({})) -> None:
+    def _agree(self, raised: Exception | None = None, *, used: Sequence[bool] = ()) -> None:
         """Raise on all ranks what one of them has to raise, and clear gradients that no rank has.
 
         One message over each data axis: a number, and behind a reduction one for each parameter.
         """
         raised, self._refusal = raised or self._refusal, None
-        unused = [name for name, is_used in used.items() if not is_used]
-        for name in unused:
-            if not self._is_due(self.params[name]):  # frozen, beside others that were sent
-                self._step_tensors.by_name(name).grad = None
-        unused = [name for name in unused if self._is_due(self.params[name])]
+        unused = [place for place, is_used in enumerate(used) if not is_used]
+        if unused:
+            due = list(map(self._is_due, self.params.values()))
+            self._used.clear([place for place in unused if not due[place]])  # frozen, beside others that were sent
+            unused = [place for place in unused if due[place]]
         # The largest number of a rank that raises, from 1: so all of them can name it.
-        flag = numbers_on(self.mesh.device, [0 if raised is None else self.data_rank + 1, *used.values()])
+        flag = numbers_on(self.mesh.device, [0 if raised is None else self.data_rank + 1, *used])
         for comm in self.data_comms:
             comm.all_reduce(flag, reduction="max", tag=FLAG).wait()
-        self._flag = _Flag(raised, unused, tuple(used), read_later(flag))
+        self._flag = _Flag(raised, unused, read_later(flag))
         # On a GPU the host would wait for the whole backward: there the next verb that needs the means reads it.
         if raised is not None or unused or not flag.is_cuda:
             self._read_flag()
@@ -507,10 +491,8 @@ class Engine(AnyEngine):
                 texts = share_texts(self.data_comms, self.mesh.device, "" if flag.raised is None else str(flag.raised))
                 why = texts[number - 1]
             raise flag.raised or RuntimeError(f"rank {number - 1} {TOLD}: {why}; call engine.zero_grad() on all ranks")
-        by_some = dict(zip(flag.names, used, strict=True))
-        for name in flag.unused:
-            if not by_some[name]:
-                self._step_tensors.by_name(name).grad = None
+        if flag.unused:
+            self._used.clear([place for place in flag.unused if not used[place]])
 
     @untraced
     def _ask(self, moment: str) -> None:

@@ -59,7 +59,7 @@ from shardlab.partition.chunks import Layout
 from shardlab.partition.nested import chunk_in, nested
 from shardlab.vocabulary import Role
 
-Scatter = Callable[[Communicator, Tensor, Tensor, Sequence[int], str], Pending]
+Scatter = Callable[[Communicator, Tensor, Tensor, tuple[int, ...], str], Pending]
 
 
 class Ways(NamedTuple):
@@ -171,11 +171,11 @@ class Shards:
         self._secondary, self._seen = None, self._num_writes()
 
     def _num_writes(self) -> int:
-        return sum(piece._version for piece in self.pieces.values())
+        return sum([piece._version for piece in self.pieces.values()])
 
     def _stored(self, shard: Tensor) -> tuple[Tensor, Tensor]:
         """What is kept of the parameters, and what of it is stepped: the same, a part of it, or master weights."""
-        if not self._is_split:
+        if not self.is_split:
             return shard, shard
         own = self._chunks[-1].within(self._chunks[self._rest])
         if self.compute_dtype == shard.dtype:
@@ -183,7 +183,7 @@ class Shards:
         return shard.to(self.compute_dtype), shard[own].clone()
 
     @property
-    def _is_split(self) -> bool:
+    def is_split(self) -> bool:
         """Whether what is stepped is a part of what is kept, or lies beside it."""
         return self._rest < len(self._axes) or self.is_resident
 
@@ -247,7 +247,7 @@ class Shards:
         pending = Pending()
         for place in reversed(range(to, depth)):
             pending.wait()
-            filled = buffer[self._chunks[place].within(self._chunks[to])]
+            filled = buffer if place == to else buffer[self._chunks[place].within(self._chunks[to])]
             tag, bounds = f"parameters of {self.name}", self._chunks[place].cut
             pending, chunk = self._axes[place].all_gather(filled, chunk, bounds=bounds, tag=tag), None
         return pending
@@ -322,7 +322,7 @@ class Shards:
                 self.stepped = self.shard[self._chunks[-1].within(self._chunks[0])]
                 self.point_pieces_at(self.stepped)
             return
-        kept = [(self.shard, self._rest)] if self._is_split else [(self.stepped, -1)]
+        kept = [(self.shard, self._rest)] if self.is_split else [(self.stepped, -1)]
         for tensor, depth in [*kept, *([(self.stepped, -1)] if self.has_masters else [])]:
             new = self._tensors.cut(values, self._chunks[depth].ranks).to(tensor)
             if not torch.equal(new, tensor):  # where nothing was, a graph may still use what it saved
@@ -381,10 +381,14 @@ class Shards:
         self._num_summed += 1
         if place < len(self._axes):
             means_over = self._ways.means_over
-            own = sums[self._chunks[place + 1].within(self._chunks[place])]
+            axis, bounds = self._axes[place], self._chunks[place].cut
+            own = sums[bounds[axis.rank] : bounds[axis.rank + 1]]
             chunk = own if means_over is not None and place >= means_over else torch.empty_like(own)
-            scatter, bounds = self._ways.scatter or scattered, self._chunks[place].cut
-            self._reducing = sums, chunk, scatter(self._axes[place], sums, chunk, bounds, tag)
+            if self._ways.scatter is None:
+                pending = axis.reduce_scatter(sums, chunk, bounds=bounds, tag=tag)
+            else:
+                pending = self._ways.scatter(axis, sums, chunk, bounds, tag)
+            self._reducing = sums, chunk, pending
         elif place < len(self._axes) + len(self._ways.replicas):
             axis = self._ways.replicas[place - len(self._axes)]
             self._reducing = sums, sums, axis.all_reduce(sums, tag=tag)
@@ -458,11 +462,6 @@ class Shards:
         for name, piece in self._tensors.own.items():
             if (gradient := self.pieces[name].grad) is not None:
                 yield Holding(Role.GRADIENT, gradient, name, (piece.param_start, piece.param_stop))
-
-
-def scattered(axis: Communicator, buffer: Tensor, chunk: Tensor, bounds: Sequence[int], tag: str) -> Pending:
-    """Begin to sum a buffer over an axis, and to scatter it into this rank's chunk."""
-    return axis.reduce_scatter(buffer, chunk, bounds=tuple(bounds), tag=tag)
 
 
 def _is_elsewhere(param: Tensor, view: Tensor) -> bool:

@@ -9,7 +9,7 @@ weights. Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from shardlab.comm.events import Pending, wait_all
 from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.holdings import Holding
 from shardlab.engines.precision import Precision, parse_precision
-from shardlab.engines.sharded_params import Shards, Ways, scattered
+from shardlab.engines.sharded_params import Shards, Ways
 from shardlab.engines.strategy import Given, LaidOut
 from shardlab.engines.tensor_layout import bucket_layouts
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
@@ -79,9 +79,9 @@ class ZeRO1(Bucketed):
         """As the base."""
         bucket.reduce()
 
-    def scatter(self, axis: Communicator, buffer: Tensor, chunk: Tensor, bounds: Sequence[int], tag: str) -> Pending:
+    def scatter(self, axis: Communicator, buffer: Tensor, chunk: Tensor, bounds: tuple[int, ...], tag: str) -> Pending:
         """Begin to sum ``buffer`` over the ranks and to put this rank's part, by ``bounds``, into ``chunk``."""
-        return scattered(axis, buffer, chunk, bounds, tag)
+        return axis.reduce_scatter(buffer, chunk, bounds=bounds, tag=tag)
 
     def finish(self, bucket: Any) -> None:
         """As the base; means, or parts of them, become the ``.grad`` of the pieces."""

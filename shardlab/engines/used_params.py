@@ -1,0 +1,54 @@
+"""Of which parameters this rank has gradients, which the engine's flag tells the others.
+
+One process leaves ``.grad`` None where no micro-batch used a parameter, and the optimizer skips it: no weight decay, no
+momentum. No rank knows alone that the others did not use it either. So what a rank did not use it sends as zeros, and
+behind each reduction the flag says, one number a parameter, who used it. The answer is read only where this rank did
+not use all.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+from shardlab.engines.plain_mode import unrefused
+
+
+class UsedParams:
+    """Those of one engine.
+
+    Args:
+        params: of the module, in its order.
+        stepped: what the optimizer steps of each: itself, or another tensor.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], stepped: Iterable[Tensor]) -> None:
+        self._pairs = list(zip(params, stepped, strict=True))
+        self._known: set[nn.Parameter] = set()  # whose gradients may be elsewhere by now, and not in means yet
+
+    @unrefused
+    def begin(self, *, sends: bool) -> None:
+        """A backward begins: note what it may send, and what has means: new ones may come before it ends."""
+        for param, stepped in self._pairs:
+            if (sends and param.grad is not None) or (stepped is not param and stepped.grad is not None):
+                self._known.add(param)
+
+    def take(self, param: nn.Parameter) -> None:
+        """Autograd has brought a gradient, which the strategy may move."""
+        self._known.add(param)
+
+    @unrefused
+    def here(self, *, or_stepped: bool) -> list[bool]:
+        """Whether this rank has a gradient of each parameter; ``or_stepped``: also where what is stepped has one."""
+        return [
+            param in self._known or param.grad is not None or (or_stepped and stepped.grad is not None)
+            for param, stepped in self._pairs
+        ]
+
+    def forget(self) -> None:
+        """Gradients have been reduced, or cleared."""
+        self._known.clear()
+
+    def clear(self, places: Sequence[int]) -> None:
+        """Nobody has a gradient of these."""
+        for place in places:
+            self._pairs[place][1].grad = None
