@@ -130,8 +130,11 @@ STEPS = Table("steps", (
     Column("loss", "float64", "mean over ranks and micro-batches"),
     Column("grad_norm", "float64", "global norm before clipping; NaN where it was not computed"),
     Column("learning_rate", "float64", "of the first parameter group"),
-    Column("start_us", "float64", "when the step began on this rank; NaN in older records", optional=True),
-    Column("step_us", "float64", "time of the step on this rank"),
+    Column(
+        "start_us", "float64", "when the step began on this rank, before its first batch; NaN in older records",
+        optional=True,
+    ),
+    Column("step_us", "float64", "time from there until its parameters are stepped, before the loss is reported"),
     Column(
         "queued_us", "float64", "the computing thread could run and had no core; NaN where the system does not say",
         optional=True,

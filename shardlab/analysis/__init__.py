@@ -2,15 +2,15 @@
 
 from shardlab.analysis.attribution import attribution, hidden_by, stragglers, waits
 from shardlab.analysis.bandwidth import LatencyBandwidth, bandwidth, fit_latency_bandwidth, wire_bytes, with_fit
-from shardlab.analysis.critical_path import critical_path, what_if_free
 from shardlab.analysis.held_bytes import allocator_items, at_rest, memory_over_step, peak, process_items
 from shardlab.analysis.intervals import intersect, merge, subtract, total
 from shardlab.analysis.matching import with_group
 from shardlab.analysis.overlap import overlap, step_split
+from shardlab.analysis.recorded_step import critical_path, recorded_step, what_if_free
 
 __all__ = [
     "LatencyBandwidth", "allocator_items", "at_rest", "attribution", "bandwidth", "critical_path",
     "fit_latency_bandwidth", "hidden_by", "intersect", "memory_over_step", "merge", "overlap", "peak",
-    "process_items", "step_split", "stragglers", "subtract", "total", "waits", "what_if_free", "wire_bytes",
-    "with_fit", "with_group",
+    "process_items", "recorded_step", "step_split", "stragglers", "subtract", "total", "waits", "what_if_free",
+    "wire_bytes", "with_fit", "with_group",
 ]  # fmt: skip

@@ -42,12 +42,11 @@ import pandas as pd
 
 from shardlab.analysis import slow_messages, slow_work, step_shares
 from shardlab.analysis.judged_steps import BALANCED, UNKNOWN, Cause, Found, Recorded, watched
-from shardlab.analysis.recorded_step import no_host_waits
+from shardlab.analysis.recorded_step import REPRODUCED, no_host_waits
 from shardlab.analysis.rows import one_run
 from shardlab.tables import COLLECTIVES, SPANS, STEPS
 from shardlab.vocabulary import SpanKind
 
-REPRODUCED = 0.05  # how far the replay of a step as it was may be from its time
 SEEN = 0.01  # of a step: what gains less is not listed
 FEWEST_STEPS = 3
 FOR_MONEY = 0.75  # of its gain by which a faster link is ranked: what an option brings is had for nothing

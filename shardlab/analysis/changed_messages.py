@@ -5,7 +5,8 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 
-from shardlab.analysis.recorded_step import Issue, Item, Message, RecordedStep, Wait, Work
+from shardlab.analysis.recorded_step import RecordedStep
+from shardlab.partition.step_program import Issue, Item, Message, Program, Wait, Work
 from shardlab.vocabulary import FLAG, Collective, Phase
 
 Latency = Callable[[Message], float]
@@ -26,7 +27,7 @@ def merged(step: RecordedStep, limit_bytes: float, latency_us: Latency, tagged: 
         whole = replace(group[0], num_bytes=sum(one.num_bytes for one in group), transfer_us=times)
         one_for |= dict.fromkeys(group, (group[0], group[-1], whole))
 
-    def change(_: int, items: tuple[Item, ...]) -> Iterator[Item]:
+    def change(_: int, items: Program) -> Iterator[Item]:
         for item in items:
             if isinstance(item, Work):
                 yield item
@@ -65,7 +66,7 @@ def ahead(step: RecordedStep) -> RecordedStep:
     def delayed(one: Message) -> Message:
         return _beside_compute(step, one) if one in at_once and one.op == Collective.ALL_GATHER else one
 
-    def change(_: int, items: tuple[Item, ...]) -> Iterator[Item]:
+    def change(_: int, items: Program) -> Iterator[Item]:
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             items = tuple(item for part in _micro_batches(items, phase) for item in _ahead(part, phase))
         yield from items
@@ -91,7 +92,7 @@ def _beside_compute(step: RecordedStep, message: Message) -> Message:
     return replace(message, dispatch_us={rank: max(own, us) for rank, own in message.dispatch_us.items()})
 
 
-def _micro_batches(items: tuple[Item, ...], phase: Phase) -> Iterator[tuple[Item, ...]]:
+def _micro_batches(items: Program, phase: Phase) -> Iterator[Program]:
     """The items of a rank, cut where a gather comes again."""
     begin, tags = 0, set[str]()
     for place, item in enumerate(items):
@@ -103,7 +104,7 @@ def _micro_batches(items: tuple[Item, ...], phase: Phase) -> Iterator[tuple[Item
     yield items[begin:]
 
 
-def _ahead(items: tuple[Item, ...], phase: Phase) -> Iterator[Item]:
+def _ahead(items: Program, phase: Phase) -> Iterator[Item]:
     """The items of a micro-batch; gathers by the number of waits that they are to follow."""
     following = [item for item in items if not isinstance(item, Work)]
     nexts = dict(zip(map(id, following), following[1:], strict=False))
@@ -144,7 +145,7 @@ def in_parts(step: RecordedStep, message: Message, num_parts: int, latency_us: L
     like = [message, *[_beside_compute(step, message) if gathers else message] * (num_parts - 1)]
     parts = [replace(one, num_bytes=size, transfer_us=times) for one in like]
 
-    def change(rank: int, items: tuple[Item, ...]) -> Iterator[Item]:
+    def change(rank: int, items: Program) -> Iterator[Item]:
         if not gathers:
             for moment in step.backward_us.get(rank, ()):
                 items = tuple(_cut_at(items, moment))
@@ -166,7 +167,7 @@ def in_parts(step: RecordedStep, message: Message, num_parts: int, latency_us: L
     return step.each(change)
 
 
-def _end_of_compute(items: tuple[Item, ...], wait: int) -> int:
+def _end_of_compute(items: Program, wait: int) -> int:
     """Before the next wait for a gather or the next reduction."""
     for place in range(wait + 1, len(items)):
         item = items[place]
@@ -177,7 +178,7 @@ def _end_of_compute(items: tuple[Item, ...], wait: int) -> int:
     return len(items)
 
 
-def _cut_at(items: tuple[Item, ...], moment: float) -> Iterator[Item]:
+def _cut_at(items: Program, moment: float) -> Iterator[Item]:
     for item in items:
         if isinstance(item, Work) and item.start_us < moment < item.end_us:
             yield from item.cut((moment - item.start_us) / (item.end_us - item.start_us))
@@ -185,7 +186,7 @@ def _cut_at(items: tuple[Item, ...], moment: float) -> Iterator[Item]:
             yield item
 
 
-def _begin_of_compute(items: tuple[Item, ...], issue: int, backward_us: tuple[float, ...]) -> int:
+def _begin_of_compute(items: Program, issue: int, backward_us: tuple[float, ...]) -> int:
     """Behind the reduction before it, or where its backward begins."""
     now = max((item.end_us for item in items[:issue] if isinstance(item, Work)), default=0.0)
     begin = max((moment for moment in backward_us if moment < now), default=0.0)
@@ -199,7 +200,7 @@ def _begin_of_compute(items: tuple[Item, ...], issue: int, backward_us: tuple[fl
     return 0
 
 
-def _cut(items: tuple[Item, ...], num_parts: int) -> Iterator[Item | int]:
+def _cut(items: Program, num_parts: int) -> Iterator[Item | int]:
     """The items, and in between the numbers of the parts where their work has come so far."""
     whole = sum(item.us for item in items if isinstance(item, Work))
     done, part = 0.0, 1
@@ -214,7 +215,7 @@ def _cut(items: tuple[Item, ...], num_parts: int) -> Iterator[Item | int]:
     yield from range(part, num_parts)
 
 
-def _fed(items: tuple[Item, ...], parts: list[Message], wait: Item) -> Iterator[Item]:
+def _fed(items: Program, parts: list[Message], wait: Item) -> Iterator[Item]:
     """Compute behind the gathers of its parts; what was gathered ahead comes behind the last of them."""
     later = [item for item in items if isinstance(item, Issue) and item.message.op == Collective.ALL_GATHER]
     yield replace(wait, message=parts[0])  # type: ignore[arg-type]
@@ -227,7 +228,7 @@ def _fed(items: tuple[Item, ...], parts: list[Message], wait: Item) -> Iterator[
             yield item
 
 
-def _feeding(items: tuple[Item, ...], parts: list[Message]) -> Iterator[Item]:
+def _feeding(items: Program, parts: list[Message]) -> Iterator[Item]:
     """Compute with a reduction of each part behind it."""
     for item in _cut(items, len(parts)):
         yield Issue(parts[item - 1]) if isinstance(item, int) else item

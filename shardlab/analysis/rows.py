@@ -8,7 +8,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from shardlab.analysis.intervals import Intervals
-from shardlab.vocabulary import STREAM_TRANSPORTS
+from shardlab.vocabulary import STREAM_TRANSPORTS, SpanKind
 
 KEYS = ["run", "source", "rank", "step"]
 
@@ -133,3 +133,12 @@ def one_step_of_run(
     keys = of_step[["run", "source", "step"]].iloc[0]
     rows = [table[(table[keys.index] == keys).all(axis=1)] for table in (collectives, spans)]
     return rows[0], rows[1], of_step
+
+
+def begins_of_backward(spans: pd.DataFrame) -> NDArray[np.float64]:
+    """When a rank came from forward to backward in a step: once for each micro-batch."""
+    kinds = spans["kind"].isin([str(SpanKind.BACKWARD), str(SpanKind.RECOMPUTE)])
+    forward = numbers(spans[spans["kind"] == str(SpanKind.FORWARD)], "start_us")
+    backward = np.sort(numbers(spans[kinds], "start_us"))
+    firsts = np.unique(np.searchsorted(backward, np.append(forward, -np.inf)))
+    return backward[firsts[firsts < len(backward)]]

@@ -5,13 +5,19 @@ from dataclasses import replace
 from math import inf
 
 import numpy as np
+import pandas as pd
 
 from shardlab.analysis.changed_messages import Latency, ahead, in_parts, merged
 from shardlab.analysis.judged_steps import Found, Recorded, Steps
-from shardlab.analysis.recorded_step import Message, RecordedStep
-from shardlab.analysis.repeated_reductions import CHANGE, REDUCTIONS, REPEATED, evidence, repeated
-from shardlab.vocabulary import FLAG, Collective, Phase
+from shardlab.analysis.recorded_step import RecordedStep
+from shardlab.analysis.rows import KEYS, begins_of_backward, numbers, positions
+from shardlab.partition.step_program import Message
+from shardlab.vocabulary import FLAG, Collective, MeshAxis, Phase
 
+REPEATED = "every micro-batch communicates"
+CHANGE = "no_sync() around all micro-batches but the last (FSDP2: set_requires_gradient_sync(False))"
+REDUCTIONS = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
+SAME = [*KEYS, "axis", "op", "tag"]
 LATENCY, LATE_GATHER = "latency of many small messages", "late gather (prefetch too short)"
 MIB = 1024**2
 UNEVEN, FEWEST_UNITS = 3.0, 3  # times the usual size, of how many
@@ -74,7 +80,7 @@ def every_micro_batch(record: Recorded) -> Iterator[Found]:
         step.without_messages(_all_but_the_last(step, tags[number]))
         for number, step in zip(numbers, record.steps, strict=True)
     ]
-    yield Found(REPEATED, changed, evidence(own, len(numbers)), CHANGE)
+    yield Found(REPEATED, changed, repeated_in_words(own, len(numbers)), CHANGE)
 
 
 def _all_but_the_last(step: RecordedStep, tags: Collection[str]) -> set[Message]:
@@ -205,3 +211,35 @@ def _is_first_gather(one: Message) -> bool:
 
 def _is_reduction(one: Message) -> bool:
     return one.op != Collective.ALL_GATHER and one.phase == Phase.BACKWARD and one.tag != FLAG and not one.is_inside
+
+
+def repeated(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
+    """The rows that a later reduction of the same gradients in their step makes superfluous.
+
+    It is exact: a reduction is tagged with what it carries, and one with the same tag in a later backward of the step
+    carries the same gradients again.
+    """
+    is_sent = (collectives["phase"] == str(Phase.BACKWARD)) & collectives["op"].isin(map(str, REDUCTIONS))
+    rows = collectives[is_sent & (collectives["tag"] != FLAG) & (collectives["axis"] != str(MeshAxis.TENSOR))]
+    backward, of_spans = np.zeros(len(rows), dtype=np.int64), positions(spans)
+    for key, here in positions(rows).items():
+        if key in of_spans:
+            begins = begins_of_backward(spans.iloc[of_spans[key]])
+            backward[here] = np.searchsorted(begins, numbers(rows, "issue_us")[here], side="right")
+    same = rows.assign(backward=backward).groupby(SAME, sort=False)
+    # Twice in one backward is another thing: a strategy that tags all of its messages alike.
+    once_each = same["backward"].transform("size") == same["backward"].transform("nunique")
+    return rows[once_each & (rows["seq"] != same["seq"].transform("max"))]
+
+
+def repeated_in_words(rows: pd.DataFrame, num_steps: int) -> str:
+    """What is sent again and again, in words.
+
+    Args:
+        rows: those of ``repeated``, of one rank.
+        num_steps: how many steps they are of.
+    """
+    what = rows.groupby(["step", "axis", "op", "tag"])
+    count, times = round(what.ngroups / num_steps), 1 + round(what.size().median())
+    size = rows["bytes"].sum() / num_steps / 1e6
+    return f"each of {count} reductions of gradients is sent {times} times a step, {size:.3g} MB of it before the last"

@@ -13,8 +13,9 @@ from shardlab.analysis.intervals import Intervals, covered_until, merge, subtrac
 from shardlab.analysis.judged_steps import Found, Recorded, Steps
 from shardlab.analysis.matching import SAME, matched_collectives
 from shardlab.analysis.overlap import COMPUTE_KINDS
-from shardlab.analysis.recorded_step import NOTHING, Item, Removed, Work, by_rank
+from shardlab.analysis.recorded_step import NOTHING, Removed, by_rank
 from shardlab.analysis.rows import numbers
+from shardlab.partition.step_program import Item, Program, Work
 from shardlab.vocabulary import WHOLE_MODEL, SpanKind
 
 OFF_CPU, OPTIMIZER = "off the CPU", "optimizer step"
@@ -137,7 +138,7 @@ def _levelled(steps: Steps, rank: int) -> Steps:
     own = np.median(us.pop(rank), axis=0)
     more = (np.median(np.concatenate(list(us.values())), axis=0) - own).tolist()
 
-    def levelled(one: int, items: tuple[Item, ...]) -> Iterator[Item]:
+    def levelled(one: int, items: Program) -> Iterator[Item]:
         left = iter(more)
         for item in items:
             if isinstance(item, Work) and one == rank:

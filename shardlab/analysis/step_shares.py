@@ -16,9 +16,8 @@ from shardlab.analysis.attribution import waits
 from shardlab.analysis.intervals import total
 from shardlab.analysis.judged_steps import BALANCED, UNKNOWN, Cause, hop_us_of, hops
 from shardlab.analysis.overlap import overlap, step_split
-from shardlab.analysis.repeated_reductions import CHANGE, REPEATED, evidence, repeated
 from shardlab.analysis.rows import KEYS
-from shardlab.analysis.slow_messages import LATENCY
+from shardlab.analysis.slow_messages import CHANGE, LATENCY, REPEATED, repeated, repeated_in_words
 from shardlab.analysis.slow_work import OPTIMIZER
 from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.vocabulary import Collective, Phase, SpanKind
@@ -87,7 +86,7 @@ def _again(sent: pd.DataFrame, worked: pd.DataFrame, moving_us: float) -> Iterat
     us = [float((table["end_us"] - table["start_us"]).sum()) for table in (rows, sent)]
     own = rows[rows["rank"] == rows["rank"].min()]
     taken = moving_us * us[0] / us[1]
-    yield REPEATED, taken, evidence(own, own["step"].nunique()), f"{CHANGE}, at most,", taken
+    yield REPEATED, taken, repeated_in_words(own, own["step"].nunique()), f"{CHANGE}, at most,", taken
 
 
 def _moving(sent: pd.DataFrame, hop_us: float | None, moving_us: float) -> Iterator[Share]:

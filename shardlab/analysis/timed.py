@@ -32,6 +32,18 @@ def timed_steps(steps: pd.DataFrame) -> pd.DataFrame:
     return steps[counts | ~counts.groupby(steps["run"]).transform("any")]
 
 
+def step_lengths(steps: pd.DataFrame) -> "pd.Series[float]":
+    """How long the steps are whose times count, in microseconds by ``run`` and ``step``: the median over the ranks.
+
+    A rank's step lasts from before it takes its first batch until its parameters are stepped. What sends the loss, to
+    report it, comes after it.
+
+    Args:
+        steps: table ``steps``.
+    """
+    return timed_steps(steps).groupby(["run", "step"])["step_us"].median()
+
+
 def traced(steps: pd.DataFrame) -> "pd.Series[bool]":
     """For each row, whether memory was traced in its step on some rank: the others have waited for that one."""
     of_rank = steps["traced_memory"].fillna(False).astype(bool)

@@ -1,8 +1,8 @@
 """Messages of a rank whose group is not there: they take the time that is foretold, on a clock that is told.
 
-Compute and messages go on side by side. The messages of an axis move one after another, as in a queue. While one moves
-beside compute, both take longer: they want the same cores, or the same memory. The part of a message that only waits
-for an emulated link slows nobody.
+Compute and messages go on side by side (``partition.step_program``). The messages of an axis move one after another, as
+in a queue. While one moves beside compute, both take longer: they want the same cores, or the same memory. The part of
+a message that only waits for an emulated link slows nobody.
 """
 
 from collections import deque
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from shardlab.comm.base_mesh import BaseMesh, Groups, groups_along
 from shardlab.comm.communicator import Communicator
-from shardlab.comm.events import CollectiveEvent, Pending
+from shardlab.comm.events import CollectiveEvent, Observers, Pending
 from shardlab.comm.transports.base import Job, Message
 from shardlab.comm.without_ranks import SilentCommunicator
+from shardlab.partition.step_program import Contention, Rank, Transfer
 from shardlab.vocabulary import FLAG, Collective
 
 
@@ -53,35 +54,28 @@ class Wire:
     scratch_bytes: Callable[[int, int], int] = lambda *_: 0
 
 
-@dataclass(eq=False)
-class _Sent:
-    """A message under way: seconds that it still has to move, and when it may end at the earliest."""
-
-    event: CollectiveEvent
-    tell: Callable[[str], None]
-    costs: Costs
-    left: float
-    late: float = 0.0
-    earliest: float = inf
-
-
-class ToldClock:
-    """Time that goes on when it is told, and the messages that move meanwhile; in seconds from 0.
+class ToldClock(Rank):
+    """Time that goes on when it is told, and the messages that move meanwhile.
 
     Args:
         wire: what messages cost.
     """
 
     def __init__(self, wire: Wire) -> None:
-        self.wire, self.now = wire, 0.0
-        self._computed = 0.0  # since the last message was sent
+        super().__init__(0.0, Contention(wire.slows_compute, wire.slowed_by_compute))
+        self.wire = wire
+        self._computed = 0.0  # seconds since the last message was sent
         self._owed = 0.0
-        self._queues: dict[str, deque[_Sent]] = {}
+
+    @property
+    def now(self) -> float:
+        """The time in seconds from 0."""
+        return self.now_us / 1e6
 
     @property
     def now_ns(self) -> int:
         """The time in nanoseconds."""
-        return round(self.now * 1e9)
+        return round(1e3 * self.now_us)
 
     # As the recorder's clock.
 
@@ -103,63 +97,43 @@ class ToldClock:
         """Compute for what takes so long alone."""
         seconds, self._owed = seconds + self._owed, 0.0
         self._computed += seconds
-        while seconds > 0:
-            moving = any(queue and queue[0].left > 0 for queue in self._queues.values())
-            pace = 1 + self.wire.slows_compute if moving else 1.0
-            passed = min(seconds * pace, self._until_change(computes=True))
-            self._pass(passed, computes=True)
-            seconds -= passed / pace
+        self.left_us = 1e6 * seconds
+        while self.left_us > 0:
+            self.advance()
 
     def owe(self, seconds: float) -> None:
         """Let the next compute take so much longer."""
         self._owed = seconds
 
-    def send(self, sent: _Sent) -> None:
+    def send(self, event: CollectiveEvent, observers: Observers) -> Transfer:
         """Put a message into the queue of its axis."""
-        sent.late, self._computed = min(self.wire.meeting, self._computed), 0.0
-        queue = self._queues.setdefault(sent.event.axis, deque())
-        queue.append(sent)
-        if len(queue) == 1:
-            self._begin(sent)
-            self._pass(0.0, computes=False)  # one that takes no time has ended
+        costs, late = self.wire.costs(event), min(self.wire.meeting, self._computed)
+        moves, least, meets = (1e6 * seconds for seconds in costs)
+        self._computed = 0.0
+        sent = Transfer((event, observers), moves, max(moves, least) + 1e6 * late, meets, issued_us=self.now_us)
+        self.queues.setdefault(event.axis, deque()).append(sent)
+        self.do_due()  # one that takes no time has ended
+        return sent
 
-    def wait(self, sent: _Sent) -> None:
+    def wait(self, sent: Transfer) -> None:
         """Let time go on until a message has ended."""
-        while sent in self._queues[sent.event.axis]:
-            self._pass(self._until_change(computes=False), computes=False)
+        while sent.ended_us == inf:
+            self.advance()
 
-    def _begin(self, sent: _Sent) -> None:
-        costs = sent.costs
-        sent.event.start_ns = self.now_ns
-        sent.earliest = self.now + costs.meets + max(costs.moves, costs.least) + sent.late
-        sent.tell("started")
+    def started(self, transfer: Transfer) -> None:
+        """A message has left its queue; its ranks come as soon."""
+        super().started(transfer)
+        event, observers = transfer.of
+        event.start_ns = self.now_ns
+        for observer in observers:
+            observer.started(event)
 
-    def _until_change(self, *, computes: bool) -> float:
-        """Until the first message of a queue has moved, or ends."""
-        pace = 1 + self.wire.slowed_by_compute if computes else 1.0
-        heads = [queue[0] for queue in self._queues.values() if queue]
-        return min(
-            (one.left * pace if one.left > 0 else max(0.0, one.earliest - self.now) for one in heads), default=inf
-        )
-
-    def _pass(self, seconds: float, *, computes: bool) -> None:
-        pace = 1 + self.wire.slowed_by_compute if computes else 1.0
-        self.now += seconds
-        for queue in self._queues.values():
-            if not queue:
-                continue
-            first = queue[0]
-            # The time of an emulated link begins when ranks have met, which takes longer beside compute.
-            first.earliest += (pace - 1) * min(seconds / pace, max(0.0, first.left - first.costs.moves))
-            first.left -= seconds / pace
-            if first.left <= 1e-12:
-                first.left = 0.0
-            while queue and queue[0].left == 0 and queue[0].earliest <= self.now + 1e-12:
-                ended = queue.popleft()
-                ended.event.end_ns = self.now_ns
-                ended.tell("completed")
-                if queue:
-                    self._begin(queue[0])
+    def ended(self, transfer: Transfer) -> None:
+        """Its result is there."""
+        event, observers = transfer.of
+        event.end_ns = self.now_ns
+        for observer in observers:
+            observer.completed(event)
 
 
 class ForetoldCommunicator(SilentCommunicator):
@@ -187,14 +161,7 @@ class ForetoldCommunicator(SilentCommunicator):
         event = self.announce(op, () if buffer is None else (buffer,), tag, transport=wire.transport, **sizes)
         event.issue_ns, event.emulated = clock.now_ns, wire.emulated
         observers = self._observers
-
-        def tell(what: str) -> None:
-            for observer in observers:
-                getattr(observer, what)(event)
-
-        costs = wire.costs(event)
-        sent = _Sent(event, tell, costs, costs.meets + costs.moves)
-        clock.send(sent)
+        sent = clock.send(event, observers)
         return _Foretold(lambda: clock.wait(sent), keep=keep, event=event, observers=observers, clock=clock)
 
 

@@ -12,7 +12,7 @@ from math import log
 import pandas as pd
 import psutil
 
-from shardlab.analysis import attribution, what_if_free
+from shardlab.analysis import attribution, recorded_step, what_if_free
 from shardlab.analysis.overlap import hidden_by_run
 from shardlab.analysis.rows import require_columns
 from shardlab.plots.text import format_bytes, format_percent, format_us, listing, tick
@@ -164,12 +164,13 @@ def bucket_verdict(sweep: pd.DataFrame) -> str:
     return f"{words}; {', '.join(others)}. {why}"
 
 
-def message_gains(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
+def message_gains(collectives: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """Each message of one step: how long it took, what hid it, and how much shorter the step were without it.
 
     Args:
         collectives: table ``collectives`` of one run and step, all ranks.
         spans: table ``spans``.
+        steps: table ``steps`` of that run and step.
 
     Returns:
         One row per tag, in ms: ``duration`` (on the rank where it took longest: the step waits for that one),
@@ -180,7 +181,7 @@ def message_gains(collectives: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFram
     longest = each.drop_duplicates("tag").set_index("tag").loc[collectives["tag"].drop_duplicates()]
     table = longest[["duration_us", "hidden_us", "exposed_us"]].div(1e3)
     table["unit"] = longest["unit"].where(longest["hidden_us"] > 0, "–")
-    table["gain"] = what_if_free(collectives, spans).set_index("tag")["gain_us"].div(1e3)
+    table["gain"] = what_if_free(recorded_step(collectives, spans, steps)).set_index("tag")["gain_us"].div(1e3)
     return table.rename(columns=lambda name: name.replace("_us", " (ms)").replace("gain", "gain (ms)"))
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlab.analysis.causes import causes
 from shardlab.analysis.judged_steps import BALANCED, Cause
-from shardlab.analysis.repeated_reductions import REPEATED
+from shardlab.analysis.slow_messages import REPEATED
 from shardlab.analysis.slow_work import OFF_CPU
 from shardlab.analysis.timed import in_steps, timed_steps
 from shardlab.course.faults.inject import faulty

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from shardlab.analysis.timed import timed_steps
+from shardlab.analysis.timed import step_lengths
 from shardlab.experiment import run_verdicts
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
@@ -152,12 +152,12 @@ def quartiles(steps: pd.DataFrame) -> pd.DataFrame:
     """Of the time of a step, in ms, by run: ``low``, ``middle``, ``high``, and ``steps``, of how many.
 
     Args:
-        steps: table ``steps``; each rank's time of each step counts.
+        steps: table ``steps``; each step counts with the median of its ranks.
     """
-    timed = timed_steps(steps).groupby("run")
+    lengths = step_lengths(steps).groupby("run")
     shares = {"low": 0.25, "middle": 0.5, "high": 0.75}
-    times = {name: timed["step_us"].quantile(share).div(1e3) for name, share in shares.items()}
-    return pd.DataFrame({**times, "steps": timed["step"].nunique()})
+    times = {name: lengths.quantile(share).div(1e3) for name, share in shares.items()}
+    return pd.DataFrame({**times, "steps": lengths.size()})
 
 
 def fastest(rows: pd.DataFrame, times: pd.DataFrame, doubt: str = "") -> str:

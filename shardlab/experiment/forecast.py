@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from shardlab.analysis.timed import traced
+from shardlab.analysis.timed import step_lengths
 from shardlab.comm.events import CollectiveEvent
 from shardlab.comm.foretold import Costs, ToldClock, Wire
 from shardlab.comm.transports.gloo import SEGMENT_BYTES
@@ -98,8 +98,7 @@ def forecast_step(config: CompareConfig, strategy: str, machine: Machine | None,
 
 def seconds_in(steps: pd.DataFrame) -> float:
     """Median seconds of the steps that count."""
-    timed = steps[~traced(steps) & (steps["step"] > steps["step"].min())]
-    return float(timed.groupby("step")["step_us"].median().median()) / 1e6
+    return float(step_lengths(steps).median()) / 1e6
 
 
 def steered_by(config: CompareConfig, strategy: str) -> int:

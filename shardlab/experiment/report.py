@@ -13,9 +13,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab import plots
-from shardlab.analysis.critical_path import ALL, NoHostWaitsError, critical_path, what_if_free
 from shardlab.analysis.held_bytes import allocator_items, peak
 from shardlab.analysis.overlap import COMPUTE_KINDS, overlap, step_split
+from shardlab.analysis.recorded_step import ALL, NotReplayedError, critical_path, recorded_step, what_if_free
 from shardlab.analysis.timed import in_timed_steps, timed_steps, traced_and_ordinary
 from shardlab.experiment.answer import answer
 from shardlab.experiment.comparison import Comparison
@@ -44,10 +44,10 @@ REASONS = (
     "shorter with the change made, by a replay of the recorded steps: the median over at most 12 of them."
 )
 PATH = (
-    "What one step consists of, from its beginning on the first rank to its end on the last: the longest chain of "
-    "causes over all ranks, and how much shorter it would be if communication took no time. The step has the median "
-    "length on the first rank (of two in the middle, it is the shorter). Runs in which streams wait, and not ranks, "
-    "are left out."
+    "What one step consists of, by the replay that names its causes: the chain of causes over all ranks up to its end "
+    "on the rank of median length (of two such ranks, the mean), and how much shorter the step would be if "
+    "communication took no time. It is the step of median length (of two in the middle, the shorter). Runs in which "
+    "streams wait, and not ranks, or whose step the replay misses by more than 5 %, are left out."
 )
 
 
@@ -229,10 +229,9 @@ def _which(steps: pd.DataFrame) -> str:
 
 
 def middle_step(steps: pd.DataFrame) -> int:
-    """The step of median length on the first rank, of those that were watched; of two in the middle, the shorter."""
-    watched = steps.dropna(subset="wire_bytes")
-    own = watched[watched["rank"] == watched["rank"].min()].sort_values("step_us", kind="stable")
-    return int(own["step"].iloc[(len(own) - 1) // 2])
+    """The step of median length, of those that were watched; of two in the middle, the shorter."""
+    us = steps.dropna(subset="wire_bytes").groupby("step")["step_us"].median().sort_values(kind="stable")
+    return int(us.index[(len(us) - 1) // 2])
 
 
 def peak_table(records: Records) -> pd.DataFrame:
@@ -274,13 +273,13 @@ def path_table(records: Records, steps: dict[str, int]) -> pd.DataFrame:
 
 def _path_row(records: Records, run: str, step: int) -> dict[str, Any] | None:
     axes = records.manifests[run].get("mesh")
-    moved, worked = records.collectives, records.spans
+    tables = records.collectives, records.spans, records.steps
     try:
-        path = critical_path(moved, worked, run=run, step=step, axes=axes)
-        gains = what_if_free(moved, worked, run=run, step=step, axes=axes).set_index("tag")["gain_us"] / 1e3
-    except NoHostWaitsError:
+        recorded = recorded_step(*tables, run=run, step=step, axes=axes)
+    except NotReplayedError:
         return None
-    lengths = path.groupby("kind")["duration_us"].sum() / 1e3
+    path, gains = critical_path(recorded), what_if_free(recorded).set_index("tag")["gain_us"] / 1e3
+    lengths = path.groupby("kind")["duration_us"].sum() / path["end_rank"].nunique() / 1e3
     compute = lengths[lengths.index.isin([str(kind) for kind in COMPUTE_KINDS])].sum()
     moving = lengths[lengths.index.isin([str(op) for op in Collective])].sum()
     away = lengths.get(str(SpanKind.OFF_CPU), 0.0)

@@ -9,7 +9,7 @@ import pandas as pd
 
 from shardlab.analysis.causes import causes
 from shardlab.analysis.judged_steps import BALANCED, UNKNOWN, Cause
-from shardlab.analysis.timed import timed_steps
+from shardlab.analysis.timed import step_lengths
 from shardlab.plots.text import format_percent, format_us, listing
 from shardlab.trace.store import Records
 
@@ -43,7 +43,7 @@ def reasons(records: Records) -> dict[str, Reasons]:
             said = causes(collectives, spans, own, axes=records.manifests[str(run)].get("mesh"))
         except ValueError as error:  # ranks or times are missing, or clocks do not agree
             said = [Cause(UNKNOWN, 0.0, 0.0, str(error), "", 0.0)]
-        step_us = float(timed_steps(own).groupby("step")["step_us"].median().median())
+        step_us = float(step_lengths(own).median())
         found[str(run)] = Reasons(step_us, tuple(said), _doubt(records.manifests[str(run)]))
     return found
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from shardlab.analysis.held_bytes import at_rest, peaks_of_steps
-from shardlab.analysis.timed import hidden_share, timed_steps, traced_and_ordinary
+from shardlab.analysis.timed import hidden_share, step_lengths, timed_steps, traced_and_ordinary
 from shardlab.experiment.dead_run import why_dead
 from shardlab.experiment.rank_checks import own_buffers_said
 from shardlab.trace.store import Records
@@ -95,13 +95,14 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     rest = at_rest(records.memory).pivot_table(index="run", columns="role", values="bytes", aggfunc="max")
     hidden = hidden_share(records.collectives, records.spans, records.steps).groupby("run")["overlap"].median()
     flights = traced_and_ordinary(records.collectives, records.steps).reindex(list(losses))
-    timed = timed_steps(records.steps).groupby("run")[["step_us", "exposed_comm_us"]].median().to_dict("index")
+    lengths = step_lengths(records.steps).groupby("run").median()
+    exposed = timed_steps(records.steps).groupby("run")["exposed_comm_us"].median()
     sources = records.steps.groupby("run")["source"].first()
     return [
         {
             **_training(run, losses, records, dtype),
-            "step_ms": float(timed[run]["step_us"]) / 1e3,
-            "exposed_comm_ms": _number(timed[run]["exposed_comm_us"], 1e-3),
+            "step_ms": float(lengths[run]) / 1e3,
+            "exposed_comm_ms": _number(exposed[run], 1e-3),
             "overlap": _number(hidden.get(run)),
             "source": str(sources[run]),
             **_bytes(run, rest, records),

@@ -10,7 +10,6 @@ Other numbers of ranks are taken to have as many cores each as the recorded ones
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import isnan
 from typing import Any
 
 import pandas as pd
@@ -113,9 +112,9 @@ class RecordedClock:
         if steps.empty:
             runs = ", ".join(records.steps["run"].unique())
             raise ValueError(f"strategy: {strategy!r} is given; the record has {runs}")
-        if isnan(seconds_in(steps)):
-            raise ValueError("steps: none of the record counts beside the first and the traced one; record 4 or more")
         timed = timed_steps(steps)
+        if len(timed) == len(steps):
+            raise ValueError("steps: none of the record counts beside the first and the traced one; record 4 or more")
         messages = in_steps(records.collectives[records.collectives["phase"] != str(Phase.METRICS)], timed)
         # Of an emulated link nothing but by how much it is exceeded, for it has a formula.
         self._messages = _transfers(messages) if config.link is None else {}

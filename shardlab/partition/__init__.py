@@ -1,4 +1,4 @@
-"""Who holds what: pure arithmetic of shards, buckets, owners and wire bytes. Standard library only."""
+"""Who holds what: pure arithmetic of shards, buckets, owners, wire bytes and time. Standard library only."""
 
 from shardlab.partition.buckets import assign_buckets
 from shardlab.partition.chunks import chunk_bounds, chunk_sizes, even_bounds

@@ -1,9 +1,9 @@
 """A step replayed: its compute and its messages in the engines' order, and when each of them begins and ends.
 
-One rank stands for all that are alike, so the number of ranks costs nothing. Compute has one queue, and each axis of
-the mesh another (a communicator runs its collectives one after another). A task begins when the one before it on its
-queue and all that it needs have ended. Compute beside a collective is slower by the factor ``contention``; a collective
-beside compute is not.
+One rank stands for all that are alike, so the number of ranks costs nothing. It is a program of compute and messages
+(``partition.step_program``), with a queue for each axis of the mesh (a communicator runs its collectives one after
+another). Compute waits for the messages that it needs. Beside a collective it is slower by the factor ``contention``; a
+collective beside compute is not.
 
 =============  ==================================================  ==================================
 strategy       messages                                            hidden behind
@@ -27,12 +27,12 @@ Sources: Zhao et al., arXiv 2304.11277, section 3.3 (order and prefetch); Li et 
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil, nan
+from math import ceil
 
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
-from shardlab.vocabulary import Collective, MeshAxis, Phase, SpanKind
+from shardlab.partition.step_program import Contention, Host, Issue, Item, Message, Wait, Work, run_programs
+from shardlab.vocabulary import Collective, MeshAxis, Phase
 
-COMPUTE = "compute"
 CONTENTION = 0.189  # arXiv 2507.03114, abstract: by how much compute slows beside communication, on average
 FULLY_SHARDED = ("fsdp", "shard_grad_op", "hybrid_shard")
 REPLAYED = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", *FULLY_SHARDED)
@@ -86,49 +86,33 @@ class Schedule:
     contention: float = CONTENTION
 
 
-@dataclass(slots=True, eq=False)
-class Task:
-    """Something that runs on a queue; times in seconds from the beginning of the step.
-
-    ``seconds`` is what it takes alone, ``after`` are the tasks that must have ended before it begins.
-    """
-
-    queue: str
-    kind: Collective | SpanKind
-    unit: str
-    phase: Phase
-    seconds: float
-    after: tuple["Task", ...]
-    num_bytes: float = 0.0
-    start: float = nan
-    end: float = nan
-
-
 @dataclass(frozen=True)
 class Replay:
-    """All tasks of a step in the order of issue."""
+    """A step that has been run: its program, and when each item and each message began and ended."""
 
-    tasks: tuple[Task, ...]
+    host: Host
 
     @property
     def seconds(self) -> float:
         """From the beginning of the step until all has ended."""
-        return max((task.end for task in self.tasks), default=0.0)
+        return self.host.end_us / 1e6
 
     @property
-    def computing(self) -> tuple[Task, ...]:
-        """Those on the queue of compute."""
-        return tuple(task for task in self.tasks if task.queue == COMPUTE)
+    def computed(self) -> list[tuple[Work, float, float]]:
+        """Each stretch of compute, with its begin and end in seconds."""
+        times = [us / 1e6 for us in self.host.begins_us]
+        of_items = zip(self.host.items, times, times[1:], strict=False)
+        return [(item, begin, end) for item, begin, end in of_items if isinstance(item, Work)]
 
     @property
     def slowed_seconds(self) -> float:
         """How much longer compute took than alone."""
-        return sum(task.end - task.start - task.seconds for task in self.computing)
+        return sum(end - begin - work.us / 1e6 for work, begin, end in self.computed)
 
     @property
     def exposed_seconds(self) -> float:
         """Time without compute: a message was waited for."""
-        return self.seconds - sum(task.end - task.start for task in self.computing)
+        return self.seconds - sum(end - begin for _, begin, end in self.computed)
 
 
 def replay(units: Sequence[Unit], schedule: Schedule, seconds: MessageSeconds, root: Unit | None = None) -> Replay:
@@ -140,48 +124,45 @@ def replay(units: Sequence[Unit], schedule: Schedule, seconds: MessageSeconds, r
         seconds: of a collective over an axis: 'shard' and 'replica' in hybrid_shard, else 'data'.
         root: the unit of all other parameters, such as embedding and head; None without one.
     """
-    tasks = _Step(units, schedule, seconds, root).tasks
-    _run(tasks, schedule.contention)
-    return Replay(tuple(tasks))
+    items = _Step(units, schedule, seconds, root).items
+    items += [Wait(item.message) for item in items if isinstance(item, Issue)]
+    return Replay(run_programs({0: tuple(items)}, contention=Contention(schedule.contention))[0])
 
 
 class _Step:
-    """The tasks of a step in the order of issue."""
+    """The program of a step."""
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule, seconds: MessageSeconds, root: Unit | None) -> None:
         self.schedule, self.message_seconds, self.root = schedule, seconds, root
-        self.tasks: list[Task] = []
-        self.computed: tuple[Task, ...] = ()  # the last that was issued on the queue of compute
-        self.sent: list[Task] = []  # what the optimizer has to wait for
+        self.items: list[Item] = []
+        self.sent: list[Message] = []  # what the optimizer has to wait for
         self.forward_order = [*units, *([root] if root else [])]
         self.buckets = list(_buckets(self.forward_order[::-1], schedule.bucket_bytes))
         self.axis = MeshAxis.SHARD if schedule.strategy == "hybrid_shard" else MeshAxis.DATA
         micro_batch = self.sharded if schedule.strategy in FULLY_SHARDED else self.bucketed
         for number in range(schedule.micro_batches):
             micro_batch(reduces=number == schedule.micro_batches - 1 or schedule.reduces_each)
-        self.compute(SpanKind.OPTIMIZER, Phase.STEP, "optimizer", schedule.optimizer_seconds, self.sent)
+        self.compute(schedule.optimizer_seconds, self.sent)
         if schedule.strategy in ("zero1", "zero2"):
             for bucket in self.buckets:
                 self.message(Collective.ALL_GATHER, Phase.STEP, bucket)
 
-    def compute(self, kind: SpanKind, phase: Phase, unit: str, seconds: float, after: Iterable[Task] = ()) -> None:
-        self.tasks.append(Task(COMPUTE, kind, unit, phase, seconds, tuple(after)))
-        self.computed = (self.tasks[-1],)
+    def compute(self, seconds: float, awaited: Iterable[Message] = ()) -> None:
+        self.items += [*map(Wait, awaited), Work(1e6 * seconds)]
 
     def message(
-        self, op: Collective, phase: Phase, unit: Unit, axis: MeshAxis | None = None, after: tuple[Task, ...] | None =
-        None,
-    ) -> Task:  # fmt: skip
-        """A message of a unit over an axis; by default when the compute that was issued last has ended."""
+        self, op: Collective, phase: Phase, unit: Unit, axis: MeshAxis | None = None, after: Message | None = None
+    ) -> Message:
+        """A message of a unit over an axis, when the compute before it has ended."""
         axis = axis or self.axis
         num_bytes = unit.gathered_bytes if op == Collective.ALL_GATHER else unit.reduced_bytes
         if axis == MeshAxis.REPLICA:
             num_bytes /= self.schedule.shard_group_size
         count = 1 if self.schedule.strategy in FULLY_SHARDED else unit.num_messages
-        seconds = count * self.message_seconds(op, axis, num_bytes / count)
-        task = Task(axis, op, unit.name, phase, seconds, self.computed if after is None else after, num_bytes)
-        self.tasks.append(task)
-        return task
+        us = 1e6 * count * self.message_seconds(op, axis, num_bytes / count)
+        message = Message(op, unit.name, phase, ceil(num_bytes), (axis, False), {0: us}, after=after)
+        self.items.append(Issue(message))
+        return message
 
     def sharded(self, *, reduces: bool) -> None:
         """A micro-batch of FSDP."""
@@ -195,7 +176,7 @@ class _Step:
     def passed(self, phase: Phase, order: Sequence[Unit], gathers: Sequence[Unit], reduces: bool) -> None:
         """One pass over the units: before each its gather, and those of the next ones; after it its reduction."""
         forward = phase == Phase.FORWARD
-        gathered: dict[str, Task] = {}
+        gathered: dict[str, Message] = {}
         again = forward or self.schedule.strategy != "shard_grad_op"
         for place, unit in enumerate(order):
             # In forward the root is gathered in front, and computes at the end.
@@ -203,8 +184,7 @@ class _Step:
             for other in gathers[len(gathered) : ahead] if again else ():
                 gathered[other.name] = self.message(Collective.ALL_GATHER, phase, other)
             seconds = unit.forward_seconds if forward else unit.backward_seconds
-            kind = SpanKind.FORWARD if forward else SpanKind.BACKWARD
-            self.compute(kind, phase, unit.name, seconds, [gathered[unit.name]] if again else ())
+            self.compute(seconds, [gathered[unit.name]] if again else ())
             if reduces and unit is not self.root:
                 self.reduce(unit)
 
@@ -213,20 +193,19 @@ class _Step:
         scattered = self.message(Collective.REDUCE_SCATTER, Phase.BACKWARD, unit)
         self.sent.append(scattered)
         if self.axis == MeshAxis.SHARD:
-            after = (scattered,)
-            self.sent.append(self.message(Collective.ALL_REDUCE, Phase.BACKWARD, unit, MeshAxis.REPLICA, after))
+            self.sent.append(self.message(Collective.ALL_REDUCE, Phase.BACKWARD, unit, MeshAxis.REPLICA, scattered))
 
     def bucketed(self, *, reduces: bool) -> None:
         """A micro-batch of all others; zero3 gathers everything in front of forward and of backward."""
         strategy = self.schedule.strategy
-        for phase, kind in ((Phase.FORWARD, SpanKind.FORWARD), (Phase.BACKWARD, SpanKind.BACKWARD)):
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
             order = self.forward_order if phase == Phase.FORWARD else self.forward_order[::-1]
             gathers = self.forward_order if strategy == "zero3" else []  # the same order in backward, as in the engine
             gathered = [self.message(Collective.ALL_GATHER, phase, unit) for unit in gathers]
             full = {bucket.name: bucket for bucket in self.buckets}
             for unit in order:
                 seconds = unit.forward_seconds if phase == Phase.FORWARD else unit.backward_seconds
-                self.compute(kind, phase, unit.name, seconds, gathered[-1:])
+                self.compute(seconds, gathered[-1:])
                 early = strategy in ("bucketed", "zero1", "zero2") and phase == Phase.BACKWARD and reduces
                 if early and unit.name in full:
                     op = Collective.ALL_REDUCE if strategy == "bucketed" else Collective.REDUCE_SCATTER
@@ -247,28 +226,3 @@ def _buckets(units: Sequence[Unit], capacity: float) -> Iterable[Unit]:
             count = min(sum(one.num_messages for one in held), max(1, ceil(reduced / capacity)))
             yield Unit(unit.name, 0, 0, sum(one.gathered_bytes for one in held), reduced, count)
             held = []
-
-
-def _run(tasks: Sequence[Task], contention: float) -> None:
-    """Give every task its start and its end."""
-    queues: dict[str, list[Task]] = {}
-    for task in reversed(tasks):
-        queues.setdefault(task.queue, []).append(task)
-    left: dict[Task, float] = {}
-    ended: set[Task] = set()
-    busy: dict[str, Task] = {}
-    now = 0.0
-    while any(queues.values()) or busy:
-        for name, waiting in queues.items():
-            if name not in busy and waiting and ended.issuperset(waiting[-1].after):
-                busy[name] = task = waiting.pop()
-                task.start, left[task] = now, task.seconds
-        assert busy, "a task waits for one that is issued after it"
-        pace = {name: 1 + contention if name == COMPUTE and len(busy) > 1 else 1.0 for name in busy}
-        passed = min(left[task] * pace[name] for name, task in busy.items())
-        now += passed
-        for name, task in list(busy.items()):
-            left[task] -= passed / pace[name]
-            if left[task] <= 1e-12 * task.seconds:
-                task.end = now
-                ended.add(busy.pop(name))

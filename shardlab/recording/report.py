@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from shardlab.analysis.attribution import waits
 from shardlab.analysis.held_bytes import at_rest
-from shardlab.analysis.repeated_reductions import evidence, repeated
+from shardlab.analysis.slow_messages import repeated, repeated_in_words
 from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment.answer import ALIKE, ROLES, Line, messages, quartiles, steps_differ
 from shardlab.experiment.dead_run import LOOK_FOR, why_dead
@@ -153,7 +153,7 @@ def _again(records: Records) -> str:
     """Which reductions every micro-batch sends, though the last one's would do."""
     rows = repeated(*in_timed_steps(records.collectives, records.spans, records.steps))
     rows = rows[rows["rank"] == rows["rank"].min()]
-    return f"; {evidence(rows, rows['step'].nunique())}" if len(rows) else ""
+    return f"; {repeated_in_words(rows, rows['step'].nunique())}" if len(rows) else ""
 
 
 def late(records: Records) -> str:

@@ -4,7 +4,7 @@ import random
 
 import pandas as pd
 
-from shardlab.tables import COLLECTIVES, SPANS
+from shardlab.tables import COLLECTIVES, SPANS, STEPS
 
 NAN = float("nan")
 KEYS = {"run": "a", "source": "measured", "rank": 0, "step": 0}
@@ -31,6 +31,18 @@ def collectives(*rows):
 
 def spans(*rows):
     return SPANS.frame(list(rows))
+
+
+def timed(moved, worked):
+    """Both, and the steps: each lasts on its rank from the first span to the last span or wait."""
+    training = moved[moved["phase"] != "metrics"].rename(columns={"issue_us": "from_us", "wait_end_us": "until_us"})
+    times = pd.concat([worked.rename(columns={"start_us": "from_us", "end_us": "until_us"}), training])
+    rows = []
+    for (run, source, rank, step), own in times.groupby(["run", "source", "rank", "step"]):
+        begin, end = own["from_us"].min(), own["until_us"].max()
+        keys = {"run": run, "source": source, "rank": rank, "step": step}
+        rows.append(STEP | keys | {"start_us": begin, "step_us": end - begin})
+    return moved, worked, STEPS.frame(rows)
 
 
 def two_ranks():

@@ -10,6 +10,7 @@ from shardlab.analysis import overlap
 from shardlab.course import notebook_verdicts as say
 from shardlab.plots import overlap_bars, summary_of
 from tests.analysis.hand_made import random_step as one_step
+from tests.analysis.hand_made import timed
 
 SEEDS = range(12)
 SIZES = (20_000, 100_000, 500_000, 2_000_000)
@@ -60,7 +61,7 @@ def test_buckets_the_best_is_the_shortest_and_lies_where_it_is_said_to() -> None
 
 def test_no_message_gains_more_than_it_lasts() -> None:
     for seed in range(4):
-        gains = say.message_gains(*one_step(seed, slow=1.0 + 6 * (seed % 2)))
+        gains = say.message_gains(*timed(*one_step(seed, slow=1.0 + 6 * (seed % 2))))
         assert (gains["gain (ms)"] <= gains["duration (ms)"] + 1e-9).all(), seed
         parts = gains["hidden (ms)"] + gains["exposed (ms)"]
         assert parts.tolist() == pytest.approx(gains["duration (ms)"].tolist())

@@ -3,12 +3,14 @@
 import time
 from functools import partial
 
+import pandas as pd
 import psutil
 import pytest
 import torch
 from torch import nn
 
-from shardlab.analysis import peak
+from shardlab.analysis import critical_path, peak
+from shardlab.analysis.recorded_step import recorded_steps
 from shardlab.comm.foretold import Costs, ForetoldMesh, ToldClock, Wire
 from shardlab.experiment import CompareConfig, Workload, compare
 from shardlab.experiment.answer import answer
@@ -190,6 +192,21 @@ def test_operations_move_the_clock_and_messages_hide_behind_them():
     only = dry(config, "bucketed", MOMENT).steps["step_us"].iloc[-1]
     assert alone > 100 * only > 0
     assert alone < short < alone + only  # most of them moved beside backward
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp"])
+def test_the_record_of_a_foretold_step_is_replayed_in_its_time(strategy):
+    """The clock of a forecast and the replay of a record have one arithmetic, whatever slows what."""
+    config = CompareConfig(
+        strategies=(strategy,), ranks=2, steps=3, model="gpt-1m", text="grammar", seq_len=16, batch=4, device="cpu"
+    )
+    wire = Wire(lambda event: Costs(1e-5 + event.num_bytes / 1e9, 1e-4, 1e-5), 0.2, 0.3, meeting=1e-5)
+    found = dry_run(config, strategy, ToldClock(wire), lambda *_: MOMENT)
+    tables = [pd.concat([table, table.assign(rank=1)]) for table in (found.collectives, found.spans, found.steps)]
+    again = recorded_steps(*tables)
+    lengths = found.steps["step_us"].tolist()
+    assert [one.us for one in again] == pytest.approx(lengths, abs=1)
+    assert critical_path(again[-1])["duration_us"].sum() / 2 == pytest.approx(lengths[-1], abs=1)
 
 
 def test_a_clock_lets_messages_of_an_axis_move_one_after_another_and_slows_what_is_beside():

@@ -48,8 +48,8 @@ def steps(rank, strategy):
 def test_each_way_of_accumulating_holds_and_sends_what_the_engine_does(pools, strategy):
     for (count, no_sync), (held, *sent) in zip(WAYS, pools(2).run(steps, strategy)[0], strict=True):
         job = Job(**JOB, strategy=strategy, accumulation=count, no_sync=no_sync)
-        tasks = Step(job, Factors()).replayed(count).tasks
-        carried = [sum(task.num_bytes for task in tasks if task.kind == verb) for verb in VERBS]
+        sent_by = Step(job, Factors()).replayed(count).host.transfers
+        carried = [sum(one.num_bytes for one in sent_by if one.op == verb) for verb in VERBS]
         assert sent == pytest.approx([num_bytes / job.num_params / 2 for num_bytes in carried], rel=1e-3)
         # At rest a rank has its shard of the gradients; between two micro-batches it may have all.
         sharded = Job(**JOB, strategy=strategy)

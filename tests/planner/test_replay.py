@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from shardlab.partition import ParamSpec
 from shardlab.planner import PlannedModel, Setup
-from shardlab.planner.replay import COMPUTE, REPLAYED, Schedule, Unit, replay
-from shardlab.vocabulary import FLAG, Collective, MeshAxis, Phase, SpanKind
+from shardlab.planner.replay import REPLAYED, Schedule, Unit, replay
+from shardlab.vocabulary import FLAG, Collective, MeshAxis, Phase
 from tests.oracle.collectives import calls_of_step
 
 UNITS = [Unit(f"layer {number}", 1.0, 2.0, 10.0, 20.0) for number in range(3)]
@@ -26,9 +26,10 @@ def at(seconds_per_byte):
     return lambda op, axis, num_bytes: seconds_per_byte * num_bytes
 
 
-def task_of(found, kind, unit, phase):
-    (task,) = (task for task in found.tasks if (task.kind, task.unit, task.phase) == (kind, unit, phase))
-    return task
+def transfers(found, op=None):
+    """Of each message in the order of issue: what is sent, and in seconds when it starts and ends."""
+    sent = [one for one in found.host.transfers.values() if op in (None, one.of.op)]
+    return [(one.of, one.started_us / 1e6, one.ended_us / 1e6) for one in sorted(sent, key=lambda one: one.issued_us)]
 
 
 @pytest.mark.parametrize("strategy", REPLAYED)
@@ -59,11 +60,10 @@ def test_a_gather_is_hidden_by_the_unit_before_and_the_first_and_the_last_messag
     # Every message is shorter than the compute beside it. Nothing computes beside the first gathers, of the root and
     # the first unit, the root's gather in backward, and the last reductions, of the first unit and the root.
     assert found.exposed_seconds == pytest.approx(0.01 * (4 + 10 + 4 + 20 + 8))
-    hidden = task_of(found, Collective.ALL_GATHER, "layer 1", Phase.FORWARD)
-    before = task_of(found, SpanKind.FORWARD, "layer 0", Phase.FORWARD)
-    after = task_of(found, SpanKind.FORWARD, "layer 1", Phase.FORWARD)
-    assert hidden.start == before.start
-    assert after.start == before.end
+    (_, before_starts, before_ends), (_, after_starts, _), *_ = found.computed
+    hidden = [start for one, start, _ in transfers(found) if (one.tag, one.phase) == ("layer 1", Phase.FORWARD)]
+    assert hidden == [before_starts]
+    assert after_starts == before_ends
 
 
 def test_without_prefetch_every_gather_is_exposed():
@@ -81,11 +81,11 @@ def test_a_bucket_is_hidden_and_the_last_one_exposed():
 
 def test_zero1_gathers_after_the_optimizer():
     found = replay(UNITS, Schedule("zero1", optimizer_seconds=1.0), at(0.01), ROOT)
-    stepped = task_of(found, SpanKind.OPTIMIZER, "optimizer", Phase.STEP)
-    gathers = [task for task in found.tasks if task.kind == Collective.ALL_GATHER]
+    *_, (_, _, stepped) = found.computed
+    gathers = transfers(found, Collective.ALL_GATHER)
     assert gathers
-    assert all(task.start >= stepped.end for task in gathers)
-    assert found.seconds == pytest.approx(stepped.end + 0.34)
+    assert all(start >= stepped for _, start, _ in gathers)
+    assert found.seconds == pytest.approx(stepped + 0.34)
 
 
 def test_compute_beside_a_message_is_slower():
@@ -93,10 +93,8 @@ def test_compute_beside_a_message_is_slower():
     other = Unit("other", 4.0, 0.0, 1.0, 0.0)
     found = replay([unit, other], Schedule("fsdp", contention=0.5), at(0.6))
     # The gather of the other lasts 0.6 s, in which only 0.4 s of work are done.
-    assert task_of(found, SpanKind.FORWARD, "only", Phase.FORWARD).end == pytest.approx(1.2)
-    both = task_of(found, SpanKind.FORWARD, "other", Phase.FORWARD)
-    assert both.start == pytest.approx(1.2)
-    assert both.end == pytest.approx(5.2)
+    (_, _, alone), (_, *both), *_ = found.computed
+    assert (alone, *both) == pytest.approx((1.2, 1.2, 5.2))
 
 
 def test_only_what_is_sent_in_several_messages_pays_for_them():
@@ -106,23 +104,23 @@ def test_only_what_is_sent_in_several_messages_pays_for_them():
     units = [replace(unit, num_messages=4) for unit in UNITS]
     zero3 = replay(units, Schedule("zero3"), latency)
     fsdp = replay(units, Schedule("fsdp", prefetch=0), latency)
-    sent = [sum(task.seconds for task in found.tasks if task.queue != COMPUTE) for found in (zero3, fsdp)]
-    assert sent == [3 * 3 * 4, 3 * 3]
+    sent = [sum(end - start for _, start, end in transfers(found)) for found in (zero3, fsdp)]
+    assert sent == pytest.approx([3 * 3 * 4, 3 * 3])
 
 
 def test_replicas_add_the_shards_on_a_queue_of_their_own():
     found = replay(UNITS, Schedule("hybrid_shard", shard_group_size=2), at(0.01), ROOT)
-    sums = [task for task in found.tasks if task.queue == MeshAxis.REPLICA]
-    assert [task.num_bytes for task in sums] == [10, 10, 10, 4]
-    scattered = [task for task in found.tasks if task.kind == Collective.REDUCE_SCATTER]
-    assert all(one.start >= other.end for one, other in zip(sums, scattered, strict=True))
+    sums, scattered = (transfers(found, op) for op in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER))
+    assert {one.queue[0] for one, *_ in sums} == {MeshAxis.REPLICA}
+    assert [one.num_bytes for one, *_ in sums] == [10, 10, 10, 4]
+    assert all(start >= end for (_, start, _), (_, _, end) in zip(sums, scattered, strict=True))
 
 
 def test_only_the_last_micro_batch_reduces_unless_each_does():
     counts = []
     for each in (False, True):
         found = replay(UNITS, Schedule("fsdp", micro_batches=3, reduces_each=each), free, ROOT)
-        counts.append(sum(task.kind == Collective.REDUCE_SCATTER for task in found.tasks))
+        counts.append(len(transfers(found, Collective.REDUCE_SCATTER)))
     assert counts == [4, 12]
 
 
@@ -143,13 +141,13 @@ def test_the_order_of_messages_is_that_of_the_plan(strategy, prefetch):
     setup = Setup("fsdp" if root else strategy, 4, **options)
     planned = [call for call in calls_of_step(PlannedModel.of_specs(specs), setup) if call.tag != FLAG]
     schedule = Schedule(strategy, prefetch=prefetch, bucket_bytes=256, micro_batches=2, shard_group_size=2)
-    replayed = [task for task in replay(units, schedule, at(1), root).tasks if task.queue != COMPUTE]
+    replayed = [one for one, *_ in transfers(replay(units, schedule, at(1), root))]
     for axis in MeshAxis:
         messages = [(call.op, call.phase, call.numel * 4) for call in planned if call.axis == axis]
-        assert messages == [(task.kind, task.phase, task.num_bytes) for task in replayed if task.queue == axis]
+        assert messages == [(one.op, one.phase, one.num_bytes) for one in replayed if one.queue[0] == axis]
     if root:
         names = [call.tag.split(" of ")[1] for call in planned if call.axis != MeshAxis.REPLICA]
-        assert names == [task.unit for task in replayed if task.queue != MeshAxis.REPLICA]
+        assert names == [one.tag for one in replayed if one.queue[0] != MeshAxis.REPLICA]
 
 
 seconds = st.floats(0, 3)
@@ -166,9 +164,8 @@ def test_a_slower_link_is_never_faster_and_everything_runs_in_turn(some, strateg
     schedule = Schedule(strategy, prefetch=prefetch, micro_batches=2, bucket_bytes=2, contention=contention)
     found = replay(some, schedule, at(pace))
     assert replay(some, schedule, at(pace * slower)).seconds >= found.seconds * (1 - 1e-9)
-    for queue in {task.queue for task in found.tasks}:
-        own = [task for task in found.tasks if task.queue == queue]
-        assert all(one.end <= other.start for one, other in pairwise(own))
-    assert all(task.start >= before.end for task in found.tasks for before in task.after)
-    waited = found.exposed_seconds + found.slowed_seconds + sum(task.seconds for task in found.computing)
+    for queue in found.host.queues:
+        own = [times for one, *times in transfers(found) if one.queue == queue]
+        assert all(end <= start for (_, end), (start, _) in pairwise(own))
+    waited = found.exposed_seconds + found.slowed_seconds + sum(work.us for work, *_ in found.computed) / 1e6
     assert waited == pytest.approx(found.seconds)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from typer.testing import CliRunner
 
-from shardlab.analysis.repeated_reductions import repeated
+from shardlab.analysis.slow_messages import repeated
 from shardlab.cli import app, main
 from shardlab.experiment.dead_run import LOOK_FOR
 from shardlab.recording.record import record

@@ -5,7 +5,7 @@ from time import perf_counter_ns, thread_time_ns
 
 import torch
 
-from shardlab.analysis import attribution, critical_path, overlap, stragglers
+from shardlab.analysis import attribution, critical_path, overlap, recorded_step, stragglers
 from shardlab.comm.mesh import Mesh
 from shardlab.partition.ring_cost import Link
 from shardlab.trace.clock import HostClock
@@ -87,5 +87,5 @@ def test_a_sleep_hides_nothing_and_a_sleeping_straggler_does_not_compute(pools, 
     waited = stragglers(moved, spans=spans).set_index(["rank", "last_rank"]).loc[(0, 1)]
     assert waited["last_off_cpu_us"] > 0.8 * waited["straggler_us"] > 0.5e6 * LATE_S
     assert waited["last_computed_us"] < 0.1 * waited["straggler_us"]
-    path = critical_path(moved, spans).groupby(["rank", "kind"])["duration_us"].sum()
+    path = critical_path(recorded_step(moved, spans, records.steps)).groupby(["rank", "kind"])["duration_us"].sum()
     assert path[1, "off_cpu"] > 0.9e6 * LATE_S
