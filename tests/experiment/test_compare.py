@@ -126,7 +126,8 @@ def test_wire_bytes_are_2p_times_n_minus_1_over_n(comparison):
         clip = traffic[traffic["phase"] == Phase.CLIP].groupby(["rank", "step"])["wire_bytes"].sum()
         norm = 0 if clip.empty else float(clip.iloc[0])  # zero1 sums the norm over the ranks: one number
         assert norm <= 2 * 8
-        flags = 2 * 2 * 4 * (n - 1) / n  # all-reduces of one float32, after backward and before the optimizer
+        # Two all-reduces: whether a rank refuses, and after backward also which parameters are used; 4 bytes a number.
+        flags = 2 * 4 * (2 + len(list(config.on_meta.parameters()))) * (n - 1) / n
         expected = 2 * (whole + padding) * (n - 1) / n + norm + flags
         assert steps["wire_bytes"].tolist() == pytest.approx([expected] * len(steps), rel=1e-12), strategy
 
@@ -449,7 +450,8 @@ class NoMean(Bucketed):
 
     def lay_out(self, given):
         laid_out = super().lay_out(given)
-        self.scale = 1.0
+        for bucket in self.buckets:
+            bucket.scale = 1.0
         return laid_out
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from ipywidgets import HTML, Dropdown, FloatText, HBox, IntText, Layout, Text, ValueWidget, VBox
 
 from shardlab.course.widgets.history import WORDS
-from shardlab.engines import STRATEGIES, engine_options
+from shardlab.engines import STRATEGIES, Strategy, engine_options
 from shardlab.engines.fsdp_units import SHARDINGS
 from shardlab.engines.offload import OFFLOADS
 from shardlab.experiment import CompareConfig, Workload
@@ -126,7 +126,8 @@ class Choices:
             return ENGINE_FIELDS[name] in engine_options(strategy)
         # torch_tp divides over all ranks, whatever is said.
         of_ours = ("link", "transport", "tp", "sequence_parallel")
-        return name not in of_ours or not (strategy == "single" or strategy.startswith("torch_"))
+        kind = STRATEGIES[strategy]
+        return name not in of_ours or (issubclass(kind, Strategy) and not kind.is_alone)
 
 
 def _inputs(config: CompareConfig) -> dict[str, ValueWidget]:

@@ -99,10 +99,17 @@ def differently(field, config):
         return replace(config, workload=Workload(make_model, samples(), loss))
     if field == "strategies":
         return replace(config, strategies="zero2")
+    if field in OF_ENGINES:  # of which a strategy is made
+        return replace(config, **{field: OF_ENGINES[field]})
     other = copy.copy(config)
     value = getattr(config, field)
     object.__setattr__(other, field, f"not_{value}" if isinstance(value, str | None) else value + 1)
     return other
+
+
+OF_ENGINES = {
+    "partition": "balanced", "sharding": "no_shard", "layout": "dim0", "precision": "bf16", "offload": "all",
+}  # fmt: skip
 
 
 def test_the_table_has_a_column_for_every_option_in_which_two_runs_differ():
