@@ -435,6 +435,10 @@ class Shards:
         for piece in self.pieces.values():
             piece.grad = None
 
+    def gradient_slots(self) -> dict[str, Tensor]:
+        """Where each gradient has its place, of all ranks, where the buffer stays; else nothing."""
+        return {} if self._buffer is None else {name: self._tensors.read(name, self._buffer) for name in self.params}
+
     def point_pieces_at(self, shard: Tensor, before: Tensor | None = None) -> None:
         """Let pieces be views of another tensor; those that lie elsewhere than in ``before`` stay there."""
         for name, piece in self.pieces.items():

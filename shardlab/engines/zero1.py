@@ -132,4 +132,6 @@ class ZeRO1(Bucketed):
         for name, param in self.params.items():
             yield Holding(Role.PARAMETER, param, name, (0, param.numel()))
         for one in self.buckets:
+            for name, slot in one.gradient_slots().items():
+                yield Holding(Role.GRADIENT, slot, name, (0, slot.numel()))
             yield from one.holdings()
