@@ -435,10 +435,6 @@ class Shards:
         for piece in self.pieces.values():
             piece.grad = None
 
-    def gradient_slots(self) -> dict[str, Tensor]:
-        """Where each gradient has its place, of all ranks, where the buffer stays; else nothing."""
-        return {} if self._buffer is None else {name: self._tensors.read(name, self._buffer) for name in self.params}
-
     def point_pieces_at(self, shard: Tensor, before: Tensor | None = None) -> None:
         """Let pieces be views of another tensor; those that lie elsewhere than in ``before`` stay there."""
         for name, piece in self.pieces.items():
@@ -448,24 +444,35 @@ class Shards:
                 piece.data = self._tensors.piece_of(name, shard)
 
     def holdings(self) -> Iterator[Holding]:
-        """What this rank holds of parameters and gradients."""
-        yield Holding(Role.PARAMETER, self.shard)
-        stepped = Role.MASTER_WEIGHT if self.has_masters else Role.PARAMETER
-        yield Holding(stepped, self.stepped)
-        for name, piece in self._tensors.own.items():
-            yield Holding(stepped, self.pieces[name], name, (piece.param_start, piece.param_stop))
-        gathered = [*self.gathered.values(), *([self._gathering[0]] if self._gathering is not None else [])]
+        """What this rank holds of parameters and gradients; each element of a role under one name."""
+        gathered = [*self.storages.values(), *([] if self._gathering is None else [self._gathering[0]])]
         gathered += [] if self._secondary is None else [self._secondary]
-        yield from (Holding(Role.GATHERED_PARAMETER, tensor) for tensor in gathered)
-        if self.means is not None:
-            yield Holding(Role.GRADIENT, self.means)
-        whole = [param.grad for param in self.params.values() if param.grad is not None]
-        sums = [one for one in (self._partial, self._buffer) if one is not None]
-        sent = self._reducing[:2] if self._reducing is not None else ()
-        yield from (Holding(Role.GRADIENT, tensor) for tensor in (*whole, *sums, *sent))
+        yield from (Holding(Role.GATHERED_PARAMETER, tensor) for tensor in gathered if tensor is not self.shard)
+        yield Holding(Role.PARAMETER, self.shard)
+        if self.is_resident:
+            for name, param in self.params.items():
+                yield Holding(Role.PARAMETER, param, name, (0, param.numel()))
+        if self.has_masters or not self.is_resident:
+            stepped = Role.MASTER_WEIGHT if self.has_masters else Role.PARAMETER
+            yield Holding(stepped, self.stepped)
+            for name, piece in self._tensors.own.items():
+                yield Holding(stepped, self.pieces[name], name, (piece.param_start, piece.param_stop))
+        whole = [param.grad for param in self.params.values()]
+        sent = () if self._reducing is None else self._reducing[:2]
+        gradients = (one for one in (self.means, *whole, self._partial, self._buffer, *sent) if one is not None)
+        yield from (Holding(Role.GRADIENT, gradient) for gradient in gradients)
+        if self._buffer is not None:
+            for name in self.params:
+                slot = self._tensors.read(name, self._buffer)
+                yield Holding(Role.GRADIENT, slot, name, (0, slot.numel()))
         for name, piece in self._tensors.own.items():
-            if (gradient := self.pieces[name].grad) is not None:
+            gradient = self.pieces[name].grad
+            if gradient is not None and (self._buffer is None or not _share(gradient, self._buffer)):
                 yield Holding(Role.GRADIENT, gradient, name, (piece.param_start, piece.param_stop))
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _is_elsewhere(param: Tensor, view: Tensor) -> bool:

@@ -25,7 +25,7 @@ from shardlab.engines.strategy import Given, LaidOut
 from shardlab.engines.tensor_layout import bucket_layouts
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.partition.chunks import parse_partition
-from shardlab.vocabulary import Partition, Role
+from shardlab.vocabulary import Partition
 
 
 class ZeRO1(Bucketed):
@@ -127,11 +127,4 @@ class ZeRO1(Bucketed):
     def holdings(self) -> Iterator[Holding]:
         """As the base."""
         for one in self.buckets:
-            yield from (Holding(Role.GATHERED_PARAMETER, whole) for whole in one.storages.values())
-            yield Holding(Role.PARAMETER, one.shard)
-        for name, param in self.params.items():
-            yield Holding(Role.PARAMETER, param, name, (0, param.numel()))
-        for one in self.buckets:
-            for name, slot in one.gradient_slots().items():
-                yield Holding(Role.GRADIENT, slot, name, (0, slot.numel()))
             yield from one.holdings()
