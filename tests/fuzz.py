@@ -20,7 +20,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from shardlab.launch import place
-from tests.fuzzing.engines import OURS, PEERS
+from tests.fuzzing.engines import OURS, PEERS, ROWS
 from tests.fuzzing.features import ALL, ON, RIGHT
 from tests.fuzzing.hunt import Hunt
 
@@ -42,7 +42,7 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=1.0, help="how long")
     parser.add_argument("--seed", type=int, default=None, help="of the first round; without it a random one")
     parser.add_argument("--ranks", default="1,2,3,4", help="numbers of ranks, in turns")
-    parser.add_argument("--strategies", default=None, help=f"of {','.join(OURS)}; without it all of them")
+    parser.add_argument("--strategies", default=None, help=f"of {','.join((*OURS, *ROWS))}; without it all of them")
     parser.add_argument("--peers", action="store_true", help=f"torch's own engines instead: {','.join(PEERS)}")
     parser.add_argument("--features", default=None, help=f"'all', or of {','.join(sorted(ALL))}; without it those on")
     parser.add_argument("--no-guards", action="store_true", help="engines without guards, and only right programs")
@@ -54,7 +54,7 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
         place(1, given.device)
     except ValueError as error:
         parser.error(str(error))
-    names = given.strategies.split(",") if given.strategies else PEERS if given.peers else OURS
+    names = given.strategies.split(",") if given.strategies else PEERS if given.peers else (*OURS, *ROWS)
     on = RIGHT if given.no_guards else ON
     given.features = on if given.features is None else ALL if given.features == "all" else given.features.split(",")
     given.features, given.strategies = frozenset(given.features), tuple(names)

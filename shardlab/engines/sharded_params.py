@@ -268,14 +268,10 @@ class Shards:
         buffer, pending = self._gathering
         pending.wait()  # and only then dropped: after an error a transport may still write into the buffer
         self._gathering = None
-        if (
-            (ranks := self._ways.secondary) is not None
-            and self._secondary is None
-            and buffer.dtype == self.compute_dtype
-        ):
-            self._secondary = buffer[
-                self._secondary_bounds[ranks.rank] : self._secondary_bounds[ranks.rank + 1]
-            ].clone()
+        ranks = self._ways.secondary
+        if ranks is not None and self._secondary is None and buffer.dtype == self.compute_dtype:
+            first, stop = self._secondary_bounds[ranks.rank : ranks.rank + 2]
+            self._secondary = buffer[first:stop].clone()
         self.gathered = {name: self._tensors.read(name, buffer) for name in self.params}
         self.storages = dict(self.gathered) if self._tensors.are_copied else {"": buffer}
         self._places = {tensor.untyped_storage().data_ptr(): key for key, tensor in self.storages.items()}

@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.fuzzing.engines import OURS, PEERS, WITH_PARTITION, EngineSpec
+from tests.fuzzing.engines import OURS, PEERS, ROWS, WITH_PARTITION, EngineSpec
 from tests.fuzzing.features import ALL
 
 from tests.fuzzing.modules import (  # isort: skip
@@ -23,7 +23,7 @@ class Menu:
     """What may be drawn."""
 
     num_ranks: int = 2  # of the pool
-    strategies: tuple[str, ...] = OURS  # names of engines
+    strategies: tuple[str, ...] = (*OURS, *ROWS)  # names of engines
     features: frozenset[str] = ALL  # see ``features``
     most: int = 12  # operations and training steps together
 
@@ -95,13 +95,18 @@ def engines(draw: st.DrawFn, menu: Menu) -> EngineSpec:
 def _engine(draw: st.DrawFn, name: str, num_data_ranks: int, num_tensor_ranks: int) -> EngineSpec:
     options: dict[str, Any] = {}
     axes: tuple[tuple[str, int], ...] = (("data", num_data_ranks),)
-    if name in ("bucketed", *WITH_PARTITION):
+    kind = ROWS.get(name, name)
+    if kind in ("bucketed", *WITH_PARTITION):
         options["bucket_bytes"] = draw(st.sampled_from([200, 400, 1, 25 * 1024**2]))
-    if name in WITH_PARTITION:
+    if kind in WITH_PARTITION:
         options["partition"] = draw(st.sampled_from(["elements", "elements", "round_robin", "contiguous", "balanced"]))
-    if name == "fsdp":
+    if kind == "fsdp":
         axes = _fsdp_options(draw, options, num_data_ranks)
-    if name in (*WITH_PARTITION, "fsdp") and draw(seldom):
+    if name in ROWS:
+        for own in ("sharding", "offload"):
+            options.pop(own, None)
+        axes = _two_axes(draw, num_data_ranks)
+    if kind in (*WITH_PARTITION, "fsdp") and draw(seldom):
         options["precision"] = draw(st.sampled_from(["float32", "float32, summed in float64", "summed in float32"]))
     if name in ("torch_ddp", "torch_zero1"):
         options = {"bucket_bytes": 400, "find_unused_parameters": True}
@@ -129,6 +134,10 @@ def _fsdp_options(draw: st.DrawFn, options: dict[str, Any], num_ranks: int) -> t
         options["offload"] = draw(st.sampled_from(["parameters", "all"]))
     if sharding != "hybrid_shard":
         return (("data", num_ranks),)
+    return _two_axes(draw, num_ranks)
+
+
+def _two_axes(draw: st.DrawFn, num_ranks: int) -> tuple[tuple[str, int], ...]:
     replicas = draw(st.sampled_from([size for size in (2, 2, 2, 1, 4, 3) if num_ranks % size == 0]))
     return (("replica", replicas), ("shard", num_ranks // replicas))
 
@@ -136,7 +145,7 @@ def _fsdp_options(draw: st.DrawFn, options: dict[str, Any], num_ranks: int) -> t
 def with_whole_parameters(engine: EngineSpec) -> EngineSpec:
     """An engine whose ranks have whole parameters, for an optimizer that looks at them."""
     options = dict(engine.options)
-    if engine.name in WITH_PARTITION or (engine.name == "fsdp" and options.get("sharding") != "no_shard"):
+    if engine.kind in WITH_PARTITION or (engine.kind == "fsdp" and options.get("sharding") != "no_shard"):
         if options.get("partition", "elements") == "elements":
             options["partition"] = "balanced"
         if "layout" in options:
@@ -152,6 +161,6 @@ def drawn_optimizer(draw: st.DrawFn, engines: tuple[EngineSpec, ...]) -> Optimiz
     if optimizer.kind not in WHOLE or draw(seldom):
         return optimizer
     is_sliced = any(engine.num_tensor_ranks > 1 for engine in engines)
-    is_sharded = any(engine.name in (*WITH_PARTITION, "fsdp") for engine in engines)
+    is_sharded = any(engine.kind in (*WITH_PARTITION, "fsdp") for engine in engines)
     kind = "averaged" if is_sliced else "normalised" if is_sharded and optimizer.kind == "clipped" else optimizer.kind
     return replace(optimizer, kind=kind)

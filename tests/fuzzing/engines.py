@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -9,10 +10,14 @@ import torch
 from torch import nn
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import AnyEngine, build_engine
+from shardlab.engines import HFSDP, HPZ, AnyEngine, build_engine, zero_in_groups
 from shardlab.engines.precision import Precision
 
 OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
+ROWS = {  # over two axes, and what they do as users see it
+    "hfsdp": "fsdp", "hpz": "fsdp", "zero_0x3": "zero3", "zero_1x3": "zero3", "zero_3x1": "zero3", "zero_3x3": "zero3",
+    "zero_0x0": "zero1", "zero_1x1": "zero1", "zero_1x2": "zero2", "zero_2x1": "zero2",
+}  # fmt: skip
 PEERS = ("torch_ddp", "torch_zero1", "torch_fsdp2")
 PLACES = ("all", "first", "last", "halves")
 """Which ranks of the pool a mesh is on; 'halves': each of several equal parts of the pool has one."""
@@ -42,6 +47,11 @@ class EngineSpec:
     guards: bool = True  # whether it has guards
 
     @property
+    def kind(self) -> str:
+        """The strategy that does the same as users see it: its own name, or that of which it is a row over two axes."""
+        return ROWS.get(self.name, self.name)
+
+    @property
     def num_ranks(self) -> int:
         return prod(size for _, size in self.axes)
 
@@ -68,8 +78,8 @@ class EngineSpec:
     def gathers(self) -> bool:
         """Whether a forward gathers parameters from other ranks."""
         sharding, axes = dict(self.options).get("sharding"), dict(self.axes)
-        size = axes["shard"] if sharding == "hybrid_shard" else axes["data"]
-        return size > 1 and (self.name == "zero3" or (self.name == "fsdp" and sharding != "no_shard"))
+        size = self.num_data_ranks if self.name in ROWS else axes["shard" if sharding == "hybrid_shard" else "data"]
+        return size > 1 and (self.kind == "zero3" or (self.kind == "fsdp" and sharding != "no_shard"))
 
     @property
     def rounds(self) -> bool:
@@ -88,4 +98,8 @@ class EngineSpec:
     def build(self, model: nn.Module, optimizer_fn: Callable[..., torch.optim.Optimizer], mesh: Mesh) -> AnyEngine:
         options = {name: NAMED.get(name, {}).get(value, value) for name, value in self.options}
         mesh_or_none = None if self.name == "single" else mesh
+        if self.name in ROWS:
+            made = {"hfsdp": HFSDP, "hpz": HPZ}
+            row = made[self.name] if self.name in made else partial(zero_in_groups, *map(int, self.name[5:].split("x")))
+            return build_engine(row(**options), model, optimizer_fn, mesh, guards=self.guards)
         return build_engine(self.name, model, optimizer_fn, mesh_or_none, guards=self.guards, **options)

@@ -63,7 +63,7 @@ def _linear(scenario: Scenario, *kinds: str) -> Scenario:
 
 
 def _uses_fsdp(scenario: Scenario) -> bool:
-    return any(engine.name == "fsdp" for engine in scenario.engines)
+    return any(engine.kind == "fsdp" for engine in scenario.engines)
 
 
 def _forward_before_step(scenario: Scenario) -> Scenario:

@@ -42,7 +42,7 @@ def is_documented(error: Exception, world: World) -> bool:
     if _matches(error, IN_PARTS):
         # Where parameters are rounded a look at the full ones, between two forwards, parts their gradients too.
         spec, blocks = world.ours.spec, world.ours.module_spec.blocks
-        is_forgotten = world.has_stale and spec.name == "fsdp"
+        is_forgotten = world.has_stale and spec.kind == "fsdp"
         return spec.rounds or is_forgotten or any("reentrant" in block.checkpoint for block in blocks)
     if refuses_forward(error):
         return world.ours.spec.rounds
@@ -71,7 +71,7 @@ def _orders_may_differ(world: World) -> bool:
     If units differ; or within a unit, if it is not known before the end which parameters a backward leaves out.
     """
     module, spec, options = world.ours.module_spec, world.ours.spec, dict(world.ours.spec.options)
-    if spec.name != "fsdp" or not any(block.kind in BRANCH_KINDS for block in module.blocks):
+    if spec.kind != "fsdp" or not any(block.kind in BRANCH_KINDS for block in module.blocks):
         return False
     units_differ = options.get("wrap") in (5, "every") and options.get("sharding") != "no_shard"
     return units_differ or world.is_plain or any("reentrant" in block.checkpoint for block in module.blocks)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
-from tests.fuzzing.engines import EngineSpec
+from tests.fuzzing.engines import ROWS, EngineSpec
 from tests.fuzzing.modules import BlockSpec, ModuleSpec
 from tests.fuzzing.run import Scenario
 
@@ -41,7 +41,7 @@ def _simpler(value: Any) -> Iterator[Any]:
             for simpler in (*_simpler(block), *((BlockSpec(),) if block != BlockSpec() else ())):
                 yield replace(value, blocks=(*value.blocks[:place], simpler, *value.blocks[place + 1 :]))
     elif is_dataclass(value):
-        hybrid = isinstance(value, EngineSpec) and ("sharding", "hybrid_shard") in value.options
+        hybrid = isinstance(value, EngineSpec) and (("sharding", "hybrid_shard") in value.options or value.name in ROWS)
         yield from _simpler_fields(value, *FIXED, *(("options",) if hybrid else ()))
 
 

@@ -116,7 +116,7 @@ class ZeroGrad(Operation):
         if self.zeros:
             return {}
         held = bytes_by_role(world.ours.engine.live_tensors())[Role.GRADIENT]
-        keeps = world.ours.spec.name in ("bucketed", "zero1")  # the buckets, whose memory is used again
+        keeps = world.ours.spec.kind in ("bucketed", "zero1")  # the buckets, whose memory is used again
         return {"bytes of gradients": 0 if keeps else held}
 
     def plain(self, world: World) -> Seen:
