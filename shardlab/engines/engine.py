@@ -11,8 +11,8 @@ The module keeps its class, its parameter names and its buffers. Gradients are m
 
 If a backward raises on one rank, that rank sends what is still to be sent in it, so that no other waits; then the flag,
 the last message of each reduction, tells all ranks, and all raise in the same verb. So does what guards refuse on one
-rank alone: the refusal is kept until the next flag, and this rank sends until then what is due. The flag also says who
-has used which parameter (``used_params.py``).
+rank alone: the refusal is kept until the next flag, and this rank sends until then what is due. The flag also says
+which parameters any rank has used (``used_params.py``).
 """
 
 import contextlib
@@ -94,7 +94,7 @@ class Engine(AnyEngine):
         self._flag: _Flag | None = None  # sent and not read
         self._running = self._sends = False  # a backward, and whether it communicates
         self.num_open = 0  # full_params() blocks
-        self._open = contextlib.ExitStack()  # the strategy's part of it
+        self._in_backward = contextlib.ExitStack()  # the strategy's part of one, while it runs
         check_model(
             model,
             self.mesh.device,
@@ -176,7 +176,7 @@ class Engine(AnyEngine):
             raise
 
     def finish_gradients(self) -> None:
-        """Return when the gradients are means over the data axes; collective where some are still local sums.
+        """Return when the gradients are means over the data axes; collective unless they are means already.
 
         Raises:
             RuntimeError: a backward has failed on some rank, and ``zero_grad()`` was not called since.
@@ -416,11 +416,11 @@ class Engine(AnyEngine):
         self._used.begin(sends=self._sync)
         self.num_backwards += 1
         self.gradients, self._running, self._sends = AFTER_BACKWARD[self.gradients], True, self._sync
-        self._open.enter_context(self.strategy.backward(sends=self._sync))
+        self._in_backward.enter_context(self.strategy.backward(sends=self._sync))
 
     def _end(self) -> None:
         try:
-            self._open.close()
+            self._in_backward.close()
         finally:
             self._running = False
         self._ask("local")
@@ -432,7 +432,7 @@ class Engine(AnyEngine):
         self._running, self.gradients = False, Gradients.FAILED
         if isinstance(error, MismatchError):  # ranks are in different collectives: nothing that is sent would match
             return
-        self._open.__exit__(type(error), error, error.__traceback__)
+        self._in_backward.__exit__(type(error), error, error.__traceback__)
         if self._sends:
             used = self._all_used()
             self.strategy.reduce_rest()

@@ -172,7 +172,7 @@ def _ways(param: nn.Parameter, given: Given, options: ShardingOptions) -> tuple[
     # Inner axis first, as gradients are summed: over the shard group, then replicas.
     inner_first, precision = given.comms[::-1], options.precision
     if not options.is_sharded(param):
-        return Communicator(None, None, (0,), 0, MeshAxis.SHARD), Ways(precision, inner_first, rests_over=1)
+        return Communicator(None, None, (0,), 0, MeshAxis.SHARD), Ways(precision, inner_first)
     if options.divides == "state":
         return given.mesh.flatten(*options.axes), Ways(precision, axes=inner_first, rests_over=1)
     if options.divides == "parameters":

@@ -6,7 +6,8 @@ steps 1/N, and after the step parameters are all-gathered across hosts, of each 
 what the all-reduce sent, in two halves.
 
 Inside ``no_sync()`` gradients are reduce-scattered inside the host, and rest partial: a chunk of sums on each rank, to
-which the next backward adds. Only the last one sends across hosts; a step without one sends what rests.
+which the next backward adds. Only the last one sends across hosts; a step without one sends what rests, after one more
+reduce-scatter inside the host, of zeros.
 
 Per rank for P fp32 parameters with Adam, hosts of S ranks, R hosts, N = S x R: at rest 4P/S parameters, 4P/N gradients
 (4P/S while they rest partial), 8P/N state; on the wire 3P(S-1)/S elements a step inside the host, and 2P/S (R-1)/R

@@ -6,8 +6,8 @@ backward and in other micro-batches, is among the ranks of the host. Gradients a
 
 Per rank for P fp32 parameters with Adam, hosts of S ranks, N ranks in all: at rest 4P/N parameters, 4P/N gradients,
 8P/N state; between the first forward and the step another 4P/S (2P/S with ``precision='bf16'``). On the wire, elements
-a step: P(N-1)/N and P(N-1)/N over all ranks, P(S-1)/S inside the host.
-Source: Wang et al., ZeRO++, arXiv 2306.10209, section 3.2.
+a step: P(N-1)/N and P(N-1)/N over all ranks, P(S-1)/S inside the host. (It derives from HFSDP for its axes and options
+alone.) Source: Wang et al., ZeRO++, arXiv 2306.10209, section 3.2.
 """
 
 from shardlab.engines.hfsdp import HFSDP

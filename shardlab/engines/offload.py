@@ -8,11 +8,11 @@ parameters   parameters                      every gather's chunk up; for the st
 all          parameters, gradients, state    every gather's chunk up, the gradients' P/N down
 ===========  ==============================  ==========================================================
 
-``sharded_strategy.py`` says when they move. With ``all`` the optimizer steps on the CPU. On CUDA the host's copies
-are pinned, and the host goes on while they are made: it waits once, for all of them, before it reads or writes any. On
-CPU ranks host and device are the same memory; the same copies are made and the same tensors freed, so that records show
-what a device would hold.
-Source: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 5.
+``FSDP.visiting`` and ``FSDP.reduce_rest`` say when they move for a step, ``on_device`` is each gather's copy. With
+``all`` the optimizer steps on the CPU. On CUDA the host's copies are pinned, and the host goes on while they are made:
+it waits once, for all of them, before it reads or writes any. On CPU ranks host and device are the same memory; the
+same copies are made and the same tensors freed, so that records show what a device would hold. Source: Rajbhandari et
+al., ZeRO-Infinity, arXiv 2104.07857, section 5.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,8 @@
 """Parameters of which each rank keeps a chunk, gathered to compute with, freed, and reduced: their only owner.
 
-Parameters of one kind (dtype, device, all frozen or none) make a ``Shards``; those that are gathered together make a
-``Unit``, which alone writes the state. The parameter stays the same object; what it shows changes:
+Parameters of one kind (dtype, device, all frozen or none) make a ``Shards``. In ZeRO-1 and ZeRO-2 they show their
+values all the time. From ZeRO-3 on those that are gathered together make a ``Unit``, which alone writes the state; a
+parameter stays the same object, and what it shows changes:
 
 ================================  ===================  ================  =====================  ====================
 stage: state of the unit          who acts             param.data        param.grad             .grad of the piece
@@ -12,7 +13,7 @@ GATHERED                          Unit.gather          full              as befo
 after forward: SHARDED            Unit.reshard         stub              as before              as before
 backward comes to it: GATHERED    Unit.gather          full              this rank's sum grows  means so far
 backward is over it: REDUCING     Unit.reduce          stub              None                   as before
-the means are there: SHARDED      Unit.finish          stub              None                   means
+the means are there: SHARDED      Unit.advance         stub              None                   means
 inside no_sync(): SHARDED         Unit.reshard         stub              this rank's sum        as before
 step, zero_grad: SHARDED          optimizer, engine    stub              None                   stepped; None
 ================================  ===================  ================  =====================  ====================
@@ -23,7 +24,7 @@ what is stepped. Which axes divide each is a row (``Ways``); the verb follows fr
 =================  ==========  =====  =======  ====================================================================
 strategy           parameters  means  stepped  what travels
 =================  ==========  =====  =======  ====================================================================
-zero1              whole       whole  chunk    reduce-scatter in place; after the step all-gather, in place too
+zero1              whole       chunk  chunk    reduce-scatter in place; after the step all-gather, in place too
 zero2              whole       chunk  chunk    reduce-scatter; after the step all-gather, in place
 zero3, fsdp        chunk       chunk  chunk    all-gather before each pass, reduce-scatter
 hybrid_shard       inner       inner  inner    the same inside; all-reduce of the chunk over replicas
@@ -32,8 +33,12 @@ hfsdp              inner       both   both     the same inside; reduce-scatter, 
 
 Where nothing is rounded, what is stepped is a view of what rests: a gather after the step needs no copy. Who owns which
 memory, from when to when: ``shard`` and ``stepped``, this object, always; what is gathered, this object, from ``start``
-to ``hide``; the buffer of gradients, this object, from the first gradient until their sums are there (zero1's stays);
-what is being sent, the message's ``Pending`` too, until it has been waited for.
+to ``hide``; a chunk that stays in the host, until the values change; the buffer of gradients, this object, from
+``reduce`` (where they add up in it, from the first gradient) until their sums are there (zero1's stays, with the means
+in this rank's chunk of it); what is being sent, the message's ``Pending`` too, until it has been waited for; means,
+this object and the pieces' ``.grad``, until they are cleared.
+
+(With hfsdp gradients are reduced inside ``no_sync()`` too, and what rests is a partial sum of this object's.)
 
 A stub has the parameter's shape, for which autograd may ask, in one element, and the dtype of what is gathered: with
 another dtype a parameter would get another node in autograd. NaN, so that nobody computes with numbers that are not
@@ -157,7 +162,7 @@ class Shards:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the shard is all of the parameters."""
+        """Whether nothing is divided, not even what is stepped."""
         return self.layout.num_ranks == 1
 
     def note_writes(self) -> None:

@@ -101,7 +101,7 @@ class LaidOut:
     Attributes:
         stepped: what this rank's optimizer steps, for each parameter by its name, in the module's order: the parameter
             itself or, with ``steps_pieces``, another tensor object, which is empty where this rank steps nothing of it.
-        divisions: which rank has which elements, bucket by bucket; empty where all ranks have all. ``Bucketed.lay_out``
+        divisions: which rank has which elements, bucket by bucket; empty without buckets. ``Bucketed.lay_out``
             shows how they are made of layouts (``partition.flat``).
         hooks: what was put on the module; the engine removes them when it is closed.
     """
@@ -132,7 +132,7 @@ class Strategy:
     by_unit: ClassVar[bool] = False
     """Whether what it sends follows from the units that forward calls."""
     keeps_pieces = False
-    """Whether what this rank keeps between steps are those pieces alone, and no whole parameters."""
+    """Whether unrounded values are in those pieces alone; what is whole beside them is rounded."""
     state_role = Role.OPTIMIZER_STATE
     """What the optimizer's state counts as: offloaded, where it stays in host memory."""
     units: Sequence[Any] = ()
@@ -140,7 +140,7 @@ class Strategy:
     partition = Partition.ELEMENTS
     """'elements' cuts parameters; else each has one owner, whose optimizer may look at it whole."""
     axes: tuple[MeshAxis, ...] = (MeshAxis.DATA,)
-    """Those of the mesh to average over, outer first; parameters are divided over the last."""
+    """Those of the mesh to average over, outer first; ``comm`` is the last, over which most strategies divide."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse a misspelt method, which nobody would call.

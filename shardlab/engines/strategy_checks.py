@@ -44,7 +44,7 @@ def laid_out_by(strategy: Strategy, given: Given) -> LaidOut:
         raise ValueError(f"strategy: lay_out() of {strategy.name!r} must return a LaidOut with a tensor per parameter")
     if wrong := [unit for unit in strategy.units if not hasattr(unit, "shards")]:
         raise ValueError(
-            f"strategy: units of {strategy.name!r} has {wrong[0]!r:.40}; a unit is a sharded_params.Unit, and only a "
+            f"strategy: units of {strategy.name!r} has {wrong[0]!r:.40}; a unit is a unit.Unit, and only a "
             "strategy that gathers some has units: leave it out"
         )
     _check_sizes(strategy, laid_out, shapes)

@@ -2,8 +2,8 @@
 
 One process leaves ``.grad`` None where no micro-batch used a parameter, and the optimizer skips it: no weight decay, no
 momentum. No rank knows alone that the others did not use it either. So what a rank did not use it sends as zeros, and
-behind each reduction the flag says, one number a parameter, who used it. The answer is read only where this rank did
-not use all.
+behind each reduction the flag says, one number a parameter, whether a rank used it. The answer counts only where this
+rank did not use all.
 """
 
 from collections.abc import Iterable, Sequence

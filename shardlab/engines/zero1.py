@@ -4,8 +4,9 @@ What differs from ``bucketed``: parameters lie in flat buffers of the same layou
 of all-reduced, the optimizer steps this rank's pieces of it, and after the step the buffers are all-gathered, in place
 and without a copy. Per rank for P fp32 parameters with Adam: 4P parameters, 4P gradients, 8P/N state; P includes what
 pads each bucket to a multiple of N. On the wire 2P(N-1)/N elements a step, as in an all-reduce, of which they are the
-two halves. With a ``precision`` the buffers are rounded, and a rank steps its chunk of each unrounded: its master
-weights. Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
+two halves. Gradients stay at the parameters until their bucket is complete, and are then copied together: one bucket is
+in memory twice for a moment. With a ``precision`` the buffers are rounded, and a rank steps its chunk of each
+unrounded: its master weights. Source: Rajbhandari et al., arXiv 1910.02054, section 5.1.
 """
 
 import contextlib
@@ -73,7 +74,7 @@ class ZeRO1(Bucketed):
         return self.comm, Ways(self.precision, means_over=self.means_over)
 
     def arrived(self, bucket: Any, name: str) -> None:
-        """As the base; it stays at the parameter until the bucket is sent."""
+        """It stays at the parameter: all of a bucket are copied at once, when it is sent."""
 
     def send(self, bucket: Any) -> None:
         """As the base."""

@@ -2,7 +2,7 @@
 
 What differs from ``zero1``, ``zero2``, ``zero3``: the axes. A stage says what ranks of its axis divide: 0 nothing, 1
 what is stepped (and its optimizer state), 2 the means of gradients too, 3 parameters too. What is divided over both
-axes is cut twice, so that a rank of N = outer x inner has 1/N of it:
+axes is cut twice, so that each rank of G groups of S ranks has 1/(G S) of it:
 
 =============  =======================================  ==================================================
 outer x inner  the same as                              elements across groups a step, G groups of S ranks
@@ -11,7 +11,9 @@ outer x inner  the same as                              elements across groups a
                                                         outer = 3 sends 3 P (G-1)/G
 0 x 1, 0 x 2   ZeRO inside, data parallel across        2 P/S (G-1)/G
 0 x 3          hybrid_shard of FSDP, MiCS               2 P/S (G-1)/G
-1 x 3          HFSDP without its partial sums           2 P/S (G-1)/G
+1 x 2          ZeRO-2 inside, state over all ranks      2 P/S (G-1)/G
+1 x 3          hybrid_shard, state over all ranks       2 P/S (G-1)/G
+2 x 3          HFSDP by bucket, without partial sums    2 P/S (G-1)/G
 k x k          zero-k over all ranks, axis by axis      2 P/S (G-1)/G; 3 x 3: 3 P/S (G-1)/G
 =============  =======================================  ==================================================
 

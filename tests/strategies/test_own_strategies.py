@@ -254,7 +254,7 @@ def test_the_example_of_the_docstring_is_right():
         (ReducesToNone, r"reduce\(\) of 'bucketed' returned a NoneType; return the Pending"),
         (LaysOutAlone, r"'strategy' has no 'num_ranks'; in its own lay_out\(\), call super\(\).lay_out\(given\)"),
         (BeginsAlone, r"'bucketed' has no 'bucket_bytes'; .* in its own __init__\(\), super\(\).__init__\(\)"),
-        (UnitsOfText, "units of 'bucketed' has 'blocks.0'; a unit is a sharded_params.Unit"),
+        (UnitsOfText, "units of 'bucketed' has 'blocks.0'; a unit is a unit.Unit"),
         (HoldsNothing, r"holdings\(\): the parameter of '0.weight' is in none"),
         (type("Not", (Strategy,), {"lay_out": lambda *_: None}), r"lay_out\(\) of 'strategy' must return a LaidOut"),
     ],
