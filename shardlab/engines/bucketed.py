@@ -114,7 +114,7 @@ class Bucketed(Strategy):
             )
 
     def reduce(self, bucket: Any) -> Pending:
-        """Begin to reduce ``bucket.buffer``: this rank's gradients by the number of ranks. (Of ZeRO-1 see ``scatter``.)"""
+        """Begin to reduce ``bucket.buffer``, gradients over the number of ranks. (ZeRO-1 asks ``scatter``.)"""
         return self.comm.all_reduce(bucket.buffer, tag=f"gradients of bucket {bucket.index}")
 
     def reduce_rest(self) -> None:

@@ -74,7 +74,7 @@ class Ways(NamedTuple):
         precision: dtypes to gather and to sum in.
         replicas: axes over which the shards are replicated, in the order in which gradients are summed.
         axes: whose product the ranks of the layout are: the first cuts it into groups of chunks, the next each group.
-            Gradients are scattered in this order. None: these ranks are one axis.
+            Gradients are scattered in this order. Empty: these ranks are one axis.
         rests_over: of these axes, those over which parameters are divided at rest, from the first on; None for all.
             Over the others only what is stepped is divided, and gathered after the step. 0: every rank shows all
             parameters all the time.
@@ -116,6 +116,11 @@ class Shards:
         self.version = 0  # of the values, which a graph may have saved
         self._seen = 0  # of the pieces' versions, their sum
         self._axes = () if layout.num_ranks == 1 else tuple(ways.axes) or (comm,)
+        if self._axes and (product := prod(axis.num_ranks for axis in self._axes)) != layout.num_ranks:
+            raise ValueError(
+                f"strategy: what is stepped is divided over {layout.num_ranks} ranks, and its axes have {product}; for "
+                "both axes divide over given.mesh.flatten(...) of them"
+            )
         rank = chunk_in([(axis.rank, axis.num_ranks) for axis in self._axes])
         self._chunks = nested(layout, rank, [axis.num_ranks for axis in self._axes])
         self._rest = len(self._axes) if ways.rests_over is None else min(ways.rests_over, len(self._axes))

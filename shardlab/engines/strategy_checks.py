@@ -48,6 +48,16 @@ def laid_out_by(strategy: Strategy, given: Given) -> LaidOut:
             "strategy that gathers some has units: leave it out"
         )
     _check_sizes(strategy, laid_out, shapes)
+    for division in laid_out.divisions:
+        # Else nobody knows which of an axis' ranks have copies, and a checkpoint would lose what is on some.
+        parts = [set(comm.ranks) & set(division.comm.ranks) for comm in given.comms]
+        if division.is_spread and any(
+            1 < len(part) < comm.num_ranks for part, comm in zip(parts, given.comms, strict=True)
+        ):
+            raise ValueError(
+                f"strategy: lay_out() of {strategy.name!r} divides what is stepped over {division.comm.axis!r}, a part "
+                "of one of its axes; name two axes, axes = ('replica', 'shard'), and divide over one or both"
+            )
     return laid_out
 
 

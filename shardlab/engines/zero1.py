@@ -70,7 +70,10 @@ class ZeRO1(Bucketed):
         ]
 
     def divide(self, given: Given) -> tuple[Communicator, Ways]:
-        """Over which ranks what is stepped is divided, and how."""
+        """Over which ranks what is stepped is divided, and how; ``rests_over`` and ``scatter`` are set here.
+
+        A strategy of two axes has one of its own: this one reduces over the last axis alone.
+        """
         return self.comm, Ways(self.precision, means_over=self.means_over)
 
     def arrived(self, bucket: Any, name: str) -> None:

@@ -38,8 +38,8 @@ class CompareOptions:
         partition: how ZeRO and FSDP divide parameters: 'elements', or whole parameters as 'round_robin', 'contiguous'
             or 'balanced'.
         sharding: FSDP: 'full_shard', 'shard_grad_op', 'no_shard' or 'hybrid_shard'.
-        shard_group: FSDP with hybrid_shard: ranks of a shard group; by default the largest divisor of the data ranks
-            below their number.
+        shard_group: of a strategy of two axes, such as FSDP with hybrid_shard: ranks of a group; by default the largest
+            divisor of the data ranks below their number.
         wrap: what a unit is, for FSDP and in every timeline: 'auto' (the repeated blocks), 'root' (one unit), a number
             of parameters, or patterns of names: 'encoder.*,decoder.*'.
         prefetch: FSDP: units that are gathered ahead.

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import HFSDP, HPZ, Engine, zero_in_groups
+from shardlab.engines import HFSDP, HPZ, Engine, ZeRO1, zero_in_groups
+from shardlab.engines.sharded_params import Ways
 from shardlab.engines.zero_in_groups import STAGES
+from shardlab.launch import RankError
 from shardlab.testing import check_strategy
 from shardlab.trace.observed import wire_bytes
 from shardlab.vocabulary import FLAG, Role
@@ -148,3 +150,32 @@ def test_what_a_row_cannot_have_is_refused():
         HFSDP(offload="all")
     with pytest.raises(ValueError, match=r"mesh: {'data': 4} has no axis 'replica', over which 'hpz' averages"):
         check_strategy(HPZ, mesh={"data": 4})
+
+
+class OverPartOfAnAxis(ZeRO1):
+    """Divides over half of the axis ``data``: the other halves have copies, which no axis says."""
+
+    name = "over_part"
+
+    def divide(self, given):
+        outer, inner = given.mesh.split("data", inner=2)
+        return inner, Ways(self.precision, replicas=(outer,), means_over=0)
+
+
+class OverTooFew(ZeRO1):
+    name, axes = "over_too_few", ("replica", "shard")
+
+    def divide(self, given):
+        return given.comms[1], Ways(self.precision, axes=given.comms)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (OverPartOfAnAxis, r"divides what is stepped over 'data.inner', a part of one of its axes; name two axes"),
+        (OverTooFew, r"divided over 2 ranks, and its axes have 4; for both axes divide over given.mesh.flatten"),
+    ],
+)
+def test_a_division_that_no_axis_says_is_refused(make, told):
+    with pytest.raises(RankError, match=told):
+        check_strategy(make, (4,), ("MLP",))
