@@ -57,11 +57,11 @@ def test_a_sweep_sends_the_same_bytes_in_fewer_messages(pools: Pools) -> None:
     sizes = [1, 4_000_000, 100_000_000]
     sweep = bucket_sweep(sizes, replace(BASE, steps=2, link="10Gbps,10us"), pools(2))
     assert sweep["bucket_bytes"].value_counts().to_dict() == dict.fromkeys(sizes, 2)  # one timed step on two ranks
-    flags = 2 * ring_wire_bytes("all_reduce", 4, 2)
+    num_parameters = len(list(build_model("gpt-1m", 8).parameters()))
+    flags = ring_wire_bytes("all_reduce", 4 * (1 + num_parameters), 2) + ring_wire_bytes("all_reduce", 4, 2)
     assert set(sweep["wire_bytes"]) == {ring_wire_bytes("all_reduce", PARAMETER_BYTES, 2) + flags}
     assert set(sweep["source"]) == {"emulated"}
     num_messages = sweep.groupby("bucket_bytes")["num_messages"].first()
-    num_parameters = len(list(build_model("gpt-1m", 8).parameters()))
     assert num_messages[1] == num_parameters
     assert num_parameters > num_messages[4_000_000] > 1
     assert num_messages[100_000_000] == 1

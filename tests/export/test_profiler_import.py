@@ -18,7 +18,7 @@ from shardlab.export import import_profiler_trace, perfetto_trace
 from shardlab.export.kineto import NCCL_NAMES, collective_of, dtype_of
 from shardlab.plots import collective_timeline, overlap_bars, summary_of, wire_volume
 from shardlab.vocabulary import Collective
-from tests.export.hta_files import export_hta
+from shardlab.export import export_hta
 from tests.export.trace_format import check
 
 NUM_ELEMENTS = 64 * 32 + 32 + 32 * 8 + 8
