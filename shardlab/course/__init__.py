@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         message_gains, message_verdicts, parts_verdict, pay_off_verdict, prediction_verdict,
     )  # fmt: skip
     from shardlab.course.printed_runs import outcome, terminal, told
-    from shardlab.course.sharded_linear import sharded_linear
+    from shardlab.course.sharded_layer import sharded_linear
     from shardlab.course.small_records import collectives_table, log_collectives, trace_step
     from shardlab.course.sweeps import bucket_sweep, link_for, message_sweep, run_interleaved
     from shardlab.course.widgets.explorer import memory_explorer

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardlab.comm.mesh import Mesh
-from shardlab.course.sharded_linear import sharded_linear
+from shardlab.course.sharded_layer import sharded_linear
 from tests.comm.test_communicator import Log
 
 
