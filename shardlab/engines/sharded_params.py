@@ -278,7 +278,7 @@ class Shards:
         buffer, pending = self._gathering
         pending.wait()  # and only then dropped: after an error a transport may still write into the buffer
         self._gathering = None
-        ranks = self._ways.secondary
+        ranks = None if self.is_whole else self._ways.secondary
         if ranks is not None and self._secondary is None and buffer.dtype == self.compute_dtype:
             first, stop = self._secondary_bounds[ranks.rank : ranks.rank + 2]
             self._secondary = buffer[first:stop].clone()

@@ -88,6 +88,8 @@ def engines(draw: st.DrawFn, menu: Menu) -> EngineSpec:
     names = [name for name in menu.strategies if name != "single" or num_ranks == 1] or ["ddp"]
     # FSDP has more options than all others together.
     name = draw(st.sampled_from(names + [name for name in names if name == "fsdp"] * 2))
+    if name in ROWS:  # products of axes are made on all ranks alone
+        return draw(_engine(name, menu.num_ranks, 1))
     return replace(draw(_engine(name, num_ranks // num_tensor_ranks, num_tensor_ranks)), place=place)
 
 
