@@ -87,7 +87,8 @@ class BaseMesh:
     def split(self, axis: str, *, inner: int) -> tuple[Communicator, Communicator]:
         """Cut an axis into groups of ``inner`` neighbours, such as the ranks of a host.
 
-        Collective like the mesh itself, the first time; later the same communicators come back.
+        Collective like the mesh itself, over all ranks of the process group, the first time; later the same
+        communicators come back.
 
         Args:
             axis: one of the mesh.

@@ -80,15 +80,6 @@ class Mesh(BaseMesh):
             for end in no_longer_used:
                 end()
 
-    def _add(self, groups: Mapping[str, Groups]) -> None:
-        if len(self.ranks) < dist.get_world_size() and any(name not in self._parts for name in groups):
-            # Every rank takes part in making a group, and those outside this mesh do not know of it.
-            raise ValueError(
-                f"mesh: parts and products of axes ({', '.join(groups)}) need a mesh of all {dist.get_world_size()} "
-                f"ranks, and this one has {len(self.ranks)}; start as many ranks as the mesh has"
-            )
-        super()._add(groups)
-
     def _make(self, groups: Mapping[str, Groups]) -> dict[str, Communicator]:
         found: dict[str, Communicator] = {}
         for name, lines in groups.items():
