@@ -53,32 +53,24 @@ def zero_in_groups(outer: int, inner: int, **options: Any) -> Strategy:
     return (ShardedInGroups if 3 in (outer, inner) else ReplicatedInGroups)(outer, inner, **options)
 
 
-class ReplicatedInGroups(ZeRO1):
+class _InGroups(Strategy):
+    axes = AXES
+
+    def __init__(self, outer: int, inner: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.stages, self.name = (outer, inner), f"zero_{outer}x{inner}"  # type: ignore[misc]
+
+    def divide(self, given: Given) -> tuple[Communicator, Ways]:
+        """As the base."""
+        return _divided(given, self.stages, self.precision)
+
+
+class ReplicatedInGroups(_InGroups, ZeRO1):
     """Stages 0 to 2; every rank has all parameters."""
 
-    axes = AXES
 
-    def __init__(self, outer: int, inner: int, **options: Any) -> None:
-        super().__init__(**options)
-        self.stages, self.name = (outer, inner), f"zero_{outer}x{inner}"  # type: ignore[misc]
-
-    def divide(self, given: Given) -> tuple[Communicator, Ways]:
-        """As the base."""
-        return _divided(given, self.stages, self.precision)
-
-
-class ShardedInGroups(ZeRO3):
+class ShardedInGroups(_InGroups, ZeRO3):
     """Stage 3 inside groups, across them, or both."""
-
-    axes = AXES
-
-    def __init__(self, outer: int, inner: int, **options: Any) -> None:
-        super().__init__(**options)
-        self.stages, self.name = (outer, inner), f"zero_{outer}x{inner}"  # type: ignore[misc]
-
-    def divide(self, given: Given) -> tuple[Communicator, Ways]:
-        """As the base."""
-        return _divided(given, self.stages, self.precision)
 
 
 def _divided(given: Given, stages: tuple[int, int], precision: Precision) -> tuple[Communicator, Ways]:
