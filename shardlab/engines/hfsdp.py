@@ -11,7 +11,8 @@ reduce-scatter inside the host, of zeros.
 
 Per rank for P fp32 parameters with Adam, hosts of S ranks, R hosts, N = S x R: at rest 4P/S parameters, 4P/N gradients
 (4P/S while they rest partial), 8P/N state; on the wire 3P(S-1)/S elements a step inside the host, and 2P/S (R-1)/R
-across hosts. All in the parameters' own dtype: it takes no ``precision``.
+across hosts. With a ``precision`` the shard is rounded, as is all that travels, and a rank steps its 1/N of it
+unrounded: its master weights.
 Source: NVIDIA Megatron-FSDP, hybrid sharding with ``outer_dp_sharding_strategy="optim"``.
 """
 
@@ -29,7 +30,7 @@ class HFSDP(FSDP):
     divides = "state"
 
     def __init__(self, **options: Any) -> None:
-        for option in {"sharding", "offload", *(("precision",) if self.divides == "state" else ())} & set(options):
+        for option in {"sharding", "offload"} & set(options):
             raise ValueError(f"{option}: {self.name!r} takes none; leave it out, or take fsdp")
         super().__init__(sharding="hybrid_shard", **options)
         self.options = replace(self.options, divides=self.divides)

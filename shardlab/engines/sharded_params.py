@@ -190,11 +190,6 @@ class Shards:
         own = self._chunks[-1].within(self._chunks[self._rest])
         if self.compute_dtype == shard.dtype:
             return shard, shard[own]
-        if not self.is_resident:
-            raise ValueError(
-                "precision: where what is stepped is divided over more axes than parameters are, none is rounded; "
-                "leave it out, or take fsdp with hybrid_shard, or the same stage on both axes"
-            )
         return shard.to(self.compute_dtype), shard[own].clone()
 
     @property

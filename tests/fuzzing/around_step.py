@@ -23,7 +23,7 @@ def shrink(tensors: Iterable[Tensor]) -> None:
 
 def gathers_late(world: World) -> bool:
     """Whether pieces are gathered when a step has ended, and refused before that."""
-    return world.ours.spec.kind in ("zero1", "zero2")
+    return world.ours.spec.gathers_late
 
 
 def may_write(world: World) -> bool:

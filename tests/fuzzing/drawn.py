@@ -108,8 +108,7 @@ def _engine(draw: st.DrawFn, name: str, num_data_ranks: int, num_tensor_ranks: i
         for own in ("sharding", "offload"):
             options.pop(own, None)
         axes = _two_axes(draw, num_data_ranks)
-    takes_precision = name not in ("hfsdp", "zero_1x3", "zero_3x1")
-    if kind in (*WITH_PARTITION, "fsdp") and takes_precision and draw(seldom):
+    if kind in (*WITH_PARTITION, "fsdp") and draw(seldom):
         options["precision"] = draw(st.sampled_from(["float32", "float32, summed in float64", "summed in float32"]))
     if name in ("torch_ddp", "torch_zero1"):
         options = {"bucket_bytes": 400, "find_unused_parameters": True}

@@ -8,6 +8,7 @@ from torch import nn
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import HFSDP, HPZ, Engine, ZeRO1, zero_in_groups
+from shardlab.engines.precision import Precision
 from shardlab.engines.sharded_params import Ways
 from shardlab.engines.zero_in_groups import STAGES
 from shardlab.launch import RankError
@@ -96,11 +97,12 @@ def test_all_sixteen_equal_one_process(pools):
         nn.utils.clip_grad_norm_(module.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
-    makes = [lambda o=outer, i=inner: zero_in_groups(o, i) for outer, inner in ROWS]
-    for states in pools(4).run(trained, makes):
-        for row, state in zip(ROWS, states, strict=True):
-            for name, value in module.state_dict().items():
-                torch.testing.assert_close(state[name], value, atol=1e-12, rtol=0, msg=f"{row} {name}")
+    for precision, error in ((Precision(), 1e-12), (Precision(torch.float32), 1e-7)):
+        makes = [lambda o=outer, i=inner, p=precision: zero_in_groups(o, i, precision=p) for outer, inner in ROWS]
+        for states in pools(4).run(trained, [*makes, lambda p=precision: HFSDP(precision=p)]):
+            for row, state in zip([*ROWS, "hfsdp"], states, strict=True):
+                for name, value in module.state_dict().items():
+                    torch.testing.assert_close(state[name], value, atol=error, rtol=0, msg=f"{row} {name}")
 
 
 @pytest.mark.parametrize("stages", [(1, 2), (2, 1), (1, 3), (3, 0)])
@@ -118,6 +120,41 @@ def test_a_group_of_one_is_right(sizes):
     mesh = dict(zip(("replica", "shard"), sizes, strict=True))
     for make in (HFSDP, lambda: zero_in_groups(2, 1)):
         assert "equal to one process" in check_strategy(make, models=("Uneven",), mesh=mesh)
+
+
+def with_a_piece_written(_, make):
+    """What is refused where a piece is written to after the step, whose gather has been."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
+    model[1].requires_grad_(True)
+    with (
+        pytest.raises(RuntimeError, match=r"piece of '0.weight' was written to, and nobody has gathered it"),
+        Mesh({"replica": 2, "shard": 2}) as mesh,
+        Engine(model, lambda params: torch.optim.SGD(params, 0.1), mesh, make()) as engine,
+    ):
+        with torch.no_grad():
+            engine.step_tensors().by_name("0.weight").mul_(0.5)
+        engine.backward(engine(torch.ones(2, 4)).sum())
+
+
+@pytest.mark.parametrize("make", [HFSDP, lambda: zero_in_groups(1, 3), lambda: zero_in_groups(3, 2)])
+def test_a_piece_that_nobody_gathers_is_refused(pools, make):
+    pools(4).run(with_a_piece_written, make)
+
+
+def with_partial_sums_clipped(_):
+    model = nn.Linear(4, 4)
+    with (
+        Mesh({"replica": 2, "shard": 2}) as mesh,
+        Engine(model, lambda params: torch.optim.SGD(params, 0.1), mesh, HFSDP()) as engine,
+    ):
+        with engine.no_sync():
+            engine.backward(engine(torch.ones(2, 4)).sum())
+        with pytest.raises(RuntimeError, match=r"engine.clip_grad_norm_"):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def test_partial_sums_are_not_clipped_at_the_parameters_unseen(pools):
+    pools(4).run(with_partial_sums_clipped)
 
 
 def test_what_travels_across_groups_is_what_the_table_says(pools):

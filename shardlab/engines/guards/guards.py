@@ -85,7 +85,7 @@ class Guards:
         engine.step_tensors().are_behind = engine.gradients.are_local and not (self._is_alone and self._is_whole)
         if self._claim is not None and moment in ("update", "stepped", "install", "installed"):
             self._claim.verb = {"update": "step", "install": "load"}.get(moment, "")
-        if moment in ("update", "updated") and Where.SPREAD in self._where:
+        if moment in ("update", "updated") and {Where.SPREAD, Where.FLAT} <= self._where:
             for name, param in engine.params.items():
                 if moment == "update":
                     StubbedParameter.hide(param, HALF_STEPPED.format(name=name))
@@ -218,7 +218,7 @@ class Guards:
         """Placeholders at ``.grad`` while the mean is at the piece; away before autograd adds."""
         if not engine.strategy.steps_pieces:
             return
-        if moment == "means" or (moment == "local" and Where.ROUNDED in self._where):
+        if moment == "means" or (moment == "local" and Where.ELSEWHERE in self._where):
             for name, param in engine.params.items():
                 if param.requires_grad and param.grad is None:
                     placeholder = self._placeholders.get(name)
@@ -285,14 +285,15 @@ def _gathered(engine: Engine) -> list[str]:
 def _where(engine: Engine) -> set[Where]:
     """Which rules are for an engine."""
     strategy, is_sharded = engine.strategy, bool(engine.strategy.units)
-    is_spread = strategy.steps_pieces and not is_sharded and (engine.num_data_ranks > 1 or strategy.keeps_pieces)
+    is_flat = strategy.steps_pieces and not is_sharded
+    is_split = any(shards.is_split for unit in strategy.units for shards in unit.shards)
     holds = {
         Where.ALL: True,
         Where.PIECES: strategy.steps_pieces,
-        Where.FLAT: strategy.steps_pieces and not is_sharded,
-        Where.SPREAD: is_spread,
+        Where.FLAT: is_flat,
+        Where.SPREAD: is_split or (is_flat and (engine.num_data_ranks > 1 or strategy.keeps_pieces)),
         Where.NOT_IN_PLACE: strategy.keeps_pieces,
-        Where.ROUNDED: strategy.keeps_pieces and not is_sharded,
+        Where.ELSEWHERE: strategy.rests_partial or (strategy.keeps_pieces and not is_sharded),
         Where.SHARDED: is_sharded,
         Where.SLICED: any(one.num_ranks > 1 for one in engine.slices.values()),
     }

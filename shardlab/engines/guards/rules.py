@@ -18,7 +18,7 @@ class Where(Enum):
     PIECES = "stepped in pieces"  # the mean is elsewhere than at the parameter
     FLAT = "stepped in pieces, not sharded"  # what is sharded refuses by itself, or when it is resharded
     NOT_IN_PLACE = "sharded or rounded"  # what is written into a parameter does not reach what is stepped
-    ROUNDED = "rounded, not sharded"  # sums of no_sync() may add up elsewhere than at the parameter, in more bits
+    ELSEWHERE = "sums of no_sync() may add up elsewhere than at the parameter"  # in more bits, or summed in part
     SPREAD = "stepped in pieces, which are gathered after the step"
     SHARDED = "sharded"
     SLICED = "sliced by tensor parallelism"
@@ -121,9 +121,9 @@ RULES = (
         gradients=frozenset({Gradients.MEANS_AND_LOCAL}),
     ),
     Rule(
-        "parameter", "gradient", frozenset({"backward", "reduce", "step"}), Where.ROUNDED,
-        "gradient of {name!r}: what no_sync() has left was cleared or replaced at the parameter, and it is elsewhere, "
-        "in more bits; write engine.zero_grad()",
+        "parameter", "gradient", frozenset({"backward", "reduce", "step"}), Where.ELSEWHERE,
+        "gradient of {name!r}: what no_sync() has left was cleared or replaced at the parameter, and it is "
+        "elsewhere; write engine.zero_grad()",
         gradients=frozenset({Gradients.LOCAL}),
     ),
 )  # fmt: skip
