@@ -139,6 +139,7 @@ class Shards:
         self._places: dict[int, str] = {}  # the addresses of these
         self.means: Tensor | None = None  # [chunk], whose parts are the .grad of the pieces
         self._secondary: Tensor | None = None  # of what is gathered, the chunk that this rank of ``secondary`` keeps
+        self.is_stepped = False  # just now: what is gathered meanwhile is not kept by ``secondary``
         self._gathering: tuple[Tensor, Pending] | None = None
         self._reducing: tuple[Tensor, Tensor, Pending] | None = None  # what is sent, where the sums will be
         self._num_summed = 0  # axes over which that is summed
@@ -173,12 +174,17 @@ class Shards:
     def note_writes(self) -> None:
         """Find out whether pieces were written to; once for each pass, and not for each tensor that is saved."""
         if self._seen != self._num_writes():
-            self.changed()
+            self.outdate()
+
+    def outdate(self) -> None:
+        """What a graph has saved of the values by reference is not this any more; this rank's business alone."""
+        self.version += 1
+        self._seen = self._num_writes()
 
     def changed(self) -> None:
         """The values are others now; called on all ranks, whatever of them a rank holds."""
-        self.version += 1
-        self._secondary, self._seen = None, self._num_writes()
+        self.outdate()
+        self._secondary = None
 
     def _num_writes(self) -> int:
         return sum([piece._version for piece in self.pieces.values()])
@@ -196,6 +202,11 @@ class Shards:
     def is_split(self) -> bool:
         """Whether what is stepped is a part of what is kept, or lies beside it."""
         return self._rest < len(self._axes) or self.is_resident
+
+    @property
+    def gathers_late(self) -> bool:
+        """Whether other ranks see what was written into a piece only when a step has ended."""
+        return self.is_split or self._ways.secondary is not None
 
     @property
     def has_masters(self) -> bool:
@@ -228,7 +239,7 @@ class Shards:
             self._gathering = self.shard, Pending()
             return
         buffer = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
-        if self._secondary is not None and not as_stored:
+        if self._secondary is not None and not as_stored and not self.is_stepped:
             self._gathering = buffer, self._among_secondary(buffer)
             return
         is_rounded = as_stored and self.has_masters
@@ -278,7 +289,7 @@ class Shards:
         buffer, pending = self._gathering
         pending.wait()  # and only then dropped: after an error a transport may still write into the buffer
         self._gathering = None
-        ranks = None if self.is_whole else self._ways.secondary
+        ranks = None if self.is_whole or self.is_stepped else self._ways.secondary
         if ranks is not None and self._secondary is None and buffer.dtype == self.compute_dtype:
             first, stop = self._secondary_bounds[ranks.rank : ranks.rank + 2]
             self._secondary = buffer[first:stop].clone()
@@ -332,7 +343,7 @@ class Shards:
         for tensor, depth in [*kept, *([(self.stepped, -1)] if self.has_masters else [])]:
             new = self._tensors.cut(values, self._chunks[depth].ranks).to(tensor)
             if not torch.equal(new, tensor):  # where nothing was, a graph may still use what it saved
-                self.changed()
+                self.outdate()
             tensor.copy_(new)
 
     # Gradients.

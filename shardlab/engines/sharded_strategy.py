@@ -50,11 +50,14 @@ class Sharded(Strategy):
         """As the base; what is stepped lies in the shards, or is gathered into them."""
         for unit in self.units:
             unit.reshard()  # what was kept for a backward that did not come, or left by torch.autograd.grad
+        for one in self._unit_of_shards:
+            one.is_stepped = True
         with self.visiting():
             try:
                 yield
-            finally:  # what a graph has saved by reference is not this any more
+            finally:
                 for one in self._unit_of_shards:
+                    one.is_stepped = False
                     one.changed()
                 # An optimizer that raised may have stepped first, and those of other ranks have.
                 due = [one for one in self._split if loads or any(map(self.is_due, one.params.values()))]
@@ -97,7 +100,7 @@ class Sharded(Strategy):
                 unit.reshard()
             for one, version in versions.items():
                 if _writes(one) != version:  # a forward inside may have saved what is lost now
-                    one.changed()
+                    one.outdate()
 
     def saw_other_graph(self) -> None:
         """Plain code has computed with full parameters, and a backward may come through that."""

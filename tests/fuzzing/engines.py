@@ -18,8 +18,8 @@ ROWS = {  # over two axes, and what they do as users see it
     "hfsdp": "fsdp", "hpz": "fsdp", "zero_0x3": "zero3", "zero_1x3": "zero3", "zero_3x1": "zero3", "zero_3x3": "zero3",
     "zero_0x0": "zero1", "zero_1x1": "zero1", "zero_1x2": "zero2", "zero_2x1": "zero2",
 }  # fmt: skip
-SPLIT = ("hfsdp", "zero_1x3", "zero_3x1")
-"""Rows that are sharded at rest, and step a part of that."""
+LATE = ("hfsdp", "hpz", "zero_1x3", "zero_3x1")
+"""Rows that are sharded at rest, of which other ranks see what was written into a piece only after a step."""
 PEERS = ("torch_ddp", "torch_zero1", "torch_fsdp2")
 PLACES = ("all", "first", "last", "halves")
 """Which ranks of the pool a mesh is on; 'halves': each of several equal parts of the pool has one."""
@@ -56,7 +56,7 @@ class EngineSpec:
     @property
     def gathers_late(self) -> bool:
         """Whether what a rank steps is gathered when the step has ended."""
-        return self.kind in ("zero1", "zero2") or self.name in SPLIT
+        return self.kind in ("zero1", "zero2") or self.name in LATE
 
     @property
     def num_ranks(self) -> int:

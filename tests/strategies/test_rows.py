@@ -136,9 +136,32 @@ def with_a_piece_written(_, make):
         engine.backward(engine(torch.ones(2, 4)).sum())
 
 
-@pytest.mark.parametrize("make", [HFSDP, lambda: zero_in_groups(1, 3), lambda: zero_in_groups(3, 2)])
+@pytest.mark.parametrize("make", [HFSDP, HPZ, lambda: zero_in_groups(1, 3), lambda: zero_in_groups(3, 2)])
 def test_a_piece_that_nobody_gathers_is_refused(pools, make):
     pools(4).run(with_a_piece_written, make)
+
+
+def seen_inside_a_step(_, make):
+    """Outputs of forwards before a step, in a hook at its end, and after it; some ranks have no element to step."""
+    torch.manual_seed(0)
+    model, outputs = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), []
+    with (
+        Mesh({"replica": 2, "shard": 2}) as mesh,
+        Engine(model, lambda params: torch.optim.SGD(params, 0.1), mesh, make()) as engine,
+    ):
+        engine.optimizer.register_step_post_hook(lambda *_: outputs.append(engine(torch.ones(1, 1)).item()))
+        for _ in range(2):
+            outputs.append(engine(torch.ones(1, 1)).item())
+            engine.backward(engine(torch.ones(1, 1)).sum())
+            engine.step()
+            engine.zero_grad()
+    return outputs
+
+
+def test_what_hpz_keeps_in_a_host_is_never_what_was_there_before_the_step(pools):
+    kept, plain = (pools(4).run(seen_inside_a_step, make)[0] for make in (HPZ, lambda: zero_in_groups(3, 3)))
+    assert kept == plain
+    assert len(set(kept)) == 3  # each step changes it, and its hook sees that
 
 
 def with_partial_sums_clipped(_):

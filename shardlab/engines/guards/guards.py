@@ -286,12 +286,12 @@ def _where(engine: Engine) -> set[Where]:
     """Which rules are for an engine."""
     strategy, is_sharded = engine.strategy, bool(engine.strategy.units)
     is_flat = strategy.steps_pieces and not is_sharded
-    is_split = any(shards.is_split for unit in strategy.units for shards in unit.shards)
+    is_late = any(shards.gathers_late for unit in strategy.units for shards in unit.shards)
     holds = {
         Where.ALL: True,
         Where.PIECES: strategy.steps_pieces,
         Where.FLAT: is_flat,
-        Where.SPREAD: is_split or (is_flat and (engine.num_data_ranks > 1 or strategy.keeps_pieces)),
+        Where.SPREAD: is_late or (is_flat and (engine.num_data_ranks > 1 or strategy.keeps_pieces)),
         Where.NOT_IN_PLACE: strategy.keeps_pieces,
         Where.ELSEWHERE: strategy.rests_partial or (strategy.keeps_pieces and not is_sharded),
         Where.SHARDED: is_sharded,
