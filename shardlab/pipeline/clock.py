@@ -1,0 +1,119 @@
+"""How long a schedule takes, who waits for whom, and where it stands still: the lists, run on the one simulator.
+
+Each rank's list becomes a program (``partition.step_program``): wait for the message that an action needs, work, issue
+the message that another rank needs. A rank has posted all of its receives from the start, and a link carries messages
+in the order in which they are sent.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from shardlab.partition.step_program import Host, Issue, Item, Message, Wait, Work, run_programs
+from shardlab.pipeline.schedules import Action, Kind, Schedule
+from shardlab.vocabulary import Collective, Phase
+
+Seconds = Callable[[Action], float]
+
+
+@dataclass(frozen=True)
+class Played:
+    """A schedule that has been played.
+
+    Attributes:
+        schedule: which.
+        begins: by action, in seconds from the beginning of the step.
+        ends: likewise.
+    """
+
+    schedule: Schedule
+    begins: Mapping[Action, float]
+    ends: Mapping[Action, float]
+    _work: Mapping[Action, float] = field(repr=False)
+
+    @property
+    def seconds(self) -> float:
+        """Until the last rank has ended."""
+        return max(self.ends.values())
+
+    @property
+    def idle(self) -> list[float]:
+        """By rank, the seconds of the step in which it does not work."""
+        return [self.seconds - sum(map(self._work.__getitem__, actions)) for actions in self.schedule.ranks]
+
+    @property
+    def bubble(self) -> float:
+        """Share of all ranks' time in the step in which they do not work (of the total, not of the ideal time)."""
+        return sum(self.idle) / (self.seconds * len(self.schedule.ranks))
+
+
+def play(schedule: Schedule, seconds: Seconds | Mapping[Kind, float], transfer_seconds: float = 0.0) -> Played:
+    """When each action begins and ends.
+
+    Args:
+        schedule: what each rank does.
+        seconds: of an action, or by its kind, in any unit.
+        transfer_seconds: of one message between two ranks, in the same unit.
+
+    Raises:
+        ValueError: the ranks wait for each other without end; it says which action waits for which.
+    """
+    of = seconds if callable(seconds) else lambda action: seconds[action.kind]
+    work = {action: of(action) for actions in schedule.ranks for action in actions}
+    sent = _sent(schedule, transfer_seconds)
+    hosts = run_programs({rank: _program(schedule, rank, work, sent) for rank in range(len(schedule.ranks))})
+    begins: dict[Action, float] = {}
+    ends: dict[Action, float] = {}
+    for rank, actions in enumerate(schedule.ranks):
+        worked = [place for place, item in enumerate(hosts[rank].items) if isinstance(item, Work)]
+        for action, place in zip(actions, worked, strict=True):
+            if place + 1 >= len(hosts[rank].begins_us):
+                raise ValueError(f"schedule: it stands still: {_stuck(schedule, hosts)}")
+            begins[action], ends[action] = hosts[rank].begins_us[place : place + 2]
+    return Played(schedule, begins, ends, work)
+
+
+def _sent(schedule: Schedule, transfer_seconds: float) -> dict[Action, Message]:
+    """The message of each action whose result another rank needs; a link's messages one after another."""
+    needed_by = {need: action for actions in schedule.ranks for action in actions if (need := schedule.needs(action))}
+    last: dict[tuple[int, int], Message] = {}
+    messages: dict[Action, Message] = {}
+    for rank, actions in enumerate(schedule.ranks):
+        for action in actions:
+            if action not in needed_by or (peer := schedule.rank_of[needed_by[action].stage]) == rank:
+                continue
+            phase = Phase.FORWARD if action.kind is Kind.FORWARD else Phase.BACKWARD
+            seconds = dict.fromkeys((rank, peer), transfer_seconds)
+            messages[action] = last[rank, peer] = Message(
+                Collective.SEND, str(action), phase, 0, (str(action), True), seconds, after=last.get((rank, peer))
+            )
+    return messages
+
+
+def _program(
+    schedule: Schedule, rank: int, work: Mapping[Action, float], sent: Mapping[Action, Message]
+) -> tuple[Item, ...]:
+    actions = schedule.ranks[rank]
+    needs = {action: need for action in actions if (need := schedule.needs(action)) is not None}
+    items: list[Item] = [Issue(sent[need]) for need in needs.values() if need in sent]
+    places = {action: place for place, action in enumerate(actions)}
+    for place, action in enumerate(actions):
+        need = needs.get(action)
+        if need is not None and need in sent:
+            items.append(Wait(sent[need]))
+        elif need is not None and places[need] > place:
+            raise ValueError(f"schedule: it stands still: {action} stands before {need} on rank {rank}, and needs it")
+        items.append(Work(work[action]))
+        if action in sent:
+            items.append(Issue(sent[action]))
+    return tuple(items)
+
+
+def _stuck(schedule: Schedule, hosts: Mapping[int, Host]) -> str:
+    """Which action of each rank waits for which."""
+    lines = []
+    for rank, host in hosts.items():
+        if len(host.begins_us) <= len(host.items) and isinstance(item := host.items[len(host.begins_us) - 1], Wait):
+            need = Action.parse(item.message.tag)
+            action = next(one for one in schedule.ranks[rank] if schedule.needs(one) == need)
+            lines.append(f"{action} of rank {rank} waits for {need} of rank {schedule.rank_of[need.stage]}")
+    return "; ".join(lines)
