@@ -92,8 +92,8 @@ def _tell_search(
 
     rows = pd.DataFrame([
         {
-            "way": one.name, "seconds": one.forecast.seconds, "peak_bytes": one.forecast.peak_bytes,
-            **_rates(one.job, one.forecast.seconds), "fits": one.fits, "is_tied": one.is_tied, "why_not": one.why_not,
+            "way": one.name, "seconds": one.seconds, "peak_bytes": one.peak_bytes,
+            **_rates(one.job, one.seconds), "fits": one.fits, "is_tied": one.is_tied, "why_not": one.why_not,
         }
         for one in found
     ])  # fmt: skip
@@ -125,7 +125,7 @@ def _found(found: Sequence["Found"], enough: "Job | None", miss: float) -> Itera
     else:
         yield "FASTEST THAT FITS", _in_short(best)
     if ties:
-        least = min((best, *ties), key=lambda one: one.forecast.peak_bytes)
+        least = min((best, *ties), key=lambda one: one.peak_bytes)
         other = "" if least is best else f"; of them {_in_short(least)}, needs least memory"
         yield "AS FAST", f"{count(len(ties), 'way')}, within the {miss:.0%} by which a forecast may miss{other}"
     tight = sum(one.why_not.startswith("tight") for one in found)
@@ -134,7 +134,7 @@ def _found(found: Sequence["Found"], enough: "Job | None", miss: float) -> Itera
 
 
 def _in_short(one: "Found") -> str:
-    return f"{one.name}: {one.forecast.seconds:.3g} s a step, {one.forecast.peak_bytes / 1e9:.3g} GB at the peak"
+    return f"{one.name}: {one.seconds:.3g} s a step, {one.peak_bytes / 1e9:.3g} GB at the peak"
 
 
 def _would_do(enough: "Job | None") -> str:

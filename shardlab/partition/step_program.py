@@ -184,9 +184,13 @@ class Rank:
         self.now_us = now_us
 
     def do_due(self) -> None:
-        """Let all happen that happens now."""
-        while any(self._goes_on(queue) for queue in self.queues.values() if queue):
-            pass
+        """Let all happen that happens now; what ends in one queue may let another go on."""
+        went_on = True
+        while went_on:
+            went_on = False
+            for queue in self.queues.values():
+                while queue and self._goes_on(queue):
+                    went_on = True
 
     def advance(self) -> None:
         """Go to the next change."""
@@ -270,11 +274,11 @@ class Host(Rank):
         """Let all happen that happens now."""
         super().do_due()
         while self._does_more():
-            super().do_due()
+            pass
 
     def _does_more(self) -> bool:
         """Whether the host goes on to its next item."""
-        if self.left_us > 0 or self.end_us < inf:
+        if self.left_us > 0:
             return False
         if len(self.begins_us) == self._place:
             self.begins_us.append(self.now_us)
@@ -285,6 +289,7 @@ class Host(Rank):
             self.left_us, self.works = _less(item.us), True
         elif isinstance(item, Issue):
             self.transfers[item.message].issued_us = self.now_us
+            super().do_due()
         elif self.transfers[item.message].ended_us < inf:
             self.left_us, self.works = _less(item.wake_us), False
         else:

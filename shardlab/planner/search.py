@@ -1,9 +1,9 @@
 """Which way to train a transformer on so many GPUs is fastest, and why each other falls out.
 
 Every strategy, division by tensor parallelism, micro-batch, recomputation and way of accumulating that gives the wanted
-batch is forecast (``predict_step``). Of several micro-batches each reduces its gradients, which then are sharded in
-between; or only the last does, the others run in ``no_sync()``, and gradients add up whole on every rank. Where they
-are whole anyway (ddp, bucketed, zero1) ``no_sync()`` costs no byte, and is the only way.
+batch gets the seconds and the peak of ``predict_step``. Of several micro-batches each reduces its gradients, which then
+are sharded in between; or only the last does, the others run in ``no_sync()``, and gradients add up whole on every
+rank. Where they are whole anyway (ddp, bucketed, zero1) ``no_sync()`` costs no byte, and is the only way.
 
 A way fits where the allocator's usual reserve (``RESERVE``) is free beside its tensors. What fits without it is tight:
 torch's allocator empties its cache then, or finds no room. The fastest that fits is first; what is slower by no more
@@ -14,12 +14,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardlab.planner.forecast import USABLE, Forecast, forecast_of
+from shardlab.planner.calibration import checked, fitted
+from shardlab.planner.forecast import USABLE
 from shardlab.planner.job import Job
 from shardlab.planner.peak import peak_bytes
 from shardlab.planner.published import Pair, error_of, published_steps
 from shardlab.planner.region import expected_miss
 from shardlab.planner.rows import ROWS
+from shardlab.planner.step_model import step_parts
+from shardlab.planner.transformer import Parts
 
 STRATEGIES = ("ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp", "shard_grad_op", "hybrid_shard")
 RECOMPUTES: tuple[int | str, ...] = (0, "selective", "full")
@@ -37,22 +40,32 @@ class Found:
 
     Attributes:
         job: the way.
-        forecast: of a step.
+        parts: what a step is spent on, in seconds.
+        peak_bytes: of a rank, in tensors.
         why_not: empty for the fastest that fits; else why it falls out.
-        fits: with the allocator's usual reserve.
         is_tied: whether it fits, and is slower than the fastest by no more than a forecast misses.
     """
 
     job: Job
-    forecast: Forecast
-    why_not: str
-    fits: bool
-    is_tied: bool
+    parts: Parts
+    peak_bytes: float
+    why_not: str = ""
+    is_tied: bool = False
 
     @property
     def name(self) -> str:
         """In a few words."""
         return self.job.way
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.parts.total()
+
+    @property
+    def fits(self) -> bool:
+        """With the allocator's usual reserve."""
+        return RESERVE * self.peak_bytes <= self.job.card.memory_bytes
 
 
 def search(sizes: Mapping[str, Any], ranks: int, sequences: int, **options: Any) -> list[Found]:
@@ -74,15 +87,16 @@ def search(sizes: Mapping[str, Any], ranks: int, sequences: int, **options: Any)
         raise ValueError(
             f"sequences: {sequences} a step cannot be divided over {ranks} ranks; give a multiple of the data ranks"
         )
-    found = [(job, forecast_of(job, calibration)) for job in jobs]
-    fits = sorted((one for one in found if _fits(*one)), key=lambda one: one[1].seconds)
-    rest = sorted((one for one in found if not _fits(*one)), key=lambda one: one[1].peak_bytes)
-    too_large = [Found(*one, _too_large(*one), fits=False, is_tied=False) for one in rest]
+    factors = fitted(checked(calibration, jobs[0]))  # all are on the same cards and network
+    found = [Found(job, step_parts(job, factors), peak_bytes(job)) for job in jobs]
+    fits = sorted((one for one in found if one.fits), key=lambda one: one.seconds)
+    rest = sorted((one for one in found if not one.fits), key=lambda one: one.peak_bytes)
+    too_large = [replace(one, why_not=_too_large(one)) for one in rest]
     if not fits:
         return too_large
-    (way, best), *_ = fits
-    tied = best.seconds * (1 + miss_of(way, calibration))
-    told = [Found(job, one, "", fits=True, is_tied=one.seconds <= tied) for job, one in fits]
+    best = fits[0]
+    tied = best.seconds * (1 + miss_of(best.job, calibration))
+    told = [replace(one, is_tied=one.seconds <= tied) for one in fits]
     return [*(replace(one, why_not=_slower(one, best)) for one in told), *too_large]
 
 
@@ -151,22 +165,17 @@ def _accumulates(strategy: str, micro_batches: int) -> tuple[bool, ...]:
     return (False, True) if ROWS[strategy].gradients else (True,)
 
 
-def _fits(job: Job, forecast: Forecast) -> bool:
-    return RESERVE * forecast.peak_bytes <= job.card.memory_bytes
-
-
-def _slower(found: Found, best: Forecast) -> str:
-    forecast = found.forecast
-    if forecast is best:
+def _slower(found: Found, best: Found) -> str:
+    if found.parts is best.parts:
         return ""
-    more = {name: seconds - best.parts.get(name, 0.0) for name, seconds in forecast.parts.items()}
-    most, share = max(more, key=lambda name: more[name]), forecast.seconds / best.seconds - 1
+    more = {name: seconds - best.parts.get(name, 0.0) for name, seconds in found.parts.items()}
+    most, share = max(more, key=lambda name: more[name]), found.seconds / best.seconds - 1
     said = f"{share:.0%} slower: {more[most]:.2g} s more of {most}" if share > 1e-9 else "as fast"
     return f"a tie, {said}" if found.is_tied else said
 
 
-def _too_large(job: Job, forecast: Forecast) -> str:
-    need, room = forecast.peak_bytes, job.card.memory_bytes
+def _too_large(found: Found) -> str:
+    need, room = found.peak_bytes, found.job.card.memory_bytes
     if need <= USABLE * room:
         return f"tight: fits if the allocator reserves less than {room / need:.2f} times its tensors"
     return f"needs {need / 1e9:.0f} GB, and {USABLE * room / 1e9:.0f} GB can be used"

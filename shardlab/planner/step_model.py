@@ -28,6 +28,7 @@ et al., arXiv 2205.05198, table 2 and section 5; Narayanan et al., arXiv 2104.04
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from shardlab.planner.job import Job
 from shardlab.planner.replay import Replay, Schedule, Unit, replay
@@ -111,7 +112,7 @@ class Step:
             job.strategy, micro_batches=micro_batches, reduces_each=not job.no_sync, shard_group_size=job.shards,
             optimizer_seconds=self.optimizer_seconds, contention=self.card.contention,
         )  # fmt: skip
-        return replay(units, schedule, self.message_seconds, root)
+        return replay(units, schedule, cache(self.message_seconds), root)
 
     @property
     def optimizer_seconds(self) -> float:

@@ -1,6 +1,7 @@
 """What ``plan`` says of time: of a config.json, and of a workload on a machine that was calibrated."""
 
 import json
+from functools import cache
 
 import pandas as pd
 import pytest
@@ -9,6 +10,8 @@ from typer.testing import CliRunner
 from shardlab.bench import validated_here
 from shardlab.cli import app
 from shardlab.cli.transformer import _verdict
+from shardlab.planner import search as planner_search
+from shardlab.planner import validation
 from shardlab.planner.machine import Machine
 from tests.planner.test_machine import COSTS
 from tests.planner.test_search import LLAMA
@@ -118,7 +121,20 @@ def test_of_a_workload_too(tmp_path, monkeypatch):
     assert "and one row keeps more. 100 % of it are logits, so a chunked loss helps" in " ".join(text.split())
 
 
-def test_a_search_names_the_fastest_and_why_others_fall_out(config):
+@pytest.fixture
+def searched_once(monkeypatch):
+    """What a command has found is found by the next, too."""
+    found, search = {}, planner_search.search
+
+    def once(sizes, ranks, sequences, **options):
+        if (ranks, sequences) not in found:
+            found[ranks, sequences] = search(sizes, ranks, sequences, **options)
+        return found[ranks, sequences]
+
+    monkeypatch.setattr(planner_search, "search", once)
+
+
+def test_a_search_names_the_fastest_and_why_others_fall_out(config, searched_once):
     text = said("--config", config, "--ranks", "64", "--batch", "128", "--search")
     assert [line.split("  ")[0] for line in text.splitlines()[:2]] == ["MODEL", "FASTEST THAT FITS"]
     for words in ("AS FAST", "by which a forecast may miss", "slower", "may reserve;"):
@@ -130,7 +146,7 @@ def test_a_search_names_the_fastest_and_why_others_fall_out(config):
     assert ways[0]["tokens_per_second"] == pytest.approx(128 * 8192 / ways[0]["seconds"])
 
 
-def test_a_search_without_a_way_says_how_many_cards_would_do(config):
+def test_a_search_without_a_way_says_how_many_cards_would_do(config, searched_once):
     words = ("--config", config, "--ranks", "2", "--gpu", "4090", "--search")
     cards = json.loads(said(*words, "--json"))["cards_that_would_do"]
     text = " ".join(said(*words).split())
@@ -195,8 +211,12 @@ def test_a_peak_needs_no_calibration(tmp_path, monkeypatch):
     assert ddp["peak_bytes"] > fsdp["peak_bytes"] > fsdp["rest_bytes"]
 
 
+PUBLISHED = cache(validation.validate_published)
+
+
 def test_the_published_half_of_validate_needs_no_calibration(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(validation, "validate_published", PUBLISHED)
     text = " ".join(said("--validate").split())
     for words in ("Misses of 64 published steps, %", "Misses of 135 published steps that were held out", "MPT 30B"):
         assert words in text
@@ -208,6 +228,7 @@ def test_the_published_half_of_validate_needs_no_calibration(tmp_path, monkeypat
 
 def test_what_was_run_here_stands_beside_it_and_in_the_calibration(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(validation, "validate_published", PUBLISHED)
     Machine("here", {}, 2, {"2": COSTS, "single": COSTS}).write(tmp_path / "machine.json")
     rows = [("ddp", 2, 4, None, 0.011, 0.010, 1e6), ("fsdp", 2, 4, None, 0.012, 0.020, 2e6)]
     columns = ["strategy", "ranks", "rows", "link", "predicted", "measured", "sent_bytes"]
