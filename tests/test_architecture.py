@@ -19,7 +19,7 @@ MAY_IMPORT = {
     **dict.fromkeys(("tables", "partition"), frozenset({"vocabulary"})),
     **dict.fromkeys(("comm", "models", "data_sets", "analysis"), NUMBERS),
     **dict.fromkeys(("plots", "planner"), NUMBERS | {"analysis"}),
-    "pipeline": {"partition", "vocabulary"},
+    "schedules": {"partition", "vocabulary"},
     "engines": {"comm", "meta_device", "partition", "units", "vocabulary"},
     "tensor_parallel": {"comm", "meta_device", "partition", "vocabulary"},
     "trace": {"analysis", "comm", "units", *NUMBERS},
@@ -36,7 +36,7 @@ MAY_IMPORT["cli"] = LOWER | {"bench", "course", "experiment", "recording"}
 MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT["__init__"] = LOWER | {"experiment", "recording"}
 
-WITHOUT_TORCH = ("analysis", "export", "plots", "planner", "partition", "pipeline", "tables", "vocabulary")
+WITHOUT_TORCH = ("analysis", "export", "plots", "planner", "partition", "schedules", "tables", "vocabulary")
 # torch.distributed without sending anything: groups begin and end, and are asked who they are.
 MODULES = ("dist", "torch.distributed", "distributed_c10d", "torch.distributed.distributed_c10d")
 NOT_COLLECTIVES = {

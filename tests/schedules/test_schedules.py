@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardlab.pipeline import PLANS, Action, Kind, Schedule, make_schedule, play
+from shardlab.schedules import PLANS, Action, Kind, Schedule, make_schedule, play
 
 F, B, I, W = Kind  # noqa: E741
 SLOTS = {F: 1.0, B: 2.0, I: 1.0, W: 1.0}
@@ -19,7 +19,7 @@ CASES = [
 
 
 def in_flight(name, p, m, rank, v=1):
-    """By the table of shardlab/pipeline/schedules.py; None where it says nothing."""
+    """By the table of shardlab/schedules/actions.py; None where it says nothing."""
     if name == "gpipe":
         return m
     if name == "1f1b":

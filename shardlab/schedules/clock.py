@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from shardlab.partition.step_program import Host, Issue, Item, Message, Wait, Work, run_programs
-from shardlab.pipeline.schedules import Action, Kind, Schedule
+from shardlab.schedules.actions import Action, Kind, Schedule
 from shardlab.vocabulary import Collective, Phase
 
 Seconds = Callable[[Action], float]
