@@ -20,6 +20,7 @@ MAY_IMPORT = {
     **dict.fromkeys(("comm", "models", "data_sets", "analysis"), NUMBERS),
     **dict.fromkeys(("plots", "planner"), NUMBERS | {"analysis"}),
     "schedules": {"partition", "vocabulary"},
+    "pipeline": {"comm", "engines", "partition", "schedules", "vocabulary"},
     "engines": {"comm", "meta_device", "partition", "units", "vocabulary"},
     "tensor_parallel": {"comm", "meta_device", "partition", "vocabulary"},
     "trace": {"analysis", "comm", "units", *NUMBERS},

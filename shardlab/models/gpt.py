@@ -140,15 +140,32 @@ class GPT(nn.Module):
         Raises:
             ValueError: the sequence is longer than ``config.seq_len``.
         """
+        x_bsh = self.embed(tokens_bs)
+        for block in self.blocks:
+            x_bsh = block(x_bsh)
+        return self.logits(x_bsh)
+
+    def embed(self, tokens_bs: torch.Tensor) -> torch.Tensor:
+        """The first block's input, (B, S, H), of tokens of shape (B, S)."""
         seq_len = tokens_bs.shape[1]
         if seq_len > self.config.seq_len:
             raise ValueError(f"seq_len: {seq_len} tokens; this model takes at most {self.config.seq_len}")
         positions_s = torch.arange(seq_len, device=tokens_bs.device)
-        x_bsh = self.dropout(self.token_embedding(tokens_bs) + self.position_embedding(positions_s))
-        for block in self.blocks:
-            x_bsh = block(x_bsh)
+        embedded_bsh: torch.Tensor = self.dropout(
+            self.token_embedding(tokens_bs) + self.position_embedding(positions_s)
+        )
+        return embedded_bsh
+
+    def logits(self, x_bsh: torch.Tensor) -> torch.Tensor:
+        """Logits, (B, S, V), of the last block's output, (B, S, H)."""
         logits_bsv: torch.Tensor = self.head(self.final_norm(x_bsh))
         return logits_bsv
+
+    def parts(self) -> dict[str, tuple[str, ...]]:
+        """What forward runs, one after another, and the modules of each: where a pipeline may cut."""
+        blocks = [f"blocks.{place}" for place in range(len(self.blocks))]
+        ends = ("token_embedding", "position_embedding", "dropout"), ("final_norm", "head")
+        return {"embed": ends[0], **{name: (name,) for name in blocks}, "logits": ends[1]}
 
     def init_weights(self, name: str, module: nn.Module) -> None:
         """Initialise the parameters that one module of this model holds itself, as in GPT-2.

@@ -1,0 +1,142 @@
+"""A model cut into stages: runs of its parts, each a module with the model's own names.
+
+A model has parts if it is an ``nn.Sequential``, whose children they are, or has a method ``parts()``. That returns, in
+the order in which forward runs them, each on the output of the one before, the name of each part (a module of the
+model, or a method of it) and the modules and parameters that it uses:
+
+    def parts(self):
+        return {"embed": ("token_embedding",), "blocks.0": ("blocks.0",), "logits": ("final_norm", "head")}
+
+A stage has its parameters under the whole model's names, so that checkpoints and tables do not depend on the cut.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardlab.partition.flat import ParamSpec
+from shardlab.partition.owners import assign_owners
+from shardlab.vocabulary import Partition
+
+Cut = tuple[tuple[str, ...], ...]
+"""The names of the parts of each stage."""
+
+
+def parts_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """The parts of a model, in order, with the modules and parameters of each.
+
+    Raises:
+        ValueError: it does not say.
+    """
+    if callable(parts := getattr(model, "parts", None)):
+        return dict(parts())
+    if isinstance(model, nn.Sequential):
+        return {name: (name,) for name, _ in model.named_children()}
+    raise ValueError(
+        f"model: {type(model).__name__} does not say where it may be cut; give an nn.Sequential, or a model with a "
+        "method parts() (notebooks/guide/pipeline.md)"
+    )
+
+
+def cut(model: nn.Module, num_stages: int, begins: Sequence[str] = ()) -> Cut:
+    """Divide a model's parts into stages.
+
+    Args:
+        model: with parts.
+        num_stages: how many.
+        begins: the first part of each stage but the first; none: the largest stage has as few parameters as can be.
+
+    Raises:
+        ValueError: there are fewer parts than stages, ``begins`` does not fit, or two stages share a parameter.
+    """
+    parts = parts_of(model)
+    names = list(parts)
+    if not 1 <= num_stages <= len(names):
+        raise ValueError(f"stages: {num_stages} of a model with {len(names)} parts; give 1 to {len(names)}")
+    if begins:
+        places = [names.index(name) if name in names else -1 for name in begins]
+        if len(places) != num_stages - 1 or places != sorted(set(places) - {-1, 0}):
+            raise ValueError(
+                f"begins: {', '.join(begins)} cannot begin stages 1 to {num_stages - 1}; give so many of "
+                f"{', '.join(names[1:])}, in this order"
+            )
+        bounds = [0, *places, len(names)]
+        stages = tuple(tuple(names[first:stop]) for first, stop in pairwise(bounds))
+    else:
+        stages = _balanced(model, parts, num_stages)
+    _check_shared(model, parts, stages)
+    return stages
+
+
+def _balanced(model: nn.Module, parts: Mapping[str, Sequence[str]], num_stages: int) -> Cut:
+    # Each part counts one element more than it has, so that none of the stages is left without a part.
+    sizes = [1 + sum(param.numel() for _, param in _params(model, used)) for used in parts.values()]
+    specs = [ParamSpec(name, (size,), 1) for name, size in zip(parts, sizes, strict=True)]
+    owners = assign_owners(specs, num_stages, Partition.CONTIGUOUS)
+    return tuple(
+        tuple(name for name, owner in zip(parts, owners, strict=True) if owner == stage) for stage in range(num_stages)
+    )
+
+
+def _params(model: nn.Module, used: Iterable[str]) -> list[tuple[str, nn.Parameter]]:
+    kept = tuple(used)
+    every = model.named_parameters(remove_duplicate=False)
+    return [(name, param) for name, param in every if any(_is_in(name, path) for path in kept)]
+
+
+def _is_in(name: str, path: str) -> bool:
+    return name == path or name.startswith(path + ".")
+
+
+def _check_shared(model: nn.Module, parts: Mapping[str, Sequence[str]], stages: Cut) -> None:
+    seen: dict[nn.Parameter, tuple[int, str]] = {}
+    for stage, names in enumerate(stages):
+        for name, param in _params(model, (path for part in names for path in parts[part])):
+            first, known = seen.setdefault(param, (stage, name))
+            if first != stage:
+                raise ValueError(
+                    f"stages: {name!r} of stage {stage} is {known!r} of stage {first}; untie them, or cut so that both "
+                    "are in one stage"
+                )
+
+
+def module_of(model: nn.Module, stages: Mapping[int, Sequence[str]]) -> nn.Module:
+    """Some stages of a model as one module, which shares the model's parameters; call it with a stage and its input.
+
+    Args:
+        model: with parts; it stays as it is.
+        stages: the names of the parts of each.
+    """
+    parts = parts_of(model)
+    kept = {path for names in stages.values() for name in names for path in parts[name]}
+    module = _with_only(model, kept, "")
+
+    def forward(stage: int, hidden: Any) -> Any:
+        return reduce(lambda value, name: _part(module, name)(value), stages[stage], hidden)
+
+    object.__setattr__(module, "forward", forward)
+    return module
+
+
+def _part(module: nn.Module, name: str) -> Callable[[Any], Any]:
+    found: Any = reduce(getattr, name.split("."), module)
+    return found  # type: ignore[no-any-return]
+
+
+def _with_only(module: nn.Module, kept: set[str], prefix: str) -> nn.Module:
+    """A copy of a module that has only some of the modules, parameters and buffers inside it, which it shares."""
+    twin = copy.copy(module)
+    for kind in ("_modules", "_parameters", "_buffers"):
+        own: dict[str, nn.Module | Tensor | None] = {}
+        for name, value in vars(module)[kind].items():
+            path = prefix + name
+            if path in kept:
+                own[name] = value
+            elif isinstance(value, nn.Module) and any(_is_in(other, path) for other in kept):
+                own[name] = _with_only(value, kept, path + ".")
+        object.__setattr__(twin, kind, own)
+    return twin
