@@ -91,6 +91,7 @@ class MeshAxis(StrEnum):
     SHARD = "shard"
     REPLICA = "replica"
     TENSOR = "tensor"
+    PIPE = "pipe"
 
 
 class Partition(StrEnum):

@@ -40,6 +40,7 @@ PRINTED = {
     "launch": "[0.5, 0.5]",
     "loop": f"{[({'epoch': 1}, 1)] * 3}\n{[(1, 1)] * 2}\n"
     f"{[{'weight': (0, 28), 'bias': (0, 8)}, {'weight': (28, 64)}]}\n",
+    "pipeline": "['2.bias', '2.weight', '3.bias', '3.weight']",
     "tensor_parallel": "((32, 16), (64, 16))",
 }
 

@@ -106,7 +106,7 @@ class AnyEngine(ABC):
             self._sync = before
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients so that their global norm is at most ``max_norm``.
+        """Scale the gradients so that their global norm, over all stages of a pipeline, is at most ``max_norm``.
 
         Args:
             max_norm: greater than 0.
@@ -119,7 +119,8 @@ class AnyEngine(ABC):
         tensors: dict[Axes, list[Tensor]] = {}
         for name, axes in self.spread_over().items():
             tensors.setdefault(axes, []).append(self._step_tensors.by_name(name))
-        return clip_(tensors, max_norm, norm_type, self.mesh.device)
+        stages = self.mesh[MeshAxis.PIPE] if MeshAxis.PIPE in self.mesh.axes else None
+        return clip_(tensors, max_norm, norm_type, self.mesh.device, stages)
 
     @abstractmethod
     def finish_gradients(self) -> None:

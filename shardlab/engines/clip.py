@@ -20,7 +20,10 @@ NORM_TYPES = (1.0, 2.0, inf)
 Axes = tuple[Communicator, ...]
 
 
-def clip_(tensors: Mapping[Axes, Iterable[Tensor]], max_norm: float, norm_type: float, device: torch.device) -> Tensor:
+def clip_(
+    tensors: Mapping[Axes, Iterable[Tensor]], max_norm: float, norm_type: float, device: torch.device,
+    stages: Communicator | None = None,
+) -> Tensor:  # fmt: skip
     """Scale the gradients of ``tensors`` in place; return the norm before clipping, 0-d, equal on all ranks.
 
     Args:
@@ -29,6 +32,7 @@ def clip_(tensors: Mapping[Axes, Iterable[Tensor]], max_norm: float, norm_type: 
         max_norm: greater than 0.
         norm_type: 1, 2 or inf.
         device: on which the axes communicate.
+        stages: ranks with other stages of the model, whose gradients count too.
 
     Raises:
         ValueError: another norm type, or a ``max_norm`` that is not positive.
@@ -44,6 +48,8 @@ def clip_(tensors: Mapping[Axes, Iterable[Tensor]], max_norm: float, norm_type: 
         for axes, some in tensors.items()
     }
     norm = norms[()] if set(norms) == {()} else _over_axes(norms, norm_type, device)
+    if stages is not None:  # last, and one number: other stages may be spread otherwise
+        norm = _over_axes({(stages,): norm}, norm_type, device)
     # A rank that holds nothing has a norm in torch's default dtype; all ranks must return the same dtype.
     dtypes = {tensor.dtype for tensor in everything if tensor.is_floating_point()}
     norm = norm.to(reduce(torch.promote_types, dtypes, torch.float32))

@@ -4,6 +4,7 @@
         pipeline = Pipeline(model, make_schedule("1f1b", 2, 8), mesh)
         engine = Engine(pipeline.module, lambda params: AdamW(params), mesh, ZeRO1())
         loss = pipeline.run(engine, loss_fn, inputs, targets)
+        engine.clip_grad_norm_(1.0)                           # of all stages
         engine.step()
 
 Between stages travel a micro-batch's output, forward, and its gradient, backward: for p ranks with v stages each and m
@@ -28,8 +29,8 @@ from shardlab.comm.events import Pending, wait_all
 from shardlab.engines.any_engine import AnyEngine
 from shardlab.pipeline.stages import Cut, cut, module_of
 from shardlab.schedules.actions import Action, Kind, Schedule
+from shardlab.vocabulary import MeshAxis
 
-AXIS = "pipe"
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MAX_DIMS = 8
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -61,7 +62,7 @@ class Pipeline:
     """
 
     def __init__(self, model: nn.Module, schedule: Schedule, mesh: BaseMesh, begins: tuple[str, ...] = ()) -> None:
-        self._comm, self.schedule = mesh[AXIS], schedule
+        self._comm, self.schedule = mesh[MeshAxis.PIPE], schedule
         if self._comm.num_ranks != len(schedule.ranks):
             raise ValueError(
                 f"schedule: it is for {len(schedule.ranks)} ranks, and axis 'pipe' has {self._comm.num_ranks}"

@@ -59,6 +59,7 @@ def trained(rank, axes, plan, num_micro_batches, options, make):
                 with mesh.observed_by(Log()):
                     loss = pipeline.run(engine, loss_fn, inputs[data_rank], targets[data_rank])
                 losses.append(None if loss is None else loss.item())
+                engine.clip_grad_norm_(0.1)
                 engine.step()
                 engine.zero_grad()
             return engine.full_state_dict(), losses, [tag for tag in tags if tag[0] == "pipe"]
@@ -73,6 +74,7 @@ def one_process(num_data_ranks, num_micro_batches):
         loss = loss_fn(model(inputs), targets)
         losses.append(loss.item())
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
     return model.state_dict(), losses
