@@ -22,7 +22,7 @@ import msgpack
 
 from shardlab.analysis.overlap import COMPUTE_KINDS
 from shardlab.tables import COLLECTIVES, KEYS, SPANS, STEPS, TABLES, Table
-from shardlab.trace.journal import JournalReader
+from shardlab.trace import journal
 from shardlab.vocabulary import STREAM_TRANSPORTS, WHOLE_MODEL, Phase, SpanKind
 
 Columns = Mapping[str, Sequence[Any]]
@@ -43,49 +43,24 @@ _WAIT = ("wait_start_us", "wait_end_us")
 _UNKNOWN_TRAFFIC = {name: [nan] for name in ("exposed_comm_us", "overlap", "wire_bytes")}
 
 
-class EntryStream:
-    """Reads the entries of one rank, also while they are being written.
+def read(path: Path) -> Iterator[dict[str, Columns]]:
+    """The tables of each entry of one rank so far, each with all of its columns.
 
     Args:
-        path: of the file. It stays open, so that it can be read even after the run has ended and removed it.
+        path: of the file, which may grow meanwhile.
 
     Raises:
         FileNotFoundError: it is not there.
+        ValueError: it is damaged.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._journal = JournalReader(path)
-        self._unpacker = msgpack.Unpacker(max_buffer_size=0)
-
-    def new(self) -> Iterator[Entry]:
-        """The entries that were not read before, without one that is not yet complete.
-
-        Raises:
-            ValueError: the file is damaged.
-        """
-        try:
-            while chunk := self._journal.new(CHUNK_BYTES):
-                # A chunk may end inside an entry, whose beginning the unpacker keeps until the rest comes.
-                self._unpacker.feed(chunk)
-                yield from self._unpacker
-        except (ValueError, msgpack.UnpackException) as error:
-            raise ValueError(f"run: {self._path} is damaged: {error!r}") from error
-
-    def tables(self, entry: Entry) -> dict[str, Columns]:
-        """The tables in an entry, each with all of its columns.
-
-        Raises:
-            ValueError: the entry has another form: the file is damaged.
-        """
-        try:
-            return _tables(entry)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"run: {self._path} is damaged: {error!r}") from error
-
-    def close(self) -> None:
-        """Close the file."""
-        self._journal.close()
+    unpacker = msgpack.Unpacker(max_buffer_size=0)
+    try:
+        for chunk in journal.read(path, CHUNK_BYTES):
+            # A chunk may end inside an entry, whose beginning the unpacker keeps until the rest comes.
+            unpacker.feed(chunk)
+            yield from map(_tables, unpacker)
+    except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
+        raise ValueError(f"run: {path} is damaged: {error!r}") from error
 
 
 def joined(entries: Iterable[Mapping[str, Columns]], table: Table) -> dict[str, list[Any]]:

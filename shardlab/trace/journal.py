@@ -8,6 +8,7 @@ the file grows and after a kill; behind them are zeros. After a kill the data is
 import mmap
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 END = struct.Struct("<Q")
@@ -79,28 +80,15 @@ class Journal:
         self._pages = mmap.mmap(self._file.fileno(), self._made - self._mapped_from, offset=self._mapped_from)
 
 
-class JournalReader:
-    """Reads what has been appended, also while the file grows.
-
-    Args:
-        path: of the file. It stays open, so that it can be read even after its writer has removed it.
+def read(path: Path, at_most: int) -> Iterator[bytes]:
+    """All that has been appended by now, in pieces of at most ``at_most`` bytes.
 
     Raises:
         FileNotFoundError: it is not there.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("rb", buffering=0)
-        self._place = END.size
-
-    def new(self, at_most: int) -> bytes:
-        """The next bytes, at most ``at_most``; empty if there is nothing new."""
-        head = os.pread(self._file.fileno(), END.size, 0)
-        end = END.unpack(head)[0] if len(head) == END.size else 0  # killed before the first page was made
-        data = os.pread(self._file.fileno(), min(max(end - self._place, 0), at_most), self._place)
-        self._place += len(data)
-        return data
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+    with path.open("rb", buffering=0) as file:
+        head = file.read(END.size)
+        left = END.unpack(head)[0] - END.size if len(head) == END.size else 0  # killed before the first page was made
+        while left > 0 and (data := file.read(min(left, at_most))):
+            left -= len(data)
+            yield data

@@ -11,7 +11,7 @@ Arrow batch per table more. Reading needs no torch.
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardlab.tables import TABLES
-from shardlab.trace.entries import Columns, EntryStream, joined
+from shardlab.trace.entries import Columns, joined, read
 from shardlab.trace.journal import Journal
 
 FORMAT = 3  # 1 knew less of the CUDA allocator; 2 had lines of JSON for entries
@@ -221,10 +221,9 @@ def _read_parquet(path: Path, name: str) -> pa.Table:
 
 def _batches(path: Path) -> Iterator[dict[str, pa.Table]]:
     """All tables of a stream, some steps at a time."""
-    with closing(EntryStream(path)) as stream:
-        entries = map(stream.tables, stream.new())
-        while some := list(islice(entries, STEPS_AT_ONCE)):
-            yield {name: pa.table(joined(some, table), _SCHEMAS[name]) for name, table in TABLES.items()}
+    entries = read(path)
+    while some := list(islice(entries, STEPS_AT_ONCE)):
+        yield {name: pa.table(joined(some, table), _SCHEMAS[name]) for name, table in TABLES.items()}
 
 
 _SCHEMAS = {

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -15,7 +14,7 @@ import pytest
 import shardlab.experiment.comparison
 from shardlab.cli import main
 from shardlab.experiment import load_comparison
-from shardlab.trace.entries import EntryStream
+from shardlab.trace.entries import read
 from shardlab.trace.store import load_run
 from tests.launch.helpers import as_under_torchrun
 
@@ -87,8 +86,7 @@ def test_a_rank_that_raises_shows_its_traceback(compared, monkeypatch):
 def steps_in(path):
     if not path.exists():
         return 0
-    with closing(EntryStream(path)) as stream:
-        return len(list(stream.new()))
+    return len(list(read(path)))
 
 
 def test_ctrl_c_ends_the_ranks_and_keeps_the_records(tmp_path):

@@ -5,14 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 
 from shardlab.trace import journal
-from shardlab.trace.journal import END, Journal, JournalReader
+from shardlab.trace.journal import END, Journal
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,8 +22,7 @@ def path(tmp_path):
 
 
 def read(path, at_most=10**9):
-    with closing(JournalReader(path)) as reader:
-        return b"".join(iter(lambda: reader.new(at_most), b""))
+    return b"".join(journal.read(path, at_most))
 
 
 @pytest.mark.parametrize(("ahead", "at_most"), [(1, 10**9), (5000, 7), (2**18, 4096)])
@@ -38,21 +36,6 @@ def test_what_is_appended_is_read(path, monkeypatch, ahead, at_most):
         assert read(path, at_most) == whole
     writer.close()
     assert read(path, at_most) == whole
-
-
-def test_a_reader_goes_on_where_it_was(path):
-    writer = Journal(path)
-    reader = JournalReader(path)
-    assert reader.new(100) == b""
-    for word in (b"one", b"two", b"three"):
-        writer.append(word)
-        assert reader.new(100) == word
-        assert reader.new(100) == b""
-    writer.append(b"four")
-    writer.close()
-    path.unlink()
-    assert reader.new(100) == b"four", "removed, but open"
-    reader.close()
 
 
 def test_what_is_half_written_is_not_there(path):
