@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import getdoc
 from math import inf, prod
 from typing import Any
 
@@ -220,21 +221,18 @@ class Exercise:
             raise ValueError(f"name: {self.name!r} was given; write words with dots between them, as 'zero1.owners'")
 
     @classmethod
-    def from_file(
-        cls, name: str, doc: str | None, starter: str, cases: Callable[[], Sequence[Case]], notebook: str, **more: Any
-    ) -> "Exercise":
-        """One that has a file of its own: the task stands in its docstring below the first line, then a list of hints.
+    def of(cls, name: str, cases: Callable[[], Sequence[Case]], starter: str, notebook: str, **more: Any) -> "Exercise":
+        """One whose task stands in the docstring of ``cases``, before a list of hints.
 
         Args:
-            name: see above, as ``starter``, ``cases``, ``notebook`` and the rest.
-            doc: docstring of the file.
-            starter: source to begin with.
+            name: see above, as ``cases``, ``starter``, ``notebook`` and the rest.
             cases: makes the cases.
+            starter: source to begin with.
             notebook: where it belongs.
             more: the other fields.
         """
-        task, _, hints = (doc or "").partition("\n\n")[2].partition("\n\nHints:\n- ")
-        lines = tuple(" ".join(hint.split("\n  ")) for hint in hints.rstrip().split("\n- "))
+        task, _, hints = (getdoc(cases) or "").partition("\n\nHints:\n- ")
+        lines = tuple(" ".join(hint.split("\n  ")) for hint in hints.split("\n- "))
         return cls(name, task, starter, cases, lines, notebook, **more)
 
     @property

@@ -1,0 +1,220 @@
+"""Exercises of notebooks 04 and 05: what is hidden, by which bucket, and from which batch on a second rank pays off."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from shardlab.analysis.intervals import intersect, subtract, total
+from shardlab.comm import Communicator
+from shardlab.course.exercises.exercise import (  # isort: skip
+    Case, Exercise, Function, Measured, Message, Traffic, VirtualClock, call_without_ranks,
+)  # fmt: skip
+from shardlab.course.exercises.values import numbers_in, whole_number
+from shardlab.vocabulary import Collective
+
+Intervals = Sequence[tuple[float, float]]
+
+INTERVALS: dict[str, tuple[Intervals, Intervals, Intervals]] = {  # messages, compute, waits
+    "two messages at once": ([(0, 10), (2, 4)], [(0, 5)], []),
+    "a gap in which nothing is sent": ([(0, 4), (16, 20)], [(4, 16)], []),
+    "a block inside the model": ([(0, 10), (20, 30)], [(5, 25), (8, 12)], []),
+    "compute that waits for the message": ([(0, 10)], [(0, 10)], [(2, 10)]),
+    "no compute": ([(0, 10), (5, 12)], [], []),
+    "no communication": ([], [(0, 10)], []),
+    # No grid of moments holds them all.
+    "bounds that are no whole numbers, in any order": ([(3.5, 9.2718), (0.5, 4)], [(6, 8), (1, 3.7321)], [(6.5, 7)]),
+}
+
+OVERLAP_STARTER = """def overlap_exposed(messages, compute, waits):
+    hidden = 0.0  # your code: now everything is exposed, and what overlaps counts twice
+    return hidden, sum(end - start for start, end in messages) - hidden
+"""
+
+
+def overlap_cases() -> list[Case]:
+    """overlap_exposed(messages, compute, waits): on one rank, the time of communication as (hidden, exposed).
+
+    Each argument is a list of (start, end), in any order; intervals of one list may overlap and lie inside each other.
+    A moment counts once, however many intervals of a list hold it. It is hidden communication if a message is under way
+    and the rank computes; a rank that waits does not compute, although the span around it is open. Communication that
+    is not hidden is exposed.
+
+    Hints:
+    - Sort the bounds of all three lists. Between two neighbours nothing begins or ends: look at one moment of each.
+    - A moment t lies in a list if any(start <= t < end for start, end in intervals).
+    - hidden: the pieces in messages and in compute and not in waits; exposed: all others in messages.
+    """
+    # One for each way in which definitions differ.
+    return [Case(words, (lists,), (_wanted(*lists),)) for words, lists in INTERVALS.items()]
+
+
+def _wanted(messages: Intervals, compute: Intervals, waits: Intervals) -> list[float]:
+    hidden = total(intersect(messages, subtract(compute, waits)))
+    return [hidden, total(messages) - hidden]
+
+
+OVERLAP = Exercise.of(
+    "overlap.exposed", overlap_cases, OVERLAP_STARTER, "04_overlap_defined",
+    attempt=call_without_ranks, drawn_words="hidden, then exposed time", num_references=2, num_wrong=5,
+)  # fmt: skip
+
+
+Layers = Sequence[tuple[float, int]]  # microseconds of backward, bytes of gradients
+
+LINKS: dict[str, tuple[Layers, float, float]] = {  # layers, latency in us, bytes per us
+    "only the latency is too long": ([(100, 8)] * 6, 240, 1000),
+    "layers that differ": ([(300, 400), (20, 4000), (200, 800), (200, 800), (50, 1600), (250, 400)], 100, 20),
+    "8 equal layers": ([(100, 1000)] * 8, 150, 20),
+    "a link that keeps up with every layer": ([(100, 800)] * 4, 10, 20),
+    "a link that never keeps up": ([(100, 4000)] * 5, 50, 20),
+}
+
+LINK_STARTER = """def link_smallest_bucket(layers, latency_us, bytes_per_us):
+    return 1  # your code: the smallest bucket, but its latency may be longer than a layer computes
+"""
+
+
+def link_cases() -> list[Case]:
+    """link_smallest_bucket(layers, latency_us, bytes_per_us): of how many layers a bucket must be.
+
+    layers is a list of (time_us, num_bytes) in the order of backward: a layer computes for time_us, and leaves
+    num_bytes of gradients. A bucket holds k layers, the last bucket what is left. Its message starts as soon as its
+    last layer has computed and the message before it has ended, and takes latency_us + bytes / bytes_per_us. Return the
+    smallest k with which no message has to wait for the one before it. (One bucket of all layers always does: it has
+    none before it.)
+
+    Hints:
+    - Go through the buckets with two times: when a bucket is ready, and when the message before it has ended.
+    - Try k = 1, 2, 3, ... and return the first with which no bucket is ready before the message of the last one ended.
+    - The last bucket may be smaller: then it is ready sooner, while the message before it may still be out.
+    """
+    # Equal layers with a last bucket that is not full, unequal ones, and links that are fast, slow or far.
+    return [_case(words, *link) for words, link in LINKS.items()]
+
+
+def _case(words: str, layers: Layers, latency_us: float, bytes_per_us: float) -> Case:
+    link = (list(layers), latency_us, bytes_per_us)
+    best = next(k for k in range(1, len(layers) + 1) if not any(_queued_us(k, *link)))
+    sizes = [sum(num_bytes for _, num_bytes in bucket) for bucket in _buckets(best, layers)]
+    sent = [Message.around_a_ring(Collective.ALL_REDUCE, size, 2) for size in sizes]
+    wanted = {"layers in a bucket": best, "messages wait": _queued_us(best, *link)}
+    return Case(words, (link,) * 2, (wanted,) * 2, Traffic.of([sent] * 2))
+
+
+def _buckets(num_layers: int, layers: Layers) -> Iterator[Layers]:
+    return (layers[start : start + num_layers] for start in range(0, len(layers), num_layers))
+
+
+def _queued_us(num_layers: int, layers: Layers, latency_us: float, bytes_per_us: float) -> list[float]:
+    """How long each message waits for the one before it."""
+    clock, queued, end_us = VirtualClock(latency_us, bytes_per_us), [], 0.0
+    for bucket in _buckets(num_layers, layers):
+        clock.compute(sum(time_us for time_us, _ in bucket))
+        queued.append(max(0.0, end_us - clock.now_us))
+        end_us = clock.send(sum(num_bytes for _, num_bytes in bucket))
+    return queued
+
+
+def backward(
+    function: Function, comm: Communicator, layers: Layers, latency_us: float, bytes_per_us: float
+) -> Measured:
+    """A backward with buckets of as many layers as the learner says: real messages, with the times of the clock."""
+    returned = function(list(layers), latency_us, bytes_per_us)
+    num_layers = whole_number(returned)
+    if num_layers is None or not 1 <= num_layers <= len(layers):
+        return Measured({"layers in a bucket": returned, "messages wait": []})
+    clock, end_us = VirtualClock(latency_us, bytes_per_us), 0.0
+    for bucket in _buckets(num_layers, layers):
+        clock.compute(sum(time_us for time_us, _ in bucket))
+        gradients = torch.zeros(sum(num_bytes for _, num_bytes in bucket), dtype=torch.uint8)
+        end_us = clock.send(gradients.nbytes)
+        comm.all_reduce(gradients, tag="bucket").wait()
+    clock.wait(end_us)
+    queued = _queued_us(num_layers, layers, latency_us, bytes_per_us)
+    return Measured({"layers in a bucket": num_layers, "messages wait": queued}, time_us=clock.now_us)
+
+
+LINK = Exercise.of(
+    "link.smallest_bucket", link_cases, LINK_STARTER, "04_overlap_defined", num_references=1, num_wrong=5,
+    attempt=backward, drawn=lambda result: numbers_in(result["messages wait"]),
+    drawn_words="how long a message waits for the one before it (us)",
+)  # fmt: skip
+
+
+Step = tuple[float, float, list[int], float, float]  # us without rows, us a row, bytes, latency, bytes a us
+
+MOST_ROWS = 10_000
+STEPS: dict[str, Step] = {
+    "one bucket": (100, 50, [4000], 20, 2),
+    "four buckets": (100, 50, [1000] * 4, 20, 2),
+    "messages that queue": (30, 20, [8000, 400, 400, 400], 10, 4),
+    "exactly as fast with 3 rows": (0, 100, [600], 0, 2),
+    "only latency": (300, 10, [4] * 40, 50, 100),
+    "one row is enough": (500, 5, [100], 10, 10),
+}
+
+BREAK_EVEN_STARTER = """def scaling_break_even(fixed_us, row_us, sizes, latency_us, bytes_per_us):
+    return 1  # your code: with few rows two ranks wait for messages longer than they gain
+"""
+
+
+def break_even_cases() -> list[Case]:
+    """scaling_break_even(fixed_us, row_us, sizes, latency_us, bytes_per_us): the fewest rows that two ranks need.
+
+    With b rows a rank computes for fixed_us + b * row_us in a step; the first third is forward, the rest backward.
+    Backward makes gradients at an even rate: when a part of all bytes is there, the same part of backward has passed.
+    They fill buckets of sizes[0], sizes[1], ... bytes. A bucket's message starts when it is full and the message before
+    it has ended, and takes latency_us + bytes / bytes_per_us. The step of two ranks is over when compute and the last
+    message are, and has trained 2b rows; one rank sends nothing and trains b. Return the smallest b >= 1 with which two
+    ranks train more rows a second than one. There is one.
+
+    Hints:
+    - Two are faster than one if the step of two is shorter than 2 * (fixed_us + b * row_us). Try b = 1, 2, 3, ...
+    - Go through the buckets with two numbers: how many bytes are full, and when the message before has ended.
+    - A bucket is full at compute / 3 + compute * 2 / 3 * (bytes so far) / (all bytes).
+    """
+    # Nothing to hide, something, a queue, a tie, many small messages, and much that does not depend on rows.
+    return [Case(words, (step,), (_found(_fewest(step), step).result,)) for words, step in STEPS.items()]
+
+
+def _fewest(step: Step) -> int:
+    return next(rows for rows in range(1, MOST_ROWS) if _gain(rows, step) > 1)
+
+
+def _gain(rows: int, step: Step) -> float:
+    """Rows a second of two ranks over those of one."""
+    fixed_us, row_us, *_ = step
+    return 2 * (fixed_us + rows * row_us) / _step_us(rows, step)
+
+
+def _step_us(rows: int, step: Step) -> float:
+    fixed_us, row_us, sizes, latency_us, bytes_per_us = step
+    clock, compute_us, end_us = VirtualClock(latency_us, bytes_per_us), fixed_us + rows * row_us, 0.0
+    clock.compute(compute_us / 3)
+    for num_bytes in sizes:
+        clock.compute(compute_us * 2 / 3 * num_bytes / sum(sizes))
+        end_us = clock.send(num_bytes)
+    clock.wait(end_us)
+    return clock.now_us
+
+
+def _found(rows: int, step: Step) -> Measured:
+    gains = {"gain": _gain(rows, step), "gain with a row less": _gain(rows - 1, step) if rows > 1 else 0.0}
+    return Measured({"rows": rows, **gains}, time_us=_step_us(rows, step))
+
+
+def play(function: Function, _comm: Communicator, *step: Any) -> Measured:
+    """The step of two ranks with as many rows as the learner says; what is no number of rows is compared as it is."""
+    returned = function(*step)
+    rows = whole_number(returned)
+    if rows is None or not 1 <= rows < MOST_ROWS:
+        return Measured({"rows": returned, "gain": None, "gain with a row less": None})
+    return _found(rows, step)
+
+
+BREAK_EVEN = Exercise.of(
+    "scaling.break_even", break_even_cases, BREAK_EVEN_STARTER, "05_why_are_two_slower_than_one", attempt=play,
+    num_references=1, num_wrong=5, drawn=lambda result: [result["gain"], result["gain with a row less"]],
+    drawn_words="rows a second of two ranks over one: with these rows, and with a row less",
+)  # fmt: skip

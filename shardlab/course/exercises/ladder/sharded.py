@@ -1,0 +1,177 @@
+"""Exercises of notebooks 06, 08 and 09: the norm of shards, units within a budget, a step that all skip or none."""
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
+from math import inf, nan
+from typing import Any
+
+import torch
+
+from shardlab.comm import Communicator
+from shardlab.course.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic
+from shardlab.vocabulary import Collective
+
+NORM_SHARDS = {  # of each rank, and the norm
+    "2-norm, 3 ranks, one without shards": (2.0, [[[3.0], [0.0, 4.0]], [], [[12.0]]], 13.0),
+    "inf-norm, 3 ranks, one without shards": (inf, [[[1.0, -7.0], [2.0]], [], [[5.0]]], 7.0),
+    "1-norm, 2 ranks": (1.0, [[[1.0, -2.0]], [[-3.0], [4.0]]], 10.0),
+    "2-norm, 1 rank": (2.0, [[[3.0], [-4.0]]], 5.0),
+}
+
+NORM_STARTER = """def clip_global_norm(comm, shards, norm_type):
+    return torch.nn.utils.get_total_norm(shards, norm_type)  # your code: of this rank alone
+"""
+
+
+def norm_cases() -> list[Case]:
+    """clip_global_norm(comm, shards, norm_type): the norm over all elements of all ranks, the same on every rank.
+
+    Return a number, or a tensor with one element. shards is this rank's list of float64 tensors, which may be empty;
+    norm_type is 1.0, 2.0 or float("inf"). One message of one float64 number is enough: comm.all_reduce(tensor,
+    reduction="sum" or "max").wait() works in place.
+
+    Hints:
+    - Norms do not add up, but for a 1-norm. What does, for a 2-norm, and how do you come back from it?
+    - Of an inf-norm nothing adds up: the largest counts, and a negative element may be the largest in absolute value.
+    - A rank without shards sends a zero: all ranks take part in every collective, with the same dtype (float64).
+    """
+    # The three norms, with a rank that holds nothing, and one rank alone.
+    return [_norm_case(words, *values) for words, values in NORM_SHARDS.items()]
+
+
+def _norm_case(words: str, norm_type: float, shards: list[list[list[float]]], norm: float) -> Case:
+    num_ranks = len(shards)
+    one_number = Message.around_a_ring(Collective.ALL_REDUCE, 8, num_ranks)
+    inputs = tuple(([torch.tensor(one, dtype=torch.float64) for one in of_rank], norm_type) for of_rank in shards)
+    traffic = Traffic.of([[one_number] if num_ranks > 1 else []] * num_ranks)
+    return Case(words, inputs, (norm,) * num_ranks, traffic)
+
+
+NORM = Exercise.of(
+    "clip.global_norm", norm_cases, f"import torch\n\n\n{NORM_STARTER}", "06_zero_1_and_2",
+    num_references=1, num_wrong=6,
+)  # fmt: skip
+
+
+Units = Sequence[Sequence[int]]
+
+SIZES = {  # bytes of each layer, budget, prefetch
+    "no prefetch": ([48, 16, 32, 64, 16, 16], 96, 0),
+    "no prefetch, one layer fills the budget": ([96, 16, 80], 96, 0),
+    "one unit ahead": ([32, 32, 32, 32, 32, 32], 128, 1),
+    "one unit ahead, a large layer": ([16, 80, 16, 16, 16, 48], 128, 1),
+    "all fit": ([16, 16, 16], 64, 0),
+}
+
+UNITS_STARTER = """def fsdp_units(sizes, budget, prefetch):
+    return [[index] for index in range(len(sizes))]  # your code: within the budget, but a message for every layer
+"""
+
+
+def units_cases() -> list[Case]:
+    """fsdp_units(sizes, budget, prefetch): which layers make up each unit, as a list of lists of indices.
+
+    sizes are the bytes of the layers' weights in the order of forward. A unit is a run of neighbouring layers, gathered
+    in one message before its first layer computes and freed after its last. With prefetch 0 one unit is gathered at a
+    time, with prefetch 1 the next one as well, while this one computes. A gathered layer counts whole. Never may more
+    than budget bytes be gathered, and there must be as few units as possible. There is always a way.
+
+    Hints:
+    - With prefetch 0: go on with the open unit for as long as the next layer fits.
+    - With prefetch 1 two neighbours must fit together, but they need not be equal: a small one beside a large one.
+    - n layers can be cut in 2 ** (n - 1) ways. Try them all, few cuts first, and take the first that fits:
+      itertools.combinations gives the places of the cuts.
+    """
+    # Without prefetch a greedy choice is enough; with prefetch, giving each unit half the budget is not.
+    return [_units_case(words, *layers) for words, layers in SIZES.items()]
+
+
+def _units_case(words: str, sizes: Sequence[int], budget: int, prefetch: int) -> Case:
+    units = next(units for units in _cuts(len(sizes)) if _peak_bytes(units, sizes, prefetch) <= budget)
+    num_bytes = [sum(sizes[index] for index in unit) for unit in units]
+    sent = [Message.around_a_ring(Collective.ALL_GATHER, size, 2) for size in num_bytes]
+    inputs, wanted = (list(sizes), budget, prefetch), {"layers": list(range(len(sizes)))}
+    return Case(words, (inputs,) * 2, (wanted,) * 2, Traffic.of([sent] * 2), most_peak_bytes=budget)
+
+
+def _cuts(num_layers: int) -> Iterator[list[range]]:
+    """All ways to cut a row of layers, those with few units first."""
+    for num_cuts in range(num_layers):
+        for cuts in combinations(range(1, num_layers), num_cuts):
+            bounds = [0, *cuts, num_layers]
+            yield [range(start, stop) for start, stop in pairwise(bounds)]
+
+
+def _peak_bytes(units: Units, sizes: Sequence[int], prefetch: int) -> int:
+    """What is gathered at once, at most: a unit and those after it that are on their way."""
+    num_bytes = [sum(sizes[index] for index in unit) for unit in units]
+    return max((sum(num_bytes[place : place + 1 + prefetch]) for place in range(len(units))), default=0)
+
+
+def gather_units(function: Function, comm: Communicator, sizes: Sequence[int], budget: int, prefetch: int) -> Measured:
+    """A forward that gathers the learner's units, each in one message."""
+    found: Any = function(list(sizes), budget, prefetch)
+    if found is None:  # a forgotten return
+        return Measured(None)
+    units = [list(unit) for unit in found]
+    layers = [index for unit in units for index in unit]
+    if layers != list(range(len(sizes))):
+        return Measured({"layers": layers})
+    for unit in units:
+        gathered = torch.zeros(sum(sizes[index] for index in unit), dtype=torch.uint8)
+        comm.all_gather(gathered, gathered.chunk(comm.num_ranks)[comm.rank].clone(), tag="unit").wait()
+    return Measured({"layers": layers}, peak_bytes=_peak_bytes(units, sizes, prefetch))
+
+
+UNITS = Exercise.of(
+    "fsdp.units", units_cases, UNITS_STARTER, "08_fsdp_units", num_references=1, num_wrong=5,
+    attempt=gather_units, drawn_words="the layers in the order in which they are gathered",
+)  # fmt: skip
+
+
+SCALE = 1024.0
+UNSCALE_SHARDS: dict[str, list[list[list[float]]]] = {  # of each rank
+    "an inf on rank 1": [[[1024.0]], [[3.0, inf]]],
+    "all are finite": [[[1024.0, 2048.0], [0.0]], [[-512.0]]],
+    "a NaN on rank 0": [[[nan, 1.0], [2.0]], [[1024.0]], [[8.0]]],
+    "+inf and -inf on two ranks": [[[inf]], [[-inf]]],
+    "rank 0 has no shards": [[], [[1024.0], [inf]]],
+    "1 rank": [[[2048.0, -1024.0]]],
+}
+
+UNSCALE_STARTER = """def precision_unscale(comm, shards, scale):
+    return [shard / scale for shard in shards], scale  # your code: and if one of them is not finite, on another rank?
+"""
+
+
+def unscale_cases() -> list[Case]:
+    """precision_unscale(comm, shards, scale): undo the scaling of the loss, on all ranks or on none.
+
+    shards is this rank's list of float64 gradients of a loss that was multiplied by scale; it may be empty. If every
+    element on every rank is finite, return (the shards divided by scale, scale). If one of them is inf or NaN anywhere,
+    all ranks must skip the step and try a smaller scale: return (None, scale / 2) on each. One message of one float64
+    number is enough: comm.all_reduce(tensor, reduction="sum" or "max").wait() works in place.
+
+    Hints:
+    - tensor.isfinite() is False for inf, -inf and NaN. A rank without shards has found nothing wrong.
+    - A rank that skips alone no longer steps with the others. Send 1.0 if something is wrong here.
+    - With reduction="max" everybody ends with 1.0 if anybody had it. Do not add up the gradients: inf - inf is NaN.
+    """
+    # Nothing wrong, inf and NaN on one rank, both signs, no shards, one rank.
+    return [_unscale_case(words, shards) for words, shards in UNSCALE_SHARDS.items()]
+
+
+def _unscale_case(words: str, shards: list[list[list[float]]]) -> Case:
+    tensors = [[torch.tensor(shard, dtype=torch.float64) for shard in of_rank] for of_rank in shards]
+    is_finite = all(bool(shard.isfinite().all()) for of_rank in tensors for shard in of_rank)
+    num_ranks = len(shards)
+    wanted = tuple([[shard / SCALE for shard in own], SCALE] if is_finite else [None, SCALE / 2] for own in tensors)
+    one_number = Message.around_a_ring(Collective.ALL_REDUCE, 8, num_ranks)
+    traffic = Traffic.of([[one_number] if num_ranks > 1 else []] * num_ranks)
+    return Case(words, tuple((own, SCALE) for own in tensors), wanted, traffic)
+
+
+UNSCALE = Exercise.of(
+    "precision.unscale", unscale_cases, UNSCALE_STARTER, "09_precision_offload_checkpointing",
+    drawn_words="an element of the gradients, if there are any, then the scale", num_references=1, num_wrong=5,
+)  # fmt: skip
