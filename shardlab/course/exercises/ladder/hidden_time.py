@@ -7,6 +7,7 @@ import torch
 
 from shardlab.analysis.intervals import intersect, subtract, total
 from shardlab.comm import Communicator
+
 from shardlab.course.exercises.exercise import (  # isort: skip
     Case, Exercise, Function, Measured, Message, Traffic, VirtualClock, call_without_ranks,
 )  # fmt: skip

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm import CollectiveEvent, Communicator, Observer
+
 from shardlab.course.exercises.exercise import (  # isort: skip
     Case, Exercise, Function, Message, Traffic, call_in_place, call_without_ranks,
 )  # fmt: skip

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shardlab.comm import Communicator, Pending
+
 from shardlab.course.exercises.exercise import (  # isort: skip
     Case, Exercise, Function, Measured, Message, Traffic, VirtualClock, call_without_ranks,
 )  # fmt: skip
