@@ -146,20 +146,21 @@ def diff(
 ) -> None:
     """Compare two comparisons or runs: every number of each strategy, and whether the losses are equal."""
     from shardlab.experiment import load_saved
-    from shardlab.experiment.run_verdicts import Difference
+    from shardlab.experiment.differences import differences, losses_compared, readable, set_otherwise
     from shardlab.recording.report import is_recorded
 
     if is_recorded(first) or is_recorded(second):
         _diff_recorded(first, second, json)
         return
-    difference = Difference(load_saved(first), load_saved(second))
+    saved = load_saved(first), load_saved(second)
+    table, losses = differences(saved[0][0].summary, saved[1][0].summary), losses_compared(*saved)
     if json:
-        print_json(difference.table)
+        print_json(table)
     else:
-        _print_quantities(difference.readable)
-        for line in (*difference.settings, *difference.verdicts):
+        _print_quantities(readable(table))
+        for line in (*set_otherwise(*saved), *(said for _, said in losses)):
             Console(highlight=False).print(line, soft_wrap=True)
-    if not difference.losses_equal:
+    if not all(equal for equal, _ in losses):
         raise typer.Exit(LOSSES_DIFFER)
 
 
@@ -222,13 +223,13 @@ def _report_recorded(directory: Path, json: bool) -> None:
 def _diff_recorded(first: Path, second: Path, json: bool) -> None:
     """Print the numbers of two runs of which a script has made one or both: their losses are not comparable."""
     from shardlab.experiment import load_saved
-    from shardlab.experiment.summary import differences, pairs_of, readable
+    from shardlab.experiment.differences import differences, readable
     from shardlab.recording.report import is_recorded, load_recorded
 
     one, other = (
         load_recorded(path).summary if is_recorded(path) else load_saved(path)[0].summary for path in (first, second)
     )
-    table = differences(one, other, pairs_of(list(one["strategy"]), list(other["strategy"])))
+    table = differences(one, other)
     if json:
         print_json(table)
         return

@@ -1,8 +1,6 @@
-"""What a comparison shows, in sentences, and how two of them differ: are losses, plan and transports equal?"""
+"""What a comparison shows, in sentences: are losses, plan and transports equal?"""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from functools import cached_property
 from math import prod
 
 import pandas as pd
@@ -11,17 +9,13 @@ from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.engines import STRATEGIES
 from shardlab.experiment import rank_checks, summary
 from shardlab.experiment.comparison import Comparison
-from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.dead_run import LOOK_FOR, why_dead
 from shardlab.experiment.rank_checks import DATA, GRADIENTS, LOSS
-from shardlab.experiment.summary import JUDGED_STEPS, NORM_TOLERANCE, REFERENCE, Pair
+from shardlab.experiment.summary import JUDGED_STEPS, LOOK_FOR, NORM_TOLERANCE, REFERENCE, why_dead
 from shardlab.experiment.token_mean import cause
 from shardlab.plots.text import format_percent
 from shardlab.trace.store import Records
 from shardlab.vocabulary import HostTransport, MeshAxis, Phase, SpanKind
 
-Saved = tuple[Comparison, CompareConfig]
-WITHOUT_EFFECT = {"strategies", "timeout_s"}  # fields that change no number of a strategy
 SAME_SUM = 1e-4  # relative
 APART = 1e-3  # of the single process's loss: more than rounding
 AGREED = 1e-3  # of the distance to the single process
@@ -367,102 +361,3 @@ def transports_of(comparison: Comparison) -> dict[str, list[str]]:
     sent = sent[~sent["phase"].isin([Phase.SETUP, Phase.METRICS])]
     real = sent["transport"].str.replace(" as .*", "", regex=True)  # without the name of an emulated link
     return {str(name): list(runs.unique()) for name, runs in sent["run"].groupby(real)}
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The differences between two comparisons, from the first to the second.
-
-    Raises:
-        ValueError: on first use, if they have no strategy in common.
-    """
-
-    first: Saved
-    second: Saved
-
-    @cached_property
-    def pairs(self) -> list[Pair]:
-        """The strategies that are compared."""
-        one, other = (list(saved[0].summary["strategy"]) for saved in (self.first, self.second))
-        return summary.pairs_of(one, other)
-
-    @cached_property
-    def table(self) -> pd.DataFrame:
-        """Every number of every strategy; see ``differences``."""
-        return summary.differences(self.first[0].summary, self.second[0].summary, self.pairs)
-
-    @property
-    def readable(self) -> pd.DataFrame:
-        """The same in readable units, without quantities that neither run has."""
-        return summary.readable(self.table)
-
-    @property
-    def losses(self) -> pd.DataFrame:
-        """The losses of every step that both have, and their difference."""
-        return summary.loss_differences(self.first[0].records.steps, self.second[0].records.steps, self.pairs)
-
-    @property
-    def losses_equal(self) -> bool:
-        """Whether the first common steps of each pair agree; False if it has none, or a loss is inf or NaN."""
-        agree = all(len(found := self._judged(pair)) and found.max() <= self.tolerance(pair) for pair in self.pairs)
-        return agree and not any(self._not_finite(pair) for pair in self.pairs)
-
-    def tolerance(self, pair: Pair) -> float:
-        """How far equal losses of a pair may differ: the tolerance of the run that computes in the coarser numbers."""
-        runs = zip((self.first, self.second), pair, strict=True)
-        return max(summary.tolerance_of_run(run, saved.records, config.dtype) for (saved, config), run in runs)
-
-    @property
-    def settings(self) -> list[str]:
-        """One line for strategies that only one has, and for each field of the configuration that differs."""
-        one, other = self.first[1], self.second[1]
-        paired = {name for pair in self.pairs for name in pair}
-        alone = [
-            f"strategies: {', '.join(names)} only in the {which}, so not compared"
-            for which, saved in (("first", self.first), ("second", self.second))
-            if (names := [name for name in saved[0].summary["strategy"] if name not in paired])
-        ]
-        return alone + [
-            f"{field.name}: {getattr(one, field.name)} in the first, {getattr(other, field.name)} in the second"
-            for field in fields(CompareConfig)
-            if field.name not in WITHOUT_EFFECT and getattr(one, field.name) != getattr(other, field.name)
-        ]
-
-    @property
-    def verdicts(self) -> list[str]:
-        """One sentence on the losses of each pair."""
-        return [self._verdict(pair) for pair in self.pairs]
-
-    def _verdict(self, pair: Pair) -> str:
-        name = pair[0] if pair[0] == pair[1] else f"{pair[0]} and {pair[1]}"
-        found = self._judged(pair)
-        if not len(found):
-            return f"Losses of {name} cannot be compared: no step is in both."
-        if wrong := self._not_finite(pair):
-            return f"Losses of {name} are NOT equal: {' and '.join(wrong)}."
-        largest = float(found.max())
-        equal = "equal" if largest <= self.tolerance(pair) else "NOT equal"
-        said = f"Losses of {name} are {equal}: in {len(found)} steps they differ by at most {largest:.1e}."
-        return said if equal == "equal" else said + self._other_data(pair)
-
-    def _other_data(self, pair: Pair) -> str:
-        """A sentence if the two runs of a pair trained on other rows; else empty."""
-        saved = zip(("first", "second"), pair, (self.first, self.second), strict=True)
-        manifests = {which: saved[0].records.manifests[run] for which, run, saved in saved}
-        others = rank_checks.others_than("first", manifests)
-        return f" Their data differ from step {others['second']} on." if others else ""
-
-    def _judged(self, pair: Pair) -> "pd.Series[float]":
-        """By step, how far the losses of a pair differ, in the steps that are judged."""
-        losses = self.losses
-        own = losses[(losses["first_run"] == pair[0]) & (losses["second_run"] == pair[1])]
-        return summary.judged(own.set_index("step")["difference"])
-
-    def _not_finite(self, pair: Pair) -> list[str]:
-        """From which step on a loss of the pair is inf or NaN."""
-        found = (summary.not_finite(saved[0].records.steps) for saved in (self.first, self.second))
-        return [
-            f"that of the {which} run is not finite from step {steps[run]} on"
-            for which, run, steps in zip(("first", "second"), pair, found, strict=True)
-            if run in steps
-        ]

@@ -1,6 +1,6 @@
-"""One row per strategy: what it cost, whether it trained the same model, how to print that; two side by side."""
+"""One row per strategy: what it cost, whether it trained the same model, and how to print that."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import isfinite, nan
 from typing import Any
 
@@ -9,7 +9,6 @@ import pandas as pd
 
 from shardlab.analysis.held_bytes import at_rest, peaks_of_steps
 from shardlab.analysis.timed import hidden_share, step_lengths, timed_steps, traced_and_ordinary
-from shardlab.experiment.dead_run import why_dead
 from shardlab.experiment.rank_checks import own_buffers_said
 from shardlab.trace.store import Records
 from shardlab.vocabulary import Phase, Role
@@ -24,6 +23,8 @@ LOSS_TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
 EARLY_STEPS, EARLY_TOLERANCE, NORM_TOLERANCE = 3, 1e-6, 5e-5
 # Later, training has amplified the last bit of float32 so much that two correct runs drift apart.
 JUDGED_STEPS = 10
+UNMOVED = 1e-6  # relative: what rounding makes of numbers that are the same
+LOOK_FOR = "a constant or detached loss, outputs times 0, or a learning rate of 0"
 ROUNDED_LOSS_TOLERANCE = 0.05  # 16-bit compute rounds differently
 MB = 1e6
 MOVED = "moved_bytes_per_step"
@@ -54,20 +55,6 @@ PLANNED = {
     "wire_bytes_per_step": ("sent (bytes)", 1),
     "as_planned": ("each role, rank and message as planned", 1),
 }
-Pair = tuple[str, str]
-# What two summaries are compared by; those without a column above have a header and a divisor here.
-QUANTITIES = (
-    "step_ms", "exposed_comm_ms", "overlap", "peak_bytes", "parameter_bytes", "gradient_bytes", "optimizer_bytes",
-    "offloaded_bytes", "other_bytes", "unattributed_bytes", "padding_bytes", "wire_bytes_per_step", MOVED,
-    "recorder_share", "loss_first", "loss_last",
-)  # fmt: skip
-_ONLY_COMPARED = {
-    "loss_first": ("first loss", 1), "other_bytes": ("other (kB)", 1e3),
-    "unattributed_bytes": ("unattributed (kB)", 1e3), "padding_bytes": ("padding (kB)", 1e3),
-    "recorder_share": ("recording (%)", 0.01),
-}  # fmt: skip
-NAMES = {name: header for name, (header, _) in (COLUMNS | _ONLY_COMPARED).items()}
-_DIVISORS = {name: divisor for name, (_, divisor) in (COLUMNS | _ONLY_COMPARED).items()}
 
 
 def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
@@ -85,13 +72,13 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     ``recorder_share`` is the time of recording over the time of the steps, on the rank where it is largest.
     ``max_loss_difference`` is against ``loss_reference``, and null without one; ``losses_equal`` judges the first
     ``JUDGED_STEPS`` steps that both have, whose largest difference is ``judged_loss_difference``; null if they have no
-    step in common, if ranks differ by design, or if losses that are equal show nothing (``dead_run``). Of the first
+    step in common, if ranks differ by design, or if losses that are equal show nothing (``why_dead``). Of the first
     ``EARLY_STEPS`` steps less is allowed, and the norm of the gradients counts too: ``norm_ratio`` is the one farthest
     from 1, relative to the reference's. If a loss of the run or of its reference is inf or NaN at any step, the
     differences are null and ``losses_equal`` is False, even without a reference. No number is inf or NaN, because JSON
     has neither.
     """
-    losses = {str(run): own.groupby("step")["loss"].first() for run, own in records.steps.groupby("run", sort=False)}
+    losses = losses_of(records.steps)
     rest = at_rest(records.memory).pivot_table(index="run", columns="role", values="bytes", aggfunc="max")
     hidden = hidden_share(records.collectives, records.spans, records.steps).groupby("run")["overlap"].median()
     flights = traced_and_ordinary(records.collectives, records.steps).reindex(list(losses))
@@ -111,6 +98,11 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
         }
         for run in losses
     ]
+
+
+def losses_of(steps: pd.DataFrame) -> "dict[str, pd.Series[float]]":
+    """The losses of each run by step; all ranks have the same."""
+    return {str(run): own.groupby("step")["loss"].first() for run, own in steps.groupby("run", sort=False)}
 
 
 def reference_of(records: Records) -> str | None:
@@ -137,7 +129,7 @@ def differs_by_rank(records: Records) -> list[str]:
 
 def _as_single(records: Records) -> bool:
     """Whether the losses of all runs are the single process's: then buffers that differ by rank are no reason."""
-    losses = {str(run): own.groupby("step")["loss"].first() for run, own in records.steps.groupby("run", sort=False)}
+    losses = losses_of(records.steps)
     single = losses.get(REFERENCE, pd.Series(dtype="float64"))
     differences = {run: judged((own - single).abs().dropna()).max() for run, own in losses.items()}
     return all(not far > tolerance_of_run(run, records, "float32") for run, far in differences.items())
@@ -213,6 +205,32 @@ def _norm_ratio(steps: pd.DataFrame, run: str, reference: str) -> float | None:
     return None if ratios.empty else float(ratios.iloc[int((ratios - 1).abs().to_numpy().argmax())])
 
 
+def why_dead(steps: pd.DataFrame) -> str:
+    """Why the losses of these steps say nothing of a strategy, in words; empty where they do.
+
+    Of a run whose loss never moves every strategy says the same, right or wrong.
+
+    Args:
+        steps: table ``steps`` of one run or several; NaN norms are not known.
+    """
+    losses = steps.groupby(["run", "step"])["loss"].first()
+    norms = steps.reindex(columns=["run", "step", "grad_norm"]).dropna().groupby(["run", "step"])["grad_norm"].max()
+    if len(norms) and not norms.to_numpy().any():
+        return "the norm of the gradients is 0"
+    if _all_alike(losses):
+        return f"the loss is {losses.iloc[0]:.6g} in every step"
+    if _all_alike(norms):
+        return f"the norm of the gradients is {norms.iloc[0]:.6g} in every step"
+    return ""
+
+
+def _all_alike(known: "pd.Series[float]") -> bool:
+    """Whether in every run, of two steps or more, a number is the same in all."""
+    by_run = known.groupby("run")
+    spread = by_run.max() - by_run.min()
+    return bool(len(known) and (by_run.size() > 1).all() and (spread <= UNMOVED * by_run.max().abs()).all())
+
+
 def judged(differences: "pd.Series[float]", num_steps: int = JUDGED_STEPS) -> "pd.Series[float]":
     """Of differences by step those of the first steps, counted from the first that two runs both have.
 
@@ -282,75 +300,3 @@ def _moved(records: Records, run: str, steps: "pd.Series[int]") -> float | None:
 def _number(value: Any, factor: float = 1.0) -> float | None:
     """A float, or None if it is missing (no overlap without communication), inf or NaN."""
     return None if pd.isna(value) or not isfinite(value) else float(value) * factor
-
-
-def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """Rows of ``differences`` in readable units, without quantities that neither run has."""
-    rows = table[table[["first", "second"]].fillna(0).any(axis=1)]
-    divisor = rows["quantity"].map(_DIVISORS).astype("float64")
-    shown = {name: rows[name] / divisor for name in ("first", "second", "difference")}
-    return rows.assign(quantity=rows["quantity"].map(NAMES), **shown)
-
-
-def pairs_of(first: Sequence[str], second: Sequence[str]) -> list[Pair]:
-    """The strategies to compare: those with the same name, or the only one of a run with each of the other.
-
-    Raises:
-        ValueError: they have no strategy in common.
-    """
-    common = [(name, name) for name in first if name in second]
-    if not common and 1 in (len(first), len(second)):
-        return [(name, against) for name in first for against in second]
-    if not common:
-        raise ValueError(f"runs: {', '.join(first)} and {', '.join(second)} have no strategy in common")
-    return common
-
-
-def differences(first: pd.DataFrame, second: pd.DataFrame, pairs: Sequence[Pair]) -> pd.DataFrame:
-    """Every number of two summaries.
-
-    Args:
-        first: rows of ``summary.json``.
-        second: likewise.
-        pairs: see ``pairs_of``.
-
-    Returns:
-        One row per pair and quantity: ``strategy`` (both names where they differ), ``quantity``, ``first``, ``second``,
-        ``difference`` (second - first) and ``ratio`` (second / first); NaN if a summary has no number.
-    """
-    one, other = first.set_index("strategy"), second.set_index("strategy")
-    rows = []
-    for name, against in pairs:
-        for quantity in (name for name in QUANTITIES if name in one.columns and name in other.columns):
-            values = (_number_or_nan(one.at[name, quantity]), _number_or_nan(other.at[against, quantity]))
-            ratio = values[1] / values[0] if values[0] else np.nan
-            strategy = name if name == against else f"{name} / {against}"
-            rows.append((strategy, quantity, *values, values[1] - values[0], ratio))
-    return pd.DataFrame(rows, columns=["strategy", "quantity", "first", "second", "difference", "ratio"])
-
-
-def loss_differences(first: pd.DataFrame, second: pd.DataFrame, pairs: Sequence[Pair]) -> pd.DataFrame:
-    """How far the losses of two runs differ at each step.
-
-    Args:
-        first: table ``steps``.
-        second: likewise.
-        pairs: see ``pairs_of``.
-
-    Returns:
-        One row per pair and step that both have: ``first_run``, ``second_run``, ``step``, ``first``, ``second`` and
-        ``difference``, absolute; inf or NaN if a loss is.
-    """
-    parts = []
-    for name, against in pairs:
-        rows = (steps[steps["run"] == run] for steps, run in ((first, name), (second, against)))
-        one, other = (of_run.groupby("step")["loss"].first() for of_run in rows)  # all ranks have the same loss
-        both = pd.concat({"first": one, "second": other}, axis=1, join="inner").reset_index()
-        both.insert(0, "second_run", against)
-        both.insert(0, "first_run", name)
-        parts.append(both.assign(difference=(both["second"] - both["first"]).abs()))
-    return pd.concat(parts, ignore_index=True)
-
-
-def _number_or_nan(value: object) -> float:
-    return float("nan") if value is None or pd.isna(value) else float(value)  # type: ignore[call-overload, arg-type]

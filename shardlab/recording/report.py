@@ -14,13 +14,12 @@ from shardlab.analysis.held_bytes import at_rest
 from shardlab.analysis.slow_messages import repeated, repeated_in_words
 from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment.answer import ALIKE, ROLES, Line, messages, quartiles, steps_differ
-from shardlab.experiment.dead_run import LOOK_FOR, why_dead
 from shardlab.experiment.directory import write_page
 from shardlab.experiment.report import REASONS, explaining_tables, memory_figures, middle_step, time_figures
 from shardlab.experiment.saved_runs import check_complete, check_steps
 from shardlab.experiment.step_reasons import Reasons, reasons, reasons_table, why
 from shardlab.experiment.summary import COLUMNS as COMPARED
-from shardlab.experiment.summary import MB, readable_summary, summarise
+from shardlab.experiment.summary import LOOK_FOR, MB, readable_summary, summarise, why_dead
 from shardlab.plots import collective_timeline, loss_curves, report_page
 from shardlab.plots.text import format_bytes, format_percent, format_us
 from shardlab.trace.store import Records, load_run, whole_steps

@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from shardlab import CompareConfig, Workload, compare, plan
 from shardlab.comm.autograd_collectives import all_gather
 from shardlab.experiment.batches import batches_of, check_enough, divide, rows_of
+from shardlab.experiment.differences import losses_compared
 from shardlab.experiment.planned_workload import optimizer_of
-from shardlab.experiment.run_verdicts import Difference, alone_verdict, plan_verdict, resumed_verdict, verdict
+from shardlab.experiment.run_verdicts import alone_verdict, plan_verdict, resumed_verdict, verdict
 from shardlab.experiment.saved_runs import load_saved
 from shardlab.experiment.workload import seeded
 from shardlab.launch import RankError, current
@@ -357,7 +358,7 @@ def test_data_that_differ_are_said_and_not_the_losses_alone(pools, tmp_path, kin
     compare(trained, tmp_path / "again", steps=1, **options)
     saved = load_saved(tmp_path / "first"), load_saved(tmp_path / "again")
     assert verdict(saved[0][0]) == verdict(found)
-    assert all(words.endswith("Their data differ from step 0 on.") for words in Difference(*saved).verdicts)
+    assert all(words.endswith("Their data differ from step 0 on.") for _, words in losses_compared(*saved))
 
 
 # Rows.

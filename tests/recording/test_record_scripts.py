@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from shardlab.analysis.slow_messages import repeated
 from shardlab.cli import app, main
-from shardlab.experiment.dead_run import LOOK_FOR
+from shardlab.experiment.summary import LOOK_FOR
 from shardlab.recording.record import record
 from shardlab.trace.store import load_run
 from tests.export.trace_format import check
