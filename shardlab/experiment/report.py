@@ -1,7 +1,7 @@
 """The report page of a comparison: the answer, the figures that show it, and folded the tables that support it.
 
 Besides the summary there are tables that say why: where in the model memory peaked, what a GPU's allocator holds, and
-what the length of a step consists of.
+which causes the length of a step has.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,7 @@ import plotly.graph_objects as go
 
 from shardlab import plots
 from shardlab.analysis.held_bytes import allocator_items, peak
-from shardlab.analysis.overlap import COMPUTE_KINDS, overlap, step_split
-from shardlab.analysis.recorded_step import ALL, NotReplayedError, critical_path, recorded_step, what_if_free
+from shardlab.analysis.overlap import overlap, step_split
 from shardlab.analysis.timed import in_timed_steps, timed_steps, traced_and_ordinary
 from shardlab.experiment.answer import answer
 from shardlab.experiment.comparison import Comparison
@@ -26,7 +25,7 @@ from shardlab.experiment.saved_runs import config_of
 from shardlab.experiment.step_reasons import reasons_table
 from shardlab.experiment.summary import FULL, PLANNED, REFERENCE, precision_of, readable_summary, reference_of
 from shardlab.trace.store import Records
-from shardlab.vocabulary import Collective, Phase, Role, SpanKind
+from shardlab.vocabulary import Phase, Role
 
 HIDDEN = "Exposed communication lengthens the step; hidden communication slows compute if no core is idle."
 PEAK = (
@@ -42,12 +41,6 @@ ALLOCATOR = (
 REASONS = (
     "Why a step takes as long as it does: its causes, the primary one first. Gain is by how much the step would be "
     "shorter with the change made, by a replay of the recorded steps: the median over at most 12 of them."
-)
-PATH = (
-    "What one step consists of, by the replay that names its causes: the chain of causes over all ranks up to its end "
-    "on the rank of median length (of two such ranks, the mean), and how much shorter the step would be if "
-    "communication took no time. It is the step of median length (of two in the middle, the shorter). Runs in which "
-    "streams wait, and not ranks, or whose step the replay misses by more than 5 %, are left out."
 )
 
 
@@ -113,21 +106,14 @@ def _tables(comparison: Comparison) -> dict[str, pd.DataFrame]:
             readable_summary(planned, PLANNED)
         )
     tables[REASONS] = reasons_table(comparison.reasons)
-    timed = timed_steps(comparison.records.steps)
-    steps = {str(run): middle_step(own) for run, own in timed.groupby("run", sort=False)}
-    return tables | explaining_tables(comparison.records, steps)
+    return tables | memory_tables(comparison.records)
 
 
-def explaining_tables(records: Records, steps: dict[str, int]) -> dict[str, pd.DataFrame]:
-    """Why memory is so high and a step so long: the peak, the allocator and the critical path, without empty ones.
-
-    Args:
-        records: of one run or several.
-        steps: the step of each run whose path is told.
-    """
+def memory_tables(records: Records) -> dict[str, pd.DataFrame]:
+    """Why memory is so high, of one run or several: the peak and the allocator, without empty ones."""
     has_peak = (records.memory["where"] == "peak").any()
     tables = {PEAK: peak_table(records)} if has_peak else {}
-    tables |= {ALLOCATOR: allocator_table(records), PATH: path_table(records, steps)}
+    tables |= {ALLOCATOR: allocator_table(records)}
     return {caption: table for caption, table in tables.items() if len(table)}
 
 
@@ -259,35 +245,3 @@ def allocator_table(records: Records) -> pd.DataFrame:
     wide = items.pivot_table(index=["run", "rank"], columns="item", values="bytes", aggfunc="sum", sort=False) / 1e6
     wide = wide.rename(columns=lambda item: f"{item.replace('_', ' ')} (MB)").reset_index()
     return wide.rename(columns={"run": "strategy"}).rename_axis(columns=None)
-
-
-def path_table(records: Records, steps: dict[str, int]) -> pd.DataFrame:
-    """The parts of the critical path of one step of each run; runs in which a stream waits are left out.
-
-    Args:
-        records: of a comparison.
-        steps: the step of each run.
-    """
-    return pd.DataFrame([row for run, step in steps.items() if (row := _path_row(records, run, step)) is not None])
-
-
-def _path_row(records: Records, run: str, step: int) -> dict[str, Any] | None:
-    axes = records.manifests[run].get("mesh")
-    tables = records.collectives, records.spans, records.steps
-    try:
-        recorded = recorded_step(*tables, run=run, step=step, axes=axes)
-    except NotReplayedError:
-        return None
-    path, gains = critical_path(recorded), what_if_free(recorded).set_index("tag")["gain_us"] / 1e3
-    lengths = path.groupby("kind")["duration_us"].sum() / path["end_rank"].nunique() / 1e3
-    compute = lengths[lengths.index.isin([str(kind) for kind in COMPUTE_KINDS])].sum()
-    moving = lengths[lengths.index.isin([str(op) for op in Collective])].sum()
-    away = lengths.get(str(SpanKind.OFF_CPU), 0.0)
-    single = gains.drop(ALL, errors="ignore")
-    return {
-        "strategy": run, "step": step, "length (ms)": lengths.sum(), "compute (ms)": compute,
-        "communication (ms)": moving, "off the CPU (ms)": away,
-        "all else (ms)": lengths.sum() - compute - moving - away, "gain if free (ms)": gains.get(ALL, 0.0),
-        "gains most alone": single.idxmax() if len(single) else None,
-        "its gain (ms)": single.max() if len(single) else None,
-    }  # fmt: skip

@@ -1,8 +1,6 @@
 """What ``record`` has left, read and shown: an answer in lines, a summary of one row, a page of tables and figures."""
 
 import json
-from dataclasses import dataclass
-from functools import cached_property
 from math import isnan
 from pathlib import Path
 
@@ -14,10 +12,11 @@ from shardlab.analysis.held_bytes import at_rest
 from shardlab.analysis.slow_messages import repeated, repeated_in_words
 from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment.answer import ALIKE, ROLES, Line, messages, quartiles, steps_differ
+from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.directory import write_page
-from shardlab.experiment.report import REASONS, explaining_tables, memory_figures, middle_step, time_figures
+from shardlab.experiment.report import REASONS, memory_figures, memory_tables, middle_step, time_figures
 from shardlab.experiment.saved_runs import check_complete, check_steps
-from shardlab.experiment.step_reasons import Reasons, reasons, reasons_table, why
+from shardlab.experiment.step_reasons import reasons_table, why
 from shardlab.experiment.summary import COLUMNS as COMPARED
 from shardlab.experiment.summary import LOOK_FOR, MB, readable_summary, summarise, why_dead
 from shardlab.plots import collective_timeline, loss_curves, report_page
@@ -55,26 +54,6 @@ LATE = 0.6  # of the meetings: a rank that comes last in more of them is late
 _STARTERS = ("ipykernel_launcher", "__main__")  # Python files that run something else
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """A record.
-
-    Attributes:
-        summary: one row, with the columns that ``summary.json`` of a comparison has for a strategy, and more.
-        records: the tables, of the steps that all ranks have finished.
-        directory: where it is.
-    """
-
-    summary: pd.DataFrame
-    records: Records
-    directory: Path
-
-    @cached_property
-    def reasons(self) -> dict[str, Reasons]:
-        """Why its steps take as long as they do."""
-        return reasons(self.records)
-
-
 def is_recorded(directory: Path) -> bool:
     """Whether ``record`` wrote the directory."""
     try:
@@ -83,8 +62,11 @@ def is_recorded(directory: Path) -> bool:
         return False
 
 
-def load_recorded(directory: Path) -> Recorded:
-    """What ``record`` has left in a directory, also if the script was killed.
+def load_recorded(directory: Path) -> Comparison:
+    """What ``record`` has left in a directory, also if the script was killed; as a comparison of one row.
+
+    The row has the columns that ``summary.json`` has for a strategy, and more; the tables are of the steps that all
+    ranks have finished.
 
     Raises:
         ValueError: a record is damaged, or no step was finished.
@@ -102,10 +84,10 @@ def load_recorded(directory: Path) -> Recorded:
         "unwatched_recorder_share": manifest.get("unwatched_recorder_share"),
         "losses_equal": None,  # it has no reference: nothing is said of its losses
     }
-    return Recorded(pd.DataFrame([row]), records, directory)
+    return Comparison(pd.DataFrame([row]), records, directory)
 
 
-def write_report(recorded: Recorded) -> Path:
+def write_report(recorded: Comparison) -> Path:
     """Write ``report.html`` beside the records and return its path."""
     ranks = int(recorded.summary["ranks"].iloc[0])
     title = f"{_name(recorded)} on {ranks} {'rank' if ranks == 1 else 'ranks'}"
@@ -115,7 +97,7 @@ def write_report(recorded: Recorded) -> Path:
     return write_page(recorded.directory / "report.html", page)
 
 
-def answer_of_record(recorded: Recorded) -> list[Line]:
+def answer_of_record(recorded: Comparison) -> list[Line]:
     """What a record answers: what a rank holds, how long a step takes, what is sent, who is late, what to look at."""
     rows, records = recorded.summary.set_index("strategy"), recorded.records
     exposed, hidden, sent = rows[["exposed_comm_ms", "overlap", "wire_bytes_per_step"]].astype("float64").iloc[0]
@@ -180,27 +162,25 @@ def late(records: Records) -> str:
     return said if is_late else f"no rank; {said}"
 
 
-def _name(recorded: Recorded) -> str:
+def _name(recorded: Comparison) -> str:
     """The script's file, or the directory where the record was made in a notebook: its name is that of a kernel."""
     (manifest,) = recorded.records.manifests.values()
     script = Path(manifest["recorded"][0])
     return script.name if script.suffix == ".py" and script.stem not in _STARTERS else str(manifest["run"])
 
 
-def lead(recorded: Recorded) -> str:
+def lead(recorded: Comparison) -> str:
     """What ran, in one or two sentences."""
     (manifest,) = recorded.records.manifests.values()
     sent = f", messages by {manifest['backend']}" if manifest["backend"] else ""
     steps = int(recorded.summary["steps"].iloc[0])
-    is_mesh = manifest["mesh"] is not None  # of one process it is {}, without axes
-    missing = "" if is_mesh else " The critical path is left out: the groups of ranks are not one mesh."
     return (
         f"{' '.join(manifest['recorded'])}: {steps} steps on {manifest['devices'][0]}{sent}, "
-        f"torch {manifest['versions']['torch']}.{missing}"
+        f"torch {manifest['versions']['torch']}."
     )
 
 
-def caption(recorded: Recorded) -> str:
+def caption(recorded: Comparison) -> str:
     """What the numbers of the summary are."""
     (manifest,) = recorded.records.manifests.values()
     always, every = manifest.get("always_watched", 0), manifest.get("watch_every", 1)
@@ -208,15 +188,12 @@ def caption(recorded: Recorded) -> str:
     return CAPTION.format(watched=watched)
 
 
-def _tables(recorded: Recorded) -> dict[str, pd.DataFrame]:
-    records = recorded.records
-    (name, manifest), *_ = records.manifests.items()
+def _tables(recorded: Comparison) -> dict[str, pd.DataFrame]:
     summary = {caption(recorded): readable_summary(recorded.summary, COLUMNS)}
-    steps = {} if manifest["mesh"] is None else {name: middle_step(timed_steps(records.steps))}
-    return summary | {REASONS: reasons_table(recorded.reasons, is_script=True)} | explaining_tables(records, steps)
+    return summary | {REASONS: reasons_table(recorded.reasons, is_script=True)} | memory_tables(recorded.records)
 
 
-def _figures(recorded: Recorded) -> dict[str, go.Figure]:
+def _figures(recorded: Comparison) -> dict[str, go.Figure]:
     records = recorded.records
     traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
     memory, times = memory_figures(records), time_figures(records, traffic)

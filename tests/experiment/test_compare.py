@@ -21,7 +21,7 @@ from shardlab.experiment.comparison import _disagreement
 from shardlab.experiment.directory import TakenError, reserve
 from shardlab.experiment.forecast import seconds_in
 from shardlab.experiment.report import _parts as step_parts_of
-from shardlab.experiment.report import path_table, peak_table
+from shardlab.experiment.report import peak_table
 from shardlab.experiment.run import RankReport
 from shardlab.experiment.run_verdicts import agreement_verdict, busy_verdict, unseen_verdict, verdict, verdicts
 from shardlab.experiment.saved_runs import load_saved
@@ -132,19 +132,15 @@ def test_wire_bytes_are_2p_times_n_minus_1_over_n(comparison):
         assert steps["wire_bytes"].tolist() == pytest.approx([expected] * len(steps), rel=1e-12), strategy
 
 
-def test_table_page_and_causes_know_one_step_and_one_gain(comparison):
+def test_table_and_causes_know_one_step(comparison):
     """And ``what-if``, whose step as recorded is the table's."""
     _, result, _ = comparison
     records = result.records
     for strategy in STRATEGIES[1:]:
         own = [table[table["run"] == strategy] for table in (records.collectives, records.spans, records.steps)]
         record = Recorded(*own, records.manifests[strategy]["mesh"])
-        free = record.gains(record.with_transfers(lambda *_: 0.0)) / 1e3
         lengths = record.timed.groupby("step")["step_us"].median() / 1e3
-        page = pd.concat([path_table(records, {strategy: int(step)}) for step in lengths.index]).set_index("step")
-        assert page["length (ms)"].to_numpy() == pytest.approx(record.base / 1e3, abs=1e-3)
-        assert page["gain if free (ms)"].to_numpy() == pytest.approx(free, abs=1e-3)
-        assert page["length (ms)"].to_numpy() == pytest.approx(lengths.to_numpy(), abs=1e-3)
+        assert record.base / 1e3 == pytest.approx(lengths.to_numpy(), abs=1e-3)
         assert 1e3 * row_of(result, strategy)["step_ms"] == pytest.approx(result.reasons[strategy].step_us, abs=1e-3)
         assert 1e6 * seconds_in(own[2]) == pytest.approx(result.reasons[strategy].step_us, abs=1e-3)
 

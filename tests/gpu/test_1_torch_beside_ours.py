@@ -51,13 +51,6 @@ def test_what_ranks_send_to_try_nccl_is_not_left_reserved(comparison):
     assert cached["fsdp"] < 100e6
 
 
-def test_the_critical_path_is_left_out(comparison):
-    pytest.importorskip("plotly", reason="the report needs plotly")
-    from shardlab.experiment.report import path_table
-
-    assert path_table(comparison.records, dict.fromkeys(STRATEGIES, 5)).empty
-
-
 def test_a_script_with_ddp_is_recorded(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
