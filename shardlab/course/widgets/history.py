@@ -9,28 +9,26 @@ loss_curves(history.records().steps)
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from shardlab.experiment import CompareConfig, Comparison, claim, compare, load_comparison, load_saved
+from shardlab.experiment import CompareConfig, Comparison, claim, compare, load_saved
 from shardlab.experiment.answer import Line, answer_of_runs, doubt_of
 from shardlab.experiment.comparison import PRELOAD
 from shardlab.experiment.options import CompareOptions
 from shardlab.experiment.planned import Plan, plans_or_why
 from shardlab.experiment.rank_checks import others_than
 from shardlab.experiment.run import Progress
-from shardlab.experiment.saved_runs import config_of
 from shardlab.experiment.summary import COLUMNS, readable_summary
 from shardlab.launch import RankPool
 from shardlab.trace.store import Records
 from shardlab.vocabulary import MeshAxis
 
 PREFIX = "run-"
-STATE_FILE = "state.txt"
 COSTS = (
     "strategy", "loss_last", "step_ms", "exposed_comm_ms", "overlap", "peak_bytes", "wire_bytes_per_step",
     "moved_bytes_per_step",
@@ -53,7 +51,7 @@ class RunHistory:
             object.
 
     Attributes:
-        runs: every run by its number, also those that were stopped or have failed.
+        runs: every run of which a step was finished, by its number; also those that were stopped or have failed.
     """
 
     def __init__(self, directory: Path | str | None = None) -> None:
@@ -92,9 +90,9 @@ class RunHistory:
         try:
             comparison = compare(config, directory, pool=self._pool_for(config), on_progress=progressed)
         except BaseException as error:
-            state = State.STOPPED if isinstance(error, KeyboardInterrupt) else State.FAILED
-            (directory / STATE_FILE).write_text(state)  # for the next session
-            self.runs[number] = PastRun(state, _recorded(directory), config)
+            if (recorded := _found(directory)) is not None:
+                state = State.STOPPED if isinstance(error, KeyboardInterrupt) else State.FAILED
+                self.runs[number] = replace(recorded, state=state, config=config)
             raise
         self.runs[number] = PastRun(State.FINISHED, comparison, config)
         return number
@@ -115,19 +113,19 @@ class RunHistory:
 
     @property
     def comparisons(self) -> dict[int, Comparison]:
-        """The runs of which a step was finished, by number."""
-        return {number: run.comparison for number, run in self.runs.items() if run.comparison is not None}
+        """Of the runs, by number."""
+        return {number: run.comparison for number, run in self.runs.items()}
 
     def labels(self) -> list[str]:
         """Every run and strategy as the tables of ``records()`` name them: '2 zero1'."""
-        return [f"{number} {name}" for number, run in self.comparisons.items() for name in run.summary["strategy"]]
+        return [f"{number} {name}" for number, one in self.comparisons.items() for name in one.summary["strategy"]]
 
     def table(self) -> pd.DataFrame:
         """One row per run and strategy, newest first: how it ended, all settings that differ, and the costs."""
         return runs_table(self.runs)
 
     def answer(self) -> list[Line]:
-        """Of the runs of which a step was finished: which holds least, which is fastest, and what they send."""
+        """Of all runs: which holds least, which is fastest, and what they send."""
         numbered = self.comparisons.items()
         summaries = [one.summary.assign(strategy=f"{number} " + one.summary["strategy"]) for number, one in numbered]
         doubt = next(filter(None, map(doubt_of, self.comparisons.values())), "")
@@ -180,27 +178,17 @@ class PastRun:
 
     Attributes:
         state: how it ended.
-        comparison: its records and summary; None if no step was finished.
+        comparison: its records and summary.
         config: its configuration.
     """
 
     state: State
-    comparison: Comparison | None
+    comparison: Comparison
     config: CompareConfig
 
-    @property
-    def summary(self) -> pd.DataFrame:
-        """One row per strategy; of a run without a finished step only ``strategy``, ``ranks`` and ``steps``."""
-        if self.comparison is not None:
-            return self.comparison.summary
-        first = {"strategy": self.config.strategies[0], "ranks": self.config.ranks, "steps": 0}
-        return pd.DataFrame([dict.fromkeys(COLUMNS) | first])
-
     def manifest(self, strategy: str) -> Mapping[str, Any]:
-        """What was written of one strategy before it ran; of a run without a finished step its configuration."""
-        if self.comparison is not None:
-            return self.comparison.records.manifests[strategy]
-        return {"config": self.config.as_dict(strategy)}
+        """What was written of one strategy before it ran."""
+        return self.comparison.records.manifests[strategy]
 
     def plan(self, strategy: str) -> Plan | str:
         """The plan of one strategy; or why there is none, as of a workload of an earlier session."""
@@ -210,26 +198,17 @@ class PastRun:
 
 
 def _found(directory: Path) -> PastRun | None:
-    """A run of an earlier session; None if it did not finish a step.
+    """What a run has recorded; None if it did not finish a step.
 
     Raises:
         ValueError: it is finished, and its records are damaged.
     """
-    if (directory / "summary.json").is_file():
-        comparison = load_comparison(directory)
-        return PastRun(State.FINISHED, comparison, config_of(comparison.records))
-    if (recorded := _recorded(directory)) is None:
-        return None
-    saved = directory / STATE_FILE
-    state = State(saved.read_text()) if saved.is_file() else State.UNFINISHED
-    return PastRun(state, recorded, config_of(recorded.records))
-
-
-def _recorded(directory: Path) -> Comparison | None:
-    """What was recorded; None if no step was finished."""
+    is_finished = (directory / "summary.json").is_file()
     try:
-        return load_saved(directory)[0]
+        return PastRun(State.FINISHED if is_finished else State.UNFINISHED, *load_saved(directory))
     except ValueError:
+        if is_finished:
+            raise
         return None
 
 
@@ -244,12 +223,11 @@ def runs_table(runs: dict[int, PastRun]) -> pd.DataFrame:
     A setting that a strategy does not take is a dash. It counts as the default, so that a column appears only if
     somebody chose something else.
     """
-    kept = [(number, run) for number, run in reversed(runs.items()) if len(run.summary)]
-    if not kept:
+    if not runs:
         return pd.DataFrame({"run": []})
-    summaries = [run.summary.dropna(axis=1, how="all").assign(run=number, state=run.state) for number, run in kept]
-    summary = pd.concat(summaries, ignore_index=True)
-    settings = [settings_of(run, strategy) for _, run in kept for strategy in run.summary["strategy"]]
+    kept = [(run, run.comparison.summary.assign(run=number, state=run.state)) for number, run in reversed(runs.items())]
+    summary = pd.concat([table.dropna(axis=1, how="all") for _, table in kept], ignore_index=True)
+    settings = [settings_of(run, strategy) for run, table in kept for strategy in table["strategy"]]
     costs = readable_summary(summary.reindex(columns=list(COSTS)), {name: COLUMNS[name] for name in COSTS})
     told = summary[["run", "strategy"]].assign(
         # With 'single' one rank trains, with the rows and the threads of all.
@@ -273,21 +251,15 @@ def settings_of(run: PastRun, strategy: str) -> dict[str, Any]:
     manifest = run.manifest(strategy)
     options, trained = dict(manifest["config"]), manifest.get("workload") or {}
     named = {"model": trained.get("name") or options.get("workload") or options.get("model")}
-    rates = None if run.comparison is None else run.comparison.records.steps.query("run == @strategy")["learning_rate"]
-    if options.get("learning_rate") is None and rates is not None and len(rates):  # the workload's own optimizer
-        options["learning_rate"] = float(rates.iloc[0])
-    if options.get("batch") is None and run.comparison is not None:  # the data's own
-        options["rows or tokens"] = _trained_in_first_step(run.comparison.records.steps, manifest, strategy)
+    steps = run.comparison.records.steps.query("run == @strategy")
+    if options.get("learning_rate") is None:  # the workload's own optimizer
+        options["learning_rate"] = float(steps["learning_rate"].iloc[0])
+    if options.get("batch") is None:  # the data's own; on all data ranks together, in the first step
+        tokens = steps.loc[steps["step"] == steps["step"].min(), "num_tokens"].sum()
+        options["rows or tokens"] = int(tokens) // int(manifest["mesh"].get(MeshAxis.TENSOR, 1))
     devices = {"ran on": ", ".join(sorted(set(manifest.get("devices", ())))), "backend": manifest.get("backend")}
     described = {name: trained.get(name) for name in TRAINED}
     return {**options, **named, **described, **manifest.get("versions", {}), **devices}
-
-
-def _trained_in_first_step(steps: pd.DataFrame, manifest: Mapping[str, Any], strategy: str) -> int:
-    """On all data ranks together."""
-    own = steps[steps["run"] == strategy]
-    first = own[own["step"] == own["step"].min()]
-    return int(first["num_tokens"].sum()) // int(manifest["mesh"].get(MeshAxis.TENSOR, 1))
 
 
 def unlike(runs: Mapping[str, tuple[PastRun, str]]) -> str:
@@ -312,9 +284,7 @@ def _differing(settings: list[dict[str, Any]]) -> list[str]:
 
 
 def _values(name: str, settings: list[dict[str, Any]]) -> set[str]:
-    if name in DEFAULTS:
-        return {word(one.get(name, DEFAULTS[name])) for one in settings}
-    return {word(one[name]) for one in settings if one.get(name)}  # a run without a finished step has not said it
+    return {word(one.get(name, DEFAULTS.get(name))) for one in settings}
 
 
 def word(value: object) -> str:

@@ -177,13 +177,15 @@ class Workbench(Panel):
 
     def _run_and_tell(self, config: CompareConfig) -> None:
         """Body of the thread. An error is shown in one line, because a traceback of a thread would not be seen."""
+        before = len(self.history.runs)
         try:
             self._run(config)
         except KeyboardInterrupt:
-            number, run = list(self.history.runs.items())[-1]
-            done = 0 if run.comparison is None else int(run.summary["steps"].iloc[-1])
-            steps = f"after {done} {'step' if done == 1 else 'steps'}, which are kept"
-            self.message.say(f"Run {number} was stopped {steps if done else 'before a step was finished'}.")
+            said = "The run was stopped before a step was finished."
+            for number, run in list(self.history.runs.items())[before:]:
+                done = int(run.comparison.summary["steps"].iloc[-1])
+                said = f"Run {number} was stopped after {done} {'step' if done == 1 else 'steps'}, which are kept."
+            self.message.say(said)
         except Exception as error:
             self.message.fail(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
         finally:
@@ -201,7 +203,7 @@ class Workbench(Panel):
             view.stop()
             self._is_live = False
             self._show_runs()
-        summary = self.history.runs[number].summary.iloc[-1]
+        summary = self.history.runs[number].comparison.summary.iloc[-1]
         self.message.say(
             f"Run {number} is over: {summary['strategy']}, {summary['step_ms']:.1f} ms a step, last loss "
             f"{summary['loss_last']:.4f}. Its records are in {directory.name}."
@@ -212,7 +214,6 @@ class Workbench(Panel):
         """Offer all runs, and draw the table and the chosen figure."""
         if self.history.runs:
             self.table.replace(self.history.table(), final=True)
-        if self.history.comparisons:
             said = (f"<b>{name}</b> {escape(text)}" for name, text in self.history.answer())
             self.lines.value = f'<div style="line-height:1.5">{"<br>".join(said)}</div>'
         if labels := self.history.labels():
@@ -222,7 +223,7 @@ class Workbench(Panel):
             self._draw()
 
     def _draw(self) -> None:
-        if self._is_filling or self._is_live or not self.history.comparisons:
+        if self._is_filling or self._is_live or not self.history.runs:
             return
         try:
             figure = VIEWS[self.view.value](self.history, self.about.value)

@@ -2,7 +2,9 @@
 
 import copy
 from dataclasses import fields, replace
+from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -12,8 +14,12 @@ from shardlab.course import workbench
 from shardlab.course.widgets.choices import Choices
 from shardlab.course.widgets.history import WORDS, PastRun, State, runs_table, unlike
 from shardlab.engines import STRATEGIES
+from shardlab.experiment import Comparison
 from shardlab.experiment.config import ENGINE_FIELDS
 from shardlab.experiment.options import CompareOptions
+from shardlab.experiment.summary import COLUMNS
+from shardlab.tables import STEPS, TABLES
+from shardlab.trace.store import Records
 
 OTHER = {
     "bucket_mib": 0.25, "precision": "bf16", "sharding": "shard_grad_op", "prefetch": 3, "offload": "all",
@@ -112,21 +118,32 @@ OF_ENGINES = {
 }  # fmt: skip
 
 
+def past(config, state=State.STOPPED):
+    """A run of one strategy of which one step was finished."""
+    (name,) = config.strategies
+    summary = pd.DataFrame([dict.fromkeys(COLUMNS) | {"strategy": name, "ranks": config.ranks, "steps": 1}])
+    step = {"run": name, "source": "measured", "rank": 0, "step": 0, "learning_rate": 1e-3, "num_tokens": 8}
+    tables = {name: table.frame([]) for name, table in TABLES.items()}
+    tables["steps"] = STEPS.frame([dict.fromkeys(STEPS.column_names) | step])
+    records = Records(**tables, manifests={name: {"config": config.as_dict(name)}})
+    return PastRun(state, Comparison(summary, records, Path()), config)
+
+
 def test_the_table_has_a_column_for_every_option_in_which_two_runs_differ():
     for field in [field.name for field in fields(CompareOptions)]:
         config = CompareConfig(strategies="zero1" if field == "bucket_mib" else "fsdp", ranks=2, batch=12, device="cpu")
         both = (config, differently(field, config))
-        table = runs_table({number: PastRun(State.STOPPED, None, one) for number, one in enumerate(both)})
+        table = runs_table({number: past(one) for number, one in enumerate(both)})
         differing = [name for name in table.columns if name != "run" and table[name].astype(str).nunique() > 1]
         assert differing == ["model" if field == "workload" else WORDS.get(field, field)]
-    table = runs_table({1: PastRun(State.FINISHED, None, config), 2: PastRun(State.FINISHED, None, config)})
+    table = runs_table(dict.fromkeys((1, 2), past(config, State.FINISHED)))
     assert not {"model", "prefetch", "wrap", "batch", "state"} & set(table.columns)
 
 
 def test_a_batch_that_nobody_touched_is_shown_and_stays_where_the_ranks_change(monkeypatch):
     config = CompareConfig(strategies="fsdp", ranks=2, text="grammar", device="cpu")
     for changes, batch, words in (({"ranks": 3}, 12, "ranks, batch"), ({"tp": 2}, 4, "batch, tp")):
-        runs = {n: PastRun(State.STOPPED, None, one) for n, one in enumerate((config, replace(config, **changes)))}
+        runs = {n: past(one) for n, one in enumerate((config, replace(config, **changes)))}
         assert runs_table(runs)["batch"].tolist() == [str(batch), "8"]
         assert unlike({str(n): (run, "fsdp") for n, run in runs.items()}) == f"the runs differ in {words}"
         choices = Choices(config)
@@ -134,6 +151,6 @@ def test_a_batch_that_nobody_touched_is_shown_and_stays_where_the_ranks_change(m
         assert choices.inputs["batch"].value == "8"
         choices.choose({"batch": None})
         assert choices.config().global_batch == batch
-    monkeypatch.setattr(PastRun, "manifest", lambda run, name: {"config": {}, "batches": [run.state]})
-    both = {state: (PastRun(state, None, config), "fsdp") for state in (State.STOPPED, State.FAILED)}
+    monkeypatch.setattr(PastRun, "manifest", lambda run, name: {"config": {}, "mesh": {}, "batches": [run.state]})
+    both = {state: (past(config, state), "fsdp") for state in (State.STOPPED, State.FAILED)}
     assert unlike(both) == "the runs differ in the rows they trained on"
