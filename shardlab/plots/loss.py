@@ -1,21 +1,19 @@
 """Losses: of each run, their distance from a reference run, and beside time and memory while ranks train."""
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from shardlab.analysis import at_rest
 from shardlab.analysis.rows import labelled, labels_of
 from shardlab.analysis.timed import traced
 from shardlab.plots import theme
 from shardlab.plots.bars import SEEN
-from shardlab.plots.text import byte_scale, format_bytes, format_us, listing, significant, source_note, subtitle
+from shardlab.plots.text import byte_scale, format_bytes, format_us, joined, listing, significant, source_note, subtitle
 from shardlab.tables import MEMORY, STEPS
 
 TRAINING = "Training"
-Trace = dict[str, Any]
 
 
 def loss_curves(steps: pd.DataFrame, unlike: str = "") -> go.Figure:
@@ -166,7 +164,8 @@ def _whole_steps(steps: pd.DataFrame) -> dict[str, int]:
 def training_progress(steps: pd.DataFrame, memory: pd.DataFrame) -> go.Figure:
     """Three panels: loss by step, time by step (of the slowest rank), and live bytes at rest by role.
 
-    Steps whose memory was traced have no time, because tracing slows them.
+    Steps whose memory was traced have no time, because tracing slows them. The loss of each run is thinner than the one
+    before, so that coinciding ones all stay visible.
 
     Args:
         steps: table ``steps``, of one rank or of all.
@@ -175,79 +174,45 @@ def training_progress(steps: pd.DataFrame, memory: pd.DataFrame) -> go.Figure:
     STEPS.check(steps)
     MEMORY.check(memory)
     rows = labelled(steps[steps["step"] >= 0])
-    rows = rows.assign(step_us=rows["step_us"].where(~traced(rows)))
     if rows.empty:
         return theme.nothing(TRAINING, "no step has ended yet")
-    columns = ["step", "loss", "step_us"]
-    by_step = rows.groupby(["label", "step"], sort=False).agg(loss=("loss", "mean"), step_us=("step_us", "max"))
-    curves = by_step.reset_index().astype(dict.fromkeys(columns, "float64"))
-    labels = labels_of(rows)
-    held = labelled(at_rest(memory)) if len(memory) else memory
-    bars, unit = _memory_bars(held, labels) if len(held) else ([], "B")
-    traces = _curves(curves, labels) + bars
-    last = curves[curves["label"] == labels[-1]].sort_values("step", kind="stable").iloc[-1]
-    length = "memory traced" if pd.isna(last["step_us"]) else f"{format_us(float(last['step_us']))} a step"
-    words = f"{labels[-1]}, step {last['step']:.0f}: loss {last['loss']:.4f}, {length}"
-    note = source_note(steps)
-    # Built at once: the figure is redrawn while ranks train, and plotly validates the whole figure at every change.
-    figure = go.Figure(data=traces, layout=_layout(f"{words}; {note}" if note else words, unit))
+    rows = rows.assign(step_ms=rows["step_us"].where(~traced(rows)) / 1e3).astype({"loss": float, "step_ms": float})
+    curves = rows.groupby(["label", "step"], sort=False).agg({"loss": "mean", "step_ms": "max"}).reset_index("step")
+    labels, last = labels_of(rows), curves.loc[[rows["label"].iloc[-1]]].sort_values("step").iloc[-1]
+    length = "memory traced" if pd.isna(last["step_ms"]) else f"{format_us(1e3 * float(last['step_ms']))} a step"
+    words = f"{last.name}, step {last['step']:.0f}: loss {last['loss']:.4f}, {length}"
+    figure = make_subplots(
+        cols=3, horizontal_spacing=0.11, figure=theme.new_figure(TRAINING, joined(words, source_note(steps)))
+    )
+    for place, (label, colour) in enumerate(theme.run_colours(labels).items()):
+        line, width = {"color": colour, "dash": theme.dash(label)}, nested_width(place, len(labels))
+        panels = ((1, "loss", width, "loss %{y:.4f}"), (2, "step_ms", 2, "%{y:.1f} ms"))
+        for column, values, wide, hover in panels:
+            known = curves.loc[[label]].dropna(subset=values).sort_values("step", kind="stable")
+            drawn = known.iloc[theme.thinned(known[values])]
+            figure.add_scatter(
+                x=drawn["step"].to_numpy(), y=drawn[values].to_numpy(), mode="lines" if len(drawn) > 1 else "markers",
+                name=label, legendgroup=label, showlegend=column == 1, line=line | {"width": wide}, row=1, col=column,
+                hovertemplate=f"<b>{label}</b><br>step %{{x}}<br>{hover}<extra></extra>",
+            )  # fmt: skip
+    unit = _draw_memory(figure, labelled(at_rest(memory)), labels) if len(memory) else "B"
+    figure.update_xaxes(title_text="step", tickformat="d", col=1).update_xaxes(title_text="step", tickformat="d", col=2)
+    for column, title in enumerate(("loss", "time of a step (ms)", f"held at rest ({unit})"), 1):
+        figure.update_yaxes(title_text=title, rangemode="normal" if column == 1 else "tozero", col=column)
+    figure.update_layout(barmode="stack", height=400)
     return theme.finish(figure, f"{TRAINING} of {len(labels)} {'run' if len(labels) == 1 else 'runs'}. {words}.")
 
 
-def _layout(words: str, unit: str) -> dict[str, Any]:
-    steps = {"title": {"text": "step"}, "tickformat": "d"}
-    return {
-        "template": theme.TEMPLATE,
-        "title": {"text": TRAINING, "subtitle": {"text": words}}, "height": 400, "barmode": "stack",
-        "xaxis": {**steps, "domain": [0.0, 0.27]},
-        "xaxis2": {**steps, "domain": [0.38, 0.66], "anchor": "y2"},
-        "xaxis3": {"showgrid": False, "domain": [0.77, 1.0], "anchor": "y3"},
-        "yaxis": {"title": {"text": "loss"}},
-        "yaxis2": {"title": {"text": "time of a step (ms)"}, "rangemode": "tozero", "anchor": "x2"},
-        "yaxis3": {"title": {"text": f"held at rest ({unit})"}, "rangemode": "tozero", "anchor": "x3"},
-    }  # fmt: skip
-
-
-def _curves(curves: pd.DataFrame, labels: list[str]) -> list[Trace]:
-    """Loss and time of every run; each run is thinner, so that coinciding losses all stay visible."""
-    traces: list[Trace] = []
-    colours = theme.run_colours(labels)
-    for place, label in enumerate(labels):
-        curve = curves[curves["label"] == label].sort_values("step", kind="stable")
-        width = nested_width(place, len(labels))
-        line = {"color": colours[label], "dash": theme.dash(label)}
-        loss = _curve(curve["step"], curve["loss"], f"<b>{label}</b><br>step %{{x}}<br>loss %{{y:.4f}}<extra></extra>")
-        time = _curve(
-            curve["step"], curve["step_us"] / 1e3, f"<b>{label}</b><br>step %{{x}}<br>%{{y:.1f}} ms<extra></extra>"
-        )
-        common = {"name": label, "legendgroup": label}
-        traces.append(loss | common | {"line": line | {"width": width}})
-        traces.append(time | common | {"line": line | {"width": 2}, "showlegend": False, "xaxis": "x2", "yaxis": "y2"})
-    return traces
-
-
-def _curve(steps: pd.Series, values: pd.Series, hover: str) -> Trace:
-    known = values.notna().to_numpy()
-    x, y = steps.to_numpy()[known], values.to_numpy(dtype=np.float64)[known]
-    drawn = theme.thinned(y) if len(y) else np.zeros(0, dtype=np.intp)
-    mode = "lines" if len(drawn) > 1 else "markers"
-    return {"type": "scatter", "x": x[drawn], "y": y[drawn], "mode": mode, "hovertemplate": hover}
-
-
-def _memory_bars(held: pd.DataFrame, labels: list[str]) -> tuple[list[Trace], str]:
-    """A stack of roles for each run, and the unit of its axis."""
-    held = held.assign(bytes=held["bytes"].astype("float64"))
-    divisor, unit = byte_scale(float(held.groupby("label")["bytes"].sum().max()))
-    table = held.pivot_table("bytes", "role", "label", aggfunc="max").reindex(columns=labels).fillna(0.0)
-    traces: list[Trace] = []
+def _draw_memory(figure: go.Figure, held: pd.DataFrame, labels: list[str]) -> str:
+    """A stack of roles for each run in the last panel; the unit of its axis."""
+    table = held.astype({"bytes": float}).pivot_table("bytes", "role", "label", aggfunc="max").reindex(columns=labels)
+    divisor, unit = byte_scale(float(table.sum().max()))
     for role, colour in theme.ROLE_COLOURS.items():
-        if str(role) not in table.index or not (table.loc[str(role)] > 0).any():
-            continue
-        sizes, words = table.loc[str(role)].to_numpy(dtype=np.float64), str(role).replace("_", " ")
-        traces.append({
-            "type": "bar", "x": labels, "y": sizes / divisor, "name": words, "marker": {"color": colour},
-            "customdata": [format_bytes(float(size)) for size in sizes], "xaxis": "x3", "yaxis": "y3",
-            "showlegend": bool(sizes.max() >= SEEN * table.sum().max()),
-            "hovertemplate": f"<b>%{{x}}</b><br>{words}: %{{customdata}}<extra></extra>",
-        })  # fmt: skip
-    return traces, unit
+        if role in table.index and (sizes := table.loc[role].fillna(0.0)).any():
+            words = role.replace("_", " ")
+            figure.add_bar(
+                x=labels, y=sizes / divisor, name=words, marker_color=colour, customdata=list(map(format_bytes, sizes)),
+                showlegend=bool(sizes.max() >= SEEN * table.sum().max()), row=1, col=3,
+                hovertemplate=f"<b>%{{x}}</b><br>{words}: %{{customdata}}<extra></extra>",
+            )  # fmt: skip
+    return unit

@@ -252,25 +252,26 @@ def grouped(rows: pd.DataFrame, what: str, describe: Describe, extent: tuple[flo
         ``y``, ``start`` and ``length`` (ms from the beginning), ``count`` (rows in the bar), ``name`` (written in
         the bar), ``text`` (shown on hover).
     """
-    start = rows["start_us"].to_numpy(dtype=np.float64) - extent[0]
-    end = rows["end_us"].to_numpy(dtype=np.float64) - extent[0]
-    y = rows["y"].to_numpy(dtype=np.float64)
-    group = np.arange(len(rows))
-    if len(rows) > MAX_BARS:  # otherwise each row has a column of the screen
-        for row in np.unique(y):
-            here = np.flatnonzero(y == row)
-            group[here] = here[bar_groups(start[here], end[here], extent[1])]
-    _, first, place, count = np.unique(group, return_index=True, return_inverse=True, return_counts=True)
-    begins, ends = np.full(len(first), np.inf), np.full(len(first), -np.inf)
-    np.minimum.at(begins, place, start)
-    np.maximum.at(ends, place, end)
-    alone = rows.iloc[first[count == 1]].to_dict("records")
-    texts, names = iter([describe(row) for row in alone]), iter([written(str(row[what])) for row in alone])
+    places = pd.DataFrame({
+        "y": rows["y"].to_numpy(), "place": np.arange(len(rows)), "group": np.arange(len(rows)),
+        **{name: rows[f"{name}_us"].to_numpy(dtype=np.float64) - extent[0] for name in ("start", "end")},
+    })  # fmt: skip
+    column = extent[1] / MAX_BARS
+    if len(rows) > MAX_BARS and column > 0:  # otherwise each row has a column of the screen
+        is_short = places["end"] - places["start"] < column
+        places["group"] = places["group"].where(~is_short, -1 - places["start"] // column)
+    merged = places.groupby(["y", "group"], sort=False).agg(
+        start=("start", "min"), end=("end", "max"), count=("place", "size"), place=("place", "first")
+    )
+    counts, first = merged["count"].tolist(), rows.iloc[merged["place"]].to_dict("records")
+    many = "<b>{} merged</b>: zoomed out too far to tell them apart"
     return pd.DataFrame({
-        "y": y[first], "start": begins / 1e3, "length": (ends - begins) / 1e3, "count": count,
-        "name": [next(names) if number == 1 else "" for number in count],
-        "text": [next(texts) if number == 1 else f"<b>{number} merged</b>: zoomed out too far to tell them apart"
-                 for number in count],
+        "y": merged.index.get_level_values("y"), "start": merged["start"].to_numpy() / 1e3,
+        "length": (merged["end"] - merged["start"]).to_numpy() / 1e3, "count": counts,
+        "name": [written(str(row[what])) if count == 1 else "" for row, count in zip(first, counts, strict=True)],
+        "text": [
+            describe(row) if count == 1 else many.format(count) for row, count in zip(first, counts, strict=True)
+        ],
     })  # fmt: skip
 
 
@@ -360,23 +361,6 @@ def drawn_levels(spans: pd.DataFrame) -> pd.DataFrame:
         solid = (rows["depth"] == level) | ((rows["depth"] < level) & rows["leaf"])
         kept.append(rows[rows["depth"] <= level].assign(ground=~solid[rows["depth"] <= level]))
     return pd.concat(kept) if kept else spans.assign(depth=0, leaf=True, ground=False)
-
-
-def bar_groups(start: NDArray[np.float64], end: NDArray[np.float64], window: float) -> NDArray[np.intp]:
-    """The group of each bar: beyond MAX_BARS bars, those narrower than a column of the screen share one per column.
-
-    Args:
-        start: beginning of each bar.
-        end: end of each bar.
-        window: width of the whole figure, in the same unit.
-    """
-    own = np.arange(len(start))
-    if len(start) <= MAX_BARS or window <= 0:
-        return own
-    column = np.floor(start / (window / MAX_BARS)).astype(np.intp)
-    short = (end - start) < window / MAX_BARS
-    keys = np.where(short, -1 - column + column.min(), own)
-    return np.unique(keys, return_inverse=True)[1].astype(np.intp)
 
 
 def _with_depth(rows: pd.DataFrame) -> pd.DataFrame:
