@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from shardlab.course.printed_runs import outcome, terminal, told
     from shardlab.course.sharded_layer import sharded_linear
-    from shardlab.course.small_records import collectives_table, log_collectives, trace_step
-    from shardlab.course.sweeps import bucket_sweep, link_for, message_sweep, run_interleaved
+    from shardlab.course.small_records import (  # isort: skip
+        bucket_sweep, collectives_table, link_for, log_collectives, message_sweep, run_interleaved, trace_step,
+    )  # fmt: skip
     from shardlab.course.widgets.explorer import memory_explorer
     from shardlab.course.widgets.history import RunHistory
     from shardlab.course.widgets.live import live, read_progress

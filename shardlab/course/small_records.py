@@ -1,4 +1,4 @@
-"""Records of a few lines of code: the collectives that they issue, or one training step of any engine.
+"""Records that a cell makes: the collectives of a few lines, one step of any engine, trainings in turn, sweeps.
 
     def ranks_do(rank):
         with Mesh({"data": 2}, device=current().device) as mesh, log_collectives(mesh, rank) as log:
@@ -13,35 +13,44 @@
 
     show(memory_over_step(pool.run(on_rank)[0].memory))
 
-If a configuration is enough, ``compare`` and ``run_interleaved`` record many steps.
+A laptop has slow phases of up to a factor of two. If variants run one after the other, their order decides which looks
+fast; if they are interleaved, the phases affect all alike. Each variant has its own mesh, model, optimizer and records;
+only the ranks are shared.
 """
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
+from time import perf_counter_ns
 from typing import Any
 
 import pandas as pd
 import torch
 
-from shardlab.comm import CollectiveEvent, Observer
+from shardlab.comm import CollectiveEvent, Communicator, Observer
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import AnyEngine
 from shardlab.experiment.batches import size_of
-from shardlab.experiment.run import source_of
+from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.run import RankRun, mesh_of, recorded_run, source_of
 from shardlab.experiment.train_step import TrainStep
 from shardlab.experiment.workload import LossFn
+from shardlab.launch import RankPool, current
+from shardlab.launch.cell_bar import cell_bar
+from shardlab.launch.pool import check_pool
+from shardlab.partition.ring_cost import Link
 from shardlab.tables import COLLECTIVES
 from shardlab.trace.clock import clock_for
 from shardlab.trace.entries import in_us
 from shardlab.trace.observed import Row, collective_columns
 from shardlab.trace.recorder import Recorder
-from shardlab.trace.store import Records, RunWriter, load_run, write_manifest
+from shardlab.trace.store import Records, RunWriter, load_run, load_runs, write_manifest
 from shardlab.trace.units import watch_units
 from shardlab.units import AUTO
-from shardlab.vocabulary import Phase
+from shardlab.vocabulary import FLAG, Phase, SpanKind
 
 SINCE_BOOT_NS = 0
 TIMES = ["issue_us", "start_us", "end_us", "wait_start_us", "wait_end_us"]
@@ -125,3 +134,214 @@ def trace_step(rank: int, run: str, engine: AnyEngine, loss: LossFn, batch: Any)
             recorder.finish_step(result.loss, result.grad_norm, result.learning_rate, size_of(batch))
         writer.close()  # turns the journal into tables, and the folder is gone after the return
         return load_run(folder)
+
+
+Op = Callable[[Communicator, torch.Tensor], object]
+NUM_WARM_UPS = 2
+ELEMENT_BYTES = 4  # float32
+BUCKETED = "bucketed"
+MIB = 1024**2
+COLUMNS = (
+    "run", "source", "rank", "step", "bucket_bytes", "step_us", "exposed_comm_us", "overlap", "wire_bytes",
+    "num_messages",
+)  # fmt: skip
+
+
+def run_interleaved(variants: Mapping[str, CompareConfig], pool: RankPool, directory: Path | None = None) -> Records:
+    """Train every variant, one step of each in turn, and record all of them.
+
+    The first step allocates and warms up, so leave it out of timings. Memory is sampled at rest only.
+
+    Args:
+        variants: configurations by the name of their run in the tables. Each has one strategy (not 'single') and the
+            pool's ranks and device, and neither resumes nor saves; all have the same number of steps.
+        pool: the ranks.
+        directory: where the records stay; None uses a temporary directory.
+
+    Raises:
+        ValueError: there are no variants, or one is not as described above.
+        RankError: a rank failed; see ``RankPool.run``.
+    """
+    _check(variants, pool)
+    with ExitStack() as stack:
+        where = directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for name, config in variants.items():
+            write_manifest(
+                where / name, {"run": name, "ranks": config.ranks, "config": config.as_dict(config.strategies[0])}
+            )
+        steps = next(iter(variants.values())).steps
+        with cell_bar(f"training {len(variants)} variants in turn", steps) as advance:
+            pool.run(
+                _train_interleaved,
+                dict(variants),
+                where,
+                perf_counter_ns(),
+                on_message=lambda _, said: advance(str(said)),
+            )
+        return load_runs(where / name for name in variants)
+
+
+def _train_interleaved(rank: int, variants: dict[str, CompareConfig], directory: Path, origin_ns: int) -> None:
+    with ExitStack() as stack:
+        # Every rank makes the meshes and engines in the same order, because making them is collective.
+        turns = [
+            stack.enter_context(_recorded_turn(name, config, directory / name, rank, origin_ns))
+            for name, config in variants.items()
+        ]
+        for step in range(next(iter(variants.values())).steps):
+            for turn in turns:
+                turn.step(step)
+            if rank == 0:
+                current().emit(f"step {step}")
+
+
+@contextmanager
+def _recorded_turn(name: str, config: CompareConfig, directory: Path, rank: int, origin_ns: int) -> Iterator[RankRun]:
+    # Each variant has its own mesh, so that its recorder sees its collectives only.
+    with mesh_of(config, config.strategies[0]) as mesh:
+        writer = RunWriter(directory, rank, name, source_of(mesh))
+        with recorded_run(config, config.strategies[0], mesh, writer, origin_ns) as run:
+            yield run
+
+
+def _check(variants: Mapping[str, CompareConfig], pool: RankPool) -> None:
+    for name, config in variants.items():
+        if len(config.strategies) != 1 or config.is_alone(config.strategies[0]):
+            raise ValueError(f"variants: {name!r} needs one strategy that runs on all ranks, not {config.strategies}")
+        for field in ("resume", "save_every"):
+            if (given := getattr(config, field)) is not None:
+                raise ValueError(f"variants: {name!r} has {field}={given!r}, but here are no checkpoints; leave it out")
+        check_pool(pool, config.ranks, config.device, by=f"variants[{name!r}]")
+    if len({config.steps for config in variants.values()}) != 1:
+        raise ValueError("variants: give one or more, all with the same number of steps, since they are interleaved")
+
+
+def message_sweep(ops: Mapping[str, Op], num_bytes: Sequence[int], pool: RankPool, repeats: int = 10) -> pd.DataFrame:
+    """Time each op on float32 tensors of each size over all ranks of the pool.
+
+    A barrier comes before each message, and its time is that of the slowest rank, from the call to the usable result.
+    The best of the repetitions is its time: on a shared machine that is reproducible to a few percent, and a mean is
+    not. The median stands beside it, and says how busy the machine was.
+
+    Args:
+        ops: functions by name, called as ``op(communicator, tensor)``; they return when the result may be used.
+        num_bytes: sizes of the tensor, multiples of 4 times the number of ranks.
+        pool: the ranks.
+        repeats: how often each message is timed, at least 1.
+
+    Returns:
+        One row per op and size, as ``analysis.with_fit`` takes them: ``op``, ``bytes``, ``time_us``, ``median_us``,
+        ``group_size``.
+
+    Raises:
+        ValueError: a size is no such multiple.
+    """
+    multiple = ELEMENT_BYTES * pool.world_size
+    if not num_bytes or any(size < 1 or size % multiple for size in num_bytes):
+        raise ValueError(f"num_bytes: {list(num_bytes)} are not all multiples of {multiple} above 0")
+    with cell_bar("timing messages", repeats * len(ops) * pool.world_size) as advance:
+        found = pool.run(_time_all, dict(ops), list(num_bytes), repeats, on_message=lambda _, name: advance(str(name)))
+    times_us = torch.tensor(found, dtype=torch.float64)
+    slowest_rank = times_us.amax(dim=0).flatten(start_dim=1)
+    table = pd.DataFrame([(name, size) for name in ops for size in num_bytes], columns=["op", "bytes"])
+    return table.assign(
+        time_us=slowest_rank.amin(dim=0).numpy(),
+        median_us=slowest_rank.quantile(0.5, dim=0).numpy(),
+        group_size=pool.world_size,
+    )
+
+
+def link_for(config: CompareConfig, pool: RankPool, *, sends_for: float = 0.8, latency: float = 0.005) -> Link:
+    """A link to emulate that is neither too fast nor too slow to show anything: relative to what backward takes here.
+
+    A link of fixed speed hides everything on a slow machine and nothing on a fast one. So three steps are trained
+    without one, and the median backward of a rank, without its waits, decides.
+
+    Args:
+        config: what will be trained, with one strategy; its own link does not count.
+        pool: the ranks.
+        sends_for: how long the bytes of a step take, in backwards, without latency.
+        latency: in backwards.
+
+    Returns:
+        Bandwidth and latency to two digits.
+
+    Raises:
+        ValueError: ``config`` is refused by ``run_interleaved``.
+    """
+    records = run_interleaved({"without a link": replace(config, link=None, steps=4)}, pool)
+    spans = records.spans.query(f"step > 0 and unit == 'model' and kind == '{SpanKind.BACKWARD}'")
+    backward_us = (spans["end_us"] - spans["start_us"]).groupby([spans["rank"], spans["step"]]).sum().median()
+    num_bytes = records.steps["wire_bytes"].max()
+    gbit_per_s = num_bytes * 8 / (sends_for * backward_us * 1e3)
+    return Link(float(f"{latency * backward_us:.2g}"), float(f"{gbit_per_s:.2g}"))
+
+
+def _time_all(_: int, ops: dict[str, Op], num_bytes: list[int], repeats: int) -> list[list[list[float]]]:
+    """Microseconds by repetition, op and size, on this rank."""
+    context = current()
+    with Mesh({"data": context.world_size}, device=context.device) as mesh:
+        tensors = [torch.zeros(size // ELEMENT_BYTES, device=mesh.device) for size in num_bytes]
+        for op in ops.values():
+            for tensor in tensors:
+                for _ in range(NUM_WARM_UPS):
+                    op(mesh.data, tensor)
+
+        def timed(name: str) -> list[float]:
+            current().emit(name)
+            return [_time(ops[name], mesh, tensor) for tensor in tensors]
+
+        return [[timed(name) for name in ops] for _ in range(repeats)]
+
+
+def _time(op: Op, mesh: Mesh, tensor: torch.Tensor) -> float:
+    """Microseconds of one message on this rank."""
+    mesh.data.barrier().wait()
+    _synchronise(mesh.device)
+    began_ns = perf_counter_ns()
+    op(mesh.data, tensor)
+    _synchronise(mesh.device)
+    return (perf_counter_ns() - began_ns) / 1e3
+
+
+def _synchronise(device: torch.device) -> None:
+    """On CUDA ``wait`` only orders the streams, but the time of a message ends when its bytes have arrived."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def bucket_sweep(bucket_bytes: Sequence[int], config: CompareConfig, pool: RankPool) -> pd.DataFrame:
+    """Train with each bucket size, interleaved, and collect step time and exposed communication.
+
+    Small buckets pay the latency of many messages. One bucket as large as the model leaves only when backward is over,
+    so nothing hides it. In between, part of the communication is hidden behind compute.
+
+    Args:
+        bucket_bytes: different capacities, at least 1.
+        config: model, data and link; its strategies and bucket size are ignored. It needs at least 2 steps, and the
+            first is left out.
+        pool: ``config.ranks`` ranks.
+
+    Returns:
+        One row per size, step and rank, as ``bucket_curve`` takes them: ``run``, ``source``, ``rank``, ``step``,
+        ``bucket_bytes``, ``step_us``, ``exposed_comm_us``, ``overlap``, ``wire_bytes``, ``num_messages`` (gradient
+        buckets sent in that step).
+
+    Raises:
+        ValueError: there are fewer than 2 steps, or sizes repeat or are below 1.
+    """
+    if config.steps < 2:
+        raise ValueError(f"steps: {config.steps} is below 2, and the first step is not timed")
+    if not bucket_bytes or len(set(bucket_bytes)) != len(bucket_bytes) or min(bucket_bytes) < 1:
+        raise ValueError(f"bucket_bytes: {list(bucket_bytes)}; different sizes of at least 1 byte are needed")
+    sizes = {str(size): size for size in bucket_bytes}
+    records = run_interleaved(
+        {name: replace(config, strategies=(BUCKETED,), bucket_mib=size / MIB) for name, size in sizes.items()}, pool
+    )
+    sent = records.collectives
+    gradients = sent[(sent["phase"] == Phase.BACKWARD) & (sent["tag"] != FLAG)]
+    keys = ["run", "rank", "step"]
+    messages = gradients.groupby(keys).size().rename("num_messages").reset_index()
+    rows = records.steps[records.steps["step"] > 0].merge(messages, on=keys)
+    rows = rows.assign(bucket_bytes=rows["run"].map(sizes).astype("int64"), run=BUCKETED)
+    return rows[list(COLUMNS)]

@@ -315,7 +315,7 @@ def _found(reports: list[RankReport], mesh: dict[str, int], config: CompareConfi
 
 
 def _first_losses(found: list[FirstLoss | None]) -> dict[str, Any]:
-    """What ``token_mean.cause`` takes, of the data ranks; empty where a loss is no number."""
+    """What ``mean_of_means`` takes, of the data ranks; empty where a loss is no number."""
     known = [first for first in found if first is not None and isfinite(first.loss)]
     if len(known) < len(found):
         return {}

@@ -22,9 +22,8 @@ from shardlab.experiment.directory import checkpoint_directory, same_options
 from shardlab.experiment.rank_checks import NUM_BATCHES, FiniteCheck, first_other, sums_of
 from shardlab.experiment.shard_rows import shard_rows
 from shardlab.experiment.tensor import divided, loss_of
-from shardlab.experiment.token_mean import counts_of
 from shardlab.experiment.train_step import StepResult, TrainStep
-from shardlab.experiment.watched_loss import FirstLoss, WatchedLoss
+from shardlab.experiment.watched_loss import FirstLoss, WatchedLoss, counts_of
 from shardlab.experiment.workload import seeded
 from shardlab.installed import num_cores
 from shardlab.launch import current

@@ -11,7 +11,7 @@ from shardlab.experiment import rank_checks, summary
 from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.rank_checks import DATA, GRADIENTS, LOSS
 from shardlab.experiment.summary import JUDGED_STEPS, LOOK_FOR, NORM_TOLERANCE, REFERENCE, why_dead
-from shardlab.experiment.token_mean import cause
+from shardlab.experiment.watched_loss import mean_of_means
 from shardlab.plots.text import format_percent
 from shardlab.trace.store import Records
 from shardlab.vocabulary import HostTransport, MeshAxis, Phase, SpanKind
@@ -116,7 +116,7 @@ def _mean_of_means(comparison: Comparison) -> str:
     whole = manifests.get(REFERENCE, {}).get("first_losses") or {}
     for run, manifest in manifests.items():
         if whole and run != REFERENCE and (found := manifest.get("first_losses")) and len(found["losses"]) > 1:
-            return cause(whole["losses"][0], found["losses"], found["weights"], found["counts"])
+            return mean_of_means(whole["losses"][0], found["losses"], found["weights"], found["counts"])
     return ""
 
 

@@ -20,8 +20,7 @@ from shardlab.comm.events import CollectiveEvent
 from shardlab.comm.foretold import Costs, ToldClock, Wire
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.dry_run import dry_run
-from shardlab.experiment.forecast import seconds_in
-from shardlab.experiment.operation_costs import phase_of_autograd, priced
+from shardlab.experiment.forecast import phase_of_autograd, priced, seconds_in
 from shardlab.partition.ring_cost import Link, ring_wire_bytes
 from shardlab.planner.machine import Line, RankCosts
 from shardlab.trace.store import Records

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from shardlab.course import sweeps
-from shardlab.course.sweeps import bucket_sweep, link_for, run_interleaved
+from shardlab.course.small_records import bucket_sweep, link_for, run_interleaved
 from shardlab.experiment import CompareConfig
 from shardlab.models import build_model
 from shardlab.partition.ring_cost import ring_wire_bytes

@@ -5,7 +5,7 @@ import torch
 
 from shardlab.analysis import with_fit
 from shardlab.comm import Communicator
-from shardlab.course.sweeps import message_sweep
+from shardlab.course.small_records import message_sweep
 from tests.conftest import Pools
 
 

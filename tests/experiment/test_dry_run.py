@@ -15,7 +15,7 @@ from shardlab.comm.foretold import Costs, ForetoldMesh, ToldClock, Wire
 from shardlab.experiment import CompareConfig, Workload, compare
 from shardlab.experiment.answer import answer
 from shardlab.experiment.dry_run import dry_run
-from shardlab.experiment.operation_costs import THIN, priced
+from shardlab.experiment.forecast import THIN, priced
 from tests.planner.test_machine import COSTS
 
 OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")

@@ -9,7 +9,7 @@ import pytest
 from shardlab.comm.foretold import Costs, ToldClock, Wire
 from shardlab.experiment import CompareConfig
 from shardlab.experiment.dry_run import dry_run
-from shardlab.experiment.operation_costs import phase_of_autograd
+from shardlab.experiment.forecast import phase_of_autograd
 from shardlab.experiment.what_if import WhatIf, what_if
 from shardlab.partition.ring_cost import Link
 
