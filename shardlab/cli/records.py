@@ -165,9 +165,9 @@ def diff(
 
 
 def print_result(comparison: "Comparison", config: "CompareConfig", report: Path) -> None:
-    """Print the answer of a comparison, its table, remarks, and the path of its report."""
+    """Print the answer of a comparison, its table, verdicts, and the path of its report."""
     from shardlab.experiment.answer import answer
-    from shardlab.experiment.run_verdicts import peak_note, remarks
+    from shardlab.experiment.run_verdicts import peak_note, verdicts
 
     console = Console(highlight=False)
     console.print(answer_table(answer(comparison, config)))
@@ -178,7 +178,7 @@ def print_result(comparison: "Comparison", config: "CompareConfig", report: Path
         console.print(f"Left out for lack of width: {', '.join(left_out)}; the report has all columns.", style="dim")
     if note := peak_note(comparison.summary):
         console.print(note, style="dim")
-    if said := remarks(comparison):
+    if said := verdicts(comparison):
         console.print(*said)
     console.print(f"Report: {report}", soft_wrap=True)
 
@@ -250,7 +250,7 @@ def _result_table(comparison: "Comparison", config: "CompareConfig", console: Co
             left_out.append(columns.pop(name)[0].replace("\n", " "))
         shown = readable_summary(comparison.summary, columns)
         table = table_of(shown, title, gap)
-        for strategy in comparison.failed:  # remarks say why
+        for strategy in comparison.failed:  # verdicts say why
             table.add_row(strategy, *["–"] * (len(shown.columns) - 1))
         if Measurement.get(console, console.options.update(max_width=UNBOUNDED), table).maximum <= console.width:
             break

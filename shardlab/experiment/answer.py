@@ -18,7 +18,7 @@ from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.saved_runs import config_of
 from shardlab.experiment.step_reasons import Reasons, why
-from shardlab.experiment.summary import LOSS_TOLERANCE, REFERENCE, not_finite
+from shardlab.experiment.summary import FULL, LOSS_TOLERANCE, REFERENCE, not_finite, precision_of
 from shardlab.planner.rows import ROWS
 from shardlab.plots.text import format_bytes, format_percent, listing
 from shardlab.trace.store import Records
@@ -264,6 +264,8 @@ def _trusted(comparison: Comparison, doubt: str) -> Iterable[str]:
     else:
         hidden = judged <= LOSS_TOLERANCE["float32"] and run_verdicts.norms_apart(table)
         too = ", and gradients by a factor" if hidden else ""
+        rounded = {precision_of(run, comparison.records) for run in comparison.records.manifests} - {FULL}
+        too += f", within the rounding of {listing(sorted(rounded))}" if rounded and comparison.losses_equal else ""
         yield f"losses {'equal to' if comparison.losses_equal else 'NOT equal: they differ by'} {judged:.1e}{too}"
     if differ := [name for name in run_verdicts.ranks_differ(comparison.records) if name in set(table["strategy"])]:
         yield f"ranks of {listing(differ)} differ by design, and so do the losses"

@@ -25,67 +25,40 @@ SAME_PEAK = 0.01  # of a peak: what is less does not change how it reads
 
 
 def verdicts(comparison: Comparison) -> list[str]:
-    """What a comparison shows, in sentences."""
-    # The worst first: where ranks disagree or strategies are missing, what follows says little.
+    """What the lines of the answer leave out, in sentences: what is wrong, in detail, and what else to know."""
+    # The worst first: where strategies are missing, what follows says little.
     said = (
-        agreement_verdict(comparison), failed_verdict(comparison), unfinished_verdict(comparison),
-        resumed_verdict(comparison), verdict(comparison),
-        gradients_verdict(comparison), alone_verdict(comparison), plan_verdict(comparison), traffic_verdict(comparison),
-        transport_verdict(comparison), buckets_verdict(comparison), unseen_verdict(comparison),
-        busy_verdict(comparison),
+        failed_verdict(comparison), resumed_verdict(comparison), verdict(comparison), gradients_verdict(comparison),
+        alone_verdict(comparison), plan_verdict(comparison), traffic_verdict(comparison), transport_verdict(comparison),
+        buckets_verdict(comparison), unseen_verdict(comparison),
     )  # fmt: skip
     return [sentence for sentence in said if sentence]
 
 
-def remarks(comparison: Comparison) -> list[str]:
-    """The verdicts without those that the lines of the answer say: what is wrong, in detail, and what else to know."""
-    said = [agreement_verdict(comparison), unfinished_verdict(comparison), busy_verdict(comparison)]
-    said += [dead_verdict(comparison)]
-    said += [verdict(comparison)] if comparison.losses_equal and len(comparison.summary) > 1 else []
-    planned = comparison.summary["as_planned"].dropna()
-    said += [plan_verdict(comparison)] if len(planned) and planned.all() else []
-    return [sentence for sentence in verdicts(comparison) if sentence not in said]
-
-
 def verdict(comparison: Comparison) -> str:
-    """One sentence: are the losses equal, and are they numbers at all?"""
+    """Sentences if losses are no numbers, or not equal: by how much, and why; else empty."""
     if wrong := summary.not_finite(comparison.records.steps):
         runs = ", ".join(f"that of {run} from step {step} on" for run, step in wrong.items())
         return f"Losses are NOT finite, so the run has failed: {runs}. {_began(comparison, wrong)}" + (
             BAD_ROWS if data_are_lost(comparison) else "Lower the learning rate, or clip the gradients."
         )
-    if dead := dead_verdict(comparison):
-        return dead
-    largest_judged = comparison.summary["judged_loss_difference"].max()
-    if pd.isna(largest_judged) or len(comparison.summary) == 1:
-        return "Losses were not compared: only one strategy ran."
-    reference = summary.reference_of(comparison.records)
-    origin = "the single process" if reference == REFERENCE else f"{reference}, the first strategy on several ranks,"
-    precisions = {run: summary.precision_of(run, comparison.records) for run in comparison.summary["strategy"]}
-    rounded = {run: precision for run, precision in precisions.items() if precision != summary.FULL}
-    equal = "equal" if comparison.losses_equal else "NOT equal"
-    if rounded and comparison.losses_equal:
-        equal = f"equal, those of {', '.join(rounded)} within the rounding of {next(iter(rounded.values()))}"
-    steps, largest = int(comparison.summary["steps"].max()), comparison.summary["max_loss_difference"].max()
-    why = ""
-    if not comparison.losses_equal:
-        sentence = rank_checks.trained_on_others(comparison.records.manifests, REFERENCE)
-        if not sentence and reference == REFERENCE:
-            sentence = _looks_like_sums(comparison)
-        if sentence:
-            return sentence
-        if means := _mean_of_means(comparison):
-            return f"Losses are NOT equal: they differ from {origin} by {largest_judged:.1e}. {means}"
-        apart = norms_apart(comparison.summary)
-        why = f" {apart}" if apart else ""
-        why += _own_buffers(comparison) + (_divides_rows_badly(comparison) if reference == REFERENCE else "")
-    if steps <= JUDGED_STEPS:
-        return f"Losses are {equal}: the largest difference from {origin} is {largest_judged:.1e}.{why}"
-    return (
-        f"Losses are {equal}: the largest difference from {origin} in the first {JUDGED_STEPS} steps is "
-        f"{largest_judged:.1e}; over all {steps} steps, in which training amplifies every rounding, it is "
-        f"{largest:.1e}.{why}"
-    )
+    if comparison.losses_equal:
+        return ""
+    is_single = (reference := summary.reference_of(comparison.records)) == REFERENCE
+    sentence = rank_checks.trained_on_others(comparison.records.manifests, REFERENCE)
+    if not sentence and is_single:
+        sentence = _looks_like_sums(comparison)
+    if sentence:
+        return sentence
+    steps = min(JUDGED_STEPS, int(comparison.summary["steps"].max()))
+    origin = "the single process" if is_single else f"{reference}, the first strategy on several ranks"
+    largest = comparison.summary["judged_loss_difference"].max()
+    said = f"Losses are NOT equal: in the first {steps} steps they differ by up to {largest:.1e} from {origin}."
+    if means := _mean_of_means(comparison):
+        return f"{said} {means}"
+    apart = norms_apart(comparison.summary)
+    why = f" {apart}" if apart else ""
+    return said + why + _own_buffers(comparison) + (_divides_rows_badly(comparison) if is_single else "")
 
 
 def norms_apart(table: pd.DataFrame) -> str:
@@ -247,18 +220,14 @@ def alone_verdict(comparison: Comparison) -> str:
 
 
 def plan_verdict(comparison: Comparison) -> str:
-    """One sentence: do bytes and messages equal the plan?"""
+    """One sentence if bytes and messages are not those of the plan, or there is none; else empty."""
     planned = comparison.summary.dropna(subset="as_planned")
     if planned.empty:
         said = comparison.summary.get("not_planned", pd.Series(dtype=object)).dropna()  # not in an older summary
         why = "" if said.empty else str(said.iloc[0])
         return f"There is no plan to compare bytes and messages with{why and f': {why}'}."
     wrong = planned.loc[~planned["as_planned"].astype(bool), "strategy"]
-    if len(wrong):
-        return f"Bytes at rest or messages of {', '.join(wrong)} are NOT those of the plan."
-    unplanned = comparison.summary.loc[comparison.summary["as_planned"].isna(), "strategy"]
-    besides = f" ({', '.join(unplanned)}: not planned)" if len(unplanned) else ""
-    return f"Bytes at rest of every role and rank, and every message of a step, are those of the plan{besides}."
+    return f"Bytes at rest or messages of {', '.join(wrong)} are NOT those of the plan." if len(wrong) else ""
 
 
 def traffic_verdict(comparison: Comparison) -> str:

@@ -23,7 +23,10 @@ from shardlab.experiment.forecast import seconds_in
 from shardlab.experiment.report import _parts as step_parts_of
 from shardlab.experiment.report import peak_table
 from shardlab.experiment.run import RankReport
-from shardlab.experiment.run_verdicts import agreement_verdict, busy_verdict, unseen_verdict, verdict, verdicts
+
+from shardlab.experiment.run_verdicts import (  # isort: skip
+    agreement_verdict, busy_verdict, dead_verdict, unfinished_verdict, unseen_verdict, verdict, verdicts,
+)  # fmt: skip
 from shardlab.experiment.saved_runs import load_saved
 from shardlab.experiment.summary import summarise
 from shardlab.launch import RankError
@@ -364,7 +367,9 @@ def test_ranks_that_drift_apart_are_told(comparison):
     assert _disagreement(of_tensor_ranks, 2) == "", "each tensor rank has its own"
     manifests["ddp"] = {**manifests["ddp"], "disagreement": words}
     wrong = replace(result, records=replace(result.records, manifests=manifests))
-    assert verdicts(wrong)[0].startswith("Ranks DISAGREE, so the numbers are of no one run: in ddp after step 1, ranks")
+    assert agreement_verdict(wrong).startswith(
+        "Ranks DISAGREE, so the numbers are of no one run: in ddp after step 1, ranks"
+    )
 
 
 def test_ranks_that_were_off_the_cpu_make_times_uncertain_and_what_no_stream_was_seen_to_wait_for_unknown(comparison):
@@ -415,7 +420,7 @@ def test_what_fails_on_the_ranks_leaves_a_report_of_the_others(pools, tmp_path):
     assert saved.failed == result.failed
     said = [sentence for sentence in verdicts(saved) if sentence.startswith("NOT run to the end: zero3: rank")]
     assert len(said) == 1
-    assert "NOT finished" not in " ".join(verdicts(saved))
+    assert not unfinished_verdict(saved)
     assert said[0].rstrip(".").split(": ", 1)[1][:9] in write_report(saved, config).read_text()
     with pytest.raises(RankError, match=r"^zero3: rank \d raised ") as refused:
         compare(workload, tmp_path / "alone", pool=pools(2), strategies=("zero3", "fsdp"), ranks=2, steps=2)
@@ -427,7 +432,7 @@ def test_a_strategy_that_was_cut_off_is_not_finished(comparison):
     _, result, _ = comparison
     steps = result.records.steps
     cut = replace(result, records=replace(result.records, steps=steps[(steps["run"] != "ddp") | (steps["step"] < 2)]))
-    assert "NOT finished: ddp after 2 of 4 steps; the comparison was cut off before." in verdicts(cut)
+    assert unfinished_verdict(cut) == "NOT finished: ddp after 2 of 4 steps; the comparison was cut off before."
 
 
 def test_a_directory_is_taken_by_one_comparison_alone(tmp_path):
@@ -473,7 +478,7 @@ def test_of_a_run_that_does_not_train_nothing_is_said(pools, tmp_path, loss, sai
     workload = Workload(lambda: torch.nn.Linear(4, 1), [rows], loss)
     result = compare(workload, tmp_path / "out", pool=pools(2), strategies=("single", "zero1"), ranks=2, steps=5)
     assert result.summary["losses_equal"].isna().all()
-    assert re.match(f"Nothing can be said of the losses: {said}", verdict(result))
+    assert re.match(f"Nothing can be said of the losses: {said}", dead_verdict(result))
     assert re.match(f"nothing can be said of the losses: {said}", answer(result)[4].text)
 
 
