@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from shardlab.cli import app
 from shardlab.experiment import CompareConfig, compare
-from shardlab.experiment.summary import COLUMNS, NAMES, QUANTITIES
+from shardlab.experiment.differences import HEADERS, QUANTITIES
 from shardlab.installed import __version__
 from shardlab.trace.store import RunWriter, load_run, write_manifest
 from tests.export.trace_format import check
@@ -171,7 +171,7 @@ def test_diff_of_the_same_is_nothing(finished):
     assert all(row["difference"] in (0, None) for row in rows)
     quantities = {row["quantity"] for row in rows}
     assert quantities >= {"step_ms", "exposed_comm_ms", "peak_bytes", "wire_bytes_per_step", "loss_last"}
-    assert {*COLUMNS, *NAMES} >= set(QUANTITIES), "each has a name in the table"
+    assert set(HEADERS) >= set(QUANTITIES), "each has a name in the table"
 
 
 def test_diff_of_two_strategies_by_their_directories(finished):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from shardlab.course import sweeps
+from shardlab.course import small_records
 from shardlab.course.small_records import bucket_sweep, link_for, run_interleaved
 from shardlab.experiment import CompareConfig
 from shardlab.models import build_model
@@ -77,7 +77,7 @@ def test_a_link_is_as_slow_as_the_compute(monkeypatch) -> None:
         for start in (0, us)
     ]
     records = SimpleNamespace(spans=pd.DataFrame(spans), steps=pd.DataFrame({"wire_bytes": [1e6]}))
-    monkeypatch.setattr(sweeps, "run_interleaved", lambda variants, pool: records)
+    monkeypatch.setattr(small_records, "run_interleaved", lambda variants, pool: records)
     link = link_for(BASE, None, sends_for=2, latency=0.01)
     assert (link.latency_us, link.bandwidth_gbps) == (1000, 0.04)
     assert link.transfer_us(1e6) == pytest.approx(2 * 100e3)
