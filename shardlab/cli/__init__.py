@@ -19,7 +19,7 @@ from shardlab.cli.exercises import exercises
 from shardlab.cli.forecast import calibrate, what_if
 from shardlab.cli.plan import plan
 from shardlab.cli.records import SCRIPT_ARGUMENTS, diff, modules, record, report, trace
-from shardlab.installed import __version__
+from shardlab.installed import __version__, data_path
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -46,8 +46,6 @@ def options(
 
 def template() -> None:
     """Print a workload to begin with: shardlab template > train.py."""
-    from shardlab.data_sets import data_path  # here, because it imports torch
-
     typer.echo(data_path("train.py").read_text(), nl=False)
 
 

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from shardlab.data_sets import data_path, grammar_text
+from shardlab.data_sets import grammar_text
+from shardlab.installed import data_path
 
 GRAMMAR = json.loads(data_path("grammar.json").read_text())
 STATES = GRAMMAR["states"]

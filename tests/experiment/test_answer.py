@@ -3,8 +3,8 @@
 import pandas as pd
 import pytest
 
-from shardlab.data_sets import data_path
 from shardlab.experiment import CompareConfig, Comparison
+from shardlab.installed import data_path
 from shardlab.trace.store import Records
 from tests.analysis.hand_made import collective, collectives, spans
 
