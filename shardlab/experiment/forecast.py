@@ -44,6 +44,9 @@ class StepForecast:
     unmeasured: frozenset[str]
 
 
+PRODUCT, OTHER, MESSAGE = range(3)  # places in ``RankCosts.largest``
+# A product of a short inner dim takes as long as additions of its bytes, so many: measured, (1024, 16) by (16, 512).
+THIN = 3
 UNMEASURED = {"convolution": "convolutions", "rnn_layer": "recurrent layers"}  # by a word in the operation's name
 # Of a machine that takes no time: all that is in flight arrives at once.
 _NO_TIME = RankCosts(
@@ -112,11 +115,6 @@ def steered_by(config: CompareConfig, strategy: str) -> int:
     if (made := config.strategy(strategy)) is not None and made.by_unit:
         return len(wrapped_modules(config.on_meta, config.wrap_policy)) + 1
     return sum(1 for _ in config.on_meta.parameters())
-
-
-PRODUCT, OTHER, MESSAGE = range(3)  # places in ``RankCosts.largest``
-# A product of a short inner dim takes as long as additions of its bytes, so many: measured, (1024, 16) by (16, 512).
-THIN = 3
 
 
 def priced(

@@ -284,7 +284,9 @@ def _differing(settings: list[dict[str, Any]]) -> list[str]:
 
 
 def _values(name: str, settings: list[dict[str, Any]]) -> set[str]:
-    return {word(one.get(name, DEFAULTS.get(name))) for one in settings}
+    if name in DEFAULTS:
+        return {word(one.get(name, DEFAULTS[name])) for one in settings}
+    return {word(one[name]) for one in settings if one.get(name)}  # not every workload says it
 
 
 def word(value: object) -> str:
