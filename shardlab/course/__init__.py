@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         StoppedRank, Straggler,
     )  # fmt: skip
     from shardlab.course.figures import bucket_curve, mesh_map, message_times, throughput
-    from shardlab.course.gathered_units import gathered_over_a_step, gathered_table, unit_bytes, watch_gathered
+    from shardlab.course.gathered_units import gathered_over_a_step, unit_bytes, watch_gathered
     from shardlab.course.notebook_verdicts import (  # isort: skip
         bucket_verdict, bus_verdict, busy_in_steps, busy_now, floor_verdict, gain_verdict, hidden_verdict, late_verdict,
         message_gains, message_verdicts, parts_verdict, pay_off_verdict, prediction_verdict,
@@ -61,7 +61,7 @@ __all__ = [
     "SkippedCollective", "SlowLink", "StoppedRank", "Straggler", "Traffic", "Verdict", "VirtualClock", "batch",
     "bucket_curve", "bucket_sweep", "bucket_verdict", "bus_verdict", "busy_in_steps", "busy_now", "bytes_by_role",
     "call", "call_in_place", "call_without_ranks", "check", "collectives_table", "current", "events_of_step", "faulty",
-    "find", "fit_of", "floor_verdict", "gain_verdict", "gathered_over_a_step", "gathered_table", "hidden_verdict",
+    "find", "fit_of", "floor_verdict", "gain_verdict", "gathered_over_a_step", "hidden_verdict",
     "hint", "inject", "kept_for_backward", "late_verdict", "link_for", "live", "log_collectives", "memory_explorer",
     "mesh_map", "message_gains", "message_sweep", "message_times", "message_verdicts", "outcome", "parts_verdict",
     "pay_off_verdict", "predict", "prediction_verdict", "ranks_at", "read_progress", "readable_fit", "ring_wire_bytes",

@@ -2,12 +2,12 @@
 
 with watch_gathered(engine) as samples:
     engine.backward(loss_of(engine(x)))
-show(gathered_over_a_step(gathered_table(samples)))
+show(gathered_over_a_step(pd.DataFrame(samples), limit_bytes, "Gathered"))
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import pandas as pd
@@ -24,39 +24,32 @@ from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 
 
-@dataclass(frozen=True)
-class GatheredSample:
-    """Bytes of gathered parameters by unit at one moment, for example 'blocks.0 forward'; 0 for a unit without any."""
-
-    moment: str
-    by_unit: dict[str, int]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all units together."""
-        return sum(self.by_unit.values())
-
-
 @contextmanager
-def watch_gathered(engine: Engine) -> Iterator[list[GatheredSample]]:
-    """Sample the gathered parameters of each unit inside the ``with`` block; yields the list of samples.
+def watch_gathered(engine: Engine) -> Iterator[list[dict[str, Any]]]:
+    """Sample the gathered parameters of each unit inside the ``with`` block.
 
     A sample is taken when the forward or the backward of a unit begins (its own and prefetched parameters are gathered
     by then) and when it ends, and once at the end. The hooks run after those of the engine, because they are added
     later; those of gradients are added in each backward, since the engine puts its own behind what it finds there.
+
+    Yields:
+        The rows of a table, one per sample and unit: ``sample`` (its number), ``moment`` ('blocks.0 forward'),
+        ``unit``, ``bytes`` (0 for a unit without any).
     """
-    samples: list[GatheredSample] = []
+    rows: list[dict[str, Any]] = []
+    numbers = count()
 
     def sample(moment: str) -> None:
-        samples.append(GatheredSample(moment, gathered_by_unit(engine)))
+        row = {"sample": next(numbers), "moment": moment}
+        rows.extend({**row, "unit": unit, "bytes": held} for unit, held in gathered_by_unit(engine).items())
 
     hooks: list[RemovableHandle] = []
     for unit in units_in(engine):
         _watch(unit, sample, hooks)
     try:
-        yield samples
+        yield rows
     finally:
-        for hook in hooks:  # also after an error: a hook would hold the samples and run in every later step
+        for hook in hooks:  # also after an error: a hook would hold the rows and run in every later step
             hook.remove()
     sample("end")
 
@@ -93,17 +86,6 @@ def units_in(engine: Engine) -> Sequence[Unit]:
     return engine.strategy.units
 
 
-def gathered_table(samples: list[GatheredSample]) -> pd.DataFrame:
-    """One row per sample and unit: ``sample`` (its number), ``moment``, ``unit``, ``bytes``."""
-    rows = [
-        (number, sample.moment, unit, num_bytes)
-        for number, sample in enumerate(samples)
-        for unit, num_bytes in sample.by_unit.items()
-    ]
-    table = pd.DataFrame(rows, columns=["sample", "moment", "unit", "bytes"])
-    return table.astype({"sample": "int64", "bytes": "int64"})
-
-
 def _watch(unit: Unit, sample: Any, hooks: list[RemovableHandle]) -> None:
     owed: dict[nn.Parameter, RemovableHandle] = {}
 
@@ -135,7 +117,7 @@ def gathered_over_a_step(
     """Bytes of gathered parameters as stacked bars: one bar per moment, one colour per unit; and a limit as a line.
 
     Args:
-        table: from ``gathered_table``, of one rank.
+        table: the rows of ``watch_gathered``, of one rank.
         limit_bytes: where the line is.
         title: of the figure.
         limit_name: label of the line.
