@@ -37,17 +37,20 @@ COLUMNS = {
 }  # fmt: skip
 
 
+ALL_WORKLOADS = "compute,communication,latency"
+ALL_PAIRS = "bucketed,zero1,fsdp,tensor_parallel,itself"
+
+
 def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: a few minutes on two cores.")] = False,
     ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
-    workloads: Annotated[str, typer.Option(help="Comma-separated, of these.")] = "compute,communication,latency",
-    pairs: Annotated[
-        str, typer.Option(help="Comma-separated, by our side; itself: bucketed twice.")
-    ] = "bucketed,zero1,fsdp,tensor_parallel,itself",
+    workloads: Annotated[str, typer.Option(help="Comma-separated, of these.")] = ALL_WORKLOADS,
+    pairs: Annotated[str, typer.Option(help="Comma-separated, by our side; itself: bucketed twice.")] = ALL_PAIRS,
     rounds: Annotated[int | None, typer.Option(help="Timed steps of each engine; more where steps are short.")] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     transport: Annotated[str | None, typer.Option(help="Of our engines: shared_memory, or gloo as torch's.")] = None,
+    why: Annotated[bool, typer.Option("--why", help="Instead: is the cause named that was put into a step?")] = False,
 ) -> None:
     """Time our engines against torch's own on the same ranks, step by step in turn."""
     from shardlab.bench.against_torch import FULL_ROUNDS, PAIRS, QUICK_ROUNDS, WORKLOADS, BenchConfig, chosen
@@ -56,6 +59,15 @@ def bench(
     # Before measuring for minutes.
     if json is not None and (json.is_dir() or not os.access(json if json.exists() else json.parent, os.W_OK)):
         raise ValueError(f"json: {json} cannot be written; name a file in an existing directory")
+    if why:
+        others = {
+            "quick": quick, "workloads": workloads != ALL_WORKLOADS, "pairs": pairs != ALL_PAIRS,
+            "rounds": rounds is not None, "device": device != "auto", "transport": transport is not None,
+        }  # fmt: skip
+        if given := [name for name, is_given in others.items() if is_given]:
+            raise ValueError(f"{', '.join(given)}: not beside --why, which takes --ranks and --json")
+        _why(ranks, json)
+        return
     config = BenchConfig(
         ranks=ranks, rounds=rounds if rounds is not None else QUICK_ROUNDS if quick else FULL_ROUNDS,
         workloads=chosen("workloads", names_in(workloads), WORKLOADS), pairs=chosen("pairs", names_in(pairs), PAIRS),
@@ -71,6 +83,28 @@ def bench(
         console.print(SHARED_NOTE, style="dim")
     if json is not None:
         json.write_text(json_text.dumps([asdict(row) for row in rows], indent=2) + "\n")
+
+
+def _why(ranks: int, json: Path | None) -> None:
+    """Print which cause is named for each that is put in, and whether the change that it names gains what it says."""
+    import pandas as pd
+
+    from shardlab.course.why_matrix import num_cells, verdict, why_matrix
+
+    rows = []
+    with progress_bar(num_cells((ranks,))) as advance:
+        for row in why_matrix(ranks=(ranks,)):
+            rows.append(row)
+            advance(f"{row.injected} in {row.engine}")
+    table = pd.DataFrame(map(asdict, rows))
+    if json is not None:
+        json.write_text(json_text.dumps(table.to_dict("records"), indent=2) + "\n")
+    shown = table.assign(cell=table["named"].where(table["has_effect"], "no effect").where(~table["is_right"], "right"))
+    shown = shown.pivot(index="injected", columns="engine", values="cell").reindex(table["injected"].unique())
+    console = Console(highlight=False)
+    title = f"The cause that is named, {count(ranks, 'rank')}"
+    console.print(table_of(shown.fillna("").reset_index(names="put in"), title, 0))
+    console.print(verdict(rows), soft_wrap=True)
 
 
 def _table(workload: "Workload", rows: Sequence["BenchRow"]) -> Table:

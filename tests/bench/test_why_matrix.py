@@ -1,8 +1,8 @@
-"""Causes put in on purpose are the causes that are named; ``python tests/why_matrix.py`` prints the whole matrix."""
+"""Causes put in on purpose are the causes that are named; ``shardlab bench --why`` prints the whole matrix."""
 
 from math import isfinite
 
-from tests.why_matrix import INJECTED, why_matrix
+from shardlab.course.why_matrix import INJECTED, why_matrix
 
 
 def test_a_slow_loader_small_buckets_and_a_reduction_in_every_micro_batch_are_named_and_mended():

@@ -1,27 +1,19 @@
 """Which cause is named when one is put in: a matrix of causes over strategies, and what the named change then gains.
 
-    python tests/why_matrix.py --ranks 2                    # --json FILE keeps the rows
-
 Each cell trains a small model with one thing wrong, asks ``causes`` for the primary cause, makes the change that it
 names, and trains again. So the forecast of its gain can be compared with the gain.
 """
 
-import argparse
 import contextlib
-import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite, nan
-from pathlib import Path
 from statistics import median
 from time import sleep, thread_time
 from typing import Any
 
-import pandas as pd
 import torch
-from rich.console import Console
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -30,7 +22,6 @@ from shardlab.analysis.judged_steps import BALANCED, Cause
 from shardlab.analysis.slow_messages import REPEATED
 from shardlab.analysis.slow_work import OFF_CPU
 from shardlab.analysis.timed import in_steps, timed_steps
-from shardlab.cli.console import count, progress_bar, table_of
 from shardlab.course.faults.inject import faulty
 from shardlab.course.faults.kinds import Straggler
 from shardlab.engines.bucketed import Bucketed
@@ -103,7 +94,7 @@ def _block() -> nn.Module:
 def _batches(seconds: float = 0.0, rows: int = ROWS) -> Callable[[int, int, int], Iterator[torch.Tensor]]:
     """Batches of a rank, of ``rows`` rows; each takes ``seconds`` to load."""
 
-    def made(rank: int, ranks: int, seed: int) -> Iterator[torch.Tensor]:
+    def made(rank: int, ranks: int, seed: int) -> Iterator[torch.Tensor]:  # noqa: ARG001
         generator = torch.Generator().manual_seed(seed + rank)
         while True:
             sleep(seconds)
@@ -226,24 +217,9 @@ class WhyRow:
     change: str
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Print which cause is named for each that is put in, and whether the change that it names gains what it says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--json", type=Path, default=None, help="write the rows to this file")
-    given, rows = parser.parse_args(arguments), []
-    with progress_bar(sum(len(one.engines) for one in INJECTED.values())) as advance:
-        for row in why_matrix(ranks=(given.ranks,)):
-            rows.append(row)
-            advance(f"{row.injected} in {row.engine}")
-    table = pd.DataFrame(map(asdict, rows))
-    if given.json is not None:
-        given.json.write_text(json.dumps(table.to_dict("records"), indent=2) + "\n")
-    shown = table.assign(cell=table["named"].where(table["has_effect"], "no effect").where(~table["is_right"], "right"))
-    shown = shown.pivot(index="injected", columns="engine", values="cell").reindex(table["injected"].unique())
-    console, title = Console(highlight=False), f"The cause that is named, {count(given.ranks, 'rank')}"
-    console.print(table_of(shown.fillna("").reset_index(names="put in"), title, 0))
-    console.print(verdict(rows), soft_wrap=True)
+def num_cells(ranks: tuple[int, ...] = (2, 3)) -> int:
+    """How many there are."""
+    return len(ranks) * sum(len(one.engines) for one in INJECTED.values())
 
 
 def verdict(rows: Sequence[WhyRow]) -> str:
@@ -272,8 +248,8 @@ def why_matrix(
     """
     if min(ranks) < 2:
         raise ValueError(f"ranks: {min(ranks)} is given; at least 2 are needed, for messages and a slow rank")
-    for number in ranks:
-        with RankPool(number, device="cpu", preload=PRELOAD) as pool:
+    for count in ranks:
+        with RankPool(count, device="cpu", preload=PRELOAD) as pool:
             for name in injected:
                 for engine in engines:
                     if engine in INJECTED[name].engines:
@@ -346,7 +322,3 @@ def _off_cpu(records: Records, ranks: int) -> float:
     away = spans[spans["kind"] == str(SpanKind.OFF_CPU)]
     us = float((away["end_us"] - away["start_us"]).sum()) / timed["step"].nunique()
     return us / _step_us(records) / (ranks - 1)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
