@@ -263,7 +263,8 @@ def grouped(rows: pd.DataFrame, what: str, describe: Describe, extent: tuple[flo
     merged = places.groupby(["y", "group"], sort=False).agg(
         start=("start", "min"), end=("end", "max"), count=("place", "size"), place=("place", "first")
     )
-    counts, first = merged["count"].tolist(), rows.iloc[merged["place"]].to_dict("records")
+    counts = merged["count"].tolist()
+    first: list[Any] = rows.iloc[merged["place"]].to_dict("records")
     many = "<b>{} merged</b>: zoomed out too far to tell them apart"
     return pd.DataFrame({
         "y": merged.index.get_level_values("y"), "start": merged["start"].to_numpy() / 1e3,
