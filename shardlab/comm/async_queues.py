@@ -35,7 +35,8 @@ class _Entry:
         self.job, self.event, self.observers = job, event, observers
         self.ready, self._failures = ready, failures
         self.begun = False  # in the caller's thread
-        self.done = threading.Event()
+        self.under_way = threading.Lock()  # held until its end; an Event takes six calls where a lock takes none
+        self.under_way.acquire()
         self.error: BaseException | None = None
 
     def try_start(self, start: Start) -> None:
@@ -65,14 +66,15 @@ class _Entry:
             self.error = error
         if self.error is not None:  # it may also have come from try_start()
             self._failures.note(self.event, self.error)
-        # Observers before ``done``: whoever has waited finds the collective's end in the records.
+        # Observers first: whoever has waited finds the collective's end in the records.
         self.event.end_ns = perf_counter_ns()
         for observer in self.observers:
             observer.completed(self.event)
-        self.done.set()
+        self.under_way.release()
 
     def wait(self) -> None:
-        self.done.wait()
+        with self.under_way:
+            pass
         if self.error is not None:
             self._failures.tell(self.event)
             raise self.error
@@ -97,8 +99,7 @@ class ThreadQueue:
         # The thread gets the queue and not ``self``: it would otherwise keep this object, and so itself, alive. Nor any
         # error: that has the frames of whoever was told of it, and these have the mesh.
         self._queue: SimpleQueue[_Entry | None] = SimpleQueue()
-        self._last_done = threading.Event()
-        self._last_done.set()
+        self._last_under_way = threading.Lock()
         self._thread = threading.Thread(target=_serve, args=(self._queue, device), name=name, daemon=True)
         self._thread.start()
         # A mesh that is dropped without close() must not leave its thread behind.
@@ -110,10 +111,10 @@ class ThreadQueue:
         ready = _end_of_current_stream() if self._device.type == "cuda" else None
         entry = _Entry(job, event, observers, ready, self._failures)
         # (Work of a CUDA stream that the tensor still waits for may only be waited for by the thread.)
-        if start is not None and self._last_done.is_set() and entry.ready is None:
+        if start is not None and not self._last_under_way.locked() and entry.ready is None:
             entry.try_start(start)
         # Even one that has begun goes through the queue: the end of each is told in the order of issue.
-        self._last_done = entry.done
+        self._last_under_way = entry.under_way
         self._queue.put(entry)
         return entry.wait
 

@@ -27,6 +27,7 @@ class ObservedGroup:
             raise ValueError(f"transport: a group of {len(ranks)} ranks needs {'none' if len(ranks) == 1 else 'one'}")
         self.axis = axis
         self.ranks = tuple(ranks)
+        self.num_ranks = len(self.ranks)
         self.rank = rank
         self._transport = transport
         self._observers: Observers = Process.observers
@@ -49,11 +50,6 @@ class ObservedGroup:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Itself, in a group of one, which sends nothing; of several ranks refused, as for a pickle."""
         return self if self.num_ranks == 1 else self.__reduce_ex__(4)
-
-    @property
-    def num_ranks(self) -> int:
-        """Size of the group."""
-        return len(self.ranks)
 
     @property
     def transport(self) -> str:
@@ -101,8 +97,8 @@ class ObservedGroup:
         assert self._transport is not None
         event = CollectiveEvent(
             seq=self._seq, op=op, axis=self.axis, tag=tag, dtype=dtype_name(buffers[0].dtype) if buffers else "",
-            numel=parts * sum(buffer.numel() for buffer in buffers),
-            num_bytes=parts * sum(buffer.nbytes for buffer in buffers), group_size=self.num_ranks,
+            numel=parts * sum(map(Tensor.numel, buffers)), num_bytes=parts * sum([buffer.nbytes for buffer in buffers]),
+            group_size=self.num_ranks,
             transport=transport or self._transport.name, emulated=self._transport.emulated,
             own_chunk_bytes=own_chunk_bytes, bounds=bounds, scratch_bytes=scratch_bytes,
             storage=buffers[0].untyped_storage()._cdata if buffers else 0, ranks=self.ranks,

@@ -17,6 +17,7 @@ which parameters any rank has used (``used_params.py``).
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, final
@@ -36,7 +37,7 @@ from shardlab.engines.argument_checks import check_model, check_optimizer, tenso
 from shardlab.engines.casts import advise, cast_buffers, cast_floating, check_batch_norms
 from shardlab.engines.gradient_state import AFTER_BACKWARD, Gradients
 from shardlab.engines.holdings import Division, Holding
-from shardlab.engines.module_hooks import gradient_node, nests_here, weakly
+from shardlab.engines.module_hooks import gradient_node, nests_here
 from shardlab.engines.plain_mode import unrefused, untraced
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors, over_pieces, shown_whole
 from shardlab.engines.strategy import Given, Strategy
@@ -89,7 +90,7 @@ class Engine(AnyEngine):
         self._guards = self.guard_class() if guards else None
         self.tensor_comm = tensor_axis(self.mesh, model, self.slices)
         self.gradients = Gradients.NONE
-        self._due: set[nn.Parameter] = set()  # trained in a backward since zero_grad(); may be frozen by now
+        self._due: set[int] = set()  # ids of those trained in a backward since zero_grad(); may be frozen by now
         self._refusal: Exception | None = None  # of a guard, until the next flag
         self._flag: _Flag | None = None  # sent and not read
         self._running = self._sends = False  # a backward, and whether it communicates
@@ -327,10 +328,20 @@ class Engine(AnyEngine):
     # What a backward is, and who raises.
 
     def _watch(self, name: str, param: nn.Parameter) -> RemovableHandle:
+        engine_of = weakref.ref(self)  # torch keeps hooks where no garbage collector looks
+
+        def reached(_: Tensor) -> None:
+            if (engine := engine_of()) is not None and not engine._running:
+                engine._reached(name)
+
+        def took(param: nn.Parameter) -> None:
+            if (engine := engine_of()) is not None:
+                engine._took(param)
+
         # A frozen parameter may be unfrozen later, but torch takes the hook only while requires_grad is True.
-        trains, took, reached = param.requires_grad, weakly(self._took), weakly(self._reached)
+        trains = param.requires_grad
         param.requires_grad_(True)
-        self._hooks.append(param.register_hook(lambda _: reached(name)))
+        self._hooks.append(param.register_hook(reached))
         hook: RemovableHandle = param.register_post_accumulate_grad_hook(took)
         param.requires_grad_(trains)
         return hook
@@ -356,7 +367,7 @@ class Engine(AnyEngine):
 
     def _reached(self, name: str) -> None:
         """Autograd has come to a parameter, perhaps past our outputs, to add to its gradient or to return it."""
-        if self._running or self._is_closed:
+        if self._is_closed:
             return
         try:
             # Only whether it answers: no is also said of a node that is new, where another dtype was shown since.
@@ -412,7 +423,7 @@ class Engine(AnyEngine):
         self._refuse_open("backward")
         self._run_hooks_last()
         self._ask("backward")
-        self._due |= {param for param in self.params.values() if param.requires_grad}
+        self._due |= {id(param) for param in self.params.values() if param.requires_grad}
         self._used.begin(sends=self._sync)
         self.num_backwards += 1
         self.gradients, self._running, self._sends = AFTER_BACKWARD[self.gradients], True, self._sync
@@ -494,18 +505,21 @@ class Engine(AnyEngine):
         if flag.unused:
             self._used.clear([place for place in flag.unused if not used[place]])
 
-    @untraced
     def _ask(self, moment: str) -> None:
         """What a guard refuses is kept, and raised where all ranks meet next."""
         if self._guards is not None:
-            try:
-                self._guards.ask(moment, self)
-            except (RuntimeError, ValueError) as refusal:
-                if moment in ("model", "built") or (self.num_data_ranks == 1 and moment != "close"):
-                    raise
-                if moment == "forward" and not torch.is_grad_enabled():
-                    warnings.warn(str(refusal), stacklevel=5)  # there may be no exchange any more
-                self._refusal = self._refusal or refusal
+            self._ask_guards(self._guards, moment)
+
+    @untraced
+    def _ask_guards(self, guards: Any, moment: str) -> None:
+        try:
+            guards.ask(moment, self)
+        except (RuntimeError, ValueError) as refusal:
+            if moment in ("model", "built") or (self.num_data_ranks == 1 and moment != "close"):
+                raise
+            if moment == "forward" and not torch.is_grad_enabled():
+                warnings.warn(str(refusal), stacklevel=6)  # there may be no exchange any more
+            self._refusal = self._refusal or refusal
 
     def _ask_all(self, moment: str, *, sends: bool = True) -> None:
         """Ask, and raise what is refused: on all ranks, or here alone where others may not be (``sends``)."""
@@ -519,7 +533,7 @@ class Engine(AnyEngine):
             raise refusal
 
     def _is_due(self, param: nn.Parameter) -> bool:
-        return param.requires_grad or param in self._due
+        return param.requires_grad or id(param) in self._due
 
     # What the base asks for.
 

@@ -38,6 +38,7 @@ make it part of a larger unit with ``wrap``. Source: Zhao et al., arXiv 2304.112
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +60,8 @@ from shardlab.meta_device import InitFn, reset_parameters
 from shardlab.partition.chunks import parse_partition
 from shardlab.units.policy import AUTO, ROOT, WrapPolicy
 from shardlab.vocabulary import Partition, Role
+
+_TRAINS = attrgetter("requires_grad")
 
 
 @contextlib.contextmanager
@@ -142,7 +145,7 @@ class FSDP(Sharded):
         self._is_stale = False  # gradients have been cleared since: from the next forward on, those are forgotten
         self._running: dict[Pass, Program] = {}  # of this backward
         self._is_in_backward = self._sends = self._keeps = False
-        self._missing: dict[Unit, set[nn.Parameter]] = {}  # gradients that this backward has still to bring
+        self._missing: dict[Unit, set[int]] = {}  # whose gradients this backward has still to bring
         self._sent: set[Unit] = set()  # since the last means
         self._over: set[Unit] = set()  # of whole units: those whose gradients are there, in this backward
         self._reducing: list[Unit] = []  # in the order of sending
@@ -343,7 +346,7 @@ class FSDP(Sharded):
 
     def took(self, param: nn.Parameter, *, sends: bool) -> None:
         """As the base."""
-        unit = self._unit_of[param]
+        unit = self._unit_of[id(param)]
         if unit in self._sent:
             raise RuntimeError(
                 f"gradient of a parameter of unit {unit.name!r}: it comes in parts, and the first part has already "
@@ -352,7 +355,7 @@ class FSDP(Sharded):
             )
         if unit.state is State.SHARDED and param.grad is not None and bool(param.grad.isnan().any()):
             raise stub_used(next(name for name, known in self.params.items() if known is param))
-        self._missing[unit].discard(param)
+        self._missing[unit].discard(id(param))
         for program in self._running.values():
             # All gradients are there, so nothing of the unit is needed; unless a part of it is frozen, whose backward
             # may come later.
@@ -361,7 +364,7 @@ class FSDP(Sharded):
 
     def _is_over(self, act: Act) -> bool:
         unit = act.unit
-        return not act.gathers and not self._missing[unit] and all(param.requires_grad for param in unit.params)
+        return not act.gathers and not self._missing[unit] and all(map(_TRAINS, unit.params))
 
     def _reduce_in_turn(self, unit: Unit) -> None:
         """What all ranks have whole, each may call in another order: it waits for what is before it."""
@@ -430,5 +433,5 @@ class FSDP(Sharded):
                 wait_for_copies(self.device)
 
 
-def _trainable(unit: Unit) -> set[nn.Parameter]:
-    return {param for param in unit.params if param.requires_grad}
+def _trainable(unit: Unit) -> set[int]:
+    return set(map(id, filter(_TRAINS, unit.params)))

@@ -34,7 +34,7 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 def in_plain_mode(function: Callable[P, R]) -> Callable[P, R]:
     """Wrap ``function`` so that what it makes can train, though inference mode or a ``torch.func`` transform is on.
 
-    A parameter with the data of an inference tensor could never train again.
+    A parameter with the data of an inference tensor could never train again. And as ``unrefused``.
     """
 
     @functools.wraps(function)
@@ -44,10 +44,11 @@ def in_plain_mode(function: Callable[P, R]) -> Callable[P, R]:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             with temporarily_clear_interpreter_stack():
                 return run(*args, **kwargs)
-        if not torch.is_inference_mode_enabled():
-            return function(*args, **kwargs)
-        # With ``no_grad``: to end inference mode is to switch gradients on.
-        with torch.inference_mode(mode=False), torch.no_grad():
+        if torch.is_inference_mode_enabled():
+            # With ``no_grad``: to end inference mode is to switch gradients on.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                return run(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
     return run

@@ -104,6 +104,10 @@ class Shards:
         comm: the ranks of the layout.
         ways: how they are stored and moved.
         at: by the address of a storage, whose gathered parameters are there, and which of ``storages``; or whose stub.
+
+    Attributes:
+        is_whole: whether nothing is divided, not even what is stepped.
+        is_resident: whether parameters show their values all the time: what is kept of them is all, and not stubs.
     """
 
     def __init__(
@@ -112,6 +116,8 @@ class Shards:
     ) -> None:  # fmt: skip
         self.name, self.params, self.layout, self.comm = name, dict(params), layout, comm
         self._ways, self._at = ways, at
+        self.is_whole = layout.num_ranks == 1
+        self.is_resident = ways.rests_over == 0
         self.device = next(iter(self.params.values())).device
         self.version = 0  # of the values, which a graph may have saved
         self._seen = 0  # of the pieces' versions, their sum
@@ -157,19 +163,9 @@ class Shards:
         return torch.full((), value, dtype=self.compute_dtype, device=self.device).expand(param.shape)
 
     @property
-    def is_resident(self) -> bool:
-        """Whether parameters show their values all the time: what is kept of them is all, and not stubs."""
-        return self._ways.rests_over == 0
-
-    @property
     def adds_up(self) -> bool:
         """Whether gradients add up in the buffer inside ``no_sync()``: in more bits than they are computed in."""
         return self.is_resident and self.sum_dtype.itemsize > self.compute_dtype.itemsize
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing is divided, not even what is stepped."""
-        return self.layout.num_ranks == 1
 
     def note_writes(self) -> None:
         """Find out whether pieces were written to; once for each pass, and not for each tensor that is saved."""
@@ -281,7 +277,6 @@ class Shards:
             self.shard.copy_(chunk)
         return self._gather(self.shard, chunk, len(self._axes), self._rest)
 
-    @unrefused
     @in_plain_mode
     def show(self) -> None:
         """Wait for the gather, and let the parameters show the values."""
@@ -302,7 +297,6 @@ class Shards:
         for tell in self.watchers:
             tell(True)
 
-    @unrefused
     @in_plain_mode
     def hide(self) -> None:
         """Free what is gathered; a gather that nobody used is waited for first."""

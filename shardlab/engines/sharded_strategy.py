@@ -4,8 +4,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import nn
-
 from shardlab.comm.events import wait_all
 from shardlab.comm.trees import map_tensors
 from shardlab.engines.holdings import Holding
@@ -26,7 +24,7 @@ class Sharded(Strategy):
         self.device, self._wake, self._module = given.device, given.wake, given.module
         self.at: dict[int, tuple[Shards, str]] = {}
         self.units = self.make_units(given)
-        self._unit_of = {param: unit for unit in self.units for param in unit.params}
+        self._unit_of = {id(param): unit for unit in self.units for param in unit.params}  # hashing one calls Python
         self._unit_of_shards = {one: unit for unit in self.units for one in unit.shards}
         self._split = [one for one in self._unit_of_shards if one.is_split]
         pieces = {name: piece for one in self._unit_of_shards for name, piece in one.pieces.items()}
@@ -107,10 +105,7 @@ class Sharded(Strategy):
 
     def without_parameters(self, output: Any) -> Any:
         """The output of a forward with copies in the place of parameters, which are resharded when it has ended."""
-        return map_tensors(
-            lambda tensor: tensor.clone() if isinstance(tensor, nn.Parameter) and tensor in self._unit_of else tensor,
-            output,
-        )
+        return map_tensors(lambda tensor: tensor.clone() if id(tensor) in self._unit_of else tensor, output)
 
     def note_writes(self) -> None:
         """What a graph has saved is refused in its backward where pieces have been written to since."""

@@ -25,45 +25,52 @@ class Unit:
         name: of the module, or of the bucket.
         shards: by kind.
         module: for whose computation they are gathered.
+
+    Attributes:
+        is_whole: whether every rank has all of it.
     """
 
     def __init__(self, name: str, shards: Sequence[Shards], module: nn.Module | None = None) -> None:
         self.name, self.shards, self.module = name, tuple(shards), module
         self.params = tuple(param for one in shards for param in one.params.values())
+        self.is_whole = all(one.is_whole for one in shards)
         self.state = State.SHARDED
         self.num_holders = 0  # who keep it gathered
         self.is_as_stored = False  # shown in the shards' dtype, and not in the one to compute in
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether every rank has all of it."""
-        return all(one.is_whole for one in self.shards)
-
     @untraced
-    def start(self, *, as_stored: bool = False) -> None:
+    def start(self) -> None:
         """Begin to gather, unless that has begun."""
         if self.state is State.SHARDED:
-            for one in self.shards:
-                one.start(as_stored=as_stored)
-            self.state, self.is_as_stored = State.GATHERING, as_stored
+            self._start(as_stored=False)
 
     @untraced
     def gather(self, *, as_stored: bool = False) -> None:
         """Gather, and let the parameters show their values."""
-        self.finish()
-        self.start(as_stored=as_stored)
+        if self.state is State.REDUCING:
+            self.finish()
+        if self.state is State.SHARDED:
+            self._start(as_stored=as_stored)
         if self.state is State.GATHERING:
             for one in self.shards:
                 one.show()
             self.state = State.GATHERED
 
-    @untraced
+    def _start(self, *, as_stored: bool) -> None:
+        for one in self.shards:
+            one.start(as_stored=as_stored)
+        self.state, self.is_as_stored = State.GATHERING, as_stored
+
     def reshard(self) -> None:
         """Free what is gathered, unless somebody holds it."""
         if self.state in (State.GATHERING, State.GATHERED) and not self.num_holders:
-            self.state = State.SHARDED
-            for one in self.shards:
-                one.hide()
+            self._hide()
+
+    @untraced
+    def _hide(self) -> None:
+        self.state = State.SHARDED
+        for one in self.shards:
+            one.hide()
 
     def drop_gather(self) -> None:
         """Drop a prefetch that was not used."""

@@ -23,24 +23,24 @@ class UsedParams:
 
     def __init__(self, params: Iterable[nn.Parameter], stepped: Iterable[Tensor]) -> None:
         self._pairs = list(zip(params, stepped, strict=True))
-        self._known: set[nn.Parameter] = set()  # whose gradients may be elsewhere by now, and not in means yet
+        self._known: set[int] = set()  # ids of those whose gradients may be elsewhere by now, and not in means yet
 
     @unrefused
     def begin(self, *, sends: bool) -> None:
         """A backward begins: note what it may send, and what has means: new ones may come before it ends."""
         for param, stepped in self._pairs:
             if (sends and param.grad is not None) or (stepped is not param and stepped.grad is not None):
-                self._known.add(param)
+                self._known.add(id(param))
 
     def take(self, param: nn.Parameter) -> None:
         """Autograd has brought a gradient, which the strategy may move."""
-        self._known.add(param)
+        self._known.add(id(param))
 
     @unrefused
     def here(self, *, or_stepped: bool) -> list[bool]:
         """Whether this rank has a gradient of each parameter; ``or_stepped``: also where what is stepped has one."""
         return [
-            param in self._known or param.grad is not None or (or_stepped and stepped.grad is not None)
+            id(param) in self._known or param.grad is not None or (or_stepped and stepped.grad is not None)
             for param, stepped in self._pairs
         ]
 

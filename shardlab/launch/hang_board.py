@@ -28,7 +28,7 @@ from shardlab.vocabulary import Collective
 _VERSION = struct.Struct("=Q")
 _BODY = struct.Struct("=qqqB32s24s16s120s24s256s")
 SLOT_BYTES = 512
-_TEXT_BYTES = (32, 24, 16, 120, 24, 256)
+_LINE_BYTES = 256
 _WAITS = ("wait", "wait_all")  # of ``shardlab.comm.events``, as ``stack.py`` names them
 assert _VERSION.size + _BODY.size <= SLOT_BYTES
 # These may differ between ranks: a send pairs with a recv, and all-to-all may have other split sizes on each rank.
@@ -161,9 +161,9 @@ class BoardWriter(Observer):
     def _write(self, call: CollectiveEvent | SeenCall, state: CallState) -> None:
         self._shown = call
         group = ",".join(map(str, call.ranks))
-        texts = (call.op, call.axis, call.dtype, call.tag, group, call.source_line[-_TEXT_BYTES[-1] :])
-        packed = (text.encode()[:size] for text, size in zip(texts, _TEXT_BYTES, strict=True))
-        self._put(_BODY.pack(call.seq, int(call.issue_ns), call.numel, state, *packed))
+        texts = (call.op, call.axis, call.dtype, call.tag, group, call.source_line[-_LINE_BYTES:])
+        # Cut to size by the struct.
+        self._put(_BODY.pack(call.seq, int(call.issue_ns), call.numel, state, *map(str.encode, texts)))
 
     def _put(self, body: bytes) -> None:
         start = self._offset + _VERSION.size

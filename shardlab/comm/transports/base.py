@@ -19,6 +19,7 @@ from shardlab.comm.events import CollectiveEvent, Observers
 from shardlab.partition.chunks import even_bounds
 
 Reduction = Literal["sum", "max"]
+_REDUCTIONS = get_args(Reduction)
 Bounds = tuple[int, ...]
 _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}  # torch widens no other unsigned ones
 Job = Callable[[], None]
@@ -126,7 +127,7 @@ class Queue(Protocol):
 
 def require_reduction(reduction: str) -> None:
     """Raise ValueError unless every transport has the reduction."""
-    if reduction not in get_args(Reduction):
+    if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction: {reduction!r} is given; allowed are 'sum' and 'max' (divide a sum for a mean)")
 
 

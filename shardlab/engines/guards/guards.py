@@ -79,7 +79,7 @@ class Guards:
                 warnings.warn(
                     "precision: float16 without a GradScaler loses gradients below 6e-8; use engine.backward("
                     "scaler.scale(loss)) and scaler.step(engine), or precision='bf16'",
-                    stacklevel=8,  # where step() was called
+                    stacklevel=9,  # where step() was called
                 )
         self._place(moment, engine)
         engine.step_tensors().are_behind = engine.gradients.are_local and not (self._is_alone and self._is_whole)
