@@ -14,9 +14,26 @@ needs this rank to send, ``moved_bytes`` what its transport sends.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 from math import nan
 
 import pandas as pd
+
+STREAM_TRANSPORTS = ("nccl", "staged", "device")
+"""How the names of transports on a GPU begin, where a stream waits for what the host has issued ahead of it.
+
+``device`` is whatever else moved data in an imported trace: symmetric memory, DeepEP, a copy between two devices.
+"""
+
+
+class ProcessPart(StrEnum):
+    """What a process holds of the host's memory beside its tensors; with them it adds up to the resident set."""
+
+    HEAP = "heap"  # in use by malloc and in no known tensor: buffers of gloo, weights that oneDNN packed, C++'s own
+    FREE_HEAP = "free_heap"  # freed, and kept by malloc for what comes next
+    INTERPRETER = "interpreter"  # Python's small objects, stacks, and data of libraries; less what was never written
+    LIBRARIES = "libraries"  # code and other mapped files
+    SHARED_SEGMENTS = "shared_segments"  # memory that ranks share to send through it
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from shardlab.analysis.intervals import Intervals
-from shardlab.vocabulary import STREAM_TRANSPORTS, SpanKind
+from shardlab.tables import STREAM_TRANSPORTS
+from shardlab.vocabulary import SpanKind
 
 KEYS = ["run", "source", "rank", "step"]
 

@@ -127,11 +127,6 @@ class Pending:
         self._now_ns = perf_counter_ns
 
     @property
-    def waited(self) -> bool:
-        """Whether ``wait()`` has returned before."""
-        return self._finish is None
-
-    @property
     def has_ended(self) -> bool:
         """Whether the queue has come to its end, so that a wait would return at once; on the CPU."""
         return self._finish is None or (self._event is not None and not isnan(self._event.end_ns))

@@ -4,14 +4,13 @@ Whoever started a rank's process says what holds for all its groups: device, tim
 observes every mesh, also one made in a notebook cell that knows nothing of it. Other observers use ``observed_by``.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from shardlab.comm.events import Observer, Observers
+from shardlab.comm.events import Observers
 
 
 class Process:
@@ -32,13 +31,3 @@ class Process:
     timeout: timedelta | None = None
     patient: dist.ProcessGroup | None = None
     """Of all ranks, where one may wait for another for days; see ``make_patient_group``."""
-
-
-@contextlib.contextmanager
-def observing_new(observer: Observer) -> Iterator[None]:
-    """Inside, ``observer`` is told of the collectives of every communicator that is made, of whatever mesh."""
-    before, Process.observers = Process.observers, (*Process.observers, observer)
-    try:
-        yield
-    finally:
-        Process.observers = before

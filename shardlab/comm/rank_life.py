@@ -1,7 +1,8 @@
-"""What a process does to become a rank and to end as one, and to the groups that it no longer uses meanwhile."""
+"""What a process does to become a rank and to end as one; who observes it, and groups that it no longer uses."""
 
+import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
@@ -14,6 +15,16 @@ from shardlab.comm.process import Process
 def become_rank(device: torch.device, timeout: timedelta, *observers: Observer) -> None:
     """Set the device, the timeout and the observers of all meshes made from now on."""
     Process.device, Process.timeout, Process.observers = device, timeout, observers
+
+
+@contextlib.contextmanager
+def observing_new(observer: Observer) -> Iterator[None]:
+    """Inside, ``observer`` is told of the collectives of every communicator that is made, of whatever mesh."""
+    before, Process.observers = Process.observers, (*Process.observers, observer)
+    try:
+        yield
+    finally:
+        Process.observers = before
 
 
 def retire(*ends: Callable[[], object]) -> None:

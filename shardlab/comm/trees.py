@@ -10,6 +10,7 @@ from dataclasses import fields, is_dataclass
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _PLAIN = frozenset((tuple, list, dict))
@@ -40,6 +41,13 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     no constructor of the user's is called. A tensor that is there twice is replaced by one.
     """
     return _mapped(function, value, {})
+
+
+def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
+    """``value`` with every floating-point tensor in it cast to ``dtype``, see ``map_tensors``."""
+    if dtype is None:
+        return value
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
 def _mapped(function: Callable[[Tensor], Tensor], value: Any, known: dict[int, tuple[Any, Any]]) -> Any:

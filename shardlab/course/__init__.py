@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from shardlab.experiment.comparison import PRELOAD
     from shardlab.experiment.run_plan import RunPlan, fit_of, kept_for_backward, readable_fit, saved_for_backward
     from shardlab.launch import RankDied, RankError, RankHang, current
-    from shardlab.partition.owners import Ownership
+    from shardlab.partition.owned_bytes import Ownership
     from shardlab.partition.ring_cost import ring_wire_bytes
     from shardlab.partition.slices import slices_of
     from shardlab.tables import COLLECTIVES, SHARDS, SPANS, STEPS

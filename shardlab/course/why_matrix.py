@@ -59,9 +59,9 @@ class EveryMicroBatch(Bucketed):
         if not sends:  # else the engine does so
             self.reduce_rest()
 
-    def took(self, param: nn.Parameter, *, sends: bool) -> None:
+    def grad_ready(self, param: nn.Parameter, *, sends: bool) -> None:
         """As the base, and sent in any case."""
-        super().took(param, sends=True)
+        super().grad_ready(param, sends=True)
 
 
 class Blocks(nn.Module):

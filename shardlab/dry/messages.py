@@ -18,7 +18,7 @@ import pandas as pd
 
 from shardlab.comm import BaseMesh, CollectiveEvent, Observer
 from shardlab.comm.foretold import Costs, ForetoldMesh, ToldClock, Wire
-from shardlab.comm.process import observing_new
+from shardlab.comm.rank_life import observing_new
 from shardlab.dry.without_values import WithoutValues
 from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.tables import COLLECTIVES

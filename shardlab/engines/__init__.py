@@ -10,7 +10,7 @@ from shardlab.engines import checkpoint
 from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.ddp import DDP
-from shardlab.engines.engine import Engine
+from shardlab.engines.engine import Engine, check_strategy
 from shardlab.engines.fsdp import FSDP
 from shardlab.engines.guards import Guards
 from shardlab.engines.hfsdp import HFSDP
@@ -22,7 +22,6 @@ from shardlab.engines.precision import Precision
 from shardlab.engines.single import Single
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.engines.strategy import Given, LaidOut, Strategy
-from shardlab.engines.strategy_checks import check_strategy
 from shardlab.engines.zero1 import ZeRO1
 from shardlab.engines.zero2 import ZeRO2
 from shardlab.engines.zero3 import ZeRO3

@@ -2,7 +2,7 @@
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.same_on_all_ranks import check_alike, number_among
-from shardlab.engines.argument_checks import check_types
 from shardlab.engines.clip import Axes, clip_
-from shardlab.engines.holdings import Division, Holding, of_state, owned_in, owners_in
-from shardlab.engines.module_hooks import forward_is
+from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.partition.slices import slices_of
-from shardlab.vocabulary import MeshAxis, Role
+from shardlab.vocabulary import MeshAxis, Role, class_of
 
 _ALWAYS = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE, Role.OTHER)
 
@@ -30,6 +28,56 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...  # noqa: D102
+
+
+def check_types(model: object, mesh: object, optimizer_fn: object) -> None:
+    """Refuse a model that is no module, a mesh that is no mesh, and an optimizer instead of a function that builds it.
+
+    Raises:
+        ValueError: the message names the argument.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: {model!r:.60} was given; give an nn.Module")
+    if not isinstance(mesh, BaseMesh | None):
+        raise ValueError(f'mesh: {mesh!r:.60} was given; give a Mesh, as Mesh({{"data": 2}}), or None for one process')
+    if not callable(optimizer_fn):
+        raise ValueError(
+            f"optimizer_fn: a function of the tensors to step is needed, not {class_of(optimizer_fn)}; for example "
+            "lambda tensors: AdamW(tensors, lr=1e-3)"
+        )
+
+
+@contextlib.contextmanager
+def _forward_is(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """Inside, the first call of ``module`` runs ``function`` instead of ``forward``; calls inside that one do not.
+
+    Torch's own way to treat a method as forward, ``register_fsdp_forward_method``, works with its FSDP2 only.
+
+    Raises:
+        ValueError: ``function`` cannot be called.
+    """
+    if not callable(function):
+        raise ValueError(
+            f"function: {class_of(function)} cannot be called; give a method or a function, for example "
+            "engine.call(engine.module.encode, x)"
+        )
+    own = vars(module).get("forward")  # of the instance, not of its class
+
+    def restore() -> None:
+        vars(module).pop("forward", None)
+        if own is not None:
+            vars(module)["forward"] = own
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # First: ``function`` may call the module, which must then run its own forward.
+        restore()
+        return function(*args, **kwargs)
+
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        restore()
 
 
 class AnyEngine(ABC):
@@ -53,7 +101,7 @@ class AnyEngine(ABC):
     _step_tensors: StepTensors
 
     def __init__(
-        self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None, axes: Sequence[MeshAxis],
+        self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None, axes: Sequence[str],
     ) -> None:  # fmt: skip
         check_types(model, mesh, optimizer_fn)
         self.module, self.mesh = model, BaseMesh.alone() if mesh is None else mesh
@@ -83,7 +131,7 @@ class AnyEngine(ABC):
         Raises:
             ValueError: ``function`` cannot be called.
         """
-        with forward_is(self.module, function):
+        with _forward_is(self.module, function):
             return self(*args, **kwargs)
 
     @abstractmethod
@@ -432,3 +480,24 @@ class AnyEngine(ABC):
             for key, value in self.optimizer.state.get(tensor, {}).items():
                 if isinstance(value, Tensor):
                     yield of_state(key, value, name if name in spans else "", spans.get(name, (0, 0)))
+
+
+def owners_in(divisions: Iterable[Division], names: Iterable[str], num_ranks: int) -> dict[str, tuple[int, ...]]:
+    """The ranks that have (a piece of) each parameter, in the order of ``names``."""
+    holders: dict[str, list[int]] = {name: [] for name in names}
+    for division in divisions:
+        for rank in range(num_ranks):
+            for name in division.pieces_of(rank):
+                holders[name].append(rank)
+    return {name: tuple(ranks) for name, ranks in holders.items()}
+
+
+def owned_in(divisions: Iterable[Division], names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """The elements (start, stop) that this rank has of each flattened parameter it has anything of."""
+    spans = {name: span for division in divisions for name, span in division.pieces_of(division.comm.rank).items()}
+    return {name: spans[name] for name in names if name in spans}
+
+
+def of_state(key: str, value: Tensor, name: str, span: tuple[int, int]) -> Holding:
+    """What an optimizer keeps under ``key`` for a parameter; no formula counts a step counter as optimizer state."""
+    return Holding(Role.OTHER, value) if key == "step" else Holding(Role.OPTIMIZER_STATE, value, name, span)

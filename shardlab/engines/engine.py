@@ -31,19 +31,17 @@ from shardlab.comm.coalesced import broadcast_coalesced
 from shardlab.comm.same_on_all_ranks import share_texts
 from shardlab.comm.streams import numbers_on, read_later
 from shardlab.comm.transports.base import MismatchError
-from shardlab.comm.trees import tensors_in
+from shardlab.comm.trees import cast_floating, tensors_in
 from shardlab.engines.any_engine import AnyEngine, Stateful
-from shardlab.engines.argument_checks import check_model, check_optimizer, tensor_axis
-from shardlab.engines.casts import advise, cast_buffers, cast_floating, check_batch_norms
+from shardlab.engines.autograd_nodes import gradient_node, nests_here
 from shardlab.engines.gradient_state import AFTER_BACKWARD, Gradients
 from shardlab.engines.holdings import Division, Holding
-from shardlab.engines.module_hooks import gradient_node, nests_here
-from shardlab.engines.plain_mode import unrefused, untraced
+from shardlab.engines.moments import Moment
+from shardlab.engines.plain_mode import nothing, unrefused, untraced
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors, over_pieces, shown_whole
 from shardlab.engines.strategy import Given, Strategy
-from shardlab.engines.strategy_checks import check_strategy, laid_out_by
 from shardlab.engines.used_params import UsedParams
-from shardlab.vocabulary import FLAG, TOLD, Role
+from shardlab.vocabulary import FLAG, TOLD, MeshAxis, Role, class_of
 
 _OUTSIDE = -1  # torch's answer while no backward runs
 
@@ -54,6 +52,18 @@ class _Flag(NamedTuple):
     raised: Exception | None
     unused: Sequence[int]
     read: Callable[[], list[int]]
+
+
+def check_strategy(strategy: object) -> None:
+    """Refuse what is no strategy.
+
+    Raises:
+        ValueError: it is a class of strategies, or something else.
+    """
+    if isinstance(strategy, type) and issubclass(strategy, Strategy):
+        raise ValueError(f"strategy: the class {strategy.__name__} was given; give one of it, {strategy.__name__}()")
+    if not isinstance(strategy, Strategy):
+        raise ValueError(f"strategy: {class_of(strategy)} was given; give a Strategy, such as ZeRO1()")
 
 
 @final
@@ -88,7 +98,6 @@ class Engine(AnyEngine):
         self.broadcasts_buffers = broadcast_buffers
         self.strategy, self.name = strategy, strategy.name
         self._guards = self.guard_class() if guards else None
-        self.tensor_comm = tensor_axis(self.mesh, model, self.slices)
         self.gradients = Gradients.NONE
         self._due: set[int] = set()  # ids of those trained in a backward since zero_grad(); may be frozen by now
         self._refusal: Exception | None = None  # of a guard, until the next flag
@@ -96,34 +105,30 @@ class Engine(AnyEngine):
         self._running = self._sends = False  # a backward, and whether it communicates
         self.num_open = 0  # full_params() blocks
         self._in_backward = contextlib.ExitStack()  # the strategy's part of one, while it runs
-        check_model(
-            model,
-            self.mesh.device,
-            self.num_data_ranks,
-            may_be_meta=strategy.allocates,
-            moves_params=strategy.steps_pieces,
-        )
-        check_batch_norms(model, strategy.precision)
-        self._ask("model")
+        self._ask(Moment.MODEL)
+        # All of its ranks train on the same rows. So the data axes do what they do with a whole model, with smaller
+        # parameters; only what concerns the whole model crosses the tensor axis too: norms, full state, checkpoints.
+        self.tensor_comm = self.mesh[MeshAxis.TENSOR] if self.slices else None
         self._equalise_all()
-        cast_buffers(model, strategy.precision)
+        self._cast_buffers()
         given = Given(
-            model, self.params, self.data_comms, self.mesh.device, self.mesh, self._is_due, self._wake, self._equalise
-        )
+            model, self.params, self.data_comms, self.mesh.device, self.mesh, self._is_due, self._note_backward,
+            self._equalise,
+        )  # fmt: skip
         params = dict(self.params)  # of these on the meta device others take the place
-        laid_out = laid_out_by(strategy, given)
+        laid_out = strategy.lay_out(given) if self._guards is None else self._guards.laid_out(strategy, given)
         self._divisions, self._hooks = laid_out.divisions, list(laid_out.hooks)
-        self._step_tensors = StepTensors(laid_out.stepped, are_parts=self.sharded_over is not None or bool(self.slices))
+        self._step_tensors = StepTensors(laid_out.stepped)
         self._used = UsedParams(self.params.values(), laid_out.stepped.values())
 
-        def build() -> torch.optim.Optimizer:
+        def build(check: Callable[[torch.optim.Optimizer], None]) -> torch.optim.Optimizer:
             with shown_whole(params, self.slices):
                 optimizer = optimizer_fn(StepTensors(params))
-            check_optimizer(optimizer, params.values())
+            check(optimizer)
             return over_pieces(optimizer, params, laid_out.stepped, are_slices=bool(self.slices))
 
         try:
-            self.optimizer = build() if self._guards is None else self._guards.optimizer(build, self)
+            self.optimizer = build(nothing) if self._guards is None else self._guards.optimizer(build, params, self)
         except Exception:
             self._give_back()  # this may gather: with guards all ranks have raised, so all of them join
             raise
@@ -131,14 +136,14 @@ class Engine(AnyEngine):
             param: self._watch(name, param) for name, param in self.params.items() if param.is_floating_point()
         }
         self._hooks += self._last_hooks.values()
-        self._ask("built")
+        self._ask(Moment.BUILT)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
         self._begin_verb()
         if self.strategy.precision.compute is not None:
             self._refuse_open("forward")  # parameters are shown in another dtype than the input will have
-        self._ask("forward")
+        self._ask(Moment.FORWARD)
         args, kwargs = cast_floating((args, kwargs), self.strategy.precision.compute)
         try:
             with self.strategy.forward():
@@ -147,11 +152,12 @@ class Engine(AnyEngine):
             refusal, self._refusal = self._refusal, None
             if refusal is not None:
                 raise refusal from error
-            advise(error, self.strategy.precision, self.module)
+            if self._guards is not None:
+                self._guards.advise(error, self)
             raise
         output = cast_floating(output, self.strategy.precision.output)
         self._run_hooks_last()  # a plain backward may show first by the hook of a parameter
-        self._ask("forwarded")  # what the strategy has put in the place of parameters is no user's write
+        self._ask(Moment.FORWARDED)  # what the strategy has put in the place of parameters is no user's write
         self._follow(output)
         return output
 
@@ -186,38 +192,38 @@ class Engine(AnyEngine):
         self._refuse_failed()
         self._read_flag()
         if self.gradients is not Gradients.MEANS:
-            self._ask("reduce")
+            self._ask(Moment.REDUCE)
             used = self._all_used()
             self.strategy.reduce_rest()
             self.gradients = Gradients.MEANS
             self._used.forget()
             self._agree(used=used)
-            self._ask("means")
+            self._ask(Moment.MEANS)
         else:
-            self._ask("finish")
+            self._ask(Moment.MEANS_ALREADY)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As the base."""
         norm = super().clip_grad_norm_(max_norm, norm_type)
-        self._ask("means")
+        self._ask(Moment.MEANS)
         return norm
 
     def step(self) -> None:
         """One optimizer step; afterwards all ranks train on with the same model."""
         self.finish_gradients()
         self._refuse_open("step")
-        self._ask_all("step")
-        self._ask("update")
+        self._ask_all(Moment.STEP)
+        self._ask(Moment.UPDATE)
         try:
             with self.strategy.stepping():
                 try:
                     self.optimizer.step()
                 finally:
-                    self._ask("updated")  # before the strategy sends what was stepped
+                    self._ask(Moment.UPDATED)  # before the strategy sends what was stepped
         finally:  # an optimizer that raised may have stepped first, and other ranks' have not raised
             if self.broadcasts_buffers:
                 self._equalise([one for one in self.module.buffers() if not one.is_meta], tag="buffers from rank 0")
-            self._ask("stepped")
+            self._ask(Moment.STEPPED)
         self.num_steps += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -233,7 +239,7 @@ class Engine(AnyEngine):
             for tensor in self._step_tensors:
                 if tensor.grad is not None:
                     tensor.grad.zero_()
-            self._ask("means")
+            self._ask(Moment.MEANS)
             return
         for tensor in (*self.params.values(), *self._step_tensors):
             tensor.grad = None
@@ -242,7 +248,7 @@ class Engine(AnyEngine):
         self._due.clear()
         self._used.forget()
         self.gradients = Gradients.NONE
-        self._ask("zero_grad")  # last, so that no guard remembers, and keeps, what is cleared
+        self._ask(Moment.ZERO_GRAD)  # last, so that no guard remembers, and keeps, what is cleared
 
     @contextlib.contextmanager
     def full_params(self, *, keep_changes: bool = False) -> Iterator[nn.Module]:
@@ -255,14 +261,14 @@ class Engine(AnyEngine):
                 without an error; otherwise they are lost. Every rank must write the same values; nothing checks that.
         """
         self._begin_verb()
-        self._ask_all("full", sends=self.strategy.keeps_pieces)
+        self._ask_all(Moment.FULL, sends=self.strategy.keeps_pieces)
         self.num_open += 1
         try:
             with self.strategy.full(keep_changes=keep_changes):
                 yield self.module
         finally:
             self.num_open -= 1
-            self._ask("left full")
+            self._ask(Moment.FULL_LEFT)
 
     def full_state_dict(self) -> dict[str, Any]:
         """As the base; collective where parameters are sharded or rounded."""
@@ -272,33 +278,33 @@ class Engine(AnyEngine):
     def load_full_state_dict(self, state: Any) -> None:
         """As the base; each rank keeps its shards of it. Collective where parameters are sharded or rounded."""
         self._begin_verb()
-        self._ask("load")
+        self._ask(Moment.LOAD)
         try:
             with self.strategy.full(keep_changes=True):
                 super().load_full_state_dict(state)
         finally:
-            self._ask("loaded")
+            self._ask(Moment.LOADED)
 
     def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:
         """As the base."""
         self._begin_verb()
-        self._ask_all("save")
+        self._ask_all(Moment.SAVE)
         super().save(directory, extra=extra, **objects)
 
     def load(self, directory: str | Path, **objects: Stateful) -> Any:
         """As the base."""
         self._begin_verb()
         self._refuse_open("load")
-        self._ask_all("load")
+        self._ask_all(Moment.LOAD)
         extra = super().load(directory, **objects)
         with self.strategy.stepping(loads=True):
             pass  # each rank has loaded its own pieces
-        self._ask("loaded")
+        self._ask(Moment.LOADED)
         return extra
 
     def guard_slices(self) -> None:
         """Whoever may change the means calls this after it."""
-        self._ask("means")
+        self._ask(Moment.MEANS)
 
     def close(self) -> None:
         """Give the module back, so that it trains alone again. A second call does nothing.
@@ -308,11 +314,11 @@ class Engine(AnyEngine):
         if self._is_closed:
             return
         self._refuse_open("close")
-        self._ask("close")
+        self._ask(Moment.CLOSE)
         self.zero_grad()
         self._give_back()
         self._is_closed = True
-        self._ask_all("closed", sends=False)  # what is lost is told when nobody waits for this rank any more
+        self._ask_all(Moment.CLOSED, sends=False)  # what is lost is told when nobody waits for this rank any more
 
     @unrefused
     def _give_back(self) -> None:
@@ -330,19 +336,19 @@ class Engine(AnyEngine):
     def _watch(self, name: str, param: nn.Parameter) -> RemovableHandle:
         engine_of = weakref.ref(self)  # torch keeps hooks where no garbage collector looks
 
-        def reached(_: Tensor) -> None:
+        def before(_: Tensor) -> None:
             if (engine := engine_of()) is not None and not engine._running:
-                engine._reached(name)
+                engine._before_gradient(name)
 
-        def took(param: nn.Parameter) -> None:
+        def after(param: nn.Parameter) -> None:
             if (engine := engine_of()) is not None:
-                engine._took(param)
+                engine._after_gradient(param)
 
         # A frozen parameter may be unfrozen later, but torch takes the hook only while requires_grad is True.
         trains = param.requires_grad
         param.requires_grad_(True)
-        self._hooks.append(param.register_hook(reached))
-        hook: RemovableHandle = param.register_post_accumulate_grad_hook(took)
+        self._hooks.append(param.register_hook(before))
+        hook: RemovableHandle = param.register_post_accumulate_grad_hook(after)
         param.requires_grad_(trains)
         return hook
 
@@ -360,12 +366,12 @@ class Engine(AnyEngine):
         """Notice a plain backward through any tensor of ``output``, before it accumulates anything."""
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(self._came)
+                tensor.register_hook(self._output_reached)
 
-    def _came(self, _: Tensor) -> None:
-        self._wake()
+    def _output_reached(self, _: Tensor) -> None:
+        self._note_backward()
 
-    def _reached(self, name: str) -> None:
+    def _before_gradient(self, name: str) -> None:
         """Autograd has come to a parameter, perhaps past our outputs, to add to its gradient or to return it."""
         if self._is_closed:
             return
@@ -376,7 +382,7 @@ class Engine(AnyEngine):
             return
         self._begin_plain()
 
-    def _wake(self) -> bool:
+    def _note_backward(self) -> bool:
         """A hook runs in autograd: begin a plain backward unless one runs; whether one does."""
         if not self._running and not self._is_closed and self._accumulates():
             self._begin_plain()
@@ -397,7 +403,7 @@ class Engine(AnyEngine):
             # Torch has no answer where torch.autograd.grad was called for this very parameter, nor inside torch.func.
             return False
 
-    def _took(self, param: nn.Parameter) -> None:
+    def _after_gradient(self, param: nn.Parameter) -> None:
         if not param.requires_grad:  # frozen after its forward: autograd calls the hook, and has accumulated nothing
             return
         if not self._running:
@@ -410,7 +416,7 @@ class Engine(AnyEngine):
             )
         has_gradient = param.grad is not None  # else a hook of the user's has dropped it
         try:
-            self.strategy.took(param, sends=self._sync)
+            self.strategy.grad_ready(param, sends=self._sync)
         except RuntimeError as error:
             self._fail(error)  # here: of a plain backward the next verb would, and until then the other ranks wait
             raise
@@ -422,7 +428,7 @@ class Engine(AnyEngine):
         self._refuse_failed()
         self._refuse_open("backward")
         self._run_hooks_last()
-        self._ask("backward")
+        self._ask(Moment.BACKWARD)
         self._due |= {id(param) for param in self.params.values() if param.requires_grad}
         self._used.begin(sends=self._sync)
         self.num_backwards += 1
@@ -434,7 +440,7 @@ class Engine(AnyEngine):
             self._in_backward.close()
         finally:
             self._running = False
-        self._ask("local")
+        self._ask(Moment.BACKWARD_ENDED)
         if self._sync:
             self.finish_gradients()
 
@@ -449,7 +455,7 @@ class Engine(AnyEngine):
             self.strategy.reduce_rest()
             with contextlib.suppress(RuntimeError):
                 self._agree(RuntimeError(f"{type(error).__name__}: {error}"), used=used)
-        self._ask("failed")  # what the strategy has resharded is no user's change
+        self._ask(Moment.FAILED)  # what the strategy has resharded is no user's change
 
     def _begin_verb(self) -> None:
         """Find out whether a plain ``loss.backward()`` raised: it is still open, and autograd does not run."""
@@ -505,23 +511,23 @@ class Engine(AnyEngine):
         if flag.unused:
             self._used.clear([place for place in flag.unused if not used[place]])
 
-    def _ask(self, moment: str) -> None:
+    def _ask(self, moment: Moment) -> None:
         """What a guard refuses is kept, and raised where all ranks meet next."""
         if self._guards is not None:
             self._ask_guards(self._guards, moment)
 
     @untraced
-    def _ask_guards(self, guards: Any, moment: str) -> None:
+    def _ask_guards(self, guards: Any, moment: Moment) -> None:
         try:
             guards.ask(moment, self)
         except (RuntimeError, ValueError) as refusal:
-            if moment in ("model", "built") or (self.num_data_ranks == 1 and moment != "close"):
+            if moment in (Moment.MODEL, Moment.BUILT) or (self.num_data_ranks == 1 and moment is not Moment.CLOSE):
                 raise
-            if moment == "forward" and not torch.is_grad_enabled():
+            if moment is Moment.FORWARD and not torch.is_grad_enabled():
                 warnings.warn(str(refusal), stacklevel=6)  # there may be no exchange any more
             self._refusal = self._refusal or refusal
 
-    def _ask_all(self, moment: str, *, sends: bool = True) -> None:
+    def _ask_all(self, moment: Moment, *, sends: bool = True) -> None:
         """Ask, and raise what is refused: on all ranks, or here alone where others may not be (``sends``)."""
         self._read_flag()
         self._ask(moment)
@@ -562,18 +568,25 @@ class Engine(AnyEngine):
 
     def install_optimizer_state(self, state: dict[str, Any]) -> None:
         """Load a state dict of the optimizer over this rank's ``step_tensors()``."""
-        self._ask("install")
+        self._ask(Moment.INSTALL)
         try:
             # Torch moves the state to the device of the tensors; inside, those are where they are stepped.
             with self.stepping():
                 self.optimizer.load_state_dict(state)
         finally:
-            self._ask("installed")
+            self._ask(Moment.INSTALLED)
 
     @property
     def units(self) -> tuple[Any, ...]:
         """What is gathered together, in the module's order: units of FSDP, buckets of ZeRO-3; else nothing."""
         return tuple(self.strategy.units)
+
+    def _cast_buffers(self) -> None:
+        if (dtype := self.strategy.precision.buffers) is not None:
+            # By ``.data``, since two modules that share a buffer must go on sharing it.
+            for buffer in self.module.buffers():
+                if buffer.is_floating_point():
+                    buffer.data = buffer.to(dtype)
 
     def _equalise(self, tensors: list[Tensor], tag: str = "parameters and buffers from rank 0") -> None:
         # Inner axis first, on all ranks: then the first rank of an outer axis sends on what it has just received.

@@ -46,14 +46,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm.transports.base import MismatchError
-from shardlab.comm.trees import tensors_in
-from shardlab.engines.casts import cast_floating
+from shardlab.comm.trees import cast_floating, tensors_in
 from shardlab.engines.fsdp_units import ShardingOptions, build_units
-from shardlab.engines.module_hooks import ModuleHook
 from shardlab.engines.offload import OFFLOADS, OffloadedShards, wait_for_copies
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.saved_tensors import stub_used
-from shardlab.engines.sharded_strategy import Sharded
+from shardlab.engines.sharded_strategy import ModuleHook, Sharded
 from shardlab.engines.strategy import Given, LaidOut
 from shardlab.engines.unit import State, Unit
 from shardlab.meta_device import InitFn, reset_parameters
@@ -278,7 +276,7 @@ class FSDP(Sharded):
         this.tape.append(Act(unit, gathers=True))
         place = len(this.tape)
         for tensor in tensors:
-            tensor.register_hook(lambda _: self._reached(this, place))
+            tensor.register_hook(lambda _: self._output_reached(this, place))
 
     # Backward: the program.
 
@@ -316,9 +314,9 @@ class FSDP(Sharded):
         self._run(program, min(1, len(program.acts)))  # the root, or the last unit; checkpointing may leave no act
         return program
 
-    def _reached(self, one: Pass, place: int) -> None:
+    def _output_reached(self, one: Pass, place: int) -> None:
         """Backward has come to an output of the use that ends at ``place`` of the tape."""
-        if not self._wake():
+        if not self._note_backward():
             return  # torch.autograd.grad: what it needs is gathered when it asks
         self._run(self._running.get(one) or self._start(one), len(one.tape) - place + 1)
 
@@ -344,7 +342,7 @@ class FSDP(Sharded):
                 else:
                     self._reduce(unit)
 
-    def took(self, param: nn.Parameter, *, sends: bool) -> None:
+    def grad_ready(self, param: nn.Parameter, *, sends: bool) -> None:
         """As the base."""
         unit = self._unit_of[id(param)]
         if unit in self._sent:

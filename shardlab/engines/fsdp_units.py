@@ -24,10 +24,10 @@ from shardlab.engines.sharded_params import Shards, Ways
 from shardlab.engines.strategy import Given
 from shardlab.engines.unit import Unit
 from shardlab.meta_device import InitFn, materialize
-from shardlab.partition.chunks import Layout
+from shardlab.partition.chunks import Layout, ParamSpec
 from shardlab.partition.dim0 import dim0_layout
-from shardlab.partition.flat import ParamSpec, aligned_first, flat_layout, owned_layout
-from shardlab.partition.owners import Ownership
+from shardlab.partition.flat import aligned_first, flat_layout, owned_layout
+from shardlab.partition.owners import owners_by_name
 from shardlab.units.policy import ROOT, WrapPolicy, owners_of_parameters, wrapped_modules
 from shardlab.vocabulary import MeshAxis, Partition
 
@@ -143,7 +143,7 @@ def _owners(given: Given, options: ShardingOptions) -> Mapping[str, int]:
         return {}
     specs = [_spec(name, param) for name, param in given.params.items() if options.is_sharded(param)]
     ranks = prod(comm.num_ranks for comm in (given.comms if options.divides != "nothing" else given.comms[-1:]))
-    return Ownership.assign(specs, ranks, options.partition).table
+    return owners_by_name(specs, ranks, options.partition)
 
 
 def _shards(
@@ -174,9 +174,9 @@ def _ways(param: nn.Parameter, given: Given, options: ShardingOptions) -> tuple[
     if not options.is_sharded(param):
         return Communicator(None, None, (0,), 0, MeshAxis.SHARD), Ways(precision, inner_first)
     if options.divides == "state":
-        return given.mesh.flatten(*options.axes), Ways(precision, axes=inner_first, rests_over=1)
+        return given.mesh.flatten(*(comm.axis for comm in given.comms)), Ways(precision, axes=inner_first, rests_over=1)
     if options.divides == "parameters":
-        return given.mesh.flatten(*options.axes), Ways(precision, secondary=given.comms[-1])
+        return given.mesh.flatten(*(comm.axis for comm in given.comms)), Ways(precision, secondary=given.comms[-1])
     return given.comms[-1], Ways(precision, given.comms[:-1])
 
 

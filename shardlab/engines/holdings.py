@@ -5,7 +5,7 @@ over ranks (``divisions()``, empty without buckets; a replicated bucket is a lay
 and the live tensors by role are derived from the answers here, in the same way for every strategy.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -55,24 +55,3 @@ class Division(NamedTuple):
         """The elements (start, stop) that a rank has of each flattened parameter it has anything of."""
         pieces = self.layout.pieces(0 if not self.is_spread else self.chunks[rank] if self.chunks else rank)
         return {piece.name: (piece.param_start, piece.param_stop) for piece in pieces}
-
-
-def owners_in(divisions: Iterable[Division], names: Iterable[str], num_ranks: int) -> dict[str, tuple[int, ...]]:
-    """The ranks that have (a piece of) each parameter, in the order of ``names``."""
-    holders: dict[str, list[int]] = {name: [] for name in names}
-    for division in divisions:
-        for rank in range(num_ranks):
-            for name in division.pieces_of(rank):
-                holders[name].append(rank)
-    return {name: tuple(ranks) for name, ranks in holders.items()}
-
-
-def owned_in(divisions: Iterable[Division], names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """The elements (start, stop) that this rank has of each flattened parameter it has anything of."""
-    spans = {name: span for division in divisions for name, span in division.pieces_of(division.comm.rank).items()}
-    return {name: spans[name] for name in names if name in spans}
-
-
-def of_state(key: str, value: Tensor, name: str, span: tuple[int, int]) -> Holding:
-    """What an optimizer keeps under ``key`` for a parameter; no formula counts a step counter as optimizer state."""
-    return Holding(Role.OTHER, value) if key == "step" else Holding(Role.OPTIMIZER_STATE, value, name, span)

@@ -2,33 +2,19 @@
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-WHY = "shardlab gathers and reshards parameters here"
-
-
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap ``function`` so that ``torch.compile`` runs it as plain Python and never traces it.
-
-    It communicates, and it replaces parameters of the module. What a compiled module computes between two such
-    functions stays compiled.
-    """
-    disabled: Callable[P, R] | None = None
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        nonlocal disabled
-        if disabled is None:  # not at definition: importing torch's compiler takes a second
-            disabled = torch.compiler.disable(function, reason=WHY)
-        return disabled(*args, **kwargs)
-
-    return run
+# What ``torch.compile`` runs as plain Python and never traces: it communicates, or replaces parameters of the module.
+# What a compiled module computes between two such functions stays compiled. Private: ``torch.compiler.disable`` would
+# import the compiler, which takes a second, together with this file.
+untraced = _disable_dynamo
 
 
 def in_plain_mode(function: Callable[P, R]) -> Callable[P, R]:
@@ -63,3 +49,7 @@ def unrefused(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return run
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """A hook that does nothing; at module level, since a pickle refers to it by name."""

@@ -1,12 +1,15 @@
 """What strategies with sharded parameters share: the step on shards, full parameters on demand, what is held."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import torch
 
 from shardlab.comm.events import wait_all
 from shardlab.comm.trees import map_tensors
 from shardlab.engines.holdings import Holding
+from shardlab.engines.plain_mode import nothing
 from shardlab.engines.saved_tensors import kept, saved_by_reference
 from shardlab.engines.sharded_params import Shards
 from shardlab.engines.strategy import Given, LaidOut, Strategy
@@ -21,7 +24,7 @@ class Sharded(Strategy):
     def lay_out(self, given: Given) -> LaidOut:
         """As the base; the full parameters are freed."""
         super().lay_out(given)
-        self.device, self._wake, self._module = given.device, given.wake, given.module
+        self.device, self._note_backward = given.device, given.note_backward
         self.at: dict[int, tuple[Shards, str]] = {}
         self.units = self.make_units(given)
         self._unit_of = {id(param): unit for unit in self.units for param in unit.params}  # hashing one calls Python
@@ -121,3 +124,26 @@ class Sharded(Strategy):
 def _writes(shards: Shards) -> int:
     """How often the parameters have been written to."""
     return sum(param._version for param in shards.params.values())
+
+
+class ModuleHook:
+    """A forward hook or forward pre-hook that is not traced, and that does nothing in copies of the module.
+
+    A copy of a wrapped module (``copy.deepcopy``, pickle, ``torch.save``) is a plain module that trains alone. If it
+    kept the hooks, its forward would gather the original's parameters.
+    """
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        # Now: made lazily inside a trace it would belong to that trace alone, and the next model's would be None.
+        self._hook = torch.compiler.disable(hook, reason="shardlab gathers and reshards parameters here")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the hook."""
+        return self._hook(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return nothing

@@ -15,9 +15,7 @@ it. So every rank makes the same groups, with the same indices.
 
 import contextlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
 from typing import overload
 
 import torch
@@ -31,49 +29,13 @@ class StepTensors(Sequence[Tensor]):
 
     Args:
         tensors: by name.
-        are_parts: whether some tensors have their other parts on other ranks, so that the norm of these is not the
-            model's.
-        chosen_from: the tensors that these were chosen from.
-
-    Attributes:
-        are_behind: whether a backward inside ``no_sync()`` has left gradients that are not means yet; set only where
-            ``chosen_from`` is None.
     """
 
-    def __init__(
-        self, tensors: Mapping[str, Tensor], *, are_parts: bool = False, chosen_from: "StepTensors | None" = None
-    ) -> None:
-        self._tensors, self.are_parts, self._chosen_from = dict(tensors), are_parts, chosen_from
-        self.are_behind = False
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
 
     def __iter__(self) -> Iterator[Tensor]:
-        """The tensors.
-
-        Raises:
-            RuntimeError: see ``check_caller``.
-        """
-        self.check_caller(sys._getframe(1))
         return iter(self._tensors.values())
-
-    def check_caller(self, caller: FrameType) -> None:
-        """Refuse torch's clipping where these are parts or behind: ranks would scale theirs differently, or none.
-
-        Only where it is given the engine's own collection, or a group of its optimizer: a list that the user has made
-        of the tensors is a list like any other.
-
-        Raises:
-            RuntimeError: it is the caller.
-        """
-        if self.are_parts and is_clipping(caller, by="clip_grad_norm_"):
-            raise RuntimeError(
-                "engine.step_tensors(): these are this rank's parts, and torch.nn.utils.clip_grad_norm_ would compute "
-                "a different norm on each rank; write engine.clip_grad_norm_(max_norm)"
-            )
-        if (self._chosen_from or self).are_behind and is_clipping(caller):
-            raise RuntimeError(
-                "engine.step_tensors(): gradients are not means yet, after a backward inside no_sync(); write "
-                "engine.clip_grad_norm_(max_norm), or engine.finish_gradients() before torch's clipping"
-            )
 
     @property
     def names(self) -> list[str]:
@@ -103,31 +65,10 @@ class StepTensors(Sequence[Tensor]):
         return list(self._tensors.values())[index]
 
     def _chosen(self, tensors: Mapping[str, Tensor]) -> "StepTensors":
-        return StepTensors(tensors, are_parts=self.are_parts, chosen_from=self._chosen_from or self)
+        return StepTensors(tensors)
 
     def __len__(self) -> int:
         return len(self._tensors)
-
-
-class GroupTensors(list[Tensor]):
-    """The tensors of one of the optimizer's groups: a list that torch's clipping cannot take either.
-
-    Args:
-        group: the optimizer's own list.
-        tensors: the engine's, some of which these are.
-    """
-
-    def __init__(self, group: Sequence[Tensor], tensors: StepTensors) -> None:
-        super().__init__(group)
-        self._step_tensors = tensors
-
-    def __iter__(self) -> Iterator[Tensor]:
-        self._step_tensors.check_caller(sys._getframe(1))
-        return super().__iter__()
-
-    def __reduce__(self) -> tuple[type[list[Tensor]], tuple[list[Tensor]]]:
-        # A copy of the optimizer belongs to no engine.
-        return list, (list(self),)
 
 
 OptimizerFn = Callable[[StepTensors], torch.optim.Optimizer]
@@ -179,17 +120,6 @@ def over_pieces(
         ) from error
 
 
-def guard_groups(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> None:
-    """Make the groups of an engine's optimizer refuse torch's clipping as the engine's ``tensors`` do."""
-    for group in optimizer.param_groups:
-        group["params"] = GroupTensors(group["params"], tensors)
-
-
 def tensors_of(optimizer: torch.optim.Optimizer) -> set[int]:
     """The identities of what an optimizer steps."""
     return {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-
-
-def is_clipping(caller: FrameType, by: str = "") -> bool:
-    """Whether torch's clipping is the caller. Looking at its frame is a last resort: torch has no hook on clipping."""
-    return caller.f_code.co_name.startswith(by) and caller.f_globals.get("__name__") == "torch.nn.utils.clip_grad"

@@ -27,7 +27,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from math import prod
 from typing import Any, ClassVar, Protocol
 
@@ -39,8 +38,6 @@ from shardlab.comm.communicator import Communicator
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.precision import Precision
 from shardlab.vocabulary import MeshAxis, Partition, Role, dtype_name
-
-_MISSPELT = 0.85  # of ``difflib``: "reduces" for "reduce", and not "reduce_all"
 
 
 def check_replaced(param: nn.Parameter, view: Tensor, name: str) -> None:
@@ -79,8 +76,9 @@ class Given:
         mesh: for communicators of parts and products of its axes (``split``, ``flatten``), which are observed and
             foretold as the axes are.
         is_due: whether any rank may have a gradient of a parameter; the same answer on all ranks.
-        wake: to be called by a hook of the strategy's that autograd runs, before it does anything: this may be the
-            first sign of a plain ``loss.backward()``. Returns whether a backward runs that accumulates gradients.
+        note_backward: to be called by a hook of the strategy's that autograd runs, before it does anything: this may
+            be the first sign of a plain ``loss.backward()``. Returns whether a backward runs that accumulates
+            gradients.
         equalise: makes tensors those of the first rank; for parameters that the strategy itself has allocated.
     """
 
@@ -90,7 +88,7 @@ class Given:
     device: torch.device
     mesh: MeshParts
     is_due: Callable[[nn.Parameter], bool]
-    wake: Callable[[], bool]
+    note_backward: Callable[[], bool]
     equalise: Callable[[list[Tensor]], None]
 
 
@@ -139,23 +137,8 @@ class Strategy:
     """What is gathered together, in the module's order."""
     partition = Partition.ELEMENTS
     """'elements' cuts parameters; else each has one owner, whose optimizer may look at it whole."""
-    axes: tuple[MeshAxis, ...] = (MeshAxis.DATA,)
+    axes: tuple[str, ...] = (MeshAxis.DATA,)
     """Those of the mesh to average over, outer first; ``comm`` is the last, over which most strategies divide."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse a misspelt method, which nobody would call.
-
-        Raises:
-            ValueError: a method that no class above has, with nearly the name of one.
-        """
-        super().__init_subclass__(**kwargs)
-        above = {name for base in cls.__mro__[1:] for name, value in vars(base).items() if callable(value)}
-        for name in (name for name, value in vars(cls).items() if callable(value) and name not in above):
-            if not name.startswith("_") and (meant := get_close_matches(name, above, n=1, cutoff=_MISSPELT)):
-                raise ValueError(
-                    f"strategy: {cls.__name__}.{name}() is no method of a strategy, so nobody calls it; write "
-                    f"{meant[0]}(), or _{name}() if it is a helper of your own"
-                )
 
     def lay_out(self, given: Given) -> LaidOut:
         """Take the model: divide, move, allocate. Called once, with equal parameters on all ranks."""
@@ -172,7 +155,7 @@ class Strategy:
         """Inside, a backward runs; ``sends`` is False inside ``no_sync()``. Left after an error too."""
         return contextlib.nullcontext()
 
-    def took(self, param: nn.Parameter, *, sends: bool) -> None:
+    def grad_ready(self, param: nn.Parameter, *, sends: bool) -> None:
         """Autograd has accumulated into ``param.grad``."""
 
     def reduce_rest(self) -> None:

@@ -3,17 +3,14 @@
 ``partition`` says it in elements, of any layout; here it becomes views of tensors and copies from and to them.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from math import prod
 from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardlab.partition.buckets import plan_buckets
 from shardlab.partition.chunks import Layout, Piece, has_whole_rows, stretches_in_buffer
-from shardlab.partition.flat import FlatLayout, ParamSpec
-from shardlab.vocabulary import Partition
 
 
 class TensorLayout:
@@ -64,10 +61,6 @@ class TensorLayout:
             return shard.new_empty((0, *(self._shapes[name] or (1,))[1:]))
         return self._pieces_at[name].of(shard)
 
-    def parts_of(self, shard: Tensor, names: Collection[str]) -> dict[str, Tensor]:
-        """The parts of a tensor of the chunk's size that belong to some parameters, flat views."""
-        return {name: shard[place] for name, place in self.places.items() if name in names}
-
     def read(self, name: str, buffer: Tensor) -> Tensor:
         """A full parameter read from the buffer."""
         if not self.are_copied and name in self._fulls_at:
@@ -95,29 +88,6 @@ class TensorLayout:
                     buffer[start:stop].copy_(gradient.detach().reshape(-1)[offset : offset + stop - start])
         if places:
             torch._foreach_copy_(places, values)  # one launch on a device
-
-
-def bucket_layouts(
-    params: Mapping[str, nn.Parameter], num_ranks: int, capacity_bytes: int, partition: Partition
-) -> tuple[FlatLayout, ...]:
-    """Which parameters are in which bucket, and where; the same on every rank: only their order and sizes matter.
-
-    Parameters that are frozen now get separate buckets, which cost nothing until they are unfrozen.
-
-    Args:
-        params: parameters by name, in the module's order.
-        num_ranks: number of chunks of each bucket; 1 if nothing is sharded.
-        capacity_bytes: bytes of a full bucket.
-        partition: how a bucket's elements are divided over the ranks.
-
-    Raises:
-        ValueError: a capacity below 1.
-    """
-    if capacity_bytes < 1:
-        raise ValueError(f"bucket_bytes: {capacity_bytes} is below 1; give the capacity of a bucket in bytes")
-    specs = [ParamSpec(name, tuple(param.shape), param.element_size()) for name, param in params.items()]
-    keys = [(param.dtype, param.device, param.requires_grad) for param in params.values()]
-    return plan_buckets(specs, keys, num_ranks, capacity_bytes, partition)
 
 
 def num_references(tensor: Tensor) -> int:

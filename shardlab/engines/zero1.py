@@ -18,18 +18,18 @@ from torch.autograd.graph import increment_version
 
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending, wait_all
-from shardlab.engines.bucketed import Bucketed
+from shardlab.engines.bucket_layouts import bucket_layouts
 from shardlab.engines.holdings import Holding
+from shardlab.engines.in_buckets import InBuckets
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.sharded_params import Shards, Ways
 from shardlab.engines.strategy import Given, LaidOut
-from shardlab.engines.tensor_layout import bucket_layouts
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.partition.chunks import parse_partition
 from shardlab.vocabulary import Partition
 
 
-class ZeRO1(Bucketed):
+class ZeRO1(InBuckets):
     """Replicated parameters; each rank steps its pieces of them.
 
     Args:
@@ -59,7 +59,7 @@ class ZeRO1(Bucketed):
         pieces = {name: piece for one in self.buckets for name, piece in one.pieces.items()}
         return LaidOut({name: pieces[name] for name in self.params}, [one.division for one in self.buckets])
 
-    def make_buckets(self, given: Given) -> list[Any]:
+    def make_buckets(self, given: Given) -> list[Shards]:
         """As the base."""
         comm, ways = self.divide(given)
         ways = ways._replace(rests_over=0, scatter=self.scatter)
@@ -75,9 +75,6 @@ class ZeRO1(Bucketed):
         A strategy of two axes has one of its own: this one reduces over the last axis alone.
         """
         return self.comm, Ways(self.precision, means_over=self.means_over)
-
-    def arrived(self, bucket: Any, name: str) -> None:
-        """It stays at the parameter: all of a bucket are copied at once, when it is sent."""
 
     def send(self, bucket: Any) -> None:
         """As the base."""

@@ -78,7 +78,7 @@ def _divided(given: Given, stages: tuple[int, int], precision: Precision) -> tup
     by_axis = sorted(zip(stages[::-1], given.comms[::-1], strict=True), key=lambda one: -one[0])
     cut = [comm for stage, comm in by_axis if stage]
     if len(cut) == 2:
-        comm = given.mesh.flatten(*AXES)
+        comm = given.mesh.flatten(*(comm.axis for comm in given.comms))
     else:
         comm = cut[0] if cut else Communicator(None, None, (0,), 0, MeshAxis.SHARD)
     replicas = [comm for stage, comm in by_axis if not stage]

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardlab.data_sets import load_text
 from shardlab.engines import STRATEGIES, Strategy, engine_options
-from shardlab.engines.casts import check_batch_norms
+from shardlab.engines.guards.model_checks import check_batch_norms
 from shardlab.engines.peers import TorchFSDP2
 from shardlab.experiment.directory import check_resume
 from shardlab.experiment.named_workload import builtin, workload_at
@@ -177,18 +177,21 @@ class CompareConfig(CompareOptions):
                 f"strategies: {wrong.name!r} averages over the axes {', '.join(wrong.axes)}; compare makes one or two"
             )
         if any(len(one.axes) == 2 for one in made):
-            self._check_groups()
+            self._check_groups(next(one.name for one in made if len(one.axes) == 2))
         elif self.shard_group is not None:
-            raise ValueError("shard_group: only sharding=hybrid_shard has groups; add it, or leave shard_group out")
+            raise ValueError(
+                "shard_group: no strategy here has two axes; take fsdp with sharding=hybrid_shard, or one of your own "
+                "that has, or leave shard_group out"
+            )
 
-    def _check_groups(self) -> None:
-        """The groups of a strategy of two axes, such as hybrid_shard."""
+    def _check_groups(self, strategy: str) -> None:
+        """The groups of a strategy of two axes."""
         if self.trained.takes_mesh:
-            raise ValueError("sharding: hybrid_shard has two data axes, and the loss sends over one; use full_shard")
+            raise ValueError(f"strategies: {strategy!r} has two data axes, and the loss sends over one; leave it out")
         if self.shard_group is None and self.shards == 1:
             raise ValueError(
-                f"sharding: hybrid_shard needs a group size above 1 that divides the data ranks, and "
-                f"{self.data_ranks} has none; use full_shard, or another number of ranks"
+                f"ranks: {strategy!r} has two axes and needs a group size above 1 that divides the data ranks, and "
+                f"{self.data_ranks} has none; take another number of ranks"
             )
         if self.data_ranks % self.shards != 0:
             raise ValueError(

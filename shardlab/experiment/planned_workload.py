@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm.trees import map_tensors
-from shardlab.engines.holdings import of_state
-from shardlab.engines.module_hooks import may_nest, nodes_below
+from shardlab.engines.any_engine import of_state
+from shardlab.engines.autograd_nodes import may_nest, nodes_below
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.experiment.batches import batches_of, divide, rows_of
 from shardlab.experiment.config import CompareConfig

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardlab.comm import BaseMesh, CollectiveEvent, Observer
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.own_calls import PAST, num_sent_by_torch
-from shardlab.comm.process import observing_new
+from shardlab.comm.rank_life import observing_new
 from shardlab.comm.trees import map_tensors, tensors_in
 from shardlab.engines import AnyEngine, Engine, OptimizerFn, Strategy, build_engine, engine_options
 from shardlab.experiment.batches import Share, batches_of, size_of

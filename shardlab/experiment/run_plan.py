@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from shardlab.comm.trees import map_tensors, tensors_in
-from shardlab.engines.casts import cast_floating
-from shardlab.engines.module_hooks import nodes_below
+from shardlab.comm.trees import cast_floating, map_tensors, tensors_in
+from shardlab.engines.autograd_nodes import nodes_below
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.experiment.batches import batches_of, divide, rows_of
 from shardlab.experiment.named_workload import workload_at

@@ -17,11 +17,12 @@ from torch import nn
 
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.argument_checks import check_separate
+from shardlab.engines.any_engine import owned_in, owners_in
+from shardlab.engines.guards.clipping import guard_groups, is_clipping
+from shardlab.engines.guards.model_checks import check_separate
 from shardlab.engines.guards.optimizer_fit import check_fits
 from shardlab.engines.guards.snapshot import Snapshot
-from shardlab.engines.holdings import owned_in, owners_in
-from shardlab.engines.step_tensors import StepTensors, guard_groups, is_clipping, over_pieces
+from shardlab.engines.step_tensors import StepTensors, over_pieces
 from shardlab.engines.strategy import Given
 from shardlab.engines.zero1 import ZeRO1
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
@@ -69,7 +70,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner = over_pieces(optimizer_cls(self.param_groups, **defaults), self._named, laid_out.stepped)
         check_fits(inner, self._zero.partition if comm.num_ranks > 1 else None)
         self.inner = inner
-        guard_groups(self.inner, _Pieces(laid_out.stepped))
+        guard_groups(self.inner, _refuse_clipping)
         self._share()
         self._stepped, self._given = Snapshot(laid_out.stepped), Snapshot(self._named)
 
@@ -186,20 +187,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             tensor.grad = None
 
 
-class _Pieces(StepTensors):
-    """What the inner optimizer steps, with gradients only while it steps."""
-
-    def check_caller(self, caller: FrameType) -> None:
-        """Refuse torch's clipping, which would find no gradients.
-
-        Raises:
-            RuntimeError: it is the caller.
-        """
-        if is_clipping(caller):
-            raise RuntimeError(
-                "optimizer.param_groups: these are this rank's pieces, which have gradients only inside step(); clip "
-                "the gradients of the parameters: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
-            )
+def _refuse_clipping(caller: FrameType) -> None:
+    """Refuse torch's clipping of the pieces, which have gradients only while the inner optimizer steps."""
+    if is_clipping(caller):
+        raise RuntimeError(
+            "optimizer.param_groups: these are this rank's pieces, which have gradients only inside step(); clip the "
+            "gradients of the parameters: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
+        )
 
 
 def _may_have_gradient(param: nn.Parameter) -> bool:

@@ -7,42 +7,42 @@ map must be the same on every rank: it depends on the order of the parameters al
 
 from collections.abc import Hashable, Sequence
 
-from shardlab.partition.chunks import require_count
-from shardlab.partition.flat import FlatLayout, ParamSpec, aligned_first, flat_layout, owned_layout
-from shardlab.partition.owners import assign_owners
+from shardlab.partition.chunks import ParamSpec, require_count
+from shardlab.partition.flat import FlatLayout, aligned_first, flat_layout, owned_layout
+from shardlab.partition.owners import owners_by_name
 from shardlab.vocabulary import Partition
 
 DEFAULT_BUCKET_BYTES = 25 * 1024**2  # of gradients, as torch's DistributedDataParallel has it
 
 
 def assign_buckets(
-    specs: Sequence[ParamSpec], capacity_bytes: int, keys: Sequence[Hashable] | None = None
+    specs: Sequence[ParamSpec], bucket_bytes: int, keys: Sequence[Hashable] | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """Indices into ``specs``, bucket by bucket, in reverse order of ``specs`` within each bucket.
 
-    A bucket is closed when the next parameter would take it past ``capacity_bytes``; a larger parameter is alone.
+    A bucket is closed when the next parameter would take it past ``bucket_bytes``; a larger parameter is alone.
     With ``keys``, one bucket is open per key at a time, so that parameters of two dtypes that alternate still share
     buckets with their own kind. Buckets come in the order in which backward completes them.
 
     Args:
         specs: parameters in the order in which forward uses them.
-        capacity_bytes: bytes of gradients in a full bucket, at least 1.
+        bucket_bytes: bytes of gradients in a full bucket, at least 1.
         keys: a hashable per parameter; parameters of different keys, say ``(dtype, trainable)``, never share a bucket.
 
     Returns:
         Every index exactly once; no empty bucket.
 
     Raises:
-        ValueError: ``capacity_bytes`` is below 1.
+        ValueError: ``bucket_bytes`` is below 1.
     """
-    require_count("capacity_bytes", capacity_bytes, 1)
+    require_count("bucket_bytes", bucket_bytes, 1)
     keys = (None,) * len(specs) if keys is None else keys
     open_buckets: dict[Hashable, list[int]] = {}
     open_bytes: dict[Hashable, int] = {}
     buckets: list[list[int]] = []
     for index in reversed(range(len(specs))):
         key, num_bytes = keys[index], specs[index].num_bytes
-        if key not in open_buckets or open_bytes[key] + num_bytes > capacity_bytes:
+        if key not in open_buckets or open_bytes[key] + num_bytes > bucket_bytes:
             open_buckets[key], open_bytes[key] = [], 0
             # The same list, which goes on filling while its bucket is open.
             buckets.append(open_buckets[key])
@@ -53,26 +53,24 @@ def assign_buckets(
 
 
 def plan_buckets(
-    specs: Sequence[ParamSpec], keys: Sequence[Hashable] | None, num_ranks: int, capacity_bytes: int,
+    specs: Sequence[ParamSpec], keys: Sequence[Hashable] | None, num_ranks: int, bucket_bytes: int,
     partition: Partition = Partition.ELEMENTS,
 ) -> tuple[FlatLayout, ...]:  # fmt: skip
-    """The layout of every bucket, in the order in which backward completes them; names are in ``layout.slots``.
+    """The layout of every bucket, in the order in which backward completes them; names are in ``layout.specs``.
 
     Args:
         specs: parameters in the order in which forward uses them.
         keys: as for :func:`assign_buckets`.
         num_ranks: chunks of each bucket; 1 where nothing is sharded.
-        capacity_bytes: bytes of gradients in a full bucket, at least 1.
+        bucket_bytes: bytes of gradients in a full bucket, at least 1.
         partition: ``elements`` cuts each bucket into equal chunks; the others give whole parameters to ranks,
             assigned over the whole model and not bucket by bucket.
 
     Raises:
         ValueError: a count is too small.
     """
-    buckets = [
-        aligned_first(specs[index] for index in bucket) for bucket in assign_buckets(specs, capacity_bytes, keys)
-    ]
+    buckets = [aligned_first(specs[index] for index in bucket) for bucket in assign_buckets(specs, bucket_bytes, keys)]
     if partition is Partition.ELEMENTS:
         return tuple(flat_layout(bucket, num_ranks) for bucket in buckets)
-    owners = dict(zip((spec.name for spec in specs), assign_owners(specs, num_ranks, partition), strict=True))
+    owners = owners_by_name(specs, num_ranks, partition)
     return tuple(owned_layout(bucket, [owners[spec.name] for spec in bucket], num_ranks) for bucket in buckets)

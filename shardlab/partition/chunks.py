@@ -1,8 +1,7 @@
 """A range of ``numel`` elements cut into one contiguous chunk per rank: who holds which element.
 
-Two ways to cut. ``even_bounds``, for buckets, give every rank ceil(numel / num_ranks) elements of a padded range, 10
-over 3 are 4, 4, 4 with 2 of padding: equal chunks are what NCCL's one-call reduce-scatter needs. ``chunk_sizes``, for
-what may not be padded, spread the remainder over the first ranks: 10 over 3 are 4, 3, 3.
+``even_bounds`` give every rank ceil(numel / num_ranks) elements of a padded range, 10 over 3 are 4, 4, 4 with 2 of
+padding: equal chunks are what NCCL's one-call reduce-scatter needs.
 
 Where the range holds parameters, a ``Layout`` says which ``Piece`` of each lies in a rank's chunk: what flat and dim-0
 layouts have in common.
@@ -13,7 +12,7 @@ Legend: offsets are in elements, chunk ``r`` is ``bounds[r] <= index < bounds[r 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import prod
 
 from shardlab.vocabulary import Partition
@@ -44,31 +43,6 @@ def require_rank(rank: int, num_ranks: int) -> None:
         raise ValueError(f"rank: {rank} is not one of the {num_ranks} ranks; it must be 0 to {num_ranks - 1}")
 
 
-def chunk_sizes(numel: int, num_ranks: int) -> tuple[int, ...]:
-    """Elements of each rank's chunk, the remainder spread over the first ranks.
-
-    Args:
-        numel: elements to divide, 0 or more.
-        num_ranks: ranks, 1 or more; ranks beyond the last element get 0.
-
-    Raises:
-        ValueError: ``numel`` or ``num_ranks`` is too small.
-    """
-    require_count("numel", numel, 0)
-    require_count("num_ranks", num_ranks, 1)
-    size, remainder = divmod(numel, num_ranks)
-    return tuple(size + (rank < remainder) for rank in range(num_ranks))
-
-
-def chunk_bounds(numel: int, num_ranks: int) -> tuple[int, ...]:
-    """The ``num_ranks + 1`` offsets of the chunks of :func:`chunk_sizes`: first 0, last ``numel``.
-
-    Raises:
-        ValueError: ``numel`` or ``num_ranks`` is too small.
-    """
-    return (0, *accumulate(chunk_sizes(numel, num_ranks)))
-
-
 def even_bounds(numel: int, num_ranks: int) -> tuple[int, ...]:
     """The ``num_ranks + 1`` offsets of equal chunks of ceil(numel / num_ranks) elements.
 
@@ -84,6 +58,29 @@ def even_bounds(numel: int, num_ranks: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class ParamSpec:
+    """A parameter as the arithmetic needs it: ``itemsize`` is bytes per element, shape ``()`` is a scalar."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        require_count(f"itemsize of {self.name!r}", self.itemsize, 1)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements; 1 for a 0-d parameter."""
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
 class Piece:
     """The part of one parameter that lies in one rank's chunk.
 
@@ -91,7 +88,6 @@ class Piece:
     flattened parameter; both have ``numel`` elements. ``whole`` says that the piece is the full parameter.
     """
 
-    slot_index: int
     name: str
     flat_start: int
     flat_stop: int
@@ -110,16 +106,17 @@ class Layout(ABC):
     """Parameters in a range of elements, of which rank r holds ``bounds[r]`` to ``bounds[r + 1]``; padding included."""
 
     bounds: tuple[int, ...]
+    specs: tuple[ParamSpec, ...]
 
-    @property
-    @abstractmethod
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Of the parameters, in the layout's order."""
+        return tuple(spec.name for spec in self.specs)
 
-    @property
-    @abstractmethod
+    @cached_property
     def numel(self) -> int:
         """Real elements, padding not counted."""
+        return sum(spec.numel for spec in self.specs)
 
     @abstractmethod
     def pieces(self, rank: int) -> tuple[Piece, ...]:

@@ -21,29 +21,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardlab.partition.chunks import Layout, Piece, require_count, require_rank
-from shardlab.partition.flat import ParamSpec
+from shardlab.partition.chunks import Layout, ParamSpec, Piece, require_count, require_rank
 
 
 @dataclass(frozen=True)
 class Dim0Layout(Layout):
-    """Parameters ``specs``, each cut along dim 0 into a block for each rank.
+    """Parameters, each cut along dim 0 into a block for each rank.
 
-    ``Piece.slot_index`` is the parameter's index in ``specs``; ``flat_start`` to ``flat_stop`` is its place in the
-    gathered, padded, rank-major buffer. Padding is at the end of each chunk.
+    ``flat_start`` to ``flat_stop`` of a piece is its place in the gathered, padded, rank-major buffer. Padding is at
+    the end of each chunk.
     """
-
-    specs: tuple[ParamSpec, ...]
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """Of the parameters, in the given order."""
-        return tuple(spec.name for spec in self.specs)
-
-    @cached_property
-    def numel(self) -> int:
-        """Real elements, padding not counted."""
-        return sum(spec.numel for spec in self.specs)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """The rows that ``rank`` holds of each parameter, in the order of ``specs``, empty pieces left out.
@@ -61,11 +48,11 @@ class Dim0Layout(Layout):
     def _cut(self, rank: int) -> list[Piece]:
         found = []
         place = self.bounds[rank]
-        for index, spec in enumerate(self.specs):
+        for spec in self.specs:
             start, stop = _block(spec, rank, self.num_ranks)
             if start < stop:
                 whole = stop - start == spec.numel
-                found.append(Piece(index, spec.name, place, place + stop - start, start, stop, whole))
+                found.append(Piece(spec.name, place, place + stop - start, start, stop, whole))
             place += stop - start
         return found
 

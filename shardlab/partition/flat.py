@@ -20,91 +20,35 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from math import gcd, prod
+from math import gcd
 
-from shardlab.partition.chunks import Layout, Piece, even_bounds, require_count
+from shardlab.partition.chunks import Layout, ParamSpec, Piece, even_bounds
 
 ALIGNED_NUMEL = 8  # elements: 16 bytes in a dtype of two bytes, more in wider ones
 
 
 @dataclass(frozen=True)
-class ParamSpec:
-    """A parameter as the arithmetic needs it: ``itemsize`` is bytes per element, shape ``()`` is a scalar."""
-
-    name: str
-    shape: tuple[int, ...]
-    itemsize: int
-
-    def __post_init__(self) -> None:
-        """Check the sizes."""
-        require_count(f"itemsize of {self.name!r}", self.itemsize, 1)
-
-    @cached_property
-    def numel(self) -> int:
-        """Elements; 1 for a 0-d parameter."""
-        return prod(self.shape)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole parameter."""
-        return self.numel * self.itemsize
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where one whole parameter lies in the flat range."""
-
-    spec: ParamSpec
-    start: int
-
-    @cached_property
-    def stop(self) -> int:
-        """One past the parameter's last element in the flat range."""
-        return self.start + self.spec.numel
-
-
-@dataclass(frozen=True)
 class FlatLayout(Layout):
-    """Parameters in ``slots``, end to end from element 0.
+    """Parameters end to end from element 0; elements past the last one are padding, which belongs to none.
 
-    Elements past the last slot are padding: they belong to no parameter. The layout says nothing of dtype; a bucket of
-    mixed dtypes is the caller's mistake (``assign_buckets`` keeps them apart by ``keys``).
+    The layout says nothing of dtype; a bucket of mixed dtypes is the caller's mistake (``assign_buckets`` keeps them
+    apart by ``keys``).
     """
 
-    slots: tuple[Slot, ...]
-
-    def __post_init__(self) -> None:
-        """Assert that slots touch each other and bounds cover them: only our own constructors could break that."""
-        stops = [0, *(slot.stop for slot in self.slots)]
-        assert [slot.start for slot in self.slots] == stops[:-1], "slots leave a gap or overlap"
-        assert len(self.bounds) > 1, "bounds need at least one rank"
-        assert self.bounds[0] == 0, "bounds must start at 0"
-        assert list(self.bounds) == sorted(self.bounds), "bounds must not fall"
-        assert self.bounds[-1] >= stops[-1], "bounds must cover all slots"
-
     @cached_property
-    def names(self) -> tuple[str, ...]:
-        """Of the parameters, in slot order."""
-        return tuple(slot.spec.name for slot in self.slots)
-
-    @cached_property
-    def numel(self) -> int:
-        """Real elements, padding not counted."""
-        return self.slots[-1].stop if self.slots else 0
+    def starts(self) -> tuple[int, ...]:
+        """Where each parameter begins, and where the last one ends."""
+        return tuple(accumulate((spec.numel for spec in self.specs), initial=0))
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What ``rank`` holds of each parameter: its chunk cut by every slot, in slot order, empty pieces left out.
-
-        Raises:
-            ValueError: ``rank`` is not one of the ranks.
-        """
+        """As the base: a rank's chunk cut by every parameter."""
         chunk_start, chunk_stop = self.chunk(rank)
         found = []
-        for index, slot in enumerate(self.slots):
-            start, stop = max(slot.start, chunk_start), min(slot.stop, chunk_stop)
+        for spec, first in zip(self.specs, self.starts, strict=False):
+            start, stop = max(first, chunk_start), min(first + spec.numel, chunk_stop)
             if start < stop:
-                whole = stop - start == slot.spec.numel
-                found.append(Piece(index, slot.spec.name, start, stop, start - slot.start, stop - slot.start, whole))
+                whole = stop - start == spec.numel
+                found.append(Piece(spec.name, start, stop, start - first, stop - first, whole))
         return tuple(found)
 
 
@@ -114,8 +58,7 @@ def flat_layout(specs: Sequence[ParamSpec], num_ranks: int) -> FlatLayout:
     Raises:
         ValueError: ``num_ranks`` is below 1.
     """
-    slots = _end_to_end(specs)
-    return FlatLayout(even_bounds(slots[-1].stop if slots else 0, num_ranks), slots)
+    return FlatLayout(even_bounds(sum(spec.numel for spec in specs), num_ranks), tuple(specs))
 
 
 def aligned_first(specs: Iterable[ParamSpec]) -> list[ParamSpec]:
@@ -146,8 +89,4 @@ def owned_layout(specs: Sequence[ParamSpec], owners: Sequence[int], num_ranks: i
     for spec, owner in zip(specs, owners, strict=True):
         bounds[owner + 1] += spec.numel
     order = sorted(range(len(specs)), key=owners.__getitem__)  # stable: of one rank in the original order
-    return FlatLayout(tuple(accumulate(bounds)), _end_to_end([specs[index] for index in order]))
-
-
-def _end_to_end(specs: Sequence[ParamSpec]) -> tuple[Slot, ...]:
-    return tuple(map(Slot, specs, accumulate((spec.numel for spec in specs), initial=0)))
+    return FlatLayout(tuple(accumulate(bounds)), tuple(specs[index] for index in order))

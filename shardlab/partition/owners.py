@@ -13,10 +13,8 @@ Every choice depends on order and bytes only, so all ranks agree without a messa
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from shardlab.partition.chunks import require_count
-from shardlab.partition.flat import ParamSpec
+from shardlab.partition.chunks import ParamSpec, require_count
 from shardlab.vocabulary import Partition
 
 
@@ -42,6 +40,11 @@ def assign_owners(specs: Sequence[ParamSpec], num_ranks: int, partition: Partiti
         return _largest_first(num_bytes, num_ranks)
     whole = ", ".join([Partition.ROUND_ROBIN, Partition.CONTIGUOUS, Partition.BALANCED])
     raise ValueError(f"partition: {str(partition)!r} gives no rank whole parameters; it must be one of {whole}")
+
+
+def owners_by_name(specs: Sequence[ParamSpec], num_ranks: int, partition: Partition) -> dict[str, int]:
+    """The owning rank of each parameter, see ``assign_owners``."""
+    return dict(zip((spec.name for spec in specs), assign_owners(specs, num_ranks, partition), strict=True))
 
 
 def _largest_first(sizes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
@@ -96,30 +99,3 @@ def _fits(sizes: Sequence[int], num_runs: int, limit: int) -> bool:
             load += sizes[first]
             first += 1
     return first == len(sizes)
-
-
-@dataclass(frozen=True)
-class Ownership:
-    """Who owns which whole parameter: ``owners[i]`` is the rank of ``specs[i]``."""
-
-    specs: tuple[ParamSpec, ...]
-    owners: tuple[int, ...]
-    num_ranks: int
-
-    @classmethod
-    def assign(cls, specs: Sequence[ParamSpec], num_ranks: int, partition: Partition) -> "Ownership":
-        """The ownership that :func:`assign_owners` chooses, with the same errors."""
-        return cls(tuple(specs), assign_owners(specs, num_ranks, partition), num_ranks)
-
-    @property
-    def table(self) -> dict[str, int]:
-        """Owner of every parameter by name, in the order of the parameters."""
-        return {spec.name: owner for spec, owner in zip(self.specs, self.owners, strict=True)}
-
-    @property
-    def byte_fractions(self) -> tuple[float, ...]:
-        """Fraction of all bytes (not of all parameters) that each rank owns; they add up to 1 unless there are none."""
-        loads = [0] * self.num_ranks
-        for spec, owner in zip(self.specs, self.owners, strict=True):
-            loads[owner] += spec.num_bytes
-        return tuple(load / (sum(loads) or 1) for load in loads)

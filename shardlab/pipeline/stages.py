@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardlab.partition.flat import ParamSpec
+from shardlab.partition.chunks import ParamSpec
 from shardlab.partition.owners import assign_owners
 from shardlab.vocabulary import Partition
 

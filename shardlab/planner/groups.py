@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardlab.partition.buckets import plan_buckets
-from shardlab.partition.chunks import Layout, Piece
+from shardlab.partition.chunks import Layout, ParamSpec, Piece
 from shardlab.partition.dim0 import dim0_layout
-from shardlab.partition.flat import ParamSpec, aligned_first, flat_layout, owned_layout
-from shardlab.partition.owners import Ownership
+from shardlab.partition.flat import aligned_first, flat_layout, owned_layout
+from shardlab.partition.owners import owners_by_name
 from shardlab.planner.setup import PlannedModel, PlannedParam, Setup
 from shardlab.vocabulary import LayoutName, Partition
 
@@ -85,7 +85,7 @@ def _buckets(by_name: Mapping[str, PlannedParam], setup: Setup) -> Iterator[Grou
     partition = Partition(setup.partition) if setup.row.state else Partition.ELEMENTS
     layouts = plan_buckets(specs, keys, setup.num_shards, setup.bucket_bytes, partition)
     for index, layout in enumerate(layouts):
-        names = [slot.spec.name for slot in layout.slots]
+        names = layout.names
         yield Group(f"bucket {index}", f"bucket {index}", layout, {name: by_name[name] for name in names})
 
 
@@ -108,7 +108,7 @@ def _owners(by_name: Mapping[str, PlannedParam], setup: Setup) -> dict[str, int]
     if setup.num_shards == 1 or setup.partition == Partition.ELEMENTS:
         return {}
     specs = [param.spec for param in by_name.values() if not _is_small(param, setup)]
-    return Ownership.assign(specs, setup.num_shards, Partition(setup.partition)).table
+    return owners_by_name(specs, setup.num_shards, Partition(setup.partition))
 
 
 def _unit_layout(specs: list[ParamSpec], chunks: int, owners: Mapping[str, int], setup: Setup) -> Layout:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
-from shardlab.partition.chunks import require_count, require_rank
-from shardlab.partition.flat import ParamSpec
+from shardlab.partition.chunks import ParamSpec, require_count, require_rank
 from shardlab.partition.slices import slices_of
 from shardlab.planner.formulas import Precision
 from shardlab.planner.rows import ROWS, Row, row_of

@@ -23,7 +23,8 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import ArrayLike, NDArray
 
-from shardlab.vocabulary import Collective, MeshAxis, ProcessPart, Role, SpanKind
+from shardlab.tables import ProcessPart
+from shardlab.vocabulary import Collective, MeshAxis, Role, SpanKind
 
 BLUE = "#0072b2"
 ORANGE = "#dd7710"

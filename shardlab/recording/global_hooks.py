@@ -29,7 +29,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter  # private: a public
 from torch.utils.hooks import RemovableHandle
 
 from shardlab.engines.guards.ownership import engine_of
-from shardlab.engines.module_hooks import nothing
+from shardlab.engines.plain_mode import nothing
 from shardlab.recording.inferred_loop import Loop, scalars
 from shardlab.recording.script_tensors import ScriptTensors
 from shardlab.trace.units import SpanSink, watch_module, watched_modules

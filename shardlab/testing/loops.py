@@ -15,14 +15,16 @@ from torch import Tensor, nn
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.own_calls import PAST, num_sent_by_torch
-from shardlab.comm.process import observing_new
+from shardlab.comm.rank_life import observing_new
 from shardlab.comm.same_on_all_ranks import number_among
 from shardlab.engines import FSDP, Engine, Strategy, ZeRO1
 from shardlab.testing.nasty_models import MODELS, SmallGPT
+from shardlab.vocabulary import FLAG
 
 ROWS_PER_RANK = 2
 STEPS = 4
 BUCKETS = 4  # or more, where a model has so many parameters
+_OF_ENGINE = (FLAG, "gradient norm")  # what the engine itself sends in a step, by its tags
 OF_OURS = 1  # the step that one of our strategies takes between two checkpoints
 
 
@@ -69,6 +71,7 @@ class Trained:
         loaded: the states after checkpoints were loaded.
         owned: elements (start, stop) of each parameter that this rank steps.
         fault: what is wrong with this rank whatever it has computed; empty if nothing is.
+        silent: over which axis a step has sent nothing; likewise.
     """
 
     begins: dict[str, Tensor] = field(default_factory=dict)
@@ -79,6 +82,7 @@ class Trained:
     loaded: list[dict[str, Tensor]] = field(default_factory=list)
     owned: dict[str, tuple[int, int]] = field(default_factory=dict)
     fault: str = ""
+    silent: str = ""
 
 
 def train(mesh: BaseMesh, make: Callable[[], Strategy], model: str, loop: Loop, directory: Path) -> Trained:
@@ -86,7 +90,8 @@ def train(mesh: BaseMesh, make: Callable[[], Strategy], model: str, loop: Loop, 
     trained, unwaited, rank = Trained(), Unwaited(), number_among(mesh.communicators)[0]
     parts = [(make, range(STEPS))]
     if loop.resumes:
-        parts = [(make, range(OF_OURS)), (_ours(mesh), range(OF_OURS, OF_OURS + 1)), (make, range(OF_OURS + 1, STEPS))]
+        ours = _ours(make().axes)
+        parts = [(make, range(OF_OURS)), (ours, range(OF_OURS, OF_OURS + 1)), (make, range(OF_OURS + 1, STEPS))]
     with unwaited.observing(mesh):
         for part, (strategy, steps) in enumerate(parts):
             # Ranks that start different must end equal; and a checkpoint must replace all that a model starts with.
@@ -99,14 +104,15 @@ def train(mesh: BaseMesh, make: Callable[[], Strategy], model: str, loop: Loop, 
                     module.requires_grad_(True)
                 before = num_sent_by_torch()
                 for step in steps:
-                    _step(engine, model, loop, step, trained)
+                    unwaited.partners.clear()
+                    _step(engine, model, loop, step, trained, unwaited.partners)
                 if num_sent_by_torch() != before:
                     trained.fault = trained.fault or f"it {PAST}"
                 if part == 0:
                     trained.owned = dict.fromkeys(engine.params, (0, 0)) | engine.owned()
                 if part + 1 < len(parts):
                     engine.save(directory)
-    trained.fault = trained.fault or unwaited.told()
+    trained.fault = trained.fault or unwaited.told() or trained.silent
     return trained
 
 
@@ -137,7 +143,7 @@ def alone(model: str, loop: Loop, num_ranks: int) -> Trained:
     return trained
 
 
-def _step(engine: Engine, model: str, loop: Loop, step: int, trained: Trained) -> None:
+def _step(engine: Engine, model: str, loop: Loop, step: int, trained: Trained, partners: set[int]) -> None:
     total, rank = torch.zeros((), dtype=torch.float64), engine.data_rank
     for number in range(loop.micro_batches):
         rows = _rows(model, step, number, engine.num_data_ranks)
@@ -153,6 +159,7 @@ def _step(engine: Engine, model: str, loop: Loop, step: int, trained: Trained) -
         with torch.no_grad():
             engine(x)
     engine.step()
+    trained.silent = trained.silent or _silent(engine, partners)
     trained.fault = trained.fault or held_wrong(engine)
     engine.zero_grad()
     if loop.sends_all:
@@ -162,9 +169,15 @@ def _step(engine: Engine, model: str, loop: Loop, step: int, trained: Trained) -
     trained.states.append(engine.full_state_dict())
 
 
-def _ours(mesh: BaseMesh) -> Callable[[], Strategy]:
-    """One of our strategies that divides otherwise than most, on the axes of a mesh."""
-    return ZeRO1 if len(mesh.axes) == 1 else lambda: FSDP(sharding="hybrid_shard", wrap="root")
+def _ours(axes: tuple[str, ...]) -> Callable[[], Strategy]:
+    """One of our strategies that divides otherwise than most, over some axes."""
+
+    def made() -> Strategy:
+        strategy = ZeRO1() if len(axes) == 1 else FSDP(sharding="hybrid_shard", wrap="root")
+        strategy.axes = axes
+        return strategy
+
+    return made
 
 
 def _in_buckets(strategy: Strategy, module: nn.Module) -> Strategy:
@@ -219,14 +232,21 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Unwaited(Observer):
-    """Which messages nobody has waited for."""
+    """Which messages nobody has waited for.
+
+    Attributes:
+        partners: with which ranks something of a strategy was sent; what the engine itself sends does not count.
+    """
 
     def __init__(self) -> None:
         self._under_way: dict[int, CollectiveEvent] = {}
+        self.partners: set[int] = set()
 
     def issued(self, event: CollectiveEvent) -> None:
         """As the base."""
         self._under_way[id(event)] = event
+        if event.tag not in _OF_ENGINE:
+            self.partners.update(event.ranks)
 
     def waited(self, event: CollectiveEvent) -> None:
         """As the base."""
@@ -247,6 +267,17 @@ class Unwaited(Observer):
             f"{len(self._under_way)} messages were never waited for, first the {first.op} {first.tag!r}, so what it "
             "brings may be read before it is there; keep the Pending, and call its wait() before the result is used"
         )
+
+
+def _silent(engine: Engine, partners: set[int]) -> str:
+    """A sentence if a step has sent nothing over an axis that is averaged over; empty if not."""
+    for axis, comm in zip(engine.strategy.axes, engine.data_comms, strict=True):
+        if comm.num_ranks > 1 and not partners & set(comm.ranks) - {comm.ranks[comm.rank]}:
+            return (
+                f"nothing travelled over axis {str(axis)!r}, which its axes name, so these ranks average nothing; "
+                "reduce over each of self.comms, or leave the axis out"
+            )
+    return ""
 
 
 def held_wrong(engine: Engine) -> str:

@@ -21,9 +21,9 @@ from typing import Any
 import msgpack
 
 from shardlab.analysis.overlap import COMPUTE_KINDS
-from shardlab.tables import COLLECTIVES, KEYS, SPANS, STEPS, TABLES, Table
+from shardlab.tables import COLLECTIVES, KEYS, SPANS, STEPS, STREAM_TRANSPORTS, TABLES, Table
 from shardlab.trace import journal
-from shardlab.vocabulary import STREAM_TRANSPORTS, WHOLE_MODEL, Phase, SpanKind
+from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind
 
 Columns = Mapping[str, Sequence[Any]]
 """A table by columns, all of one length."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.process import Process
-from shardlab.partition.chunks import chunk_bounds
+from shardlab.partition.uneven import chunk_bounds
 from shardlab.trace.observed import wire_bytes
 from shardlab.vocabulary import FLAG
 
@@ -144,7 +144,7 @@ def in_flight(rank):
         for one in pending:
             one.wait()
             one.wait()
-            assert one.waited
+            assert one.has_ended
         return [float(result.sum()) for result in results]
 
 

@@ -205,7 +205,7 @@ def test_a_hang_shows_what_the_stream_has_not_ended_and_nobody_need_wait_for_wha
     assert look(board, writer) == (CallState.ISSUED, 1)
     device.now = 13 * MS
     assert look(board, writer) == (CallState.COMPLETED, 1)
-    assert not any(one.waited for one in pending)
+    assert all(one._finish is not None for one in pending)
 
 
 def test_the_end_is_told_once_and_only_when_it_has_come(device):

@@ -154,7 +154,7 @@ def live(engine):
     return {
         "tensors": sum(issubclass(type(thing), torch.Tensor) for thing in things),
         "hooks": hooks_of(engine.module, engine.params.values()),
-        "pending": sum(issubclass(type(thing), Pending) and not thing.waited for thing in things),
+        "pending": sum(issubclass(type(thing), Pending) and thing._finish is not None for thing in things),
         "threads": threading.active_count(),
     }
 

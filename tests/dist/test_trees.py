@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardlab.comm.trees import map_tensors, tensors_in
-from shardlab.engines.casts import cast_floating
+from shardlab.comm.trees import cast_floating, map_tensors, tensors_in
 
 
 def ones():

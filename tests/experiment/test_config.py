@@ -56,7 +56,7 @@ def test_an_option_that_no_strategy_takes_is_refused():
     ):
         with pytest.raises(ValueError, match=f"{field}: only for {takers}.*, and the strategies are single, ddp"):
             CompareConfig(("single", "ddp"), text="grammar", **{field: value})
-    with pytest.raises(ValueError, match="shard_group: only sharding=hybrid_shard has groups"):
+    with pytest.raises(ValueError, match="shard_group: no strategy here has two axes"):
         CompareConfig(("fsdp",), ranks=4, shard_group=2, text="grammar")
 
 

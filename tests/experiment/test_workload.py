@@ -584,7 +584,7 @@ def test_a_loss_that_compares_the_rows_of_all_ranks_takes_the_mesh(pools, tmp_pa
     assert (found.summary["max_loss_difference"] < 1e-10).all()
     assert ((found.summary["norm_ratio"] - 1).abs() < 1e-10).all()
     assert found.summary["as_planned"].all(), "what the loss sends is in the plan"
-    with pytest.raises(ValueError, match="sharding: hybrid_shard has two data axes, and the loss sends over one"):
+    with pytest.raises(ValueError, match="strategies: 'fsdp' has two data axes, and the loss sends over one"):
         CompareConfig(workload=trained, strategies=("fsdp",), ranks=4, sharding="hybrid_shard")
 
 

@@ -23,7 +23,7 @@ def test_buckets_fill_from_the_last_parameter_with_their_own_kind():
     assert assign_buckets(specs_of(1, 100, 1, 1), 8) == ((3, 2), (1,), (0,))
     keys = ["fp32", "bf16", "fp32", "bf16", "fp32"]
     assert assign_buckets(specs_of(1, 1, 1, 1, 1), 1000, keys) == ((3, 1), (4, 2, 0))
-    with pytest.raises(ValueError, match="capacity_bytes: 0 is too small"):
+    with pytest.raises(ValueError, match="bucket_bytes: 0 is too small"):
         assign_buckets(specs_of(1), 0)
 
 

@@ -14,7 +14,7 @@ from shardlab.comm.foretold import Costs, ForetoldMesh, ToldClock, Wire
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.precision import PRECISIONS
-from shardlab.engines.tensor_layout import bucket_layouts
+from shardlab.partition.buckets import bucket_layouts
 from shardlab.planner import ADAM, SGD, SGD_MOMENTUM, Setup, described, predicted_collectives, predicted_memory
 from shardlab.planner.groups import groups_of
 from shardlab.trace.memory_by_role import bytes_by_role

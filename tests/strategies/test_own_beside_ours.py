@@ -220,8 +220,12 @@ def test_a_misspelt_method_is_refused_and_a_helper_is_not():
     with pytest.raises(
         ValueError, match=r"Typo.reduces\(\) is no method of a strategy, .*; write reduce\(\), or _reduces"
     ):
-        type("Typo", (Bucketed,), {"reduces": lambda self, bucket: None})
+        _built(type("Typo", (Bucketed,), {"reduces": lambda self, bucket: None}))
     with pytest.raises(ValueError, match=r"write lay_out\(\)"):
-        type("Typo", (Strategy,), {"layout": lambda self, given: None})
+        _built(type("Typo", (Strategy,), {"layout": lambda self, given: None}))
     helpers = {name: lambda self: None for name in ("reduce_all", "compress", "_reduces", "send")}
-    type("Right", (Bucketed,), {**helpers, "names": ("a",)})
+    _built(type("Right", (Bucketed,), {**helpers, "names": ("a",)}))
+
+
+def _built(kind):
+    return build_engine(kind(), nn.Linear(2, 1), lambda tensors: torch.optim.SGD(tensors, lr=0.1))

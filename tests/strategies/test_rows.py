@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import HFSDP, HPZ, Engine, ZeRO1, zero_in_groups
+from shardlab.engines import DDP, HFSDP, HPZ, Engine, ZeRO1, zero_in_groups
 from shardlab.engines.precision import Precision
 from shardlab.engines.sharded_params import Ways
 from shardlab.engines.zero_in_groups import STAGES
@@ -229,13 +229,44 @@ class OverTooFew(ZeRO1):
         return given.comms[1], Ways(self.precision, axes=given.comms)
 
 
+class DividesByText(ZeRO1):
+    name = "by_text"
+
+    def divide(self, given):
+        return self.comm, "all"
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [
         (OverPartOfAnAxis, r"divides what is stepped over 'data.inner', a part of one of its axes; name two axes"),
         (OverTooFew, r"divided over 2 ranks, and its axes have 4; for both axes divide over given.mesh.flatten"),
+        (DividesByText, r"divide\(\) of 'by_text' returned \(.*'all'\); return the ranks, a communicator, and Ways"),
     ],
 )
 def test_a_division_that_no_axis_says_is_refused(make, told):
     with pytest.raises(RankError, match=told):
         check_strategy(make, (4,), ("MLP",))
+
+
+class OnItsOwnAxis(DDP):
+    axes = ("ring",)
+
+
+class OverOneOfTwo(DDP):
+    """Reduces over its last axis alone."""
+
+    axes = ("host", "gpu")
+
+
+def on_hosts(strategy):
+    strategy.axes = ("host", "gpu")
+    return strategy
+
+
+def test_axes_may_have_any_name_and_each_has_to_be_used():
+    assert "equal to one process" in check_strategy(OnItsOwnAxis, (2,), ("MLP",))
+    for make in (lambda: zero_in_groups(1, 2), lambda: HFSDP(wrap="root")):
+        assert "equal to one process" in check_strategy(lambda make=make: on_hosts(make()), (4,), ("MLP",))
+    with pytest.raises(AssertionError, match="nothing travelled over axis 'host', which its axes name"):
+        check_strategy(OverOneOfTwo, (4,), ("MLP",))

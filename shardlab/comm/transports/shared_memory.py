@@ -15,7 +15,7 @@ from torch import Tensor
 from shardlab.comm.transports.base import Bounds, Reduction
 from shardlab.comm.transports.gloo import GlooTransport, add_in_order
 from shardlab.comm.transports.shared_buffers import Call, SharedBuffers
-from shardlab.partition.chunks import chunk_bounds
+from shardlab.partition.uneven import chunk_bounds
 from shardlab.vocabulary import Collective, HostTransport
 
 Add = Callable[..., Tensor]

@@ -16,8 +16,7 @@ from torch import nn
 from shardlab import planner
 from shardlab.experiment import Workload
 from shardlab.models import MODELS, build_model
-from shardlab.partition.chunks import require_count
-from shardlab.partition.flat import ParamSpec
+from shardlab.partition.chunks import ParamSpec, require_count
 from shardlab.planner.rows import ROWS, row_of
 from shardlab.plots.text import byte_scale
 from shardlab.tables import MEMORY

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from shardlab.comm.trees import tensors_in
 from shardlab.engines.any_engine import AnyEngine
-from shardlab.partition.chunks import chunk_bounds
 from shardlab.partition.slices import TensorSlice
+from shardlab.partition.uneven import chunk_bounds
 from shardlab.vocabulary import class_of, dtype_name
 
 

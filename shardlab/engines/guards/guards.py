@@ -5,37 +5,51 @@ refuse in the same verb: the engine keeps the refusal until its next flag.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
+from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm.same_on_all_ranks import all_or_none
-from shardlab.engines.argument_checks import check_optimizer
 from shardlab.engines.engine import Engine
 from shardlab.engines.gradient_state import Gradients
+from shardlab.engines.guards.clipping import GuardedTensors, guard_groups
+from shardlab.engines.guards.model_checks import (
+    advise,
+    check_batch_norms,
+    check_model,
+    check_optimizer,
+    check_tensor_axis,
+)
 from shardlab.engines.guards.optimizer_fit import check_fits
 from shardlab.engines.guards.ownership import Claim, check_free
 from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading, sharded_parameter
 from shardlab.engines.guards.rules import FROZEN, HALF_STEPPED, LOST, REPLACED, RULES, Rule, Where
 from shardlab.engines.guards.snapshot import Snapshot
+from shardlab.engines.guards.strategy_checks import laid_out_by
+from shardlab.engines.moments import Moment
 from shardlab.engines.plain_mode import unrefused
 from shardlab.engines.sharded_params import Shards
-from shardlab.engines.step_tensors import guard_groups, tensors_of
+from shardlab.engines.step_tensors import tensors_of
+from shardlab.engines.strategy import Given, LaidOut, Strategy
 
 # After which of the engine's moments what the engine, autograd or the optimizer has changed is remembered as it is.
 _REMEMBERED = {
-    ("parameter", "place"): {"left full", "loaded"},
-    ("parameter", "version"): {"stepped", "left full", "loaded"},
-    ("parameter", "gradient"): {"local", "means", "zero_grad", "failed"},
-    ("parameter", "gradient_version"): {"local", "means", "zero_grad", "failed"},
-    ("piece", "place"): {"left full", "loaded"},
-    ("piece", "version"): {"stepped", "loaded"},
-    ("piece", "trains"): {"stepped", "loaded"},
+    ("parameter", "place"): {Moment.FULL_LEFT, Moment.LOADED},
+    ("parameter", "version"): {Moment.STEPPED, Moment.FULL_LEFT, Moment.LOADED},
+    ("parameter", "gradient"): {Moment.BACKWARD_ENDED, Moment.MEANS, Moment.ZERO_GRAD, Moment.FAILED},
+    ("parameter", "gradient_version"): {Moment.BACKWARD_ENDED, Moment.MEANS, Moment.ZERO_GRAD, Moment.FAILED},
+    ("piece", "place"): {Moment.FULL_LEFT, Moment.LOADED},
+    ("piece", "version"): {Moment.STEPPED, Moment.LOADED},
+    ("piece", "trains"): {Moment.STEPPED, Moment.LOADED},
 }
 # Sharded parameters are gathered anew for each forward.
-_OF_SHARDED = {("parameter", "version"): {"local", "forwarded", "failed", "full"}, ("piece", "version"): {"full"}}
+_OF_SHARDED = {
+    ("parameter", "version"): {Moment.BACKWARD_ENDED, Moment.FORWARDED, Moment.FAILED, Moment.FULL},
+    ("piece", "version"): {Moment.FULL},
+}
 
 
 class Guards:
@@ -51,14 +65,15 @@ class Guards:
         self._shown: list[tuple[Shards, Callable[[bool], None]]] = []  # to be told when the parameters are plain again
 
     @unrefused
-    def ask(self, moment: str, engine: Engine) -> None:
+    def ask(self, moment: Moment, engine: Engine) -> None:
         """Refuse what must not be at this moment; then remember what is.
 
         Raises:
-            ValueError: at 'model' and 'built': what cannot be trained.
+            ValueError: at ``MODEL`` and ``BUILT``: what cannot be trained.
             RuntimeError: a rule of the table.
         """
-        if moment == "model":
+        if moment is Moment.MODEL:
+            self._check_model(engine)
             check_free(engine.module, engine.strategy)
             scripted = [name for name, one in engine.module.named_modules() if isinstance(one, torch.jit.ScriptModule)]
             if scripted and engine.strategy.keeps_pieces:
@@ -67,12 +82,12 @@ class Guards:
                     "and these are sharded; use the module it was made from, or ddp, bucketed, zero1 or zero2"
                 )
             return
-        if moment == "built":
+        if moment is Moment.BUILT:
             self._build(engine)
-        if engine.num_open and moment == "left full":
+        if engine.num_open and moment is Moment.FULL_LEFT:
             return  # an inner block
-        refusal = "" if moment in ("built", "closed") else self._refusal(moment, engine)
-        if moment == "step" and not refusal:
+        refusal = "" if moment in (Moment.BUILT, Moment.CLOSED) else self._refusal(moment, engine)
+        if moment is Moment.STEP and not refusal:
             # A group may have been added: of a tensor that the engine does not know nobody averages the gradients.
             check_optimizer(engine.optimizer, engine.step_tensors())
             if engine.strategy.precision.compute is torch.float16 and not engine.loss_is_scaled:
@@ -82,23 +97,51 @@ class Guards:
                     stacklevel=9,  # where step() was called
                 )
         self._place(moment, engine)
-        engine.step_tensors().are_behind = engine.gradients.are_local and not (self._is_alone and self._is_whole)
-        if self._claim is not None and moment in ("update", "stepped", "install", "installed"):
-            self._claim.verb = {"update": "step", "install": "load"}.get(moment, "")
-        if moment in ("update", "updated") and {Where.SPREAD, Where.FLAT} <= self._where:
+        self._tensors.are_behind = engine.gradients.are_local and not (self._is_alone and self._is_whole)
+        if self._claim is not None and moment in (Moment.UPDATE, Moment.STEPPED, Moment.INSTALL, Moment.INSTALLED):
+            self._claim.verb = {Moment.UPDATE: "step", Moment.INSTALL: "load"}.get(moment, "")
+        if moment in (Moment.UPDATE, Moment.UPDATED) and {Where.SPREAD, Where.FLAT} <= self._where:
             for name, param in engine.params.items():
-                if moment == "update":
+                if moment is Moment.UPDATE:
                     StubbedParameter.hide(param, HALF_STEPPED.format(name=name))
                 else:
                     StubbedParameter.show(param)
         self._remember(moment, engine)
-        if moment == "closed":
+        if moment is Moment.CLOSED:
             self._release()
         if refusal:
             raise RuntimeError(f"{refusal} (notebooks/guide/loop.md)")
 
-    def optimizer(self, build: Callable[[], torch.optim.Optimizer], engine: Engine) -> torch.optim.Optimizer:
+    @staticmethod
+    def _check_model(engine: Engine) -> None:
+        strategy, device = engine.strategy, engine.mesh.device
+        check_tensor_axis(engine.mesh, engine.module, engine.slices)
+        check_model(
+            engine.module, device, engine.num_data_ranks, may_be_meta=strategy.allocates,
+            moves_params=strategy.steps_pieces,
+        )  # fmt: skip
+        check_batch_norms(engine.module, strategy.precision)
+
+    @staticmethod
+    def advise(error: Exception, engine: Engine) -> None:
+        """Add to an error that a forward has raised what may have caused it."""
+        advise(error, engine.strategy.precision, engine.module)
+
+    @staticmethod
+    def laid_out(strategy: Strategy, given: Given) -> LaidOut:
+        """What a strategy makes of a model; see ``laid_out_by``."""
+        return laid_out_by(strategy, given)
+
+    def optimizer(
+        self, build: Callable[[Callable[[torch.optim.Optimizer], None]], torch.optim.Optimizer], params:
+        Mapping[str, nn.Parameter], engine: Engine,
+    ) -> torch.optim.Optimizer:  # fmt: skip
         """The optimizer that ``build`` returns.
+
+        Args:
+            build: takes what checks the optimizer before its groups get pieces.
+            params: that it is built from.
+            engine: whose it will be.
 
         Raises:
             ValueError: it does not fit the engine's tensors; on all ranks.
@@ -112,7 +155,7 @@ class Guards:
         def fitting() -> torch.optim.Optimizer:
             before = [param._version for param in engine.params.values()]
             try:
-                optimizer = build()
+                optimizer = build(lambda made: check_optimizer(made, params.values()))
             except ValueError as error:
                 frozen = [name for name, param in engine.params.items() if not param.requires_grad]
                 if not frozen or str(error).startswith("optimizer"):  # or it has been said what to do
@@ -131,6 +174,8 @@ class Guards:
 
     def _build(self, engine: Engine) -> None:
         strategy = engine.strategy
+        are_parts = engine.sharded_over is not None or bool(engine.slices)
+        self._tensors = engine._step_tensors = GuardedTensors(dict(engine.step_tensors().items()), are_parts=are_parts)
         kinds = ("_modules", "_parameters")  # TorchScript has something else there
         homes = [vars(module).get(kind) for module in engine.module.modules() for kind in kinds]
         self._homes = [(home, *item) for home in homes if isinstance(home, dict) for item in home.items()]
@@ -140,13 +185,13 @@ class Guards:
         # Of one process whose gradients are in one place, what changes them changes means.
         never = "gradient_version" if self._is_alone and self._is_whole else ""
         self._rules = [rule for rule in RULES if rule.where in self._where and rule.change != never]
-        pieces = dict(engine.step_tensors().items()) if strategy.steps_pieces else {}
+        pieces = dict(self._tensors.items()) if strategy.steps_pieces else {}
         self._snapshots = {"parameter": Snapshot(engine.params), "piece": Snapshot(pieces)}
         if Where.SHARDED in self._where:
             modules = [module for module in engine.module.modules() if module._parameters]
             self._hooks = [module.register_load_state_dict_pre_hook(refuse_loading) for module in modules]
         if strategy.steps_pieces:
-            guard_groups(engine.optimizer, engine.step_tensors())
+            guard_groups(engine.optimizer, self._tensors.check_caller)
         self._claim = Claim(
             engine, engine.params.values(), engine.optimizer, lambda other: self._before_others_step(other, engine),
             strategy,
@@ -168,15 +213,15 @@ class Guards:
         show(False)
         self._shown.append((shards, show))
 
-    def _refusal(self, moment: str, engine: Engine) -> str:
+    def _refusal(self, moment: Moment, engine: Engine) -> str:
         lost, self._lost = self._lost, ""
-        if lost and moment != "left full":
+        if lost and moment is not Moment.FULL_LEFT:
             return LOST.format(name=lost)
-        if moment in ("forward", "step", "full", "save") and (name := self._taken_out(engine)):
+        if moment in (Moment.FORWARD, Moment.STEP, Moment.FULL, Moment.SAVE) and (name := self._taken_out(engine)):
             return REPLACED.format(name=name)
-        if moment == "zero_grad":
+        if moment is Moment.ZERO_GRAD:
             self._marked.clear()
-        elif self._marked and moment in ("backward", "reduce"):
+        elif self._marked and moment in (Moment.BACKWARD, Moment.REDUCE):
             for name in self._snapshots["parameter"].changed("gradient"):
                 self._marked.pop(name, None)
         for rule in self._rules:
@@ -184,11 +229,11 @@ class Guards:
                 for name in self._snapshots[rule.of].changed(rule.change):
                     if rule.where is not Where.SLICED or name in engine.slices:
                         text = rule.text.format(name=name)
-                        if moment != "backward" or rule.change not in ("gradient", "gradient_version"):
+                        if moment is not Moment.BACKWARD or rule.change not in ("gradient", "gradient_version"):
                             self._has_moved |= (rule.of, rule.change) == ("piece", "place")
                             return text
                         self._marked.setdefault(name, text)
-        return next(iter(self._marked.values()), "") if moment == "reduce" else ""
+        return next(iter(self._marked.values()), "") if moment is Moment.REDUCE else ""
 
     def _taken_out(self, engine: Engine) -> str:
         """The name of a parameter that the module has lost, by an assignment, or as parametrizations do."""
@@ -197,50 +242,50 @@ class Guards:
         left = set(engine.module.parameters())  # under other names, as after pruning
         return next((name for name, param in engine.params.items() if param not in left), "")
 
-    def _is_asked(self, rule: Rule, moment: str, engine: Engine) -> bool:
+    def _is_asked(self, rule: Rule, moment: Moment, engine: Engine) -> bool:
         if rule.gradients and engine.gradients not in rule.gradients:
             return False
         if rule.change == "gradient_version" and self._is_alone:
             # One process alone may change its sums, which are the means; unless earlier ones are elsewhere.
             return engine.gradients is Gradients.MEANS_AND_LOCAL
         if rule.of == "piece":
-            if rule.where is Where.SHARDED and not engine.num_open and moment != "left full":
+            if rule.where is Where.SHARDED and not engine.num_open and moment is not Moment.FULL_LEFT:
                 return False
-            return moment == "stepped" or not self._is_stepping  # they may be on a visit, and are stepped
+            return moment is Moment.STEPPED or not self._is_stepping  # they may be on a visit, and are stepped
         # What is written into full parameters may be kept, and until then it is right to compute with.
-        return rule.change not in ("place", "version") or not engine.num_open or moment == "step"
+        return rule.change not in ("place", "version") or not engine.num_open or moment is Moment.STEP
 
     @property
     def _is_stepping(self) -> bool:
         return self._claim is not None and self._claim.verb == "step"
 
-    def _place(self, moment: str, engine: Engine) -> None:
+    def _place(self, moment: Moment, engine: Engine) -> None:
         """Placeholders at ``.grad`` while the mean is at the piece; away before autograd adds."""
         if not engine.strategy.steps_pieces:
             return
-        if moment == "means" or (moment == "local" and Where.ELSEWHERE in self._where):
+        if moment is Moment.MEANS or (moment is Moment.BACKWARD_ENDED and Where.ELSEWHERE in self._where):
             for name, param in engine.params.items():
                 if param.requires_grad and param.grad is None:
                     placeholder = self._placeholders.get(name)
                     if placeholder is None or placeholder.dtype != param.dtype:
                         placeholder = self._placeholders[name] = PlaceholderGradient.of(name, param)
                     param.grad = placeholder
-        elif moment in ("backward", "reduce", "zero_grad", "closed"):
+        elif moment in (Moment.BACKWARD, Moment.REDUCE, Moment.ZERO_GRAD, Moment.CLOSED):
             for param in engine.params.values():
                 if isinstance(param.grad, PlaceholderGradient):
                     param.grad = None
 
-    def _remember(self, moment: str, engine: Engine) -> None:
+    def _remember(self, moment: Moment, engine: Engine) -> None:
         more = _OF_SHARDED if Where.SHARDED in self._where else {}
         for (kind, field), moments in _REMEMBERED.items():
             if moment not in moments and moment not in more.get((kind, field), ()):
                 continue
-            is_inside = engine.num_open and moment != "stepped"  # a step there, which is right, gathers
+            is_inside = engine.num_open and moment is not Moment.STEPPED  # a step there, which is right, gathers
             if kind == "piece" and (is_inside or (field == "place" and (self._has_moved or self._is_stepping))):
                 continue  # not what they were is right
-            is_gathered = kind == "piece" and moment == "stepped" and Where.SPREAD in self._where
+            is_gathered = kind == "piece" and moment is Moment.STEPPED and Where.SPREAD in self._where
             self._snapshots[kind].remember(field, _gathered(engine) if is_gathered else None)
-        if moment == "stepped":  # they are spent, and some optimizers change them
+        if moment is Moment.STEPPED:  # they are spent, and some optimizers change them
             self._snapshots["parameter"].forgive_gradients()
 
     @staticmethod

@@ -20,7 +20,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardlab.engines.any_engine import AnyEngine
-from shardlab.engines.module_hooks import weakly
 
 _CLAIM = "_shardlab_claim"
 _KEPT = "_shardlab_engine"
@@ -82,6 +81,17 @@ def check_free(model: nn.Module, strategy: object = None) -> None:
         )
 
 
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that calls a method while its object lives; torch keeps hooks where no garbage collector looks."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(*args: Any) -> None:
+        if (known := reference()) is not None:
+            known(*args)
+
+    return hook
+
+
 class Claim:
     """Marks a module, its parameters and an optimizer as an engine's, until ``release()``.
 
@@ -103,11 +113,11 @@ class Claim:
         self.verb = ""
         self._hooks = []
         with contextlib.suppress(AttributeError):  # a wrapper that never called Optimizer.__init__ is not watched
-            self._hooks.append(optimizer.register_step_pre_hook(weakly(self.check_step)))
+            self._hooks.append(optimizer.register_step_pre_hook(_weakly(self.check_step)))
             if any(engine.spread_over().values()):
-                self._hooks.append(optimizer.register_load_state_dict_pre_hook(weakly(self.check_load)))
+                self._hooks.append(optimizer.register_load_state_dict_pre_hook(_weakly(self.check_load)))
         if before_others_step is not None:
-            self._hooks.append(register_optimizer_step_pre_hook(weakly(self.check_others)))
+            self._hooks.append(register_optimizer_step_pre_hook(_weakly(self.check_others)))
             weakref.finalize(self, self._hooks[-1].remove)  # an engine that nobody closes leaves none
         # Modules without parameters stay unmarked: two models may share an activation.
         claimed = [module for module in self._module.modules() if next(module.parameters(), None) is not None]

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from shardlab.engines.gradient_state import Gradients
+from shardlab.engines.moments import Moment
 
 
 class Where(Enum):
@@ -30,7 +31,7 @@ class Rule(NamedTuple):
     Attributes:
         of: 'parameter' or 'piece': which tensors.
         change: a field of a ``Snapshot``.
-        at: the engine's verbs at which it is looked for.
+        at: when it is looked for.
         where: for which strategies.
         text: what the user is told; ``{name}`` is the parameter's.
         gradients: the states of the gradients in which it counts; empty for all.
@@ -38,13 +39,13 @@ class Rule(NamedTuple):
 
     of: str
     change: str
-    at: frozenset[str]
+    at: frozenset[Moment]
     where: Where
     text: str
     gradients: frozenset[Gradients] = frozenset()
 
 
-_VERBS = frozenset({"forward", "backward", "step", "full", "save", "close"})
+_VERBS = frozenset({Moment.FORWARD, Moment.BACKWARD, Moment.STEP, Moment.FULL, Moment.SAVE, Moment.CLOSE})
 _LOCAL = frozenset({Gradients.LOCAL, Gradients.MEANS_AND_LOCAL})
 _KEEP = "write inside 'with engine.full_params(keep_changes=True):'"
 _CLIP = "call engine.zero_grad(), and from then on write engine.clip_grad_norm_(max_norm)"
@@ -67,61 +68,61 @@ REPLACED = (
 )
 RULES = (
     Rule(
-        "piece", "place", _VERBS | {"stepped", "load"}, Where.PIECES,
+        "piece", "place", _VERBS | {Moment.STEPPED, Moment.LOAD}, Where.PIECES,
         "engine.step_tensors(): the data of the piece of {name!r} was replaced by .data =; write into it in place, "
         "before engine.step(), or in the optimizer's step",
     ),
     Rule(
-        "piece", "version", frozenset({"forward", "backward", "full", "close"}), Where.SPREAD,
+        "piece", "version", frozenset({Moment.FORWARD, Moment.BACKWARD, Moment.FULL, Moment.CLOSE}), Where.SPREAD,
         "engine.step_tensors(): this rank's piece of {name!r} was written to, and nobody has gathered it; write before "
         "engine.step(), on all ranks, or, always and where it is frozen, into the parameter, inside 'with "
         "engine.full_params(keep_changes=True):'",
     ),
     Rule(
-        "piece", "version", frozenset({"forward", "full", "left full"}), Where.SHARDED,
+        "piece", "version", frozenset({Moment.FORWARD, Moment.FULL, Moment.FULL_LEFT}), Where.SHARDED,
         "engine.step_tensors(): the piece of {name!r} was written to inside full_params(), which shows what was there "
         "before; write into the parameter there, with keep_changes=True, or into pieces outside of it",
     ),
     Rule(
-        "piece", "trains", frozenset({"step"}), Where.PIECES,
+        "piece", "trains", frozenset({Moment.STEP}), Where.PIECES,
         "engine.step_tensors(): the piece of {name!r} was frozen or thawed, which has no effect; write "
         "model.get_parameter({name!r}).requires_grad_(...), on all ranks",
     ),
     Rule(
-        "parameter", "place", _VERBS | {"load"}, Where.FLAT, LOST,
+        "parameter", "place", _VERBS | {Moment.LOAD}, Where.FLAT, LOST,
     ),
     Rule(
-        "parameter", "version", _VERBS | {"forwarded", "local"}, Where.NOT_IN_PLACE,
+        "parameter", "version", _VERBS | {Moment.FORWARDED, Moment.BACKWARD_ENDED}, Where.NOT_IN_PLACE,
         "parameter {name!r}: it was written to, which does not reach what this rank keeps of it; " + _KEEP + ", or use "
         "a buffer for what forward changes",
     ),
     Rule(
-        "parameter", "gradient_version", frozenset({"backward", "reduce", "step"}), Where.ALL,
+        "parameter", "gradient_version", frozenset({Moment.BACKWARD, Moment.REDUCE, Moment.STEP}), Where.ALL,
         "gradient of {name!r}: it was changed in place after a backward inside no_sync(), when it was this rank's own "
         "sum and not yet the mean; " + _CLIP + ", or engine.finish_gradients() before what changes gradients",
         gradients=_LOCAL,
     ),
     Rule(
-        "parameter", "gradient_version", frozenset({"backward", "finish"}), Where.SLICED,
+        "parameter", "gradient_version", frozenset({Moment.BACKWARD, Moment.MEANS_ALREADY}), Where.SLICED,
         "gradient of {name!r}: it was changed in place, and it is a slice: torch's clip_grad_norm_ would scale it by "
         "another norm on each tensor rank; " + _CLIP + ", or assign a new tensor where each element is changed by "
         "itself, as in param.grad = param.grad.clamp(-1, 1)",
         gradients=frozenset({Gradients.MEANS}),
     ),
     Rule(
-        "parameter", "gradient", frozenset({"backward", "step"}), Where.PIECES,
+        "parameter", "gradient", frozenset({Moment.BACKWARD, Moment.STEP}), Where.PIECES,
         "gradient of {name!r}: it was set or cleared at the parameter (by a submodule's zero_grad() or by '.grad ='), "
         "but the mean is in engine.step_tensors(); write engine.zero_grad()",
         gradients=frozenset({Gradients.MEANS}),
     ),
     Rule(
-        "parameter", "gradient", frozenset({"backward", "reduce", "step"}), Where.PIECES,
+        "parameter", "gradient", frozenset({Moment.BACKWARD, Moment.REDUCE, Moment.STEP}), Where.PIECES,
         "gradient of {name!r}: what no_sync() has left there was cleared or replaced, and earlier means are in "
         "engine.step_tensors(); write engine.zero_grad()",
         gradients=frozenset({Gradients.MEANS_AND_LOCAL}),
     ),
     Rule(
-        "parameter", "gradient", frozenset({"backward", "reduce", "step"}), Where.ELSEWHERE,
+        "parameter", "gradient", frozenset({Moment.BACKWARD, Moment.REDUCE, Moment.STEP}), Where.ELSEWHERE,
         "gradient of {name!r}: what no_sync() has left was cleared or replaced at the parameter, and it is "
         "elsewhere; write engine.zero_grad()",
         gradients=frozenset({Gradients.LOCAL}),

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from shardlab.comm import BaseMesh
 from shardlab.comm.coalesced import broadcast_coalesced
 from shardlab.comm.torch_engine_groups import TorchGroup, torch_group
-from shardlab.engines.any_engine import AnyEngine
-from shardlab.engines.argument_checks import check_model, check_optimizer, check_types
+from shardlab.engines.any_engine import AnyEngine, check_types
+from shardlab.engines.guards.model_checks import check_model, check_optimizer
 from shardlab.engines.guards.ownership import Claim, check_free
 from shardlab.engines.holdings import Holding
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardlab.comm import BaseMesh
-from shardlab.engines.holdings import Holding, of_state
+from shardlab.engines.any_engine import of_state
+from shardlab.engines.holdings import Holding
 from shardlab.engines.peers.base import STATE_IS_TORCHS, Peer
 from shardlab.engines.step_tensors import OptimizerFn
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES

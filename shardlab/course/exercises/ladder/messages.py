@@ -12,8 +12,8 @@ from shardlab.course.exercises.exercise import (  # isort: skip
 )  # fmt: skip
 from shardlab.course.exercises.values import numbers_in
 from shardlab.partition.buckets import assign_buckets
-from shardlab.partition.chunks import chunk_sizes
-from shardlab.partition.flat import ParamSpec
+from shardlab.partition.chunks import ParamSpec
+from shardlab.partition.uneven import chunk_sizes
 from shardlab.vocabulary import Collective
 
 RING_SIZES = ((2, 8), (3, 7), (4, 3), (1, 5))  # ranks, elements

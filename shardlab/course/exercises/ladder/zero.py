@@ -12,7 +12,8 @@ from shardlab.course.exercises.exercise import (  # isort: skip
     Case, Exercise, Function, Measured, Message, Traffic, VirtualClock, call_without_ranks,
 )  # fmt: skip
 from shardlab.course.exercises.values import numbers_in
-from shardlab.partition.flat import ParamSpec, flat_layout
+from shardlab.partition.chunks import ParamSpec
+from shardlab.partition.flat import flat_layout
 from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 

@@ -1,33 +1,21 @@
-"""What an engine refuses, with errors that name the argument and say what to do instead."""
+"""Which models and optimizers no engine can train, with errors that name the argument and say what to do instead."""
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.communicator import Communicator
+from shardlab.engines.precision import Precision
 from shardlab.partition.slices import SLICES, TensorSlice
 from shardlab.vocabulary import MeshAxis, class_of
 
-
-def check_types(model: object, mesh: object, optimizer_fn: object) -> None:
-    """Refuse a model that is no module, a mesh that is no mesh, and an optimizer instead of a function that builds it.
-
-    Raises:
-        ValueError: the message names the argument.
-    """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model: {model!r:.60} was given; give an nn.Module")
-    if not isinstance(mesh, BaseMesh | None):
-        raise ValueError(f'mesh: {mesh!r:.60} was given; give a Mesh, as Mesh({{"data": 2}}), or None for one process')
-    if not callable(optimizer_fn):
-        raise ValueError(
-            f"optimizer_fn: a function of the tensors to step is needed, not {class_of(optimizer_fn)}; for example "
-            "lambda tensors: AdamW(tensors, lr=1e-3)"
-        )
+_DTYPE_ERROR = re.compile("dtype|scalar type")
 
 
 def check_model(
@@ -117,15 +105,30 @@ def _check_meta(params: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor
         raise ValueError(f"model: buffer {names[0]!r} is on the meta device; create buffers on the mesh's device")
 
 
-def tensor_axis(mesh: BaseMesh, model: nn.Module, slices: Mapping[str, TensorSlice]) -> Communicator | None:
-    """The ranks that hold the slices of a tensor-parallel model; None where the model is whole.
-
-    They all train on the same rows. So the data axes do what they do with a whole model, only with smaller parameters;
-    only what concerns the whole model crosses the tensor axis as well: the global gradient norm, full state dicts and
-    checkpoints.
+def check_batch_norms(module: nn.Module, precision: Precision) -> None:
+    """Check that weights and statistics of each batch norm have one dtype: torch computes with no others.
 
     Raises:
-        ValueError: the model is not sliced over the ranks of the mesh's tensor axis.
+        ValueError: they would not.
+    """
+    for name, norm in module.named_modules():
+        if not isinstance(norm, _BatchNorm) or norm.weight is None or norm.running_mean is None:
+            continue
+        weights, statistics = precision.compute_dtype_of(norm.weight), precision.buffers or norm.running_mean.dtype
+        if weights != statistics:
+            raise ValueError(
+                f"precision: {type(norm).__name__} {name!r} keeps statistics in {statistics}, and torch does not "
+                f"compute with these and weights in {weights}; leave precision out and write 'with torch.autocast("
+                f"device, {weights}):' around engine(x), which leaves the norm's weights and statistics alone; or use "
+                f"GroupNorm; or write Precision({weights}, ..., buffers={weights}), which rounds the statistics too"
+            )
+
+
+def check_tensor_axis(mesh: BaseMesh, model: nn.Module, slices: Mapping[str, TensorSlice]) -> None:
+    """Check that a model is sliced over the ranks of the mesh's tensor axis, or whole where the mesh has none.
+
+    Raises:
+        ValueError: it is not.
     """
     num_ranks = mesh.axes.get(MeshAxis.TENSOR, 1)
     if not slices and num_ranks > 1:
@@ -134,7 +137,7 @@ def tensor_axis(mesh: BaseMesh, model: nn.Module, slices: Mapping[str, TensorSli
             "parallelize_module(model, plan, mesh['tensor']) before you build the engine"
         )
     if not slices:
-        return None
+        return
     needed = next(iter(slices.values())).num_ranks
     if needed != num_ranks or MeshAxis.TENSOR not in mesh.axes:
         raise ValueError(
@@ -150,7 +153,6 @@ def tensor_axis(mesh: BaseMesh, model: nn.Module, slices: Mapping[str, TensorSli
             f"mesh: the model is sliced over {needed} ranks of an axis {str(other.axis)!r}, {list(other.ranks)}, and "
             f"the axis 'tensor' of the mesh has {list(axis.ranks)}; pass that axis to parallelize_module"
         )
-    return axis
 
 
 def check_optimizer(optimizer: object, given: Iterable[Tensor]) -> None:
@@ -213,3 +215,23 @@ def _is_dense(tensor: Tensor) -> bool:
             return False
         filled *= size
     return True
+
+
+def advise(error: BaseException, precision: Precision, module: nn.Module) -> None:
+    """Add to an error about dtypes what may have caused it: float32 buffers with 16-bit parameters.
+
+    A float32 buffer added to a 16-bit activation gives a float32 one, which no 16-bit layer takes.
+    """
+    if precision.compute is None or not isinstance(error, RuntimeError) or not _DTYPE_ERROR.search(str(error)):
+        return
+    others = [
+        f"{name!r} ({buffer.dtype})"
+        for name, buffer in module.named_buffers()
+        if buffer.is_floating_point() and buffer.dtype != precision.compute
+    ]
+    if others:
+        error.add_note(
+            f"precision: parameters and inputs are {precision.compute}, but not these buffers: "
+            f"{', '.join(others)}. Precision(compute={precision.compute}, ..., buffers={precision.compute}) casts them "
+            "too; or cast in forward, x = x.to(weight.dtype)"
+        )

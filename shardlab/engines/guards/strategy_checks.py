@@ -1,36 +1,46 @@
-"""What is wrong with a strategy that an engine is given, told once and before anything is trained."""
+"""What is wrong with what a strategy has made of a model, told before anything is trained."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
 
 import torch
 
-from shardlab.engines.holdings import owned_in
+from shardlab.comm.communicator import Communicator
+from shardlab.engines.any_engine import owned_in
+from shardlab.engines.precision import Precision
+from shardlab.engines.sharded_params import Ways
 from shardlab.engines.strategy import Given, LaidOut, Strategy
-from shardlab.vocabulary import class_of
+
+_MISSPELT = 0.85  # of ``difflib``: "reduces" for "reduce", and not "reduce_all"
 
 
-def check_strategy(strategy: object) -> None:
-    """Refuse what is no strategy.
-
-    Raises:
-        ValueError: it is a class of strategies, or something else.
-    """
-    if isinstance(strategy, type) and issubclass(strategy, Strategy):
-        raise ValueError(f"strategy: the class {strategy.__name__} was given; give one of it, {strategy.__name__}()")
-    if not isinstance(strategy, Strategy):
-        raise ValueError(f"strategy: {class_of(strategy)} was given; give a Strategy, such as ZeRO1()")
+def _check_methods(kind: type[Strategy]) -> None:
+    """Refuse a misspelt method, which nobody would call."""
+    for one in kind.__mro__[: kind.__mro__.index(Strategy)]:
+        above = {name for base in one.__mro__[1:] for name, value in vars(base).items() if callable(value)}
+        for name in (name for name, value in vars(one).items() if callable(value) and name not in above):
+            if not name.startswith("_") and (meant := get_close_matches(name, above, n=1, cutoff=_MISSPELT)):
+                raise ValueError(
+                    f"strategy: {one.__name__}.{name}() is no method of a strategy, so nobody calls it; write "
+                    f"{meant[0]}(), or _{name}() if it is a helper of your own"
+                )
 
 
 def laid_out_by(strategy: Strategy, given: Given) -> LaidOut:
     """What a strategy makes of a model.
 
     Raises:
-        ValueError: it leaves out ``super().lay_out(given)`` or ``super().__init__()``, its units are none, or what it
-            returns is not a tensor of the size that its divisions say for each parameter.
+        ValueError: a method that no class above has, with nearly the name of one; ``super().lay_out(given)`` or
+            ``super().__init__()`` left out; ``divide()`` or ``units`` that are none; or what it returns is not a tensor
+            of the size that its divisions say for each parameter.
     """
+    _check_methods(type(strategy))
     shapes = {name: param.shape for name, param in given.params.items()}  # before others take the place of meta ones
     try:
-        laid_out = strategy.lay_out(given)
+        with _checked_divide(strategy):
+            laid_out = strategy.lay_out(given)
         is_laid_out = isinstance(laid_out, LaidOut) and laid_out.stepped.keys() == shapes.keys()
         _ = strategy.num_ranks if is_laid_out else None  # which the base's lay_out() has set
     except AttributeError as error:
@@ -59,6 +69,31 @@ def laid_out_by(strategy: Strategy, given: Given) -> LaidOut:
                 "of one of its axes; name two axes, axes = ('replica', 'shard'), and divide over one or both"
             )
     return laid_out
+
+
+@contextlib.contextmanager
+def _checked_divide(strategy: Any) -> Iterator[None]:
+    """Inside, what the strategy's ``divide()`` returns is refused if nothing can be cut by it."""
+    if (divide := getattr(strategy, "divide", None)) is None:
+        yield
+        return
+
+    def checked(given: Given) -> Any:
+        found = divide(given)
+        match found:
+            case (Communicator(), Ways(precision=Precision(), replicas=replicas, axes=axes)):
+                if all(isinstance(one, Communicator) for some in (replicas, axes) for one in some):
+                    return found
+        raise ValueError(
+            f"strategy: divide() of {strategy.name!r} returned {found!r:.80}; return the ranks, a communicator, and "
+            "Ways of them, as in (self.comm, Ways(self.precision))"
+        )
+
+    strategy.divide = checked
+    try:
+        yield
+    finally:
+        del strategy.divide
 
 
 def _check_sizes(strategy: Strategy, laid_out: LaidOut, shapes: Mapping[str, torch.Size]) -> None:

@@ -1,0 +1,107 @@
+"""When a bucket of gradients is sent: what strategies have in common whose parameters are whole on every rank.
+
+Buckets are sent in the same order on every rank, whatever order their gradients arrive in: a bucket waits for the ones
+before it. A parameter that this rank did not use is sent as zeros when backward has ended.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from shardlab.engines.strategy import Given, LaidOut, Strategy
+from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
+
+
+class InBuckets(Strategy):
+    """Replicated parameters; gradients are reduced bucket by bucket during backward.
+
+    Args:
+        bucket_bytes: capacity of a bucket in bytes.
+    """
+
+    def __init__(self, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+        self.bucket_bytes = bucket_bytes
+
+    def lay_out(self, given: Given) -> LaidOut:
+        """As the base."""
+        laid_out = super().lay_out(given)
+        self.buckets = self.make_buckets(given)
+        self._place = {
+            id(param): (place, name) for place, one in enumerate(self.buckets) for name, param in one.params.items()
+        }
+        self._begin()
+        return laid_out
+
+    def make_buckets(self, given: Given) -> Sequence[Any]:
+        """In the order in which they are sent; each has ``params`` by name."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def backward(self, *, sends: bool) -> Iterator[None]:
+        """As the base."""
+        self._begin()
+        yield
+
+    def _begin(self) -> None:
+        """Expect a gradient of all that trains now, and send from the first bucket."""
+        self._missing = [
+            {id(param) for param in bucket.params.values() if param.requires_grad} for bucket in self.buckets
+        ]
+        self._num_sent = 0
+
+    def grad_ready(self, param: nn.Parameter, *, sends: bool) -> None:
+        """As the base."""
+        place, name = self._place[id(param)]
+        bucket = self.buckets[place]
+        if param.grad is None:
+            return  # a hook of the user's has dropped it: sent as zeros when backward has ended
+        if not sends:
+            if bucket.adds_up:
+                bucket.fill(name)
+            return
+        if place < self._num_sent:
+            raise RuntimeError(
+                f"gradient of {name!r}: it comes in parts, and the first part has already been "
+                "sent; with reentrant activation checkpointing, write checkpoint(..., use_reentrant=False); where "
+                "full_params() came between two forwards, call backward() for each"
+            )
+        self.arrived(bucket, name)
+        self._missing[place].discard(id(param))
+        # A complete bucket waits behind one that is not: another rank may complete them the other way round.
+        while self._num_sent < len(self.buckets) and not self._missing[self._num_sent]:
+            self._send_next()
+
+    def arrived(self, bucket: Any, name: str) -> None:
+        """A gradient has come that will be sent. By default it stays at the parameter until its bucket is sent."""
+
+    def _send_next(self) -> None:
+        bucket = self.buckets[self._num_sent]
+        self._num_sent += 1
+        # Skip only what no rank has a gradient for: what has arrived on this rank must not decide.
+        if any(map(self.is_due, bucket.params.values())):
+            self.send(bucket)
+
+    def send(self, bucket: Any) -> None:
+        """Begin to reduce a bucket, whatever has come of it."""
+        raise NotImplementedError
+
+    def reduce_rest(self) -> None:
+        """As the base."""
+        # Send all before waiting for the first, so that their transfers overlap.
+        while self._num_sent < len(self.buckets):
+            self._send_next()
+        for bucket in self.buckets:
+            self.finish(bucket)
+        self._num_sent = 0  # the next backward, or a step without one, begins anew
+
+    def finish(self, bucket: Any) -> None:
+        """Wait for a bucket that is being reduced; means go where they belong."""
+        raise NotImplementedError
+
+    def drop(self) -> None:
+        """As the base."""
+        for bucket in self.buckets:
+            bucket.drop()
+        self._begin()
