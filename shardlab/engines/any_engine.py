@@ -231,10 +231,6 @@ class AnyEngine(ABC):
         for group in self.optimizer.param_groups:
             group["lr"] = value
 
-    def stepping(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, ``step_tensors()`` are on the device of the optimizer's state."""
-        return contextlib.nullcontext()
-
     @abstractmethod
     def install_optimizer_state(self, state: dict[str, Any]) -> None:
         """Load a state dict of the optimizer over this rank's ``step_tensors()``."""

@@ -13,10 +13,10 @@ from typing import Any
 
 from shardlab.comm.events import Pending
 from shardlab.engines.bucket import Bucket
-from shardlab.engines.bucket_layouts import bucket_layouts
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.in_buckets import InBuckets
 from shardlab.engines.strategy import Given, LaidOut, check_replaced
+from shardlab.partition.buckets import bucket_layouts
 from shardlab.vocabulary import Role, class_of
 
 

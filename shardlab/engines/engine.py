@@ -103,7 +103,7 @@ class Engine(AnyEngine):
         self._refusal: Exception | None = None  # of a guard, until the next flag
         self._flag: _Flag | None = None  # sent and not read
         self._running = self._sends = False  # a backward, and whether it communicates
-        self.num_open = 0  # full_params() blocks
+        self.num_full_blocks = 0  # full_params() blocks
         self._in_backward = contextlib.ExitStack()  # the strategy's part of one, while it runs
         self._ask(Moment.MODEL)
         # All of its ranks train on the same rows. So the data axes do what they do with a whole model, with smaller
@@ -262,12 +262,12 @@ class Engine(AnyEngine):
         """
         self._begin_verb()
         self._ask_all(Moment.FULL, sends=self.strategy.keeps_pieces)
-        self.num_open += 1
+        self.num_full_blocks += 1
         try:
             with self.strategy.full(keep_changes=keep_changes):
                 yield self.module
         finally:
-            self.num_open -= 1
+            self.num_full_blocks -= 1
             self._ask(Moment.FULL_LEFT)
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -465,7 +465,7 @@ class Engine(AnyEngine):
             self._fail(RuntimeError("loss.backward() raised"))
 
     def _refuse_open(self, verb: str) -> None:
-        if self.num_open and (verb in ("load", "close") or self.strategy.keeps_pieces):
+        if self.num_full_blocks and (verb in ("load", "close") or self.strategy.keeps_pieces):
             raise RuntimeError(f"{verb}: it was called inside 'with engine.full_params():'; leave the block first")
 
     def _refuse_failed(self) -> None:
@@ -562,16 +562,12 @@ class Engine(AnyEngine):
     def _keeps_pieces(self) -> bool:
         return self.strategy.keeps_pieces
 
-    def stepping(self) -> contextlib.AbstractContextManager[None]:
-        """As the base."""
-        return self.strategy.visiting()
-
     def install_optimizer_state(self, state: dict[str, Any]) -> None:
         """Load a state dict of the optimizer over this rank's ``step_tensors()``."""
         self._ask(Moment.INSTALL)
         try:
             # Torch moves the state to the device of the tensors; inside, those are where they are stepped.
-            with self.stepping():
+            with self.strategy.visiting():
                 self.optimizer.load_state_dict(state)
         finally:
             self._ask(Moment.INSTALLED)

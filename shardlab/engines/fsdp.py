@@ -142,7 +142,7 @@ class FSDP(Sharded):
         self._waiting: list[Pass] = []  # forwards whose backward has not come
         self._is_stale = False  # gradients have been cleared since: from the next forward on, those are forgotten
         self._running: dict[Pass, Program] = {}  # of this backward
-        self._is_in_backward = self._sends = self._keeps = False
+        self._is_in_backward = self._sends = self._holds_to_the_end = False
         self._missing: dict[Unit, set[int]] = {}  # whose gradients this backward has still to bring
         self._sent: set[Unit] = set()  # since the last means
         self._over: set[Unit] = set()  # of whole units: those whose gradients are there, in this backward
@@ -290,11 +290,11 @@ class FSDP(Sharded):
         # Where several forwards wait, nobody knows yet which of them this backward takes, alone or together: then what
         # is gathered stays to the end, and gradients are sent there.
         # So it does where gradients also come through what was computed inside full_params().
-        self._keeps = len(self._waiting) != 1 or self._is_other_graph
+        self._holds_to_the_end = len(self._waiting) != 1 or self._is_other_graph
         self._sent, self._over = set(), set()
         self._missing = {unit: _trainable(unit) for unit in self.units}
         try:
-            if not self._keeps:
+            if not self._holds_to_the_end:
                 self._start(self._waiting[0])
             yield
         finally:
@@ -333,7 +333,8 @@ class FSDP(Sharded):
                 ahead = [act.unit for act in program.acts[program.next :] if act.gathers] if self._prefetch else []
                 for following in ahead[: self._prefetch]:
                     following.start()
-            elif is_last and not self._keeps and unit not in self._sent:  # by another forward's program, for both
+            # Sent it may be by another forward's program, for both.
+            elif is_last and not self._holds_to_the_end and unit not in self._sent:
                 # The root is the last of all to be reduced.
                 if not (self._sends or self.rests_partial) or unit is self._root:
                     unit.reshard()

@@ -76,7 +76,7 @@ class OffloadedShards(Shards):
         host = in_host_memory(shard)
         return host, host
 
-    def on_device(self, kept: Tensor) -> Tensor:
+    def on_device(self, chunk: Tensor) -> Tensor:
         """As the base. Before it is rounded: the host would round into memory that is not pinned, and wait."""
         return self.stepped.to(self.device, non_blocking=True)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardlab.engines.sharded_params import Shards
 
 
-class _Kept(NamedTuple):
+class _AsItIs(NamedTuple):
     tensor: Tensor
     version: int
 
@@ -45,25 +45,26 @@ def saved_by_reference(at: Mapping[int, tuple[Shards, str]], gather: Callable[[S
     """
     of_stubs: list[str] = []
 
-    def pack(saved: Tensor) -> _Kept | _Reference:
+    def pack(saved: Tensor) -> _AsItIs | _Reference:
         found = at.get(_address(saved))
         if found is None:
-            return _keep(saved)
+            return _packed_as_it_is(saved)
         start_bytes = int(saved.storage_offset()) * saved.element_size()
         shards, storage = found
         if storage not in shards.storages:
             of_stubs.append(storage)  # not raised here, where C++ calls
-            return _keep(saved)
+            return _packed_as_it_is(saved)
         if _address(shards.storages[storage]) != _address(saved):
-            return _keep(saved)  # share_memory() has moved the parameters, and what is there now is something else
+            # share_memory() has moved the parameters, and what is there now is something else.
+            return _packed_as_it_is(saved)
         return _Reference(
             shards, storage, shards.version, saved.dtype, saved.size(), saved.stride(), start_bytes, saved.is_conj(),
             saved.is_neg(),
         )  # fmt: skip
 
-    def unpack(packed: _Kept | _Reference) -> Tensor:
-        if isinstance(packed, _Kept):
-            return _kept(packed)
+    def unpack(packed: _AsItIs | _Reference) -> Tensor:
+        if isinstance(packed, _AsItIs):
+            return _unpacked_as_it_is(packed)
         # Before the gather: the versions are the same on all ranks, so all refuse and none waits in it.
         if packed.shards.version != packed.version:
             raise _changed(packed)
@@ -86,27 +87,27 @@ def saved_by_reference(at: Mapping[int, tuple[Shards, str]], gather: Callable[[S
         ) from error
 
 
-def kept(tell: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+def saved_as_it_is(tell: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Inside, autograd keeps what it saves, though a parameter among it shows other data when backward comes.
 
     Args:
         tell: called whenever it saves something.
     """
 
-    def keep(saved: Tensor) -> _Kept:
+    def pack(saved: Tensor) -> _AsItIs:
         tell()
-        return _keep(saved)
+        return _packed_as_it_is(saved)
 
-    return torch.autograd.graph.saved_tensors_hooks(keep, _kept)
+    return torch.autograd.graph.saved_tensors_hooks(pack, _unpacked_as_it_is)
 
 
-def _keep(saved: Tensor) -> _Kept:
+def _packed_as_it_is(saved: Tensor) -> _AsItIs:
     # Not ``saved`` itself: an operation that saves its own output would hold itself, and a graph that never runs
     # backward would keep its activations for ever. A detached tensor shares the version.
-    return _Kept(saved.detach(), saved._version)
+    return _AsItIs(saved.detach(), saved._version)
 
 
-def _kept(packed: _Kept) -> Tensor:
+def _unpacked_as_it_is(packed: _AsItIs) -> Tensor:
     if packed.tensor._version != packed.version:
         raise _overwritten(packed)
     return packed.tensor
@@ -141,11 +142,11 @@ def stub_used(name: str) -> RuntimeError:
     )
 
 
-def _overwritten(kept: _Kept) -> RuntimeError:
+def _overwritten(packed: _AsItIs) -> RuntimeError:
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-        f"shape {list(kept.tensor.shape)} and {kept.tensor.dtype} is at version {kept.tensor._version}; expected "
-        f"version {kept.version} instead. Compute out of place (x = x + 1, not x += 1), or change a clone()"
+        f"shape {list(packed.tensor.shape)} and {packed.tensor.dtype} is at version {packed.tensor._version}; expected "
+        f"version {packed.version} instead. Compute out of place (x = x + 1, not x += 1), or change a clone()"
     )
 
 

@@ -239,8 +239,8 @@ class Shards:
             self._gathering = buffer, self._among_secondary(buffer)
             return
         is_rounded = as_stored and self.has_masters
-        kept, depth = (self.stepped, len(self._axes)) if is_rounded else (self.shard, self._rest)
-        chunk = self.on_device(kept)
+        rests, depth = (self.stepped, len(self._axes)) if is_rounded else (self.shard, self._rest)
+        chunk = self.on_device(rests)
         if not depth:
             buffer.copy_(chunk)
         self._gathering = buffer, self._gather(buffer, chunk, depth, 0)
@@ -255,9 +255,9 @@ class Shards:
         assert self._ways.secondary is not None
         return self.layout.bounds[:: self.layout.num_ranks // self._ways.secondary.num_ranks]
 
-    def on_device(self, kept: Tensor) -> Tensor:
+    def on_device(self, chunk: Tensor) -> Tensor:
         """What is kept, where it is computed with."""
-        return kept
+        return chunk
 
     def _gather(self, buffer: Tensor, chunk: Tensor | None, depth: int, to: int) -> Pending:
         """Begin to gather a chunk that is divided over the first ``depth`` axes into one that is over ``to``."""
@@ -309,32 +309,32 @@ class Shards:
         for tell in self.watchers:
             tell(False)
         self.gathered, self.storages = {}, {}
-        shown = self._kept_whole() if self.is_resident else self._stubs
+        shown = self._resident_views() if self.is_resident else self._stubs
         for name, param in self.params.items():
             param.data = shown[name]
 
-    def _kept_whole(self) -> dict[str, Tensor]:
+    def _resident_views(self) -> dict[str, Tensor]:
         return {name: self._tensors.read(name, self.shard) for name in self.params}
 
     def check_replaced(self) -> None:
-        """Raise RuntimeError if other data was put in the place of a full parameter that ``keep`` could not take."""
-        for name, view in (self.gathered or self._kept_whole()).items():
+        """Raise RuntimeError if a full parameter was replaced by what ``write_back`` could not take."""
+        for name, view in (self.gathered or self._resident_views()).items():
             check_replaced(self.params[name], view, name)
 
     @in_plain_mode
-    def keep(self) -> None:
+    def write_back(self) -> None:
         """Copy into the shard what was written into the full parameters, or put there by ``.data =``."""
         values = {name: param.data for name, param in self.params.items()}
         self._secondary = None  # on all ranks, whatever this one finds changed
         if self.is_resident and not self.gathered:
-            if any(_is_elsewhere(values[name], view) for name, view in self._kept_whole().items()):
+            if any(_is_elsewhere(values[name], view) for name, view in self._resident_views().items()):
                 # Into other memory: what the user has taken out may be where the values were.
                 self.shard = self._tensors.cut(values, self._chunks[0].ranks)
                 self.stepped = self.shard[self._chunks[-1].within(self._chunks[0])]
                 self.point_pieces_at(self.stepped)
             return
-        kept = [(self.shard, self._rest)] if self.is_split else [(self.stepped, -1)]
-        for tensor, depth in [*kept, *([(self.stepped, -1)] if self.has_masters else [])]:
+        written = [(self.shard, self._rest)] if self.is_split else [(self.stepped, -1)]
+        for tensor, depth in [*written, *([(self.stepped, -1)] if self.has_masters else [])]:
             new = self._tensors.cut(values, self._chunks[depth].ranks).to(tensor)
             if not torch.equal(new, tensor):  # where nothing was, a graph may still use what it saved
                 self.outdate()

@@ -10,7 +10,7 @@ from shardlab.comm.events import wait_all
 from shardlab.comm.trees import map_tensors
 from shardlab.engines.holdings import Holding
 from shardlab.engines.plain_mode import nothing
-from shardlab.engines.saved_tensors import kept, saved_by_reference
+from shardlab.engines.saved_tensors import saved_as_it_is, saved_by_reference
 from shardlab.engines.sharded_params import Shards
 from shardlab.engines.strategy import Given, LaidOut, Strategy
 from shardlab.engines.unit import Unit
@@ -87,14 +87,14 @@ class Sharded(Strategy):
                 unit.num_holders += 1
                 held.append(unit)
             # What plain code saves for a backward, which may come when this is sharded again.
-            with kept(self.saw_other_graph):
+            with saved_as_it_is(self.saw_other_graph):
                 yield
             # Not after an error: half of a change must not reach the shards.
             if keep_changes:
                 for one in self._unit_of_shards:
                     one.check_replaced()
                 for one in self._unit_of_shards:
-                    one.keep()
+                    one.write_back()
         finally:
             for unit in held:
                 unit.num_holders -= 1

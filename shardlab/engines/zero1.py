@@ -18,13 +18,12 @@ from torch.autograd.graph import increment_version
 
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending, wait_all
-from shardlab.engines.bucket_layouts import bucket_layouts
 from shardlab.engines.holdings import Holding
 from shardlab.engines.in_buckets import InBuckets
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.sharded_params import Shards, Ways
 from shardlab.engines.strategy import Given, LaidOut
-from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
+from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES, bucket_layouts
 from shardlab.partition.chunks import parse_partition
 from shardlab.vocabulary import Partition
 
@@ -54,7 +53,7 @@ class ZeRO1(InBuckets):
     def lay_out(self, given: Given) -> LaidOut:
         """As the base; the parameters become views of flat buffers."""
         super().lay_out(given)
-        self._num_open = 0  # full_params() blocks
+        self._num_full_blocks = 0  # full_params() blocks
         self.keeps_pieces = any(one.has_masters for one in self.buckets)
         pieces = {name: piece for one in self.buckets for name, piece in one.pieces.items()}
         return LaidOut({name: pieces[name] for name in self.params}, [one.division for one in self.buckets])
@@ -107,21 +106,21 @@ class ZeRO1(InBuckets):
     @contextlib.contextmanager
     def full(self, *, keep_changes: bool) -> Iterator[None]:
         """As the base; where parameters are rounded, the master weights of all ranks are shown in their place."""
-        rounded = [one for one in self.buckets if one.has_masters and not self._num_open]
-        self._num_open += 1
+        rounded = [one for one in self.buckets if one.has_masters and not self._num_full_blocks]
+        self._num_full_blocks += 1
         try:
             for one in rounded:
                 one.start(as_stored=True)
                 one.show()
             yield
             if keep_changes:  # every rank wrote the same, so nothing is sent
-                for one in self.buckets:  # of all, before anything is kept
+                for one in self.buckets:  # of all, before anything is written
                     one.check_replaced()
                 for one in self.buckets:
-                    one.keep()
+                    one.write_back()
         finally:
-            self._num_open -= 1
-            if not self._num_open:  # by then another block may not keep what was put there by ``.data =``
+            self._num_full_blocks -= 1
+            if not self._num_full_blocks:  # by then another block may not keep what was put there by ``.data =``
                 for one in self.buckets:
                     one.hide()
 

@@ -21,13 +21,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.bucket_layouts import bucket_layouts
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.sharded_params import Shards, Ways
 from shardlab.engines.sharded_strategy import ModuleHook, Sharded
 from shardlab.engines.strategy import Given, LaidOut
 from shardlab.engines.unit import Unit
-from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
+from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES, bucket_layouts
 from shardlab.partition.chunks import parse_partition
 from shardlab.vocabulary import Partition
 

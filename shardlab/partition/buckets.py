@@ -5,7 +5,8 @@ first bucket is full while most of backward is still to come (Li et al., arXiv 2
 map must be the same on every rank: it depends on the order of the parameters alone, never on the order of a set.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 from shardlab.partition.chunks import ParamSpec, require_count
 from shardlab.partition.flat import FlatLayout, aligned_first, flat_layout, owned_layout
@@ -74,3 +75,24 @@ def plan_buckets(
         return tuple(flat_layout(bucket, num_ranks) for bucket in buckets)
     owners = owners_by_name(specs, num_ranks, partition)
     return tuple(owned_layout(bucket, [owners[spec.name] for spec in bucket], num_ranks) for bucket in buckets)
+
+
+def bucket_layouts(
+    params: Mapping[str, Any], num_ranks: int, bucket_bytes: int, partition: Partition
+) -> tuple[FlatLayout, ...]:
+    """The layouts of the buckets of parameters; the same on every rank: only their order and sizes matter.
+
+    Parameters that are frozen now get separate buckets, which cost nothing until they are unfrozen.
+
+    Args:
+        params: of torch, by name, in the module's order.
+        num_ranks: number of chunks of each bucket; 1 if nothing is sharded.
+        bucket_bytes: bytes of a full bucket.
+        partition: how a bucket's elements are divided over the ranks.
+
+    Raises:
+        ValueError: a capacity below 1.
+    """
+    specs = [ParamSpec(name, tuple(param.shape), param.element_size()) for name, param in params.items()]
+    keys = [(param.dtype, param.device, param.requires_grad) for param in params.values()]
+    return plan_buckets(specs, keys, num_ranks, bucket_bytes, partition)

@@ -4,13 +4,9 @@ A region is found by the flow of its outputs, whatever its layers are called: qu
 projection, gate and up before down, two layers in a row. If one layer makes several projections at once, the graph does
 not say how they lie in its output, so there are several forms to try: one after another (``parts``), or interleaved by
 head.
-
-A transformers model brings a plan along, in ``_tp_plan`` or its config's ``base_model_tp_plan``, which says by name
-pattern which layers may be divided: ``{"model.layers.*.self_attn.q_proj": "colwise"}``. Nothing of transformers is
-imported.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice, product, takewhile
 from typing import Any
@@ -18,7 +14,6 @@ from typing import Any
 from torch import nn
 
 from shardlab.tensor_parallel.flow import END, START, Flow, is_layer
-from shardlab.tensor_parallel.plan import matched_names
 from shardlab.tensor_parallel.styles import Column, OnSequence, Row, Style, Vocabulary
 
 Form = dict[str, Style]
@@ -26,12 +21,6 @@ MAX_FORMS = 8
 SMALL = 0.01  # share of all parameters below which an embedding is not worth its message
 _HEAD_DIMS = ("head_dim", "head_size", "dim_head", "d_head", "attention_head_size")
 _NUM_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads")
-_OWN_STYLES: Mapping[str, Style | None] = {
-    "colwise": Column(), "colwise_gather_output": Column(gather_output=True),
-    "colwise_rep": Column(gather_output=True), "rowwise": Row(), "rowwise_split_input": Row(input_is_parallel=False),
-    "rowwise_rep": Row(input_is_parallel=False), "embedding_rowwise": Vocabulary(),
-    "replicated_with_grad_allreduce": OnSequence(), "replicate": None,
-}  # fmt: skip
 
 
 @dataclass
@@ -77,38 +66,6 @@ def regions_of(module: nn.Module, flow: Flow) -> Iterator[Region]:
             continue
         taken |= columns | rows
         yield _region(module, flow, _in_order(flow, columns), _in_order(flow, rows))
-
-
-def own_plan(module: nn.Module) -> dict[str, str] | None:
-    """Patterns and transformers' words for them; None if the module brings no plan."""
-    plan = getattr(module, "_tp_plan", None)
-    if isinstance(plan, Mapping) and plan:
-        return dict(plan)
-    base = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
-    if not isinstance(base, Mapping) or not base:
-        return None
-    prefix = getattr(module, "base_model_prefix", "")
-    prefix = f"{prefix}." if isinstance(prefix, str) and prefix and hasattr(module, prefix) else ""
-    return {f"{prefix}{pattern}": word for pattern, word in base.items()}
-
-
-def own_regions(module: nn.Module, plan: dict[str, str]) -> Iterator[Region]:
-    """Those of a model's own plan: what one parent holds belongs together, and what is tied."""
-    groups: dict[object, dict[str, str]] = {}
-    for pattern, word in plan.items():
-        for name in matched_names(pattern, module):
-            parent, layer = name.rpartition(".")[0], module.get_submodule(name)
-            # Outside of blocks are embeddings and heads, which belong together only if they share a weight.
-            is_block = any(part.isdigit() for part in parent.split("."))
-            groups.setdefault(parent if is_block else id(getattr(layer, "weight", layer)), {})[name] = word
-    for group in groups.values():
-        try:
-            styles = {name: _own_style(module, name, word) for name, word in group.items()}
-        except ValueError as error:
-            yield Region(tuple(group), [], [str(error)])
-            continue
-        form = {name: style for name, style in styles.items() if style is not None}
-        yield Region(tuple(group), [form] if form else [])
 
 
 def alike_together(module: nn.Module, regions: Iterable[Region]) -> list[Region]:
@@ -223,25 +180,6 @@ def _vocabularies(module: nn.Module, flow: Flow) -> Iterator[Region]:
             )
         else:
             yield Region(tuple(form), [form])
-
-
-def _own_style(module: nn.Module, name: str, word: Any) -> Style | None:
-    """Our style for a word of a model's own plan; None for a layer that stays whole.
-
-    Raises:
-        ValueError: there is no such style here.
-    """
-    layer = module.get_submodule(name)
-    width = getattr(layer, "out_features", 0)
-    if word == "colwise" and width:  # a column that never cuts a head, where the module says how wide one is
-        return Column(head_dim=_head_dim(module, (name,), width))
-    if word == "rowwise" and isinstance(layer, nn.Embedding):
-        return Vocabulary()
-    if word == "packed_colwise" and width:
-        return Column(parts=(width // 2, width - width // 2), head_dim=_head_dim(module, (name,), width))
-    if word not in _OWN_STYLES:
-        raise ValueError(f"its own plan says {word!r}, for which there is no style here")
-    return _OWN_STYLES[word]
 
 
 def _head_dim(module: nn.Module, layers: tuple[str, ...], width: int) -> int | None:

@@ -4,8 +4,8 @@
     suggestion.plan          # {"layers.*.attention.q": Column(head_dim=64), ...}, for parallelize_module
     print(suggestion)        # every layer: its style, or why it stays whole
 
-A transformers model brings a plan along, which is taken; of any other module the flow of one forward says which layers
-could be columns and rows (``regions``). Nothing is suggested that has not been tried (``plan_trial``), but for what
+The flow of one forward says which layers could be columns and rows (``regions``), also of a model that brings a plan of
+its own along, as those of transformers do. Nothing is suggested that has not been tried (``plan_trial``), but for what
 dropout draws: it is tried with the mean of that. ``functional.dropout`` between columns and rows has no style: it draws
 one mask for the parts of all ranks.
 """
@@ -21,8 +21,6 @@ from shardlab.tensor_parallel.divisible_regions import (
     Region,
     alike_together,
     merged,
-    own_plan,
-    own_regions,
     regions_of,
     without_numbers,
 )
@@ -97,21 +95,17 @@ def suggest_tp_plan(module: nn.Module, num_ranks: int, run: Run) -> Suggestion:
             flow = trial.flow()
         except Exception as error:
             raise ValueError(f"run: it cannot be called with a copy of the module: {said(error)}") from error
-        own = own_plan(module)
-        found = regions_of(module, flow) if own is None else own_regions(module, own)
-        regions = alike_together(module, found)
+        regions = alike_together(module, regions_of(module, flow))
         _decide(trial, module, regions)
     chosen: Form = {}
     whys: dict[str, str] = {}
-    origin = "" if own is None else "its own plan"
     for region in regions:
         chosen |= region.form
-        why = region.why_not or ", ".join(filter(None, (origin, _tried(trial))))
-        whys |= dict.fromkeys(region.layers, why)
+        whys |= dict.fromkeys(region.layers, region.why_not or _tried(trial))
     dropouts, why_dropouts = _own_dropouts(module, flow, chosen, num_ranks)
     chosen, whys = chosen | dropouts, whys | why_dropouts
     plan = _by_pattern(module, chosen)
-    return Suggestion(plan, tuple(_rows(module, flow, plan, whys, has_own=own is not None)))
+    return Suggestion(plan, tuple(_rows(module, flow, plan, whys)))
 
 
 def check_tp_plan(
@@ -135,7 +129,7 @@ def check_tp_plan(
         with generators_seeded():
             why = _given(PlanTrial(module, num_ranks, run, run_divided), plan)
     whys = dict.fromkeys(matched(plan, module), f"given, {why}")
-    return Suggestion(dict(plan), tuple(_rows(module, None, plan, whys, has_own=True)))
+    return Suggestion(dict(plan), tuple(_rows(module, None, plan, whys)))
 
 
 def _decide(trial: PlanTrial, module: nn.Module, regions: list[Region]) -> None:
@@ -232,9 +226,7 @@ def _common(names: Iterable[str]) -> str:
     return ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in columns)
 
 
-def _rows(
-    module: nn.Module, flow: Flow | None, plan: Plan, whys: Mapping[str, str], *, has_own: bool
-) -> Iterator[PlannedModule]:
+def _rows(module: nn.Module, flow: Flow | None, plan: Plan, whys: Mapping[str, str]) -> Iterator[PlannedModule]:
     """A row for each module with a style or parameters of its own, and for dropouts of features in parts.
 
     There is one for all that differ in numbers only.
@@ -247,7 +239,7 @@ def _rows(
             style = written(styles[name]) if name in styles else WHOLE
             groups.setdefault((without_numbers(name), type(part).__name__, style), []).append(name)
     for (_, kind, style), names in groups.items():
-        why = whys.get(names[0]) or _why_whole(module, names[0], flow, has_own=has_own)
+        why = whys.get(names[0]) or _why_whole(module, names[0], flow)
         yield PlannedModule(_common(names), kind, style, why)
 
 
@@ -260,7 +252,7 @@ def written(style: Style) -> str:
     return f"{type(style).__name__}({', '.join(given)})"
 
 
-def _why_whole(module: nn.Module, name: str, flow: Flow | None, *, has_own: bool) -> str:
+def _why_whole(module: nn.Module, name: str, flow: Flow | None) -> str:
     part = module.get_submodule(name)
     if flow is None:
         return "not in the plan"
@@ -268,8 +260,6 @@ def _why_whole(module: nn.Module, name: str, flow: Flow | None, *, has_own: bool
         return f"a {type(part).__name__}: only nn.Linear and nn.Embedding are divided"
     if name not in flow.feeders:
         return "the forward does not call it"
-    if has_own:
-        return "not in its own plan"
     if isinstance(part, nn.Embedding):
         return "no vocabulary: it is small, or has no more rows than columns"
     # Those that differ in numbers only once.

@@ -8,9 +8,10 @@ Each model of ``nasty_models`` is trained at 2 and 3 ranks, by five loops: plain
 clipping; ``loss.backward()`` with evaluations between backward and step; two backwards that both send, and weights
 written inside ``full_params(keep_changes=True)``; and one with frozen parameters, which saves a checkpoint that one of
 our strategies loads, loads another that this has saved, and unfreezes all. One process trains on all rows meanwhile.
-Whatever the strategy's ``bucket_bytes``, each model has several buckets. Every message must be waited for, whatever has
-memory of parameters and gradients must be in ``holdings()``, and each element of a parameter is to be stepped by as
-many ranks, as ``divisions()`` say. Not tried: precisions, checkpointed activations.
+Whatever the strategy's ``bucket_bytes``, each model has several buckets. Every message must be waited for, something
+must travel over each of the strategy's axes, whatever has memory of parameters and gradients must be in
+``holdings()``, and each element of a parameter is to be stepped by as many ranks, as ``divisions()`` say. Not tried:
+precisions, checkpointed activations.
 
 A strategy that rounds what it sends differs by that. Let the dtype on the wire be an argument, and check it unrounded
 first: within a ``tolerance`` for 16 bits much that is wrong goes unseen.

@@ -4,11 +4,13 @@ Formulas are checked against what was sent and what is alive, and the order of e
 """
 
 import gc
+import sys
 import threading
 import time
 
 import pytest
 import torch
+from torch import nn
 
 from shardlab.comm import Pending
 from shardlab.comm.mesh import Mesh
@@ -222,3 +224,21 @@ def test_the_sum_over_replicas_travels_while_the_next_unit_computes(pools):
                 in_flight += 1 if what == "issued" else -1
                 most = max(most, in_flight)
         assert most == 1  # buffers of a unit at a time
+
+
+def calls_of_a_backward(rank):
+    model, calls = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))), []
+    with Mesh({"data": 2}) as mesh, build_engine("fsdp", model, adamw, mesh, guards=False) as engine:
+        for _ in range(2):  # the first also makes what later ones find
+            loss = engine(torch.ones(4, 8)).square().mean()
+            calls.clear()
+            sys.setprofile(lambda frame, event, _: calls.append(frame.f_code) if event == "call" else None)
+            engine.backward(loss)
+            sys.setprofile(None)
+            engine.step()
+            engine.zero_grad()
+    return len(calls)
+
+
+def test_a_bare_backward_makes_few_calls_of_python(pools):
+    assert max(pools(2).run(calls_of_a_backward)) <= 400

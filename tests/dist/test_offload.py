@@ -57,7 +57,7 @@ def held_at_rest(_, options):
         train(engine, 0)
         built = bytes_by_role(engine.live_tensors())
         seen = []
-        with engine.stepping():
+        with engine.strategy.visiting():
             seen.append(bytes_by_role(engine.live_tensors())[Role.PARAMETER])
         padded = sum(bucket.layout.padded_numel for bucket in shards_of(engine))
         return built, seen[0], 8 * padded // 2, sum(piece.nbytes for piece in engine.step_tensors())

@@ -106,36 +106,6 @@ def test_random_numbers_go_on_where_training_draws_them():
         assert generator_states() == states
 
 
-class Config:
-    base_model_tp_plan = {  # noqa: RUF012
-        "blocks.*.a.[qkv]": "colwise", "blocks.*.a.o": "rowwise", "blocks.*.a.q_norm": "replicated_with_grad_allreduce",
-        "blocks.*.m.gate": "grouped_gemm", "blocks.*.m.down": "rowwise", "blocks.*.experts": "colwise",
-    }  # fmt: skip
-
-
-class Titled(nn.Module):
-    """As a transformers model is: a head around the base model, and a plan for both."""
-
-    base_model_prefix = "model"
-
-    def __init__(self):
-        super().__init__()
-        self.model, self.config = Stranger(), Config()
-
-    def forward(self, tokens):
-        return self.model(tokens)
-
-
-def test_a_plan_of_its_own_is_read():
-    found = suggest_tp_plan(Titled(), 2, run)
-    assert found.plan["model.blocks.*.a.q"] == Column(head_dim=HEAD_DIM)
-    assert found.plan["model.blocks.*.a.q_norm"] == OnSequence()
-    assert "its own plan, tried" in why(found, "model.blocks.*.a.o")
-    assert "says 'grouped_gemm', for which there is no style" in why(found, "model.blocks.*.m.down")
-    assert "model.blocks.*.m.down" not in found.plan
-    assert why(found, "model.words") == "not in its own plan"
-
-
 def test_a_given_plan_is_tried():
     model = Stranger(mlp=strangers.FusedGate)
     good = {"blocks.*.m.gate_up": Column(parts=(20, 20)), "blocks.*.m.down": Row()}
@@ -164,19 +134,14 @@ class Dropped(nn.Module):
         return self.both(self.behind(self.down(self.both(self.inside(torch.relu(self.up(x)))))))
 
 
-class DroppedByPlan(Dropped):
-    _tp_plan = {"up": "colwise", "down": "rowwise"}  # noqa: RUF012
-
-
 X = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def test_dropout_between_columns_and_rows_is_each_ranks_own():
-    for kind in (Dropped, DroppedByPlan):
-        found = suggest_tp_plan(kind(), 2, lambda model: model(X))
-        assert found.plan == {"up": Column(), "down": Row(), "inside": OwnDropout()}
-        assert "each rank drops other features" in why(found, "inside")
-        assert "also called where features are whole" in why(found, "both")
+    found = suggest_tp_plan(Dropped(), 2, lambda model: model(X))
+    assert found.plan == {"up": Column(), "down": Row(), "inside": OwnDropout()}
+    assert "each rank drops other features" in why(found, "inside")
+    assert "also called where features are whole" in why(found, "both")
 
 
 class OneDropout(nn.Module):

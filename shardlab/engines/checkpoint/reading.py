@@ -87,7 +87,7 @@ class ShardFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         # Kept open until __exit__: a rank reads many ranges of few files, and opening a file parses its whole header.
-        self._open: dict[str, Any] = {}
+        self._files: dict[str, Any] = {}
         self._stack = ExitStack()
 
     def read(self, rows: Sequence[Row], start: int, stop: int, slice_: TensorSlice | None = None) -> Tensor:
@@ -143,9 +143,9 @@ class ShardFiles:
 
     def slice(self, row: Row, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of what one file holds of a tensor; nothing else is read from disk."""
-        if row.file not in self._open:
-            self._open[row.file] = self._stack.enter_context(safe_open(self._folder / row.file, framework="pt"))
-        part: Tensor = self._open[row.file].get_slice(row.tensor_name)[start:stop]
+        if row.file not in self._files:
+            self._files[row.file] = self._stack.enter_context(safe_open(self._folder / row.file, framework="pt"))
+        part: Tensor = self._files[row.file].get_slice(row.tensor_name)[start:stop]
         return part
 
     def __enter__(self) -> Self:
@@ -154,4 +154,4 @@ class ShardFiles:
     def __exit__(self, *exc: object) -> None:
         # What read() returned are copies, so no file need stay mapped for them.
         self._stack.close()
-        self._open.clear()
+        self._files.clear()

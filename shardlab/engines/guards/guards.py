@@ -84,7 +84,7 @@ class Guards:
             return
         if moment is Moment.BUILT:
             self._build(engine)
-        if engine.num_open and moment is Moment.FULL_LEFT:
+        if engine.num_full_blocks and moment is Moment.FULL_LEFT:
             return  # an inner block
         refusal = "" if moment in (Moment.BUILT, Moment.CLOSED) else self._refusal(moment, engine)
         if moment is Moment.STEP and not refusal:
@@ -249,11 +249,11 @@ class Guards:
             # One process alone may change its sums, which are the means; unless earlier ones are elsewhere.
             return engine.gradients is Gradients.MEANS_AND_LOCAL
         if rule.of == "piece":
-            if rule.where is Where.SHARDED and not engine.num_open and moment is not Moment.FULL_LEFT:
+            if rule.where is Where.SHARDED and not engine.num_full_blocks and moment is not Moment.FULL_LEFT:
                 return False
             return moment is Moment.STEPPED or not self._is_stepping  # they may be on a visit, and are stepped
         # What is written into full parameters may be kept, and until then it is right to compute with.
-        return rule.change not in ("place", "version") or not engine.num_open or moment is Moment.STEP
+        return rule.change not in ("place", "version") or not engine.num_full_blocks or moment is Moment.STEP
 
     @property
     def _is_stepping(self) -> bool:
@@ -280,7 +280,7 @@ class Guards:
         for (kind, field), moments in _REMEMBERED.items():
             if moment not in moments and moment not in more.get((kind, field), ()):
                 continue
-            is_inside = engine.num_open and moment is not Moment.STEPPED  # a step there, which is right, gathers
+            is_inside = engine.num_full_blocks and moment is not Moment.STEPPED  # a step there, which is right, gathers
             if kind == "piece" and (is_inside or (field == "place" and (self._has_moved or self._is_stepping))):
                 continue  # not what they were is right
             is_gathered = kind == "piece" and moment is Moment.STEPPED and Where.SPREAD in self._where
