@@ -153,7 +153,7 @@ class Engine(AnyEngine):
             if refusal is not None:
                 raise refusal from error
             if self._guards is not None:
-                self._guards.advise(error, self)
+                self._guards.advise(error, self.strategy.precision, self.module)
             raise
         output = cast_floating(output, self.strategy.precision.output)
         self._run_hooks_last()  # a plain backward may show first by the hook of a parameter

@@ -36,13 +36,6 @@ def require_count(field: str, value: int, minimum: int) -> None:
         raise ValueError(f"{field}: {value} is too small; it must be at least {minimum}")
 
 
-def require_rank(rank: int, num_ranks: int) -> None:
-    """Raise ValueError when ``rank`` is not one of ``num_ranks`` ranks."""
-    require_count("num_ranks", num_ranks, 1)
-    if not 0 <= rank < num_ranks:
-        raise ValueError(f"rank: {rank} is not one of the {num_ranks} ranks; it must be 0 to {num_ranks - 1}")
-
-
 def even_bounds(numel: int, num_ranks: int) -> tuple[int, ...]:
     """The ``num_ranks + 1`` offsets of equal chunks of ceil(numel / num_ranks) elements.
 
@@ -120,11 +113,7 @@ class Layout(ABC):
 
     @abstractmethod
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What ``rank`` holds of each parameter, in the layout's order, empty pieces left out.
-
-        Raises:
-            ValueError: ``rank`` is not one of the ranks.
-        """
+        """What ``rank`` holds of each parameter, in the layout's order, empty pieces left out."""
 
     @cached_property
     def num_ranks(self) -> int:
@@ -147,12 +136,7 @@ class Layout(ABC):
         return tuple(stop - start for start, stop in pairwise(self.bounds))
 
     def chunk(self, rank: int) -> tuple[int, int]:
-        """First element of ``rank``'s chunk and one past its last.
-
-        Raises:
-            ValueError: ``rank`` is not one of the ranks.
-        """
-        require_rank(rank, self.num_ranks)
+        """First element of ``rank``'s chunk and one past its last."""
         return self.bounds[rank], self.bounds[rank + 1]
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardlab.partition.chunks import Layout, ParamSpec, Piece, require_count, require_rank
+from shardlab.partition.chunks import Layout, ParamSpec, Piece, require_count
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,7 @@ class Dim0Layout(Layout):
     """
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """The rows that ``rank`` holds of each parameter, in the order of ``specs``, empty pieces left out.
-
-        Raises:
-            ValueError: ``rank`` is not one of the ranks.
-        """
-        require_rank(rank, self.num_ranks)
+        """As the base: the rows of each parameter."""
         return self._pieces[rank]
 
     @cached_property

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 
-from shardlab.partition.chunks import require_count, require_rank
+from shardlab.partition.chunks import require_count
 
 SLICES = "tensor_slices"
 
@@ -91,6 +91,13 @@ def parts_slice(full_shape: tuple[int, ...], dim: int, parts: Iterable[int], ind
             f"parts: they add up to {place}; they must add up to the {full_shape[dim]} of dim {dim} of {full_shape}"
         )
     return TensorSlice(tuple(full_shape), dim, tuple(ranges), index, num_ranks)
+
+
+def require_rank(rank: int, num_ranks: int) -> None:
+    """Raise ValueError when ``rank`` is not one of ``num_ranks`` ranks."""
+    require_count("num_ranks", num_ranks, 1)
+    if not 0 <= rank < num_ranks:
+        raise ValueError(f"rank: {rank} is not one of the {num_ranks} ranks; it must be 0 to {num_ranks - 1}")
 
 
 def require_divisible(what: str, size: int, num_ranks: int) -> None:

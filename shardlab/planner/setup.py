@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
-from shardlab.partition.chunks import ParamSpec, require_count, require_rank
-from shardlab.partition.slices import slices_of
+from shardlab.partition.chunks import ParamSpec, require_count
+from shardlab.partition.slices import require_rank, slices_of
 from shardlab.planner.formulas import Precision
 from shardlab.planner.rows import ROWS, Row, row_of
 from shardlab.vocabulary import LayoutName, Offload, Partition, Sharding, dtype_name

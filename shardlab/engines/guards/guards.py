@@ -33,7 +33,6 @@ from shardlab.engines.moments import Moment
 from shardlab.engines.plain_mode import unrefused
 from shardlab.engines.sharded_params import Shards
 from shardlab.engines.step_tensors import tensors_of
-from shardlab.engines.strategy import Given, LaidOut, Strategy
 
 # After which of the engine's moments what the engine, autograd or the optimizer has changed is remembered as it is.
 _REMEMBERED = {
@@ -54,6 +53,8 @@ _OF_SHARDED = {
 
 class Guards:
     """Asked by one engine at its verbs."""
+
+    advise, laid_out = staticmethod(advise), staticmethod(laid_out_by)
 
     def __init__(self) -> None:
         self._claim: Claim | None = None
@@ -121,16 +122,6 @@ class Guards:
             moves_params=strategy.steps_pieces,
         )  # fmt: skip
         check_batch_norms(engine.module, strategy.precision)
-
-    @staticmethod
-    def advise(error: Exception, engine: Engine) -> None:
-        """Add to an error that a forward has raised what may have caused it."""
-        advise(error, engine.strategy.precision, engine.module)
-
-    @staticmethod
-    def laid_out(strategy: Strategy, given: Given) -> LaidOut:
-        """What a strategy makes of a model; see ``laid_out_by``."""
-        return laid_out_by(strategy, given)
 
     def optimizer(
         self, build: Callable[[Callable[[torch.optim.Optimizer], None]], torch.optim.Optimizer], params:
