@@ -33,7 +33,7 @@ OperationSeconds = Callable[[Any, tuple[Any, ...], Any], float]
 
 def dry_run(
     config: CompareConfig, strategy: str, clock: ToldClock, operation_seconds: OperationSeconds, rank: int = 0,
-    host_seconds: float = 0.0, *, others: bool = False,
+    host_seconds: float = 0.0, *, others: bool = False, traces_memory: bool = True,
 ) -> Records:  # fmt: skip
     """The records of the first two steps of one rank of a strategy, with source 'predicted'.
 
@@ -45,6 +45,7 @@ def dry_run(
         rank: which rank.
         host_seconds: of a step: what the engine's own code takes beside operations.
         others: run the later steps too that have larger or smaller batches, for their peaks; their times do not count.
+        traces_memory: find the peaks, which takes about as long as all else.
 
     Raises:
         RuntimeError: the step depends on values.
@@ -66,7 +67,7 @@ def dry_run(
             for step, before in zip(numbers, [-1, *numbers], strict=False):
                 run.pass_over(step - before - 1)
                 clock.owe(host_seconds)
-                run.step(step, trace_memory=True)  # which takes no time on this clock
+                run.step(step, trace_memory=traces_memory)  # which takes no time on this clock
         write_manifest(directory, {"run": strategy, "source": "predicted"})
         records = load_run(directory)
         return replace(records, steps=records.steps.assign(traced_memory=records.steps["step"] >= STEPS))

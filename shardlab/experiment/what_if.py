@@ -143,7 +143,8 @@ class RecordedClock:
         def of_operation(func: Any, args: tuple[Any, ...], result: Any) -> float:
             return self._scales[phase_of_autograd()] * priced(USUAL, func, args, result)[-1]
 
-        return dry_run(config, strategy, ToldClock(Wire(of_message)), of_operation, host_seconds=self._rest)
+        clock = ToldClock(Wire(of_message))
+        return dry_run(config, strategy, clock, of_operation, host_seconds=self._rest, traces_memory=False)
 
     def _moves(self, event: CollectiveEvent) -> float:
         if not self._messages:
