@@ -151,7 +151,7 @@ def test_commands_are_those_that_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(CliRunner().invoke(app, ["template"]).stdout)
     needs_more = re.compile(r"--(calibration|config|validate)")  # a file of minutes, or of somebody else
-    for command in re.findall(r"`shardlab (plan -[^`]*|doctor)`", PROSE):
+    for command in set(re.findall(r"`shardlab (plan -[^`]*|doctor)`", PROSE)):
         if needs_more.search(command):
             continue
         done = CliRunner().invoke(app, shlex.split(command))
@@ -166,7 +166,7 @@ def test_a_picture_shows_the_recorded_run():
 
 def test_the_recorded_bytes_are_those_of_a_run_today(tmp_path, pools):
     saved = pd.read_parquet(front_page.FOLDER / "memory.parquet")
-    config = CompareConfig(ranks=front_page.RANKS, steps=2, strategies=front_page.STRATEGIES)
+    config = CompareConfig(ranks=front_page.RANKS, steps=1, batch=2, strategies=front_page.STRATEGIES)
     now = compare(config, tmp_path / "run", pool=pools(front_page.RANKS))
     of_strategies = [table[table["role"] != Role.UNATTRIBUTED] for table in (saved, now.records.memory)]
     held = [at_rest(table).set_index(["run", "role"])["bytes"] for table in of_strategies]

@@ -16,6 +16,7 @@ from shardlab.experiment import CompareConfig, Workload, compare
 from shardlab.experiment.answer import answer
 from shardlab.experiment.dry_run import dry_run
 from shardlab.experiment.forecast import THIN, priced
+from tests.experiment.test_run_plan import Tokens, gpt, loss
 from tests.planner.test_machine import COSTS
 
 OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
@@ -42,11 +43,14 @@ def sent_in(records, run, step):
     return list(rows[["op", "axis", "tag", "dtype", "numel", "bytes"]].itertuples(index=False, name=None))
 
 
+SMALL = Workload(gpt, Tokens(), loss)
+
+
 @pytest.mark.parametrize(
     ("ranks", "strategies", "options"),
     [
-        (2, OURS, {"accumulation": 2, "clip": 1.0}),
-        (3, ("bucketed", "zero1", "zero2", "zero3", "fsdp"), {"precision": "bf16"}),
+        (2, OURS, {"accumulation": 2, "clip": 1.0, "workload": SMALL}),
+        (3, ("bucketed", "zero1", "zero2", "zero3", "fsdp"), {"precision": "bf16", "workload": SMALL}),
         (2, ("fsdp",), {"prefetch": 0, "offload": "all"}),
         (2, ("fsdp",), {"sharding": "shard_grad_op", "dtype": "float64", "replicate_below": 1000}),
         (2, ("zero1", "zero2", "zero3"), {"bucket_mib": 0.25, "partition": "balanced"}),
@@ -55,11 +59,14 @@ def sent_in(records, run, step):
     ],
 )
 def test_peak_by_role_and_messages_are_those_of_ranks(pools, tmp_path, ranks, strategies, options):
+    of_text = {} if "workload" in options else {"model": "gpt-1m", "text": "grammar", "seq_len": 16}
     config = CompareConfig(
-        strategies=strategies, ranks=ranks, steps=3, model="gpt-1m", text="grammar", seq_len=16, batch=4 * ranks,
-        device="cpu", **options,
-    )  # fmt: skip
+        strategies=strategies, ranks=ranks, steps=3, batch=4 * ranks, device="cpu", **of_text, **options
+    )
     done = compare(config, tmp_path / "out", pool=pools(ranks))
+    assert done.summary["as_planned"].all()
+    assert (done.summary["planned_rest_bytes"] == done.summary["rest_bytes"]).all()
+    assert done.summary["planned_wire_bytes"].tolist() == pytest.approx(done.summary["wire_bytes_per_step"].tolist())
     for strategy in strategies:
         found = dry(config, strategy)
         assert peak_of(found, strategy) == peak_of(done.records, strategy), strategy
@@ -135,7 +142,9 @@ class Unused(nn.Module):
         return self.used(x)
 
 
-@pytest.mark.parametrize(("ranks", "strategies"), [(2, OURS), (3, ("ddp", "zero2", "fsdp"))])
+@pytest.mark.parametrize(
+    ("ranks", "strategies"), [(2, ("single", "bucketed", "zero1", "zero3")), (3, ("ddp", "zero2", "fsdp"))]
+)
 def test_parameters_that_no_rank_uses_get_neither_gradient_nor_state(pools, tmp_path, ranks, strategies):
     workload = Workload(Unused, [torch.ones(6, 32)] * 3, squares)
     config = CompareConfig(workload=workload, strategies=strategies, ranks=ranks, steps=3, device="cpu")

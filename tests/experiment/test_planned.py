@@ -22,12 +22,9 @@ from tests.conftest import Pools
 from tests.experiment.test_workload import Labelled, Nested, OutOfOrder, Residual, keyword_loss, labelled_loss
 from tests.oracle.collectives import Forward, counted_collectives
 
-OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
 BASE = {"ranks": 2, "steps": 2, "text": "grammar", "device": "cpu", "batch": 4, "seq_len": 16}
-OPTIONS = (
-    {"strategies": OURS, "clip": 1.0, "accumulation": 2},
+OPTIONS = (  # more of them: test_dry_run
     {"strategies": ("zero1", "fsdp"), "partition": "balanced", "offload": "all", "precision": "fp16", "clip": 1.0},
-    {"strategies": ("zero1", "zero2", "zero3", "fsdp"), "precision": "bf16", "accumulation": 2},
     {"strategies": ("fsdp",), "layout": "dim0", "replicate_below": 200, "prefetch": 2, "wrap": "20000"},
 )
 

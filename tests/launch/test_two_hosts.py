@@ -17,7 +17,7 @@ from tests.launch.helpers import script_env
 
 SCRIPT = """
 import os, sys, torch
-from shardlab import CompareConfig, Mesh, RankPool, build_engine, compare
+from shardlab import Mesh, RankPool, build_engine
 
 def train(rank):
     with Mesh({"data": 2}) as mesh:
@@ -30,6 +30,7 @@ def train(rank):
 with RankPool(2, device="cpu", timeout_s=60) as pool:
     os.write(1, f"RESULT {pool.run(train)}\\n".encode())
     if sys.argv[1]:
+        from shardlab import CompareConfig, compare
         config = CompareConfig(strategies=("bucketed",), ranks=2, steps=3, model="mlp", device="cpu")
         compare(config, sys.argv[1], pool=pool)
 """
