@@ -101,7 +101,7 @@ def test_report_of_a_finished_comparison(mine):
     assert "losses equal to" in done.stdout
     assert done.stdout.splitlines()[-1] == f"Report: {mine / 'report.html'}"
     page = (mine / "report.html").read_text()
-    for words in ("Timeline of step", "Where the peak", "consists of", "mlp on 2 ranks", "torch "):
+    for words in ("Timeline of step", "Where the peak", "Why a step takes", "mlp on 2 ranks", "torch "):
         assert words in page
     found = json.loads(shardlab("report", mine, "--json").stdout)
     assert list(found["answer"]) == ["LEAST MEMORY", "FASTEST", "COST", "WHY", "CAN I TRUST IT", "NEXT"]

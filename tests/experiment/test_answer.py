@@ -209,7 +209,7 @@ TRUST = [
 @pytest.mark.parametrize(("changed", "loss", "doubt", "said"), TRUST)
 def test_can_i_trust_it(tmp_path, monkeypatch, changed, loss, doubt, said):
     monkeypatch.setattr("shardlab.experiment.run_verdicts.busy_verdict", lambda *_: doubt)
-    manifests = {"ddp": {"disagreement": changed.get("disagreement")}, "zero1": {}}
+    manifests = {"ddp": {"disagreement": changed.get("disagreement"), "config": {}}, "zero1": {"config": {}}}
     known = {"losses_equal": [None, True], "judged_loss_difference": [None, 1e-7], "as_planned": [True, True]}
     table = rows(ddp=DDP, zero1=ZERO1).reset_index().assign(**known | {k: v for k, v in changed.items() if k in known})
     step = {"step": 1, "rank": 0, "step_us": 1e3, "traced_memory": False, "learning_rate": 0.1, "loss": loss}

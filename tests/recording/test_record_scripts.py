@@ -307,7 +307,7 @@ def test_report_trace_and_diff_read_it(recorded, tmp_path):
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[-1] == f"Report: {directory / 'report.html'}"
     page = (directory / "report.html").read_text()
-    for words in ("Timeline of step", "Where the peak", "consists of", "on 2 ranks", "unattributed"):
+    for words in ("Timeline of step", "Where the peak", "Why a step takes", "on 2 ranks", "unattributed"):
         assert words in page, words
     found = json.loads(shardlab("report", directory, "--json").stdout)
     assert list(found["answer"]) == ["MEMORY", "TIME", "WHY", "SENT", "LATE", "NEXT"]
