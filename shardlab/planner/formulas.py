@@ -53,11 +53,13 @@ bytes an element, dropout masks of 1. Source: Korthikanti et al., arXiv 2205.051
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction
 
 from shardlab.partition.chunks import require_count
-from shardlab.planner.rows import ROWS
+from shardlab.planner.rows import GRADIENTS, PARAMETERS, ROWS, STATE, Row
+from shardlab.vocabulary import MeshAxis
 
 _NEEDED = ("parameter", "gradient")
 _OF_THE_PAPER = ("ddp", "zero1", "zero2", "zero3")
@@ -145,21 +147,19 @@ def model_states(num_params: float, num_ranks: int, precision: Precision | str =
     require_count("ranks", num_ranks, 1)
     if isinstance(precision, str):
         precision = precision_named(precision)
-    return tuple(states_of(strategy, int(num_params), num_ranks, precision) for strategy in _OF_THE_PAPER)
+    sizes = {MeshAxis.DATA: num_ranks}
+    return tuple(states_of(name, ROWS[name], int(num_params), sizes, precision) for name in _OF_THE_PAPER)
 
 
-def states_of(strategy: str, num_params: int, num_ranks: int, precision: Precision) -> ModelStates:
-    """Those of one strategy, of ``ROWS``, without checks."""
-    row = ROWS[strategy]
-    sharded = row.parameters, row.gradients, row.state
-    itemsizes = (precision.parameter, precision.gradient, precision.optimizer)
-    held = [
-        Fraction(num_params * itemsize, num_ranks if is_sharded else 1)
-        for itemsize, is_sharded in zip(itemsizes, sharded, strict=True)
-    ]
+def states_of(
+    strategy: str, row: Row, num_params: int, sizes: Mapping[MeshAxis, int], precision: Precision
+) -> ModelStates:
+    """Those of one row over axes of these sizes, without checks."""
+    itemsizes = {PARAMETERS: precision.parameter, GRADIENTS: precision.gradient, STATE: precision.optimizer}
+    held = [Fraction(num_params * itemsize, row.parts(stage, sizes)) for stage, itemsize in itemsizes.items()]
     sent = [
-        Fraction((row.gathers * of_gather + row.reductions * of_reduction) * num_params * (num_ranks - 1), num_ranks)
-        for of_gather, of_reduction in ((1, 1), (precision.parameter, precision.gradient))
+        num_params * sum(row.sent(sizes, *each).values(), Fraction())
+        for each in ((1, 1), (precision.parameter, precision.gradient))
     ]
     return ModelStates(strategy, *(_number(value) for value in (*held, sum(held, Fraction()), *sent)))
 

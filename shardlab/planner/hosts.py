@@ -1,10 +1,6 @@
-"""What a rank keeps and a host sends where a model is divided inside hosts, across them, or both.
+"""What a rank keeps and a host sends where a model is divided inside hosts, across them, or both (``rows``).
 
-A stage says what the ranks of an axis divide: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
-Gradients are summed over the axis of the higher stage first (inside a host where they are equal): by a reduce-scatter,
-which leaves 1/n of them, or over an axis of stage 0 by an all-reduce, which sends twice as much. What is stepped is
-gathered after the step, the other way round; parameters of stage 3 before forward and before backward instead. A ring
-of n ranks sends (n - 1)/n. ``engines.zero_in_groups`` sends all this; tests compare the two.
+``engines.zero_in_groups`` sends all this; tests compare it with the rows.
 """
 
 from collections.abc import Iterator
@@ -13,9 +9,9 @@ from fractions import Fraction
 from itertools import product
 
 from shardlab.partition.chunks import require_count
-from shardlab.planner.formulas import Precision, precision_named, states_of
-
-STAGES = range(4)
+from shardlab.planner.formulas import ModelStates, Precision, precision_named, states_of
+from shardlab.planner.rows import ROWS, STAGES, Row
+from shardlab.vocabulary import MeshAxis
 
 
 @dataclass(frozen=True)
@@ -50,47 +46,25 @@ def over_hosts(num_params: int, num_ranks: int, per_host: int, precision: Precis
     return tuple(_rows(num_params, num_ranks // per_host, per_host, each))
 
 
-def sent(outer: int, inner: int, hosts: int, per_host: int, precision: Precision) -> tuple[Fraction, Fraction]:
-    """Bytes a parameter that a rank sends in a step, across hosts and inside its own.
-
-    Args:
-        outer: stage across hosts.
-        inner: stage inside a host.
-        hosts: number of hosts.
-        per_host: ranks of each.
-        precision: bytes an element.
-    """
-    axes = sorted((("inside", inner, per_host), ("across", outer, hosts)), key=lambda axis: -axis[1])
-    left, found = Fraction(1), {"inside": Fraction(0), "across": Fraction(0)}
-    for name, stage, size in axes:
-        passed = left * (size - 1) / size
-        if not stage:
-            found[name] += 2 * passed * precision.gradient
-            continue
-        found[name] += passed * (precision.gradient + (2 if stage == max(STAGES) else 1) * precision.parameter)
-        left /= size
-    return found["across"], found["inside"]
-
-
 def _rows(params: int, hosts: int, per_host: int, each: Precision) -> Iterator[OverHosts]:
     ranks = hosts * per_host
-    kept: tuple[float, ...]
-    for name, strategy in (("ddp", "ddp"), ("fsdp", "zero3")):  # one ring through all hosts: each hop carries all
-        flat = states_of(strategy, params, ranks, each)
-        kept = flat.parameter_bytes, flat.gradient_bytes, flat.optimizer_bytes
-        yield _row(name, kept, flat.wire_bytes, flat.wire_bytes if hosts > 1 else 0)
-    itemsizes = each.parameter, each.gradient, each.optimizer
-    for outer, inner in product(STAGES, STAGES):
-        across, inside = sent(outer, inner, hosts, per_host, each)
-        parts = ((hosts if outer >= least else 1) * (per_host if inner >= least else 1) for least in (3, 2, 1))
-        kept = tuple(params * itemsize / part for itemsize, part in zip(itemsizes, parts, strict=True))
-        yield _row(f"zero_{outer}x{inner}", kept, params * float(inside), params * per_host * float(across))
+    for name in ("ddp", "fsdp"):  # one ring through all hosts: each hop carries all
+        flat = states_of(name, ROWS[name], params, {MeshAxis.DATA: ranks}, each)
+        yield _row(flat, flat.wire_bytes, flat.wire_bytes if hosts > 1 else 0)
+    sizes = {MeshAxis.REPLICA: hosts, MeshAxis.SHARD: per_host}
+    for outer, inner in product((0, *STAGES), repeat=2):
+        row = Row(inner, outer)
+        sent = row.sent(sizes, each.parameter, each.gradient)
+        kept = states_of(f"zero_{outer}x{inner}", row, params, sizes, each)
+        yield _row(kept, params * sent[MeshAxis.SHARD], params * per_host * sent[MeshAxis.REPLICA])
     over_all, in_host = params * (ranks - 1) / ranks, params * (per_host - 1) / per_host
     once = over_all * (each.parameter + each.gradient)
-    kept = tuple(params * itemsize / ranks for itemsize in itemsizes)
-    yield _row("hpz", kept, once + in_host * each.parameter, once if hosts > 1 else 0)
+    of_all = states_of("hpz", ROWS["fsdp"], params, {MeshAxis.DATA: ranks}, each)
+    yield _row(of_all, once + in_host * each.parameter, once if hosts > 1 else 0)
 
 
-def _row(name: str, kept: tuple[float, ...], inside: float, across: float) -> OverHosts:
-    parameter, gradient, optimizer = map(float, kept)
-    return OverHosts(name, parameter, gradient, optimizer, sum(kept), float(inside), float(across))
+def _row(kept: ModelStates, inside: float | Fraction, across: float | Fraction) -> OverHosts:
+    return OverHosts(
+        kept.strategy, float(kept.parameter_bytes), float(kept.gradient_bytes), float(kept.optimizer_bytes),
+        float(kept.total_bytes), float(inside), float(across),
+    )  # fmt: skip

@@ -1,5 +1,6 @@
 """A step of a transformer that is forecast: how large it is, how it is trained, on what, and what follows from that."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
@@ -7,7 +8,8 @@ from numbers import Integral
 from shardlab.planner.formulas import Precision, precision_named
 from shardlab.planner.hardware import COMPUTE_PRECISIONS, Hardware, Network, hardware_named, network_of
 from shardlab.planner.replay import REPLAYED
-from shardlab.planner.rows import ROWS, Row
+from shardlab.planner.rows import ROWS, STATE, Row
+from shardlab.vocabulary import MeshAxis
 
 ATTENTIONS = ("flash-1", "flash-2", "unfused")
 
@@ -74,7 +76,7 @@ class Job:
         _ = self.kept  # raises
         if self.windowed_layers not in range(self.layers + 1):
             raise ValueError(f"windowed_layers: {self.windowed_layers!r} is not 0 to {self.layers} layers")
-        if self.row.in_hosts and self.data % self.shards:
+        if self.data % self.shards:
             raise ValueError(f"data: {self.data} is given; hosts of {self.shards} data ranks must divide it")
 
     @property
@@ -188,11 +190,14 @@ class Job:
         return max(1, self.links.per_host // self.tensor)
 
     @cached_property
+    def sizes(self) -> Mapping[MeshAxis, int]:
+        """Ranks of each axis over which ranks train on rows of their own."""
+        return self.row.sizes(self.data, min(self.data, self.per_host))
+
+    @cached_property
     def shards(self) -> int:
         """Ranks that share parameters, gradients or state."""
-        if self.row.in_hosts:
-            return min(self.data, self.per_host)
-        return self.data if self.row.state else 1
+        return self.row.parts(STATE, self.sizes)
 
     @cached_property
     def kept(self) -> Precision:

@@ -71,13 +71,10 @@ def sent_bytes(model: PlannedModel, setup: Setup) -> float:
 
     By the ring formula, padding included; the few numbers by which ranks agree are left out.
     """
-    groups, row, shards = groups_of(model, setup), setup.row, setup.num_shards
+    params = sum(group.layout.padded_numel * group.itemsize for group in groups_of(model, setup))
     kept = setup.precision
-    params = sum(group.layout.padded_numel * group.itemsize for group in groups)
-    gradients = params if kept is None else params * kept.gradient / kept.parameter
-    inner, outer = (shards, setup.num_ranks // shards) if row.in_hosts else (setup.num_ranks, 1)
-    within = (row.gathers * params + row.reductions * gradients) * (inner - 1) / inner
-    return within + 2 * gradients / inner * (outer - 1) / outer
+    of_gradient = 1.0 if kept is None else kept.gradient / kept.parameter
+    return float(params * sum(setup.row.sent(setup.sizes, 1, of_gradient).values()))
 
 
 def bytes_at_rest(groups: Sequence[Group], setup: Setup, rank: int) -> Counter[Role]:

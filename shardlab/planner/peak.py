@@ -53,7 +53,7 @@ def logits_bytes(job: Job) -> float:
 
 def _states(job: Job) -> ModelStates:
     """Of parameters, gradients and optimizer state at rest."""
-    return states_of(job.strategy, round(job.num_params / job.tensor), job.shards, job.kept)
+    return states_of(job.strategy, job.row, round(job.num_params / job.tensor), job.sizes, job.kept)
 
 
 def _activations(job: Job) -> tuple[float, float]:

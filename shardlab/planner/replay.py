@@ -5,37 +5,36 @@ One rank stands for all that are alike, so the number of ranks costs nothing. It
 another). Compute waits for the messages that it needs. Beside a collective it is slower by the factor ``contention``; a
 collective beside compute is not.
 
-=============  ==================================================  ==================================
-strategy       messages                                            hidden behind
-=============  ==================================================  ==================================
-ddp            all-reduce of each unit, when backward has ended    nothing
-bucketed       all-reduce of a bucket, when its gradients exist    the rest of backward
-zero1, zero2   reduce-scatter likewise; all-gather after the step  the rest of backward; nothing
-zero3          all gathers before forward and before backward,     nothing
-               reduce-scatters after it
-fsdp           gather of the next ``prefetch`` units while one     forward, backward
-               computes, reduce-scatter after its backward
-shard_grad_op  the same without gathers in backward                forward, backward
-hybrid_shard   as fsdp within a group of ranks, then an            forward, backward
-               all-reduce of the shard over the replicas
-=============  ==================================================  ==================================
+==============================  ===========================================  ===============================
+row (``rows``)                  messages                                     hidden behind
+==============================  ===========================================  ===============================
+parameters divided, by unit     gather of the next ``prefetch`` units while  forward, backward
+                                one computes; without ``regathers`` in
+                                forward alone
+parameters divided, else        all gathers before each pass                 nothing
+by unit                         reduction after a unit's backward            the rest of backward
+in buffers, parameters whole    reduction of a bucket, when its gradients    the rest of backward
+                                exist
+else                            reductions when backward has ended           nothing
+stepped is divided, not rests   gather of what was stepped                   nothing
+==============================  ===========================================  ===============================
 
 The root's parameters are gathered first, computed with last in forward and first in backward, and reduced last: so the
-first gather and the last reduction are exposed. The order of messages is that of ``collectives`` and ``groups``.
+first gather and the last reduction are exposed. The order of messages is that of the engines.
 Sources: Zhao et al., arXiv 2304.11277, section 3.3 (order and prefetch); Li et al., arXiv 2006.15704, section 3.2.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import ceil
 
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.partition.step_program import Contention, Host, Issue, Item, Message, Wait, Work, run_programs
+from shardlab.planner.rows import AFTER_THE_STEP, BEFORE_A_PASS, ROWS, Row, Sent
 from shardlab.vocabulary import Collective, MeshAxis, Phase
 
 CONTENTION = 0.189  # arXiv 2507.03114, abstract: by how much compute slows beside communication, on average
-FULLY_SHARDED = ("fsdp", "shard_grad_op", "hybrid_shard")
-REPLAYED = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", *FULLY_SHARDED)
+REPLAYED = tuple(name for name, row in ROWS.items() if row.parameters or not row.by_unit)
 MessageSeconds = Callable[[Collective, MeshAxis, float], float]
 """Seconds of a collective over an axis, by the bytes of its whole buffer; 0 where the axis has one rank."""
 
@@ -50,7 +49,7 @@ class Unit:
         backward_seconds: likewise; recomputation included.
         gathered_bytes: of its whole parameters, as gathers carry them.
         reduced_bytes: of its whole gradients, as reductions carry them.
-        num_messages: in how many of equal size ddp and zero3 send them; the units of FSDP are one.
+        num_messages: in how many of equal size they are sent, where they are not sent as a unit.
     """
 
     name: str
@@ -66,22 +65,22 @@ class Schedule:
     """What is done with the units in a step.
 
     Attributes:
-        strategy: one of ``REPLAYED``.
-        prefetch: fully sharded: units gathered ahead of the one that computes.
+        row: what is sent, and when.
+        sizes: ranks by axis; of one axis nobody asks.
+        prefetch: by unit: units gathered ahead of the one that computes.
         micro_batches: forwards and backwards a step.
         reduces_each: whether each of them reduces gradients, or only the last.
-        bucket_bytes: bucketed, zero1, zero2: capacity of a bucket.
-        shard_group_size: hybrid_shard: ranks that shard among themselves.
+        bucket_bytes: capacity of a bucket.
         optimizer_seconds: of the optimizer's step.
         contention: by how much of its time compute is slower beside a collective.
     """
 
-    strategy: str = "fsdp"
+    row: Row = ROWS["fsdp"]
+    sizes: Mapping[MeshAxis, int] = field(default_factory=dict)
     prefetch: int = 1
     micro_batches: int = 1
     reduces_each: bool = False
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    shard_group_size: int = 1
     optimizer_seconds: float = 0.0
     contention: float = CONTENTION
 
@@ -121,7 +120,7 @@ def replay(units: Sequence[Unit], schedule: Schedule, seconds: MessageSeconds, r
     Args:
         units: at least one, in the order of forward.
         schedule: what is done with them.
-        seconds: of a collective over an axis: 'shard' and 'replica' in hybrid_shard, else 'data'.
+        seconds: of a collective over an axis of the row.
         root: the unit of all other parameters, such as embedding and head; None without one.
     """
     items = _Step(units, schedule, seconds, root).items
@@ -133,42 +132,59 @@ class _Step:
     """The program of a step."""
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule, seconds: MessageSeconds, root: Unit | None) -> None:
-        self.schedule, self.message_seconds, self.root = schedule, seconds, root
+        self.schedule, self.row, self.message_seconds, self.root = schedule, schedule.row, seconds, root
+        sizes = dict.fromkeys(MeshAxis, 1) | {**schedule.sizes}
+        self.to_gather, self.to_reduce = self.row.gathered(BEFORE_A_PASS, sizes), [*self.row.reduced(sizes)]
         self.items: list[Item] = []
         self.sent: list[Message] = []  # what the optimizer has to wait for
-        self.forward_order = [*units, *([root] if root else [])]
-        self.buckets = list(_buckets(self.forward_order[::-1], schedule.bucket_bytes))
-        self.axis = MeshAxis.SHARD if schedule.strategy == "hybrid_shard" else MeshAxis.DATA
-        micro_batch = self.sharded if schedule.strategy in FULLY_SHARDED else self.bucketed
+        self.order = [*units, *([root] if root else [])]
+        self.together = self._sent_together()
+        micro_batch = self.unit_by_unit if self.row.by_unit else self.all_at_once
         for number in range(schedule.micro_batches):
             micro_batch(reduces=number == schedule.micro_batches - 1 or schedule.reduces_each)
         self.compute(schedule.optimizer_seconds, self.sent)
-        if schedule.strategy in ("zero1", "zero2"):
-            for bucket in self.buckets:
-                self.message(Collective.ALL_GATHER, Phase.STEP, bucket)
+        stepped = self.row.gathered(AFTER_THE_STEP, sizes)
+        for unit in self.together:
+            self.messages(stepped, Phase.STEP, unit)
+
+    def _sent_together(self) -> list[Unit]:
+        """What shares messages, in the order of the engine's units or buckets."""
+        if self.row.by_unit:  # the root is gathered first, and computes last
+            return [self.order[-1], *self.order[:-1]] if self.root else self.order
+        if not self.row.packs:
+            return self.order
+        backwards = self.order[::-1]  # as buckets are filled
+        return backwards if self.row.parameters else list(_buckets(backwards, self.schedule.bucket_bytes))
 
     def compute(self, seconds: float, awaited: Iterable[Message] = ()) -> None:
         self.items += [*map(Wait, awaited), Work(1e6 * seconds)]
 
-    def message(
-        self, op: Collective, phase: Phase, unit: Unit, axis: MeshAxis | None = None, after: Message | None = None
-    ) -> Message:
-        """A message of a unit over an axis, when the compute before it has ended."""
-        axis = axis or self.axis
-        num_bytes = unit.gathered_bytes if op == Collective.ALL_GATHER else unit.reduced_bytes
-        if axis == MeshAxis.REPLICA:
-            num_bytes /= self.schedule.shard_group_size
-        count = 1 if self.schedule.strategy in FULLY_SHARDED else unit.num_messages
-        us = 1e6 * count * self.message_seconds(op, axis, num_bytes / count)
-        message = Message(op, unit.name, phase, ceil(num_bytes), (axis, False), {0: us}, after=after)
-        self.items.append(Issue(message))
-        return message
+    def messages(self, kinds: Iterable[Sent], phase: Phase, unit: Unit) -> list[Message]:
+        """Those of a unit, when the compute before them has ended, each after the one before it."""
+        found: list[Message] = []
+        for op, axis, share in kinds:
+            num_bytes = unit.gathered_bytes if op == Collective.ALL_GATHER else unit.reduced_bytes
+            num_bytes = num_bytes * share.numerator / share.denominator
+            count = 1 if self.row.by_unit else unit.num_messages
+            us = 1e6 * count * self.message_seconds(op, axis, num_bytes / count)
+            after = found[-1] if found else None
+            found.append(Message(op, unit.name, phase, ceil(num_bytes), (axis, False), {0: us}, after=after))
+        self.items += map(Issue, found)
+        return found
 
-    def sharded(self, *, reduces: bool) -> None:
-        """A micro-batch of FSDP."""
-        first = [self.root] if self.root else []
-        self.passed(Phase.FORWARD, self.forward_order, [*first, *self.forward_order[: -1 if first else None]], False)
-        order = self.forward_order[::-1]  # the root first here, too: the output is the root's
+    def gather(self, phase: Phase, unit: Unit) -> list[Message]:
+        """The parameters of a unit; nothing where they are whole, or have been kept."""
+        again = phase == Phase.FORWARD or self.row.regathers
+        return self.messages(self.to_gather if again else (), phase, unit)
+
+    def reduce(self, unit: Unit) -> None:
+        """The gradients of a unit, over all axes."""
+        self.sent += self.messages(self.to_reduce, Phase.BACKWARD, unit)
+
+    def unit_by_unit(self, *, reduces: bool) -> None:
+        """A micro-batch in which units are gathered and reduced one by one."""
+        self.passed(Phase.FORWARD, self.order, self.together, reduces=False)
+        order = self.order[::-1]  # the root first here, too: the output is the root's
         self.passed(Phase.BACKWARD, order, order, reduces)
         if self.root and reduces:
             self.reduce(self.root)
@@ -176,43 +192,29 @@ class _Step:
     def passed(self, phase: Phase, order: Sequence[Unit], gathers: Sequence[Unit], reduces: bool) -> None:
         """One pass over the units: before each its gather, and those of the next ones; after it its reduction."""
         forward = phase == Phase.FORWARD
-        gathered: dict[str, Message] = {}
-        again = forward or self.schedule.strategy != "shard_grad_op"
+        gathered: dict[str, list[Message]] = {}
         for place, unit in enumerate(order):
             # In forward the root is gathered in front, and computes at the end.
             ahead = place + 1 + self.schedule.prefetch + (forward and self.root is not None)
-            for other in gathers[len(gathered) : ahead] if again else ():
-                gathered[other.name] = self.message(Collective.ALL_GATHER, phase, other)
-            seconds = unit.forward_seconds if forward else unit.backward_seconds
-            self.compute(seconds, [gathered[unit.name]] if again else ())
+            for other in gathers[len(gathered) : ahead]:
+                gathered[other.name] = self.gather(phase, other)
+            self.compute(unit.forward_seconds if forward else unit.backward_seconds, gathered[unit.name])
             if reduces and unit is not self.root:
                 self.reduce(unit)
 
-    def reduce(self, unit: Unit) -> None:
-        """The gradients of a unit, over all axes."""
-        scattered = self.message(Collective.REDUCE_SCATTER, Phase.BACKWARD, unit)
-        self.sent.append(scattered)
-        if self.axis == MeshAxis.SHARD:
-            self.sent.append(self.message(Collective.ALL_REDUCE, Phase.BACKWARD, unit, MeshAxis.REPLICA, scattered))
-
-    def bucketed(self, *, reduces: bool) -> None:
-        """A micro-batch of all others; zero3 gathers everything in front of forward and of backward."""
-        strategy = self.schedule.strategy
+    def all_at_once(self, *, reduces: bool) -> None:
+        """A micro-batch whose parameters, if they are divided, are all gathered before each pass."""
+        as_ready = self.row.packs and not self.row.parameters
+        complete = {bucket.name: bucket for bucket in self.together} if as_ready and reduces else {}
         for phase in (Phase.FORWARD, Phase.BACKWARD):
-            order = self.forward_order if phase == Phase.FORWARD else self.forward_order[::-1]
-            gathers = self.forward_order if strategy == "zero3" else []  # the same order in backward, as in the engine
-            gathered = [self.message(Collective.ALL_GATHER, phase, unit) for unit in gathers]
-            full = {bucket.name: bucket for bucket in self.buckets}
-            for unit in order:
-                seconds = unit.forward_seconds if phase == Phase.FORWARD else unit.backward_seconds
-                self.compute(seconds, gathered[-1:])
-                early = strategy in ("bucketed", "zero1", "zero2") and phase == Phase.BACKWARD and reduces
-                if early and unit.name in full:
-                    op = Collective.ALL_REDUCE if strategy == "bucketed" else Collective.REDUCE_SCATTER
-                    self.sent.append(self.message(op, phase, full[unit.name]))
-        if reduces and strategy in ("ddp", "zero3"):
-            op = Collective.ALL_REDUCE if strategy == "ddp" else Collective.REDUCE_SCATTER
-            self.sent += [self.message(op, Phase.BACKWARD, unit) for unit in self.forward_order]
+            forward = phase == Phase.FORWARD
+            gathered = [one for unit in self.together for one in self.gather(phase, unit)]
+            for unit in self.order if forward else self.order[::-1]:
+                self.compute(unit.forward_seconds if forward else unit.backward_seconds, gathered[-1:])
+                if not forward and unit.name in complete:
+                    self.reduce(complete[unit.name])
+        for unit in self.together if reduces and not as_ready else ():
+            self.reduce(unit)
 
 
 def _buckets(units: Sequence[Unit], capacity: float) -> Iterable[Unit]:

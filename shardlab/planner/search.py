@@ -20,11 +20,12 @@ from shardlab.planner.job import Job
 from shardlab.planner.peak import peak_bytes
 from shardlab.planner.published import Pair, error_of, published_steps
 from shardlab.planner.region import expected_miss
+from shardlab.planner.replay import REPLAYED
 from shardlab.planner.rows import ROWS
 from shardlab.planner.step_model import step_parts
 from shardlab.planner.transformer import Parts
 
-STRATEGIES = ("ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp", "shard_grad_op", "hybrid_shard")
+STRATEGIES = tuple(name for name in REPLAYED if not ROWS[name].alone)
 RECOMPUTES: tuple[int | str, ...] = (0, "selective", "full")
 TENSORS = (1, 2, 4, 8)
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -152,7 +153,7 @@ def _jobs(sizes: Mapping[str, Any], ranks: int, sequences: int, options: Mapping
                 continue
             for recompute in RECOMPUTES:
                 for strategy in STRATEGIES if data > 1 else ("single",):
-                    if ROWS[strategy].in_hosts and (data <= base.per_host or data % base.per_host):
+                    if ROWS[strategy].outer is not None and (data <= base.per_host or data % base.per_host):
                         continue
                     for no_sync in _accumulates(strategy, base.accumulation):
                         yield replace(base, strategy=strategy, recompute=recompute, no_sync=no_sync)

@@ -12,8 +12,8 @@ from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.partition.chunks import ParamSpec, require_count
 from shardlab.partition.slices import require_rank, slices_of
 from shardlab.planner.formulas import Precision
-from shardlab.planner.rows import ROWS, Row, row_of
-from shardlab.vocabulary import LayoutName, Offload, Partition, Sharding, dtype_name
+from shardlab.planner.rows import ROWS, STATE, Row, row_of
+from shardlab.vocabulary import LayoutName, MeshAxis, Offload, Partition, Sharding, dtype_name
 
 STRATEGIES = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
 
@@ -147,14 +147,17 @@ class Setup:
     @property
     def hybrid(self) -> bool:
         """Whether ranks shard in groups and replicate across them."""
-        return self.row.in_hosts
+        return self.row.outer is not None
+
+    @property
+    def sizes(self) -> dict[MeshAxis, int]:
+        """Ranks of each axis of the mesh, outer first."""
+        return self.row.sizes(self.num_ranks, self.shard_group_size or 1)
 
     @property
     def num_shards(self) -> int:
         """Chunks that parameters, gradients or state are cut into."""
-        if self.shard_group_size is not None:
-            return self.shard_group_size
-        return self.num_ranks if self.row.state else 1
+        return self.row.parts(STATE, self.sizes)
 
     def ranks_among(self, wanted: Sequence[int] | None) -> Sequence[int]:
         """The ranks that a table shall cover; None for all.

@@ -109,7 +109,7 @@ class Step:
         units = [self.unit(f"layer {n}", self.layer, job.layer_params, matrices) for n in range(job.layers)]
         root = self.unit("root", self.head, job.root_params, 2 if job.is_gated else 1)
         schedule = Schedule(
-            job.strategy, micro_batches=micro_batches, reduces_each=not job.no_sync, shard_group_size=job.shards,
+            job.row, job.sizes, micro_batches=micro_batches, reduces_each=not job.no_sync,
             optimizer_seconds=self.optimizer_seconds, contention=self.card.contention,
         )  # fmt: skip
         return replay(units, schedule, cache(self.message_seconds), root)
@@ -121,14 +121,9 @@ class Step:
 
     def message_seconds(self, op: Collective, axis: MeshAxis, num_bytes: float) -> float:
         """Of a message over an axis."""
-        job = self.job
-        size, per_host = job.data, job.per_host
-        if axis == MeshAxis.SHARD:
-            size = job.shards
-        elif axis == MeshAxis.REPLICA:
-            # As many replicas' rings between two hosts as there are shards, each with the link of one GPU.
-            size, per_host = job.data // job.shards, 1
-        return self.network.seconds(op, num_bytes, size, per_host)
+        # As many replicas' rings between two hosts as there are shards, each with the link of one GPU.
+        per_host = 1 if axis == MeshAxis.REPLICA else self.job.per_host
+        return self.network.seconds(op, num_bytes, self.job.sizes[axis], per_host)
 
     def parts(self, micro_batches: int) -> Parts:
         """Seconds of the step by what they are spent on."""

@@ -1,17 +1,24 @@
-"""A replayed step against cases that can be worked out by hand, and its order against that of the planned messages."""
+"""A replayed step against cases that can be worked out by hand, and its messages against those of the engines."""
 
+from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlab.partition import ParamSpec
-from shardlab.planner import PlannedModel, Setup
+from shardlab.dry.messages import DryRun
+from shardlab.engines import DDP, FSDP, HFSDP, Bucketed, Engine, ZeRO1, ZeRO2, ZeRO3, zero_in_groups
+from shardlab.models.gpt import GPT, GPTConfig
+from shardlab.planner import Setup, described
+from shardlab.planner.groups import groups_of
 from shardlab.planner.replay import REPLAYED, Schedule, Unit, replay
+from shardlab.planner.rows import ROWS, Row
+from shardlab.units import units_of
 from shardlab.vocabulary import FLAG, Collective, MeshAxis, Phase
-from tests.oracle.collectives import calls_of_step
 
 UNITS = [Unit(f"layer {number}", 1.0, 2.0, 10.0, 20.0) for number in range(3)]
 ROOT = Unit("root", 0.5, 1.0, 4.0, 8.0)
@@ -34,7 +41,7 @@ def transfers(found, op=None):
 
 @pytest.mark.parametrize("strategy", REPLAYED)
 def test_without_a_link_a_step_takes_its_compute(strategy):
-    schedule = Schedule(strategy, micro_batches=2, optimizer_seconds=0.25, contention=0.5)
+    schedule = Schedule(ROWS[strategy], micro_batches=2, optimizer_seconds=0.25, contention=0.5)
     found = replay(UNITS, schedule, free, ROOT)
     assert found.seconds == pytest.approx(2 * ALONE + 0.25)
     assert found.exposed_seconds == pytest.approx(0)
@@ -50,13 +57,13 @@ def test_without_a_link_a_step_takes_its_compute(strategy):
 )  # fmt: skip
 def test_with_infinite_compute_a_step_takes_its_messages(strategy, num_bytes):
     units = [replace(unit, forward_seconds=0, backward_seconds=0) for unit in (*UNITS, ROOT)]
-    found = replay(units[:-1], Schedule(strategy), at(0.1), units[-1])
+    found = replay(units[:-1], Schedule(ROWS[strategy]), at(0.1), units[-1])
     sends = 0 if strategy == "single" else num_bytes
     assert found.seconds == pytest.approx(0.1 * sends) == found.exposed_seconds
 
 
 def test_a_gather_is_hidden_by_the_unit_before_and_the_first_and_the_last_message_are_not():
-    found = replay(UNITS, Schedule("fsdp", contention=0), at(0.01), ROOT)
+    found = replay(UNITS, Schedule(ROWS["fsdp"], contention=0), at(0.01), ROOT)
     # Every message is shorter than the compute beside it. Nothing computes beside the first gathers, of the root and
     # the first unit, the root's gather in backward, and the last reductions, of the first unit and the root.
     assert found.exposed_seconds == pytest.approx(0.01 * (4 + 10 + 4 + 20 + 8))
@@ -67,20 +74,20 @@ def test_a_gather_is_hidden_by_the_unit_before_and_the_first_and_the_last_messag
 
 
 def test_without_prefetch_every_gather_is_exposed():
-    found = replay(UNITS, Schedule("fsdp", prefetch=0, contention=0), at(0.01), ROOT)
+    found = replay(UNITS, Schedule(ROWS["fsdp"], prefetch=0, contention=0), at(0.01), ROOT)
     # A gather waits on its queue for the reduction of the unit before, which is exposed with it.
     assert found.exposed_seconds == pytest.approx(0.01 * (2 * 34 + 2 * 20 + 20 + 8))
 
 
 def test_a_bucket_is_hidden_and_the_last_one_exposed():
-    found = replay(UNITS, Schedule("bucketed", bucket_bytes=1, contention=0), at(0.01), ROOT)
+    found = replay(UNITS, Schedule(ROWS["bucketed"], bucket_bytes=1, contention=0), at(0.01), ROOT)
     assert found.exposed_seconds == pytest.approx(0.01 * 20)
-    one = replay(UNITS, Schedule("bucketed", bucket_bytes=1000, contention=0), at(0.01), ROOT)
+    one = replay(UNITS, Schedule(ROWS["bucketed"], bucket_bytes=1000, contention=0), at(0.01), ROOT)
     assert one.exposed_seconds == pytest.approx(0.01 * 68)
 
 
 def test_zero1_gathers_after_the_optimizer():
-    found = replay(UNITS, Schedule("zero1", optimizer_seconds=1.0), at(0.01), ROOT)
+    found = replay(UNITS, Schedule(ROWS["zero1"], optimizer_seconds=1.0), at(0.01), ROOT)
     *_, (_, _, stepped) = found.computed
     gathers = transfers(found, Collective.ALL_GATHER)
     assert gathers
@@ -91,7 +98,7 @@ def test_zero1_gathers_after_the_optimizer():
 def test_compute_beside_a_message_is_slower():
     unit = Unit("only", 1.0, 2.0, 0.0, 0.0)
     other = Unit("other", 4.0, 0.0, 1.0, 0.0)
-    found = replay([unit, other], Schedule("fsdp", contention=0.5), at(0.6))
+    found = replay([unit, other], Schedule(ROWS["fsdp"], contention=0.5), at(0.6))
     # The gather of the other lasts 0.6 s, in which only 0.4 s of work are done.
     (_, _, alone), (_, *both), *_ = found.computed
     assert (alone, *both) == pytest.approx((1.2, 1.2, 5.2))
@@ -102,14 +109,14 @@ def test_only_what_is_sent_in_several_messages_pays_for_them():
         return 1.0
 
     units = [replace(unit, num_messages=4) for unit in UNITS]
-    zero3 = replay(units, Schedule("zero3"), latency)
-    fsdp = replay(units, Schedule("fsdp", prefetch=0), latency)
+    zero3 = replay(units, Schedule(ROWS["zero3"]), latency)
+    fsdp = replay(units, Schedule(ROWS["fsdp"], prefetch=0), latency)
     sent = [sum(end - start for _, start, end in transfers(found)) for found in (zero3, fsdp)]
     assert sent == pytest.approx([3 * 3 * 4, 3 * 3])
 
 
 def test_replicas_add_the_shards_on_a_queue_of_their_own():
-    found = replay(UNITS, Schedule("hybrid_shard", shard_group_size=2), at(0.01), ROOT)
+    found = replay(UNITS, Schedule(ROWS["hybrid_shard"], {MeshAxis.SHARD: 2}), at(0.01), ROOT)
     sums, scattered = (transfers(found, op) for op in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER))
     assert {one.queue[0] for one, *_ in sums} == {MeshAxis.REPLICA}
     assert [one.num_bytes for one, *_ in sums] == [10, 10, 10, 4]
@@ -119,35 +126,83 @@ def test_replicas_add_the_shards_on_a_queue_of_their_own():
 def test_only_the_last_micro_batch_reduces_unless_each_does():
     counts = []
     for each in (False, True):
-        found = replay(UNITS, Schedule("fsdp", micro_batches=3, reduces_each=each), free, ROOT)
+        found = replay(UNITS, Schedule(ROWS["fsdp"], micro_batches=3, reduces_each=each), free, ROOT)
         counts.append(len(transfers(found, Collective.REDUCE_SCATTER)))
     assert counts == [4, 12]
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("strategy", ["fsdp", "shard_grad_op", "hybrid_shard", "zero3", "zero1", "ddp", "bucketed"])
-def test_the_order_of_messages_is_that_of_the_plan(strategy, prefetch):
-    specs = [ParamSpec(f"blocks.{number}.weight", (8, 8), 4) for number in range(4)]
-    by_unit = {f"blocks.{number}": [f"blocks.{number}.weight"] for number in range(4)}
-    options = {"prefetch": prefetch, "bucket_bytes": 256, "micro_batches": 2}
-    units = [Unit(name, 1.0, 1.0, 256, 256) for name in by_unit]
-    root = None
-    if strategy in ("fsdp", "shard_grad_op", "hybrid_shard"):
-        specs.append(ParamSpec("head", (8, 8), 4))
-        root = Unit("root", 1.0, 1.0, 256, 256)
-        sharding = "full_shard" if strategy == "fsdp" else strategy
-        options |= {"units": by_unit, "sharding": sharding}
-        options |= {"shard_group_size": 2} if strategy == "hybrid_shard" else {}
-    setup = Setup("fsdp" if root else strategy, 4, **options)
-    planned = [call for call in calls_of_step(PlannedModel.of_specs(specs), setup) if call.tag != FLAG]
-    schedule = Schedule(strategy, prefetch=prefetch, bucket_bytes=256, micro_batches=2, shard_group_size=2)
-    replayed = [one for one, *_ in transfers(replay(units, schedule, at(1), root))]
-    for axis in MeshAxis:
-        messages = [(call.op, call.phase, call.numel * 4) for call in planned if call.axis == axis]
-        assert messages == [(one.op, one.phase, one.num_bytes) for one in replayed if one.queue[0] == axis]
-    if root:
-        names = [call.tag.split(" of ")[1] for call in planned if call.axis != MeshAxis.REPLICA]
-        assert names == [one.tag for one in replayed if one.queue[0] != MeshAxis.REPLICA]
+HOSTS = {MeshAxis.REPLICA: 2, MeshAxis.SHARD: 2}
+SMALL = {"bucket_bytes": 1024}
+GPT_SIZES = GPTConfig(vocab_size=16, seq_len=4, num_layers=3, num_heads=2, hidden=8)  # 4 ranks divide all buckets
+STRATEGIES = {
+    "ddp": DDP, "bucketed": lambda: Bucketed(**SMALL), "zero1": lambda: ZeRO1(**SMALL), "zero2": lambda: ZeRO2(**SMALL),
+    "zero3": lambda: ZeRO3(**SMALL), "fsdp": FSDP, "shard_grad_op": lambda: FSDP(sharding="shard_grad_op"),
+    "hybrid_shard": lambda: FSDP(sharding="hybrid_shard"),
+}  # fmt: skip
+PAIRS = product(range(4), repeat=2)
+OVER_TWO_AXES = {Row(inner, outer): partial(zero_in_groups, outer, inner, **SMALL) for outer, inner in PAIRS}
+OVER_TWO_AXES[Row(3, outer=2, by_unit=True)] = HFSDP
+
+
+def sent_by_engine(make, axes, micro_batches):
+    """The messages of a step of a small GPT on rank 0, in the order of issue."""
+
+    def step(mesh, log):
+        with Engine(GPT(GPT_SIZES), lambda params: torch.optim.SGD(params, lr=0.1), mesh, make()) as engine, log.step():
+            for left in reversed(range(micro_batches)):
+                with engine.no_sync() if left else nullcontext():
+                    with log.phase(Phase.FORWARD):
+                        loss = engine(torch.zeros(2, 4, dtype=torch.long)).sum()
+                    with log.phase(Phase.BACKWARD):
+                        engine.backward(loss)
+            with log.phase(Phase.STEP):
+                engine.step()
+
+    return [one for one in DryRun(step, axes).of_rank(0)[0] if one.event.tag != FLAG]
+
+
+def sent_in_replay(row, axes, micro_batches, prefetch=1):
+    """Those of a step of it whose units have the parameters of the engine's units, buckets or parameters."""
+    model, name = GPT(GPT_SIZES), "fsdp" if row.by_unit else "bucketed" if row.packs else "ddp"
+    setup = Setup(name, 4, **SMALL, units=units_of(model, "auto") if row.by_unit else {})
+    sizes = {group.name: 4.0 * group.layout.padded_numel for group in groups_of(described(model), setup)}
+    units = [Unit(name, 1.0, 1.0, num_bytes, num_bytes) for name, num_bytes in sizes.items()]
+    root = units.pop(0) if row.by_unit else None
+    schedule = Schedule(row, axes, prefetch, micro_batches, bucket_bytes=1)
+    if row.packs and not row.by_unit:  # buckets are filled from the end
+        units.reverse()
+    return [one for one, *_ in transfers(replay(units, schedule, at(1), root))]
+
+
+def assert_as_the_engine(row, make, axes, micro_batches, prefetch=1):
+    events = sent_by_engine(make, axes, micro_batches)
+    replayed = sent_in_replay(row, axes, micro_batches, prefetch)
+    for axis in axes:  # a communicator for each: their messages do not wait for each other, unless they are of one unit
+        ours = [(one.op, one.phase, one.num_bytes, one.tag) for one in replayed if one.queue[0] == axis]
+        engines = [(one.op, phase, one.num_bytes, one.tag) for one, phase in events if one.axis == axis]
+        assert [one[:3] for one in ours] == [one[:3] for one in engines], (row, axis)
+        assert all(mine[3] in theirs[3] for mine, theirs in zip(ours, engines, strict=True)), (row, axis)
+    return events
+
+
+@pytest.mark.parametrize("strategy", [name for name in REPLAYED if name != "single"])
+def test_the_messages_are_those_of_the_engine(strategy):
+    row = ROWS[strategy]
+    assert_as_the_engine(row, STRATEGIES[strategy], row.sizes(4, 2), micro_batches=2)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_gathers_are_ahead_as_in_the_engine(prefetch):
+    assert_as_the_engine(ROWS["fsdp"], lambda: FSDP(prefetch=prefetch), {MeshAxis.DATA: 4}, 1, prefetch)
+
+
+@pytest.mark.parametrize(("row", "make"), OVER_TWO_AXES.items())
+def test_a_row_over_two_axes_sends_what_its_engine_does(row, make):
+    sent = dict.fromkeys(HOSTS, 0.0)
+    for one in assert_as_the_engine(row, make, HOSTS, micro_batches=1):
+        sent[one.event.axis] += one.wire_bytes(0)
+    num_params = sum(param.numel() for param in GPT(GPT_SIZES).parameters())
+    assert sent == {axis: num_params * each for axis, each in row.sent(HOSTS, 4, 4).items()}
 
 
 seconds = st.floats(0, 3)
@@ -161,7 +216,7 @@ units = st.builds(Unit, st.just("unit"), seconds, seconds, seconds, seconds)
 )  # fmt: skip
 def test_a_slower_link_is_never_faster_and_everything_runs_in_turn(some, strategy, prefetch, contention, pace, slower):
     some = [replace(unit, name=f"unit {number}") for number, unit in enumerate(some)]
-    schedule = Schedule(strategy, prefetch=prefetch, micro_batches=2, bucket_bytes=2, contention=contention)
+    schedule = Schedule(ROWS[strategy], prefetch=prefetch, micro_batches=2, bucket_bytes=2, contention=contention)
     found = replay(some, schedule, at(pace))
     assert replay(some, schedule, at(pace * slower)).seconds >= found.seconds * (1 - 1e-9)
     for queue in found.host.queues:

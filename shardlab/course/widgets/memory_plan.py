@@ -139,7 +139,7 @@ class MemoryPlan:
         return planner.sent_bytes(self._described[0], self._setup(strategy))
 
     def _setup(self, strategy: str, ranks: int | None = None, group: int | None = None) -> planner.Setup:
-        hybrid = strategy in ROWS and row_of(strategy, self.sharding).in_hosts
+        hybrid = strategy in ROWS and row_of(strategy, self.sharding).outer is not None
         return planner.Setup(
             strategy, ranks or self.ranks, units=self._described[1], sharding=self.sharding,
             shard_group_size=(group or self.group) if hybrid else None, optimizer=OPTIMIZERS[self.optimizer],
