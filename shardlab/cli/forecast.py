@@ -169,7 +169,7 @@ def what_if(
 def validate(*, json: bool, calibration: Path | None) -> None:
     """Print how far forecasts miss: of published steps of GPUs, and, where it was calibrated, of steps run here."""
     from shardlab.planner.machine import Machine
-    from shardlab.planner.validation import validate_published
+    from shardlab.planner.published import validate_published
 
     given = calibration or CALIBRATION
     # One that is named has to be there.
@@ -204,7 +204,7 @@ def _sets(published: "pd.DataFrame") -> dict[str, "pd.DataFrame"]:
 
 def _misses(published: "pd.DataFrame", here: "pd.DataFrame | None") -> dict[str, Any]:
     from shardlab.bench.validated_here import regret_of
-    from shardlab.planner.validation import summary
+    from shardlab.planner.published import summary
 
     sets = _sets(published) | ({} if here is None else {"here": here})
     found: dict[str, Any] = {name: summary(rows).to_dict("index") for name, rows in sets.items()}
@@ -214,7 +214,7 @@ def _misses(published: "pd.DataFrame", here: "pd.DataFrame | None") -> dict[str,
 
 def _tell_set(console: Console, name: str, rows: "pd.DataFrame") -> None:
     """Print a table of misses, beside the toys."""
-    from shardlab.planner.validation import summary
+    from shardlab.planner.published import summary
 
     table, steps = summary(rows), f"{int((~rows['calibration']).sum())} {SETS[name]}"
     shown = (100 * table).round(1).reset_index(names="forecast")

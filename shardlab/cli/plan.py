@@ -14,9 +14,8 @@ from shardlab.cli import forecast, transformer
 from shardlab.cli.console import answer_table, count, in_units, names_in, progress_bar, table_of
 from shardlab.cli.records import ROOMY, print_json
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
-from shardlab.planner.fit import Gpu
-from shardlab.planner.formulas import model_states, precision_named
-from shardlab.planner.hosts import over_hosts
+from shardlab.planner.formulas import model_states, over_hosts, precision_named
+from shardlab.planner.gpu import Gpu
 from shardlab.planner.setup import STRATEGIES
 
 if TYPE_CHECKING:

@@ -64,13 +64,12 @@ def of_config(
 
 def _memory_alone(gpu: str) -> float | None:
     """Bytes of a GPU that has no preset: of a memory such as 24GB, or of a card whose speed is not known."""
-    from shardlab.planner.cards import card_named
-    from shardlab.planner.fit import Gpu
+    from shardlab.planner.gpu import Gpu
 
-    card, parsed = card_named(gpu), Gpu.parse(gpu)
-    if card is None and parsed.link is not None:
+    parsed = Gpu.parse(gpu)
+    if not parsed.name and parsed.link is not None:
         raise ValueError(f"gpu: {gpu} has a link; of --config give a card or its memory, and links as --network")
-    return None if card is not None and "bf16_tflops" in card else parsed.memory_bytes
+    return None if parsed.peaks else parsed.memory_bytes
 
 
 def _step_in(file: Path) -> tuple[dict[str, Any], float]:

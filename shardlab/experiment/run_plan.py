@@ -27,7 +27,8 @@ from shardlab.experiment.batches import batches_of, divide, rows_of
 from shardlab.experiment.named_workload import workload_at
 from shardlab.experiment.planned import Plan, plans_of, row_of, table_of
 from shardlab.experiment.workload import Workload, seeded
-from shardlab.planner.fit import Gpu, rows_that_fit, sending_us
+from shardlab.planner.fit import rows_that_fit, sending_us
+from shardlab.planner.gpu import Gpu
 from shardlab.planner.rows import ROWS
 from shardlab.planner.setup import STRATEGIES
 from shardlab.vocabulary import Role

@@ -9,13 +9,14 @@ engines too, is that of ``dry.planned_model``, imported when it is used.
 from typing import TYPE_CHECKING
 
 from shardlab.installed import imported_when_used
-from shardlab.planner.fit import Gpu
 from shardlab.planner.forecast import Forecast, predict_step
-from shardlab.planner.formulas import PRECISIONS, Layer, ModelStates, Precision, activation_bytes, model_states
+from shardlab.planner.formulas import PRECISIONS, ModelStates, Precision, model_states
+from shardlab.planner.gpu import Gpu
 from shardlab.planner.memory import predicted_memory, sent_bytes
+from shardlab.planner.peak import Layer, activation_bytes
+from shardlab.planner.published import validate_published
 from shardlab.planner.setup import ADAM, SGD, SGD_MOMENTUM, Optimizer, PlannedModel, PlannedParam, Setup, described
 from shardlab.planner.tensor import divided, on_tensor_ranks
-from shardlab.planner.validation import validate_published
 
 if TYPE_CHECKING:
     from shardlab.dry.planned_model import predicted_collectives

@@ -21,45 +21,11 @@ that leaves nothing promises that it does not, because it counts only what must 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import floor, isfinite
+from math import floor
 
 import pandas as pd
 
 from shardlab.partition.ring_cost import Link
-from shardlab.planner.cards import MEMORY, card_named, cards, memory_bytes
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """What a plan asks of a GPU: its memory, and the link over which its rank sends; None if that is not known."""
-
-    memory_bytes: float
-    link: Link | None = None
-
-    def __post_init__(self) -> None:
-        """Memory must be above 0."""
-        if not (isfinite(self.memory_bytes) and self.memory_bytes > 0):
-            raise ValueError(f"memory: {self.memory_bytes} is given; it must be a finite number of bytes above 0")
-
-    @classmethod
-    def parse(cls, text: str) -> "Gpu":
-        """A GPU from the name of a card (``cards``), or from its memory, with bandwidth and latency of its link or not.
-
-        For example ``h100``, ``24GB`` or ``24GB,32GB/s,10us``.
-
-        Raises:
-            ValueError: a part is not understood; the message names it.
-        """
-        if card := card_named(text):
-            return cls(memory_bytes(card["memory"]), Link.parse(card["link"]))
-        memory, comma, link = text.partition(",")
-        if not comma and not MEMORY.fullmatch(memory.strip()):
-            raise ValueError(
-                f"gpu: {text!r} is not understood; write a card ({', '.join(cards())}), a memory such as 24GB, or "
-                "memory, bandwidth and latency such as 24GB,32GB/s,10us"
-            )
-        return cls(memory_bytes(memory), Link.parse(link) if comma else None)
 
 
 def sending_us(collectives: pd.DataFrame, link: Link) -> float:

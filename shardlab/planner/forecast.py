@@ -77,8 +77,8 @@ def predict_step(
         precision: of products and messages: bf16, fp16 or tf32. What the optimizer steps is in ``states``.
         recompute: layers whose forward runs again in backward up to its last product, or 'full' for all; 'selective'
             for half of it, or, where attention is unfused, for the scores alone.
-        hardware: name of a preset, see ``hardware.HARDWARE``.
-        network: such as '8 per host, 600GB/s, 200Gb/s per GPU', see ``hardware.network_of``; None where not known:
+        hardware: name of a preset, see ``gpu.cards``.
+        network: such as '8 per host, 600GB/s, 200Gb/s per GPU', see ``network.network_of``; None where not known:
             then ``most_seconds`` is over the slowest link between hosts that is usual.
         calibration: up to three pairs of arguments like these and measured seconds, of the same cluster.
         gated: whether layers are written as in Llama (three matrices in the MLP, rotation, head and embedding apart) or

@@ -1,6 +1,6 @@
-"""Memory by the papers' formulas: model states from a number of parameters alone, and the activations of a layer.
+"""Model states by the papers' formulas, from a number of parameters alone: bytes that ranks keep, and send.
 
-Model states, with which tests compare all that the ZeRO paper has published:
+Tests compare them with all that the ZeRO paper has published:
 
 ========  ==========  =========  ===============  =======================
 strategy  parameters  gradients  optimizer state  elements sent per step
@@ -31,34 +31,16 @@ Legend: P parameters, N ranks, b and g bytes of a parameter and a gradient, K by
 (master weight included). Without padding; bytes are whole numbers where P/N makes them so. Source: Rajbhandari et al.,
 arXiv 1910.02054, section 3.1 (mixed-precision Adam), section 5 and figure 1 (memory), section 7 (communication: 2P and
 3P elements, of which a ring of N ranks sends (N - 1)/N).
-
-Bytes of activations a transformer layer keeps for backward, in 16-bit training:
-
-==================================  ===========================================
-layer                               bytes per rank
-==================================  ===========================================
-whole                               s b h (34 + 5 a s / h)
-tensor parallel                     s b h (10 + 24 / t + 5 a s / (h t))
-tensor and sequence parallel        s b h (34 / t + 5 a s / (h t))
-the same, inputs kept whole         s b h (4 + 30 / t + 5 a s / (h t))
-==================================  ===========================================
-
-The term 5 a s / h is the attention matrix with its softmax and dropout; selective recomputation, and attention in one
-kernel that never stores it, drop it. Full recomputation keeps the layer's input only, 2 s b h. The fourth row is
-sequence parallelism that gathers the inputs of attention and MLP once and keeps them, instead of gathering them again
-in backward. Not counted, as in the paper: two numbers a token and LayerNorm.
-
-Legend: s tokens of a sequence, b sequences, h hidden, a heads, t tensor-parallel ranks. Matrices and GELU inputs of 2
-bytes an element, dropout masks of 1. Source: Korthikanti et al., arXiv 2205.05198, table 2.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction
+from itertools import product
 
 from shardlab.partition.chunks import require_count
-from shardlab.planner.rows import GRADIENTS, PARAMETERS, ROWS, STATE, Row
+from shardlab.planner.rows import GRADIENTS, PARAMETERS, ROWS, STAGES, STATE, Row
 from shardlab.vocabulary import MeshAxis
 
 _NEEDED = ("parameter", "gradient")
@@ -161,56 +143,59 @@ def states_of(
         num_params * sum(row.sent(sizes, *each).values(), Fraction())
         for each in ((1, 1), (precision.parameter, precision.gradient))
     ]
-    return ModelStates(strategy, *(_number(value) for value in (*held, sum(held, Fraction()), *sent)))
+    return ModelStates(strategy, *(as_number(value) for value in (*held, sum(held, Fraction()), *sent)))
 
 
-def _number(value: Fraction) -> float:
+def as_number(value: Fraction) -> float:
+    """An int where it is a whole number."""
     return value.numerator if value.denominator == 1 else float(value)
 
 
-RECOMPUTATIONS = ("none", "selective", "full")
-
-
 @dataclass(frozen=True)
-class Layer:
-    """Sizes of a transformer layer; its MLP is four times as wide as its residual."""
+class OverHosts:
+    """One row: bytes that a rank keeps, that it sends inside its host in a step, and that all of a host send out."""
 
-    hidden: int
-    num_heads: int
-    seq_len: int
-    micro_batch: int
-
-    def __post_init__(self) -> None:
-        """All sizes must be 1 or more."""
-        for field in ("hidden", "num_heads", "seq_len", "micro_batch"):
-            require_count(field, getattr(self, field), 1)
+    strategy: str
+    rest_bytes: float
+    inside_bytes: float
+    across_bytes: float
 
 
-def activation_bytes(
-    layer: Layer, num_ranks: int = 1, *, sequence_parallel: bool = False, regather: bool = True, recompute: str =
-    "none",
-) -> float:  # fmt: skip
-    """Bytes per layer and rank, a whole number where the sizes divide.
+def over_hosts(num_params: int, num_ranks: int, per_host: int, precision: Precision | str) -> tuple[OverHosts, ...]:
+    """ddp and fsdp over all ranks as one axis, the sixteen rows over two (``engines.zero_in_groups``), and hpZ.
 
     Args:
-        layer: its sizes.
-        num_ranks: tensor-parallel ranks.
-        sequence_parallel: whether LayerNorm, dropout and the residual are in parts too.
-        regather: with ``sequence_parallel``: the inputs of attention and MLP are kept in parts and gathered again.
-        recompute: 'none', 'selective' (the attention matrix) or 'full' (everything but the layer's input).
+        num_params: parameters of the model.
+        num_ranks: ranks of all hosts.
+        per_host: ranks of each.
+        precision: bytes an element, or their name.
 
     Raises:
-        ValueError: an unknown ``recompute``, or ``num_ranks`` below 1.
+        ValueError: ``per_host`` does not divide ``num_ranks``; an unknown precision.
     """
-    require_count("num_ranks", num_ranks, 1)
-    if recompute not in RECOMPUTATIONS:
-        raise ValueError(f"recompute: {recompute!r} is not one of {', '.join(RECOMPUTATIONS)}")
-    sbh = layer.seq_len * layer.micro_batch * layer.hidden
-    outside = Fraction(1, num_ranks if sequence_parallel else 1)  # what heads and features do not divide
-    if recompute == "full":
-        return _number(2 * sbh * outside)
-    inputs = outside if regather else Fraction(1)
-    factor = 6 * outside + 4 * inputs + Fraction(24, num_ranks)
-    if recompute == "none":
-        factor += Fraction(5 * layer.num_heads * layer.seq_len, layer.hidden * num_ranks)
-    return _number(sbh * factor)
+    require_count("per-host", per_host, 1)
+    if num_ranks % per_host:
+        raise ValueError(f"per-host: {per_host} ranks a host do not divide {num_ranks} ranks; hosts have equally many")
+    each = precision_named(precision) if isinstance(precision, str) else precision
+    return tuple(_over_hosts(num_params, num_ranks // per_host, per_host, each))
+
+
+def _over_hosts(params: int, hosts: int, per_host: int, each: Precision) -> Iterator[OverHosts]:
+    ranks = hosts * per_host
+    for name in ("ddp", "fsdp"):  # one ring through all hosts: each hop carries all
+        flat = states_of(name, ROWS[name], params, {MeshAxis.DATA: ranks}, each)
+        yield _row(flat, flat.wire_bytes, flat.wire_bytes if hosts > 1 else 0)
+    sizes = {MeshAxis.REPLICA: hosts, MeshAxis.SHARD: per_host}
+    for outer, inner in product((0, *STAGES), repeat=2):
+        row = Row(inner, outer)
+        sent = row.sent(sizes, each.parameter, each.gradient)
+        kept = states_of(f"zero_{outer}x{inner}", row, params, sizes, each)
+        yield _row(kept, params * sent[MeshAxis.SHARD], params * per_host * sent[MeshAxis.REPLICA])
+    over_all, in_host = params * (ranks - 1) / ranks, params * (per_host - 1) / per_host
+    once = over_all * (each.parameter + each.gradient)
+    of_all = states_of("hpz", ROWS["fsdp"], params, {MeshAxis.DATA: ranks}, each)
+    yield _row(of_all, once + in_host * each.parameter, once if hosts > 1 else 0)
+
+
+def _row(kept: ModelStates, inside: float | Fraction, across: float | Fraction) -> OverHosts:
+    return OverHosts(kept.strategy, float(kept.total_bytes), float(inside), float(across))

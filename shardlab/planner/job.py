@@ -6,7 +6,8 @@ from functools import cached_property
 from numbers import Integral
 
 from shardlab.planner.formulas import Precision, precision_named
-from shardlab.planner.hardware import COMPUTE_PRECISIONS, Hardware, Network, hardware_named, network_of
+from shardlab.planner.gpu import COMPUTE_PRECISIONS, Gpu
+from shardlab.planner.network import Network, network_of
 from shardlab.planner.replay import REPLAYED
 from shardlab.planner.rows import ROWS, STATE, Row
 from shardlab.vocabulary import MeshAxis
@@ -85,9 +86,9 @@ class Job:
         return ROWS[self.strategy]
 
     @cached_property
-    def card(self) -> Hardware:
+    def card(self) -> Gpu:
         """The GPU."""
-        return hardware_named(self.hardware)
+        return Gpu.preset(self.hardware)
 
     @cached_property
     def links(self) -> Network:

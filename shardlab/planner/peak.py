@@ -2,7 +2,7 @@
 
     model states          ``formulas.model_states``, sharded as the strategy says; gradients that add up over
                           micro-batches in ``no_sync()`` are whole
-    activations           ``formulas.activation_bytes`` a layer, for the MLP's form, shared keys and values, no dropout;
+    activations           ``activation_bytes`` a layer, for the MLP's form, shared keys and values, no dropout;
                           2 b s h where it is recomputed; selectively, also attention and every second product
     sequence parallel     norms and residuals in parts; 4 b s h of an input that is gathered, and of its gradient
     gathered parameters   root and two layers; all of zero3 and shard_grad_op
@@ -10,13 +10,82 @@
                           or, after them and where it is more, a layer that is recomputed whole
     zero3                 where it is more than activations and logits: the gradients, whole until backward has ended
 
-Legend: b sequences, s tokens of a sequence, h hidden. Sources: see ``formulas``.
+Bytes of activations a transformer layer keeps for backward, in 16-bit training:
+
+==================================  ===========================================
+layer                               bytes per rank
+==================================  ===========================================
+whole                               s b h (34 + 5 a s / h)
+tensor parallel                     s b h (10 + 24 / t + 5 a s / (h t))
+tensor and sequence parallel        s b h (34 / t + 5 a s / (h t))
+the same, inputs kept whole         s b h (4 + 30 / t + 5 a s / (h t))
+==================================  ===========================================
+
+The term 5 a s / h is the attention matrix with its softmax and dropout; selective recomputation, and attention in one
+kernel that never stores it, drop it. Full recomputation keeps the layer's input only, 2 s b h. The fourth row is
+sequence parallelism that gathers the inputs of attention and MLP once and keeps them, instead of gathering them again
+in backward. Not counted, as in the paper: two numbers a token and LayerNorm.
+
+Legend: s tokens of a sequence, b sequences, h hidden, a heads, t tensor-parallel ranks. Matrices and GELU inputs of 2
+bytes an element, dropout masks of 1. Source: Korthikanti et al., arXiv 2205.05198, table 2.
 """
 
-from shardlab.planner.formulas import Layer, ModelStates, activation_bytes, states_of
+from dataclasses import dataclass
+from fractions import Fraction
+
+from shardlab.partition.chunks import require_count
+from shardlab.planner.formulas import ModelStates, as_number, states_of
 from shardlab.planner.job import Job
 
 LOGIT_BYTES = {"gpt": 4, "llama": 10, "compiled": 10}
+
+
+RECOMPUTATIONS = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Sizes of a transformer layer; its MLP is four times as wide as its residual."""
+
+    hidden: int
+    num_heads: int
+    seq_len: int
+    micro_batch: int
+
+    def __post_init__(self) -> None:
+        """All sizes must be 1 or more."""
+        for field in ("hidden", "num_heads", "seq_len", "micro_batch"):
+            require_count(field, getattr(self, field), 1)
+
+
+def activation_bytes(
+    layer: Layer, num_ranks: int = 1, *, sequence_parallel: bool = False, regather: bool = True, recompute: str =
+    "none",
+) -> float:  # fmt: skip
+    """Bytes per layer and rank, a whole number where the sizes divide.
+
+    Args:
+        layer: its sizes.
+        num_ranks: tensor-parallel ranks.
+        sequence_parallel: whether LayerNorm, dropout and the residual are in parts too.
+        regather: with ``sequence_parallel``: the inputs of attention and MLP are kept in parts and gathered again.
+        recompute: 'none', 'selective' (the attention matrix) or 'full' (everything but the layer's input).
+
+    Raises:
+        ValueError: an unknown ``recompute``, or ``num_ranks`` below 1.
+    """
+    require_count("num_ranks", num_ranks, 1)
+    if recompute not in RECOMPUTATIONS:
+        raise ValueError(f"recompute: {recompute!r} is not one of {', '.join(RECOMPUTATIONS)}")
+    sbh = layer.seq_len * layer.micro_batch * layer.hidden
+    outside = Fraction(1, num_ranks if sequence_parallel else 1)  # what heads and features do not divide
+    if recompute == "full":
+        return as_number(2 * sbh * outside)
+    inputs = outside if regather else Fraction(1)
+    factor = 6 * outside + 4 * inputs + Fraction(24, num_ranks)
+    if recompute == "none":
+        factor += Fraction(5 * layer.num_heads * layer.seq_len, layer.hidden * num_ranks)
+    return as_number(sbh * factor)
 
 
 def rest_bytes(job: Job) -> float:

@@ -5,21 +5,34 @@ more than two, and of the ZeRO-3 machine the last too, since its links are part 
 has none, and its forecasts stand on the presets.
 
 Those that are not held out were in sight while the terms of the forecast were written; what was chosen on them is said
-in ``hardware`` and ``transformer``. So their errors are those of a fit with few free numbers. Steps that are held out
+in ``gpu`` and ``transformer``. So their errors are those of a fit with few free numbers. Steps that are held out
 came when the formulas stood, and no second of a forecast was chosen on them; the odd ones among them are kept.
+
+Beside a forecast stand two toys that it has to beat:
+
+    constant rate    seconds = FLOPs of the model / (MFU x peak), one number from the calibration rows
+    roofline         seconds = max(FLOPs with recomputation / (efficiency x peak), 6 P bytes / bandwidth), two numbers
+
+The toys know the calibration rows of the machine; where it has none, those of all machines with that GPU.
 """
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from math import nan
 from typing import Any
 
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
 from shardlab.installed import data_path
 from shardlab.planner.forecast import forecast_of
 from shardlab.planner.job import Job
 
+TOYS = ("constant_rate_error", "roofline_error")
+Floats = NDArray[np.float64]
 Pair = tuple[dict[str, Any], float]
 ARGUMENTS = tuple(name for name in Job.__dataclass_fields__ if name != "gated")
 
@@ -81,3 +94,70 @@ def calibration_of(machine: str) -> tuple[Pair, ...]:
 def error_of(step: PublishedStep, *, is_calibrated: bool) -> float:
     """By which share of its seconds the forecast of a step misses, with what is known of its machine or without."""
     return forecast_of(step.job, calibration_of(step.machine) if is_calibrated else ()).seconds / step.seconds - 1
+
+
+def validate_published() -> pd.DataFrame:
+    """Each published row with its forecast and the errors of it and of both toys, a share of the measured seconds.
+
+    Returns:
+        ``machine``, ``name``, ``source``, ``hardware``, ``calibration`` (whether the row was given to the forecasts of
+        its machine), ``held_out``, ``measured_seconds``, ``predicted_seconds``, ``error``, ``constant_rate_error``,
+        ``roofline_error``, ``peak_error`` (of bytes allocated at the peak; NaN where they are not known).
+    """
+    found = []
+    for step in published_steps():
+        known = [
+            (other.job, other.seconds) for other in published_steps()
+            if other.calibrates and other.job.hardware == step.job.hardware
+        ]  # fmt: skip
+        of_machine = calibration_of(step.machine)
+        forecast = forecast_of(step.job, of_machine)
+        toys = _toys(step.job, [(Job(**given), seconds) for given, seconds in of_machine] or known)
+        misses = (seconds / step.seconds - 1 for seconds in (forecast.seconds, *toys))
+        found.append({
+            "machine": step.machine, "name": step.name, "source": step.source, "hardware": step.job.hardware,
+            "calibration": step.calibrates, "held_out": step.held_out, "measured_seconds": step.seconds,
+            "predicted_seconds": forecast.seconds, **dict(zip(("error", *TOYS), misses, strict=True)),
+            "peak_error": forecast.peak_bytes / step.peak_bytes - 1,
+        })  # fmt: skip
+    return pd.DataFrame(found)
+
+
+def summary(validated: pd.DataFrame) -> pd.DataFrame:
+    """Median, 90th percentile and worst of the absolute errors on the rows that calibrate nothing."""
+    errors = validated.loc[~validated["calibration"], ["error", *TOYS]].abs()
+    return pd.DataFrame({"median": errors.median(), "p90": errors.quantile(0.9), "worst": errors.max()})
+
+
+def _toys(job: Job, calibration: Sequence[tuple[Job, float]]) -> tuple[float, float]:
+    model, work, sent = _work(job)
+    models, works, moved = np.array([_work(known) for known, _ in calibration]).T
+    seconds = np.array([measured for _, measured in calibration])
+    rate, bandwidth = fit_roofline(works, moved, seconds)
+    return model / fit_constant(models, seconds), max(work / rate, sent / bandwidth)
+
+
+def _work(job: Job) -> tuple[float, float, float]:
+    """Seconds of a GPU at its peak, without and with what is recomputed, and bytes: two gathers and a reduction."""
+    sent = 6 * job.num_params * job.accumulation / job.tensor if job.data > 1 else 0.0
+    return job.seconds_at_peak, job.seconds_at_peak * (1 + job.recomputed / job.layers / 3), sent
+
+
+def fit_constant(work: Floats, seconds: Floats) -> float:
+    """The rate of a toy that knows work alone: the median one."""
+    return float(np.exp(np.median(np.log(work / seconds))))
+
+
+def fit_roofline(work: Floats, sent: Floats, seconds: Floats) -> tuple[float, float]:
+    """Rate and bandwidth that bring max(work / rate, sent / bandwidth) nearest to the seconds.
+
+    One step says the rate alone.
+    """
+    rates = np.geomspace((work / seconds).min() / 2, 10 * (work / seconds).max(), 300)[:, None]
+    bandwidths = np.geomspace(1e6, 1e13, 300) if len(work) > 1 else np.array([np.inf])
+    misses = sum(
+        np.abs(np.log(np.maximum(one / rates, moved / bandwidths) / measured))
+        for one, moved, measured in zip(work, sent, seconds, strict=True)
+    )
+    best = np.unravel_index(np.argmin(misses), np.shape(misses))
+    return float(rates[best[0], 0]), float(bandwidths[best[1]])

@@ -35,7 +35,7 @@ without recomputation. Bytes a token were counted kernel by kernel.
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from shardlab.planner.hardware import SUSTAINED, Hardware
+from shardlab.planner.gpu import SUSTAINED, Gpu
 from shardlab.planner.job import Job
 
 TILE = 128 * 256
@@ -80,11 +80,11 @@ def token_bytes(job: Job) -> float:
 class Costs:
     """Seconds of a job's layers on a GPU, which may be faster than its preset, forward or backward."""
 
-    def __init__(self, job: Job, hardware: Hardware) -> None:
-        self.job, self.hardware, self.itemsize = job, hardware, job.itemsize
-        self.peak = hardware.peaks[job.precision]
-        self.product_rate = self.peak * hardware.product_fraction * SUSTAINED
-        self.bandwidth = hardware.memory_bandwidth * hardware.memory_fraction
+    def __init__(self, job: Job, gpu: Gpu) -> None:
+        self.job, self.gpu, self.itemsize = job, gpu, job.itemsize
+        self.peak = gpu.peaks[job.precision]
+        self.product_rate = self.peak * gpu.product_fraction * SUSTAINED
+        self.bandwidth = gpu.memory_bandwidth * gpu.memory_fraction
 
     def layer(self, *, backward: bool = False) -> Parts:
         """Of one layer."""
@@ -92,7 +92,7 @@ class Costs:
         moved = job.tokens * token_bytes(job) * self.itemsize / 2 * (2 if backward else 1)
         found = Parts({PRODUCTS: self.products(layer_products(job), backward), MEMORY: moved / self.bandwidth})
         found.add(self.attention(backward))
-        launches = LAUNCHED[job.written] * (2 if backward else 1) * self.hardware.launch_seconds
+        launches = LAUNCHED[job.written] * (2 if backward else 1) * self.gpu.launch_seconds
         found[LAUNCHES] = max(0.0, launches - found.total())
         return found
 
@@ -117,7 +117,7 @@ class Costs:
         if job.kernel in FLASH_RATES:
             dim = job.heads_width / job.heads
             rate = FLASH_RATES[job.kernel][backward]
-            rate *= self.peak * self.hardware.attention_fraction * dim / (dim + 16)
+            rate *= self.peak * self.gpu.attention_fraction * dim / (dim + 16)
             rate *= job.span / (job.span + 600)
             return Parts({ATTENTION: flops * job.span / 2 * (2.5 if backward else 1) / rate})
         times = 2 if backward else 1
@@ -133,7 +133,7 @@ class Costs:
 
     def product(self, rows: float, inner: float, columns: float) -> float:
         """Of one matrix product."""
-        card, result = self.hardware, rows * columns
+        card, result = self.gpu, rows * columns
         tiles = max(1.0, result / TILE) * max(1.0, inner / SPLIT_INNER)
         seconds = 2 * result * inner / self.product_rate * (1 + card.multiprocessors / 2 / tiles)
         seconds += result * self.itemsize / self.bandwidth

@@ -18,8 +18,8 @@ from shardlab.experiment.run_plan import RunPlan, kept_for_backward, readable_fi
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.partition.ring_cost import Link
 from shardlab.planner import Gpu, described
-from shardlab.planner.cards import cards, memory_bytes
 from shardlab.planner.fit import rows_that_fit
+from shardlab.planner.gpu import cards, memory_bytes
 from shardlab.plots import memory_on_gpu
 from shardlab.plots.text import listing
 from shardlab.trace.memory_by_role import bytes_by_role

@@ -8,18 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.planner import model_states, predict_step, validate_published
-from shardlab.planner.cards import cards
 from shardlab.planner.forecast import RESERVED, may_retry
 from shardlab.planner.formulas import PRECISIONS
-from shardlab.planner.hardware import GIGABIT, HOP_SECONDS, Network, hardware_named, network_of
+from shardlab.planner.gpu import Gpu, cards
 from shardlab.planner.job import Job
+from shardlab.planner.network import GIGABIT, HOP_SECONDS, Network, network_of
 from shardlab.planner.peak import peak_bytes, rest_bytes
-from shardlab.planner.published import calibration_of, error_of, published_steps
+from shardlab.planner.published import TOYS, calibration_of, error_of, published_steps, summary
 from shardlab.planner.region import LEAST_STEPS, Place, expected_miss
 from shardlab.planner.replay import REPLAYED
 from shardlab.planner.step_model import RECOMPUTED, REPLAYED_MICRO_BATCHES, TENSOR, WAITED, Factors, Step, step_parts
 from shardlab.planner.transformer import ATTENTION, Costs, layer_products
-from shardlab.planner.validation import TOYS, summary
 from shardlab.vocabulary import Collective
 
 SMALL = {
@@ -65,14 +64,14 @@ def test_parameters_are_those_of_published_models():
 def test_work_is_that_of_the_formula_where_nothing_but_products_counts():
     """6 FLOPs a parameter and token (Narayanan et al., arXiv 2104.04473, appendix), at the rate of large products."""
     job = Job(**GPT_7B | {"micro_batch": 64})
-    costs = Costs(job, hardware_named("a100-80gb"))
+    costs = Costs(job, Gpu.preset("a100-80gb"))
     spent = sum(costs.products(layer_products(job), backward) for backward in (False, True))
     flops = 6 * (job.layer_params - 2 * job.hidden) * job.tokens
     assert 1 < spent / (flops / costs.product_rate) < 1.15
 
 
 def test_small_products_and_few_rows_reach_less():
-    costs = Costs(Job(**GPT_7B), hardware_named("h100-sxm"))
+    costs = Costs(Job(**GPT_7B), Gpu.preset("h100-sxm"))
     sizes = ((64, 512, 512), (512, 1024, 1024), (2048, 4096, 4096), (16384, 8192, 8192))
     rates = [rows * inner * columns / costs.product(rows, inner, columns) for rows, inner, columns in sizes]
     assert rates == sorted(rates)
@@ -215,7 +214,7 @@ def test_a_measured_step_narrows_the_range_of_an_unknown_network():
 
 
 def test_a_ring_between_hosts_has_the_links_of_all_its_gpus():
-    network = network_of("8 per host, 600GB/s, 200Gb/s per GPU", hardware_named("a100-80gb"))
+    network = network_of("8 per host, 600GB/s, 200Gb/s per GPU", Gpu.preset("a100-80gb"))
     assert network == Network(8, 300e9 * 0.79, 25e9)
     one, many = (network.seconds(Collective.ALL_GATHER, 64e9, 16, per_host) for per_host in (1, 8))
     assert one == pytest.approx(15 * HOP_SECONDS + 64e9 * 15 / 16 / (25e9 * 0.87))
@@ -233,17 +232,17 @@ def test_a_ring_between_hosts_has_the_links_of_all_its_gpus():
     ],
 )  # fmt: skip
 def test_a_network_is_read(text, network):
-    assert network_of(text, hardware_named("h100-sxm")) == network
+    assert network_of(text, Gpu.preset("h100-sxm")) == network
 
 
 @pytest.mark.parametrize("name", ["A100 80GB", "a100_80gb", "a100", "A100-80"])
 def test_hardware_has_the_names_that_people_use(name):
-    assert hardware_named(name).name == "a100-80gb"
+    assert Gpu.preset(name).name == "a100-80gb"
 
 
 def test_every_preset_is_complete():
-    for name in (name for name, row in cards().items() if "bf16_tflops" in row):
-        assert cards()[name]["source"] != "data sheet"
+    for name in (name for name, row in cards().items() if row.peaks):
+        assert cards()[name].source != "data sheet"
         assert predict_step(**SMALL, hardware=name).seconds > 0
 
 

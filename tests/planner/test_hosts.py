@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardlab.planner.hosts import over_hosts
+from shardlab.planner.formulas import over_hosts
 
 
 def test_seven_billion_on_eight_hosts_of_eight():

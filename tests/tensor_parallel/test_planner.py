@@ -11,7 +11,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.models import GPT, GPTConfig
 from shardlab.planner import ADAM, Setup, described, predicted_collectives, predicted_memory
-from shardlab.planner.formulas import Layer, activation_bytes
+from shardlab.planner.peak import Layer, activation_bytes
 from shardlab.planner.tensor import divided, on_tensor_ranks
 
 from shardlab.tensor_parallel import (  # isort: skip

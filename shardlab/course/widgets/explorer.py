@@ -12,8 +12,7 @@ from shardlab.course.widgets.panel import Message, Panel, Picture
 from shardlab.experiment import CompareConfig, Workload
 from shardlab.models import MODELS
 from shardlab.planner import PRECISIONS
-from shardlab.planner.cards import cards
-from shardlab.planner.fit import Gpu
+from shardlab.planner.gpu import Gpu, cards
 from shardlab.plots import memory_by_role
 from shardlab.plots.bars import draw_memory
 from shardlab.plots.text import format_count
