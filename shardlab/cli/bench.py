@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.cli.console import count, names_in, progress_bar, table_of
+from shardlab.cli.console import count, names_in, progress_bar, refuse_others, table_of
 from shardlab.vocabulary import HostTransport
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ ALL_PAIRS = "bucketed,zero1,fsdp,tensor_parallel,itself"
 
 
 def bench(
+    context: typer.Context,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: a few minutes on two cores.")] = False,
     ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
     workloads: Annotated[str, typer.Option(help="Comma-separated, of these.")] = ALL_WORKLOADS,
@@ -60,12 +61,7 @@ def bench(
     if json is not None and (json.is_dir() or not os.access(json if json.exists() else json.parent, os.W_OK)):
         raise ValueError(f"json: {json} cannot be written; name a file in an existing directory")
     if why:
-        others = {
-            "quick": quick, "workloads": workloads != ALL_WORKLOADS, "pairs": pairs != ALL_PAIRS,
-            "rounds": rounds is not None, "device": device != "auto", "transport": transport is not None,
-        }  # fmt: skip
-        if given := [name for name, is_given in others.items() if is_given]:
-            raise ValueError(f"{', '.join(given)}: not beside --why, which takes --ranks and --json")
+        refuse_others(context, ("why", "ranks", "json"), "not beside --why, which takes --ranks and --json")
         _why(ranks, json)
         return
     config = BenchConfig(

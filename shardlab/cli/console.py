@@ -36,6 +36,14 @@ def complain(text: str) -> None:
         Console(stderr=True, highlight=False, soft_wrap=True).print("[bold red]error:[/]", Text(text))
 
 
+def refuse_others(context: typer.Context, allowed: Collection[str], said: str) -> None:
+    """Raise where options were given that are not ``allowed``; ``said`` is why not."""
+    where = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, source in where.items() if source is not None and source.name == "COMMANDLINE"]
+    if others := [name.replace("_", "-") for name in given if name not in allowed]:
+        raise ValueError(f"{', '.join(others)}: {said}; leave {'it' if len(others) == 1 else 'them'} out")
+
+
 def names_in(text: str) -> tuple[str, ...]:
     """The names in a comma-separated text."""
     return tuple(name.strip() for name in text.split(",") if name.strip())

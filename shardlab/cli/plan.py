@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from shardlab.cli import forecast, transformer
-from shardlab.cli.console import answer_table, count, in_units, names_in, progress_bar, table_of
+from shardlab.cli.console import answer_table, count, in_units, names_in, progress_bar, refuse_others, table_of
 from shardlab.cli.records import ROOMY, print_json
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.planner.formulas import model_states, over_hosts, precision_named
@@ -21,6 +21,14 @@ from shardlab.planner.setup import STRATEGIES
 if TYPE_CHECKING:
     import pandas as pd
 
+OF_ALL = ("ranks", "precision", "gpu", "json")
+TAKES = {  # besides these
+    "params": ("per_host", "out"),
+    "workload": ("strategies", "tp", "sharding", "wrap", "bucket_mib", "peak", "calibration", "out"),
+    "config": (
+        "strategies", "tp", "network", "batch", "seq_len", "micro_batch", "no_sync", "recompute", "measured", "search",
+    ),
+}  # fmt: skip
 FACTORS = {"K": 3, "M": 6, "B": 9, "T": 12}  # powers of ten
 BUCKET_MIB = DEFAULT_BUCKET_BYTES / 2**20
 A_NETWORK = "for example '8 per host, nvlink4, 400Gb/s per GPU'; what is usual for the card without it."
@@ -75,6 +83,7 @@ class Found(NamedTuple):
 
 
 def plan(
+    context: typer.Context,
     ranks: Annotated[int, typer.Option(help="Number of ranks; by default that of --tp.", show_default=False)] = 0,
     params: Annotated[str, typer.Option(help="Parameters of the model, for example 7.5B, 350M or 7.5e9.")] = "",
     workload: Annotated[str, typer.Option(help="Instead: FILE.py:NAME or PACKAGE.MODULE:NAME.")] = "",
@@ -89,7 +98,6 @@ def plan(
     config: Annotated[
         Path | None, typer.Option(help="Instead: config.json of a transformer; says time and peak.")
     ] = None,
-    hardware: Annotated[str, typer.Option(hidden=True)] = "",
     network: Annotated[str, typer.Option(help="Of --config: " + A_NETWORK)] = "",
     batch: Annotated[int, typer.Option(help="Of --config: sequences of a step; by default one a rank.")] = 0,
     seq_len: Annotated[int, typer.Option(help="Of --config: tokens of a sequence; by default the longest.")] = 0,
@@ -123,12 +131,11 @@ def plan(
     ] = None,
 ) -> None:
     """Predict bytes per rank, and what is sent, without running; nothing is trained and no rank starts."""
-    if hardware:
-        raise ValueError(f"hardware: it is called --gpu; write --gpu {hardware}")
     if validate:
-        _refuse("--validate", {"params": params, "workload": workload, "config": config is not None, "gpu": gpu})
+        refuse_others(context, {"validate", "calibration", "json"}, "not of --validate")
         return forecast.validate(json=json, calibration=calibration)
-    if sum(map(bool, (params, workload, config))) != 1:
+    chosen = [name for name, given in {"params": params, "workload": workload, "config": config}.items() if given]
+    if len(chosen) != 1:
         raise ValueError(
             "params, workload, config: give one of them: --params 7.5B, --workload train.py:workload, or --config "
             "config.json"
@@ -137,31 +144,12 @@ def plan(
     if ranks < 1:
         given = f"{ranks} was given" if ranks else "none were given"
         raise ValueError(f"ranks: {given}; give 1 or more, for example --ranks 8")
-    of_workload = {
-        "sharding": sharding != "full_shard", "wrap": wrap, "bucket-mib": bucket_mib != BUCKET_MIB, "peak": peak,
-        "calibration": calibration is not None,
-    }  # fmt: skip
-    of_config = {
-        "no-sync": no_sync, "network": network, "batch": batch, "seq-len": seq_len, "search": search,
-        "micro-batch": micro_batch != 1, "recompute": recompute != "0", "measured": measured,
-    }  # fmt: skip
-    if params:
-        _refuse("--params", {"strategies": strategies, "tp": tp != 1, **of_workload, **of_config})
-    elif workload:
-        _refuse("--workload", {"per-host": per_host != 0, **of_config})
-    else:
-        _refuse("--config", {"per-host": per_host != 0, "out": out is not None, **of_workload})
-        if strategies and (search or len(names_in(strategies)) > 1):
-            raise ValueError("strategies: a forecast is of one; leave it out of --search, which tries all")
-        precision_named(precision or "mixed")  # before anything is read
-        if search and no_sync:
-            raise ValueError("no-sync: leave it out of --search, which tries both ways of accumulating")
+    refuse_others(context, {*chosen, *OF_ALL, *TAKES[chosen[0]]}, f"not of --{chosen[0]}")
     if config is not None:
-        layers: int | str = int(recompute) if recompute.isdigit() else recompute
         options = {
             "batch": batch, "seq_len": seq_len, "micro_batch": micro_batch, "tensor": tp,
-            "strategy": (*names_in(strategies), "")[0], "recompute": layers, "measured": measured or (),
-            "no_sync": no_sync, "states": precision or "mixed",
+            "strategies": names_in(strategies), "recompute": int(recompute) if recompute.isdigit() else recompute,
+            "measured": measured or (), "no_sync": no_sync, "states": precision or "mixed",
         }  # fmt: skip
         return transformer.of_config(config, ranks, gpu or CARD, network, options, searches=search, json=json)
     # Before the work: what was given may be misspelled, or not be there.
@@ -169,20 +157,14 @@ def plan(
     if out is not None:
         _make(out)
     if workload:
-        chosen: dict[str, Any] = {"sharding": sharding, "precision": precision or "full", "tp": tp}
-        chosen |= ({"wrap": wrap} if wrap else {}) | ({"bucket_mib": bucket_mib} if bucket_mib != BUCKET_MIB else {})
+        how: dict[str, Any] = {"sharding": sharding, "precision": precision or "full", "tp": tp}
+        how |= ({"wrap": wrap} if wrap else {}) | ({"bucket_mib": bucket_mib} if bucket_mib != BUCKET_MIB else {})
         machine = forecast.machine_for(calibration, ranks, names_in(strategies) or STRATEGIES)
         forecasts = partial(forecast.with_forecasts, machine=machine) if peak or calibration else None
-        found = _of_workload(workload, ranks, names_in(strategies), chosen, on, forecasts)
+        found = _of_workload(workload, ranks, names_in(strategies), how, on, forecasts)
     else:
         found = _of_params(params, ranks, precision or "mixed", on, per_host)
     return _tell(found, ranks, on, gpu, json=json, out=out)
-
-
-def _refuse(source: str, others: dict[str, Any]) -> None:
-    """Raise where options are given that a plan of this kind does not use."""
-    if given := [name for name, is_given in others.items() if is_given]:
-        raise ValueError(f"{', '.join(given)}: not of {source}; leave {'it' if len(given) == 1 else 'them'} out")
 
 
 def _of_params(params: str, ranks: int, precision: str, gpu: Gpu | None, per_host: int) -> Found:

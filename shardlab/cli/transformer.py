@@ -30,17 +30,24 @@ def of_config(
         ranks: GPUs.
         gpu: name of a card, or a memory such as 24GB; without a speed that is known bytes alone are said.
         network: text of a network; empty where it is not known.
-        options: ``batch`` (sequences of a step), ``seq_len``, ``micro_batch``, ``strategy``, ``tensor``, ``recompute``,
-            ``no_sync``, ``states``, ``measured`` (files of steps); 0 or empty for those that are not given.
+        options: ``batch`` (sequences of a step), ``seq_len``, ``micro_batch``, ``strategies`` (at most one),
+            ``tensor``, ``recompute``, ``no_sync``, ``states``, ``measured`` (files of steps); 0 or empty for those that
+            are not given.
         searches: whether all ways are gone through.
         json: whether it is printed as JSON.
     """
     from shardlab.cli.counted_model import CountedModel, difference
+    from shardlab.planner.formulas import precision_named
     from shardlab.planner.search import cards_that_would_do, miss_of, search
 
     for name, least in (("batch", 0), ("seq_len", 0), ("micro_batch", 1)):  # 0 where one is not given
         if options[name] < least:
             raise ValueError(f"{name.replace('_', '-')}: {options[name]} was given; give 1 or more")
+    if searches and options["no_sync"]:
+        raise ValueError("no-sync: leave it out of --search, which tries both ways of accumulating")
+    if len(options["strategies"]) > (0 if searches else 1):
+        raise ValueError("strategies: a forecast is of one; leave it out of --search, which tries all")
+    precision_named(options["states"])  # before anything is read
     model = CountedModel.of(config, options["seq_len"])
     on: dict[str, Any] = {"hardware": gpu, "network": network or None, "states": options["states"]}
     pairs = [_step_in(file) for file in options["measured"]]
@@ -279,6 +286,6 @@ def _job_of(sizes: Mapping[str, Any], ranks: int, on: Mapping[str, Any], options
         )
     return Job(
         **sizes, micro_batch=micro_batch, data=data, tensor=tensor, accumulation=sequences // data // micro_batch,
-        strategy=options["strategy"] or ("fsdp" if data > 1 else "single"), recompute=options["recompute"],
+        strategy=(*options["strategies"], "fsdp" if data > 1 else "single")[0], recompute=options["recompute"],
         no_sync=options["no_sync"], **on,
     )  # fmt: skip

@@ -60,7 +60,6 @@ def test_a_gpu_known_by_its_memory_has_bytes_and_no_time(plan, tmp_path):
     assert found["peak_bytes"] == json.loads(plan("llama-7b", "--json"))["peak_bytes"]
     assert "of 17.2 GB: it does not fit TIME not known: of t4 " in plan("llama-7b", "--gpu", "t4")
     assert "search: of 24GB the memory is known" in refused(tmp_path, "llama-7b", "--gpu", "24GB", "--search")
-    assert "hardware: it is called --gpu; write --gpu a100" in refused(tmp_path, "llama-7b", "--hardware", "a100")
 
 
 @pytest.mark.parametrize(

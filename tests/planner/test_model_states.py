@@ -15,6 +15,11 @@ app = typer.Typer()
 app.command()(plan)
 
 
+def planned(params, ranks=4, precision="mixed"):
+    words = ["--params", str(params), "--ranks", str(ranks), "--precision", precision]
+    return CliRunner().invoke(app, words, catch_exceptions=False)
+
+
 def test_the_formulas_with_k_of_12():
     num_params, num_ranks = 6_000, 5
     rows = {row.strategy: row for row in model_states(num_params, num_ranks, "mixed")}
@@ -78,7 +83,7 @@ def test_bad_input_names_the_field():
         with pytest.raises(ValueError, match=message):
             model_states(*arguments)
         with pytest.raises(ValueError, match=message):
-            plan(**dict(zip(("params", "ranks", "precision"), (str(arguments[0]), *arguments[1:]), strict=False)))
+            planned(*arguments)
 
 
 def test_plan_prints_json():
@@ -113,4 +118,4 @@ def test_plan_reads_counts_as_papers_write_them_and_shows_a_unit_that_fits():
     assert "MB MB/step" in " ".join(shown.split())
     for text in ("7.5Q", "B", "many"):
         with pytest.raises(ValueError, match=f"params: '{text}' is not a number, optionally followed by K, M, B, T"):
-            plan(4, text)
+            planned(text)
