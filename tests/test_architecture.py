@@ -18,7 +18,7 @@ MAY_IMPORT = {
     **dict.fromkeys(("vocabulary", "installed", "field_types", "meta_device", "units"), frozenset()),
     **dict.fromkeys(("tables", "partition"), frozenset({"vocabulary"})),
     **dict.fromkeys(("comm", "models", "data_sets", "analysis"), NUMBERS),
-    "planner": NUMBERS | {"analysis"},
+    "planner": NUMBERS | {"field_types"},
     "plots": NUMBERS | {"analysis", "schedules"},
     "schedules": {"partition", "vocabulary"},
     "pipeline": {"comm", "engines", "partition", "schedules", "vocabulary"},

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from numbers import Integral
 
+from shardlab.field_types import check_types
+from shardlab.partition.chunks import require_count
 from shardlab.planner.formulas import Precision, precision_named
 from shardlab.planner.gpu import COMPUTE_PRECISIONS, Gpu
 from shardlab.planner.network import Network, network_of
@@ -12,6 +13,10 @@ from shardlab.planner.replay import REPLAYED
 from shardlab.planner.rows import ROWS, STATE, Row
 from shardlab.vocabulary import MeshAxis
 
+COUNTS = (
+    "hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "seq_len", "micro_batch", "data", "accumulation", "tensor",
+    "head_dim", "window", "layer_numel", "root_numel",
+)  # fmt: skip
 ATTENTIONS = ("flash-1", "flash-2", "unfused")
 
 
@@ -49,18 +54,10 @@ class Job:
 
     def __post_init__(self) -> None:
         """Check what a user can get wrong."""
-        counts = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "seq_len", "micro_batch", "data")
-        shape = [
-            name for name in ("head_dim", "window", "layer_numel", "root_numel") if getattr(self, name) is not None
-        ]
-        for field in (*counts, "accumulation", "tensor", *shape):
-            _require_whole(field, getattr(self, field), 1)
-        for field, of, words in (
-            ("hardware", str, "text"), ("network", str | None, "text or None"), ("compiled", bool, "True or False"),
-            ("no_sync", bool, "True or False"), ("sequence_parallel", bool, "True or False"), ("states", str, "text"),
-        ):  # fmt: skip
-            if not isinstance(value := getattr(self, field), of):
-                raise ValueError(f"{field}: {value!r} is given; it must be {words}")
+        check_types(self, besides=("recompute",))
+        for field in COUNTS:
+            if (value := getattr(self, field)) is not None:
+                require_count(field, value, 1)
         for field, allowed in {
             "strategy": REPLAYED, "precision": COMPUTE_PRECISIONS, "attention": (None, *ATTENTIONS)
         }.items():  # fmt: skip
@@ -233,8 +230,3 @@ class Job:
     def mfu(self, seconds: float) -> float:
         """The share of the peak that the model's FLOPs reach in a step of so many seconds."""
         return self.seconds_at_peak / seconds
-
-
-def _require_whole(field: str, value: object, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
-        raise ValueError(f"{field}: {value!r} is given; it must be a whole number from {minimum} on")
