@@ -18,7 +18,8 @@ MAY_IMPORT = {
     **dict.fromkeys(("vocabulary", "installed", "field_types", "meta_device", "units"), frozenset()),
     **dict.fromkeys(("tables", "partition"), frozenset({"vocabulary"})),
     **dict.fromkeys(("comm", "models", "data_sets", "analysis"), NUMBERS),
-    "planner": NUMBERS | {"field_types"},
+    "planner": NUMBERS,
+    "forecast": NUMBERS | {"field_types", "planner"},
     "plots": NUMBERS | {"analysis", "schedules"},
     "schedules": {"partition", "vocabulary"},
     "pipeline": {"comm", "engines", "partition", "schedules", "vocabulary"},
@@ -38,7 +39,7 @@ MAY_IMPORT["cli"] = LOWER | {"bench", "course", "experiment", "recording"}
 MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT["__init__"] = LOWER | {"experiment", "recording"}
 
-WITHOUT_TORCH = ("analysis", "export", "plots", "planner", "partition", "schedules", "tables", "vocabulary")
+WITHOUT_TORCH = ("analysis", "export", "plots", "planner", "forecast", "partition", "schedules", "tables", "vocabulary")
 # torch.distributed without sending anything: groups begin and end, and are asked who they are.
 MODULES = ("dist", "torch.distributed", "distributed_c10d", "torch.distributed.distributed_c10d")
 NOT_COLLECTIVES = {

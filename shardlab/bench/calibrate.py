@@ -16,9 +16,9 @@ from shardlab.bench.engine_times import ENGINE_PARTS, engine_time
 from shardlab.bench.message_times import MESSAGE_PARTS, message_time
 from shardlab.bench.operation_times import FULL, QUICK, Effort, Meet, operation_parts, operation_time
 from shardlab.comm.mesh import Mesh
+from shardlab.forecast.machine import Line, Machine, RankCosts
 from shardlab.installed import __version__, num_cores
 from shardlab.launch import RankPool
-from shardlab.planner.machine import Line, Machine, RankCosts
 
 VERSIONS = {"torch": torch.__version__, "shardlab": __version__}
 

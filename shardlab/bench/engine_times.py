@@ -12,8 +12,8 @@ from shardlab.bench.operation_times import Effort
 from shardlab.experiment import CompareConfig, compare
 from shardlab.experiment.forecast import forecast_step, seconds_in, steered_by
 from shardlab.experiment.workload import Workload
+from shardlab.forecast.machine import Machine, RankCosts
 from shardlab.launch import RankPool
-from shardlab.planner.machine import Machine, RankCosts
 from shardlab.planner.setup import STRATEGIES
 
 TRIED = 0.2  # by which operations are made slower, to see how much a forecast moves

@@ -10,7 +10,7 @@ from torch import Tensor
 from shardlab.bench.operation_times import Effort
 from shardlab.comm import Pending
 from shardlab.comm.mesh import Mesh
-from shardlab.planner.machine import Line
+from shardlab.forecast.machine import Line
 
 MESSAGE_BYTES = tuple(2**power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
 VERBS = ("all_reduce", "reduce_scatter", "all_gather")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # no public way to count operations
 
 from shardlab.comm.communicator import Communicator
+from shardlab.forecast.machine import Line
 from shardlab.installed import num_cores
-from shardlab.planner.machine import Line
 
 SHAPES = (  # rows, inner and columns of products that compute more than they move
     (64, 128, 512), (256, 128, 128), (256, 128, 512), (256, 512, 128), (1024, 128, 128), (1024, 128, 512),

@@ -16,9 +16,9 @@ import pandas as pd
 
 from shardlab.experiment import CompareConfig, compare
 from shardlab.experiment.forecast import forecast_step, seconds_in
+from shardlab.forecast.machine import Machine
+from shardlab.forecast.published import fit_constant, fit_roofline
 from shardlab.launch import RankPool
-from shardlab.planner.machine import Machine
-from shardlab.planner.published import fit_constant, fit_roofline
 
 STRATEGIES = ("ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
 SHAPES = ((4, None), (16, None), (8, "2Gbps,200us"), (8, "500Mbps,50us"))  # rows of a rank, and the link

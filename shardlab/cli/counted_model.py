@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from shardlab.planner.model_config import Decoder, decoder_of, model_type_of, read_config
+from shardlab.forecast.model_config import Decoder, decoder_of, model_type_of, read_config
 
 APART = 0.005  # of the parameters: by how much transformers may count others before it is said
 

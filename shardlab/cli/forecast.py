@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from shardlab.experiment.planned import Plan
-    from shardlab.planner.machine import Machine
+    from shardlab.forecast.machine import Machine
 
 CALIBRATION = Path("machine.json")
 SETS = {"published": "published steps", "held_out": "published steps that were held out", "here": "steps run here"}
@@ -74,7 +74,7 @@ def machine_for(calibration: Path | None, ranks: int, strategies: Collection[str
     Raises:
         ValueError: it cannot be read, or was not made for so many ranks.
     """
-    from shardlab.planner.machine import Machine
+    from shardlab.forecast.machine import Machine
 
     if calibration is None:
         return None
@@ -164,8 +164,8 @@ def what_if(
 
 def validate(*, json: bool, calibration: Path | None) -> None:
     """Print how far forecasts miss: of published steps of GPUs, and, where it was calibrated, of steps run here."""
-    from shardlab.planner.machine import Machine
-    from shardlab.planner.published import validate_published
+    from shardlab.forecast.machine import Machine
+    from shardlab.forecast.published import validate_published
 
     given = calibration or CALIBRATION
     # One that is named has to be there.
@@ -200,7 +200,7 @@ def _sets(published: "pd.DataFrame") -> dict[str, "pd.DataFrame"]:
 
 def _misses(published: "pd.DataFrame", here: "pd.DataFrame | None") -> dict[str, Any]:
     from shardlab.bench.validated_here import regret_of
-    from shardlab.planner.published import summary
+    from shardlab.forecast.published import summary
 
     sets = _sets(published) | ({} if here is None else {"here": here})
     found: dict[str, Any] = {name: summary(rows).to_dict("index") for name, rows in sets.items()}
@@ -210,7 +210,7 @@ def _misses(published: "pd.DataFrame", here: "pd.DataFrame | None") -> dict[str,
 
 def _tell_set(console: Console, name: str, rows: "pd.DataFrame") -> None:
     """Print a table of misses, beside the toys."""
-    from shardlab.planner.published import summary
+    from shardlab.forecast.published import summary
 
     table, steps = summary(rows), f"{int((~rows['calibration']).sum())} {SETS[name]}"
     shown = (100 * table).round(1).reset_index(names="forecast")

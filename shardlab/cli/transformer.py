@@ -13,9 +13,9 @@ from shardlab.cli.console import answer_table, count, table_of
 
 if TYPE_CHECKING:
     from shardlab.cli.counted_model import CountedModel
-    from shardlab.planner.forecast import Forecast
-    from shardlab.planner.job import Job
-    from shardlab.planner.search import Found
+    from shardlab.forecast.job import Job
+    from shardlab.forecast.predict import Forecast
+    from shardlab.forecast.search import Found
 
 SHOWN = 12  # ways of a search
 
@@ -37,8 +37,8 @@ def of_config(
         json: whether it is printed as JSON.
     """
     from shardlab.cli.counted_model import CountedModel, difference
+    from shardlab.forecast.search import cards_that_would_do, miss_of, search
     from shardlab.planner.formulas import precision_named
-    from shardlab.planner.search import cards_that_would_do, miss_of, search
 
     for name, least in (("batch", 0), ("seq_len", 0), ("micro_batch", 1)):  # 0 where one is not given
         if options[name] < least:
@@ -121,7 +121,7 @@ def _tell_search(
 
 def _found(found: Sequence["Found"], enough: "Job | None", miss: float) -> Iterator[tuple[str, str]]:
     """Lines: the fastest that fits and its ties, or what would do; and how many were tried."""
-    from shardlab.planner.search import RESERVE
+    from shardlab.forecast.search import RESERVE
 
     fits, (best, *_) = [one for one in found if one.fits], found
     ties = [one for one in fits[1:] if one.is_tied]
@@ -144,7 +144,7 @@ def _in_short(one: "Found") -> str:
 
 
 def _would_do(enough: "Job | None") -> str:
-    from shardlab.planner.peak import peak_bytes
+    from shardlab.forecast.peak import peak_bytes
 
     if enough is None:
         return "no number of cards: one sequence alone needs more than a card has; give shorter ones by --seq-len"
@@ -163,7 +163,7 @@ def _rates(job: "Job", seconds: float) -> dict[str, float]:
 def _tell_memory(
     model: "CountedModel", ranks: int, gpu: str, memory: float, options: Mapping[str, Any], *, json: bool
 ) -> None:
-    from shardlab.planner.peak import peak_bytes, rest_bytes
+    from shardlab.forecast.peak import peak_bytes, rest_bytes
 
     job = _job_of(model.sizes, ranks, {"states": options["states"]}, options)
     if json:
@@ -184,7 +184,7 @@ def _planned(job: "Job", gpus: str) -> str:
 
 
 def _memory(job: "Job", room: float) -> str:
-    from shardlab.planner.peak import peak_bytes, rest_bytes
+    from shardlab.forecast.peak import peak_bytes, rest_bytes
 
     peak = peak_bytes(job)
     said = f"{rest_bytes(job) / 1e9:.3g} GB at rest, {peak / 1e9:.3g} GB in tensors at the peak, of {room / 1e9:.3g} GB"
@@ -197,9 +197,9 @@ def _tell_forecast(
 ) -> None:  # fmt: skip
     import pandas as pd
 
-    from shardlab.planner.forecast import forecast_of
-    from shardlab.planner.peak import rest_bytes
-    from shardlab.planner.region import expected_miss
+    from shardlab.forecast.peak import rest_bytes
+    from shardlab.forecast.predict import forecast_of
+    from shardlab.forecast.region import expected_miss
 
     job = _job_of(model.sizes, ranks, on, options)
     found, miss = forecast_of(job, pairs), expected_miss(job, pairs)
@@ -245,7 +245,7 @@ def _time(job: "Job", found: "Forecast") -> str:
 
 def _verdict(peak_bytes: float, room: float) -> str:
     """Whether tensors of so many bytes fit, with what the allocator reserves on top."""
-    from shardlab.planner.forecast import RESERVED, USABLE
+    from shardlab.forecast.predict import RESERVED, USABLE
 
     least, most = RESERVED
     if least * peak_bytes > room:
@@ -260,8 +260,8 @@ def _verdict(peak_bytes: float, room: float) -> str:
 
 def _of_logits(job: "Job", room: float) -> str:
     """What helps, where it does not fit or hardly, and logits are the reason; else empty."""
-    from shardlab.planner.forecast import USABLE
-    from shardlab.planner.peak import logits_bytes, peak_bytes
+    from shardlab.forecast.peak import logits_bytes, peak_bytes
+    from shardlab.forecast.predict import USABLE
 
     logits, peak = logits_bytes(job), peak_bytes(job)
     if peak <= USABLE * room or (2 * logits < peak and peak - logits > USABLE * room):
@@ -273,7 +273,7 @@ def _of_logits(job: "Job", room: float) -> str:
 
 
 def _job_of(sizes: Mapping[str, Any], ranks: int, on: Mapping[str, Any], options: Mapping[str, Any]) -> "Job":
-    from shardlab.planner.job import Job
+    from shardlab.forecast.job import Job
 
     tensor, micro_batch = options["tensor"], options["micro_batch"] or 1
     if ranks % tensor:

@@ -19,8 +19,8 @@ from shardlab.comm.transports.gloo import SEGMENT_BYTES
 from shardlab.comm.trees import tensors_in
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.dry_run import dry_run
+from shardlab.forecast.machine import Line, Machine, RankCosts
 from shardlab.partition.ring_cost import Link
-from shardlab.planner.machine import Line, Machine, RankCosts
 from shardlab.trace.store import Records
 from shardlab.units import wrapped_modules
 

@@ -21,8 +21,8 @@ from shardlab.comm.foretold import Costs, ToldClock, Wire
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.dry_run import dry_run
 from shardlab.experiment.forecast import phase_of_autograd, priced, seconds_in
+from shardlab.forecast.machine import Line, RankCosts
 from shardlab.partition.ring_cost import Link, ring_wire_bytes
-from shardlab.planner.machine import Line, RankCosts
 from shardlab.trace.store import Records
 from shardlab.vocabulary import WHOLE_MODEL, Collective, Phase, SpanKind
 

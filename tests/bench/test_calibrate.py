@@ -11,7 +11,7 @@ from shardlab.bench import calibrate
 from shardlab.bench.calibrate import Calibration, KeptParts, Part
 from shardlab.bench.operation_times import QUICK
 from shardlab.cli import app
-from shardlab.planner.machine import Line, Machine
+from shardlab.forecast.machine import Line, Machine
 
 LINE = Line([100.0, 1_000.0], [1e-6, 1e-5])
 VALUES = {

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 from shardlab.bench import validated_here
 from shardlab.cli import app
 from shardlab.cli.transformer import _verdict
-from shardlab.planner import search as planner_search
-from shardlab.planner import validation
-from shardlab.planner.machine import Machine
+from shardlab.forecast import published
+from shardlab.forecast import search as all_ways
+from shardlab.forecast.machine import Machine
 from tests.planner.test_machine import COSTS
 from tests.planner.test_search import LLAMA
 
@@ -124,14 +124,14 @@ def test_of_a_workload_too(tmp_path, monkeypatch):
 @pytest.fixture
 def searched_once(monkeypatch):
     """What a command has found is found by the next, too."""
-    found, search = {}, planner_search.search
+    found, search = {}, all_ways.search
 
     def once(sizes, ranks, sequences, **options):
         if (ranks, sequences) not in found:
             found[ranks, sequences] = search(sizes, ranks, sequences, **options)
         return found[ranks, sequences]
 
-    monkeypatch.setattr(planner_search, "search", once)
+    monkeypatch.setattr(all_ways, "search", once)
 
 
 def test_a_search_names_the_fastest_and_why_others_fall_out(config, searched_once):
@@ -211,12 +211,12 @@ def test_a_peak_needs_no_calibration(tmp_path, monkeypatch):
     assert ddp["peak_bytes"] > fsdp["peak_bytes"] > fsdp["rest_bytes"]
 
 
-PUBLISHED = cache(validation.validate_published)
+PUBLISHED = cache(published.validate_published)
 
 
 def test_the_published_half_of_validate_needs_no_calibration(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(validation, "validate_published", PUBLISHED)
+    monkeypatch.setattr(published, "validate_published", PUBLISHED)
     text = " ".join(said("--validate").split())
     for words in ("Misses of 64 published steps, %", "Misses of 135 published steps that were held out", "MPT 30B"):
         assert words in text
@@ -228,7 +228,7 @@ def test_the_published_half_of_validate_needs_no_calibration(tmp_path, monkeypat
 
 def test_what_was_run_here_stands_beside_it_and_in_the_calibration(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(validation, "validate_published", PUBLISHED)
+    monkeypatch.setattr(published, "validate_published", PUBLISHED)
     Machine("here", {}, 2, {"2": COSTS, "single": COSTS}).write(tmp_path / "machine.json")
     rows = [("ddp", 2, 4, None, 0.011, 0.010, 1e6), ("fsdp", 2, 4, None, 0.012, 0.020, 2e6)]
     columns = ["strategy", "ranks", "rows", "link", "predicted", "measured", "sent_bytes"]

@@ -7,10 +7,10 @@ import torch
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
+from shardlab.forecast.job import Job
+from shardlab.forecast.peak import peak_bytes
+from shardlab.forecast.step_model import Factors, Step
 from shardlab.models import build_model
-from shardlab.planner.job import Job
-from shardlab.planner.peak import peak_bytes
-from shardlab.planner.step_model import Factors, Step
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Collective, Role
 from tests.comm.test_communicator import Log

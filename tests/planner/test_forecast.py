@@ -7,18 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlab.planner import model_states, predict_step, validate_published
-from shardlab.planner.forecast import RESERVED, may_retry
+from shardlab.forecast import predict_step, validate_published
+from shardlab.forecast.job import Job
+from shardlab.forecast.network import GIGABIT, HOP_SECONDS, Network, network_of
+from shardlab.forecast.peak import peak_bytes, rest_bytes
+from shardlab.forecast.predict import RESERVED, may_retry
+from shardlab.forecast.published import TOYS, calibration_of, error_of, published_steps, summary
+from shardlab.forecast.region import LEAST_STEPS, Place, expected_miss
+from shardlab.forecast.replay import REPLAYED
+from shardlab.forecast.step_model import RECOMPUTED, REPLAYED_MICRO_BATCHES, TENSOR, WAITED, Factors, Step, step_parts
+from shardlab.forecast.transformer import ATTENTION, Costs, layer_products
+from shardlab.planner import model_states
 from shardlab.planner.formulas import PRECISIONS
 from shardlab.planner.gpu import Gpu, cards
-from shardlab.planner.job import Job
-from shardlab.planner.network import GIGABIT, HOP_SECONDS, Network, network_of
-from shardlab.planner.peak import peak_bytes, rest_bytes
-from shardlab.planner.published import TOYS, calibration_of, error_of, published_steps, summary
-from shardlab.planner.region import LEAST_STEPS, Place, expected_miss
-from shardlab.planner.replay import REPLAYED
-from shardlab.planner.step_model import RECOMPUTED, REPLAYED_MICRO_BATCHES, TENSOR, WAITED, Factors, Step, step_parts
-from shardlab.planner.transformer import ATTENTION, Costs, layer_products
 from shardlab.vocabulary import Collective
 
 SMALL = {

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardlab.planner.machine import Line, Machine, RankCosts
+from shardlab.forecast.machine import Line, Machine, RankCosts
 
 LINE = Line([100.0, 10_000.0], [1e-6, 1e-4])
 COSTS = RankCosts(

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlab.planner.architectures import architectures
-from shardlab.planner.job import Job
-from shardlab.planner.model_config import decoder_of, sizes_of
-from shardlab.planner.transformer import layer_products
+from shardlab.forecast.architectures import architectures
+from shardlab.forecast.job import Job
+from shardlab.forecast.model_config import decoder_of, sizes_of
+from shardlab.forecast.transformer import layer_products
 from tests.planner.test_search import GPT2, LLAMA, sizes
 
 PUBLISHED = json.loads(Path(__file__).with_name("published_models.json").read_text())

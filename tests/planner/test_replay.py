@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from shardlab.dry.messages import DryRun
 from shardlab.engines import DDP, FSDP, HFSDP, Bucketed, Engine, ZeRO1, ZeRO2, ZeRO3, zero_in_groups
+from shardlab.forecast.replay import REPLAYED, Schedule, Unit, replay
 from shardlab.models.gpt import GPT, GPTConfig
 from shardlab.planner import Setup, described
 from shardlab.planner.groups import groups_of
-from shardlab.planner.replay import REPLAYED, Schedule, Unit, replay
 from shardlab.planner.rows import ROWS, Row
 from shardlab.units import units_of
 from shardlab.vocabulary import FLAG, Collective, MeshAxis, Phase

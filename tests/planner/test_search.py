@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from shardlab.planner.model_config import sizes_of
-from shardlab.planner.search import RESERVE, USABLE, cards_that_would_do, miss_of, search
+from shardlab.forecast.model_config import sizes_of
+from shardlab.forecast.search import RESERVE, USABLE, cards_that_would_do, miss_of, search
 
 LLAMA = {
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,

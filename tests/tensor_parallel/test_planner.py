@@ -9,9 +9,9 @@ from torch.nn import functional
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
+from shardlab.forecast.peak import Layer, activation_bytes
 from shardlab.models import GPT, GPTConfig
 from shardlab.planner import ADAM, Setup, described, predicted_collectives, predicted_memory
-from shardlab.planner.peak import Layer, activation_bytes
 from shardlab.planner.tensor import divided, on_tensor_ranks
 
 from shardlab.tensor_parallel import (  # isort: skip

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from shardlab.planner.architectures import KEYS, Architecture, architectures
+from shardlab.forecast.architectures import KEYS, Architecture, architectures
 
 OTHER_PARTS = re.compile(r"expert|text_config|(^|_)(moe|vision|audio|mamba|ssm)(_|$)")  # in a key's name
 # A file without model_type is of one of these if it has nothing but their sizes and such an activation.

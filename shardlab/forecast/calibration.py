@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardlab.planner.job import Job
-from shardlab.planner.step_model import Factors, step_parts
+from shardlab.forecast.job import Job
+from shardlab.forecast.step_model import Factors, step_parts
 
 MOST_PAIRS = 3
 ERROR = 0.04

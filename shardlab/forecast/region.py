@@ -14,10 +14,10 @@ from math import log
 from statistics import median
 from typing import Any
 
-from shardlab.planner.calibration import checked
-from shardlab.planner.forecast import may_retry
-from shardlab.planner.job import Job
-from shardlab.planner.published import PublishedStep, calibration_of, error_of, published_steps
+from shardlab.forecast.calibration import checked
+from shardlab.forecast.job import Job
+from shardlab.forecast.predict import may_retry
+from shardlab.forecast.published import PublishedStep, calibration_of, error_of, published_steps
 
 LEAST_STEPS = 3
 WORK, CALIBRATES = "tokens of a micro-batch x width", 6.0  # by which factor the work of a calibration may differ

@@ -30,9 +30,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from shardlab.planner.job import Job
-from shardlab.planner.replay import Replay, Schedule, Unit, replay
-from shardlab.planner.transformer import Costs, Parts
+from shardlab.forecast.job import Job
+from shardlab.forecast.replay import Replay, Schedule, Unit, replay
+from shardlab.forecast.transformer import Costs, Parts
 from shardlab.vocabulary import Collective, MeshAxis
 
 RECOMPUTED, COPIES, TENSOR = "recomputation", "copies of units", "tensor-parallel messages"

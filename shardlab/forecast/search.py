@@ -14,16 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardlab.planner.calibration import checked, fitted
-from shardlab.planner.forecast import USABLE
-from shardlab.planner.job import Job
-from shardlab.planner.peak import peak_bytes
-from shardlab.planner.published import Pair, error_of, published_steps
-from shardlab.planner.region import expected_miss
-from shardlab.planner.replay import REPLAYED
+from shardlab.forecast.calibration import checked, fitted
+from shardlab.forecast.job import Job
+from shardlab.forecast.peak import peak_bytes
+from shardlab.forecast.predict import USABLE
+from shardlab.forecast.published import Pair, error_of, published_steps
+from shardlab.forecast.region import expected_miss
+from shardlab.forecast.replay import REPLAYED
+from shardlab.forecast.step_model import step_parts
+from shardlab.forecast.transformer import Parts
 from shardlab.planner.rows import ROWS
-from shardlab.planner.step_model import step_parts
-from shardlab.planner.transformer import Parts
 
 STRATEGIES = tuple(name for name in REPLAYED if not ROWS[name].alone)
 RECOMPUTES: tuple[int | str, ...] = (0, "selective", "full")

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardlab.field_types import check_types
+from shardlab.forecast.network import Network, network_of
+from shardlab.forecast.replay import REPLAYED
 from shardlab.partition.chunks import require_count
 from shardlab.planner.formulas import Precision, precision_named
 from shardlab.planner.gpu import COMPUTE_PRECISIONS, Gpu
-from shardlab.planner.network import Network, network_of
-from shardlab.planner.replay import REPLAYED
 from shardlab.planner.rows import ROWS, STATE, Row
 from shardlab.vocabulary import MeshAxis
 

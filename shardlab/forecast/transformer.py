@@ -35,8 +35,8 @@ without recomputation. Bytes a token were counted kernel by kernel.
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from shardlab.forecast.job import Job
 from shardlab.planner.gpu import SUSTAINED, Gpu
-from shardlab.planner.job import Job
 
 TILE = 128 * 256
 SPLIT_INNER = 4096

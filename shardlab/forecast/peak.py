@@ -33,9 +33,9 @@ bytes an element, dropout masks of 1. Source: Korthikanti et al., arXiv 2205.051
 from dataclasses import dataclass
 from fractions import Fraction
 
+from shardlab.forecast.job import Job
 from shardlab.partition.chunks import require_count
 from shardlab.planner.formulas import ModelStates, as_number, states_of
-from shardlab.planner.job import Job
 
 LOGIT_BYTES = {"gpt": 4, "llama": 10, "compiled": 10}
 

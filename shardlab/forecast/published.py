@@ -27,9 +27,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from shardlab.forecast.job import Job
+from shardlab.forecast.predict import forecast_of
 from shardlab.installed import data_path
-from shardlab.planner.forecast import forecast_of
-from shardlab.planner.job import Job
 
 TOYS = ("constant_rate_error", "roofline_error")
 Floats = NDArray[np.float64]

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardlab.planner.calibration import checked, fitted
-from shardlab.planner.job import Job
-from shardlab.planner.peak import peak_bytes, room_bytes
-from shardlab.planner.step_model import Factors, step_parts
+from shardlab.forecast.calibration import checked, fitted
+from shardlab.forecast.job import Job
+from shardlab.forecast.peak import peak_bytes, room_bytes
+from shardlab.forecast.step_model import Factors, step_parts
 
 # Reserved over allocated bytes, least and most: OpenTau PR #273 (batch 40); Megatron-LM issue #150 (fsdp2 on 16 GPUs).
 # In between lie 1.26 to 1.36 (llama-cookbook PR #41, torchtitan PR #135 and #165).
