@@ -48,9 +48,7 @@ def predicted_collectives(
             f"precision: gradients of {kept.gradient} bytes beside parameters of {kept.parameter} are sent "
             "by nobody here; give compute_dtype and reduce_dtype"
         )
-    axes: dict[str, int] = {MeshAxis.DATA: setup.num_ranks}
-    if setup.hybrid:
-        axes = {MeshAxis.REPLICA: setup.num_ranks // setup.num_shards, MeshAxis.SHARD: setup.num_shards}
+    axes: dict[str, int] = {**setup.sizes}
     if (tensor := model.tensor_ranks) > 1:
         axes[MeshAxis.TENSOR] = tensor
     table = DryRun(lambda mesh, log: _step(model, setup, mesh, log), axes).messages(

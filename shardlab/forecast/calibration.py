@@ -9,7 +9,6 @@ three also attention, which moves only if their rows differ much in length.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
 from functools import lru_cache
 from math import exp, isfinite, log
 from typing import Any
@@ -24,8 +23,6 @@ MOST_PAIRS = 3
 ERROR = 0.04
 WIDTHS = np.array((0.3, 0.7, 0.15))
 ROUNDS, ENOUGH = 12, 1e-4
-NAMES = {field.name for field in fields(Job)}
-REQUIRED = {field.name for field in fields(Job) if field.default is MISSING}
 Vector = NDArray[np.float64]
 
 
@@ -43,10 +40,10 @@ def checked(calibration: Sequence[tuple[Mapping[str, Any], float]], job: Job) ->
             raise ValueError(f"calibration: pair {number} has {seconds} seconds; they must be finite and above 0")
         like = {"hardware": job.hardware, "network": job.network, "precision": job.precision}
         given = {**like, **{name: value for name, value in arguments.items() if value is not None}}
-        for words, names in (("has no argument", set(given) - NAMES), ("lacks", REQUIRED - set(given))):
-            if names:
-                raise ValueError(f"calibration: pair {number} {words} {', '.join(sorted(names))}; see predict_step")
-        found.append((Job(**given), float(seconds)))
+        try:
+            found.append((Job(**given), float(seconds)))
+        except TypeError as error:  # an argument too many, or one that is missing
+            raise ValueError(f"calibration: pair {number}: {error}; see predict_step") from None
     return tuple(found)
 
 

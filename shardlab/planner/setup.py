@@ -256,18 +256,15 @@ def described(module: "nn.Module", *, unused: Iterable[str] = ()) -> PlannedMode
     """
     without_gradient = set(unused)
     slices = slices_of(module)
-    params = tuple(
-        PlannedParam(
-            ParamSpec(name, tuple(param.shape), param.element_size()), trainable=bool(param.requires_grad),
-            used=name not in without_gradient, dtype=dtype_name(param.dtype), sliced=name in slices,
+    params, buffers = (
+        tuple(
+            PlannedParam(
+                ParamSpec(name, tuple(one.shape), one.element_size()), trainable=bool(one.requires_grad),
+                used=name not in without_gradient, dtype=dtype_name(one.dtype), sliced=name in slices,
+            )
+            for name, one in tensors
         )
-        for name, param in module.named_parameters()
-    )  # fmt: skip
-    buffers = tuple(
-        PlannedParam(
-            ParamSpec(name, tuple(one.shape), one.element_size()), trainable=False, dtype=dtype_name(one.dtype)
-        )
-        for name, one in module.named_buffers()
+        for tensors in (module.named_parameters(), module.named_buffers())
     )  # fmt: skip
     tensor_ranks = max((found.num_ranks for found in slices.values()), default=1)
     return PlannedModel(params, buffers, tensor_ranks)

@@ -278,8 +278,8 @@ def test_every_preset_is_complete():
         ({"network": "1Gb/s per GPU, 8Gb/s per host"}, "network: '1Gb/s per GPU, 8Gb/s per host' has two links"),
         ({"calibration": [(SMALL, 1.0)] * 4}, "calibration: 4 pairs are given; at most 3 are allowed"),
         ({"calibration": [(SMALL, 0.0)]}, "calibration: pair 0 has 0.0 seconds"),
-        ({"calibration": [(SMALL | {"batch": 3}, 1.0)]}, "calibration: pair 0 has no argument batch"),
-        ({"calibration": [({"hidden": 3}, 1.0)]}, "calibration: pair 0 lacks data, ffn, heads"),
+        ({"calibration": [(SMALL | {"batch": 3}, 1.0)]}, "calibration: pair 0: Job.__init__() got an unexpected"),
+        ({"calibration": [({"hidden": 3}, 1.0)]}, "calibration: pair 0: Job.__init__() missing 8"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_forecast_is_named(wrong, said):
