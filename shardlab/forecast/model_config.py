@@ -48,11 +48,6 @@ class Decoder:
         return int(self.sizes["layers"] * self.sizes["layer_numel"] + self.sizes["root_numel"])
 
 
-def sizes_of(path: Path | str) -> dict[str, Any]:
-    """``Decoder.sizes`` of a file, see ``decoder_of``."""
-    return decoder_of(path).sizes
-
-
 def decoder_of(path: Path | str) -> Decoder:
     """The decoder of a ``config.json``.
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardlab.forecast.architectures import architectures
 from shardlab.forecast.job import Job
-from shardlab.forecast.model_config import decoder_of, sizes_of
+from shardlab.forecast.model_config import decoder_of
 from shardlab.forecast.transformer import layer_products
 from tests.planner.test_search import GPT2, LLAMA, sizes
 
@@ -138,7 +138,7 @@ def test_a_file_with_any_value_is_counted_or_refused(tmp_path_factory, name, dat
     path = tmp_path_factory.getbasetemp() / "any.json"
     path.write_text(json.dumps(found | {key: data.draw(ODD)}))
     try:
-        assert all(value >= 0 for value in sizes_of(path).values() if value is not None)
+        assert all(value >= 0 for value in decoder_of(path).sizes.values() if value is not None)
     except ValueError as error:
         assert str(error).startswith(f"config: {path} ")
 

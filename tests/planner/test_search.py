@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from shardlab.forecast.model_config import sizes_of
+from shardlab.forecast.model_config import decoder_of
 from shardlab.forecast.search import RESERVE, USABLE, cards_that_would_do, miss_of, search
 
 LLAMA = {
@@ -21,7 +21,7 @@ GPT2 = {
 def sizes(tmp_path, found):
     path = tmp_path / "config.json"
     path.write_text(found if isinstance(found, str) else json.dumps(found))
-    return sizes_of(path)
+    return decoder_of(path).sizes
 
 
 def test_the_fastest_that_fits_is_first_and_each_other_says_why_it_falls_out(tmp_path):
