@@ -48,7 +48,7 @@ def predicted_collectives(
             f"precision: gradients of {kept.gradient} bytes beside parameters of {kept.parameter} are sent "
             "by nobody here; give compute_dtype and reduce_dtype"
         )
-    axes: dict[str, int] = {**setup.sizes}
+    axes = {str(axis): size for axis, size in setup.sizes.items()}
     if (tensor := model.tensor_ranks) > 1:
         axes[MeshAxis.TENSOR] = tensor
     table = DryRun(lambda mesh, log: _step(model, setup, mesh, log), axes).messages(

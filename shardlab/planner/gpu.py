@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import isfinite
+from typing import Any
 
 from shardlab.installed import data_path
 from shardlab.partition.ring_cost import Link
@@ -142,7 +143,7 @@ def _card(line: Mapping[str, str]) -> Gpu:
     if not line["bf16_tflops"]:
         return known
     dense, tf32 = float(line["bf16_tflops"]) * 1e12, float(line["tf32_tflops"]) * 1e12
-    numbers = {name: float(line[name]) for name in _NUMBERS}
+    numbers: dict[str, Any] = {name: float(line[name]) for name in _NUMBERS}
     return replace(known, peaks={"bf16": dense, "fp16": dense, "tf32": tf32}, inside=line["inside"], **numbers)
 
 
