@@ -1,7 +1,8 @@
 """Build the site for teachers and check its links: ``python .site/build.py [FOLDER]``, by default ``build/site``.
 
-A page for each page of the guide, each notebook and each engine, the source files they lead to, and an index. Nothing
-is fetched, here or by a reader's browser: plotly.js is copied from the installed package, and formulas are MathML.
+A page for each page of the guide, each notebook and each engine, the pages that need no Python, the source files they
+lead to, and an index. Nothing is fetched, here or by a reader's browser: plotly.js is copied from the installed
+package, and formulas are MathML.
 
 Notebooks are converted as they are saved, not run again. The tests that ``.ci/run`` has passed before this ran every
 one of them and compared its outputs with the saved ones, so a second run would take minutes and find nothing; and the
@@ -22,6 +23,7 @@ from links import broken_links
 from notebook_pages import notebook_page
 from pages import Page, Site
 from plotly.offline import get_plotlyjs
+from static_pages import static_pages
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = Path(__file__).resolve().parent
@@ -64,7 +66,7 @@ def build(folder: Path, names: str = "[0-9]*.ipynb") -> None:
             before = chapter[place - 1] if place else None
             after = chapter[place + 1] if place + 1 < len(chapter) else None
             site.write(page, before=before, after=after)
-    site.write(Page(Path("index.html"), "shardlab", site.index(guide, notebooks, engines)))
+    site.write(Page(Path("index.html"), "shardlab", site.index(static_pages(site), guide, notebooks, engines)))
     site.write_sources()
 
 

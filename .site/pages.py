@@ -66,6 +66,8 @@ class Site:
                 to = "index.html"
             elif file.suffix in (".md", ".ipynb"):
                 to = str(file.with_suffix(".html"))
+            elif file.suffix == ".html":
+                to = str(file)
             elif file.parent == Path("data/front_page"):
                 to = f"front_page/{file.name}"
             else:
@@ -100,7 +102,9 @@ class Site:
             code = highlight(text, get_lexer_for_filename(file.name), form)
             self.write(Page(_page_of(file), str(file), f"<h1><code>{escape(str(file))}</code></h1>{code}"))
 
-    def index(self, guide: Sequence[Page], notebooks: Sequence[Page], engines: Sequence[Page]) -> str:
+    def index(
+        self, static: Sequence[Page], guide: Sequence[Page], notebooks: Sequence[Page], engines: Sequence[Page]
+    ) -> str:
         """The body of the first page: the README's beginning and its formulas, and a table of each chapter."""
         opening, *sections = re.split(r"^## ", self._readme, flags=re.MULTILINE)
         (costs,) = (f"## {section}" for section in sections if "| strategy |" in section)
@@ -109,7 +113,8 @@ class Site:
         )
         commands = re.search(r"^```sh\n.*?^```$", self._readme, re.MULTILINE | re.DOTALL)
         return "\n".join([
-            first, "<h2>Begin</h2>", markdown(commands[0] if commands else ""), "<h2>Guide</h2>", _table(guide),
+            first, "<h2>Try it here</h2><p>Each page answers with a picture; nothing is installed.</p>", _table(static),
+            "<h2>Begin</h2>", markdown(commands[0] if commands else ""), "<h2>Guide</h2>", _table(guide),
             formulas,
             "<h2>Notebooks</h2><p>Saved with their outputs; in JupyterLab each runs on the ranks of your machine.</p>",
             _table(notebooks), "<h2>Engines</h2><p>Each is one idea more than the one before it.</p>", _table(engines),

@@ -16,6 +16,7 @@ from links import broken_links  # noqa: E402
 from notebook_pages import notebook_page  # noqa: E402
 from pages import Page, Site  # noqa: E402
 from prose import markdown  # noqa: E402
+from static_pages import PAGES, static_pages  # noqa: E402
 
 
 @pytest.fixture
@@ -74,6 +75,16 @@ def test_the_guide_leads_to_notebooks_sources_pictures_and_the_first_page(site: 
                  "records.html", "../../source/shardlab/tables.py.html", "loop.html#units-of-fsdp"):  # fmt: skip
         assert f'="{link}"' in body
     assert '<h2 id="units-of-fsdp">Units of FSDP</h2>' in body
+
+
+def test_every_page_without_python_is_on_the_first_page(site: Site) -> None:
+    pages = static_pages(site)
+    assert {page.path.stem for page in pages} == {path.stem for path in PAGES.glob("*.html")}
+    body = site.index(pages, [], [], [])
+    for page in pages:
+        assert f'href="{page.path}"' in body
+        assert page.lead.endswith("?")
+        assert (site.folder / page.path).is_file()
 
 
 def test_a_notebook_keeps_its_figures_and_its_links(site: Site, tmp_path: Path) -> None:
