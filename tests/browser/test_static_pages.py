@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shardlab.planner.formulas import model_states
 from shardlab.planner.replay import Schedule, Unit, replay
 from tests.browser.test_report_page import TOO_WIDE
 
@@ -113,3 +114,13 @@ def test_the_second_block_ahead_buys_nothing_at_4_ms_a_gather_and_does_at_6(open
     wanted = {4: [119, 81, 81], 6: [145, 96, 92], 10: [198, 141, 141]}
     ends = "gather => [0, 1, 2].map(prefetch => Math.round(fsdpStep(prefetch, gather).end))"
     assert {gather: page.evaluate(ends, gather) for gather in wanted} == wanted
+
+
+def test_what_a_rank_keeps_is_what_plan_says(open_page):
+    page = open_page("which_strategy")
+    held = "given => Object.keys(STRATEGIES).map(name => sum(heldBytes(name, ...given)))"
+    for number in range(50):
+        params, ranks = round(1e8 * 1.165**number), (1, 2, 3, 7, 8, 64, 96, 1000, 1024)[number % 9]
+        precision = ("mixed", "fp32")[number % 2]
+        wanted = [states.total_bytes for states in model_states(params, ranks, precision)]
+        assert page.evaluate(held, [params, ranks, precision]) == pytest.approx(wanted, abs=4)
