@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shardlab.course.exercises.ladder import hidden_time
 from shardlab.planner.formulas import model_states
 from shardlab.planner.replay import Schedule, Unit, replay
 from tests.browser.test_report_page import TOO_WIDE
@@ -16,16 +17,17 @@ sys.path.append(str(ROOT / ".site"))
 from static_pages import PAGES, with_parts  # noqa: E402
 
 NAMES = sorted(path.stem for path in PAGES.glob("*.html"))
-# Texts that are out of the picture, too small, or on another one.
-SPOILT = """() => {
-    const picture = document.querySelector("#figure").getBoundingClientRect();
-    const texts = [...document.querySelectorAll("#figure text")].map(one => [one, one.getBoundingClientRect()]);
-    const out = texts.filter(([one, box]) => parseFloat(getComputedStyle(one).fontSize) < 12
+# Texts that are out of their picture, smaller than 12 px, or on another one.
+SPOILT = """() => [...document.querySelectorAll("#figure, .drawing")].flatMap(svg => {
+    const picture = svg.getBoundingClientRect();
+    const texts = [...svg.querySelectorAll("text")].map(one => [one, one.getBoundingClientRect()])
+        .filter(([, box]) => box.width > 0);
+    const out = texts.filter(([one, box]) => parseFloat(getComputedStyle(one).fontSize) * one.getScreenCTM().a < 12
         || box.left < picture.left - 1 || box.right > picture.right + 1 || box.bottom > picture.bottom + 1);
     const over = texts.filter(([, a], place) => texts.slice(place + 1).some(([, b]) =>
         a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 5 && b.top < a.bottom - 5));
     return [...out, ...over].map(([one]) => one.textContent);
-}"""
+})"""
 
 
 @pytest.fixture
@@ -124,3 +126,50 @@ def test_what_a_rank_keeps_is_what_plan_says(open_page):
         precision = ("mixed", "fp32")[number % 2]
         wanted = [states.total_bytes for states in model_states(params, ranks, precision)]
         assert page.evaluate(held, [params, ranks, precision]) == pytest.approx(wanted, abs=4)
+
+
+def test_buckets_travel_by_the_clock_of_the_exercise(open_page):
+    page = open_page("why_buckets")
+    of_page = ([(625, 62_500)] * 64, 2000, 125)
+    for layers, latency_us, bytes_per_us in (*hidden_time.LINKS.values(), of_page):
+        for size in range(1, len(layers) + 1):
+            found = page.evaluate("given => linkClock(...given)", [size, layers, latency_us, bytes_per_us])
+            queued = [one["start"] - one["ready"] for one in found["messages"]]
+            assert queued == pytest.approx(hidden_time._queued_us(size, layers, latency_us, bytes_per_us))
+            *_, last = found["messages"]
+            assert found["end"] == pytest.approx(last["start"] + latency_us + last["bytes"] / bytes_per_us)
+    steps = page.evaluate("SIZES.map(k => stepMs(k, {latency: 2, gbps: 1}))")
+    assert steps == [160.625, 97.25, 66.5, 53, 50, 58, 74]
+
+
+def test_a_click_on_the_axis_is_a_guess(open_page):
+    page = open_page("why_buckets")
+    assert page.locator("#figure circle").count() == 0
+    picture = page.locator("#figure").bounding_box()
+    page.mouse.click(picture["x"] + picture["width"] - 30, picture["y"] + 290)
+    assert page.locator("[name=guess]").input_value() == "64"
+    assert "You expected 64 layers: 24.0 ms longer than with 16 layers." in page.locator("#say").inner_text()
+
+
+def test_six_ways_of_fsdp_cost_what_they_say(open_page):
+    page = open_page("memory_or_time", "#gather=4&choice=4")
+    assert "77 ms, of which 11 ms wait; at most 882 kB" in page.locator("#say").inner_text()
+    page.locator("summary").click()
+    assert "keeping saves 4 ms of 81" in page.locator("#answer").inner_text()
+
+
+def test_ranks_break_even_by_the_clock_of_the_exercise(open_page):
+    page = open_page("two_slower_than_one")
+    for step in hidden_time.STEPS.values():
+        rows = [1, 2, 5, 40]
+        found = page.evaluate("([rows, step]) => rows.map(one => stepOf(one, step).us)", [rows, step])
+        assert found == pytest.approx([hidden_time._step_us(one, step) for one in rows])
+        assert page.evaluate("step => breakEven(2, step)", step) == hidden_time._fewest(step)
+    wanted = {
+        "sent=buckets": "From 3 rows a rank on;",
+        "sent=after": "From 22 rows a rank on;",
+    }  # as notebook 05 predicts
+    for address, begin in wanted.items():
+        page = open_page("two_slower_than_one", f"#{address}")
+        page.locator("summary").click()
+        assert page.locator("#answer").inner_text().startswith(begin)
