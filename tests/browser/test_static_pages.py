@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shardlab.course.drawings import DRAWINGS
 from shardlab.course.exercises.ladder import hidden_time
 from shardlab.planner.formulas import model_states
 from shardlab.planner.replay import Schedule, Unit, replay
@@ -173,3 +174,13 @@ def test_ranks_break_even_by_the_clock_of_the_exercise(open_page):
         page = open_page("two_slower_than_one", f"#{address}")
         page.locator("summary").click()
         assert page.locator("#answer").inner_text().startswith(begin)
+
+
+def test_drawings_fit_in_both_layouts(browser):
+    page = browser.new_page()
+    page.set_content("".join(draw().svg() for draw in DRAWINGS))
+    for width, shown in ((900, ".wide"), (540, ".wide"), (400, ".narrow"), (340, ".narrow")):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.locator(f".drawing {shown}:visible").count() == len(DRAWINGS) == 7
+        assert page.evaluate(SPOILT) == [], width
+    page.close()
