@@ -6,10 +6,12 @@ with the last axis fastest: on ``{"replica": 2, "shard": 2}`` the shard groups a
 """
 
 from collections.abc import Mapping
+from itertools import combinations
 from math import prod
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from shardlab.analysis.rows import KEYS, bounds
 from shardlab.tables import COLLECTIVES
@@ -45,7 +47,7 @@ def with_group(collectives: pd.DataFrame, axes: Mapping[str, int] | None = None)
     # Concatenated tables repeat their index labels, so the rows get new ones.
     for (run, _), rows in collectives.reset_index(drop=True).groupby(RUN, sort=False):
         mesh = _axes_in(rows, str(run)) if axes is None else dict(axes)
-        members = _groups(mesh, _ranks(rows, mesh, str(run)))
+        members = _groups(mesh, _ranks(rows, mesh, str(run)), _sizes_of_parts(rows, mesh))
         keys = zip(rows["axis"].astype(str), rows["rank"].astype(int), strict=True)
         group.loc[rows.index] = [_member(members, key, mesh, str(run)) for key in keys]
     return collectives.assign(group=group.array)
@@ -79,13 +81,34 @@ def _ranks(rows: pd.DataFrame, mesh: Mapping[str, int], run: str) -> list[int]:
     return found
 
 
-def _groups(mesh: Mapping[str, int], ranks: list[int]) -> dict[tuple[str, int], str]:
-    """The label of each rank's group on each axis."""
+def _sizes_of_parts(rows: pd.DataFrame, mesh: Mapping[str, int]) -> dict[str, int]:
+    """The size of the inner part of each axis that is cut: of ``data``, ``data.inner``."""
+    inner = rows[rows["axis"].astype(str).isin([f"{axis}.inner" for axis in mesh])]
+    return {
+        str(axis).removesuffix(".inner"): int(size) for axis, size in inner.groupby("axis")["group_size"].max().items()
+    }
+
+
+def _groups(mesh: Mapping[str, int], ranks: list[int], parts: Mapping[str, int]) -> dict[tuple[str, int], str]:
+    """The label of each rank's group on each axis, on both parts of one that is cut, and on each product of axes."""
     grid = np.array(ranks).reshape(tuple(mesh.values()))
     labels: dict[tuple[str, int], str] = {}
-    for place, axis in enumerate(mesh):
-        for line in np.moveaxis(grid, place, -1).reshape(-1, mesh[axis]).tolist():
-            labels |= {(axis, rank): ",".join(map(str, line)) for rank in line}
+
+    def label(name: str, lines: NDArray[np.intp]) -> None:
+        for line in lines.tolist():
+            labels.update({(name, rank): ",".join(map(str, line)) for rank in line})
+
+    for number in range(1, len(mesh) + 1):
+        for axes in combinations(range(len(mesh)), number):
+            size = prod(grid.shape[axis] for axis in axes)
+            label(
+                "_".join(list(mesh)[axis] for axis in axes),
+                np.moveaxis(grid, axes, range(-number, 0)).reshape(-1, size),
+            )
+    for axis, inner in parts.items():
+        lines = np.moveaxis(grid, list(mesh).index(axis), -1).reshape(-1, mesh[axis] // inner, inner)
+        label(f"{axis}.inner", lines.reshape(-1, inner))
+        label(f"{axis}.outer", lines.swapaxes(1, 2).reshape(-1, mesh[axis] // inner))
     return labels
 
 

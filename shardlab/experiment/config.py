@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import NoneType
 from typing import Any
@@ -154,11 +154,9 @@ class CompareConfig(CompareOptions):
     def _check_taken(self) -> None:
         """Refuse options that no strategy takes: a record must not claim what had no effect."""
         for field, option in ENGINE_FIELDS.items():
-            if field == "shard_group" and any(len(one.axes) == 2 for one in self.own_strategies.values()):
-                continue
-            if field == "bucket_mib" and any(map(self._takes_buckets, self.strategies)):
-                continue
-            if getattr(self, field) != _default(field) and not any(map(takes(option), self.strategies)):
+            if getattr(self, field) != _default(field) and not any(
+                self._has_use(field, one) for one in self.strategies
+            ):
                 takers = ", ".join(filter(takes(option), STRATEGIES))
                 raise ValueError(
                     f"{field}: only for {takers}, and the strategies are {', '.join(self.strategies)}; leave it out"
@@ -329,6 +327,21 @@ class CompareConfig(CompareOptions):
         if own is None or self._takes_buckets(strategy):
             return self.bucket_bytes if own is not None or takes("bucket_bytes")(strategy) else None
         return getattr(own, "bucket_bytes", None)
+
+    def alone(self, strategy: str, **changes: Any) -> "CompareConfig":
+        """Of one run, without what its strategy has no use for, and with some fields changed."""
+        unused = {field: _default(field) for field in ENGINE_FIELDS if not self._has_use(field, strategy)}
+        one: Any = self.own_strategies.get(strategy, strategy)
+        return replace(self, strategies=(one,), **unused | changes)
+
+    def _has_use(self, field: str, strategy: str) -> bool:
+        """Whether an option of engines has an effect on a strategy."""
+        own = self.own_strategies.get(strategy)
+        if own is None:
+            return takes(ENGINE_FIELDS[field])(strategy)
+        return (field == "shard_group" and len(own.axes) == 2) or (
+            field == "bucket_mib" and self._takes_buckets(strategy)
+        )
 
     def _takes_buckets(self, strategy: str) -> bool:
         """Whether a strategy of the reader's own has the default size of buckets, in whose place comes ours."""

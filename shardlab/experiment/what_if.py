@@ -9,7 +9,7 @@ Other numbers of ranks are taken to have as many cores each as the recorded ones
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -18,6 +18,7 @@ from shardlab.analysis.matching import matched_collectives
 from shardlab.analysis.timed import in_steps, timed_steps
 from shardlab.comm.events import CollectiveEvent
 from shardlab.comm.foretold import Costs, ToldClock, Wire
+from shardlab.engines import STRATEGIES
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.dry_run import dry_run
 from shardlab.experiment.forecast import phase_of_autograd, priced, seconds_in
@@ -88,8 +89,14 @@ def what_if(records: Records, config: CompareConfig, strategy: str, **changes: A
         ValueError: there is no such run, a change is not allowed, the record has no step whose time counts, or the
             emulated link shall go, without which no message was recorded.
     """
-    own = replace(config, strategies=(strategy,))
-    changed = replace(own, **changes)
+    if strategy not in (*STRATEGIES, *config.own_strategies):
+        raise ValueError(
+            f"strategy: {strategy!r} is given; give one of ours, or in Python one of your own and its configuration: "
+            "what_if(comparison.records, config, name)"
+        )
+    own = config.alone(strategy)
+    (other,) = changes.pop("strategies", (strategy,))
+    changed = config.alone(other, **changes)
     if own.link is not None and changed.link is None:
         raise ValueError(f"link: the run was recorded over {own.link} and knows no other; give one such as 10Gbps,50us")
     clock = RecordedClock(records, own, strategy)

@@ -6,7 +6,8 @@ import pandas as pd
 import pytest
 
 from shardlab.analysis import stragglers, waits, with_group
-from shardlab.recording.report import Recorded, answer_of_record, late
+from shardlab.experiment import Comparison
+from shardlab.recording.report import answer_of_record, late
 from shardlab.trace.store import Records
 from tests.analysis.hand_made import STEP, collective, collectives, spans, together, two_ranks
 
@@ -29,6 +30,18 @@ def test_the_last_axis_varies_fastest():
     assert table["replica"].to_dict() == {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}
     swapped = with_group(rows, {"shard": 2, "replica": 2}).set_index(["axis", "rank"])["group"]
     assert swapped["shard"].to_dict() == {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}
+
+
+def test_parts_of_an_axis_and_products_of_axes_are_groups_of_the_mesh():
+    sizes = {"data.inner": 2, "data.outer": 2}
+    rows = grid(*((rank, axis, size) for rank in range(4) for axis, size in sizes.items()))
+    table = with_group(rows, {"data": 4}).set_index(["axis", "rank"])["group"]
+    assert table["data.inner"].to_dict() == {0: "0,1", 1: "0,1", 2: "2,3", 3: "2,3"}
+    assert table["data.outer"].to_dict() == {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}
+    rows = grid(*((rank, "replica_shard", 4) for rank in range(4)), *((rank, "shard", 2) for rank in range(4)))
+    table = with_group(rows, {"replica": 2, "shard": 2}).set_index(["axis", "rank"])["group"]
+    assert set(table["replica_shard"]) == {"0,1,2,3"}
+    assert table["shard"].to_dict() == {0: "0,1", 1: "0,1", 2: "2,3", 3: "2,3"}
 
 
 def test_groups_that_cannot_be_known_are_refused():
@@ -116,7 +129,7 @@ def test_what_a_record_answers():
          "trace"),
         ({"wire_bytes_per_step": 0.0}, two_ranks()[0], "at the peak 6.00 kB", "", "nothing", "trace"),
     ):  # fmt: skip
-        found = Recorded(pd.DataFrame([KNOWN | changed]), records_of(130.0, {"data": 2}, moved), Path("out"))
+        found = Comparison(pd.DataFrame([KNOWN | changed]), records_of(130.0, {"data": 2}, moved), Path("out"))
         said = dict(answer_of_record(found))
         assert said["MEMORY"] == f"4.50 kB at rest on a rank; {memory}"
         assert said["TIME"] == f"0.13 ms a step (median){time}"

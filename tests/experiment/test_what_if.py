@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from shardlab.comm.foretold import Costs, ToldClock, Wire
+from shardlab.engines import ZeRO1
 from shardlab.experiment import CompareConfig
 from shardlab.experiment.dry_run import dry_run
 from shardlab.experiment.forecast import phase_of_autograd
@@ -66,6 +67,20 @@ def test_a_change_takes_what_the_changed_run_takes(clock_once, changes):
     # What the record says of the operations of one strategy is less true of another's.
     near = 0.3 if "strategies" in changes else 0.15
     assert found.changed == pytest.approx(seconds(trained(replace(CONFIG, **changes))), rel=near)
+
+
+def test_a_strategy_of_the_readers_own_is_replayed_and_no_option_of_another_run_is_in_the_way():
+    class Mine(ZeRO1):
+        name = "mine"
+
+    both = replace(CONFIG, strategies=("fsdp", "zero1", Mine()), prefetch=0)
+    for name, alone in (("zero1", "zero1"), ("mine", Mine())):
+        records = trained(replace(CONFIG, strategies=(alone,)))
+        found = what_if(records, both, name, link="5Gbps,50us")
+        faster = replace(CONFIG, strategies=(alone,), link="5Gbps,50us")
+        assert found.changed == pytest.approx(seconds(trained(faster)), rel=0.15)
+    with pytest.raises(ValueError, match=r"^strategy: 'mine' is given; give one of ours, or in Python one of your own"):
+        what_if(trained(CONFIG), CONFIG, "mine")
 
 
 def test_a_replay_that_misses_is_doubtful_and_says_by_how_much():
