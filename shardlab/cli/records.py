@@ -2,6 +2,7 @@
 
 import json as json_text
 from collections.abc import Hashable, Iterable, Mapping
+from enum import StrEnum
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,6 +33,13 @@ OF_A_MODULE = {
 }  # fmt: skip
 SCRIPT_ARGUMENTS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """Arguments after the script belong to the script, even if they look like options."""
+
+
+class TraceFormat(StrEnum):
+    """The tool that a trace is for."""
+
+    PERFETTO = "perfetto"
+    HTA = "hta"
 
 
 Directory = Annotated[Path, typer.Argument(help="A comparison, or one run: DIR/records/STRATEGY.", show_default=False)]
@@ -83,15 +91,24 @@ def report(directory: Directory, json: AsJson = False) -> None:
 
 def trace(
     directory: Directory,
-    output: Annotated[Path, typer.Option("-o", "--output", help="File to write (.json, .json.gz).")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="File to write (.json, .json.gz); hta: a directory.")],
     strategy: Strategy = None,
+    format: Annotated[TraceFormat, typer.Option(help="Perfetto, or Holistic Trace Analysis.")] = TraceFormat.PERFETTO,
 ) -> None:
-    """Export a run for Perfetto (ui.perfetto.dev)."""
-    from shardlab.export import write_perfetto
+    """Export a run for Perfetto (ui.perfetto.dev) or for Holistic Trace Analysis."""
+    from shardlab.export import export_hta, write_perfetto
     from shardlab.trace.store import load_runs
 
-    path = write_perfetto(load_runs([_run(directory, strategy)]), output)
-    typer.echo(f"Wrote {path} ({path.stat().st_size / 1e6:.1f} MB): open it in https://ui.perfetto.dev")
+    records = load_runs([_run(directory, strategy)])
+    if format is TraceFormat.HTA:
+        paths = export_hta(records, output)
+        typer.echo(
+            f"Wrote {count(len(paths), 'file')}: TraceAnalysis(trace_dir={str(output)!r}) reads them. "
+            "They hold the steps that 'hidden' is of: neither the first nor the traced one, unless there are no others."
+        )
+    else:
+        path = write_perfetto(records, output)
+        typer.echo(f"Wrote {path} ({path.stat().st_size / 1e6:.1f} MB): open it in https://ui.perfetto.dev")
 
 
 def modules(

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 
 from shardlab.vocabulary import Collective
 
+# AllReduce, ReduceScatter, ...
+NCCL_NAMES = {op: op.title().replace("_", "") for op in Collective} | {Collective.UNKNOWN: "Generic"}
 # Parts of names, without case and underscores; the first that a name has, long ones first: "allreduce" before "reduce".
 # NCCL's kernel SendRecv is a send, if its arguments do not say which it was.
 _WORDS = {"crossdevicereduce": Collective.ALL_REDUCE} | {  # of vLLM

@@ -21,7 +21,7 @@ Perfetto refer to.
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -75,9 +75,7 @@ def perfetto_trace(records: Records, run: str | None = None) -> dict[str, Any]:
     drawn += [event for number, arrow in enumerate(flows, 1) for event in flow(arrow[0], number, *arrow[1:])]
     source = next(iter([*own.spans["source"], *own.collectives["source"]]))
     other = {"run": name, "source": str(source), "versions": manifest.get("versions", {}), "time": "microseconds"}
-    # Names first, then by time; of slices that begin together the longer first, because it encloses the other.
-    drawn.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0.0), -event.get("dur", 0.0)))
-    return {"traceEvents": drawn, "displayTimeUnit": "ms", "otherData": other}
+    return {"traceEvents": in_order(drawn), "displayTimeUnit": "ms", "otherData": other}
 
 
 def write_perfetto(records: Records, path: Path | str, run: str | None = None) -> Path:
@@ -86,14 +84,7 @@ def write_perfetto(records: Records, path: Path | str, run: str | None = None) -
     Raises:
         ValueError: see ``perfetto_trace``; or the file cannot be written.
     """
-    path = Path(path)
-    # NaN and Infinity are not JSON: viewers could not read the file.
-    text = json.dumps(perfetto_trace(records, run), separators=(",", ": "), allow_nan=False).encode()
-    try:
-        path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
-    except OSError as error:
-        raise ValueError(f"output: {path} cannot be written: {error.strerror}") from error
-    return path
+    return write_json(perfetto_trace(records, run), path)
 
 
 def _axis_threads(collectives: pd.DataFrame) -> "pd.Series[int]":
@@ -236,6 +227,27 @@ def process(pid: int, name: str) -> list[Event]:
 def thread(pid: int, tid: int, name: str) -> list[Event]:
     """The name of a thread and its position among the others."""
     return [_metadata("thread_name", pid, tid, name=name), _metadata("thread_sort_index", pid, tid, sort_index=tid)]
+
+
+def in_order(events: Iterable[Event]) -> list[Event]:
+    """Names first, then by time; of slices that begin together the longer first, because it encloses the other."""
+    return sorted(events, key=lambda event: (event["ph"] != "M", event.get("ts", 0.0), -event.get("dur", 0.0)))
+
+
+def write_json(trace: Mapping[str, Any], path: Path | str) -> Path:
+    """Write a trace, compressed if the name ends with ``.gz``, and return its path.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    path = Path(path)
+    # NaN and Infinity are not JSON: viewers could not read the file.
+    text = json.dumps(trace, separators=(",", ": "), allow_nan=False).encode()
+    try:
+        path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+    except OSError as error:
+        raise ValueError(f"output: {path} cannot be written: {error.strerror}") from error
+    return path
 
 
 def _metadata(kind: str, pid: int, tid: int, /, **args: Any) -> Event:

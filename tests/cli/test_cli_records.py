@@ -143,6 +143,9 @@ def test_trace_writes_valid_files(finished, tmp_path):
         assert check(trace)["X"]
         assert trace["otherData"]["run"] == strategy
     assert shardlab("trace", finished / "records" / "zero1", "-o", tmp_path / "one.json").exit_code == 0
+    done = shardlab("trace", finished, "--strategy", "zero1", "-o", tmp_path / "hta", "--format", "hta")
+    assert done.exit_code == 0
+    assert sorted(path.name for path in (tmp_path / "hta").iterdir()) == ["rank0.json", "rank1.json"]
 
 
 def test_trace_and_help_import_no_torch(finished, tmp_path):
@@ -291,6 +294,8 @@ def test_a_trace_of_what_is_refused(finished, tmp_path):
     for options, words in (
         ((), "name one of bucketed, single, zero1"),
         (("--strategy", "zero9"), "'zero9' is not one of bucketed, single, zero1"),
+        (("--strategy", "zero1", "--format", "excel"), "'excel' is not one of 'perfetto', 'hta'"),
+        (("--strategy", "zero1", "--format", "hta"), "must be a new or an empty directory"),
     ):
         done = CliRunner().invoke(app, ["trace", str(finished), "-o", str(tmp_path / "there"), *options])
         assert done.exit_code == 2

@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from shardlab.analysis import attribution, bandwidth, overlap, stragglers
 from shardlab.experiment.step_reasons import reasons, why
-from shardlab.export import import_profiler_trace, perfetto_trace
-from shardlab.export.kineto import collective_of, dtype_of
+from shardlab.export import export_hta, import_profiler_trace, perfetto_trace
+from shardlab.export.kineto import NCCL_NAMES, collective_of, dtype_of
 from shardlab.plots import collective_timeline, overlap_bars, summary_of, wire_volume
 from shardlab.vocabulary import Collective
 from tests.export.trace_format import check
@@ -267,6 +267,9 @@ def test_communication_that_no_name_explains_counts_and_is_said(tmp_path):
     moved = records.collectives
     assert "(without 1 whose bytes are not known)" in summary_of(wire_volume(moved))
     assert "1 collective a rank sends –" in summary_of(collective_timeline(moved, records.spans, step=7))
+    export_hta(records, tmp_path / "hta")
+    with pytest.warns(UserWarning, match="unknown communication"):
+        assert import_profiler_trace(tmp_path / "hta").collectives["op"].tolist() == ["unknown communication"]
 
 
 def test_a_kernel_of_one_device_is_compute(tmp_path):
@@ -408,8 +411,9 @@ NAMES = {
 
 def test_names_of_collectives_and_types():
     assert {name: collective_of(name) for name in NAMES} == NAMES
-    for op in set(Collective) - {Collective.UNKNOWN}:  # AllReduce, ReduceScatter, ...
-        assert collective_of(f"ncclDevKernel_{op.title().replace('_', '')}") == op
+    assert {op: collective_of(f"ncclDevKernel_{name}") for op, name in NCCL_NAMES.items()} == {
+        op: None if op is Collective.UNKNOWN else op for op in Collective
+    }
     assert dtype_of("c10::BFloat16") == ("bfloat16", 2)
     assert dtype_of("long int") == dtype_of("Long") == ("int64", 8)
     assert dtype_of("Float8_e4m3fn") == ("Float8_e4m3fn", None)
