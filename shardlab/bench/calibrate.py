@@ -7,7 +7,9 @@ import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -110,9 +112,9 @@ class Calibration:
         """What is not measured yet."""
         return [part for part in self.parts if part not in self.kept]
 
-    def measure(self, on_progress: Callable[[str], None] = lambda _: None) -> None:
-        """Measure what is missing."""
-        effort = QUICK if self.is_quick else FULL
+    def measure(self, on_progress: Callable[[str], None] = lambda _: None, limit_s: float = inf) -> bool:
+        """Measure what is missing, and say whether that is all; after ``limit_s`` no further part begins."""
+        began, effort = perf_counter(), QUICK if self.is_quick else FULL
         for ranks in self.ranks:
             missing = [part for part in self._parts(ranks) if part not in self.kept]
             if not missing:
@@ -120,8 +122,11 @@ class Calibration:
             # A part without messages may be silent for long on a machine with load.
             with RankPool(ranks, device="cpu", notice_s=None) as pool:
                 for part in missing:
+                    if perf_counter() - began > limit_s:
+                        return False
                     self.kept.keep(part, self._measured(pool, part, effort))
                     on_progress(str(part))
+        return True
 
     def machine(self) -> Machine:
         """What was measured, when that is all."""

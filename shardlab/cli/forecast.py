@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardlab.experiment.planned import Plan
     from shardlab.forecast.machine import Machine
 
-CALIBRATION = Path("machine.json")
+CALIBRATION, LIMIT_S = Path("machine.json"), 600.0
 SETS = {"published": "published steps", "held_out": "published steps that were held out", "here": "steps run here"}
 
 
@@ -88,16 +88,20 @@ def calibrate(
     ranks: Annotated[str, typer.Option(help="Comma-separated: how many ranks at once.")] = "2,4",
     out: Annotated[Path, typer.Option(help="The file; a plan reads it with --calibration.")] = CALIBRATION,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and readings: sooner, and less sure.")] = False,
+    limit: Annotated[float, typer.Option(help="Seconds after which no further part is begun.")] = LIMIT_S,
 ) -> None:
     """Measure what this machine takes for operations and messages, for forecasts of time; leave it alone meanwhile.
 
-    Parts that are measured are kept beside the file until it is whole: after an interrupt, go on by the same command.
+    Parts that are measured are kept beside the file until it is whole: after an interrupt or the limit, go on by the
+    same command.
     """
     from shardlab.bench.calibrate import Calibration
 
     counts = list(dict.fromkeys(int(text) if text.isdigit() else 0 for text in names_in(ranks)))
     if not counts or min(counts) < 2:
         raise ValueError(f"ranks: {ranks!r} is given; give numbers from 2 on, such as 2,4")
+    if not limit > 0:
+        raise ValueError(f"limit: {limit:g} is given; give seconds above 0")
     if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
         raise ValueError(f"out: {out} cannot be written; name a file in an existing directory")
     parts = out.with_name(f"{out.name}.part")
@@ -107,7 +111,7 @@ def calibrate(
         said = f"{total - missing} of {total} parts were measured before; remove {parts} to measure them again"
         console.print(said, soft_wrap=True)
     with progress_bar(missing) as advance, suppress(KeyboardInterrupt):
-        calibration.measure(advance)
+        calibration.measure(advance, limit)
     if left := len(calibration.missing):
         said = f"Stopped: {total - left} of {total} parts are measured, and kept in {parts}; the same command goes on"
         console.print(said, soft_wrap=True)

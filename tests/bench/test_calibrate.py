@@ -46,7 +46,7 @@ def test_an_interrupted_calibration_goes_on_where_it_was(tmp_path, measured):
     again = Calibration([2, 3], path=path)
     assert len(again.missing) == len(again.parts) - 30
     told = []
-    again.measure(told.append)
+    assert again.measure(told.append)
     assert len(told) == len(again.parts) - 30
     assert measured.parts == again.parts  # each once, in its order
     machine = again.machine()
@@ -58,6 +58,14 @@ def test_an_interrupted_calibration_goes_on_where_it_was(tmp_path, measured):
     assert costs.host.keys() == costs.pace.keys() == {"ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp"}
     assert costs.operations["gelu"] == costs.messages["all_gather"] == costs.products["attention"] == LINE
     assert machine.costs(1, single=True).floors == VALUES["floors"]
+
+
+def test_no_part_begins_after_the_limit(tmp_path, measured, monkeypatch):
+    now = iter(range(100))
+    monkeypatch.setattr(calibrate, "perf_counter", lambda: next(now))
+    begun = Calibration([2], path=tmp_path / "parts")
+    assert not begun.measure(limit_s=5)
+    assert len(measured.parts) == 5
 
 
 def test_parts_of_another_machine_or_a_damaged_file_are_not_taken(tmp_path, measured):

@@ -270,6 +270,7 @@ def test_bad_input_is_refused(config):
             ["--config", config, "--ranks", "64", "--wrap", "root", "--peak"],
             "wrap, peak: not of --config; leave them out",
         ),
+        (["--params", "7B", "--ranks", "8", "--hardware", "h100"], "hardware: it is called --gpu; write --gpu h100"),
         (["--config", config, "--ranks", "8", "--search", "--no-sync"], "no-sync: leave it out of --search"),
         (["--config", config, "--ranks", "8", "--precision", "bf16"], "precision: 'bf16' is not one of mixed, fp32"),
         (["--config", config, "--ranks", "8", "--gpu", "24GB,32GB/s,10us"], "gpu: 24GB,32GB/s,10us has a link"),
@@ -284,5 +285,5 @@ def test_bad_input_is_refused(config):
         assert (done.exit_code, message in " ".join(done.output.split())) == (2, True), done.output
     done = CliRunner().invoke(app, ["calibrate", "--out", "."])
     assert (done.exit_code, "out: . cannot be written; name a file" in done.output) == (2, True)
-    for words in (["--ranks", "1"], ["--out", "nowhere/machine.json"]):
+    for words in (["--ranks", "1"], ["--limit", "0"], ["--out", "nowhere/machine.json"]):
         assert CliRunner().invoke(app, ["calibrate", *words]).exit_code == 2
