@@ -9,7 +9,7 @@ from typing import cast
 from shardlab.course.drawing import Drawing, Pen
 from shardlab.course.exercises.exercise import VirtualClock
 from shardlab.course.exercises.ladder.mesh import TWO_AXES
-from shardlab.planner.formulas import PRECISIONS, states_of
+from shardlab.planner.formulas import ModelStates, model_states
 
 RANKS = 4
 ROWS = 8  # of the weight that is borrowed
@@ -104,7 +104,11 @@ def who_keeps_what() -> Drawing:
 
 def bytes_of(strategy: str) -> float:
     """Bytes a parameter on each of four ranks, in fp32 with Adam."""
-    return states_of(strategy, RANKS, RANKS, PRECISIONS["fp32"]).total_bytes / RANKS
+    return _states(strategy, RANKS).total_bytes / RANKS
+
+
+def _states(strategy: str, num_params: int) -> ModelStates:
+    return next(states for states in model_states(num_params, RANKS, "fp32") if states.strategy == strategy)
 
 
 def _who_keeps_what(pen: Pen) -> None:
@@ -115,7 +119,7 @@ def _who_keeps_what(pen: Pen) -> None:
         row, column = divmod(place, 2) if pen.is_narrow else (0, place)
         left, top = column * (188 if pen.is_narrow else 163), row * 262
         pen.text(left, top + 14, name, bold=True)
-        states = states_of(strategy, RANKS, RANKS, PRECISIONS["fp32"])
+        states = _states(strategy, RANKS)
         held = (states.parameter_bytes / 4, states.gradient_bytes / 4, states.optimizer_bytes / 8)
         for rank in range(RANKS):
             x, y = left + 36 * rank, top + 24
@@ -149,7 +153,7 @@ def _step_of_zero1(pen: Pen) -> None:
 
 def borrow() -> Drawing:
     """Notebook 07: what one of four ranks holds of a weight of 8 rows, from forward to the reduced gradient."""
-    zero2, zero3 = (states_of(name, ROWS, RANKS, PRECISIONS["fp32"]).wire_elements for name in ("zero2", "zero3"))
+    zero2, zero3 = (_states(name, ROWS).wire_elements for name in ("zero2", "zero3"))
     each = ROWS * (RANKS - 1) // RANKS
     return Drawing(_borrow, f"Three trips of {each} of {ROWS} rows = {zero3:g}; ZeRO-2 makes two, {zero2:g}.")
 

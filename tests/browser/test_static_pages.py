@@ -8,8 +8,9 @@ import pytest
 
 from shardlab.course.drawings import DRAWINGS
 from shardlab.course.exercises.ladder import hidden_time
+from shardlab.forecast.replay import Schedule, Unit, replay
 from shardlab.planner.formulas import model_states
-from shardlab.planner.replay import Schedule, Unit, replay
+from shardlab.planner.rows import ROWS
 from tests.browser.test_report_page import TOO_WIDE
 
 ROOT = Path(__file__).parents[2]
@@ -98,7 +99,7 @@ def test_a_step_of_fsdp_is_the_replayed_one(open_page, strategy):
     page = open_page("fsdp_step")
     for prefetch in (0, 1, 2):
         for gather_ms in (1, 4, 6, 10):
-            schedule = Schedule(strategy, prefetch=prefetch, optimizer_seconds=3e-3, contention=0)
+            schedule = Schedule(ROWS[strategy], prefetch=prefetch, optimizer_seconds=3e-3, contention=0)
             found = replay(UNITS, schedule, lambda _op, _axis, num_bytes, ms=gather_ms: ms * num_bytes / 2e8, FSDP)
             sent = sorted(found.host.transfers.values(), key=lambda one: one.started_us)
             compute, link, end, waits, most = page.evaluate(STEP, [prefetch, gather_ms, strategy == "shard_grad_op"])

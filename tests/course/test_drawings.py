@@ -7,8 +7,8 @@ import pytest
 
 from shardlab.course import drawings
 from shardlab.course.drawings import DRAWINGS, MOMENTS
+from shardlab.forecast.replay import Schedule, Unit, replay
 from shardlab.partition.ring_cost import ring_wire_bytes
-from shardlab.planner.replay import Schedule, Unit, replay
 from shardlab.vocabulary import Collective
 
 
@@ -50,7 +50,7 @@ def test_bytes_and_trips_are_those_of_the_planner():
 def test_the_window_of_fsdp_is_that_of_the_replay():
     units = [Unit(str(number), 5e-3, 1e-2, 200e3, 200e3) for number in range(6)]
     root = Unit("root", 1e-3, 2e-3, 82e3, 82e3)
-    found = replay(units, Schedule("fsdp", prefetch=1), lambda _op, _axis, num_bytes: num_bytes / 5e7, root)
+    found = replay(units, Schedule(prefetch=1), lambda _op, _axis, num_bytes: num_bytes / 5e7, root)
     computed = [*range(6), "root", "root", *range(5, -1, -1)]  # in this order
     for name, (now, ahead) in MOMENTS.items():
         phase, first = name.split()[0], 7 * name.startswith("backward")
