@@ -35,7 +35,9 @@ MAY_IMPORT = {
 LOWER = set(MAY_IMPORT)
 MAY_IMPORT["experiment"] = LOWER
 MAY_IMPORT |= dict.fromkeys(("bench", "recording", "course"), LOWER | {"experiment"})
-MAY_IMPORT["cli"] = LOWER | {"bench", "course", "experiment", "recording"}
+MAY_IMPORT["same"] = LOWER | {"experiment", "recording"}
+MAY_IMPORT["course"] |= {"recording", "same"}
+MAY_IMPORT["cli"] = LOWER | {"bench", "course", "experiment", "recording", "same"}
 MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT["__init__"] = LOWER | {"experiment", "recording"}
 
@@ -43,8 +45,9 @@ WITHOUT_TORCH = ("analysis", "export", "plots", "planner", "forecast", "partitio
 # torch.distributed without sending anything: groups begin and end, and are asked who they are.
 MODULES = ("dist", "torch.distributed", "distributed_c10d", "torch.distributed.distributed_c10d")
 NOT_COLLECTIVES = {
-    "FileStore", "ProcessGroup", "ReduceOp", "Work", "__file__", "destroy_process_group", "distributed_c10d",
-    "get_backend", "get_process_group_ranks", "get_rank", "get_world_size", "init_process_group", "rendezvous",
+    "DTensor", "FileStore", "FullyShardedDataParallel", "ProcessGroup", "ReduceOp", "Work", "__file__",
+    "compute_local_shape_and_global_offset", "destroy_process_group", "device_mesh", "distributed_c10d", "get_backend",
+    "get_process_group_ranks", "get_rank", "get_world_size", "init_process_group", "rendezvous",
 }  # fmt: skip
 # The one exception: peers wrap torch's own engines, which send through a group that comm has made for them.
 PEERS = "shardlab.engines.peers."

@@ -41,6 +41,8 @@ PRINTED = {
     "loop": f"{[({'epoch': 1}, 1)] * 3}\n{[(1, 1)] * 2}\n"
     f"{[{'weight': (0, 28), 'bias': (0, 8)}, {'weight': (28, 64)}]}\n",
     "pipeline": "['2.bias', '2.weight', '3.bias', '3.weight']",
+    "same": "DIFFERENT SINCE step 0: gradient of all 2 parameters; ratio 2, cosine 1.000\n"
+    "CAUSE times 2: added over 2 ranks and not divided\n",
     "tensor_parallel": "((32, 16), (64, 16))",
 }
 

@@ -19,6 +19,7 @@ from shardlab.cli.exercises import exercises
 from shardlab.cli.forecast import calibrate, what_if
 from shardlab.cli.plan import plan
 from shardlab.cli.records import SCRIPT_ARGUMENTS, diff, modules, record, report, trace
+from shardlab.cli.same import same
 from shardlab.installed import __version__, data_path
 
 app = typer.Typer(
@@ -52,6 +53,7 @@ def template() -> None:
 app.command()(compare)
 app.command()(template)
 app.command(context_settings=SCRIPT_ARGUMENTS)(bad_input()(record))
+app.command(context_settings=SCRIPT_ARGUMENTS)(bad_input()(same))
 for _command in (plan, calibrate, what_if, bench, exercises, report, modules, trace, diff):
     app.command()(bad_input()(_command))
 

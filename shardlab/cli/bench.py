@@ -52,6 +52,7 @@ def bench(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     transport: Annotated[str | None, typer.Option(help="Of our engines: shared_memory, or gloo as torch's.")] = None,
     why: Annotated[bool, typer.Option("--why", help="Instead: is the cause named that was put into a step?")] = False,
+    same: Annotated[bool, typer.Option("--same", help="Instead: does `same` name what is wrong with scripts?")] = False,
 ) -> None:
     """Time our engines against torch's own on the same ranks, step by step in turn."""
     from shardlab.bench.against_torch import FULL_ROUNDS, PAIRS, QUICK_ROUNDS, WORKLOADS, BenchConfig, chosen
@@ -60,9 +61,10 @@ def bench(
     # Before measuring for minutes.
     if json is not None and (json.is_dir() or not os.access(json if json.exists() else json.parent, os.W_OK)):
         raise ValueError(f"json: {json} cannot be written; name a file in an existing directory")
-    if why:
-        refuse_others(context, ("why", "ranks", "json"), "not beside --why, which takes --ranks and --json")
-        _why(ranks, json)
+    if why or same:
+        flag = "why" if why else "same"
+        refuse_others(context, (flag, "ranks", "json"), f"not beside --{flag}, which takes --ranks and --json")
+        (_why if why else _same)(ranks, json)
         return
     config = BenchConfig(
         ranks=ranks, rounds=rounds if rounds is not None else QUICK_ROUNDS if quick else FULL_ROUNDS,
@@ -100,6 +102,27 @@ def _why(ranks: int, json: Path | None) -> None:
     console = Console(highlight=False)
     title = f"The cause that is named, {count(ranks, 'rank')}"
     console.print(table_of(shown.fillna("").reset_index(names="put in"), title, 0))
+    console.print(verdict(rows), soft_wrap=True)
+
+
+def _same(ranks: int, json: Path | None) -> None:
+    """Print what `same` says of broken scripts, and of right ones."""
+    import pandas as pd
+
+    from shardlab.course.same_matrix import cells, same_matrix, verdict
+
+    rows = []
+    with progress_bar(len(cells(ranks))) as advance:
+        for row in same_matrix(ranks):
+            rows.append(row)
+            advance(f"{row.story}, {row.kind}")
+    table = pd.DataFrame(map(asdict, rows))
+    if json is not None:
+        json.write_text(json_text.dumps(table.to_dict("records"), indent=2) + "\n")
+    shown = table.assign(cell=table["word"].where(~table["is_right"], "right"))
+    shown = shown.pivot(index="story", columns="kind", values="cell").reindex(table["story"].unique())
+    console = Console(highlight=False)
+    console.print(table_of(shown.fillna("").reset_index(names="script"), f"What is said, {count(ranks, 'rank')}", 0))
     console.print(verdict(rows), soft_wrap=True)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from shardlab.comm.events import CollectiveEvent
 
-_ROOMS = ("comm", "engines", "faults", "recording", "tensor_parallel", "trace")
+_ROOMS = ("comm", "engines", "faults", "recording", "same", "tensor_parallel", "trace")
 _OWN = Path(__file__).parent.parent
 _LIBRARY = (*(str(_OWN / room) for room in (*_ROOMS, "launch/hang_board")), str(Path(torch.__file__).parent))
 _STANDARD_LIBRARY = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, "<frozen ")
@@ -21,11 +21,11 @@ _AUTOGRAD = torch.autograd.graph.__file__
 
 def locate(event: CollectiveEvent) -> str:
     """``file:line`` of the caller outside the library; asked by an observer to which ``event`` is being announced."""
-    event.source_line = event.source_line or _line_of_caller()
+    event.source_line = event.source_line or line_of_caller()
     return event.source_line
 
 
-def _line_of_caller() -> str:
+def line_of_caller() -> str:
     """``file:line`` of the first frame outside the rooms that only pass calls on: the line a person can look at."""
     line, frame = "", sys._getframe().f_back
     while frame is not None:  # at every message: neither a generator nor a call for each frame

@@ -68,14 +68,14 @@ class Hooks:
         ):
             self._stack.callback(hook.remove)
         # Private: scripts that import ``clip_grad_norm_`` by name have it from before.
-        self._stack.enter_context(_replaced(clip_grad, "_get_total_norm", self._around_norm))
+        self._stack.enter_context(replaced(clip_grad, "_get_total_norm", self._around_norm))
         scaler = torch.amp.GradScaler
-        self._stack.enter_context(_replaced(torch.autograd, "backward", self._around_backward))
-        self._stack.enter_context(_replaced(scaler, "scale", _around_scale))
-        self._stack.enter_context(_replaced(scaler, "update", self._around_update))
+        self._stack.enter_context(replaced(torch.autograd, "backward", self._around_backward))
+        self._stack.enter_context(replaced(scaler, "scale", _around_scale))
+        self._stack.enter_context(replaced(scaler, "update", self._around_update))
         # The first starts workers at each epoch, the second waits for them.
-        self._stack.enter_context(_replaced(DataLoader, "__iter__", self._around_fetch))
-        self._stack.enter_context(_replaced(_BaseDataLoaderIter, "__next__", self._around_fetch))
+        self._stack.enter_context(replaced(DataLoader, "__iter__", self._around_fetch))
+        self._stack.enter_context(replaced(_BaseDataLoaderIter, "__next__", self._around_fetch))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -225,7 +225,7 @@ def _around_scale(plain: Callable[..., Any], scaler: torch.amp.GradScaler, outpu
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
+def replaced(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
     """Inside, ``owner.name(...)`` is ``around(owner.name, ...)``."""
     plain = getattr(owner, name)
 

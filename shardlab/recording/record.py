@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -365,12 +365,22 @@ class Script:
 
     def __call__(self) -> None:
         """Run it as ``__main__``. What it raises, also ``SystemExit``, leaves as it is."""
-        sys.argv = [str(self.path), *self.arguments]
-        sys.path[0] = str(self.path.resolve().parent)  # where ``python SCRIPT`` finds the script's own modules
-        # Not by runpy, which makes ``sys.argv[0]`` what ``__file__`` is; Python makes only the latter absolute.
-        main, file = ModuleType("__main__"), str(self.path.absolute())
-        loader = SourceFileLoader("__main__", file)
-        vars(main).update(__file__=file, __loader__=loader, __builtins__=builtins, __cached__=None)
-        sys.modules["__main__"] = main  # for good: at exit too, scripts pickle what is theirs
+        run = as_main(self.path, self.arguments)
         with record(self.directory, watch_every=self.watch_every, overwrite=self.overwrite):
-            exec(loader.source_to_code(loader.get_data(file), file), vars(main))
+            run()
+
+
+def as_main(path: Path, arguments: Sequence[str]) -> Callable[[], None]:
+    """Prepare this process for a script, as ``python PATH ARGUMENTS`` would; the call runs it as ``__main__``."""
+    sys.argv = [str(path), *arguments]
+    sys.path[0] = str(path.resolve().parent)  # where ``python SCRIPT`` finds the script's own modules
+    # Not by runpy, which makes ``sys.argv[0]`` what ``__file__`` is; Python makes only the latter absolute.
+    main, file = ModuleType("__main__"), str(path.absolute())
+    loader = SourceFileLoader("__main__", file)
+    vars(main).update(__file__=file, __loader__=loader, __builtins__=builtins, __cached__=None)
+    sys.modules["__main__"] = main  # for good: at exit too, scripts pickle what is theirs
+
+    def run() -> None:
+        exec(loader.source_to_code(loader.get_data(file), file), vars(main))
+
+    return run

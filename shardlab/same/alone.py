@@ -1,0 +1,125 @@
+"""The same script in one process: a group of one, the weights of rank 0, the rows of one rank, its optimizer's options.
+
+Each step begins with the weights that the ranks had, so that a step is judged by itself; and the optimizer is given
+the gradients that the ranks stepped, so that what the step makes of them is judged apart from how they were made.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import device_mesh, distributed_c10d
+
+from shardlab.comm.mesh import Mesh
+from shardlab.launch import RankPool
+from shardlab.recording.global_hooks import replaced
+from shardlab.same.capture import Capture, Enough
+from shardlab.same.notes import Backward, Notes, Part, wholes
+from shardlab.same.pieces import Pieces
+from shardlab.same.rows import RowsAgain
+
+
+class Alone(Capture):
+    """A single process of a script.
+
+    Args:
+        rows: of a rank.
+        notes: of this process.
+        ranks: notes of all ranks.
+        rank: whose rows these are.
+        limit: see ``Capture``.
+        dropout: see ``Capture``.
+    """
+
+    keeps_local = True
+
+    def __init__(
+        self, rows: RowsAgain, notes: Notes, ranks: list[Notes], *, rank: int, limit: int, dropout: bool
+    ) -> None:  # fmt: skip
+        super().__init__(rows, notes, rank=rank, limit=limit, dropout=dropout)
+        self._ranks = ranks
+        self._latest: list[Part] = []
+
+    def begin(self, pieces: Pieces) -> None:
+        """Put the weights of rank 0 and the buffers of the rank in place."""
+        number, names = len(self.notes.steps), {name for names in pieces.names.values() for name in names}
+        steps = [rank.steps[number] for rank in self._ranks if number < len(rank.steps)]
+        if len(steps) < len(self._ranks):
+            raise Enough
+        known = wholes([[part for part in step.weights if part.name in names] for step in steps])
+        if missing := sorted(names - set(known)):
+            self.refuse(f"in one process a module has parameters that no rank has, first {missing[0]!r}")
+        pieces.write({name: next(one for one in views if one is not None) for name, views in known.items()})
+        with torch.no_grad():
+            for name, buffer in pieces.buffers.items():
+                if name in steps[self._rank].buffers:
+                    buffer.copy_(steps[self._rank].buffers[name])
+
+    def brought(self, backward: Backward, before: dict[str, Tensor]) -> None:
+        """Note what a backward has left, and what it has added."""
+        self._latest = [part._replace(value=part.value.detach().clone().cpu()) for part in self._gradients()]
+        backward.brought = [
+            part._replace(value=part.value - before[part.name].cpu()) if part.name in before else part
+            for part in self._latest
+        ]
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the optimizer what the ranks stepped."""
+        step, number = self.step, len(self.notes.steps)
+        if not step.stepped:
+            step.stepped = step.gradients
+        if self._latest and not self.has_engines:
+            step.gradients = self._latest
+        theirs = [rank.steps[number] for rank in self._ranks]
+        known = wholes([[part for part in one.stepped or one.gradients if part.name in one.names] for one in theirs])
+        own = {name: views[self._rank] for name, views in known.items()}
+        whole = {name: one if one is not None else next(view for view in known[name] if view is not None)
+                 for name, one in own.items()}  # fmt: skip
+        for pieces in self.pieces:
+            pieces.write_gradients(whole)
+        options = theirs[self._rank].options
+        if len(options) == len(optimizer.param_groups):
+            for group, given in zip(optimizer.param_groups, options, strict=True):
+                group.update(given)
+
+
+@contextlib.contextmanager
+def in_a_group_of_one() -> Iterator[None]:
+    """Inside, meshes and groups of a script that have fixed sizes have one rank, and nothing is saved."""
+
+    def mesh(plain: Callable[..., Any], device_type: str, mesh_shape: tuple[int, ...], **kwargs: Any) -> Any:
+        return plain(device_type, tuple(1 for _ in mesh_shape), **kwargs)
+
+    def group(plain: Callable[..., Any], ranks: list[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+        return plain(None if ranks is None else [0], *args, **kwargs)
+
+    def ours(plain: Callable[..., None], mesh: Mesh, axes: dict[str, int], **options: Any) -> None:
+        plain(mesh, dict.fromkeys(axes, 1), **options | {"ranks": None})
+
+    def pool(plain: Callable[..., None], pool: RankPool, _: int, **options: Any) -> None:
+        plain(pool, 1, **options)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(Mesh, "__init__", ours))
+        stack.enter_context(replaced(RankPool, "__init__", pool))
+        for owner in (device_mesh, dist):
+            stack.enter_context(replaced(owner, "init_device_mesh", mesh))
+        for owner in (distributed_c10d, dist):
+            stack.enter_context(replaced(owner, "new_group", group))
+        stack.enter_context(replaced(torch, "save", lambda *_, **__: None))
+        yield
+
+
+def environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """As torchrun gives it to a rank of one host."""
+    numbers = {
+        "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "ROLE_RANK": rank, "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks, "ROLE_WORLD_SIZE": num_ranks, "MASTER_PORT": port,
+    }  # fmt: skip
+    kept = {name: one for name, one in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    return kept | threads | {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}

@@ -1,0 +1,237 @@
+"""Compares what ranks have done with what one process has: gradients, norms, steps; the first difference counts."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import isclose, sqrt
+from typing import NamedTuple
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from shardlab.same.notes import Notes, Step, wholes
+from shardlab.same.union import Gradient, Union, union
+
+WHAT = ("weights before", "gradient", "norm", "clipping", "weights after")
+
+
+class Band(NamedTuple):
+    """Relative differences up to ``same`` are rounding, and those above ``different`` are not."""
+
+    same: float
+    different: float
+
+
+# Of half precision nothing is the same: what is wrong by less than it rounds cannot be told from rounding.
+BANDS = {
+    "float64": Band(1e-9, 1e-7), "float32": Band(2e-4, 2e-3), "float16": Band(0.0, 0.05), "bfloat16": Band(0.0, 0.15),
+}  # fmt: skip
+FLOOR = 1e-3  # of the mean size of all gradients: one that is nothing beside the others is all rounding
+
+
+class Row(NamedTuple):
+    """One comparison: what, of which parameter, on which rank.
+
+    Attributes:
+        ratio: the norm of ours over that of one process.
+        cosine: between both.
+        difference: largest, of one element.
+        relative: the norm of the difference over that of one process.
+    """
+
+    step: int
+    what: str
+    name: str
+    rank: int
+    ratio: float
+    cosine: float
+    difference: float
+    relative: float
+
+
+@dataclass
+class Found:
+    """What a comparison has found.
+
+    Attributes:
+        rows: all comparisons.
+        band: of the dtype that is coarsest.
+        dtype: that one.
+        unions: of each step.
+        ours: gradients of each step, by name and rank.
+        unknown: why nothing can be said; empty if something can.
+        num_steps: compared.
+        by_sum: whether the ranks' gradients are added, of a loss that is a sum over rows.
+        clips_by_hand: whether the script scales gradients to a largest norm without torch's function.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    band: Band = BANDS["float32"]
+    dtype: str = "float32"
+    unions: list[Union] = field(default_factory=list)
+    ours: list[dict[str, list[Tensor | None]]] = field(default_factory=list)
+    unknown: str = ""
+    num_steps: int = 0
+    by_sum: bool = False
+    clips_by_hand: bool = False
+
+    @property
+    def different(self) -> list[Row]:
+        """Rows that differ, of the first step that has some, of what is compared first there."""
+        ill = [row for row in self.rows if not row.relative <= self.band.different]
+        first = min(((row.step, WHAT.index(row.what)) for row in ill), default=None)
+        return [row for row in ill if (row.step, WHAT.index(row.what)) == first]
+
+    @property
+    def largest(self) -> float:
+        """Relative difference."""
+        return max((row.relative for row in self.rows), default=0.0)
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """Of all rows."""
+        return pd.DataFrame(self.rows, columns=list(Row._fields))
+
+
+def compare(ranks: Sequence[Notes], alone: Sequence[Notes]) -> Found:
+    """Compare all steps that all have taken."""
+    found = Found(num_steps=min(len(one.steps) for one in (*ranks, *alone)))
+    dtypes = {name for one in ranks for step in one.steps for name in step.dtypes}
+    found.dtype = next((name for name in reversed(BANDS) if name in dtypes), "float32")
+    found.band = BANDS[found.dtype]
+    for number in range(found.num_steps):
+        steps, own = [one.steps[number] for one in ranks], [one.steps[number] for one in alone]
+        try:
+            _compare_step(found, number, steps, own, union(ranks, alone, number))
+        except ValueError as error:
+            found.unknown = str(error)
+            break
+    return found
+
+
+def _compare_step(found: Found, number: int, steps: Sequence[Step], own: Sequence[Step], expected: Union) -> None:
+    found.unions.append(expected)
+    first = wholes([one.weights for one in steps])
+    begins = {name: next(one for one in views if one is not None) for name, views in first.items()}
+    found.rows += _rows(number, "weights before", first, begins)
+    ours = wholes([[part for part in one.gradients if part.name in one.names] for one in steps])
+    found.ours.append(ours)
+    names = {name for one in steps for name in one.names}
+    wanted = {name: value for name, value in expected.gradient.items() if name in names}
+    clipped_by_hand = _factor(own) if not any(one.clipped for one in own) else None
+    if clipped_by_hand is not None:
+        found.clips_by_hand = True
+        wanted = _clipped_by_hand(wanted, expected.gradient, own, clipped_by_hand)
+    rows = list(_rows(number, "gradient", ours, wanted))
+    if (
+        expected.is_summed
+        and rows
+        and all(isclose(row.ratio, len(steps), rel_tol=found.band.different) for row in rows)
+    ):
+        found.by_sum = True
+        wanted = {name: value * len(steps) for name, value in wanted.items()}
+        rows = list(_rows(number, "gradient", ours, wanted))
+    found.rows += rows
+    scale = len(steps) if found.by_sum else 1
+    found.rows += _norms(number, steps, {name: value * scale for name, value in expected.gradient.items()})
+    after = wholes([one.after for one in steps])
+    for rank, one in enumerate(own):
+        expected_after = wholes([one.after])
+        mine = {name: [views[rank]] for name, views in after.items() if name in expected_after}
+        rests = {name: views[0] for name, views in expected_after.items() if views[0] is not None}
+        found.rows += _updates(number, rank, mine, rests, begins)
+
+
+def _rows(number: int, what: str, ours: dict[str, list[Tensor | None]], expected: Gradient) -> Iterator[Row]:
+    numel = sum(value.numel() for value in expected.values())
+    mean = sqrt(sum(float(value.double().square().sum()) for value in expected.values()) / max(numel, 1))
+    num_ranks = max((len(views) for views in ours.values()), default=1)
+    for name, value in expected.items():
+        least = FLOOR * mean * sqrt(value.numel()) + 1e-300
+        # Of the ranks that step it; a gradient that no rank has is one that nobody brought.
+        views = ours.get(name) or [torch.zeros_like(value)] * num_ranks
+        for rank, view in enumerate(views):
+            if view is not None:
+                yield _row(number, what, name, rank, view, value, least)
+    for name in ours.keys() - expected.keys():
+        for rank, view in enumerate(ours[name]):
+            if view is not None:
+                yield _row(
+                    number, what, name, rank, view, torch.zeros_like(view), FLOOR * mean * sqrt(view.numel()) + 1e-300
+                )
+
+
+def _row(number: int, what: str, name: str, rank: int, ours: Tensor, expected: Tensor, least: float) -> Row:
+    one, other = ours.double(), expected.double()
+    norm, others = float(one.norm()), float(other.norm())
+    cosine = float((one * other).sum()) / (norm * others) if norm and others else float("nan")
+    away = one - other
+    ratio = norm / others if others else float("inf") if norm else 1.0
+    largest = float(away.abs().max()) if away.numel() else 0.0
+    return Row(number, what, name, rank, ratio, cosine, largest, float(away.norm()) / max(others, least))
+
+
+def _updates(
+    number: int, rank: int, ours: dict[str, list[Tensor | None]], expected: Gradient, begins: Gradient
+) -> Iterator[Row]:
+    """What a step has changed, against what the same gradients change in one process."""
+    for name, value in expected.items():
+        view = ours.get(name, [None])[0]
+        if view is None or name not in begins:
+            continue
+        before = begins[name].double()
+        rounding = 16 * torch.finfo(value.dtype).eps * float(before.norm()) / FLOOR
+        row = _row(number, "weights after", name, rank, view.double() - before, value.double() - before, 0.0 + 1e-300)
+        scale = max(float((value.double() - before).norm()), rounding * FLOOR, 1e-300)
+        away = float((view.double() - value.double()).norm())
+        yield row._replace(relative=away / scale if away > rounding * FLOOR else 0.0)
+
+
+def _norms(number: int, steps: Sequence[Step], expected: Gradient) -> Iterator[Row]:
+    """The norm that gradients were clipped to, and what clipping made of them."""
+    for rank, step in enumerate(steps):
+        if step.max_norm is None:
+            continue
+        clipped = [expected[name] for name in {*step.clipped} & expected.keys()]
+        norm = sqrt(sum(float(value.square().sum()) for value in clipped))
+        if step.norm is not None:
+            yield Row(number, "norm", "", rank, step.norm / norm if norm else 1.0, 1.0, abs(step.norm - norm),
+                      abs(step.norm - norm) / norm if norm else 0.0)  # fmt: skip
+        factor = _factor([step])
+        wanted = min(1.0, step.max_norm / (norm + 1e-6))
+        if factor is not None:
+            yield Row(number, "clipping", "", rank, factor[0] / wanted, 1.0, abs(factor[0] - wanted),
+                      abs(factor[0] - wanted) / wanted)  # fmt: skip
+
+
+def _factor(steps: Sequence[Step]) -> list[float] | None:
+    """By what each has scaled its gradients before the step; None if it has not."""
+    found = []
+    for step in steps:
+        before = {(part.name, part.place): part.value.double() for part in step.gradients}
+        after = {(part.name, part.place): part.value.double() for part in step.stepped}
+        both = [(before[key], after[key]) for key in before.keys() & after.keys()]
+        size = sqrt(sum(float(one.square().sum()) for one, _ in both))
+        if not size:
+            return None
+        found.append(sum(float((one * other).sum()) for one, other in both) / size**2)
+    return found if any(not isclose(one, 1.0, rel_tol=1e-6) for one in found) else None
+
+
+def _clipped_by_hand(
+    gradient: Gradient, every: Gradient, own: Sequence[Step], factors: Sequence[float]
+) -> Gradient:  # fmt: skip
+    """The gradient scaled as the script scales that of one process: to a largest norm, if that is what it does.
+
+    Raises:
+        ValueError: it is not.
+    """
+    norms = [sqrt(sum(float(part.value.double().square().sum()) for part in one.gradients)) for one in own]
+    largest = [factor * norm for factor, norm in zip(factors, norms, strict=True) if factor < 1 - 1e-6]
+    if max(factors) > 1 + 1e-6 or not isclose(min(largest), max(largest), rel_tol=1e-4):
+        raise ValueError(
+            "between backward and step the script changes gradients otherwise than to a largest norm, so that what one "
+            "process would step on all rows is not known"
+        )
+    norm = sqrt(sum(float(value.square().sum()) for value in every.values()))
+    return {name: value * min(1.0, largest[0] / norm) for name, value in gradient.items()}

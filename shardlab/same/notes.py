@@ -1,0 +1,240 @@
+"""What a process notes of the steps of a script: numbers and lines, in files that the comparison reads.
+
+A rank notes what it has done; the single process, which runs the same script in a group of one on the rows of one
+rank, notes the same. A piece of a parameter or of its gradient is noted as this process holds it, with its place in
+the whole, so that nothing is sent: wholes are put together where all files are.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Place = tuple[tuple[int, int], ...]
+"""For each dim, offset and size; of pieces of the flattened tensor one of both, with ``is_flat``."""
+
+
+class Part(NamedTuple):
+    """A piece of a tensor.
+
+    Attributes:
+        name: of the parameter.
+        shape: of the whole.
+        place: of the piece.
+        value: its elements.
+        is_flat: whether the piece is one of the flattened tensor.
+        adds_up: whether the whole is the sum of such pieces.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    place: Place
+    value: Tensor
+    is_flat: bool = False
+    adds_up: bool = False
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The same piece of a whole."""
+        one = whole.reshape(-1) if self.is_flat else whole
+        return one[tuple(slice(start, start + size) for start, size in self.place)].reshape(self.value.shape)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the tensor."""
+        return not self.adds_up and self.value.numel() == torch.Size(self.shape).numel()
+
+
+@dataclass
+class Call:
+    """A forward of a module that trains.
+
+    Attributes:
+        given: the tensors it was given; None for those that another module has computed.
+        operands: those that its output met on the way to the loss, by function, line and number.
+    """
+
+    given: list[Tensor | None] = field(default_factory=list)
+    operands: dict[tuple[str, str, int], list[Tensor]] = field(default_factory=dict)
+
+
+class Counted(NamedTuple):
+    """A loss function of torch that reduces.
+
+    Attributes:
+        number: of rows or tokens that count.
+        summed: what they add up to.
+    """
+
+    number: int
+    summed: float
+
+
+class Cleared(NamedTuple):
+    """A gradient that was cleared before an optimizer stepped it.
+
+    Attributes:
+        name: of the parameter.
+        norm: of what was lost, on this process.
+        backward: the last one of which it has a part, in its step.
+        line: that cleared it; empty if a way was used that is not watched.
+        is_of_another: the backward was followed by the step of an optimizer that does not have the parameter.
+    """
+
+    name: str
+    norm: float
+    backward: int
+    line: str
+    is_of_another: bool
+
+
+class Message(NamedTuple):
+    """A collective: what, of which part of torch ('' for the script), over which ranks, in which backward of the step.
+
+    Attributes:
+        names: of the parameters whose gradients or weights are in its memory, where the script itself sends them.
+    """
+
+    op: str
+    caller: str
+    line: str
+    ranks: tuple[int, ...]
+    dtype: str
+    numel: int
+    names: tuple[str, ...]
+    backward: int
+
+
+@dataclass
+class Backward:
+    """One call of backward.
+
+    Attributes:
+        loss: that was differentiated.
+        line: of the script.
+        counted: loss functions since the last one.
+        brought: what it has added to the gradients; of a single process, where a step has several.
+        grew_from: norms of the gradients that were there before, where there were any.
+    """
+
+    loss: float
+    line: str
+    counted: list[Counted]
+    brought: list[Part] = field(default_factory=list)
+    grew_from: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Step:
+    """A step of one optimizer, and what came before it since the last step of any.
+
+    Attributes:
+        optimizer: its number in the order of first steps; -1 if the step did not come.
+        weights: of each module, when it was first called.
+        buffers: likewise, by name.
+        calls: of each module, by its number.
+        backwards: in order.
+        gradients: before they were clipped or stepped.
+        stepped: just before the step, where that differs.
+        norm: by which they were clipped; None if it is not known here.
+        max_norm: that clipping allowed; None without.
+        clipped: names of the parameters of which that is the norm.
+        options: of the optimizer's groups.
+        after: weights that this optimizer has stepped, when a module was called next.
+        line: of the step.
+        names: of what it steps; names of what no module has are empty.
+        cleared: before it.
+        messages: before it.
+        dtypes: in which modules computed.
+    """
+
+    optimizer: int = -1
+    weights: list[Part] = field(default_factory=list)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    calls: dict[int, list[Call]] = field(default_factory=dict)
+    backwards: list[Backward] = field(default_factory=list)
+    gradients: list[Part] = field(default_factory=list)
+    stepped: list[Part] = field(default_factory=list)
+    norm: float | None = None
+    max_norm: float | None = None
+    clipped: list[str] = field(default_factory=list)
+    options: list[dict[str, Any]] = field(default_factory=list)
+    after: list[Part] = field(default_factory=list)
+    line: str = ""
+    names: list[str] = field(default_factory=list)
+    cleared: list[Cleared] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    dtypes: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Notes:
+    """All of one process.
+
+    Attributes:
+        steps: finished ones.
+        batches: what each loader has given, and whether it ended.
+        lengths: of the loaders.
+        trainable: names of the parameters that train.
+        tied: those of them that a module has under several names.
+        error: by which the script ended; empty if it did not.
+        left_by_others: whether that is only that other ranks had ended, or never came.
+        refused: why it cannot be judged; empty if it can.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    batches: list[list[Any]] = field(default_factory=list)
+    lengths: dict[int, int] = field(default_factory=dict)
+    trainable: list[str] = field(default_factory=list)
+    tied: list[str] = field(default_factory=list)
+    error: str = ""
+    left_by_others: bool = False
+    refused: str = ""
+
+
+def wholes(ranks: Sequence[Iterable[Part]]) -> dict[str, list[Tensor | None]]:
+    """By name, the whole tensor as each rank has it: its own pieces, and those of others where it has none.
+
+    Args:
+        ranks: the pieces of each.
+
+    Returns:
+        In place of a rank that holds nothing of a whole that others have entirely: None.
+
+    Raises:
+        ValueError: the pieces of all ranks leave out elements.
+    """
+    found: dict[str, list[list[Part]]] = {}
+    for rank, parts in enumerate(ranks):
+        for part in parts:
+            found.setdefault(part.name, [[] for _ in ranks])[rank].append(part)
+    return {name: _whole(name, parts) for name, parts in found.items()}
+
+
+def _whole(name: str, parts: list[list[Part]]) -> list[Tensor | None]:
+    every = [part for own in parts for part in own]
+    if all(part.is_whole for part in every):
+        return [own[0].value.reshape(own[0].shape) if own else None for own in parts]
+    if any(part.adds_up for part in every):
+        parts = [_summed(every)] * len(parts)
+    made: list[Tensor | None] = []
+    for own in parts:
+        known = torch.zeros(every[0].shape, dtype=torch.bool)
+        value = torch.zeros(every[0].shape, dtype=every[0].value.dtype)
+        for part in (*reversed(every), *own):  # its own last
+            part.of(value).copy_(part.value)
+            part.of(known).fill_(True)
+        if not known.all():
+            raise ValueError(f"pieces of {name!r} of all ranks leave out {int((~known).sum())} of {known.numel()}")
+        made.append(value)
+    return made
+
+
+def _summed(every: list[Part]) -> list[Part]:
+    """Of pieces that add up: those of one place once."""
+    sums: dict[Place, Part] = {}
+    for part in every:
+        known = sums.get(part.place)
+        sums[part.place] = part if known is None else known._replace(value=known.value + part.value)
+    return list(sums.values())

@@ -1,0 +1,131 @@
+"""One process of a script that is compared: a rank, or one alone."""
+
+import contextlib
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch._dynamo
+from torch import save  # a process alone saves nothing else
+
+from shardlab.recording.record import as_main
+from shardlab.same.alone import Alone, in_a_group_of_one
+from shardlab.same.capture import Capture, Enough
+from shardlab.same.notes import Notes
+from shardlab.same.rows import Rows, RowsAgain
+
+RANK, ALONE = "rank", "alone"
+LEFT = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "Socket closed")
+"""What a rank hears whose others have ended."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A script that is compared.
+
+    Args:
+        script: a file.
+        arguments: its own.
+        ranks: number of them.
+        limit: steps of each optimizer.
+        float64: whether modules and rows are in float64.
+        dropout: whether it is left on.
+
+    Raises:
+        ValueError: there is no such script; fewer than two ranks; no step.
+    """
+
+    script: Path
+    arguments: tuple[str, ...] = ()
+    ranks: int = 2
+    limit: int = 3
+    float64: bool = False
+    dropout: bool = False
+
+    def __post_init__(self) -> None:
+        """Check before anything runs."""
+        if not self.script.is_file():
+            raise ValueError(f"script: {self.script} is not a file; name a Python script, then its arguments")
+        if self.ranks < 2:
+            raise ValueError(f"ranks: {self.ranks} is given; one rank is one process already, so give 2 or more")
+        if self.limit < 1:
+            raise ValueError(f"steps: {self.limit} is given; it must be 1 or more")
+
+
+def notes_in(folder: Path, kind: str, rank: int) -> Path:
+    """The file of a process."""
+    return folder / f"{kind}{rank}.pt"
+
+
+def ended_in(folder: Path, rank: int) -> Path:
+    """What a rank leaves when its notes are complete."""
+    return folder / f"ended{rank}"
+
+
+def write(notes: Notes, folder: Path, kind: str, rank: int) -> None:
+    """Write the file of a process."""
+    part = folder / f"{kind}{rank}.part"
+    save(notes, part)
+    part.rename(notes_in(folder, kind, rank))
+
+
+def read(folder: Path, kind: str, ranks: int) -> list[Notes]:
+    """The notes of all processes of a kind."""
+    return [torch.load(notes_in(folder, kind, rank), weights_only=False) for rank in range(ranks)]
+
+
+def run(job: Job, folder: Path, kind: str, rank: int) -> Notes:
+    """Run the script here, up to its last step, and write the notes."""
+    notes = Notes()
+    capture: Capture
+    with contextlib.ExitStack() as stack:
+        if kind == ALONE:
+            ranks = read(folder, RANK, job.ranks)
+            again = RowsAgain(notes, float64=job.float64, ranks=ranks, rank=rank)
+            capture = Alone(again, notes, ranks, rank=rank, limit=job.limit, dropout=job.dropout)
+            stack.enter_context(in_a_group_of_one())
+        else:
+            rows = Rows(notes, float64=job.float64)
+            capture = Capture(rows, notes, rank=rank, limit=job.limit, dropout=job.dropout)
+        # Also in between: what a rank has noted stays, where it waits for others without end.
+        capture.on_step = lambda: write(notes, folder, kind, rank)
+        torch._dynamo.config.disable = True  # what is compiled is not seen, and rounds otherwise
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64 if job.float64 else before)
+        stack.callback(torch.set_default_dtype, before)
+        script = as_main(job.script, job.arguments)
+        try:
+            with capture.listening():
+                script()
+        except Enough:
+            pass
+        except SystemExit as ending:
+            notes.error = "" if ending.code in (None, 0) else f"the script ended with exit code {ending.code}"
+        except BaseException as error:
+            notes.error = "".join(traceback.format_exception_only(error)).strip()
+            notes.left_by_others = isinstance(error, RuntimeError) and any(words in notes.error for words in LEFT)
+            if kind == RANK and not notes.left_by_others:
+                traceback.print_exc()
+        finally:
+            capture.finish()
+    write(notes, folder, kind, rank)
+    ended_in(folder, rank).touch()
+    return notes
+
+
+def main(job: Job, folder: Path, kind: str, rank: int, env: dict[str, str], cwd: str) -> None:
+    """Run as a process of its own, and end without waiting for what the script has left."""
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    if kind == ALONE:  # what one process prints a rank has printed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(1, 2)
+    run(job, folder, kind, rank)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a group that other ranks have left may wait for them at exit

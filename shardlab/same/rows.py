@@ -1,0 +1,153 @@
+"""The rows that a rank saw: noted, and given again to a single process in the same order.
+
+Noted in three places, the first of which is enough for most scripts: what a DataLoader gives, what a module that trains
+is given, and what its output meets on the way to the loss (labels that never were in a loader). In the single process
+each is put in the place of what the script there makes by itself, with a sampler that divides by one.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from shardlab.comm.trees import map_tensors, tensors_in
+from shardlab.same.notes import Call, Notes, Step
+
+_ENDED = "no further batch"  # in place of one
+
+
+class Rows:
+    """Notes the rows of this process.
+
+    Args:
+        notes: get them.
+        float64: whether floating ones are cast.
+    """
+
+    def __init__(self, notes: Notes, *, float64: bool) -> None:
+        self._notes, self._float64 = notes, float64
+        self._loaders: dict[int, DataLoader[Any]] = {}  # kept, so that no other gets its identity
+
+    def batch(self, loader: DataLoader[Any], fetch: Callable[[], Any]) -> Any:
+        """What a loader gives next; StopIteration if it gives none."""
+        batches = self._notes.batches[self._number(loader)]
+        try:
+            given = map_tensors(self._cast, fetch())
+        except StopIteration:
+            batches.append(_ENDED)
+            raise
+        batches.append(map_tensors(lambda one: one.detach().clone(), given))
+        return given
+
+    def length(self, loader: DataLoader[Any], plain: int) -> int:
+        """How many batches a loader says to have."""
+        return self._notes.lengths.setdefault(self._number(loader), plain)
+
+    def given(self, step: Step, root: int, value: Any) -> Any:
+        """What a module that trains is given."""
+        value = map_tensors(self._cast, value)
+        call = Call([None if one.requires_grad else one.detach().clone() for one in tensors_in(value)])
+        step.calls.setdefault(root, []).append(call)
+        return value
+
+    def met(self, step: Step, root: int, key: tuple[str, str], value: Any) -> Any:
+        """What meets an output on the way to the loss: arguments of a function; ``root`` was called last."""
+        value = map_tensors(lambda one: one if one.requires_grad else self._cast(one), value)
+        call = step.calls[root][-1]
+        number = sum(known[:2] == key for known in call.operands)
+        call.operands[(*key, number)] = [one.detach().clone() for one in tensors_in(value) if _is_rows(one)]
+        return value
+
+    def _number(self, loader: DataLoader[Any]) -> int:
+        if id(loader) not in self._loaders:
+            self._loaders[id(loader)] = loader
+            self._notes.batches.append([])
+        return list(self._loaders).index(id(loader))
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.double() if self._float64 and tensor.is_floating_point() else tensor
+
+
+class RowsAgain(Rows):
+    """Gives the rows of one rank to a single process; where that takes more micro-batches a step, the others' follow.
+
+    Args:
+        notes: of this process.
+        float64: see ``Rows``.
+        ranks: notes of all ranks.
+        rank: whose rows come first.
+    """
+
+    def __init__(self, notes: Notes, *, float64: bool, ranks: list[Notes], rank: int) -> None:
+        super().__init__(notes, float64=float64)
+        self._ranks, self._rank = ranks, rank
+        self._call = Call()
+
+    def batch(self, loader: DataLoader[Any], fetch: Callable[[], Any]) -> Any:
+        """As the base, of the rank."""
+        number = self._number(loader)
+        taken = self._notes.batches[number]
+        noted = self._ranks[self._rank].batches
+        if number >= len(noted) or len(taken) >= len(noted[number]):
+            return super().batch(loader, fetch)
+        taken.append(noted[number][len(taken)])
+        if isinstance(taken[-1], str) and taken[-1] == _ENDED:
+            raise StopIteration
+        return map_tensors(torch.clone, taken[-1])
+
+    def length(self, loader: DataLoader[Any], plain: int) -> int:
+        """As the base, of the rank."""
+        return self._ranks[self._rank].lengths.get(self._number(loader), plain)
+
+    def given(self, step: Step, root: int, value: Any) -> Any:
+        """As the base, of the rank."""
+        number = len(step.calls.setdefault(root, []))
+        self._call = self._noted(len(self._notes.steps), root, number)
+        tensors = list(tensors_in(value))
+        own = [None if one.requires_grad else one for one in tensors]
+        if len(own) != len(self._call.given):
+            raise UnlikeError(f"a forward takes {len(own)} tensors, and {len(self._call.given)} on the rank")
+        again = {id(one): known for one, known in zip(own, self._call.given, strict=True) if known is not None}
+        return super().given(step, root, map_tensors(lambda one: again.get(id(one), one), value))
+
+    def met(self, step: Step, root: int, key: tuple[str, str], value: Any) -> Any:
+        """As the base, of the rank."""
+        number = sum(known[:2] == key for known in step.calls[root][-1].operands)
+        known = self._call.operands.get((*key, number), [])
+        own = [one for one in tensors_in(value) if _is_rows(one)]
+        if [one.shape for one in known] != [one.shape for one in own]:
+            shapes = [[tuple(one.shape) for one in some] for some in (own, known)]
+            raise UnlikeError(f"{key[0]} at {key[1]} takes {shapes[0]} in one process and {shapes[1]} on the rank")
+        again = {id(one): other for one, other in zip(own, known, strict=True)}
+        return super().met(step, root, key, map_tensors(lambda one: again.get(id(one), one), value))
+
+    def _noted(self, step: int, root: int, number: int) -> Call:
+        # In rank order, beginning with the own one: a script that divides its micro-batches by the ranks asks here for
+        # those of all.
+        turn, calls = number, list[Call]()
+        for rank in range(len(self._ranks)):
+            steps = self._ranks[(self._rank + rank) % len(self._ranks)].steps
+            calls = steps[step].calls.get(root, []) if step < len(steps) else []
+            if turn < len(calls):
+                return calls[turn]
+            turn -= len(calls)
+        raise UnlikeError(
+            f"in one process a step has {number + 1} forwards of a module or more, and on all ranks fewer"
+        )
+
+
+class UnlikeError(Exception):
+    """The single process does something else than the rank."""
+
+
+def _is_rows(tensor: Tensor) -> bool:
+    """Whether a tensor that meets an output is noted: numbers are computed again, from the rows."""
+    return not tensor.requires_grad and tensor.numel() > 1
+
+
+def meets(value: Mapping[str, Any] | tuple[Any, ...]) -> bool:
+    """Whether an output that trains meets tensors that do not, in the arguments of a function."""
+    tensors = list(tensors_in(value))
+    return any(one.requires_grad for one in tensors) and any(_is_rows(one) for one in tensors)

@@ -1,0 +1,121 @@
+"""What one process has on the rows of all ranks, put together from what it has on the rows of each.
+
+The gradient of a mean over all rows is the mean of the ranks' gradients, each weighing as much as it has rows or
+tokens; of means of micro-batches each micro-batch weighs the same. Where a script divides its micro-batches by the
+number of ranks, the single process takes those of all ranks by itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import isclose
+
+import torch
+from torch import Tensor
+
+from shardlab.same.notes import Notes, Part, Step, wholes
+
+EQUAL = 1e-6
+Gradient = dict[str, Tensor]
+
+
+@dataclass
+class Union:
+    """One step of one process.
+
+    Attributes:
+        gradient: by name.
+        micro_batches: of a rank.
+        weights: of each rank.
+        brought: what each rank's rows have brought in each of its backwards; the weighted sum is the gradient.
+        is_summed: whether the loss is a sum over rows, so that the sum over ranks is as right as their mean.
+        is_counted: whether the weights are numbers of rows or tokens that differ.
+        uneven: whether micro-batches of unequal numbers weigh the same.
+    """
+
+    gradient: Gradient
+    micro_batches: int
+    weights: list[float]
+    brought: dict[tuple[int, int], Gradient]
+    is_summed: bool
+    is_counted: bool
+    uneven: bool
+
+
+def union(ranks: Sequence[Notes], alone: Sequence[Notes], step: int) -> Union:
+    """The step of one process.
+
+    Raises:
+        ValueError: what a process alone does cannot be matched with what ranks do.
+    """
+    theirs, own = [one.steps[step] for one in ranks], [one.steps[step] for one in alone]
+    of_a_rank = [len(one.backwards) for one in theirs]
+    of_one = {len(one.backwards) for one in own}
+    if of_one == {sum(of_a_rank)} and len(set(of_a_rank)) == 1 and len(ranks) > 1:
+        return _in_turn(own[0], of_a_rank[0], len(ranks))
+    if [len(one.backwards) for one in own] != of_a_rank:
+        raise ValueError(
+            f"step {step} has {', '.join(map(str, of_a_rank))} backwards on the ranks and "
+            f"{', '.join(str(len(one.backwards)) for one in own)} in one process, on the same rows"
+        )
+    ratios = [_ratios(one) for one in own]
+    known = [one for some in ratios for one in some]
+    uneven = any(not isclose(a, b, rel_tol=EQUAL) for some in ratios for a, b in pairwise(some))
+    is_counted = bool(known) and all(ratios) and not uneven and max(known) > min(known) * (1 + EQUAL)
+    shares = [some[0] if is_counted else 1.0 for some in ratios] if is_counted else [1.0] * len(own)
+    weights = [share / sum(shares) for share in shares]
+    parts = [_gradient(one.gradients) for one in own]
+    is_summed = bool(known) and all(isclose(one, 1.0, rel_tol=EQUAL) for one in known) and _several(own)
+    return Union(
+        _weighted(parts, weights), max(of_a_rank, default=0), weights, _brought(own), is_summed, is_counted, uneven
+    )
+
+
+def _in_turn(one: Step, micro_batches: int, num_ranks: int) -> Union:
+    brought = {
+        divmod(number, micro_batches): {name: value * num_ranks for name, value in _gradient(backward.brought).items()}
+        for number, backward in enumerate(one.backwards)
+    }
+    gradient = _gradient(one.gradients)
+    return Union(gradient, micro_batches, [1 / num_ranks] * num_ranks, brought, False, False, False)
+
+
+def _ratios(step: Step) -> list[float]:
+    """By what each loss is divided, of its sum over rows; empty where that is not known."""
+    found = []
+    for backward in step.backwards:
+        if len(backward.counted) != 1 or not backward.loss:
+            return []
+        found.append(backward.counted[0].summed / backward.loss)
+    return found
+
+
+def _several(steps: Sequence[Step]) -> bool:
+    return all(one.number > 1 for step in steps for backward in step.backwards for one in backward.counted)
+
+
+def _gradient(parts: Sequence[Part]) -> Gradient:
+    """Of a process alone, which holds all of it."""
+    return {name: one.double() for name, views in wholes([parts]).items() for one in views if one is not None}
+
+
+def _brought(own: Sequence[Step]) -> dict[tuple[int, int], Gradient]:
+    found = {
+        (rank, number): _gradient(backward.brought)
+        for rank, step in enumerate(own)
+        for number, backward in enumerate(step.backwards)
+    }
+    # Engines of ours show gradients at the step alone, when all micro-batches are together.
+    if not any(found.values()):
+        return {(rank, 0): _gradient(step.gradients) for rank, step in enumerate(own)}
+    return found
+
+
+def _weighted(parts: Sequence[Gradient], weights: Sequence[float]) -> Gradient:
+    names = dict.fromkeys(name for one in parts for name in one)
+    first = {name: next(one[name] for one in parts if name in one) for name in names}
+    zero = {name: torch.zeros_like(value) for name, value in first.items()}
+    return {
+        name: sum((weight * one.get(name, zero[name]) for one, weight in zip(parts, weights, strict=True)), zero[name])
+        for name in names
+    }

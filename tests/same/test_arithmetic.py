@@ -1,0 +1,110 @@
+"""Wholes from pieces, the union of ranks' rows, and coefficients, on numbers made by hand; and ``watch`` on ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardlab.launch import RankError
+from shardlab.same import watch
+from shardlab.same.causes import _said
+from shardlab.same.coefficients import mixture
+from shardlab.same.notes import Backward, Counted, Notes, Part, Step, wholes
+from shardlab.same.union import union
+
+
+def part(value, place=None, shape=None, **options):
+    value = torch.as_tensor(value, dtype=torch.float64)
+    shape = tuple(value.shape) if shape is None else shape
+    return Part("w", shape, place or tuple((0, size) for size in value.shape), value, **options)
+
+
+def test_wholes_are_put_together_from_boxes_from_flat_pieces_and_from_sums():
+    rows = [part([[1.0, 2]], ((0, 1), (0, 2)), (2, 2)), part([[3.0, 4]], ((1, 1), (0, 2)), (2, 2))]
+    flat = [part([1.0], ((0, 1),), (2, 2), is_flat=True), part([2.0, 3, 4], ((1, 3),), (2, 2), is_flat=True)]
+    sums = [part([[1.0, 1], [1, 1]], adds_up=True), part([[0.0, 1], [2, 3]], adds_up=True)]
+    for pieces in (rows, flat, sums):
+        for view in wholes([[one] for one in pieces])["w"]:
+            assert view.tolist() == [[1, 2], [3, 4]]
+    with pytest.raises(ValueError, match="leave out 2 of 4"):
+        wholes([[rows[0]], []])
+
+
+def noted(brought, loss=1.0, counted=()):
+    """A process whose backwards have brought these gradients."""
+    backwards = [Backward(loss, "", list(counted), [part(one)]) for one in brought]
+    total = torch.tensor(brought, dtype=torch.float64).sum(0)
+    return Notes([Step(backwards=backwards, gradients=[part(total)], names=["w"])])
+
+
+ROWS = ([[1.0, 0, 0, 0], [0, 1.0, 0, 0]], [[0, 0, 1.0, 0], [0, 0, 0, 1.0]])  # by rank and micro-batch
+
+
+def test_ranks_weigh_as_much_as_they_have_rows_unless_a_step_has_unequal_micro_batches():
+    counts = [[Counted(number, float(number))] for number in (3, 1)]
+    by_rows = [noted(rows[:1], counted=one) for rows, one in zip(ROWS, counts, strict=True)]
+    assert union(by_rows, by_rows, 0).weights == [0.75, 0.25]
+    twice = [noted(rows, counted=one) for rows, one in zip(ROWS, counts, strict=True)]
+    twice[0].steps[0].backwards[1].counted = [Counted(7, 7.0)]
+    found = union(twice, twice, 0)
+    assert found.uneven
+    assert found.weights == [0.5, 0.5]
+    assert union([noted(rows) for rows in ROWS], [noted([*ROWS[0], *ROWS[1]])] * 2, 0).micro_batches == 2
+    with pytest.raises(ValueError, match="2, 2 backwards on the ranks and 3, 3 in one process"):
+        union([noted(rows) for rows in ROWS], [noted([*ROWS[0], ROWS[1][0]])] * 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("ours", "said"),
+    [
+        ([1, 1, 1, 1], "added over 2 ranks and not divided, or not divided by the 2 micro-batches"),
+        ([0.25] * 4, "divided by the 2 ranks twice, or divided by the 2 micro-batches twice"),
+        ([1, 1, 0, 0], "not reduced"),
+        ([0, 0.5, 0, 0.5], "only the last micro-batch is left"),
+        ([1, 0.5, 0, 0.5], "only the last micro-batch of 2 is reduced"),
+        ([2, 1, 2, 1], "reduced again in every micro-batch"),
+        ([0, 0, 0.5, 0.5], "the rows of rank 0 are missing"),
+        ([0, 0, 0, 0], "no gradient arrives"),
+        ([0.15] * 4, "times 0.3"),
+        ([0.5, 0.1, 0.5, 0.2], "rows count otherwise than once"),
+    ],
+)
+def test_the_cause_is_read_from_the_coefficients(ours, said):
+    notes = [noted(rows) for rows in ROWS]
+    expected = union(notes, notes, 0)
+    mixed = mixture({"w": torch.tensor(ours, dtype=torch.float64)}, expected, ["w"])
+    assert said in _said(mixed, expected, 0, 2, [2])[0]
+
+
+def test_what_is_no_sum_of_the_ranks_gradients_is_said_to_be_none():
+    notes = [noted([row[0]]) for row in ROWS]
+    expected = union(notes, notes, 0)
+    mixed = mixture({"w": torch.tensor([0.5, 9.0, 0.5, 0])}, expected, ["w"])
+    assert "no sum of the ranks' gradients" in _said(mixed, expected, 0, 2, [2])[0]
+
+
+def loop(rank, divisor, sharded=False):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD([torch.zeros(2)] if sharded else model.parameters(), lr=0.1)
+    torch.manual_seed(1 + rank)
+    with watch(model, optimizer) as watched:
+        for _ in range(5):
+            model(torch.randn(8, 4)).square().mean().backward()
+            for param in model.parameters():
+                dist.all_reduce(param.grad)
+                param.grad /= divisor
+            optimizer.step()
+            optimizer.zero_grad()
+    return str(watched.answer), len(watched.notes.steps), float(model.weight.sum())
+
+
+def test_a_loop_that_is_watched(pools):
+    right = pools(2).run(loop, 2.0)
+    assert right[0] == right[1]
+    assert right[0][0].startswith("SAME")
+    assert right[0][1] == 3
+    (wrong, *_), _ = pools(2).run(loop, 1.0)
+    assert wrong.startswith("DIFFERENT SINCE")
+    assert "added over 2 ranks and not divided" in wrong
+    with pytest.raises(RankError, match="optimizer: it steps no parameter of the model"):
+        pools(2).run(loop, 1.0, True)
