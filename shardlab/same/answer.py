@@ -204,6 +204,11 @@ def _notes(found: Found, ranks: Sequence[Notes]) -> Iterator[tuple[str, str]]:
                 f"{len(ranks)} times it"
             ),
         )
+    if not all(one.is_known for one in found.unions):
+        yield (
+            "NOTE",
+            "of how many rows or tokens each loss is the mean was not seen: all ranks are taken to weigh the same",
+        )
     if any(one.uneven for one in found.unions):
         yield "NOTE", "micro-batches with unequal numbers of rows or tokens weigh the same, in one process too"
     kept = [(number, step) for one in ranks for number, step in enumerate(one.steps) for each in step.backwards[:1]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily  # there is no public way to pause a mode
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -81,7 +81,8 @@ class Capture:
             for owner, name, around in (
                 (nn.Module, "__call__", self._around_call), (Engine, "__call__", self._around_call),
                 (torch.autograd, "backward", self._around_backward), (clip_grad, "_clip_grads_with_norm_", self._clip),
-                (AnyEngine, "clip_grad_norm_", self._around_clip),
+                (AnyEngine, "clip_grad_norm_", self._around_clip), (Engine, "backward", self._around_verb),
+                (Engine, "step", self._around_verb), (Engine, "zero_grad", self._around_verb),
                 (FullyShardedDataParallel, "clip_grad_norm_", self._around_clip),
                 (nn.Module, "zero_grad", self._around_zero),
                 (torch.optim.Optimizer, "zero_grad", self._around_zero), (DataLoader, "__len__", self._around_length),
@@ -161,7 +162,7 @@ class Capture:
             args, kwargs = self._rows.given(self.step, number, (args, kwargs))
             self._called = number
             self._note_dtypes()
-            with self._noise(number):
+            with self._noise(number), _unseen() if isinstance(root, AnyEngine) else contextlib.nullcontext():
                 made = plain(root, *args, **kwargs)
         finally:
             self._is_inside = False
@@ -213,12 +214,18 @@ class Capture:
 
     def _around_clip(self, plain: Callable[..., Tensor], root: Any, max_norm: float, *rest: Any) -> Tensor:
         if isinstance(root, AnyEngine):
-            root.finish_gradients()
+            with _unseen():
+                root.finish_gradients()
         self.note_gradients()
         self.step.max_norm, self.step.clipped = float(max_norm), [part.name for part in self.step.gradients]
-        norm = plain(root, max_norm, *rest)
+        with _unseen() if isinstance(root, AnyEngine) else contextlib.nullcontext():
+            norm = plain(root, max_norm, *rest)
         self.step.norm = float(norm)
         return norm
+
+    def _around_verb(self, plain: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        with _unseen():
+            plain(*args, **kwargs)
 
     def _around_zero(self, plain: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self._clearing = line_of_caller()
@@ -364,6 +371,11 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._capture.called(func, args, kwargs or {})
+
+
+def _unseen() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no mode sees functions: what engines of ours do to parameters is no function of the script."""
+    return _pop_mode_temporarily()
 
 
 def inside_of(root: nn.Module | AnyEngine) -> nn.Module:

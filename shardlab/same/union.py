@@ -30,6 +30,7 @@ class Union:
         brought: what each rank's rows have brought in each of its backwards; the weighted sum is the gradient.
         is_summed: whether the loss is a sum over rows, so that the sum over ranks is as right as their mean.
         is_counted: whether the weights are numbers of rows or tokens that differ.
+        is_known: whether it is known what each loss is divided by.
         uneven: whether micro-batches of unequal numbers weigh the same.
     """
 
@@ -39,6 +40,7 @@ class Union:
     brought: dict[tuple[int, int], Gradient]
     is_summed: bool
     is_counted: bool
+    is_known: bool
     uneven: bool
 
 
@@ -67,7 +69,14 @@ def union(ranks: Sequence[Notes], alone: Sequence[Notes], step: int) -> Union:
     parts = [_gradient(one.gradients) for one in own]
     is_summed = bool(known) and all(isclose(one, 1.0, rel_tol=EQUAL) for one in known) and _several(own)
     return Union(
-        _weighted(parts, weights), max(of_a_rank, default=0), weights, _brought(own), is_summed, is_counted, uneven
+        _weighted(parts, weights),
+        max(of_a_rank, default=0),
+        weights,
+        _brought(own),
+        is_summed,
+        is_counted,
+        all(ratios),
+        uneven,
     )
 
 
@@ -77,7 +86,7 @@ def _in_turn(one: Step, micro_batches: int, num_ranks: int) -> Union:
         for number, backward in enumerate(one.backwards)
     }
     gradient = _gradient(one.gradients)
-    return Union(gradient, micro_batches, [1 / num_ranks] * num_ranks, brought, False, False, False)
+    return Union(gradient, micro_batches, [1 / num_ranks] * num_ranks, brought, False, False, True, False)
 
 
 def _ratios(step: Step) -> list[float]:
