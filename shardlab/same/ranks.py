@@ -4,11 +4,13 @@ import multiprocessing
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -44,6 +46,7 @@ def under_torchrun(job: Job, env: TorchrunEnv, limit_s: float) -> tuple[list[Not
     run(job, folder, RANK, env.rank)
     if env.rank != 0:
         return None
+    sys.modules["__main__"] = ModuleType("__main__")  # a new process would import the script under this name
     try:
         end = time.monotonic() + GRACE_S
         while time.monotonic() < end and not all(ended_in(folder, rank).exists() for rank in range(job.ranks)):
