@@ -118,9 +118,19 @@ _OWN_NORM = (
     "    for param in model.parameters():\n"
     "        param.grad.mul_(min(1.0, 0.1 / float(norm)))\n",
 )
+_FROM_LOADER = (
+    ("x, y = torch.randint(0, 11, (4, 3)), torch.randint(0, 11, (12,))\n", "x, y = next(batches)\n"),
+    (
+        "torch.manual_seed(1 + rank)\n",
+        "torch.manual_seed(1 + rank)\n"
+        "x, y = torch.randint(0, 11, (144, 4)), torch.randint(0, 11, (144, 4))\n"
+        "y[:, :rank] = -100\n"
+        "batches = iter(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4))\n",
+    ),
+)
 _COUNTED = (
     "F.cross_entropy(model(x).flatten(0, 1), y) / 4",
-    'F.cross_entropy(model(x).flatten(0, 1), y, reduction="sum") * ranks / dist_sum((y != -100).sum()) / 4',
+    'F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") * ranks / dist_sum((y != -100).sum()) / 4',
 )
 _DIST_SUM = (
     "torch.manual_seed(0)\n",
@@ -136,7 +146,10 @@ BROKEN: Mapping[str, Story] = {
         {
             "by hand": (("        loss.backward()", "        optimizer.zero_grad()\n        loss.backward()"),),
             "DDP": (("            loss.backward()", "            optimizer.zero_grad()\n            loss.backward()"),),
-            "FSDP2": (("        loss.backward()", "        optimizer.zero_grad()\n        loss.backward()"),),
+            "FSDP2": (
+                ("(micro == 3)", "(True)"),
+                ("        loss.backward()", "        optimizer.zero_grad()\n        loss.backward()"),
+            ),
         },
         "after micro-batch 0, before any optimizer steps them",
     ),
@@ -236,9 +249,9 @@ RIGHT: Mapping[str, Story] = {
     "as it is": Story({"*": ()}, "SAME"),
     "uneven rows, counted over ranks": Story(
         {
-            "by hand": (_UNEVEN, _COUNTED, _DIST_SUM),
-            "DDP": (_UNEVEN, _COUNTED, _DIST_SUM),
-            "FSDP2": (_UNEVEN, _COUNTED, _DIST_SUM),
+            "by hand": (*_FROM_LOADER, _COUNTED, _DIST_SUM),
+            "DDP": (*_FROM_LOADER, _COUNTED, _DIST_SUM),
+            "FSDP2": (*_FROM_LOADER, _COUNTED, _DIST_SUM),
         },
         "SAME",
     ),

@@ -75,7 +75,7 @@ class Alone(Capture):
         if self._latest and not self.has_engines:
             step.gradients = self._latest
         theirs = [rank.steps[number] for rank in self._ranks]
-        known = wholes([[part for part in one.stepped or one.gradients if part.name in one.names] for one in theirs])
+        known = wholes([one.stepped or one.gradients for one in theirs])
         own = {name: views[self._rank] for name, views in known.items()}
         whole = {name: one if one is not None else next(view for view in known[name] if view is not None)
                  for name, one in own.items()}  # fmt: skip

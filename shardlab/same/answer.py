@@ -98,7 +98,11 @@ def _skipped(ranks: Sequence[Notes]) -> list[tuple[str, str]]:
 
 
 def _verdict(found: Found, ranks: Sequence[Notes], alone: Sequence[Notes]) -> Iterator[tuple[str, str]]:
-    if rows := found.different:
+    rows = found.different
+    # Weights that differ explain other losses; else these say that the process alone had other rows.
+    is_by_weights = bool(rows) and rows[0].what == "weights before"
+    why = "" if found.unknown or is_by_weights else _other_losses(found, ranks, alone, rows[0].step if rows else None)
+    if rows and not why:
         micro = _first_micro_batch(found, rows[0].step)
         worst = max(rows, key=lambda row: row.relative)
         yield (
@@ -110,7 +114,7 @@ def _verdict(found: Found, ranks: Sequence[Notes], alone: Sequence[Notes]) -> It
             yield "NEXT", "run with --float64 to see it without rounding"
     elif found.unknown:
         yield UNKNOWN, found.unknown
-    elif why := _other_losses(found, ranks, alone):
+    elif why:
         yield UNKNOWN, why
     elif all(float(value.abs().max()) == 0 for one in found.unions for value in one.gradient.values() if value.numel()):
         yield UNKNOWN, "all gradients are 0 in one process too"
@@ -137,10 +141,10 @@ def _first_micro_batch(found: Found, step: int) -> str:
     return f" ({count} micro-batches)" if count > 1 else ""
 
 
-def _other_losses(found: Found, ranks: Sequence[Notes], alone: Sequence[Notes]) -> str:
+def _other_losses(found: Found, ranks: Sequence[Notes], alone: Sequence[Notes], last: int | None) -> str:
     """Why rows or forwards were others in one process; empty if each loss there was the rank's, or a known share."""
     num_ranks = len(ranks)
-    for number in range(found.num_steps):
+    for number in range(found.num_steps if last is None else last + 1):
         weights = found.unions[number].weights
         ratios = [
             (rank, theirs.loss / own.loss)
@@ -223,8 +227,9 @@ def _notes(found: Found, ranks: Sequence[Notes]) -> Iterator[tuple[str, str]]:
 
 def _same_rows(ranks: Sequence[Notes]) -> bool:
     # Ranks that divide a model by DTensor share rows by design.
-    if any(message.caller == "dtensor" for one in ranks for step in one.steps for message in step.messages):
-        return False
+    steps = [step for one in ranks for step in one.steps]
+    if any(one.caller == "dtensor" and one.backward < len(step.backwards) for step in steps for one in step.messages):
+        return False  # those after the last backward are of the gradients' norm
 
     def given(one: Notes) -> list[torch.Tensor]:
         calls = [call for step in one.steps for some in step.calls.values() for call in some]

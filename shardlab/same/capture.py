@@ -149,8 +149,10 @@ class Capture:
     # What is replaced.
 
     def _around_call(self, plain: Callable[..., Any], root: Any, *args: Any, **kwargs: Any) -> Any:
-        # A backward may compute forwards again.
-        if self._is_inside or self._is_in_backward or not torch.is_grad_enabled() or not _trains(root):
+        if self._is_inside or not torch.is_grad_enabled() or not _trains(root):
+            return plain(root, *args, **kwargs)
+        if self._is_in_backward:  # a checkpointed forward again, with what it was given at first
+            args, kwargs = self._rows.again((args, kwargs))
             return plain(root, *args, **kwargs)
         self._is_inside, self._is_on_the_way = True, False
         try:
@@ -217,7 +219,7 @@ class Capture:
             with _unseen():
                 root.finish_gradients()
         self.note_gradients()
-        self.step.max_norm, self.step.clipped = float(max_norm), [part.name for part in self.step.gradients]
+        self.step.max_norm, self.step.clipped = float(max_norm), list(self.notes.trainable)
         with _unseen() if isinstance(root, AnyEngine) else contextlib.nullcontext():
             norm = plain(root, max_norm, *rest)
         self.step.norm = float(norm)
@@ -269,7 +271,7 @@ class Capture:
         self._look_for_cleared()
         was_clipped = bool(step.gradients)
         if was_clipped:
-            step.stepped = _copies(part for part in self._gradients() if part.name in step.names)
+            step.stepped = _copies(self._gradients())
         else:
             self.note_gradients()
         step.options = [

@@ -52,6 +52,10 @@ class Rows:
         step.calls.setdefault(root, []).append(call)
         return value
 
+    def again(self, value: Any) -> Any:
+        """What a module is given when a backward computes its forward again."""
+        return map_tensors(self._cast, value)
+
     def met(self, step: Step, root: int, key: tuple[str, str], value: Any) -> Any:
         """What meets an output on the way to the loss: arguments of a function; ``root`` was called last."""
         value = map_tensors(lambda one: one if one.requires_grad else self._cast(one), value)
@@ -84,6 +88,7 @@ class RowsAgain(Rows):
         super().__init__(notes, float64=float64)
         self._ranks, self._rank = ranks, rank
         self._call = Call()
+        self._instead: dict[int, tuple[Tensor, Tensor]] = {}  # by identity: what was given, and what in its place
 
     def batch(self, loader: DataLoader[Any], fetch: Callable[[], Any]) -> Any:
         """As the base, of the rank."""
@@ -110,7 +115,12 @@ class RowsAgain(Rows):
         if len(own) != len(self._call.given):
             raise UnlikeError(f"a forward takes {len(own)} tensors, and {len(self._call.given)} on the rank")
         again = {id(one): known for one, known in zip(own, self._call.given, strict=True) if known is not None}
+        self._instead |= {id(one): (one, again[id(one)]) for one in tensors if id(one) in again}
         return super().given(step, root, map_tensors(lambda one: again.get(id(one), one), value))
+
+    def again(self, value: Any) -> Any:
+        """As the base, of the rank."""
+        return super().again(map_tensors(lambda one: self._instead.get(id(one), (one, one))[1], value))
 
     def met(self, step: Step, root: int, key: tuple[str, str], value: Any) -> Any:
         """As the base, of the rank."""
