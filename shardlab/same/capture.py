@@ -286,7 +286,7 @@ class Capture:
             pass  # optimizers inside of this one whose step raised
         if self._stepping:
             return
-        for name, (norm, backward, _) in list(self._held.items()):
+        for name, (norm, backward, _another) in list(self._held.items()):
             if name in self.step.names:
                 self._held[name] = norm, -1, False  # stepped; if it stays, the next backward adds to it
             elif backward >= 0:

@@ -5,13 +5,13 @@ these with other coefficients: 1 in place of 1/N where the mean is missing, 0 wh
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
 import torch
 from torch import Tensor
 
-from shardlab.same.union import Union
+from shardlab.same.union import Gradient, Union
 
 CLOSE = 0.02  # coefficients are numbers of ranks and micro-batches, or 0
 
@@ -53,7 +53,24 @@ class Mixture:
 
 
 def mixture(ours: dict[str, Tensor], expected: Union, names: Sequence[str]) -> Mixture:
-    """The coefficients of the gradients of some parameters, taken together."""
+    """The coefficients of the gradients of some parameters, taken together.
+
+    Where these have too few elements for one of each micro-batch: of all that a rank's micro-batches bring together.
+    """
+    mixed = _mixture(ours, expected, names)
+    if mixed.is_unique or expected.micro_batches < 2:
+        return mixed
+    brought: dict[tuple[int, int], Gradient] = {}
+    for (rank, _), gradient in expected.brought.items():
+        known = brought.setdefault((rank, 0), {})
+        known.update({name: known[name] + one if name in known else one for name, one in gradient.items()})
+    together = _mixture(ours, replace(expected, brought=brought), names)
+    if not together.explains:
+        return mixed
+    return replace(together, of={key: together.of[key[0], 0] for key in mixed.of if (key[0], 0) in together.of})
+
+
+def _mixture(ours: dict[str, Tensor], expected: Union, names: Sequence[str]) -> Mixture:
     keys = list(expected.brought)
     columns = [
         torch.cat([

@@ -4,8 +4,8 @@ Plain parameters are whole; DTensors (FSDP2, tensor parallelism), torch's first 
 Everything is read where it lies, and nothing is sent.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -136,7 +136,7 @@ class Pieces:
             flat, offset, spans = handle.flat_param, 0, []
             # There are none where nothing is divided.
             infos = getattr(flat, "_shard_param_infos", None) or [None] * len(flat._fqns)
-            owns = flat._params or [None] * len(flat._fqns)
+            owns: Sequence[Any] = flat._params or [None] * len(flat._fqns)
             for fqn, shape, info, own in zip(flat._fqns, flat._shapes, infos, owns, strict=True):
                 named = self._prefix + plain_name(f"{name}.{fqn}" if name else fqn)
                 start = 0 if info is None else info.intra_param_start_idx or 0

@@ -54,7 +54,9 @@ class Watched(Capture):
             whole: dict[str, Tensor] = {}
             for backward, brought in zip(step.backwards, own, strict=True):
                 backward.brought = [part_of(name, value) for name, value in brought.items()]
-                whole = {name: whole.get(name, 0) + brought.get(name, 0) for name in whole.keys() | brought.keys()}
+                zero = torch.zeros(())
+                names = whole.keys() | brought.keys()
+                whole = {name: whole.get(name, zero) + brought.get(name, zero) for name in names}
             step.gradients = step.stepped = [part_of(name, value) for name, value in whole.items()]
         return notes
 
@@ -83,8 +85,9 @@ class Watched(Capture):
     def _end_if_enough(self) -> None:
         return  # the loop goes on
 
-    def _noise(self, number: int) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _noise(self, number: int) -> Iterator[None]:
+        yield
 
 
 @contextlib.contextmanager

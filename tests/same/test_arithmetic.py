@@ -75,6 +75,15 @@ def test_the_cause_is_read_from_the_coefficients(ours, said):
     assert said in _said(mixed, expected, 0, 2, [2])[0]
 
 
+def test_of_a_parameter_with_fewer_elements_than_micro_batches_ranks_are_told_apart():
+    rows = [[1.0, 3], [2.0, 1]], [[5.0, 1], [1.0, 2]]
+    notes = [noted(of_rank) for of_rank in rows]
+    expected = union(notes, notes, 0)
+    mixed = mixture({"w": torch.tensor([3.0, 4.0])}, expected, ["w"])
+    assert mixed.is_unique
+    assert "not reduced" in _said(mixed, expected, 0, 2, [2])[0]
+
+
 def test_what_is_no_sum_of_the_ranks_gradients_is_said_to_be_none():
     notes = [noted([row[0]]) for row in ROWS]
     expected = union(notes, notes, 0)
