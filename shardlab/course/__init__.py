@@ -46,28 +46,30 @@ if TYPE_CHECKING:
     from shardlab.data_sets import batch
     from shardlab.experiment.comparison import PRELOAD
     from shardlab.experiment.run_plan import RunPlan, fit_of, kept_for_backward, readable_fit, saved_for_backward
+    from shardlab.forecast import Layer, activation_bytes
     from shardlab.launch import RankDied, RankError, RankHang, current
     from shardlab.partition.owned_bytes import Ownership
     from shardlab.partition.ring_cost import ring_wire_bytes
     from shardlab.partition.slices import slices_of
+    from shardlab.planner import described, divided
     from shardlab.tables import COLLECTIVES, SHARDS, SPANS, STEPS
     from shardlab.trace.memory_by_role import MemoryLedger, bytes_by_role
     from shardlab.units import units_of
 
 __all__ = [
     "COLLECTIVES", "LADDER", "PRELOAD", "SHARDS", "SPANS", "STEPS", "Case", "DeadRank", "Exercise", "Fault", "Happened",
-    "LossyLink", "Measured", "MemoryLedger", "MemoryPlan", "Message", "MismatchedCollective", "NaN", "OutOfMemory",
-    "Ownership", "Prediction", "RankDied", "RankError", "RankHang", "Report", "RunHistory", "RunPlan", "SkippedCall",
-    "SkippedCollective", "SlowLink", "StoppedRank", "Straggler", "Traffic", "Verdict", "VirtualClock", "batch",
-    "bucket_curve", "bucket_sweep", "bucket_verdict", "bus_verdict", "busy_in_steps", "busy_now", "bytes_by_role",
-    "call", "call_in_place", "call_without_ranks", "check", "collectives_table", "current", "events_of_step", "faulty",
-    "find", "fit_of", "floor_verdict", "gain_verdict", "gathered_over_a_step", "hidden_verdict",
-    "hint", "inject", "kept_for_backward", "late_verdict", "link_for", "live", "log_collectives", "memory_explorer",
-    "mesh_map", "message_gains", "message_sweep", "message_times", "message_verdicts", "outcome", "parts_verdict",
-    "pay_off_verdict", "predict", "prediction_verdict", "ranks_at", "read_progress", "readable_fit", "ring_wire_bytes",
-    "run_interleaved", "saved_for_backward", "sharded_linear", "slices_of", "step_through", "task", "terminal",
-    "throughput", "told", "trace_step", "unit_bytes", "units_of", "watch_gathered", "weight_slices", "weights_table",
-    "with_group", "workbench",
+    "Layer", "LossyLink", "Measured", "MemoryLedger", "MemoryPlan", "Message", "MismatchedCollective", "NaN",
+    "OutOfMemory", "Ownership", "Prediction", "RankDied", "RankError", "RankHang", "Report", "RunHistory", "RunPlan",
+    "SkippedCall", "SkippedCollective", "SlowLink", "StoppedRank", "Straggler", "Traffic", "Verdict", "VirtualClock",
+    "activation_bytes", "batch", "bucket_curve", "bucket_sweep", "bucket_verdict", "bus_verdict", "busy_in_steps",
+    "busy_now", "bytes_by_role", "call", "call_in_place", "call_without_ranks", "check", "collectives_table", "current",
+    "described", "divided", "events_of_step", "faulty", "find", "fit_of", "floor_verdict", "gain_verdict",
+    "gathered_over_a_step", "hidden_verdict", "hint", "inject", "kept_for_backward", "late_verdict", "link_for", "live",
+    "log_collectives", "memory_explorer", "mesh_map", "message_gains", "message_sweep", "message_times",
+    "message_verdicts", "outcome", "parts_verdict", "pay_off_verdict", "predict", "prediction_verdict", "ranks_at",
+    "read_progress", "readable_fit", "ring_wire_bytes", "run_interleaved", "saved_for_backward", "sharded_linear",
+    "slices_of", "step_through", "task", "terminal", "throughput", "told", "trace_step", "unit_bytes", "units_of",
+    "watch_gathered", "weight_slices", "weights_table", "with_group", "workbench",
 ]  # fmt: skip
 
 __getattr__ = imported_when_used(__name__, __file__)
