@@ -270,7 +270,6 @@ def test_bad_input_is_refused(config):
             ["--config", config, "--ranks", "64", "--wrap", "root", "--peak"],
             "wrap, peak: not of --config; leave them out",
         ),
-        (["--params", "7B", "--ranks", "8", "--hardware", "h100"], "hardware: it is called --gpu; write --gpu h100"),
         (["--config", config, "--ranks", "8", "--search", "--no-sync"], "no-sync: leave it out of --search"),
         (["--config", config, "--ranks", "8", "--precision", "bf16"], "precision: 'bf16' is not one of mixed, fp32"),
         (["--config", config, "--ranks", "8", "--gpu", "24GB,32GB/s,10us"], "gpu: 24GB,32GB/s,10us has a link"),

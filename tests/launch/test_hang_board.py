@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter_ns
 from traceback import walk_stack
 
-from shardlab.comm.callers import _line_of_caller
+from shardlab.comm.callers import line_of_caller
 from shardlab.comm.events import CollectiveEvent
 from shardlab.launch.hang_board import Board, BoardWriter, CallState, mismatch
 from shardlab.launch.stack import SeenCall, _call_of
@@ -104,6 +104,6 @@ def test_a_line_of_the_standard_library_is_never_named():
     """Where one calls a collective: from a line of this file, and in a thread from none."""
     with ThreadPoolExecutor(1) as threads:
         calls = (lambda what: weakref.finalize(Board, what)(), lambda what: threads.submit(what).result())
-        found = [(call(_line_of_caller), _call_of(walk_stack(call(sys._getframe))).source_line) for call in calls]
+        found = [(call(line_of_caller), _call_of(walk_stack(call(sys._getframe))).source_line) for call in calls]
     assert [line.rpartition(":")[0] for line in found[0]] == [__file__] * 2
     assert found[1] == ("", "")
