@@ -67,7 +67,7 @@ class SpanKind(StrEnum):
 
 
 FLAG = "whether a rank refuses"
-"""What the message is for by which all ranks raise together; one number over each data axis."""
+"""What the message is for by which all ranks raise together, over each data axis; beside it who used what."""
 TOLD = "raised, so all do"
 """In the error of a rank that has not raised by itself."""
 WHOLE_MODEL = "model"

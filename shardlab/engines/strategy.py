@@ -99,8 +99,8 @@ class LaidOut:
     Attributes:
         stepped: what this rank's optimizer steps, for each parameter by its name, in the module's order: the parameter
             itself or, with ``steps_pieces``, another tensor object, which is empty where this rank steps nothing of it.
-        divisions: which rank has which elements, bucket by bucket; empty without buckets. ``Bucketed.lay_out``
-            shows how they are made of layouts (``partition.flat``).
+        divisions: which rank has which elements, bucket by bucket; needed wherever ranks step different pieces, else
+            empty. ``ZeRO1.lay_out`` shows how they are made of layouts (``partition.flat``).
         hooks: what was put on the module; the engine removes them when it is closed.
     """
 
