@@ -185,29 +185,42 @@ def _said(mixed: Mixture, expected: Union, rank: int, num_ranks: int, sizes: Seq
             f"not reduced: rank {rank} steps the gradient of its own rows alone, {scaled}",
             "reduce these gradients over the ranks before the step; call the wrapped model, not the module inside",
         )
-    if last > 0:
-        early = [key for key in keys if key[1] < last]
-        final = [key for key in keys if key[1] == last]
-        if mixed.all_near(0.0, early) and (kept := mixed.common(final)) is not None:
-            words = "" if isclose(kept, 1.0, rel_tol=0.02) else f", times {kept:.3g}"
-            return (
-                f"only the last micro-batch is left of {last + 1}{words}: what the others brought is lost",
-                "clear gradients once a step, and not before each backward",
-            )
-        apart = [key for key in early if key[0] != rank]
-        if apart and mixed.all_near(0.0, apart):
-            return (
-                f"only the last micro-batch of {last + 1} is reduced: of those before, rank {rank} has its own alone",
-                "reduce what has been accumulated, in the last micro-batch; leave no_sync() before its forward",
-            )
-        growing = all(
-            isclose(mixed.of[key], mixed.of[key[0], last] * num_ranks ** (last - key[1]), rel_tol=0.05) for key in keys
+    return _micro_batches_said(mixed, last, rank, num_ranks) or _ranks_said(mixed, num_ranks)
+
+
+def _micro_batches_said(mixed: Mixture, last: int, rank: int, num_ranks: int) -> tuple[str, str] | None:
+    """What coefficients that differ between micro-batches mean; None if they do not, or nothing that is known."""
+    keys = list(mixed.of)
+    if last == 0:
+        return None
+    early = [key for key in keys if key[1] < last]
+    final = [key for key in keys if key[1] == last]
+    if mixed.all_near(0.0, early) and (kept := mixed.common(final)) is not None:
+        words = "" if isclose(kept, 1.0, rel_tol=0.02) else f", times {kept:.3g}"
+        return (
+            f"only the last micro-batch is left of {last + 1}{words}: what the others brought is lost",
+            "clear gradients once a step, and not before each backward",
         )
-        if growing:
-            return (
-                f"reduced again in every micro-batch: the first one counts {num_ranks}^{last} times",
-                "reduce once a step, after the last micro-batch",
-            )
+    apart = [key for key in early if key[0] != rank]
+    if apart and mixed.all_near(0.0, apart):
+        return (
+            f"only the last micro-batch of {last + 1} is reduced: of those before, rank {rank} has its own alone",
+            "reduce what has been accumulated, in the last micro-batch; leave no_sync() before its forward",
+        )
+    growing = all(
+        isclose(mixed.of[key], mixed.of[key[0], last] * num_ranks ** (last - key[1]), rel_tol=0.05) for key in keys
+    )
+    if growing:
+        return (
+            f"reduced again in every micro-batch: the first one counts {num_ranks}^{last} times",
+            "reduce once a step, after the last micro-batch",
+        )
+    return None
+
+
+def _ranks_said(mixed: Mixture, num_ranks: int) -> tuple[str, str]:
+    """What coefficients that differ between ranks mean."""
+    keys = list(mixed.of)
     missing = [one for one in range(num_ranks) if mixed.all_near(0.0, [key for key in keys if key[0] == one])]
     if missing:
         rest = [key for key in keys if key[0] not in missing]
