@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from shardlab.partition import Link
     from shardlab.plots.show import show
     from shardlab.recording.record import record
+    from shardlab.records.store import load_run
     from shardlab.testing import check_agreement, check_strategy
-    from shardlab.trace.store import load_run
     from shardlab.units.table import show_units
 
 __all__ = [

@@ -66,6 +66,9 @@ class SpanKind(StrEnum):
     OFF_CPU = "off_cpu"  # the rank neither computed nor waited: it slept, or other processes had its core
 
 
+COMPUTE_KINDS = (SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.RECOMPUTE, SpanKind.OPTIMIZER)
+"""The spans in which a rank computes."""
+
 FLAG = "whether a rank refuses"
 """What the message is for by which all ranks raise together, over each data axis; beside it who used what."""
 TOLD = "raised, so all do"

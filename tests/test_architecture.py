@@ -12,14 +12,15 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "shardlab"
 READING = PACKAGE.parent / "notebooks" / "guide" / "reading.md"
-NUMBERS = {"installed", "partition", "tables", "vocabulary"}
+NUMBERS = {"installed", "partition", "records", "vocabulary"}
 # What each room may import, besides itself. A room that is not here fails: decide where it belongs.
 MAY_IMPORT = {
     **dict.fromkeys(("vocabulary", "installed", "field_types", "meta_device", "units"), frozenset()),
-    **dict.fromkeys(("tables", "partition"), frozenset({"vocabulary"})),
+    **dict.fromkeys(("records", "partition"), frozenset({"vocabulary"})),
     **dict.fromkeys(("comm", "models", "data_sets", "analysis"), NUMBERS),
     "planner": NUMBERS,
     "forecast": NUMBERS | {"field_types", "planner"},
+    "why": NUMBERS | {"analysis"},
     "plots": NUMBERS | {"analysis", "schedules"},
     "schedules": {"partition", "vocabulary"},
     "pipeline": {"comm", "engines", "partition", "schedules", "vocabulary"},
@@ -30,7 +31,7 @@ MAY_IMPORT = {
     "launch": {"comm", *NUMBERS},
     "testing": {"comm", "engines", "launch", "models", "vocabulary"},
     "optimizers": {"comm", "engines", "partition", "vocabulary"},
-    "dry": {"comm", "engines", "optimizers", "partition", "planner", "tables", "tensor_parallel", "vocabulary"},
+    "dry": {"comm", "engines", "optimizers", "partition", "planner", "records", "tensor_parallel", "vocabulary"},
 }
 LOWER = set(MAY_IMPORT)
 MAY_IMPORT["experiment"] = LOWER
@@ -41,7 +42,9 @@ MAY_IMPORT["cli"] = LOWER | {"bench", "course", "experiment", "recording", "same
 MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT["__init__"] = LOWER | {"experiment", "recording"}
 
-WITHOUT_TORCH = ("analysis", "export", "plots", "planner", "forecast", "partition", "schedules", "tables", "vocabulary")
+WITHOUT_TORCH = (
+    "analysis", "export", "forecast", "partition", "planner", "plots", "records", "schedules", "vocabulary", "why",
+)  # fmt: skip
 # torch.distributed without sending anything: groups begin and end, and are asked who they are.
 MODULES = ("dist", "torch.distributed", "distributed_c10d", "torch.distributed.distributed_c10d")
 NOT_COLLECTIVES = {
@@ -168,7 +171,7 @@ def test_engines_import_no_records_tables_or_pictures_and_pictures_and_arithmeti
         names, tops = imported(tree), {name.split(".")[0] for name in imported(tree)}
         if room(module) in ("engines", "tensor_parallel", "comm"):
             assert not tops & {"pandas", "plotly", "pyarrow"}, module
-            assert not any(name.startswith("shardlab.trace") for name in names), module
+            assert not any(name.startswith(("shardlab.trace", "shardlab.records")) for name in names), module
         assert room(module) not in WITHOUT_TORCH or "torch" not in tops, module
 
 

@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 from shardlab import CompareConfig, answer, compare
 from shardlab.analysis import slow_messages, slow_work
 from shardlab.analysis.held_bytes import at_rest
-from shardlab.analysis.judged_steps import BALANCED, Cause
 from shardlab.cli import app
 from shardlab.experiment import Comparison, run_verdicts
 from shardlab.experiment.answer import ROLES, fastest, side_by_side
 from shardlab.experiment.step_reasons import Reasons, why
 from shardlab.vocabulary import Role
+from shardlab.why.judged_steps import BALANCED, Cause
 from tests import front_page
 from tests.front_page import BLOCKS, README, blocks, shortened
 from tests.launch.helpers import script_env

@@ -6,11 +6,9 @@ from shardlab.analysis.held_bytes import allocator_items, at_rest, memory_over_s
 from shardlab.analysis.intervals import intersect, merge, subtract, total
 from shardlab.analysis.matching import with_group
 from shardlab.analysis.overlap import overlap, step_split
-from shardlab.analysis.recorded_step import critical_path, recorded_step, what_if_free
 
 __all__ = [
-    "LatencyBandwidth", "allocator_items", "at_rest", "attribution", "bandwidth", "critical_path",
-    "fit_latency_bandwidth", "hidden_by", "intersect", "memory_over_step", "merge", "overlap", "peak",
-    "process_items", "recorded_step", "step_split", "stragglers", "subtract", "total", "waits", "what_if_free",
-    "wire_bytes", "with_fit", "with_group",
+    "LatencyBandwidth", "allocator_items", "at_rest", "attribution", "bandwidth", "fit_latency_bandwidth", "hidden_by",
+    "intersect", "memory_over_step", "merge", "overlap", "peak", "process_items", "step_split", "stragglers",
+    "subtract", "total", "waits", "wire_bytes", "with_fit", "with_group",
 ]  # fmt: skip

@@ -28,7 +28,7 @@ from shardlab.analysis.intervals import Intervals, innermost, intersect, total
 from shardlab.analysis.matching import matched_collectives
 from shardlab.analysis.overlap import NONE, compute_spans, computing, host_waits, off_cpu
 from shardlab.analysis.rows import KEYS, Key, bounds, numbers, positions
-from shardlab.tables import COLLECTIVES, SPANS
+from shardlab.records.tables import COLLECTIVES, SPANS
 
 IDENTITY = [*KEYS, "seq", "axis", "op", "tag"]
 KEPT = ["run", "source", "step", "axis", "group", "seq", "op", "tag", "rank", "last_rank", "start_us"]

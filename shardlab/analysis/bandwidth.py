@@ -20,7 +20,7 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from shardlab.analysis.rows import KEYS, bounds, numbers, require_columns
-from shardlab.tables import COLLECTIVES
+from shardlab.records.tables import COLLECTIVES
 from shardlab.vocabulary import Collective
 
 HALF_OF_ALL_REDUCE = (

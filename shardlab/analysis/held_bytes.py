@@ -3,7 +3,7 @@
 import pandas as pd
 
 from shardlab.analysis.rows import one_run
-from shardlab.tables import MEMORY, SHARDS
+from shardlab.records.tables import MEMORY, SHARDS
 from shardlab.vocabulary import Role
 
 RUN = ["run", "source"]

@@ -14,7 +14,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from shardlab.analysis.rows import KEYS, bounds
-from shardlab.tables import COLLECTIVES
+from shardlab.records.tables import COLLECTIVES
 from shardlab.vocabulary import Collective, MeshAxis
 
 RUN = ["run", "source"]

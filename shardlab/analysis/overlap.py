@@ -33,10 +33,9 @@ import pandas as pd
 from shardlab.analysis.intervals import Intervals, intersect, merge, subtract, total
 from shardlab.analysis.matching import matched_collectives
 from shardlab.analysis.rows import KEYS, Key, bounds, labelled, numbers, on_streams, positions
-from shardlab.tables import COLLECTIVES, SPANS, STEPS
-from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind
+from shardlab.records.tables import COLLECTIVES, SPANS, STEPS
+from shardlab.vocabulary import COMPUTE_KINDS, WHOLE_MODEL, Phase, SpanKind
 
-COMPUTE_KINDS = (SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.RECOMPUTE, SpanKind.OPTIMIZER)
 PARTS = ("compute_us", "moving_us", "waiting_us", "off_cpu_us", "other_us")
 NONE: Intervals = np.empty((0, 2))
 _EVER = (-np.inf, np.inf)

@@ -8,7 +8,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from shardlab.analysis.intervals import Intervals
-from shardlab.tables import STREAM_TRANSPORTS
+from shardlab.records.tables import STREAM_TRANSPORTS
 from shardlab.vocabulary import SpanKind
 
 KEYS = ["run", "source", "rank", "step"]

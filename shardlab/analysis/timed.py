@@ -12,7 +12,7 @@ import pandas as pd
 
 from shardlab.analysis.overlap import hidden_by_rank, overlap
 from shardlab.analysis.rows import KEYS, numbers, on_streams, positions
-from shardlab.tables import COLLECTIVES, STEPS
+from shardlab.records.tables import COLLECTIVES, STEPS
 from shardlab.vocabulary import Phase
 
 

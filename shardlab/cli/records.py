@@ -97,7 +97,7 @@ def trace(
 ) -> None:
     """Export a run for Perfetto (ui.perfetto.dev) or for Holistic Trace Analysis."""
     from shardlab.export import export_hta, write_perfetto
-    from shardlab.trace.store import load_runs
+    from shardlab.records.store import load_runs
 
     records = load_runs([_run(directory, strategy)])
     if format is TraceFormat.HTA:
@@ -120,7 +120,7 @@ def modules(
 ) -> None:
     """Print the bytes that a rank holds of each module: parameters, gradients, optimizer state."""
     from shardlab.analysis.held_bytes import held_at_rest, module_bytes
-    from shardlab.trace.store import load_runs
+    from shardlab.records.store import load_runs
 
     records = load_runs([_run(directory, strategy)])
     if not len(records.shards):
@@ -185,7 +185,7 @@ def print_result(comparison: "Comparison", config: "CompareConfig", report: Path
 
 def _run(directory: Path, strategy: str | None) -> Path:
     """The directory of the one run that is meant."""
-    from shardlab.trace.store import run_directories
+    from shardlab.records.store import run_directories
 
     found = {path.name: path for path in run_directories(directory)}
     if strategy is None and len(found) == 1:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from shardlab.partition.ring_cost import ring_wire_bytes
     from shardlab.partition.slices import slices_of
     from shardlab.planner import described, divided
-    from shardlab.tables import COLLECTIVES, SHARDS, SPANS, STEPS
+    from shardlab.records.tables import COLLECTIVES, SHARDS, SPANS, STEPS
     from shardlab.trace.memory_by_role import MemoryLedger, bytes_by_role
     from shardlab.units import units_of
 

@@ -12,10 +12,11 @@ from math import log
 import pandas as pd
 import psutil
 
-from shardlab.analysis import attribution, recorded_step, what_if_free
+from shardlab.analysis import attribution
 from shardlab.analysis.overlap import hidden_by_run
 from shardlab.analysis.rows import require_columns
 from shardlab.plots.text import format_bytes, format_percent, format_us, listing, tick
+from shardlab.why import recorded_step, what_if_free
 
 ALIKE = 1.1  # ratios up to this are no difference
 BUSY = 1.5  # median over best of equal work

@@ -42,12 +42,12 @@ from shardlab.launch import RankPool, current
 from shardlab.launch.cell_bar import cell_bar
 from shardlab.launch.pool import check_pool
 from shardlab.partition.ring_cost import Link
-from shardlab.tables import COLLECTIVES
+from shardlab.records.entries import in_us
+from shardlab.records.store import Records, RunWriter, load_run, load_runs, write_manifest
+from shardlab.records.tables import COLLECTIVES
 from shardlab.trace.clock import clock_for
-from shardlab.trace.entries import in_us
 from shardlab.trace.observed import Row, collective_columns
 from shardlab.trace.recorder import Recorder
-from shardlab.trace.store import Records, RunWriter, load_run, load_runs, write_manifest
 from shardlab.trace.units import watch_units
 from shardlab.units import AUTO
 from shardlab.vocabulary import FLAG, Phase, SpanKind

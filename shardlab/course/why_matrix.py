@@ -17,10 +17,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlab.analysis.causes import causes
-from shardlab.analysis.judged_steps import BALANCED, Cause
-from shardlab.analysis.slow_messages import REPEATED
-from shardlab.analysis.slow_work import OFF_CPU
 from shardlab.analysis.timed import in_steps, timed_steps
 from shardlab.course.faults.inject import faulty
 from shardlab.course.faults.kinds import Straggler
@@ -31,8 +27,12 @@ from shardlab.experiment.forecast import seconds_in
 from shardlab.experiment.workload import Workload, adamw
 from shardlab.launch import RankPool
 from shardlab.partition.ring_cost import Link
-from shardlab.trace.store import Records
+from shardlab.records.store import Records
 from shardlab.vocabulary import SpanKind
+from shardlab.why.causes import causes
+from shardlab.why.judged_steps import BALANCED, Cause
+from shardlab.why.slow_messages import REPEATED
+from shardlab.why.slow_work import OFF_CPU
 
 ENGINES = ("bucketed", "zero1", "zero2", "zero3", "fsdp")
 HIDDEN, STEPS = 256, 10

@@ -21,7 +21,7 @@ from shardlab.comm.foretold import Costs, ForetoldMesh, ToldClock, Wire
 from shardlab.comm.rank_life import observing_new
 from shardlab.dry.without_values import WithoutValues
 from shardlab.partition.ring_cost import ring_wire_bytes
-from shardlab.tables import COLLECTIVES
+from shardlab.records.tables import COLLECTIVES
 from shardlab.tensor_parallel.rng import generators_seeded
 from shardlab.vocabulary import Phase, SpanKind
 

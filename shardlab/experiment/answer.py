@@ -21,7 +21,7 @@ from shardlab.experiment.step_reasons import Reasons, why
 from shardlab.experiment.summary import FULL, LOSS_TOLERANCE, REFERENCE, not_finite, precision_of
 from shardlab.planner.rows import ROWS
 from shardlab.plots.text import format_bytes, format_percent, listing
-from shardlab.trace.store import Records
+from shardlab.records.store import Records
 from shardlab.vocabulary import Phase
 
 ROLES = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer state"}

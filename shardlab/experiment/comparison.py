@@ -42,9 +42,9 @@ from shardlab.launch import RankError, RankHang, RankPool, place
 from shardlab.launch.cell_bar import cell_bar
 from shardlab.launch.placement import torchrun_env
 from shardlab.launch.pool import check_pool
+from shardlab.records.store import Records, load_runs, write_manifest
 from shardlab.testing.agreement_check import disagreement
 from shardlab.trace.clock import Reading, origins_of
-from shardlab.trace.store import Records, load_runs, write_manifest
 from shardlab.vocabulary import MeshAxis, dtype_name
 
 # Every rank imports these, so they are imported once before the ranks are forked.

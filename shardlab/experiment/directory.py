@@ -19,7 +19,7 @@ from shardlab.engines import STRATEGIES
 from shardlab.engines.checkpoint.directory import reading
 from shardlab.engines.checkpoint.manifest import read_manifest
 from shardlab.experiment.options import CompareOptions
-from shardlab.tables import TABLES
+from shardlab.records.tables import TABLES
 
 REPORT = ("report.html", "report.html.part")  # the second while it is written
 OURS = {"records", "checkpoints", "summary.json", *REPORT}

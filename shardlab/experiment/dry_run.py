@@ -23,7 +23,7 @@ from shardlab.experiment.batches import DataEndedError, Share
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.planned_workload import first_batch, first_forward
 from shardlab.experiment.run import recorded_run
-from shardlab.trace.store import Records, RunWriter, load_run, write_manifest
+from shardlab.records.store import Records, RunWriter, load_run, write_manifest
 from shardlab.trace.unlike_steps import Shapes, shapes_of, within
 
 STEPS = 2  # the first makes the optimizer's state

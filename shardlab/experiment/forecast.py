@@ -21,7 +21,7 @@ from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.dry_run import dry_run
 from shardlab.forecast.machine import Line, Machine, RankCosts
 from shardlab.partition.ring_cost import Link
-from shardlab.trace.store import Records
+from shardlab.records.store import Records
 from shardlab.units import wrapped_modules
 
 

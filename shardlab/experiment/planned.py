@@ -30,7 +30,7 @@ from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.planner import Setup
 from shardlab.planner.setup import STRATEGIES, Optimizer
 from shardlab.planner.tensor import on_tensor_ranks
-from shardlab.trace.store import Records
+from shardlab.records.store import Records
 from shardlab.units import units_of
 from shardlab.vocabulary import Phase, Role, dtype_name
 

@@ -24,7 +24,7 @@ from shardlab.experiment.run_verdicts import dead_verdict, transports_of, verdic
 from shardlab.experiment.saved_runs import config_of
 from shardlab.experiment.step_reasons import reasons_table
 from shardlab.experiment.summary import FULL, PLANNED, REFERENCE, precision_of, readable_summary, reference_of
-from shardlab.trace.store import Records
+from shardlab.records.store import Records
 from shardlab.vocabulary import Phase, Role
 
 HIDDEN = "Exposed communication lengthens the step; hidden communication slows compute if no core is idle."

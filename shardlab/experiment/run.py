@@ -29,13 +29,13 @@ from shardlab.installed import num_cores
 from shardlab.launch import current
 from shardlab.optimizers.grad_scaler import GradScaler
 from shardlab.partition.ring_cost import Link
+from shardlab.records.store import RunWriter
 from shardlab.tensor_parallel.rng import generator_states
 from shardlab.testing.agreement_check import Did, did
 from shardlab.trace.clock import Origins, clock_for, own_origin_ns
 from shardlab.trace.memory_by_role import LiveTensors
 from shardlab.trace.observed import Row
 from shardlab.trace.recorder import Recorder, sampled_at_rest
-from shardlab.trace.store import RunWriter
 from shardlab.trace.units import watch_units
 from shardlab.vocabulary import Phase, SpanKind
 

@@ -13,7 +13,7 @@ from shardlab.experiment.rank_checks import DATA, GRADIENTS, LOSS
 from shardlab.experiment.summary import JUDGED_STEPS, LOOK_FOR, NORM_TOLERANCE, REFERENCE, why_dead
 from shardlab.experiment.watched_loss import mean_of_means
 from shardlab.plots.text import format_percent
-from shardlab.trace.store import Records
+from shardlab.records.store import Records
 from shardlab.vocabulary import HostTransport, MeshAxis, Phase, SpanKind
 
 SAME_SUM = 1e-4  # relative

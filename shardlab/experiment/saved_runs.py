@@ -14,7 +14,7 @@ from shardlab.experiment.directory import run_directory
 from shardlab.experiment.planned import against_plan
 from shardlab.experiment.summary import COLUMNS, summarise
 from shardlab.field_types import check_types
-from shardlab.trace.store import Records, load_runs, run_directories, whole_steps
+from shardlab.records.store import Records, load_runs, run_directories, whole_steps
 
 NEEDED: dict[str, Any] = {
     "config": dict, "versions": dict, "devices": list, "backend": str | None, "ranks": int, "mesh": dict | None,

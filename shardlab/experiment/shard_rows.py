@@ -8,7 +8,7 @@ import pandas as pd
 from shardlab.analysis.held_bytes import module_bytes
 from shardlab.engines import AnyEngine
 from shardlab.partition.slices import stretches
-from shardlab.tables import SHARDS
+from shardlab.records.tables import SHARDS
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 

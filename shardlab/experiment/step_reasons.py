@@ -7,11 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from shardlab.analysis.causes import causes
-from shardlab.analysis.judged_steps import BALANCED, UNKNOWN, Cause
 from shardlab.analysis.timed import step_lengths
 from shardlab.plots.text import format_percent, format_us, listing
-from shardlab.trace.store import Records
+from shardlab.records.store import Records
+from shardlab.why.causes import causes
+from shardlab.why.judged_steps import BALANCED, UNKNOWN, Cause
 
 ALIKE = 0.1  # relative: causes that gain about the same are both named
 SURE = 0.25  # of a step: what takes less is said with care

@@ -10,7 +10,7 @@ import pandas as pd
 from shardlab.analysis.held_bytes import at_rest, peaks_of_steps
 from shardlab.analysis.timed import hidden_share, step_lengths, timed_steps, traced_and_ordinary
 from shardlab.experiment.rank_checks import own_buffers_said
-from shardlab.trace.store import Records
+from shardlab.records.store import Records
 from shardlab.vocabulary import Phase, Role
 
 REFERENCE = "single"

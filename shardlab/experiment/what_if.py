@@ -24,7 +24,7 @@ from shardlab.experiment.dry_run import dry_run
 from shardlab.experiment.forecast import phase_of_autograd, priced, seconds_in
 from shardlab.forecast.machine import Line, RankCosts
 from shardlab.partition.ring_cost import Link, ring_wire_bytes
-from shardlab.trace.store import Records
+from shardlab.records.store import Records
 from shardlab.vocabulary import WHOLE_MODEL, Collective, Phase, SpanKind
 
 REPRODUCED = 0.05

@@ -18,7 +18,7 @@ from shardlab.analysis.rows import bounds
 from shardlab.analysis.timed import in_timed_steps
 from shardlab.export.kineto import NCCL_NAMES
 from shardlab.export.perfetto import Event, complete, in_order, run_of, step_times, write_json
-from shardlab.trace.store import Records
+from shardlab.records.store import Records
 from shardlab.vocabulary import SpanKind
 
 HOST_PID, DEVICE_PID = 1000, 0  # as in a profiler's trace: the process, and the index of the device

@@ -34,8 +34,8 @@ from shardlab.analysis.held_bytes import PEAK
 from shardlab.analysis.intervals import concurrent_rows, innermost
 from shardlab.analysis.matching import SAME, matched_collectives
 from shardlab.analysis.rows import bounds, one_run
-from shardlab.tables import TABLES
-from shardlab.trace.store import Records
+from shardlab.records.store import Records
+from shardlab.records.tables import TABLES
 from shardlab.vocabulary import WHOLE_MODEL, Role
 
 STEPS, MODEL, UNITS, HOST, FIRST_AXIS = range(5)

@@ -20,8 +20,8 @@ import pandas as pd
 from shardlab.analysis.overlap import overlap
 from shardlab.export.kineto import RankTrace, of_file, read_traces
 from shardlab.export.profiled_rank import Row, communication, compute, has_device, issues, uncertain
-from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
-from shardlab.trace.store import Records
+from shardlab.records.store import Records
+from shardlab.records.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
 from shardlab.vocabulary import Collective
 
 STEP_MARK = "ProfilerStep#"

@@ -30,7 +30,7 @@ import pandas as pd
 from shardlab.planner.groups import Group, groups_of
 from shardlab.planner.rows import ROWS
 from shardlab.planner.setup import ITEMSIZES, Optimizer, PlannedModel, Setup
-from shardlab.tables import MEMORY
+from shardlab.records.tables import MEMORY
 from shardlab.vocabulary import Offload, Phase, Role
 
 OFFLOADED = {

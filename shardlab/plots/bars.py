@@ -24,7 +24,7 @@ from shardlab.plots.text import (
     subtitle,
 )
 from shardlab.plots.theme import INK, PART_COLOURS, PATTERNS, ROLE_COLOURS, finish, new_figure, nothing
-from shardlab.tables import MEMORY
+from shardlab.records.tables import MEMORY
 from shardlab.vocabulary import Role
 
 GAP = {"color": "rgba(255,255,255,0.45)", "width": 1}

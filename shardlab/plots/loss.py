@@ -11,7 +11,7 @@ from shardlab.analysis.timed import traced
 from shardlab.plots import theme
 from shardlab.plots.bars import SEEN
 from shardlab.plots.text import byte_scale, format_bytes, format_us, joined, listing, significant, source_note, subtitle
-from shardlab.tables import MEMORY, STEPS
+from shardlab.records.tables import MEMORY, STEPS
 
 TRAINING = "Training"
 

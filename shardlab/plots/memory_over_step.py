@@ -8,7 +8,7 @@ from shardlab.analysis import memory_over_step as course_of
 from shardlab.plots import theme
 from shardlab.plots.text import byte_scale, format_bytes, format_us, subtitle
 from shardlab.plots.theme import GRID, ROLE_COLOURS, finish, new_figure, nothing, thinned, thinning_note
-from shardlab.tables import MEMORY
+from shardlab.records.tables import MEMORY
 from shardlab.vocabulary import Role
 
 TITLE = "Memory over a step"

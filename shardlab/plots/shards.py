@@ -10,7 +10,7 @@ from shardlab.analysis.rows import one_run
 from shardlab.plots.bars import gaps
 from shardlab.plots.text import COUNT_UNITS, format_bytes, format_count, format_percent, scale, subtitle
 from shardlab.plots.theme import GRID, RANKS, finish, new_figure, nothing
-from shardlab.tables import SHARDS
+from shardlab.records.tables import SHARDS
 
 MIN_LABEL_SHARE = 0.06
 PLOT_PX, LETTER_PX = 700, 6.2  # a typical width of the plot; width of a letter of a slanted name

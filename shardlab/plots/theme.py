@@ -23,7 +23,7 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import ArrayLike, NDArray
 
-from shardlab.tables import ProcessPart
+from shardlab.records.tables import ProcessPart
 from shardlab.vocabulary import Collective, MeshAxis, Role, SpanKind
 
 BLUE = "#0072b2"

@@ -12,7 +12,7 @@ from shardlab.plots import theme
 from shardlab.plots.bars import add_part, end_with, shares_of
 from shardlab.plots.text import averaged, format_percent, format_us, listing, subtitle
 from shardlab.plots.theme import finish, new_figure, nothing, run_colours
-from shardlab.tables import STEPS
+from shardlab.records.tables import STEPS
 from shardlab.vocabulary import SpanKind
 
 MAX_DOTS = 400

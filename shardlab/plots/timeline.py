@@ -30,7 +30,7 @@ from shardlab.analysis.rows import one_step_of_run
 from shardlab.plots import theme
 from shardlab.plots.bars import gaps
 from shardlab.plots.text import format_bytes, format_percent, format_us, subtitle
-from shardlab.tables import COLLECTIVES, SPANS
+from shardlab.records.tables import COLLECTIVES, SPANS
 from shardlab.vocabulary import WHOLE_MODEL, SpanKind
 
 WAITS, QUEUED = "rank waits", "queued"

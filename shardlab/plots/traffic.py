@@ -14,7 +14,7 @@ from shardlab.analysis.rows import labelled, labels_of, one_run, one_step
 from shardlab.plots.bars import stacked_bars
 from shardlab.plots.text import averaged, byte_listing, byte_scale, format_bytes, subtitle
 from shardlab.plots.theme import COLLECTIVE_COLOURS, finish, new_figure, nothing
-from shardlab.tables import COLLECTIVES
+from shardlab.records.tables import COLLECTIVES
 from shardlab.vocabulary import Collective
 
 VOLUME = "Bytes on the wire per rank and step"

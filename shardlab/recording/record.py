@@ -38,9 +38,9 @@ from shardlab.recording.inferred_loop import Loop
 from shardlab.recording.script_collectives import TorchCalls
 from shardlab.recording.script_tensors import ScriptTensors
 from shardlab.recording.torch_callers import Tags
+from shardlab.records.store import RunWriter, write_manifest
 from shardlab.trace.clock import Clock, clock_for
 from shardlab.trace.recorder import ALWAYS_AT_REST, Recorder
-from shardlab.trace.store import RunWriter, write_manifest
 
 TRACED_STEP = 2  # not the first steps, in which optimizer state is still being allocated
 RARELY_FROM = 64

@@ -9,7 +9,6 @@ import plotly.graph_objects as go
 
 from shardlab.analysis.attribution import waits
 from shardlab.analysis.held_bytes import at_rest
-from shardlab.analysis.slow_messages import repeated, repeated_in_words
 from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment.answer import ALIKE, ROLES, Line, messages, quartiles, steps_differ
 from shardlab.experiment.comparison import Comparison
@@ -21,8 +20,9 @@ from shardlab.experiment.summary import COLUMNS as COMPARED
 from shardlab.experiment.summary import LOOK_FOR, MB, readable_summary, summarise, why_dead
 from shardlab.plots import collective_timeline, loss_curves, report_page
 from shardlab.plots.text import format_bytes, format_percent, format_us
-from shardlab.trace.store import Records, load_run, whole_steps
+from shardlab.records.store import Records, load_run, whole_steps
 from shardlab.vocabulary import Phase, Role
+from shardlab.why.slow_messages import repeated, repeated_in_words
 
 _FIRST = (
     "ranks", "loss_last", "step_ms", "exposed_comm_ms", "overlap",

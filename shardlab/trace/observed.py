@@ -7,8 +7,8 @@ from typing import Any
 
 from shardlab.comm import CollectiveEvent
 from shardlab.partition.ring_cost import ring_wire_bytes
+from shardlab.records.entries import Columns
 from shardlab.trace.clock import Clock, CpuReading, Mark
-from shardlab.trace.entries import Columns
 from shardlab.vocabulary import Phase, SpanKind
 
 Row = dict[str, Any]

@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from shardlab.analysis.held_bytes import PEAK, PROCESS, REST, WHOLE_STEP
-from shardlab.tables import ProcessPart
+from shardlab.records.tables import ProcessPart
 from shardlab.trace.memory_by_role import ByRole, LiveTensors, MemoryLedger, bytes_by_role, with_unattributed
 from shardlab.trace.observed import Row
 from shardlab.vocabulary import Phase, Role

@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 
 from shardlab.comm import CollectiveEvent
-from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
+from shardlab.records.entries import CARRIED, CPU, Columns
+from shardlab.records.store import RunWriter
+from shardlab.records.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
 from shardlab.trace import observed
 from shardlab.trace.clock import Clock, CpuReadings, Mark, least_operation_ns
-from shardlab.trace.entries import CARRIED, CPU, Columns
 from shardlab.trace.memory_by_role import LiveTensors, MemoryLedger, on_device
 from shardlab.trace.observed import Row, Span
 from shardlab.trace.process_memory import MemorySamples
-from shardlab.trace.store import RunWriter
 from shardlab.trace.unlike_steps import UnlikeSteps
 from shardlab.vocabulary import WHOLE_MODEL, Phase, Role, SpanKind
 

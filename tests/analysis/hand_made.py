@@ -4,7 +4,7 @@ import random
 
 import pandas as pd
 
-from shardlab.tables import COLLECTIVES, SPANS, STEPS
+from shardlab.records.tables import COLLECTIVES, SPANS, STEPS
 
 NAN = float("nan")
 KEYS = {"run": "a", "source": "measured", "rank": 0, "step": 0}

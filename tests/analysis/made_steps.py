@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shardlab.tables import COLLECTIVES, SPANS, STEPS
+from shardlab.records.tables import COLLECTIVES, SPANS, STEPS
 from tests.analysis.hand_made import NAN, STEP, collective, span
 
 

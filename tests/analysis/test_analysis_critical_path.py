@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.analysis import attribution, critical_path, hidden_by, overlap, what_if_free
+from shardlab.analysis import attribution, hidden_by, overlap
 from shardlab.analysis.intervals import innermost
-from shardlab.analysis.judged_steps import Recorded
-from shardlab.analysis.recorded_step import ALL, LATE, recorded_step
+from shardlab.why.judged_steps import Recorded
+from shardlab.why.recorded_step import ALL, LATE, critical_path, recorded_step, what_if_free
 from tests.analysis.hand_made import NAN, collective, collectives, random_step, span, spans, timed, two_ranks
 from tests.analysis.made_steps import Loop
 

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from shardlab.analysis.timed import in_flight, traced_and_ordinary
-from shardlab.tables import STEPS
+from shardlab.records.tables import STEPS
 from tests.analysis.hand_made import KEYS, STEP, collective, collectives
 
 

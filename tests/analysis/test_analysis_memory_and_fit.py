@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.analysis import at_rest, fit_latency_bandwidth, peak, process_items, with_fit
-from shardlab.tables import MEMORY
+from shardlab.records.tables import MEMORY
 from shardlab.trace.process_memory import Allocator
 
 

@@ -5,7 +5,7 @@ import pytest
 from shardlab.analysis import bandwidth, overlap, step_split, wire_bytes
 from shardlab.analysis.overlap import hidden_by_rank, hidden_by_run
 from shardlab.analysis.timed import timed_steps
-from shardlab.tables import COLLECTIVES, SPANS
+from shardlab.records.tables import COLLECTIVES, SPANS
 from tests.analysis.hand_made import NAN, collective, span
 from tests.analysis.test_analysis_in_flight import steps
 

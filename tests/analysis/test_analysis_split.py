@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from shardlab.analysis import step_split, stragglers
-from shardlab.tables import COLLECTIVES, STEPS
+from shardlab.records.tables import COLLECTIVES, STEPS
 from tests.analysis.hand_made import KEYS, STEP, collective, collectives, span, spans, two_ranks
 
 PARTS = ["compute_us", "moving_us", "waiting_us", "off_cpu_us", "other_us"]

@@ -8,7 +8,7 @@ import pytest
 from shardlab.analysis import stragglers, waits, with_group
 from shardlab.experiment import Comparison
 from shardlab.recording.report import answer_of_record, late
-from shardlab.trace.store import Records
+from shardlab.records.store import Records
 from tests.analysis.hand_made import STEP, collective, collectives, spans, together, two_ranks
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from shardlab.analysis.causes import BALANCED, UNKNOWN, causes
-from shardlab.analysis.changed_messages import ahead
-from shardlab.analysis.recorded_step import recorded_steps
+from shardlab.why.causes import BALANCED, UNKNOWN, causes
+from shardlab.why.changed_messages import ahead
+from shardlab.why.recorded_step import recorded_steps
 from tests.analysis.hand_made import NAN
 from tests.analysis.made_steps import Loop
 

@@ -17,7 +17,7 @@ from shardlab.cli import app
 from shardlab.experiment import CompareConfig, compare
 from shardlab.experiment.differences import HEADERS, QUANTITIES
 from shardlab.installed import __version__
-from shardlab.trace.store import RunWriter, load_run, write_manifest
+from shardlab.records.store import RunWriter, load_run, write_manifest
 from tests.export.trace_format import check
 from tests.trace.journals import add, heard, rows_of
 
@@ -152,7 +152,7 @@ def test_trace_and_help_import_no_torch(finished, tmp_path):
     words = ["trace", str(finished), "--strategy", "zero1", "-o", str(tmp_path / "a.json")]
     code = f"""
 import sys
-import shardlab.plots, shardlab.analysis, shardlab.trace.store, shardlab.export, shardlab.planner, shardlab.cli.plan
+import shardlab.plots, shardlab.analysis, shardlab.records.store, shardlab.export, shardlab.planner, shardlab.cli.plan
 from shardlab.cli import app
 app({words}, standalone_mode=False)
 app(["compare", "--help"], standalone_mode=False)

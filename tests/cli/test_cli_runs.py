@@ -14,8 +14,8 @@ import pytest
 import shardlab.experiment.comparison
 from shardlab.cli import main
 from shardlab.experiment import load_comparison
-from shardlab.trace.entries import read
-from shardlab.trace.store import load_run
+from shardlab.records.entries import read
+from shardlab.records.store import load_run
 from tests.launch.helpers import as_under_torchrun
 
 ROOT = Path(__file__).parent.parent.parent

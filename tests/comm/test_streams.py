@@ -13,10 +13,10 @@ from shardlab.comm.events import CollectiveEvent, Pending
 from shardlab.comm.streams import mark
 from shardlab.comm.transports.nccl import NcclTransport
 from shardlab.launch.hang_board import Board, BoardWriter, CallState
+from shardlab.records.store import RunWriter, load_run, write_manifest
 from shardlab.trace import clock
 from shardlab.trace.clock import StreamClock
 from shardlab.trace.recorder import Recorder
-from shardlab.trace.store import RunWriter, load_run, write_manifest
 from shardlab.vocabulary import Collective, Phase, SpanKind
 from tests.comm.device_streams import Device
 from tests.comm.test_communicator import Log

@@ -5,7 +5,7 @@ import pytest
 
 from shardlab.experiment import CompareConfig, Comparison
 from shardlab.installed import data_path
-from shardlab.trace.store import Records
+from shardlab.records.store import Records
 from tests.analysis.hand_made import collective, collectives, spans
 
 from shardlab.experiment.answer import (  # isort: skip

@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 import torch
 
-from shardlab.analysis.judged_steps import Recorded
 from shardlab.analysis.timed import timed_steps
 from shardlab.course import NaN, faulty
 from shardlab.engines import Bucketed
@@ -23,6 +22,7 @@ from shardlab.experiment.forecast import seconds_in
 from shardlab.experiment.report import _parts as step_parts_of
 from shardlab.experiment.report import peak_table
 from shardlab.experiment.run import RankReport
+from shardlab.why.judged_steps import Recorded
 
 from shardlab.experiment.run_verdicts import (  # isort: skip
     agreement_verdict, busy_verdict, dead_verdict, unfinished_verdict, unseen_verdict, verdict, verdicts,

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from shardlab.analysis import critical_path, peak
-from shardlab.analysis.recorded_step import recorded_steps
+from shardlab.analysis import peak
 from shardlab.comm.foretold import Costs, ForetoldMesh, ToldClock, Wire
 from shardlab.experiment import CompareConfig, Workload, compare
 from shardlab.experiment.answer import answer
 from shardlab.experiment.dry_run import dry_run
 from shardlab.experiment.forecast import THIN, priced
+from shardlab.why import critical_path
+from shardlab.why.recorded_step import recorded_steps
 from tests.experiment.test_run_plan import Tokens, gpt, loss
 from tests.planner.test_machine import COSTS
 

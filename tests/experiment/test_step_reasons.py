@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pandas as pd
 
-from shardlab.analysis.judged_steps import BALANCED, UNKNOWN, Cause
 from shardlab.experiment.step_reasons import Reasons, reasons, reasons_table, why
-from shardlab.trace.store import Records
+from shardlab.records.store import Records
+from shardlab.why.judged_steps import BALANCED, UNKNOWN, Cause
 from tests.analysis.made_steps import Loop
 
 SLOW = Cause("straggler", 6000.0, 0.6, "rank 1 is last in 90 % of 20 meetings", "give rank 1 as much to do", 5000.0)

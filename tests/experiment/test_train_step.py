@@ -12,7 +12,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.experiment import CompareConfig, TrainStep, Workload
 from shardlab.experiment.run import recorded_run
-from shardlab.trace.store import RunWriter
+from shardlab.records.store import RunWriter
 
 MICRO_BATCHES = 3
 

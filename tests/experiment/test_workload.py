@@ -26,7 +26,7 @@ from shardlab.experiment.saved_runs import load_saved
 from shardlab.experiment.workload import seeded
 from shardlab.launch import RankError, current
 from shardlab.planner import Optimizer
-from shardlab.trace.store import load_run
+from shardlab.records.store import load_run
 
 OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
 PEERS = ("torch_ddp", "torch_zero1", "torch_fsdp2")

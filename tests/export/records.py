@@ -2,9 +2,9 @@
 
 from dataclasses import asdict
 
-from shardlab.tables import MEMORY, SHARDS, STEPS
+from shardlab.records.store import Records
+from shardlab.records.tables import MEMORY, SHARDS, STEPS
 from shardlab.trace.process_memory import Allocator
-from shardlab.trace.store import Records
 from tests.analysis.hand_made import KEYS, STEP, two_ranks
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from shardlab.analysis.timed import hidden_share
 from shardlab.export import export_hta, import_profiler_trace
-from shardlab.tables import TABLES
-from shardlab.trace.store import Records
+from shardlab.records.store import Records
+from shardlab.records.tables import TABLES
 from tests.export.records import hand_made
 
 

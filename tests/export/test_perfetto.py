@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 
 from shardlab.export import perfetto_trace, write_perfetto
-from shardlab.tables import TABLES
-from shardlab.trace.store import Records
+from shardlab.records.store import Records
+from shardlab.records.tables import TABLES
 from tests.export.records import hand_made
 from tests.export.trace_format import check
 

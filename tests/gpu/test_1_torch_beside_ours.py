@@ -10,7 +10,7 @@ import torch
 from shardlab.analysis import allocator_items
 from shardlab.experiment import CompareConfig, compare
 from shardlab.launch import place
-from shardlab.trace.store import load_run
+from shardlab.records.store import load_run
 from shardlab.vocabulary import Role
 from tests.launch.helpers import script_env
 

@@ -13,9 +13,9 @@ from shardlab.comm.streams import CUDA, mark
 from shardlab.comm.torch_engine_groups import TorchGroup
 from shardlab.comm.transports.nccl import NcclTransport
 from shardlab.launch.hang_board import Board, BoardWriter, CallState
+from shardlab.records.store import RunWriter, load_run, write_manifest
 from shardlab.trace.clock import StreamClock
 from shardlab.trace.recorder import Recorder
-from shardlab.trace.store import RunWriter, load_run, write_manifest
 from shardlab.vocabulary import Phase, SpanKind
 from tests.comm.test_communicator import Log
 

@@ -12,7 +12,7 @@ import uuid
 
 import pytest
 
-from shardlab.trace.store import load_run
+from shardlab.records.store import load_run
 from tests.launch.helpers import script_env
 
 SCRIPT = """

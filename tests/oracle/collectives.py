@@ -36,7 +36,7 @@ from shardlab.partition.messages import packed
 from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.planner.groups import ROOT, Group, groups_of
 from shardlab.planner.setup import ITEMSIZES, PlannedModel, PlannedParam, Setup
-from shardlab.tables import COLLECTIVES
+from shardlab.records.tables import COLLECTIVES
 from shardlab.vocabulary import FLAG, Collective, MeshAxis, Phase, Sharding
 
 

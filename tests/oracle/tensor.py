@@ -27,7 +27,7 @@ import pandas as pd
 
 from shardlab.partition.chunks import require_count
 from shardlab.planner.setup import ITEMSIZES
-from shardlab.tables import COLLECTIVES
+from shardlab.records.tables import COLLECTIVES
 from shardlab.vocabulary import Collective, MeshAxis, Phase
 from tests.oracle.collectives import Call
 

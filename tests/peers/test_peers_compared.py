@@ -2,11 +2,11 @@
 
 import pytest
 
-from shardlab.analysis import critical_path, recorded_step
 from shardlab.experiment import CompareConfig, compare
 from shardlab.experiment.run_verdicts import traffic_verdict
 from shardlab.experiment.summary import readable_summary
 from shardlab.vocabulary import SpanKind
+from shardlab.why import critical_path, recorded_step
 
 PEERS = ("torch_ddp", "torch_zero1", "torch_fsdp2", "torch_tp")
 BLOCKS = 5  # of gpt-1m

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from shardlab.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
+from shardlab.records.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
 from tests.analysis.hand_made import collective
 
 NUM_RANKS = 4

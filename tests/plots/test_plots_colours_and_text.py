@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from shardlab.plots import theme
-from shardlab.tables import ProcessPart
+from shardlab.records.tables import ProcessPart
 from shardlab.vocabulary import Collective, MeshAxis, Role, SpanKind
 
 TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])

@@ -4,7 +4,7 @@ import pytest
 from shardlab import analysis, plots
 from shardlab.plots.show import plain_json
 from shardlab.plots.theme import COLLECTIVE_COLOURS, ROLE_COLOURS, STRATEGY_COLOURS
-from shardlab.tables import COLLECTIVES, SPANS
+from shardlab.records.tables import COLLECTIVES, SPANS
 from tests.plots.sample_records import BYTES_BY_ROLE, NUM_RANKS, NUM_STEPS, NUMEL, RUNS, trace
 
 

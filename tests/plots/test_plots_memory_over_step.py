@@ -4,7 +4,7 @@ import pytest
 
 from shardlab.plots import memory_by_role, memory_over_step, summary_of
 from shardlab.plots.theme import ROLE_COLOURS
-from shardlab.tables import MEMORY
+from shardlab.records.tables import MEMORY
 from tests.plots.sample_records import trace
 
 NOTHING = dict.fromkeys(MEMORY.column_names[-5:], pd.NA)

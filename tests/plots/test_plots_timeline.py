@@ -5,7 +5,7 @@ import pytest
 from shardlab.plots import collective_timeline, summary_of
 from shardlab.plots.theme import COLLECTIVE_COLOURS, SPAN_COLOURS
 from shardlab.plots.timeline import drawn_levels
-from shardlab.tables import COLLECTIVES, SPANS
+from shardlab.records.tables import COLLECTIVES, SPANS
 from tests.plots.sample_records import NUM_BLOCKS, NUM_RANKS
 
 

@@ -12,7 +12,7 @@ from shardlab.comm.callers import callers
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.recording.torch_callers import AUTOGRAD, SCRIPT, caller_of
-from shardlab.trace.store import load_run
+from shardlab.records.store import load_run
 from tests.autograd_threads import in_a_thread_of_autograd
 from tests.comm.test_communicator import Log
 from tests.dist.every_engine import sgd

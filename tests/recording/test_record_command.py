@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardlab.cli import app
-from shardlab.trace.store import load_run
+from shardlab.records.store import load_run
 from tests.launch.helpers import start_python
 
 TRAIN = """

@@ -17,8 +17,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 import shardlab
 from shardlab.recording.record import ALWAYS_WATCHED, Place, claim
 from shardlab.recording.report import answer_of_record, load_recorded
+from shardlab.records.store import load_run
 from shardlab.trace.clock import HostClock
-from shardlab.trace.store import load_run
 
 
 class Net(nn.Module):

@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from typer.testing import CliRunner
 
-from shardlab.analysis.slow_messages import repeated
 from shardlab.cli import app, main
 from shardlab.experiment.summary import LOOK_FOR
 from shardlab.recording.record import record
-from shardlab.trace.store import load_run
+from shardlab.records.store import load_run
+from shardlab.why.slow_messages import repeated
 from tests.export.trace_format import check
 from tests.launch.helpers import as_under_torchrun, script_env
 

@@ -5,7 +5,7 @@ import os
 
 import pandas as pd
 
-from shardlab.trace.journal import END
+from shardlab.records.journal import END
 
 WORKED_OUT = {"exposed_comm_us", "overlap", "wire_bytes"}  # of the steps, by whoever reads
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardlab.trace import journal
-from shardlab.trace.journal import END, Journal
+from shardlab.records import journal
+from shardlab.records.journal import END, Journal
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,7 +58,7 @@ def test_a_file_that_is_too_short_gives_what_it_has(path):
 
 def test_a_killed_writer_loses_nothing(path):
     """Nothing is flushed, nothing is closed."""
-    code = "import os, sys, signal; from pathlib import Path; from shardlab.trace.journal import Journal\n"
+    code = "import os, sys, signal; from pathlib import Path; from shardlab.records.journal import Journal\n"
     code += "journal = Journal(Path(sys.argv[1]))\nfor n in range(3000): journal.append(b'%06d' % n)\n"
     code += "os.kill(os.getpid(), signal.SIGKILL)"
     done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, check=False)

@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardlab.analysis import at_rest, process_items
-from shardlab.tables import ProcessPart
+from shardlab.records.store import load_run, write_manifest
+from shardlab.records.tables import ProcessPart
 from shardlab.trace.memory_by_role import MemoryLedger, bytes_by_role, with_unattributed
 from shardlab.trace.process_memory import ProcessMemory
-from shardlab.trace.store import load_run, write_manifest
 from shardlab.vocabulary import Phase, Role
 from tests.trace.training import Setting, train
 

@@ -13,8 +13,8 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.experiment import TrainStep
 from shardlab.models import GPT, GPTConfig, next_token
+from shardlab.records.store import load_run, write_manifest
 from shardlab.trace.memory_by_role import MemoryLedger, bytes_by_role
-from shardlab.trace.store import load_run, write_manifest
 from shardlab.vocabulary import Phase, Role
 from tests.trace.training import Setting, adamw, train
 

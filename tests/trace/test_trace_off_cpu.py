@@ -5,14 +5,15 @@ from time import perf_counter_ns, thread_time_ns
 
 import torch
 
-from shardlab.analysis import attribution, critical_path, overlap, recorded_step, stragglers
+from shardlab.analysis import attribution, overlap, stragglers
 from shardlab.comm.mesh import Mesh
 from shardlab.partition.ring_cost import Link
+from shardlab.records.entries import off_cpu
+from shardlab.records.store import RunWriter, load_run, write_manifest
 from shardlab.trace.clock import HostClock
-from shardlab.trace.entries import off_cpu
 from shardlab.trace.recorder import Recorder
-from shardlab.trace.store import RunWriter, load_run, write_manifest
 from shardlab.vocabulary import Phase, SpanKind
+from shardlab.why import critical_path, recorded_step
 from tests.trace.training import CPU
 
 BESIDE_S = 0.2  # what a rank does while a collective is under way

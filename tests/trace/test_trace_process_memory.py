@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardlab.analysis import allocator_items
-from shardlab.tables import MEMORY
+from shardlab.records.tables import MEMORY
 from shardlab.trace.memory_by_role import MemoryLedger, bytes_by_role, on_device
 from shardlab.trace.process_memory import Allocator, memory_rows
 from shardlab.vocabulary import Phase, Role

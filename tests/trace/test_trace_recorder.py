@@ -19,9 +19,9 @@ from shardlab.analysis.timed import in_timed_steps
 from shardlab.comm import CollectiveEvent
 from shardlab.comm.transports.shared_buffers import SharedBuffers
 from shardlab.partition.ring_cost import ring_wire_bytes
+from shardlab.records.store import RunWriter, load_run, write_manifest
 from shardlab.trace.clock import HostClock, clock_for
 from shardlab.trace.recorder import MOST_HELD, Recorder
-from shardlab.trace.store import RunWriter, load_run, write_manifest
 from shardlab.vocabulary import FLAG, Collective, HostTransport, Phase, Role, SpanKind
 from tests.trace.training import CPU, MLP, Setting, train
 

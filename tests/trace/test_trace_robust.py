@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shardlab.comm import CollectiveEvent
+from shardlab.records.store import RunWriter, load_run, write_manifest
 from shardlab.trace.recorder import Recorder
-from shardlab.trace.store import RunWriter, load_run, write_manifest
 from shardlab.vocabulary import Collective, Phase, Role, SpanKind
 from tests.trace.training import CPU, NeverOffCpu
 

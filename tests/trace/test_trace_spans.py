@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.analysis import intervals
-from shardlab.trace.entries import exposure
+from shardlab.records.entries import exposure
 
 times = st.integers(0, 40).map(float)
 some = st.lists(st.tuples(times, times).map(lambda pair: (min(pair), max(pair))), max_size=8)

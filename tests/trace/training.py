@@ -16,9 +16,9 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import Engine, build_engine
 from shardlab.experiment import TrainStep
 from shardlab.partition.ring_cost import Link
+from shardlab.records.store import RunWriter
 from shardlab.trace.clock import Clock, HostClock
 from shardlab.trace.recorder import Recorder
-from shardlab.trace.store import RunWriter
 from shardlab.trace.units import watch_units
 
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from shardlab.experiment.rank_checks import others_than
 from shardlab.experiment.run import Progress
 from shardlab.experiment.summary import COLUMNS, readable_summary
 from shardlab.launch import RankPool
-from shardlab.trace.store import Records
+from shardlab.records.store import Records
 from shardlab.vocabulary import MeshAxis
 
 PREFIX = "run-"

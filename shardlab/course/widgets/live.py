@@ -28,8 +28,8 @@ from shardlab.experiment.comparison import configured
 from shardlab.launch import RankPool
 from shardlab.plots import collective_timeline, training_progress
 from shardlab.plots.theme import nothing
-from shardlab.tables import TABLES
-from shardlab.trace.store import Records, load_runs, run_directories, whole_steps
+from shardlab.records.store import Records, load_runs, run_directories, whole_steps
+from shardlab.records.tables import TABLES
 from shardlab.vocabulary import Phase
 
 EVERY_S = 0.45

@@ -19,7 +19,7 @@ from shardlab.models import MODELS, build_model
 from shardlab.partition.chunks import ParamSpec, require_count
 from shardlab.planner.rows import ROWS, row_of
 from shardlab.plots.text import byte_scale
-from shardlab.tables import MEMORY
+from shardlab.records.tables import MEMORY
 from shardlab.units import units_of
 from shardlab.vocabulary import Sharding, class_of
 

@@ -31,7 +31,7 @@ import pandas as pd
 from shardlab.analysis.held_bytes import WHOLE_STEP
 from shardlab.analysis.rows import one_run, one_step
 from shardlab.plots.text import format_bytes
-from shardlab.trace.store import Records
+from shardlab.records.store import Records
 from shardlab.vocabulary import WHOLE_MODEL, Collective, Role, SpanKind
 
 ROLES = tuple(map(str, Role))

@@ -20,7 +20,7 @@ from shardlab.plots import collective_timeline
 from shardlab.plots.bars import stacked_bars
 from shardlab.plots.text import byte_listing, byte_scale, format_us
 from shardlab.plots.theme import INK, ROLE_COLOURS, finish, new_figure, nothing
-from shardlab.trace.store import Records
+from shardlab.records.store import Records
 
 ALL_RANKS = -1
 PLAY_MS = 700

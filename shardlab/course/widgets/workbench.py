@@ -30,7 +30,7 @@ from shardlab.experiment import CompareConfig, Workload
 from shardlab.experiment.comparison import configured
 from shardlab.installed import data_path
 from shardlab.plots.theme import nothing
-from shardlab.trace.store import Records
+from shardlab.records.store import Records
 from shardlab.vocabulary import Phase
 
 CHOOSE = "Choose, then press Run."

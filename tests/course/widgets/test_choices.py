@@ -18,8 +18,8 @@ from shardlab.experiment import Comparison
 from shardlab.experiment.config import ENGINE_FIELDS
 from shardlab.experiment.options import CompareOptions
 from shardlab.experiment.summary import COLUMNS
-from shardlab.tables import STEPS, TABLES
-from shardlab.trace.store import Records
+from shardlab.records.store import Records
+from shardlab.records.tables import STEPS, TABLES
 
 OTHER = {
     "bucket_mib": 0.25, "precision": "bf16", "sharding": "shard_grad_op", "prefetch": 3, "offload": "all",

@@ -22,7 +22,7 @@ from shardlab.analysis.intervals import Intervals, concurrent_rows, covered_unti
 from shardlab.analysis.matching import matched_collectives
 from shardlab.analysis.rows import begins_of_backward, bounds, numbers, on_streams, one_run, one_step
 from shardlab.partition.step_program import Host, Issue, Item, Message, Program, Wait, Work, path_to_end, run_programs
-from shardlab.tables import COLLECTIVES, SPANS, STEPS
+from shardlab.records.tables import COLLECTIVES, SPANS, STEPS
 from shardlab.vocabulary import Collective, Phase
 
 Removed = Mapping[int, Intervals]

@@ -7,12 +7,12 @@ from math import inf
 import numpy as np
 import pandas as pd
 
-from shardlab.analysis.changed_messages import Latency, ahead, in_parts, merged
-from shardlab.analysis.judged_steps import Found, Recorded, Steps
-from shardlab.analysis.recorded_step import RecordedStep
 from shardlab.analysis.rows import KEYS, begins_of_backward, numbers, positions
 from shardlab.partition.step_program import Message
 from shardlab.vocabulary import FLAG, Collective, MeshAxis, Phase
+from shardlab.why.changed_messages import Latency, ahead, in_parts, merged
+from shardlab.why.judged_steps import Found, Recorded, Steps
+from shardlab.why.recorded_step import RecordedStep
 
 REPEATED = "every micro-batch communicates"
 CHANGE = "no_sync() around all micro-batches but the last (FSDP2: set_requires_gradient_sync(False))"

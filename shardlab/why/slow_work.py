@@ -10,13 +10,12 @@ from typing import Any, cast
 import numpy as np
 
 from shardlab.analysis.intervals import Intervals, covered_until, merge, subtract, total
-from shardlab.analysis.judged_steps import Found, Recorded, Steps
 from shardlab.analysis.matching import SAME, matched_collectives
-from shardlab.analysis.overlap import COMPUTE_KINDS
-from shardlab.analysis.recorded_step import NOTHING, Removed, by_rank
 from shardlab.analysis.rows import numbers
 from shardlab.partition.step_program import Item, Program, Work
-from shardlab.vocabulary import WHOLE_MODEL, SpanKind
+from shardlab.vocabulary import COMPUTE_KINDS, WHOLE_MODEL, SpanKind
+from shardlab.why.judged_steps import Found, Recorded, Steps
+from shardlab.why.recorded_step import NOTHING, Removed, by_rank
 
 OFF_CPU, OPTIMIZER = "off the CPU", "optimizer step"
 SAME_RANK = 0.6  # of the meetings

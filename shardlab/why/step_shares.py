@@ -14,13 +14,13 @@ import pandas as pd
 
 from shardlab.analysis.attribution import waits
 from shardlab.analysis.intervals import total
-from shardlab.analysis.judged_steps import BALANCED, UNKNOWN, Cause, hop_us_of, hops
 from shardlab.analysis.overlap import overlap, step_split
 from shardlab.analysis.rows import KEYS
-from shardlab.analysis.slow_messages import CHANGE, LATENCY, REPEATED, repeated, repeated_in_words
-from shardlab.analysis.slow_work import OPTIMIZER
 from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.vocabulary import Collective, Phase, SpanKind
+from shardlab.why.judged_steps import BALANCED, UNKNOWN, Cause, hop_us_of, hops
+from shardlab.why.slow_messages import CHANGE, LATENCY, REPEATED, repeated, repeated_in_words
+from shardlab.why.slow_work import OPTIMIZER
 
 LEAST, LEAST_OF_OPTIMIZER, SAME_RANK = 0.1, 0.2, 0.6  # of a step; of the meetings
 

@@ -40,12 +40,12 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from shardlab.analysis import slow_messages, slow_work, step_shares
-from shardlab.analysis.judged_steps import BALANCED, UNKNOWN, Cause, Found, Recorded, watched
-from shardlab.analysis.recorded_step import REPRODUCED, no_host_waits
 from shardlab.analysis.rows import one_run
-from shardlab.tables import COLLECTIVES, SPANS, STEPS
+from shardlab.records.tables import COLLECTIVES, SPANS, STEPS
 from shardlab.vocabulary import SpanKind
+from shardlab.why import slow_messages, slow_work, step_shares
+from shardlab.why.judged_steps import BALANCED, UNKNOWN, Cause, Found, Recorded, watched
+from shardlab.why.recorded_step import REPRODUCED, no_host_waits
 
 SEEN = 0.01  # of a step: what gains less is not listed
 FEWEST_STEPS = 3

@@ -20,10 +20,9 @@ from typing import Any
 
 import msgpack
 
-from shardlab.analysis.overlap import COMPUTE_KINDS
-from shardlab.tables import COLLECTIVES, KEYS, SPANS, STEPS, STREAM_TRANSPORTS, TABLES, Table
-from shardlab.trace import journal
-from shardlab.vocabulary import WHOLE_MODEL, Phase, SpanKind
+from shardlab.records import journal
+from shardlab.records.tables import COLLECTIVES, KEYS, SPANS, STEPS, STREAM_TRANSPORTS, TABLES, Table
+from shardlab.vocabulary import COMPUTE_KINDS, WHOLE_MODEL, Phase, SpanKind
 
 Columns = Mapping[str, Sequence[Any]]
 """A table by columns, all of one length."""

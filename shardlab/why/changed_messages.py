@@ -5,9 +5,9 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 
-from shardlab.analysis.recorded_step import RecordedStep
 from shardlab.partition.step_program import Issue, Item, Message, Program, Wait, Work
 from shardlab.vocabulary import FLAG, Collective, Phase
+from shardlab.why.recorded_step import RecordedStep
 
 Latency = Callable[[Message], float]
 

@@ -22,9 +22,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shardlab.tables import TABLES
-from shardlab.trace.entries import Columns, joined, read
-from shardlab.trace.journal import Journal
+from shardlab.records.entries import Columns, joined, read
+from shardlab.records.journal import Journal
+from shardlab.records.tables import TABLES
 
 FORMAT = 3  # 1 knew less of the CUDA allocator; 2 had lines of JSON for entries
 STEPS_AT_ONCE = 256  # entries turned into Parquet together: a long run is not held in memory to be finished
