@@ -15,13 +15,13 @@ import typer
 from typer.testing import CliRunner
 
 from shardlab import CompareConfig, answer, compare
-from shardlab.analysis import slow_messages, slow_work
 from shardlab.analysis.held_bytes import at_rest
 from shardlab.cli import app
 from shardlab.experiment import Comparison, run_verdicts
 from shardlab.experiment.answer import ROLES, fastest, side_by_side
 from shardlab.experiment.step_reasons import Reasons, why
 from shardlab.vocabulary import Role
+from shardlab.why import slow_messages, slow_work
 from shardlab.why.judged_steps import BALANCED, Cause
 from tests import front_page
 from tests.front_page import BLOCKS, README, blocks, shortened

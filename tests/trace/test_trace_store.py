@@ -5,10 +5,10 @@ import json
 import pandas as pd
 import pytest
 
+from shardlab.records import store
 from shardlab.records.journal import END
 from shardlab.records.store import RunWriter, load_run, load_runs, run_directories, write_manifest
 from shardlab.records.tables import TABLES
-from shardlab.trace import store
 from tests.analysis.hand_made import NAN, STEP
 from tests.trace.journals import add, heard
 

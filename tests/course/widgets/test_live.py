@@ -9,8 +9,8 @@ from shardlab.analysis import at_rest
 from shardlab.course import live, read_progress
 from shardlab.experiment import compare
 from shardlab.plots import summary_of, training_progress
+from shardlab.records import store
 from shardlab.records.store import RunWriter, write_manifest
-from shardlab.trace import store
 from shardlab.trace.process_memory import Allocator
 from tests.analysis.hand_made import STEP
 from tests.course.widgets.conftest import SMALL
