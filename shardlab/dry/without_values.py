@@ -44,8 +44,12 @@ class WithoutValues(TorchDispatchMode):
             self._is_real[func] = (
                 func.is_view or torch.Tag.inplace_view in func.tags or _allocates(func) or func in _REAL
             )
-        if self._computes or self._is_real[func]:
+        if self._computes:
             return func(*args, **kwargs)
+        if self._is_real[func]:
+            made = func(*args, **kwargs)
+            # What is written into it may have no values, and then nothing is written.
+            return made.zero_() if _allocates(func) and _has_values(made) else made
         if func.overloadpacket is _aten._assert_async:  # it would judge values that nobody has computed
             return None
         given = list(tensors_in((args, kwargs)))
@@ -124,8 +128,13 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Whether it is computed: what is small (an overflow, a norm, a counter), and whole numbers, which may be sizes."""
-    return tensor.numel() <= (SMALL if tensor.is_floating_point() else MANY)
+    """Whether it is computed: what is small (an overflow, a norm, a counter), and whole numbers, which may be sizes.
+
+    A small view of large memory has none: nobody has written what it shows.
+    """
+    if not tensor.is_floating_point():
+        return tensor.numel() <= MANY
+    return tensor.numel() <= SMALL and tensor.untyped_storage().nbytes() <= SMALL * tensor.itemsize
 
 
 _aten = torch.ops.aten

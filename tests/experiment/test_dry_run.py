@@ -15,6 +15,7 @@ from shardlab.experiment import CompareConfig, Workload, compare
 from shardlab.experiment.answer import answer
 from shardlab.experiment.dry_run import dry_run
 from shardlab.experiment.forecast import THIN, priced
+from shardlab.vocabulary import FLAG
 from shardlab.why import critical_path
 from shardlab.why.recorded_step import recorded_steps
 from tests.experiment.test_run_plan import Tokens, gpt, loss
@@ -174,6 +175,18 @@ def wide_batches(rank, ranks, seed):
 
 def squares(model, batch):
     return model(batch).square().mean()
+
+
+def test_no_step_is_skipped_for_what_lay_in_memory_before():
+    """What nobody has written is filled with NaN here; a pool of memory that was used before has anything in it."""
+    options = {"ranks": 4, "sharding": "hybrid_shard", "precision": "fp16", "accumulation": 2, "workload": SMALL}
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        records = dry(CompareConfig(strategies=("fsdp",), device="cpu", **options), "fsdp")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    phases = records.collectives.query("rank == 0 and step == 1 and tag == @FLAG")["phase"]
+    assert set(phases) == {"backward", "step"}
 
 
 def test_a_large_module_takes_little_memory_and_time():
