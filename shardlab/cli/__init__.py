@@ -16,10 +16,12 @@ from shardlab.cli.bench import bench
 from shardlab.cli.compare import compare
 from shardlab.cli.console import BAD_INPUT, bad_input, complain
 from shardlab.cli.exercises import exercises
-from shardlab.cli.forecast import calibrate, what_if
-from shardlab.cli.plan import plan
+from shardlab.cli.forecast import calibrate, validate, what_if
+from shardlab.cli.plan import PlanCommand, plan
 from shardlab.cli.records import SCRIPT_ARGUMENTS, diff, modules, record, report, trace
 from shardlab.cli.same import same
+from shardlab.cli.search import search
+from shardlab.cli.transformer import forecast
 from shardlab.installed import __version__, data_path
 
 app = typer.Typer(
@@ -52,9 +54,10 @@ def template() -> None:
 
 app.command()(compare)
 app.command()(template)
+app.command(cls=PlanCommand)(bad_input()(plan))
 app.command(context_settings=SCRIPT_ARGUMENTS)(bad_input()(record))
 app.command(context_settings=SCRIPT_ARGUMENTS)(bad_input()(same))
-for _command in (plan, calibrate, what_if, bench, exercises, report, modules, trace, diff):
+for _command in (forecast, search, calibrate, validate, what_if, bench, exercises, report, modules, trace, diff):
     app.command()(bad_input()(_command))
 
 

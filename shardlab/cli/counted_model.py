@@ -6,6 +6,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from shardlab.forecast.model_config import Decoder, decoder_of, model_type_of, read_config
 
 APART = 0.005  # of the parameters: by how much transformers may count others before it is said
@@ -56,6 +58,11 @@ class CountedModel:
         notes = [*self.notes, *filter(None, [difference(self.config, self.decoder.num_params)])]
         return {"num_params": self.decoder.num_params, "model_type": self.decoder.name, "notes": notes}
 
+    def print_difference(self) -> None:
+        """Print what transformers counts otherwise: after the answer, which waits for no import of seconds."""
+        if said := difference(self.config, self.decoder.num_params):
+            Console(highlight=False).print(said)
+
 
 def difference(config: Path, num_params: int) -> str:
     """A sentence, where transformers is installed and makes a module with other parameters of the file; else empty.
@@ -82,5 +89,5 @@ def difference(config: Path, num_params: int) -> str:
         return ""
     return (
         f"transformers {transformers.__version__} makes a module of {module.num_parameters():,} parameters of it, "
-        f"{abs(apart):.1%} {'more' if apart > 0 else 'fewer'}: trust plan --workload of it instead."
+        f"{abs(apart):.1%} {'more' if apart > 0 else 'fewer'}: trust shardlab plan --workload of it instead."
     )

@@ -166,8 +166,13 @@ def what_if(
     Console(highlight=False).print(answer_table([("WHAT IF", f"{strategy} with {said}: {found.sentence()}")]))
 
 
-def validate(*, json: bool, calibration: Path | None) -> None:
-    """Print how far forecasts miss: of published steps of GPUs, and, where it was calibrated, of steps run here."""
+def validate(
+    calibration: Annotated[
+        Path | None, typer.Option(help="The file of shardlab calibrate; by default machine.json, where there is one.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the misses as JSON.")] = False,
+) -> None:
+    """Say how far forecasts of time miss: of published steps, and, where it was calibrated, of steps run here."""
     from shardlab.forecast.machine import Machine
     from shardlab.forecast.published import validate_published
 

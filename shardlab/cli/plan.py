@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
-from shardlab.cli import forecast, transformer
 from shardlab.cli.console import answer_table, count, in_units, names_in, progress_bar, refuse_others, table_of
+from shardlab.cli.forecast import machine_for, with_forecasts
 from shardlab.cli.records import ROOMY, print_json
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.planner.formulas import model_states, over_hosts, precision_named
@@ -21,32 +22,24 @@ from shardlab.planner.setup import STRATEGIES
 if TYPE_CHECKING:
     import pandas as pd
 
-OF_ALL = ("ranks", "precision", "gpu", "json")
+OF_PARAMS = partial(typer.Option, rich_help_panel="Of a number of parameters")
+OF_WORKLOAD = partial(typer.Option, rich_help_panel="Of a workload")
+OF_ALL = ("ranks", "precision", "gpu", "out", "json")
 TAKES = {  # besides these
-    "params": ("per_host", "out"),
-    "workload": ("strategies", "tp", "sharding", "wrap", "bucket_mib", "peak", "calibration", "out"),
-    "config": (
-        "strategies", "tp", "network", "batch", "seq_len", "micro_batch", "no_sync", "recompute", "measured", "search",
-    ),
-}  # fmt: skip
+    "params": ("per_host",),
+    "workload": ("strategies", "tp", "sharding", "wrap", "bucket_mib", "peak", "calibration"),
+}
+MOVED = {"--search": "search", "--config": "forecast", "--validate": "validate"}  # to commands of their own
 FACTORS = {"K": 3, "M": 6, "B": 9, "T": 12}  # powers of ten
 BUCKET_MIB = DEFAULT_BUCKET_BYTES / 2**20
-A_NETWORK = "for example '8 per host, nvlink4, 400Gb/s per GPU'; what is usual for the card without it."
-CARD = "h100"  # of --config, where none is given
-OF_STATES = (
-    "what is kept of a parameter: mixed (16 bytes), fp32 (16), mixed-8bit (10), pure-bf16 (8), or bytes of parameter, "
-    "gradient, master weight and Adam's two moments, such as 2+4+4+4+4."
-)
 KEPT_HERE = (
     " * takes no precision, and keeps the dtype of the model. Of the others parameters travel in 16 bits; gradients "
     "are kept and travel in 32: as --params counts with --precision 2+4+4+4+4, but for the 16-bit copy of parameters "
     "that zero3 and fsdp have only while they compute."
 )
-A_STEP = "what this prints as --json of a step of that cluster, with its measured seconds; up to three times."
-A_LINK = "24GB,32GB/s,10us; says what is left."
 HALF = (
-    "its parameters are {dtype}, and so are gradients and optimizer state, without 4-byte master weights: as --config "
-    "counts with --precision pure-bf16; by default it counts mixed precision, 16 bytes a parameter"
+    "its parameters are {dtype}, and so are gradients and optimizer state, without 4-byte master weights: as "
+    "shardlab forecast counts with --precision pure-bf16; by default it counts mixed precision, 16 bytes a parameter"
 )
 PER_RANK = (
     "Per rank, the largest of all ranks; at rest, between two steps. Sent: bytes and messages of one step. Units are "
@@ -82,76 +75,55 @@ class Found(NamedTuple):
     per_host: int = 0
 
 
+class PlanCommand(TyperCommand):
+    """Says where an option is now that once was one of this command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """See Click."""
+        given = {arg.partition("=")[0] for arg in args}
+        for option, command in MOVED.items():
+            if option in given:
+                ctx.fail(f"{option}: no option of plan; write shardlab {command}, and see shardlab {command} --help")
+        return super().parse_args(ctx, args)
+
+
 def plan(
     context: typer.Context,
-    ranks: Annotated[int, typer.Option(help="Number of ranks; by default that of --tp.", show_default=False)] = 0,
-    params: Annotated[str, typer.Option(help="Parameters of the model, for example 7.5B, 350M or 7.5e9.")] = "",
+    params: Annotated[str, typer.Option(help="Parameters of a model: 7.5B, 350M or 7.5e9.")] = "",
     workload: Annotated[str, typer.Option(help="Instead: FILE.py:NAME or PACKAGE.MODULE:NAME.")] = "",
-    precision: Annotated[str, typer.Option(help="Of --workload: as in compare; else " + OF_STATES)] = "",
-    strategies: Annotated[
-        str, typer.Option(help="Of --workload: comma-separated, by default all of ours; of --config: one.")
-    ] = "",
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks; of --workload it shows how layers are divided.")] = 1,
-    sharding: Annotated[str, typer.Option(help="Of --workload: FSDP's, as in compare.")] = "full_shard",
-    wrap: Annotated[str, typer.Option(help="Of --workload: FSDP's units, as in compare.")] = "",
-    bucket_mib: Annotated[float, typer.Option(help="Of --workload: capacity of a bucket; compare has 1.")] = BUCKET_MIB,
-    config: Annotated[
-        Path | None, typer.Option(help="Instead: config.json of a transformer; says time and peak.")
-    ] = None,
-    network: Annotated[str, typer.Option(help="Of --config: " + A_NETWORK)] = "",
-    batch: Annotated[int, typer.Option(help="Of --config: sequences of a step; by default one a rank.")] = 0,
-    seq_len: Annotated[int, typer.Option(help="Of --config: tokens of a sequence; by default the longest.")] = 0,
-    micro_batch: Annotated[int, typer.Option(help="Of --config: sequences of a forward on a rank.")] = 1,
-    no_sync: Annotated[
-        bool, typer.Option("--no-sync", help="Of --config: only the last of a step's micro-batches reduces gradients.")
-    ] = False,
-    recompute: Annotated[str, typer.Option(help="Of --config: layers computed again, or full, selective.")] = "0",
-    measured: Annotated[list[Path] | None, typer.Option(help="Of --config: " + A_STEP)] = None,
-    search: Annotated[bool, typer.Option("--search", help="Of --config: try all ways, and rank them.")] = False,
-    calibration: Annotated[
-        Path | None, typer.Option(help="Of --workload, or with --validate: the file of shardlab calibrate.")
-    ] = None,
-    per_host: Annotated[
-        int, typer.Option(help="Of --params: ranks of a host; says what rows over two axes send across hosts.")
-    ] = 0,
-    peak: Annotated[
-        bool, typer.Option("--peak", help="Of --workload: the peak of a step, run without values.")
-    ] = False,
-    validate: Annotated[bool, typer.Option("--validate", help="Say how far forecasts of time miss, here too.")] = False,
-    gpu: Annotated[
+    ranks: Annotated[int, typer.Option(help="Number of ranks; by default that of --tp.", show_default=False)] = 0,
+    precision: Annotated[
         str,
         typer.Option(
-            help="A card (h100, 4090) or its memory (24GB), of --config by default h100; of others also with a link: "
-            + A_LINK
+            help="Of a workload: as in compare; of a number of parameters mixed, fp32, mixed-8bit, pure-bf16, or "
+            "bytes, such as 2+4+4+4+4: of parameter, gradient, master weight, two moments."
         ),
     ] = "",
+    gpu: Annotated[
+        str, typer.Option(help="What fits on a card (h100), on its memory (24GB), or with its link (24GB,32GB/s,10us).")
+    ] = "",
+    out: Annotated[Path | None, typer.Option(help="A directory for plan.html, a page with figures.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the answer and the rows as JSON.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Of --params and --workload: a directory for plan.html, a page with figures.")
+    per_host: Annotated[int, OF_PARAMS(help="Ranks of a host: what rows over two axes send across hosts.")] = 0,
+    strategies: Annotated[str, OF_WORKLOAD(help="Comma-separated; by default all of ours.")] = "",
+    tp: Annotated[int, OF_WORKLOAD(help="Tensor-parallel ranks; shows how layers are divided.")] = 1,
+    sharding: Annotated[str, OF_WORKLOAD(help="FSDP's, as in compare.")] = "full_shard",
+    wrap: Annotated[str, OF_WORKLOAD(help="FSDP's units, as in compare.")] = "",
+    bucket_mib: Annotated[float, OF_WORKLOAD(help="Capacity of a bucket; compare has 1.")] = BUCKET_MIB,
+    peak: Annotated[bool, OF_WORKLOAD("--peak", help="Adds the peak of a step, run without values.")] = False,
+    calibration: Annotated[
+        Path | None, OF_WORKLOAD(help="The file of shardlab calibrate: adds the peak, and the time of a step here.")
     ] = None,
 ) -> None:
-    """Predict bytes per rank, and what is sent, without running; nothing is trained and no rank starts."""
-    if validate:
-        refuse_others(context, {"validate", "calibration", "json"}, "not of --validate")
-        return forecast.validate(json=json, calibration=calibration)
-    chosen = [name for name, given in {"params": params, "workload": workload, "config": config}.items() if given]
-    if len(chosen) != 1:
-        raise ValueError(
-            "params, workload, config: give one of them: --params 7.5B, --workload train.py:workload, or --config "
-            "config.json"
-        )
+    """Predict what each strategy holds and sends, of a number of parameters or a workload; no rank starts."""
+    if bool(params) == bool(workload):
+        raise ValueError("params, workload: give one of them: --params 7.5B, or --workload train.py:workload")
     ranks = ranks or (tp if tp > 1 else 0)
     if ranks < 1:
         given = f"{ranks} was given" if ranks else "none were given"
         raise ValueError(f"ranks: {given}; give 1 or more, for example --ranks 8")
-    refuse_others(context, {*chosen, *OF_ALL, *TAKES[chosen[0]]}, f"not of --{chosen[0]}")
-    if config is not None:
-        options = {
-            "batch": batch, "seq_len": seq_len, "micro_batch": micro_batch, "tensor": tp,
-            "strategies": names_in(strategies), "recompute": int(recompute) if recompute.isdigit() else recompute,
-            "measured": measured or (), "no_sync": no_sync, "states": precision or "mixed",
-        }  # fmt: skip
-        return transformer.of_config(config, ranks, gpu or CARD, network, options, searches=search, json=json)
+    kind = "params" if params else "workload"
+    refuse_others(context, {kind, *OF_ALL, *TAKES[kind]}, f"not of --{kind}")
     # Before the work: what was given may be misspelled, or not be there.
     on = Gpu.parse(gpu) if gpu else None
     if out is not None:
@@ -159,8 +131,8 @@ def plan(
     if workload:
         how: dict[str, Any] = {"sharding": sharding, "precision": precision or "full", "tp": tp}
         how |= ({"wrap": wrap} if wrap else {}) | ({"bucket_mib": bucket_mib} if bucket_mib != BUCKET_MIB else {})
-        machine = forecast.machine_for(calibration, ranks, names_in(strategies) or STRATEGIES)
-        forecasts = partial(forecast.with_forecasts, machine=machine) if peak or calibration else None
+        machine = machine_for(calibration, ranks, names_in(strategies) or STRATEGIES)
+        forecasts = partial(with_forecasts, machine=machine) if peak or calibration else None
         found = _of_workload(workload, ranks, names_in(strategies), how, on, forecasts)
     else:
         found = _of_params(params, ranks, precision or "mixed", on, per_host)
@@ -233,7 +205,7 @@ def _tell(found: Found, ranks: int, gpu: Gpu | None, card: str, *, json: bool, o
     from shardlab.experiment.answer import answer_of_plan
 
     said: list[tuple[str, str]] = [("MODEL", HALF.format(dtype=found.half))] if found.half else []
-    said += answer_of_plan(found.rows, ranks, None if gpu is None else gpu.memory_bytes)
+    said += answer_of_plan(found.rows, ranks, None if gpu is None else gpu.memory_bytes, found.collectives)
     page = None if out is None else _page(found, said, gpu, card, out)
     if json:
         print_json(found.rows, said, found.layers)

@@ -1,171 +1,122 @@
-"""What ``shardlab plan --config`` says: the forecast of a transformer on GPUs that are not here, or of all ways."""
+"""``shardlab forecast``: how long a step of a transformer takes on GPUs that are not here, and what it holds."""
 
 import json as json_text
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from shardlab.cli.console import answer_table, count, table_of
+from shardlab.cli.counted_model import CountedModel
+from shardlab.planner.formulas import precision_named
 
 if TYPE_CHECKING:
-    from shardlab.cli.counted_model import CountedModel
     from shardlab.forecast.job import Job
     from shardlab.forecast.predict import Forecast
-    from shardlab.forecast.search import Found
 
-SHOWN = 12  # ways of a search
+CARD = "h100"  # where none is given
+Step = tuple[dict[str, Any], float]
+"""Arguments of one that was measured, and its seconds."""
+
+Config = Annotated[Path, typer.Option(help="The config.json of a transformer, as it lies beside its weights.")]
+Ranks = Annotated[int, typer.Option(min=1, help="Number of GPUs.")]
+Card = Annotated[str, typer.Option(help="A card, such as h100 or 4090; or its memory alone, such as 24GB.")]
+Network = Annotated[
+    str, typer.Option(help="For example '8 per host, nvlink4, 400Gb/s per GPU'; by default what is usual for the card.")
+]
+Batch = Annotated[int | None, typer.Option(min=1, help="Sequences of a step; by default one a data rank.")]
+SeqLen = Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence; by default as many as the file says.")]
+Kept = Annotated[
+    str,
+    typer.Option(
+        help="What is kept of a parameter: mixed (16 bytes), fp32 (16), mixed-8bit (10), pure-bf16 (8), or bytes of "
+        "parameter, gradient, master weight and Adam's two moments, such as 2+4+4+4+4."
+    ),
+]
+Measured = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="A step of this cluster that was measured: what forecast prints as --json, with the seconds that it took; "
+        "up to three times."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 
-def of_config(
-    config: Path, ranks: int, gpu: str, network: str, options: Mapping[str, Any], *, searches: bool, json: bool
+def forecast(
+    config: Config,
+    ranks: Ranks,
+    gpu: Card = CARD,
+    network: Network = "",
+    strategy: Annotated[str, typer.Option(help="Of the data ranks; by default fsdp.")] = "",
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    batch: Batch = None,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of a forward on a rank.")] = 1,
+    no_sync: Annotated[
+        bool, typer.Option("--no-sync", help="Only the last of a step's micro-batches reduces gradients.")
+    ] = False,
+    seq_len: SeqLen = None,
+    recompute: Annotated[str, typer.Option(help="Layers that are computed again: a number, full or selective.")] = "0",
+    precision: Kept = "mixed",
+    measured: Measured = None,
+    json: AsJson = False,
 ) -> None:
-    """Print the forecast of a transformer of a ``config.json``, or all ways to train it.
-
-    Args:
-        config: the file.
-        ranks: GPUs.
-        gpu: name of a card, or a memory such as 24GB; without a speed that is known bytes alone are said.
-        network: text of a network; empty where it is not known.
-        options: ``batch`` (sequences of a step), ``seq_len``, ``micro_batch``, ``strategies`` (at most one),
-            ``tensor``, ``recompute``, ``no_sync``, ``states``, ``measured`` (files of steps); 0 or empty for those that
-            are not given.
-        searches: whether all ways are gone through.
-        json: whether it is printed as JSON.
-    """
-    from shardlab.cli.counted_model import CountedModel, difference
-    from shardlab.forecast.search import cards_that_would_do, miss_of, search
-    from shardlab.planner.formulas import precision_named
-
-    for name, least in (("batch", 0), ("seq_len", 0), ("micro_batch", 1)):  # 0 where one is not given
-        if options[name] < least:
-            raise ValueError(f"{name.replace('_', '-')}: {options[name]} was given; give 1 or more")
-    if searches and options["no_sync"]:
-        raise ValueError("no-sync: leave it out of --search, which tries both ways of accumulating")
-    if len(options["strategies"]) > (0 if searches else 1):
-        raise ValueError("strategies: a forecast is of one; leave it out of --search, which tries all")
-    precision_named(options["states"])  # before anything is read
-    model = CountedModel.of(config, options["seq_len"])
-    on: dict[str, Any] = {"hardware": gpu, "network": network or None, "states": options["states"]}
-    pairs = [_step_in(file) for file in options["measured"]]
-    if (memory := _memory_alone(gpu)) is not None:
-        timed = {"search": searches, "network": network, "measured": pairs}
+    """Say how long a step of a transformer takes on GPUs that are not here, and what it holds at its peak."""
+    precision_named(precision)  # before anything is read
+    model, steps = CountedModel.of(config, seq_len or 0), [step_in(file) for file in measured or ()]
+    way = {
+        "tensor": tp, "micro_batch": micro_batch, "no_sync": no_sync, "states": precision,
+        "strategy": strategy or ("fsdp" if ranks > tp else "single"),
+        "recompute": int(recompute) if recompute.isdigit() else recompute,
+    }  # fmt: skip
+    if (memory := memory_alone(gpu)) is not None:
+        timed = {"network": network, "measured": steps}
         if given := [name for name, value in timed.items() if value]:
             raise ValueError(
                 f"{', '.join(given)}: of {gpu} the memory is known and no speed; name a card, such as h100"
             )
-        _tell_memory(model, ranks, gpu, memory, options, json=json)
-    elif searches:
-        found = search(model.sizes, ranks, options["batch"] or ranks, calibration=pairs, **on)
-        enough = None if found[0].fits else cards_that_would_do(model.sizes, ranks, **on)
-        _tell_search(model, found, enough, miss_of(found[0].job, pairs), json=json)
+        _tell_memory(model, _job_of(model.sizes | way, ranks, batch), gpu, memory, json=json)
     else:
-        _tell_forecast(model, ranks, on, options, pairs, json=json)
-    # After the answer, which is not to wait for an import of seconds.
-    if not json and (said := difference(config, model.decoder.num_params)):
-        Console(highlight=False).print(said)
+        on = {"hardware": gpu, "network": network or None}
+        _tell_forecast(model, _job_of(model.sizes | way | on, ranks, batch), steps, json=json)
+    if not json:
+        model.print_difference()
 
 
-def _memory_alone(gpu: str) -> float | None:
+def memory_alone(gpu: str) -> float | None:
     """Bytes of a GPU that has no preset: of a memory such as 24GB, or of a card whose speed is not known."""
     from shardlab.planner.gpu import Gpu
 
     parsed = Gpu.parse(gpu)
     if not parsed.name and parsed.link is not None:
-        raise ValueError(f"gpu: {gpu} has a link; of --config give a card or its memory, and links as --network")
+        raise ValueError(f"gpu: {gpu} has a link; give a card or its memory, and links as --network")
     return None if parsed.peaks else parsed.memory_bytes
 
 
-def _step_in(file: Path) -> tuple[dict[str, Any], float]:
-    """Arguments and measured seconds of a step, from what a plan prints as JSON."""
+def step_in(file: Path) -> Step:
+    """One from what a forecast prints as JSON."""
     try:
         step = json_text.loads(file.read_text())
         return step["arguments"], float(step["seconds"])
     except (OSError, TypeError, KeyError, ValueError) as error:
         raise ValueError(
-            f"measured: {file} is no step; write one with shardlab plan --config ... --json > {file}, and put its "
-            "measured seconds in"
+            f"measured: {file} is no step; write one with shardlab forecast ... --json > {file}, and put its measured "
+            "seconds in"
         ) from error
 
 
-def _tell_search(
-    model: "CountedModel", found: Sequence["Found"], enough: "Job | None", miss: float, *, json: bool
-) -> None:
-    import pandas as pd
-
-    rows = pd.DataFrame([
-        {
-            "way": one.name, "seconds": one.seconds, "peak_bytes": one.peak_bytes,
-            **_rates(one.job, one.seconds), "fits": one.fits, "is_tied": one.is_tied, "why_not": one.why_not,
-        }
-        for one in found
-    ])  # fmt: skip
-    if json:
-        cards = None if enough is None else enough.data * enough.tensor
-        told = {**model.as_json(), "cards_that_would_do": cards, "ways": rows.to_dict("records")}
-        typer.echo(json_text.dumps(told, indent=2))
-        return
-    console = Console(highlight=False)
-    console.print(answer_table([model.line, *_found(found, enough, miss)]))
-    shown = rows.head(SHOWN).assign(
-        seconds=rows["seconds"].map("{:.3g}".format), peak_bytes=(rows["peak_bytes"] / 1e9).map("{:.3g}".format),
-        tokens_per_second=rows["tokens_per_second"].map("{:,.0f}".format), mfu=rows["mfu"].map("{:.0%}".format),
-    ).drop(columns=["tokens_per_day", "fits", "is_tied"])  # fmt: skip
-    names = {"seconds": "step (s)", "peak_bytes": "peak (GB)", "tokens_per_second": "tokens/s", "mfu": "MFU",
-             "why_not": "why not"}  # fmt: skip
-    console.print(table_of(shown.rename(columns=names), "", 2, right=["step (s)", "peak (GB)", "tokens/s", "MFU"]))
-
-
-def _found(found: Sequence["Found"], enough: "Job | None", miss: float) -> Iterator[tuple[str, str]]:
-    """Lines: the fastest that fits and its ties, or what would do; and how many were tried."""
-    from shardlab.forecast.search import RESERVE
-
-    fits, (best, *_) = [one for one in found if one.fits], found
-    ties = [one for one in fits[1:] if one.is_tied]
-    if not fits:
-        yield "FASTEST THAT FITS", f"none of {count(len(found), 'way')}; the smallest, {best.name}, {best.why_not}"
-        yield "WOULD DO", _would_do(enough)
-    else:
-        yield "FASTEST THAT FITS", _in_short(best)
-    if ties:
-        least = min((best, *ties), key=lambda one: one.peak_bytes)
-        other = "" if least is best else f"; of them {_in_short(least)}, needs least memory"
-        yield "AS FAST", f"{count(len(ties), 'way')}, within the {miss:.0%} by which a forecast may miss{other}"
-    tight = sum(one.why_not.startswith("tight") for one in found)
-    tried = f"{count(len(found), 'way')}: {len(fits)} fit, with {RESERVE - 1:.0%} on top that the allocator may reserve"
-    yield "TRIED", f"{tried}; {tight} are tight, without that; {len(found) - len(fits) - tight} do not fit"
-
-
-def _in_short(one: "Found") -> str:
-    return f"{one.name}: {one.seconds:.3g} s a step, {one.peak_bytes / 1e9:.3g} GB at the peak"
-
-
-def _would_do(enough: "Job | None") -> str:
-    from shardlab.forecast.peak import peak_bytes
-
-    if enough is None:
-        return "no number of cards: one sequence alone needs more than a card has; give shorter ones by --seq-len"
-    return (
-        f"{enough.data * enough.tensor} cards, with a sequence for each: {enough.way} needs "
-        f"{peak_bytes(enough) / 1e9:.3g} GB of tensors"
-    )
-
-
-def _rates(job: "Job", seconds: float) -> dict[str, float]:
+def rates(job: "Job", seconds: float) -> dict[str, float]:
     """Tokens a second and a day over all ranks, and the MFU."""
     rate = job.tokens_per_step / seconds
     return {"tokens_per_second": rate, "tokens_per_day": 86400 * rate, "mfu": job.mfu(seconds)}
 
 
-def _tell_memory(
-    model: "CountedModel", ranks: int, gpu: str, memory: float, options: Mapping[str, Any], *, json: bool
-) -> None:
+def _tell_memory(model: CountedModel, job: "Job", gpu: str, memory: float, *, json: bool) -> None:
     from shardlab.forecast.peak import peak_bytes, rest_bytes
 
-    job = _job_of(model.sizes, ranks, {"states": options["states"]}, options)
     if json:
         arguments = {name: value for name, value in asdict(job).items() if name not in ("hardware", "network")}
         found: dict[str, Any] = {"seconds": None, "rest_bytes": rest_bytes(job), "peak_bytes": peak_bytes(job)}
@@ -173,14 +124,14 @@ def _tell_memory(
         typer.echo(json_text.dumps({**model.as_json(), **found}, indent=2))
         return
     Console(highlight=False).print(answer_table([
-        model.line, ("PLANNED", _planned(job, f"{ranks} x {gpu}")), ("MEMORY", _memory(job, memory)),
+        model.line, ("PLANNED", _planned(job, gpu)), ("MEMORY", _memory(job, memory)),
         ("TIME", f"not known: of {gpu} the memory is known and no speed; name a card, such as h100"),
     ]))  # fmt: skip
 
 
-def _planned(job: "Job", gpus: str) -> str:
+def _planned(job: "Job", gpu: str) -> str:
     kept = f"{job.precision} with {job.kept.total} bytes a parameter"
-    return f"{job.way}; rows of {count(job.seq_len, 'token')}, {kept}, on {gpus}"
+    return f"{job.way}; rows of {count(job.seq_len, 'token')}, {kept}, on {job.data * job.tensor} x {gpu}"
 
 
 def _memory(job: "Job", room: float) -> str:
@@ -191,27 +142,23 @@ def _memory(job: "Job", room: float) -> str:
     return f"{said}: {_verdict(peak, room)}{_of_logits(job, room)}"
 
 
-def _tell_forecast(
-    model: "CountedModel", ranks: int, on: Mapping[str, Any], options: Mapping[str, Any],
-    pairs: Sequence[tuple[dict[str, Any], float]], *, json: bool,
-) -> None:  # fmt: skip
+def _tell_forecast(model: CountedModel, job: "Job", steps: Sequence[Step], *, json: bool) -> None:
     import pandas as pd
 
     from shardlab.forecast.peak import rest_bytes
     from shardlab.forecast.predict import forecast_of
     from shardlab.forecast.region import expected_miss
 
-    job = _job_of(model.sizes, ranks, on, options)
-    found, miss = forecast_of(job, pairs), expected_miss(job, pairs)
+    found, miss = forecast_of(job, steps), expected_miss(job, steps)
     if json:
         told = {**model.as_json(), **asdict(found), "rest_bytes": rest_bytes(job), "miss": asdict(miss)}
-        told |= {**_rates(job, found.seconds), "fits": _verdict(found.peak_bytes, job.card.memory_bytes)}
+        told |= {**rates(job, found.seconds), "fits": _verdict(found.peak_bytes, job.card.memory_bytes)}
         typer.echo(json_text.dumps({**told, "arguments": asdict(job)}, indent=2))
         return
     console = Console(highlight=False)
     console.print(answer_table([
         model.line,
-        ("PLANNED", _planned(job, f"{ranks} x {job.card.name}")),
+        ("PLANNED", _planned(job, job.card.name)),
         ("TIME", _time(job, found)),
         ("MEMORY", _memory(job, job.card.memory_bytes)),
         ("MISSES BY", miss.reason if miss.share is None else f"up to {miss.share:.0%}: {miss.reason}"),
@@ -272,20 +219,17 @@ def _of_logits(job: "Job", room: float) -> str:
     )
 
 
-def _job_of(sizes: Mapping[str, Any], ranks: int, on: Mapping[str, Any], options: Mapping[str, Any]) -> "Job":
+def _job_of(given: Mapping[str, Any], ranks: int, batch: int | None) -> "Job":
+    """A job of so many sequences a step; by default one micro-batch on each data rank."""
     from shardlab.forecast.job import Job
 
-    tensor, micro_batch = options["tensor"], options["micro_batch"] or 1
+    tensor, micro_batch = given["tensor"], given["micro_batch"]
     if ranks % tensor:
         raise ValueError(f"tp: {tensor} is given; it must divide {count(ranks, 'rank')}")
     data = ranks // tensor
-    sequences = options["batch"] or data * micro_batch
+    sequences = batch or data * micro_batch
     if sequences % (data * micro_batch):
         raise ValueError(
             f"batch: {sequences} sequences is given; {data} data ranks x micro-batch {micro_batch} must divide it"
         )
-    return Job(
-        **sizes, micro_batch=micro_batch, data=data, tensor=tensor, accumulation=sequences // data // micro_batch,
-        strategy=(*options["strategies"], "fsdp" if data > 1 else "single")[0], recompute=options["recompute"],
-        no_sync=options["no_sync"], **on,
-    )  # fmt: skip
+    return Job(**given, data=data, accumulation=sequences // data // micro_batch)

@@ -137,7 +137,7 @@ class Machine:
     def misses(self, strategy: str, ranks: int, seconds: float) -> str:
         """How far forecasts missed, and the validated step that is nearest to one, in a sentence."""
         if not self.validated:
-            return "how far forecasts miss here was not measured: shardlab plan --validate"
+            return "how far forecasts miss here was not measured: shardlab validate"
         errors = {row: row[2] / row[3] - 1 for row in self.validated}
         alike = [row for row in errors if row[:2] == (strategy, ranks)]
         if not alike:

@@ -1,4 +1,4 @@
-"""What ``plan`` says of time: of a config.json, and of a workload on a machine that was calibrated."""
+"""What is said of time: of a config.json, and of a workload on a machine that was calibrated."""
 
 import json
 from functools import cache
@@ -41,25 +41,25 @@ workload = Workload(Odd, [torch.ones(4, 4, 8)] * 4, lambda model, batch: model(b
 
 
 def said(*words):
-    done = CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "100"})
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "100"})
     assert done.exit_code == 0, done.output
     return done.output
 
 
 def test_a_step_that_was_measured_moves_the_others(config, tmp_path):
-    options, step = ("--config", config, "--ranks", "8", "--json"), tmp_path / "step.json"
+    options, step = ("forecast", "--config", config, "--ranks", "8", "--json"), tmp_path / "step.json"
     found = json.loads(said(*options))
     step.write_text(json.dumps(found | {"seconds": 2 * found["seconds"]}))
     moved = json.loads(said(*options, "--batch", "16", "--measured", str(step)))
     assert moved["seconds"] == pytest.approx(2 * json.loads(said(*options, "--batch", "16"))["seconds"], rel=0.1)
     step.write_text("{}")
-    done = CliRunner().invoke(app, ["plan", *options, "--measured", str(step)])
+    done = CliRunner().invoke(app, [*options, "--measured", str(step)])
     assert done.exit_code != 0
-    assert "is no step; write one with shardlab plan" in " ".join(done.output.split())
+    assert "is no step; write one with shardlab forecast" in " ".join(done.output.split())
 
 
 def test_a_config_gets_time_and_memory_and_what_was_left_out(config):
-    words = ("--config", config, "--ranks", "64", "--recompute", "full", "--network", "400Gb/s per GPU")
+    words = ("forecast", "--config", config, "--ranks", "64", "--recompute", "full", "--network", "400Gb/s per GPU")
     text = " ".join(said(*words).split())
     for part in (
         "TIME", "tokens a second", "(MFU)", "PLANNED", "GB in tensors at the peak, of 85.9 GB: it fits",
@@ -75,24 +75,24 @@ def test_a_config_gets_time_and_memory_and_what_was_left_out(config):
 
 
 def test_what_is_not_known_is_a_range_or_no_error(config):
-    text = " ".join(said("--config", config, "--ranks", "64", "--recompute", "full").split())
+    text = " ".join(said("forecast", "--config", config, "--ranks", "64", "--recompute", "full").split())
     assert "1.39 to 1.58 s a step (links between hosts of 400 to 100Gb/s per GPU), 376,437 to 331,214 tokens" in text
     assert "MISSES BY nothing known: the nearest measured step, MPT" in text
-    found = json.loads(said("--config", config, "--ranks", "8", "--tp", "8", "--json"))
+    found = json.loads(said("forecast", "--config", config, "--ranks", "8", "--tp", "8", "--json"))
     assert found["miss"]["share"] is None
     assert found["miss"]["reason"].startswith("nothing known: the nearest measured step, GPT 22B, tensor 8")
 
 
 def test_a_nearly_full_memory_is_a_warning(config):
-    text = " ".join(said("--config", config, "--ranks", "8", "--seq-len", "9216").split())
+    text = " ".join(said("forecast", "--config", config, "--ranks", "8", "--seq-len", "9216").split())
     assert "WARNING Beside the peak" in text
-    assert "WARNING" not in said("--config", config, "--ranks", "8", "--seq-len", "4096")
+    assert "WARNING" not in said("forecast", "--config", config, "--ranks", "8", "--seq-len", "4096")
 
 
 def test_logits_that_do_not_fit_are_named_with_what_helps(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**LLAMA, "vocab_size": 128256}))
-    words = ("--config", str(path), "--ranks", "64", "--recompute", "full", "--seq-len")
+    words = ("forecast", "--config", str(path), "--ranks", "64", "--recompute", "full", "--seq-len")
     assert "it does not fit; 168 GB of it are logits, 131,072 tokens x 128,256 words: a chunked loss" in " ".join(
         said(*words, "131072").split()
     )
@@ -117,7 +117,7 @@ workload = Workload(model, [torch.zeros(2, 131072, dtype=torch.long)] * 2, loss)
 def test_of_a_workload_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "long.py").write_text(LONG)
-    text = said("--workload", "long.py:workload", "--ranks", "2", "--strategies", "ddp", "--gpu", "8GB")
+    text = said("plan", "--workload", "long.py:workload", "--ranks", "2", "--strategies", "ddp", "--gpu", "8GB")
     assert "and one row keeps more. 100 % of it are logits, so a chunked loss helps" in " ".join(text.split())
 
 
@@ -135,11 +135,11 @@ def searched_once(monkeypatch):
 
 
 def test_a_search_names_the_fastest_and_why_others_fall_out(config, searched_once):
-    text = said("--config", config, "--ranks", "64", "--batch", "128", "--search")
+    text = said("search", "--config", config, "--ranks", "64", "--batch", "128")
     assert [line.split("  ")[0] for line in text.splitlines()[:2]] == ["MODEL", "FASTEST THAT FITS"]
     for words in ("AS FAST", "by which a forecast may miss", "slower", "may reserve;"):
         assert words in " ".join(text.split())
-    found = json.loads(said("--config", config, "--ranks", "64", "--batch", "128", "--search", "--json"))
+    found = json.loads(said("search", "--config", config, "--ranks", "64", "--batch", "128", "--json"))
     ways = found["ways"]
     assert (ways[0]["why_not"], ways[0]["fits"], found["cards_that_would_do"]) == ("", True, None)
     assert any(way["why_not"].startswith("needs") and not way["fits"] for way in ways)
@@ -147,7 +147,7 @@ def test_a_search_names_the_fastest_and_why_others_fall_out(config, searched_onc
 
 
 def test_a_search_without_a_way_says_how_many_cards_would_do(config, searched_once):
-    words = ("--config", config, "--ranks", "2", "--gpu", "4090", "--search")
+    words = ("search", "--config", config, "--ranks", "2", "--gpu", "4090")
     cards = json.loads(said(*words, "--json"))["cards_that_would_do"]
     text = " ".join(said(*words).split())
     assert f"WOULD DO {cards} cards, with a sequence for each: " in text
@@ -155,7 +155,7 @@ def test_a_search_without_a_way_says_how_many_cards_would_do(config, searched_on
 
 
 def test_what_is_kept_of_a_parameter_and_how_micro_batches_add_up_are_options(config):
-    words = ("--config", config, "--ranks", "8", "--batch", "32", "--strategies", "zero2", "--json")
+    words = ("forecast", "--config", config, "--ranks", "8", "--batch", "32", "--strategy", "zero2", "--json")
     each, once, pure = (
         json.loads(said(*words, *more)) for more in ([], ["--no-sync"], ["--precision", "pure-bf16"])
     )  # fmt: skip
@@ -175,7 +175,7 @@ def test_what_was_not_calibrated_is_named(tmp_path, monkeypatch):
     costs = COSTS.__class__(**{**vars(COSTS), "products": lines})
     Machine("here", {}, 2, {"2": costs, "single": costs}).write(tmp_path / "machine.json")
     words = ("--workload", "odd.py:workload", "--ranks", "2", "--strategies", "ddp", "--calibration", "machine.json")
-    assert "Of convolutions and recurrent layers nothing was calibrated" in " ".join(said(*words).split())
+    assert "Of convolutions and recurrent layers nothing was calibrated" in " ".join(said("plan", *words).split())
 
 
 @pytest.mark.parametrize(
@@ -194,9 +194,9 @@ def test_a_workload_gets_times_and_peaks(tmp_path, monkeypatch):
     costs = COSTS.__class__(**{**vars(COSTS), "products": lines})
     Machine("here", {}, 2, {"2": costs, "single": costs}, is_quick=True).write(tmp_path / "machine.json")
     words = ("--workload", "train.py:workload", "--ranks", "2", "--strategies", "single,fsdp", "--calibration")
-    rows = json.loads(said(*words, "machine.json", "--json"))["strategies"]
+    rows = json.loads(said("plan", *words, "machine.json", "--json"))["strategies"]
     assert all(row["step_ms"] > 0 and row["peak_bytes"] > row["rest_bytes"] for row in rows)
-    text = " ".join(said(*words, "machine.json").split())
+    text = " ".join(said("plan", *words, "machine.json").split())
     assert "Times are those of here: how far they miss is not known" in text  # COSTS end with small operations
     assert "It was calibrated on here with 2 cores: times of this machine may be others." in text
     assert "It was calibrated quickly, with few sizes and readings." in text
@@ -207,7 +207,7 @@ def test_a_peak_needs_no_calibration(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(CliRunner().invoke(app, ["template"]).output)
     words = ("--workload", "train.py:workload", "--ranks", "2", "--strategies", "ddp,fsdp", "--peak", "--json")
-    ddp, fsdp = json.loads(said(*words))["strategies"]
+    ddp, fsdp = json.loads(said("plan", *words))["strategies"]
     assert ddp["peak_bytes"] > fsdp["peak_bytes"] > fsdp["rest_bytes"]
 
 
@@ -217,11 +217,11 @@ PUBLISHED = cache(published.validate_published)
 def test_the_published_half_of_validate_needs_no_calibration(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(published, "validate_published", PUBLISHED)
-    text = " ".join(said("--validate").split())
+    text = " ".join(said("validate").split())
     for words in ("Misses of 64 published steps, %", "Misses of 135 published steps that were held out", "MPT 30B"):
         assert words in text
     assert "Of this machine nothing is said: machine.json is not there; shardlab calibrate, then this again." in text
-    found = json.loads(said("--validate", "--json"))
+    found = json.loads(said("validate", "--json"))
     assert found["held_out"]["error"]["median"] == pytest.approx(0.0226, abs=0.001)
     assert "here" not in found
 
@@ -234,11 +234,11 @@ def test_what_was_run_here_stands_beside_it_and_in_the_calibration(tmp_path, mon
     columns = ["strategy", "ranks", "rows", "link", "predicted", "measured", "sent_bytes"]
     here = validated_here.with_errors(pd.DataFrame(rows, columns=columns))
     monkeypatch.setattr(validated_here, "validate_here", lambda *_: here)
-    text = " ".join(said("--validate").split())
+    text = " ".join(said("validate").split())
     assert "Misses of 2 steps run here, %" in text
     assert "Choosing the strategy that is forecast to be fastest costs 0.0% on average." in text
     assert [row[0] for row in Machine.load("machine.json").validated] == ["ddp", "fsdp"]
-    found = json.loads(said("--validate", "--json"))
+    found = json.loads(said("validate", "--json"))
     assert found["here"]["error"]["worst"] == pytest.approx(0.4)
     assert len(found["rows"]) == 2
 
@@ -261,27 +261,25 @@ def test_what_can_be_known_is_found_before_a_model_is_built(tmp_path, monkeypatc
 
 
 def test_bad_input_is_refused(config):
+    of_it = ["--config", config, "--ranks"]
     for words, message in (
-        (["--config", config, "--params", "7B"], "params, workload, config: give one of them"),
-        (["--config", config, "--ranks", "64", "--gpu", "abacus"], "gpu: 'abacus' is not understood; write a card"),
-        (["--config", config, "--ranks", "6", "--tp", "4"], "tp: 4 is given; it must divide 6 ranks"),
-        (["--config", config, "--ranks", "64", "--batch", "65"], "batch: 65 sequences is given; 64 data ranks"),
-        (
-            ["--config", config, "--ranks", "64", "--wrap", "root", "--peak"],
-            "wrap, peak: not of --config; leave them out",
-        ),
-        (["--config", config, "--ranks", "8", "--search", "--no-sync"], "no-sync: leave it out of --search"),
-        (["--config", config, "--ranks", "8", "--precision", "bf16"], "precision: 'bf16' is not one of mixed, fp32"),
-        (["--config", config, "--ranks", "8", "--gpu", "24GB,32GB/s,10us"], "gpu: 24GB,32GB/s,10us has a link"),
-        (["--config", config, "--ranks", "64", "--micro-batch", "0"], "micro-batch: 0 was given; give 1 or more"),
-        (["--config", config, "--ranks", "64", "--batch", "-8"], "batch: -8 was given; give 1 or more"),
-        (["--config", config, "--ranks", "64", "--strategies", "fsdp,ddp"], "strategies: a forecast is of one"),
-        (["--workload", "train.py:workload", "--ranks", "2", "--batch", "4"], "batch: not of --workload; leave it out"),
-        (["--validate", "--params", "7B"], "params: not of --validate; leave it out"),
-        (["--validate", "--calibration", "nowhere.json"], "calibration: nowhere.json cannot be read"),
+        (["plan", "--workload", "train.py:workload", "--params", "7B"], "params, workload: give one of them"),
+        (["forecast", *of_it, "64", "--gpu", "abacus"], "gpu: 'abacus' is not understood; write a card"),
+        (["forecast", *of_it, "6", "--tp", "4"], "tp: 4 is given; it must divide 6 ranks"),
+        (["forecast", *of_it, "64", "--batch", "65"], "batch: 65 sequences is given; 64 data ranks"),
+        (["search", *of_it, "8", "--precision", "bf16"], "precision: 'bf16' is not one of mixed, fp32"),
+        (["forecast", *of_it, "8", "--precision", "bf16"], "precision: 'bf16' is not one of mixed, fp32"),
+        (["forecast", *of_it, "8", "--gpu", "24GB,32GB/s,10us"], "gpu: 24GB,32GB/s,10us has a link"),
+        (["forecast", *of_it, "8", "--strategy", "zero9"], "strategy: 'zero9' is not one of"),
+        (["plan", *of_it, "8", "--network", "nvlink4"], "--config: no option of plan; write shardlab forecast"),
+        (["plan", f"--config={config}", "--search"], "--search: no option of plan; write shardlab search"),
+        (["plan", "--validate"], "--validate: no option of plan; write shardlab validate"),
+        (["validate", "--calibration", "nowhere.json"], "calibration: nowhere.json cannot be read"),
     ):
-        done = CliRunner().invoke(app, ["plan", *words])
+        done = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
         assert (done.exit_code, message in " ".join(done.output.split())) == (2, True), done.output
+    for words in (["--micro-batch", "0"], ["--batch", "-8"], ["--wrap", "root"]):
+        assert CliRunner().invoke(app, ["forecast", *of_it, "64", *words]).exit_code == 2
     done = CliRunner().invoke(app, ["calibrate", "--out", "."])
     assert (done.exit_code, "out: . cannot be written; name a file" in done.output) == (2, True)
     for words in (["--ranks", "1"], ["--limit", "0"], ["--out", "nowhere/machine.json"]):

@@ -71,7 +71,7 @@ def test_parameters_in_16_bits_are_counted_as_they_are_and_that_is_said(template
     assert row["gradient_bytes"] == 20 * each.gradient
     assert row["optimizer_bytes"] == 20 * (each.master + each.momentum + each.variance)
     assert found["answer"]["MODEL"].startswith("its parameters are bfloat16, ")
-    assert "as --config counts with --precision pure-bf16" in found["answer"]["MODEL"]
+    assert "as shardlab forecast counts with --precision pure-bf16" in found["answer"]["MODEL"]
 
 
 def test_an_edited_file_is_read_again_and_may_be_called_like_a_module(template):

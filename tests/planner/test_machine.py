@@ -30,7 +30,7 @@ def test_small_products_cost_their_share_and_operations_without_a_name_what_an_a
 
 def test_a_forecast_says_how_far_others_missed_here():
     machine = Machine("here", {}, 2, {"2": COSTS})
-    assert machine.misses("fsdp", 2, 0.1).endswith("was not measured: shardlab plan --validate")
+    assert machine.misses("fsdp", 2, 0.1).endswith("was not measured: shardlab validate")
     validated = (("fsdp", 2, 0.011, 0.010), ("fsdp", 2, 0.08, 0.10), ("ddp", 2, 0.095, 0.10))
     known = replace(machine, validated=validated)
     assert known.misses("fsdp", 2, 0.1) == (

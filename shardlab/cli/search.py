@@ -1,0 +1,120 @@
+"""``shardlab search``: all ways to train a transformer on so many GPUs, the fastest that fits first."""
+
+import json as json_text
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+
+from shardlab.cli.console import answer_table, count, table_of
+from shardlab.cli.counted_model import CountedModel
+from shardlab.cli.transformer import (
+    CARD,
+    AsJson,
+    Batch,
+    Card,
+    Config,
+    Kept,
+    Measured,
+    Network,
+    Ranks,
+    SeqLen,
+    memory_alone,
+    rates,
+    step_in,
+)  # fmt: skip
+from shardlab.planner.formulas import precision_named
+
+if TYPE_CHECKING:
+    from shardlab.forecast.job import Job
+    from shardlab.forecast.search import Found
+
+SHOWN = 12  # ways
+
+
+def search(
+    config: Config,
+    ranks: Ranks,
+    gpu: Card = CARD,
+    network: Network = "",
+    batch: Batch = None,
+    seq_len: SeqLen = None,
+    precision: Kept = "mixed",
+    measured: Measured = None,
+    json: AsJson = False,
+) -> None:
+    """Try all ways to train a transformer on so many GPUs, and rank those that fit by the time of a step."""
+    from shardlab.forecast import search as ways
+
+    precision_named(precision)  # before anything is read
+    model, steps = CountedModel.of(config, seq_len or 0), [step_in(file) for file in measured or ()]
+    if memory_alone(gpu) is not None:
+        raise ValueError(f"gpu: of {gpu} the memory is known and no speed; name a card, such as h100")
+    on: dict[str, Any] = {"hardware": gpu, "network": network or None, "states": precision}
+    found = ways.search(model.sizes, ranks, batch or ranks, calibration=steps, **on)
+    enough = None if found[0].fits else ways.cards_that_would_do(model.sizes, ranks, **on)
+    _tell(model, found, enough, ways.miss_of(found[0].job, steps), json=json)
+    if not json:
+        model.print_difference()
+
+
+def _tell(model: CountedModel, found: Sequence["Found"], enough: "Job | None", miss: float, *, json: bool) -> None:
+    import pandas as pd
+
+    rows = pd.DataFrame([
+        {
+            "way": one.name, "seconds": one.seconds, "peak_bytes": one.peak_bytes,
+            **rates(one.job, one.seconds), "fits": one.fits, "is_tied": one.is_tied, "why_not": one.why_not,
+        }
+        for one in found
+    ])  # fmt: skip
+    if json:
+        cards = None if enough is None else enough.data * enough.tensor
+        told = {**model.as_json(), "cards_that_would_do": cards, "ways": rows.to_dict("records")}
+        typer.echo(json_text.dumps(told, indent=2))
+        return
+    console = Console(highlight=False)
+    console.print(answer_table([model.line, *_found(found, enough, miss)]))
+    shown = rows.head(SHOWN).assign(
+        seconds=rows["seconds"].map("{:.3g}".format), peak_bytes=(rows["peak_bytes"] / 1e9).map("{:.3g}".format),
+        tokens_per_second=rows["tokens_per_second"].map("{:,.0f}".format), mfu=rows["mfu"].map("{:.0%}".format),
+    ).drop(columns=["tokens_per_day", "fits", "is_tied"])  # fmt: skip
+    names = {"seconds": "step (s)", "peak_bytes": "peak (GB)", "tokens_per_second": "tokens/s", "mfu": "MFU",
+             "why_not": "why not"}  # fmt: skip
+    console.print(table_of(shown.rename(columns=names), "", 2, right=["step (s)", "peak (GB)", "tokens/s", "MFU"]))
+
+
+def _found(found: Sequence["Found"], enough: "Job | None", miss: float) -> Iterator[tuple[str, str]]:
+    """Lines: the fastest that fits and its ties, or what would do; and how many were tried."""
+    from shardlab.forecast.search import RESERVE
+
+    fits, (best, *_) = [one for one in found if one.fits], found
+    ties = [one for one in fits[1:] if one.is_tied]
+    if not fits:
+        yield "FASTEST THAT FITS", f"none of {count(len(found), 'way')}; the smallest, {best.name}, {best.why_not}"
+        yield "WOULD DO", _would_do(enough)
+    else:
+        yield "FASTEST THAT FITS", _in_short(best)
+    if ties:
+        least = min((best, *ties), key=lambda one: one.peak_bytes)
+        other = "" if least is best else f"; of them {_in_short(least)}, needs least memory"
+        yield "AS FAST", f"{count(len(ties), 'way')}, within the {miss:.0%} by which a forecast may miss{other}"
+    tight = sum(one.why_not.startswith("tight") for one in found)
+    tried = f"{count(len(found), 'way')}: {len(fits)} fit, with {RESERVE - 1:.0%} on top that the allocator may reserve"
+    yield "TRIED", f"{tried}; {tight} are tight, without that; {len(found) - len(fits) - tight} do not fit"
+
+
+def _in_short(one: "Found") -> str:
+    return f"{one.name}: {one.seconds:.3g} s a step, {one.peak_bytes / 1e9:.3g} GB at the peak"
+
+
+def _would_do(enough: "Job | None") -> str:
+    from shardlab.forecast.peak import peak_bytes
+
+    if enough is None:
+        return "no number of cards: one sequence alone needs more than a card has; give shorter ones by --seq-len"
+    return (
+        f"{enough.data * enough.tensor} cards, with a sequence for each: {enough.way} needs "
+        f"{peak_bytes(enough) / 1e9:.3g} GB of tensors"
+    )
