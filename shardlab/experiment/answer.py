@@ -72,7 +72,7 @@ def answer_of_runs(
     return [
         Line("LEAST MEMORY", least_memory(rows)),
         Line("FASTEST", fastest(rows, times, doubt) + ("" if doubt else _alone(rows, times))),
-        Line("COST", cost(rows, messages(records.collectives, differ).to_dict()) + _averaged(rows, differ)),
+        Line("COST", _cost(rows, records.collectives, differ)),
         Line("WHY", why(causes)),
     ]
 
@@ -209,25 +209,43 @@ def messages(collectives: pd.DataFrame, averaged: Collection[str] = ()) -> "pd.S
         collectives: table ``collectives``.
         averaged: runs of which the mean over all steps counts.
     """
-    sent = collectives[(collectives["phase"] != str(Phase.METRICS)) & (collectives["step"] >= 0)]
-    is_last = sent["step"] == sent.groupby("run")["step"].transform("max")
-    sent = sent[is_last | sent["run"].isin(list(averaged))]
-    by_run = sent.groupby(["run", "rank"]).size().groupby("run").max() / sent.groupby("run")["step"].nunique()
+    sent, num_steps = _counted(collectives, averaged)
+    by_run = sent.groupby(["run", "rank"]).size().groupby("run").max() / num_steps
     return by_run.round().astype(int)
 
 
-def _averaged(rows: pd.DataFrame, runs: Iterable[str]) -> str:
-    """Of which runs bytes and messages are means over all steps; empty if of none."""
-    named = [name for name in runs if name in rows.index]
-    return f"; of {listing(named)} means over all steps, of which some send more" if named else ""
+def sent_by_axis(collectives: pd.DataFrame, averaged: Collection[str] = ()) -> dict[str, dict[str, float]]:
+    """What a rank sends over each axis of the mesh in a step, of runs that send over several; see ``messages``."""
+    sent, num_steps = _counted(collectives, averaged)
+    by_axis = sent.groupby(["run", "rank", "axis"])["wire_bytes"].sum().groupby(["run", "axis"]).max()
+    table = by_axis.unstack("axis").div(num_steps, axis=0)
+    return {str(run): row.dropna().to_dict() for run, row in table[table.count(axis=1) > 1].iterrows()}
 
 
-def cost(rows: pd.DataFrame, counts: Mapping[Any, int]) -> str:
-    """What a rank sends in a step, as ratios to the least, and in how many messages.
+def _counted(collectives: pd.DataFrame, averaged: Collection[str]) -> "tuple[pd.DataFrame, pd.Series[int]]":
+    """Of each run the collectives of the steps that count, and of how many."""
+    sent = collectives[(collectives["phase"] != str(Phase.METRICS)) & (collectives["step"] >= 0)]
+    is_last = sent["step"] == sent.groupby("run")["step"].transform("max")
+    sent = sent[is_last | sent["run"].isin(list(averaged))]
+    return sent, sent.groupby("run")["step"].nunique()
+
+
+def _cost(rows: pd.DataFrame, collectives: pd.DataFrame, averaged: Collection[str]) -> str:
+    """What runs cost; of those ``averaged`` bytes and messages are means over all steps."""
+    said = cost(rows, messages(collectives, averaged).to_dict(), sent_by_axis(collectives, averaged))
+    named = [name for name in averaged if name in rows.index]
+    return f"{said}; of {listing(named)} means over all steps, of which some send more" if named else said
+
+
+def cost(
+    rows: pd.DataFrame, counts: Mapping[Any, int], by_axis: Mapping[str, Mapping[str, float]] | None = None
+) -> str:
+    """What a rank sends in a step, as ratios to the least, in how many messages, and over which axes.
 
     Args:
         rows: of the summary, by strategy.
         counts: see ``messages``.
+        by_axis: see ``sent_by_axis``.
     """
     sent = rows["wire_bytes_per_step"].astype("float64")
     if sent.isna().any():
@@ -244,7 +262,11 @@ def cost(rows: pd.DataFrame, counts: Mapping[Any, int]) -> str:
         much = {"nothing": "nothing", "1.00": f"{'sends' if len(names) == 1 else 'send'} {size} a rank and step"}
         said.append(f"{listing(names)} {much.get(times, f'{times} times as much, {size}')}")
     numbers = ", ".join(f"{name} {counts.get(str(name), 0)}" for name in rows.index)
-    return f"{', '.join(said)}{f'; messages: {numbers}' if counts else ''}"
+    parts = [", ".join(said), *([f"messages: {numbers}"] if counts else [])]
+    for name, axes in (by_axis or {}).items():
+        if name in rows.index:
+            parts.append(f"{name}: {listing([f'{format_bytes(size)} over {axis}' for axis, size in axes.items()])}")
+    return "; ".join(parts)
 
 
 def _trusted(comparison: Comparison, doubt: str) -> Iterable[str]:
@@ -305,7 +327,9 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
     return f"shardlab plan{of or ' --params 7B'} --gpu h100 --ranks 8: what it holds on cards"
 
 
-def answer_of_plan(plans: pd.DataFrame, ranks: int, memory_bytes: float | None = None) -> list[Line]:
+def answer_of_plan(
+    plans: pd.DataFrame, ranks: int, memory_bytes: float | None = None, collectives: pd.DataFrame | None = None
+) -> list[Line]:
     """The lines of a plan: what fits, where a GPU is known; who holds least; what is sent; what to try next.
 
     Args:
@@ -313,12 +337,14 @@ def answer_of_plan(plans: pd.DataFrame, ranks: int, memory_bytes: float | None =
             ``rows_that_fit`` where they are known.
         ranks: how many.
         memory_bytes: of the GPU of each rank.
+        collectives: the messages of all, where they are known.
     """
     rows = side_by_side(plans.assign(ranks=ranks))
     sent = rows.dropna(subset="wire_bytes_per_step")
     unknown = [str(name) for name in rows.index.difference(sent.index, sort=False)]
     counts = sent["messages_per_step"].to_dict() if "messages_per_step" in sent else {}
-    costs = [cost(sent, counts)] if len(sent) else []
+    by_axis = {} if collectives is None else sent_by_axis(collectives)
+    costs = [cost(sent, counts, by_axis)] if len(sent) else []
     costs += [f"what {listing(unknown)} sends is not known"] if unknown else []
     lines = [] if memory_bytes is None else [Line("WHAT FITS", what_fits(rows, memory_bytes, ranks))]
     lines += [Line("LEAST MEMORY", least_memory(rows)), Line("COST", "; ".join(costs))]

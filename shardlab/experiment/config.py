@@ -30,6 +30,7 @@ from shardlab.vocabulary import MeshAxis, class_of, dtype_name
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 SEQUENCES_PER_RANK = 4
+DATA_AXES = {MeshAxis.DATA, MeshAxis.REPLICA, MeshAxis.SHARD}
 # What a workload of one's own says itself.
 BUILTIN_FIELDS = ("model", "text", "seq_len", "learning_rate", "sequence_parallel")
 # Fields that only some strategies take -> the option of the engine.
@@ -170,10 +171,12 @@ class CompareConfig(CompareOptions):
         for strategy in made:
             if strategy.precision.compute is not None:
                 check_batch_norms(self.on_meta, strategy.precision)
-        if wrong := next((one for one in made if len(one.axes) > 2), None):
-            raise ValueError(
-                f"strategies: {wrong.name!r} averages over the axes {', '.join(wrong.axes)}; compare makes one or two"
-            )
+        for one in made:
+            if len(one.axes) > 2 or len({*one.axes} & DATA_AXES) < len(one.axes):
+                raise ValueError(
+                    f"strategies: the axes of {one.name!r} are {', '.join(one.axes)}; compare makes one or two of "
+                    f"{', '.join(sorted(DATA_AXES))}, outer first"
+                )
         if any(len(one.axes) == 2 for one in made):
             self._check_groups(next(one.name for one in made if len(one.axes) == 2))
         elif self.shard_group is not None:

@@ -294,12 +294,16 @@ def held_wrong(engine: Engine) -> str:
             # What stands for a sharded parameter has one element, however large that is.
             is_placeholder = engine.strategy.keeps_pieces and one is engine.params[name] and one.numel() == 1
             if not is_placeholder and one.untyped_storage().nbytes() >= one.nbytes > 0:
-                return f"holdings(): {what} of {name!r} is in none, so that no table would count it"
+                role = "PARAMETER" if what == "the parameter" else "GRADIENT"
+                return (
+                    f"holdings(): {what} of {name!r} is in none, so that no table would count it; after those of "
+                    f"super().holdings() yield Holding(Role.{role}, tensor, {name!r}, (start, stop)) too"
+                )
     for holding in engine.holdings():
         start, stop = holding.span
         if holding.name and holding.tensor.numel() != stop - start:
             return (
                 f"holdings(): {holding.tensor.numel()} elements are said to be elements {start} to {stop} of "
-                f"{holding.name!r}"
+                f"{holding.name!r}; give the range of the flattened parameter, (start, stop), that the tensor has"
             )
     return ""

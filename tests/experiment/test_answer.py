@@ -10,7 +10,7 @@ from tests.analysis.hand_made import collective, collectives, spans
 
 from shardlab.experiment.answer import (  # isort: skip
     _alone,
-    answer, answer_of_plan, cost, fastest, following, least_memory, quartiles, side_by_side,
+    answer, answer_of_plan, cost, fastest, following, least_memory, quartiles, sent_by_axis, side_by_side,
 )  # fmt: skip
 
 MB = 1_000_000
@@ -116,6 +116,16 @@ def test_fastest_where_nothing_is_sent_or_nobody_saw_what_is_hidden():
 )  # fmt: skip
 def test_cost(table, said):
     assert cost(rows(**table), {"ddp": 86, "fsdp": 18}) == said
+
+
+def test_bytes_by_axis_are_said_of_what_sends_over_several():
+    places = [(run, axis, rank, step) for run, axes in {"a": ["data"] * 2, "b": ["replica", "shard", "shard"]}.items()
+              for axis in axes for rank in (0, 1) for step in (1, 2)]  # fmt: skip
+    sent = [collective(rank, 0, (0, 0, 1), run=run, axis=axis, step=step) for run, axis, rank, step in places]
+    by_axis = sent_by_axis(collectives(*sent))
+    assert by_axis == sent_by_axis(collectives(*sent), averaged=["b"]) == {"b": {"replica": 1000, "shard": 2000}}
+    said = "a sends 6.00 MB a rank and step, b 1.50 times as much, 9.00 MB; b: 1.00 kB over replica and 2.00 kB over "
+    assert cost(rows(a=DDP, b=FSDP), {}, by_axis) == f"{said}shard"
 
 
 TAKES = "takes 16.6 GB, and 7.40 GB are left for activations"

@@ -1,6 +1,7 @@
 """A strategy of the reader's own beside ours: it gets their options, and what it sends is counted wherever it sends."""
 
 import contextlib
+import re
 from dataclasses import replace
 
 import pytest
@@ -102,7 +103,9 @@ class Owners(ZeRO1):
 def test_its_bytes_and_messages_are_planned_where_steps_are_alike(tmp_path, pools):
     strategies = (Owners(partition="balanced"), Groups(sharding="hybrid_shard", partition="round_robin"), LocalSGD())
     config = CompareConfig(strategies, ranks=4, steps=3, seq_len=16, accumulation=2, clip=1.0)
-    rows = compare(config, tmp_path / "run", pool=pools(4)).summary.set_index("strategy")
+    comparison = compare(config, tmp_path / "run", pool=pools(4))
+    rows = comparison.summary.set_index("strategy")
+    assert re.search(r"; groups: [\d.]+ MB over replica and [\d.]+ MB over shard; of", dict(answer(comparison))["COST"])
     assert rows.as_planned.tolist() == [True, True, None]
     assert rows.not_planned["local_sgd"] == "what it sends differs from step to step"
     assert (rows.planned_rest_bytes == rows.rest_bytes).all()
@@ -195,6 +198,12 @@ def test_ranks_that_differ_by_design_are_no_disagreement_and_bytes_are_a_mean(tm
 def test_a_name_is_no_path(name):
     with pytest.raises(ValueError, match=r"is named .* and its records lie in a folder of that name"):
         CompareConfig((type("Named", (DDP,), {"name": name})(),), ranks=2)
+
+
+@pytest.mark.parametrize("axes", [("replcia", "shard"), ("tensor",), ("data", "data"), ("data", "replica", "shard")])
+def test_axes_that_compare_does_not_make_are_refused(axes):
+    with pytest.raises(ValueError, match=r"the axes of 'named' are .*; compare makes one or two of data, replica"):
+        CompareConfig((type("Named", (DDP,), {"name": "named", "axes": axes})(),), ranks=4)
 
 
 @pytest.mark.parametrize("given", [OwnBuckets, (OwnBuckets,), ("single", TorchDDP), ZeRO1])
