@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from shardlab.data_sets import load_text
     from shardlab.engines import DDP, FSDP, Bucketed, Engine, Single, ZeRO1, ZeRO2, ZeRO3, build_engine
     from shardlab.experiment import CompareConfig, TrainStep, Workload, compare, load_comparison, plan, write_report
-    from shardlab.experiment.answer import answer
-    from shardlab.experiment.run_verdicts import verdicts
-    from shardlab.experiment.tensor import show_tp_plan
+    from shardlab.experiment.told.answer import answer
+    from shardlab.experiment.told.verdicts import verdicts
+    from shardlab.experiment.trained.tensor import show_tp_plan
     from shardlab.launch import RankPool, launch
     from shardlab.models import build_model
     from shardlab.optimizers import GradScaler, ShardedOptimizer

@@ -54,7 +54,7 @@ def pools(_no_rank_is_left: None) -> Iterator[Pools]:
     def pool_of(world_size: int) -> RankPool:
         if world_size not in warm:
             # What each rank would import: with any optimizer, with a table, with the file of a test, with a strategy.
-            preload = ["torch._dynamo", "pandas", "pytest", "shardlab.experiment.run"]
+            preload = ["torch._dynamo", "pandas", "pytest", "shardlab.experiment.run.rank_run"]
             warm[world_size] = RankPool(world_size, device="cpu", timeout_s=30.0, preload=preload)
         return warm[world_size]
 

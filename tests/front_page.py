@@ -19,7 +19,7 @@ import plotly.graph_objects as go
 from PIL import Image, PngImagePlugin
 
 from shardlab.analysis.timed import timed_steps
-from shardlab.experiment.saved_runs import load_comparison
+from shardlab.experiment.told.saved_runs import load_comparison
 from shardlab.plots import collective_timeline, memory_by_role
 from shardlab.plots.show import plain_json, png
 

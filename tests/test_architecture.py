@@ -113,6 +113,15 @@ def test_imports_point_downward() -> None:
         assert others <= MAY_IMPORT[own], f"{module} imports {sorted(others - MAY_IMPORT[own])}"
 
 
+def test_what_is_trained_run_planned_and_told_is_known_in_this_order() -> None:
+    order = ("options", "trained", "directory", "config", "run", "planned", "told", "comparison")
+    for module, tree in modules().items():
+        own = module.split(".")[2] if room(module) == "experiment" else "__init__"
+        if own != "__init__":
+            inside = {name.split(".")[2] for name in imported(tree) if name.startswith("shardlab.experiment.")}
+            assert inside <= {*order[: order.index(own) + 1]}, module
+
+
 def test_rooms_have_no_cycle() -> None:
     graph: dict[str, set[str]] = {}
     for module, tree in modules().items():

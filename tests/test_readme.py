@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 from shardlab import CompareConfig, answer, compare
 from shardlab.analysis.held_bytes import at_rest
 from shardlab.cli import app
-from shardlab.experiment import Comparison, run_verdicts
-from shardlab.experiment.answer import ROLES, fastest, side_by_side
-from shardlab.experiment.step_reasons import Reasons, why
+from shardlab.experiment import Comparison
+from shardlab.experiment.told import verdicts
+from shardlab.experiment.told.answer import ROLES, fastest, side_by_side
+from shardlab.experiment.told.step_reasons import Reasons, why
 from shardlab.vocabulary import Role
 from shardlab.why import slow_messages, slow_work
 from shardlab.why.judged_steps import BALANCED, Cause
@@ -79,7 +80,7 @@ def test_the_cells_of_a_page_run_one_after_another(tmp_path, monkeypatch, capsys
             assert found.summary["as_planned"].dropna().all()
     if page == "records":
         assert Path("runs/first/report.html").stat().st_size > 10_000
-        monkeypatch.setattr(run_verdicts, "busy_verdict", lambda *_: "")
+        monkeypatch.setattr(verdicts, "busy_verdict", lambda *_: "")
         answer_and_table_are_those_of(namespace["comparison"])
 
 

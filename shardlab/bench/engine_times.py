@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from shardlab.bench.operation_times import Effort
 from shardlab.experiment import CompareConfig, compare
-from shardlab.experiment.forecast import forecast_step, seconds_in, steered_by
-from shardlab.experiment.workload import Workload
+from shardlab.experiment.planned.forecast import forecast_step, seconds_in, steered_by
+from shardlab.experiment.trained.workload import Workload
 from shardlab.forecast.machine import Machine, RankCosts
 from shardlab.launch import RankPool
 from shardlab.planner.setup import STRATEGIES

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from shardlab.experiment import CompareConfig, compare
-from shardlab.experiment.forecast import forecast_step, seconds_in
+from shardlab.experiment.planned.forecast import forecast_step, seconds_in
 from shardlab.forecast.machine import Machine
 from shardlab.forecast.published import fit_constant, fit_roofline
 from shardlab.launch import RankPool

@@ -16,7 +16,7 @@ from shardlab.cli.console import answer_table, names_in, progress_bar, table_of
 if TYPE_CHECKING:
     import pandas as pd
 
-    from shardlab.experiment.planned import Plan
+    from shardlab.experiment.planned.plan import Plan
     from shardlab.forecast.machine import Machine
 
 CALIBRATION, LIMIT_S = Path("machine.json"), 600.0
@@ -33,9 +33,9 @@ def with_forecasts(
     from shardlab.analysis.held_bytes import peaks_of_steps
     from shardlab.bench.calibrate import differs_here
     from shardlab.experiment.config import CompareConfig
-    from shardlab.experiment.forecast import forecast_step
-    from shardlab.experiment.named_workload import workload_at
-    from shardlab.experiment.planned import to_plan
+    from shardlab.experiment.planned.forecast import forecast_step
+    from shardlab.experiment.planned.plan import to_plan
+    from shardlab.experiment.trained.named_workload import workload_at
 
     found = {}
     with progress_bar(len(plans), first="steps without values") as advance:
@@ -134,9 +134,9 @@ def what_if(
     json: Annotated[bool, typer.Option("--json", help="Print seconds as JSON.")] = False,
 ) -> None:
     """Say how long a recorded step would take with one thing changed, by replaying it."""
-    from shardlab.experiment.named_workload import workload_at
-    from shardlab.experiment.saved_runs import load_saved
-    from shardlab.experiment.what_if import what_if as replayed
+    from shardlab.experiment.planned.what_if import what_if as replayed
+    from shardlab.experiment.told.saved_runs import load_saved
+    from shardlab.experiment.trained.named_workload import workload_at
 
     comparison, config = load_saved(directory)
     if config.workload is not None:

@@ -164,10 +164,10 @@ def _of_workload(
 ) -> Found:  # fmt: skip
     import pandas as pd
 
-    from shardlab.experiment.named_workload import workload_at  # here, because it imports torch
-    from shardlab.experiment.planned import plans_of, row_of, table_of
-    from shardlab.experiment.run_plan import RunPlan
-    from shardlab.experiment.tensor import shown_plan
+    from shardlab.experiment.planned.plan import plans_of, row_of, table_of
+    from shardlab.experiment.planned.run_plan import RunPlan
+    from shardlab.experiment.trained.named_workload import workload_at  # here, because it imports torch
+    from shardlab.experiment.trained.tensor import shown_plan
     from shardlab.vocabulary import dtype_name
 
     names, layers, workload = names or STRATEGIES, None, workload_at(place)
@@ -202,7 +202,7 @@ def _of_workload(
 
 def _tell(found: Found, ranks: int, gpu: Gpu | None, card: str, *, json: bool, out: Path | None) -> None:
     """Print the answer, then the tables that support it; or all as JSON; and write the page."""
-    from shardlab.experiment.answer import answer_of_plan
+    from shardlab.experiment.told.answer import answer_of_plan
 
     said: list[tuple[str, str]] = [("MODEL", HALF.format(dtype=found.half))] if found.half else []
     said += answer_of_plan(found.rows, ranks, None if gpu is None else gpu.memory_bytes, found.collectives)

@@ -75,7 +75,7 @@ def record(
 def report(directory: Directory, json: AsJson = False) -> None:
     """Write report.html again from existing records, and print its table; also for a run that was cut off."""
     from shardlab.experiment import load_saved, write_report  # torch takes 1.5 s to import
-    from shardlab.experiment.answer import answer
+    from shardlab.experiment.told.answer import answer
     from shardlab.recording.report import is_recorded
 
     if is_recorded(directory):
@@ -146,7 +146,7 @@ def diff(
 ) -> None:
     """Compare two comparisons or runs: every number of each strategy, and whether the losses are equal."""
     from shardlab.experiment import load_saved
-    from shardlab.experiment.differences import differences, losses_compared, readable, set_otherwise
+    from shardlab.experiment.told.differences import differences, losses_compared, readable, set_otherwise
     from shardlab.recording.report import is_recorded
 
     if is_recorded(first) or is_recorded(second):
@@ -166,8 +166,8 @@ def diff(
 
 def print_result(comparison: "Comparison", config: "CompareConfig", report: Path) -> None:
     """Print the answer of a comparison, its table, verdicts, and the path of its report."""
-    from shardlab.experiment.answer import answer
-    from shardlab.experiment.run_verdicts import peak_note, verdicts
+    from shardlab.experiment.told.answer import answer
+    from shardlab.experiment.told.verdicts import peak_note, verdicts
 
     console = Console(highlight=False)
     console.print(answer_table(answer(comparison, config)))
@@ -199,7 +199,7 @@ def _run(directory: Path, strategy: str | None) -> Path:
 
 def _report_recorded(directory: Path, json: bool) -> None:
     """Write and print the report of a script recorded from outside."""
-    from shardlab.experiment.summary import readable_summary
+    from shardlab.experiment.told.summary import readable_summary
     from shardlab.plots.text import column_text
     from shardlab.recording.report import COLUMNS, answer_of_record, caption, lead, load_recorded, write_report
 
@@ -223,7 +223,7 @@ def _report_recorded(directory: Path, json: bool) -> None:
 def _diff_recorded(first: Path, second: Path, json: bool) -> None:
     """Print the numbers of two runs of which a script has made one or both: their losses are not comparable."""
     from shardlab.experiment import load_saved
-    from shardlab.experiment.differences import differences, readable
+    from shardlab.experiment.told.differences import differences, readable
     from shardlab.recording.report import is_recorded, load_recorded
 
     one, other = (
@@ -239,7 +239,7 @@ def _diff_recorded(first: Path, second: Path, json: bool) -> None:
 
 def _result_table(comparison: "Comparison", config: "CompareConfig", console: Console) -> tuple[Table, list[str]]:
     """The table, and the names of the columns that do not fit into the terminal."""
-    from shardlab.experiment.summary import TERMINAL, readable_summary
+    from shardlab.experiment.told.summary import TERMINAL, readable_summary
 
     steps = int(comparison.summary["steps"].max())
     title = f"{config.title}, {count(config.ranks, 'rank')}, {count(steps, 'step')}"

@@ -23,7 +23,7 @@ Step = tuple[dict[str, Any], float]
 
 Config = Annotated[Path, typer.Option(help="The config.json of a transformer, as it lies beside its weights.")]
 Ranks = Annotated[int, typer.Option(min=1, help="Number of GPUs.")]
-Card = Annotated[str, typer.Option(help="A card, such as h100 or 4090; or its memory alone, such as 24GB.")]
+Card = Annotated[str, typer.Option(help="A card, such as h100 or 4090; or a memory, such as 24GB, for bytes alone.")]
 Network = Annotated[
     str, typer.Option(help="For example '8 per host, nvlink4, 400Gb/s per GPU'; by default what is usual for the card.")
 ]

@@ -33,11 +33,11 @@ import torch
 from shardlab.comm import CollectiveEvent, Communicator, Observer
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import AnyEngine
-from shardlab.experiment.batches import size_of
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.run import RankRun, mesh_of, recorded_run, source_of
-from shardlab.experiment.train_step import TrainStep
-from shardlab.experiment.workload import LossFn
+from shardlab.experiment.run.rank_run import RankRun, mesh_of, recorded_run, source_of
+from shardlab.experiment.run.train_step import TrainStep
+from shardlab.experiment.trained.batches import size_of
+from shardlab.experiment.trained.workload import LossFn
 from shardlab.launch import RankPool, current
 from shardlab.launch.cell_bar import cell_bar
 from shardlab.launch.pool import check_pool

@@ -23,8 +23,8 @@ from shardlab.course.faults.kinds import Straggler
 from shardlab.engines.bucketed import Bucketed
 from shardlab.experiment.comparison import PRELOAD, compare
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.forecast import seconds_in
-from shardlab.experiment.workload import Workload, adamw
+from shardlab.experiment.planned.forecast import seconds_in
+from shardlab.experiment.trained.workload import Workload, adamw
 from shardlab.launch import RankPool
 from shardlab.partition.ring_cost import Link
 from shardlab.records.store import Records

@@ -13,9 +13,9 @@ import inspect
 import json
 import platform
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from functools import partial
 from math import isfinite, isnan, prod
 from pathlib import Path
 from typing import Any
@@ -27,57 +27,31 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardlab.comm.signed_messages import all_gather_bytes
-from shardlab.experiment.batches import check_enough
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import claim, new_directory, reserve, run_directory
-from shardlab.experiment.planned import against_plan, plans_or_why
-from shardlab.experiment.rank_checks import DATA, GRADIENTS, LOSS, broadcast_said, first_that_differ, of_all_ranks
-from shardlab.experiment.run import Progress, RankReport, run_strategy
-from shardlab.experiment.step_reasons import Reasons, reasons
-from shardlab.experiment.summary import summarise
-from shardlab.experiment.watched_loss import FirstLoss
-from shardlab.experiment.workload import Workload
+from shardlab.experiment.planned.plan import plans_or_why
+from shardlab.experiment.run.rank_checks import DATA, GRADIENTS, LOSS, broadcast_said, first_that_differ
+from shardlab.experiment.run.rank_run import Progress, RankReport, run_strategy
+from shardlab.experiment.run.watched_loss import FirstLoss
+from shardlab.experiment.told.as_planned import against_plan
+from shardlab.experiment.told.saved_runs import Comparison
+from shardlab.experiment.told.summary import summarise
+from shardlab.experiment.trained.batches import check_enough, of_all_ranks
+from shardlab.experiment.trained.workload import Workload
 from shardlab.installed import __version__
 from shardlab.launch import RankError, RankHang, RankPool, place
 from shardlab.launch.cell_bar import cell_bar
 from shardlab.launch.placement import torchrun_env
 from shardlab.launch.pool import check_pool
-from shardlab.records.store import Records, load_runs, write_manifest
+from shardlab.records.store import load_runs, write_manifest
 from shardlab.testing.agreement_check import disagreement
 from shardlab.trace.clock import Reading, origins_of
 from shardlab.vocabulary import MeshAxis, dtype_name
 
 # Every rank imports these, so they are imported once before the ranks are forked.
-PRELOAD = ("shardlab.experiment.run", "torch._dynamo")
+PRELOAD = ("shardlab.experiment.run.rank_run", "torch._dynamo")
 
 OnProgress = Callable[[Progress], None]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The result of ``compare``.
-
-    Attributes:
-        summary: one row per strategy, the columns of ``summary.json``.
-        records: the five tables of all strategies; ``run`` is the strategy.
-        directory: where the files are.
-        failed: by strategy that raised on a rank, what it raised; it has no row.
-    """
-
-    summary: pd.DataFrame
-    records: Records
-    directory: Path
-    failed: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def losses_equal(self) -> bool:
-        """Whether all losses equal the reference's; False if one is inf or NaN, True for a single strategy."""
-        return not (self.summary["losses_equal"] == False).any()  # noqa: E712  (None is neither)
-
-    @cached_property
-    def reasons(self) -> dict[str, Reasons]:
-        """Why the steps of each strategy take as long as they do."""
-        return reasons(self.records)
 
 
 def compare(

@@ -16,10 +16,10 @@ from shardlab.engines import STRATEGIES, Strategy, engine_options
 from shardlab.engines.guards.model_checks import check_batch_norms
 from shardlab.engines.peers import TorchFSDP2
 from shardlab.experiment.directory import check_resume
-from shardlab.experiment.named_workload import builtin, workload_at
 from shardlab.experiment.options import CompareOptions
-from shardlab.experiment.tensor import TORCH_TP, with_plan
-from shardlab.experiment.workload import Workload
+from shardlab.experiment.trained.named_workload import builtin, workload_at
+from shardlab.experiment.trained.tensor import TORCH_TP, with_plan
+from shardlab.experiment.trained.workload import Workload
 from shardlab.field_types import check_types
 from shardlab.launch.placement import check_ranks
 from shardlab.models import MODELS, GPTConfig

@@ -45,7 +45,7 @@ _IF_PARENT_HAS = {
     "torch._dynamo": ("torch._dynamo",),
     "pandas": ("pandas",),
     "shardlab.engines": ("shardlab.engines", "torch._dynamo"),  # which torch imports with the first optimizer
-    "shardlab.experiment.run": ("shardlab.experiment.run", "torch._dynamo"),
+    "shardlab.experiment.run.rank_run": ("shardlab.experiment.run.rank_run", "torch._dynamo"),
 }
 # A pipe holds 64 KiB unless told otherwise: so much is certain to take all that was written before the call.
 _MAX_BYTES_PER_CALL = 1 << 20

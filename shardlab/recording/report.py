@@ -10,14 +10,13 @@ import plotly.graph_objects as go
 from shardlab.analysis.attribution import waits
 from shardlab.analysis.held_bytes import at_rest
 from shardlab.analysis.timed import in_timed_steps, timed_steps
-from shardlab.experiment.answer import ALIKE, ROLES, Line, messages, quartiles, steps_differ
-from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.directory import write_page
-from shardlab.experiment.report import REASONS, memory_figures, memory_tables, middle_step, time_figures
-from shardlab.experiment.saved_runs import check_complete, check_steps
-from shardlab.experiment.step_reasons import reasons_table, why
-from shardlab.experiment.summary import COLUMNS as COMPARED
-from shardlab.experiment.summary import LOOK_FOR, MB, readable_summary, summarise, why_dead
+from shardlab.experiment.told.answer import ALIKE, ROLES, Line, messages, quartiles, steps_differ
+from shardlab.experiment.told.report import REASONS, memory_figures, memory_tables, middle_step, time_figures
+from shardlab.experiment.told.saved_runs import Comparison, check_complete, check_steps
+from shardlab.experiment.told.step_reasons import reasons_table, why
+from shardlab.experiment.told.summary import COLUMNS as COMPARED
+from shardlab.experiment.told.summary import LOOK_FOR, MB, readable_summary, summarise, why_dead
 from shardlab.plots import collective_timeline, loss_curves, report_page
 from shardlab.plots.text import format_bytes, format_percent, format_us
 from shardlab.records.store import Records, load_run, whole_steps

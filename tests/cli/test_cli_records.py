@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from shardlab.cli import app
 from shardlab.experiment import CompareConfig, compare
-from shardlab.experiment.differences import HEADERS, QUANTITIES
+from shardlab.experiment.told.differences import HEADERS, QUANTITIES
 from shardlab.installed import __version__
 from shardlab.records.store import RunWriter, load_run, write_manifest
 from tests.export.trace_format import check

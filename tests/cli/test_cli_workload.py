@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from shardlab import answer, load_comparison
 from shardlab.cli import app
-from shardlab.experiment.named_workload import workload_at
+from shardlab.experiment.trained.named_workload import workload_at
 from shardlab.planner.formulas import PRECISIONS
 from tests.front_page import README, blocks, shortened
 

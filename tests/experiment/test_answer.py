@@ -8,7 +8,7 @@ from shardlab.installed import data_path
 from shardlab.records.store import Records
 from tests.analysis.hand_made import collective, collectives, spans
 
-from shardlab.experiment.answer import (  # isort: skip
+from shardlab.experiment.told.answer import (  # isort: skip
     _alone,
     answer, answer_of_plan, cost, fastest, following, least_memory, quartiles, sent_by_axis, side_by_side,
 )  # fmt: skip
@@ -218,7 +218,7 @@ TRUST = [
 
 @pytest.mark.parametrize(("changed", "loss", "doubt", "said"), TRUST)
 def test_can_i_trust_it(tmp_path, monkeypatch, changed, loss, doubt, said):
-    monkeypatch.setattr("shardlab.experiment.run_verdicts.busy_verdict", lambda *_: doubt)
+    monkeypatch.setattr("shardlab.experiment.told.verdicts.busy_verdict", lambda *_: doubt)
     manifests = {"ddp": {"disagreement": changed.get("disagreement"), "config": {}}, "zero1": {"config": {}}}
     known = {"losses_equal": [None, True], "judged_loss_difference": [None, 1e-7], "as_planned": [True, True]}
     table = rows(ddp=DDP, zero1=ZERO1).reset_index().assign(**known | {k: v for k, v in changed.items() if k in known})

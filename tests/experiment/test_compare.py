@@ -15,20 +15,21 @@ from shardlab.analysis.timed import timed_steps
 from shardlab.course import NaN, faulty
 from shardlab.engines import Bucketed
 from shardlab.experiment import CompareConfig, Workload, claim, compare, load_comparison, prepare, write_report
-from shardlab.experiment.answer import answer
 from shardlab.experiment.comparison import _disagreement
 from shardlab.experiment.directory import TakenError, reserve
-from shardlab.experiment.forecast import seconds_in
-from shardlab.experiment.report import _parts as step_parts_of
-from shardlab.experiment.report import peak_table
-from shardlab.experiment.run import RankReport
+from shardlab.experiment.planned.forecast import seconds_in
+from shardlab.experiment.run.rank_run import RankReport
+from shardlab.experiment.told.answer import answer
+from shardlab.experiment.told.losses import dead_verdict, verdict
+from shardlab.experiment.told.report import _parts as step_parts_of
+from shardlab.experiment.told.report import peak_table
+from shardlab.experiment.told.saved_runs import load_saved
 from shardlab.why.judged_steps import Recorded
 
-from shardlab.experiment.run_verdicts import (  # isort: skip
-    agreement_verdict, busy_verdict, dead_verdict, unfinished_verdict, unseen_verdict, verdict, verdicts,
+from shardlab.experiment.told.verdicts import (  # isort: skip
+    agreement_verdict, busy_verdict, unfinished_verdict, unseen_verdict, verdicts,
 )  # fmt: skip
-from shardlab.experiment.saved_runs import load_saved
-from shardlab.experiment.summary import summarise
+from shardlab.experiment.told.summary import summarise
 from shardlab.launch import RankError
 from shardlab.models import build_model
 from shardlab.testing.agreement_check import Did

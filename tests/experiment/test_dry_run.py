@@ -12,9 +12,9 @@ from torch import nn
 from shardlab.analysis import peak
 from shardlab.comm.foretold import Costs, ForetoldMesh, ToldClock, Wire
 from shardlab.experiment import CompareConfig, Workload, compare
-from shardlab.experiment.answer import answer
-from shardlab.experiment.dry_run import dry_run
-from shardlab.experiment.forecast import THIN, priced
+from shardlab.experiment.planned.dry_run import dry_run
+from shardlab.experiment.planned.forecast import THIN, priced
+from shardlab.experiment.told.answer import answer
 from shardlab.vocabulary import FLAG
 from shardlab.why import critical_path
 from shardlab.why.recorded_step import recorded_steps

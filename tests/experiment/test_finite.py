@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardlab.experiment.rank_checks import GRADIENTS, LOSS, FiniteCheck
+from shardlab.experiment.run.rank_checks import GRADIENTS, LOSS, FiniteCheck
 
 
 def backward(model, factor, rows):

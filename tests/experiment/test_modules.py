@@ -6,7 +6,7 @@ import torch
 from shardlab.analysis.held_bytes import NO_MODULE, ROOT
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
-from shardlab.experiment.shard_rows import modules_table
+from shardlab.experiment.run.shard_rows import modules_table
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 

@@ -10,12 +10,13 @@ from torch import nn
 
 from shardlab import Workload, plan
 from shardlab.experiment import CompareConfig, compare
-from shardlab.experiment.answer import answer
-from shardlab.experiment.differences import losses_compared
-from shardlab.experiment.planned import against_plan, plan_runs, setup_of
-from shardlab.experiment.planned_workload import optimizer_of
-from shardlab.experiment.run_verdicts import plan_verdict
-from shardlab.experiment.saved_runs import load_saved
+from shardlab.experiment.planned.known_workload import optimizer_of
+from shardlab.experiment.planned.plan import plan_runs, setup_of
+from shardlab.experiment.told.answer import answer
+from shardlab.experiment.told.as_planned import against_plan
+from shardlab.experiment.told.differences import losses_compared
+from shardlab.experiment.told.saved_runs import load_saved
+from shardlab.experiment.told.verdicts import plan_verdict
 from shardlab.planner import ADAM, described
 from shardlab.planner.formulas import model_states, precision_named
 from tests.conftest import Pools
@@ -72,7 +73,7 @@ def test_experts_that_rows_choose_are_planned_and_messages_that_rows_decide_are_
 
 
 def test_a_model_by_rows_that_is_too_large_to_be_tried_is_planned(monkeypatch) -> None:
-    monkeypatch.setattr("shardlab.experiment.planned_workload.MAX_NUMEL", 39)
+    monkeypatch.setattr("shardlab.experiment.planned.known_workload.MAX_NUMEL", 39)
     workload = Workload(ByValue, [torch.ones(2, 4)], mean_square)
     planned = plan(workload, 64).set_index("strategy")
     assert planned["rest_bytes"].notna().all()

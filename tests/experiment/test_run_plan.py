@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from shardlab import Mesh, Workload, build_engine
 from shardlab.cli import app
 from shardlab.course.gathered_units import watch_gathered
-from shardlab.experiment.planned import plans_of
-from shardlab.experiment.run_plan import RunPlan, kept_for_backward, readable_fit, saved_for_backward
+from shardlab.experiment.planned.plan import plans_of
+from shardlab.experiment.planned.run_plan import RunPlan, kept_for_backward, readable_fit, saved_for_backward
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.partition.ring_cost import Link
 from shardlab.planner import Gpu, described

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pandas as pd
 
-from shardlab.experiment.step_reasons import Reasons, reasons, reasons_table, why
+from shardlab.experiment.told.step_reasons import Reasons, reasons, reasons_table, why
 from shardlab.records.store import Records
 from shardlab.why.judged_steps import BALANCED, UNKNOWN, Cause
 from tests.analysis.made_steps import Loop

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardlab.experiment import CompareConfig, Workload, compare, show_tp_plan
-from shardlab.experiment.tensor import shown_plan
+from shardlab.experiment.trained.tensor import shown_plan
 from shardlab.tensor_parallel import Column, Row
 from tests.conftest import Pools
 from tests.tensor_parallel import strangers

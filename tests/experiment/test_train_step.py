@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.experiment import CompareConfig, TrainStep, Workload
-from shardlab.experiment.run import recorded_run
+from shardlab.experiment.run.rank_run import recorded_run
 from shardlab.records.store import RunWriter
 
 MICRO_BATCHES = 3

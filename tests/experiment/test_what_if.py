@@ -9,9 +9,9 @@ import pytest
 from shardlab.comm.foretold import Costs, ToldClock, Wire
 from shardlab.engines import ZeRO1
 from shardlab.experiment import CompareConfig
-from shardlab.experiment.dry_run import dry_run
-from shardlab.experiment.forecast import phase_of_autograd
-from shardlab.experiment.what_if import RecordedClock, WhatIf, what_if
+from shardlab.experiment.planned.dry_run import dry_run
+from shardlab.experiment.planned.forecast import phase_of_autograd
+from shardlab.experiment.planned.what_if import RecordedClock, WhatIf, what_if
 from shardlab.partition.ring_cost import Link
 
 OPERATION = {"forward": 2e-4, "backward": 3e-4, "optimizer": 1e-5}
@@ -41,7 +41,7 @@ def trained(config):
 @pytest.fixture
 def clock_once(monkeypatch):
     """What the record says of times is looked for once."""
-    monkeypatch.setattr("shardlab.experiment.what_if.RecordedClock", lambda *_: clock_of_record())
+    monkeypatch.setattr("shardlab.experiment.planned.what_if.RecordedClock", lambda *_: clock_of_record())
 
 
 @cache

@@ -18,12 +18,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from shardlab import CompareConfig, Workload, compare, plan
 from shardlab.comm.autograd_collectives import all_gather
-from shardlab.experiment.batches import batches_of, check_enough, divide, rows_of
-from shardlab.experiment.differences import losses_compared
-from shardlab.experiment.planned_workload import optimizer_of
-from shardlab.experiment.run_verdicts import alone_verdict, plan_verdict, resumed_verdict, verdict
-from shardlab.experiment.saved_runs import load_saved
-from shardlab.experiment.workload import seeded
+from shardlab.experiment.planned.known_workload import optimizer_of
+from shardlab.experiment.told.differences import losses_compared
+from shardlab.experiment.told.losses import alone_verdict, resumed_verdict, verdict
+from shardlab.experiment.told.saved_runs import load_saved
+from shardlab.experiment.told.verdicts import plan_verdict
+from shardlab.experiment.trained.batches import batches_of, check_enough, divide, rows_of
+from shardlab.experiment.trained.workload import seeded
 from shardlab.launch import RankError, current
 from shardlab.planner import Optimizer
 from shardlab.records.store import load_run

@@ -13,7 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from shardlab.analysis import attribution, bandwidth, overlap, stragglers
-from shardlab.experiment.step_reasons import reasons, why
+from shardlab.experiment.told.step_reasons import reasons, why
 from shardlab.export import export_hta, import_profiler_trace, perfetto_trace
 from shardlab.export.kineto import NCCL_NAMES, collective_of, dtype_of
 from shardlab.plots import collective_timeline, overlap_bars, summary_of, wire_volume

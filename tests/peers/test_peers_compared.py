@@ -3,8 +3,8 @@
 import pytest
 
 from shardlab.experiment import CompareConfig, compare
-from shardlab.experiment.run_verdicts import traffic_verdict
-from shardlab.experiment.summary import readable_summary
+from shardlab.experiment.told.summary import readable_summary
+from shardlab.experiment.told.verdicts import traffic_verdict
 from shardlab.vocabulary import SpanKind
 from shardlab.why import critical_path, recorded_step
 

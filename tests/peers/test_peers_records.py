@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.peers import Peer
-from shardlab.experiment.shard_rows import shard_rows
+from shardlab.experiment.run.shard_rows import shard_rows
 from shardlab.partition.ring_cost import Link
 from shardlab.trace.memory_by_role import bytes_by_role, known_tensors
 from shardlab.trace.observed import wire_bytes

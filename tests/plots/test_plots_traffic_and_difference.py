@@ -3,7 +3,7 @@ import pandas as pd
 import pytest
 
 from shardlab.course.figures import COSTS, run_difference
-from shardlab.experiment.differences import pairs_of
+from shardlab.experiment.told.differences import pairs_of
 from shardlab.plots import summary_of, traffic_matrix
 from shardlab.plots.theme import STRATEGY_COLOURS
 from tests.analysis.hand_made import collective, collectives

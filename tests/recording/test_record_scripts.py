@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from typer.testing import CliRunner
 
 from shardlab.cli import app, main
-from shardlab.experiment.summary import LOOK_FOR
+from shardlab.experiment.told.summary import LOOK_FOR
 from shardlab.recording.record import record
 from shardlab.records.store import load_run
 from shardlab.why.slow_messages import repeated

@@ -12,8 +12,8 @@ from shardlab.comm import Pending
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import DDP, FSDP, Bucketed, Engine, Strategy, TorchDDP, ZeRO1, build_engine
 from shardlab.experiment import CompareConfig, compare, plan
-from shardlab.experiment.answer import answer
-from shardlab.experiment.run_verdicts import verdicts
+from shardlab.experiment.told.answer import answer
+from shardlab.experiment.told.verdicts import verdicts
 from shardlab.launch import RankError
 from shardlab.testing import check_agreement
 from shardlab.vocabulary import FLAG

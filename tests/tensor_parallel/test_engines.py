@@ -12,7 +12,7 @@ from torch import nn
 from shardlab import GradScaler
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
-from shardlab.experiment.shard_rows import shard_rows
+from shardlab.experiment.run.shard_rows import shard_rows
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.tensor_parallel import gpt_plan, parallelize_module, vocab_parallel_cross_entropy
 from tests.dist import cases, whole_optimizers

@@ -17,13 +17,13 @@ from typing import Any
 import pandas as pd
 
 from shardlab.experiment import CompareConfig, Comparison, claim, compare, load_saved
-from shardlab.experiment.answer import Line, answer_of_runs, doubt_of
 from shardlab.experiment.comparison import PRELOAD
 from shardlab.experiment.options import CompareOptions
-from shardlab.experiment.planned import Plan, plans_or_why
-from shardlab.experiment.rank_checks import others_than
-from shardlab.experiment.run import Progress
-from shardlab.experiment.summary import COLUMNS, readable_summary
+from shardlab.experiment.planned.plan import Plan, plans_or_why
+from shardlab.experiment.run.rank_run import Progress
+from shardlab.experiment.told.answer import Line, answer_of_runs, doubt_of
+from shardlab.experiment.told.losses import others_than
+from shardlab.experiment.told.summary import COLUMNS, readable_summary
 from shardlab.launch import RankPool
 from shardlab.records.store import Records
 from shardlab.vocabulary import MeshAxis

@@ -7,7 +7,8 @@ import pytest
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.experiment import compare, load_comparison
-from shardlab.experiment.run_verdicts import verdict, verdicts
+from shardlab.experiment.told.losses import verdict
+from shardlab.experiment.told.verdicts import verdicts
 
 from shardlab.course import (  # isort: skip
     DeadRank, Happened, LossyLink, NaN, OutOfMemory, SkippedCall, SkippedCollective, SlowLink, Straggler, inject,

@@ -17,7 +17,7 @@ from shardlab.engines import STRATEGIES
 from shardlab.experiment import Comparison
 from shardlab.experiment.config import ENGINE_FIELDS
 from shardlab.experiment.options import CompareOptions
-from shardlab.experiment.summary import COLUMNS
+from shardlab.experiment.told.summary import COLUMNS
 from shardlab.records.store import Records
 from shardlab.records.tables import STEPS, TABLES
 

@@ -54,7 +54,7 @@ def test_one_run_is_shown_with_its_plan_and_earlier_runs_are_found_again(bench, 
     assert history.next_directory().name == "run-003"
     assert set(history.records().steps["run"]) == {"1 zero1", "2 bucketed"}
     for doubt, said in (("", 4), ("Times are UNCERTAIN: ranks slept.", 5)):
-        monkeypatch.setattr("shardlab.experiment.run_verdicts.busy_verdict", lambda *_, doubt=doubt: doubt)
+        monkeypatch.setattr("shardlab.experiment.told.verdicts.busy_verdict", lambda *_, doubt=doubt: doubt)
         lines = history.answer()
         assert [title for title, _ in lines] == ["LEAST MEMORY", "FASTEST", "COST", "WHY", "CAN I TRUST IT"][:said]
         assert lines[0].text.startswith("1 zero1, ")

@@ -3,22 +3,21 @@
 Is a loss a mean over what a rank's rows count, tokens say? Then the mean over ranks is not that of the whole batch.
 Each rank notes the loss of its first micro-batch, when all ranks and strategies have the same parameters, and what that
 loss may have divided by. If the single process's loss is the mean of the ranks' losses weighed by one of these numbers,
-and not their plain mean, this is the cause (``mean_of_means``). It is said only then.
+and not their plain mean, this is the cause (``told.losses.mean_of_means``). It is said only then.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from math import inf, isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardlab.comm.own_calls import OwnCallsRefused
-from shardlab.experiment.rank_checks import FiniteCheck
-from shardlab.experiment.workload import LossFn
+from shardlab.experiment.run.rank_checks import FiniteCheck
+from shardlab.experiment.trained.workload import LossFn
 
 OWN_CALLS = (
     "loss: it calls torch.distributed by itself, for which one process that trains alone would wait; let it take the "
@@ -77,8 +76,6 @@ class WatchedLoss:
 
 
 IGNORED = -100  # a target that torch's losses leave out
-SAME = 1e-6  # relative: what rounding makes of a loss
-TOLD_APART = 10  # the plain mean is farther off by at least so many times
 
 
 def counts_of(batch: Any) -> dict[str, float]:
@@ -107,36 +104,3 @@ def _tensors(nest: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(nest, list | tuple):
         for place, value in enumerate(nest):
             yield from _tensors(value, f"{name}[{place}]")
-
-
-def mean_of_means(
-    whole: float, losses: Sequence[float], weights: Sequence[float], counts: Mapping[str, Sequence[float]]
-) -> str:
-    """One sentence if ranks' losses are means over different numbers of what they count; else empty.
-
-    Args:
-        whole: the single process's loss of the first micro-batch.
-        losses: the ranks'.
-        weights: of these in the mean over ranks.
-        counts: by expression, what each rank counted.
-    """
-    if not all(map(isfinite, (whole, *losses))):
-        return ""
-    plain = abs(sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / len(losses) - whole)
-    nearest, words = inf, ""
-    # Of equal counts that of targets is named, which says what it means.
-    for expression, numbers in sorted(counts.items(), key=lambda one: str(IGNORED) not in one[0]):
-        total = sum(numbers)
-        if len(set(numbers)) > 1 and min(numbers) >= 0 and total > 0:
-            mean = sum(loss * number for loss, number in zip(losses, numbers, strict=True) if number) / total
-            if (distance := abs(mean - whole)) < nearest:
-                nearest, words = distance, expression
-    rounding = SAME * max(abs(whole), 1.0)
-    if not words or nearest > rounding or plain < TOLD_APART * max(nearest, rounding / TOLD_APART):
-        return ""
-    numbers = counts[words]
-    return (
-        f"It is a mean of means: ranks' batches have different numbers of counted entries, from {min(numbers):g} to "
-        f"{max(numbers):g} in the first ({words}), by which one process weighs them and a mean over ranks does not. "
-        f"With Workload(..., weight=lambda batch: {words}) all strategies train as one process does."
-    )

@@ -23,10 +23,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from shardlab.comm.trees import cast_floating, map_tensors, tensors_in
 from shardlab.engines.autograd_nodes import nodes_below
 from shardlab.engines.precision import Precision, parse_precision
-from shardlab.experiment.batches import batches_of, divide, rows_of
-from shardlab.experiment.named_workload import workload_at
-from shardlab.experiment.planned import Plan, plans_of, row_of, table_of
-from shardlab.experiment.workload import Workload, seeded
+from shardlab.experiment.planned.plan import Plan, plans_of, row_of, table_of
+from shardlab.experiment.trained.batches import batches_of, divide, rows_of
+from shardlab.experiment.trained.named_workload import workload_at
+from shardlab.experiment.trained.workload import Workload, seeded
 from shardlab.planner.fit import rows_that_fit, sending_us
 from shardlab.planner.gpu import Gpu
 from shardlab.planner.rows import ROWS

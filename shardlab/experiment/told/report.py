@@ -16,14 +16,14 @@ from shardlab import plots
 from shardlab.analysis.held_bytes import allocator_items, peak
 from shardlab.analysis.overlap import overlap, step_split
 from shardlab.analysis.timed import in_timed_steps, timed_steps, traced_and_ordinary
-from shardlab.experiment.answer import answer
-from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import write_page
-from shardlab.experiment.run_verdicts import dead_verdict, transports_of, verdicts
-from shardlab.experiment.saved_runs import config_of
-from shardlab.experiment.step_reasons import reasons_table
-from shardlab.experiment.summary import FULL, PLANNED, REFERENCE, precision_of, readable_summary, reference_of
+from shardlab.experiment.told.answer import answer
+from shardlab.experiment.told.losses import dead_verdict
+from shardlab.experiment.told.saved_runs import Comparison, config_of
+from shardlab.experiment.told.step_reasons import reasons_table
+from shardlab.experiment.told.summary import FULL, PLANNED, REFERENCE, precision_of, readable_summary, reference_of
+from shardlab.experiment.told.verdicts import transports_of, verdicts
 from shardlab.records.store import Records
 from shardlab.vocabulary import Phase, Role
 

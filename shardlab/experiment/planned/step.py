@@ -20,12 +20,12 @@ from shardlab.comm import BaseMesh
 from shardlab.comm.trees import tensors_in
 from shardlab.dry.messages import DryRun, Log, Places
 from shardlab.engines import Division, Engine
-from shardlab.experiment.batches import batches_of, divide
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.planned_workload import PlannedWorkload
-from shardlab.experiment.run import engine_of
-from shardlab.experiment.tensor import loss_of
-from shardlab.experiment.train_step import TrainStep
+from shardlab.experiment.planned.known_workload import PlannedWorkload
+from shardlab.experiment.run.rank_run import engine_of
+from shardlab.experiment.run.train_step import TrainStep
+from shardlab.experiment.trained.batches import batches_of, divide
+from shardlab.experiment.trained.tensor import loss_of
 from shardlab.launch import place
 from shardlab.optimizers.grad_scaler import GradScaler
 from shardlab.planner.memory import memory_table

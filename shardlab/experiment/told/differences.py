@@ -6,10 +6,10 @@ from math import nan
 
 import pandas as pd
 
-from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.rank_checks import others_than
-from shardlab.experiment.summary import COLUMNS, MOVED, judged, losses_of, not_finite, tolerance_of_run
+from shardlab.experiment.told.losses import others_than
+from shardlab.experiment.told.saved_runs import Comparison
+from shardlab.experiment.told.summary import COLUMNS, MOVED, judged, losses_of, not_finite, tolerance_of_run
 
 Saved = tuple[Comparison, CompareConfig]
 Pair = tuple[str, str]

@@ -1,6 +1,6 @@
 """One row per strategy: what it cost, whether it trained the same model, and how to print that."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import isfinite, nan
 from typing import Any
 
@@ -9,7 +9,6 @@ import pandas as pd
 
 from shardlab.analysis.held_bytes import at_rest, peaks_of_steps
 from shardlab.analysis.timed import hidden_share, step_lengths, timed_steps, traced_and_ordinary
-from shardlab.experiment.rank_checks import own_buffers_said
 from shardlab.records.store import Records
 from shardlab.vocabulary import Phase, Role
 
@@ -300,3 +299,9 @@ def _moved(records: Records, run: str, steps: "pd.Series[int]") -> float | None:
 def _number(value: Any, factor: float = 1.0) -> float | None:
     """A float, or None if it is missing (no overlap without communication), inf or NaN."""
     return None if pd.isna(value) or not isfinite(value) else float(value) * factor
+
+
+def own_buffers_said(manifests: Iterable[Mapping[str, Any]]) -> str:
+    """The same from manifests; empty too where ranks disagree, of which buffers may be a consequence."""
+    said = (known.get("own_buffers") for known in manifests if not known.get("disagreement"))
+    return next(filter(None, said), "")

@@ -20,8 +20,8 @@ from shardlab.comm.events import CollectiveEvent
 from shardlab.comm.foretold import Costs, ToldClock, Wire
 from shardlab.engines import STRATEGIES
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.dry_run import dry_run
-from shardlab.experiment.forecast import phase_of_autograd, priced, seconds_in
+from shardlab.experiment.planned.dry_run import dry_run
+from shardlab.experiment.planned.forecast import phase_of_autograd, priced, seconds_in
 from shardlab.forecast.machine import Line, RankCosts
 from shardlab.partition.ring_cost import Link, ring_wire_bytes
 from shardlab.records.store import Records

@@ -19,10 +19,10 @@ from typing import Any
 from shardlab.comm.foretold import ForetoldMesh, ToldClock
 from shardlab.comm.trees import tensors_in
 from shardlab.dry.without_values import WithoutValues
-from shardlab.experiment.batches import DataEndedError, Share
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.planned_workload import first_batch, first_forward
-from shardlab.experiment.run import recorded_run
+from shardlab.experiment.planned.known_workload import first_batch, first_forward
+from shardlab.experiment.run.rank_run import recorded_run
+from shardlab.experiment.trained.batches import DataEndedError, Share
 from shardlab.records.store import Records, RunWriter, load_run, write_manifest
 from shardlab.trace.unlike_steps import Shapes, shapes_of, within
 

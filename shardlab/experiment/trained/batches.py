@@ -3,23 +3,31 @@
 One process that takes all rows sees exactly what N ranks see together; this is what losses are compared on. Where the
 rows of a batch do not divide evenly, ranks get one row more or less, and their mean losses are weighted by their rows,
 so that the mean over ranks stays the mean over rows.
+
+Have all strategies, and a run that goes on, trained on the same rows? Only then can their losses be compared. So each
+rank adds up the checksums of the rows of its first batches. The sum over ranks depends neither on the order of the rows
+nor on how they are divided.
 """
 
 import random
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
 from math import inf, nan
 from typing import Any
+from zlib import crc32
 
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from shardlab.comm.trees import map_tensors, tensors_in
-from shardlab.experiment.rank_checks import NUM_BATCHES, checksum
-from shardlab.experiment.workload import Workload, seeded
+from shardlab.experiment.trained.workload import Workload, seeded
 from shardlab.tensor_parallel.rng import generator_states, set_generator_states
+
+NUM_BATCHES = 10  # whose rows are checked: what is drawn without a seed differs from the first one on
 
 
 class DataEndedError(ValueError):
@@ -217,3 +225,37 @@ def _apart(source: Callable[[], Iterator[Any]], seed: int) -> Iterator[Any]:
         # Outside of the seed: training goes on from here, with its own random numbers.
         yield batch
     raise DataEndedError(f"data: it ended after {number} batches; yield more of them, or take fewer steps")
+
+
+def checksum(batch: Any) -> int:
+    """Of the rows in all tensors in host memory that have as many rows as the first."""
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.is_cpu and is_plain(tensor) and tensor.dim() > 0]
+    return sum(crc32(row) for tensor in tensors if len(tensor) == len(tensors[0]) for row in _rows(tensor))
+
+
+def of_all_ranks(by_rank: Sequence[Sequence[int]], is_divided: bool) -> list[int]:
+    """The checksum of each global batch.
+
+    Args:
+        by_rank: of the data ranks.
+        is_divided: each rank has read the whole batch before it took its rows; else it was given its own.
+    """
+    whole = zip(*by_rank, strict=False)
+    return [batch[0] if is_divided and len(set(batch)) == 1 else sum(batch) for batch in whole]
+
+
+def first_other(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first batch that differs; None if none does of those that both know."""
+    return next((place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its elements lie in its own memory, as those of sparse, nested and wrapped tensors do not."""
+    is_wrapper = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return not is_wrapper and not tensor.is_nested and tensor.layout is torch.strided
+
+
+def _rows(tensor: Tensor) -> Any:
+    """The bytes of each row."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.unsqueeze(-1).flatten(1).contiguous().view(torch.uint8).numpy()

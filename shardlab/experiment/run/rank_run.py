@@ -16,15 +16,15 @@ from shardlab.comm.own_calls import PAST, num_sent_by_torch
 from shardlab.comm.rank_life import observing_new
 from shardlab.comm.trees import map_tensors, tensors_in
 from shardlab.engines import AnyEngine, Engine, OptimizerFn, Strategy, build_engine, engine_options
-from shardlab.experiment.batches import Share, batches_of, size_of
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import checkpoint_directory, same_options
-from shardlab.experiment.rank_checks import NUM_BATCHES, FiniteCheck, first_other, sums_of
-from shardlab.experiment.shard_rows import shard_rows
-from shardlab.experiment.tensor import divided, loss_of
-from shardlab.experiment.train_step import StepResult, TrainStep
-from shardlab.experiment.watched_loss import FirstLoss, WatchedLoss, counts_of
-from shardlab.experiment.workload import seeded
+from shardlab.experiment.run.rank_checks import FiniteCheck, sums_of
+from shardlab.experiment.run.shard_rows import shard_rows
+from shardlab.experiment.run.train_step import StepResult, TrainStep
+from shardlab.experiment.run.watched_loss import FirstLoss, WatchedLoss, counts_of
+from shardlab.experiment.trained.batches import NUM_BATCHES, Share, batches_of, first_other, size_of
+from shardlab.experiment.trained.tensor import divided, loss_of
+from shardlab.experiment.trained.workload import seeded
 from shardlab.installed import num_cores
 from shardlab.launch import current
 from shardlab.optimizers.grad_scaler import GradScaler
@@ -59,7 +59,7 @@ class RankReport:
         not_finite: the first step in which a number of this rank's own rows was inf or NaN, by what it was.
         did: what the rank had called, and its parameters' checksum, after some of the steps.
         drew: whether a step drew random numbers, as dropout does.
-        batches: checksums of the first ones, see ``rank_checks``.
+        batches: checksums of the first ones, see ``batches``.
         other_batch: the first of them that is not what the checkpoint it went on from was trained on; None if all are.
         buffers: checksums after the first steps, and after some of the later ones, see ``rank_checks``.
         first: of its first micro-batch.

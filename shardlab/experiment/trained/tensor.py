@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from shardlab.comm import BaseMesh
-from shardlab.experiment.batches import batches_of, divide, rows_of
-from shardlab.experiment.named_workload import workload_at
 from shardlab.experiment.options import CompareOptions
-from shardlab.experiment.workload import LossFn, Workload
+from shardlab.experiment.trained.batches import batches_of, divide, rows_of
+from shardlab.experiment.trained.named_workload import workload_at
+from shardlab.experiment.trained.workload import LossFn, Workload
 from shardlab.tensor_parallel import Suggestion, parallelize_module, suggest_tp_plan
 from shardlab.tensor_parallel.plan import checked
 from shardlab.tensor_parallel.plan_trial import has_room

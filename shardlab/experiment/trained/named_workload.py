@@ -20,7 +20,7 @@ from torch import Tensor
 from shardlab.comm.communicator import Communicator
 from shardlab.data_sets import batch, load_text
 from shardlab.experiment.options import CompareOptions
-from shardlab.experiment.workload import SUGGESTED, Workload
+from shardlab.experiment.trained.workload import SUGGESTED, Workload
 from shardlab.models import MODELS, GPTConfig, build_model, next_token
 from shardlab.tensor_parallel import Plan, gpt_plan, vocab_parallel_cross_entropy
 from shardlab.vocabulary import class_of

@@ -15,9 +15,9 @@ from shardlab.comm.trees import map_tensors
 from shardlab.engines.any_engine import of_state
 from shardlab.engines.autograd_nodes import may_nest, nodes_below
 from shardlab.engines.step_tensors import StepTensors
-from shardlab.experiment.batches import batches_of, divide, rows_of
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.workload import Workload, seeded
+from shardlab.experiment.trained.batches import batches_of, divide, rows_of
+from shardlab.experiment.trained.workload import Workload, seeded
 from shardlab.planner.setup import SGD, Optimizer
 from shardlab.tensor_parallel.plan_trial import MAX_NUMEL, DryRunRank
 from shardlab.units import wrapped_modules

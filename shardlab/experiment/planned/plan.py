@@ -1,10 +1,10 @@
-"""What each strategy will cost a workload, without ranks, and whether a record agrees in every byte and message.
+"""What each strategy will cost a workload, without ranks.
 
     plan(workload, ranks=8)                               # one row per strategy
     plan(workload, ranks=64, strategies="fsdp", precision="bf16", prefetch=2)
 
 Bytes at rest of our strategies are arithmetic, and so a count of their own; of a strategy of the reader's own, and all
-messages, they are those of the engine itself, which takes two steps without values (``planned_step``). The model is
+messages, they are those of the engine itself, which takes two steps without values (``step``). The model is
 built on the meta device where that is possible: one of 7 billion parameters needs neither time nor memory.
 """
 
@@ -22,23 +22,20 @@ from shardlab.dry.messages import DryRun
 from shardlab.engines import Strategy
 from shardlab.engines.precision import parse_precision
 from shardlab.experiment.config import CompareConfig, takes
-from shardlab.experiment.planned_step import Held, Shapes, dry_step, memory_of
-from shardlab.experiment.planned_workload import PlannedWorkload, divided_module
-from shardlab.experiment.workload import Workload
+from shardlab.experiment.planned.known_workload import PlannedWorkload, divided_module
+from shardlab.experiment.planned.step import Held, Shapes, dry_step, memory_of
+from shardlab.experiment.trained.workload import Workload
 from shardlab.launch import place
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.planner import Setup
 from shardlab.planner.setup import STRATEGIES, Optimizer
 from shardlab.planner.tensor import on_tensor_ranks
-from shardlab.records.store import Records
 from shardlab.units import units_of
-from shardlab.vocabulary import Phase, Role, dtype_name
+from shardlab.vocabulary import Role, dtype_name
 
-_BY_ROWS = "what is used or sent depends on the rows, so bytes and messages may differ from the plan's"
-_BY_STEP = "what it sends differs from step to step"
+BY_ROWS = "what is used or sent depends on the rows, so bytes and messages may differ from the plan's"
 _BY_OPTIMIZER = "the optimizer's state has other shapes than the parameters, or grows after its first step"
 _PEERS = "it is torch's own"
-MESSAGE = ["op", "axis", "tag", "dtype", "numel", "bytes", "wire_bytes", "group_size"]
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,7 @@ class _Plans:
         """The step without values; or why there is none."""
         config, forward = self._config, self._known.forward
         if made.by_unit and forward.units_by_rows and prod(config.mesh_axes(strategy).values()) > 1:
-            return None, _BY_ROWS
+            return None, BY_ROWS
         try:
             return dry_step(config, strategy, self._known, self._shapes), ""
         except Exception as error:
@@ -178,66 +175,6 @@ def _without_counters(optimizer: Optimizer | Mapping[str, Optimizer]) -> Optimiz
     if isinstance(optimizer, Optimizer):
         return without(optimizer)
     return {name: without(kept) for name, kept in optimizer.items()}
-
-
-def against_plan(run: str, records: Records, plan: Plan | str) -> dict[str, Any]:
-    """The columns of ``summary.json`` on the plan; null without a plan.
-
-    ``rest_bytes`` is measured. It, ``planned_rest_bytes`` and ``planned_wire_bytes`` are maxima over ranks.
-    ``as_planned`` says whether the bytes at rest of every role on every rank, and every message of the last step in
-    order, equal the plan; null, with the reason, where they may differ because of the rows.
-    """
-    rest = _last(records.memory, run, records.memory["where"] == "rest")
-    measured: dict[str, Any] = {"rest_bytes": _most(rest)}
-    unknown = {"planned_wire_bytes": None, "as_planned": None}
-    if isinstance(plan, str):
-        return {**measured, "planned_rest_bytes": None, **unknown, "not_planned": plan}
-    measured["planned_rest_bytes"] = _most(plan.memory)
-    if plan.collectives is None:
-        return {**measured, **unknown, "not_planned": plan.why}
-    sent = plan.collectives.groupby("rank")["wire_bytes"].sum()
-    held = _held(plan.memory) == _held(rest)
-    own = records.collectives["phase"] != Phase.METRICS
-    said = _said(plan.collectives) == _said(_last(records.collectives, run, own, like=records.steps))
-    measured["planned_wire_bytes"] = float(sent.max()) if len(sent) else 0.0
-    if not (held and said) and plan.by_rows:
-        return {**measured, "as_planned": None, "not_planned": _BY_ROWS}
-    if not (held and said) and plan.is_own and _differ(records.collectives[own & (records.collectives["run"] == run)]):
-        return {**measured, "as_planned": None, "not_planned": _BY_STEP}
-    return {**measured, "as_planned": held and said, "not_planned": None}
-
-
-def _differ(collectives: pd.DataFrame) -> bool:
-    """Whether steps after the first one sent different messages."""
-    steps = range(1, int(collectives["step"].max()) + 1)
-    return len({tuple(_said(collectives[collectives["step"] == step])) for step in steps}) > 1
-
-
-def _last(table: pd.DataFrame, run: str, chosen: pd.Series, like: pd.DataFrame | None = None) -> pd.DataFrame:
-    """The chosen rows of a run's last step; ``like`` gives the last step of a table that may have no rows in it."""
-    own: pd.DataFrame = table[chosen & (table["run"] == run)]
-    steps = own if like is None else like[like["run"] == run]
-    last: pd.DataFrame = own[own["step"] == steps["step"].max()]
-    return last
-
-
-def _most(memory: pd.DataFrame) -> int:
-    return int(_of_strategy(memory).groupby("rank")["bytes"].sum().max())
-
-
-def _held(memory: pd.DataFrame) -> dict[tuple[int, str], int]:
-    rows = _of_strategy(memory)[["rank", "role", "bytes"]].itertuples(index=False)
-    return {(rank, role): num_bytes for rank, role, num_bytes in rows if num_bytes}
-
-
-def _of_strategy(memory: pd.DataFrame) -> pd.DataFrame:
-    """Without what the strategy does not decide: library workspaces on a GPU, and tensors that nobody named."""
-    return memory[~memory["role"].isin((Role.WORKSPACE, Role.UNATTRIBUTED))]
-
-
-def _said(collectives: pd.DataFrame) -> list[tuple[Any, ...]]:
-    ordered = collectives.sort_values(["rank", "seq"])
-    return list(ordered[["rank", *MESSAGE]].itertuples(index=False, name=None))
 
 
 def _name(dtype: torch.dtype | None) -> str | None:

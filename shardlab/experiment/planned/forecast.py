@@ -18,7 +18,7 @@ from shardlab.comm.foretold import Costs, ToldClock, Wire
 from shardlab.comm.transports.gloo import SEGMENT_BYTES
 from shardlab.comm.trees import tensors_in
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.dry_run import dry_run
+from shardlab.experiment.planned.dry_run import dry_run
 from shardlab.forecast.machine import Line, Machine, RankCosts
 from shardlab.partition.ring_cost import Link
 from shardlab.records.store import Records

@@ -1,18 +1,19 @@
-"""Loading what ``compare`` has written: a finished comparison, one that was cut off, or one run of it."""
+"""The result of a comparison, and loading what ``compare`` wrote: finished, cut off, or one run of it."""
 
 import json
-from collections.abc import Iterable
-from dataclasses import fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import run_directory
-from shardlab.experiment.planned import against_plan
-from shardlab.experiment.summary import COLUMNS, summarise
+from shardlab.experiment.told.as_planned import against_plan
+from shardlab.experiment.told.step_reasons import Reasons, reasons
+from shardlab.experiment.told.summary import COLUMNS, summarise
 from shardlab.field_types import check_types
 from shardlab.records.store import Records, load_runs, run_directories, whole_steps
 
@@ -20,6 +21,33 @@ NEEDED: dict[str, Any] = {
     "config": dict, "versions": dict, "devices": list, "backend": str | None, "ranks": int, "mesh": dict | None,
     "padding_bytes": int | None, "recorder_share": float | None,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of ``compare``.
+
+    Attributes:
+        summary: one row per strategy, the columns of ``summary.json``.
+        records: the five tables of all strategies; ``run`` is the strategy.
+        directory: where the files are.
+        failed: by strategy that raised on a rank, what it raised; it has no row.
+    """
+
+    summary: pd.DataFrame
+    records: Records
+    directory: Path
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def losses_equal(self) -> bool:
+        """Whether all losses equal the reference's; False if one is inf or NaN, True for a single strategy."""
+        return not (self.summary["losses_equal"] == False).any()  # noqa: E712  (None is neither)
+
+    @cached_property
+    def reasons(self) -> dict[str, Reasons]:
+        """Why the steps of each strategy take as long as they do."""
+        return reasons(self.records)
 
 
 def load_comparison(directory: Path | str) -> Comparison:
@@ -110,9 +138,9 @@ def config_of(records: Records) -> CompareConfig:
             raise ValueError(f"run: the configuration in the manifest of {run} is damaged: it names no strategies")
         known |= manifest["config"]
     config = object.__new__(CompareConfig)
-    for field in fields(CompareConfig):
-        value = known.get(field.name, field.default)
-        object.__setattr__(config, field.name, tuple(value) if isinstance(value, list) else value)
+    for one in fields(CompareConfig):
+        value = known.get(one.name, one.default)
+        object.__setattr__(config, one.name, tuple(value) if isinstance(value, list) else value)
     try:
         check_types(config, besides=("strategies", "workload", "wrap"))  # these are checked with the manifest
     except ValueError as error:

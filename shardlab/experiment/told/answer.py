@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from shardlab.analysis.timed import step_lengths
-from shardlab.experiment import run_verdicts
-from shardlab.experiment.comparison import Comparison
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.saved_runs import config_of
-from shardlab.experiment.step_reasons import Reasons, why
-from shardlab.experiment.summary import FULL, LOSS_TOLERANCE, REFERENCE, not_finite, precision_of
+from shardlab.experiment.told import verdicts
+from shardlab.experiment.told.losses import data_are_lost, dead_verdict, norms_apart
+from shardlab.experiment.told.saved_runs import Comparison, config_of
+from shardlab.experiment.told.step_reasons import Reasons, why
+from shardlab.experiment.told.summary import FULL, LOSS_TOLERANCE, REFERENCE, not_finite, precision_of
 from shardlab.planner.rows import ROWS
 from shardlab.plots.text import format_bytes, format_percent, listing
 from shardlab.records.store import Records
@@ -49,7 +49,7 @@ def answer(comparison: Comparison, config: CompareConfig | None = None) -> list[
 
 
 def _next(comparison: Comparison, config: CompareConfig, doubt: str) -> str:
-    if run_verdicts.data_are_lost(comparison):
+    if data_are_lost(comparison):
         return "look at the data, whose rows hold inf or NaN: neither clipping nor a lower learning rate helps"
     described = next(iter(comparison.records.manifests.values())).get("workload") or {}
     failed = bool(not_finite(comparison.records.steps))
@@ -59,7 +59,7 @@ def _next(comparison: Comparison, config: CompareConfig, doubt: str) -> str:
 
 def doubt_of(comparison: Comparison) -> str:
     """Why times of what is compared are uncertain; empty if they are not."""
-    said = run_verdicts.busy_verdict(comparison, side_by_side(comparison.summary).index)
+    said = verdicts.busy_verdict(comparison, side_by_side(comparison.summary).index)
     return said.removeprefix("Times are UNCERTAIN: ").rstrip(".")
 
 
@@ -68,7 +68,7 @@ def answer_of_runs(
 ) -> list[Line]:
     """The first four lines, also of runs that were made one after another; ``doubt`` is why times are uncertain."""
     rows, times = side_by_side(summary), quartiles(records.steps)
-    causes, differ = {str(name): reasons[str(name)] for name in rows.index}, run_verdicts.ranks_differ(records)
+    causes, differ = {str(name): reasons[str(name)] for name in rows.index}, verdicts.ranks_differ(records)
     return [
         Line("LEAST MEMORY", least_memory(rows)),
         Line("FASTEST", fastest(rows, times, doubt) + ("" if doubt else _alone(rows, times))),
@@ -219,7 +219,8 @@ def sent_by_axis(collectives: pd.DataFrame, averaged: Collection[str] = ()) -> d
     sent, num_steps = _counted(collectives, averaged)
     by_axis = sent.groupby(["run", "rank", "axis"])["wire_bytes"].sum().groupby(["run", "axis"]).max()
     table = by_axis.unstack("axis").div(num_steps, axis=0)
-    return {str(run): row.dropna().to_dict() for run, row in table[table.count(axis=1) > 1].iterrows()}
+    several = table[table.count(axis=1) > 1]
+    return {str(run): {str(axis): size for axis, size in row.dropna().items()} for run, row in several.iterrows()}
 
 
 def _counted(collectives: pd.DataFrame, averaged: Collection[str]) -> "tuple[pd.DataFrame, pd.Series[int]]":
@@ -271,7 +272,7 @@ def cost(
 
 def _trusted(comparison: Comparison, doubt: str) -> Iterable[str]:
     table = comparison.summary
-    for said in (run_verdicts.agreement_verdict(comparison), run_verdicts.unfinished_verdict(comparison)):
+    for said in (verdicts.agreement_verdict(comparison), verdicts.unfinished_verdict(comparison)):
         if said:
             yield said.rstrip(".")
     if comparison.failed:
@@ -281,15 +282,15 @@ def _trusted(comparison: Comparison, doubt: str) -> Iterable[str]:
         yield "losses NOT finite"
     elif pd.isna(judged) or len(table) == 1:
         yield "losses not compared: one strategy ran"
-    elif dead := run_verdicts.dead_verdict(comparison):
+    elif dead := dead_verdict(comparison):
         yield dead.partition(". ")[0][0].lower() + dead.partition(". ")[0][1:]
     else:
-        hidden = judged <= LOSS_TOLERANCE["float32"] and run_verdicts.norms_apart(table)
+        hidden = judged <= LOSS_TOLERANCE["float32"] and norms_apart(table)
         too = ", and gradients by a factor" if hidden else ""
         rounded = {precision_of(run, comparison.records) for run in comparison.records.manifests} - {FULL}
         too += f", within the rounding of {listing(sorted(rounded))}" if rounded and comparison.losses_equal else ""
         yield f"losses {'equal to' if comparison.losses_equal else 'NOT equal: they differ by'} {judged:.1e}{too}"
-    if differ := [name for name in run_verdicts.ranks_differ(comparison.records) if name in set(table["strategy"])]:
+    if differ := [name for name in verdicts.ranks_differ(comparison.records) if name in set(table["strategy"])]:
         yield f"ranks of {listing(differ)} differ by design, and so do the losses"
     planned = table.dropna(subset="as_planned")
     wrong = planned.loc[~planned["as_planned"].astype(bool), "strategy"]

@@ -1,0 +1,1 @@
+"""What each rank runs: one strategy, recorded and checked."""

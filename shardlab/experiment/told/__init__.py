@@ -1,0 +1,1 @@
+"""What is told of records: numbers, an answer, verdicts, a page."""

@@ -1,0 +1,1 @@
+"""What is trained: a workload, its batches, how its layers are divided."""
