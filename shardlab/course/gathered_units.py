@@ -68,7 +68,7 @@ def unit_bytes(engine: Engine) -> dict[str, int]:
     """Bytes of each unit when it is gathered, including padding."""
     return {
         unit.name: sum(
-            shards.layout.padded_numel * (engine.strategy.precision.compute or shards.shard.dtype).itemsize
+            shards.layout.padded_numel * (engine.strategy.precision.compute or shards.at_rest.dtype).itemsize
             for shards in unit.shards
         )
         for unit in units_in(engine)

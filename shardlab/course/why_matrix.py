@@ -57,7 +57,7 @@ class EveryMicroBatch(Bucketed):
         with super().backward(sends=True):
             yield
         if not sends:  # else the engine does so
-            self.reduce_rest()
+            self.make_means()
 
     def grad_ready(self, param: nn.Parameter, *, sends: bool) -> None:
         """As the base, and sent in any case."""

@@ -182,8 +182,8 @@ class AnyEngine(ABC):
     def step(self) -> None:
         """One optimizer step; afterwards all ranks train on with the same model."""
 
-    def guard_slices(self) -> None:  # noqa: B027
-        """Whoever may change the means calls this after it."""
+    def means_changed(self) -> None:  # noqa: B027
+        """To be called by code that has changed mean gradients in place, or may have; guards take that for right."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """The flat buffer in which gradients travel, and which parameters are in which.
 
-A gradient that will be sent is moved into its slot of the buffer, times 1/N, so that the sum over N ranks is the mean
-without another pass. Its parameter then has no ``.grad``, so that autograd cannot write into what is being sent.
+A gradient that will be sent is moved into its slot of the buffer, times 1/N: here, and nowhere else on its way, so that
+the sum over N ranks is the mean without another pass. Its parameter then has no ``.grad``, so that autograd cannot
+write into what is being sent.
 """
 
 from collections.abc import Mapping
@@ -18,10 +19,10 @@ class Bucket:
     """Gradients that travel together.
 
     Args:
-        index: place among the buckets, which is the order of their collectives.
-        layout: where each parameter is.
+        index: of it among the buckets, which is the order of their collectives.
+        layout: which elements of the buffer each parameter has.
         params: by name, in slot order, of one dtype and device.
-        scale: what gradients are multiplied by on their way into the buffer.
+        scale: what gradients are multiplied by on their way into the buffer: 1/N.
 
     Attributes:
         buffer: [padded_numel], of the parameters' dtype; None before the first gradient.
@@ -41,36 +42,37 @@ class Bucket:
 
     def slots(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of a flat tensor by parameter, in its shape."""
-        return {name: self._tensors.read(name, flat) for name in self.params}
+        return {name: self._tensors.slot(name, flat) for name in self.params}
 
     def fill(self, name: str) -> None:
-        """Move a gradient into its slot, or add it to what is there."""
-        param, view = self.params[name], self._tensors.read(name, self._to_fill())
+        """Move a gradient into its slot, times 1/N, or add it to what is there; its parameter then has none."""
+        param, slot = self.params[name], self._tensors.slot(name, self._to_fill())
         assert param.grad is not None
         gradient = param.grad.detach()
         if name in self._filled:
-            view.add_(gradient, alpha=self.scale)
+            slot.add_(gradient, alpha=self.scale)
         else:
-            torch.mul(gradient, self.scale, out=view)
+            torch.mul(gradient, self.scale, out=slot)
             self._filled.add(name)
         param.grad = None
 
     def _to_fill(self) -> Tensor:
-        # What is filled is nobody's gradient; else a view outside may be one that the user has kept, or a mean.
+        """The buffer, [padded_numel], to write gradients into: the one from before, or a new one."""
+        # The one from before may still be in use: each mean is a view of it, and so is what a user has kept of them.
+        # While gradients are in it that have not been sent, it is none of that.
         if self.buffer is None or (not self._filled and num_references(self.buffer) > 1):
             self.buffer = self._like.new_empty(self.layout.padded_numel)
         return self.buffer
 
-    def prepare(self) -> Tensor:
-        """The buffer, ready to be sent: what no_sync() has left is moved too, and what this rank did not use is 0."""
+    def prepare(self) -> None:
+        """Make the buffer ready to be sent: what no_sync() has left is moved too; what this rank did not use is 0."""
         buffer = self._to_fill()
         for name, param in self.params.items():
             if param.grad is not None:
                 self.fill(name)
             elif name not in self._filled:
-                self._tensors.read(name, buffer).zero_()
+                self._tensors.slot(name, buffer).zero_()
         self._filled = set()
-        return buffer
 
     def drop(self) -> None:
         """The gradients are cleared."""

@@ -9,18 +9,17 @@ When a bucket is sent is in ``in_buckets.py``; what is sent, and where the mean 
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from shardlab.comm.events import Pending
 from shardlab.engines.bucket import Bucket
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.in_buckets import InBuckets
-from shardlab.engines.strategy import Given, LaidOut, check_replaced
+from shardlab.engines.strategy import Given, LaidOut, check_replaced, not_pending
 from shardlab.partition.buckets import bucket_layouts
-from shardlab.vocabulary import Role, class_of
+from shardlab.vocabulary import Role
 
 
-class Bucketed(InBuckets):
+class Bucketed(InBuckets[Bucket]):
     """Replicated parameters; gradients are all-reduced bucket by bucket during backward. Options as ``InBuckets``."""
 
     name = "bucketed"
@@ -41,27 +40,29 @@ class Bucketed(InBuckets):
             for index, layout in enumerate(layouts)
         ]
 
-    def arrived(self, bucket: Any, name: str) -> None:
+    def arrived(self, bucket: Bucket, name: str) -> None:
         """As the base; into the buffer at once, so that one parameter's alone is in memory twice."""
         bucket.fill(name)
 
-    def send(self, bucket: Any) -> None:
+    def send(self, bucket: Bucket) -> None:
         """As the base."""
         bucket.prepare()
         bucket.pending = self.reduce(bucket)
         if not isinstance(bucket.pending, Pending):
-            raise ValueError(
-                f"strategy: reduce() of {self.name!r} returned {class_of(bucket.pending)}; return the Pending that "
-                "self.comm returned, or Pending() where nothing is left to wait for"
-            )
+            raise not_pending("reduce", bucket.pending)
 
-    def reduce(self, bucket: Any) -> Pending:
-        """Begin to reduce ``bucket.buffer``, gradients over the number of ranks. (ZeRO-1 asks ``scatter``.)"""
+    def reduce(self, bucket: Bucket) -> Pending:
+        """Begin to sum ``bucket.buffer`` over the ranks, in place.
+
+        In it are this rank's gradients over the number of ranks, so that the sums are means. (From ZeRO-1 on a
+        strategy of your own overrides ``scatter``.)
+        """
+        assert bucket.buffer is not None
         return self.comm.all_reduce(bucket.buffer, tag=f"gradients of bucket {bucket.index}")
 
-    def finish(self, bucket: Any) -> None:
+    def finish(self, bucket: Bucket) -> None:
         """As the base; every parameter gets its mean, the view of its slot."""
-        if bucket.pending is None:
+        if bucket.pending is None or bucket.buffer is None:
             return
         # Waited for, and only then dropped: the handle keeps the buffer that is being written to.
         bucket.pending.wait()

@@ -18,7 +18,7 @@ class DDP(Strategy):
 
     name = "ddp"
 
-    def reduce_rest(self) -> None:
+    def make_means(self) -> None:
         """As the base."""
         due = [(name, param) for name, param in self.params.items() if self.is_due(param)]
         # All are issued before the first is waited for, in the module's order on every rank, used here or not.

@@ -18,7 +18,7 @@ which parameters any rank has used (``used_params.py``).
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, final
 
@@ -34,12 +34,12 @@ from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.trees import cast_floating, tensors_in
 from shardlab.engines.any_engine import AnyEngine, Stateful
 from shardlab.engines.autograd_nodes import gradient_node, nests_here
-from shardlab.engines.gradient_state import AFTER_BACKWARD, Gradients
+from shardlab.engines.gradient_state import GradientState
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.moments import Moment
 from shardlab.engines.plain_mode import nothing, unrefused, untraced
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors, over_pieces, shown_whole
-from shardlab.engines.strategy import Given, Strategy
+from shardlab.engines.strategy import Given, LaidOut, Strategy
 from shardlab.engines.used_params import UsedParams
 from shardlab.vocabulary import FLAG, TOLD, MeshAxis, Role, class_of
 
@@ -98,37 +98,23 @@ class Engine(AnyEngine):
         self.broadcasts_buffers = broadcast_buffers
         self.strategy, self.name = strategy, strategy.name
         self._guards = self.guard_class() if guards else None
-        self.gradients = Gradients.NONE
+        self.gradient_state = GradientState.NONE
         self._due: set[int] = set()  # ids of those trained in a backward since zero_grad(); may be frozen by now
         self._refusal: Exception | None = None  # of a guard, until the next flag
         self._flag: _Flag | None = None  # sent and not read
         self._running = self._sends = False  # a backward, and whether it communicates
         self.num_full_blocks = 0  # full_params() blocks
-        self._in_backward = contextlib.ExitStack()  # the strategy's part of one, while it runs
+        self._strategy_backward = contextlib.ExitStack()  # strategy.backward(), while one runs
         self._ask(Moment.MODEL)
         # All of its ranks train on the same rows. So the data axes do what they do with a whole model, with smaller
         # parameters; only what concerns the whole model crosses the tensor axis too: norms, full state, checkpoints.
         self.tensor_comm = self.mesh[MeshAxis.TENSOR] if self.slices else None
         self._equalise_all()
         self._cast_buffers()
-        given = Given(
-            model, self.params, self.data_comms, self.mesh.device, self.mesh, self._is_due, self._note_backward,
-            self._equalise,
-        )  # fmt: skip
         params = dict(self.params)  # of these on the meta device others take the place
-        laid_out = strategy.lay_out(given) if self._guards is None else self._guards.laid_out(strategy, given)
-        self._divisions, self._hooks = laid_out.divisions, list(laid_out.hooks)
-        self._step_tensors = StepTensors(laid_out.stepped)
-        self._used = UsedParams(self.params.values(), laid_out.stepped.values())
-
-        def build(check: Callable[[torch.optim.Optimizer], None]) -> torch.optim.Optimizer:
-            with shown_whole(params, self.slices):
-                optimizer = optimizer_fn(StepTensors(params))
-            check(optimizer)
-            return over_pieces(optimizer, params, laid_out.stepped, are_slices=bool(self.slices))
-
+        laid_out = self._lay_out()
         try:
-            self.optimizer = build(nothing) if self._guards is None else self._guards.optimizer(build, params, self)
+            self.optimizer = self._build_optimizer(optimizer_fn, params, laid_out.stepped)
         except Exception:
             self._give_back()  # this may gather: with guards all ranks have raised, so all of them join
             raise
@@ -138,9 +124,35 @@ class Engine(AnyEngine):
         self._hooks += self._last_hooks.values()
         self._ask(Moment.BUILT)
 
+    def _lay_out(self) -> LaidOut:
+        """Give the model to the strategy."""
+        given = Given(
+            self.module, self.params, self.data_comms, self.mesh.device, self.mesh, self._is_due, self._note_backward,
+            self._equalise,
+        )  # fmt: skip
+        guards, strategy = self._guards, self.strategy
+        laid_out: LaidOut = strategy.lay_out(given) if guards is None else guards.laid_out(strategy, given)
+        self._divisions, self._hooks = laid_out.divisions, list(laid_out.hooks)
+        self._step_tensors = StepTensors(laid_out.stepped)
+        self._used = UsedParams(self.params.values(), laid_out.stepped.values())
+        return laid_out
+
+    def _build_optimizer(
+        self, optimizer_fn: OptimizerFn, params: Mapping[str, nn.Parameter], stepped: Mapping[str, Tensor],
+    ) -> torch.optim.Optimizer:  # fmt: skip
+        """Build the optimizer of the user's parameters; in its groups they are then replaced by what is stepped."""
+
+        def build(check: Callable[[torch.optim.Optimizer], None]) -> torch.optim.Optimizer:
+            with shown_whole(params, self.slices):
+                optimizer = optimizer_fn(StepTensors(params))
+            check(optimizer)
+            return over_pieces(optimizer, params, stepped, are_slices=bool(self.slices))
+
+        return build(nothing) if self._guards is None else self._guards.optimizer(build, params, self)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        self._begin_verb()
+        self._check_usable()
         if self.strategy.precision.compute is not None:
             self._refuse_open("forward")  # parameters are shown in another dtype than the input will have
         self._ask(Moment.FORWARD)
@@ -156,7 +168,7 @@ class Engine(AnyEngine):
                 self._guards.advise(error, self.strategy.precision, self.module)
             raise
         output = cast_floating(output, self.strategy.precision.output)
-        self._run_hooks_last()  # a plain backward may show first by the hook of a parameter
+        self._move_hooks_last()  # a plain backward may show first by the hook of a parameter
         self._ask(Moment.FORWARDED)  # what the strategy has put in the place of parameters is no user's write
         self._follow(output)
         return output
@@ -172,7 +184,7 @@ class Engine(AnyEngine):
             RuntimeError: this backward raised on another rank, or guards refuse it; on all ranks. Or the last backward
                 failed, and ``zero_grad()`` was not called since.
         """
-        self._begin_verb()
+        self._check_usable()
         try:
             self._begin()
             loss.backward(retain_graph=retain_graph)
@@ -188,16 +200,16 @@ class Engine(AnyEngine):
         Raises:
             RuntimeError: a backward has failed on some rank, and ``zero_grad()`` was not called since.
         """
-        self._begin_verb()
+        self._check_usable()
         self._refuse_failed()
         self._read_flag()
-        if self.gradients is not Gradients.MEANS:
+        if self.gradient_state is not GradientState.MEANS:
             self._ask(Moment.REDUCE)
             used = self._all_used()
-            self.strategy.reduce_rest()
-            self.gradients = Gradients.MEANS
+            self.strategy.make_means()
+            self.gradient_state = GradientState.MEANS
             self._used.forget()
-            self._agree(used=used)
+            self._send_flag(used=used)
             self._ask(Moment.MEANS)
         else:
             self._ask(Moment.MEANS_ALREADY)
@@ -233,8 +245,8 @@ class Engine(AnyEngine):
             set_to_none: False keeps zeros where there were gradients, as in torch: the next step then moves these
                 parameters too, by momentum and weight decay. Pending reductions are finished first: collective.
         """
-        self._begin_verb()
-        if not set_to_none and self.gradients is not Gradients.FAILED:
+        self._check_usable()
+        if not set_to_none and self.gradient_state is not GradientState.FAILED:
             self.finish_gradients()
             for tensor in self._step_tensors:
                 if tensor.grad is not None:
@@ -247,7 +259,7 @@ class Engine(AnyEngine):
         self._flag = None
         self._due.clear()
         self._used.forget()
-        self.gradients = Gradients.NONE
+        self.gradient_state = GradientState.NONE
         self._ask(Moment.ZERO_GRAD)  # last, so that no guard remembers, and keeps, what is cleared
 
     @contextlib.contextmanager
@@ -260,7 +272,7 @@ class Engine(AnyEngine):
             keep_changes: where parameters are sharded or rounded, copy changes in place back when the block ends
                 without an error; otherwise they are lost. Every rank must write the same values; nothing checks that.
         """
-        self._begin_verb()
+        self._check_usable()
         self._ask_all(Moment.FULL, sends=self.strategy.keeps_pieces)
         self.num_full_blocks += 1
         try:
@@ -277,7 +289,7 @@ class Engine(AnyEngine):
 
     def load_full_state_dict(self, state: Any) -> None:
         """As the base; each rank keeps its shards of it. Collective where parameters are sharded or rounded."""
-        self._begin_verb()
+        self._check_usable()
         self._ask(Moment.LOAD)
         try:
             with self.strategy.full(keep_changes=True):
@@ -287,13 +299,13 @@ class Engine(AnyEngine):
 
     def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:
         """As the base."""
-        self._begin_verb()
+        self._check_usable()
         self._ask_all(Moment.SAVE)
         super().save(directory, extra=extra, **objects)
 
     def load(self, directory: str | Path, **objects: Stateful) -> Any:
         """As the base."""
-        self._begin_verb()
+        self._check_usable()
         self._refuse_open("load")
         self._ask_all(Moment.LOAD)
         extra = super().load(directory, **objects)
@@ -302,8 +314,8 @@ class Engine(AnyEngine):
         self._ask(Moment.LOADED)
         return extra
 
-    def guard_slices(self) -> None:
-        """Whoever may change the means calls this after it."""
+    def means_changed(self) -> None:
+        """As the base."""
         self._ask(Moment.MEANS)
 
     def close(self) -> None:
@@ -353,7 +365,7 @@ class Engine(AnyEngine):
         return hook
 
     @untraced
-    def _run_hooks_last(self) -> None:
+    def _move_hooks_last(self) -> None:
         """Behind those that the user has registered since, which may change gradients."""
         for param, hook in self._last_hooks.items():
             # Private: torch runs them in the order in which they were registered, and has no other.
@@ -404,6 +416,7 @@ class Engine(AnyEngine):
             return False
 
     def _after_gradient(self, param: nn.Parameter) -> None:
+        """Autograd has added this rank's gradient to ``param.grad``: hand it to the strategy."""
         if not param.requires_grad:  # frozen after its forward: autograd calls the hook, and has accumulated nothing
             return
         if not self._running:
@@ -425,19 +438,22 @@ class Engine(AnyEngine):
             self._used.take(param)
 
     def _begin(self) -> None:
+        """Begin a backward: autograd has accumulated nothing yet."""
         self._refuse_failed()
         self._refuse_open("backward")
-        self._run_hooks_last()
+        self._move_hooks_last()
         self._ask(Moment.BACKWARD)
         self._due |= {id(param) for param in self.params.values() if param.requires_grad}
         self._used.begin(sends=self._sync)
         self.num_backwards += 1
-        self.gradients, self._running, self._sends = AFTER_BACKWARD[self.gradients], True, self._sync
-        self._in_backward.enter_context(self.strategy.backward(sends=self._sync))
+        self.gradient_state, self._running, self._sends = self.gradient_state.with_local, True, self._sync
+        self._strategy_backward.enter_context(self.strategy.backward(sends=self._sync))
 
     def _end(self) -> None:
+        """End a backward: autograd has brought all that this rank has. If it communicates, its means are made here."""
         try:
-            self._in_backward.close()
+            # Leaves strategy.backward(), which may do a part of its work only now (FSDP: what is left of its program).
+            self._strategy_backward.close()
         finally:
             self._running = False
         self._ask(Moment.BACKWARD_ENDED)
@@ -446,19 +462,22 @@ class Engine(AnyEngine):
 
     def _fail(self, error: BaseException) -> None:
         """The backward that runs has raised here: join what the other ranks wait in, and tell them."""
-        self._running, self.gradients = False, Gradients.FAILED
+        self._running, self.gradient_state = False, GradientState.FAILED
         if isinstance(error, MismatchError):  # ranks are in different collectives: nothing that is sent would match
             return
-        self._in_backward.__exit__(type(error), error, error.__traceback__)
+        self._strategy_backward.__exit__(type(error), error, error.__traceback__)
         if self._sends:
             used = self._all_used()
-            self.strategy.reduce_rest()
+            self.strategy.make_means()
             with contextlib.suppress(RuntimeError):
-                self._agree(RuntimeError(f"{type(error).__name__}: {error}"), used=used)
+                self._send_flag(RuntimeError(f"{type(error).__name__}: {error}"), used=used)
         self._ask(Moment.FAILED)  # what the strategy has resharded is no user's change
 
-    def _begin_verb(self) -> None:
-        """Find out whether a plain ``loss.backward()`` raised: it is still open, and autograd does not run."""
+    def _check_usable(self) -> None:
+        """At each verb: refuse a closed engine; and end a plain ``loss.backward()`` that has raised.
+
+        Such a one is still open, and autograd does not run.
+        """
         if self._is_closed:
             self._refuse_closed()
         if self._running and torch._C._current_graph_task_id() == _OUTSIDE:
@@ -469,18 +488,24 @@ class Engine(AnyEngine):
             raise RuntimeError(f"{verb}: it was called inside 'with engine.full_params():'; leave the block first")
 
     def _refuse_failed(self) -> None:
-        if self.gradients is Gradients.FAILED:
+        if self.gradient_state is GradientState.FAILED:
             raise RuntimeError(
                 "gradients: the last backward raised, here or on another rank; call engine.zero_grad() on all ranks"
             )
 
     def _all_used(self) -> list[bool]:
-        return self._used.here(or_stepped=self.gradients is Gradients.NONE)
+        """Of which parameters this rank has a gradient; to be asked before the strategy moves what it has."""
+        return self._used.here(or_stepped=self.gradient_state is GradientState.NONE)
 
-    def _agree(self, raised: Exception | None = None, *, used: Sequence[bool] = ()) -> None:
-        """Raise on all ranks what one of them has to raise, and clear gradients that no rank has.
+    def _send_flag(self, raised: Exception | None = None, *, used: Sequence[bool] = ()) -> None:
+        """Send the flag, by which all ranks raise what one of them has to, and clear gradients that no rank has.
 
-        One message over each data axis: a number, and behind a reduction one for each parameter.
+        One message over each data axis: a number, and behind a reduction one for each parameter. On a GPU the answer
+        may be read later, see below.
+
+        Args:
+            raised: what this rank raises; None for what a guard has refused here since the last flag, if anything.
+            used: behind a reduction, ``_all_used()`` of before it.
         """
         raised, self._refusal = raised or self._refusal, None
         unused = [place for place, is_used in enumerate(used) if not is_used]
@@ -498,12 +523,13 @@ class Engine(AnyEngine):
             self._read_flag()
 
     def _read_flag(self) -> None:
+        """Wait for the flag that was sent, if it was not read yet; raise what it says, and clear what nobody used."""
         if self._flag is None:
             return
         flag, self._flag = self._flag, None
         number, *used = flag.read()
         if number:
-            self.gradients, why = Gradients.FAILED, "its own error says why"
+            self.gradient_state, why = GradientState.FAILED, "its own error says why"
             if self.mesh.device.type == "cpu":  # on a GPU ranks read the number at different times
                 texts = share_texts(self.data_comms, self.mesh.device, "" if flag.raised is None else str(flag.raised))
                 why = texts[number - 1]
@@ -512,7 +538,11 @@ class Engine(AnyEngine):
             self._used.clear([place for place in flag.unused if not used[place]])
 
     def _ask(self, moment: Moment) -> None:
-        """What a guard refuses is kept, and raised where all ranks meet next."""
+        """Let guards look; what they refuse is kept, and raised where all ranks meet next.
+
+        Where means are at pieces, they also put placeholders at ``param.grad`` (``MEANS``), and take them away before
+        autograd adds to it (``BACKWARD``) and before gradients are reduced or cleared.
+        """
         if self._guards is not None:
             self._ask_guards(self._guards, moment)
 
@@ -532,7 +562,7 @@ class Engine(AnyEngine):
         self._read_flag()
         self._ask(moment)
         if self._guards is not None and sends:
-            self._agree()
+            self._send_flag()
             self._read_flag()
         elif self._refusal is not None:
             refusal, self._refusal = self._refusal, None

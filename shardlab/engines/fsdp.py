@@ -75,7 +75,12 @@ def _advising() -> Iterator[None]:
 
 
 class Act(NamedTuple):
-    """What backward does with a unit: gather it, where its forward ended; be over with it, where its forward began."""
+    """What backward does with a unit: gather it, where its forward ended; be over with it, where its forward began.
+
+    Attributes:
+        unit: with which.
+        gathers: or else it is over: its gradients are sent, and it is resharded.
+    """
 
     unit: Unit
     gathers: bool
@@ -87,23 +92,44 @@ class Pass:
     Args:
         is_taped: whether a backward may come.
         reshards: units after their forward.
+
+    Attributes:
+        tape: what backward has to do, in the order of forward: an act that is over where a unit's forward began, an
+            act that gathers where it ended.
+        order: the units, in the order in which their forwards began.
+        untaped: of units through which no gradient comes, where on the tape their forwards would stand.
     """
 
     def __init__(self, *, is_taped: bool, reshards: bool) -> None:
         self.is_taped, self.reshards = is_taped, reshards
         self.tape: list[Act] = []
-        self.used: list[Unit] = []  # in the order of their beginnings
-        self.untaped: dict[Unit, list[int]] = {}  # what had no gradients, and where on the tape it would have begun
+        self.order: list[Unit] = []
+        self.untaped: dict[Unit, list[int]] = {}
 
 
 class Program:
-    """The acts of one backward: the tape of its forward, read from the end."""
+    """The acts of one backward: the tape of its forward, read from the end.
+
+    Args:
+        tape: of the forward.
+
+    Attributes:
+        acts: in the order of backward.
+        next: the number of those that have been done, and so the place of the next.
+        last: of each unit, where it is over for the last time: after several uses only then all gradients are there.
+    """
 
     def __init__(self, tape: list[Act]) -> None:
         self.acts = tape[::-1]
-        self.next = 0  # the first that has not been done
-        # Of a unit that was used several times, its last one in backward: only then all of its gradients are there.
+        self.next = 0
         self.last = {act.unit: place for place, act in enumerate(self.acts) if not act.gathers}
+
+    def until(self, place: int) -> int:
+        """How many acts are due when backward comes to ``place`` of the tape: that one, and all behind it.
+
+        What stands behind it forward did later, so backward has passed it. Of 6 acts place 5 is the first, 0 the last.
+        """
+        return len(self.acts) - place
 
 
 class FSDP(Sharded):
@@ -162,7 +188,7 @@ class FSDP(Sharded):
         if self._offloaded:
             wait_for_copies(self.device)  # the host may read its shards from here on
         self._root = next((unit for unit in self.units if unit.name == ROOT), None)
-        self._guess = list(self.units)  # the order of a forward
+        self._last_order = list(self.units)  # of the last forward; before it, a guess
         self._depth = dict.fromkeys(self.units, 0)
         return replace(laid_out, hooks=[hook for unit in self.units for hook in self._watch(unit)])
 
@@ -206,14 +232,14 @@ class FSDP(Sharded):
             has_ended = True
             if is_taped:
                 self._waiting.append(this)
-                self._guess = this.used
+                self._last_order = this.order
         finally:
             self._pass = None
             self._depth = dict.fromkeys(self.units, 0)
             for unit in self.units:
                 if this.reshards or not has_ended:
                     unit.reshard()
-                unit.drop_gather()  # the guess was wrong: nothing else would free it
+                unit.drop_gather()  # prefetched, and not called: nothing else would free it
 
     def saw_other_graph(self) -> None:
         """As the base."""
@@ -240,18 +266,18 @@ class FSDP(Sharded):
                 # Reentrant checkpointing, of which the tape has nothing: on all ranks what is younger goes first, also
                 # where no gradient has come to it.
                 if places := one.untaped.get(unit):
-                    self._run(program, len(one.tape) - places.pop())
+                    self._run(program, program.until(places.pop()))
             unit.gather()  # checkpointing computes it again: it stays until the program has passed it
             return
         self._depth[unit] += 1
         unit.gather()
-        self._pass.used.append(unit)
+        self._pass.order.append(unit)
         if self._pass.is_taped:
-            self._pass.tape.append(Act(unit, gathers=False))
+            self._pass.tape.append(Act(unit, gathers=False))  # here backward will be over with it
         # Only after the wait: what is prefetched now travels while this unit computes, and not in front of it.
-        place = len(self._pass.used)
-        if self._guess[:place] == self._pass.used:  # none once this forward goes another way than the last
-            for following in self._guess[place : place + self._prefetch]:
+        place = len(self._pass.order)
+        if self._last_order[:place] == self._pass.order:  # none once this forward goes another way than the last
+            for following in self._last_order[place : place + self._prefetch]:
                 following.start()
 
     def _after(self, unit: Unit, output: Any) -> Any:
@@ -273,8 +299,8 @@ class FSDP(Sharded):
             del this.tape[place]
             this.untaped.setdefault(unit, []).append(place)
             return
-        this.tape.append(Act(unit, gathers=True))
         place = len(this.tape)
+        this.tape.append(Act(unit, gathers=True))  # here backward will begin with it
         for tensor in tensors:
             tensor.register_hook(lambda _: self._output_reached(this, place))
 
@@ -282,7 +308,11 @@ class FSDP(Sharded):
 
     @contextlib.contextmanager
     def backward(self, *, sends: bool) -> Iterator[None]:
-        """As the base."""
+        """As the base: begins a program and, at the end, does what is left of it.
+
+        Its acts are done in between, by the hooks that call ``_run``: an output's (``_output_reached``), a parameter's
+        (``grad_ready``), and a unit's forward where checkpointing computes it again (``_before``).
+        """
         if self._pass is not None:
             raise RuntimeError("backward: it was called inside a forward, whose units it would reshard; call it later")
         self.note_writes()
@@ -302,7 +332,7 @@ class FSDP(Sharded):
                 self._run(program, len(program.acts))  # after an error too: the others wait in it
             if self.rests_partial and not sends:
                 self._reduce_others()
-                super().reduce_rest()
+                super().make_means()
                 self._sent, self._reducing = set(), []
             self._waiting = [one for one in self._waiting if one not in self._running]
             self._running, self._is_in_backward, self._is_other_graph = {}, False, False
@@ -318,10 +348,15 @@ class FSDP(Sharded):
         """Backward has come to an output of the use that ends at ``place`` of the tape."""
         if not self._note_backward():
             return  # torch.autograd.grad: what it needs is gathered when it asks
-        self._run(self._running.get(one) or self._start(one), len(one.tape) - place + 1)
+        program = self._running.get(one) or self._start(one)
+        self._run(program, program.until(place))
 
     def _run(self, program: Program, stop: int) -> None:
-        """Do what stands in the program before ``stop``, in its order."""
+        """Do the first ``stop`` acts of the program, in its order, but for those that have been done.
+
+        One that gathers also prefetches; one that is over begins the reduce-scatter of the unit's gradients
+        (``_reduce``), except inside ``no_sync()``, and reshards it.
+        """
         while program.next < stop:
             unit, gathers = program.acts[program.next]
             is_last = program.last.get(unit) == program.next
@@ -338,13 +373,16 @@ class FSDP(Sharded):
                 # The root is the last of all to be reduced.
                 if not (self._sends or self.rests_partial) or unit is self._root:
                     unit.reshard()
-                elif unit.is_whole:
+                elif unit.is_undivided:
                     self._reduce_in_turn(unit)
                 else:
                     self._reduce(unit)
 
     def grad_ready(self, param: nn.Parameter, *, sends: bool) -> None:
-        """As the base."""
+        """As the base: with the last gradient of a unit the program goes on, and sends them.
+
+        The gradient is full, in the dtype to compute in, and stays at the parameter until then.
+        """
         unit = self._unit_of[id(param)]
         if unit in self._sent:
             raise RuntimeError(
@@ -376,10 +414,11 @@ class FSDP(Sharded):
 
     def _order(self) -> list[Unit]:
         """In which backward passes units; behind them what is whole or was not called, and the root last."""
-        gathered = (unit for unit in reversed(self._guess) if not unit.is_whole)
+        gathered = (unit for unit in reversed(self._last_order) if not unit.is_undivided)
         return sorted(dict.fromkeys([*gathered, *reversed(self.units)]), key=lambda unit: unit is self._root)
 
     def _reduce(self, unit: Unit) -> None:
+        """Begin to reduce the gradients of a unit; of the one before, the sum over the next axis."""
         for earlier in self._reducing:
             earlier.advance()  # one buffer of a unit at a time, during the backward of the next: bounds the memory
         self._reducing = [earlier for earlier in self._reducing if earlier.state is State.REDUCING] + [unit]
@@ -391,11 +430,11 @@ class FSDP(Sharded):
             if unit not in self._sent:
                 self._reduce(unit)
 
-    def reduce_rest(self) -> None:
-        """As the base."""
+    def make_means(self) -> None:
+        """As the base: what backward has not sent, such as what this rank did not use, is sent; all is waited for."""
         self._sends = True  # also where every backward was inside no_sync()
         self._reduce_others()
-        super().reduce_rest()
+        super().make_means()
         if self.offload.gradients_and_state:
             wait_for_copies(self.device)  # once, for the means of all units
             for one in self._offloaded:
@@ -403,7 +442,7 @@ class FSDP(Sharded):
         self._sent, self._reducing = set(), []
 
     def drop(self) -> None:
-        """As the base."""
+        """As the base; what forwards have taped is forgotten when the next one begins."""
         super().drop()
         # Not at once: a loop may clear gradients between a forward and its backward.
         self._sent, self._reducing, self._is_stale = set(), [], True

@@ -5,8 +5,8 @@ before it. A parameter that this rank did not use is sent as zeros when backward
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from torch import nn
 
@@ -14,7 +14,28 @@ from shardlab.engines.strategy import Given, LaidOut, Strategy
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 
 
-class InBuckets(Strategy):
+class AnyBucket(Protocol):
+    """Parameters whose gradients travel in one message: a ``Bucket``, or from ``zero1`` on a ``Shards``."""
+
+    @property
+    def params(self) -> Mapping[str, nn.Parameter]:
+        """By name, in slot order."""
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether gradients add up in its buffer inside ``no_sync()``, and not at the parameters."""
+
+    def fill(self, name: str) -> None:
+        """Move a gradient from its parameter into the buffer, or add it to what is there."""
+
+    def drop(self) -> None:
+        """The gradients are cleared."""
+
+
+B = TypeVar("B", bound=AnyBucket)
+
+
+class InBuckets(Strategy, Generic[B]):
     """Replicated parameters; gradients are reduced bucket by bucket during backward.
 
     Args:
@@ -28,23 +49,23 @@ class InBuckets(Strategy):
         """As the base."""
         laid_out = super().lay_out(given)
         self.buckets = self.make_buckets(given)
-        self._place = {
-            id(param): (place, name) for place, one in enumerate(self.buckets) for name, param in one.params.items()
+        self._bucket_of = {  # the number of a parameter's bucket, and its name
+            id(param): (index, name) for index, one in enumerate(self.buckets) for name, param in one.params.items()
         }
-        self._begin()
+        self._expect_all()
         return laid_out
 
-    def make_buckets(self, given: Given) -> Sequence[Any]:
-        """In the order in which they are sent; each has ``params`` by name."""
+    def make_buckets(self, given: Given) -> Sequence[B]:
+        """In the order in which they are sent."""
         raise NotImplementedError
 
     @contextlib.contextmanager
     def backward(self, *, sends: bool) -> Iterator[None]:
         """As the base."""
-        self._begin()
+        self._expect_all()
         yield
 
-    def _begin(self) -> None:
+    def _expect_all(self) -> None:
         """Expect a gradient of all that trains now, and send from the first bucket."""
         self._missing = [
             {id(param) for param in bucket.params.values() if param.requires_grad} for bucket in self.buckets
@@ -52,28 +73,28 @@ class InBuckets(Strategy):
         self._num_sent = 0
 
     def grad_ready(self, param: nn.Parameter, *, sends: bool) -> None:
-        """As the base."""
-        place, name = self._place[id(param)]
-        bucket = self.buckets[place]
+        """As the base: a bucket is sent when its last gradient has come, unless one before it still waits."""
+        index, name = self._bucket_of[id(param)]
+        bucket = self.buckets[index]
         if param.grad is None:
             return  # a hook of the user's has dropped it: sent as zeros when backward has ended
         if not sends:
             if bucket.adds_up:
                 bucket.fill(name)
             return
-        if place < self._num_sent:
+        if index < self._num_sent:
             raise RuntimeError(
                 f"gradient of {name!r}: it comes in parts, and the first part has already been "
                 "sent; with reentrant activation checkpointing, write checkpoint(..., use_reentrant=False); where "
                 "full_params() came between two forwards, call backward() for each"
             )
         self.arrived(bucket, name)
-        self._missing[place].discard(id(param))
+        self._missing[index].discard(id(param))
         # A complete bucket waits behind one that is not: another rank may complete them the other way round.
         while self._num_sent < len(self.buckets) and not self._missing[self._num_sent]:
             self._send_next()
 
-    def arrived(self, bucket: Any, name: str) -> None:
+    def arrived(self, bucket: B, name: str) -> None:
         """A gradient has come that will be sent. By default it stays at the parameter until its bucket is sent."""
 
     def _send_next(self) -> None:
@@ -83,12 +104,12 @@ class InBuckets(Strategy):
         if any(map(self.is_due, bucket.params.values())):
             self.send(bucket)
 
-    def send(self, bucket: Any) -> None:
+    def send(self, bucket: B) -> None:
         """Begin to reduce a bucket, whatever has come of it."""
         raise NotImplementedError
 
-    def reduce_rest(self) -> None:
-        """As the base."""
+    def make_means(self) -> None:
+        """As the base: buckets that still waited are sent, and all are waited for."""
         # Send all before waiting for the first, so that their transfers overlap.
         while self._num_sent < len(self.buckets):
             self._send_next()
@@ -96,7 +117,7 @@ class InBuckets(Strategy):
             self.finish(bucket)
         self._num_sent = 0  # the next backward, or a step without one, begins anew
 
-    def finish(self, bucket: Any) -> None:
+    def finish(self, bucket: B) -> None:
         """Wait for a bucket that is being reduced; means go where they belong."""
         raise NotImplementedError
 
@@ -104,4 +125,4 @@ class InBuckets(Strategy):
         """As the base."""
         for bucket in self.buckets:
             bucket.drop()
-        self._begin()
+        self._expect_all()

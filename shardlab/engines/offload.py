@@ -8,7 +8,7 @@ parameters   parameters                      every gather's chunk up; for the st
 all          parameters, gradients, state    every gather's chunk up, the gradients' P/N down
 ===========  ==============================  ==========================================================
 
-``FSDP.visiting`` and ``FSDP.reduce_rest`` say when they move for a step, ``on_device`` is each gather's copy. With
+``FSDP.visiting`` and ``FSDP.make_means`` say when they move for a step, ``on_device`` is each gather's copy. With
 ``all`` the optimizer steps on the CPU. On CUDA the host's copies are pinned, and the host goes on while they are made:
 it waits once, for all of them, before it reads or writes any. On CPU ranks host and device are the same memory; the
 same copies are made and the same tensors freed, so that records show what a device would hold. Source: Rajbhandari et
@@ -115,19 +115,19 @@ class OffloadedShards(Shards):
 
     def visit(self) -> None:
         """Copy the shard to the device, for a step."""
-        self.stepped = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
-        self.stepped.copy_(self.shard, non_blocking=True)
+        self.stepped = torch.empty(self.at_rest.shape, dtype=self.at_rest.dtype, device=self.device)
+        self.stepped.copy_(self.at_rest, non_blocking=True)
         self.point_pieces_at(self.stepped)
 
     def leave(self) -> None:
         """Copy what has been stepped back; the host must wait before it reads it."""
-        copy_to_host(self.shard, self.stepped)
-        visiting, self.stepped = self.stepped, self.shard
-        self.point_pieces_at(self.shard, visiting)
+        copy_to_host(self.at_rest, self.stepped)
+        visiting, self.stepped = self.stepped, self.at_rest
+        self.point_pieces_at(self.at_rest, visiting)
 
     def holdings(self) -> Iterator[Holding]:
         """As the base; a storage counts in the first role that is said of it."""
-        yield Holding(Role.OFFLOADED, self.shard)
+        yield Holding(Role.OFFLOADED, self.at_rest)
         if self._offload.gradients_and_state:
             chunks = (self.means, self._arriving)
             yield from (Holding(Role.OFFLOADED, chunk) for chunk in chunks if chunk is not None)

@@ -1,8 +1,8 @@
 """Parameters of which each rank keeps a chunk, gathered to compute with, freed, and reduced: their only owner.
 
-Parameters of one kind (dtype, device, all frozen or none) make a ``Shards``. In ZeRO-1 and ZeRO-2 they show their
-values all the time. From ZeRO-3 on those that are gathered together make a ``Unit``, which alone writes the state; a
-parameter stays the same object, and what it shows changes:
+Parameters of one kind (dtype, device, all frozen or none) make a ``Shards``. In ZeRO-1 and ZeRO-2 each is a bucket (see
+``in_buckets``), whose parameters show their values all the time. From ZeRO-3 on those that are gathered together make a
+``Unit``, which alone writes the state; a parameter stays the same object, and what it shows changes:
 
 ================================  ===================  ================  =====================  ====================
 stage: state of the unit          who acts             param.data        param.grad             .grad of the piece
@@ -18,8 +18,9 @@ inside no_sync(): SHARDED         Unit.reshard         stub              this ra
 step, zero_grad: SHARDED          optimizer, engine    stub              None                   stepped; None
 ================================  ===================  ================  =====================  ====================
 
-Three chunks, each a part of the one before it: what rests of the parameters (``shard``), of the means of gradients, and
-what is stepped. Which axes divide each is a row (``Ways``); the verb follows from two of them:
+Three chunks, each a part of the one before it: what this rank keeps of the parameters between passes (``at_rest``; in
+zero1 and zero2 that is all of them), of the means of gradients, and what it steps. Which axes divide each is a row
+(``Ways``); the verb follows from two of them:
 
 =================  ==========  =====  =======  ====================================================================
 strategy           parameters  means  stepped  what travels
@@ -31,14 +32,14 @@ hybrid_shard       inner       inner  inner    the same inside; all-reduce of th
 hfsdp              inner       both   both     the same inside; reduce-scatter, all-gather of the chunk over replicas
 =================  ==========  =====  =======  ====================================================================
 
-Where nothing is rounded, what is stepped is a view of what rests: a gather after the step needs no copy. Who owns which
-memory, from when to when: ``shard`` and ``stepped``, this object, always; what is gathered, this object, from ``start``
-to ``hide``; a chunk that stays in the host, until the values change; the buffer of gradients, this object, from
-``reduce`` (where they add up in it, from the first gradient) until their sums are there (zero1's stays, with the means
-in this rank's chunk of it); what is being sent, the message's ``Pending`` too, until it has been waited for; means,
-this object and the pieces' ``.grad``, until they are cleared.
+Where nothing is rounded, ``stepped`` is a view of ``at_rest``: a gather after the step needs no copy. Who owns which
+memory, from when to when: ``at_rest`` and ``stepped``, this object, always; what is gathered, this object, from
+``start`` to ``show_at_rest``; a chunk that stays in the host, until the values change; the buffer of gradients, this
+object, from ``reduce`` (where they add up in it, from the first gradient) until their sums are there (zero1's stays,
+with the means in this rank's chunk of it); what is being sent, the message's ``Pending`` too, until it has been waited
+for; means, this object and the pieces' ``.grad``, until they are cleared.
 
-(With hfsdp gradients are reduced inside ``no_sync()`` too, and what rests is a partial sum of this object's.)
+(With hfsdp gradients are reduced inside ``no_sync()`` too, and a partial sum of them rests here.)
 
 A stub has the parameter's shape, for which autograd may ask, in one element, and the dtype of what is gathered: with
 another dtype a parameter would get another node in autograd. NaN, so that nobody computes with numbers that are not
@@ -58,7 +59,7 @@ from shardlab.comm.events import Pending
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.plain_mode import in_plain_mode, unrefused
 from shardlab.engines.precision import Precision
-from shardlab.engines.strategy import check_replaced
+from shardlab.engines.strategy import check_replaced, not_pending
 from shardlab.engines.tensor_layout import TensorLayout, num_references
 from shardlab.partition.chunks import Layout
 from shardlab.partition.nested import chunk_in, nested
@@ -78,9 +79,11 @@ class Ways(NamedTuple):
         rests_over: of these axes, those over which parameters are divided at rest, from the first on; None for all.
             Over the others only what is stepped is divided, and gathered after the step. 0: every rank shows all
             parameters all the time.
-        means_over: likewise, those over which the means of gradients are divided; over the others they stay in the
-            place that they have in the buffer, which stays too.
+        means_over: likewise, those over which the means of gradients are divided in memory: what is summed over them
+            comes into a chunk of its own. Over the others it comes into this rank's part of what was sent, which stays
+            in memory with the means in it; 0: that is the whole buffer of gradients.
         scatter: begins to sum a buffer over an axis and to scatter it: called as (axis, buffer, chunk, bounds, tag).
+            None for the reduce-scatter of the axis.
         secondary: ranks that keep what was gathered among them, a chunk each, until the parameters change; so each
             later gather is theirs alone.
     """
@@ -90,7 +93,7 @@ class Ways(NamedTuple):
     axes: Sequence[Communicator] = ()
     rests_over: int | None = None
     means_over: int | None = None
-    scatter: "Scatter | None" = None
+    scatter: Scatter | None = None
     secondary: Communicator | None = None
 
 
@@ -103,25 +106,64 @@ class Shards:
         layout: which rank has which elements.
         comm: the ranks of the layout.
         ways: how they are stored and moved.
-        at: by the address of a storage, whose gathered parameters are there, and which of ``storages``; or whose stub.
+        at: whose gathered parameters lie in a storage, and which of its ``storages`` that is, or whose stub; by the
+            storage's address. None where nobody looks that up.
 
     Attributes:
-        is_whole: whether nothing is divided, not even what is stepped.
-        is_resident: whether parameters show their values all the time: what is kept of them is all, and not stubs.
+        is_undivided: whether every rank has everything, also of what is stepped.
+        is_resident: whether parameters show their values all the time: all of them are at rest on every rank.
+        compute_dtype: of the parameters in forward and backward.
+        sum_dtype: in which gradients are summed over the ranks.
+        at_rest: what this rank keeps of the parameters between passes: [chunk], or [padded_numel] where they are
+            resident; in ``compute_dtype`` with master weights beside it, else in the module's dtype.
+        stepped: [chunk] of what this rank steps, in the module's dtype: ``at_rest``, a view of a part of it, or master
+            weights, which lie beside it.
+        pieces: the views of ``stepped`` that the optimizer gets, by name: whole rows in their shape, anything else
+            flat, empty where this rank steps nothing of a parameter.
+        gathered: full parameters in their shapes, by name, while they are gathered.
+        storages: the memory of these: one buffer, [padded_numel], under "", or by name where each is a copy.
+        watchers: told when the parameters show what is gathered (True), and what they show at rest (False).
     """
+
+    means: Tensor | None = None
+    """[chunk], in the dtype of ``stepped``; the ``.grad`` of the pieces are views of it."""
+    version = 0
+    """Of the values, which a graph may have saved."""
+    is_stepped = False
+    """Just now: what is gathered meanwhile is not kept by ``secondary``."""
+    _seen = 0  # of the pieces' versions, their sum
+    _secondary: Tensor | None = None  # of what is gathered, the chunk that this rank of ``secondary`` keeps
+    _gathering: tuple[Tensor, Pending] | None = None  # the buffer that is being filled
+    _reducing: tuple[Tensor, Tensor, Pending] | None = None  # what is sent, and where the sums will be
+    _num_summed = 0  # axes over which that is summed
+    _rests_partial = False  # it is to be summed over the first axis only
+    _partial: Tensor | None = None  # sums over the first axis alone, of earlier backwards
+    _buffer: Tensor | None = None  # [padded_numel], of gradients, where it outlives a reduction
 
     def __init__(
         self, name: str, params: Mapping[str, nn.Parameter], layout: Layout, comm: Communicator, ways: Ways, at:
-        "dict[int, tuple[Shards, str]]",
+        "dict[int, tuple[Shards, str]] | None" = None,
     ) -> None:  # fmt: skip
         self.name, self.params, self.layout, self.comm = name, dict(params), layout, comm
-        self._ways, self._at = ways, at
-        self.is_whole = layout.num_ranks == 1
+        self._ways, self._at = ways, {} if at is None else at
+        self.is_undivided = layout.num_ranks == 1
         self.is_resident = ways.rests_over == 0
         self.device = next(iter(self.params.values())).device
-        self.version = 0  # of the values, which a graph may have saved
-        self._seen = 0  # of the pieces' versions, their sum
-        self._axes = () if layout.num_ranks == 1 else tuple(ways.axes) or (comm,)
+        self._divide(ways)
+        self._store(ways.precision)
+        self.gathered: dict[str, Tensor] = {}
+        self.storages: dict[str, Tensor] = {}
+        self._addresses: dict[int, str] = {}  # of these
+        self._filled: set[str] = set()  # parameters whose gradients have been moved to the buffer
+        self.watchers: list[Callable[[bool], None]] = []
+        self._stubs = {} if self.is_resident else {key: self._stub(param) for key, param in params.items()}
+        self._at.update({stub.untyped_storage().data_ptr(): (self, key) for key, stub in self._stubs.items()})
+        self.show_at_rest()
+
+    def _divide(self, ways: Ways) -> None:
+        """Find this rank's chunks, one inside the other, axis by axis; the last is what it steps."""
+        layout = self.layout
+        self._axes = () if self.is_undivided else tuple(ways.axes) or (self.comm,)
         if self._axes and (product := prod(axis.num_ranks for axis in self._axes)) != layout.num_ranks:
             raise ValueError(
                 f"strategy: what is stepped is divided over {layout.num_ranks} ranks, and its axes have {product}; for "
@@ -129,34 +171,20 @@ class Shards:
             )
         rank = chunk_in([(axis.rank, axis.num_ranks) for axis in self._axes])
         self._chunks = nested(layout, rank, [axis.num_ranks for axis in self._axes])
-        self._rest = len(self._axes) if ways.rests_over is None else min(ways.rests_over, len(self._axes))
-        self._tensors = TensorLayout(layout, rank, {key: tuple(param.shape) for key, param in params.items()})
-        shard = self._tensors.cut(self.params, self._chunks[self._rest].ranks)
-        self.compute_dtype = ways.precision.compute_dtype_of(shard)
-        self.sum_dtype = ways.precision.reduce_dtype_of(shard)
-        self.shard, self.stepped = self._stored(shard)
+        # How many axes divide what is at rest.
+        self._depth_at_rest = len(self._axes) if ways.rests_over is None else min(ways.rests_over, len(self._axes))
+        self._tensors = TensorLayout(layout, rank, {key: tuple(param.shape) for key, param in self.params.items()})
+
+    def _store(self, precision: Precision) -> None:
+        """Copy what this rank keeps out of the full parameters."""
+        chunk = self._tensors.cut(self.params, self._chunks[self._depth_at_rest].ranks)
+        self.compute_dtype, self.sum_dtype = precision.compute_dtype_of(chunk), precision.reduce_dtype_of(chunk)
+        self.at_rest, self.stepped = self._stored(chunk)
         # By ``.data``, so that a piece has a version of its own.
         self.pieces = {
             key: self._tensors.piece_of(key, self.stepped).data.requires_grad_(param.requires_grad)
-            for key, param in params.items()
+            for key, param in self.params.items()
         }
-        self.gathered: dict[str, Tensor] = {}  # while gathered
-        self.storages: dict[str, Tensor] = {}  # of these: one for all, or by parameter where each is a copy
-        self._places: dict[int, str] = {}  # the addresses of these
-        self.means: Tensor | None = None  # [chunk], whose parts are the .grad of the pieces
-        self._secondary: Tensor | None = None  # of what is gathered, the chunk that this rank of ``secondary`` keeps
-        self.is_stepped = False  # just now: what is gathered meanwhile is not kept by ``secondary``
-        self._gathering: tuple[Tensor, Pending] | None = None
-        self._reducing: tuple[Tensor, Tensor, Pending] | None = None  # what is sent, where the sums will be
-        self._num_summed = 0  # axes over which that is summed
-        self._rests_partial = False  # it is to be summed over the first axis only
-        self._partial: Tensor | None = None  # sums over the first axis alone, of earlier backwards
-        self._buffer: Tensor | None = None  # [padded_numel], of gradients, where it outlives a reduction
-        self._filled: set[str] = set()  # those that have been moved there
-        self._stubs = {} if self.is_resident else {key: self._stub(param) for key, param in params.items()}
-        self._at.update({stub.untyped_storage().data_ptr(): (self, key) for key, stub in self._stubs.items()})
-        self.watchers: list[Callable[[bool], None]] = []  # told when the parameters are shown, and hidden
-        self.hide()
 
     def _stub(self, param: Tensor) -> Tensor:
         value = nan if self.compute_dtype.is_floating_point else 0
@@ -185,19 +213,19 @@ class Shards:
     def _num_writes(self) -> int:
         return sum([piece._version for piece in self.pieces.values()])
 
-    def _stored(self, shard: Tensor) -> tuple[Tensor, Tensor]:
-        """What is kept of the parameters, and what of it is stepped: the same, a part of it, or master weights."""
+    def _stored(self, chunk: Tensor) -> tuple[Tensor, Tensor]:
+        """``at_rest`` and ``stepped``: the same; that and a part of it; or a rounded copy, and master weights."""
         if not self.is_split:
-            return shard, shard
-        own = self._chunks[-1].within(self._chunks[self._rest])
-        if self.compute_dtype == shard.dtype:
-            return shard, shard[own]
-        return shard.to(self.compute_dtype), shard[own].clone()
+            return chunk, chunk
+        own = self._chunks[-1].within(self._chunks[self._depth_at_rest])
+        if self.compute_dtype == chunk.dtype:
+            return chunk, chunk[own]
+        return chunk.to(self.compute_dtype), chunk[own].clone()
 
     @property
     def is_split(self) -> bool:
-        """Whether what is stepped is a part of what is kept, or lies beside it."""
-        return self._rest < len(self._axes) or self.is_resident
+        """Whether what is stepped is a part of what is at rest, or lies beside it."""
+        return self._depth_at_rest < len(self._axes) or self.is_resident
 
     @property
     def gathers_late(self) -> bool:
@@ -207,7 +235,7 @@ class Shards:
     @property
     def has_masters(self) -> bool:
         """Whether what is stepped lies beside the parameters at rest, unrounded."""
-        return self.stepped.dtype != self.shard.dtype
+        return self.stepped.dtype != self.at_rest.dtype
 
     @property
     def division(self) -> Division:
@@ -228,19 +256,19 @@ class Shards:
 
     @in_plain_mode
     def start(self, *, as_stored: bool = False) -> None:
-        """Begin to gather; ``as_stored``: in the dtype of what is stepped."""
+        """Begin to gather into a new buffer, [padded_numel] in ``compute_dtype``; ``as_stored``: in ``stepped``'s."""
         dtype = self.stepped.dtype if as_stored else self.compute_dtype
-        if self.is_whole and not as_stored and dtype == self.shard.dtype and self.shard.device == self.device:
+        if self.is_undivided and not as_stored and dtype == self.at_rest.dtype and self.at_rest.device == self.device:
             # No copy; what the user holds as stored is one, or writes would stay.
-            self._gathering = self.shard, Pending()
+            self._gathering = self.at_rest, Pending()
             return
         buffer = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
         if self._secondary is not None and not as_stored and not self.is_stepped:
             self._gathering = buffer, self._among_secondary(buffer)
             return
-        is_rounded = as_stored and self.has_masters
-        rests, depth = (self.stepped, len(self._axes)) if is_rounded else (self.shard, self._rest)
-        chunk = self.on_device(rests)
+        of_masters = as_stored and self.has_masters
+        own, depth = (self.stepped, len(self._axes)) if of_masters else (self.at_rest, self._depth_at_rest)
+        chunk = self.on_device(own)
         if not depth:
             buffer.copy_(chunk)
         self._gathering = buffer, self._gather(buffer, chunk, depth, 0)
@@ -256,7 +284,7 @@ class Shards:
         return self.layout.bounds[:: self.layout.num_ranks // self._ways.secondary.num_ranks]
 
     def on_device(self, chunk: Tensor) -> Tensor:
-        """What is kept, where it is computed with."""
+        """What is at rest, on the device that it is computed with on."""
         return chunk
 
     def _gather(self, buffer: Tensor, chunk: Tensor | None, depth: int, to: int) -> Pending:
@@ -274,38 +302,41 @@ class Shards:
         """Begin to gather what was stepped over the axes that only the stepped is divided over."""
         chunk = self.stepped if self.has_masters else None  # else it is in its place
         if not self._axes and chunk is not None:
-            self.shard.copy_(chunk)
-        return self._gather(self.shard, chunk, len(self._axes), self._rest)
+            self.at_rest.copy_(chunk)
+        return self._gather(self.at_rest, chunk, len(self._axes), self._depth_at_rest)
 
     @in_plain_mode
-    def show(self) -> None:
-        """Wait for the gather, and let the parameters show the values."""
+    def show_gathered(self) -> None:
+        """Wait for the gather, and let the parameters show what it has brought."""
         assert self._gathering is not None
         buffer, pending = self._gathering
         pending.wait()  # and only then dropped: after an error a transport may still write into the buffer
         self._gathering = None
-        ranks = None if self.is_whole or self.is_stepped else self._ways.secondary
+        ranks = None if self.is_undivided or self.is_stepped else self._ways.secondary
         if ranks is not None and self._secondary is None and buffer.dtype == self.compute_dtype:
             first, stop = self._secondary_bounds[ranks.rank : ranks.rank + 2]
             self._secondary = buffer[first:stop].clone()
         self.gathered = {name: self._tensors.read(name, buffer) for name in self.params}
         self.storages = dict(self.gathered) if self._tensors.are_copied else {"": buffer}
-        self._places = {tensor.untyped_storage().data_ptr(): key for key, tensor in self.storages.items()}
-        self._at.update({place: (self, key) for place, key in self._places.items()})
+        self._addresses = {tensor.untyped_storage().data_ptr(): key for key, tensor in self.storages.items()}
+        self._at.update({address: (self, key) for address, key in self._addresses.items()})
         for name, full in self.gathered.items():
             self.params[name].data = full
         for tell in self.watchers:
             tell(True)
 
     @in_plain_mode
-    def hide(self) -> None:
-        """Free what is gathered; a gather that nobody used is waited for first."""
+    def show_at_rest(self) -> None:
+        """Free what is gathered, and let the parameters show stubs or, where they are resident, what is at rest.
+
+        A gather that nobody used is waited for first.
+        """
         if self._gathering is not None:
             self._gathering[1].wait()  # a transport may still write into the buffer
             self._gathering = None
-        for place in self._places:  # as they were: share_memory() moves a storage
-            self._at.pop(place, None)
-        self._places = {}
+        for address in self._addresses:  # as they were: share_memory() moves a storage
+            self._at.pop(address, None)
+        self._addresses = {}
         for tell in self.watchers:
             tell(False)
         self.gathered, self.storages = {}, {}
@@ -314,7 +345,7 @@ class Shards:
             param.data = shown[name]
 
     def _resident_views(self) -> dict[str, Tensor]:
-        return {name: self._tensors.read(name, self.shard) for name in self.params}
+        return {name: self._tensors.slot(name, self.at_rest) for name in self.params}
 
     def check_replaced(self) -> None:
         """Raise RuntimeError if a full parameter was replaced by what ``write_back`` could not take."""
@@ -323,17 +354,17 @@ class Shards:
 
     @in_plain_mode
     def write_back(self) -> None:
-        """Copy into the shard what was written into the full parameters, or put there by ``.data =``."""
+        """Copy into what is at rest, and stepped, what was written into full parameters or put there by ``.data =``."""
         values = {name: param.data for name, param in self.params.items()}
         self._secondary = None  # on all ranks, whatever this one finds changed
         if self.is_resident and not self.gathered:
             if any(_is_elsewhere(values[name], view) for name, view in self._resident_views().items()):
                 # Into other memory: what the user has taken out may be where the values were.
-                self.shard = self._tensors.cut(values, self._chunks[0].ranks)
-                self.stepped = self.shard[self._chunks[-1].within(self._chunks[0])]
+                self.at_rest = self._tensors.cut(values, self._chunks[0].ranks)
+                self.stepped = self.at_rest[self._chunks[-1].within(self._chunks[0])]
                 self.point_pieces_at(self.stepped)
             return
-        written = [(self.shard, self._rest)] if self.is_split else [(self.stepped, -1)]
+        written = [(self.at_rest, self._depth_at_rest)] if self.is_split else [(self.stepped, -1)]
         for tensor, depth in [*written, *([(self.stepped, -1)] if self.has_masters else [])]:
             new = self._tensors.cut(values, self._chunks[depth].ranks).to(tensor)
             if not torch.equal(new, tensor):  # where nothing was, a graph may still use what it saved
@@ -344,7 +375,11 @@ class Shards:
 
     @unrefused
     def reduce(self, *, rests_partial: bool = False) -> None:
-        """Begin to sum over the ranks the gradients that have accumulated in the parameters.
+        """Begin to sum this rank's gradients over the ranks; ``advance`` ends it, and makes means of the sums.
+
+        Gradients are moved, as they are, into one buffer, [padded_numel] in ``sum_dtype``: no parameter has one
+        afterwards, and what this rank did not use is 0. Beside the buffer, until the sums are there, a chunk is in
+        memory into which they come, unless their place is in the buffer (``Ways.means_over``).
 
         Args:
             rests_partial: over the first axis only; later sums are added to it.
@@ -353,30 +388,31 @@ class Shards:
             if self.params[name].grad is not None:
                 self.fill(name)
         buffer = self._to_fill()
-        rest = {name: param.grad for name, param in self.params.items() if name not in self._filled}
-        self._tensors.write(rest, buffer)
+        others = {name: param.grad for name, param in self.params.items() if name not in self._filled}
+        self._tensors.write(others, buffer)
         self._filled = set()
         if self._ways.means_over != 0:
             self._buffer = None  # its means will be elsewhere
         for param in self.params.values():
             param.grad = None  # or the next micro-batch would be added to it, and this one sent twice
         self._num_summed, self._rests_partial = 0, rests_partial
-        if not self._sum_on(buffer):
+        if not self._begin_next_sum(buffer):
             self._reducing = buffer, buffer, Pending()
 
     @unrefused
     def fill(self, name: str) -> None:
-        """Move a gradient into the buffer, or add it to what is there."""
+        """Move a gradient into the buffer, as it is, or add it to what is there; its parameter then has none."""
         self._buffer = self._to_fill()
-        view, gradient = self._tensors.read(name, self._buffer), self.params[name].grad
+        slot, gradient = self._tensors.slot(name, self._buffer), self.params[name].grad
         assert gradient is not None
-        view.add_(gradient.detach()) if name in self._filled else view.copy_(gradient.detach())
+        slot.add_(gradient.detach()) if name in self._filled else slot.copy_(gradient.detach())
         self._filled.add(name)
         self.params[name].grad = None
 
     def _to_fill(self) -> Tensor:
-        """A buffer of gradients, [padded_numel]."""
-        # What is filled is nobody's gradient; else a view outside may be one that the user has kept, or a mean.
+        """A buffer to write gradients into, [padded_numel] in ``sum_dtype``: the one from before, or a new one."""
+        # The one from before may still be in use: means are views of it, and so is what a user has kept of them. While
+        # gradients are in it that have not been sent, it is none of that.
         if self._buffer is not None and (self._filled or num_references(self._buffer) == 1):
             return self._buffer
         buffer = torch.empty(self.layout.padded_numel, dtype=self.sum_dtype, device=self.device)
@@ -386,29 +422,35 @@ class Shards:
             self._buffer = buffer
         return buffer
 
-    def _sum_on(self, sums: Tensor) -> bool:
-        """Begin the sum over the next axis; False where there is none: over which they are divided, then replicas."""
-        place, tag = self._num_summed, f"gradients of {self.name}"
+    def _begin_next_sum(self, sums: Tensor) -> bool:
+        """Begin to sum over the next axis: the axes that divide, then replicas; False where there is none left."""
+        number, tag = self._num_summed, f"gradients of {self.name}"
         self._num_summed += 1
-        if place < len(self._axes):
+        if number < len(self._axes):
             means_over = self._ways.means_over
-            axis, bounds = self._axes[place], self._chunks[place].cut
+            axis, bounds = self._axes[number], self._chunks[number].cut
             own = sums[bounds[axis.rank] : bounds[axis.rank + 1]]
-            chunk = own if means_over is not None and place >= means_over else torch.empty_like(own)
+            chunk = own if means_over is not None and number >= means_over else torch.empty_like(own)
             if self._ways.scatter is None:
                 pending = axis.reduce_scatter(sums, chunk, bounds=bounds, tag=tag)
             else:
                 pending = self._ways.scatter(axis, sums, chunk, bounds, tag)
+                if not isinstance(pending, Pending):
+                    raise not_pending("scatter", pending)
             self._reducing = sums, chunk, pending
-        elif place < len(self._axes) + len(self._ways.replicas):
-            axis = self._ways.replicas[place - len(self._axes)]
+        elif number < len(self._axes) + len(self._ways.replicas):
+            axis = self._ways.replicas[number - len(self._axes)]
             self._reducing = sums, sums, axis.all_reduce(sums, tag=tag)
         else:
             return False
         return True
 
     def advance(self) -> bool:
-        """Wait for the sum under way and begin that over the next axis; False after the last, when means are there."""
+        """Wait for the sum under way, and begin that over the next axis; False after the last, when means are there.
+
+        The sums of the last axis, [chunk] in ``sum_dtype``, are cast to the dtype of what is stepped and divided by
+        the number of ranks: here, and nowhere else on the way of a gradient. With one dtype that is done in place.
+        """
         if self._reducing is None:
             return False
         _, sums, pending = self._reducing
@@ -418,7 +460,7 @@ class Shards:
         if self._rests_partial:
             self._partial, self._reducing = sums, None
             return False
-        if self._sum_on(sums):
+        if self._begin_next_sum(sums):
             return True
         self._reducing = None
         ranks = self.layout.num_ranks * prod(axis.num_ranks for axis in self._ways.replicas)
@@ -427,7 +469,7 @@ class Shards:
         return False
 
     def accept(self, means: Tensor) -> None:
-        """Give the pieces their means, [chunk], added to earlier ones."""
+        """Let the pieces' ``.grad`` be views of ``means``, [chunk] in their dtype, after adding earlier ones to it."""
         self.means = means
         for name in self._tensors.own:
             gradient, earlier = self._tensors.piece_of(name, means), self.pieces[name].grad
@@ -446,20 +488,20 @@ class Shards:
         for piece in self.pieces.values():
             piece.grad = None
 
-    def point_pieces_at(self, shard: Tensor, before: Tensor | None = None) -> None:
-        """Let pieces be views of another tensor; those that lie elsewhere than in ``before`` stay there."""
+    def point_pieces_at(self, chunk: Tensor, before: Tensor | None = None) -> None:
+        """Let pieces be views of another chunk; those that lie elsewhere than in ``before`` stay there."""
         for name, piece in self.pieces.items():
             # One that an optimizer has put elsewhere by ``.data =`` stays there, for guards to find.
             if before is None or piece.data_ptr() in (0, self._tensors.piece_of(name, before).data_ptr()):
                 # By ``.data``: the optimizer finds its state by these very tensor objects.
-                piece.data = self._tensors.piece_of(name, shard)
+                piece.data = self._tensors.piece_of(name, chunk)
 
     def holdings(self) -> Iterator[Holding]:
         """What this rank holds of parameters and gradients; each element of a role under one name."""
         gathered = [*self.storages.values(), *([] if self._gathering is None else [self._gathering[0]])]
         gathered += [] if self._secondary is None else [self._secondary]
-        yield from (Holding(Role.GATHERED_PARAMETER, tensor) for tensor in gathered if tensor is not self.shard)
-        yield Holding(Role.PARAMETER, self.shard)
+        yield from (Holding(Role.GATHERED_PARAMETER, tensor) for tensor in gathered if tensor is not self.at_rest)
+        yield Holding(Role.PARAMETER, self.at_rest)
         if self.is_resident:
             for name, param in self.params.items():
                 yield Holding(Role.PARAMETER, param, name, (0, param.numel()))
@@ -474,7 +516,7 @@ class Shards:
         yield from (Holding(Role.GRADIENT, gradient) for gradient in gradients)
         if self._buffer is not None:
             for name in self.params:
-                slot = self._tensors.read(name, self._buffer)
+                slot = self._tensors.slot(name, self._buffer)
                 yield Holding(Role.GRADIENT, slot, name, (0, slot.numel()))
         for name, piece in self._tensors.own.items():
             gradient = self.pieces[name].grad

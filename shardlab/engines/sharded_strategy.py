@@ -64,8 +64,8 @@ class Sharded(Strategy):
                 due = [one for one in self._split if loads or any(map(self.is_due, one.params.values()))]
                 wait_all([one.gather_stepped() for one in due])
 
-    def reduce_rest(self) -> None:
-        """As the base; the sums of all units are taken, in one order on all ranks."""
+    def make_means(self) -> None:
+        """As the base, of what has been sent: the sums of all units are waited for, in one order on all ranks."""
         for unit in self.units:
             unit.finish()
 

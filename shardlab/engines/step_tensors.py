@@ -1,16 +1,17 @@
 """The tensors an optimizer is built from, and those this rank steps, under the names of the user's module.
 
-An optimizer takes them directly, ``torch.optim.AdamW(tensors, lr=1e-3)``; parameter groups are chosen by name, or by
-anything else that parameters have:
+Two collections of one class: ``optimizer_fn`` gets the module's parameters, and ``engine.step_tensors()`` are what this
+rank steps of them. An optimizer takes them directly, ``torch.optim.AdamW(tensors, lr=1e-3)``; parameter groups are
+chosen by name, or by anything else that parameters have:
 
     torch.optim.AdamW([
         {"params": tensors.where(lambda name: name.endswith("bias")), "weight_decay": 0.0},
         {"params": tensors.where(lambda name: not name.endswith("bias"))},
     ], lr=1e-3)
 
-It is built from the module's parameters. Where a strategy shards, each is then replaced in its group by the piece that
-this rank holds (one-dimensional, or rows of a parameter in their shape), which is empty if this rank holds nothing of
-it. So every rank makes the same groups, with the same indices.
+Where a strategy shards, each parameter is then replaced in its group by the piece that this rank holds
+(``over_pieces``): one-dimensional, or rows of a parameter in their shape; empty if this rank holds nothing of it. So
+every rank makes the same groups, with the same indices.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from shardlab.partition.slices import TensorSlice
 
 
 class StepTensors(Sequence[Tensor]):
-    """A sequence of tensors that remembers their names; the order is the module's.
+    """Tensors with names, in the module's order: its parameters, or what this rank steps of each.
 
     Args:
         tensors: by name.

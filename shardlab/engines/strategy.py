@@ -7,7 +7,7 @@ which is that of replicated parameters; a strategy of your own overrides the few
     class OneMessage(Strategy):
         name = "one_message"
 
-        def reduce_rest(self):
+        def make_means(self):
             due = [param for param in self.params.values() if self.is_due(param)]
             sent = [torch.zeros_like(param) if param.grad is None else param.grad for param in due]
             means = torch.cat([one.flatten() for one in sent]).div_(self.num_ranks)
@@ -37,7 +37,7 @@ from torch.utils.hooks import RemovableHandle
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.precision import Precision
-from shardlab.vocabulary import MeshAxis, Partition, Role, dtype_name
+from shardlab.vocabulary import MeshAxis, Partition, Role, class_of, dtype_name
 
 
 def check_replaced(param: nn.Parameter, view: Tensor, name: str) -> None:
@@ -52,6 +52,14 @@ def check_replaced(param: nn.Parameter, view: Tensor, name: str) -> None:
             f"{param.device}, and the engine keeps {tuple(view.shape)} of {dtype_name(view.dtype)} on {view.device}; "
             "convert the module before the engine is built"
         )
+
+
+def not_pending(method: str, returned: object) -> ValueError:
+    """The error where a strategy's own ``reduce`` or ``scatter`` returns nothing that can be waited for."""
+    return ValueError(
+        f"strategy: {method}() returned {class_of(returned)}; return the Pending that the communicator returned, or "
+        "Pending() where nothing is left to wait for"
+    )
 
 
 class MeshParts(Protocol):
@@ -156,14 +164,25 @@ class Strategy:
         return contextlib.nullcontext()
 
     def grad_ready(self, param: nn.Parameter, *, sends: bool) -> None:
-        """Autograd has accumulated into ``param.grad``."""
+        """Autograd has added this rank's gradient of ``param`` to ``param.grad``, which nobody has averaged.
 
-    def reduce_rest(self) -> None:
-        """Send what has not been sent, and make means of all gradients; after backwards, also where there was none.
+        Called inside ``backward``, where autograd has come to the parameter: in an order of this rank's own, never for
+        a parameter that this rank's loss did not use, once for one that it used, and once for each part where its
+        gradient comes in parts (reentrant checkpointing). ``param.grad`` has the parameter's shape and dtype; it is
+        None where a hook of the user's has dropped it.
 
-        The engine then sends the flag, by which all ranks raise together, and clears the ``.grad`` of what is stepped
-        where no rank has used the parameter. Where means are kept at the parameters, ``param.grad`` may be earlier
-        means and this rank's new sums added up: their mean is what is wanted, too.
+        Args:
+            param: of the module.
+            sends: False inside ``no_sync()``.
+        """
+
+    def make_means(self) -> None:
+        """Make means over the ranks of all gradients; send what ``grad_ready`` has not sent, and wait for all.
+
+        Called after a backward that sends, and before a step, clipping or reading where local sums are left or where
+        there was no backward at all. The engine then sends the flag, by which all ranks raise together, and clears the
+        ``.grad`` of what is stepped where no rank has used the parameter. Where means stay at the parameters,
+        ``param.grad`` may be earlier means and this rank's new sums added up: their mean is what is wanted, too.
         """
 
     def stepping(self, *, loads: bool = False) -> AbstractContextManager[None]:

@@ -32,11 +32,8 @@ class TensorLayout:
         self.are_copied = any(len(stretches) > 1 for stretches in self._stretches.values())
         first = layout.chunk(rank)[0]
         self.own = {piece.name: piece for piece in layout.pieces(rank)}
-        self.places = {  # in the chunk
-            name: slice(piece.flat_start - first, piece.flat_stop - first) for name, piece in self.own.items()
-        }
         self._pieces_at = {  # in the chunk
-            name: _At(self.places[name].start, _shape_of(piece, shapes[name])) for name, piece in self.own.items()
+            name: _At(piece.flat_start - first, _shape_of(piece, shapes[name])) for name, piece in self.own.items()
         }
         self._fulls_at = {  # in the buffer, of parameters that lie there in one stretch
             name: _At(stretches[0][0], shapes[name], strides.get(name))
@@ -48,37 +45,45 @@ class TensorLayout:
         first, (start, stop) = next(iter(params.values())), (ranks.start, ranks.stop)
         begin, end = self._layout.bounds[start], self._layout.bounds[stop]
         # A copy: a view would keep the full parameters in memory.
-        shard = torch.zeros(end - begin, dtype=first.dtype, device=first.device)
+        chunk = torch.zeros(end - begin, dtype=first.dtype, device=first.device)
         for piece in (piece for rank in ranks for piece in self._layout.pieces(rank)):
             flat = params[piece.name].detach().reshape(-1)
-            place = slice(piece.flat_start - begin, piece.flat_stop - begin)
-            shard[place].copy_(flat[piece.param_start : piece.param_stop])
-        return shard
+            chunk[piece.flat_start - begin : piece.flat_stop - begin].copy_(flat[piece.param_start : piece.param_stop])
+        return chunk
 
-    def piece_of(self, name: str, shard: Tensor) -> Tensor:
-        """A parameter's part of a tensor of the chunk's size, a view: whole rows in their shape, anything else flat."""
+    def piece_of(self, name: str, chunk: Tensor) -> Tensor:
+        """A parameter's part of this rank's chunk, a view: whole rows in their shape, anything else flat."""
         if name not in self.own:
-            return shard.new_empty((0, *(self._shapes[name] or (1,))[1:]))
-        return self._pieces_at[name].of(shard)
+            return chunk.new_empty((0, *(self._shapes[name] or (1,))[1:]))
+        return self._pieces_at[name].of(chunk)
+
+    def slot(self, name: str, buffer: Tensor) -> Tensor:
+        """The view of the buffer, [padded_numel], in which a parameter lies in one stretch, to read from or write into.
+
+        One without elements gets a tensor of its own: its view would begin where another parameter does.
+        """
+        return self._fulls_at[name].of(buffer) if name in self._fulls_at else buffer.new_empty(self._shapes[name])
 
     def read(self, name: str, buffer: Tensor) -> Tensor:
-        """A full parameter read from the buffer."""
-        if not self.are_copied and name in self._fulls_at:
-            # A view, which keeps the whole buffer in memory while any parameter of it is used.
-            return self._fulls_at[name].of(buffer)
-        # A copy: the buffer can go as soon as all parameters are read. (Of one without elements too: its view would
-        # begin where another parameter does.)
-        full = buffer.new_empty(self._shapes[name])
+        """A full parameter in its shape: its slot, or a copy where one of the bucket lies in several stretches."""
+        if not self.are_copied:  # the whole buffer stays in memory while any parameter of it is used
+            return self.slot(name, buffer)
+        full = buffer.new_empty(self._shapes[name])  # the buffer can go as soon as all parameters are read
         for start, stop, offset in self._stretches[name]:
             full.view(-1)[offset : offset + stop - start].copy_(buffer[start:stop])
         return full
 
     def write(self, gradients: Mapping[str, Tensor | None], buffer: Tensor) -> None:
-        """Put gradients into their places in the buffer; None means that this rank did not use the parameter."""
-        places, values = [], []
+        """Copy full gradients into the buffer, cast to its dtype.
+
+        Args:
+            gradients: by name; None becomes zeros: this rank did not use the parameter, and another may have.
+            buffer: [padded_numel]; what belongs to other parameters, and its padding, is left as it is.
+        """
+        slots, values = [], []
         for name, gradient in gradients.items():
             if gradient is not None and name in self._fulls_at:
-                places.append(self._fulls_at[name].of(buffer))
+                slots.append(self._fulls_at[name].of(buffer))
                 values.append(gradient.detach())
                 continue
             for start, stop, offset in self._stretches[name]:
@@ -86,8 +91,8 @@ class TensorLayout:
                     buffer[start:stop].zero_()
                 else:
                     buffer[start:stop].copy_(gradient.detach().reshape(-1)[offset : offset + stop - start])
-        if places:
-            torch._foreach_copy_(places, values)  # one launch on a device
+        if slots:
+            torch._foreach_copy_(slots, values)  # one launch on a device
 
 
 def num_references(tensor: Tensor) -> int:

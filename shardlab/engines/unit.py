@@ -27,16 +27,18 @@ class Unit:
         module: for whose computation they are gathered.
 
     Attributes:
-        is_whole: whether every rank has all of it.
+        is_undivided: whether every rank has all of it.
+        state: which this object alone writes.
+        num_holders: those who need it gathered; while there are any, ``reshard`` does nothing.
+        is_as_stored: whether what is gathered has the dtype that is stepped, and not the one to compute in.
     """
 
     def __init__(self, name: str, shards: Sequence[Shards], module: nn.Module | None = None) -> None:
         self.name, self.shards, self.module = name, tuple(shards), module
         self.params = tuple(param for one in shards for param in one.params.values())
-        self.is_whole = all(one.is_whole for one in shards)
+        self.is_undivided = all(one.is_undivided for one in shards)
         self.state = State.SHARDED
-        self.num_holders = 0  # who keep it gathered
-        self.is_as_stored = False  # shown in the shards' dtype, and not in the one to compute in
+        self.num_holders, self.is_as_stored = 0, False
 
     @untraced
     def start(self) -> None:
@@ -53,7 +55,7 @@ class Unit:
             self._start(as_stored=as_stored)
         if self.state is State.GATHERING:
             for one in self.shards:
-                one.show()
+                one.show_gathered()
             self.state = State.GATHERED
 
     def _start(self, *, as_stored: bool) -> None:
@@ -64,13 +66,13 @@ class Unit:
     def reshard(self) -> None:
         """Free what is gathered, unless somebody holds it."""
         if self.state in (State.GATHERING, State.GATHERED) and not self.num_holders:
-            self._hide()
+            self._reshard()
 
     @untraced
-    def _hide(self) -> None:
+    def _reshard(self) -> None:
         self.state = State.SHARDED
         for one in self.shards:
-            one.hide()
+            one.show_at_rest()
 
     def drop_gather(self) -> None:
         """Drop a prefetch that was not used."""
@@ -78,7 +80,7 @@ class Unit:
             self.reshard()
 
     def reduce(self, is_due: Callable[[nn.Parameter], bool], *, rests_partial: bool = False) -> None:
-        """Begin to reduce the gradients of the kinds in which one is due; see ``Shards.reduce``."""
+        """Reshard, and begin to reduce the gradients of the kinds in which one is due; see ``Shards.reduce``."""
         self.reshard()  # first, so that the buffer does not come on top of the parameters
         due = [one for one in self.shards if any(map(is_due, one.params.values()))]
         for one in due:
@@ -87,14 +89,18 @@ class Unit:
             self.state = State.REDUCING
 
     def advance(self) -> bool:
-        """Wait for what is being reduced, and begin the sum over the next axis; False where there is none."""
+        """Of each kind wait for the sum under way, and begin that over the next axis; see ``Shards.advance``.
+
+        Returns:
+            Whether another sum is under way. After the last the means are there, at the pieces.
+        """
         left = [one.advance() for one in self.shards]  # of all, before it is asked whether any goes on
         if not any(left) and self.state is State.REDUCING:
             self.state = State.SHARDED
         return any(left)
 
     def finish(self) -> None:
-        """Wait for the means."""
+        """Wait for all that is left to be summed; then the means are there."""
         while self.advance():
             pass
 

@@ -11,7 +11,6 @@ unrounded: its master weights. Source: Rajbhandari et al., arXiv 1910.02054, sec
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -28,7 +27,7 @@ from shardlab.partition.chunks import parse_partition
 from shardlab.vocabulary import Partition
 
 
-class ZeRO1(InBuckets):
+class ZeRO1(InBuckets[Shards]):
     """Replicated parameters; each rank steps its pieces of them.
 
     Args:
@@ -61,10 +60,11 @@ class ZeRO1(InBuckets):
     def make_buckets(self, given: Given) -> list[Shards]:
         """As the base."""
         comm, ways = self.divide(given)
+        # All parameters are at rest on every rank; and a bucket asks this strategy how its gradients are sent.
         ways = ways._replace(rests_over=0, scatter=self.scatter)
         layouts = bucket_layouts(self.params, comm.num_ranks, self.bucket_bytes, self.partition)
         return [
-            Shards(f"bucket {index}", {name: self.params[name] for name in layout.names}, layout, comm, ways, {})
+            Shards(f"bucket {index}", {name: self.params[name] for name in layout.names}, layout, comm, ways)
             for index, layout in enumerate(layouts)
         ]
 
@@ -75,15 +75,27 @@ class ZeRO1(InBuckets):
         """
         return self.comm, Ways(self.precision, means_over=self.means_over)
 
-    def send(self, bucket: Any) -> None:
-        """As the base."""
+    def send(self, bucket: Shards) -> None:
+        """As the base; the bucket moves its gradients into its buffer, and calls ``scatter``, once for each axis."""
         bucket.reduce()
 
     def scatter(self, axis: Communicator, buffer: Tensor, chunk: Tensor, bounds: tuple[int, ...], tag: str) -> Pending:
-        """Begin to sum ``buffer`` over the ranks and to put this rank's part, by ``bounds``, into ``chunk``."""
+        """Begin to sum ``buffer`` over the ranks and to put this rank's part, by ``bounds``, into ``chunk``.
+
+        Called by the bucket, in ``send``; to be overridden by who sends otherwise. The bucket divides the sums by the
+        number of ranks when they have come (``Shards.advance``).
+
+        Args:
+            axis: whose ranks.
+            buffer: [padded_numel], or of a second axis what the first has left; in the dtype gradients are summed in.
+                It may be written to.
+            chunk: [bounds of this rank], in the same dtype; perhaps a view of ``buffer``.
+            bounds: of each rank's part, num_ranks + 1 of them.
+            tag: of the message.
+        """
         return axis.reduce_scatter(buffer, chunk, bounds=bounds, tag=tag)
 
-    def finish(self, bucket: Any) -> None:
+    def finish(self, bucket: Shards) -> None:
         """As the base; means, or parts of them, become the ``.grad`` of the pieces."""
         while bucket.advance():
             pass
@@ -111,7 +123,7 @@ class ZeRO1(InBuckets):
         try:
             for one in rounded:
                 one.start(as_stored=True)
-                one.show()
+                one.show_gathered()
             yield
             if keep_changes:  # every rank wrote the same, so nothing is sent
                 for one in self.buckets:  # of all, before anything is written
@@ -122,7 +134,7 @@ class ZeRO1(InBuckets):
             self._num_full_blocks -= 1
             if not self._num_full_blocks:  # by then another block may not keep what was put there by ``.data =``
                 for one in self.buckets:
-                    one.hide()
+                    one.show_at_rest()
 
     def holdings(self) -> Iterator[Holding]:
         """As the base."""

@@ -13,8 +13,7 @@ accumulate there until a backward communicates. With ``precision='bf16'``: 2P pa
 master weights' dtype. Source: Rajbhandari et al., arXiv 1910.02054, section 5.2.
 """
 
-from typing import Any
-
+from shardlab.engines.sharded_params import Shards
 from shardlab.engines.zero1 import ZeRO1
 
 BUCKETS_IN_FLIGHT = 2
@@ -26,7 +25,7 @@ class ZeRO2(ZeRO1):
     name = "zero2"
     means_over = None
 
-    def send(self, bucket: Any) -> None:
+    def send(self, bucket: Shards) -> None:
         """As the base."""
         # A bound that does not depend on timing: behind a slow link all of the gradients would pile up.
         for earlier in self.buckets[: max(0, self._num_sent - BUCKETS_IN_FLIGHT)]:

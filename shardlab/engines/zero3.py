@@ -97,10 +97,10 @@ class ZeRO3(Sharded):
                 unit.num_holders -= 1
                 unit.reshard()
 
-    def reduce_rest(self) -> None:
-        """As the base."""
+    def make_means(self) -> None:
+        """As the base: all is sent here, and nothing before."""
         # One after another, so that only one buffer of a reduction is in memory at a time.
         for unit in self.units:
             unit.reduce(self.is_due)
             unit.finish()
-        super().reduce_rest()
+        super().make_means()

@@ -102,7 +102,7 @@ class GradScaler:
             if tensor.grad is not None:
                 tensor.grad.div_(self.current_scale)
                 flag = torch.maximum(flag, (~torch.isfinite(tensor.grad)).any().to(flag))
-        engine.guard_slices()  # as they are now
+        engine.means_changed()  # as they are now
         # Every rank joins, whatever it found itself: a rank that skipped this alone would leave the others waiting.
         for comm in engine.comms:
             comm.all_reduce(flag, reduction="max", tag="overflow").wait()

@@ -4,9 +4,11 @@ Formulas are checked against what was sent and what is alive, and the order of e
 """
 
 import gc
+import re
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from tests.dist import cases, nasty
 from tests.dist.every_engine import KINDS, adamw, assert_states, backward, engine_of, momentum, one_step, own_batch
 from tests.dist.test_fsdp import build
 from tests.dist.test_stories_of_modules import hooks_of
+from tests.test_architecture import READING
 
 STRATEGIES = ("ddp", "bucketed", "zero1", "zero2", "zero3")
 
@@ -242,3 +245,34 @@ def calls_of_a_backward(rank):
 
 def test_a_bare_backward_makes_few_calls_of_python(pools):
     assert max(pools(2).run(calls_of_a_backward)) <= 400
+
+
+def way_of_a_gradient(rank, name):
+    """Functions of the engines, file.function, in the order of their first calls from a backward to its step."""
+    found = {}
+
+    def note(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.parent.name == "engines":
+            found.setdefault(f"{path.stem}.{frame.f_code.co_name}")
+
+    options = {"wrap": "0"} if name == "fsdp" else {}
+    model = nn.Sequential(nn.Linear(8, 8))
+    with Mesh({"data": 2}) as mesh, build_engine(name, model, adamw, mesh, **options) as engine:
+        loss = engine(torch.ones(4, 8)).square().mean()
+        sys.setprofile(note)
+        engine.backward(loss)
+        engine.step()
+        sys.setprofile(None)
+    return list(found)
+
+
+@pytest.mark.parametrize("name", ["bucketed", "zero1", "fsdp"])
+def test_a_gradient_goes_the_way_that_the_guide_says(pools, name):
+    head, _, *rows = re.findall(r"^\|(.*)\|$", READING.read_text().split("One gradient")[1].split("\n## ")[0], re.M)
+    column = [cell.strip(" `") for cell in head.split("|")].index(name)
+    cells = [row.split("|") for row in rows]
+    said = [function for row in cells for place in (1, column) for function in re.findall(r"`(\w+\.\w+)`", row[place])]
+    assert len(said) > 10
+    for called in pools(2).run(way_of_a_gradient, name):
+        assert [function for function in called if function in said] == said

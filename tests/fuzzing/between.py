@@ -126,7 +126,7 @@ class ChangeMeans(Operation, peers=False):
 
     def ours(self, world: World) -> Seen:
         seen = self._change(world.ours.engine.step_tensors().items())
-        world.ours.engine.guard_slices()  # or it could be torch's clipping
+        world.ours.engine.means_changed()  # or it could be torch's clipping
         return seen
 
     def plain(self, world: World) -> Seen:

@@ -226,12 +226,14 @@ def test_an_engine_tells_a_class_and_what_is_none():
 
 
 def test_a_misspelt_method_is_refused_and_a_helper_is_not():
-    with pytest.raises(
-        ValueError, match=r"Typo.reduces\(\) is no method of a strategy, .*; write reduce\(\), or _reduces"
-    ):
-        _built(type("Typo", (Bucketed,), {"reduces": lambda self, bucket: None}))
-    with pytest.raises(ValueError, match=r"write lay_out\(\)"):
-        _built(type("Typo", (Strategy,), {"layout": lambda self, given: None}))
+    for base, name, meant in (
+        (Bucketed, "reduces", "reduce"), (Bucketed, "redcue", "reduce"), (ZeRO1, "devide", "divide"),
+        (Strategy, "layout", "lay_out"),
+    ):  # fmt: skip
+        with pytest.raises(
+            ValueError, match=rf"Typo.{name}\(\) is no method of a strategy, .*; write {meant}\(\), or _{name}"
+        ):
+            _built(type("Typo", (base,), {name: lambda *_: None}))
     helpers = {name: lambda self: None for name in ("reduce_all", "compress", "_reduces", "send")}
     _built(type("Right", (Bucketed,), {**helpers, "names": ("a",)}))
 

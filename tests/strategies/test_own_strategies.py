@@ -41,7 +41,7 @@ class MissingMean(Bucketed):
 class LeavesOutTheLast(Strategy):
     """Forgets one parameter: its ranks drift apart."""
 
-    def reduce_rest(self):
+    def make_means(self):
         for param in list(self.params.values())[:-1]:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
@@ -182,6 +182,11 @@ class ReducesToNone(Bucketed):
         self.comm.all_reduce(bucket.buffer, tag="gradients").wait()
 
 
+class ScattersToNone(ZeRO1):
+    def scatter(self, axis, buffer, chunk, bounds, tag):
+        axis.reduce_scatter(buffer, chunk, bounds=bounds, tag=tag).wait()
+
+
 class LaysOutAlone(Strategy):
     def lay_out(self, given):
         return LaidOut(given.params)
@@ -201,9 +206,9 @@ class SendsOnce(DDP):
         self.begun = getattr(self, "begun", 0) + sends
         return super().backward(sends=sends)
 
-    def reduce_rest(self):
+    def make_means(self):
         if self.begun == 1:
-            super().reduce_rest()
+            super().make_means()
 
     def drop(self):
         self.begun = 0
@@ -251,7 +256,8 @@ def test_the_example_of_the_docstring_is_right():
         (NotWaitedOnItsOwnMesh, "never waited for, first the all_reduce 'a copy'"),
         (PastAll, "it sends by torch.distributed itself, which nobody counts"),
         (Dead, "nothing is trained: '0.weight' and all other parameters stay what they were"),
-        (ReducesToNone, r"reduce\(\) of 'bucketed' returned a NoneType; return the Pending"),
+        (ReducesToNone, r"reduce\(\) returned a NoneType; return the Pending"),
+        (ScattersToNone, r"scatter\(\) returned a NoneType; return the Pending"),
         (LaysOutAlone, r"'strategy' has no 'num_ranks'; in its own lay_out\(\), call super\(\).lay_out\(given\)"),
         (BeginsAlone, r"'bucketed' has no 'bucket_bytes'; .* in its own __init__\(\), super\(\).__init__\(\)"),
         (UnitsOfText, "units of 'bucketed' has 'blocks.0'; a unit is a unit.Unit"),

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm.same_on_all_ranks import all_or_none
 from shardlab.engines.engine import Engine
-from shardlab.engines.gradient_state import Gradients
+from shardlab.engines.gradient_state import GradientState
 from shardlab.engines.guards.clipping import GuardedTensors, guard_groups
 from shardlab.engines.guards.model_checks import (
     advise,
@@ -97,8 +97,8 @@ class Guards:
                     "scaler.scale(loss)) and scaler.step(engine), or precision='bf16'",
                     stacklevel=9,  # where step() was called
                 )
-        self._place(moment, engine)
-        self._tensors.are_behind = engine.gradients.are_local and not (self._is_alone and self._is_whole)
+        self._set_placeholders(moment, engine)
+        self._tensors.are_behind = engine.gradient_state.are_local and not (self._is_alone and self._is_whole)
         if self._claim is not None and moment in (Moment.UPDATE, Moment.STEPPED, Moment.INSTALL, Moment.INSTALLED):
             self._claim.verb = {Moment.UPDATE: "step", Moment.INSTALL: "load"}.get(moment, "")
         if moment in (Moment.UPDATE, Moment.UPDATED) and {Where.SPREAD, Where.FLAT} <= self._where:
@@ -234,11 +234,11 @@ class Guards:
         return next((name for name, param in engine.params.items() if param not in left), "")
 
     def _is_asked(self, rule: Rule, moment: Moment, engine: Engine) -> bool:
-        if rule.gradients and engine.gradients not in rule.gradients:
+        if rule.gradients and engine.gradient_state not in rule.gradients:
             return False
         if rule.change == "gradient_version" and self._is_alone:
             # One process alone may change its sums, which are the means; unless earlier ones are elsewhere.
-            return engine.gradients is Gradients.MEANS_AND_LOCAL
+            return engine.gradient_state is GradientState.MEANS_AND_LOCAL
         if rule.of == "piece":
             if rule.where is Where.SHARDED and not engine.num_full_blocks and moment is not Moment.FULL_LEFT:
                 return False
@@ -250,8 +250,8 @@ class Guards:
     def _is_stepping(self) -> bool:
         return self._claim is not None and self._claim.verb == "step"
 
-    def _place(self, moment: Moment, engine: Engine) -> None:
-        """Placeholders at ``.grad`` while the mean is at the piece; away before autograd adds."""
+    def _set_placeholders(self, moment: Moment, engine: Engine) -> None:
+        """Put placeholders at ``param.grad`` while the mean is at the piece; take them away before autograd adds."""
         if not engine.strategy.steps_pieces:
             return
         if moment is Moment.MEANS or (moment is Moment.BACKWARD_ENDED and Where.ELSEWHERE in self._where):
@@ -286,7 +286,7 @@ class Guards:
         for name, param in engine.params.items():
             piece = pieces.by_name(name)
             is_given = id(param) in others
-            is_local = engine.gradients.are_local and (is_given or id(piece) in others)
+            is_local = engine.gradient_state.are_local and (is_given or id(piece) in others)
             if engine.num_data_ranks > 1 and (is_local or (engine._running and is_given)):
                 raise RuntimeError(
                     f"{kind}.step(): gradients of {name!r} are not averaged over the ranks yet, inside a backward or "

@@ -13,19 +13,23 @@ from shardlab.engines.precision import Precision
 from shardlab.engines.sharded_params import Ways
 from shardlab.engines.strategy import Given, LaidOut, Strategy
 
-_MISSPELT = 0.85  # of ``difflib``: "reduces" for "reduce", and not "reduce_all"
+_MISSPELT = 0.8  # of ``difflib``: "redcue" and "reduces" for "reduce", and not "reduce_all"
 
 
 def _check_methods(kind: type[Strategy]) -> None:
     """Refuse a misspelt method, which nobody would call."""
     for one in kind.__mro__[: kind.__mro__.index(Strategy)]:
-        above = {name for base in one.__mro__[1:] for name, value in vars(base).items() if callable(value)}
-        for name in (name for name, value in vars(one).items() if callable(value) and name not in above):
-            if not name.startswith("_") and (meant := get_close_matches(name, above, n=1, cutoff=_MISSPELT)):
+        above, own = {name for base in one.__mro__[1:] for name in _public_methods(base)}, _public_methods(one)
+        for name in own - above:
+            if meant := get_close_matches(name, above, n=1, cutoff=_MISSPELT):
                 raise ValueError(
                     f"strategy: {one.__name__}.{name}() is no method of a strategy, so nobody calls it; write "
                     f"{meant[0]}(), or _{name}() if it is a helper of your own"
                 )
+
+
+def _public_methods(kind: type) -> set[str]:
+    return {name for name, value in vars(kind).items() if callable(value) and not name.startswith("_")}
 
 
 def laid_out_by(strategy: Strategy, given: Given) -> LaidOut:
