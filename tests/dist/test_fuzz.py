@@ -11,7 +11,8 @@ from tests.fuzzing.engines import OURS
 from tests.fuzzing.features import ON
 
 from tests.fuzzing.replay import (  # isort: skip
-    Backward, BlockSpec, Clip, EngineSpec, Evaluate, Forward, FullParams, ModuleSpec, NamedOut, Scenario, Step,
+    Backward, BlockSpec, Clip, EngineSpec, Evaluate, FailsAlone, Forward, FullParams, ModuleSpec, NamedOut, Scenario,
+    Step,
 )  # fmt: skip
 from tests.fuzzing.run import close_meshes, run_scenario
 from tests.fuzzing.scenarios import scenarios
@@ -46,31 +47,36 @@ def test_what_users_do_at_random_trains_as_one_process_or_is_refused(pools):
 
 
 AGAIN = (BlockSpec("counter", "whole reentrant"), *[BlockSpec("sometimes")] * 2, BlockSpec("sometimes", "whole"))
+MODULE = ModuleSpec(5, AGAIN, (0, 1, 2, 3), enter="embedding")
+IN_PARTS = ModuleSpec(blocks=(BlockSpec(checkpoint="whole reentrant"),) * 2, path=(0, 1, 0), tied="blocks")
 FOUND = {
     "a unit that is computed again goes behind one of which a rank has no gradients": (
+        MODULE,
         EngineSpec("fsdp", (("sharding", "hybrid_shard"), ("replicate_below", 8)), (("replica", 2), ("shard", 2))),
         (Forward(6, 2, quiet=True), Backward(quiet=True), Forward(8), Backward()),
         "equal",
     ),
     "a plain backward adds to placeholders, through other nodes than the parameters have by then": (
-        EngineSpec("zero1", (("precision", "float32, summed in float64"),)),
+        ModuleSpec(), EngineSpec("zero1", (("precision", "float32, summed in float64"),)),
         (Forward(quiet=True), Backward(quiet=True), FullParams(), Forward(), FullParams(), Backward("plain")),
         "equal",
     ),
     "nobody has changed anything in full_params(keep_changes=True) between forward and backward": (
-        EngineSpec("zero3", guards=False), (Forward(), FullParams(keep=True), Backward()), "equal",
+        ModuleSpec(), EngineSpec("zero3", guards=False), (Forward(), FullParams(keep=True), Backward()), "equal",
     ),
     "parameters stay gathered for the loss that waits, though what is read ends the plain backward before it": (
-        EngineSpec("fsdp", (("sharding", "shard_grad_op"),), (("data", 4),)),
+        MODULE, EngineSpec("fsdp", (("sharding", "shard_grad_op"),), (("data", 4),)),
         (Forward(), Backward("plain"), Forward(), NamedOut(), Backward()), "equal",
+    ),
+    "a backward that all ranks refuse, each by itself, raises on one of them for another reason": (
+        IN_PARTS, EngineSpec("zero2", (("bucket_bytes", 128),)), (FailsAlone(0, 1), Forward(), Backward()), "refused",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", FOUND)
 def test_what_was_found_stays_mended(pools, what):
-    engine, operations, answer = FOUND[what]
-    module = ModuleSpec(5, AGAIN, (0, 1, 2, 3), enter="embedding") if engine.name == "fsdp" else ModuleSpec()
+    module, engine, operations, answer = FOUND[what]
     num_ranks = 4 if engine.name == "fsdp" else 2
     assert run_scenario(pools(num_ranks), Scenario(module, engine, operations=operations)).kind == answer
     close_meshes(pools(num_ranks))

@@ -40,15 +40,21 @@ def is_documented(error: Exception, world: World) -> bool:
     if "it was changed in place" in str(error):
         return world.gradients == "changed"
     if _matches(error, IN_PARTS):
-        # Where parameters are rounded a look at the full ones, between two forwards, parts their gradients too.
-        spec, blocks = world.ours.spec, world.ours.module_spec.blocks
-        is_forgotten = world.has_stale and spec.kind == "fsdp"
-        return spec.rounds or is_forgotten or any("reentrant" in block.checkpoint for block in blocks)
+        return refuses_parts(error, world)
     if refuses_forward(error):
         return world.ours.spec.rounds
     if _matches(error, (MEET,)):
         return world.left_alone or _orders_may_differ(world)
     return is_about_optimizer(error, world.ours.optimizer_spec.kind) or _matches(error, DOCUMENTED)
+
+
+def refuses_parts(error: Exception, world: World) -> bool:
+    """Whether it refuses a gradient in parts, where one may come so: on each rank that has used it, by itself."""
+    # Where parameters are rounded a look at the full ones, between two forwards, parts their gradients too.
+    spec, blocks = world.ours.spec, world.ours.module_spec.blocks
+    is_forgotten = world.has_stale and spec.kind == "fsdp"
+    may_be = spec.rounds or is_forgotten or any("reentrant" in block.checkpoint for block in blocks)
+    return may_be and _matches(error, IN_PARTS)
 
 
 def refuses_at_once(error: Exception) -> bool:
