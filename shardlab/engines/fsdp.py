@@ -48,7 +48,7 @@ from torch.utils.hooks import RemovableHandle
 from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.trees import cast_floating, tensors_in
 from shardlab.engines.fsdp_units import ShardingOptions, build_units
-from shardlab.engines.offload import OFFLOADS, OffloadedShards, wait_for_copies
+from shardlab.engines.offload import OffloadedShards, wait_for_copies
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.saved_tensors import stub_used
 from shardlab.engines.sharded_strategy import ModuleHook, Sharded
@@ -57,7 +57,7 @@ from shardlab.engines.unit import State, Unit
 from shardlab.meta_device import InitFn, reset_parameters
 from shardlab.partition.chunks import parse_partition
 from shardlab.units.policy import AUTO, ROOT, WrapPolicy
-from shardlab.vocabulary import Partition, Role
+from shardlab.vocabulary import Offload, Partition, Role
 
 _TRAINS = attrgetter("requires_grad")
 
@@ -161,9 +161,9 @@ class FSDP(Sharded):
             sharding, wrap, prefetch, layout, parse_partition(partition), parse_precision(precision), offload,
             replicate_below, init_fn or reset_parameters,
         )  # fmt: skip
-        self.partition, self.precision, self.offload = self.options.partition, self.options.precision, OFFLOADS[offload]
+        self.partition, self.precision = self.options.partition, self.options.precision
         self.axes, self._prefetch = self.options.axes, prefetch
-        self.state_role = Role.OFFLOADED if self.offload.gradients_and_state else Role.OPTIMIZER_STATE
+        self.state_role = Role.OFFLOADED if offload == Offload.ALL else Role.OPTIMIZER_STATE
         self._pass: Pass | None = None  # the forward under way
         self._waiting: list[Pass] = []  # forwards whose backward has not come
         self._is_stale = False  # gradients have been cleared since: from the next forward on, those are forgotten
@@ -435,7 +435,7 @@ class FSDP(Sharded):
         self._sends = True  # also where every backward was inside no_sync()
         self._reduce_others()
         super().make_means()
-        if self.offload.gradients_and_state:
+        if self.state_role is Role.OFFLOADED:
             wait_for_copies(self.device)  # once, for the means of all units
             for one in self._offloaded:
                 one.arrive()
@@ -457,7 +457,7 @@ class FSDP(Sharded):
     @contextlib.contextmanager
     def visiting(self) -> Iterator[None]:
         """Inside, shards in host memory whose optimizer state is on the device are on it too."""
-        if self.offload.gradients_and_state:
+        if self.state_role is Role.OFFLOADED:
             wait_for_copies(self.device)  # the host is about to write what a gather may still be reading
         visiting = [one for one in self._offloaded if one.visits]
         for one in visiting:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardlab import vocabulary
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.offload import OFFLOADS, OffloadedShards
+from shardlab.engines.offload import OffloadedShards
 from shardlab.engines.precision import Precision
 from shardlab.engines.sharded_params import Shards, Ways
 from shardlab.engines.strategy import Given
@@ -29,7 +29,7 @@ from shardlab.partition.dim0 import dim0_layout
 from shardlab.partition.flat import aligned_first, flat_layout, owned_layout
 from shardlab.partition.owners import owners_by_name
 from shardlab.units.policy import ROOT, WrapPolicy, owners_of_parameters, wrapped_modules
-from shardlab.vocabulary import MeshAxis, Partition
+from shardlab.vocabulary import MeshAxis, Offload, Partition
 
 Params = Mapping[str, nn.Parameter]
 
@@ -84,7 +84,7 @@ class ShardingOptions:
         for field, value, allowed in (
             ("sharding", self.sharding, SHARDINGS),
             ("layout", self.layout, LAYOUTS),
-            ("offload", self.offload, OFFLOADS),
+            ("offload", self.offload, tuple(Offload)),
         ):
             if value not in allowed:
                 raise ValueError(f"{field}: {value!r} is not one of {', '.join(allowed)}")
@@ -161,8 +161,9 @@ def _shards(
         comm, ways = _ways(next(iter(alike.values())), given, options)
         layout = _layout(alike, comm.num_ranks, options, owners)
         slots = {key: alike[key] for key in layout.names}
-        offload = OFFLOADS[options.offload]
-        make: Callable[..., Shards] = partial(OffloadedShards, offload) if offload.parameters else Shards
+        make: Callable[..., Shards] = Shards
+        if options.offload != Offload.NONE:
+            make = partial(OffloadedShards, options.offload == Offload.ALL)
         made.append(make(name, slots, layout, comm, ways, at))
     return made
 

@@ -15,30 +15,15 @@ same copies are made and the same tensors freed, so that records show what a dev
 al., ZeRO-Infinity, arXiv 2104.07857, section 5.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardlab import vocabulary
 from shardlab.engines.holdings import Holding
 from shardlab.engines.sharded_params import Shards
 from shardlab.vocabulary import Role
-
-
-class Offload(NamedTuple):
-    """A row of the table."""
-
-    parameters: bool
-    gradients_and_state: bool
-
-
-OFFLOADS: Mapping[str, Offload] = {
-    vocabulary.Offload.NONE: Offload(False, False),
-    vocabulary.Offload.PARAMETERS: Offload(True, False),
-    vocabulary.Offload.ALL: Offload(True, True),
-}
 
 
 def in_host_memory(tensor: Tensor) -> Tensor:
@@ -64,11 +49,11 @@ class OffloadedShards(Shards):
     """Shards in host memory; other arguments as ``Shards``.
 
     Args:
-        offload: what else is there.
+        with_state: whether gradients and the optimizer's state are there too.
     """
 
-    def __init__(self, offload: Offload, *args: Any, **named: Any) -> None:
-        self._offload = offload
+    def __init__(self, with_state: bool, *args: Any, **named: Any) -> None:
+        self._with_state = with_state
         self._arriving: Tensor | None = None  # means on their way to host memory
         super().__init__(*args, **named)
 
@@ -82,7 +67,7 @@ class OffloadedShards(Shards):
 
     def accept(self, means: Tensor) -> None:
         """As the base; where gradients stay in host memory they are on their way there."""
-        if self._offload.gradients_and_state:
+        if self._with_state:
             self._arriving = in_host_memory(means)
         else:
             self._take(means)
@@ -111,7 +96,7 @@ class OffloadedShards(Shards):
     @property
     def visits(self) -> bool:
         """Whether the pieces are on the device during a step alone."""
-        return not self._offload.gradients_and_state
+        return not self._with_state
 
     def visit(self) -> None:
         """Copy the shard to the device, for a step."""
@@ -128,7 +113,7 @@ class OffloadedShards(Shards):
     def holdings(self) -> Iterator[Holding]:
         """As the base; a storage counts in the first role that is said of it."""
         yield Holding(Role.OFFLOADED, self.at_rest)
-        if self._offload.gradients_and_state:
+        if self._with_state:
             chunks = (self.means, self._arriving)
             yield from (Holding(Role.OFFLOADED, chunk) for chunk in chunks if chunk is not None)
         yield from super().holdings()

@@ -14,12 +14,12 @@ from ipywidgets import HTML, Dropdown, FloatText, HBox, IntText, Layout, Text, V
 from shardlab.course.widgets.history import WORDS
 from shardlab.engines import STRATEGIES, Strategy, engine_options
 from shardlab.engines.fsdp_units import SHARDINGS
-from shardlab.engines.offload import OFFLOADS
 from shardlab.experiment import CompareConfig, Workload
 from shardlab.experiment.config import BUILTIN_FIELDS, ENGINE_FIELDS, SEQUENCES_PER_RANK
 from shardlab.experiment.options import option_helps
 from shardlab.models import MODELS
 from shardlab.units import wrap_text
+from shardlab.vocabulary import Offload
 
 STYLE: dict[str, str] = {"description_width": "7em"}
 PRECISIONS = ("full", "bf16", "fp16")
@@ -135,7 +135,7 @@ def _inputs(config: CompareConfig) -> dict[str, ValueWidget]:
     own = [] if config.workload is None else [(str(config.workload), config.workload)]
     choices = {
         "strategies": STRATEGIES, "model": [*own, *((name, name) for name in MODELS)], "precision": PRECISIONS,
-        "sharding": SHARDINGS, "offload": OFFLOADS, "device": DEVICES,
+        "sharding": SHARDINGS, "offload": tuple(Offload), "device": DEVICES,
     }  # fmt: skip
     placeholders = {"clip": "none", "link": "real; or 10Gbps,50us", "wrap": "auto; root; blocks.*; 100000"}
     first = {"strategies": config.strategies[0], "model": config.workload or config.model,
