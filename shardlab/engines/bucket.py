@@ -30,6 +30,7 @@ class Bucket:
     """
 
     adds_up = False  # gradients add up at the parameters inside no_sync()
+    fills_at_once = True  # so that one parameter's gradient alone is in memory twice
 
     def __init__(self, index: int, layout: FlatLayout, params: Mapping[str, nn.Parameter], scale: float) -> None:
         self.index, self.layout, self.params, self.scale = index, layout, params, scale

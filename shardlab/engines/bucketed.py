@@ -40,10 +40,6 @@ class Bucketed(InBuckets[Bucket]):
             for index, layout in enumerate(layouts)
         ]
 
-    def arrived(self, bucket: Bucket, name: str) -> None:
-        """As the base; into the buffer at once, so that one parameter's alone is in memory twice."""
-        bucket.fill(name)
-
     def send(self, bucket: Bucket) -> None:
         """As the base."""
         bucket.prepare()

@@ -133,8 +133,8 @@ class Engine(AnyEngine):
         guards, strategy = self._guards, self.strategy
         laid_out: LaidOut = strategy.lay_out(given) if guards is None else guards.laid_out(strategy, given)
         self._divisions, self._hooks = laid_out.divisions, list(laid_out.hooks)
-        self._step_tensors = StepTensors(laid_out.stepped)
-        self._used = UsedParams(self.params.values(), laid_out.stepped.values())
+        self._step_tensors, self._stepped = StepTensors(laid_out.stepped), tuple(laid_out.stepped.values())
+        self._used = UsedParams(self.params.values(), self._stepped)
         return laid_out
 
     def _build_optimizer(
@@ -152,10 +152,7 @@ class Engine(AnyEngine):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        self._check_usable()
-        if self.strategy.precision.compute is not None:
-            self._refuse_open("forward")  # parameters are shown in another dtype than the input will have
-        self._ask(Moment.FORWARD)
+        self._before_forward()
         args, kwargs = cast_floating((args, kwargs), self.strategy.precision.compute)
         try:
             with self.strategy.forward():
@@ -168,10 +165,23 @@ class Engine(AnyEngine):
                 self._guards.advise(error, self.strategy.precision, self.module)
             raise
         output = cast_floating(output, self.strategy.precision.output)
+        self._after_forward(output)
+        return output
+
+    @untraced
+    def _before_forward(self) -> None:
+        self._check_usable()
+        if self.strategy.precision.compute is not None:
+            self._refuse_open("forward")  # parameters are shown in another dtype than the input will have
+        self._ask(Moment.FORWARD)
+
+    @untraced
+    def _after_forward(self, output: Any) -> None:
         self._move_hooks_last()  # a plain backward may show first by the hook of a parameter
         self._ask(Moment.FORWARDED)  # what the strategy has put in the place of parameters is no user's write
-        self._follow(output)
-        return output
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:  # a plain backward comes here before it accumulates anything
+                tensor.register_hook(self._output_reached)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """Gradients of ``loss``, averaged over the data axes unless inside ``no_sync()``.
@@ -220,6 +230,7 @@ class Engine(AnyEngine):
         self._ask(Moment.MEANS)
         return norm
 
+    @untraced
     def step(self) -> None:
         """One optimizer step; afterwards all ranks train on with the same model."""
         self.finish_gradients()
@@ -238,6 +249,7 @@ class Engine(AnyEngine):
             self._ask(Moment.STEPPED)
         self.num_steps += 1
 
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients.
 
@@ -248,12 +260,12 @@ class Engine(AnyEngine):
         self._check_usable()
         if not set_to_none and self.gradient_state is not GradientState.FAILED:
             self.finish_gradients()
-            for tensor in self._step_tensors:
+            for tensor in self._stepped:
                 if tensor.grad is not None:
                     tensor.grad.zero_()
             self._ask(Moment.MEANS)
             return
-        for tensor in (*self.params.values(), *self._step_tensors):
+        for tensor in (*self.params.values(), *self._stepped):
             tensor.grad = None
         self.strategy.drop()
         self._flag = None
@@ -364,7 +376,6 @@ class Engine(AnyEngine):
         param.requires_grad_(trains)
         return hook
 
-    @untraced
     def _move_hooks_last(self) -> None:
         """Behind those that the user has registered since, which may change gradients."""
         for param, hook in self._last_hooks.items():
@@ -372,13 +383,6 @@ class Engine(AnyEngine):
             known = param._post_accumulate_grad_hooks
             if known and next(reversed(known)) != hook.id:
                 known[hook.id] = known.pop(hook.id)
-
-    @untraced
-    def _follow(self, output: Any) -> None:
-        """Notice a plain backward through any tensor of ``output``, before it accumulates anything."""
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(self._output_reached)
 
     def _output_reached(self, _: Tensor) -> None:
         self._note_backward()
@@ -437,6 +441,7 @@ class Engine(AnyEngine):
             # Else it is at the parameter, where the user may clear it.
             self._used.take(param)
 
+    @untraced
     def _begin(self) -> None:
         """Begin a backward: autograd has accumulated nothing yet."""
         self._refuse_failed()
@@ -449,6 +454,7 @@ class Engine(AnyEngine):
         self.gradient_state, self._running, self._sends = self.gradient_state.with_local, True, self._sync
         self._strategy_backward.enter_context(self.strategy.backward(sends=self._sync))
 
+    @untraced
     def _end(self) -> None:
         """End a backward: autograd has brought all that this rank has. If it communicates, its means are made here."""
         try:
@@ -543,11 +549,9 @@ class Engine(AnyEngine):
         Where means are at pieces, they also put placeholders at ``param.grad`` (``MEANS``), and take them away before
         autograd adds to it (``BACKWARD``) and before gradients are reduced or cleared.
         """
-        if self._guards is not None:
-            self._ask_guards(self._guards, moment)
-
-    @untraced
-    def _ask_guards(self, guards: Any, moment: Moment) -> None:
+        guards = self._guards
+        if guards is None or moment in guards.quiet:
+            return
         try:
             guards.ask(moment, self)
         except (RuntimeError, ValueError) as refusal:

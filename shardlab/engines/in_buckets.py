@@ -25,6 +25,10 @@ class AnyBucket(Protocol):
     def adds_up(self) -> bool:
         """Whether gradients add up in its buffer inside ``no_sync()``, and not at the parameters."""
 
+    @property
+    def fills_at_once(self) -> bool:
+        """Whether a gradient that will be sent moves to the buffer at once, or with all others of its bucket."""
+
     def fill(self, name: str) -> None:
         """Move a gradient from its parameter into the buffer, or add it to what is there."""
 
@@ -88,14 +92,12 @@ class InBuckets(Strategy, Generic[B]):
                 "sent; with reentrant activation checkpointing, write checkpoint(..., use_reentrant=False); where "
                 "full_params() came between two forwards, call backward() for each"
             )
-        self.arrived(bucket, name)
+        if bucket.fills_at_once:
+            bucket.fill(name)
         self._missing[index].discard(id(param))
         # A complete bucket waits behind one that is not: another rank may complete them the other way round.
         while self._num_sent < len(self.buckets) and not self._missing[self._num_sent]:
             self._send_next()
-
-    def arrived(self, bucket: B, name: str) -> None:
-        """A gradient has come that will be sent. By default it stays at the parameter until its bucket is sent."""
 
     def _send_next(self) -> None:
         bucket = self.buckets[self._num_sent]
@@ -125,4 +127,4 @@ class InBuckets(Strategy, Generic[B]):
         """As the base."""
         for bucket in self.buckets:
             bucket.drop()
-        self._expect_all()
+        self._num_sent = 0

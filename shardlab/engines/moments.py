@@ -1,10 +1,10 @@
 """When an engine asks its guards: they refuse what must not be, and remember what is right."""
 
-from enum import Enum, auto
+from enum import IntEnum, auto
 
 
-class Moment(Enum):
-    """The moments of an engine's life, in the order in which they come."""
+class Moment(IntEnum):
+    """The moments of an engine's life, in the order in which they come. (An int, whose hash calls no Python.)"""
 
     MODEL = auto()  # before anything of the model is changed
     BUILT = auto()

@@ -125,6 +125,7 @@ class Shards:
         watchers: told when the parameters show what is gathered (True), and what they show at rest (False).
     """
 
+    fills_at_once = False  # gradients are copied together, in one launch on a device
     means: Tensor | None = None
     """[chunk], in the dtype of ``stepped``; the ``.grad`` of the pieces are views of it."""
     version = 0

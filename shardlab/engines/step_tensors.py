@@ -53,8 +53,7 @@ class StepTensors(Sequence[Tensor]):
 
     def where(self, wanted: Callable[[str], bool]) -> "StepTensors":
         """The tensors whose name ``wanted`` accepts."""
-        chosen = {name: tensor for name, tensor in self._tensors.items() if wanted(name)}
-        return self._chosen(chosen)
+        return self._chosen({name: tensor for name, tensor in self._tensors.items() if wanted(name)})
 
     @overload
     def __getitem__(self, index: int) -> Tensor: ...

@@ -32,13 +32,15 @@ class TensorLayout:
         self.are_copied = any(len(stretches) > 1 for stretches in self._stretches.values())
         first = layout.chunk(rank)[0]
         self.own = {piece.name: piece for piece in layout.pieces(rank)}
-        self._pieces_at = {  # in the chunk
-            name: _At(piece.flat_start - first, _shape_of(piece, shapes[name])) for name, piece in self.own.items()
-        }
-        self._fulls_at = {  # in the buffer, of parameters that lie there in one stretch
-            name: _At(stretches[0][0], shapes[name], strides.get(name))
-            for name, stretches in self._stretches.items() if len(stretches) == 1
-        }  # fmt: skip
+        # Shape, strides and first element: what makes a view of a flat tensor, by one call of torch.
+        self._pieces_at, self._slots_at = {}, {}
+        for name, piece in self.own.items():  # in the chunk
+            shape = _shape_of(piece, shapes[name])
+            self._pieces_at[name] = shape, contiguous(shape), piece.flat_start - first
+        for name, stretches in self._stretches.items():  # in the buffer, where it lies there in one stretch
+            if len(stretches) == 1:
+                shape = shapes[name]
+                self._slots_at[name] = shape, strides.get(name) or contiguous(shape), stretches[0][0]
 
     def cut(self, params: Mapping[str, Tensor], ranks: range) -> Tensor:
         """The chunks of some ranks, which lie side by side, of full parameters; padded with zeros."""
@@ -55,14 +57,18 @@ class TensorLayout:
         """A parameter's part of this rank's chunk, a view: whole rows in their shape, anything else flat."""
         if name not in self.own:
             return chunk.new_empty((0, *(self._shapes[name] or (1,))[1:]))
-        return self._pieces_at[name].of(chunk)
+        shape, strides, start = self._pieces_at[name]
+        return chunk.as_strided(shape, strides, int(chunk.storage_offset()) + start)
 
     def slot(self, name: str, buffer: Tensor) -> Tensor:
         """The view of the buffer, [padded_numel], in which a parameter lies in one stretch, to read from or write into.
 
         One without elements gets a tensor of its own: its view would begin where another parameter does.
         """
-        return self._fulls_at[name].of(buffer) if name in self._fulls_at else buffer.new_empty(self._shapes[name])
+        if name not in self._slots_at:
+            return buffer.new_empty(self._shapes[name])
+        shape, strides, start = self._slots_at[name]
+        return buffer.as_strided(shape, strides, int(buffer.storage_offset()) + start)
 
     def read(self, name: str, buffer: Tensor) -> Tensor:
         """A full parameter in its shape: its slot, or a copy where one of the bucket lies in several stretches."""
@@ -82,8 +88,8 @@ class TensorLayout:
         """
         slots, values = [], []
         for name, gradient in gradients.items():
-            if gradient is not None and name in self._fulls_at:
-                slots.append(self._fulls_at[name].of(buffer))
+            if gradient is not None and name in self._slots_at:
+                slots.append(self.slot(name, buffer))
                 values.append(gradient.detach())
                 continue
             for start, stop, offset in self._stretches[name]:
@@ -104,22 +110,6 @@ def num_references(tensor: Tensor) -> int:
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a contiguous tensor."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-class _At:
-    """A tensor of some shape in a flat one, as a view of it; one call of torch where slice and view are two.
-
-    Args:
-        start: in elements.
-        shape: of it.
-        strides: None if it is contiguous.
-    """
-
-    def __init__(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> None:
-        self._start, self._shape, self._strides = start, shape, strides or contiguous(shape)
-
-    def of(self, flat: Tensor) -> Tensor:
-        return flat.as_strided(self._shape, self._strides, int(flat.storage_offset()) + self._start)
 
 
 def _shape_of(piece: Piece, shape: tuple[int, ...]) -> tuple[int, ...]:

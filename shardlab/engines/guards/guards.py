@@ -5,7 +5,8 @@ refuse in the same verb: the engine keeps the refusal until its next flag.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from shardlab.engines.guards.model_checks import (
     check_batch_norms,
     check_model,
     check_optimizer,
+    check_stepped,
     check_tensor_axis,
 )
 from shardlab.engines.guards.optimizer_fit import check_fits
@@ -34,12 +36,15 @@ from shardlab.engines.plain_mode import unrefused
 from shardlab.engines.sharded_params import Shards
 from shardlab.engines.step_tensors import tensors_of
 
+_TRAINS = attrgetter("requires_grad")
+# When gradients are others by what the engine or autograd has done.
+_AFTER_GRADIENTS = {Moment.BACKWARD_ENDED, Moment.MEANS, Moment.ZERO_GRAD, Moment.FAILED}
 # After which of the engine's moments what the engine, autograd or the optimizer has changed is remembered as it is.
 _REMEMBERED = {
     ("parameter", "place"): {Moment.FULL_LEFT, Moment.LOADED},
     ("parameter", "version"): {Moment.STEPPED, Moment.FULL_LEFT, Moment.LOADED},
-    ("parameter", "gradient"): {Moment.BACKWARD_ENDED, Moment.MEANS, Moment.ZERO_GRAD, Moment.FAILED},
-    ("parameter", "gradient_version"): {Moment.BACKWARD_ENDED, Moment.MEANS, Moment.ZERO_GRAD, Moment.FAILED},
+    ("parameter", "gradient"): _AFTER_GRADIENTS,
+    ("parameter", "gradient_version"): _AFTER_GRADIENTS,
     ("piece", "place"): {Moment.FULL_LEFT, Moment.LOADED},
     ("piece", "version"): {Moment.STEPPED, Moment.LOADED},
     ("piece", "trains"): {Moment.STEPPED, Moment.LOADED},
@@ -51,13 +56,27 @@ _OF_SHARDED = {
 }
 
 
+def _remembered(rules: Sequence[Rule], *, is_sharded: bool) -> dict[Moment, list[tuple[str, str]]]:
+    """What is remembered after each moment, as far as rules look at it: of which tensors which field."""
+    looked_at = {(rule.of, rule.change) for rule in rules}
+    if ("parameter", "gradient_version") in looked_at:
+        looked_at.add(("parameter", "gradient"))  # whether one that was changed is still there
+    tables = (_REMEMBERED, _OF_SHARDED) if is_sharded else (_REMEMBERED,)
+    keys = [key for key in _REMEMBERED if key in looked_at]
+    return {moment: [key for key in keys if any(moment in table.get(key, ()) for table in tables)] for moment in Moment}
+
+
 class Guards:
     """Asked by one engine at its verbs."""
 
     advise, laid_out = staticmethod(advise), staticmethod(laid_out_by)
 
+    quiet: Collection[Moment] = ()
+    """When there is nothing to do for this engine."""
+
     def __init__(self) -> None:
         self._claim: Claim | None = None
+        self._optimizer: torch.optim.Optimizer | None = None  # that a step has checked
         self._placeholders: dict[str, PlaceholderGradient] = {}
         self._lost = ""  # a sharded parameter whose data was replaced while it was gathered
         self._marked: dict[str, str] = {}  # what to refuse of a gradient at the next exchange, if it is still there
@@ -89,29 +108,35 @@ class Guards:
             return  # an inner block
         refusal = "" if moment in (Moment.BUILT, Moment.CLOSED) else self._refusal(moment, engine)
         if moment is Moment.STEP and not refusal:
-            # A group may have been added: of a tensor that the engine does not know nobody averages the gradients.
-            check_optimizer(engine.optimizer, engine.step_tensors())
-            if engine.strategy.precision.compute is torch.float16 and not engine.loss_is_scaled:
-                warnings.warn(
-                    "precision: float16 without a GradScaler loses gradients below 6e-8; use engine.backward("
-                    "scaler.scale(loss)) and scaler.step(engine), or precision='bf16'",
-                    stacklevel=9,  # where step() was called
-                )
-        self._set_placeholders(moment, engine)
-        self._tensors.are_behind = engine.gradient_state.are_local and not (self._is_alone and self._is_whole)
+            self._check_step(engine)
+        if engine.strategy.steps_pieces:
+            self._set_placeholders(moment, engine)
         if self._claim is not None and moment in (Moment.UPDATE, Moment.STEPPED, Moment.INSTALL, Moment.INSTALLED):
             self._claim.verb = {Moment.UPDATE: "step", Moment.INSTALL: "load"}.get(moment, "")
-        if moment in (Moment.UPDATE, Moment.UPDATED) and {Where.SPREAD, Where.FLAT} <= self._where:
-            for name, param in engine.params.items():
-                if moment is Moment.UPDATE:
-                    StubbedParameter.hide(param, HALF_STEPPED.format(name=name))
-                else:
-                    StubbedParameter.show(param)
+        if moment is Moment.UPDATE:
+            for param, text in self._half_stepped:
+                StubbedParameter.hide(param, text)
+        elif moment is Moment.UPDATED:
+            for param, _ in self._half_stepped:
+                StubbedParameter.show(param)
         self._remember(moment, engine)
         if moment is Moment.CLOSED:
             self._release()
         if refusal:
             raise RuntimeError(f"{refusal} (notebooks/guide/loop.md)")
+
+    def _check_step(self, engine: Engine) -> None:
+        if engine.optimizer is not self._optimizer:
+            check_optimizer(engine.optimizer, engine.step_tensors())
+            self._optimizer = engine.optimizer
+        # A group may have been added: of a tensor that the engine does not know nobody averages the gradients.
+        check_stepped(engine.optimizer, self._stepped)
+        if engine.strategy.precision.compute is torch.float16 and not engine.loss_is_scaled:
+            warnings.warn(
+                "precision: float16 without a GradScaler loses gradients below 6e-8; use engine.backward("
+                "scaler.scale(loss)) and scaler.step(engine), or precision='bf16'",
+                stacklevel=9,  # where step() was called
+            )
 
     @staticmethod
     def _check_model(engine: Engine) -> None:
@@ -170,12 +195,8 @@ class Guards:
         kinds = ("_modules", "_parameters")  # TorchScript has something else there
         homes = [vars(module).get(kind) for module in engine.module.modules() for kind in kinds]
         self._homes = [(home, *item) for home in homes if isinstance(home, dict) for item in home.items()]
-        self._is_alone = all(comm.num_ranks == 1 for comm in engine.comms)
-        self._is_whole = not strategy.steps_pieces
-        self._where = _where(engine)
-        # Of one process whose gradients are in one place, what changes them changes means.
-        never = "gradient_version" if self._is_alone and self._is_whole else ""
-        self._rules = [rule for rule in RULES if rule.where in self._where and rule.change != never]
+        self._stepped: set[int] = {id(tensor) for _, tensor in self._tensors.items()}
+        self._choose_rules(engine)
         pieces = dict(self._tensors.items()) if strategy.steps_pieces else {}
         self._snapshots = {"parameter": Snapshot(engine.params), "piece": Snapshot(pieces)}
         if Where.SHARDED in self._where:
@@ -188,8 +209,26 @@ class Guards:
             strategy,
         )  # fmt: skip
 
+    def _choose_rules(self, engine: Engine) -> None:
+        """Find out which rules are for this engine, and when each is asked."""
+        self._is_alone = all(comm.num_ranks == 1 for comm in engine.comms)
+        self._is_plain = self._is_alone and not engine.strategy.steps_pieces
+        where = self._where = _where(engine)
+        refuses = {Where.SPREAD, Where.FLAT} <= where  # while the optimizer steps, other ranks step the rest of them
+        params = engine.params.items() if refuses else ()
+        self._half_stepped = [(param, HALF_STEPPED.format(name=name)) for name, param in params]
+        # Of one process whose gradients are in one place, what changes them changes means.
+        never = "gradient_version" if self._is_plain else ""
+        rules = [rule for rule in RULES if rule.where in where and rule.change != never]
+        self._rules = {moment: [rule for rule in rules if moment in rule.at] for moment in Moment}
+        self._remembered = _remembered(rules, is_sharded=Where.SHARDED in where)
+        if Where.SHARDED not in where:  # else a parameter may have been lost, which is told as soon as can be
+            idle = (Moment.FORWARDED, Moment.MEANS_ALREADY, *([] if refuses else [Moment.UPDATED]))
+            self.quiet = {moment for moment in idle if not self._rules[moment] and not self._remembered[moment]}
+
     def _watch(self, shards: Shards) -> None:
         """Let parameters refuse to be used while they are sharded."""
+        texts = {name: sharded_parameter(name) for name in shards.params}
 
         def show(is_shown: bool) -> None:
             for name, param in shards.params.items():
@@ -198,7 +237,7 @@ class Guards:
                     continue
                 if name in shards.gathered and param.data_ptr() != shards.gathered[name].data_ptr():
                     self._lost = self._lost or name
-                StubbedParameter.hide(param, sharded_parameter(name))
+                StubbedParameter.hide(param, texts[name])
 
         shards.watchers.append(show)
         show(False)
@@ -215,8 +254,8 @@ class Guards:
         elif self._marked and moment in (Moment.BACKWARD, Moment.REDUCE):
             for name in self._snapshots["parameter"].changed("gradient"):
                 self._marked.pop(name, None)
-        for rule in self._rules:
-            if moment in rule.at and self._is_asked(rule, moment, engine):
+        for rule in self._rules[moment]:
+            if self._is_asked(rule, moment, engine):
                 for name in self._snapshots[rule.of].changed(rule.change):
                     if rule.where is not Where.SLICED or name in engine.slices:
                         text = rule.text.format(name=name)
@@ -228,7 +267,10 @@ class Guards:
 
     def _taken_out(self, engine: Engine) -> str:
         """The name of a parameter that the module has lost, by an assignment, or as parametrizations do."""
-        if all(home.get(key) is param for home, key, param in self._homes):
+        for home, key, param in self._homes:
+            if home.get(key) is not param:
+                break
+        else:
             return ""
         left = set(engine.module.parameters())  # under other names, as after pruning
         return next((name for name, param in engine.params.items() if param not in left), "")
@@ -252,8 +294,6 @@ class Guards:
 
     def _set_placeholders(self, moment: Moment, engine: Engine) -> None:
         """Put placeholders at ``param.grad`` while the mean is at the piece; take them away before autograd adds."""
-        if not engine.strategy.steps_pieces:
-            return
         if moment is Moment.MEANS or (moment is Moment.BACKWARD_ENDED and Where.ELSEWHERE in self._where):
             for name, param in engine.params.items():
                 if param.requires_grad and param.grad is None:
@@ -267,16 +307,15 @@ class Guards:
                     param.grad = None
 
     def _remember(self, moment: Moment, engine: Engine) -> None:
-        more = _OF_SHARDED if Where.SHARDED in self._where else {}
-        for (kind, field), moments in _REMEMBERED.items():
-            if moment not in moments and moment not in more.get((kind, field), ()):
-                continue
+        for kind, field in self._remembered[moment]:
             is_inside = engine.num_full_blocks and moment is not Moment.STEPPED  # a step there, which is right, gathers
             if kind == "piece" and (is_inside or (field == "place" and (self._has_moved or self._is_stepping))):
                 continue  # not what they were is right
             is_gathered = kind == "piece" and moment is Moment.STEPPED and Where.SPREAD in self._where
             self._snapshots[kind].remember(field, _gathered(engine) if is_gathered else None)
-        if moment is Moment.STEPPED:  # they are spent, and some optimizers change them
+        if moment in _AFTER_GRADIENTS:
+            self._tensors.are_behind = engine.gradient_state.are_local and not self._is_plain
+        elif moment is Moment.STEPPED:  # they are spent, and some optimizers change them
             self._snapshots["parameter"].forgive_gradients()
 
     @staticmethod
@@ -312,10 +351,12 @@ class Guards:
             hook.remove()
 
 
-def _gathered(engine: Engine) -> list[str]:
-    """The parameters whose pieces are gathered after a step: of a bucket in which all are frozen nobody does."""
+def _gathered(engine: Engine) -> set[str] | None:
+    """The parameters whose pieces are gathered after a step, None for all; nobody gathers a bucket that is frozen."""
+    if all(map(_TRAINS, engine.params.values())):
+        return None
     buckets = (division.layout.names for division in engine.divisions())
-    return [name for names in buckets if any(engine._is_due(engine.params[one]) for one in names) for name in names]
+    return {name for names in buckets if any(engine._is_due(engine.params[one]) for one in names) for name in names}
 
 
 def _where(engine: Engine) -> set[Where]:

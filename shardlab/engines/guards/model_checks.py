@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.precision import Precision
+from shardlab.engines.step_tensors import tensors_of
 from shardlab.partition.slices import SLICES, TensorSlice
 from shardlab.vocabulary import MeshAxis, class_of
 
@@ -156,10 +157,10 @@ def check_tensor_axis(mesh: BaseMesh, model: nn.Module, slices: Mapping[str, Ten
 
 
 def check_optimizer(optimizer: object, given: Iterable[Tensor]) -> None:
-    """Check that an optimizer steps the tensors it was given; where pieces are stepped, those are not the module's.
+    """Check that an optimizer is one that an engine can call, and ``check_stepped``.
 
     Raises:
-        ValueError: it is not an optimizer, or steps other tensors.
+        ValueError: it is not an optimizer, needs a closure, or steps other tensors.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer_fn: it returned {class_of(optimizer)}; return a torch.optim.Optimizer")
@@ -169,9 +170,20 @@ def check_optimizer(optimizer: object, given: Iterable[Tensor]) -> None:
             f"optimizer: {type(optimizer).__name__}.step() needs a closure, which it may call several times, and "
             "engine.step() takes none; use an optimizer that steps once for each backward, such as AdamW"
         )
-    known = {id(tensor) for tensor in given}
-    strange = [tensor for group in optimizer.param_groups for tensor in group["params"] if id(tensor) not in known]
-    if strange:
+    check_stepped(optimizer, {id(tensor) for tensor in given})
+
+
+def check_stepped(optimizer: torch.optim.Optimizer, given: Collection[int]) -> None:
+    """Check that an optimizer steps the tensors it was given; where pieces are stepped, those are not the module's.
+
+    Args:
+        optimizer: in whose groups they are.
+        given: their ids.
+
+    Raises:
+        ValueError: it steps others.
+    """
+    if strange := tensors_of(optimizer).difference(given):
         raise ValueError(
             f"optimizer_fn: its optimizer steps {len(strange)} tensors that it was not given; build it from the "
             "function's argument, for example lambda tensors: AdamW(tensors, lr=1e-3), and add groups of "

@@ -81,13 +81,13 @@ def check_free(model: nn.Module, strategy: object = None) -> None:
         )
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+def _weakly(method: Any) -> Callable[..., None]:
     """A hook that calls a method while its object lives; torch keeps hooks where no garbage collector looks."""
-    reference = weakref.WeakMethod(method)
+    owner, function = weakref.ref(method.__self__), method.__func__
 
     def hook(*args: Any) -> None:
-        if (known := reference()) is not None:
-            known(*args)
+        if (known := owner()) is not None:
+            function(known, *args)
 
     return hook
 

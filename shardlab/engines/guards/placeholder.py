@@ -63,16 +63,16 @@ class StubbedParameter(nn.Parameter):
     @staticmethod
     def hide(param: nn.Parameter, text: str) -> None:
         """Let a parameter refuse, with this ``text``."""
-        if not isinstance(param, StubbedParameter):
+        if not issubclass(type(param), StubbedParameter):  # isinstance() of a parameter calls Python
             param.__class__ = _stubbed(type(param))
         param._shardlab_refusal = text  # type: ignore[attr-defined]
 
     @staticmethod
     def show(param: nn.Parameter) -> None:
         """Let it be again what it was."""
-        if isinstance(param, StubbedParameter):
-            del param._shardlab_refusal  # or a copy would have it
-            param.__class__ = param._plain  # type: ignore[assignment]
+        if issubclass(type(param), StubbedParameter):
+            del param._shardlab_refusal  # type: ignore[attr-defined]  # or a copy would have it
+            param.__class__ = param._plain  # type: ignore[attr-defined]
 
     @classmethod
     def __torch_function__(

@@ -42,11 +42,11 @@ class Rule(NamedTuple):
     at: frozenset[Moment]
     where: Where
     text: str
-    gradients: frozenset[GradientState] = frozenset()
+    gradients: tuple[GradientState, ...] = ()
 
 
 _VERBS = frozenset({Moment.FORWARD, Moment.BACKWARD, Moment.STEP, Moment.FULL, Moment.SAVE, Moment.CLOSE})
-_LOCAL = frozenset({GradientState.LOCAL, GradientState.MEANS_AND_LOCAL})
+_LOCAL = (GradientState.LOCAL, GradientState.MEANS_AND_LOCAL)
 _KEEP = "write inside 'with engine.full_params(keep_changes=True):'"
 _CLIP = "call engine.zero_grad(), and from then on write engine.clip_grad_norm_(max_norm)"
 
@@ -107,24 +107,24 @@ RULES = (
         "gradient of {name!r}: it was changed in place, and it is a slice: torch's clip_grad_norm_ would scale it by "
         "another norm on each tensor rank; " + _CLIP + ", or assign a new tensor where each element is changed by "
         "itself, as in param.grad = param.grad.clamp(-1, 1)",
-        gradients=frozenset({GradientState.MEANS}),
+        gradients=(GradientState.MEANS,),
     ),
     Rule(
         "parameter", "gradient", frozenset({Moment.BACKWARD, Moment.STEP}), Where.PIECES,
         "gradient of {name!r}: it was set or cleared at the parameter (by a submodule's zero_grad() or by '.grad ='), "
         "but the mean is in engine.step_tensors(); write engine.zero_grad()",
-        gradients=frozenset({GradientState.MEANS}),
+        gradients=(GradientState.MEANS,),
     ),
     Rule(
         "parameter", "gradient", frozenset({Moment.BACKWARD, Moment.REDUCE, Moment.STEP}), Where.PIECES,
         "gradient of {name!r}: what no_sync() has left there was cleared or replaced, and earlier means are in "
         "engine.step_tensors(); write engine.zero_grad()",
-        gradients=frozenset({GradientState.MEANS_AND_LOCAL}),
+        gradients=(GradientState.MEANS_AND_LOCAL,),
     ),
     Rule(
         "parameter", "gradient", frozenset({Moment.BACKWARD, Moment.REDUCE, Moment.STEP}), Where.ELSEWHERE,
         "gradient of {name!r}: what no_sync() has left was cleared or replaced at the parameter, and it is "
         "elsewhere; write engine.zero_grad()",
-        gradients=frozenset({GradientState.LOCAL}),
+        gradients=(GradientState.LOCAL,),
     ),
 )  # fmt: skip

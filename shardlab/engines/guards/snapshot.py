@@ -1,20 +1,22 @@
 """What can be told of tensors without reading them: where their data is, and how often they were written to."""
 
-from collections.abc import Callable, Iterable, Mapping
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 from torch import Tensor
 
+# Read of all tensors at once: guards ask several times a step, and a call of Python for each tensor would be felt.
 # Place: address, shape and strides of the data. Version: autograd's counter of writes in place; those through ``.data``
 # do not count. Of a gradient the object, and beside it its counter.
-_READ: dict[str, Callable[[Tensor], Any]] = {
-    "place": lambda tensor: (tensor.data_ptr() if tensor.numel() else 0, tensor.shape, tensor.stride()),
-    "version": lambda tensor: tensor._version,
-    "trains": lambda tensor: tensor.requires_grad,
-    "gradient": lambda tensor: tensor.grad,
-    "gradient_version": lambda tensor: (tensor.grad, -1 if tensor.grad is None else tensor.grad._version),
+_READ: dict[str, Callable[[Sequence[Tensor]], list[Any]]] = {
+    "place": lambda all_: [(one.data_ptr() if one.numel() else 0, one.shape, one.stride()) for one in all_],
+    "version": lambda all_: [one._version for one in all_],
+    "trains": lambda all_: [one.requires_grad for one in all_],
+    "gradient": lambda all_: [one.grad for one in all_],
+    "gradient_version": lambda all_: [(one.grad, -1 if one.grad is None else one.grad._version) for one in all_],
 }
-FIELDS = tuple(_READ)
 
 
 class Snapshot:
@@ -25,30 +27,29 @@ class Snapshot:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = dict(tensors)
-        self._known: dict[str, dict[str, Any]] = {}
-        for field in FIELDS:
-            self.remember(field)
+        self._names, self._tensors = tuple(tensors), tuple(tensors.values())
+        self._known = {field: read(self._tensors) for field, read in _READ.items()}
 
-    def remember(self, field: str, names: Iterable[str] | None = None) -> None:
+    def remember(self, field: str, names: Collection[str] | None = None) -> None:
         """A field is right as it is now: of these tensors, or of all."""
-        read = _READ[field]
-        now = {name: read(self._tensors[name]) for name in (self._tensors if names is None else names)}
-        self._known.setdefault(field, {}).update(now)
+        now = _READ[field](self._tensors)
+        if names is not None:
+            rows = zip(self._names, now, self._known[field], strict=True)
+            now = [new if name in names else old for name, new, old in rows]
+        self._known[field] = now
 
     def forgive_gradients(self) -> None:
         """Gradients may change in place from here on."""
-        self._known["gradient_version"] = dict.fromkeys(self._tensors, (None, -1))
+        self._known["gradient_version"] = [(None, -1)] * len(self._names)
 
     def changed(self, field: str) -> list[str]:
         """The names of tensors of which a field is another one now."""
-        read, known = _READ[field], self._known[field]
-        return [name for name, tensor in self._tensors.items() if _differ(field, known[name], read(tensor))]
+        return list(compress(self._names, _differ(field, self._known[field], _READ[field](self._tensors))))
 
 
-def _differ(field: str, before: Any, now: Any) -> bool:
+def _differ(field: str, before: Sequence[Any], now: Sequence[Any]) -> list[bool]:
     if field == "gradient":
-        return before is not now
+        return list(map(operator.is_not, before, now))
     if field == "gradient_version":  # another object was replaced, and not changed in place
-        return before[0] is now[0] and bool(before[1] != now[1])
-    return bool(before != now)
+        return [old[0] is new[0] and old[1] != new[1] for old, new in zip(before, now, strict=True)]
+    return list(map(operator.ne, before, now))
