@@ -175,6 +175,8 @@ class Shards:
         # How many axes divide what is at rest.
         self._depth_at_rest = len(self._axes) if ways.rests_over is None else min(ways.rests_over, len(self._axes))
         self._tensors = TensorLayout(layout, rank, {key: tuple(param.shape) for key, param in self.params.items()})
+        step = 1 if ways.secondary is None else layout.num_ranks // ways.secondary.num_ranks
+        self._secondary_bounds = layout.bounds[::step]
 
     def _store(self, precision: Precision) -> None:
         """Copy what this rank keeps out of the full parameters."""
@@ -264,8 +266,10 @@ class Shards:
             self._gathering = self.at_rest, Pending()
             return
         buffer = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
-        if self._secondary is not None and not as_stored and not self.is_stepped:
-            self._gathering = buffer, self._among_secondary(buffer)
+        secondary = self._ways.secondary
+        if secondary is not None and self._secondary is not None and not as_stored and not self.is_stepped:
+            tag, bounds = f"parameters of {self.name}", self._secondary_bounds
+            self._gathering = buffer, secondary.all_gather(buffer, self._secondary, bounds=bounds, tag=tag)
             return
         of_masters = as_stored and self.has_masters
         own, depth = (self.stepped, len(self._axes)) if of_masters else (self.at_rest, self._depth_at_rest)
@@ -274,16 +278,6 @@ class Shards:
             buffer.copy_(chunk)
         self._gathering = buffer, self._gather(buffer, chunk, depth, 0)
 
-    def _among_secondary(self, buffer: Tensor) -> Pending:
-        assert self._ways.secondary is not None
-        tag = f"parameters of {self.name}"
-        return self._ways.secondary.all_gather(buffer, self._secondary, bounds=self._secondary_bounds, tag=tag)
-
-    @property
-    def _secondary_bounds(self) -> tuple[int, ...]:
-        assert self._ways.secondary is not None
-        return self.layout.bounds[:: self.layout.num_ranks // self._ways.secondary.num_ranks]
-
     def on_device(self, chunk: Tensor) -> Tensor:
         """What is at rest, on the device that it is computed with on."""
         return chunk
@@ -291,11 +285,11 @@ class Shards:
     def _gather(self, buffer: Tensor, chunk: Tensor | None, depth: int, to: int) -> Pending:
         """Begin to gather a chunk that is divided over the first ``depth`` axes into one that is over ``to``."""
         pending = Pending()
-        for place in reversed(range(to, depth)):
+        for number in reversed(range(to, depth)):
             pending.wait()
-            filled = buffer if place == to else buffer[self._chunks[place].within(self._chunks[to])]
-            tag, bounds = f"parameters of {self.name}", self._chunks[place].cut
-            pending, chunk = self._axes[place].all_gather(filled, chunk, bounds=bounds, tag=tag), None
+            filled = buffer if number == to else buffer[self._chunks[number].within(self._chunks[to])]
+            tag, bounds = f"parameters of {self.name}", self._chunks[number].cut
+            pending, chunk = self._axes[number].all_gather(filled, chunk, bounds=bounds, tag=tag), None
         return pending
 
     @in_plain_mode
