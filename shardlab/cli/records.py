@@ -1,7 +1,7 @@
-"""``shardlab record``, and the commands on records that exist: ``report``, ``trace``, ``modules`` and ``diff``."""
+"""``shardlab record``, and the commands on records that exist: ``report``, ``trace`` and ``modules``."""
 
 import json as json_text
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable
 from enum import StrEnum
 from math import inf
 from pathlib import Path
@@ -26,7 +26,6 @@ NOTE = (
     "communication without compute at the same time; hidden: the share behind compute. Single trains on the rows of "
     "all ranks."
 )
-LOSSES_DIFFER = 1
 OF_A_MODULE = {
     "parameter_bytes": "params", "gradient_bytes": "grads", "optimizer_bytes": "optim", "offloaded_bytes": "host",
     "other_bytes": "other", "bytes": "all",
@@ -139,31 +138,6 @@ def modules(
     )
 
 
-def diff(
-    first: Annotated[Path, typer.Argument(help="A comparison, or one run.", show_default=False)],
-    second: Annotated[Path, typer.Argument(help="The other one.", show_default=False)],
-    json: AsJson = False,
-) -> None:
-    """Compare two comparisons or runs: every number of each strategy, and whether the losses are equal."""
-    from shardlab.experiment import load_saved
-    from shardlab.experiment.told.differences import differences, losses_compared, readable, set_otherwise
-    from shardlab.recording.report import is_recorded
-
-    if is_recorded(first) or is_recorded(second):
-        _diff_recorded(first, second, json)
-        return
-    saved = load_saved(first), load_saved(second)
-    table, losses = differences(saved[0][0].summary, saved[1][0].summary), losses_compared(*saved)
-    if json:
-        print_json(table)
-    else:
-        _print_quantities(readable(table))
-        for line in (*set_otherwise(*saved), *(said for _, said in losses)):
-            Console(highlight=False).print(line, soft_wrap=True)
-    if not all(equal for equal, _ in losses):
-        raise typer.Exit(LOSSES_DIFFER)
-
-
 def print_result(comparison: "Comparison", config: "CompareConfig", report: Path) -> None:
     """Print the answer of a comparison, its table, verdicts, and the path of its report."""
     from shardlab.experiment.told.answer import answer
@@ -220,23 +194,6 @@ def _report_recorded(directory: Path, json: bool) -> None:
     console.print(f"Report: {path}", soft_wrap=True)
 
 
-def _diff_recorded(first: Path, second: Path, json: bool) -> None:
-    """Print the numbers of two runs of which a script has made one or both: their losses are not comparable."""
-    from shardlab.experiment import load_saved
-    from shardlab.experiment.told.differences import differences, readable
-    from shardlab.recording.report import is_recorded, load_recorded
-
-    one, other = (
-        load_recorded(path).summary if is_recorded(path) else load_saved(path)[0].summary for path in (first, second)
-    )
-    table = differences(one, other)
-    if json:
-        print_json(table)
-        return
-    _print_quantities(readable(table))
-    Console(highlight=False).print("Losses were not compared: a script was recorded, and its data are not known.")
-
-
 def _result_table(comparison: "Comparison", config: "CompareConfig", console: Console) -> tuple[Table, list[str]]:
     """The table, and the names of the columns that do not fit into the terminal."""
     from shardlab.experiment.told.summary import TERMINAL, readable_summary
@@ -267,24 +224,6 @@ def _print_modules(held: pd.DataFrame, modules: set[str], title: str) -> None:
     console.print(f"In all {format_bytes(held['bytes'].sum())}.")
     if elsewhere := sorted(modules - set(held.index)):
         console.print(f"This rank holds nothing of {', '.join(elsewhere)}: other ranks do.")
-
-
-def _print_quantities(readable: pd.DataFrame) -> None:
-    console = Console(highlight=False)
-    for strategy, rows in readable.groupby("strategy", sort=False):
-        texts = pd.DataFrame([_texts(row) for row in rows.to_dict("records")])
-        console.print(table_of(texts, str(strategy), 2, right=("first", "second", "difference", "ratio")))
-
-
-def _texts(row: Mapping[Hashable, Any]) -> dict[str, str]:
-    """A quantity of both runs as text. Each row has its own format, and losses need many digits."""
-    from shardlab.plots.text import column_text
-
-    values = [row["first"], row["second"], row["difference"]]
-    is_loss = str(row["quantity"]).endswith("loss")
-    texts = [f"{value:.7f}" for value in values] if is_loss else column_text(pd.Series(values, dtype="float64"))
-    (ratio,) = column_text(pd.Series([row["ratio"]], dtype="float64"))
-    return {"quantity": row["quantity"], "first": texts[0], "second": texts[1], "difference": texts[2], "ratio": ratio}
 
 
 def print_json(table: pd.DataFrame, said: Iterable[tuple[str, str]] = (), layers: pd.DataFrame | None = None) -> None:

@@ -71,11 +71,17 @@ def saved_by_reference(at: Mapping[int, tuple[Shards, str]], gather: Callable[[S
         gather(packed.shards)
         return _view(packed.shards.storages[packed.storage].to(packed.shards.compute_dtype), packed)
 
+    with _told_of_torch_func(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+    if of_stubs:
+        raise stub_used(of_stubs[0])
+
+
+@contextlib.contextmanager
+def _told_of_torch_func() -> Iterator[None]:
+    """An error of torch.func inside says what to write instead."""
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
-        if of_stubs:
-            raise stub_used(of_stubs[0])
+        yield
     except RuntimeError as error:
         if "support saved tensor hooks" not in str(error):
             raise

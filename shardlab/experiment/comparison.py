@@ -9,44 +9,33 @@ only rank 0 writes the rest.
 """
 
 import contextlib
-import inspect
 import json
-import platform
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
-from functools import partial
-from math import isfinite, isnan, prod
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pandas as pd
-import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardlab.comm.signed_messages import all_gather_bytes
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import claim, new_directory, reserve, run_directory
 from shardlab.experiment.planned.plan import plans_or_why
-from shardlab.experiment.run.rank_checks import DATA, GRADIENTS, LOSS, broadcast_said, first_that_differ
-from shardlab.experiment.run.rank_run import Progress, RankReport, run_strategy
-from shardlab.experiment.run.watched_loss import FirstLoss
+from shardlab.experiment.run.manifest import found_by, manifest_of
+from shardlab.experiment.run.rank_run import Progress, run_strategy
 from shardlab.experiment.told.as_planned import against_plan
 from shardlab.experiment.told.saved_runs import Comparison
 from shardlab.experiment.told.summary import summarise
-from shardlab.experiment.trained.batches import check_enough, of_all_ranks
+from shardlab.experiment.trained.batches import check_enough
 from shardlab.experiment.trained.workload import Workload
-from shardlab.installed import __version__
 from shardlab.launch import RankError, RankHang, RankPool, place
 from shardlab.launch.cell_bar import cell_bar
 from shardlab.launch.placement import torchrun_env
 from shardlab.launch.pool import check_pool
 from shardlab.records.store import load_runs, write_manifest
-from shardlab.testing.agreement_check import disagreement
 from shardlab.trace.clock import Reading, origins_of
-from shardlab.vocabulary import MeshAxis, dtype_name
 
 # Every rank imports these, so they are imported once before the ranks are forked.
 PRELOAD = ("shardlab.experiment.run.rank_run", "torch._dynamo")
@@ -182,20 +171,43 @@ def is_reporter() -> bool:
 
 
 def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress: OnProgress) -> Comparison:
+    with _naming_the_field(config):
+        pool.run(_meet, config)
+    directory, failed = _run_all(config, directory, pool, on_progress)
+    if len(failed) == len(config.strategies):
+        raise next(iter(failed.values()))
+    pool.run(_meet)  # under torchrun the others may read only what rank 0 has finished writing
+    records = load_runs(run_directory(directory, strategy) for strategy in config.strategies if strategy not in failed)
+    # After the runs, not before: planning reads data, which may change what a data loader yields next.
+    plans = plans_or_why(config)
+    summary = [
+        row | against_plan(row["strategy"], records, plans[row["strategy"]]) for row in summarise(records, config.dtype)
+    ]
+    firsts = {strategy: str(error).partition("\n")[0] for strategy, error in failed.items()}
+    why_failed = {strategy: said.removeprefix(f"{strategy}: ") for strategy, said in firsts.items()}
+    told = [{"strategy": strategy, "failed": said} for strategy, said in why_failed.items()]
+    # The last file: a directory that has it counts as a finished comparison.
+    if is_reporter():
+        (directory / "summary.json").write_text(json.dumps(summary + told, indent=2, allow_nan=False) + "\n")
+    return Comparison(pd.DataFrame(summary), records, directory, why_failed)
+
+
+def _run_all(
+    config: CompareConfig, directory: Path, pool: RankPool, on_progress: OnProgress
+) -> tuple[Path, dict[str, RankError]]:
+    """Run each strategy; where their records are, and what a strategy raised on a rank."""
+
     def on_message(_: int, message: object) -> None:
         if isinstance(message, Progress):
             on_progress(message)
 
-    with _naming_the_field(config):
-        pool.run(_meet, config)
     failed: dict[str, RankError] = {}
     for strategy in config.strategies:
         # Under torchrun the processes choose a directory each; that of rank 0 is used.
         agreed = pool.run(_agree, directory)
         directory, origins = agreed[0][0], origins_of(reading for _, reading in agreed)
-        where = run_directory(directory, strategy)
-        manifest = _manifest(config, strategy, pool)
-        _write_manifest(where, manifest)  # before the run, so that a killed run can be read
+        where, manifest = run_directory(directory, strategy), manifest_of(config, strategy, pool)
+        _write_manifest(where, manifest)
         try:
             reports = pool.run(run_strategy, config, strategy, where, origins, on_message=on_message)
         except (RankError, RankHang) as error:
@@ -206,23 +218,8 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
             failed[strategy] = error
             continue
         present = [report for report in reports if report is not None]
-        _write_manifest(where, {**manifest, **_found(present, manifest["mesh"], config)})
-    if len(failed) == len(config.strategies):
-        raise next(iter(failed.values()))
-    pool.run(_meet)  # under torchrun the others may read only what rank 0 has finished writing
-    records = load_runs(run_directory(directory, strategy) for strategy in config.strategies if strategy not in failed)
-    # After the runs, not before: planning reads data, which may change what a data loader yields next.
-    plans = plans_or_why(config)
-    summary = [
-        row | against_plan(row["strategy"], records, plans[row["strategy"]]) for row in summarise(records, config.dtype)
-    ]
-    why_failed = {strategy: str(error).partition("\n")[0] for strategy, error in failed.items()}
-    why_failed = {strategy: said.removeprefix(f"{strategy}: ") for strategy, said in why_failed.items()}
-    told = [{"strategy": strategy, "failed": said} for strategy, said in why_failed.items()]
-    # The last file: a directory that has it counts as a finished comparison.
-    if is_reporter():
-        (directory / "summary.json").write_text(json.dumps(summary + told, indent=2, allow_nan=False) + "\n")
-    return Comparison(pd.DataFrame(summary), records, directory, why_failed)
+        _write_manifest(where, {**manifest, **found_by(present, manifest["mesh"], config)})
+    return directory, failed
 
 
 @contextlib.contextmanager
@@ -255,101 +252,3 @@ def _meet(rank: int, config: CompareConfig | None = None) -> None:
 def _write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     if is_reporter():
         write_manifest(directory, manifest)
-
-
-def _manifest(config: CompareConfig, strategy: str, pool: RankPool) -> dict[str, Any]:
-    return {
-        "run": strategy, "ranks": prod((mesh := config.mesh_axes(strategy)).values()), "mesh": mesh,
-        "versions": {"shardlab": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "devices": pool.placement.devices, "backend": pool.placement.backend, "config": config.as_dict(strategy),
-        "workload": description(config), "padding_bytes": 0, "recorder_share": None, "not_finite": {},
-        "disagreement": "", "drew_random_numbers": False, "ranks_differ": config.ranks_differ(strategy),
-        "bucket_bytes": config.bucket_bytes_of(strategy),
-    }  # fmt: skip
-
-
-def _found(reports: list[RankReport], mesh: dict[str, int], config: CompareConfig) -> dict[str, Any]:
-    shares, num_tensor_ranks = [report.recorder_share for report in reports], mesh.get(MeshAxis.TENSOR, 1)
-    return {
-        "padding_bytes": max(report.padding_bytes for report in reports),
-        # NaN: nothing but the first step was recorded, which does not count
-        "recorder_share": None if any(map(isnan, shares)) else max(shares),
-        "not_finite": {
-            what: {rank: report.not_finite[what] for rank, report in enumerate(reports) if what in report.not_finite}
-            for what in (DATA, LOSS, GRADIENTS)
-        },
-        "disagreement": _disagreement(reports, num_tensor_ranks),
-        "drew_random_numbers": any(report.drew for report in reports),
-        "batches": of_all_ranks([each.batches for each in reports[::num_tensor_ranks]], config.trained.divides_rows),
-        "other_batch": reports[0].other_batch,
-        "own_buffers": first_that_differ([report.buffers for report in reports], num_tensor_ranks)
-        or (broadcast_said(reports[0].buffers) if config.broadcast_buffers else ""),
-        "first_losses": _first_losses([report.first for report in reports[::num_tensor_ranks]]),
-    }
-
-
-def _first_losses(found: list[FirstLoss | None]) -> dict[str, Any]:
-    """What ``mean_of_means`` takes, of the data ranks; empty where a loss is no number."""
-    known = [first for first in found if first is not None and isfinite(first.loss)]
-    if len(known) < len(found):
-        return {}
-    names = set.intersection(*(set(first.counts) for first in known))
-    return {
-        "losses": [first.loss for first in known], "weights": [first.weight for first in known],
-        "counts": {name: [first.counts[name] for first in known] for name in known[0].counts if name in names},
-    }  # fmt: skip
-
-
-def _disagreement(reports: list[RankReport], num_tensor_ranks: int) -> str:
-    """The first thing in which ranks differ that train one model; empty if they do not."""
-    for step in reports[0].did:
-        if words := disagreement([report.did[step] for report in reports], num_tensor_ranks):
-            return f"after step {step}, {words.removeprefix('agreement: ')}"
-    return ""
-
-
-def description(config: CompareConfig) -> dict[str, Any]:
-    """The fields ``workload`` of a manifest.
-
-    ``differs_by_rank`` has a sentence for each layer that makes ranks that train on parts of a batch differ from one
-    process that trains on all of it, even if everything is right; that a loss draws random numbers, only a run shows.
-    ``commit`` is that of the current folder.
-    """
-    workload, module = config.trained, config.on_meta
-    params = list(module.parameters())
-    return {
-        "name": str(workload), "place": config.place,
-        "module": f"{type(module).__module__}.{type(module).__qualname__}",
-        "parameters": sum(param.numel() for param in params),
-        "trainable": sum(param.numel() for param in params if param.requires_grad),
-        "dtypes": sorted({dtype_name(param.dtype) for param in params}), "data": _named(workload.data),
-        "loss": _named(workload.loss), "optimizer": _named(workload.optimizer), "seed": config.seed,
-        "differs_by_rank": differences_by_rank(module), "commit": _commit(),
-    }  # fmt: skip
-
-
-def differences_by_rank(module: nn.Module) -> list[str]:
-    """Why ranks that share a batch compute something else than one process, for example BatchNorm's statistics."""
-    modules = module.modules()
-    if any(isinstance(one, _BatchNorm) and one.training and not isinstance(one, nn.SyncBatchNorm) for one in modules):
-        return ["BatchNorm uses the statistics of a rank's own rows"]
-    return []
-
-
-def _named(value: Any) -> str:
-    if isinstance(value, partial):
-        return _named(value.func)
-    if inspect.isfunction(value) or inspect.isclass(value):
-        return f"{value.__module__}.{value.__qualname__}"
-    return type(value).__name__
-
-
-def _commit() -> str | None:
-    """The commit that is checked out in the current folder; None if it is in no repository."""
-    try:
-        said = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=Path.cwd(), capture_output=True, text=True, timeout=5, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return said.stdout.strip()

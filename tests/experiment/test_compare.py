@@ -15,9 +15,9 @@ from shardlab.analysis.timed import timed_steps
 from shardlab.course import NaN, faulty
 from shardlab.engines import Bucketed
 from shardlab.experiment import CompareConfig, Workload, claim, compare, load_comparison, prepare, write_report
-from shardlab.experiment.comparison import _disagreement
 from shardlab.experiment.directory import TakenError, reserve
 from shardlab.experiment.planned.forecast import seconds_in
+from shardlab.experiment.run.manifest import _disagreement
 from shardlab.experiment.run.rank_run import RankReport
 from shardlab.experiment.told.answer import answer
 from shardlab.experiment.told.losses import dead_verdict, verdict

@@ -2,7 +2,7 @@
 
 Buffers: which does a rank compute from its own rows, as a vector quantisation its codebook? With such a buffer, ranks
 that share a batch compute something else than one process, and all is right. BatchNorm's are not among them: its
-statistics do not change the loss of training, and the layer itself is named (``comparison.differences_by_rank``).
+statistics do not change the loss of training, and the layer itself is named (``manifest.differences_by_rank``).
 
 Numbers: after a reduction a NaN of one rank is in the mean of all. So each rank checks its own numbers before any
 reduction: the loss of its own rows, and one of its gradients. A NaN anywhere in a backward spreads towards the input,

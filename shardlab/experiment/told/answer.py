@@ -18,7 +18,15 @@ from shardlab.experiment.told import verdicts
 from shardlab.experiment.told.losses import data_are_lost, dead_verdict, norms_apart
 from shardlab.experiment.told.saved_runs import Comparison, config_of
 from shardlab.experiment.told.step_reasons import Reasons, why
-from shardlab.experiment.told.summary import FULL, LOSS_TOLERANCE, REFERENCE, not_finite, precision_of
+from shardlab.experiment.told.summary import (
+    FULL,
+    LOSS_TOLERANCE,
+    REFERENCE,
+    counted_steps,
+    not_finite,
+    precision_of,
+    ranks_differ,
+)  # fmt: skip
 from shardlab.planner.rows import ROWS
 from shardlab.plots.text import format_bytes, format_percent, listing
 from shardlab.records.store import Records
@@ -68,7 +76,7 @@ def answer_of_runs(
 ) -> list[Line]:
     """The first four lines, also of runs that were made one after another; ``doubt`` is why times are uncertain."""
     rows, times = side_by_side(summary), quartiles(records.steps)
-    causes, differ = {str(name): reasons[str(name)] for name in rows.index}, verdicts.ranks_differ(records)
+    causes, differ = {str(name): reasons[str(name)] for name in rows.index}, ranks_differ(records)
     return [
         Line("LEAST MEMORY", least_memory(rows)),
         Line("FASTEST", fastest(rows, times, doubt) + ("" if doubt else _alone(rows, times))),
@@ -226,8 +234,7 @@ def sent_by_axis(collectives: pd.DataFrame, averaged: Collection[str] = ()) -> d
 def _counted(collectives: pd.DataFrame, averaged: Collection[str]) -> "tuple[pd.DataFrame, pd.Series[int]]":
     """Of each run the collectives of the steps that count, and of how many."""
     sent = collectives[(collectives["phase"] != str(Phase.METRICS)) & (collectives["step"] >= 0)]
-    is_last = sent["step"] == sent.groupby("run")["step"].transform("max")
-    sent = sent[is_last | sent["run"].isin(list(averaged))]
+    sent = counted_steps(sent, averaged)
     return sent, sent.groupby("run")["step"].nunique()
 
 
@@ -290,7 +297,7 @@ def _trusted(comparison: Comparison, doubt: str) -> Iterable[str]:
         rounded = {precision_of(run, comparison.records) for run in comparison.records.manifests} - {FULL}
         too += f", within the rounding of {listing(sorted(rounded))}" if rounded and comparison.losses_equal else ""
         yield f"losses {'equal to' if comparison.losses_equal else 'NOT equal: they differ by'} {judged:.1e}{too}"
-    if differ := [name for name in verdicts.ranks_differ(comparison.records) if name in set(table["strategy"])]:
+    if differ := [name for name in ranks_differ(comparison.records) if name in set(table["strategy"])]:
         yield f"ranks of {listing(differ)} differ by design, and so do the losses"
     planned = table.dropna(subset="as_planned")
     wrong = planned.loc[~planned["as_planned"].astype(bool), "strategy"]
@@ -367,24 +374,9 @@ def what_fits(rows: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
     """
     left, memory = rows["left_bytes"].astype("float64"), format_bytes(memory_bytes)
     counts = rows["rows_that_fit"].astype("float64") if "rows_that_fit" in rows else nan * left
-    fitting, most = left[left > 0], str(left.idxmax())
+    fitting = left[(left > 0) & ~(counts < 1)]
     if fitting.empty:
-        need, ranked = memory_bytes - left[most], f"--ranks {ceil(ranks * (1 - left[most] / memory_bytes))} or more"
-        advice = ranked if most in ROWS and ROWS[most].parameters else f"fsdp, which keeps 1/{ranks} of everything"
-        return (
-            f"of {memory}, nothing fits: {most}, which needs least, needs {format_bytes(need)}. Try {advice}, or an "
-            "optimizer with less state; checkpointing saves activations alone"
-        )
-    if (counts[fitting.index] < 1).all():  # false where they are not known
-        share = float(rows["logits_share"][most]) if "logits_share" in rows else nan
-        helps = "Checkpoint layers in the model, or compute in 16 bits"
-        if share > 0.5:
-            helps = f"{format_percent(share)} of it are logits, so a chunked loss helps, or computing in 16 bits"
-        return (
-            f"of {memory}, nothing fits with a row: {most} leaves most, {format_bytes(left[most])}, and one row keeps "
-            f"more. {helps}"
-        )
-    fitting = fitting[~(counts[fitting.index] < 1)]
+        return f"of {memory}, {_nothing_fits(rows, left, memory_bytes, ranks)}"
     first = str(fitting.index[0])
     short = [str(name) for name in left.index.difference(fitting.index, sort=False)]
     fits = f"all fit: {first}" if len(left) > 1 else f"{first} fits: it"
@@ -397,11 +389,34 @@ def what_fits(rows: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
         f"of {memory}, {fits} takes {format_bytes(memory_bytes - left[first])}, and {format_bytes(left[first])} are "
         f"left for activations{room}"
     )
+    return said + _leaves_more(rows, left, fitting)
+
+
+def _nothing_fits(rows: pd.DataFrame, left: "pd.Series[float]", memory_bytes: float, ranks: int) -> str:
+    """What is needed, and what would help; ``left`` is what strategies leave of the memory."""
+    most = str(left.idxmax())
+    if left[most] <= 0:
+        need, ranked = memory_bytes - left[most], f"--ranks {ceil(ranks * (1 - left[most] / memory_bytes))} or more"
+        advice = ranked if most in ROWS and ROWS[most].parameters else f"fsdp, which keeps 1/{ranks} of everything"
+        return (
+            f"nothing fits: {most}, which needs least, needs {format_bytes(need)}. Try {advice}, or an optimizer with "
+            "less state; checkpointing saves activations alone"
+        )
+    share = float(rows["logits_share"][most]) if "logits_share" in rows else nan
+    helps = "Checkpoint layers in the model, or compute in 16 bits"
+    if share > 0.5:
+        helps = f"{format_percent(share)} of it are logits, so a chunked loss helps, or computing in 16 bits"
+    return f"nothing fits with a row: {most} leaves most, {format_bytes(left[most])}, and one row keeps more. {helps}"
+
+
+def _leaves_more(rows: pd.DataFrame, left: "pd.Series[float]", fitting: "pd.Series[float]") -> str:
+    """Which other strategies leave more than the first that fits: of those that send as much, and of all."""
+    first, most = str(fitting.index[0]), str(left.idxmax())
     sent = rows["wire_bytes_per_step"].astype("float64")
     same = fitting[sent[fitting.index] <= sent[first] * (1 + ALIKE)]
-    alike = str(same.idxmax()) if len(same) else first
+    alike, said = str(same.idxmax()) if len(same) else first, ""
     if left[alike] > left[first] * (1 + ALIKE) and alike != most:
-        said += f"; {alike} sends as much and leaves {format_bytes(left[alike])}"
+        said = f"; {alike} sends as much and leaves {format_bytes(left[alike])}"
     if left[most] <= left[first] * (1 + ALIKE):
         return said
     times = sent[most] / sent[first] if sent[first] else nan

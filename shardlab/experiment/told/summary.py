@@ -1,6 +1,6 @@
 """One row per strategy: what it cost, whether it trained the same model, and how to print that."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import isfinite, nan
 from typing import Any
 
@@ -167,7 +167,7 @@ def readable_summary(summary: pd.DataFrame, columns: Mapping[str, tuple[str, flo
 
 def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: str) -> dict[str, Any]:
     own, reference = losses[run], reference_of(records)
-    ranks_differ = bool(records.manifests[run].get("ranks_differ"))
+    differ = run in ranks_differ(records)
     if run == REFERENCE != reference:
         reference = None
     differences = None if reference is None else (own - losses[reference]).abs().dropna()
@@ -187,8 +187,8 @@ def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: s
         "strategy": run, "ranks": int(records.manifests[run]["ranks"]), "steps": len(own),
         "loss_first": _number(own.iloc[0]), "loss_last": _number(own.iloc[-1]), "loss_reference": reference,
         "max_loss_difference": None if failed or differences is None else _number(differences.max()),
-        "judged_loss_difference": None if failed or ranks_differ else difference,
-        "losses_equal": False if failed else None if ranks_differ else equal,
+        "judged_loss_difference": None if failed or differ else difference,
+        "losses_equal": False if failed else None if differ else equal,
         "norm_ratio": ratio,
     }  # fmt: skip
 
@@ -260,7 +260,7 @@ def precision_of(run: str, records: Records) -> str:
 def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
     steps = records.steps[records.steps["run"] == run]
     watched = steps.dropna(subset="wire_bytes")
-    counted = counted_steps(watched, records)
+    counted = counted_steps(watched, ranks_differ(records))
     held = {str(role): int(num_bytes) for role, num_bytes in rest.loc[run].to_dict().items()}
     return {
         **peaks_of_steps(steps[steps["step"] >= 0]),
@@ -275,16 +275,20 @@ def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def counted_steps(steps: pd.DataFrame, records: Records) -> pd.DataFrame:
-    """The rows of the steps whose messages count, of each run: of the last, or of all where ranks differ by design.
+def ranks_differ(records: Records) -> list[str]:
+    """The runs whose ranks hold parameters of their own by design, as in local SGD."""
+    return [run for run, manifest in records.manifests.items() if manifest.get("ranks_differ")]
+
+
+def counted_steps(steps: pd.DataFrame, averaged: Collection[str] = ()) -> pd.DataFrame:
+    """The rows of the steps whose messages count, of each run: of the last, or of all of those ``averaged``.
 
     Args:
         steps: rows with ``run`` and ``step``, of steps that were watched.
-        records: whose manifests say which ranks differ.
+        averaged: runs of which the mean over all steps counts.
     """
-    differ = [run for run, manifest in records.manifests.items() if manifest.get("ranks_differ")]
     last = steps["step"] == steps.groupby("run")["step"].transform("max")
-    chosen: pd.DataFrame = steps[last | steps["run"].isin(differ)]
+    chosen: pd.DataFrame = steps[last | steps["run"].isin(list(averaged))]
     return chosen
 
 

@@ -9,7 +9,6 @@ from shardlab.engines import STRATEGIES
 from shardlab.experiment.told.losses import SAME_SUM, alone_verdict, gradients_verdict, resumed_verdict, verdict
 from shardlab.experiment.told.saved_runs import Comparison
 from shardlab.plots.text import format_percent
-from shardlab.records.store import Records
 from shardlab.vocabulary import HostTransport, Phase, SpanKind
 
 QUIET = 0.2  # of a step, off the CPU
@@ -99,11 +98,6 @@ def buckets_verdict(comparison: Comparison) -> str:
         return ""
     said = "; ".join(f"{', '.join(runs)} {size / 2**20:.4g} MiB" for size, runs in sizes.items())
     return f"Buckets differ in size, and with them the number of messages and what overlaps: {said}."
-
-
-def ranks_differ(records: Records) -> list[str]:
-    """The runs whose ranks hold parameters of their own by design, as in local SGD."""
-    return [run for run, manifest in records.manifests.items() if manifest.get("ranks_differ")]
 
 
 def unseen_verdict(comparison: Comparison) -> str:
