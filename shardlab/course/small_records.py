@@ -50,7 +50,7 @@ from shardlab.trace.observed import Row, collective_columns
 from shardlab.trace.recorder import Recorder
 from shardlab.trace.units import watch_units
 from shardlab.units import AUTO
-from shardlab.vocabulary import FLAG, Phase, SpanKind
+from shardlab.vocabulary import Phase, SpanKind
 
 SINCE_BOOT_NS = 0
 TIMES = ["issue_us", "start_us", "end_us", "wait_start_us", "wait_end_us"]
@@ -324,8 +324,8 @@ def bucket_sweep(bucket_bytes: Sequence[int], config: CompareConfig, pool: RankP
 
     Returns:
         One row per size, step and rank, as ``bucket_curve`` takes them: ``run``, ``source``, ``rank``, ``step``,
-        ``bucket_bytes``, ``step_us``, ``exposed_comm_us``, ``overlap``, ``wire_bytes``, ``num_messages`` (gradient
-        buckets sent in that step).
+        ``bucket_bytes``, ``step_us``, ``exposed_comm_us``, ``overlap``, ``wire_bytes``, ``num_messages`` (of that step,
+        flags among them).
 
     Raises:
         ValueError: there are fewer than 2 steps, or sizes repeat or are below 1.
@@ -339,9 +339,8 @@ def bucket_sweep(bucket_bytes: Sequence[int], config: CompareConfig, pool: RankP
         {name: replace(config, strategies=(BUCKETED,), bucket_mib=size / MIB) for name, size in sizes.items()}, pool
     )
     sent = records.collectives
-    gradients = sent[(sent["phase"] == Phase.BACKWARD) & (sent["tag"] != FLAG)]
     keys = ["run", "rank", "step"]
-    messages = gradients.groupby(keys).size().rename("num_messages").reset_index()
+    messages = sent[sent["phase"] != Phase.METRICS].groupby(keys).size().rename("num_messages").reset_index()
     rows = records.steps[records.steps["step"] > 0].merge(messages, on=keys)
     rows = rows.assign(bucket_bytes=rows["run"].map(sizes).astype("int64"), run=BUCKETED)
     return rows[list(COLUMNS)]

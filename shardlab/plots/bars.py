@@ -113,6 +113,8 @@ def end_with(figure: go.Figure, ends: pd.Series, words: Sequence[str], quantity:
 def memory_by_role(memory: pd.DataFrame, where: str = "rest", *, with_peak: bool = False) -> go.Figure:
     """Bytes of each role as stacked bars, one bar per run: the maximum over the ranks of the table.
 
+    At rest without unattributed tensors, which no plan and no sum of a strategy counts; ``held_by_process`` shows them.
+
     Args:
         memory: table ``memory``.
         where: 'rest' (after the last step) or 'peak' (the highest moment).
@@ -125,6 +127,8 @@ def memory_by_role(memory: pd.DataFrame, where: str = "rest", *, with_peak: bool
     if where not in TITLES:
         raise ValueError(f"where: {where!r} is not one of rest, peak")
     held = labelled((at_rest if where == "rest" else peak)(memory))
+    if where == "rest":
+        held = held[held["role"] != str(Role.UNATTRIBUTED)]
     if held.empty:
         return nothing(TITLES[where], "memory was not traced")
     figure = new_figure(TITLES[where], subtitle(held, NOTES[where]))

@@ -113,6 +113,12 @@ def check_links_lead_somewhere(path: Path) -> None:
         assert target.startswith("https://") or (FOLDER / target).is_file(), target
 
 
+def check_link_texts_name_the_file_that_they_open(path: Path) -> None:
+    text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
+    for words, target in re.findall(r"\[`([^`]+)`\]\(([^)]+)\)", text):
+        assert target.endswith(f"/{words}"), f"{words} opens {target}"
+
+
 def check_no_path_of_a_machine(path: Path) -> None:
     for cell in code_cells(path):
         for output in cell.outputs:
@@ -126,6 +132,54 @@ def check_no_path_of_a_machine(path: Path) -> None:
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_a_notebook(path: Path) -> None:
     checks = [value for name, value in globals().items() if name.startswith("check_")]
-    assert len(checks) == 12
+    assert len(checks) == 13
     for check in checks:
         check(path)
+
+
+REST, PEAK = "Memory at rest after a step", "Memory at the peak of a step"
+ROW = re.compile(r"^(\S.*?)((?:  +[\d.,-]+)+) *$", re.MULTILINE)
+
+
+def figures(path: Path, title: str) -> list[NotebookNode]:
+    drawn = [output.data[PLOTLY] for output in outputs(path) if PLOTLY in output.get("data", {})]
+    return [one for one in drawn if one["layout"]["title"]["text"].startswith(title)]
+
+
+def bars(figure: NotebookNode) -> dict[str, dict[str, int]]:
+    """Bytes of each role by run, as the hover says them."""
+    found: dict[str, dict[str, int]] = {}
+    for trace in figure["data"]:
+        for label, words in zip(trace["y"], trace.get("customdata", []), strict=False):
+            found.setdefault(str(label), {})[trace["name"]] = int(words[1].replace(",", ""))
+    return found
+
+
+def rows_of(path: Path, column: str) -> dict[str, list[set[int]]]:
+    """The whole numbers in rows of printed tables that have this column, by the row's name."""
+    found: dict[str, list[set[int]]] = {}
+    for printed in (output.get("data", {}).get("text/plain", "") for output in outputs(path)):
+        for name, numbers in ROW.findall(printed) if column in printed.partition("\n")[0].split() else ():
+            found.setdefault(name, []).append({int(one) for one in numbers.split() if one.isdigit()})
+    return found
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_figures_and_tables_say_the_same(path: Path) -> None:
+    rows, counted = rows_of(path, "parameter"), rows_of(path, "messages")
+    peaks = [bars(figure) for figure in figures(path, PEAK)]
+    compared = 0
+    for at_rest in map(bars, figures(path, REST)):
+        for run, held in at_rest.items():
+            assert "unattributed" not in held, "a lesson's bars are what the strategy holds"
+            for row in rows.get(run, []):
+                compared += 1
+                drawn = {held[role] for role in ("parameter", "gradient", "optimizer state")}  # counters differ by rank
+                assert drawn <= row, run
+            for peak in peaks:
+                assert sum(peak.get(run, held).values()) >= sum(held.values()), f"{run}: less at the peak than at rest"
+    assert compared >= 6 or not path.stem.startswith("02")
+    # Messages are counted in one way, flags among them.
+    for said in (output.get("data", {}).get("text/plain", "") for output in outputs(path)):
+        for run, number in re.findall(r"of run (.+?): .*?(\d+) collectives a rank", said):
+            assert all(int(number) in row for row in counted.get(run, [])), f"{run}: {number} and {counted[run]}"

@@ -123,7 +123,7 @@ def _figures(comparison: Comparison) -> dict[str, go.Figure]:
     traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
     figures = {
         "What a rank's engine holds between two steps, and the most in one.": plots.memory_by_role(
-            records.memory[records.memory["role"] != str(Role.UNATTRIBUTED)], with_peak=True
+            records.memory, with_peak=True
         ),
         "Means; whiskers: quartiles. Off the CPU beside communication counts as exposed.": plots.step_parts(
             _parts(records)
