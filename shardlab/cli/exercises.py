@@ -1,4 +1,4 @@
-"""``shardlab exercises``: list them, or mark a class."""
+"""``shardlab exercises``: list them, print them for a class, or mark one."""
 
 import json as json_text
 import sys
@@ -16,36 +16,39 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from shardlab.course import Exercise
-    from shardlab.course.exercises.grade import Mark
 
-SCORES = {  # of a mark, as a table has it, and what it is of several
-    "handed_in": ("handed in", "sum"), "messages": ("messages", "sum"), "num_bytes": ("bytes", "sum"),
-    "peak_bytes": ("peak bytes", "max"), "time_us": ("time us", "sum"),
-}  # fmt: skip
+SIGNS = {"passed": "+", "failed": "x", "blocked": "?"}  # in the grid; nothing for what was not handed in
 
 
 def exercises(
-    grade: Annotated[Path | None, typer.Option(help="Mark this folder: a .py file or folder for each student.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Of exercises, as zero1.owners; none for all.")] = None,
+    grade: Annotated[
+        Path | None, typer.Option(help="Mark this folder: a .py file, notebook or folder for each student.")
+    ] = None,
     extra: Annotated[Path | None, typer.Option("--with", help="A .py file with exercises of your own.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print points as CSV: a row for each student.")] = False,
+    sheet: Annotated[bool, typer.Option("--sheet", help="Print tasks and starters as Markdown.")] = False,
+    solutions: Annotated[bool, typer.Option("--solutions", help="Print right answers, and why they are.")] = False,
 ) -> None:
-    """List the exercises, or mark the solutions of a class."""
-    import pandas as pd
-
-    from shardlab.course import LADDER
+    """List the exercises, print a sheet or its solutions, or mark the solutions of a class."""
+    from shardlab.course import LADDER, find
     from shardlab.course.exercises.grade import exercises_in
 
     known = [*LADDER, *(exercises_in(extra) if extra is not None else [])]
-    rows = _listed(known) if grade is None else _marked(grade, known)
+    own = {exercise.name: exercise for exercise in known}
+    known = [own[name] if name in own else find(name) for name in names] if names else known
+    if sheet or solutions:
+        typer.echo("\n\n".join(map(_on_solution if solutions else _on_sheet, known)))
+        return
+    if grade is None:
+        _print_list(_listed(known), json)
+        return
+    rows = _marked(grade, known)
     if json:
         typer.echo(json_text.dumps(rows, indent=2))
-    elif grade is None:
-        names = {"references": "right", "wrong_solutions": "wrong"}  # so that it fits into 80 columns
-        _print(pd.DataFrame(rows).drop(columns="function").rename(columns=names))
-        typer.echo(
-            f"Write each as a function: {rows[0]['name']} as {rows[0]['function']}.\n"
-            "Every exercise is checked with right solutions, which must pass, and wrong ones, which must not."
-        )
+    elif csv:
+        typer.echo(_points(rows).reset_index().to_csv(index=False), nl=False)
     else:
         _print_marks(rows)
 
@@ -60,36 +63,74 @@ def _listed(exercises: "list[Exercise]") -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def _print_list(rows: list[dict[str, Any]], json: bool) -> None:
+    import pandas as pd
+
+    if json:
+        typer.echo(json_text.dumps(rows, indent=2))
+        return
+    names = {"references": "right", "wrong_solutions": "wrong"}  # so that it fits into 80 columns
+    _print(pd.DataFrame(rows).drop(columns="function").rename(columns=names))
+    typer.echo(
+        f"Write each as a function: {rows[0]['name']} as {rows[0]['function']}.\n"
+        "Every exercise is checked with right solutions, which must pass, and wrong ones, which must not."
+    )
+
+
+def _on_sheet(exercise: "Exercise") -> str:
+    points = count(exercise.points, "point")
+    return f"## {exercise.name} ({points})\n\n{exercise.task}\n\n```python\n{exercise.starter.rstrip()}\n```"
+
+
+def _on_solution(exercise: "Exercise") -> str:
+    from shardlab.course.exercises.ladder import solution_of
+
+    known = solution_of(exercise) or "No solution is printed: its exercise comes from a file of your own."
+    return f"## {exercise.name}\n\n{known}"
+
+
 def _marked(folder: Path, exercises: "list[Exercise]") -> list[dict[str, Any]]:
     from shardlab.course.exercises.grade import grade
 
     # What submissions print goes to stderr, so that marks on stdout stay readable for machines.
     with redirect_stdout(sys.stderr):
-        marks: list[Mark] = list(grade(folder, exercises))
+        marks = list(grade(folder, exercises))
     rows = [asdict(mark) for mark in marks]
     return [row | {"verdict": str(row["verdict"])} for row in rows]
 
 
-def _print_marks(rows: list[dict[str, Any]]) -> None:
-    """A row for each student, then what was handed in and has not passed."""
+def _points(rows: list[dict[str, Any]], value: str = "points") -> "pd.DataFrame":
+    """A row for each student, a column for each exercise; empty where nothing was handed in; at the end the sum."""
     import pandas as pd
 
-    marks = pd.DataFrame(rows).rename(columns={name: shown for name, (shown, _) in SCORES.items()})
-    given = marks["handed in"]
-    verdicts = {name: (marks["verdict"] == name) & given for name in ("passed", "failed", "blocked")}
-    how = {"handed in": "sum", **dict.fromkeys(verdicts, "sum")} | dict(SCORES.values())
-    sums = marks.assign(**verdicts).groupby("student").agg(how).reset_index()
-    # Without what is zero for all: nothing may be blocked, or no exercise count bytes.
-    _print(sums.loc[:, [name in ("student", "passed") or bool(sums[name].any()) for name in sums]])
-    # Files that do not import, once for all that is not handed in: the last part of its reason says that it is not.
-    missing = marks[~given].drop_duplicates("student")
-    files = missing.assign(exercise="-", reason=missing["reason"].str.rpartition("; ")[0])
-    failed = pd.concat([files[files["reason"] != ""], marks[given & ~verdicts["passed"]]])
-    if len(failed):
-        Console().print()
-        _print(failed.sort_values("student", kind="stable")[["student", "exercise", "reason"]])
-    passed, handed_in = int(sums["passed"].sum()), int(sums["handed in"].sum())
-    Console(highlight=False).print(f"\n{passed} of {count(handed_in, 'solution')} passed.")
+    marks = pd.DataFrame(rows)
+    cells = marks[value].astype(object).where(marks["handed_in"], "")
+    grid = marks.assign(cells=cells).pivot(index="student", columns="exercise", values="cells")
+    grid = grid[list(dict.fromkeys(marks["exercise"]))]
+    return grid.assign(points=marks.groupby("student")["points"].sum())
+
+
+def _print_marks(rows: list[dict[str, Any]]) -> None:
+    """The grid, what each column is, then why something has not passed."""
+    import pandas as pd
+
+    marks, grid = pd.DataFrame(rows), _points(rows, "verdict").replace(SIGNS)
+    given = [name for name in grid.columns[:-1] if grid[name].ne("").any()]
+    numbers = {name: str(number) for number, name in enumerate(given, 1)}
+    _print(grid[[*given, "points"]].rename(columns=numbers).reset_index())
+    console = Console(highlight=False)
+    console.print("".join(f"\n{number}  {name}" for name, number in numbers.items()))
+    # Files that cannot be read, once for all that is not handed in: the last part of its reason says that it is not.
+    none = marks[~marks["handed_in"]].drop_duplicates("student")
+    files = none.assign(exercise="-", reason=none["reason"].str.rpartition("; ")[0])
+    nothing = ~files["student"].isin(marks.loc[marks["handed_in"], "student"])
+    files["reason"] = files["reason"].where(files["reason"].ne("") | ~nothing, "there is no function of an exercise")
+    wrong = pd.concat([files[files["reason"] != ""], marks[marks["handed_in"] & (marks["verdict"] != "passed")]])
+    if len(wrong):
+        console.print()
+        _print(wrong.sort_values("student", kind="stable")[["student", "exercise", "reason"]])
+    passed, handed_in = int((marks["verdict"] == "passed").sum()), int(marks["handed_in"].sum())
+    console.print(f"\n{passed} of {count(handed_in, 'solution')} passed.")
 
 
 def _print(table: "pd.DataFrame") -> None:

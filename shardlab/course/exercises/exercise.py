@@ -197,6 +197,7 @@ class Exercise:
         drawn_words: what stands in each column of it.
         result_words: what is compared, in the verdict.
         shown_inputs: a rank's inputs in words, where their values would not say what the learner's function gets.
+        points: in a class, of an answer that passes.
         num_references: right solutions that its tests hold.
         num_wrong: wrong solutions that its tests hold.
     """
@@ -212,6 +213,7 @@ class Exercise:
     drawn_words: str = "a number of the result"
     result_words: str = "result"
     shown_inputs: Callable[..., str] | None = None
+    points: int = 1
     num_references: int = 0
     num_wrong: int = 0
 

@@ -1,21 +1,22 @@
 """Marks for a class: every student's functions, each run on fresh ranks, so that no submission can disturb another.
 
-A submission is a ``.py`` file, or a folder of them, in which functions have the exercises' names: ``zero1_owners`` for
-``zero1.owners``. Files are imported in ranks only. One that raises, hangs, ends its process or does not import gets a
-mark with its reason, and the others are marked all the same.
+A submission is a ``.py`` file or a notebook, or a folder of them, in which functions have the exercises' names:
+``zero1_owners`` for ``zero1.owners``. Files are read in ranks only (``submission.py``). A function that raises, hangs
+or ends its process gets a mark with its reason, and the others are marked all the same.
 """
 
-import hashlib
-import importlib.util
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
 
 from shardlab.course.exercises.exercise import Exercise
 from shardlab.course.exercises.judge import LIMIT_S, TIMEOUT_S, Verdict, examine, pool_for, why_not_ready
+from shardlab.course.exercises.submission import SUFFIXES, module_name, read_submission
 from shardlab.launch import RankDied, RankError, RankHang, RankPool
+
+STANDS = re.compile(r"^\s+at (.+):(\d+) in ", re.MULTILINE)  # in what a hang says of a rank that computes
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,15 @@ class Mark:
     """One exercise of one student; the numbers are those of ``judge.Score``.
 
     Attributes:
-        handed_in: whether there is a function for it; if not, the verdict is 'failed', and the reason ends with that.
+        points: the exercise's where it passed, else 0.
+        handed_in: whether there is something of it; if not, the verdict is 'failed', and the reason ends with that.
     """
 
     student: str
     exercise: str
     verdict: Verdict
     reason: str
+    points: int = 0
     messages: int = 0
     num_bytes: int = 0
     peak_bytes: int = 0
@@ -39,43 +42,20 @@ class Mark:
 
 @dataclass(frozen=True)
 class FromFile:
-    """A function of a file, imported where it is unpickled: in a rank."""
+    """A function of a submission, which is read where this is unpickled: in a rank."""
 
     path: str
     name: str
 
     def __setstate__(self, state: dict[str, str]) -> None:
-        """Import it in the rank, before the time in a collective counts."""
+        """Read it in the rank, before the time in a collective counts."""
         self.__dict__.update(state)
-        import_file(self.path)
+        if module_name(self.path) not in sys.modules:
+            read_submission(self.path)
 
     def __call__(self, *inputs: object) -> object:
         """Call it."""
-        return getattr(import_file(self.path), self.name)(*inputs)
-
-
-def import_file(path: str) -> ModuleType:
-    """The module of a file; the same one at the next call."""
-    name = f"submission_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    # A student's own files beside it may be imported by name.
-    sys.path.insert(0, str(Path(path).parent))
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def functions_of(rank: int, path: str) -> list[str]:
-    """The names of what can be called in a file; on one rank."""
-    return [name for name, value in vars(import_file(path)).items() if callable(value)] if rank == 0 else []
+        return getattr(sys.modules[module_name(self.path)], self.name)(*inputs)
 
 
 def grade(
@@ -84,13 +64,13 @@ def grade(
     """A mark for every student and exercise, student by student.
 
     Args:
-        folder: holds a ``.py`` file or a folder for each student.
+        folder: holds a ``.py`` file, a notebook or a folder for each student.
         exercises: what is marked.
         timeout_s: seconds that a rank may wait in one collective.
-        limit_s: seconds for a case, and for the import of a file.
+        limit_s: seconds for a case, and for reading a file.
 
     Raises:
-        ValueError: there is no such folder, or there is no submission in it.
+        ValueError: there is no such folder, or it is empty.
     """
     submissions = _submissions(Path(folder))
     cases = [case for exercise in exercises for case in exercise.cases()]
@@ -100,43 +80,71 @@ def grade(
             yield from _marks(student, files, exercises, pool)
 
 
-def _submissions(folder: Path) -> dict[str, list[str]]:
-    """Files by student; a folder's in the order of their names."""
+def _submissions(folder: Path) -> dict[str, list[Path]]:
+    """Files by student, in the order of their names: whatever lies there counts, so that nobody is left out unsaid."""
     if not folder.is_dir():
-        raise ValueError(f"grade: {folder} is no folder; name one with a .py file or a folder for each student")
-    files = {path.stem: [path] for path in folder.glob("*.py")}
-    folders = {path.name: sorted(path.rglob("*.py")) for path in folder.iterdir() if path.is_dir()}
-    found = {student: paths for student, paths in {**files, **folders}.items() if student[0] not in "._"}
+        raise ValueError(
+            f"grade: {folder} is no folder; name one with a .py file, a notebook or a folder for each student"
+        )
+    found: dict[str, list[Path]] = {}
+    for path in sorted(path for path in folder.iterdir() if path.name[0] not in "._"):
+        files = [
+            each for each in path.rglob("*") if each.suffix in SUFFIXES and "/." not in f"/{each.relative_to(path)}"
+        ]
+        found.setdefault(path.stem if path.is_file() else path.name, []).extend(sorted(files) or [path])
     if not found:
-        raise ValueError(f"grade: {folder} holds no submission; put a .py file or a folder there for each student")
-    if both := sorted(files.keys() & folders.keys()):
-        raise ValueError(f"grade: {both[0]} has a file and a folder; keep one of them")
-    return {student: [str(path.resolve()) for path in found[student]] for student in sorted(found)}
+        raise ValueError(
+            f"grade: {folder} holds no submission; put a .py file, a notebook or a folder there for each student"
+        )
+    return dict(sorted(found.items()))
 
 
-def _marks(student: str, files: list[str], exercises: Sequence[Exercise], pool: RankPool) -> Iterator[Mark]:
+def _read(rank: int, path: str) -> tuple[list[str], dict[str, str]]:
+    """What a file defines, and its troubles; on one rank."""
+    found = read_submission(path) if rank == 0 else None
+    return ([], {}) if found is None else (found.functions, found.troubles)
+
+
+def _marks(student: str, files: list[Path], exercises: Sequence[Exercise], pool: RankPool) -> Iterator[Mark]:
     defined: dict[str, str] = {}
-    troubles = []
+    troubles: dict[str, str] = {}
+    unread = []
     for file in files:
         if why := why_not_ready(pool):
             yield from (Mark(student, exercise.name, Verdict.BLOCKED, why) for exercise in exercises)
             return
-        try:
-            names = pool.run(functions_of, file)[0]
-        except RankDied:
-            troubles.append(f"{Path(file).name} does not import: it ends the process")
-        except (RankError, RankHang) as error:
-            troubles.append(f"{Path(file).name} does not import: {str(error).partition(chr(10))[0]}")
-        else:
-            defined |= {name: file for name in names if name not in defined}
-    for exercise in exercises:
-        if exercise.function_name not in defined:
-            missing = f"there is no function {exercise.function_name}"
-            yield Mark(student, exercise.name, Verdict.FAILED, "; ".join([*troubles, missing]), handed_in=False)
+        if file.suffix not in SUFFIXES:
+            unread.append(f"{file.name} holds neither a .py file nor a notebook")
             continue
-        report = examine(exercise, FromFile(defined[exercise.function_name], exercise.function_name), pool)
-        score = asdict(report.score) if report.verdict is Verdict.PASSED else {}
-        yield Mark(student, exercise.name, report.verdict, report.reason, **score)
+        try:
+            names, of_file = pool.run(_read, str(file.resolve()))[0]
+        except RankDied:
+            unread.append(f"{file.name} cannot be read: it ends the process")
+        except (RankError, RankHang) as error:
+            first, _, rest = str(error).partition("\n")
+            unread.append(f"{file.name} cannot be read: {first}{_place(rest)}")
+        else:
+            defined |= {name: str(file.resolve()) for name in names if name not in defined}
+            troubles |= of_file
+    unread += [troubles[""]] if "" in troubles else []
+    for exercise in exercises:
+        name = exercise.function_name
+        if name in defined:
+            report = examine(exercise, FromFile(defined[name], name), pool)
+            passed = report.verdict is Verdict.PASSED
+            score = asdict(report.score) | {"points": exercise.points} if passed else {}
+            yield Mark(student, exercise.name, report.verdict, f"{report.reason}{_place(report.detail)}", **score)
+        elif name in troubles:
+            yield Mark(student, exercise.name, Verdict.FAILED, troubles[name])
+        else:
+            why = "; ".join([*unread, f"there is no function {name}"])
+            yield Mark(student, exercise.name, Verdict.FAILED, why, handed_in=False)
+
+
+def _place(detail: str) -> str:
+    """Where a rank computes without an end."""
+    found = STANDS.search(detail)
+    return f", at line {found[2]} of {Path(found[1]).name}" if found else ""
 
 
 def exercises_in(path: Path | str) -> list[Exercise]:
@@ -147,11 +155,10 @@ def exercises_in(path: Path | str) -> list[Exercise]:
     """
     if not Path(path).is_file() or Path(path).suffix != ".py":
         raise ValueError(f"with: there is no file {path} of Python; name a .py file that holds exercises")
-    try:
-        module = import_file(str(Path(path).resolve()))
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"with: {path} cannot be imported: {type(error).__name__}: {error}") from error
-    found = [value for value in vars(module).values() if isinstance(value, Exercise)]
+    read = read_submission(str(Path(path).resolve()))
+    for trouble in read.troubles.values():
+        raise ValueError(f"with: {trouble}")
+    found = [value for value in vars(read.module).values() if isinstance(value, Exercise)]
     if not found:
         raise ValueError(f"with: {path} holds no exercise; give one a name in it, as MINE = Exercise(...)")
     return found

@@ -1,10 +1,13 @@
 """A class is marked: good and bad submissions, none of which disturbs another."""
 
+import csv
 import inspect
 import json
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbformat import v4
 from typer.testing import CliRunner
 
 from shardlab.cli import app
@@ -16,11 +19,14 @@ PRINTS = "\ndef buckets_assign(*given):\n    print('I print while I work')\n    
 RIGHT = inspect.getsource(right_buckets) + PRINTS
 SUBMISSIONS = {
     "ada.py": (RIGHT, "passed", ""),
-    "ben.py": ("def buckets_assign(:", "failed", "ben.py does not import: rank 0 raised SyntaxError"),
-    "cy.py": ("import time\ntime.sleep(99)", "failed", "cy.py does not import: the run took longer than limit_s=3 s"),
-    "dora.py": ("import os\nos._exit(0)", "failed", "dora.py does not import: it ends the process"),
+    "ben.py": ("def buckets_assign(:", "failed", "ben.py, line 1: SyntaxError: "),
+    "cy.py": ("import time\ntime.sleep(99)", "failed", "cannot be read: the run took longer than limit_s=3 s, at line 2"),
+    "dora.py": ("import os\nos._exit(0)", "failed", "dora.py cannot be read: it ends the process"),
     "eve.py": ("def buckets_assign(sizes, capacity):\n    return 1 / 0", "failed", "raised ZeroDivisionError"),
-    "fay.py": ("def buckets_assign(sizes, capacity):\n    while True: pass", "failed", "took longer than limit_s=3 s"),
+    "fay.py": (
+        "def buckets_assign(sizes, capacity):\n    while True: pass", "failed",
+        "took longer than limit_s=3 s, at line 2 of fay.py",
+    ),
     "gus.py": ("other = 1", "failed", "there is no function buckets_assign"),
     "hal.py": (  # he changes the library for those who come after him
         "import shardlab.course.exercises.values\nshardlab.course.exercises.values.plain = lambda value: 0\n" + RIGHT,
@@ -31,20 +37,33 @@ SUBMISSIONS = {
     "ida/helper.py": (RIGHT, "", ""),
     "joe.py": ("def buckets_assign(sizes, capacity):\n    return []", "failed", "2 items are wanted, 0 were found"),
     "kim.py": (RIGHT, "passed", ""),
-}
+    # A typo costs what it stands in.
+    "lou.py": ("import torc\n@staticmethod\ndef other(:\n    pass\n\n" + RIGHT, "passed", ""),
+    "mia.ipynb": (  # of a notebook definitions count, and what a cell runs does not: here it would never end
+        [f"%matplotlib inline\n{RIGHT}", "N = 2\nwhile True:\n    pass", "def broken(:"], "passed", "",
+    ),
+    "ned.ipynb": (["x = 1", "def buckets_assign(*given):\n    while True: pass"], "failed", "ned.ipynb, cell 1"),
+    "oda.txt": ("I did it on paper.", "failed", "oda.txt holds neither a .py file nor a notebook"),
+    "pia.ipynb": ("{", "failed", "pia.ipynb cannot be read: rank 0 raised JSONDecodeError"),
+}  # fmt: skip
+
+
+def write(path: Path, source: str | list[str]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    cells = v4.new_notebook(cells=[v4.new_code_cell(cell) for cell in source]) if isinstance(source, list) else None
+    path.write_text(str(source) if cells is None else nbformat.writes(cells))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for name, (source, *_) in SUBMISSIONS.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(source)
+        write(tmp_path / name, source)
     return tmp_path
 
 
 def test_every_submission_gets_its_mark(folder: Path) -> None:
     marks = {mark.student: mark for mark in grade(folder, [find("buckets.assign")], limit_s=3)}
-    wanted = {Path(name).parts[0].removesuffix(".py"): mark for name, (_, *mark) in SUBMISSIONS.items() if mark[0]}
+    wanted = {Path(name).parts[0].partition(".")[0]: mark for name, (_, *mark) in SUBMISSIONS.items() if mark[0]}
     assert list(marks) == sorted(wanted)
     for student, (verdict, words) in wanted.items():
         if student != "hal":  # what is done to his own verdict is his; the next student's is untouched
@@ -68,18 +87,39 @@ def test_marks_are_printed_as_json_whatever_submissions_print(tmp_path: Path) ->
     assert marks["collectives.ring_all_reduce"]["reason"] == "there is no function collectives_ring_all_reduce"
 
 
-def test_marks_are_printed_with_a_row_for_each_student_and_what_has_failed(tmp_path: Path) -> None:
+def test_marks_are_printed_as_a_grid_with_points_and_why(tmp_path: Path) -> None:
     for name in ("ada.py", "ben.py", "gus.py", "joe.py"):
-        (tmp_path / name).write_text(SUBMISSIONS[name][0])
-    done = CliRunner().invoke(app, ["exercises", "--grade", str(tmp_path)], env={"COLUMNS": "80"})
+        write(tmp_path / name, SUBMISSIONS[name][0])
+    norm = "\ndef clip_global_norm(comm, shards, norm_type):\n    return 1\n"
+    write(tmp_path / "ada.py", RIGHT + norm)
+    two = ["buckets.assign", "clip.global_norm"]
+    done = CliRunner().invoke(app, ["exercises", *two, "--grade", str(tmp_path)], env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert lines[0] == ["student", "handed", "in", "passed", "failed"]
-    assert [" ".join(line) for line in lines[2:6]] == ["ada 1 1 0", "ben 0 0 0", "gus 0 0 0", "joe 1 0 1"]
-    failed = [line[:2] for line in lines[9:] if line[:1] in (["ada"], ["ben"], ["gus"], ["joe"])]
-    assert failed == [["ben", "-"], ["joe", "buckets.assign"]]
-    assert "there is no function" not in done.stdout
-    assert done.stdout.endswith("\n1 of 2 solutions passed.\n")
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert lines[0] == "student 1 2 points"
+    assert lines[2:6] == ["ada + x 1", "ben x 0", "gus 0", "joe x 0"]
+    assert lines[7:9] == ["1 buckets.assign", "2 clip.global_norm"]
+    wrong = {tuple(line.split()[:2]) for line in lines[9:]}
+    assert {("ada", "clip.global_norm"), ("ben", "buckets.assign"), ("gus", "-"), ("joe", "buckets.assign")} <= wrong
+    assert "there is no function of an exercise" in done.stdout
+    assert lines[-1] == "1 of 4 solutions passed."
+    done = CliRunner().invoke(app, ["exercises", *two, "--grade", str(tmp_path), "--csv"])
+    assert list(csv.reader(done.stdout.splitlines())) == [
+        ["student", *two, "points"], ["ada", "1", "0", "1"], ["ben", "0", "", "0"], ["gus", "", "", "0"],
+        ["joe", "0", "", "0"],
+    ]  # fmt: skip
+
+
+def test_a_sheet_has_the_tasks_and_no_solution_and_solutions_say_why() -> None:
+    sheet, solutions = (
+        CliRunner().invoke(app, ["exercises", "zero1.owners", option]).stdout for option in ("--sheet", "--solutions")
+    )
+    owners = find("zero1.owners")
+    for text in (owners.task, owners.starter.rstrip(), "## zero1.owners (1 point)"):
+        assert text in sheet
+    assert "owned[name]" in solutions
+    assert "interval" in solutions
+    assert "owned[name]" not in sheet
 
 
 def test_the_list_names_every_exercise_with_its_solutions() -> None:
@@ -104,8 +144,8 @@ def test_bad_input_is_said_in_a_line(tmp_path: Path, monkeypatch) -> None:
         (["--grade", "empty"], "grade: empty holds no submission"),
         (["--with", "nowhere.py"], "with: there is no file nowhere.py"),
         (["--with", "notes.txt"], "with: there is no file notes.txt of Python"),
-        (["--with", "broken.py"], "with: broken.py cannot be imported: SyntaxError"),
-        (["--with", "ends.py"], "with: ends.py cannot be imported: SystemExit: 3"),
+        (["--with", "broken.py"], "with: broken.py, line 1: SyntaxError"),
+        (["--with", "ends.py"], "with: ends.py, line 1: SystemExit: 3"),
     ):
         done = CliRunner().invoke(app, ["exercises", *options])
         assert done.exit_code == 2

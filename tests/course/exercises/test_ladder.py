@@ -1,13 +1,14 @@
 """Every exercise: the starter fails, references pass, and each wrong solution fails for its own reason."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from shardlab.course import LADDER, Exercise, Verdict
 from shardlab.course.exercises.judge import LIMIT_S, examine
+from shardlab.course.exercises.ladder import solution_of
 from shardlab.launch import RankPool
 from tests.course.exercises.reasons import WRONG
 from tests.course.exercises.right import RIGHT
@@ -41,9 +42,16 @@ def as_numpys(value: object) -> object:
     return np.array(value)[()] if isinstance(value, int | float) else value
 
 
+def printed(exercise: Exercise) -> Callable[..., object]:
+    """The solution that teachers read."""
+    source = solution_of(exercise).partition("```python\n")[2].removesuffix("```")
+    exec(compile(source, "solution", "exec"), namespace := {})
+    return namespace[exercise.function_name]
+
+
 @BY_NAME
 def test_references_pass_and_with_numpys_numbers_too(ranks: RankPool, exercise: Exercise) -> None:
-    references = RIGHT[exercise.name]
+    references = [printed(exercise), *RIGHT[exercise.name]]
     for function in (*references, lambda *inputs: as_numpys(references[0](*inputs))):
         report = examine(exercise, function, ranks)
         assert (report.verdict, report.reason) == (Verdict.PASSED, "")

@@ -1,0 +1,112 @@
+"""What a student hands in, read statement by statement, so that a typo costs the function that it stands in.
+
+A submission is a ``.py`` file or a notebook. Of a notebook what defines something is run: imports, functions, classes,
+and names of values that nothing has to be called for. The rest of its cells trains and checks, and is left out.
+"""
+
+import ast
+import hashlib
+import json
+import linecache
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, ModuleType
+
+SUFFIXES = (".py", ".ipynb")
+# What may be a statement of its own, where the whole cannot be parsed: with its decorators.
+BEGINS = re.compile(r"^(?:@.*\n)*(?=[^\s#)\]}@])", re.MULTILINE)
+NAMED = re.compile(r"^(?:async +)?(?:def|class) +(\w+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What came of a file.
+
+    Attributes:
+        module: holds what could be defined.
+        troubles: why something could not, by the function that was meant; '' for what belongs to none.
+    """
+
+    module: ModuleType
+    troubles: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def functions(self) -> list[str]:
+        """The names of what can be called."""
+        return [name for name, value in vars(self.module).items() if callable(value)]
+
+
+def module_name(path: str) -> str:
+    """Of a submission: the same one at each import, and none of a library."""
+    return f"submission_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
+
+
+def read_submission(path: str) -> Submission:
+    """Run what a file defines; a statement that fails is a trouble, and the next one is run all the same."""
+    # A student's own files beside it may be imported by name.
+    sys.path.insert(0, str(Path(path).parent))
+    module = sys.modules[module_name(path)] = ModuleType(module_name(path))
+    found = Submission(module)
+    for name, place, code in _statements(path):
+        try:
+            if isinstance(code, SyntaxError):
+                raise code
+            exec(code, vars(module))
+        except (Exception, SystemExit) as error:
+            words = error.msg if isinstance(error, SyntaxError) else error
+            found.troubles.setdefault(name, f"{place}: {type(error).__name__}: {words}")
+    return found
+
+
+def _statements(path: str) -> Iterator[tuple[str, str, CodeType | SyntaxError]]:
+    """The function that a statement defines, else '', where it stands, and its code or why there is none."""
+    for source_name, text in _sources(Path(path)):
+        # Read by tracebacks, and not from a disk, where a cell is no file.
+        linecache.cache[source_name] = (len(text), None, text.splitlines(keepends=True), source_name)
+        is_cell = source_name != path
+        for block, first_line in _blocks(text):
+            name = "".join(NAMED.findall(block)[:1])
+            try:
+                nodes = ast.parse("\n" * (first_line - 1) + block).body
+            except SyntaxError as error:
+                yield name, f"{Path(source_name).name}, line {error.lineno}", error
+                continue
+            for node in nodes:
+                if is_cell and not _defines(node):
+                    continue
+                code = compile(ast.Module([node], []), source_name, "exec")
+                yield getattr(node, "name", ""), f"{Path(source_name).name}, line {node.lineno}", code
+
+
+def _sources(path: Path) -> Iterator[tuple[str, str]]:
+    """The text of a file, or of each cell with code, under the name that a traceback gives."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if path.suffix == ".py":
+        yield str(path), text
+        return
+    for number, cell in enumerate(json.loads(text)["cells"]):
+        if cell["cell_type"] == "code":
+            # IPython's own lines, for a shell or a magic, are no Python.
+            yield f"{path}, cell {number}", re.sub(r"^[%!].*$", "", "".join(cell["source"]), flags=re.MULTILINE)
+
+
+def _blocks(text: str) -> Iterator[tuple[str, int]]:
+    """The whole text if it can be parsed; else what begins at the margin, each with its first line."""
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        begins = [found.start() for found in BEGINS.finditer(text)]
+        for begin, end in zip(begins, [*begins[1:], len(text)], strict=True):
+            yield text[begin:end], text.count("\n", 0, begin) + 1
+    else:
+        yield text, 1
+
+
+def _defines(node: ast.stmt) -> bool:
+    """Whether a statement of a cell defines something, and runs nothing for it."""
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        return not any(isinstance(part, ast.Call) for part in ast.walk(node))
+    return isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
