@@ -42,6 +42,19 @@ class Sharded(Strategy):
         self.note_writes()
         return saved_by_reference(self.at, lambda shards: self.gather_saved(self._unit_of_shards[shards]))
 
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """As the base; at the end they are resharded, unless an outer call still needs them."""
+        for unit in self.units:
+            unit.gather()
+            unit.num_holders += 1
+        try:
+            yield
+        finally:
+            for unit in self.units:
+                unit.num_holders -= 1
+                unit.reshard()
+
     def gather_saved(self, unit: Unit) -> None:
         """A node of autograd asks for what it has saved of a unit, and is about to compute with it."""
         unit.gather()

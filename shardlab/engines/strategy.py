@@ -163,6 +163,10 @@ class Strategy:
         """Inside, a backward runs; ``sends`` is False inside ``no_sync()``. Left after an error too."""
         return contextlib.nullcontext()
 
+    def gathered(self) -> AbstractContextManager[None]:
+        """Inside, parameters that are sharded stay gathered."""
+        return contextlib.nullcontext()
+
     def grad_ready(self, param: nn.Parameter, *, sends: bool) -> None:
         """Autograd has added this rank's gradient of ``param`` to ``param.grad``, which nobody has averaged.
 

@@ -74,28 +74,15 @@ class ZeRO3(Sharded):
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """As the base."""
-        with self._gathered(), self.saving_by_reference():
+        with self.gathered(), self.saving_by_reference():
             yield
 
     @contextlib.contextmanager
     def backward(self, *, sends: bool) -> Iterator[None]:
         """As the base."""
         self.note_writes()
-        with self._gathered():
+        with self.gathered():
             yield
-
-    @contextlib.contextmanager
-    def _gathered(self) -> Iterator[None]:
-        """Inside, all parameters are gathered; at the end they are resharded, unless an outer call still needs them."""
-        for unit in self.units:
-            unit.gather()
-            unit.num_holders += 1
-        try:
-            yield
-        finally:
-            for unit in self.units:
-                unit.num_holders -= 1
-                unit.reshard()
 
     def make_means(self) -> None:
         """As the base: all is sent here, and nothing before."""

@@ -7,10 +7,9 @@
         engine.clip_grad_norm_(1.0)                           # of all stages
         engine.step()
 
-Between stages travel a micro-batch's output, forward, and its gradient, backward: for p ranks with v stages each and m
-micro-batches (pv - 1) m messages each way, less those between stages of one rank. A receive is posted one ahead of the
-action that needs it, so that the message moves while this rank computes. Gradients add up over micro-batches inside
-``no_sync()``; the last backward of a rank sends them over the data axis, as that engine does.
+What travels between stages is in ``messages.py``. A receive is posted one ahead of the action that needs it, so that
+the message moves while this rank computes. Gradients add up over micro-batches inside ``no_sync()``; the last backward
+of a rank sends them over the data axis, as that engine does.
 
 A rank holds, for each micro-batch under way in each of its stages, the input and what autograd saves: as many as
 ``Schedule.in_flight`` says.
@@ -18,29 +17,26 @@ Source: Narayanan et al., arXiv 2104.04473, section 2.2.
 """
 
 import contextlib
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.events import Pending, wait_all
-from shardlab.engines.any_engine import AnyEngine
-from shardlab.pipeline.stages import Cut, cut, module_of
+from shardlab.engines.autograd_nodes import gradient_node
+from shardlab.engines.engine import Engine
+from shardlab.pipeline.late_weights import Late, backward_of_weights, late_weights
+from shardlab.pipeline.messages import Like, action_tag, loans_of
+from shardlab.pipeline.stages import Cut, cut, lend, module_of
 from shardlab.schedules.actions import Action, Kind, Schedule
 from shardlab.vocabulary import MeshAxis
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_MAX_DIMS = 8
+_DTYPES, _MAX_DIMS = (torch.float32, torch.float64, torch.bfloat16, torch.float16), 8
 Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-class _Like(NamedTuple):
-    """What a stage's output is like."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+Watch = Callable[[Action], contextlib.AbstractContextManager[Any]]
 
 
 class Pipeline:
@@ -54,11 +50,13 @@ class Pipeline:
 
     Attributes:
         cut: the names of the parts of each stage.
+        loans: parameters that stages of several ranks use.
         module: this rank's stages, for the engine.
 
     Raises:
-        ValueError: the mesh has no such axis, or not as many ranks as the schedule; a cut that cannot be; a schedule
-            with backward in two halves, or in which a rank needs messages in another order than they are sent.
+        ValueError: the mesh has no such axis, or not as many ranks as the schedule; a cut that cannot be, or that
+            leaves a rank without parameters; a schedule in which a rank needs messages in another order than they are
+            sent.
     """
 
     def __init__(self, model: nn.Module, schedule: Schedule, mesh: BaseMesh, begins: tuple[str, ...] = ()) -> None:
@@ -68,19 +66,27 @@ class Pipeline:
                 f"schedule: it is for {len(schedule.ranks)} ranks, and axis 'pipe' has {self._comm.num_ranks}"
             )
         self.cut: Cut = cut(model, schedule.num_stages, begins)
-        self._actions, self._device = schedule.ranks[self._comm.rank], mesh.device
-        if any(action.kind in (Kind.BACKWARD_OF_INPUT, Kind.BACKWARD_OF_WEIGHTS) for action in self._actions):
-            raise ValueError("schedule: I and W, backward in two halves, are played and not run; use B")
-        rank_of = schedule.rank_of
-        self.module = module_of(
-            model, {stage: names for stage, names in enumerate(self.cut) if rank_of[stage] == self._comm.rank}
-        )
-        needs = [(action, schedule.needs(action)) for action in self._actions]
-        self._remote = [need for _, need in needs if need is not None and rank_of[need.stage] != self._comm.rank]
+        self._actions, self._device, rank_of = schedule.ranks[self._comm.rank], mesh.device, schedule.rank_of
+        self.loans = loans_of(model, self.cut, rank_of)
+        modules = [self._module(model, rank) for rank in range(self._comm.num_ranks)]
+        if idle := [rank for rank, module in enumerate(modules) if not list(module.parameters())]:
+            raise ValueError(
+                f"stages: of {self.cut}, those of rank {idle[0]} have no parameters; name others in 'begins'"
+            )
+        self.module = modules[self._comm.rank]
+        needs = [need for action in self._actions if (need := schedule.needs(action)) is not None]
+        self._remote = [need for need in needs if rank_of[need.stage] != self._comm.rank]
         self._check_order()
-        self._like: dict[tuple[int, tuple[int, ...]], _Like] = {}  # of a stage's output, by a micro-batch's shape
+        self._like: dict[tuple[int, tuple[int, ...]], Like] = {}  # of a stage's output, by a micro-batch's shape
 
-    def run(self, engine: AnyEngine, loss_fn: Loss, inputs: Tensor, targets: Tensor) -> Tensor | None:
+    def _module(self, model: nn.Module, rank: int) -> nn.Module:
+        stages = {stage: names for stage, names in enumerate(self.cut) if self.schedule.rank_of[stage] == rank}
+        return module_of(model, stages, [name for loan in self.loans if loan.to == rank for name in loan.used_as])
+
+    def run(
+        self, engine: Engine, loss_fn: Loss, inputs: Tensor, targets: Tensor, *, keeps_gathered: bool = False,
+        watch: Watch = contextlib.nullcontext,
+    ) -> Tensor | None:  # fmt: skip
         """Forward and backward of all micro-batches; afterwards gradients are means, ready for ``engine.step()``.
 
         Args:
@@ -88,6 +94,9 @@ class Pipeline:
             loss_fn: of the last stage's output and a micro-batch's targets, a mean over its rows.
             inputs: this data rank's rows, [rows, ...], the same on all ranks of the axis ``pipe``.
             targets: likewise.
+            keeps_gathered: sharded parameters are gathered once and kept until the end, instead of gathered for each
+                forward and each backward.
+            watch: called with each action, and entered while this rank computes it.
 
         Returns:
             The mean loss, on the rank of the last stage; None on the others.
@@ -98,13 +107,47 @@ class Pipeline:
         number = self.schedule.num_micro_batches
         if len(inputs) != len(targets) or len(inputs) % number:
             raise ValueError(f"inputs: {len(inputs)} rows and {len(targets)} targets; {number} must divide both")
-        step = _Step(self, engine, loss_fn, inputs.chunk(number), targets.chunk(number))
-        last = max(place for place, action in enumerate(self._actions) if action.kind is Kind.BACKWARD)
-        for place, action in enumerate(self._actions):
-            with contextlib.nullcontext() if place >= last else engine.no_sync():
-                step.do(action)
+        step = _Step(self, engine, loss_fn, inputs.chunk(number), targets.chunk(number), watch)
+        # The last gradients: of what this rank lends they come from others, behind the last action.
+        ends = (Kind.BACKWARD, Kind.BACKWARD_OF_WEIGHTS)
+        last = max(place for place, action in enumerate(self._actions) if action.kind in ends)
+        last += any(loan.owner == self._comm.rank for loan in self.loans)
+        with self._lent(engine, step.sent), engine.strategy.gathered() if keeps_gathered else contextlib.nullcontext():
+            for place, action in enumerate(self._actions):
+                with contextlib.nullcontext() if place >= last else engine.no_sync():
+                    step.do(action)
+        engine.finish_gradients()  # where the last action has brought none
         wait_all(step.sent)
         return torch.stack(step.losses).sum() if step.losses else None
+
+    @contextlib.contextmanager
+    def _lent(self, engine: Engine, sent: list[Pending]) -> Iterator[None]:
+        """Inside, this rank has the values of parameters that others own; at the end their owners get gradients."""
+        comm = self._comm
+        own = [loan for loan in self.loans if loan.owner == comm.rank]
+        borrowed = [
+            (loan, torch.empty_like(loan.param, device=self._device)) for loan in self.loans if loan.to == comm.rank
+        ]
+        with engine.full_params() if own else contextlib.nullcontext():
+            values = [engine.params[loan.name].detach().clone() for loan in own]
+        for loan, value in zip(own, values, strict=True):
+            if engine.strategy.precision.compute is not None:
+                raise ValueError(f"precision: {loan.name!r} is tied over stages, which takes precision='full'")
+            sent.append(comm.send(value, loan.to, tag=loan.value_tag))
+        for loan, value in borrowed:
+            comm.recv(value, loan.owner, tag=loan.value_tag).wait()
+            lend(self.module, loan.used_as, value.requires_grad_(loan.param.requires_grad))
+        yield
+        for loan, value in borrowed:
+            gradient = torch.zeros_like(value) if value.grad is None else value.grad  # of what nobody used
+            sent.append(comm.send(gradient, loan.owner, tag=loan.gradient_tag))
+            lend(self.module, loan.used_as, None)
+        for loan, gradient in zip(own, values, strict=True):
+            comm.recv(gradient, loan.to, tag=loan.gradient_tag).wait()
+        lent = [(engine.params[loan.name], gradient) for loan, gradient in zip(own, values, strict=True)]
+        due = [(GradientEdge(gradient_node(param), 0), gradient) for param, gradient in lent if param.requires_grad]
+        if due:
+            torch.autograd.backward([edge for edge, _ in due], [gradient for _, gradient in due])
 
     def _check_order(self) -> None:
         """Messages from one rank to another have no names: they come as they are sent."""
@@ -125,55 +168,67 @@ class _Step:
     """
 
     def __init__(
-        self, pipeline: Pipeline, engine: AnyEngine, loss_fn: Loss, inputs: tuple[Tensor, ...], targets:
-        tuple[Tensor, ...],
+        self, pipeline: Pipeline, engine: Engine, loss_fn: Loss, inputs: tuple[Tensor, ...], targets:
+        tuple[Tensor, ...], watch: Watch,
     ) -> None:  # fmt: skip
         self.sent: list[Pending] = []
         self.losses: list[Tensor] = []
-        self._of, self._engine, self._loss_fn = pipeline, engine, loss_fn
+        self._of, self._engine, self._loss_fn, self._watch = pipeline, engine, loss_fn, watch
         self._inputs, self._targets = inputs, targets
         self._rank_of, self._last = pipeline.schedule.rank_of, pipeline.schedule.num_stages - 1
         self._mail: dict[Action, Tensor] = {}  # from another stage of this rank
         self._posted: dict[Action, tuple[Tensor, Pending]] = {}
         self._held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # input and output, until its backward
+        self._late: dict[tuple[int, int], Late] = {}  # until the backward of weights
 
     def do(self, action: Action) -> None:
         """Wait for what the action needs, do it, and send what it brings."""
         need = self._of.schedule.needs(action)
         received = None if need is None else self._take(need)
-        if action.kind is Kind.FORWARD:
-            self._forward(action, received)
-        else:
-            self._backward(action, received)
+        with self._watch(action):
+            if action.kind is Kind.FORWARD:
+                brings = self._forward(action, received)
+            elif action.kind is not Kind.BACKWARD_OF_WEIGHTS:
+                brings = self._backward(action, received)
+            else:
+                brings = None
+                backward_of_weights(self._late.pop(action[1:]))
+        if brings is not None:
+            self._send(action, brings)
 
-    def _forward(self, action: Action, received: Tensor | None) -> None:
+    def _forward(self, action: Action, received: Tensor | None) -> Tensor | None:
         _, stage, number = action
         given = self._inputs[number] if received is None else received.requires_grad_()
-        output = self._engine(stage, given)
+        is_halved = Action(Kind.BACKWARD_OF_WEIGHTS, stage, number) in self._of._actions
+        late = self._late.setdefault((stage, number), []) if is_halved else None
+        with contextlib.nullcontext() if late is None else late_weights(late):
+            output = self._engine(stage, given)
         if not isinstance(output, Tensor):
             raise ValueError(f"stages: stage {stage} gives {type(output).__name__}; cut where one tensor goes on")
         if stage == self._last:
             output = self._loss_fn(output, self._targets[number]) / len(self._targets)
             self.losses.append(output.detach())
-        else:
-            self._note(stage, output)
-            self._send(action, output.detach(), stage + 1)
         self._held[stage, number] = given, output
+        return None if stage == self._last else output.detach()
 
-    def _backward(self, action: Action, received: Tensor | None) -> None:
+    def _backward(self, action: Action, received: Tensor | None) -> Tensor | None:
         _, stage, number = action
         given, output = self._held.pop((stage, number))
-        # A sum with the gradient as weights: its backward begins with just that gradient.
-        self._engine.backward(output if received is None else (output * received).sum())
-        if stage:
-            assert given.grad is not None
-            self._send(action, given.grad, stage - 1)
+        if output.requires_grad:  # else nothing that led to it trains
+            # A sum with the gradient as weights: its backward begins with just that gradient.
+            self._engine.backward(output if received is None else (output * received).sum())
+        if not stage:
+            return None
+        return torch.zeros_like(given) if given.grad is None else given.grad
 
-    def _send(self, action: Action, tensor: Tensor, to: int) -> None:
-        if (peer := self._rank_of[to]) == self._of._comm.rank:
+    def _send(self, action: Action, tensor: Tensor) -> None:
+        forward = action.kind is Kind.FORWARD
+        if forward:
+            self._note(action.stage, tensor)
+        if (peer := self._rank_of[action.stage + (1 if forward else -1)]) == self._of._comm.rank:
             self._mail[action] = tensor
         else:
-            self.sent.append(self._of._comm.send(tensor.contiguous(), peer, tag=_tag(action)))
+            self.sent.append(self._of._comm.send(tensor.contiguous(), peer, tag=action_tag(action)))
 
     def _take(self, need: Action) -> Tensor:
         if need in self._mail:
@@ -197,11 +252,11 @@ class _Step:
             header = torch.empty(2 + _MAX_DIMS, dtype=torch.int64, device=self._of._device)
             comm.recv(header, peer, tag=f"shape of stage {need.stage}").wait()
             which, num_dims, *dims = header.tolist()
-            like = self._of._like[need.stage, self._shape] = _Like(tuple(dims[:num_dims]), _DTYPES[which])
+            like = self._of._like[need.stage, self._shape] = Like(tuple(dims[:num_dims]), _DTYPES[which])
         tensor = torch.empty(like.shape, dtype=like.dtype, device=self._of._device)
-        self._posted[need] = tensor, comm.recv(tensor, peer, tag=_tag(need))
+        self._posted[need] = tensor, comm.recv(tensor, peer, tag=action_tag(need))
 
-    def _like_of(self, need: Action) -> _Like | None:
+    def _like_of(self, need: Action) -> Like | None:
         """What a message is like: the output of a stage, or the gradient of that of the one before."""
         return self._of._like.get((need.stage - (need.kind is not Kind.FORWARD), self._shape))
 
@@ -211,7 +266,7 @@ class _Step:
             return
         if output.dtype not in _DTYPES or output.ndim > _MAX_DIMS:
             raise ValueError(f"stages: stage {stage} gives {output.dtype}, {output.ndim} dims; cut elsewhere")
-        self._of._like[stage, self._shape] = _Like(tuple(output.shape), output.dtype)
+        self._of._like[stage, self._shape] = Like(tuple(output.shape), output.dtype)
         peer = self._rank_of[stage + 1]
         if peer != self._of._comm.rank:
             header = [_DTYPES.index(output.dtype), output.ndim, *output.shape, *[0] * (_MAX_DIMS - output.ndim)]
@@ -221,8 +276,3 @@ class _Step:
     @property
     def _shape(self) -> tuple[int, ...]:
         return tuple(self._inputs[0].shape)
-
-
-def _tag(action: Action) -> str:
-    what = "activations" if action.kind is Kind.FORWARD else "gradients"
-    return f"{what} of stage {action.stage}, micro-batch {action.micro_batch}"

@@ -51,10 +51,9 @@ def cut(model: nn.Module, num_stages: int, begins: Sequence[str] = ()) -> Cut:
         begins: the first part of each stage but the first; none: the largest stage has as few parameters as can be.
 
     Raises:
-        ValueError: there are fewer parts than stages, ``begins`` does not fit, or two stages share a parameter.
+        ValueError: there are fewer parts than stages, or ``begins`` does not fit.
     """
-    parts = parts_of(model)
-    names = list(parts)
+    names = list(parts_of(model))
     if not 1 <= num_stages <= len(names):
         raise ValueError(f"stages: {num_stages} of a model with {len(names)} parts; give 1 to {len(names)}")
     if begins:
@@ -67,14 +66,13 @@ def cut(model: nn.Module, num_stages: int, begins: Sequence[str] = ()) -> Cut:
         bounds = [0, *places, len(names)]
         stages = tuple(tuple(names[first:stop]) for first, stop in pairwise(bounds))
     else:
-        stages = _balanced(model, parts, num_stages)
-    _check_shared(model, parts, stages)
+        stages = _balanced(model, names, num_stages)
     return stages
 
 
-def _balanced(model: nn.Module, parts: Mapping[str, Sequence[str]], num_stages: int) -> Cut:
+def _balanced(model: nn.Module, parts: Sequence[str], num_stages: int) -> Cut:
     # Each part counts one element more than it has, so that none of the stages is left without a part.
-    sizes = [1 + sum(param.numel() for _, param in _params(model, used)) for used in parts.values()]
+    sizes = [1 + sum(param.numel() for _, param in params_of(model, [part])) for part in parts]
     specs = [ParamSpec(name, (size,), 1) for name, size in zip(parts, sizes, strict=True)]
     owners = assign_owners(specs, num_stages, Partition.CONTIGUOUS)
     return tuple(
@@ -82,8 +80,10 @@ def _balanced(model: nn.Module, parts: Mapping[str, Sequence[str]], num_stages: 
     )
 
 
-def _params(model: nn.Module, used: Iterable[str]) -> list[tuple[str, nn.Parameter]]:
-    kept = tuple(used)
+def params_of(model: nn.Module, parts: Iterable[str]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that some parts of a model use, by all of their names."""
+    known = parts_of(model)
+    kept = [path for part in parts for path in known[part]]
     every = model.named_parameters(remove_duplicate=False)
     return [(name, param) for name, param in every if any(_is_in(name, path) for path in kept)]
 
@@ -92,28 +92,17 @@ def _is_in(name: str, path: str) -> bool:
     return name == path or name.startswith(path + ".")
 
 
-def _check_shared(model: nn.Module, parts: Mapping[str, Sequence[str]], stages: Cut) -> None:
-    seen: dict[nn.Parameter, tuple[int, str]] = {}
-    for stage, names in enumerate(stages):
-        for name, param in _params(model, (path for part in names for path in parts[part])):
-            first, known = seen.setdefault(param, (stage, name))
-            if first != stage:
-                raise ValueError(
-                    f"stages: {name!r} of stage {stage} is {known!r} of stage {first}; untie them, or cut so that both "
-                    "are in one stage"
-                )
-
-
-def module_of(model: nn.Module, stages: Mapping[int, Sequence[str]]) -> nn.Module:
+def module_of(model: nn.Module, stages: Mapping[int, Sequence[str]], borrowed: Sequence[str] = ()) -> nn.Module:
     """Some stages of a model as one module, which shares the model's parameters; call it with a stage and its input.
 
     Args:
         model: with parts; it stays as it is.
         stages: the names of the parts of each.
+        borrowed: parameters that are left out; before it is called, ``lend`` puts tensors in their place.
     """
     parts = parts_of(model)
     kept = {path for names in stages.values() for name in names for path in parts[name]}
-    module = _with_only(model, kept, "")
+    module = _with_only(model, kept, borrowed, "")
 
     def forward(stage: int, hidden: Any) -> Any:
         return reduce(lambda value, name: _part(module, name)(value), stages[stage], hidden)
@@ -122,21 +111,28 @@ def module_of(model: nn.Module, stages: Mapping[int, Sequence[str]]) -> nn.Modul
     return module
 
 
+def lend(module: nn.Module, names: Iterable[str], value: Tensor | None) -> None:
+    """Put a tensor in the places of a parameter that was left out; None takes it away."""
+    for path, _, last in (name.rpartition(".") for name in names):
+        vars(module.get_submodule(path))[last] = value
+
+
 def _part(module: nn.Module, name: str) -> Callable[[Any], Any]:
     found: Any = reduce(getattr, name.split("."), module)
     return found  # type: ignore[no-any-return]
 
 
-def _with_only(module: nn.Module, kept: set[str], prefix: str) -> nn.Module:
+def _with_only(module: nn.Module, kept: Iterable[str], borrowed: Sequence[str], prefix: str) -> nn.Module:
     """A copy of a module that has only some of the modules, parameters and buffers inside it, which it shares."""
     twin = copy.copy(module)
     for kind in ("_modules", "_parameters", "_buffers"):
         own: dict[str, nn.Module | Tensor | None] = {}
         for name, value in vars(module)[kind].items():
             path = prefix + name
-            if path in kept:
+            is_kept = any(_is_in(path, other) for other in kept)
+            if is_kept and not any(_is_in(other, path) for other in borrowed):
                 own[name] = value
-            elif isinstance(value, nn.Module) and any(_is_in(other, path) for other in kept):
-                own[name] = _with_only(value, kept, path + ".")
+            elif isinstance(value, nn.Module) and (is_kept or any(_is_in(other, path) for other in kept)):
+                own[name] = _with_only(value, kept, borrowed, path + ".")
         object.__setattr__(twin, kind, own)
     return twin

@@ -210,6 +210,14 @@ class Schedule:
             return later if later in self.ranks[self.rank_of[stage + 1]] else later._replace(kind=I)
         return None
 
+    def sent(self) -> dict[Action, tuple[int, int]]:
+        """The actions whose result another rank needs: from which rank, to which; a rank's own in its order."""
+        every = [action for actions in self.ranks for action in actions]
+        rank_of = self.rank_of
+        needed = {need: rank_of[action.stage] for action in every if (need := self.needs(action)) is not None}
+        ways = {action: (rank_of[action.stage], to) for action in every if (to := needed.get(action)) is not None}
+        return {action: way for action, way in ways.items() if way[0] != way[1]}
+
 
 def _frees(actions: Actions) -> set[Action]:
     """The actions after which a rank holds one input less."""

@@ -74,18 +74,14 @@ def play(schedule: Schedule, seconds: Seconds | Mapping[Kind, float], transfer_s
 
 def _sent(schedule: Schedule, transfer_seconds: float) -> dict[Action, Message]:
     """The message of each action whose result another rank needs; a link's messages one after another."""
-    needed_by = {need: action for actions in schedule.ranks for action in actions if (need := schedule.needs(action))}
     last: dict[tuple[int, int], Message] = {}
     messages: dict[Action, Message] = {}
-    for rank, actions in enumerate(schedule.ranks):
-        for action in actions:
-            if action not in needed_by or (peer := schedule.rank_of[needed_by[action].stage]) == rank:
-                continue
-            phase = Phase.FORWARD if action.kind is Kind.FORWARD else Phase.BACKWARD
-            seconds = dict.fromkeys((rank, peer), transfer_seconds)
-            messages[action] = last[rank, peer] = Message(
-                Collective.SEND, str(action), phase, 0, (str(action), True), seconds, after=last.get((rank, peer))
-            )
+    for action, way in schedule.sent().items():
+        phase = Phase.FORWARD if action.kind is Kind.FORWARD else Phase.BACKWARD
+        seconds = dict.fromkeys(way, transfer_seconds)
+        messages[action] = last[way] = Message(
+            Collective.SEND, str(action), phase, 0, (str(action), True), seconds, after=last.get(way)
+        )
     return messages
 
 

@@ -20,7 +20,7 @@ RIGHT = inspect.getsource(right_buckets) + PRINTS
 SUBMISSIONS = {
     "ada.py": (RIGHT, "passed", ""),
     "ben.py": ("def buckets_assign(:", "failed", "ben.py, line 1: SyntaxError: "),
-    "cy.py": ("import time\ntime.sleep(99)", "failed", "cannot be read: the run took longer than limit_s=3 s, at line 2"),
+    "cy.py": ("import time\ntime.sleep(99)", "failed", "read: the run took longer than limit_s=3 s, at line 2"),
     "dora.py": ("import os\nos._exit(0)", "failed", "dora.py cannot be read: it ends the process"),
     "eve.py": ("def buckets_assign(sizes, capacity):\n    return 1 / 0", "failed", "raised ZeroDivisionError"),
     "fay.py": (

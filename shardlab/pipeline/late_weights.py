@@ -1,0 +1,65 @@
+"""Backward in two halves: linear layers whose weights' gradients wait, and all else at once.
+
+Inside ``late_weights`` a linear layer's backward brings the gradient of its input alone, and notes what the weight's
+is made of: its input and the gradient of its output. ``backward_of_weights`` multiplies them, later, and hands the
+products to autograd at the parameters themselves, so that hooks on gradients run as ever. Gradients of biases, norms
+and embeddings, a small part of the work, come with the first half.
+Source: Qi et al., arXiv 2401.10241, section 2.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+Late = list[tuple[GradientEdge, Tensor, Tensor]]
+"""Of linear layers, in the order of backward: where the weight's gradient belongs, input, gradient of the output."""
+
+
+class _LateLinear(torch.autograd.Function):
+    runs_no_backward = True  # for engines that ask what a backward will reach
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor, edge: GradientEdge, late: Late) -> Tensor:
+        ctx.save_for_backward(given, weight)
+        ctx.edge, ctx.late = edge, late
+        return functional.linear(given, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        given, weight = ctx.saved_tensors
+        ctx.late.append((ctx.edge, given, gradients[0]))
+        return (gradients[0] @ weight if ctx.needs_input_grad[0] else None), None, None, None
+
+
+class late_weights(TorchFunctionMode):  # noqa: N801, used as a function: ``with late_weights(late):``
+    """Inside, linear layers leave their weights' gradients to ``late``."""
+
+    def __init__(self, late: Late) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._late = late
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """As it is, but for linear layers."""
+        return (self._linear if func is functional.linear else func)(*args, **(kwargs or {}))
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not (weight.requires_grad and weight.is_leaf):
+            return functional.linear(input, weight, bias)
+        # Asked for now: when backward comes, the engine may have sharded the parameter, which then refuses to be used.
+        edge = get_gradient_edge(weight)
+        output: Tensor = _LateLinear.apply(input, weight, edge, self._late)  # type: ignore[no-untyped-call]
+        return output if bias is None else output + bias
+
+
+def backward_of_weights(late: Late) -> None:
+    """The second half: the gradients of the weights, added to those that are there."""
+    products = [gradient.flatten(0, -2).T @ given.flatten(0, -2) for _, given, gradient in late]
+    if products:
+        torch.autograd.backward([edge for edge, _, _ in late], products)

@@ -1,0 +1,111 @@
+"""What travels between stages in a step, to the byte, from the schedule, the cut and the shapes.
+
+For p ranks with v stages each and m micro-batches (pv - 1) m messages forward, each a micro-batch's output of a stage,
+and as many backward, its gradient; less those between stages of one rank. Of a parameter that stages of several ranks
+use, its owner sends the value to each of the others before the first action, and each of these returns the sum of its
+gradients behind its last: two messages a step of the parameter's size, as many bytes for each of two ranks as in an
+all-reduce of the gradient. Only the owner has it in its engine: its state is there once, and so is its share of the
+norm.
+
+The first step sends besides, before the first output of each stage, what outputs are like, 80 bytes.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from shardlab.pipeline.stages import Cut, params_of
+from shardlab.schedules.actions import Action, Kind, Schedule
+
+
+class Like(NamedTuple):
+    """What a stage's output is like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+
+class Loan(NamedTuple):
+    """A parameter that one rank trains under its name, and another one uses too, under others.
+
+    Attributes:
+        name: the model's own.
+        param: itself.
+        owner: the rank that trains it.
+        to: the rank that borrows it.
+        used_as: its names there.
+    """
+
+    name: str
+    param: nn.Parameter
+    owner: int
+    to: int
+    used_as: tuple[str, ...]
+
+    @property
+    def value_tag(self) -> str:
+        """Of the message with its value."""
+        return f"tied {self.name}"
+
+    @property
+    def gradient_tag(self) -> str:
+        """Of the message with its gradient."""
+        return f"gradient of tied {self.name}"
+
+
+def loans_of(model: nn.Module, stages: Cut, rank_of: Mapping[int, int]) -> list[Loan]:
+    """The parameters that stages of several ranks use, for each rank but the owner's, which has the model's own name.
+
+    Args:
+        model: with parts.
+        stages: the names of the parts of each.
+        rank_of: the rank of each.
+    """
+    used: dict[nn.Parameter, dict[int, list[str]]] = {}
+    for stage, names in enumerate(stages):
+        for name, param in params_of(model, names):
+            used.setdefault(param, {}).setdefault(rank_of[stage], []).append(name)
+    loans = []
+    for name, param in model.named_parameters():
+        by_rank = used.get(param, {})
+        owner = next((rank for rank, names in by_rank.items() if name in names), None)
+        loans += [
+            Loan(name, param, owner, to, tuple(names))
+            for to, names in by_rank.items() if owner is not None and to != owner
+        ]  # fmt: skip
+    return loans
+
+
+class Sent(NamedTuple):
+    """A message between two ranks of the axis ``pipe``."""
+
+    rank: int
+    to: int
+    tag: str
+    num_bytes: int
+
+
+def messages_of(schedule: Schedule, outputs: Sequence[Like], loans: Sequence[Loan] = ()) -> list[Sent]:
+    """The messages of a step, those of a rank to another in the order in which it sends them.
+
+    Args:
+        schedule: what each rank does.
+        outputs: of each stage but the last, for one micro-batch.
+        loans: see ``loans_of``.
+    """
+    sizes = [prod(shape) * dtype.itemsize for shape, dtype in outputs]
+    between = [
+        Sent(*way, action_tag(action), sizes[action.stage - (action.kind is not Kind.FORWARD)])
+        for action, way in schedule.sent().items()
+    ]
+    lent = [Sent(one.owner, one.to, one.value_tag, one.param.nbytes) for one in loans]
+    return [*lent, *between, *(Sent(one.to, one.owner, one.gradient_tag, one.param.nbytes) for one in loans)]
+
+
+def action_tag(action: Action) -> str:
+    """Of what an action brings."""
+    what = "activations" if action.kind is Kind.FORWARD else "gradients"
+    return f"{what} of stage {action.stage}, micro-batch {action.micro_batch}"
