@@ -2,6 +2,7 @@
 
 import json as json_text
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +24,9 @@ def same(
     steps: Annotated[int, typer.Option(help="Steps of each optimizer; then the script is ended.")] = 3,
     float64: Annotated[bool, typer.Option("--float64", help="Modules and rows in float64.")] = False,
     dropout: Annotated[bool, typer.Option("--dropout", help="Leave dropout on.")] = False,
+    alone: Annotated[
+        str | None, typer.Option(help="Its arguments in one process, in quotes, as '--tp 1'.", show_default="the same")
+    ] = None,
     limit_s: Annotated[float, typer.Option(help="Seconds after which ranks are ended.")] = 600.0,
     json: Annotated[bool, typer.Option("--json", help="Print the answer and all ratios as JSON.")] = False,
 ) -> Any:
@@ -34,17 +38,24 @@ def same(
     if env is not None and ranks not in (None, env.world_size):
         raise ValueError(f"ranks: {ranks} is given, but torchrun started {env.world_size}; leave --ranks out")
     number = env.world_size if env is not None else 2 if ranks is None else ranks
-    job = Job(script, tuple(arguments or ()), number, steps, float64, dropout)
+    job = Job(
+        script,
+        tuple(arguments or ()),
+        number,
+        steps,
+        float64,
+        dropout,
+        None if alone is None else tuple(shlex.split(alone)),
+    )
 
     def run() -> int:
         """Called by main, when the command line has been dealt with: under torchrun the script runs here."""
-        from shardlab.same.answer import SAME, answer
-        from shardlab.same.ranks import compared, under_torchrun
+        from shardlab.same.answer import SAME
+        from shardlab.same.ranks import judged, judged_under_torchrun
 
-        notes = compared(job, limit_s) if env is None else under_torchrun(job, env, limit_s)
+        said = judged(job, limit_s) if env is None else judged_under_torchrun(job, env, limit_s)
         code = 0
-        if notes is not None:
-            said = answer(*notes)
+        if said is not None:
             code = 0 if said.word == SAME else DIFFERENT
             if json:
                 rows = json_text.loads(said.table.to_json(orient="records"))

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardlab.course.same_scripts import BROKEN, RIGHT, TEMPLATES, Story
-from shardlab.same.answer import DIFFERENT, SAME, answer
+from shardlab.same.answer import DIFFERENT, SAME
 from shardlab.same.process import Job
-from shardlab.same.ranks import compared
+from shardlab.same.ranks import judged
 
 LIMIT_S = 120.0
 
@@ -35,28 +35,28 @@ class SameRow:
     is_right: bool
 
 
-def cells(ranks: int, stories: Sequence[str] = ()) -> list[tuple[str, Story, str]]:
-    """Story and kind of every cell."""
+def cells(ranks: int, stories: Sequence[str] = (), kinds: Sequence[str] = ()) -> list[tuple[str, Story, str]]:
+    """Story and kind of every cell, or of these."""
     every = {**BROKEN, **RIGHT}
     return [
         (name, story, kind)
         for name, story in every.items()
-        for kind in TEMPLATES
+        for kind in kinds or TEMPLATES
         if (not stories or name in stories) and ranks in story.ranks and story.script(kind)
     ]
 
 
-def same_matrix(ranks: int = 2, stories: Sequence[str] = ()) -> Iterator[SameRow]:
-    """Each story in each kind of script that it fits; a row when its cell is done.
+def same_matrix(ranks: int = 2, stories: Sequence[str] = (), kinds: Sequence[str] = ()) -> Iterator[SameRow]:
+    """Each story in each kind of script that it fits, or these; a row when its cell is done.
 
     Raises:
         ValueError: fewer than two ranks.
     """
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "train.py"
-        for name, story, kind in cells(ranks, stories):
+        for name, story, kind in cells(ranks, stories, kinds):
             path.write_text(story.script(kind))
-            said = answer(*compared(Job(path, ranks=ranks), LIMIT_S))
+            said = judged(Job(path, ranks=ranks), LIMIT_S)
             is_broken = name in BROKEN
             is_right = story.said in str(said) and said.word != SAME if is_broken else said.word == story.said
             yield SameRow(name, kind, ranks, is_broken, str(said), said.word, is_right)

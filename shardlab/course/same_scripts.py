@@ -137,6 +137,33 @@ _DIST_SUM = (
     "torch.manual_seed(0)\n\n\ndef dist_sum(number):\n    dist.all_reduce(number)\n    return number\n\n\n",
 )
 
+_BATCH_NORM = ("nn.Tanh()", "nn.BatchNorm1d(3), nn.Tanh()")
+_PAIRS = (
+    ("F.cross_entropy(model(x).flatten(0, 1), y) / 4", "pairs(model(x)) / 4"),
+    ("torch.randint(0, 11, (4, 3)), torch.randint(0, 11, (12,))", "torch.randint(0, 11, (4, 2)), 0"),
+)
+_GATHERED = (
+    "torch.manual_seed(0)\n",
+    "torch.manual_seed(0)\n\n\n"
+    "def pairs(both):\n"
+    "    first, second = both.unbind(1)\n"
+    "    every = gathered(second)\n"
+    "    return F.cross_entropy(first @ every.T, torch.arange(len(first)) + rank * len(first))\n\n\n"
+    "def gathered(mine):\n",
+)
+_NEGATIVES = (
+    _GATHERED[0],
+    _GATHERED[1] + "    every = [torch.empty_like(mine) for _ in range(ranks)]\n"
+    "    dist.all_gather(every, mine.detach())\n"
+    "    every[rank] = mine\n"
+    "    return torch.cat(every)\n\n\n",
+)
+_WITH_GRADIENT = (
+    _GATHERED[0],
+    _GATHERED[1]
+    + "    from torch.distributed.nn.functional import all_gather\n\n    return torch.cat(all_gather(mine))\n\n\n",
+)
+
 BROKEN: Mapping[str, Story] = {
     "not divided by ranks": Story(
         {"by hand": (("        param.grad /= ranks\n", ""),), "DDP": (_BY_SUM,)}, "and not divided"
@@ -230,6 +257,137 @@ BROKEN: Mapping[str, Story] = {
         dict.fromkeys(("by hand", "DDP", "FSDP2"), (("SGD(model.parameters()", "SGD(list(model.parameters())[1:]"),)),
         "no optimizer steps them",
     ),
+    "reduced before the last backward": Story(
+        {
+            "by hand": (
+                (
+                    "        loss.backward()\n",
+                    "        loss.backward()\n"
+                    "        if micro == 2:\n"
+                    "            for param in model.parameters():\n"
+                    "                dist.all_reduce(param.grad)\n"
+                    "                param.grad /= ranks\n",
+                ),
+                (_REDUCE, ""),
+            )
+        },
+        "are reduced: of the others",
+    ),
+    "a tied weight reduced twice": Story(
+        {
+            "by hand": (
+                ("nn.Linear(8, 11))\n", "nn.Linear(8, 11))\nmodel[3].weight = model[0].weight\n"),
+                (
+                    "    for param in model.parameters():\n        dist.all_reduce(param.grad)\n",
+                    "    for _, param in model.named_parameters(remove_duplicate=False):\n"
+                    "        dist.all_reduce(param.grad)\n"
+                    "    for param in model.parameters():\n",
+                ),
+            )
+        },
+        "reduced 2 times",
+    ),
+    "a layer added after DDP": Story(
+        {"DDP": (("model = DDP(model)\n", "model = DDP(model)\nmodel.module.append(nn.Linear(11, 11))\n"),)},
+        "not reduced",
+    ),
+    "over a group of one": Story(
+        {
+            "by hand": (
+                (
+                    "torch.manual_seed(0)\n",
+                    "torch.manual_seed(0)\nmine = [dist.new_group([one]) for one in range(ranks)][rank]\n",
+                ),
+                ("dist.all_reduce(param.grad)", "dist.all_reduce(param.grad, group=mine)"),
+            )
+        },
+        "not reduced",
+    ),
+    "by all tokens, and by ranks": Story(
+        dict.fromkeys(
+            ("by hand", "DDP", "FSDP2"),
+            (*_FROM_LOADER, (_COUNTED[0], _COUNTED[1].replace(" * ranks", "")), _DIST_SUM),
+        ),
+        "ranks twice",
+    ),
+    "the loss is averaged, then differentiated": Story(
+        {"by hand": (("/ 4\n", "/ 4\n        dist.all_reduce(loss)\n        loss = loss / ranks\n"),)}
+        | {"DDP": (("/ 4\n", "/ 4\n            dist.all_reduce(loss)\n            loss = loss / ranks\n"),)},
+        "ranks twice",
+    ),
+    "buffers that drift": Story(
+        {
+            "by hand": (_BATCH_NORM,),
+            "FSDP2": (_BATCH_NORM,),
+            "DDP": (_BATCH_NORM, ("DDP(model)", "DDP(model, broadcast_buffers=False)")),
+        },
+        "buffers that drift",
+    ),
+    "learning rates that differ": Story(
+        dict.fromkeys(("by hand", "DDP"), (("lr=0.1", "lr=0.1 * (1 + rank)"),)), "different options (lr"
+    ),
+    "a rank forgets its momentum": Story(
+        dict.fromkeys(
+            ("by hand", "DDP", "FSDP2"),
+            (("    optimizer.step()\n", "    if rank:\n        optimizer.state.clear()\n    optimizer.step()\n"),),
+        ),
+        "the same gradients make another step",
+    ),
+    "stepped weights are overwritten": Story(
+        {
+            "by hand": (
+                ("SGD(model.parameters()", "SGD(list(model.parameters())[rank::ranks]"),
+                (
+                    "    optimizer.step()\n",
+                    "    optimizer.step()\n"
+                    "    for param in model.parameters():\n"
+                    "        dist.broadcast(param.data, 0)\n",
+                ),
+                _ZERO,
+            )
+        },
+        "stale weights",
+    ),
+    "frozen on one rank": Story(
+        {
+            "by hand": (
+                ("nn.Linear(8, 11))\n", "nn.Linear(8, 11))\nmodel[1].requires_grad_(rank == 0)\n"),
+                (
+                    "        dist.all",
+                    "        param.grad = torch.zeros_like(param) if param.grad is None else param.grad\n"
+                    "        dist.all",
+                ),
+            )
+        },
+        "are frozen on others",
+    ),
+    "an optimizer made before fully_shard": Story(
+        {"FSDP2": (("fully_shard(model)\n" + _OPTIMIZER, _OPTIMIZER + "fully_shard(model)\n"),)},
+        "no module has",
+    ),
+    "divided by one axis of two": Story(
+        {
+            "by hand": (
+                (
+                    "torch.manual_seed(0)\n",
+                    "torch.manual_seed(0)\n"
+                    'mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))\n',
+                ),
+                (
+                    "        dist.all_reduce(param.grad)\n        param.grad /= ranks\n",
+                    '        for axis in ("data", "expert"):\n'
+                    "            dist.all_reduce(param.grad, group=mesh.get_group(axis))\n"
+                    '        param.grad /= mesh["data"].size()\n',
+                ),
+            )
+        },
+        "an axis of 2 ranks",
+        (4,),
+    ),
+    "gathered without a gradient": Story(
+        dict.fromkeys(("by hand", "DDP"), (_NEGATIVES, *_PAIRS)),
+        "exchange in forward",
+    ),
     "a group without the last rank": Story(
         {
             "by hand": (
@@ -280,6 +438,60 @@ RIGHT: Mapping[str, Story] = {
     "bf16": Story({"*": (("loss = F", 'with torch.autocast("cpu", torch.bfloat16): loss = F'),)}, "CANNOT BE SAID"),
     "a sum, added": Story(
         {"by hand": (("y) / 4", 'y, reduction="sum")'), ("        param.grad /= ranks\n", ""))}, "SAME"
+    ),
+    "gathered with a gradient": Story(
+        dict.fromkeys(("by hand", "DDP"), (_WITH_GRADIENT, *_PAIRS)),
+        "SAME",
+    ),
+    "BatchNorm under DDP": Story({"DDP": (_BATCH_NORM,)}, "SAME"),
+    "sent in bfloat16": Story(
+        {
+            "by hand": (
+                (
+                    "        dist.all_reduce(param.grad)\n        param.grad /= ranks\n",
+                    "        small = (param.grad / ranks).bfloat16()\n"
+                    "        dist.all_reduce(small)\n"
+                    "        param.grad.copy_(small)\n",
+                ),
+            )
+        },
+        "CANNOT BE SAID",
+    ),
+    "a group of one beside": Story(
+        {
+            "FSDP2": (
+                (
+                    "fully_shard(model)",
+                    'mesh = dist.init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("replica", "shard"))\n'
+                    "fully_shard(model, mesh=mesh)",
+                ),
+            )
+        },
+        "SAME",
+    ),
+    "frozen on all ranks": Story(
+        dict.fromkeys(
+            ("DDP", "FSDP2", "ours"), (("nn.Linear(8, 11))\n", "nn.Linear(8, 11))\nmodel[1].requires_grad_(False)\n"),)
+        ),
+        "SAME",
+    ),
+    "micro-batches divided by ranks": Story(
+        {
+            "by hand": (("range(4)", "range(12 // ranks)"), ("/ 4\n", "/ (12 // ranks)\n")),
+            "DDP": (
+                ("range(4)", "range(12 // ranks)"),
+                ("/ 4\n", "/ (12 // ranks)\n"),
+                ("micro == 3", "micro + 1 == 12 // ranks"),
+            ),
+        },
+        "SAME",
+    ),
+    "the mean loss for a log": Story(
+        {
+            "by hand": ((_REDUCE, "    log = loss.detach().clone()\n    dist.all_reduce(log)\n" + _REDUCE),),
+            "DDP": ((_STEP, "    log = loss.detach().clone()\n    dist.all_reduce(log)\n" + _STEP),),
+        },
+        "SAME",
     ),
     "learning rate times ranks": Story({"*": (("lr=0.1", "lr=0.1 * ranks"),)}, "SAME"),
 }

@@ -7,18 +7,20 @@ the gradients that the ranks stepped, so that what the step makes of them is jud
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed import checkpoint, device_mesh, distributed_c10d
+from torch.distributed.checkpoint import state_dict_saver
 
 from shardlab.comm.mesh import Mesh
 from shardlab.launch import RankPool
 from shardlab.recording.global_hooks import replaced
 from shardlab.same.capture import Capture, Enough
-from shardlab.same.notes import Backward, Notes, Part, wholes
+from shardlab.same.notes import Backward, Notes, Part, Step, place_by_hand, wholes
 from shardlab.same.pieces import Pieces
 from shardlab.same.rows import RowsAgain
 
@@ -45,19 +47,29 @@ class Alone(Capture):
         self._latest: list[Part] = []
 
     def begin(self, pieces: Pieces) -> None:
-        """Put the weights of rank 0 and the buffers of the rank in place."""
-        number, names = len(self.notes.steps), {name for names in pieces.names.values() for name in names}
-        steps = [rank.steps[number] for rank in self._ranks if number < len(rank.steps)]
-        if len(steps) < len(self._ranks):
-            raise Enough
+        """Put the weights of rank 0 in place."""
+        names = {name for names in pieces.names.values() for name in names}
+        steps = self._theirs()
+        place_by_hand(self._ranks, {part.name: part.shape for part in pieces.weights()})
         known = wholes([[part for part in step.weights if part.name in names] for step in steps])
         if missing := sorted(names - set(known)):
             self.refuse(f"in one process a module has parameters that no rank has, first {missing[0]!r}")
         pieces.write({name: next(one for one in views if one is not None) for name, views in known.items()})
+
+    def begin_inside(self, pieces: Pieces) -> None:
+        """Put the buffers of the rank in place."""
+        known = self._theirs()[self._rank].buffers
         with torch.no_grad():
             for name, buffer in pieces.buffers.items():
-                if name in steps[self._rank].buffers:
-                    buffer.copy_(steps[self._rank].buffers[name])
+                if name in known:
+                    buffer.copy_(known[name])
+
+    def _theirs(self) -> list[Step]:
+        """The same step of all ranks."""
+        number = len(self.notes.steps)
+        if any(number >= len(rank.steps) for rank in self._ranks):
+            raise Enough
+        return [rank.steps[number] for rank in self._ranks]
 
     def brought(self, backward: Backward, before: dict[str, Tensor]) -> None:
         """Note what a backward has left, and what it has added."""
@@ -69,12 +81,11 @@ class Alone(Capture):
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the optimizer what the ranks stepped."""
-        step, number = self.step, len(self.notes.steps)
+        step, theirs = self.step, self._theirs()
         if not step.stepped:
             step.stepped = step.gradients
         if self._latest and not self.has_engines:
             step.gradients = self._latest
-        theirs = [rank.steps[number] for rank in self._ranks]
         known = wholes([one.stepped or one.gradients for one in theirs])
         own = {name: views[self._rank] for name, views in known.items()}
         whole = {name: one if one is not None else next(view for view in known[name] if view is not None)
@@ -111,7 +122,17 @@ def in_a_group_of_one() -> Iterator[None]:
         for owner in (distributed_c10d, dist):
             stack.enter_context(replaced(owner, "new_group", group))
         stack.enter_context(replaced(torch, "save", lambda *_, **__: None))
+        for owner in (checkpoint, state_dict_saver):
+            for name in ("save", "async_save"):
+                stack.enter_context(replaced(owner, name, _saved))
         yield
+
+
+def _saved(*_: object, **__: object) -> Future[None]:
+    """In place of a checkpoint: that of the ranks stays."""
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
 
 
 def environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:

@@ -65,13 +65,14 @@ class Capture:
         self.step = Step()
         self._optimizers: list[torch.optim.Optimizer] = []
         self._called = -1  # the root that was called last
+        self._waits: nn.Module | None = None  # the module of a root whose buffers are to be noted in this step
         self._is_inside = self._is_on_the_way = self._is_in_backward = False
         self._counted: list[Counted] = []
         self._held: dict[str, tuple[float, int, bool]] = {}  # norm, backward, whether another optimizer has stepped
         self._clearing = ""  # line
         self._stepping: list[torch.optim.Optimizer] = []
         self.on_step: Callable[[], None] = lambda: None
-        """Called when a step has been noted."""
+        """Called when a step, or a module's parameters, have been noted."""
         self._messages = Messages(self._name_of, lambda: len(self.step.backwards))
 
     @contextlib.contextmanager
@@ -138,6 +139,9 @@ class Capture:
     def begin(self, pieces: Pieces) -> None:
         """A root is called for the first time in this step."""
         self.step.weights += _copies(pieces.weights())
+
+    def begin_inside(self, pieces: Pieces) -> None:
+        """So is its module, when DistributedDataParallel has sent the buffers."""
         self.step.buffers |= {name: one.detach().clone().cpu() for name, one in pieces.buffers.items()}
 
     def brought(self, backward: Backward, before: dict[str, Tensor]) -> None:
@@ -149,6 +153,9 @@ class Capture:
     # What is replaced.
 
     def _around_call(self, plain: Callable[..., Any], root: Any, *args: Any, **kwargs: Any) -> Any:
+        if root is self._waits:
+            self._waits = None
+            self.begin_inside(self.pieces[self._called])
         if self._is_inside or not torch.is_grad_enabled() or not _trains(root):
             return plain(root, *args, **kwargs)
         if self._is_in_backward:  # a checkpointed forward again, with what it was given at first
@@ -156,13 +163,16 @@ class Capture:
             return plain(root, *args, **kwargs)
         self._is_inside, self._is_on_the_way = True, False
         try:
-            number = self._number(root)
+            number = self._called = self._number(root)
             if number not in self.step.calls:
                 self._note_after(self.pieces[number])
                 self._end_if_enough()
                 self.begin(self.pieces[number])
+                self._waits = self.pieces[number].module
+                if root is self._waits:
+                    self._waits = None
+                    self.begin_inside(self.pieces[number])
             args, kwargs = self._rows.given(self.step, number, (args, kwargs))
-            self._called = number
             self._note_dtypes()
             with self._noise(number), _unseen() if isinstance(root, AnyEngine) else contextlib.nullcontext():
                 made = plain(root, *args, **kwargs)
@@ -344,7 +354,9 @@ class Capture:
         # Weights that two roots share keep the name of the first.
         self.names = pieces.names | self.names
         self.notes.trainable += [name for name in pieces.trainable if name not in self.notes.trainable]
+        self.notes.shapes |= {part.name: part.shape for part in pieces.weights()}
         self.notes.tied += pieces.tied
+        self.on_step()
         return len(self.roots) - 1
 
     def _name_of(self, tensor: Tensor) -> tuple[str, ...]:

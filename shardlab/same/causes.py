@@ -17,6 +17,7 @@ N**(M-1-m)                                        reduced again in every micro-b
 What two of these would show alike is said as the two.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import isclose
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from shardlab.same.coefficients import Mixture, mixture
-from shardlab.same.compare import Found, Row
+from shardlab.same.compare import REDUCES, Found, Row
 from shardlab.same.notes import Message, Notes, Step, wholes
 from shardlab.same.union import Gradient, Union
 
@@ -45,11 +46,15 @@ def causes(found: Found, ranks: Sequence[Notes]) -> list[tuple[str, str]]:
         advice = "broadcast parameters from rank 0 before training, or seed ranks alike before the model is built"
         if step:
             advice = "step all parameters on every rank, or send each rank what their owners have stepped"
+            if apart := _options_apart(ranks, step - 1):
+                kind, advice = f"{apart}, so weights drift apart", "give the optimizers of all ranks the same options"
         return [
             ("CAUSE", f"{kind}: {_first(rows)} of rank {_listed(who)} are not rank 0's {when}"),
             ("WHERE", f"the first forward of step {step}"),
             ("NEXT", advice),
         ]
+    if what == "buffer":
+        return _of_buffers(rows)
     if what in ("norm", "clipping"):
         return _of_norm(found, ranks, rows)
     return _of_update(ranks, rows)
@@ -82,7 +87,11 @@ def _of_gradients(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> 
     said: list[tuple[str, str]] = []
     for group, mixed in _grouped(found, expected, step, names, on[0]):
         messages = [one for one in ranks[on[0]].steps[step].messages if set(group) & set(one.names)]
-        reason, advice = _said(mixed, expected, on[0], len(ranks), _group_sizes(ranks, step))
+        reason, advice = _said(mixed, expected, on[0], len(ranks), _group_sizes(ranks, step), _times_sent(messages))
+        if found.is_together and not mixed.explains:
+            messages = in_forward(ranks[on[0]].steps[step])
+            reason = "what ranks exchange in forward brings back no gradient, or another one than in one process"
+            advice = "exchange by torch.distributed.nn.functional, which has a backward; let each row's loss count once"
         only = "" if len(group) == len(names) else f" ({_some(group)})"
         said.append(("CAUSE", reason + only))
         said.append(("WHERE", _where(ranks, step, on[0], group, messages)))
@@ -152,9 +161,22 @@ def _view(found: Found, step: int, name: str, rank: int) -> Tensor | None:
     return None if views is None else views[rank]
 
 
-def _said(mixed: Mixture, expected: Union, rank: int, num_ranks: int, sizes: Sequence[int]) -> tuple[str, str]:
+def in_forward(step: Step) -> list[Message]:
+    """What the script itself sends before a backward."""
+    return [one for one in step.messages if not one.caller and one.backward < len(step.backwards)]
+
+
+def _times_sent(messages: Sequence[Message]) -> int:
+    """How often the script reduces a gradient after one backward, at most."""
+    counts = Counter((name, one.backward) for one in messages if one.op in REDUCES for name in one.names)
+    return max(counts.values(), default=0)
+
+
+def _said(
+    mixed: Mixture, expected: Union, rank: int, num_ranks: int, sizes: Sequence[int], times_sent: int = 0
+) -> tuple[str, str]:
     """What coefficients mean, and what to do."""
-    last, keys = expected.micro_batches - 1, list(mixed.of)
+    keys = list(mixed.of)
     own = [key for key in keys if key[0] == rank]
     others = [key for key in keys if key[0] != rank]
     if not mixed.explains:
@@ -173,6 +195,8 @@ def _said(mixed: Mixture, expected: Union, rank: int, num_ranks: int, sizes: Seq
         )
     common = mixed.common()
     if common is not None:
+        if times_sent > 1 and isclose(common, num_ranks ** (times_sent - 1), rel_tol=0.02):
+            return f"times {common:.4g}: reduced {times_sent} times", "reduce each gradient once, a tied one too"
         return _factor_said(common, num_ranks, expected.micro_batches, sizes)
     if not mixed.is_unique:
         return (
@@ -185,37 +209,47 @@ def _said(mixed: Mixture, expected: Union, rank: int, num_ranks: int, sizes: Seq
             f"not reduced: rank {rank} steps the gradient of its own rows alone, {scaled}",
             "reduce these gradients over the ranks before the step; call the wrapped model, not the module inside",
         )
-    return _micro_batches_said(mixed, last, rank, num_ranks) or _ranks_said(mixed, num_ranks)
+    return _micro_batches_said(mixed, rank, num_ranks) or _ranks_said(mixed, num_ranks)
 
 
-def _micro_batches_said(mixed: Mixture, last: int, rank: int, num_ranks: int) -> tuple[str, str] | None:
+def _micro_batches_said(mixed: Mixture, rank: int, num_ranks: int) -> tuple[str, str] | None:
     """What coefficients that differ between micro-batches mean; None if they do not, or nothing that is known."""
     keys = list(mixed.of)
-    if last == 0:
-        return None
-    early = [key for key in keys if key[1] < last]
-    final = [key for key in keys if key[1] == last]
-    if mixed.all_near(0.0, early) and (kept := mixed.common(final)) is not None:
+    count = max(micro for _, micro in keys) + 1
+    lost = {micro for micro in range(count) if mixed.all_near(0.0, [key for key in keys if key[1] == micro])}
+    others = {micro: [key for key in keys if key[1] == micro and key[0] != rank] for micro in range(count)}
+    alone = {micro for micro in range(count) if mixed.all_near(0.0, others[micro])} - lost
+    kept = mixed.common([key for key in keys if key[1] not in lost])
+    if lost and kept is not None:
         words = "" if isclose(kept, 1.0, rel_tol=0.02) else f", times {kept:.3g}"
         return (
-            f"only the last micro-batch is left of {last + 1}{words}: what the others brought is lost",
+            f"only {_micro_batches(set(range(count)) - lost, count)} left{words}: what the others brought is lost",
             "clear gradients once a step, and not before each backward",
         )
-    apart = [key for key in early if key[0] != rank]
-    if apart and mixed.all_near(0.0, apart):
+    if alone and len(alone) < count:
         return (
-            f"only the last micro-batch of {last + 1} is reduced: of those before, rank {rank} has its own alone",
-            "reduce what has been accumulated, in the last micro-batch; leave no_sync() before its forward",
+            f"only {_micro_batches(set(range(count)) - alone - lost, count)} reduced: of the others, rank {rank} has "
+            "its own alone",
+            "reduce what has been accumulated, once, after the last micro-batch; leave no_sync() before its forward",
         )
-    growing = all(
-        isclose(mixed.of[key], mixed.of[key[0], last] * num_ranks ** (last - key[1]), rel_tol=0.05) for key in keys
-    )
-    if growing:
+    last = count - 1
+    if last and all(
+        isclose(mixed.of[key], mixed.of.get((key[0], last), 0.0) * num_ranks ** (last - key[1]), rel_tol=0.05)
+        for key in keys
+    ):
         return (
             f"reduced again in every micro-batch: the first one counts {num_ranks}^{last} times",
             "reduce once a step, after the last micro-batch",
         )
     return None
+
+
+def _micro_batches(numbers: set[int], count: int) -> str:
+    """For example: the last micro-batch of 4 is."""
+    if numbers == {count - 1}:
+        return f"the last micro-batch of {count} is"
+    words = "micro-batch" if len(numbers) == 1 else "micro-batches"
+    return f"{words} {_listed(sorted(numbers))} of {count} {'is' if len(numbers) == 1 else 'are'}"
 
 
 def _ranks_said(mixed: Mixture, num_ranks: int) -> tuple[str, str]:
@@ -277,7 +311,7 @@ def _where(ranks: Sequence[Notes], step: int, rank: int, names: Sequence[str], m
         )
         return "; ".join(lines)
     backward = short(noted.backwards[-1].line) if noted.backwards else short(noted.line)
-    reduced = [one for one in noted.messages if one.op in ("all_reduce", "reduce_scatter")]
+    reduced = [one for one in noted.messages if one.op in REDUCES]
     sent = [one for one in reduced if one.caller in _CALLERS]
     if any(set(names) & set(one.names) for other in ranks for one in other.steps[step].messages):
         return f"rank {rank} sends no message with them; others do; backward at {backward}"
@@ -305,6 +339,26 @@ def _of_norm(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> list[
         reason = f"clipping scales by {row.ratio:.4g} times what the norm of all gradients, {norm:.4g}, asks for"
     return [("CAUSE", reason), ("WHERE", f"before the step at {short(step.line)}"),
             ("NEXT", "reduce the sum of squares over the ranks that hold pieces, then take the root")]  # fmt: skip
+
+
+def _options_apart(ranks: Sequence[Notes], step: int) -> str:
+    """Which option of the optimizers the ranks have stepped by that is not the same on all; empty if none."""
+    for groups in zip(*(one.steps[step].options for one in ranks), strict=False):
+        for key in groups[0]:
+            known = [group.get(key) for group in groups]
+            if any(one != known[0] for one in known):
+                return f"ranks step by different options ({key}: {', '.join(map(str, known))}, by rank)"
+    return ""
+
+
+def _of_buffers(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    on = _listed(sorted({row.rank for row in rows}))
+    kind = "buffers that start different" if rows[0].step == 0 else "buffers that drift"
+    return [
+        ("CAUSE", f"{kind}: {_first(rows)} of rank {on} are not rank 0's; each rank has computed them by itself"),
+        ("WHERE", f"the first forward of step {rows[0].step}; gradients and steps up to there are the same"),
+        ("NEXT", "send rank 0's to all (DDP does, with broadcast_buffers), or reduce what they are computed from"),
+    ]
 
 
 def _of_update(ranks: Sequence[Notes], rows: Sequence[Row]) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardlab.same.notes import Notes, Step, wholes
 from shardlab.same.union import Gradient, Union, union
 
-WHAT = ("weights before", "gradient", "norm", "clipping", "weights after")
+WHAT = ("weights before", "gradient", "norm", "clipping", "weights after", "buffer")
 
 
 class Band(NamedTuple):
@@ -26,6 +26,7 @@ class Band(NamedTuple):
 BANDS = {
     "float64": Band(1e-9, 1e-7), "float32": Band(2e-4, 2e-3), "float16": Band(0.0, 0.05), "bfloat16": Band(0.0, 0.15),
 }  # fmt: skip
+REDUCES = ("all_reduce", "reduce_scatter")
 FLOOR = 1e-3  # of the mean size of all gradients: one that is nothing beside the others is all rounding
 
 
@@ -62,6 +63,7 @@ class Found:
         unknown: why nothing can be said; empty if something can.
         num_steps: compared.
         by_sum: whether the ranks' gradients are added, of a loss that is a sum over rows.
+        is_together: whether one process had the rows of all ranks at once, and not those of each rank by themselves.
         clips_by_hand: whether the script scales gradients to a largest norm without torch's function.
     """
 
@@ -73,6 +75,7 @@ class Found:
     unknown: str = ""
     num_steps: int = 0
     by_sum: bool = False
+    is_together: bool = False
     clips_by_hand: bool = False
 
     @property
@@ -96,7 +99,9 @@ class Found:
 def compare(ranks: Sequence[Notes], alone: Sequence[Notes]) -> Found:
     """Compare all steps that all have taken."""
     found = Found(num_steps=min(len(one.steps) for one in (*ranks, *alone)))
-    dtypes = {name for one in ranks for step in one.steps for name in step.dtypes}
+    steps = [step for one in ranks for step in one.steps]
+    sent = {message.dtype for step in steps for message in step.messages if message.op in REDUCES}
+    dtypes = sent.union(*(step.dtypes for step in steps))
     found.dtype = next((name for name in reversed(BANDS) if name in dtypes), "float32")
     found.band = BANDS[found.dtype]
     for number in range(found.num_steps):
@@ -140,6 +145,7 @@ def _compare_step(found: Found, number: int, steps: Sequence[Step], own: Sequenc
         mine = {name: [views[rank]] for name, views in after.items() if name in expected_after}
         rests = {name: views[0] for name, views in expected_after.items() if views[0] is not None}
         found.rows += _updates(number, rank, mine, rests, begins)
+    found.rows += _buffers(number, steps)
 
 
 def _rows(number: int, what: str, ours: dict[str, list[Tensor | None]], expected: Gradient) -> Iterator[Row]:
@@ -185,6 +191,15 @@ def _updates(
         scale = max(float((value.double() - before).norm()), rounding * FLOOR, 1e-300)
         away = float((view.double() - value.double()).norm())
         yield row._replace(relative=away / scale if away > rounding * FLOOR else 0.0)
+
+
+def _buffers(number: int, steps: Sequence[Step]) -> Iterator[Row]:
+    """Those of each rank, when a module is called, against rank 0's."""
+    for name, first in steps[0].buffers.items():
+        if first.is_floating_point():
+            for rank, step in enumerate(steps[1:], 1):
+                if (own := step.buffers.get(name)) is not None and own.shape == first.shape:
+                    yield _row(number, "buffer", name, rank, own, first, 1e-300)
 
 
 def _norms(number: int, steps: Sequence[Step], expected: Gradient) -> Iterator[Row]:

@@ -5,7 +5,7 @@ rank, notes the same. A piece of a parameter or of its gradient is noted as this
 the whole, so that nothing is sent: wholes are put together where all files are.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -176,7 +176,8 @@ class Notes:
         steps: finished ones.
         batches: what each loader has given, and whether it ended.
         lengths: of the loaders.
-        trainable: names of the parameters that train.
+        shapes: of the parameters that train and of those that do not, by name.
+        trainable: names of those that train.
         tied: those of them that a module has under several names.
         error: by which the script ended; empty if it did not.
         left_by_others: whether that is only that other ranks had ended, or never came.
@@ -186,11 +187,46 @@ class Notes:
     steps: list[Step] = field(default_factory=list)
     batches: list[list[Any]] = field(default_factory=list)
     lengths: dict[int, int] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     trainable: list[str] = field(default_factory=list)
     tied: list[str] = field(default_factory=list)
     error: str = ""
     left_by_others: bool = False
     refused: str = ""
+
+
+def place_by_hand(ranks: Sequence["Notes"], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Give pieces their places that a script has divided without DTensor; whether there are some.
+
+    A parameter that is ``k`` times as long along one dim in one process lies in pieces on ``k`` ranks in order, as
+    tensor parallelism has them, whose ranks are neighbours.
+
+    Args:
+        ranks: notes of each, which are changed.
+        shapes: of parameters in one process.
+
+    Raises:
+        ValueError: a parameter has another shape in one process, and no such.
+    """
+    found = False
+    for rank, one in enumerate(ranks):
+        for step in one.steps:
+            for parts in (step.weights, step.gradients, step.stepped, step.after):
+                for number, part in enumerate(parts):
+                    if part.name in shapes and part.shape != shapes[part.name]:
+                        parts[number], found = _placed(part, shapes[part.name], rank, len(ranks)), True
+    return found
+
+
+def _placed(part: Part, shape: tuple[int, ...], rank: int, num_ranks: int) -> Part:
+    apart = [dim for dim, (size, own) in enumerate(zip(shape, part.shape, strict=False)) if size != own]
+    dim = apart[0] if len(apart) == 1 and len(shape) == len(part.shape) and part.is_whole else -1
+    count, left = divmod(shape[dim], part.shape[dim]) if dim >= 0 else (0, 1)
+    if left or num_ranks % count:
+        raise ValueError(f"{part.name!r} is {list(part.shape)} on the ranks and {list(shape)} in one process")
+    place = [(0, size) for size in part.shape]
+    place[dim] = (rank % count * part.shape[dim], part.shape[dim])
+    return part._replace(shape=shape, place=tuple(place))
 
 
 def wholes(ranks: Sequence[Iterable[Part]]) -> dict[str, list[Tensor | None]]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public way to a shard's place
 
@@ -51,6 +51,9 @@ class Pieces:
     def __init__(self, root: nn.Module | AnyEngine, prefix: str = "") -> None:
         self._engine = root if isinstance(root, AnyEngine) else None
         self.module = inside(root.module if isinstance(root, AnyEngine) else root)
+        for one in self.module.modules():
+            if isinstance(one, FSDPModule):  # what the script gathers ahead is gathered in its forward
+                one.reshard()
         if self._engine is not None and self._engine.slices:
             raise ValueError("shardlab's tensor parallelism is not supported here yet; compare it by check_strategy")
         self._prefix = prefix

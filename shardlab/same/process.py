@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +16,9 @@ from shardlab.recording.record import as_main
 from shardlab.same.alone import Alone, in_a_group_of_one
 from shardlab.same.capture import Capture, Enough
 from shardlab.same.notes import Notes
-from shardlab.same.rows import Rows, RowsAgain
+from shardlab.same.rows import Rows, RowsAgain, joined
 
-RANK, ALONE = "rank", "alone"
+RANK, ALONE, TOGETHER = "rank", "alone", "together"  # the last one with the rows of all ranks at once
 LEFT = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "Socket closed")
 """What a rank hears whose others have ended."""
 
@@ -33,6 +34,7 @@ class Job:
         limit: steps of each optimizer.
         float64: whether modules and rows are in float64.
         dropout: whether it is left on.
+        alone: its arguments in one process; None if they are the same.
 
     Raises:
         ValueError: there is no such script; fewer than two ranks; no step.
@@ -44,6 +46,7 @@ class Job:
     limit: int = 3
     float64: bool = False
     dropout: bool = False
+    alone: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check before anything runs."""
@@ -72,31 +75,40 @@ def write(notes: Notes, folder: Path, kind: str, rank: int) -> None:
     part.rename(notes_in(folder, kind, rank))
 
 
-def read(folder: Path, kind: str, ranks: int) -> list[Notes]:
-    """The notes of all processes of a kind."""
-    return [torch.load(notes_in(folder, kind, rank), weights_only=False) for rank in range(ranks)]
+def read(folder: Path, kind: str, numbers: Iterable[int]) -> list[Notes]:
+    """The notes of processes of a kind."""
+    return [torch.load(notes_in(folder, kind, number), weights_only=False) for number in numbers]
 
 
-def run(job: Job, folder: Path, kind: str, rank: int) -> Notes:
-    """Run the script here, up to its last step, and write the notes."""
+def run(job: Job, folder: Path, kind: str, number: int) -> Notes:
+    """Run the script here, up to its last step, and write the notes.
+
+    Args:
+        job: what to run.
+        folder: of the notes.
+        kind: of process.
+        number: the rank; of a process with all rows at once the dim along which these are put together.
+    """
     notes = Notes()
     capture: Capture
     with contextlib.ExitStack() as stack:
-        if kind == ALONE:
-            ranks = read(folder, RANK, job.ranks)
-            again = RowsAgain(notes, float64=job.float64, ranks=ranks, rank=rank)
+        if kind == RANK:
+            rows = Rows(notes, float64=job.float64)
+            capture = Capture(rows, notes, rank=number, limit=job.limit, dropout=job.dropout)
+        else:
+            ranks, rank = read(folder, RANK, range(job.ranks)), number if kind == ALONE else 0
+            of = ranks if kind == ALONE else [joined(ranks, number)]
+            again = RowsAgain(notes, float64=job.float64, ranks=of, rank=rank)
             capture = Alone(again, notes, ranks, rank=rank, limit=job.limit, dropout=job.dropout)
             stack.enter_context(in_a_group_of_one())
-        else:
-            rows = Rows(notes, float64=job.float64)
-            capture = Capture(rows, notes, rank=rank, limit=job.limit, dropout=job.dropout)
         # Also in between: what a rank has noted stays, where it waits for others without end.
-        capture.on_step = lambda: write(notes, folder, kind, rank)
+        capture.on_step = lambda: write(notes, folder, kind, number)
         torch._dynamo.config.disable = True  # what is compiled is not seen, and rounds otherwise
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64 if job.float64 else before)
         stack.callback(torch.set_default_dtype, before)
-        script = as_main(job.script, job.arguments)
+        given = job.arguments if kind == RANK or job.alone is None else job.alone
+        script = as_main(job.script, given)
         try:
             with capture.listening():
                 script()
@@ -111,21 +123,21 @@ def run(job: Job, folder: Path, kind: str, rank: int) -> Notes:
                 traceback.print_exc()
         finally:
             capture.finish()
-    write(notes, folder, kind, rank)
-    ended_in(folder, rank).touch()
+    write(notes, folder, kind, number)
+    ended_in(folder, number).touch()
     return notes
 
 
-def main(job: Job, folder: Path, kind: str, rank: int, env: dict[str, str], cwd: str) -> None:
+def main(job: Job, folder: Path, kind: str, number: int, env: dict[str, str], cwd: str) -> None:
     """Run as a process of its own, and end without waiting for what the script has left."""
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
-    if kind == ALONE:  # what one process prints a rank has printed
+    if kind != RANK:  # what one process prints a rank has printed
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(1, 2)
-    run(job, folder, kind, rank)
+    run(job, folder, kind, number)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a group that other ranks have left may wait for them at exit

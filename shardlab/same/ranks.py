@@ -8,32 +8,35 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from math import prod
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import torch
 
 from shardlab.launch.placement import TorchrunEnv
 from shardlab.same.alone import environment
+from shardlab.same.answer import UNKNOWN, Answer, answer, early
+from shardlab.same.causes import in_forward
 from shardlab.same.notes import Notes
-from shardlab.same.process import ALONE, RANK, Job, ended_in, main, notes_in, read, run
+from shardlab.same.process import ALONE, RANK, TOGETHER, Job, ended_in, main, notes_in, read, run
 
 GRACE_S = 20.0  # for the others, when a rank has ended
 POLL_S = 0.05
 
 
-def compared(job: Job, limit_s: float) -> tuple[list[Notes], list[Notes]]:
-    """Run the script on all ranks, and alone with the rows of each; the notes of both."""
+def judged(job: Job, limit_s: float) -> Answer:
+    """Run the script on all ranks, and alone with the rows of each; say what differs."""
     with tempfile.TemporaryDirectory(prefix="shardlab-same-") as name:
         folder = Path(name)
-        _run(job, folder, RANK, limit_s)
-        ranks = read(folder, RANK, job.ranks)
-        return ranks, _alone(job, folder, ranks, limit_s)
+        _run(job, folder, RANK, range(job.ranks), limit_s)
+        return _judged(job, folder, limit_s)
 
 
-def under_torchrun(job: Job, env: TorchrunEnv, limit_s: float) -> tuple[list[Notes], list[Notes]] | None:
-    """As ``compared``, where torchrun has started this process and the other ranks; None on all but rank 0.
+def judged_under_torchrun(job: Job, env: TorchrunEnv, limit_s: float) -> Answer | None:
+    """As ``judged``, where torchrun has started this process and the other ranks; None on all but rank 0.
 
     Raises:
         ValueError: ranks are on several hosts.
@@ -51,45 +54,76 @@ def under_torchrun(job: Job, env: TorchrunEnv, limit_s: float) -> tuple[list[Not
         end = time.monotonic() + GRACE_S
         while time.monotonic() < end and not all(ended_in(folder, rank).exists() for rank in range(job.ranks)):
             time.sleep(POLL_S)
-        ranks = read(folder, RANK, job.ranks)
-        return ranks, _alone(job, folder, ranks, limit_s)
+        return _judged(job, folder, limit_s)
     finally:
         shutil.rmtree(folder)
 
 
-def _alone(job: Job, folder: Path, ranks: Sequence[Notes], limit_s: float) -> list[Notes]:
-    """Run it alone with the rows of each rank, whose notes are in the folder."""
-    if any(one.refused or not one.steps for one in ranks):
-        return []
-    _run(job, folder, ALONE, limit_s)
-    return read(folder, ALONE, job.ranks)
+def _judged(job: Job, folder: Path, limit_s: float) -> Answer:
+    """Run it alone with the rows of each rank, whose notes are in the folder; and again where these do not suffice."""
+    ranks = read(folder, RANK, range(job.ranks))
+    if (said := early(ranks)) is not None:
+        return said
+    together = at_once(ranks, sum(path.stat().st_size for path in folder.iterdir()))
+    if isinstance(together, Answer):
+        return together
+    for first in range(0, job.ranks, together):
+        _run(job, folder, ALONE, range(first, min(first + together, job.ranks)), limit_s)
+    said = answer(ranks, read(folder, ALONE, range(job.ranks)))
+    for dim in (0, 1) if said.word == UNKNOWN and _sends_in_forward(ranks) else ():
+        _run(job, folder, TOGETHER, [dim], limit_s)
+        again = answer(ranks, read(folder, TOGETHER, [dim]) * job.ranks, is_together=True)
+        if again.word != UNKNOWN:
+            return again
+    return said
 
 
-def _run(job: Job, folder: Path, kind: str, limit_s: float) -> None:
+def at_once(ranks: Sequence[Notes], notes_bytes: int) -> int | Answer:
+    """How many processes alone fit into memory; if none does, that."""
+    parts = {part.name: part for one in ranks for step in one.steps[:1] for part in step.weights}
+    whole = sum(prod(part.shape) * part.value.element_size() for part in parts.values())
+    # Weights, gradients, twice as much of the optimizer; what is noted of each step; the ranks' notes.
+    needed = whole * (4 + 4 * max(len(one.steps) for one in ranks)) + notes_bytes
+    free = psutil.virtual_memory().available
+    if needed > free:
+        why = (
+            f"one process with all {whole / 1e9:.3g} GB of parameters needs about {needed / 1e9:.3g} GB to be "
+            f"compared, and {free / 1e9:.3g} GB are free"
+        )
+        return Answer([(UNKNOWN, why), ("NEXT", "take fewer or smaller layers of the same kind, or --steps 1")])
+    return max(1, min(len(ranks), free // max(needed, 1)))
+
+
+def _sends_in_forward(ranks: Sequence[Notes]) -> bool:
+    """Whether the script itself sends something before a backward."""
+    return any(in_forward(step) for one in ranks for step in one.steps)
+
+
+def _run(job: Job, folder: Path, kind: str, numbers: Sequence[int], limit_s: float) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "shardlab.same.process"])
-    ports = _free_ports(job.ranks)
-    started: list[ForkServerProcess] = []
-    for rank in range(job.ranks):
-        env = environment(rank, job.ranks, ports[0]) if kind == RANK else environment(0, 1, ports[rank])
-        started.append(context.Process(target=main, args=(job, folder, kind, rank, env, str(Path.cwd()))))
-        started[-1].start()
+    ports = _free_ports(len(numbers))
+    started: dict[int, ForkServerProcess] = {}
+    for number, port in zip(numbers, ports, strict=True):
+        env = environment(number, job.ranks, ports[0]) if kind == RANK else environment(0, 1, port)
+        started[number] = context.Process(target=main, args=(job, folder, kind, number, env, str(Path.cwd())))
+        started[number].start()
     try:
-        _wait(started, limit_s, GRACE_S if kind == RANK else limit_s)
-        cut = [rank for rank, process in enumerate(started) if process.is_alive()]
+        _wait(list(started.values()), limit_s, GRACE_S if kind == RANK else limit_s)
+        cut = [number for number, process in started.items() if process.is_alive()]
     finally:
-        for process in started:
+        for process in started.values():
             process.kill()
             process.join()
-    for rank in range(job.ranks):
-        path = notes_in(folder, kind, rank)
-        notes = torch.load(path, weights_only=False) if path.exists() else Notes(error="the process ended at once")
-        if rank in cut:
+    for number in numbers:
+        path = notes_in(folder, kind, number)
+        notes = torch.load(path, weights_only=False) if path.exists() else Notes()
+        if number in cut:
             notes.error = "it did not end: it waits for something that does not come, or takes too long"
             notes.left_by_others = True
-            torch.save(notes, path)
-        elif not path.exists():
-            torch.save(notes, path)
+        elif not ended_in(folder, number).exists():
+            notes.error = f"the process died (exit code {started[number].exitcode})"
+        torch.save(notes, path)
 
 
 def _wait(started: Sequence[ForkServerProcess], limit_s: float, grace_s: float) -> None:

@@ -5,7 +5,7 @@ is given, and what its output meets on the way to the loss (labels that never we
 each is put in the place of what the script there makes by itself, with a sampler that divides by one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -127,9 +127,8 @@ class RowsAgain(Rows):
         number = sum(known[:2] == key for known in step.calls[root][-1].operands)
         known = self._call.operands.get((*key, number), [])
         own = [one for one in tensors_in(value) if _is_rows(one)]
-        if [one.shape for one in known] != [one.shape for one in own]:
-            shapes = [[tuple(one.shape) for one in some] for some in (own, known)]
-            raise UnlikeError(f"{key[0]} at {key[1]} takes {shapes[0]} in one process and {shapes[1]} on the rank")
+        if len(known) != len(own):
+            raise UnlikeError(f"{key[0]} at {key[1]} takes {len(own)} tensors of rows, and {len(known)} on the rank")
         again = {id(one): other for one, other in zip(own, known, strict=True)}
         return super().met(step, root, key, map_tensors(lambda one: again.get(id(one), one), value))
 
@@ -146,6 +145,48 @@ class RowsAgain(Rows):
         raise UnlikeError(
             f"in one process a step has {number + 1} forwards of a module or more, and on all ranks fewer"
         )
+
+
+def joined(ranks: Sequence[Notes], dim: int) -> Notes:
+    """The rows of all ranks at once, as one rank would have them, put together along a dim."""
+    made = Notes(lengths=ranks[0].lengths)
+    for noted in zip(*(one.steps for one in ranks), strict=False):
+        calls = {
+            root: [_joined_call(some, dim) for some in zip(*(step.calls.get(root, []) for step in noted), strict=False)]
+            for root in noted[0].calls
+        }
+        made.steps.append(Step(calls=calls))
+    for loaders in zip(*(one.batches for one in ranks), strict=False):
+        made.batches.append([_joined_tree(some, dim) for some in zip(*loaders, strict=False)])
+    return made
+
+
+def _joined_call(calls: Sequence[Call], dim: int) -> Call:
+    given = [_joined(tensors, dim) for tensors in zip(*(call.given for call in calls), strict=True)]
+    first = next((one for one in calls[0].given if one is not None and one.ndim), None)
+    num_rows = 1 if first is None else len(first)
+    operands = {
+        key: [
+            _joined(tensors, dim, num_rows)
+            for tensors in zip(*(call.operands.get(key, []) for call in calls), strict=False)
+        ]
+        for key in calls[0].operands
+    }
+    return Call(given, operands)
+
+
+def _joined_tree(trees: Sequence[Any], dim: int) -> Any:
+    made = iter([_joined(tensors, dim) for tensors in zip(*map(tensors_in, trees), strict=True)])
+    return map_tensors(lambda _: next(made), trees[0])
+
+
+def _joined(tensors: Sequence[Any], dim: int, num_rows: int = 1) -> Any:
+    first = tensors[0]
+    if first is None or first.ndim == 0 or all(one.equal(first) for one in tensors[1:]):  # a mask, or positions
+        return first
+    if dim and first.ndim == 1 and first.numel() % num_rows == 0:  # labels that were flattened
+        return torch.cat([one.reshape(num_rows, -1) for one in tensors], 1).reshape(-1)
+    return torch.cat(list(tensors), min(dim, first.ndim - 1))
 
 
 class UnlikeError(Exception):

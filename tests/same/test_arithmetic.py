@@ -59,7 +59,7 @@ def test_ranks_weigh_as_much_as_they_have_rows_unless_a_step_has_unequal_micro_b
         ([1, 1, 1, 1], "added over 2 ranks and not divided, or not divided by the 2 micro-batches"),
         ([0.25] * 4, "divided by the 2 ranks twice, or divided by the 2 micro-batches twice"),
         ([1, 1, 0, 0], "not reduced"),
-        ([0, 0.5, 0, 0.5], "only the last micro-batch is left"),
+        ([0, 0.5, 0, 0.5], "only the last micro-batch of 2 is left"),
         ([1, 0.5, 0, 0.5], "only the last micro-batch of 2 is reduced"),
         ([2, 1, 2, 1], "reduced again in every micro-batch"),
         ([0, 0, 0.5, 0.5], "the rows of rank 0 are missing"),

@@ -2,15 +2,18 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from shardlab.cli import app
 from shardlab.course.same_matrix import same_matrix, verdict
-from shardlab.same.answer import answer
+from shardlab.same.answer import Answer
+from shardlab.same.notes import Notes, Part, Step
 from shardlab.same.process import Job
-from shardlab.same.ranks import compared
+from shardlab.same.ranks import at_once, judged
 from tests.launch.helpers import start_python
 
 SCRIPTS = Path(__file__).parents[1] / "recording" / "scripts"
@@ -22,22 +25,25 @@ SCRIPTS = Path(__file__).parents[1] / "recording" / "scripts"
 )
 def test_scripts_of_torchs_tutorials_are_the_same(script, ranks, word):
     """That of ZeroRedundancyOptimizer gives all ranks the same rows."""
-    said = answer(*compared(Job(SCRIPTS / f"{script}.py", ranks=ranks, float64=True), 60))
+    said = judged(Job(SCRIPTS / f"{script}.py", ranks=ranks, float64=True), 60)
     assert said.word == word, str(said)
     assert "float64" in str(said)
     assert said.table["relative"].max() < 1e-12
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stories"),
+    ("ranks", "kind", "stories"),
     [
-        (2, ("a mean of means", "cleared in each micro-batch", "a rank skips a step", "not given to the optimizer")),
-        (3, ("not divided by ranks", "reduced in every micro-batch", "nobody sends stepped weights")),
-        (2, ("as it is", "uneven rows, counted over ranks", "unused", "bf16")),
+        (2, "by hand", ("a rank skips a step", "frozen on one rank", "gathered without a gradient")),
+        (2, "DDP", ("cleared in each micro-batch", "not given to the optimizer", "learning rates that differ")),
+        (2, "FSDP2", ("a mean of means", "buffers that drift")),
+        (3, "by hand", ("reduced in every micro-batch", "nobody sends stepped weights")),
+        (4, "by hand", ("divided by one axis of two",)),
+        (2, "DDP", ("uneven rows, counted over ranks", "unused", "bf16", "gathered with a gradient")),
     ],
 )
-def test_the_cause_of_a_broken_script_is_named_and_no_right_one_is_called_different(ranks, stories):
-    rows = list(same_matrix(ranks, stories))
+def test_the_cause_of_a_broken_script_is_named_and_no_right_one_is_called_different(ranks, kind, stories):
+    rows = list(same_matrix(ranks, stories, (kind,)))
     assert {row.story for row in rows} == {*stories}
     assert not [(row.story, row.kind, row.said) for row in rows if not row.is_right]
     assert "0 of them are called the same" in verdict(rows)
@@ -65,9 +71,15 @@ OTHERS = LOOP.format(begin="", step="").replace("model.parameters(), lr", "[torc
 OTHERS = OTHERS.replace("    optimizer.zero_grad()", "    optimizer.step()")
 
 
+OF_RANK = LOOP.format(begin="import os", step="").replace("(4, 2)", "(4, 2 + int(os.environ['RANK']))")
+ENDLESS = LOOP.format(begin="", step="while True: pass")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        (OF_RANK, "ranks train different parameters, first 'bias': [2] on rank 0 and [3] on rank 1"),
+        (ENDLESS, "it did not end"),
         (NO_STEP, "no step of an optimizer was seen"),
         (RAISES, "in one process: rank 0 ends after 0 steps: AssertionError: two, please"),
         (OTHERS, "no module has that was called"),
@@ -77,9 +89,66 @@ OTHERS = OTHERS.replace("    optimizer.zero_grad()", "    optimizer.step()")
 def test_what_cannot_be_judged_is_said(tmp_path, monkeypatch, text, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(text)
-    told = answer(*compared(Job(tmp_path / "train.py"), 60))
+    told = judged(Job(tmp_path / "train.py"), 6 if text == ENDLESS else 60)
     assert told.word == "CANNOT BE SAID"
     assert said in str(told)
+
+
+HAND_DIVIDED = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+tensor_ranks = int(sys.argv[1])
+assert dist.get_world_size() == tensor_ranks
+rank = dist.get_rank()
+
+class Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        dist.all_reduce(tensor := tensor.clone())
+        return tensor
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+class Divided(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        first, second = torch.randn(8, 4), torch.randn(2, 8)
+        self.first = torch.nn.Parameter(first.chunk(tensor_ranks)[rank].contiguous())
+        self.second = torch.nn.Parameter(second.chunk(tensor_ranks, 1)[rank].contiguous())
+
+    def forward(self, rows):
+        return Summed.apply((rows @ self.first.T).tanh() @ self.second.T)
+
+model = Divided()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(9):
+    model(torch.randn(3, 4)).square().mean().backward()
+    model.second.grad *= {scale}
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("scale", "word"), [("1", "SAME"), ("tensor_ranks", "DIFFERENT SINCE")])
+def test_parameters_that_a_script_divides_by_itself_are_put_together(tmp_path, scale, word):
+    (tmp_path / "train.py").write_text(HAND_DIVIDED.format(scale=scale))
+    told = judged(Job(tmp_path / "train.py", ("2",), alone=("1",)), 60)
+    assert told.word == word, str(told)
+    assert word == "SAME" or "gradient of second (1 of 2); ratio 2" in str(told)
+
+
+def test_a_model_that_does_not_fit_into_one_process_is_told(monkeypatch):
+    weights = Part("w", (1000,), ((0, 500),), torch.zeros(500))
+    ranks = [Notes([Step(weights=[weights])])] * 2
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=50_000))
+    assert at_once(ranks, notes_bytes=2000) == 1
+    said = at_once(ranks, notes_bytes=40_000)
+    assert isinstance(said, Answer)
+    assert "4e-06 GB of parameters needs about 7.2e-05 GB" in str(said)
+    assert "fewer or smaller layers" in str(said)
 
 
 def test_the_command_prints_the_answer_and_leaves_the_scripts_files_to_the_ranks(tmp_path):
