@@ -1,8 +1,9 @@
 """The flat buffer in which gradients travel, and which parameters are in which.
 
-A gradient that will be sent is moved into its slot of the buffer, times 1/N: here, and nowhere else on its way, so that
-the sum over N ranks is the mean without another pass. Its parameter then has no ``.grad``, so that autograd cannot
-write into what is being sent.
+It is ``bucketed``'s alone; from ``zero1`` on a bucket is a ``Shards``. A gradient that will be sent is moved into its
+slot of the buffer, times 1/N: here, and nowhere else on its way, so that the sum over N ranks is the mean without
+another pass. (``Shards`` divides the sums, which may have more bits: see ``precision.py``.) Its parameter then has no
+``.grad``, so that autograd cannot write into what is being sent.
 """
 
 from collections.abc import Mapping
@@ -76,7 +77,7 @@ class Bucket:
         self._filled = set()
 
     def drop(self) -> None:
-        """The gradients are cleared."""
+        """Forget what has been filled: the gradients are cleared."""
         self._filled = set()  # the buffer stays, for the next backward to fill
 
 

@@ -1,9 +1,9 @@
 """Data parallel in buckets: gradients travel while backward still computes.
 
 What differs from ``ddp``: parameters are grouped in reverse order into flat buckets (25 MiB by default), a bucket is
-all-reduced as soon as its last gradient is there, and each ``param.grad`` is a view of its bucket, so no gradient is
-copied back. Bytes per rank and elements on the wire are those of ``ddp``; the messages are few, large and early.
-Source: Li et al., arXiv 2006.15704, section 3.2.
+all-reduced as soon as its last gradient is there and those before it have been sent, and each ``param.grad`` is a view
+of its bucket, so no gradient is copied back. Bytes per rank and elements on the wire are those of ``ddp``; the messages
+are few, large and early. Source: Li et al., arXiv 2006.15704, section 3.2.
 
 When a bucket is sent is in ``in_buckets.py``; what is sent, and where the mean belongs, here.
 """
@@ -50,8 +50,8 @@ class Bucketed(InBuckets[Bucket]):
     def reduce(self, bucket: Bucket) -> Pending:
         """Begin to sum ``bucket.buffer`` over the ranks, in place.
 
-        In it are this rank's gradients over the number of ranks, so that the sums are means. (From ZeRO-1 on a
-        strategy of your own overrides ``scatter``.)
+        In it are this rank's gradients over the number of ranks, so that the sums are means. (In ZeRO-1 and ZeRO-2 a
+        strategy of your own overrides ``scatter``; in those that gather parameters, neither.)
         """
         assert bucket.buffer is not None
         return self.comm.all_reduce(bucket.buffer, tag=f"gradients of bucket {bucket.index}")

@@ -10,9 +10,9 @@
 The module keeps its class, its parameter names and its buffers. Gradients are means over the ranks of the data axes.
 
 If a backward raises on one rank, that rank sends what is still to be sent in it, so that no other waits; then the flag,
-the last message of each reduction, tells all ranks, and all raise in the same verb. So does what guards refuse on one
-rank alone: the refusal is kept until the next flag, and this rank sends until then what is due. The flag also says
-which parameters any rank has used (``used_params.py``).
+the last message of each reduction and, with guards, the first of each step, tells all ranks, and all raise in the same
+verb. So does what guards refuse on one rank alone: the refusal is kept until the next flag, and this rank sends until
+then what is due. The flag also says which parameters any rank has used (``used_params.py``).
 """
 
 import contextlib

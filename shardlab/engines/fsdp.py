@@ -12,9 +12,10 @@ over: it is resharded, and its gradients are sent. For a root and two blocks, wi
     forward    root and block 0 begin, block 0 ends, block 1 begins, block 1 and root end
     backward   gather root, block 1 | block 0 | reduce-scatter block 1 | reduce-scatter block 0 | the root
 
-The program is made when backward begins, and so is the same on all ranks, whatever each of them uses; hooks only move a
-cursor in it. That is right because autograd runs nodes in the reverse order of their creation: when it has come to an
-output, all that is younger is done, and a gradient that has not come by then will not.
+The program is made when backward begins (of several forwards, when it comes to the output of each), and so is the same
+on all ranks, whatever each of them uses; hooks only move a cursor in it. That is right because autograd runs nodes in
+the reverse order of their creation: when it has come to an output, all that is younger is done, and a gradient that has
+not come by then will not.
 
 Per rank for P fp32 parameters with Adam, S ranks in the shard group: at rest 4P/S parameters, 4P/S gradients, 8P/S
 state (P with padding); another 4 x (root + (1 + prefetch) units) during a step, and in backward the whole gradients of
@@ -79,7 +80,7 @@ class Act(NamedTuple):
 
     Attributes:
         unit: with which.
-        gathers: or else it is over: its gradients are sent, and it is resharded.
+        gathers: or else it is over: it is resharded, and its gradients may be sent.
     """
 
     unit: Unit
@@ -308,7 +309,7 @@ class FSDP(Sharded):
 
     @contextlib.contextmanager
     def backward(self, *, sends: bool) -> Iterator[None]:
-        """As the base: begins a program and, at the end, does what is left of it.
+        """As the base: begins the program, where one forward waits, and at the end does what is left of all.
 
         Its acts are done in between, by the hooks that call ``_run``: an output's (``_output_reached``), a parameter's
         (``grad_ready``), and a unit's forward where checkpointing computes it again (``_before``).
@@ -354,8 +355,9 @@ class FSDP(Sharded):
     def _run(self, program: Program, stop: int) -> None:
         """Do the first ``stop`` acts of the program, in its order, but for those that have been done.
 
-        One that gathers also prefetches; one that is over begins the reduce-scatter of the unit's gradients
-        (``_reduce``), except inside ``no_sync()``, and reshards it.
+        One that gathers also prefetches. One that is over, for the last time, reshards the unit and begins to reduce
+        its gradients (``_reduce``), except inside ``no_sync()``. The root's are sent in ``make_means``, and those of
+        all where several forwards wait; there units stay gathered until backward has ended.
         """
         while program.next < stop:
             unit, gathers = program.acts[program.next]
@@ -379,7 +381,7 @@ class FSDP(Sharded):
                     self._reduce(unit)
 
     def grad_ready(self, param: nn.Parameter, *, sends: bool) -> None:
-        """As the base: with the last gradient of a unit the program goes on, and sends them.
+        """As the base: with the last gradient of a unit the program goes on, if the unit's end is its next act.
 
         The gradient is full, in the dtype to compute in, and stays at the parameter until then.
         """
@@ -418,7 +420,7 @@ class FSDP(Sharded):
         return sorted(dict.fromkeys([*gathered, *reversed(self.units)]), key=lambda unit: unit is self._root)
 
     def _reduce(self, unit: Unit) -> None:
-        """Begin to reduce the gradients of a unit; of the one before, the sum over the next axis."""
+        """Wait for the sums of units before it: their means are there, or they are summed over the next axis."""
         for earlier in self._reducing:
             earlier.advance()  # one buffer of a unit at a time, during the backward of the next: bounds the memory
         self._reducing = [earlier for earlier in self._reducing if earlier.state is State.REDUCING] + [unit]

@@ -33,7 +33,7 @@ class AnyBucket(Protocol):
         """Move a gradient from its parameter into the buffer, or add it to what is there."""
 
     def drop(self) -> None:
-        """The gradients are cleared."""
+        """Forget what has been filled: the gradients are cleared."""
 
 
 B = TypeVar("B", bound=AnyBucket)
@@ -70,7 +70,7 @@ class InBuckets(Strategy, Generic[B]):
         yield
 
     def _expect_all(self) -> None:
-        """Expect a gradient of all that trains now, and send from the first bucket."""
+        """Expect a gradient of all that trains now; none of the buckets has been sent."""
         self._missing = [
             {id(param) for param in bucket.params.values() if param.requires_grad} for bucket in self.buckets
         ]

@@ -100,6 +100,8 @@ class Ways(NamedTuple):
 class Shards:
     """This rank's chunk of some parameters, and all chunks while they are gathered.
 
+    Making one changes what the parameters show: stubs or, where they are resident, views of ``at_rest``.
+
     Args:
         name: in the tags of the messages.
         params: full parameters by name, in the layout's slot order.
@@ -136,10 +138,10 @@ class Shards:
     _secondary: Tensor | None = None  # of what is gathered, the chunk that this rank of ``secondary`` keeps
     _gathering: tuple[Tensor, Pending] | None = None  # the buffer that is being filled
     _reducing: tuple[Tensor, Tensor, Pending] | None = None  # what is sent, and where the sums will be
-    _num_summed = 0  # axes over which that is summed
+    _num_summed = 0  # axes over which that sum has begun
     _rests_partial = False  # it is to be summed over the first axis only
     _partial: Tensor | None = None  # sums over the first axis alone, of earlier backwards
-    _buffer: Tensor | None = None  # [padded_numel], of gradients, where it outlives a reduction
+    _buffer: Tensor | None = None  # [padded_numel], of gradients, where it is there before a reduction, or after it
 
     def __init__(
         self, name: str, params: Mapping[str, nn.Parameter], layout: Layout, comm: Communicator, ways: Ways, at:
@@ -294,7 +296,7 @@ class Shards:
 
     @in_plain_mode
     def gather_stepped(self) -> Pending:
-        """Begin to gather what was stepped over the axes that only the stepped is divided over."""
+        """All-gather the stepped chunks into ``at_rest``, over the axes that divide what is stepped alone."""
         chunk = self.stepped if self.has_masters else None  # else it is in its place
         if not self._axes and chunk is not None:
             self.at_rest.copy_(chunk)
@@ -372,7 +374,7 @@ class Shards:
     def reduce(self, *, rests_partial: bool = False) -> None:
         """Begin to sum this rank's gradients over the ranks; ``advance`` ends it, and makes means of the sums.
 
-        Gradients are moved, as they are, into one buffer, [padded_numel] in ``sum_dtype``: no parameter has one
+        Gradients are moved, unscaled, into one buffer, [padded_numel] in ``sum_dtype``: no parameter has one
         afterwards, and what this rank did not use is 0. Beside the buffer, until the sums are there, a chunk is in
         memory into which they come, unless their place is in the buffer (``Ways.means_over``).
 
@@ -396,7 +398,7 @@ class Shards:
 
     @unrefused
     def fill(self, name: str) -> None:
-        """Move a gradient into the buffer, as it is, or add it to what is there; its parameter then has none."""
+        """Move a gradient into the buffer, unscaled, or add it to what is there; its parameter then has none."""
         self._buffer = self._to_fill()
         slot, gradient = self._tensors.slot(name, self._buffer), self.params[name].grad
         assert gradient is not None
@@ -441,10 +443,11 @@ class Shards:
         return True
 
     def advance(self) -> bool:
-        """Wait for the sum under way, and begin that over the next axis; False after the last, when means are there.
+        """Wait for the sum under way, and begin that over the next axis; False where none is under way any more.
 
         The sums of the last axis, [chunk] in ``sum_dtype``, are cast to the dtype of what is stepped and divided by
-        the number of ranks: here, and nowhere else on the way of a gradient. With one dtype that is done in place.
+        the number of ranks: here, and nowhere else on the way of a gradient (of ``bucketed``, which has no ``Shards``,
+        ``Bucket`` multiplies). With one dtype that is done in place.
         """
         if self._reducing is None:
             return False

@@ -107,8 +107,8 @@ class LaidOut:
     Attributes:
         stepped: what this rank's optimizer steps, for each parameter by its name, in the module's order: the parameter
             itself or, with ``steps_pieces``, another tensor object, which is empty where this rank steps nothing of it.
-        divisions: which rank has which elements, bucket by bucket; needed wherever ranks step different pieces, else
-            empty. ``ZeRO1.lay_out`` shows how they are made of layouts (``partition.flat``).
+        divisions: which rank has which elements, bucket by bucket; needed wherever ranks step different pieces;
+            else empty, or of one rank. ``ZeRO1.lay_out`` shows how they are made of layouts (``partition.flat``).
         hooks: what was put on the module; the engine removes them when it is closed.
     """
 
@@ -168,7 +168,7 @@ class Strategy:
         return contextlib.nullcontext()
 
     def grad_ready(self, param: nn.Parameter, *, sends: bool) -> None:
-        """Autograd has added this rank's gradient of ``param`` to ``param.grad``, which nobody has averaged.
+        """Autograd has added this rank's gradient of ``param`` to ``param.grad``, and nobody has averaged it yet.
 
         Called inside ``backward``, where autograd has come to the parameter: in an order of this rank's own, never for
         a parameter that this rank's loss did not use, once for one that it used, and once for each part where its

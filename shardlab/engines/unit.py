@@ -42,13 +42,13 @@ class Unit:
 
     @untraced
     def start(self) -> None:
-        """Begin to gather, unless that has begun."""
+        """Begin to gather, unless that has begun or gradients of it are on their way."""
         if self.state is State.SHARDED:
             self._start(as_stored=False)
 
     @untraced
     def gather(self, *, as_stored: bool = False) -> None:
-        """Gather, and let the parameters show their values."""
+        """Gather, after the means if gradients are being reduced, and let the parameters show their values."""
         if self.state is State.REDUCING:
             self.finish()
         if self.state is State.SHARDED:
@@ -92,7 +92,8 @@ class Unit:
         """Of each kind wait for the sum under way, and begin that over the next axis; see ``Shards.advance``.
 
         Returns:
-            Whether another sum is under way. After the last the means are there, at the pieces.
+            Whether another sum is under way. After the last the means are there: at the pieces, or, where they are
+            offloaded, on their way to the host.
         """
         left = [one.advance() for one in self.shards]  # of all, before it is asked whether any goes on
         if not any(left) and self.state is State.REDUCING:

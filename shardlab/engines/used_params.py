@@ -33,7 +33,7 @@ class UsedParams:
                 self._known.add(id(param))
 
     def take(self, param: nn.Parameter) -> None:
-        """Autograd has brought a gradient, which the strategy may move."""
+        """Autograd has brought a gradient, which the strategy may have moved already."""
         self._known.add(id(param))
 
     @unrefused
@@ -49,6 +49,6 @@ class UsedParams:
         self._known.clear()
 
     def clear(self, places: Sequence[int]) -> None:
-        """Nobody has a gradient of these."""
+        """Set the ``.grad`` of what is stepped to None for these, which no rank has used."""
         for place in places:
             self._pairs[place][1].grad = None

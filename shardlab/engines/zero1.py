@@ -69,21 +69,21 @@ class ZeRO1(InBuckets[Shards]):
         ]
 
     def divide(self, given: Given) -> tuple[Communicator, Ways]:
-        """Over which ranks what is stepped is divided, and how; ``rests_over`` and ``scatter`` are set here.
+        """Over which ranks what is stepped is divided, and how; ``make_buckets`` adds the rest.
 
         A strategy of two axes has one of its own: this one reduces over the last axis alone.
         """
         return self.comm, Ways(self.precision, means_over=self.means_over)
 
     def send(self, bucket: Shards) -> None:
-        """As the base; the bucket moves its gradients into its buffer, and calls ``scatter``, once for each axis."""
+        """As the base: ``Shards.reduce`` fills the buffer, and calls ``scatter`` over the first axis."""
         bucket.reduce()
 
     def scatter(self, axis: Communicator, buffer: Tensor, chunk: Tensor, bounds: tuple[int, ...], tag: str) -> Pending:
         """Begin to sum ``buffer`` over the ranks and to put this rank's part, by ``bounds``, into ``chunk``.
 
-        Called by the bucket, in ``send``; to be overridden by who sends otherwise. The bucket divides the sums by the
-        number of ranks when they have come (``Shards.advance``).
+        Called by the bucket: over the first axis in ``send``, over further ones in ``finish``. To be overridden by who
+        sends otherwise. The bucket divides the sums by the number of ranks when they have come (``Shards.advance``).
 
         Args:
             axis: whose ranks.

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardlab.comm import Pending
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import DDP, FSDP, Bucketed, Engine, Strategy, TorchDDP, ZeRO1, build_engine
+from shardlab.engines import DDP, FSDP, Bucketed, Engine, Strategy, TorchDDP, ZeRO1, ZeRO3, build_engine
 from shardlab.experiment import CompareConfig, compare, plan
 from shardlab.experiment.told.answer import answer
 from shardlab.experiment.told.verdicts import verdicts
@@ -234,6 +234,8 @@ def test_a_misspelt_method_is_refused_and_a_helper_is_not():
             ValueError, match=rf"Typo.{name}\(\) is no method of a strategy, .*; write {meant}\(\), or _{name}"
         ):
             _built(type("Typo", (base,), {name: lambda *_: None}))
+    with pytest.raises(ValueError, match=r"nobody calls Scatters.scatter\(\), .*make it from ZeRO1 or ZeRO2"):
+        _built(type("Scatters", (ZeRO3,), {"scatter": lambda *_: None}))
     helpers = {name: lambda self: None for name in ("reduce_all", "compress", "_reduces", "send")}
     _built(type("Right", (Bucketed,), {**helpers, "names": ("a",)}))
 

@@ -11,13 +11,19 @@ from shardlab.comm.communicator import Communicator
 from shardlab.engines.any_engine import owned_in
 from shardlab.engines.precision import Precision
 from shardlab.engines.sharded_params import Ways
+from shardlab.engines.sharded_strategy import Sharded
 from shardlab.engines.strategy import Given, LaidOut, Strategy
 
 _MISSPELT = 0.8  # of ``difflib``: "redcue" and "reduces" for "reduce", and not "reduce_all"
 
 
 def _check_methods(kind: type[Strategy]) -> None:
-    """Refuse a misspelt method, which nobody would call."""
+    """Refuse a method that nobody would call: a misspelt one, and how to scatter where parameters are gathered."""
+    if issubclass(kind, Sharded) and "scatter" in dir(kind):
+        raise ValueError(
+            f"strategy: nobody calls {kind.__name__}.scatter(), since strategies that gather parameters reduce-scatter "
+            "by their communicators; make it from ZeRO1 or ZeRO2"
+        )
     for one in kind.__mro__[: kind.__mro__.index(Strategy)]:
         above, own = {name for base in one.__mro__[1:] for name in _public_methods(base)}, _public_methods(one)
         for name in own - above:
@@ -36,9 +42,9 @@ def laid_out_by(strategy: Strategy, given: Given) -> LaidOut:
     """What a strategy makes of a model.
 
     Raises:
-        ValueError: a method that no class above has, with nearly the name of one; ``super().lay_out(given)`` or
-            ``super().__init__()`` left out; ``divide()`` or ``units`` that are none; or what it returns is not a tensor
-            of the size that its divisions say for each parameter.
+        ValueError: a method that nobody calls, such as one with nearly the name of another; ``super().lay_out(given)``
+            or ``super().__init__()`` left out; ``divide()`` or ``units`` that are none; or what it returns is not, for
+            each parameter, a tensor of the size that its divisions say.
     """
     _check_methods(type(strategy))
     shapes = {name: param.shape for name, param in given.params.items()}  # before others take the place of meta ones
