@@ -48,9 +48,12 @@ class Bucket:
 
     def fill(self, name: str) -> None:
         """Move a gradient into its slot, times 1/N, or add it to what is there; its parameter then has none."""
-        param, slot = self.params[name], self._tensors.slot(name, self._to_fill())
+        if not self._filled:
+            self._make_room()
+        param, buffer = self.params[name], self.buffer
         assert param.grad is not None
-        gradient = param.grad.detach()
+        assert buffer is not None
+        slot, gradient = self._tensors.slot(name, buffer), param.grad.detach()
         if name in self._filled:
             slot.add_(gradient, alpha=self.scale)
         else:
@@ -58,22 +61,22 @@ class Bucket:
             self._filled.add(name)
         param.grad = None
 
-    def _to_fill(self) -> Tensor:
-        """The buffer, [padded_numel], to write gradients into: the one from before, or a new one."""
+    def _make_room(self) -> None:
+        """Have a buffer, [padded_numel], that may be written to; before the first gradient that will be sent in it."""
         # The one from before may still be in use: each mean is a view of it, and so is what a user has kept of them.
-        # While gradients are in it that have not been sent, it is none of that.
-        if self.buffer is None or (not self._filled and num_references(self.buffer) > 1):
+        if self.buffer is None or num_references(self.buffer) > 1:
             self.buffer = self._like.new_empty(self.layout.padded_numel)
-        return self.buffer
 
     def prepare(self) -> None:
         """Make the buffer ready to be sent: what no_sync() has left is moved too; what this rank did not use is 0."""
-        buffer = self._to_fill()
+        if not self._filled:
+            self._make_room()
+        assert self.buffer is not None
         for name, param in self.params.items():
             if param.grad is not None:
                 self.fill(name)
             elif name not in self._filled:
-                self._tensors.slot(name, buffer).zero_()
+                self._tensors.slot(name, self.buffer).zero_()
         self._filled = set()
 
     def drop(self) -> None:

@@ -439,7 +439,7 @@ class Engine(AnyEngine):
             raise
         if has_gradient and (self._sync or param.grad is None or self.strategy.rests_partial):
             # Else it is at the parameter, where the user may clear it.
-            self._used.take(param)
+            self._used.moved.add(id(param))
 
     @untraced
     def _begin(self) -> None:
@@ -514,11 +514,11 @@ class Engine(AnyEngine):
             used: behind a reduction, ``_all_used()`` of before it.
         """
         raised, self._refusal = raised or self._refusal, None
-        unused = [place for place, is_used in enumerate(used) if not is_used]
+        unused = [index for index, is_used in enumerate(used) if not is_used]
         if unused:
             due = list(map(self._is_due, self.params.values()))
-            self._used.clear([place for place in unused if not due[place]])  # frozen, beside others that were sent
-            unused = [place for place in unused if due[place]]
+            self._used.clear([index for index in unused if not due[index]])  # frozen, beside others that were sent
+            unused = [index for index in unused if due[index]]
         # The largest number of a rank that raises, from 1: so all of them can name it.
         flag = numbers_on(self.mesh.device, [0 if raised is None else self.data_rank + 1, *used])
         for comm in self.data_comms:
@@ -541,7 +541,7 @@ class Engine(AnyEngine):
                 why = texts[number - 1]
             raise flag.raised or RuntimeError(f"rank {number - 1} {TOLD}: {why}; call engine.zero_grad() on all ranks")
         if flag.unused:
-            self._used.clear([place for place in flag.unused if not used[place]])
+            self._used.clear([index for index in flag.unused if not used[index]])
 
     def _ask(self, moment: Moment) -> None:
         """Let guards look; what they refuse is kept, and raised where all ranks meet next.

@@ -19,36 +19,36 @@ class UsedParams:
     Args:
         params: of the module, in its order.
         stepped: what the optimizer steps of each: itself, or another tensor.
+
+    Attributes:
+        moved: ids of those whose gradients may be elsewhere by now, and not in means yet: autograd has brought one,
+            which the strategy may have moved.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], stepped: Iterable[Tensor]) -> None:
         self._pairs = list(zip(params, stepped, strict=True))
-        self._known: set[int] = set()  # ids of those whose gradients may be elsewhere by now, and not in means yet
+        self.moved: set[int] = set()
 
     @unrefused
     def begin(self, *, sends: bool) -> None:
         """A backward begins: note what it may send, and what has means: new ones may come before it ends."""
         for param, stepped in self._pairs:
             if (sends and param.grad is not None) or (stepped is not param and stepped.grad is not None):
-                self._known.add(id(param))
-
-    def take(self, param: nn.Parameter) -> None:
-        """Autograd has brought a gradient, which the strategy may have moved already."""
-        self._known.add(id(param))
+                self.moved.add(id(param))
 
     @unrefused
     def here(self, *, or_stepped: bool) -> list[bool]:
         """Whether this rank has a gradient of each parameter; ``or_stepped``: also where what is stepped has one."""
         return [
-            id(param) in self._known or param.grad is not None or (or_stepped and stepped.grad is not None)
+            id(param) in self.moved or param.grad is not None or (or_stepped and stepped.grad is not None)
             for param, stepped in self._pairs
         ]
 
     def forget(self) -> None:
         """Gradients have been reduced, or cleared."""
-        self._known.clear()
+        self.moved.clear()
 
-    def clear(self, places: Sequence[int]) -> None:
-        """Set the ``.grad`` of what is stepped to None for these, which no rank has used."""
-        for place in places:
-            self._pairs[place][1].grad = None
+    def clear(self, indices: Sequence[int]) -> None:
+        """Set the ``.grad`` of what is stepped to None where no rank has used the parameter, by its place in the module."""
+        for index in indices:
+            self._pairs[index][1].grad = None
