@@ -141,7 +141,7 @@ def modules(
 def print_result(comparison: "Comparison", config: "CompareConfig", report: Path) -> None:
     """Print the answer of a comparison, its table, verdicts, and the path of its report."""
     from shardlab.experiment.told.answer import answer
-    from shardlab.experiment.told.verdicts import peak_note, verdicts
+    from shardlab.experiment.told.verdicts import verdicts
 
     console = Console(highlight=False)
     console.print(answer_table(answer(comparison, config)))
@@ -150,8 +150,6 @@ def print_result(comparison: "Comparison", config: "CompareConfig", report: Path
     console.print(NOTE, style="dim")
     if left_out:
         console.print(f"Left out for lack of width: {', '.join(left_out)}; the report has all columns.", style="dim")
-    if note := peak_note(comparison.summary):
-        console.print(note, style="dim")
     if said := verdicts(comparison):
         console.print(*said)
     console.print(f"Report: {report}", soft_wrap=True)

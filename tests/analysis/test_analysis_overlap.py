@@ -5,9 +5,8 @@ import pytest
 from shardlab.analysis import bandwidth, overlap, step_split, wire_bytes
 from shardlab.analysis.overlap import hidden_by_rank, hidden_by_run
 from shardlab.analysis.timed import timed_steps
-from shardlab.records.tables import COLLECTIVES, SPANS
-from tests.analysis.hand_made import NAN, collective, span
-from tests.analysis.test_analysis_in_flight import steps
+from shardlab.records.tables import COLLECTIVES, SPANS, STEPS
+from tests.analysis.hand_made import KEYS, NAN, STEP, collective, span
 
 
 def collectives(*times, **columns):
@@ -17,6 +16,11 @@ def collectives(*times, **columns):
 
 def spans(*times, **columns):
     return SPANS.frame([span(0, "m", "forward", start, end) | columns for start, end in times])
+
+
+def steps(*traced):
+    """A step for each, on rank 0."""
+    return STEPS.frame([KEYS | STEP | {"step": step, "traced_memory": on} for step, on in enumerate(traced)])
 
 
 def test_by_hand():

@@ -150,18 +150,13 @@ def test_table_and_causes_know_one_step(comparison):
 
 
 def test_the_peak_by_role_adds_up_to_the_peak(comparison):
-    config, result, _ = comparison
+    _, result, _ = comparison
     table = peak_table(result.records).set_index("strategy")
-    flights = ["in flight (MB)", "in flight in ordinary steps (MB)"]
-    roles = table.drop(columns=["step", "rank", "unit", "phase", "all (MB)", *flights])
+    roles = table.drop(columns=["step", "rank", "unit", "phase", "all (MB)"])
     assert roles.sum(axis=1).to_numpy() == pytest.approx(table["all (MB)"].to_numpy())
     assert (roles > 0).any().all()  # a role that nobody holds has no column
     summary = result.summary.set_index("strategy").loc[table.index]
     assert (table["all (MB)"] == summary["peak_bytes"] / 1e6).all()
-    assert (table[flights[0]] == summary["traced_in_flight_bytes"] / 1e6).all()
-    assert table.loc["single", flights].tolist() == [0, 0]
-    # ddp sends every gradient at once, and waits at the end
-    assert 0 < table.loc["ddp", flights[1]] <= whole_bytes(config) / 1e6
 
 
 def test_the_first_broadcast_is_recorded_but_in_no_step(comparison):

@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from shardlab import plots
 from shardlab.analysis.held_bytes import allocator_items, peak
 from shardlab.analysis.overlap import overlap, step_split
-from shardlab.analysis.timed import in_timed_steps, timed_steps, traced_and_ordinary
+from shardlab.analysis.timed import in_timed_steps, timed_steps
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import write_page
 from shardlab.experiment.told.answer import answer
@@ -30,9 +30,8 @@ from shardlab.vocabulary import Phase, Role
 HIDDEN = "Exposed communication lengthens the step; hidden communication slows compute if no core is idle."
 PEAK = (
     "Where the peak of the traced steps was: step and rank, the unit that computed, and the live bytes at that moment "
-    "by role. In flight: the most bytes of collectives under way at once in this step, and in an "
-    "ordinary one, where compute is faster; where the two differ, so may the peak of an ordinary step. Other: "
-    "temporaries, gradients of activations, and with ZeRO-3 and FSDP whole gradients that are not yet reduced."
+    "by role. Tracing slows compute and not messages: on a CPU an ordinary step may have other messages under way at "
+    "its peak. Other: temporaries, gradients of activations, and with ZeRO-3 and FSDP whole gradients not yet reduced."
 )
 ALLOCATOR = (
     "What torch's CUDA allocator holds after the last step, on the rank that holds the most: the items add up to its "
@@ -221,10 +220,7 @@ def middle_step(steps: pd.DataFrame) -> int:
 
 
 def peak_table(records: Records) -> pd.DataFrame:
-    """Step, rank, unit and phase of each run's peak, and the bytes of each role at that moment, which add up to it.
-
-    Beside it stands what was in flight at most in this step and in ordinary ones.
-    """
+    """Step, rank, unit and phase of each run's peak, and the bytes of each role at that moment, which add up to it."""
     rows = peak(records.memory)
     rows = rows[rows["role"] != str(Role.OFFLOADED)]
     wide = rows.pivot_table(
@@ -233,10 +229,7 @@ def peak_table(records: Records) -> pd.DataFrame:
     held = [str(role) for role in Role if role in wide.columns and wide[role].any()]
     table = wide[held].assign(all=wide.sum(axis=1)) / 1e6
     names = {role: f"{role.replace('_', ' ')} (MB)" for role in (*held, "all")} | {"run": "strategy"}
-    flights = traced_and_ordinary(records.collectives, records.steps) / 1e6
-    flights = flights.set_axis(["in flight (MB)", "in flight in ordinary steps (MB)"], axis=1)
-    table = table.reset_index().merge(flights, left_on="run", right_index=True, how="left")
-    return table.rename(columns=names).rename_axis(columns=None)
+    return table.reset_index().rename(columns=names).rename_axis(columns=None)
 
 
 def allocator_table(records: Records) -> pd.DataFrame:

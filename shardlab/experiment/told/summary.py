@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from shardlab.analysis.held_bytes import at_rest, peaks_of_steps
-from shardlab.analysis.timed import hidden_share, step_lengths, timed_steps, traced_and_ordinary
+from shardlab.analysis.timed import hidden_share, step_lengths, timed_steps
 from shardlab.records.store import Records
 from shardlab.vocabulary import Phase, Role
 
@@ -66,8 +66,6 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     ``wire_bytes_per_step`` is what the algorithm needs the busiest rank to send in the last step, without the reported
     loss, or the mean over all steps where ranks differ by design, as in local SGD, which sends in some steps only;
     ``moved_bytes_per_step`` is what the transport of the busiest rank sends for it, null if not known.
-    ``in_flight_bytes`` are the most bytes of collectives under way at once in an ordinary step,
-    ``traced_in_flight_bytes`` in the traced one, that of the peak (``analysis.timed``); null where there was none.
     ``recorder_share`` is the time of recording over the time of the steps, on the rank where it is largest.
     ``max_loss_difference`` is against ``loss_reference``, and null without one; ``losses_equal`` judges the first
     ``JUDGED_STEPS`` steps that both have, whose largest difference is ``judged_loss_difference``; null if they have no
@@ -80,7 +78,6 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     losses = losses_of(records.steps)
     rest = at_rest(records.memory).pivot_table(index="run", columns="role", values="bytes", aggfunc="max")
     hidden = hidden_share(records.collectives, records.spans, records.steps).groupby("run")["overlap"].median()
-    flights = traced_and_ordinary(records.collectives, records.steps).reindex(list(losses))
     lengths = step_lengths(records.steps).groupby("run").median()
     exposed = timed_steps(records.steps).groupby("run")["exposed_comm_us"].median()
     sources = records.steps.groupby("run")["source"].first()
@@ -92,8 +89,6 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
             "overlap": _number(hidden.get(run)),
             "source": str(sources[run]),
             **_bytes(run, rest, records),
-            "traced_in_flight_bytes": _number(flights.at[run, "traced_bytes"]),
-            "in_flight_bytes": _number(flights.at[run, "ordinary_bytes"]),
         }
         for run in losses
     ]

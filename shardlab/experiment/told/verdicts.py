@@ -12,7 +12,6 @@ from shardlab.plots.text import format_percent
 from shardlab.vocabulary import HostTransport, Phase, SpanKind
 
 QUIET = 0.2  # of a step, off the CPU
-SAME_PEAK = 0.01  # of a peak: what is less does not change how it reads
 
 
 def verdicts(comparison: Comparison) -> list[str]:
@@ -134,23 +133,6 @@ def busy_verdict(comparison: Comparison, runs: Iterable[str] | None = None) -> s
         why = "other programs or ranks had the cores" if 2 * queued.sum() >= lost.loc[run] else "they slept"
     share = format_percent(shares.max())
     return f"Times are UNCERTAIN: in {run} ranks were off the CPU for {share} of their steps: {why}."
-
-
-def peak_note(summary: pd.DataFrame) -> str:
-    """What is known of ordinary peaks, where the traced step had other collectives in flight; else empty."""
-    sizes = ["traced_in_flight_bytes", "in_flight_bytes", "peak_bytes"]
-    known = summary.dropna(subset=sizes).set_index("strategy")[sizes].astype("float64") / 1e6
-    differ = (known["traced_in_flight_bytes"] - known["in_flight_bytes"]).abs() > SAME_PEAK * known["peak_bytes"]
-    parts = [
-        f"{strategy} {traced:.2f} MB, ordinary steps {ordinary:.2f} MB (peak {peak:.2f} MB)"
-        for strategy, (traced, ordinary, peak) in zip(known.index[differ], known[differ].to_numpy(), strict=True)
-    ]
-    if not parts:
-        return ""
-    return (
-        "Peaks are those of a traced step, which computes more slowly: it had other collectives in flight than "
-        f"ordinary steps, whose peak may differ by as much. In flight at most: {'; '.join(parts)}."
-    )
 
 
 def transports_of(comparison: Comparison) -> dict[str, list[str]]:
