@@ -9,22 +9,11 @@ from rich.console import Console
 
 from shardlab.cli.console import answer_table, count, table_of
 from shardlab.cli.counted_model import CountedModel
-from shardlab.cli.transformer import (
-    CARD,
-    AsJson,
-    Batch,
-    Card,
-    Config,
-    Kept,
-    Measured,
-    Network,
-    Ranks,
-    SeqLen,
-    memory_alone,
-    rates,
-    step_in,
-)  # fmt: skip
 from shardlab.planner.formulas import precision_named
+
+from shardlab.cli.transformer import (  # isort: skip
+    CARD, AsJson, Batch, Card, Config, Kept, Measured, Network, Ranks, SeqLen, memory_alone, rates, step_in,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from shardlab.forecast.job import Job

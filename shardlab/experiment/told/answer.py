@@ -18,19 +18,14 @@ from shardlab.experiment.told import verdicts
 from shardlab.experiment.told.losses import data_are_lost, dead_verdict, norms_apart
 from shardlab.experiment.told.saved_runs import Comparison, config_of
 from shardlab.experiment.told.step_reasons import Reasons, why
-from shardlab.experiment.told.summary import (
-    FULL,
-    LOSS_TOLERANCE,
-    REFERENCE,
-    counted_steps,
-    not_finite,
-    precision_of,
-    ranks_differ,
-)  # fmt: skip
 from shardlab.planner.rows import ROWS
 from shardlab.plots.text import format_bytes, format_percent, listing
 from shardlab.records.store import Records
 from shardlab.vocabulary import Phase
+
+from shardlab.experiment.told.summary import (  # isort: skip
+    FULL, LOSS_TOLERANCE, REFERENCE, counted_steps, not_finite, precision_of, ranks_differ,
+)  # fmt: skip
 
 ROLES = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer state"}
 ALIKE = 0.01  # relative: what differs by less is said to be the same

@@ -10,14 +10,7 @@ from shardlab.experiment.run.rank_checks import DATA, GRADIENTS, LOSS
 from shardlab.experiment.run.watched_loss import IGNORED
 from shardlab.experiment.told import summary
 from shardlab.experiment.told.saved_runs import Comparison
-from shardlab.experiment.told.summary import (
-    JUDGED_STEPS,
-    LOOK_FOR,
-    NORM_TOLERANCE,
-    REFERENCE,
-    own_buffers_said,
-    why_dead,
-)  # fmt: skip
+from shardlab.experiment.told.summary import JUDGED_STEPS, LOOK_FOR, NORM_TOLERANCE, REFERENCE, why_dead
 from shardlab.experiment.trained.batches import first_other
 from shardlab.vocabulary import MeshAxis
 
@@ -137,7 +130,7 @@ def _mean_of_means(comparison: Comparison) -> str:
 
 def _own_buffers(comparison: Comparison) -> str:
     """A sentence if ranks have buffers of their own, of which torch's DDP keeps only rank 0's."""
-    said = own_buffers_said(comparison.records.manifests.values())
+    said = summary.own_buffers_said(comparison.records.manifests.values())
     others = " torch_ddp goes on from those of rank 0, as ours do with broadcast_buffers."
     others = others if "torch_ddp" in comparison.records.manifests else ""
     return f" What differs first: {said}.{others}" if said else ""
