@@ -49,6 +49,6 @@ class UsedParams:
         self.moved.clear()
 
     def clear(self, indices: Sequence[int]) -> None:
-        """Set the ``.grad`` of what is stepped to None where no rank has used the parameter, by its place in the module."""
+        """Set to None the ``.grad`` of what is stepped of parameters that no rank has used, told by their places."""
         for index in indices:
             self._pairs[index][1].grad = None
