@@ -119,8 +119,16 @@ def answer_of_record(recorded: Comparison) -> list[Line]:
         Line("SENT", "not known: no step was watched" if isnan(sent) else sends),
         Line("LATE", last),
         *_dead(records),
-        Line("NEXT", looks if last.startswith("rank") else again),
+        Line("NEXT", (looks if last.startswith("rank") else again) + _is_it_right(recorded)),
     ]
+
+
+def _is_it_right(recorded: Comparison) -> str:
+    """How to know whether a script is right, which a record does not say."""
+    ranks, name = int(recorded.summary["ranks"].iloc[0]), _name(recorded)
+    if ranks == 1 or not name.endswith(".py"):
+        return ""
+    return f"; shardlab same --ranks {ranks} {name}: are its gradients those of one process?"
 
 
 def _dead(records: Records) -> list[Line]:

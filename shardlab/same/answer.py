@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import isclose
+from math import isclose, isnan
 
 import pandas as pd
 import torch
@@ -178,7 +178,7 @@ def _verdict(found: Found, ranks: Sequence[Notes], alone: Sequence[Notes]) -> It
 
 def _ratios(rows: Sequence) -> str:  # type: ignore[type-arg]
     low, high = min(row.ratio for row in rows), max(row.ratio for row in rows)
-    cosine = min(row.cosine for row in rows)
+    cosine = min((row.cosine for row in rows if not isnan(row.cosine)), default=0.0)
     ratios = f"{low:.4g}" if isclose(low, high, rel_tol=1e-3) else f"{low:.4g} to {high:.4g}"
     return f"{ratios}, cosine {cosine:.3f}"
 
@@ -208,7 +208,8 @@ def _other_losses(found: Found, ranks: Sequence[Notes], alone: Sequence[Notes], 
             rank = int((ratios - 1).abs().amax(1).argmax())
             return (
                 f"in step {number} the loss of rank {rank} is {float(ratios[rank][0]):.6g} times that of one process "
-                "on the same rows: rows that were not seen, noise, or a forward in which ranks exchange activations"
+                "on the same rows: rows that were not seen, noise, a loss that reads the rank, or a forward in which "
+                "ranks exchange activations"
             )
     return ""
 

@@ -20,6 +20,7 @@ What two of these would show alike is said as the two.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import isclose
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,31 +34,39 @@ LISTED = 3
 _CALLERS = {"ddp": "DDP", "autograd": "DDP", "fsdp": "FSDP"}  # C++ in a backward is DDP
 
 
+class Cause(NamedTuple):
+    """Where a difference comes from, the line of the script, and what to do."""
+
+    reason: str
+    where: str
+    advice: str
+
+
 def causes(found: Found, ranks: Sequence[Notes]) -> list[tuple[str, str]]:
     """Lines CAUSE, WHERE and NEXT of the first difference."""
     rows = found.different
-    step, what = rows[0].step, rows[0].what
-    if what == "gradient":
-        return _of_gradients(found, ranks, rows)
-    who = sorted({row.rank for row in rows})
-    if what == "weights before":
-        when = "before the first step" if step == 0 else f"before step {step}"
-        kind = "parameters that start different" if step == 0 else "stale weights"
-        advice = "broadcast parameters from rank 0 before training, or seed ranks alike before the model is built"
-        if step:
-            advice = "step all parameters on every rank, or send each rank what their owners have stepped"
-            if apart := _options_apart(ranks, step - 1):
-                kind, advice = f"{apart}, so weights drift apart", "give the optimizers of all ranks the same options"
-        return [
-            ("CAUSE", f"{kind}: {_first(rows)} of rank {_listed(who)} are not rank 0's {when}"),
-            ("WHERE", f"the first forward of step {step}"),
-            ("NEXT", advice),
-        ]
-    if what == "buffer":
-        return _of_buffers(rows)
-    if what in ("norm", "clipping"):
-        return _of_norm(found, ranks, rows)
-    return _of_update(ranks, rows)
+    of = {"gradient": _of_gradients, "norm": _of_norm, "clipping": _of_norm, "weights after": _of_update}
+    known = of.get(rows[0].what, _of_what_differs_before)(found, ranks, rows)
+    return [line for one in known for line in zip(("CAUSE", "WHERE", "NEXT"), one, strict=True)]
+
+
+def _of_what_differs_before(_: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> list[Cause]:
+    """Weights or buffers that are not rank 0's when a module is called."""
+    step, is_buffer = rows[0].step, rows[0].what == "buffer"
+    kind = f"{'buffers' if is_buffer else 'parameters'} that start different"
+    advice = "broadcast those of rank 0 before training, or seed ranks alike before the model is built"
+    if step and is_buffer:
+        kind = "buffers that drift"
+        advice = "send rank 0's to all (DDP does, with broadcast_buffers), or reduce what they are computed from"
+    elif step and (apart := _options_apart(ranks, step - 1)):
+        kind, advice = f"{apart}, so weights drift apart", "give the optimizers of all ranks the same options"
+    elif step:
+        kind = "stale weights"
+        advice = "step all parameters on every rank, or send each rank what their owners have stepped"
+    when = "before the first step" if step == 0 else f"before step {step}"
+    who = _listed(sorted({row.rank for row in rows}))
+    reason = f"{kind}: {_first(rows)} of rank {who} are not rank 0's {when}"
+    return [Cause(reason, f"the first forward of step {step}", advice)]
 
 
 def named(rows: Sequence[Row], found: Found, ranks: Sequence[Notes]) -> str:
@@ -79,12 +88,12 @@ def named(rows: Sequence[Row], found: Found, ranks: Sequence[Notes]) -> str:
     return f"{listed}{f' (only the {kind} ones)' if kind else f' ({len(names)} of {len(every)})'}{ranks_in_words}"
 
 
-def _of_gradients(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> list[tuple[str, str]]:
+def _of_gradients(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> list[Cause]:
     step, expected = rows[0].step, found.unions[rows[0].step]
     names, on = list(dict.fromkeys(row.name for row in rows)), sorted({row.rank for row in rows})
     if clipped := _clipped_apart(found, ranks, step):
         return clipped
-    said: list[tuple[str, str]] = []
+    said: list[Cause] = []
     for group, mixed in _grouped(found, expected, step, names, on[0]):
         messages = [one for one in ranks[on[0]].steps[step].messages if set(group) & set(one.names)]
         reason, advice = _said(mixed, expected, on[0], len(ranks), _group_sizes(ranks, step), _times_sent(messages))
@@ -93,13 +102,11 @@ def _of_gradients(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> 
             reason = "what ranks exchange in forward brings back no gradient, or another one than in one process"
             advice = "exchange by torch.distributed.nn.functional, which has a backward; let each row's loss count once"
         only = "" if len(group) == len(names) else f" ({_some(group)})"
-        said.append(("CAUSE", reason + only))
-        said.append(("WHERE", _where(ranks, step, on[0], group, messages)))
-        said.append(("NEXT", advice))
+        said.append(Cause(reason + only, _where(ranks, step, on[0], group, messages), advice))
     return said
 
 
-def _clipped_apart(found: Found, ranks: Sequence[Notes], step: int) -> list[tuple[str, str]]:
+def _clipped_apart(found: Found, ranks: Sequence[Notes], step: int) -> list[Cause]:
     """Where each rank scales what it has by the norm of that alone; empty if none does."""
     noted = [one.steps[step] for one in ranks]
     reason = advice = ""
@@ -111,7 +118,7 @@ def _clipped_apart(found: Found, ranks: Sequence[Notes], step: int) -> list[tupl
         reason = f"the norm of its own pieces: every rank scales these to a norm of {norm:.4g}"
         advice = "add up the squares over all ranks that hold pieces, then take the root"
     where = f"between backward and the step at {short(noted[0].line)}"
-    return [("CAUSE", reason), ("WHERE", where), ("NEXT", advice)] if reason else []
+    return [Cause(reason, where, advice)] if reason else []
 
 
 def _agree(views: dict[str, list[Tensor | None]]) -> bool:
@@ -324,7 +331,7 @@ def _where(ranks: Sequence[Notes], step: int, rank: int, names: Sequence[str], m
     return f"no message between backward at {backward} and the step at {short(noted.line)}"
 
 
-def _of_norm(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> list[tuple[str, str]]:
+def _of_norm(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> list[Cause]:
     row = rows[0]
     step = ranks[row.rank].steps[row.step]
     own = sum(float(part.value.double().square().sum()) for part in step.gradients) ** 0.5
@@ -337,8 +344,8 @@ def _of_norm(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> list[
         reason = f"the norm of its own pieces: rank {row.rank} clips to {used:.4g}, and all of them have {norm:.4g}"
     elif row.what == "clipping":
         reason = f"clipping scales by {row.ratio:.4g} times what the norm of all gradients, {norm:.4g}, asks for"
-    return [("CAUSE", reason), ("WHERE", f"before the step at {short(step.line)}"),
-            ("NEXT", "reduce the sum of squares over the ranks that hold pieces, then take the root")]  # fmt: skip
+    advice = "reduce the sum of squares over the ranks that hold pieces, then take the root"
+    return [Cause(reason, f"before the step at {short(step.line)}", advice)]
 
 
 def _options_apart(ranks: Sequence[Notes], step: int) -> str:
@@ -351,17 +358,7 @@ def _options_apart(ranks: Sequence[Notes], step: int) -> str:
     return ""
 
 
-def _of_buffers(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    on = _listed(sorted({row.rank for row in rows}))
-    kind = "buffers that start different" if rows[0].step == 0 else "buffers that drift"
-    return [
-        ("CAUSE", f"{kind}: {_first(rows)} of rank {on} are not rank 0's; each rank has computed them by itself"),
-        ("WHERE", f"the first forward of step {rows[0].step}; gradients and steps up to there are the same"),
-        ("NEXT", "send rank 0's to all (DDP does, with broadcast_buffers), or reduce what they are computed from"),
-    ]
-
-
-def _of_update(ranks: Sequence[Notes], rows: Sequence[Row]) -> list[tuple[str, str]]:
+def _of_update(_: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> list[Cause]:
     on = sorted({row.rank for row in rows})
     step = ranks[on[0]].steps[rows[0].step]
     if all(row.ratio < 1e-3 for row in rows):
@@ -371,7 +368,7 @@ def _of_update(ranks: Sequence[Notes], rows: Sequence[Row]) -> list[tuple[str, s
         size = f"{rows[0].ratio:.3g} times as large in {rows[0].name}"
         reason = f"the same gradients make another step on rank {_listed(on)}: {size}"
         advice = "look at optimizer state, learning rate, and what writes parameters after the step"
-    return [("CAUSE", reason), ("WHERE", f"after the step at {short(step.line)}"), ("NEXT", advice)]
+    return [Cause(reason, f"after the step at {short(step.line)}", advice)]
 
 
 def short(line: str) -> str:

@@ -116,9 +116,9 @@ def compare(ranks: Sequence[Notes], alone: Sequence[Notes]) -> Found:
 
 def _compare_step(found: Found, number: int, steps: Sequence[Step], own: Sequence[Step], expected: Union) -> None:
     found.unions.append(expected)
-    first = wholes([one.weights for one in steps])
+    first, num_ranks = wholes([one.weights for one in steps]), len(steps)
     begins = {name: next(one for one in views if one is not None) for name, views in first.items()}
-    found.rows += _rows(number, "weights before", first, begins)
+    found.rows += _rows(number, "weights before", first, begins, num_ranks)
     ours = wholes([[part for part in one.gradients if part.name in one.names] for one in steps])
     found.ours.append(ours)
     names = {name for one in steps for name in one.names}
@@ -127,17 +127,13 @@ def _compare_step(found: Found, number: int, steps: Sequence[Step], own: Sequenc
     if clipped_by_hand is not None:
         found.clips_by_hand = True
         wanted = _clipped_by_hand(wanted, expected.gradient, own, clipped_by_hand)
-    rows = list(_rows(number, "gradient", ours, wanted))
-    if (
-        expected.is_summed
-        and rows
-        and all(isclose(row.ratio, len(steps), rel_tol=found.band.different) for row in rows)
-    ):
+    rows = list(_rows(number, "gradient", ours, wanted, num_ranks))
+    if expected.is_summed and rows and all(isclose(row.ratio, num_ranks, rel_tol=found.band.different) for row in rows):
         found.by_sum = True
-        wanted = {name: value * len(steps) for name, value in wanted.items()}
-        rows = list(_rows(number, "gradient", ours, wanted))
+        wanted = {name: value * num_ranks for name, value in wanted.items()}
+        rows = list(_rows(number, "gradient", ours, wanted, num_ranks))
     found.rows += rows
-    scale = len(steps) if found.by_sum else 1
+    scale = num_ranks if found.by_sum else 1
     found.rows += _norms(number, steps, {name: value * scale for name, value in expected.gradient.items()})
     after = wholes([one.after for one in steps])
     for rank, one in enumerate(own):
@@ -148,10 +144,11 @@ def _compare_step(found: Found, number: int, steps: Sequence[Step], own: Sequenc
     found.rows += _buffers(number, steps)
 
 
-def _rows(number: int, what: str, ours: dict[str, list[Tensor | None]], expected: Gradient) -> Iterator[Row]:
+def _rows(
+    number: int, what: str, ours: dict[str, list[Tensor | None]], expected: Gradient, num_ranks: int
+) -> Iterator[Row]:
     numel = sum(value.numel() for value in expected.values())
     mean = sqrt(sum(float(value.double().square().sum()) for value in expected.values()) / max(numel, 1))
-    num_ranks = max((len(views) for views in ours.values()), default=1)
     for name, value in expected.items():
         least = FLOOR * mean * sqrt(value.numel()) + 1e-300
         # Of the ranks that step it; a gradient that no rank has is one that nobody brought.

@@ -5,20 +5,25 @@ None of them raises an error, and the loss of each falls. They are stories of th
 
 import tempfile
 from collections.abc import Mapping
-from difflib import SequenceMatcher
 from pathlib import Path
 
-from shardlab.course.same_scripts import BROKEN, TEMPLATES
+from shardlab.course.same_scripts import BROKEN
 from shardlab.same.answer import Answer
 from shardlab.same.process import Job
 from shardlab.same.ranks import judged
 
 PROGRAMS = (
-    ("not divided by ranks", "by hand"), ("the module inside is called", "DDP"), ("a mean of means", "FSDP2"),
-    ("cleared in each micro-batch", "DDP"), ("the norm of own pieces", "FSDP2"),
-    ("a tied weight reduced twice", "by hand"), ("clipped before reduced", "by hand"),
-    ("stepped weights are overwritten", "by hand"),
-)  # fmt: skip
+    ("not divided by ranks", "by hand", "dist.all_reduce"),
+    ("the module inside is called", "DDP", "model.module(x)"),
+    ("a mean of means", "FSDP2", "F.cross_entropy"),
+    ("cleared in each micro-batch", "DDP", "            optimizer.zero_grad()"),
+    ("the norm of own pieces", "FSDP2", "norm = sum"),
+    ("a tied weight reduced twice", "by hand", "remove_duplicate"),
+    ("clipped before reduced", "by hand", "clip_grad_norm_"),
+    ("stepped weights are overwritten", "by hand", "dist.broadcast"),
+)
+"""Story, kind of script, and a part of the line at fault."""
+
 LIMIT_S = 60.0
 
 
@@ -28,7 +33,7 @@ def broken_program(number: int) -> str:
     Raises:
         ValueError: there is none of that number.
     """
-    story, kind = _found(number)
+    story, kind, _ = _found(number)
     return BROKEN[story].script(kind)
 
 
@@ -40,9 +45,8 @@ def numbered(number: int) -> str:
 
 def is_at_fault(number: int, line: int) -> bool:
     """Whether the line, or one beside it, is what makes the program wrong."""
-    right, broken = TEMPLATES[_found(number)[1]].splitlines(), broken_program(number).splitlines()
-    changes = SequenceMatcher(None, right, broken, autojunk=False).get_opcodes()
-    return any(tag != "equal" and first <= line <= last + 1 for tag, _, _, first, last in changes)
+    lines = broken_program(number).splitlines()
+    return any(_found(number)[2] in text for text in lines[max(0, line - 2) : line + 1])
 
 
 def mended(number: int, lines: Mapping[int, str]) -> Answer:
@@ -58,13 +62,18 @@ def mended(number: int, lines: Mapping[int, str]) -> Answer:
     text = dict(enumerate(broken_program(number).splitlines(), 1))
     if unknown := sorted(set(lines) - set(text)):
         raise ValueError(f"lines: {unknown[0]} is given; program {number} has lines 1 to {len(text)}")
+    return judged_text("\n".join((text | dict(lines)).values()) + "\n")
+
+
+def judged_text(text: str, ranks: int = 2) -> Answer:
+    """What ``same`` says of a program."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "train.py"
-        path.write_text("\n".join((text | dict(lines)).values()) + "\n")
-        return judged(Job(path), LIMIT_S)
+        path.write_text(text)
+        return judged(Job(path, ranks=ranks), LIMIT_S)
 
 
-def _found(number: int) -> tuple[str, str]:
+def _found(number: int) -> tuple[str, str, str]:
     if not 1 <= number <= len(PROGRAMS):
         raise ValueError(f"number: {number} is given; there are programs 1 to {len(PROGRAMS)}")
     return PROGRAMS[number - 1]
