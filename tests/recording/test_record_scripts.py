@@ -312,6 +312,7 @@ def test_report_trace_and_diff_read_it(recorded, tmp_path):
     found = json.loads(shardlab("report", directory, "--json").stdout)
     assert list(found["answer"]) == ["MEMORY", "TIME", "WHY", "SENT", "LATE", "NEXT"]
     assert found["answer"]["LATE"].startswith(("rank ", "no rank; "))
+    assert "; shardlab same --ranks 2 " in found["answer"]["NEXT"]
     assert all(name in done.stdout and text.split()[0] in page for name, text in found["answer"].items())
     (row,) = found["strategies"]
     assert (row["ranks"], row["steps"], row["losses_equal"]) == (2, STEPS, None)
