@@ -18,6 +18,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 Pools = Callable[[int], "RankPool"]
 
+# What each rank would import: with any optimizer, with a table, with a function of a test, with a strategy, and the
+# text of the grammar. What is imported before the fork is also never searched for cycles after a call.
+PRELOAD = [
+    "torch._dynamo", "pandas", "pytest", "shardlab.experiment.run.rank_run", "shardlab.recording.record",
+    "shardlab.same.process", "tests.drawn_grammar",
+]  # fmt: skip
+
 
 def pytest_collection_finish() -> None:
     """What was imported stays: searching it for tensors took a tenth of a second in each step without values."""
@@ -38,6 +45,15 @@ def _interrupts_are_heard() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _ranks_are_forked_with_imports(request: pytest.FixtureRequest, _interrupts_are_heard: None) -> None:
+    """From one server, whichever test is the first that asks for ranks."""
+    if any("pools" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        from shardlab.launch import processes
+
+        processes._forkserver(PRELOAD)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _no_rank_is_left() -> Iterator[None]:
     yield
     _, left = psutil.wait_procs(rank_processes(), timeout=5)
@@ -53,9 +69,7 @@ def pools(_no_rank_is_left: None) -> Iterator[Pools]:
 
     def pool_of(world_size: int) -> RankPool:
         if world_size not in warm:
-            # What each rank would import: with any optimizer, with a table, with the file of a test, with a strategy.
-            preload = ["torch._dynamo", "pandas", "pytest", "shardlab.experiment.run.rank_run"]
-            warm[world_size] = RankPool(world_size, device="cpu", timeout_s=30.0, preload=preload)
+            warm[world_size] = RankPool(world_size, device="cpu", timeout_s=30.0)
         return warm[world_size]
 
     yield pool_of

@@ -494,11 +494,15 @@ class Shards:
                 # By ``.data``: the optimizer finds its state by these very tensor objects.
                 piece.data = self._tensors.piece_of(name, chunk)
 
+    def gathered_tensors(self) -> list[Tensor]:
+        """What is gathered, is being gathered, or was kept of it for the next gather."""
+        gathering = [] if self._gathering is None else [self._gathering[0]]
+        kept = [] if self._secondary is None else [self._secondary]
+        return [tensor for tensor in (*self.storages.values(), *gathering, *kept) if tensor is not self.at_rest]
+
     def holdings(self) -> Iterator[Holding]:
         """What this rank holds of parameters and gradients; each element of a role under one name."""
-        gathered = [*self.storages.values(), *([] if self._gathering is None else [self._gathering[0]])]
-        gathered += [] if self._secondary is None else [self._secondary]
-        yield from (Holding(Role.GATHERED_PARAMETER, tensor) for tensor in gathered if tensor is not self.at_rest)
+        yield from (Holding(Role.GATHERED_PARAMETER, tensor) for tensor in self.gathered_tensors())
         yield Holding(Role.PARAMETER, self.at_rest)
         if self.is_resident:
             for name, param in self.params.items():

@@ -19,12 +19,11 @@ import cloudpickle
 import pandas as pd
 from torch import nn
 
-from shardlab.comm.signed_messages import all_gather_bytes
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import claim, new_directory, reserve, run_directory
 from shardlab.experiment.planned.plan import plans_or_why
 from shardlab.experiment.run.manifest import found_by, manifest_of
-from shardlab.experiment.run.rank_run import Progress, run_strategy
+from shardlab.experiment.run.rank_run import Progress, agree, meet, run_strategy
 from shardlab.experiment.told.as_planned import against_plan
 from shardlab.experiment.told.saved_runs import Comparison
 from shardlab.experiment.told.summary import summarise
@@ -35,7 +34,7 @@ from shardlab.launch.cell_bar import cell_bar
 from shardlab.launch.placement import torchrun_env
 from shardlab.launch.pool import check_pool
 from shardlab.records.store import load_runs, write_manifest
-from shardlab.trace.clock import Reading, origins_of
+from shardlab.trace.clock import origins_of
 
 # Every rank imports these, so they are imported once before the ranks are forked.
 PRELOAD = ("shardlab.experiment.run.rank_run", "torch._dynamo")
@@ -172,11 +171,11 @@ def is_reporter() -> bool:
 
 def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress: OnProgress) -> Comparison:
     with _naming_the_field(config):
-        pool.run(_meet, config)
+        pool.run(meet, config)
     directory, failed = _run_all(config, directory, pool, on_progress)
     if len(failed) == len(config.strategies):
         raise next(iter(failed.values()))
-    pool.run(_meet)  # under torchrun the others may read only what rank 0 has finished writing
+    pool.run(meet)  # under torchrun the others may read only what rank 0 has finished writing
     records = load_runs(run_directory(directory, strategy) for strategy in config.strategies if strategy not in failed)
     # After the runs, not before: planning reads data, which may change what a data loader yields next.
     plans = plans_or_why(config)
@@ -204,7 +203,7 @@ def _run_all(
     failed: dict[str, RankError] = {}
     for strategy in config.strategies:
         # Under torchrun the processes choose a directory each; that of rank 0 is used.
-        agreed = pool.run(_agree, directory)
+        agreed = pool.run(agree, directory)
         directory, origins = agreed[0][0], origins_of(reading for _, reading in agreed)
         where, manifest = run_directory(directory, strategy), manifest_of(config, strategy, pool)
         _write_manifest(where, manifest)
@@ -237,16 +236,6 @@ def _naming_the_field(config: CompareConfig) -> Iterator[None]:
                     "locks, connections and generators inside it, on the rank"
                 ) from error
         raise
-
-
-def _agree(rank: int, directory: Path) -> tuple[Path, Reading]:  # noqa: ARG001
-    """This rank's directory, and its clock when all ranks have come here."""
-    all_gather_bytes(b"")
-    return directory, Reading.now()
-
-
-def _meet(rank: int, config: CompareConfig | None = None) -> None:
-    """Do nothing: ``pool.run`` returns when all ranks have, and been sent the configuration."""
 
 
 def _write_manifest(directory: Path, manifest: dict[str, Any]) -> None:

@@ -81,7 +81,7 @@ def test_a_model_by_rows_that_is_too_large_to_be_tried_is_planned(monkeypatch) -
 
 
 def test_losses_in_16_bits_are_judged_as_rounded(pools: Pools, tmp_path) -> None:
-    config = CompareConfig(**BASE, strategies=("single", "zero2", "zero3"), precision="bf16")
+    config = CompareConfig(**BASE, model="mlp", strategies=("single", "zero2", "zero3"), precision="bf16")
     result = compare(config, tmp_path / "run", pool=pools(2))
     assert ", within the rounding of bf16 · " in dict(answer(result))["CAN I TRUST IT"]
     held = result.summary.set_index("strategy")
@@ -98,7 +98,7 @@ def test_losses_in_16_bits_are_judged_as_rounded(pools: Pools, tmp_path) -> None
 
 
 def test_a_byte_or_a_message_that_was_not_planned_is_told(pools: Pools, tmp_path) -> None:
-    config = CompareConfig(**BASE, strategies=("zero1",))
+    config = CompareConfig(**BASE, model="mlp", strategies=("zero1",))
     records = compare(config, tmp_path / "run", pool=pools(2)).records
     plan = plan_runs(config)["zero1"]
     assert against_plan("zero1", records, plan)["as_planned"]

@@ -18,6 +18,8 @@ from shardlab.launch import RankError
 from shardlab.testing import check_agreement
 from shardlab.vocabulary import FLAG
 
+SMALL = {"model": "mlp", "text": "grammar", "seq_len": 8}
+
 
 class Hierarchical(Bucketed):
     """Reduce-scatter inside pairs, all-reduce across them, all-gather inside."""
@@ -87,7 +89,7 @@ def sent(records, run):
 
 def test_what_travels_in_groups_of_its_own_is_counted(tmp_path, pools):
     strategies = ("bucketed", Hierarchical(), OnItsOwnMesh())
-    comparison = compare(CompareConfig(strategies, model="mlp", ranks=4, steps=3), tmp_path / "run", pool=pools(4))
+    comparison = compare(CompareConfig(strategies, ranks=4, steps=3, **SMALL), tmp_path / "run", pool=pools(4))
     rows = comparison.summary.set_index("strategy")
     # Both send 3/2 of the gradients; compare makes buckets of a MiB for all of them.
     assert rows.wire_bytes_per_step.nunique() == 1
@@ -102,7 +104,7 @@ class Owners(ZeRO1):
 
 def test_its_bytes_and_messages_are_planned_where_steps_are_alike(tmp_path, pools):
     strategies = (Owners(partition="balanced"), Groups(sharding="hybrid_shard", partition="round_robin"), LocalSGD())
-    config = CompareConfig(strategies, ranks=4, steps=3, seq_len=16, accumulation=2, clip=1.0)
+    config = CompareConfig(strategies, ranks=4, steps=3, accumulation=2, clip=1.0, **SMALL)
     comparison = compare(config, tmp_path / "run", pool=pools(4))
     rows = comparison.summary.set_index("strategy")
     assert re.search(r"; groups: [\d.]+ MB over replica and [\d.]+ MB over shard; of", dict(answer(comparison))["COST"])
@@ -123,11 +125,11 @@ class PastAll(Bucketed):
 
 def test_what_travels_past_every_communicator_is_refused(tmp_path, pools):
     with pytest.raises(RankError, match=r"'past_all' sends by torch.distributed itself, which nobody counts"):
-        compare(CompareConfig((PastAll(),), model="mlp", ranks=2, steps=2), tmp_path / "run", pool=pools(2))
+        compare(CompareConfig((PastAll(),), ranks=2, steps=2, **SMALL), tmp_path / "run", pool=pools(2))
 
 
 def test_over_an_emulated_link_a_mesh_of_its_own_is_refused(tmp_path, pools):
-    config = CompareConfig((OnItsOwnMesh(),), model="mlp", ranks=4, steps=1, link="10Gbps,50us")
+    config = CompareConfig((OnItsOwnMesh(),), ranks=4, steps=1, link="10Gbps,50us", **SMALL)
     with pytest.raises(
         RankError, match="'gradients of bucket 0' is sent over axis 'inside' of another mesh, on which no"
     ):
@@ -137,7 +139,7 @@ def test_over_an_emulated_link_a_mesh_of_its_own_is_refused(tmp_path, pools):
 
 
 def test_a_tensor_axis_and_groups_reach_it(tmp_path, pools):
-    small = {"model": "mlp", "ranks": 4, "steps": 2, "seq_len": 16}
+    small = {**SMALL, "ranks": 4, "steps": 2}
     config = CompareConfig(("bucketed", OwnBuckets()), tp=2, **small)
     comparison = compare(config, tmp_path / "tensor", pool=pools(4))
     one, own = (comparison.summary.set_index("strategy").loc[name] for name in ("bucketed", "own_buckets"))
@@ -153,7 +155,9 @@ def test_a_tensor_axis_and_groups_reach_it(tmp_path, pools):
 
 def test_it_has_the_buckets_that_ours_have_or_both_sizes_are_said(tmp_path, pools):
     strategies = ("bucketed", OwnBuckets(), type("Small", (Bucketed,), {"name": "small"})(bucket_bytes=2**17))
-    comparison = compare(CompareConfig(strategies, ranks=2, steps=1, bucket_mib=0.5), tmp_path / "run", pool=pools(2))
+    comparison = compare(
+        CompareConfig(strategies, ranks=2, steps=1, bucket_mib=0.5, **SMALL), tmp_path / "run", pool=pools(2)
+    )
     assert sent(comparison.records, "own_buckets") == sent(comparison.records, "bucketed")
     assert len(sent(comparison.records, "small")) > len(sent(comparison.records, "bucketed"))
     said = next(said for said in verdicts(comparison) if said.startswith("Buckets differ in size"))
@@ -176,7 +180,7 @@ def agrees(rank):
 
 def test_ranks_that_differ_by_design_are_no_disagreement_and_bytes_are_a_mean(tmp_path, pools):
     undeclared = type("Undeclared", (LocalSGD,), {"name": "undeclared", "ranks_differ": False})()
-    config = CompareConfig(("single", "ddp", LocalSGD(), undeclared), model="mlp", ranks=2, steps=4)
+    config = CompareConfig(("single", "ddp", LocalSGD(), undeclared), ranks=2, steps=4, **SMALL)
     comparison = compare(config, tmp_path / "run", pool=pools(2))
     rows = comparison.summary.set_index("strategy")
     sent = comparison.records.collectives.query("step == 2 and rank == 0 and run == 'ddp'")

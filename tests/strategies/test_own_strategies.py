@@ -277,10 +277,11 @@ def test_every_model_has_several_buckets(model):
         check_strategy(EverySecondBucket, (2,), (model,))
 
 
-# Of the whole model at once and of one unit half of the models each; of groups two, by whose sizes ranks divide little.
+# A half of the models of units and the other of the whole model at once, of one unit a quarter; of groups two, by whose
+# sizes ranks divide little.
 UNITS = {
-    "fsdp": (FSDP, 2, tuple(MODELS)), "zero3": (ZeRO3, 2, tuple(MODELS)[::2]),
-    "fsdp-root": (lambda: FSDP(wrap="root"), 2, tuple(MODELS)[1::2]),
+    "fsdp": (FSDP, 2, tuple(MODELS)[::2]), "zero3": (ZeRO3, 2, tuple(MODELS)[1::2]),
+    "fsdp-root": (lambda: FSDP(wrap="root"), 2, tuple(MODELS)[1::4]),
     "fsdp-hybrid": (lambda: FSDP(sharding="hybrid_shard"), 4, ("Uneven", "Unused")),
 }  # fmt: skip
 
@@ -317,9 +318,10 @@ def test_what_was_given_wrong_is_named():
         CompareConfig(strategies=("single", SixteenBits))
 
 
-def test_compare_takes_it_beside_ours(tmp_path):
-    config = CompareConfig(strategies=("single", "bucketed", SixteenBits()), model="mlp", ranks=2, steps=3)
-    comparison = compare(config, tmp_path / "run")
+def test_compare_takes_it_beside_ours(pools, tmp_path):
+    small = {"model": "mlp", "text": "grammar", "seq_len": 8, "ranks": 2, "steps": 3}
+    config = CompareConfig(strategies=("single", "bucketed", SixteenBits()), **small)
+    comparison = compare(config, tmp_path / "run", pool=pools(2))
     rows = comparison.summary.set_index("strategy")
     assert rows.losses_equal["bucketed"]
     assert 0 < rows.max_loss_difference["sixteen_bits"] < 0.1

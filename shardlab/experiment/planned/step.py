@@ -128,9 +128,12 @@ class _Watch:
         self.held = bytes_by_role(live)
 
     def _look(self, shown: bool) -> None:
-        if not shown:  # before something is freed there is most
-            gathered = bytes_by_role(self._engine.live_tensors())[Role.GATHERED_PARAMETER]
-            self.gathered_bytes = max(self.gathered_bytes, gathered)
+        if shown:  # before something is freed there is most
+            return
+        shards = (one for unit in self._engine.units for one in unit.shards)
+        gathered = [tensor for one in shards for tensor in one.gathered_tensors()]
+        num_bytes = bytes_by_role({Role.GATHERED_PARAMETER: gathered})[Role.GATHERED_PARAMETER]
+        self.gathered_bytes = max(self.gathered_bytes, num_bytes)
 
 
 def _pieces(division: Division, place: int) -> Hashable:

@@ -1,4 +1,7 @@
-"""One strategy on the ranks: what each rank trains, and what it records."""
+"""One strategy on the ranks: what each rank trains, and what it records.
+
+Whatever a rank calls stands here: what ``comparison`` imports besides, pictures above all, no rank needs.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,6 +17,7 @@ from shardlab.comm import BaseMesh, CollectiveEvent, Observer
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.own_calls import PAST, num_sent_by_torch
 from shardlab.comm.rank_life import observing_new
+from shardlab.comm.signed_messages import all_gather_bytes
 from shardlab.comm.trees import map_tensors, tensors_in
 from shardlab.engines import AnyEngine, Engine, OptimizerFn, Strategy, build_engine, engine_options
 from shardlab.experiment.config import CompareConfig
@@ -32,7 +36,7 @@ from shardlab.partition.ring_cost import Link
 from shardlab.records.store import RunWriter
 from shardlab.tensor_parallel.rng import generator_states
 from shardlab.testing.agreement_check import Did, did
-from shardlab.trace.clock import Origins, clock_for, own_origin_ns
+from shardlab.trace.clock import Origins, Reading, clock_for, own_origin_ns
 from shardlab.trace.memory_by_role import LiveTensors
 from shardlab.trace.observed import Row
 from shardlab.trace.recorder import Recorder, sampled_at_rest
@@ -256,6 +260,16 @@ def recorded_run(
         stack.callback(run.finite.remove)
         recorder.live_tensors = run.live_tensors
         yield run
+
+
+def meet(rank: int, config: CompareConfig | None = None) -> None:
+    """Do nothing: ``pool.run`` returns when all ranks have, and been sent the configuration."""
+
+
+def agree(rank: int, directory: Path) -> tuple[Path, Reading]:  # noqa: ARG001
+    """This rank's directory, and its clock when all ranks have come here."""
+    all_gather_bytes(b"")
+    return directory, Reading.now()
 
 
 def run_strategy(
