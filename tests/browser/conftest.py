@@ -53,13 +53,7 @@ def lab(browser, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def open_notebook(browser, lab):
-    """``open_notebook(name)`` is a NotebookPage."""
-    pages = []
-
-    def opened(name):
-        pages.append(browser.new_page(viewport={"width": 1280, "height": 900}))
-        return NotebookPage(pages[-1], lab.url(name))
-
-    yield opened
-    for page in pages:
-        page.close()
+    """``open_notebook(name)`` is a NotebookPage; JupyterLab's own files are fetched for the first alone."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    yield lambda name: NotebookPage(context.new_page(), lab.url(name))
+    context.close()
