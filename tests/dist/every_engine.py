@@ -35,6 +35,7 @@ ENGINES = {
     "fsdp-hybrid": ("fsdp", {"sharding": "hybrid_shard"}),
     "fsdp-hybrid-dim0": ("fsdp", {"sharding": "hybrid_shard", "layout": "dim0", "replicate_below": 20}),
 }
+CUT_OTHERWISE = ("zero1-balanced", "zero2-round_robin", "zero3-contiguous")  # of these parity is tested
 # The same code, cut in other ways: for parity, nasty modules and checkpoints.
 OTHER_CUTS = {
     "bucketed-one": ("bucketed", {}),

@@ -1,6 +1,7 @@
-"""Every strategy, layout and partition with every nasty module equals one process, in float64 to 1e-10.
+"""Every strategy and layout with every nasty module equals one process, in float64 to 1e-10.
 
-One call of a pool trains all cases of a strategy, so that the matrix stays quick; each case that fails is named.
+What is cut in other ways meets the modules of which the shape matters. One call of a pool trains all cases of a
+strategy, so that the matrix stays quick; each case that fails is named.
 """
 
 import pytest
@@ -10,7 +11,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.units import wrapped_modules
 from shardlab.units.structure import called_modules
 from tests.dist import nasty
-from tests.dist.every_engine import ALL, ENGINES, OTHER_CUTS, axes_of, engine_of
+from tests.dist.every_engine import ALL, CUT_OTHERWISE, ENGINES, OTHER_CUTS, axes_of, engine_of
 
 KEYS = [key for key in (*ENGINES, *OTHER_CUTS) if key.count("-") < 2 and "-one" not in key]
 SHAPES = ("fewer rows than ranks", "parameters in containers", "no elements")  # where it matters how they are cut
@@ -55,7 +56,7 @@ PLACES = [("fsdp", 2), *((key, 4 if "hybrid" in key else 3) for key in KEYS)]
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of checkpoints in a checkpoint
 @pytest.mark.parametrize(("key", "num_ranks"), PLACES)
 def test_every_case_equals_one_process(pools, key, num_ranks):
-    names = SHAPES if key in OTHER_CUTS else tuple(nasty.CASES)
+    names = SHAPES if key in (*OTHER_CUTS, *CUT_OTHERWISE) else tuple(nasty.CASES)
     for rank, states in enumerate(pools(num_ranks).run(train_all, key, num_ranks, names)):
         found = {name: difference(state, nasty.reference(name, num_ranks)) for name, state in states.items()}
         assert tuple(found) == names

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist import cases
-from tests.dist.every_engine import ENGINES, KINDS, PEERS, engine_of, momentum
+from tests.dist.every_engine import CUT_OTHERWISE, ENGINES, KINDS, PEERS, engine_of, momentum
 from tests.dist.nasty import Block
 from tests.dist.telling import Stories
 
 STORIES = Stories()
 story = STORIES.story
-CUT_OTHERWISE = ("zero1-balanced", "zero2-round_robin", "zero3-contiguous")  # see parity
 ON = ("single", *(key for key in ENGINES if key.count("-") < 2 and key not in CUT_OTHERWISE))
 REDUCES_ONCE = ("torch_ddp", "torch_zero1")
 
