@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import sys
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -31,7 +32,7 @@ from shardlab.experiment.told.verdicts import (  # isort: skip
     agreement_verdict, busy_verdict, unfinished_verdict, unseen_verdict, verdicts,
 )  # fmt: skip
 from shardlab.experiment.told.summary import summarise
-from shardlab.launch import RankError
+from shardlab.launch import RankError, RankPool
 from shardlab.models import build_model
 from shardlab.testing.agreement_check import Did
 from shardlab.vocabulary import Collective, Phase, Role
@@ -286,6 +287,13 @@ def test_one_strategy_alone_has_nothing_to_compare_with(pools, tmp_path):
     assert result.summary["max_loss_difference"].isna().all()
     assert result.losses_equal
     assert "not compared" in write_report(result, config).read_text()
+
+
+def test_ranks_import_no_pictures(tmp_path):
+    """Each would take a second for it, and search what it imported for cycles after every call."""
+    with RankPool(2, device="cpu") as pool:
+        compare(CompareConfig(strategies=("single", "zero1"), steps=1, **SMALL), tmp_path / "out", pool=pool)
+        assert pool.run(lambda rank: {"plotly", "narwhals"} & sys.modules.keys()) == [set(), set()]
 
 
 def test_the_single_process_has_the_cores_of_all_ranks_and_no_more_threads(pools, tmp_path):
