@@ -12,7 +12,7 @@ import pytest
 if TYPE_CHECKING:
     from shardlab.launch import RankPool
 
-# Before torch is imported, here and in all that tests start. Two processes of tests share the cores, and by default
+# Before torch is imported, here and in all that tests start. Several processes of tests share the cores, and by default
 # the threads of one operation spin while they wait for each other: beside another test one took 31 s, this way 3.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

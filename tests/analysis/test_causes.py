@@ -211,7 +211,7 @@ def test_a_rank_that_sleeps_is_told_from_one_that_has_no_core(ranks, queued_us, 
 
 
 def test_calling_small_operations_is_no_compute():
-    loop = Loop()
+    loop = Loop(steps=5)  # one of them is traced
     moved, worked, steps = loop.tables()
     assert causes(moved, worked, steps.assign(dispatch_us=NAN))[0].name == BALANCED
     called = steps.assign(dispatch_us=NAN, traced_memory=steps["step"] == 2)

@@ -1,7 +1,7 @@
-"""Two torchrun agents that see each other only over a network, as on two machines: each in a network namespace.
+"""Two ranks that see each other only over a network, as on two machines: each in a network namespace.
 
-In the second pair each has memory of its own to share, and one a clock that is 5,000 seconds ahead: the records have
-one time axis all the same.
+In the second pair torchrun's agents have started them, each has memory of its own to share, and one a clock that is
+5,000 seconds ahead: the records have one time axis all the same.
 """
 
 import os
@@ -31,9 +31,10 @@ with RankPool(2, device="cpu", timeout_s=60) as pool:
     os.write(1, f"RESULT {pool.run(train)}\\n".encode())
     if sys.argv[1]:
         from shardlab import CompareConfig, compare
-        config = CompareConfig(strategies=("bucketed",), ranks=2, steps=3, model="mlp", device="cpu")
+        config = CompareConfig(strategies=("bucketed",), ranks=2, steps=3, model="mlp", seq_len=8, device="cpu")
         compare(config, sys.argv[1], pool=pool)
 """
+PORT = "29511"
 OWN_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
 AHEAD = ["unshare", "--time", "--monotonic", "5000", "--fork"]
 
@@ -61,6 +62,18 @@ def hosts():
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
+def agent_of(rank, address):
+    """Arguments of Python for torchrun, on a machine of two."""
+    where = [f"--node-rank={rank}", f"--master-addr={address}", f"--master-port={PORT}"]
+    return ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *where]
+
+
+def as_of_an_agent(rank, address):
+    """What torchrun sets there: each agent would import torch for this alone."""
+    one = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
+    return {**one, "MASTER_ADDR": address, "MASTER_PORT": PORT}
+
+
 def may_make_namespaces():
     if os.geteuid() or not all(map(shutil.which, ("ip", "unshare"))):
         return False
@@ -69,17 +82,16 @@ def may_make_namespaces():
 
 
 @pytest.mark.skipif(not may_make_namespaces(), reason="network and time namespaces need root, ip and unshare")
-def test_two_agents_in_two_network_namespaces_use_gloo_with_and_without_a_common_shm(hosts, tmp_path):
+def test_ranks_in_two_network_namespaces_use_gloo_with_and_without_a_common_shm(hosts, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     started = []
     for number, (pair, apart, out) in enumerate(zip(hosts, ([], OWN_SHM), ("", "out"), strict=True)):
         for rank, name in enumerate(pair):
-            agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-            where = [f"--node-rank={rank}", f"--master-addr=10.77.{number}.1", "--master-port=29511"]
             ahead = AHEAD if out and rank else []
-            script = [str(tmp_path / "train.py"), str(tmp_path / out) if out else ""]
-            command = ["ip", "netns", "exec", name, *apart, *ahead, *agent, *where, *script]
+            python = [sys.executable, *(agent_of(rank, f"10.77.{number}.1") if out else ()), str(tmp_path / "train.py")]
+            command = ["ip", "netns", "exec", name, *apart, *ahead, *python, str(tmp_path / out) if out else ""]
             env = {**script_env(), "GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}
+            env |= {} if out else as_of_an_agent(rank, f"10.77.{number}.1")
             started.append(
                 subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
             )
