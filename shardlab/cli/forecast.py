@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -210,9 +211,11 @@ def _sets(published: "pd.DataFrame") -> dict[str, "pd.DataFrame"]:
 def _misses(published: "pd.DataFrame", here: "pd.DataFrame | None") -> dict[str, Any]:
     from shardlab.bench.validated_here import regret_of
     from shardlab.forecast.published import summary
+    from shardlab.forecast.region import by_laboratory
 
     sets = _sets(published) | ({} if here is None else {"here": here})
     found: dict[str, Any] = {name: summary(rows).to_dict("index") for name, rows in sets.items()}
+    found["by_laboratory"] = by_laboratory(published).to_dict("records")
     found["worst_peak"] = published["peak_error"].abs().max()
     return found if here is None else found | {"regret": regret_of(here), "rows": here.to_dict("records")}
 
@@ -233,6 +236,25 @@ def _tell_set(console: Console, name: str, rows: "pd.DataFrame") -> None:
 def _tell_published(console: Console, published: "pd.DataFrame") -> None:
     for name, rows in _sets(published).items():
         _tell_set(console, name, rows)
+    from shardlab.forecast.region import by_laboratory
+    from shardlab.forecast.search import published_regrets
+
+    shown = by_laboratory(published)
+    errors = ["median", "p90", "worst", "raw_median", "raw_worst"]
+    shown[errors] = (100 * shown[errors]).round(1)
+    console.print(
+        table_of(shown, "By laboratory, %, with a measured step of its machines where there is one, and raw", 2)
+    )
+    console.print(
+        "Known: of how many of its steps those of all others say an error; held: how many are missed by no more.",
+        soft_wrap=True,
+    )
+    regrets = sorted(published_regrets())
+    console.print(
+        f"Of {len(regrets)} published jobs with several ways the one that is ranked first is {median(regrets):.1%} "
+        f"slower than the fastest in the median, {regrets[-1]:.1%} at most.",
+        soft_wrap=True,
+    )
     most = published.iloc[published["error"].abs().argsort()[::-1][:2]][["name", "machine", "error"]]
     said = "; ".join(f"{name} ({machine}) by {error:+.1%}" for name, machine, error in most.itertuples(index=False))
     console.print(f"The two published steps that are missed by most: {said}.")

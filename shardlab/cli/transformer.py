@@ -159,7 +159,7 @@ def _tell_forecast(model: CountedModel, job: "Job", steps: Sequence[Step], *, js
     console.print(answer_table([
         model.line,
         ("PLANNED", _planned(job, job.card.name)),
-        ("TIME", _time(job, found)),
+        ("TIME", _time(job, found, miss.share)),
         ("MEMORY", _memory(job, job.card.memory_bytes)),
         ("MISSES BY", miss.reason if miss.share is None else f"up to {miss.share:.0%}: {miss.reason}"),
         *(("WARNING", warning) for warning in found.warnings),
@@ -173,21 +173,27 @@ def _tell_forecast(model: CountedModel, job: "Job", steps: Sequence[Step], *, js
     console.print(table_of(table, "What a step is spent on", 2, right=["s", "%"]))
 
 
-def _time(job: "Job", found: "Forecast") -> str:
-    """Seconds, tokens and MFU; each as a range where the network is not known and moves it."""
-    ends = [found.seconds, *([found.most_seconds] if found.most_seconds > 1.005 * found.seconds else [])]
+def _time(job: "Job", found: "Forecast", share: float | None) -> str:
+    """Seconds, tokens and MFU, as ranges: by how much the forecast may miss, and of links that are not known."""
+    miss = share or 0.0
+    ends = found.seconds / (1 + miss), found.most_seconds / (1 - min(miss, 0.9))
     seconds, tokens, daily, shares = (
-        " to ".join(form.format(of(end)) for end in ends)
-        for form, of in (
-            ("{:.3g}", float), ("{:,.0f}", lambda end: job.tokens_per_step / end),
-            ("{:.3g}", lambda end: 86400e-9 * job.tokens_per_step / end), ("{:.0%}", job.mfu),
+        " to ".join(dict.fromkeys(_in_two_digits(of(end)) for end in ends))
+        for of in (
+            float, lambda end: job.tokens_per_step / end, lambda end: 86400e-9 * job.tokens_per_step / end,
+            lambda end: 100 * job.mfu(end),
         )
     )  # fmt: skip
-    links = ""
-    if job.assumed_gigabits and len(ends) > 1:
+    notes = "; how far this may miss is not known" if share is None else ""
+    if job.assumed_gigabits and found.most_seconds > 1.005 * found.seconds:
         least, most = job.assumed_gigabits
-        links = f" (links between hosts of {most:g} to {least:g}Gb/s per GPU)"
-    return f"{seconds} s a step{links}, {tokens} tokens a second, {daily} billion a day, {shares} of the peak (MFU)"
+        notes = f"; links between hosts of {most:g} to {least:g}Gb/s per GPU{notes}"
+    said = f"{seconds} s a step, {tokens} tokens a second, {daily} billion a day, {shares} % of the peak (MFU)"
+    return f"{'about ' if share is None else ''}{said}{notes}"
+
+
+def _in_two_digits(value: float) -> str:
+    return f"{float(f'{value:.2g}'):,g}" if value < 1e6 else f"{float(f'{value:.2g}'):,.0f}"
 
 
 def _verdict(peak_bytes: float, room: float) -> str:

@@ -1,11 +1,13 @@
-"""What measured steps of a cluster say of it: by how much its compute, its links and its attention differ from presets.
+"""What measured steps of a cluster say of it: how its compute, its host, its links, its attention differ from presets.
 
-    least squares of  ln(predicted / measured) / 0.04,  ln(compute) / 0.3,  ln(between) / 0.7,  ln(attention) / 0.15
+    least squares of  ln(predicted / measured) / 0.04,  ln(compute) / 0.3,  ln(host) / 0.5,  ln(between) / 0.7,
+    ln(attention) / 0.15
 
-The last three are what is believed before, and 0.04 is by how much a pair is expected to be missed however it is
+The last four are what is believed before, and 0.04 is by how much a pair is expected to be missed however it is
 fitted. They keep a factor near 1 that the pairs do not tell apart from the others, such as the links of steps on one
-host. There are as many factors as pairs, in this order: one pair fits compute alone, two also the links between hosts,
-three also attention, which moves only if their rows differ much in length.
+host, or the host's where no step waits for it. There is one factor more than pairs, in this order: one pair fits
+compute and host, two also the links between hosts, three also attention, which moves only if their rows differ much in
+length.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +23,7 @@ from shardlab.forecast.step_model import Factors, step_parts
 
 MOST_PAIRS = 3
 ERROR = 0.04
-WIDTHS = np.array((0.3, 0.7, 0.15))
+WIDTHS = np.array((0.3, 0.5, 0.7, 0.15))
 ROUNDS, ENOUGH = 12, 1e-4
 Vector = NDArray[np.float64]
 
@@ -52,7 +54,7 @@ def fitted(pairs: tuple[tuple[Job, float], ...]) -> Factors:
     """The factors that the pairs speak for; all 1 without pairs."""
     if not pairs:
         return Factors()
-    at = np.zeros(len(pairs))
+    at = np.zeros(1 + len(pairs))
     misses = _misses(pairs, at)
     for _ in range(ROUNDS):
         slopes = np.column_stack([(_misses(pairs, at + step) - misses) / 1e-3 for step in 1e-3 * np.eye(len(at))])

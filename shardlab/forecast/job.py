@@ -42,6 +42,7 @@ class Job:
     network: str | None = None
     gated: bool | None = None
     compiled: bool = False
+    cuda_graph: bool = False
     attention: str | None = None
     head_dim: int | None = None
     window: int | None = None
@@ -50,6 +51,7 @@ class Job:
     root_numel: int | None = None
     no_sync: bool = False
     sequence_parallel: bool = True
+    async_tensor: bool = False
     states: str = "mixed"
 
     def __post_init__(self) -> None:

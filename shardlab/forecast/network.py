@@ -3,7 +3,7 @@
 A network is hierarchical: ranks of a host are joined inside it, and each GPU has its share of the links between hosts.
 
     seconds of a ring over N ranks      rounds (N - 1) hop + bytes that a rank sends / bandwidth
-    bandwidth inside a host             0.79 x what the maker says of one direction
+    bandwidth inside a host             what the maker says of one direction x efficiency of the number of GPUs
     between hosts                       ranks of the group on a host x link of a GPU x efficiency of the chunk
 
 A ring enters a host through one GPU and leaves it through another, as many rings as there are GPUs: so between hosts a
@@ -16,25 +16,30 @@ voipmonitor/rtx6kpro for a ring over PCIe 5.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil, log2
+
+import numpy as np
 
 from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.planner.gpu import Gpu
 from shardlab.vocabulary import Collective
 
 GIGABIT = 1e9 / 8
-INSIDE_EFFICIENCY = 0.79  # 345 to 366 of 450 GB/s a direction: H100 and H200, all-gather and ring all-reduce
+# Share of a direction inside a host that a ring reaches, by its GPUs: 268, 325 and 345 of 450 GB/s on H100 for
+# all-gather, up to 366 on H200 for all-reduce; a pair has fewer ways than eight. Between them by the logarithm.
+INSIDE_EFFICIENCY = ((2, 0.60), (4, 0.72), (8, 0.79))
 HOP_SECONDS = 4.7e-6  # 30 us over 8 H100 inside a host, 70 us over 16 and 1204 us over 256 between hosts
-# Share of a link between hosts that a ring reaches, by bytes of a rank's chunk; between them by the logarithm.
+# The same of a link between hosts that a ring reaches, by bytes of a rank's chunk; between them by the logarithm.
 CHUNKS = ((8e6, 0.68), (16e6, 0.79), (32e6, 0.87))
-# Links inside a host, by name: bytes a second that a ring reaches on them, in one direction.
+# Links inside a host, by name: bytes a second in one direction.
 INSIDE = {
-    "nvlink3": 300e9 * INSIDE_EFFICIENCY,  # data sheet of A100: 600 GB/s in both directions
-    "nvlink4": 450e9 * INSIDE_EFFICIENCY,  # data sheet of H100: 900 GB/s
-    "nvlink5": 900e9 * INSIDE_EFFICIENCY,  # data sheet of B200: 1800 GB/s
-    "pcie4": 20e9,  # half of PCIe 5, since its lanes have half the rate
-    "pcie5": 40e9,  # 37.6 to 41.1 GB/s of bus bandwidth over 8 RTX PRO 6000 (voipmonitor/rtx6kpro)
+    "nvlink3": 300e9,  # data sheet of A100: 600 GB/s in both directions
+    "nvlink4": 450e9,  # data sheet of H100: 900 GB/s
+    "nvlink5": 900e9,  # data sheet of B200: 1800 GB/s
+    "pcie4": 25e9,  # half of PCIe 5, since its lanes have half the rate
+    "pcie5": 50e9,  # a ring over 8 RTX PRO 6000 reaches 37.6 to 41.1 GB/s (voipmonitor/rtx6kpro)
 }
 
 
@@ -42,9 +47,9 @@ INSIDE = {
 class Network:
     """Links of a cluster; bandwidths in bytes a second and in one direction.
 
-    ``inside`` is what a ring inside a host reaches, ``between`` what the maker says of a GPU's link between hosts, and
-    ``factor`` by how much everything between hosts is faster than the constants above say. Whether the link between
-    hosts ``is_assumed``, since nobody said it, changes no time.
+    ``inside`` is what the maker says of a GPU's link inside a host, ``between`` of that between hosts, and ``factor``
+    by how much everything between hosts is faster than the constants above say. Whether the link between hosts
+    ``is_assumed``, since nobody said it, changes no time.
     """
 
     per_host: int
@@ -58,22 +63,19 @@ class Network:
         if ranks == 1:
             return 0.0
         spans_hosts = ranks > per_host
-        bandwidth, factor = self.inside, self.factor if spans_hosts else 1.0
+        factor = self.factor if spans_hosts else 1.0
+        bandwidth = self.inside * _share(INSIDE_EFFICIENCY, min(ranks, self.per_host))
         if spans_hosts:
-            bandwidth = min(bandwidth, per_host * self.between * _efficiency(num_bytes / ranks) * factor)
+            bandwidth = min(bandwidth, per_host * self.between * _share(CHUNKS, num_bytes / ranks) * factor)
         hops = float(ranks - 1)
         if op == Collective.ALL_REDUCE:
             hops = 2 * min(hops, ceil(log2(ranks)))
         return hops * HOP_SECONDS / factor + ring_wire_bytes(op, 1, ranks) * num_bytes / bandwidth
 
 
-def _efficiency(chunk_bytes: float) -> float:
-    (low, value), *_ = CHUNKS
-    for high, above in CHUNKS[1:]:
-        if low < chunk_bytes:
-            value += (above - value) * min(1.0, log2(chunk_bytes / low) / log2(high / low))
-        low = high
-    return value
+def _share(points: Sequence[tuple[float, float]], size: float) -> float:
+    sizes, shares = zip(*points, strict=True)
+    return float(np.interp(log2(size), np.log2(sizes), shares))
 
 
 _FORM = (
@@ -121,5 +123,5 @@ def _part(part: str, gpu: Gpu) -> tuple[str, float]:
         raise ValueError(f"network: {part!r} is not understood; write {_FORM}")
     value = float(rate[1]) * (1e9 if rate[2] == "B" else GIGABIT)
     if rate[3] is None:
-        return "inside", value / 2 * INSIDE_EFFICIENCY
+        return "inside", value / 2
     return ("per GPU" if rate[3].lower() == "gpu" else "of host"), value

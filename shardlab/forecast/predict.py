@@ -3,14 +3,15 @@
 Time is that of ``step_model``, with factors that ``calibration`` takes from measured steps; bytes are of ``peak``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardlab.forecast.calibration import checked, fitted
 from shardlab.forecast.job import Job
 from shardlab.forecast.peak import peak_bytes, room_bytes
-from shardlab.forecast.step_model import Factors, step_parts
+from shardlab.forecast.step_model import HOST_BOUND, Factors, step_parts
+from shardlab.forecast.transformer import Parts
 
 # Reserved over allocated bytes, least and most: OpenTau PR #273 (batch 40); Megatron-LM issue #150 (fsdp2 on 16 GPUs).
 # In between lie 1.26 to 1.36 (llama-cookbook PR #41, torchtitan PR #135 and #165).
@@ -23,6 +24,7 @@ FAR = 0.05  # a calibration pair that is missed by more is named
 # with more none was by 15 %. Others with less were not slowed: so it is a warning, and no seconds.
 ROOM_BYTES, ROOM_LAYERS = 4.8e9, 9.1
 SLOWED_BY = "5 to 35 %"
+WAITS = 0.05  # of a step, for its host: from here on the host sets the pace
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,10 @@ def predict_step(
     *, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq_len: int, micro_batch: int, data:
     int, accumulation: int = 1, tensor: int = 1, strategy: str = "fsdp", precision: str = "bf16", recompute: int | str =
     0, hardware: str = "a100-80gb", network: str | None = None, calibration: Sequence[tuple[Mapping[str, Any], float]] =
-    (), gated: bool | None = None, compiled: bool = False, attention: str | None = None,
+    (), gated: bool | None = None, compiled: bool = False, cuda_graph: bool = False, attention: str | None = None,
     head_dim: int | None = None, window: int | None = None, windowed_layers: int = 0, layer_numel: int | None = None,
-    root_numel: int | None = None, no_sync: bool = False, sequence_parallel: bool = True, states: str = "mixed",
+    root_numel: int | None = None, no_sync: bool = False, sequence_parallel: bool = True, async_tensor: bool
+    = False, states: str = "mixed",
 ) -> Forecast:  # fmt: skip
     """Seconds of a training step of a causal transformer, their parts, and bytes at the peak of a rank.
 
@@ -84,6 +87,7 @@ def predict_step(
         gated: whether layers are written as in Llama (three matrices in the MLP, rotation, head and embedding apart) or
             as in GPT (two, together); None: as in Llama unless ``ffn`` is four times ``hidden``.
         compiled: whether memory-bound work is fused by a compiler.
+        cuda_graph: whether a step is launched as a CUDA graph, so that the host launches no kernel on its own.
         attention: 'flash-1' (as fast as Triton's of 2023), 'flash-2' or 'unfused', all causal; the scores of 'unfused'
             are computed whole. None: 'flash-2' for layers as in Llama, 'flash-1' for those as in GPT.
         head_dim: elements of a head; None for ``hidden / heads``.
@@ -95,6 +99,7 @@ def predict_step(
             False: each reduces them, and where gradients are sharded none are whole between two micro-batches.
         sequence_parallel: with ``tensor``: whether tensor ranks share norms and residuals by tokens, as in Megatron-LM,
             where the inputs of products are gathered again in backward.
+        async_tensor: with ``tensor``: whether its messages go in parts, beside the products that need or make them.
         states: bytes of what training keeps for a parameter: a name of ``formulas.PRECISIONS``, or those of parameter,
             gradient, master weight, momentum and variance, such as '2+4+4+4+4'. Gradients travel in as many bytes.
 
@@ -105,8 +110,8 @@ def predict_step(
     """
     job = Job(
         hidden, layers, heads, kv_heads, ffn, vocab, seq_len, micro_batch, data, accumulation, tensor, strategy,
-        precision, recompute, hardware, network, gated, compiled, attention, head_dim, window, windowed_layers,
-        layer_numel, root_numel, no_sync, sequence_parallel, states,
+        precision, recompute, hardware, network, gated, compiled, cuda_graph, attention, head_dim, window,
+        windowed_layers, layer_numel, root_numel, no_sync, sequence_parallel, async_tensor, states,
     )  # fmt: skip
     return forecast_of(job, calibration)
 
@@ -121,7 +126,7 @@ def forecast_of(job: Job, calibration: Sequence[tuple[Mapping[str, Any], float]]
         slowest = job.linked_by(job.assumed_gigabits[0])
         most = max(seconds, step_parts(slowest, fitted(checked(calibration, slowest))).total())
     sentences = tuple(_sentences(job, pairs, factors))
-    return Forecast(seconds, dict(parts), peak_bytes(job), sentences, most, tuple(_warnings(job)))
+    return Forecast(seconds, dict(parts), peak_bytes(job), sentences, most, tuple(_warnings(job, parts)))
 
 
 def may_retry(job: Job) -> bool:
@@ -133,19 +138,31 @@ def may_retry(job: Job) -> bool:
     )  # fmt: skip
 
 
-def _warnings(job: Job) -> list[str]:
-    if not may_retry(job):
-        return []
-    return [
-        f"Beside the peak {room_bytes(job) / 1e9:.3g} GB are free; with so little, for layers of this size, torch's "
-        f"allocator may empty its cache and ask again. Published steps took {SLOWED_BY} longer there than is forecast."
-    ]
+def _warnings(job: Job, parts: Parts) -> Iterator[str]:
+    if may_retry(job):
+        yield (
+            f"Beside the peak {room_bytes(job) / 1e9:.3g} GB are free; with so little, for layers of this size, "
+            "torch's allocator may empty its cache and ask again. Published steps took "
+            f"{SLOWED_BY} longer there than is forecast."
+        )
+    if waits_for_host(parts):
+        yield (
+            f"Host-bound: {parts[HOST_BOUND] / parts.total():.0%} of a step the GPU waits for the next kernel to be "
+            "launched. More tokens a micro-batch, a compiler or a CUDA graph would help; more tensor parallelism would "
+            "not."
+        )
+
+
+def waits_for_host(parts: Parts) -> bool:
+    """Whether the device waits for the host in more than a small part of a step."""
+    return parts[HOST_BOUND] > WAITS * parts.total()
 
 
 def _sentences(job: Job, pairs: Sequence[tuple[Job, float]], factors: Factors) -> list[str]:
     found = [
-        "Loading data, checkpoints, evaluation, stragglers, congestion by others, and time of the host beyond a floor "
-        "a kernel are not in the seconds; the allocator's reserve and the libraries' own memory are not in the bytes.",
+        "Loading data, checkpoints, evaluation, stragglers, congestion by others, and what the host does "
+        "besides launching kernels are not in the seconds; the allocator's reserve and the libraries' own memory are "
+        "not in the bytes.",
         f"Layers are taken to be written as in {'Llama' if job.is_gated else 'GPT'}"
         f"{', compiled' if job.compiled else ''}, with attention {job.kernel}.",
     ]
@@ -171,7 +188,8 @@ def _sentences(job: Job, pairs: Sequence[tuple[Job, float]], factors: Factors) -
         if job.sequence_parallel:
             without = peak_bytes(replace(job, sequence_parallel=False)) / 1e9
             sums = f". Sequence parallelism divides norms and residuals; without it the peak is {without:.3g} GB"
-        found.append(f"Tensor-parallel messages are not split or overlapped{sums}.")
+        beside = "go in parts, beside products" if job.async_tensor else "are not split or overlapped"
+        found.append(f"Tensor-parallel messages {beside}{sums}.")
     if not pairs:
         found.append("Nothing was measured on this cluster; give up to three steps of it: calibration= or --measured.")
     found += [

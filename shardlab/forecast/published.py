@@ -34,7 +34,8 @@ from shardlab.installed import data_path
 TOYS = ("constant_rate_error", "roofline_error")
 Floats = NDArray[np.float64]
 Pair = tuple[dict[str, Any], float]
-ARGUMENTS = tuple(name for name in Job.__dataclass_fields__ if name != "gated")
+FLAGS = ("gated", "compiled", "no_sync", "sequence_parallel", "async_tensor")
+ARGUMENTS = tuple(Job.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class PublishedStep:
     peak_bytes: float
 
     @property
+    def laboratory(self) -> str:
+        """Whose it is: machines of one laboratory run the same code."""
+        return self.machine.partition(" ")[0]
+
+    @property
     def title(self) -> str:
         """The step, and whose it is."""
         return f"{self.name} of {self.machine}"
@@ -76,8 +82,9 @@ def published_steps() -> tuple[PublishedStep, ...]:
 
 def _step_of(row: Mapping[str, str]) -> PublishedStep:
     given = {name: int(row[name]) if row[name].isdigit() else row[name] for name in ARGUMENTS if row.get(name)}
+    flags = {name: row[name] == "1" for name in FLAGS if row[name]}
     return PublishedStep(
-        row["machine"], row["name"], row["source"], Job(**given | {"compiled": "compiled" in given}),  # type: ignore[arg-type]
+        row["machine"], row["name"], row["source"], Job(**given | flags),  # type: ignore[arg-type]
         float(row["measured_seconds"]), row["calibration"] == "1", row["held_out"] == "1",
         float(row["allocated_gib"]) * 2**30 if row["allocated_gib"] else nan,
     )  # fmt: skip
@@ -100,9 +107,10 @@ def validate_published() -> pd.DataFrame:
     """Each published row with its forecast and the errors of it and of both toys, a share of the measured seconds.
 
     Returns:
-        ``machine``, ``name``, ``source``, ``hardware``, ``calibration`` (whether the row was given to the forecasts of
-        its machine), ``held_out``, ``measured_seconds``, ``predicted_seconds``, ``error``, ``constant_rate_error``,
-        ``roofline_error``, ``peak_error`` (of bytes allocated at the peak; NaN where they are not known).
+        ``laboratory``, ``machine``, ``name``, ``source``, ``hardware``, ``tp``, ``calibration`` (whether the row was
+        given to the forecasts of its machine), ``held_out``, ``measured_seconds``, ``predicted_seconds``, ``error``,
+        ``constant_rate_error``, ``roofline_error``, ``raw_error`` (without a calibration), ``peak_error`` (of bytes
+        allocated at the peak; NaN where they are not known).
     """
     found = []
     for step in published_steps():
@@ -115,10 +123,11 @@ def validate_published() -> pd.DataFrame:
         toys = _toys(step.job, [(Job(**given), seconds) for given, seconds in of_machine] or known)
         misses = (seconds / step.seconds - 1 for seconds in (forecast.seconds, *toys))
         found.append({
-            "machine": step.machine, "name": step.name, "source": step.source, "hardware": step.job.hardware,
-            "calibration": step.calibrates, "held_out": step.held_out, "measured_seconds": step.seconds,
+            "laboratory": step.laboratory, "machine": step.machine, "name": step.name, "source": step.source,
+            "hardware": step.job.hardware, "tp": step.job.tensor, "calibration": step.calibrates,
+            "held_out": step.held_out, "measured_seconds": step.seconds,
             "predicted_seconds": forecast.seconds, **dict(zip(("error", *TOYS), misses, strict=True)),
-            "peak_error": forecast.peak_bytes / step.peak_bytes - 1,
+            "raw_error": error_of(step, is_calibrated=False), "peak_error": forecast.peak_bytes / step.peak_bytes - 1,
         })  # fmt: skip
     return pd.DataFrame(found)
 

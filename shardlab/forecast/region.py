@@ -1,10 +1,17 @@
 """How far the forecast of this very job may miss: as far as those of measured steps like it; or nothing is known.
 
 Like a job are published steps of the same kind (``KINDS``) and of sizes within ``REACHES``. The error that is said is
-that of the worst of them; fewer than ``LEAST_STEPS`` say nothing. Of the published steps themselves, 94 % are missed by
-no more than the worst of the others that are like them. Without a measured step of one's own, machines of one card
-differ as wholes: so the error is then no less than that of the machine whose median is missed by most. With one that is
-less like the job than those that calibrate published steps, nothing is known: it may move the forecast anywhere.
+that of the worst of them; fewer than ``LEAST_STEPS``, or steps of one laboratory alone, say nothing.
+
+without a measured step   machines of one card differ as wholes: the error is no less than that of the machine whose
+of one's own              median is missed by most
+with measured steps       nothing is known unless one is like the job, all are of its card, and the fit meets each
+                          within ``FAR``; where no steps are like the job, those do that have another card or other
+                          sizes than its work, and the error is twice theirs, which no step of another laboratory than
+                          theirs was missed by
+
+Hosts differ more than cards: a job whose device waits for its host is like steps that do, too, and no others, and of
+these one laboratory has published enough: so nothing is known of them yet.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,30 +21,42 @@ from math import log
 from statistics import median
 from typing import Any
 
-from shardlab.forecast.calibration import checked
-from shardlab.forecast.job import Job
-from shardlab.forecast.predict import may_retry
-from shardlab.forecast.published import PublishedStep, calibration_of, error_of, published_steps
+import pandas as pd
 
-LEAST_STEPS = 3
+from shardlab.forecast.calibration import checked, fitted
+from shardlab.forecast.job import Job
+from shardlab.forecast.predict import FAR, may_retry, waits_for_host
+from shardlab.forecast.published import PublishedStep, calibration_of, error_of, published_steps
+from shardlab.forecast.step_model import Factors, step_parts
+
+LEAST_STEPS, LEAST_LABORATORIES = 3, 2
+AKIN = 2  # times the error of steps that are less like the job
 WORK, CALIBRATES = "tokens of a micro-batch x width", 6.0  # by which factor the work of a calibration may differ
+
+
+@cache
+def _is_host_bound(job: Job) -> bool:
+    return waits_for_host(step_parts(job, Factors()))
+
+
 # What has to be the same.
 KINDS: tuple[Callable[[Job], str], ...] = (
     lambda job: job.card.name,
-    lambda job: job.strategy,
-    lambda job: f"tp {job.tensor}",
+    lambda job: job.strategy if job.row.by_unit or job.row.parameters else "whole parameters",
+    lambda job: "tensor parallelism" if job.tensor > 1 else "no tensor parallelism",
     lambda job: "compiled layers" if job.compiled else "layers that are not compiled",
     lambda job: "unfused attention" if job.kernel == "unfused" else "attention in one kernel",
     lambda job: "32 bits" if job.itemsize == 4 else "16 bits",
     lambda job: "an assumed network" if job.assumed_gigabits else "a known network",
     lambda job: "a nearly full memory" if may_retry(job) else "room in its memory",
+    lambda job: "a device that waits for its host" if _is_host_bound(job) else "a device that is busy",
 )
-# What has to be alike, and by which factor it may differ. The first is the work of a kernel: below what was measured
-# the host sets the pace, which no forecast here knows.
+# What has to be alike, and by which factor it may differ. The first is the work of a kernel.
 REACHES: Mapping[str, tuple[Callable[[Job], float], float]] = {
     WORK: (lambda job: job.tokens * job.hidden / job.tensor, 2.0),
     "GPUs": (lambda job: job.data * job.tensor, 4.0),
     "parameters": (lambda job: job.num_params, 8.0),
+    "tp": (lambda job: job.tensor, 2.0),
 }
 
 
@@ -54,37 +73,91 @@ class Miss:
     reason: str
 
 
-def expected_miss(job: Job, calibration: Sequence[tuple[Mapping[str, Any], float]] = ()) -> Miss:
-    """By how much ``forecast_of(job, calibration)`` may miss."""
-    pairs, is_calibrated = checked(calibration, job), bool(calibration)
-    if unlike := [str(number) for number, (of, _) in enumerate(pairs) if not _calibrates(of, job)]:
-        return Miss(
-            None,
-            f"nothing known: calibration pair {', '.join(unlike)} is of another card, tp or size of work than this job",
-        )
-    here = Place.of(job)
-    apart = {step: here.apart(place) for step, place in _measured(is_calibrated=is_calibrated).items()}
+def expected_miss(
+    job: Job, calibration: Sequence[tuple[Mapping[str, Any], float]] = (),
+    known: Callable[[PublishedStep], bool] | None = None,
+) -> Miss:  # fmt: skip
+    """By how much ``forecast_of(job, calibration)`` may miss, as those steps say that are ``known``: None for all."""
+    pairs = checked(calibration, job)
+    if pairs and (why_not := _does_not_calibrate(pairs, job)):
+        return Miss(None, f"nothing known: {why_not}")
+    here, is_calibrated = Place.of(job), bool(pairs)
+    measured = _measured(is_calibrated=is_calibrated)
+    apart = {step: here.apart(place) for step, place in measured.items() if known is None or known(step)}
     nearest = min(apart, key=lambda step: apart[step])
-    like = [step for step, (kinds, sizes, _) in apart.items() if kinds == sizes == 0]
-    if len(like) < LEAST_STEPS:
-        return Miss(None, _unknown(job, nearest, len(like)))
+    like, times = [step for step, (kinds, sizes, _) in apart.items() if kinds == sizes == 0], 1
+    if is_calibrated and not _say_enough(like):
+        like, times = [step for step in apart if here.is_akin(measured[step])], AKIN
+    if not _say_enough(like):
+        return Miss(None, _unknown(job, nearest, like))
     errors = [abs(error_of(step, is_calibrated=is_calibrated)) for step in like]
     worst, machines = max(errors), len({step.machine for step in like})
+    akin = " of another card or size" if times > 1 else ""
     said = (
-        f"{len(like)} measured steps like this one, of {machines} machine{'s' * (machines > 1)}, were missed by "
+        f"{len(like)} measured steps like this one{akin}, of {machines} machine{'s' * (machines > 1)}, were missed by "
         f"{worst:.0%} at most, {median(errors):.0%} in the median; the nearest, {nearest.title}, is forecast "
         f"{_by(error_of(nearest, is_calibrated=is_calibrated))}"
     )
-    machine, least = ("", 0.0) if is_calibrated else _most_different(here)
+    if times > 1:
+        return Miss(times * worst, f"{said}: twice that is said")
+    machine, least = ("", 0.0) if is_calibrated else _most_different(here, known)
     if least > worst:
         said += f". Without a measured step of yours it may be {least:.0%}, by which {machine} is missed in the median"
     return Miss(max(worst, least), said)
 
 
-def _calibrates(of: Job, job: Job) -> bool:
+def _say_enough(like: Sequence[PublishedStep]) -> bool:
+    return len(like) >= LEAST_STEPS and len({step.laboratory for step in like}) >= LEAST_LABORATORIES
+
+
+def _does_not_calibrate(pairs: tuple[tuple[Job, float], ...], job: Job) -> str:
+    """Why measured steps say nothing of a job; empty where they do."""
     work, _ = REACHES[WORK]
-    same = (of.card, of.tensor) == (job.card, job.tensor)
-    return same and 1 / CALIBRATES <= work(of) / work(job) <= CALIBRATES
+    others = [number for number, (of, _) in enumerate(pairs) if of.card != job.card]
+    if others:
+        return f"calibration pair {', '.join(map(str, others))} is of another card than this job"
+    if not any(
+        (of.tensor > 1) == (job.tensor > 1) and 1 / CALIBRATES <= work(of) / work(job) <= CALIBRATES for of, _ in pairs
+    ):
+        return "no calibration pair is like this job in its size of work and its tensor parallelism"
+    factors = fitted(pairs)
+    missed = [number for number, (of, seconds) in enumerate(pairs) if _is_missed(of, seconds, factors)]
+    return f"calibration pair {', '.join(map(str, missed))} is missed by over {FAR:.0%} after the fit" if missed else ""
+
+
+@cache
+def _is_missed(job: Job, seconds: float, factors: Factors) -> bool:
+    return abs(step_parts(job, factors).total() / seconds - 1) > FAR
+
+
+def by_laboratory(validated: pd.DataFrame) -> pd.DataFrame:
+    """Misses by laboratory, with tensor parallelism apart, and whether they were known beforehand by other ones.
+
+    Args:
+        validated: what ``validate_published`` returns.
+
+    Returns:
+        ``laboratory``, ``tp``, ``steps`` that calibrate nothing, ``median``, ``p90`` and ``worst`` of their errors,
+        ``raw_median`` and ``raw_worst`` without a calibration, ``known`` (of how many steps of the laboratory those of
+        all others say an error), ``held`` (how many of these are missed by no more).
+    """
+    shares = [_known_elsewhere(step).share for step in published_steps()]
+    rows = validated.assign(
+        share=pd.Series(shares, validated.index, dtype=float), tp=validated["tp"] > 1,
+        error=validated["error"].abs(), raw_error=validated["raw_error"].abs(),
+    )  # fmt: skip
+    rows = rows[~rows["calibration"]].assign(held=rows["error"] <= rows["share"])
+    errors, share = ("error", "median"), ("share", "count")
+    return rows.groupby(["laboratory", "tp"], as_index=False).agg(
+        steps=("error", "size"), median=errors, p90=("error", lambda of: of.quantile(0.9)), worst=("error", "max"),
+        raw_median=("raw_error", "median"), raw_worst=("raw_error", "max"), known=share, held=("held", "sum"),
+    )  # fmt: skip
+
+
+def _known_elsewhere(step: PublishedStep) -> Miss:
+    return expected_miss(
+        step.job, calibration_of(step.machine), lambda other: other.laboratory != step.laboratory
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -106,6 +179,10 @@ class Place:
         sizes = [abs(one - two) for one, two in zip(self.sizes, other.sizes, strict=True)]
         return kinds, sum(size > 1 + 1e-9 for size in sizes), sum(sizes)
 
+    def is_akin(self, other: "Place") -> bool:
+        """Whether all but the card is of one kind, and kernels have as much work."""
+        return self.kinds[1:] == other.kinds[1:] and abs(self.sizes[0] - other.sizes[0]) <= 1 + 1e-9
+
 
 @cache
 def _measured(*, is_calibrated: bool) -> Mapping[PublishedStep, Place]:
@@ -116,19 +193,22 @@ def _measured(*, is_calibrated: bool) -> Mapping[PublishedStep, Place]:
     return {step: Place.of(step.job) for step in steps}
 
 
-def _most_different(here: Place) -> tuple[str, float]:
+def _most_different(here: Place, known: Callable[[PublishedStep], bool] | None) -> tuple[str, float]:
     """Of the machines with this card, strategy and division, the one that presets miss by most, in its median."""
     by_machine: dict[str, list[float]] = {}
     for step, place in _measured(is_calibrated=False).items():
-        if place.kinds[:3] == here.kinds[:3]:
+        if (known is None or known(step)) and place.kinds[:3] == here.kinds[:3]:
             by_machine.setdefault(step.machine, []).append(error_of(step, is_calibrated=False))
     machine = max(by_machine, key=lambda name: abs(median(by_machine[name])))
     return machine, abs(median(by_machine[machine]))
 
 
-def _unknown(job: Job, nearest: PublishedStep, like: int) -> str:
+def _unknown(job: Job, nearest: PublishedStep, like: Sequence[PublishedStep]) -> str:
     if like:
-        few = f"only {like} measured {'steps are' if like > 1 else 'step is'} like this one"
+        laboratories = ", ".join(sorted({step.laboratory for step in like}))
+        few = (
+            f"only {len(like)} measured {'steps are' if len(like) > 1 else 'step is'} like this one, of {laboratories}"
+        )
         return f"nothing known: {few}; the nearest is {nearest.title}"
     kinds = [(kind(nearest.job), kind(job)) for kind in KINDS]
     differences = [f"{theirs} (here {ours})" for theirs, ours in kinds if theirs != ours]

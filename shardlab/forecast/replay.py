@@ -3,7 +3,8 @@
 One rank stands for all that are alike, so the number of ranks costs nothing. It is a program of compute and messages
 (``partition.step_program``), with a queue for each axis of the mesh (a communicator runs its collectives one after
 another). Compute waits for the messages that it needs. Beside a collective it is slower by the factor ``contention``; a
-collective beside compute is not.
+collective beside compute is not. A second program is that of the host, which launches what units compute, in order and
+ahead of the device if it can: a unit ends no earlier than the host has launched the last of it.
 
 ==============================  ===========================================  ===============================
 row (``rows``)                  messages                                     hidden behind
@@ -35,6 +36,8 @@ from shardlab.vocabulary import Collective, MeshAxis, Phase
 
 CONTENTION = 0.189  # arXiv 2507.03114, abstract: by how much compute slows beside communication, on average
 REPLAYED = tuple(name for name, row in ROWS.items() if row.parameters or not row.by_unit)
+DEVICE, HOST = 0, 1  # the two programs
+LAUNCHES = ("host", False)  # the queue in which the device learns what the host has launched
 MessageSeconds = Callable[[Collective, MeshAxis, float], float]
 """Seconds of a collective over an axis, by the bytes of its whole buffer; 0 where the axis has one rank."""
 
@@ -50,6 +53,8 @@ class Unit:
         gathered_bytes: of its whole parameters, as gathers carry them.
         reduced_bytes: of its whole gradients, as reductions carry them.
         num_messages: in how many of equal size they are sent, where they are not sent as a unit.
+        forward_host_seconds: that the host takes to launch what a forward computes.
+        backward_host_seconds: likewise.
     """
 
     name: str
@@ -58,6 +63,14 @@ class Unit:
     gathered_bytes: float
     reduced_bytes: float
     num_messages: int = 1
+    forward_host_seconds: float = 0.0
+    backward_host_seconds: float = 0.0
+
+    def seconds(self, phase: Phase) -> tuple[float, float]:
+        """Of the device and of the host, in a pass."""
+        if phase == Phase.FORWARD:
+            return self.forward_seconds, self.forward_host_seconds
+        return self.backward_seconds, self.backward_host_seconds
 
 
 @dataclass(frozen=True)
@@ -109,9 +122,22 @@ class Replay:
         return sum(end - begin - work.us / 1e6 for work, begin, end in self.computed)
 
     @property
+    def host_seconds(self) -> float:
+        """Time without compute: the host had not launched it yet."""
+        return self._idle_seconds(of_host=True)
+
+    @property
     def exposed_seconds(self) -> float:
         """Time without compute: a message was waited for."""
-        return self.seconds - sum(end - begin for _, begin, end in self.computed)
+        return self._idle_seconds(of_host=False)
+
+    def _idle_seconds(self, *, of_host: bool) -> float:
+        begins = self.host.begins_us
+        waits = zip(self.host.items, begins, begins[1:], strict=False)
+        return sum(
+            end - begin for item, begin, end in waits
+            if isinstance(item, Wait) and (item.message.queue == LAUNCHES) == of_host
+        ) / 1e6  # fmt: skip
 
 
 def replay(units: Sequence[Unit], schedule: Schedule, seconds: MessageSeconds, root: Unit | None = None) -> Replay:
@@ -123,9 +149,12 @@ def replay(units: Sequence[Unit], schedule: Schedule, seconds: MessageSeconds, r
         seconds: of a collective over an axis of the row.
         root: the unit of all other parameters, such as embedding and head; None without one.
     """
-    items = _Step(units, schedule, seconds, root).items
-    items += [Wait(item.message) for item in items if isinstance(item, Issue)]
-    return Replay(run_programs({0: tuple(items)}, contention=Contention(schedule.contention))[0])
+    step = _Step(units, schedule, seconds, root)
+    device = [*step.items, *(Wait(item.message) for item in step.items if isinstance(item, Issue))]
+    programs = {DEVICE: (*(item for item in step.launches if isinstance(item, Issue)), *device)}
+    if step.launches:
+        programs[HOST] = tuple(step.launches)
+    return Replay(run_programs(programs, contention=Contention(schedule.contention))[DEVICE])
 
 
 class _Step:
@@ -136,8 +165,12 @@ class _Step:
         sizes = dict.fromkeys(MeshAxis, 1) | {**schedule.sizes}
         self.to_gather, self.to_reduce = self.row.gathered(BEFORE_A_PASS, sizes), [*self.row.reduced(sizes)]
         self.items: list[Item] = []
+        self.launches: list[Item] = []  # the program of the host
         self.sent: list[Message] = []  # what the optimizer has to wait for
         self.order = [*units, *([root] if root else [])]
+        passes = (Phase.FORWARD, Phase.BACKWARD)
+        # A host that is ahead in every unit is never waited for.
+        self.is_behind = any(host > device for unit in self.order for device, host in map(unit.seconds, passes))
         self.together = self._sent_together()
         micro_batch = self.unit_by_unit if self.row.by_unit else self.all_at_once
         for number in range(schedule.micro_batches):
@@ -158,6 +191,15 @@ class _Step:
 
     def compute(self, seconds: float, awaited: Iterable[Message] = ()) -> None:
         self.items += [*map(Wait, awaited), Work(1e6 * seconds)]
+
+    def run(self, unit: Unit, phase: Phase, awaited: Iterable[Message]) -> None:
+        """Compute a unit: it ends no earlier than the host has launched the last of it."""
+        seconds, host_seconds = unit.seconds(phase)
+        self.compute(seconds, awaited)
+        if self.is_behind:
+            launched = Message(Collective.UNKNOWN, unit.name, phase, 0, LAUNCHES, {DEVICE: 0.0, HOST: 0.0})
+            self.launches += [Work(1e6 * host_seconds), Issue(launched)]
+            self.items.append(Wait(launched))
 
     def messages(self, kinds: Iterable[Sent], phase: Phase, unit: Unit) -> list[Message]:
         """Those of a unit, when the compute before them has ended, each after the one before it."""
@@ -198,7 +240,7 @@ class _Step:
             ahead = place + 1 + self.schedule.prefetch + (forward and self.root is not None)
             for other in gathers[len(gathered) : ahead]:
                 gathered[other.name] = self.gather(phase, other)
-            self.compute(unit.forward_seconds if forward else unit.backward_seconds, gathered[unit.name])
+            self.run(unit, phase, gathered[unit.name])
             if reduces and unit is not self.root:
                 self.reduce(unit)
 
@@ -210,7 +252,7 @@ class _Step:
             forward = phase == Phase.FORWARD
             gathered = [one for unit in self.together for one in self.gather(phase, unit)]
             for unit in self.order if forward else self.order[::-1]:
-                self.compute(unit.forward_seconds if forward else unit.backward_seconds, gathered[-1:])
+                self.run(unit, phase, gathered[-1:])
                 if not forward and unit.name in complete:
                     self.reduce(complete[unit.name])
         for unit in self.together if reduces and not as_ready else ():

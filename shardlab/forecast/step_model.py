@@ -12,13 +12,20 @@ recomputation            the forward of recomputed layers again, up to its last 
                          product) and fms-fsdp comes to
 copies of units          fully sharded: gathered parameters into place, gradients together and scaled: 4 bytes a
                          parameter in forward, 12 in backward, in 16 bits
-tensor-parallel          4 all-reduces of b s h elements a layer and micro-batch, 2 more where it is recomputed; nothing
-messages                 hides them
+tensor-parallel          4 all-reduces of b s h elements a layer and micro-batch, 2 more where it is recomputed; with
+messages                 sequence parallelism each is a gather and a reduce-scatter. Nothing hides them, unless they are
+                         sent in parts beside the products that need or make them: then the first part, what is
+                         longer than products, and by how much these are slower beside the rest
 optimizer step           40 bytes a parameter that this rank steps: Adam in 32 bits, norm and clipping; less where
                          less is kept of one
 slowed by messages       compute beside a collective, see ``replay``
 waiting for messages     nothing computes
+waiting for the host     nothing computes, and no message is waited for: the next kernel is not launched yet
 =======================  ==============================================================================================
+
+The host launches, for a layer of GPT, of Llama, of either compiled: 14, 40, 14 kernels in forward, twice as many in
+backward, those of forward again where it is recomputed; as long as 2 for a tensor-parallel message, and as 30 for the
+hooks of a fully sharded unit in forward, 60 in backward, which nobody compiles. A kernel takes ``LAUNCH_SECONDS``.
 
 A step with more than three micro-batches is replayed with two and three, and goes on as from the second to the third.
 
@@ -28,15 +35,22 @@ et al., arXiv 2205.05198, table 2 and section 5; Narayanan et al., arXiv 2104.04
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 from shardlab.forecast.job import Job
 from shardlab.forecast.replay import Replay, Schedule, Unit, replay
-from shardlab.forecast.transformer import Costs, Parts
+from shardlab.forecast.transformer import KERNELS, PRODUCTS, Costs, Parts
 from shardlab.vocabulary import Collective, MeshAxis
 
 RECOMPUTED, COPIES, TENSOR = "recomputation", "copies of units", "tensor-parallel messages"
 OPTIMIZER, SLOWED, WAITED = "optimizer step", "slowed by messages", "waiting for messages"
+HOST_BOUND = "waiting for the host"
+# Of the host, Python and autograd included. Eager: 3.5 to 4.6 ms for the 120 kernels and 8 messages of a layer, chosen
+# on steps of nanotron on one host; others measured 5 to 25 us an operation (jiahuanglin.xyz, lesson 18) and 45
+# (facebookresearch/sam2, issue 768). A compiled wrapper and a graph launch next to no Python.
+LAUNCH_SECONDS = {"eager": 30e-6, "compiled": 10e-6, "graph": 2e-6}
+# Kernels that take as long; of a unit measured on an H200 with 100 small ones, whose host took 316 to 413 ms a step.
+OF_MESSAGE, OF_UNIT = 2, 30
 # For each byte that is kept of a parameter: of Adam's 16 in 32 bits 40 are moved, to read parameter, gradient, momentum
 # and variance, to write all but the gradient, and for norm and clipping.
 MOVED = 2.5
@@ -45,15 +59,17 @@ REPLAYED_MICRO_BATCHES = 3
 
 @dataclass(frozen=True)
 class Factors:
-    """By how much compute, the links between hosts and attention are faster than the presets say."""
+    """By how much compute, the host, the links between hosts and attention are faster than the presets say."""
 
     compute: float = 1.0
+    host: float = 1.0
     between: float = 1.0
     attention: float = 1.0
 
 
+@lru_cache(maxsize=1024)  # who says how far forecasts miss asks for the same ones again and again
 def step_parts(job: Job, factors: Factors) -> Parts:
-    """Seconds of a step by what they are spent on."""
+    """Seconds of a step by what they are spent on; nobody changes them."""
     step = Step(job, factors)
     if job.accumulation <= REPLAYED_MICRO_BATCHES:
         return step.parts(job.accumulation)
@@ -69,6 +85,7 @@ class Step:
         self.job = job
         self.card = job.card.faster(factors.compute, factors.attention)
         self.network = replace(job.links, factor=factors.between)
+        self.host_factor = factors.host
         costs = Costs(job, self.card)
         self.bandwidth = costs.bandwidth
         self.layer = [self.whole_layer(costs, backward) for backward in (False, True)]
@@ -84,10 +101,35 @@ class Step:
             found.add({RECOMPUTED: share * again})
         elif backward and job.recompute == "selective" and job.kernel == "unfused":
             found.add({RECOMPUTED: costs.attention(backward=False).total()})
-        sums = job.tokens * job.hidden * job.itemsize
-        of_one = self.network.seconds(Collective.ALL_REDUCE, sums, job.tensor, min(job.tensor, self.network.per_host))
-        found.add({TENSOR: (2 + 2 * share) * of_one})
+        found.add({TENSOR: self.tensor_seconds(2 + 2 * share, found[PRODUCTS])})
         return self.with_copies(found, job.layer_params, backward)
+
+    def tensor_seconds(self, count: float, products: float) -> float:
+        """Of so many sums over the tensor axis in a pass of a layer, as far as products do not hide them."""
+        job, one = self.job, Collective.ALL_REDUCE
+        verbs = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER) if job.sequence_parallel else (one,)
+        num_bytes, per_host = job.tokens * job.hidden * job.itemsize, min(job.tensor, self.network.per_host)
+        seconds = count * sum(self.network.seconds(verb, num_bytes, job.tensor, per_host) for verb in verbs)
+        if not job.async_tensor:
+            return seconds
+        first = seconds / job.tensor
+        beside = min(seconds - first, products)
+        return seconds - (1 - self.card.contention) * beside
+
+    def host_seconds(self, backward: bool) -> float:
+        """That the host takes for a layer in a pass."""
+        job = self.job
+        share = job.recomputed / job.layers if backward else 0.0
+        again = 1 + backward + share  # a forward's, as many times
+        messages = OF_MESSAGE * (2 if job.sequence_parallel else 1) * 2 * (1 + share) if job.tensor > 1 else 0
+        kind = "graph" if job.cuda_graph else "compiled" if job.compiled else "eager"
+        found = (KERNELS[job.written] * again + messages) * LAUNCH_SECONDS[kind]
+        return (found + self.hooks_seconds(backward)) / self.host_factor
+
+    def hooks_seconds(self, backward: bool) -> float:
+        """That the host takes to gather and reduce a unit."""
+        is_sharded = self.job.row.by_unit and self.job.data > 1 and not self.job.cuda_graph
+        return OF_UNIT * (1 + backward) * LAUNCH_SECONDS["eager"] if is_sharded else 0.0
 
     def with_copies(self, found: Parts, num_params: float, backward: bool) -> Parts:
         """With the copies of a fully sharded unit."""
@@ -96,18 +138,20 @@ class Step:
             found.add({COPIES: moved / self.bandwidth})
         return found
 
-    def unit(self, name: str, costs: Sequence[Parts], num_params: float, messages: int) -> Unit:
-        """A unit of the replay."""
+    def unit(self, name: str, costs: Sequence[Parts], num_params: float, messages: int, host: Sequence[float]) -> Unit:
+        """A unit of the replay; costs and seconds of the host of forward and of backward."""
         elements = num_params / self.job.tensor
         gathered, reduced = elements * self.job.itemsize, elements * max(self.job.itemsize, self.job.kept.gradient)
-        return Unit(name, costs[0].total(), costs[1].total(), gathered, reduced, messages)
+        return Unit(name, costs[0].total(), costs[1].total(), gathered, reduced, messages, *host)
 
     def replayed(self, micro_batches: int) -> Replay:
         """The step with so many micro-batches."""
         job = self.job
         matrices = 5 if job.is_gated else 4  # query, key and value together
-        units = [self.unit(f"layer {n}", self.layer, job.layer_params, matrices) for n in range(job.layers)]
-        root = self.unit("root", self.head, job.root_params, 2 if job.is_gated else 1)
+        host = [self.host_seconds(backward) for backward in (False, True)]
+        units = [self.unit(f"layer {n}", self.layer, job.layer_params, matrices, host) for n in range(job.layers)]
+        hooks = [self.hooks_seconds(backward) / self.host_factor for backward in (False, True)]
+        root = self.unit("root", self.head, job.root_params, 2 if job.is_gated else 1, hooks)
         schedule = Schedule(
             job.row, job.sizes, micro_batches=micro_batches, reduces_each=not job.no_sync,
             optimizer_seconds=self.optimizer_seconds, contention=self.card.contention,
@@ -130,5 +174,5 @@ class Step:
         done, found = self.replayed(micro_batches), Parts()
         for layer, head in zip(self.layer, self.head, strict=True):
             found.add(layer, self.job.layers * micro_batches).add(head, micro_batches)
-        waits = {SLOWED: done.slowed_seconds, WAITED: done.exposed_seconds}
+        waits = {SLOWED: done.slowed_seconds, WAITED: done.exposed_seconds, HOST_BOUND: done.host_seconds}
         return found.add({OPTIMIZER: self.optimizer_seconds, **waits})

@@ -42,8 +42,8 @@ TILE = 128 * 256
 SPLIT_INNER = 4096
 # Rates against FlashAttention 2, forward and backward; unfused scores are products and memory-bound work.
 FLASH_RATES = {"flash-1": (0.64, 0.46), "flash-2": (1.0, 1.0)}
-PRODUCTS, ATTENTION, MEMORY, LAUNCHES = "matrix products", "attention", "memory-bound work", "launch floor"
-LAUNCHED = {"gpt": 14, "llama": 40, "compiled": 14}  # kernels of a layer in forward; backward has twice as many
+PRODUCTS, ATTENTION, MEMORY = "matrix products", "attention", "memory-bound work"
+KERNELS = {"gpt": 14, "llama": 40, "compiled": 14}  # of a layer in forward; backward has twice as many
 
 
 class Parts(dict[str, float]):
@@ -71,7 +71,8 @@ def layer_products(job: Job) -> Iterator[tuple[float, float, float]]:
 
 def token_bytes(job: Job) -> float:
     """Bytes a token that the memory-bound work of a layer moves in forward, on a tensor rank."""
-    h, ffn, heads = job.hidden, job.ffn / job.tensor, job.heads_width * (1 + job.kv_share) / job.tensor
+    h, ffn, heads = job.hidden / job.residual_ranks, job.ffn / job.tensor, job.heads_width / job.tensor
+    heads *= 1 + job.kv_share
     if not job.is_gated:
         return 20 * h + 4 * ffn
     return 20 * h + 4 * heads + 6 * ffn if job.compiled else 80 * h + 24 * heads + 10 * ffn
@@ -91,10 +92,7 @@ class Costs:
         job = self.job
         moved = job.tokens * token_bytes(job) * self.itemsize / 2 * (2 if backward else 1)
         found = Parts({PRODUCTS: self.products(layer_products(job), backward), MEMORY: moved / self.bandwidth})
-        found.add(self.attention(backward))
-        launches = LAUNCHED[job.written] * (2 if backward else 1) * self.gpu.launch_seconds
-        found[LAUNCHES] = max(0.0, launches - found.total())
-        return found
+        return found.add(self.attention(backward))
 
     def head(self, *, backward: bool = False) -> Parts:
         """Of the product with the vocabulary and of the loss."""

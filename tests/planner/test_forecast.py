@@ -13,9 +13,18 @@ from shardlab.forecast.network import GIGABIT, HOP_SECONDS, Network, network_of
 from shardlab.forecast.peak import peak_bytes, rest_bytes
 from shardlab.forecast.predict import RESERVED, may_retry
 from shardlab.forecast.published import TOYS, calibration_of, error_of, published_steps, summary
-from shardlab.forecast.region import LEAST_STEPS, Place, expected_miss
+from shardlab.forecast.region import by_laboratory, expected_miss
 from shardlab.forecast.replay import REPLAYED
-from shardlab.forecast.step_model import RECOMPUTED, REPLAYED_MICRO_BATCHES, TENSOR, WAITED, Factors, Step, step_parts
+from shardlab.forecast.step_model import (
+    HOST_BOUND,
+    RECOMPUTED,
+    REPLAYED_MICRO_BATCHES,
+    TENSOR,
+    WAITED,
+    Factors,
+    Step,
+    step_parts,
+)
 from shardlab.forecast.transformer import ATTENTION, Costs, layer_products
 from shardlab.planner import model_states
 from shardlab.planner.formulas import PRECISIONS
@@ -216,7 +225,7 @@ def test_a_measured_step_narrows_the_range_of_an_unknown_network():
 
 def test_a_ring_between_hosts_has_the_links_of_all_its_gpus():
     network = network_of("8 per host, 600GB/s, 200Gb/s per GPU", Gpu.preset("a100-80gb"))
-    assert network == Network(8, 300e9 * 0.79, 25e9)
+    assert network == Network(8, 300e9, 25e9)
     one, many = (network.seconds(Collective.ALL_GATHER, 64e9, 16, per_host) for per_host in (1, 8))
     assert one == pytest.approx(15 * HOP_SECONDS + 64e9 * 15 / 16 / (25e9 * 0.87))
     assert many - 15 * HOP_SECONDS == pytest.approx((one - 15 * HOP_SECONDS) / 8)
@@ -226,14 +235,50 @@ def test_a_ring_between_hosts_has_the_links_of_all_its_gpus():
 @pytest.mark.parametrize(
     ("text", "network"),
     [
-        (None, Network(8, 450e9 * 0.79, 400 * GIGABIT)), ("nvlink", Network(8, 450e9 * 0.79, 400 * GIGABIT)),
-        ("4 per host, pcie5", Network(4, 40e9, 400 * GIGABIT)), ("100Gb/s per gpu", Network(8, 450e9 * 0.79, 12.5e9)),
-        ("3200Gb/s per host, 16 Per Host", Network(16, 450e9 * 0.79, 25e9)),
-        ("12.5GB/s per GPU, 64GB/s", Network(8, 32e9 * 0.79, 12.5e9)),
+        (None, Network(8, 450e9, 400 * GIGABIT)), ("nvlink", Network(8, 450e9, 400 * GIGABIT)),
+        ("4 per host, pcie5", Network(4, 50e9, 400 * GIGABIT)), ("100Gb/s per gpu", Network(8, 450e9, 12.5e9)),
+        ("3200Gb/s per host, 16 Per Host", Network(16, 450e9, 25e9)),
+        ("12.5GB/s per GPU, 64GB/s", Network(8, 32e9, 12.5e9)),
     ],
 )  # fmt: skip
 def test_a_network_is_read(text, network):
     assert network_of(text, Gpu.preset("h100-sxm")) == network
+
+
+def test_inside_a_host_a_ring_is_as_fast_as_was_measured():
+    """All-gathers over 2, 4 and 8 H100: 537, 434 and 394 GB/s (meta-pytorch/autoparallel, PR #365)."""
+    network = network_of(None, Gpu.preset("h100-sxm"))
+    for ranks, measured in ((2, 537e9), (4, 434e9), (8, 394e9)):
+        seconds = network.seconds(Collective.ALL_GATHER, 1e9, ranks, ranks) - (ranks - 1) * HOP_SECONDS
+        assert 1e9 / seconds == pytest.approx(measured, rel=0.04)
+
+
+def test_where_a_kernel_has_little_to_do_the_host_sets_the_pace():
+    """Half of the tokens, or a layer shared by more, is no faster; a compiler or a graph makes it so."""
+    tiny = GPT_7B | {"ffn": 2816, "hidden": 1024, "seq_len": 1024, "micro_batch": 1, "data": 1, "strategy": "single"}
+    found = predict_step(**tiny)
+    assert found.parts[HOST_BOUND] > 0.3 * found.seconds
+    assert predict_step(**tiny | {"seq_len": 512}).seconds == pytest.approx(found.seconds, rel=0.05)
+    assert found.seconds < predict_step(**tiny, tensor=4).seconds < 1.3 * found.seconds
+    compiled, graph = predict_step(**tiny, compiled=True), predict_step(**tiny, compiled=True, cuda_graph=True)
+    assert graph.seconds <= compiled.seconds < 0.6 * found.seconds
+    assert graph.parts[HOST_BOUND] == 0
+    assert predict_step(**GPT_7B).parts[HOST_BOUND] == 0
+
+
+def test_a_step_that_waits_for_its_host_says_how_fast_that_is():
+    tiny = GPT_7B | {"ffn": 2816, "hidden": 1024, "seq_len": 1024, "micro_batch": 1, "data": 1, "strategy": "single"}
+    large = tiny | {"micro_batch": 32}
+    slow = [(one, step_parts(Job(**one), Factors(compute=0.9, host=0.5)).total()) for one in (tiny, large)]
+    for pairs in (slow, slow[:1]):
+        found = predict_step(**tiny | {"seq_len": 512}, calibration=pairs)
+        assert found.seconds == pytest.approx(slow[0][1], rel=0.04)
+
+
+def test_tensor_messages_beside_products_cost_their_first_part_and_what_slows_products():
+    vanilla, hidden = (predict_step(**GPT_7B | {"tensor": 8}, async_tensor=one).parts[TENSOR] for one in (False, True))
+    contention = Gpu.preset("a100-80gb").contention
+    assert hidden == pytest.approx(vanilla * (1 / 8 + 7 / 8 * contention))
 
 
 @pytest.mark.parametrize("name", ["A100 80GB", "a100_80gb", "a100", "A100-80"])
@@ -299,7 +344,7 @@ def test_published_steps_are_met_better_than_by_toys():
     found, steps = validate_published(), published_steps()
     assert all(step.source for step in steps)
     assert found.groupby("machine")["calibration"].sum().max() <= 3
-    for held_out, misses in ((False, [0.024, 0.056, 0.205]), (True, [0.023, 0.095, 0.259])):
+    for held_out, misses in ((False, [0.020, 0.057, 0.205]), (True, [0.025, 0.085, 0.259])):
         errors = summary(found[found["held_out"] == held_out])
         assert errors.loc["error"].to_numpy() == pytest.approx(misses, abs=0.004)
         for toy in TOYS:
@@ -340,13 +385,13 @@ KNOWN = {  # at least three published steps are like it
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"tensor": 8, "data": 1, "strategy": "single"}, "a100-80gb (here h100-sxm)"),
-        ({"tensor": 2, "data": 4}, "tp 1 (here tp 2)"),
+        ({"tensor": 2, "data": 4}, "whole parameters (here fsdp)"),
         ({"seq_len": 128, "micro_batch": 1}, "times the tokens of a micro-batch x width"),
         ({"hardware": "h200"}, "(here h200)"), ({"hardware": "4090"}, "(here 4090)"),
-        ({"strategy": "ddp"}, "fsdp (here ddp)"), ({"strategy": "zero2"}, "(here zero2)"),
+        ({"strategy": "zero3"}, "fsdp (here zero3)"),
+        ({"strategy": "zero2", "compiled": True}, "fsdp (here whole parameters)"),
         ({"data": 64}, "a known network (here an assumed network)"),
-        ({"data": 1024, "network": "400Gb/s per GPU"}, "0.0625 times the GPUs"),
+        ({"data": 4096, "network": "400Gb/s per GPU"}, "times the GPUs"),
         ({"precision": "tf32"}, "16 bits (here 32 bits)"), ({"attention": "unfused"}, "(here unfused attention)"),
         ({"hidden": 768, "heads": 12, "kv_heads": 12, "ffn": 3072, "layers": 2, "micro_batch": 32}, "parameters"),
     ],
@@ -367,32 +412,28 @@ def test_the_error_is_that_of_the_steps_like_it_and_of_machines_where_none_was_m
         assert re.match(r"\d+ measured steps like this one, of \d machines?, were missed by", found.reason)
 
 
-@pytest.mark.parametrize("other", [{"hardware": "a100"}, {"tensor": 2}, {"micro_batch": 1, "seq_len": 512}])
+@pytest.mark.parametrize("other", [{"hardware": "a100"}, {"tensor": 4, "data": 2}, {"micro_batch": 12}])
 def test_a_calibration_that_is_not_like_the_job_leaves_no_error(other):
     found = expected_miss(Job(**KNOWN), [(KNOWN, 1.0), (KNOWN | other, 1.0)])
     assert found.share is None
-    assert found.reason.startswith("nothing known: calibration pair 1 is of another card, tp or size of work")
+    assert found.reason.startswith("nothing known: calibration pair ")
 
 
-def test_published_steps_stand_on_calibrations_that_are_like_them():
-    for step in published_steps():
-        assert "calibration" not in expected_miss(step.job, calibration_of(step.machine)).reason, step.title
+def test_no_published_step_is_missed_by_more_than_those_of_other_laboratories_say():
+    """Half of them have enough that are like them elsewhere; of the others, among them the worst, nothing is said."""
+    found = by_laboratory(validate_published())
+    assert (found["held"] == found["known"]).all()
+    assert 0.5 < found["known"].sum() / found["steps"].sum() < 0.6
+    assert found.loc[found["laboratory"] == "nanotron", "known"].sum() == 0
+    assert found["worst"].max() > 0.25
 
 
-def test_published_steps_are_missed_by_no_more_than_those_like_them():
-    """Each left out in turn: what would have been said beside its forecast holds for 94 of 100."""
-
-    errors = {
-        step: (Place.of(step.job), abs(error_of(step, is_calibrated=True)))
-        for step in published_steps() if not step.calibrates and calibration_of(step.machine)
-    }  # fmt: skip
-    held = []
-    for step, (place, error) in errors.items():
-        others = [one for other, one in errors.items() if other is not step]
-        like = [missed for other, missed in others if place.apart(other)[:2] == (0, 0)]
-        held += [error <= max(like)] if len(like) >= LEAST_STEPS else []
-    assert len(held) > 0.9 * len(errors)
-    assert sum(held) > 0.93 * len(held)
+def test_what_waits_for_its_host_is_known_from_one_laboratory_alone():
+    step = next(step for step in published_steps() if step.name == "Llama 1.34B, 1 x 4096, tp 4, ddp, on 8")
+    for calibration in ((), calibration_of(step.machine)):
+        found = expected_miss(step.job, calibration)
+        assert found.share is None
+        assert re.match(r"nothing known: only \d+ measured steps are like this one, of nanotron; ", found.reason)
 
 
 def test_recomputation_stops_before_the_last_product_and_selective_keeps_half_of_them():

@@ -73,6 +73,19 @@ def test_a_gather_is_hidden_by_the_unit_before_and_the_first_and_the_last_messag
     assert after_starts == before_ends
 
 
+def test_a_unit_ends_no_earlier_than_the_host_has_launched_it():
+    """The host is behind in two units, ahead by what they cost more in the others, and begins each step anew."""
+    slow = [replace(UNITS[0], forward_host_seconds=5.0), *UNITS[1:], replace(ROOT, backward_host_seconds=0.5)]
+    found = replay(slow[:3], Schedule(ROWS["single"]), free, slow[3])
+    assert found.host_seconds == pytest.approx(5.0 - 1.0)
+    assert found.seconds == pytest.approx(ALONE + 4.0)
+    behind = replace(UNITS[0], forward_host_seconds=2.0, backward_host_seconds=2.0)
+    assert replay([behind], Schedule(ROWS["single"], micro_batches=2), free).host_seconds == pytest.approx(1 + 1)
+    # What is waited for at once is counted once: here the reductions take as long as the host.
+    late = replay([behind], Schedule(ROWS["fsdp"], contention=0), at(0.3))
+    assert late.seconds == pytest.approx(3.0 + late.host_seconds + late.exposed_seconds)
+
+
 def test_without_prefetch_every_gather_is_exposed():
     found = replay(UNITS, Schedule(ROWS["fsdp"], prefetch=0, contention=0), at(0.01), ROOT)
     # A gather waits on its queue for the reduction of the unit before, which is exposed with it.
