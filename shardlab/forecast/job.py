@@ -65,6 +65,8 @@ class Job:
         }.items():  # fmt: skip
             if (value := getattr(self, field)) not in allowed:
                 raise ValueError(f"{field}: {value!r} is not one of {', '.join(filter(None, allowed))}")
+        if self.precision not in self.card.peaks:
+            raise ValueError(f"precision: {self.precision} is given; {self.card.name} has {', '.join(self.card.peaks)}")
         divided = [("kv_heads", "heads"), ("tensor", "heads"), ("tensor", "ffn")]
         for divisor, field in divided if self.head_dim else [("heads", "hidden"), *divided]:
             if (value := getattr(self, field)) % (by := getattr(self, divisor)):
@@ -224,10 +226,11 @@ class Job:
         """Of a step whose GPUs did nothing but what the model needs, without recomputation, at their peak.
 
         A token needs 6 FLOPs a parameter and 12 h s L of attention: Chowdhery et al., arXiv 2204.02311, appendix B,
-        where h is the width of all heads, and s the ``span``.
+        where h is the width of all heads, and s the ``span``. Of fp8 the peak is that of bf16, in which part of it is.
         """
         token = 6 * self.num_params + 12 * self.heads_width * self.span * self.layers
-        return token * self.tokens_per_step / (self.card.peaks[self.precision] * self.data * self.tensor)
+        peak = self.card.peaks[self.precision if self.precision != "fp8" else "bf16"]
+        return token * self.tokens_per_step / (peak * self.data * self.tensor)
 
     def mfu(self, seconds: float) -> float:
         """The share of the peak that the model's FLOPs reach in a step of so many seconds."""

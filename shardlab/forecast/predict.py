@@ -77,7 +77,8 @@ def predict_step(
         accumulation: micro-batches of a step.
         tensor: GPUs that share a layer; neighbours on a host.
         strategy: single, ddp, bucketed, zero1, zero2, zero3, fsdp, shard_grad_op or hybrid_shard (sharded in a host).
-        precision: of products and messages: bf16, fp16 or tf32. What the optimizer steps is in ``states``.
+        precision: of products and messages: bf16, fp16 or tf32; fp8 for products of layers in 8 bits, all else in 16.
+            What the optimizer steps is in ``states``.
         recompute: layers whose forward runs again in backward up to its last product, or 'full' for all; 'selective'
             for half of it, or, where attention is unfused, for the scores alone.
         hardware: name of a preset, see ``gpu.cards``.

@@ -13,7 +13,7 @@ Beside a forecast stand two toys that it has to beat:
     constant rate    seconds = FLOPs of the model / (MFU x peak), one number from the calibration rows
     roofline         seconds = max(FLOPs with recomputation / (efficiency x peak), 6 P bytes / bandwidth), two numbers
 
-The toys know the calibration rows of the machine; where it has none, those of all machines with that GPU.
+The toys know the calibration rows of the machine; where it has none, those of all machines with that GPU, or of all.
 """
 
 import csv
@@ -114,10 +114,9 @@ def validate_published() -> pd.DataFrame:
     """
     found = []
     for step in published_steps():
-        known = [
-            (other.job, other.seconds) for other in published_steps()
-            if other.calibrates and other.job.hardware == step.job.hardware
-        ]  # fmt: skip
+        calibrating = [other for other in published_steps() if other.calibrates]
+        same = [other for other in calibrating if other.job.hardware == step.job.hardware]
+        known = [(other.job, other.seconds) for other in same or calibrating]
         of_machine = calibration_of(step.machine)
         forecast = forecast_of(step.job, of_machine)
         toys = _toys(step.job, [(Job(**given), seconds) for given, seconds in of_machine] or known)

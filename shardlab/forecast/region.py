@@ -46,7 +46,7 @@ KINDS: tuple[Callable[[Job], str], ...] = (
     lambda job: "tensor parallelism" if job.tensor > 1 else "no tensor parallelism",
     lambda job: "compiled layers" if job.compiled else "layers that are not compiled",
     lambda job: "unfused attention" if job.kernel == "unfused" else "attention in one kernel",
-    lambda job: "32 bits" if job.itemsize == 4 else "16 bits",
+    lambda job: {"tf32": "32 bits", "fp8": "8 bits"}.get(job.precision, "16 bits"),
     lambda job: "an assumed network" if job.assumed_gigabits else "a known network",
     lambda job: "a nearly full memory" if may_retry(job) else "room in its memory",
     lambda job: "a device that waits for its host" if _is_host_bound(job) else "a device that is busy",

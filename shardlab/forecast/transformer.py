@@ -9,6 +9,9 @@ attention, unfused      two products of the whole s x s scores, and 12 bytes a s
                         twice that backward (recounted once GPT 22B of the published rows was missed with 24)
 memory-bound work       bytes a token below / bandwidth; backward moves twice what forward does
 loss                    bytes a logit below / bandwidth
+products in fp8         those of layers, at 88 % of the share of the peak that 16 bits reach, and 3 bytes an element of
+                        both matrices / bandwidth, which are read in 16 bits and written in 8; attention, head and all
+                        that lies between stay in 16 bits
 ======================  ==============================================================================================
 
 Bytes a token and layer in forward, in 16 bits; a is d times the heads (h, unless a model says d), kv the share of heads
@@ -38,6 +41,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from shardlab.forecast.job import Job
 from shardlab.planner.gpu import SUSTAINED, Gpu
 
+FP8_FRACTION = 0.88  # best products on H100: 1402.6 of 1979, and 794.5 of 989 in 16 bits (stas00/ml-engineering)
+CAST_BYTES = 3
 TILE = 128 * 256
 SPLIT_INNER = 4096
 # Rates against FlashAttention 2, forward and backward; unfused scores are products and memory-bound work.
@@ -83,7 +88,7 @@ class Costs:
 
     def __init__(self, job: Job, gpu: Gpu) -> None:
         self.job, self.gpu, self.itemsize = job, gpu, job.itemsize
-        self.peak = gpu.peaks[job.precision]
+        self.peak = gpu.peaks["bf16" if job.precision == "fp8" else job.precision]
         self.product_rate = self.peak * gpu.product_fraction * SUSTAINED
         self.bandwidth = gpu.memory_bandwidth * gpu.memory_fraction
 
@@ -99,7 +104,7 @@ class Costs:
         job, part = self.job, self.job.vocab / self.job.tensor
         a_logit = (36 if job.written == "llama" else 12) / 3 * (2 if backward else 1)
         return Parts({
-            PRODUCTS: self.products([(job.tokens, job.hidden, part)], backward),
+            PRODUCTS: self.products([(job.tokens, job.hidden, part)], backward, of_layer=False),
             MEMORY: job.tokens * part * a_logit / self.bandwidth,
         })  # fmt: skip
 
@@ -123,17 +128,21 @@ class Costs:
         seconds = flops * job.seq_len / self.product_rate + 6 * self.itemsize * scores / self.bandwidth
         return Parts({ATTENTION: times * seconds})
 
-    def products(self, sizes: Iterable[tuple[float, float, float]], backward: bool) -> float:
+    def products(
+        self, sizes: Iterable[tuple[float, float, float]], backward: bool, *, of_layer: bool = True
+    ) -> float:  # fmt: skip
         """Of matrix products, or of those for the gradients of their inputs and of their weights."""
-        if not backward:
-            return sum(self.product(*size) for size in sizes)
-        return sum(self.product(m, n, k) + self.product(k, m, n) for m, k, n in sizes)
+        if backward:
+            sizes = [size for m, k, n in sizes for size in ((m, n, k), (k, m, n))]
+        return sum(self.product(*size, of_layer=of_layer) for size in sizes)
 
-    def product(self, rows: float, inner: float, columns: float) -> float:
+    def product(self, rows: float, inner: float, columns: float, *, of_layer: bool = True) -> float:
         """Of one matrix product."""
-        card, result = self.gpu, rows * columns
+        card, result, in_fp8 = self.gpu, rows * columns, of_layer and self.job.precision == "fp8"
+        rate = self.product_rate * (FP8_FRACTION * card.peaks["fp8"] / self.peak if in_fp8 else 1.0)
         tiles = max(1.0, result / TILE) * max(1.0, inner / SPLIT_INNER)
-        seconds = 2 * result * inner / self.product_rate * (1 + card.multiprocessors / 2 / tiles)
-        seconds += result * self.itemsize / self.bandwidth
+        seconds = 2 * result * inner / rate * (1 + card.multiprocessors / 2 / tiles)
+        cast = CAST_BYTES * inner * (rows + columns) if in_fp8 else 0.0
+        seconds += (result * self.itemsize + cast) / self.bandwidth
         read = (rows * inner + inner * columns + result) * self.itemsize / self.bandwidth
         return max(seconds, read, card.launch_seconds)

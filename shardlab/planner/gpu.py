@@ -25,7 +25,7 @@ from shardlab.partition.ring_cost import Link
 # each other with gaps. Chosen on H100 rows of data/published_steps.csv; so was which of two published values of
 # contention is an H100's. Nothing else here was fitted to a step.
 SUSTAINED = 0.89
-COMPUTE_PRECISIONS = ("bf16", "fp16", "tf32")
+COMPUTE_PRECISIONS = ("bf16", "fp16", "tf32", "fp8")
 POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 MEMORY = re.compile(r"([0-9]*\.?[0-9]+)\s*([kmgtKMGT])(i?)B")  # a small b would be bits
 
@@ -142,9 +142,13 @@ def _card(line: Mapping[str, str]) -> Gpu:
     known = Gpu(memory_bytes(line["memory"]), Link.parse(line["link"]), line["name"], line["source"])
     if not line["bf16_tflops"]:
         return known
-    dense, tf32 = float(line["bf16_tflops"]) * 1e12, float(line["tf32_tflops"]) * 1e12
+    peaks = {
+        name: 1e12 * float(line[f"{like}_tflops"])
+        for name, like in {"bf16": "bf16", "fp16": "bf16", "tf32": "tf32", "fp8": "fp8"}.items()
+        if line[f"{like}_tflops"]
+    }
     numbers: dict[str, Any] = {name: float(line[name]) for name in _NUMBERS}
-    return replace(known, peaks={"bf16": dense, "fp16": dense, "tf32": tf32}, inside=line["inside"], **numbers)
+    return replace(known, peaks=peaks, inside=line["inside"], **numbers)
 
 
 def _named(name: str) -> Gpu | None:

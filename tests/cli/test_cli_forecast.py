@@ -226,11 +226,11 @@ def test_the_published_half_of_validate_needs_no_calibration(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(published, "validate_published", PUBLISHED)
     text = " ".join(said("validate").split())
-    for words in ("Misses of 72 published steps, %", "Misses of 184 published steps that were held out", "MPT 30B"):
+    for words in ("Misses of 72 published steps, %", "Misses of 191 published steps that were held out", "MPT 30B"):
         assert words in text
     assert "Of this machine nothing is said: machine.json is not there; shardlab calibrate, then this again." in text
     found = json.loads(said("validate", "--json"))
-    assert found["held_out"]["error"]["median"] == pytest.approx(0.0253, abs=0.001)
+    assert found["held_out"]["error"]["median"] == pytest.approx(0.0275, abs=0.001)
     assert "here" not in found
 
 

@@ -17,6 +17,7 @@ from shardlab.forecast.region import by_laboratory, expected_miss
 from shardlab.forecast.replay import REPLAYED
 from shardlab.forecast.step_model import (
     HOST_BOUND,
+    OPTIMIZER,
     RECOMPUTED,
     REPLAYED_MICRO_BATCHES,
     TENSOR,
@@ -25,7 +26,7 @@ from shardlab.forecast.step_model import (
     Step,
     step_parts,
 )
-from shardlab.forecast.transformer import ATTENTION, Costs, layer_products
+from shardlab.forecast.transformer import ATTENTION, MEMORY, PRODUCTS, Costs, layer_products
 from shardlab.planner import model_states
 from shardlab.planner.formulas import PRECISIONS
 from shardlab.planner.gpu import Gpu, cards
@@ -304,9 +305,11 @@ def test_every_preset_is_complete():
         ({"strategy": "zero4"}, "strategy: 'zero4' is not one of single, ddp, bucketed, zero1, zero2, zero3, fsdp"),
         ({"strategy": "single"}, "data: 16 is given; 'single' trains on 1"),
         ({"strategy": "hybrid_shard", "data": 12}, "data: 12 is given; hosts of 8 data ranks must divide it"),
-        ({"precision": "fp8"}, "precision: 'fp8' is not one of bf16, fp16, tf32"),
+        ({"precision": "fp4"}, "precision: 'fp4' is not one of bf16, fp16, tf32, fp8"),
+        ({"precision": "fp8"}, "precision: fp8 is given; a100-80gb has bf16, fp16, tf32"),
+        ({"hardware": "mi300x"}, "hardware: 'mi300x' is not one of l40s, 4090"),
         ({"attention": "slow"}, "attention: 'slow' is not one of flash-1, flash-2, unfused"),
-        ({"hardware": "v100"}, "hardware: 'v100' is not one of 4090, rtx-pro-6000, a100-40gb"),
+        ({"hardware": "v100"}, "hardware: 'v100' is not one of l40s, 4090, 5090, rtx-pro-6000, a100-40gb"),
         ({"recompute": 7}, "recompute: 7 is not 0 to 6 layers, 'full' or 'selective'"),
         ({"recompute": -1}, "recompute: -1 is not 0 to 6 layers, 'full' or 'selective'"),
         ({"hardware": None}, "hardware: None was given; it must be a text"),
@@ -344,7 +347,7 @@ def test_published_steps_are_met_better_than_by_toys():
     found, steps = validate_published(), published_steps()
     assert all(step.source for step in steps)
     assert found.groupby("machine")["calibration"].sum().max() <= 3
-    for held_out, misses in ((False, [0.020, 0.057, 0.205]), (True, [0.025, 0.085, 0.259])):
+    for held_out, misses in ((False, [0.020, 0.057, 0.205]), (True, [0.028, 0.083, 0.259])):
         errors = summary(found[found["held_out"] == held_out])
         assert errors.loc["error"].to_numpy() == pytest.approx(misses, abs=0.004)
         for toy in TOYS:
@@ -423,7 +426,7 @@ def test_no_published_step_is_missed_by_more_than_those_of_other_laboratories_sa
     """Half of them have enough that are like them elsewhere; of the others, among them the worst, nothing is said."""
     found = by_laboratory(validate_published())
     assert (found["held"] == found["known"]).all()
-    assert 0.5 < found["known"].sum() / found["steps"].sum() < 0.6
+    assert 0.45 < found["known"].sum() / found["steps"].sum() < 0.55
     assert found.loc[found["laboratory"] == "nanotron", "known"].sum() == 0
     assert found["worst"].max() > 0.25
 
@@ -478,6 +481,14 @@ def test_bytes_a_parameter_are_an_argument():
     assert rest_bytes(in_32_bits) == rest_bytes(job) + 2 * job.num_params
     # Gradients travel in as many bytes as they are kept in.
     assert step_parts(in_32_bits, Factors())[WAITED] > step_parts(job, Factors())[WAITED]
+
+
+def test_products_of_layers_in_eight_bits_are_faster_and_nothing_else_is():
+    wide, narrow = (predict_step(**GPT_7B | {"hardware": "h100"}, precision=one) for one in ("bf16", "fp8"))
+    assert 0.5 < narrow.parts[PRODUCTS] / wide.parts[PRODUCTS] < 0.75
+    for part in (ATTENTION, MEMORY, OPTIMIZER):
+        assert narrow.parts[part] == wide.parts[part]
+    assert narrow.peak_bytes == wide.peak_bytes
 
 
 def test_a_job_has_the_arguments_of_the_forecast():
