@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from math import inf
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from shardlab.forecast.machine import Line, Machine, RankCosts
 from shardlab.installed import __version__, num_cores
 from shardlab.launch import RankPool
 
+PROBE, PROBE_S = 256, 0.5  # width of its matrices; for how long it is read
+CHANGED = 1.15  # by which factor a machine's pace may change before it is said
 VERSIONS = {"torch": torch.__version__, "shardlab": __version__}
 
 
@@ -132,7 +135,9 @@ class Calibration:
         """What was measured, when that is all."""
         keys = dict.fromkeys(part.ranks for part in self.parts)
         costs = {key: self.kept.costs(key) for key in keys}
-        return Machine(platform.node(), VERSIONS, num_cores(), costs, is_quick=self.is_quick)
+        return Machine(
+            platform.node(), VERSIONS, num_cores(), costs, is_quick=self.is_quick, probe=probe_seconds()
+        )  # fmt: skip
 
     def _parts(self, ranks: int) -> Iterator[Part]:
         for field, name in (*operation_parts(), *MESSAGE_PARTS, *ENGINE_PARTS):
@@ -149,14 +154,33 @@ class Calibration:
         return max(pool.run(_together, part, effort), key=_total)
 
 
+def probe_seconds() -> float:
+    """Median seconds of a little forward and backward in this process, read for half a second."""
+    x, weights = torch.ones(PROBE, PROBE), [torch.full((PROBE, PROBE), 1 / PROBE, requires_grad=True) for _ in range(4)]
+    readings, until = list[float](), perf_counter() + PROBE_S
+    while perf_counter() < until:
+        began, y = perf_counter(), x
+        for weight in weights:
+            y = y @ weight
+        y.sum().backward()  # type: ignore[no-untyped-call]
+        readings.append(perf_counter() - began)
+    return median(readings)
+
+
 def differs_here(machine: Machine) -> str:
-    """How the calibrated machine differs from this one: 'on node-7, with torch 2.11'; empty if it does not."""
+    """How the calibrated machine differs from this one now: 'on node-7, with torch 2.11'; empty if it does not.
+
+    A machine that has become slower or faster since, for example by what else runs on it, differs too.
+    """
     said = (
         []
         if (machine.name, machine.cores) == (platform.node(), num_cores())
         else [f"on {machine.name} with {machine.cores} cores"]
     )
     said += [f"with {name} {version}" for name, version in machine.versions.items() if VERSIONS.get(name) != version]
+    pace = probe_seconds() / machine.probe if machine.probe else 1.0
+    if not 1 / CHANGED < pace < CHANGED:
+        said.append(f"when little work took {1 / pace:.2f} times as long as now")
     return ", ".join(said)
 
 

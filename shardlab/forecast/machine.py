@@ -102,6 +102,7 @@ class Machine:
         ranks: what a rank takes, by how many are at work; 'single' for one with the threads of all.
         validated: steps that were forecast and then run here: strategy, ranks, predicted and measured seconds.
         is_quick: whether everything was read less often.
+        probe: seconds of a little work that is read again before a forecast; 0 if it was not read.
     """
 
     name: str
@@ -110,6 +111,7 @@ class Machine:
     ranks: Mapping[str, RankCosts]
     validated: Sequence[tuple[str, int, float, float]] = ()
     is_quick: bool = False
+    probe: float = 0.0
 
     def write(self, path: Path) -> None:
         """Write it as JSON, which reads as text."""

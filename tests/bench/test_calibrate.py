@@ -1,7 +1,9 @@
 """A calibration is measured part by part; what is measured is kept, and not measured again."""
 
 import json
+import platform
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,7 @@ from shardlab.bench.calibrate import Calibration, KeptParts, Part
 from shardlab.bench.operation_times import QUICK
 from shardlab.cli import app
 from shardlab.forecast.machine import Line, Machine
+from shardlab.installed import num_cores
 
 LINE = Line([100.0, 1_000.0], [1e-6, 1e-5])
 VALUES = {
@@ -35,6 +38,14 @@ def measured(monkeypatch):
     monkeypatch.setattr(Calibration, "_measured", measure)
     monkeypatch.setattr(calibrate, "RankPool", lambda *_, **__: nullcontext())
     return SimpleNamespace(parts=found, measure=measure)
+
+
+@pytest.mark.parametrize(("pace", "said"), [(1.0, ""), (1.1, ""), (2.0, "0.50 times"), (0.5, "2.00 times")])
+def test_a_machine_whose_pace_has_changed_differs(monkeypatch, pace, said):
+    monkeypatch.setattr(calibrate, "probe_seconds", lambda: pace * 1e-3)
+    here = Machine(platform.node(), calibrate.VERSIONS, num_cores(), {}, probe=1e-3)
+    assert calibrate.differs_here(here) == (said and f"when little work took {said} as long as now")
+    assert calibrate.differs_here(replace(here, probe=0.0)) == ""
 
 
 def test_an_interrupted_calibration_goes_on_where_it_was(tmp_path, measured):
