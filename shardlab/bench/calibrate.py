@@ -1,4 +1,4 @@
-"""Measures what this machine's ranks take for operations, messages and engines, part by part, in about two minutes.
+"""Measures what this machine's ranks take for operations, messages and engines, part by part, in a minute or two.
 
 Parts that are measured are kept in a file beside the calibration's own until all of them are.
 """
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlab.bench.engine_times import ENGINE_PARTS, engine_time
+from shardlab.bench.engine_times import ENGINE_PARTS, FEW_PARTS, engine_time
 from shardlab.bench.message_times import MESSAGE_PARTS, message_time
 from shardlab.bench.operation_times import FULL, QUICK, Effort, Meet, operation_parts, operation_time
 from shardlab.comm.mesh import Mesh
@@ -83,6 +83,9 @@ class KeptParts:
                 found[field][name] = value
             elif of == ranks:
                 found[field] = value
+        for field, name in ENGINE_PARTS:
+            if "bucketed" in found[field]:  # of a quick one others are not measured
+                found[field].setdefault(name, found[field]["bucketed"])
         return RankCosts.read(found)
 
     def _read(self) -> dict[str, Any]:
@@ -140,7 +143,7 @@ class Calibration:
         )  # fmt: skip
 
     def _parts(self, ranks: int) -> Iterator[Part]:
-        for field, name in (*operation_parts(), *MESSAGE_PARTS, *ENGINE_PARTS):
+        for field, name in (*operation_parts(), *MESSAGE_PARTS, *(FEW_PARTS if self.is_quick else ENGINE_PARTS)):
             yield Part(str(ranks), field, name)
         if ranks == self.ranks[0]:
             yield from (Part("single", field, name) for field, name in operation_parts())
@@ -162,7 +165,7 @@ def probe_seconds() -> float:
         began, y = perf_counter(), x
         for weight in weights:
             y = y @ weight
-        y.sum().backward()  # type: ignore[no-untyped-call]
+        y.sum().backward()
         readings.append(perf_counter() - began)
     return median(readings)
 

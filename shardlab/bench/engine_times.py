@@ -19,6 +19,8 @@ from shardlab.planner.setup import STRATEGIES
 TRIED = 0.2  # by which operations are made slower, to see how much a forecast moves
 # Fields of ``RankCosts`` that ``engine_time`` measures, with the names in them; 'pace' needs 'host'.
 ENGINE_PARTS = tuple((field, name) for field in ("host", "pace") for name in STRATEGIES if name != "single")
+# Where there is little time: the others of these engines take about as long by parameter as 'bucketed'.
+FEW_PARTS = tuple((field, name) for field, name in ENGINE_PARTS if name in ("bucketed", "fsdp"))
 
 
 def engine_time(field: str, strategy: str, pool: RankPool, costs: RankCosts, effort: Effort) -> float:

@@ -1,6 +1,7 @@
 """How long operations take on ranks that all work at once: products, attention, and what moves memory.
 
 Each is read twice: with data that was last used long ago, and, where each rank has a core, with data of a moment ago.
+Values are all alike, since drawing them takes longer than the reading, and no operation here takes longer for some.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +52,7 @@ class Effort:
     every: int = 1
 
 
-FULL, QUICK = Effort(), Effort(0.004, 1, 3, 8, 4, 2)
+FULL, QUICK = Effort(), Effort(0.004, 1, 3, 8, 4, 3)
 
 
 def operation_parts() -> Iterator[tuple[str, str]]:
@@ -82,17 +83,17 @@ def operation_time(field: str, name: str, meet: "Meet", effort: Effort) -> dict[
 
 def _forward(rows: int, inner: int, columns: int) -> Made:
     def given() -> tuple[Tensor, ...]:
-        return torch.randn(rows, inner), torch.randn(columns, inner), torch.randn(columns)
+        return torch.ones(rows, inner), torch.ones(columns, inner), torch.ones(columns)
 
     return lambda x, w, b: torch.addmm(b, x, w.t()), _ring(given)
 
 
 def _input(rows: int, inner: int, columns: int) -> Made:
-    return torch.mm, _ring(lambda: (torch.randn(rows, inner), torch.randn(inner, columns)))
+    return torch.mm, _ring(lambda: (torch.ones(rows, inner), torch.ones(inner, columns)))
 
 
 def _weight(rows: int, inner: int, columns: int) -> Made:
-    return lambda g, x: g.t() @ x, _ring(lambda: (torch.randn(rows, inner), torch.randn(rows, columns)))
+    return lambda g, x: g.t() @ x, _ring(lambda: (torch.ones(rows, inner), torch.ones(rows, columns)))
 
 
 PRODUCTS = {"forward": _forward, "input": _input, "weight": _weight}
@@ -109,7 +110,7 @@ def _attention(form: str, shape: tuple[int, int, int, int]) -> Made:
     sequences, heads, tokens, features = shape
 
     def heads_of() -> Tensor:  # as a projection gives them: the heads of a token side by side
-        return torch.randn(sequences, tokens, heads, features).transpose(1, 2)
+        return torch.ones(sequences, tokens, heads, features).transpose(1, 2)
 
     forward = _aten._scaled_dot_product_flash_attention_for_cpu
     if form == "attention":
@@ -185,7 +186,7 @@ class Meet:
 def _elementwise(function: Callable[..., object], inputs: int = 1) -> Callable[[int], tuple[Any, Ring, int]]:
     def made(num_bytes: int) -> tuple[Any, Ring, int]:
         rows = max(1, num_bytes // 4 // (inputs + 1) // 64)
-        ring = _ring(lambda: tuple(torch.rand(rows, 64) + 0.1 for _ in range(inputs)))
+        ring = _ring(lambda: tuple(torch.full((rows, 64), 0.5) for _ in range(inputs)))
         return function, ring, 4 * 64 * rows * (inputs + 1)
 
     return made

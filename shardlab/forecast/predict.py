@@ -80,7 +80,7 @@ def predict_step(
         precision: of products and messages: bf16, fp16 or tf32; fp8 for products of layers in 8 bits, all else in 16.
             What the optimizer steps is in ``states``.
         recompute: layers whose forward runs again in backward up to its last product, or 'full' for all; 'selective'
-            for half of it, or, where attention is unfused, for the scores alone.
+            for memory-bound work and every second product, or, where attention is unfused, for the scores alone.
         hardware: name of a preset, see ``gpu.cards``.
         network: such as '8 per host, 600GB/s, 200Gb/s per GPU', see ``network.network_of``; None where not known:
             then ``most_seconds`` is over the slowest link between hosts that is usual.

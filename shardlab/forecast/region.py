@@ -6,9 +6,8 @@ that of the worst of them; fewer than ``LEAST_STEPS``, or steps of one laborator
 without a measured step   machines of one card differ as wholes: the error is no less than that of the machine whose
 of one's own              median is missed by most
 with measured steps       nothing is known unless one is like the job, all are of its card, and the fit meets each
-                          within ``FAR``; where no steps are like the job, those do that have another card or other
-                          sizes than its work, and the error is twice theirs, which no step of another laboratory than
-                          theirs was missed by
+                          within ``FAR``; where too few steps are like the job, those count that have another card or
+                          other sizes than its work, and the error is no less than ``ELSEWHERE``
 
 Hosts differ more than cards: a job whose device waits for its host is like steps that do, too, and no others, and of
 these one laboratory has published enough: so nothing is known of them yet.
@@ -29,8 +28,10 @@ from shardlab.forecast.predict import FAR, may_retry, waits_for_host
 from shardlab.forecast.published import PublishedStep, calibration_of, error_of, published_steps
 from shardlab.forecast.step_model import Factors, step_parts
 
-LEAST_STEPS, LEAST_LABORATORIES = 3, 2
-AKIN = 2  # times the error of steps that are less like the job
+LEAST_STEPS, LEAST_LABORATORIES = 8, 2  # the worst of n others is exceeded by one in n + 1
+# By how much a job may be missed at least where measured steps are less like it: of a laboratory that is left out, such
+# steps were missed by 12.5 % at most.
+ELSEWHERE = 0.13
 WORK, CALIBRATES = "tokens of a micro-batch x width", 6.0  # by which factor the work of a calibration may differ
 
 
@@ -85,23 +86,21 @@ def expected_miss(
     measured = _measured(is_calibrated=is_calibrated)
     apart = {step: here.apart(place) for step, place in measured.items() if known is None or known(step)}
     nearest = min(apart, key=lambda step: apart[step])
-    like, times = [step for step, (kinds, sizes, _) in apart.items() if kinds == sizes == 0], 1
-    if is_calibrated and not _say_enough(like):
-        like, times = [step for step in apart if here.is_akin(measured[step])], AKIN
+    like = [step for step, (kinds, sizes, _) in apart.items() if kinds == sizes == 0]
+    if is_akin := is_calibrated and not _say_enough(like):
+        like = [step for step in apart if here.is_akin(measured[step])]
     if not _say_enough(like):
         return Miss(None, _unknown(job, nearest, like))
     errors = [abs(error_of(step, is_calibrated=is_calibrated)) for step in like]
     worst, machines = max(errors), len({step.machine for step in like})
-    akin = " of another card or size" if times > 1 else ""
+    akin = " but for card or size" if is_akin else ""
     said = (
         f"{len(like)} measured steps like this one{akin}, of {machines} machine{'s' * (machines > 1)}, were missed by "
         f"{worst:.0%} at most, {median(errors):.0%} in the median; the nearest, {nearest.title}, is forecast "
         f"{_by(error_of(nearest, is_calibrated=is_calibrated))}"
     )
-    if times > 1:
-        return Miss(times * worst, f"{said}: twice that is said")
-    machine, least = ("", 0.0) if is_calibrated else _most_different(here, known)
-    if least > worst:
+    machine, least = ("", ELSEWHERE * is_akin) if is_calibrated else _most_different(here, known)
+    if machine and least > worst:
         said += f". Without a measured step of yours it may be {least:.0%}, by which {machine} is missed in the median"
     return Miss(max(worst, least), said)
 

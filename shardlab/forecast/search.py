@@ -35,7 +35,7 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 # (llama-cookbook PR #41, torchtitan PR #135 and #165).
 RESERVE = 1.27
 MOST_CARDS = 65536
-# Shares of seconds and of bytes. By how much one way is slower than another is missed by 3.4 % in the median of 496
+# Shares of seconds and of bytes. By how much one way is slower than another is missed by 3.4 % in the median of 510
 # pairs of published steps that train one job.
 NEAR, NEAR_BYTES = 0.03, 0.05
 

@@ -8,8 +8,8 @@ part                     what is counted
 matrix products, ...     compute alone on the GPU, see ``transformer``
 recomputation            the forward of recomputed layers again, up to its last product, where torch's checkpoint stops
                          (since 2.1); 'selective' of scores that are stored means the scores (2205.05198, section 5),
-                         else half of the forward, which is what selective checkpointing in torchtitan (every second
-                         product) and fms-fsdp comes to
+                         else every second product and all memory-bound work, as torchtitan does: results of the
+                         other products and of attention are kept
 copies of units          fully sharded: gathered parameters into place, gradients together and scaled: 4 bytes a
                          parameter in forward, 12 in backward, in 16 bits
 tensor-parallel          4 all-reduces of b s h elements a layer and micro-batch, 2 more where it is recomputed; with
@@ -39,7 +39,7 @@ from functools import cache, lru_cache
 
 from shardlab.forecast.job import Job
 from shardlab.forecast.replay import Replay, Schedule, Unit, replay
-from shardlab.forecast.transformer import KERNELS, PRODUCTS, Costs, Parts
+from shardlab.forecast.transformer import ATTENTION, KERNELS, MEMORY, PRODUCTS, Costs, Parts
 from shardlab.vocabulary import Collective, MeshAxis
 
 RECOMPUTED, COPIES, TENSOR = "recomputation", "copies of units", "tensor-parallel messages"
@@ -96,13 +96,17 @@ class Step:
         job = self.job
         found = costs.layer(backward=backward)
         share = job.recomputed / job.layers if backward else 0.0
-        if share:
-            again = costs.layer().total() if job.recompute == "selective" else costs.recomputed()
-            found.add({RECOMPUTED: share * again})
-        elif backward and job.recompute == "selective" and job.kernel == "unfused":
-            found.add({RECOMPUTED: costs.attention(backward=False).total()})
+        if backward:
+            found.add({RECOMPUTED: self.again_seconds(costs)})
         found.add({TENSOR: self.tensor_seconds(2 + 2 * share, found[PRODUCTS])})
         return self.with_copies(found, job.layer_params, backward)
+
+    def again_seconds(self, costs: Costs) -> float:
+        """Of what runs forward again in the backward of a layer."""
+        job, forward = self.job, costs.layer()
+        if job.recompute != "selective":
+            return job.recomputed / job.layers * costs.recomputed()
+        return forward[ATTENTION] if job.kernel == "unfused" else forward[PRODUCTS] / 2 + forward[MEMORY]
 
     def tensor_seconds(self, count: float, products: float) -> float:
         """Of so many sums over the tensor axis in a pass of a layer, as far as products do not hide them."""

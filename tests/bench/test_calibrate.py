@@ -40,6 +40,14 @@ def measured(monkeypatch):
     return SimpleNamespace(parts=found, measure=measure)
 
 
+def test_a_quick_one_measures_two_engines_and_takes_the_others_to_be_like_them(measured):
+    quick, full = Calibration([2], is_quick=True), Calibration([2])
+    assert quick.measure()
+    assert len(quick.parts) == len(full.parts) - 8
+    costs = quick.machine().costs(2)
+    assert costs.host.keys() == costs.pace.keys() == {"ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp"}
+
+
 @pytest.mark.parametrize(("pace", "said"), [(1.0, ""), (1.1, ""), (2.0, "0.50 times"), (0.5, "2.00 times")])
 def test_a_machine_whose_pace_has_changed_differs(monkeypatch, pace, said):
     monkeypatch.setattr(calibrate, "probe_seconds", lambda: pace * 1e-3)
@@ -96,12 +104,12 @@ def test_the_command_keeps_says_and_resumes(tmp_path, measured, monkeypatch):
     measured.measure.stops_after = 7
     done = CliRunner().invoke(app, ["calibrate", "--ranks", "2,2", "--quick"])
     assert done.exit_code == 1
-    assert "Stopped: 7 of 53 parts are measured, and kept in machine.json.part; the same command goes on" in done.output
+    assert "Stopped: 7 of 45 parts are measured, and kept in machine.json.part; the same command goes on" in done.output
     assert not (tmp_path / "machine.json").exists()
     measured.measure.stops_after = -1
     done = CliRunner().invoke(app, ["calibrate", "--ranks", "2,2", "--quick"])
     assert done.exit_code == 0, done.output
-    assert "7 of 53 parts were measured before; remove machine.json.part to measure them again" in done.output
+    assert "7 of 45 parts were measured before; remove machine.json.part to measure them again" in done.output
     assert Machine.load("machine.json").is_quick
     assert [path.name for path in tmp_path.iterdir()] == ["machine.json"]
 

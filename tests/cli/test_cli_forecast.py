@@ -60,20 +60,19 @@ def test_a_step_that_was_measured_moves_the_others(config, tmp_path):
 
 
 def test_a_config_gets_time_and_memory_and_what_was_left_out(config):
-    words = ("forecast", "--config", config, "--ranks", "64", "--recompute", "full", "--network", "400Gb/s per GPU")
+    words = ("forecast", "--config", config, "--ranks", "8", "--recompute", "full", "--network", "nvlink4")
     text = " ".join(said(*words).split())
     for part in (
         "TIME", "tokens a second", "(MFU)", "PLANNED", "GB in tensors at the peak, of 85.9 GB: it fits",
-        "MISSES BY up to 18%: 7 measured steps like this one, of 2 machines, were missed by", "NOT IN IT", "matrix",
+        "MISSES BY up to 20%: 26 measured steps like this one, of 2 machines, were missed by", "NOT IN IT", "matrix",
     ):  # fmt: skip
         assert part in text
-    assert "TIME 1.2 to 1.7 s a step, 440,000 to 310,000 tokens a second" in text
+    assert "TIME 1.1 to 1.7 s a step, 57,000 to 38,000 tokens a second" in text
     found = json.loads(said(*words, "--json"))
     assert sum(found["parts"].values()) == pytest.approx(found["seconds"])
     assert found["most_seconds"] == found["seconds"]
     assert found["arguments"]["recompute"] == "full"
-    assert found["seconds"] * 1.18 == pytest.approx(1.64, abs=0.02)
-    assert found["miss"]["share"] == pytest.approx(0.18, abs=0.005)
+    assert found["miss"]["share"] == pytest.approx(0.2, abs=0.005)
 
 
 def test_what_is_not_known_is_a_range_or_no_error(config):
@@ -226,11 +225,11 @@ def test_the_published_half_of_validate_needs_no_calibration(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(published, "validate_published", PUBLISHED)
     text = " ".join(said("validate").split())
-    for words in ("Misses of 72 published steps, %", "Misses of 191 published steps that were held out", "MPT 30B"):
+    for words in ("Misses of 72 published steps, %", "Misses of 198 published steps that were held out", "MPT 30B"):
         assert words in text
     assert "Of this machine nothing is said: machine.json is not there; shardlab calibrate, then this again." in text
     found = json.loads(said("validate", "--json"))
-    assert found["held_out"]["error"]["median"] == pytest.approx(0.0275, abs=0.001)
+    assert found["held_out"]["error"]["median"] == pytest.approx(0.025, abs=0.001)
     assert "here" not in found
 
 
