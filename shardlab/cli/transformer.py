@@ -61,6 +61,11 @@ def forecast(
     seq_len: SeqLen = None,
     recompute: Annotated[str, typer.Option(help="Layers that are computed again: a number, full or selective.")] = "0",
     precision: Kept = "mixed",
+    compiled: Annotated[bool, typer.Option("--compiled", help="Layers are compiled.")] = False,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Products of layers are computed in 8 bits.")] = False,
+    async_tp: Annotated[
+        bool, typer.Option("--async-tp", help="Tensor-parallel messages go in parts, beside products.")
+    ] = False,
     measured: Measured = None,
     json: AsJson = False,
 ) -> None:
@@ -70,10 +75,11 @@ def forecast(
     way = {
         "tensor": tp, "micro_batch": micro_batch, "no_sync": no_sync, "states": precision,
         "strategy": strategy or ("fsdp" if ranks > tp else "single"),
-        "recompute": int(recompute) if recompute.isdigit() else recompute,
+        "recompute": int(recompute) if recompute.isdigit() else recompute, "compiled": compiled,
+        "precision": "fp8" if fp8 else "bf16", "async_tensor": async_tp,
     }  # fmt: skip
     if (memory := memory_alone(gpu)) is not None:
-        timed = {"network": network, "measured": steps}
+        timed = {"network": network, "measured": steps, "fp8": fp8, "async-tp": async_tp}
         if given := [name for name, value in timed.items() if value]:
             raise ValueError(
                 f"{', '.join(given)}: of {gpu} the memory is known and no speed; name a card, such as h100"

@@ -85,9 +85,13 @@ def test_what_is_not_known_is_a_range_or_no_error(config):
     assert found["miss"]["reason"].startswith("nothing known: only 12 measured steps are like this one, of nanotron")
 
 
-def test_a_step_that_waits_for_its_host_says_so(config):
-    text = " ".join(said("forecast", "--config", config, "--ranks", "4", "--seq-len", "512").split())
+def test_a_step_that_waits_for_its_host_says_so_and_less_where_layers_are_compiled(config):
+    words = ("forecast", "--config", config, "--ranks", "4", "--seq-len", "512")
+    text = " ".join(said(*words).split())
     assert re.search(r"WARNING Host-bound: \d+% of a step the GPU waits for the next kernel to be launched", text)
+    assert "Layers are taken to be written as in Llama, compiled, with" in " ".join(said(*words, "--compiled").split())
+    eager, faster = (json.loads(said(*words, "--json", *more))["seconds"] for more in ((), ("--compiled", "--fp8")))
+    assert faster < 0.85 * eager
 
 
 def test_a_nearly_full_memory_is_a_warning(config):
