@@ -260,8 +260,9 @@ def grouped(rows: pd.DataFrame, what: str, describe: Describe, extent: tuple[flo
     if len(rows) > MAX_BARS and column > 0:  # otherwise each row has a column of the screen
         is_short = places["end"] - places["start"] < column
         places["group"] = places["group"].where(~is_short, -1 - places["start"] // column)
-    merged = places.groupby(["y", "group"], sort=False).agg(
-        start=("start", "min"), end=("end", "max"), count=("place", "size"), place=("place", "first")
+    same = places.groupby(["y", "group"], sort=False)
+    merged = pd.DataFrame(
+        {"start": same["start"].min(), "end": same["end"].max(), "count": same.size(), "place": same["place"].first()}
     )
     counts = merged["count"].tolist()
     first: list[Any] = rows.iloc[merged["place"]].to_dict("records")

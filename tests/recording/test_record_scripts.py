@@ -301,7 +301,21 @@ def test_what_stages_of_a_pipeline_send_each_other_is_not_clipping(pools, tmp_pa
     assert next(iter(records.manifests.values()))["mesh"] == {"pipeline": 2}
 
 
-def test_report_trace_and_diff_read_it(recorded, tmp_path):
+def test_the_answer_and_a_timeline_are_made_of_it(recorded, tmp_path):
+    *_, directory = recorded
+    found = json.loads(shardlab("report", directory, "--json").stdout)
+    assert list(found["answer"]) == ["MEMORY", "TIME", "WHY", "SENT", "LATE", "NEXT"]
+    assert found["answer"]["LATE"].startswith(("rank ", "no rank; "))
+    assert "; shardlab same --ranks 2 " in found["answer"]["NEXT"]
+    (row,) = found["strategies"]
+    assert (row["ranks"], row["steps"], row["losses_equal"]) == (2, STEPS, None)
+    assert shardlab("trace", directory, "-o", tmp_path / "timeline.json").exit_code == 0
+    check(json.loads((tmp_path / "timeline.json").read_text()))
+
+
+# Of one whose units are sharded and one whose are not: pages and comparisons ask nothing else of a script.
+@pytest.mark.parametrize("recorded", ["ddp", "fsdp2"], indirect=True)
+def test_report_and_diff_read_it(recorded):
     *_, directory = recorded
     done = shardlab("report", directory)
     assert done.exit_code == 0, done.output
@@ -310,14 +324,7 @@ def test_report_trace_and_diff_read_it(recorded, tmp_path):
     for words in ("Timeline of step", "Where the peak", "Why a step takes", "on 2 ranks", "unattributed"):
         assert words in page, words
     found = json.loads(shardlab("report", directory, "--json").stdout)
-    assert list(found["answer"]) == ["MEMORY", "TIME", "WHY", "SENT", "LATE", "NEXT"]
-    assert found["answer"]["LATE"].startswith(("rank ", "no rank; "))
-    assert "; shardlab same --ranks 2 " in found["answer"]["NEXT"]
     assert all(name in done.stdout and text.split()[0] in page for name, text in found["answer"].items())
-    (row,) = found["strategies"]
-    assert (row["ranks"], row["steps"], row["losses_equal"]) == (2, STEPS, None)
-    assert shardlab("trace", directory, "-o", tmp_path / "timeline.json").exit_code == 0
-    check(json.loads((tmp_path / "timeline.json").read_text()))
     done = shardlab("diff", directory, directory)
     assert done.exit_code == 0
     assert "Losses were not compared" in done.stdout
