@@ -40,7 +40,7 @@ class late_weights(TorchFunctionMode):  # noqa: N801, used as a function: ``with
     """Inside, linear layers leave their weights' gradients to ``late``."""
 
     def __init__(self, late: Late) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._late = late
 
     def __torch_function__(
