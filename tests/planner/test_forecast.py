@@ -99,7 +99,8 @@ def test_a_faster_link_is_never_slower_and_more_rows_are_never_faster(strategy, 
     some = SMALL | {"strategy": strategy, "tensor": tensor, "data": data, "micro_batch": rows}
     slow, fast = (predict_step(**some, network=f"{gigabits * by:.9f}Gb/s per GPU").seconds for by in (1, faster))
     assert fast <= slow * (1 + 1e-9)
-    assert predict_step(**some | {"micro_batch": rows + 1}).seconds > predict_step(**some).seconds
+    # Where the host sets the pace they are as fast.
+    assert predict_step(**some | {"micro_batch": rows + 1}).seconds >= predict_step(**some).seconds * (1 - 1e-9)
     more_inside = predict_step(**some, network=f"{600 * faster:.9f}GB/s").seconds
     assert more_inside <= predict_step(**some, network="600GB/s").seconds * (1 + 1e-9)
 
