@@ -16,7 +16,7 @@ from shardlab.cli import main
 from shardlab.experiment import load_comparison
 from shardlab.records.entries import read
 from shardlab.records.store import load_run
-from tests.launch.helpers import as_under_torchrun
+from tests.launch.helpers import as_under_torchrun, gone_within
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = ["--model", "mlp", "--text", "grammar", "--seq-len", "8", "--device", "cpu"]
@@ -101,7 +101,7 @@ def test_ctrl_c_ends_the_ranks_and_keeps_the_records(tmp_path):
         ranks = [member for member in family if member.ppid() != process.pid]  # children of the server that forks
         assert len(ranks) == 2
         process.send_signal(signal.SIGINT)
-        wait_for(lambda: not any(map(is_alive, ranks)), timeout_s=2.0)
+        assert gone_within(ranks, 2.0)
         assert process.wait(timeout=10) == 130
         wait_for(lambda: not any(map(is_alive, family)))
         assert f"records so far are in {out}" in process.stderr.read().replace("\n", " ")
@@ -116,8 +116,8 @@ def test_ctrl_c_ends_the_ranks_and_keeps_the_records(tmp_path):
     assert not (out / "summary.json").exists()
 
 
-def wait_for(condition, process=None, timeout_s=60.0):
-    deadline = time.monotonic() + timeout_s
+def wait_for(condition, process=None):
+    deadline = time.monotonic() + 60
     while not condition():
         assert process is None or process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
