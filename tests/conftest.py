@@ -21,9 +21,8 @@ Pools = Callable[[int], "RankPool"]
 # What each rank would import: with any optimizer, with a table, with a function of a test, with a strategy, and the
 # text of the grammar. What is imported before the fork is also never searched for cycles after a call.
 PRELOAD = [
-    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim", "torch.distributed.tensor.parallel", "pandas",
-    "pytest", "shardlab.experiment.run.rank_run", "shardlab.recording.record", "shardlab.same.process",
-    "tests.drawn_grammar",
+    "torch._dynamo", "pandas", "pytest", "shardlab.experiment.run.rank_run", "shardlab.recording.record",
+    "shardlab.same.process", "tests.drawn_grammar",
 ]  # fmt: skip
 
 
