@@ -48,9 +48,10 @@ WITHOUT_TORCH = (
 # torch.distributed without sending anything: groups begin and end, and are asked who they are.
 MODULES = ("dist", "torch.distributed", "distributed_c10d", "torch.distributed.distributed_c10d")
 NOT_COLLECTIVES = {
-    "DTensor", "FileStore", "FullyShardedDataParallel", "ProcessGroup", "ReduceOp", "Work", "__file__",
-    "compute_local_shape_and_global_offset", "destroy_process_group", "device_mesh", "distributed_c10d", "get_backend",
-    "get_process_group_ranks", "get_rank", "get_world_size", "init_process_group", "rendezvous",
+    "DTensor", "FSDPModule", "FileStore", "FullyShardedDataParallel", "ProcessGroup", "ReduceOp", "Work", "__file__",
+    "checkpoint", "compute_local_shape_and_global_offset", "destroy_process_group", "device_mesh", "distributed_c10d",
+    "get_backend", "get_process_group_ranks", "get_rank", "get_world_size", "init_process_group", "rendezvous",
+    "state_dict_saver",
 }  # fmt: skip
 # The one exception: peers wrap torch's own engines, which send through a group that comm has made for them.
 PEERS = "shardlab.engines.peers."
