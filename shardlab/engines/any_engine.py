@@ -105,7 +105,9 @@ class AnyEngine(ABC):
     ) -> None:  # fmt: skip
         check_types(model, mesh, optimizer_fn)
         self.module, self.mesh = model, BaseMesh.alone() if mesh is None else mesh
-        self.data_comms = tuple(self.mesh[axis] for axis in axes)
+        # Ranks with other parts of a sequence have other tokens, as ranks with other rows have.
+        inner = (MeshAxis.CONTEXT,) if MeshAxis.CONTEXT in self.mesh.axes else ()
+        self.data_comms = (*(self.mesh[axis] for axis in axes[:-1]), self.mesh.flatten(axes[-1], *inner))
         self.num_data_ranks = prod(comm.num_ranks for comm in self.data_comms)  # each with its own rows
         self.comm = self.data_comms[-1]  # the innermost, over which strategies that shard do so
         self.slices = slices_of(model)  # of a tensor-parallel model, by parameter name

@@ -145,6 +145,52 @@ def test_sharded_parameters_of_a_stage_are_gathered_for_each_pass_or_once(pools,
         assert moved == elements * 8 * sum(value.numel() for value in state.values())
 
 
+def resumed(_, axes, plan, m, make, load, save):
+    """A step from a checkpoint, if there is one; then another checkpoint is written."""
+    with Mesh(axes) as mesh:
+        pipeline = Pipeline(gpt(True), make_schedule(plan, axes["pipe"], m), mesh)
+        inputs, targets = rows(axes["data"], m)
+        place = mesh["data"].rank
+        with build_engine(make(), pipeline.module, sgd, mesh) as engine:
+            if load is not None:
+                engine.load(load)
+            pipeline.run(engine, loss_fn, inputs[place], targets[place])
+            engine.step()
+            engine.save(save)
+
+
+def alone(load, save):
+    with build_engine("single", gpt(True), sgd) as engine:
+        if load is not None:
+            engine.load(load)
+        inputs, targets = (part.flatten(0, 1) for part in rows(2, 4))
+        engine.backward(loss_fn(engine(inputs), targets))
+        engine.step()
+        engine.save(save)
+        return engine.full_state_dict()
+
+
+def test_checkpoints_are_the_whole_models_whatever_the_cut(pools, tmp_path):
+    pools(4).run(resumed, {"pipe": 2, "data": 2}, "1f1b", 4, ZeRO1, None, tmp_path / "a")
+    pools(4).run(resumed, {"pipe": 4, "data": 1}, "zb-h1", 8, DDP, tmp_path / "a", tmp_path / "b")
+    found = alone(tmp_path / "b", tmp_path / "c")
+    alone(None, tmp_path / "d")
+    pools(4).run(resumed, {"pipe": 2, "data": 2}, "1f1b", 4, FSDP, tmp_path / "d", tmp_path / "e")
+    for one in (found, alone(tmp_path / "e", tmp_path / "f")):
+        for name, value in three_steps().items():
+            torch.testing.assert_close(one[name], value, atol=1e-12, rtol=0, msg=name)
+
+
+def three_steps():
+    with build_engine("single", gpt(True), sgd) as engine:
+        inputs, targets = (part.flatten(0, 1) for part in rows(2, 4))
+        for _ in range(3):
+            engine.backward(loss_fn(engine(inputs), targets))
+            engine.step()
+            engine.zero_grad()
+        return engine.full_state_dict()
+
+
 class Counted(torch.autograd.Function):
     """Notes how many of its graphs are alive."""
 
@@ -191,6 +237,22 @@ def test_a_rank_holds_as_many_micro_batches_as_the_schedule_says(pools, plan):
     schedule = make_schedule(plan, 4, 8)
     found = pools(4).run(most_held, schedule)
     assert found == [(schedule.in_flight(rank), 0) for rank in range(4)]
+
+
+def clipped_by_torch(_, make, how):
+    with Mesh({"pipe": 2, "data": 1}) as mesh:
+        pipeline = Pipeline(gpt(), make_schedule("1f1b", 2, 2), mesh)
+        inputs, targets = rows(1, 2)
+        with build_engine(make(), pipeline.module, sgd, mesh) as engine:
+            pipeline.run(engine, loss_fn, inputs[0], targets[0])
+            nn.utils.clip_grad_norm_(engine.step_tensors() if how == "tensors" else engine.module.parameters(), 0.1)
+            engine.finish_gradients()
+
+
+@pytest.mark.parametrize(("make", "how"), [(DDP, "tensors"), (ZeRO1, "tensors"), (DDP, "parameters")])
+def test_torchs_clipping_of_a_stage_alone_is_refused(pools, make, how):
+    with pytest.raises(RankError, match=r"(another|a different) norm on each rank"):
+        pools(2).run(clipped_by_torch, make, how)
 
 
 def test_stages_are_balanced_and_keep_the_models_names():

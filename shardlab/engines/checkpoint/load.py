@@ -9,7 +9,7 @@ Bytes read per rank for P fp32 parameters with Adam: ZeRO-3 and FSDP 12P/N, ZeRO
 before that 12P/N for the checksums. The wire carries only a few words.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab.comm.same_on_all_ranks import all_or_none, number_among, share_texts
+from shardlab.comm.same_on_all_ranks import all_or_none, number_among, share_json, share_texts
 from shardlab.engines.any_engine import AnyEngine, Stateful
 from shardlab.engines.checkpoint.directory import MANIFEST, checksum, identity, reading, replaced_by
 from shardlab.engines.checkpoint.held_stretches import (
@@ -37,19 +37,20 @@ from shardlab.engines.checkpoint.optimizer_state import (
 )
 from shardlab.engines.checkpoint.reading import ShardFiles
 from shardlab.engines.checkpoint.rng import restore_rng
-from shardlab.engines.checkpoint.save import check_mesh
+from shardlab.engines.checkpoint.save import check_mesh, comms_of, stages_of
 
 
 def load_checkpoint(engine: AnyEngine, directory: Path, objects: Mapping[str, Stateful]) -> Any:
     """See ``Engine.load``."""
-    comms, device = engine.comms, engine.mesh.device
+    comms, device = comms_of(engine), engine.mesh.device
     number, num_ranks = number_among(comms)
+    stages = share_json(stages_of(engine), device, _names(engine))
     with ExitStack() as held:
         # The first rank looks which version is the current one: another run may save meanwhile, and all must read the
         # same. It holds that version until all have read.
         chosen = all_or_none(comms, device, lambda: str(held.enter_context(reading(directory))) if number == 0 else "")
         folder = Path(share_texts(comms, device, chosen)[0])
-        manifest = all_or_none(comms, device, lambda: _fitting(engine, folder, objects))
+        manifest = all_or_none(comms, device, lambda: _fitting(engine, folder, objects, stages))
         # Every rank has checked everything before the first tensor changes on any rank. The user's own code comes
         # before the tensors, since nobody else can tell what it refuses.
         all_or_none(comms, device, lambda: _check_files(folder, manifest, number, num_ranks))
@@ -58,12 +59,23 @@ def load_checkpoint(engine: AnyEngine, directory: Path, objects: Mapping[str, St
     return manifest.extra
 
 
-def _fitting(engine: AnyEngine, folder: Path, objects: Mapping[str, Stateful]) -> Manifest:
+def _names(engine: AnyEngine) -> dict[str, list[str]]:
+    """What this engine's part of a checkpoint has, by kind: all of it, or that of a pipeline's stage."""
+    module = engine.module
+    return {
+        "parameters": list(engine.params), "buffers": list(persistent_buffers(module)),
+        "module state": list(with_extra_state(module)),
+    }  # fmt: skip
+
+
+def _fitting(
+    engine: AnyEngine, folder: Path, objects: Mapping[str, Stateful], stages: Sequence[Mapping[str, list[str]]]
+) -> Manifest:
     """The manifest, if this engine can load it."""
     check_mesh(engine)
     manifest = read_manifest(folder)
     with _naming(folder):
-        _check_model(engine, manifest)
+        _check_model(engine, manifest, stages)
         _check_optimizer(engine, manifest)
         _check_objects(objects, manifest)
     if missing := [file for file in sorted(manifest.checksums) if not (folder / file).is_file()]:
@@ -117,7 +129,7 @@ def _restore(engine: AnyEngine, folder: Path, manifest: Manifest) -> None:
     if (loaded := identity(folder)) is not None:
         engine.own_checkpoints.update({**replaced_by(folder), folder.resolve(): loaded})
     # Last: the load_state_dict() of a user's optimizer may draw numbers, which would advance the generators.
-    restore_rng(manifest.rng, engine.data_rank, engine.mesh.device)
+    restore_rng(manifest.rng, number_among((*stages_of(engine), *engine.data_comms))[0], engine.mesh.device)
 
 
 def _restore_optimizer(engine: AnyEngine, files: ShardFiles, manifest: Manifest) -> None:
@@ -137,18 +149,23 @@ def _restore_optimizer(engine: AnyEngine, files: ShardFiles, manifest: Manifest)
     install_state(engine, groups, state_of)
 
 
-def _check_model(engine: AnyEngine, manifest: Manifest) -> None:
+def _check_model(engine: AnyEngine, manifest: Manifest, stages: Sequence[Mapping[str, list[str]]]) -> None:
     """Check that parameters and buffers have the same names and shapes, and parameters the same dtypes."""
+    known = (
+        ("parameters", manifest.parameters),
+        ("buffers", manifest.buffers),
+        ("module state", manifest.module_state),
+    )
+    for what, saved in known:
+        _check_names(what, saved, [name for stage in stages for name in stage[what]])
     tensors = engine.step_tensors()
-    _check_names("parameters", manifest.parameters, engine.params)
-    for name, saved in manifest.parameters.items():
-        _check_same(f"parameters: {name!r}", saved, described(whole_shape_of(engine, name), tensors.by_name(name)))
-    buffers = persistent_buffers(engine.module)
-    _check_names("buffers", manifest.buffers, buffers)
-    for name, saved in manifest.buffers.items():
+    for name in engine.params:
+        own = described(whole_shape_of(engine, name), tensors.by_name(name))
+        _check_same(f"parameters: {name!r}", manifest.parameters[name], own)
+    for name, buffer in persistent_buffers(engine.module).items():
         # Buffers may have another dtype: mixed precision may keep them in fewer bits.
-        _check_same(f"buffers: {name!r}", saved, {"shape": list(buffers[name].shape), "dtype": saved["dtype"]})
-    _check_names("module state", manifest.module_state, with_extra_state(engine.module))
+        saved = manifest.buffers[name]
+        _check_same(f"buffers: {name!r}", saved, {"shape": list(buffer.shape), "dtype": saved["dtype"]})
 
 
 def _check_optimizer(engine: AnyEngine, manifest: Manifest) -> None:
@@ -160,8 +177,12 @@ def _check_optimizer(engine: AnyEngine, manifest: Manifest) -> None:
     if len(own) != len(manifest.groups):
         raise ValueError(f"param_groups: the checkpoint has {len(manifest.groups)}, the engine's optimizer {len(own)}")
     for number, (saved, group) in enumerate(zip(manifest.groups, own, strict=True)):
-        differing = sorted(set(saved["params"]) ^ set(group["params"]))
-        differing += [f"{key}={saved[key]}" for key in group if _kind(saved.get(key, group[key])) != _kind(group[key])]
+        held = {name for name in saved["params"] if name in engine.params}  # of this stage
+        differing = sorted(held ^ set(group["params"]))
+        options = {key: value for key, value in group.items() if key != "params"}
+        differing += [
+            f"{key}={saved[key]}" for key in options if _kind(saved.get(key, group[key])) != _kind(group[key])
+        ]
         if differing:
             raise ValueError(
                 f"param_groups: group {number} of the checkpoint and of the engine's optimizer differ in "
@@ -186,7 +207,7 @@ def _check_objects(wanted: Iterable[str], manifest: Manifest) -> None:
         raise ValueError(f"objects: the checkpoint has {known}, and no {_listed(missing)}")
 
 
-def _check_names(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def _check_names(what: str, saved: Mapping[str, Any], own: Sequence[str]) -> None:
     if missing := [name for name in own if name not in saved]:
         raise ValueError(f"{what}: the checkpoint, of another model, has no {_listed(missing)}")
     if unknown := [name for name in saved if name not in own]:

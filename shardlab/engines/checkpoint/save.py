@@ -8,7 +8,7 @@ Bytes on disk for P fp32 parameters with Adam: 12P over all ranks, whatever the 
 carries only a few words and the manifest's rows. All ranks share the directory.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from shardlab.comm.communicator import Communicator
 from shardlab.comm.same_on_all_ranks import all_or_none, number_among, share_json, share_texts
 from shardlab.engines.any_engine import AnyEngine, Stateful
 from shardlab.engines.checkpoint.directory import (
@@ -45,13 +46,19 @@ from shardlab.engines.checkpoint.manifest import Manifest, Row, encode
 from shardlab.engines.checkpoint.optimizer_state import named_groups
 from shardlab.engines.checkpoint.rng import rng_state
 from shardlab.engines.step_tensors import tensors_of
+from shardlab.vocabulary import MeshAxis
+
+_OF_STAGES = ("groups", "parameters", "buffers", "module_state")
+"""What in a manifest is of a stage of a pipeline and not of the run."""
 
 
 def save_checkpoint(engine: AnyEngine, directory: Path, extra: Any, objects: Mapping[str, Stateful]) -> None:
     """See ``Engine.save``."""
-    comms, device, is_first = engine.comms, engine.mesh.device, number_among(engine.comms)[0] == 0
+    comms, device = comms_of(engine), engine.mesh.device
+    is_first = number_among(comms)[0] == 0
     # Everything that can be refused is refused before anything is written.
     head, shards = all_or_none(comms, device, lambda: (_head(engine, extra, objects), _own_shards(engine)))
+    head |= _of_all_stages(share_json(stages_of(engine), device, {key: head[key] for key in _OF_STAGES}))
     with ExitStack() as held:
         # The first rank chooses the folder's name and makes it; the others must not write before it exists.
         name = all_or_none(comms, device, lambda: held.enter_context(begun(directory)) if is_first else "")
@@ -63,13 +70,39 @@ def save_checkpoint(engine: AnyEngine, directory: Path, extra: Any, objects: Map
         all_or_none(comms, device, lambda: _finish(engine, directory, version, head, parts) if is_first else None)
 
 
+def stages_of(engine: AnyEngine) -> tuple[Communicator, ...]:
+    """The axis of a pipeline's stages, each of which is a part of the model; () without one."""
+    return (engine.mesh[MeshAxis.PIPE],) if MeshAxis.PIPE in engine.mesh.axes else ()
+
+
+def comms_of(engine: AnyEngine) -> tuple[Communicator, ...]:
+    """All axes whose ranks write a checkpoint together, outer first."""
+    return *stages_of(engine), *engine.comms
+
+
 def check_mesh(engine: AnyEngine) -> None:
     """Refuse a mesh with ranks that do not train this model together."""
-    if prod(engine.mesh.axes.values()) != prod(comm.num_ranks for comm in engine.comms):
+    if prod(engine.mesh.axes.values()) != prod(comm.num_ranks for comm in comms_of(engine)):
         raise ValueError(
-            f"mesh: {engine.mesh.axes} has axes other than data and tensor, and a checkpoint does not know what their "
-            "ranks hold; use a mesh with these axes only"
+            f"mesh: {engine.mesh.axes} has axes other than data, tensor and pipe, and a checkpoint does not know what "
+            "their ranks hold; use a mesh with these axes only"
         )
+
+
+def _of_all_stages(heads: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the manifest says of the whole model, from what it says of each stage."""
+    whole = heads[0]
+    for head in heads[1:]:
+        if len(head["groups"]) != len(whole["groups"]):
+            raise ValueError(
+                f"param_groups: the optimizer of one stage has {len(whole['groups'])}, and that of another "
+                f"{len(head['groups'])}; make the same groups on all stages, with the parameters that each has"
+            )
+        for group, others in zip(whole["groups"], head["groups"], strict=True):
+            group["params"] += others["params"]
+        for key in ("parameters", "buffers", "module_state"):
+            whole[key] |= head[key]
+    return whole
 
 
 def _head(engine: AnyEngine, extra: Any, objects: Mapping[str, Stateful]) -> dict[str, Any]:
@@ -81,7 +114,7 @@ def _head(engine: AnyEngine, extra: Any, objects: Mapping[str, Stateful]) -> dic
     buffers = {name: described(value.shape, value) for name, value in persistent_buffers(engine.module).items()}
     return Manifest(
         strategy=engine.name,
-        num_ranks=number_among(engine.comms)[1],
+        num_ranks=number_among(comms_of(engine))[1],
         num_steps=engine.num_steps,
         optimizer=type(engine.optimizer).__name__,
         groups=named_groups(engine),
@@ -135,7 +168,7 @@ def _own_shards(engine: AnyEngine) -> list[TensorShard]:
 
 def _write_part(engine: AnyEngine, folder: Path, shards: list[TensorShard]) -> dict[str, Any]:
     """Write this rank's file, and return what it adds to the manifest, encoded."""
-    file = f"rank-{number_among(engine.comms)[0]:05d}.safetensors"
+    file = f"rank-{number_among(comms_of(engine))[0]:05d}.safetensors"
     rows = [Row.of(shard, file) for shard in shards]
     checksums = {}
     if shards:

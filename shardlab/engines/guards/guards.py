@@ -35,6 +35,7 @@ from shardlab.engines.moments import Moment
 from shardlab.engines.plain_mode import unrefused
 from shardlab.engines.sharded_params import Shards
 from shardlab.engines.step_tensors import tensors_of
+from shardlab.vocabulary import MeshAxis
 
 _TRAINS = attrgetter("requires_grad")
 # When gradients are others by what the engine or autograd has done.
@@ -190,7 +191,8 @@ class Guards:
 
     def _build(self, engine: Engine) -> None:
         strategy = engine.strategy
-        are_parts = engine.sharded_over is not None or bool(engine.slices)
+        self._is_stage = MeshAxis.PIPE in engine.mesh.axes  # of a pipeline: other parameters are on other ranks
+        are_parts = engine.sharded_over is not None or bool(engine.slices) or self._is_stage
         self._tensors = engine._step_tensors = GuardedTensors(dict(engine.step_tensors().items()), are_parts=are_parts)
         kinds = ("_modules", "_parameters")  # TorchScript has something else there
         homes = [vars(module).get(kind) for module in engine.module.modules() for kind in kinds]
@@ -211,7 +213,7 @@ class Guards:
 
     def _choose_rules(self, engine: Engine) -> None:
         """Find out which rules are for this engine, and when each is asked."""
-        self._is_alone = all(comm.num_ranks == 1 for comm in engine.comms)
+        self._is_alone = not self._is_stage and all(comm.num_ranks == 1 for comm in engine.comms)
         self._is_plain = self._is_alone and not engine.strategy.steps_pieces
         where = self._where = _where(engine)
         refuses = {Where.SPREAD, Where.FLAT} <= where  # while the optimizer steps, other ranks step the rest of them
@@ -257,7 +259,7 @@ class Guards:
         for rule in self._rules[moment]:
             if self._is_asked(rule, moment, engine):
                 for name in self._snapshots[rule.of].changed(rule.change):
-                    if rule.where is not Where.SLICED or name in engine.slices:
+                    if rule.where is not Where.SLICED or name in engine.slices or self._is_stage:
                         text = rule.text.format(name=name)
                         if moment is not Moment.BACKWARD or rule.change not in ("gradient", "gradient_version"):
                             self._has_moved |= (rule.of, rule.change) == ("piece", "place")
@@ -372,6 +374,6 @@ def _where(engine: Engine) -> set[Where]:
         Where.NOT_IN_PLACE: strategy.keeps_pieces,
         Where.ELSEWHERE: strategy.rests_partial or (strategy.keeps_pieces and not is_sharded),
         Where.SHARDED: is_sharded,
-        Where.SLICED: any(one.num_ranks > 1 for one in engine.slices.values()),
+        Where.SLICED: MeshAxis.PIPE in engine.mesh.axes or any(one.num_ranks > 1 for one in engine.slices.values()),
     }
     return {where for where, is_so in holds.items() if is_so}

@@ -22,7 +22,7 @@ class Where(Enum):
     ELSEWHERE = "sums of no_sync() may add up elsewhere than at the parameter"  # in more bits, or summed in part
     SPREAD = "stepped in pieces, which are gathered after the step"
     SHARDED = "sharded"
-    SLICED = "sliced by tensor parallelism"
+    SLICED = "sliced by tensor parallelism, or a stage of a pipeline"
 
 
 class Rule(NamedTuple):
@@ -104,8 +104,8 @@ RULES = (
     ),
     Rule(
         "parameter", "gradient_version", frozenset({Moment.BACKWARD, Moment.MEANS_ALREADY}), Where.SLICED,
-        "gradient of {name!r}: it was changed in place, and it is a slice: torch's clip_grad_norm_ would scale it by "
-        "another norm on each tensor rank; " + _CLIP + ", or assign a new tensor where each element is changed by "
+        "gradient of {name!r}: it was changed in place, and it is a part: torch's clip_grad_norm_ would scale it by "
+        "another norm on each rank; " + _CLIP + ", or assign a new tensor where each element is changed by "
         "itself, as in param.grad = param.grad.clamp(-1, 1)",
         gradients=(GradientState.MEANS,),
     ),
