@@ -83,6 +83,7 @@ class MeshAxis(StrEnum):
     DATA = "data"
     SHARD = "shard"
     REPLICA = "replica"
+    CONTEXT = "context"
     TENSOR = "tensor"
     PIPE = "pipe"
 

@@ -1,4 +1,4 @@
-"""Collectives that gradients flow through: six borders between tensors that ranks hold whole and in parts.
+"""Collectives that gradients flow through: borders between tensors that ranks hold whole and in parts.
 
 =================  ==============  ==============  ===========================================================
 border             forward         backward        use
@@ -9,6 +9,9 @@ gather             all-gather      own part        parts -> whole, where all ran
 scatter            own part        all-gather      alike -> parts, where each rank then computes with its own
 all_gather         all-gather      reduce-scatter  parts -> whole, where each rank then computes a part of it
 reduce_scatter     reduce-scatter  all-gather      terms -> their sum, in parts
+exchange           all-to-all      all-to-all      parts along one dim -> parts along another
+shift              to the next     to the one      parts travel around the ring of ranks
+                                   before
 =================  ==============  ==============  ===========================================================
 
 ``copy`` and ``reduce`` are each other's conjugates, so are ``gather`` and ``scatter``, ``all_gather`` and
@@ -96,6 +99,24 @@ def reduce_scatter(tensor: Tensor, comm: Communicator, dim: int, *, tag: str = "
     return _cross(tensor, _summed_part, _gathered, comm, dim, tag)
 
 
+def exchange(tensor: Tensor, comm: Communicator, *, tag: str = "") -> Tensor:
+    """Row j along dim 0 goes to rank j, and row i comes from rank i; so does the gradient.
+
+    Raises:
+        ValueError: there is not a row for each rank.
+    """
+    if len(tensor) != comm.num_ranks:
+        raise ValueError(
+            f"tensor: {tag or 'it'} has {len(tensor)} rows along dim 0; give one for each of {comm.num_ranks}"
+        )
+    return _cross(tensor, _exchanged, _exchanged, comm, 0, tag)
+
+
+def shift(tensor: Tensor, comm: Communicator, *, tag: str = "") -> Tensor:
+    """The tensor of the rank before, around the ring; the gradient travels the other way."""
+    return _cross(tensor, _to_next, _to_previous, comm, 0, tag)
+
+
 def _cross(tensor: Tensor, there: Move, back: Move, comm: Communicator, dim: int, tag: str) -> Tensor:
     if comm.num_ranks == 1:
         return tensor
@@ -157,4 +178,26 @@ def _summed_part(tensor: Tensor, comm: Communicator, dim: int, tag: str) -> Tens
     shape[dim] //= comm.num_ranks
     output = tensor.new_empty(shape)
     comm.reduce_scatter(parts.view(-1), output.view(-1), tag=tag).wait()
+    return output
+
+
+def _exchanged(tensor: Tensor, comm: Communicator, _dim: int, tag: str) -> Tensor:
+    output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    comm.all_to_all(output.view(-1), tensor.reshape(-1), tag=tag).wait()
+    return output
+
+
+def _to_next(tensor: Tensor, comm: Communicator, _dim: int, tag: str) -> Tensor:
+    return _sent_on(tensor, comm, 1, tag)
+
+
+def _to_previous(tensor: Tensor, comm: Communicator, _dim: int, tag: str) -> Tensor:
+    return _sent_on(tensor, comm, -1, tag)
+
+
+def _sent_on(tensor: Tensor, comm: Communicator, by: int, tag: str) -> Tensor:
+    output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    ahead = comm.send(tensor, (comm.rank + by) % comm.num_ranks, tag=tag)
+    comm.recv(output, (comm.rank - by) % comm.num_ranks, tag=tag).wait()
+    ahead.wait()
     return output

@@ -134,23 +134,28 @@ class GPT(nn.Module):
         for name, module in self.named_modules():
             self.init_weights(name, module)
 
-    def forward(self, tokens_bs: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens_bs: torch.Tensor, positions_s: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of shape (B, S, V) for int64 tokens of shape (B, S), S at most ``config.seq_len``.
+
+        Args:
+            tokens_bs: the tokens.
+            positions_s: of a part of a sequence, where its tokens are in the whole, int64 (S,); None for 0 to S - 1.
 
         Raises:
             ValueError: the sequence is longer than ``config.seq_len``.
         """
-        x_bsh = self.embed(tokens_bs)
+        x_bsh = self.embed(tokens_bs, positions_s)
         for block in self.blocks:
             x_bsh = block(x_bsh)
         return self.logits(x_bsh)
 
-    def embed(self, tokens_bs: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens_bs: torch.Tensor, positions_s: torch.Tensor | None = None) -> torch.Tensor:
         """The first block's input, (B, S, H), of tokens of shape (B, S)."""
         seq_len = tokens_bs.shape[1]
         if seq_len > self.config.seq_len:
             raise ValueError(f"seq_len: {seq_len} tokens; this model takes at most {self.config.seq_len}")
-        positions_s = torch.arange(seq_len, device=tokens_bs.device)
+        if positions_s is None:
+            positions_s = torch.arange(seq_len, device=tokens_bs.device)
         embedded_bsh: torch.Tensor = self.dropout(
             self.token_embedding(tokens_bs) + self.position_embedding(positions_s)
         )

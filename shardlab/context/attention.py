@@ -1,0 +1,123 @@
+"""Causal attention among tokens of which each rank has a part, in three ways; each equals attention over the whole.
+
+``ulysses`` exchanges: before, each rank has all heads of its tokens, and then all tokens of its heads; afterwards back.
+``gathered`` brings all keys and values to each rank, whose queries stay. ``ring`` lets them travel around, a part at a
+time, and adds up what each part gives: two results merge by the logarithms of their sums of exponentials, so that no
+rank ever has more than one part of the keys. (Here the next part is waited for, not sent while this one computes.)
+
+Legend of shape suffixes: b batch, a heads, g key-value heads, s tokens of this rank, t tokens of the whole sequence, d
+head dim. Sources: see ``parts.py``; the merge is that of Milakov and Gimelshein, arXiv 1805.02867.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shardlab.comm.autograd_collectives import all_gather, exchange, shift
+from shardlab.comm.communicator import Communicator
+from shardlab.context.parts import positions_of
+
+
+class _Given(NamedTuple):
+    """Queries (B, A, S, D), keys and values (B, G, S, D) of this rank, and where its tokens are."""
+
+    q_basd: Tensor
+    k_bgsd: Tensor
+    v_bgsd: Tensor
+    comm: Communicator
+    zigzag: bool
+
+    def positions(self, rank: int) -> Tensor:
+        seq_len = self.q_basd.shape[2] * self.comm.num_ranks
+        found = positions_of(seq_len, self.comm.num_ranks, rank, zigzag=self.zigzag)
+        return found.to(self.q_basd.device)
+
+
+def attention(
+    way: str, q_basd: Tensor, k_bgsd: Tensor, v_bgsd: Tensor, comm: Communicator, *, zigzag: bool = False
+) -> Tensor:
+    """Attention of this rank's queries to all keys before them, (B, A, S, D).
+
+    Args:
+        way: 'ulysses', 'gathered' or 'ring'.
+        q_basd: queries of this rank's tokens, (B, A, S, D).
+        k_bgsd: keys, (B, G, S, D), where G divides A.
+        v_bgsd: values, likewise.
+        comm: the ranks that have the other parts.
+        zigzag: whether parts are as in ``positions_of(..., zigzag=True)``.
+
+    Raises:
+        ValueError: an unknown way; of Ulysses, heads that the ranks do not divide, or a zigzag.
+    """
+    if way not in WAYS:
+        raise ValueError(f"way: {way!r} is not one of {', '.join(WAYS)}")
+    return WAYS[way](_Given(q_basd, k_bgsd, v_bgsd, comm, zigzag))
+
+
+def _ulysses(given: _Given) -> Tensor:
+    comm = given.comm
+    if given.zigzag:
+        raise ValueError("zigzag: ulysses computes whole sequences, which are equal work as they are; leave it out")
+    for field, tensor in (("heads", given.q_basd), ("kv_heads", given.k_bgsd)):
+        if tensor.shape[1] % comm.num_ranks:
+            raise ValueError(
+                f"{field}: {tensor.shape[1]} are not divided by the {comm.num_ranks} ranks of axis {comm.axis!r}; "
+                "use 'gathered' or 'ring', or another number of ranks"
+            )
+    queries, keys, values = (
+        _heads_for_tokens(tensor, comm, name)
+        for name, tensor in (("queries", given.q_basd), ("keys", given.k_bgsd), ("values", given.v_bgsd))
+    )
+    output = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+    parts = output.unflatten(2, (comm.num_ranks, -1)).movedim(2, 0)  # by the rank whose tokens they are
+    return exchange(parts, comm, tag="attention").movedim(0, 1).flatten(1, 2)
+
+
+def _heads_for_tokens(x_basd: Tensor, comm: Communicator, name: str) -> Tensor:
+    """All tokens of this rank's heads, (B, A/N, T, D)."""
+    parts = x_basd.unflatten(1, (comm.num_ranks, -1)).movedim(1, 0)  # by the rank whose heads they will be
+    return exchange(parts, comm, tag=name).movedim(0, 2).flatten(2, 3)
+
+
+def _gathered(given: _Given) -> Tensor:
+    comm = given.comm
+    k_bgtd, v_bgtd = (
+        all_gather(tensor, comm, 2, tag=name) for name, tensor in (("keys", given.k_bgsd), ("values", given.v_bgsd))
+    )
+    positions_t = torch.cat([given.positions(rank) for rank in range(comm.num_ranks)])
+    mask_st = given.positions(comm.rank)[:, None] >= positions_t
+    return functional.scaled_dot_product_attention(given.q_basd, k_bgtd, v_bgtd, mask_st, enable_gqa=True)
+
+
+def _ring(given: _Given) -> Tensor:
+    q_basd, comm = given.q_basd, given.comm
+    own_s, travelling = given.positions(comm.rank), torch.stack([given.k_bgsd, given.v_bgsd])
+    output, log_sum = _block(q_basd, travelling, own_s, own_s)
+    for hop in range(1, comm.num_ranks):
+        travelling = shift(travelling, comm, tag=f"keys and values, hop {hop}")
+        theirs_s = given.positions((comm.rank - hop) % comm.num_ranks)
+        if int(own_s.max()) < int(theirs_s.min()):  # no query sees any of it; but its gradient travels back as all do
+            output = output + travelling[..., :0].sum()
+            continue
+        part, part_log_sum = _block(q_basd, travelling, own_s, theirs_s)
+        both = torch.logaddexp(log_sum, part_log_sum)
+        output = output * (log_sum - both).exp() + part * (part_log_sum - both).exp()
+        log_sum = both
+    return output
+
+
+def _block(q_basd: Tensor, keys_and_values: Tensor, own_s: Tensor, theirs_s: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to one part of the keys, and the logarithm of its sum of exponentials, (B, A, S, 1)."""
+    repeats = q_basd.shape[1] // keys_and_values.shape[2]
+    keys, values = keys_and_values.repeat_interleave(repeats, 2)
+    scores = q_basd @ keys.mT / q_basd.shape[-1] ** 0.5
+    # Finite: a query that sees nothing here gets numbers whose weight in the merge is zero, and no NaN.
+    scores = scores.masked_fill(own_s[:, None] < theirs_s, torch.finfo(scores.dtype).min / 2)
+    log_sum = scores.logsumexp(-1, keepdim=True)
+    return (scores - log_sum).exp() @ values, log_sum
+
+
+WAYS: Mapping[str, Callable[[_Given], Tensor]] = {"ulysses": _ulysses, "gathered": _gathered, "ring": _ring}

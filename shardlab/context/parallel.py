@@ -1,0 +1,75 @@
+"""A plain model on a part of each sequence: its attention is computed with the ranks that have the other parts.
+
+    with Mesh({"data": 2, "context": 2}) as mesh:
+        over = ContextParallel(mesh["context"], "ring", zigzag=True)
+        engine = build_engine("fsdp", model, AdamW, mesh)     # over the product of data and context
+        with over:
+            logits = engine(over.part(inputs), over.positions(inputs.shape[1]))
+            engine.backward(loss_fn(logits, over.part(targets)))
+
+All else in a transformer works on one token at a time. So targets are shifted before they are cut, and each rank's
+loss, a mean over its tokens, is a part of the mean over all: parts are equal. Engines average gradients over the axis
+``context`` as over ``data``.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from shardlab.comm.communicator import Communicator
+from shardlab.context.attention import WAYS, attention
+from shardlab.context.parts import positions_of
+
+
+class ContextParallel(TorchFunctionMode):
+    """Inside, torch's ``scaled_dot_product_attention`` is computed among the ranks of an axis.
+
+    Args:
+        comm: of the axis ``context``.
+        way: 'ulysses', 'gathered' or 'ring'; see ``parts.py`` for what each sends.
+        zigzag: parts that are equal work, for 'gathered' and 'ring'.
+
+    Raises:
+        ValueError: an unknown way; inside, attention that is not causal, has a mask or drops out, or that the way
+            cannot compute.
+    """
+
+    def __init__(self, comm: Communicator, way: str = "ulysses", *, zigzag: bool = False) -> None:
+        super().__init__()
+        if way not in WAYS:
+            raise ValueError(f"way: {way!r} is not one of {', '.join(WAYS)}")
+        self._comm, self._way, self._zigzag = comm, way, zigzag
+
+    def positions(self, seq_len: int) -> Tensor:
+        """Where this rank's tokens are in a sequence of ``seq_len``, int64."""
+        return positions_of(seq_len, self._comm.num_ranks, self._comm.rank, zigzag=self._zigzag)
+
+    def part(self, whole: Tensor, dim: int = 1) -> Tensor:
+        """This rank's part of what belongs to the tokens of a sequence, such as inputs or targets."""
+        return whole.index_select(dim, self.positions(whole.shape[dim]).to(whole.device))
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """As it is, but for attention."""
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return self._attention(*args, **(kwargs or {}))
+
+    def _attention(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if attn_mask is not None or dropout_p or scale is not None or not is_causal:
+            raise ValueError(
+                f"attention: with a mask {attn_mask is not None}, dropout_p={dropout_p}, scale={scale}, "
+                f"is_causal={is_causal}; over ranks it is causal, without a mask, dropout and a scale of its own"
+            )
+        if key.shape[1] != query.shape[1] and not enable_gqa:
+            raise ValueError(
+                f"attention: {query.shape[1]} heads and {key.shape[1]} key-value heads need enable_gqa=True"
+            )
+        return attention(self._way, query, key, value, self._comm, zigzag=self._zigzag)

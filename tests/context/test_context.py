@@ -1,0 +1,143 @@
+"""Sequences over ranks against one process, in float64, with the messages of the formulas."""
+
+import pytest
+import torch
+from torch import nn
+
+from shardlab.comm.mesh import Mesh
+from shardlab.context import ContextParallel, messages_of, positions_of, share_of_work
+from shardlab.engines import build_engine
+from shardlab.launch import RankError
+from shardlab.models import GPT, GPTConfig
+from shardlab.models.gpt import next_token_loss
+
+WAYS = [("ulysses", False), ("gathered", False), ("gathered", True), ("ring", False), ("ring", True)]
+
+
+def config(num_ranks):
+    return GPTConfig(
+        vocab_size=11, seq_len=4 * num_ranks, num_layers=2, num_heads=2 * num_ranks, num_kv_heads=num_ranks,
+        hidden=8 * num_ranks,
+    )  # fmt: skip
+
+
+def gpt(num_ranks):
+    torch.manual_seed(0)
+    return GPT(config(num_ranks)).double()
+
+
+def tokens_of(num_ranks, num_data_ranks):
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(11, (num_data_ranks, 3, 4 * num_ranks + 1), generator=generator)
+    return tokens[..., :-1], tokens[..., 1:]
+
+
+def sgd(params):
+    return torch.optim.SGD(params, 0.5, momentum=0.9)
+
+
+class Log:
+    def __init__(self):
+        self.events = []
+
+    def issued(self, event):
+        if event.axis == "context":
+            self.events.append((event.op, event.numel))
+
+    def started(self, event):
+        pass
+
+    completed = waited = started
+
+
+def trained(_, num_data_ranks, num_ranks, way, zigzag, strategy):
+    log = Log()
+    with Mesh({"data": num_data_ranks, "context": num_ranks}) as mesh:
+        over = ContextParallel(mesh["context"], way, zigzag=zigzag)
+        inputs, targets = (every[mesh["data"].rank] for every in tokens_of(num_ranks, num_data_ranks))
+        losses = []
+        with build_engine(strategy, gpt(num_ranks), sgd, mesh) as engine:
+            for _ in range(2):
+                log.events.clear()
+                with over, mesh.observed_by(log):
+                    loss = next_token_loss(
+                        engine(over.part(inputs), over.positions(inputs.shape[1])), over.part(targets)
+                    )
+                    engine.backward(loss)
+                losses.append(loss.item())
+                engine.clip_grad_norm_(0.1)
+                engine.step()
+                engine.zero_grad()
+            return engine.full_state_dict(), losses, log.events
+
+
+def one_process(num_data_ranks, num_ranks):
+    model = gpt(num_ranks)
+    optimizer = sgd(model.parameters())
+    inputs, targets = (every.flatten(0, 1) for every in tokens_of(num_ranks, num_data_ranks))
+    losses = []
+    for _ in range(2):
+        loss = next_token_loss(model(inputs), targets)
+        losses.append(loss.item())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict(), losses
+
+
+@pytest.mark.parametrize(("num_data_ranks", "num_ranks"), [(1, 2), (1, 3), (1, 4), (2, 2)])
+@pytest.mark.parametrize(("way", "zigzag"), WAYS)
+def test_equal_to_one_process_with_the_messages_of_the_formulas(pools, num_data_ranks, num_ranks, way, zigzag):
+    strategy = "fsdp" if num_data_ranks > 1 else "bucketed"
+    wanted, losses = one_process(num_data_ranks, num_ranks)
+    answers = pools(num_data_ranks * num_ranks).run(trained, num_data_ranks, num_ranks, way, zigzag, strategy)
+    for state, *_ in answers:
+        for name, value in wanted.items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0, msg=name)
+    assert torch.tensor([own for _, own, _ in answers]).double().mean(0).tolist() == pytest.approx(losses, abs=1e-6)
+    sizes = config(num_ranks)
+    plan = messages_of(
+        way, num_ranks, batch=3, seq_len=sizes.seq_len, heads=sizes.num_heads, kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+    )  # fmt: skip
+    forward = [(str(one.op), one.numel) for one in plan]
+    back = [("reduce_scatter" if op == "all_gather" else op, numel) for op, numel in forward]
+    received = [("recv", numel) for op, numel in forward + back if op == "send"]
+    for *_, events in answers:
+        assert sorted((str(op), numel) for op, numel in events) == sorted(2 * (forward + back + received))  # layers
+
+
+def test_what_each_way_sends_and_the_work_of_the_busiest_rank():
+    sizes = {"batch": 2, "seq_len": 64, "heads": 16, "kv_heads": 4, "head_dim": 8}
+    for num_ranks in (2, 4):
+        ulysses, gathered, ring = (
+            sum(one.num_sent for one in messages_of(way, num_ranks, **sizes)) for way in ("ulysses", "gathered", "ring")
+        )
+        assert ulysses == (2 * 16 + 2 * 4) * 8 * 2 * 64 // num_ranks * (num_ranks - 1) // num_ranks
+        assert gathered == ring == 2 * 4 * 8 * 2 * 64 // num_ranks * (num_ranks - 1)
+        assert (ulysses < gathered) == (num_ranks > 16 // 4 + 1)
+        assert share_of_work(64, num_ranks, zigzag=True) == 1
+        assert share_of_work(4096, num_ranks) == pytest.approx(2 - 1 / num_ranks, rel=1e-3)
+    assert positions_of(8, 2, 0, zigzag=True).tolist() == [0, 1, 6, 7]
+
+
+def attend(_, way, zigzag, heads, seq_len, options):
+    with Mesh({"context": 2}) as mesh, ContextParallel(mesh["context"], way, zigzag=zigzag) as over:
+        x = over.part(torch.ones(1, heads, seq_len, 2), 2)
+        return nn.functional.scaled_dot_product_attention(x, x, x, **options)
+
+
+@pytest.mark.parametrize(
+    ("way", "zigzag", "heads", "seq_len", "options", "told"),
+    [
+        ("ulysses", False, 3, 4, {"is_causal": True}, "heads: 3 are not divided by the 2 ranks of axis 'context'"),
+        ("ulysses", True, 2, 4, {"is_causal": True}, "zigzag: ulysses computes whole sequences"),
+        ("ring", True, 2, 6, {"is_causal": True}, "seq_len: 6 tokens do not divide into 4 pieces"),
+        ("ring", False, 2, 4, {}, "over ranks it is causal, without a mask"),
+        ("star", False, 2, 4, {}, "way: 'star' is not one of ulysses, gathered, ring"),
+    ],
+)
+def test_what_ranks_cannot_compute_is_refused(pools, way, zigzag, heads, seq_len, options, told):
+    with pytest.raises(RankError, match=told):
+        pools(2).run(attend, way, zigzag, heads, seq_len, options)
