@@ -35,7 +35,7 @@ def parts_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     if callable(parts := getattr(model, "parts", None)):
         return dict(parts())
     if isinstance(model, nn.Sequential):
-        return {name: (name,) for name, _ in model.named_children()}
+        return {name: (name,) for name in model._modules}  # named_children() leaves out a module that is there twice
     raise ValueError(
         f"model: {type(model).__name__} does not say where it may be cut; give an nn.Sequential, or a model with a "
         "method parts() (notebooks/guide/pipeline.md)"

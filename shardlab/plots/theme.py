@@ -66,7 +66,7 @@ COLLECTIVE_COLOURS: dict[str, str] = {
 
 AXIS_COLOURS: dict[str, str] = {
     MeshAxis.DATA: "#008043", MeshAxis.SHARD: "#9447bd", MeshAxis.REPLICA: "#4a91c4", MeshAxis.TENSOR: "#d16e32",
-    MeshAxis.PIPE: "#c23a78",
+    MeshAxis.PIPE: "#c23a78", MeshAxis.CONTEXT: "#6a4fe0",
 }  # fmt: skip
 
 SPAN_COLOURS: dict[str, str] = {

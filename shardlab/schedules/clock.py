@@ -5,7 +5,7 @@ the message that another rank needs. A rank has posted all of its receives from 
 in the order in which they are sent.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shardlab.partition.step_program import Host, Issue, Item, Message, Wait, Work, run_programs
@@ -17,18 +17,19 @@ Seconds = Callable[[Action], float]
 
 @dataclass(frozen=True)
 class Played:
-    """A schedule that has been played.
+    """A schedule that has been played, or done by ranks.
 
     Attributes:
         schedule: which.
         begins: by action, in seconds from the beginning of the step.
         ends: likewise.
+        work: how long a rank worked on each, in seconds.
     """
 
     schedule: Schedule
     begins: Mapping[Action, float]
     ends: Mapping[Action, float]
-    _work: Mapping[Action, float] = field(repr=False)
+    work: Mapping[Action, float] = field(repr=False)
 
     @property
     def seconds(self) -> float:
@@ -38,7 +39,7 @@ class Played:
     @property
     def idle(self) -> list[float]:
         """By rank, the seconds of the step in which it does not work."""
-        return [self.seconds - sum(map(self._work.__getitem__, actions)) for actions in self.schedule.ranks]
+        return [self.seconds - sum(map(self.work.__getitem__, actions)) for actions in self.schedule.ranks]
 
     @property
     def bubble(self) -> float:
@@ -69,6 +70,25 @@ def play(schedule: Schedule, seconds: Seconds | Mapping[Kind, float], transfer_s
             if place + 1 >= len(hosts[rank].begins_us):
                 raise ValueError(f"schedule: it stands still: {_stuck(schedule, hosts)}")
             begins[action], ends[action] = hosts[rank].begins_us[place : place + 2]
+    return Played(schedule, begins, ends, work)
+
+
+def measured(schedule: Schedule, spans: Iterable[tuple[str, float, float]]) -> Played:
+    """A step that ranks have done; ``play(schedule, measured(...).work.__getitem__)`` is the same without messages.
+
+    Args:
+        schedule: what each rank did.
+        spans: (action, begin, end), all ranks' on one clock; several of an action that was interrupted.
+    """
+    begins: dict[Action, float] = {}
+    ends: dict[Action, float] = {}
+    work: dict[Action, float] = {}
+    for text, begin, end in spans:
+        action = Action.parse(text)
+        begins[action], ends[action] = min(begin, begins.get(action, begin)), max(end, ends.get(action, end))
+        work[action] = work.get(action, 0.0) + end - begin
+    start = min(begins.values())
+    begins, ends = ({action: time - start for action, time in times.items()} for times in (begins, ends))
     return Played(schedule, begins, ends, work)
 
 
