@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         message_gains, message_verdicts, parts_verdict, pay_off_verdict, prediction_verdict,
     )  # fmt: skip
     from shardlab.course.printed_runs import outcome, terminal, told
+    from shardlab.course.recorded_pipeline import bubbles, played_of, record_pipeline
     from shardlab.course.same_scripts import TEMPLATES
     from shardlab.course.sharded_layer import sharded_linear
     from shardlab.course.small_records import (  # isort: skip
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from shardlab.course.widgets.history import RunHistory
     from shardlab.course.widgets.live import live, read_progress
     from shardlab.course.widgets.memory_plan import MemoryPlan
+    from shardlab.course.widgets.place_actions import Board, place_actions
     from shardlab.course.widgets.step_events import events_of_step, ranks_at
     from shardlab.course.widgets.step_view import step_through
     from shardlab.course.widgets.workbench import workbench
@@ -65,20 +67,21 @@ if TYPE_CHECKING:
     from shardlab.units import units_of
 
 __all__ = [
-    "COLLECTIVES", "LADDER", "PRELOAD", "SHARDS", "SPANS", "STEPS", "TEMPLATES", "Case", "DeadRank", "Exercise",
-    "Fault", "Happened", "Layer", "LossyLink", "Measured", "MemoryLedger", "MemoryPlan", "Message",
+    "COLLECTIVES", "LADDER", "PRELOAD", "SHARDS", "SPANS", "STEPS", "TEMPLATES", "Board", "Case", "DeadRank",
+    "Exercise", "Fault", "Happened", "Layer", "LossyLink", "Measured", "MemoryLedger", "MemoryPlan", "Message",
     "MismatchedCollective", "NaN", "OutOfMemory", "Ownership", "Prediction", "RankDied", "RankError", "RankHang",
     "Report", "RunHistory", "RunPlan", "SkippedCall", "SkippedCollective", "SlowLink", "StoppedRank", "Straggler",
-    "Traffic", "Verdict", "VirtualClock", "activation_bytes", "batch", "bucket_curve", "bucket_sweep", "bucket_verdict",
-    "bus_verdict", "busy_in_steps", "busy_now", "bytes_by_role", "call", "call_in_place", "call_without_ranks", "check",
-    "collectives_table", "current", "described", "divided", "events_of_step", "faulty", "find", "fit_of",
-    "floor_verdict", "gain_verdict", "gathered_over_a_step", "hidden_verdict", "hint", "inject", "is_at_fault",
-    "judged_text", "kept_for_backward", "late_verdict", "link_for", "live", "log_collectives", "memory_explorer",
-    "mended", "mesh_map", "message_gains", "message_sweep", "message_times", "message_verdicts", "numbered", "outcome",
-    "parts_verdict", "pay_off_verdict", "predict", "prediction_verdict", "ranks_at", "read_progress", "readable_fit",
-    "ring_wire_bytes", "run_interleaved", "saved_for_backward", "sharded_linear", "slices_of", "step_through", "task",
-    "terminal", "throughput", "told", "trace_step", "unit_bytes", "units_of", "watch_gathered", "weight_slices",
-    "weights_table", "with_group", "workbench",
+    "Traffic", "Verdict", "VirtualClock", "activation_bytes", "batch", "bubbles", "bucket_curve", "bucket_sweep",
+    "bucket_verdict", "bus_verdict", "busy_in_steps", "busy_now", "bytes_by_role", "call", "call_in_place",
+    "call_without_ranks", "check", "collectives_table", "current", "described", "divided", "events_of_step", "faulty",
+    "find", "fit_of", "floor_verdict", "gain_verdict", "gathered_over_a_step", "hidden_verdict", "hint", "inject",
+    "is_at_fault", "judged_text", "kept_for_backward", "late_verdict", "link_for", "live", "log_collectives",
+    "memory_explorer", "mended", "mesh_map", "message_gains", "message_sweep", "message_times", "message_verdicts",
+    "numbered", "outcome", "parts_verdict", "pay_off_verdict", "place_actions", "played_of", "predict",
+    "prediction_verdict", "ranks_at", "read_progress", "readable_fit", "record_pipeline", "ring_wire_bytes",
+    "run_interleaved", "saved_for_backward", "sharded_linear", "slices_of", "step_through", "task", "terminal",
+    "throughput", "told", "trace_step", "unit_bytes", "units_of", "watch_gathered", "weight_slices", "weights_table",
+    "with_group", "workbench",
 ]  # fmt: skip
 
 __getattr__ = imported_when_used(__name__, __file__)

@@ -1,4 +1,4 @@
-"""Seven ideas, drawn: each function is the head of a notebook, and its numbers are those of a tiny example.
+"""Eight ideas, drawn: each function is the head of a notebook, and its numbers are those of a tiny example.
 
 What the planner, the replay or the clock of the exercises knows comes from there.
 """
@@ -10,8 +10,10 @@ from shardlab.course.drawing import Drawing, Pen
 from shardlab.course.exercises.exercise import VirtualClock
 from shardlab.course.exercises.ladder.mesh import TWO_AXES
 from shardlab.planner.formulas import ModelStates, model_states
+from shardlab.schedules import Kind, Played, make_schedule, play
 
 RANKS = 4
+STAGES, MICRO_BATCHES = 3, 4
 ROWS = 8  # of the weight that is borrowed
 ROOT_KB, BLOCK_KB, BLOCKS = 82, 200, 6
 BACKWARD_MS, BYTES_MS, LATENCY_MS = 40.0, 32.0, 2.0
@@ -292,4 +294,38 @@ def _two_axes(pen: Pen) -> None:
     )
 
 
-DRAWINGS = (ring, buckets, who_keeps_what, borrow, window, column_then_row, two_axes_of_a_mesh)
+def pipeline_lists() -> Drawing:
+    """Notebook 18: two schedules of one pipeline, as the clock plays them."""
+    gpipe, other = (_played(name) for name in ("gpipe", "1f1b"))
+    held = [max(map(one.schedule.in_flight, range(STAGES))) for one in (gpipe, other)]
+    return Drawing(
+        _pipeline,
+        f"{gpipe.seconds:g} slots, and {other.seconds:g}: 1F1B is no faster. It holds {held[1]} micro-batches, not "
+        f"{held[0]}.",
+    )
+
+
+def _played(name: str) -> Played:
+    return play(make_schedule(name, STAGES, MICRO_BATCHES), {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0})
+
+
+def _pipeline(pen: Pen) -> None:
+    slot, left = (17, 26) if pen.is_narrow else (30, 62)
+    for place, (name, words) in enumerate({"gpipe": "GPipe", "1f1b": "1F1B"}.items()):
+        played, top = _played(name), place * 128
+        pen.text(0, top + 16, words, bold=True)
+        for rank, actions in enumerate(played.schedule.ranks):
+            y = top + 26 + 30 * rank
+            pen.text(0, y + 19, f"r{rank}" if pen.is_narrow else f"rank {rank}", colour="soft")
+            for action in actions:
+                begin, end = played.begins[action], played.ends[action]
+                colour = "parameter" if action.kind is Kind.FORWARD else "gradient"
+                pen.box(left + slot * begin, y, slot * (end - begin), 26, colour, str(action.micro_batch))
+    pen.below(
+        "Blue: forward of a micro-batch, one slot. Green: its backward, two. Where nothing is drawn a rank idles: "
+        "3(p - 1) slots in both.",
+        colour="soft",
+    )
+
+
+DRAWINGS = (ring, buckets, who_keeps_what, borrow, window, column_then_row, two_axes_of_a_mesh, pipeline_lists)

@@ -1,6 +1,6 @@
 """Controls for notebooks: change something and see its effect at once. Behind each is a plain function.
 
-All four take what ``compare`` takes: a workload, or model, data and loss, or a configuration.
+All but ``place_actions`` take what ``compare`` takes: a workload, or model, data and loss, or a configuration.
 
 ===================  ====================================================  ===============================
 in a notebook        what it does                                          in a script
@@ -8,6 +8,7 @@ in a notebook        what it does                                          in a 
 memory_explorer      sliders; the planner answers at once                  ``MemoryPlan``
 step_through         one recorded step, event by event                     ``events_of_step``, ``ranks_at``
 live                 loss, times, memory, timeline while ranks train       ``read_progress``
+place_actions        a pipeline's schedule by hand, move by move            ``Board``
 workbench            choose, run, watch, compare with earlier runs         ``RunHistory``
 ===================  ====================================================  ===============================
 """

@@ -4,6 +4,19 @@ from tests.course.exercises import wrong
 from tests.course.exercises import wrong_times_and_axes as second
 
 WRONG = {
+    "pipeline.schedule": {
+        second.backward_first: r"^2 ranks, 3.*result\['schedule'\].*0B0 stands before 0F0 on rank 0",
+        second.loses_the_last_batch: r"^2 ranks, 3.*result\['schedule'\].*it has 2 of 3 micro-batches",
+        second.forgets_a_backward: r"^2 ranks, 3.*result\['schedule'\].*0B2 is missing on rank 0",
+        second.waits_for_ever: r"^2 ranks, 3.*result\['schedule'\].*it stands still: 0B0 of rank 0 waits for 1B0",
+        second.all_forwards_first: r"^2 ranks, 3.*result\['micro-batches held'\]: 2 is wanted, 3 was found",
+    },
+    "pipeline.finish": {
+        second.no_mean: r"^2 stages: rank 0, result\['gradients'\]\[0\], element 0.* 0.25 is wanted, 1(.0)? was found",
+        second.mean_over_stages: r"^2 stages: rank 0, result\['gradients'\]\[0\], element 0.* 0.5 was found",
+        second.norm_of_one_stage: r"^2 stages: rank 0, result\['norm'\], .* 0.559",
+        second.sum_of_stages_norms: r"^2 stages: rank 0, result\['norm'\], .* 1.49",
+    },
     "collectives.ring_all_reduce": {
         wrong.ring_in_ceil_chunks: "4 ranks, 3 elements: rank . raised IndexError",
         wrong.half_a_ring: "2 ranks, 8 elements: rank 0, x after the call, element 0 .bytes 0 to 7.*4 of 8",

@@ -241,7 +241,29 @@ def right_unscale(comm, shards, scale, *, is_right=lambda shard: shard.isfinite(
     return (None, scale / backoff) if wrong.item() else ([shard / scale for shard in shards], scale)
 
 
+def right_schedule(num_ranks, num_micro_batches, rank):
+    ahead = min(num_ranks - rank, num_micro_batches)
+    actions = [f"{rank}F{number}" for number in range(ahead)]
+    for number in range(num_micro_batches):
+        actions.append(f"{rank}B{number}")
+        if number + ahead < num_micro_batches:
+            actions.append(f"{rank}F{number + ahead}")
+    return actions
+
+
+def right_finish(comm, sums, num_micro_batches, *, divisor=None, adds_up=True, of_norms=False):
+    """The options are what people forget."""
+    means = [gradient / (divisor or num_micro_batches) for gradient in sums]
+    total = sum((gradient.square().sum() for gradient in means), torch.zeros((), dtype=torch.float64))
+    total = total.sqrt() if of_norms else total
+    if adds_up:
+        comm.all_reduce(total).wait()
+    return {"gradients": means, "norm": total if of_norms else total.sqrt()}
+
+
 RIGHT = {
+    "pipeline.schedule": [right_schedule],
+    "pipeline.finish": [right_finish],
     "collectives.ring_all_reduce": [right_ring],
     "buckets.assign": [right_buckets],
     "data_parallel.hooks": [right_hooks, right_flat_hooks],

@@ -5,7 +5,8 @@ from functools import partial
 import torch
 
 from tests.course.exercises.right import (  # isort: skip
-    right_break_even, right_column_row, right_link, right_overlap, right_units, right_unscale, right_who_reduces,
+    right_break_even, right_column_row, right_finish, right_link, right_overlap, right_schedule, right_units,
+    right_unscale, right_who_reduces,
 )  # fmt: skip
 
 
@@ -133,6 +134,33 @@ def norm_of_this_rank(mesh, parts):
     return {**found, "norm": (parts["slice"].square().sum() + parts["whole"].square().sum()).sqrt()}
 
 
+def backward_first(num_ranks, num_micro_batches, rank):
+    return right_schedule(num_ranks, num_micro_batches, rank)[::-1]
+
+
+def loses_the_last_batch(num_ranks, num_micro_batches, rank):
+    return right_schedule(num_ranks, num_micro_batches - 1, rank)
+
+
+def forgets_a_backward(num_ranks, num_micro_batches, rank):
+    return right_schedule(num_ranks, num_micro_batches, rank)[:-1]
+
+
+def waits_for_ever(num_ranks, num_micro_batches, rank):
+    """As the last rank does it, on all: it waits for a gradient of what it has not sent on."""
+    if rank == num_ranks - 1:
+        return all_forwards_first(num_ranks, num_micro_batches, rank)
+    return [f"{rank}{kind}{number}" for number in range(num_micro_batches) for kind in "FB"]
+
+
+def all_forwards_first(num_ranks, num_micro_batches, rank):
+    return [f"{rank}{kind}{number}" for kind in "FB" for number in range(num_micro_batches)]
+
+
+no_mean = partial(right_finish, divisor=1)
+norm_of_one_stage = partial(right_finish, adds_up=False)
+sum_of_stages_norms = partial(right_finish, of_norms=True)
+mean_over_stages = partial(right_finish, divisor=2)
 nothing_hides = partial(right_break_even, hides=0)
 forward_hides_too = partial(right_break_even, hides=1)
 messages_at_once = partial(right_break_even, queues=False)
