@@ -22,7 +22,7 @@ import pandas as pd
 from torch import Tensor
 
 from shardlab.engines import Engine
-from shardlab.experiment.run import source_of
+from shardlab.experiment.run.rank_run import source_of
 from shardlab.pipeline import Pipeline
 from shardlab.pipeline.pipeline import Loss
 from shardlab.records.store import Records, RunWriter, load_run, write_manifest
