@@ -31,7 +31,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.comm.same_on_all_ranks import share_json
 from shardlab.engines import Strategy
 from shardlab.launch import RankPool
-from shardlab.testing.loops import LOOPS, STEPS, Trained, alone, train
+from shardlab.testing.loops import LOOPS, STEPS, Loop, Trained, alone, train
 from shardlab.testing.nasty_models import MODELS
 from shardlab.vocabulary import class_of
 
@@ -132,25 +132,30 @@ def _axes_of(make: Callable[[], Strategy], num_ranks: int, mesh: Mapping[str, in
 def _try(
     rank: int, make: Callable[[], Strategy], axes: dict[str, int], model: str, tolerance: float, directory: str,  # noqa: ARG001
 ) -> list[list[Verdict]]:  # fmt: skip
-    """What all ranks say of each loop, to the first in which something differs."""
-    found: list[list[Verdict]] = []
     with Mesh(axes) as mesh:
-        for loop in LOOPS:
-            expected = alone(model, loop, len(mesh.ranks))
-            try:
-                trained = train(mesh, make, model, loop, Path(directory) / model)
-            except Exception as error:
-                error.add_note(f"check_strategy: model {model!r}, {loop.name}")
-                raise
-            shared = share_json(
-                mesh.communicators, mesh.device, [_verdict(trained, expected, tolerance), trained.owned]
-            )
-            verdicts = [Verdict(*verdict) for verdict, _ in shared]
-            if unequal := _stepped_unequally([owned for _, owned in shared], expected.begins):
-                verdicts[0] = verdicts[0]._replace(failure=verdicts[0].failure or unequal)
-            found.append(verdicts)
-            if any(each.failure for each in verdicts):
-                break
+        return try_loops(mesh, make, model, tolerance, Path(directory) / model)
+
+
+def try_loops(
+    mesh: Mesh, make: Callable[[], Strategy], model: str, tolerance: float, directory: Path, loops: Sequence[Loop] =
+    LOOPS,
+) -> list[list[Verdict]]:  # fmt: skip
+    """What all ranks say of each loop, to the first in which something differs; called by every rank of the mesh."""
+    found: list[list[Verdict]] = []
+    for loop in loops:
+        expected = alone(model, loop, len(mesh.ranks))
+        try:
+            trained = train(mesh, make, model, loop, directory)
+        except Exception as error:
+            error.add_note(f"check_strategy: model {model!r}, {loop.name}")
+            raise
+        shared = share_json(mesh.communicators, mesh.device, [_verdict(trained, expected, tolerance), trained.owned])
+        verdicts = [Verdict(*verdict) for verdict, _ in shared]
+        if unequal := _stepped_unequally([owned for _, owned in shared], expected.begins):
+            verdicts[0] = verdicts[0]._replace(failure=verdicts[0].failure or unequal)
+        found.append(verdicts)
+        if any(each.failure for each in verdicts):
+            break
     return found
 
 

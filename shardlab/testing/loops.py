@@ -24,7 +24,7 @@ from shardlab.vocabulary import FLAG
 ROWS_PER_RANK = 2
 STEPS = 4
 BUCKETS = 4  # or more, where a model has so many parameters
-_OF_ENGINE = (FLAG, "gradient norm")  # what the engine itself sends in a step, by its tags
+OF_ENGINE = (FLAG, "gradient norm")  # what the engine itself sends in a step, by its tags
 OF_OURS = 1  # the step that one of our strategies takes between two checkpoints
 
 
@@ -245,7 +245,7 @@ class Unwaited(Observer):
     def issued(self, event: CollectiveEvent) -> None:
         """As the base."""
         self._under_way[id(event)] = event
-        if event.tag not in _OF_ENGINE:
+        if event.tag not in OF_ENGINE:
             self.partners.update(event.ranks)
 
     def waited(self, event: CollectiveEvent) -> None:

@@ -83,11 +83,15 @@ class Measured:
         result: what is compared.
         peak_bytes: most that this rank held at once.
         time_us: what the rank took on a virtual clock.
+        counted: the messages that count, where not all do.
+        fault: what the attempt itself has found wrong, in words; empty if nothing.
     """
 
     result: object
     peak_bytes: float = 0
     time_us: float = 0
+    counted: tuple[Message, ...] | None = None
+    fault: str = ""
 
 
 class VirtualClock:

@@ -132,7 +132,8 @@ def on_rank(
         with mesh.observed_by(log):
             result = attempt(function, mesh if axes else mesh.data, *inputs[rank])
         found = result if isinstance(result, Measured) else Measured(result)
-        return Done(plain(found.result), found.peak_bytes, found.time_us, tuple(log.messages))
+        messages = tuple(log.messages) if found.counted is None else found.counted
+        return Done(plain(found.result), found.peak_bytes, found.time_us, fault=found.fault, messages=messages)
 
 
 def pool_for(cases: Sequence[Case], timeout_s: float = TIMEOUT_S, limit_s: float = LIMIT_S) -> RankPool:
@@ -209,8 +210,9 @@ def _run(exercise: Exercise, function: Function, case: Case, pool: RankPool) -> 
 
 def _wrong(case: Case, done: Sequence[Done], result_words: str) -> str:
     """What is wrong; the result is checked first, because the cost of a wrong result does not matter."""
+    faults = [f"rank {rank}: {of_rank.fault}" for rank, of_rank in enumerate(done) if of_rank.fault]
     in_traffic = _wrong_traffic(case.traffic, done) if case.traffic is not None else ""
-    return _wrong_result(case, done, result_words) or _too_high(case, done) or in_traffic
+    return next(iter(faults), "") or _wrong_result(case, done, result_words) or _too_high(case, done) or in_traffic
 
 
 def _too_high(case: Case, done: Sequence[Done]) -> str:

@@ -2,6 +2,7 @@
 
 from tests.course.exercises import wrong
 from tests.course.exercises import wrong_times_and_axes as second
+from tests.course.exercises.whole import WRONG_WHOLE
 
 WRONG = {
     "pipeline.schedule": {
@@ -121,4 +122,4 @@ WRONG = {
         second.first_shard_only: r"^rank 0 has no shards: rank 0, result\[0\]: None is wanted",
         second.sends_everything: r"^an inf on rank 1: rank . raised MismatchError",
     },
-}
+} | WRONG_WHOLE

@@ -5,6 +5,8 @@ from itertools import combinations, pairwise
 import numpy as np
 import torch
 
+from tests.course.exercises.whole import RIGHT_WHOLE
+
 
 def right_ring(comm, x, *, cut=torch.tensor_split, rounds=2, waits=True):
     """The options are what people forget."""
@@ -278,4 +280,4 @@ RIGHT = {
     "tensor.column_row": [right_column_row],
     "mesh.who_reduces": [right_who_reduces],
     "checkpoint.reshard": [right_reshard],
-}
+} | RIGHT_WHOLE

@@ -8,11 +8,13 @@ from shardlab.course.exercises.ladder.mesh import COLUMN_ROW, TWO_AXES
 from shardlab.course.exercises.ladder.messages import BUCKETS, HOOKS, RING
 from shardlab.course.exercises.ladder.sharded import NORM, UNITS, UNSCALE
 from shardlab.course.exercises.ladder.stages import FINISH, SCHEDULE
+from shardlab.course.exercises.ladder.whole import WHOLE
 from shardlab.course.exercises.ladder.zero import OWNERS, RESHARD, ZERO3
 
 LADDER = (
     RING, BUCKETS, HOOKS, OVERLAP, LINK, BREAK_EVEN, OWNERS, NORM, ZERO3, UNITS, UNSCALE, COLUMN_ROW, TWO_AXES, RESHARD,
     SCHEDULE, FINISH,
+    *WHOLE,
 )  # fmt: skip
 
 

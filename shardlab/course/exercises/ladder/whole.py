@@ -1,0 +1,186 @@
+"""Whole strategies: the learner writes one, and it is trained against one process and weighed (``weighing.py``)."""
+
+from collections.abc import Callable, Mapping
+from math import inf
+from typing import Any
+
+from shardlab.course.exercises.exercise import Case, Exercise, Function, Message, Traffic
+from shardlab.vocabulary import Collective
+
+NUM_RANKS = 2
+BYTES = 1744  # of the parameters of the model that is weighed
+BUCKETS = (208, 576, 576, 384)  # of it: at most 600 bytes each, from the last layer to the first
+PARAMETERS = (384, 64, 512, 64, 512, 64, 128, 16)
+UNITS = (448, 576, 576, 144)
+
+ALONE = """from shardlab.engines import Strategy
+
+class whole_ddp(Strategy):
+    name = "whole_ddp"
+
+    def make_means(self):
+        pass  # your code: now each rank steps with its own gradients
+"""
+AS_DDP = """import torch
+from shardlab.engines import Strategy
+
+class {name}(Strategy):
+    name = "{name}"
+
+    def make_means(self):  # your code: this is ddp by another name, which its bytes or its time give away
+        for param in self.params.values():
+            if self.is_due(param):
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                self.comm.all_reduce(param.grad, tag="a gradient").wait()
+                param.grad /= self.num_ranks
+"""
+
+
+def tried(function: Function, mesh: Any, *asked: Any) -> object:
+    """Train a model by its name, or weigh a step within limits."""
+    # Here, so that ranks of other exercises need no engines.
+    from shardlab.course.exercises.weighing import train, weigh
+
+    return train(function, mesh, *asked) if len(asked) == 1 else weigh(function, mesh, *asked)
+
+
+def _cases(
+    messages: Mapping[Collective, tuple[int, ...]], most_messages: int, at_rest: Mapping[str, int], *, largest: float =
+    inf, peak: float = inf, time_us: float = inf, models: tuple[str, ...] = ("MLP", "Unused"),
+) -> list[Case]:  # fmt: skip
+    trained = [
+        Case(f"{num_ranks} ranks, trained on {name}", ((name,),) * num_ranks, (None,) * num_ranks,
+             axes={"data": num_ranks})
+        for num_ranks, name in zip((3, 2), models, strict=False)
+    ]  # fmt: skip
+    sent = [Message.around_a_ring(op, size, NUM_RANKS) for op, sizes in messages.items() for size in sizes]
+    exact = Traffic.of([sent] * NUM_RANKS)
+    weighed = Case(
+        "2 ranks, weighed", ((dict(at_rest), largest),) * NUM_RANKS, (None,) * NUM_RANKS,
+        Traffic(exact.wanted, most_messages, exact.most_bytes, exact.least_bytes), peak, time_us, {"data": NUM_RANKS},
+    )  # fmt: skip
+    return [*trained, weighed]
+
+
+def ddp_cases() -> list[Case]:
+    """whole_ddp: a subclass of Strategy, data parallel with one message for each parameter.
+
+    Every rank trains on its own rows. make_means() comes after backward: it must leave in param.grad the mean over the
+    ranks. self.params are the parameters by name, self.comm.all_reduce(tensor, tag=...) adds up in place and returns
+    what has a wait(), self.num_ranks is their number. A rank that did not use a parameter has no gradient of it, and
+    others may: self.is_due(param) says whether any rank can have one, alike on all ranks. The check trains two models
+    against one process, and weighs a step of four layers on 2 ranks.
+
+    Hints:
+    - What this rank has not used it must send too, as zeros: the others wait for its part.
+    - Send all, then wait for all, then divide by self.num_ranks.
+    """
+    return _cases({Collective.ALL_REDUCE: PARAMETERS}, 8, {"optimizer_state": 2 * BYTES})
+
+
+def bucketed_cases() -> list[Case]:
+    """whole_bucketed: data parallel in buckets that leave during backward.
+
+    self.bucket_bytes is the capacity of a bucket; it is set to 600 before lay_out(given), which returns what
+    super().lay_out(given) returns, once your buckets are made. grad_ready(param, sends=...) comes when autograd has
+    added to param.grad; sends is False inside no_sync(). make_means() comes when backward has ended. On the virtual
+    clock each gradient takes 40 us, and a message 10 us and 1 us for every 8 bytes: in at most 4 messages of at most
+    600 bytes, 620 us suffice for forward, backward and what is exposed.
+
+    Hints:
+    - Backward goes from the last parameter to the first: fill buckets in that order.
+    - Ranks may complete buckets in different orders, and messages must leave in one: each waits for those before it.
+    - Send in grad_ready(), wait in make_means(), which first sends what did not leave, with zeros for what is unused.
+    """
+    limits = {"largest": 600, "time_us": 620}
+    return _cases({Collective.ALL_REDUCE: BUCKETS}, 4, {"optimizer_state": 2 * BYTES}, **limits)
+
+
+def zero1_cases() -> list[Case]:
+    """whole_zero1: each rank steps 1/N of the elements, and has optimizer state for these alone.
+
+    Set steps_pieces = True. lay_out(given) calls super().lay_out(given), makes the parameters views of one flat tensor,
+    and returns LaidOut(pieces, [Division(layout, self.comm, element_size)]): pieces are the tensors that this rank
+    steps, by the names of all parameters, empty where it steps nothing. flat_layout(specs, num_ranks) of
+    shardlab.partition says which: pieces(rank) have a name, flat_start and flat_stop, chunk(rank) is where the rank's
+    part begins and ends, and padded_numel is the length with padding. make_means() leaves the means in the .grad of
+    pieces. stepping(loads=False) is a context: inside, the optimizer steps; at its end all ranks must have all
+    parameters. holdings() yields what has memory: beside that of super().holdings(), Holding(Role.GRADIENT, tensor).
+
+    Hints:
+    - ParamSpec(name, tuple(param.shape), param.element_size()) is what flat_layout takes, for each parameter.
+    - self.comm.reduce_scatter(flat, own, tag=...) sums, and leaves this rank's chunk in own.
+    - After the step self.comm.all_gather(flat, own, tag=...) fills the line with the chunks of all ranks.
+    """
+    both = {Collective.REDUCE_SCATTER: BUCKETS, Collective.ALL_GATHER: BUCKETS}
+    return _cases(both, 16, {"optimizer_state": BYTES})
+
+
+def zero2_cases() -> list[Case]:
+    """whole_zero2: as whole_zero1, and each rank keeps gradients of what it steps alone.
+
+    A gradient is reduced while backward goes on, in messages of at most 600 bytes, and what is whole is freed: at rest
+    872 bytes of gradients are enough, and at the peak 7000 bytes of all. Lay each parameter out for itself, or buckets
+    of them; grad_ready(param, sends=...) says when a gradient has come.
+
+    Hints:
+    - One flat_layout for each parameter is the simplest: each has its own message.
+    - In grad_ready(): reduce_scatter the gradient, keep what it returns, and set param.grad = None.
+    - Messages must leave in one order on all ranks; make_means() sends what has not come, as zeros, and waits for all.
+    """
+    both = {Collective.REDUCE_SCATTER: BUCKETS, Collective.ALL_GATHER: BUCKETS}
+    at_rest = {"optimizer_state": BYTES, "gradient": BYTES // NUM_RANKS}
+    return _cases(both, 16, at_rest, largest=600, peak=7000)
+
+
+def zero3_cases() -> list[Case]:
+    """whole_zero3: parameters are divided too; they are gathered for forward and for backward.
+
+    At rest a rank holds 1/N of parameters, gradients and optimizer state. forward() and backward(sends=...) are
+    contexts: inside, the module computes, with all its parameters. full(keep_changes=...) is one in which a user reads
+    them, and writes them where keep_changes is True. Autograd saves weights for backward: it must not keep the memory
+    that you free, so free the storage and not the tensor, flat.untyped_storage().resize_(0), and gather into the same.
+
+    Hints:
+    - The optimizer steps pieces of a shard of this rank's own; after the step nothing is sent.
+    - Gather: resize_ the storage to its bytes, then all_gather(flat, shard); free: resize_(0).
+    - Inside no_sync() whole gradients stay at the parameters, until make_means() scatters them.
+    """
+    three = {Collective.ALL_GATHER: BUCKETS * 2, Collective.REDUCE_SCATTER: BUCKETS}
+    at_rest = {"parameter": BYTES // NUM_RANKS, "gradient": BYTES // NUM_RANKS, "optimizer_state": BYTES}
+    return _cases(three, 24, at_rest)
+
+
+def fsdp_cases() -> list[Case]:
+    """whole_fsdp: as whole_zero3, unit by unit, and the next one ahead of time.
+
+    Units are the children of given.module that have parameters. A unit is gathered in one message before its forward
+    and again before its backward, freed after each, and its gradients are scattered when the last has come. While one
+    unit computes, the message of the next one is under way. LaidOut(..., hooks=[...]) takes the handles of your hooks.
+    In messages of at most 600 bytes, 6500 bytes at the peak and 640 us are enough.
+
+    Hints:
+    - register_forward_pre_hook gathers; register_forward_hook frees, and its output's register_hook gathers again.
+    - Start the next unit's gather before this one computes: in forward of the one behind it, in backward before it.
+    - grad_ready() counts the gradients of a unit: with the last one it frees the unit and starts the reduce_scatter.
+    """
+    three = {Collective.ALL_GATHER: UNITS * 2, Collective.REDUCE_SCATTER: UNITS}
+    at_rest = {"parameter": BYTES // NUM_RANKS, "gradient": BYTES // NUM_RANKS, "optimizer_state": BYTES}
+    return _cases(three, 12, at_rest, largest=600, peak=6500, time_us=640, models=("MLP",))
+
+
+def _whole(name: str, cases: Callable[[], list[Case]], starter: str, num_wrong: int = 3) -> Exercise:
+    return Exercise.of(
+        f"whole.{name}", cases, starter.format(name=f"whole_{name}"), "guide/exercises", attempt=tried, points=3,
+        shown_inputs=lambda *_: "", num_references=1, num_wrong=num_wrong,
+    )  # fmt: skip
+
+
+WHOLE = (
+    _whole("ddp", ddp_cases, ALONE),
+    _whole("bucketed", bucketed_cases, AS_DDP, 4),
+    _whole("zero1", zero1_cases, AS_DDP),
+    _whole("zero2", zero2_cases, AS_DDP),
+    _whole("zero3", zero3_cases, AS_DDP),
+    _whole("fsdp", fsdp_cases, AS_DDP, 4),
+)

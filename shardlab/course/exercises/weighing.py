@@ -1,0 +1,112 @@
+"""A learner's whole strategy on a rank: trained against one process, or weighed in one step of a small model.
+
+Weighed are the messages of the strategy, without those that the engine sends for itself; what is held at rest, by role;
+the most that is held at once; and the time on a virtual clock, on which each gradient takes ``GRADIENT_US`` and each
+layer's forward ``FORWARD_US``, so that what was sent early hides behind them on every machine.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardlab.comm import BaseMesh, CollectiveEvent
+from shardlab.comm.mesh import Mesh
+from shardlab.course.exercises.exercise import Measured, VirtualClock
+from shardlab.course.exercises.judge import MessageLog
+from shardlab.engines import Engine, Strategy
+from shardlab.testing.check import try_loops
+from shardlab.testing.loops import LOOPS, OF_ENGINE
+from shardlab.trace.memory_by_role import MemoryLedger, bytes_by_role
+from shardlab.trace.observed import wire_bytes
+from shardlab.vocabulary import Role
+
+WIDTHS = (6, 8, 8, 8, 2)
+BUCKET_BYTES = 600
+FORWARD_US, GRADIENT_US, LATENCY_US, BYTES_PER_US = 40, 40, 10, 8
+TOLERANCE = 1e-10
+NUM_LOOPS = 2  # a plain one; micro-batches inside no_sync(), clipped
+
+Make = Callable[[], Strategy]
+
+
+def model() -> nn.Sequential:
+    """Four layers of float64."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for pair in pairwise(WIDTHS) for layer in (nn.Linear(*pair), nn.Tanh()))).double()
+
+
+class _Timed(MessageLog):
+    """Keeps the strategy's messages, and sends them on a virtual clock."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__()
+        self._clock = clock
+        self._ends_us: dict[int, float] = {}
+
+    def issued(self, event: CollectiveEvent) -> None:
+        """As the base."""
+        if event.tag not in OF_ENGINE:
+            super().issued(event)
+            self._ends_us[id(event)] = self._clock.send(wire_bytes(event))
+
+    def waited(self, event: CollectiveEvent) -> None:
+        """The rank goes on when the message has ended."""
+        self._clock.wait(self._ends_us.pop(id(event), 0.0))
+
+
+def train(make: Make, mesh: Mesh, name: str) -> Measured:
+    """What differs first from one process, of a model by its name."""
+    found = try_loops(mesh, make, name, TOLERANCE, Path(), LOOPS[:NUM_LOOPS])
+    for loop, of_loop in zip(LOOPS, found, strict=False):
+        for said in of_loop:
+            if said.failure:
+                return Measured(None, fault=f"{loop.name}: {said.failure}")
+    return Measured(None)
+
+
+def weigh(make: Make, mesh: BaseMesh, most_at_rest: Mapping[str, int], largest: float) -> Measured:
+    """One step, the second: the optimizer's state is there.
+
+    Args:
+        make: returns a new strategy.
+        mesh: of the ranks.
+        most_at_rest: bytes by role that may be held when the optimizer has stepped.
+        largest: bytes that a message may have.
+    """
+    module, clock = model(), VirtualClock(LATENCY_US, BYTES_PER_US)
+    for layer in module[::2]:
+        layer.register_forward_pre_hook(lambda *_: clock.compute(FORWARD_US))
+        for param in layer.parameters():  # before the engine's own hooks: the gradient comes, and then it may travel
+            param.register_post_accumulate_grad_hook(lambda _: clock.compute(GRADIENT_US))
+    strategy = make()
+    if hasattr(strategy, "bucket_bytes"):
+        strategy.bucket_bytes = BUCKET_BYTES
+    with Engine(module, partial(torch.optim.Adam, lr=0.01), mesh, strategy) as engine:
+        _step(engine)
+        log, clock.now_us = _Timed(clock), 0.0
+        with mesh.observed_by(log), MemoryLedger(engine.live_tensors()) as ledger:
+            _step(engine)
+        held = bytes_by_role(engine.live_tensors())
+    faults = [
+        f"{role.replace('_', ' ')} of {held.get(Role(role), 0)} B at rest, and {most} B are enough"
+        for role, most in most_at_rest.items()
+        if held.get(Role(role), 0) > most
+    ] + [
+        f"a message of {message.num_bytes} B, and {largest} B are allowed"
+        for message in log.messages
+        if message.num_bytes > largest
+    ]
+    peak_bytes, fault = ledger.peak().num_bytes, next(iter(faults), "")
+    return Measured(None, peak_bytes, clock.now_us, tuple(log.messages), fault)
+
+
+def _step(engine: Engine) -> None:
+    """Gradients of the step before are dropped first, so that those of this one are there at its end."""
+    engine.zero_grad()
+    rows = torch.linspace(-1, 1, 4 * WIDTHS[0], dtype=torch.float64).view(4, -1) + engine.data_rank
+    engine.backward(engine(rows).square().mean())
+    engine.step()
