@@ -22,7 +22,7 @@ from shardlab.testing.check import try_loops
 from shardlab.testing.loops import LOOPS, OF_ENGINE
 from shardlab.trace.memory_by_role import MemoryLedger, bytes_by_role
 from shardlab.trace.observed import wire_bytes
-from shardlab.vocabulary import Role
+from shardlab.vocabulary import Role, class_of
 
 WIDTHS = (6, 8, 8, 8, 2)
 BUCKET_BYTES = 600
@@ -58,6 +58,14 @@ class _Timed(MessageLog):
         self._clock.wait(self._ends_us.pop(id(event), 0.0))
 
 
+def not_a_strategy(make: Make) -> str:
+    """What is wrong with the learner's class, or what stands in its place; empty if it makes a strategy."""
+    made: object = make()
+    return (
+        "" if isinstance(made, Strategy) else f"it is no strategy, but {class_of(made)}; write a subclass of Strategy"
+    )
+
+
 def train(make: Make, mesh: Mesh, name: str) -> Measured:
     """What differs first from one process, of a model by its name."""
     found = try_loops(mesh, make, name, TOLERANCE, Path(), LOOPS[:NUM_LOOPS])
@@ -78,7 +86,7 @@ def weigh(make: Make, mesh: BaseMesh, most_at_rest: Mapping[str, int], largest: 
         largest: bytes that a message may have.
     """
     module, clock = model(), VirtualClock(LATENCY_US, BYTES_PER_US)
-    for layer in module[::2]:
+    for layer in (each for each in module if isinstance(each, nn.Linear)):
         layer.register_forward_pre_hook(lambda *_: clock.compute(FORWARD_US))
         for param in layer.parameters():  # before the engine's own hooks: the gradient comes, and then it may travel
             param.register_post_accumulate_grad_hook(lambda _: clock.compute(GRADIENT_US))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from math import inf
 from typing import Any
 
-from shardlab.course.exercises.exercise import Case, Exercise, Function, Message, Traffic
+from shardlab.course.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic
 from shardlab.vocabulary import Collective
 
 NUM_RANKS = 2
@@ -39,8 +39,10 @@ class {name}(Strategy):
 def tried(function: Function, mesh: Any, *asked: Any) -> object:
     """Train a model by its name, or weigh a step within limits."""
     # Here, so that ranks of other exercises need no engines.
-    from shardlab.course.exercises.weighing import train, weigh
+    from shardlab.course.exercises.weighing import not_a_strategy, train, weigh
 
+    if fault := not_a_strategy(function):
+        return Measured(None, fault=fault)
     return train(function, mesh, *asked) if len(asked) == 1 else weigh(function, mesh, *asked)
 
 
@@ -92,8 +94,7 @@ def bucketed_cases() -> list[Case]:
     - Ranks may complete buckets in different orders, and messages must leave in one: each waits for those before it.
     - Send in grad_ready(), wait in make_means(), which first sends what did not leave, with zeros for what is unused.
     """
-    limits = {"largest": 600, "time_us": 620}
-    return _cases({Collective.ALL_REDUCE: BUCKETS}, 4, {"optimizer_state": 2 * BYTES}, **limits)
+    return _cases({Collective.ALL_REDUCE: BUCKETS}, 4, {"optimizer_state": 2 * BYTES}, largest=600, time_us=620)
 
 
 def zero1_cases() -> list[Case]:
