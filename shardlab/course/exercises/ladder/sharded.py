@@ -73,8 +73,9 @@ def units_cases() -> list[Case]:
 
     sizes are the bytes of the layers' weights in the order of forward. A unit is a run of neighbouring layers, gathered
     in one message before its first layer computes and freed after its last. With prefetch 0 one unit is gathered at a
-    time, with prefetch 1 the next one as well, while this one computes. A gathered layer counts whole. Never may more
-    than budget bytes be gathered, and there must be as few units as possible. There is always a way.
+    time, with prefetch 1 the next one as well, while this one computes. A gathered layer counts with its full size. At
+    no moment may more than budget bytes be gathered. Of all such divisions return one with the fewest units; there is
+    at least one.
 
     Hints:
     - With prefetch 0: go on with the open unit for as long as the next layer fits.
