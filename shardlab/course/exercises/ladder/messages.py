@@ -163,11 +163,10 @@ def hooks_cases() -> list[Case]:
     After that, every parameter's grad must be a tensor: the mean over the ranks of what the micro-batches have added
     up. One message per parameter is enough; a message after every micro-batch would be too many. Nothing may be waited
     for before finish(). Where every micro-batch uses all parameters, all messages must leave during the last backward.
-    On some rank right may stay unused, altogether or in the last micro-batch, while another uses it;
-    its part is then zero, and
-    all ranks must send the same parameters in the same order. param.register_post_accumulate_grad_hook(hook) calls
-    hook(param) when its grad has been added to; comm.all_reduce(tensor) returns at once, and .wait() on what it returns
-    waits for the sum.
+    On some rank right may stay unused, altogether or in the last micro-batch, while another uses it; its part is then
+    zero, and all ranks must send the same parameters in the same order. param.register_post_accumulate_grad_hook(hook)
+    calls hook(param) when its grad has been added to; comm.all_reduce(tensor) returns at once, and .wait() on what it
+    returns waits for the sum.
 
     Hints:
     - Fix an order that is the same on all ranks, such as reversed(list(model.parameters())).
