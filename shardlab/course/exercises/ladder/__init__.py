@@ -13,8 +13,7 @@ from shardlab.course.exercises.ladder.zero import OWNERS, RESHARD, ZERO3
 
 LADDER = (
     RING, BUCKETS, HOOKS, OVERLAP, LINK, BREAK_EVEN, OWNERS, NORM, ZERO3, UNITS, UNSCALE, COLUMN_ROW, TWO_AXES, RESHARD,
-    SCHEDULE, FINISH,
-    *WHOLE,
+    SCHEDULE, FINISH, *WHOLE,
 )  # fmt: skip
 
 
