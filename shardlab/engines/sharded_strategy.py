@@ -43,7 +43,7 @@ class Sharded(Strategy):
         return saved_by_reference(self.at, lambda shards: self.gather_saved(self._unit_of_shards[shards]))
 
     @contextlib.contextmanager
-    def gathered(self) -> Iterator[None]:
+    def kept_gathered(self) -> Iterator[None]:
         """As the base; at the end they are resharded, unless an outer call still needs them."""
         for unit in self.units:
             unit.gather()

@@ -163,7 +163,7 @@ class Strategy:
         """Inside, a backward runs; ``sends`` is False inside ``no_sync()``. Left after an error too."""
         return contextlib.nullcontext()
 
-    def gathered(self) -> AbstractContextManager[None]:
+    def kept_gathered(self) -> AbstractContextManager[None]:
         """Inside, parameters that are sharded stay gathered."""
         return contextlib.nullcontext()
 

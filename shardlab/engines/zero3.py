@@ -74,14 +74,14 @@ class ZeRO3(Sharded):
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """As the base."""
-        with self.gathered(), self.saving_by_reference():
+        with self.kept_gathered(), self.saving_by_reference():
             yield
 
     @contextlib.contextmanager
     def backward(self, *, sends: bool) -> Iterator[None]:
         """As the base."""
         self.note_writes()
-        with self.gathered():
+        with self.kept_gathered():
             yield
 
     def make_means(self) -> None:

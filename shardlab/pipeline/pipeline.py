@@ -112,7 +112,8 @@ class Pipeline:
         ends = (Kind.BACKWARD, Kind.BACKWARD_OF_WEIGHTS)
         last = max(place for place, action in enumerate(self._actions) if action.kind in ends)
         last += any(loan.owner == self._comm.rank for loan in self.loans)
-        with self._lent(engine, step.sent), engine.strategy.gathered() if keeps_gathered else contextlib.nullcontext():
+        kept = engine.strategy.kept_gathered() if keeps_gathered else contextlib.nullcontext()
+        with self._lent(engine, step.sent), kept:
             for place, action in enumerate(self._actions):
                 with contextlib.nullcontext() if place >= last else engine.no_sync():
                     step.do(action)
