@@ -186,7 +186,8 @@ class Strategy:
         Called after a backward that sends, and before a step, clipping or reading where local sums are left or where
         there was no backward at all. The engine then sends the flag, by which all ranks raise together, and clears the
         ``.grad`` of what is stepped where no rank has used the parameter. Where means stay at the parameters,
-        ``param.grad`` may be earlier means and this rank's new sums added up: their mean is what is wanted, too.
+        ``param.grad`` may be earlier means and this rank's new sums added up: their mean is what is wanted, too. With
+        ``steps_pieces`` guards put a placeholder at ``param.grad`` afterwards, which nobody can read.
         """
 
     def stepping(self, *, loads: bool = False) -> AbstractContextManager[None]:
@@ -205,7 +206,10 @@ class Strategy:
         """Gradients of parameters and of what is stepped have been cleared: forget what else there is of them."""
 
     def full(self, *, keep_changes: bool) -> AbstractContextManager[None]:
-        """Inside, the module has its full parameters, as they are stored; with ``keep_changes`` writes stay."""
+        """Inside, the module has its full parameters, as they are stored; with ``keep_changes`` writes stay.
+
+        Write into pieces through ``.data``: what else is written into one counts as a user's change, and is refused.
+        """
         return contextlib.nullcontext()
 
     def holdings(self) -> Iterator[Holding]:
@@ -213,5 +217,6 @@ class Strategy:
         for name, param in self.params.items():
             yield Holding(Role.PARAMETER, param, name, (0, param.numel()))
         for name, param in self.params.items():
-            if param.grad is not None:
+            # Where means are at pieces, guards leave here what has no memory.
+            if param.grad is not None and (param.grad.untyped_storage().nbytes() or not param.numel()):
                 yield Holding(Role.GRADIENT, param.grad, name, (0, param.numel()))

@@ -155,8 +155,10 @@ class CompareConfig(CompareOptions):
     def _check_taken(self) -> None:
         """Refuse options that no strategy takes: a record must not claim what had no effect."""
         for field, option in ENGINE_FIELDS.items():
-            if getattr(self, field) != _default(field) and not any(
-                self._has_use(field, one) for one in self.strategies
+            if (
+                field != "shard_group"
+                and getattr(self, field) != _default(field)
+                and not any(self._has_use(field, one) for one in self.strategies)
             ):
                 takers = ", ".join(filter(takes(option), STRATEGIES))
                 raise ValueError(

@@ -71,7 +71,7 @@ def plan_buckets(
         ValueError: a count is too small.
     """
     buckets = [aligned_first(specs[index] for index in bucket) for bucket in assign_buckets(specs, bucket_bytes, keys)]
-    if partition is Partition.ELEMENTS:
+    if partition == Partition.ELEMENTS:
         return tuple(flat_layout(bucket, num_ranks) for bucket in buckets)
     owners = owners_by_name(specs, num_ranks, partition)
     return tuple(owned_layout(bucket, [owners[spec.name] for spec in bucket], num_ranks) for bucket in buckets)

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from shardlab.analysis.rows import KEYS, begins_of_backward, numbers, positions
-from shardlab.partition.step_program import Message
+from shardlab.partition.step_program import Issue, Message, Work
 from shardlab.vocabulary import FLAG, Collective, MeshAxis, Phase
 from shardlab.why.changed_messages import Latency, ahead, in_parts, merged
 from shardlab.why.judged_steps import Found, Recorded, Steps
@@ -23,6 +23,7 @@ MIB = 1024**2
 UNEVEN, FEWEST_UNITS = 3.0, 3  # times the usual size, of how many
 ALIKE_SIZES = 8.0  # times the smallest of its class
 OF_SCRIPT = " of the script "  # in the tag of what a recorded script sends by itself
+EARLY = 0.02  # of a step's work: a strategy that sends only after backward does less between its reductions
 SEEN = 0.02  # of a step: what gains less is worth no larger bucket
 
 
@@ -155,7 +156,7 @@ def _unit_of(tag: str) -> str:
 def _last_bucket(record: Recorded, latency: Latency) -> Iterator[Found]:
     """Smaller buckets, which leave less for when backward has ended."""
     sent = [one for one in record.messages if _is_reduction(one)]
-    if not sent or not _is_bucketed(record):
+    if not sent or not _is_bucketed(record) or not _is_early(record.steps[0]):
         return
     without = record.with_transfers(lambda one, us: 0.0 if one.tag == sent[-1].tag else us)
     tries = {parts: _smaller(record, parts, latency) for parts in (2, 4, 8)}
@@ -164,6 +165,18 @@ def _last_bucket(record: Recorded, latency: Latency) -> Iterator[Found]:
     said = f"the last of {len(sent)} reductions has {sent[-1].num_bytes / 1e6:.3g} MB, and no compute beside it"
     change = f"smaller buckets (--bucket-mib {mib:g})"
     yield Found("exposed last bucket", tries[best], said, change, without, {"bucket_mib": mib})
+
+
+def _is_early(step: RecordedStep) -> bool:
+    """Whether ranks compute between their first reduction and their last; one alone may be early."""
+    items = next(iter(step.programs.values()))
+    places = [place for place, one in enumerate(items) if isinstance(one, Issue) and _is_reduction(one.message)]
+    if len(places) < 2:
+        return True
+    worked, between = (
+        sum(one.us for one in some if isinstance(one, Work)) for some in (items, items[places[0] : places[-1]])
+    )
+    return between > EARLY * worked
 
 
 def _smaller(record: Recorded, parts: int, latency: Latency) -> Steps:

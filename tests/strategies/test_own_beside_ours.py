@@ -238,8 +238,11 @@ def test_a_misspelt_method_is_refused_and_a_helper_is_not():
             ValueError, match=rf"Typo.{name}\(\) is no method of a strategy, .*; write {meant}\(\), or _{name}"
         ):
             _built(type("Typo", (base,), {name: lambda *_: None}))
-    with pytest.raises(ValueError, match=r"nobody calls Scatters.scatter\(\), .*make it from ZeRO1 or ZeRO2"):
-        _built(type("Scatters", (ZeRO3,), {"scatter": lambda *_: None}))
+    for base, name in ((ZeRO3, "scatter"), (ZeRO1, "reduce"), (Bucketed, "divide")):
+        with pytest.raises(ValueError, match=rf"nobody calls Other.{name}\(\), which strategies made from .* may have"):
+            _built(type("Other", (base,), {name: lambda *_: None}))
+    for name in ("bucketed", "zero1", "zero2", "zero3", "fsdp"):  # ours have names that are alike
+        build_engine(name, nn.Linear(2, 1), lambda tensors: torch.optim.SGD(tensors, lr=0.1)).close()
     helpers = {name: lambda self: None for name in ("reduce_all", "compress", "_reduces", "send")}
     _built(type("Right", (Bucketed,), {**helpers, "names": ("a",)}))
 

@@ -11,19 +11,15 @@ from shardlab.comm.communicator import Communicator
 from shardlab.engines.any_engine import owned_in
 from shardlab.engines.precision import Precision
 from shardlab.engines.sharded_params import Ways
-from shardlab.engines.sharded_strategy import Sharded
 from shardlab.engines.strategy import Given, LaidOut, Strategy
 
 _MISSPELT = 0.8  # of ``difflib``: "redcue" and "reduces" for "reduce", and not "reduce_all"
 
+_OF_SOME = {"reduce": "Bucketed", "scatter": "ZeRO1 or ZeRO2", "divide": "ZeRO1, ZeRO2 or ZeRO3"}
+
 
 def _check_methods(kind: type[Strategy]) -> None:
-    """Refuse a method that nobody would call: a misspelt one, and how to scatter where parameters are gathered."""
-    if issubclass(kind, Sharded) and "scatter" in dir(kind):
-        raise ValueError(
-            f"strategy: nobody calls {kind.__name__}.scatter(), since strategies that gather parameters reduce-scatter "
-            "by their communicators; make it from ZeRO1 or ZeRO2"
-        )
+    """Refuse a method that nobody would call: a misspelt one, or one of other strategies."""
     for one in kind.__mro__[: kind.__mro__.index(Strategy)]:
         if one.__module__.startswith("shardlab."):
             continue  # a name of ours may well be like another
@@ -33,6 +29,11 @@ def _check_methods(kind: type[Strategy]) -> None:
                 raise ValueError(
                     f"strategy: {one.__name__}.{name}() is no method of a strategy, so nobody calls it; write "
                     f"{meant[0]}(), or _{name}() if it is a helper of your own"
+                )
+            if name in _OF_SOME and Strategy not in one.__bases__:
+                raise ValueError(
+                    f"strategy: nobody calls {one.__name__}.{name}(), which strategies made from {_OF_SOME[name]} may "
+                    f"have; make it from one of these, or write _{name}() if it is a helper of your own"
                 )
 
 
@@ -68,6 +69,11 @@ def laid_out_by(strategy: Strategy, given: Given) -> LaidOut:
         raise ValueError(
             f"strategy: units of {strategy.name!r} has {wrong[0]!r:.40}; a unit is a unit.Unit, and only a "
             "strategy that gathers some has units: leave it out"
+        )
+    if not strategy.steps_pieces and any(laid_out.stepped[name] is not one for name, one in given.params.items()):
+        raise ValueError(
+            f"strategy: lay_out() of {strategy.name!r} lets the optimizer step other tensors than the module's "
+            "parameters; say so, steps_pieces = True"
         )
     _check_sizes(strategy, laid_out, shapes)
     for division in laid_out.divisions:

@@ -105,8 +105,12 @@ def least_memory(rows: pd.DataFrame) -> str:
         said = f"all hold the same, {format_bytes(rest.min())} at rest on a rank"
     else:
         most = str(rest.idxmax())
-        why = _kept(rows, least[0], most)
-        said = f"{held}, {format_percent(1 - rest.min() / rest.max())} less than {most}{why and f', because {why}'}"
+        whys: dict[str, list[str]] = {}
+        for name in least:
+            whys.setdefault(_kept(rows, name, most), []).append(name)
+        said = f"{held}, {format_percent(1 - rest.min() / rest.max())} less than {most}"
+        for why, names in whys.items():
+            said += why and f", {'' if len(whys) == 1 else listing(names) + ' '}because {why}"
     said += f", and {format_bytes(host[least[0]])} in host memory" if host[least[0]] else ""
     if peaks is None or peaks.empty:
         return said if peaks is None else f"{said}; no peak was traced"
