@@ -114,7 +114,14 @@ def test_which_rank_is_late():
         assert late(records_of(step_us, mesh, moved)) == said
 
 
-KNOWN = {"strategy": "a", "parameter_bytes": 1000, "gradient_bytes": 1000, "optimizer_bytes": 2000, "buffer_bytes": 500}
+KNOWN = {
+    "strategy": "a",
+    "ranks": 2,
+    "parameter_bytes": 1000,
+    "gradient_bytes": 1000,
+    "optimizer_bytes": 2000,
+    "buffer_bytes": 500,
+}
 KNOWN |= {"peak_bytes": 6000, "exposed_comm_ms": 0.02, "overlap": 0.25, "wire_bytes_per_step": 2000.0}
 HIDDEN = "; of its communication 25 % is hidden, 0.02 ms are exposed, median over ranks"
 
