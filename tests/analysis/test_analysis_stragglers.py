@@ -100,7 +100,7 @@ COMES_LAST = "rank 1 comes last in 100 % of all meetings, and the others wait 30
 def records_of(step_us, mesh, moved):
     keys = {"run": "a", "source": "measured", "step": 0}
     steps = pd.DataFrame([STEP | keys | {"rank": rank, "step_us": step_us} for rank in range(2)])
-    return Records(moved, spans(), steps, steps, steps, manifests={"a": {"mesh": mesh}})
+    return Records(moved, spans(), steps, steps, steps, manifests={"a": {"mesh": mesh, "recorded": ["train.py"]}})
 
 
 def test_which_rank_is_late():
