@@ -322,7 +322,7 @@ def _pipeline(pen: Pen) -> None:
                 colour = "parameter" if action.kind is Kind.FORWARD else "gradient"
                 pen.box(left + slot * begin, y, slot * (end - begin), 26, colour, str(action.micro_batch))
     pen.below(
-        "Blue: forward of a micro-batch, one slot. Green: its backward, two. Where nothing is drawn a rank idles: "
+        "Blue: forward of a micro-batch, one slot. Orange: its backward, two. Where nothing is drawn a rank idles: "
         "3(p - 1) slots in both.",
         colour="soft",
     )
