@@ -214,7 +214,8 @@ def _said(
         scaled = "undivided" if isclose(kept, num_ranks, rel_tol=0.02) else f"times {kept / num_ranks:.3g}"
         return (
             f"not reduced: rank {rank} steps the gradient of its own rows alone, {scaled}",
-            "reduce these gradients over the ranks before the step; call the wrapped model, not the module inside",
+            "reduce these gradients over the ranks before the step: the last backward outside no_sync(), and the "
+            "wrapped model called, not the module inside",
         )
     return _micro_batches_said(mixed, rank, num_ranks) or _ranks_said(mixed, num_ranks)
 
