@@ -191,9 +191,14 @@ def _sentences(job: Job, pairs: Sequence[tuple[Job, float]], factors: Factors) -
             sums = f". Sequence parallelism divides norms and residuals; without it the peak is {without:.3g} GB"
         beside = "go in parts, beside products" if job.async_tensor else "are not split or overlapped"
         found.append(f"Tensor-parallel messages {beside}{sums}.")
+    return [*found, *_on_pairs(job, pairs, factors)]
+
+
+def _on_pairs(job: Job, pairs: Sequence[tuple[Job, float]], factors: Factors) -> list[str]:
+    """What measured steps are of, and which are still missed."""
     if not pairs:
-        found.append("Nothing was measured on this cluster; give up to three steps of it: calibration= or --measured.")
-    found += [
+        return ["Nothing was measured on this cluster; give up to three steps of it: calibration= or --measured."]
+    found = [
         f"Calibration pair {number} is of {of.card.name}, the forecast of {job.card.name}."
         for number, (of, _) in enumerate(pairs)
         if of.card != job.card
