@@ -20,6 +20,8 @@ from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.partition.slices import slices_of
 from shardlab.vocabulary import MeshAxis, Role, class_of
 
+_NO_ROWS = (MeshAxis.CONTEXT, MeshAxis.TENSOR, MeshAxis.PIPE)
+"""Axes whose ranks train on the same rows, or on parts of them."""
 _ALWAYS = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE, Role.OTHER)
 
 
@@ -105,6 +107,12 @@ class AnyEngine(ABC):
     ) -> None:  # fmt: skip
         check_types(model, mesh, optimizer_fn)
         self.module, self.mesh = model, BaseMesh.alone() if mesh is None else mesh
+        if left := [axis for axis, size in self.mesh.axes.items() if size > 1 and axis not in (*axes, *_NO_ROWS)]:
+            raise ValueError(
+                f"mesh: its ranks have other rows along axis {str(left[0])!r} too, and {self.name or 'this strategy'} "
+                f"averages over {' and '.join(axes)} alone; name all axes with rows in the strategy's axes, outer "
+                f"first, or leave {str(left[0])!r} out; ranks with other stages of a model are an axis 'pipe'"
+            )
         # Ranks with other parts of a sequence have other tokens, as ranks with other rows have.
         inner = (MeshAxis.CONTEXT,) if MeshAxis.CONTEXT in self.mesh.axes else ()
         self.data_comms = (*(self.mesh[axis] for axis in axes[:-1]), self.mesh.flatten(axes[-1], *inner))

@@ -58,12 +58,15 @@ def check_strategy(strategy: object) -> None:
     """Refuse what is no strategy.
 
     Raises:
-        ValueError: it is a class of strategies, or something else.
+        ValueError: it is a class of strategies, something else, or its ``axes`` are one name.
     """
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
         raise ValueError(f"strategy: the class {strategy.__name__} was given; give one of it, {strategy.__name__}()")
     if not isinstance(strategy, Strategy):
         raise ValueError(f"strategy: {class_of(strategy)} was given; give a Strategy, such as ZeRO1()")
+    axes: object = strategy.axes
+    if isinstance(axes, str):
+        raise ValueError(f"strategy: axes of {strategy.name!r} is {axes!r}; give a tuple, axes = ('data',)")
 
 
 @final
@@ -94,9 +97,9 @@ class Engine(AnyEngine):
         True, broadcast_buffers: bool = False,
     ) -> None:  # fmt: skip
         check_strategy(strategy)
+        self.strategy, self.name = strategy, strategy.name
         super().__init__(model, optimizer_fn, mesh, strategy.axes)
         self.broadcasts_buffers = broadcast_buffers
-        self.strategy, self.name = strategy, strategy.name
         self._guards = self.guard_class() if guards else None
         self.gradient_state = GradientState.NONE
         self._due: set[int] = set()  # ids of those trained in a backward since zero_grad(); may be frozen by now

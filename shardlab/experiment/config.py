@@ -13,6 +13,7 @@ from torch import nn
 
 from shardlab.data_sets import load_text
 from shardlab.engines import STRATEGIES, Strategy, engine_options
+from shardlab.engines.engine import check_strategy
 from shardlab.engines.guards.model_checks import check_batch_norms
 from shardlab.engines.peers import TorchFSDP2
 from shardlab.experiment.directory import check_resume
@@ -174,6 +175,7 @@ class CompareConfig(CompareOptions):
             if strategy.precision.compute is not None:
                 check_batch_norms(self.on_meta, strategy.precision)
         for one in made:
+            check_strategy(one)
             if len(one.axes) > 2 or len({*one.axes} & DATA_AXES) < len(one.axes):
                 raise ValueError(
                     f"strategies: the axes of {one.name!r} are {', '.join(one.axes)}; compare makes one or two of "
@@ -301,6 +303,10 @@ class CompareConfig(CompareOptions):
         made = self.strategy(strategy)
         return (MeshAxis.DATA,) if made is None else made.axes
 
+    def has_two_axes(self, strategy: str) -> bool:
+        """Whether a strategy averages over two axes, and so needs groups of ranks."""
+        return len(self._axes(strategy)) == 2
+
     def precision_of(self, strategy: str) -> str:
         """In which a strategy computes: 'full' if it takes none, 'rounded' if it is the reader's own and rounds."""
         if (own := self.own_strategies.get(strategy)) is not None:
@@ -380,7 +386,7 @@ class CompareConfig(CompareOptions):
         if strategy in self.own_strategies:
             known["precision"] = self.precision_of(strategy)
         known["batch"] = self.resumed_rows  # as decided, here and below: a default may depend on the number of ranks
-        if len(self._axes(strategy)) == 2:
+        if self.has_two_axes(strategy):
             known["shard_group"] = self.shards
         wrap = wrap_text(self.wrap_policy)  # the workload's, if it was not chosen here
         return {**known, "wrap": wrap, "workload": None if self.workload is None else str(self.workload)}

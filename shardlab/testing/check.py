@@ -30,6 +30,7 @@ from torch import Tensor
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.same_on_all_ranks import share_json
 from shardlab.engines import Strategy
+from shardlab.engines.engine import check_strategy as refuse_no_strategy
 from shardlab.launch import RankPool
 from shardlab.testing.loops import LOOPS, STEPS, Loop, Trained, alone, train
 from shardlab.testing.nasty_models import MODELS
@@ -109,6 +110,7 @@ def _axes_of(make: Callable[[], Strategy], num_ranks: int, mesh: Mapping[str, in
     strategy: Any = make()
     if not isinstance(strategy, Strategy):
         raise ValueError(f"make: it returned {class_of(strategy)}; give a function that returns a new Strategy")
+    refuse_no_strategy(strategy)
     if strategy.ranks_differ:
         raise ValueError(
             f"make: ranks of {strategy.name!r} differ by design (ranks_differ), so nothing must equal one process; "

@@ -270,17 +270,13 @@ class Unwaited(Observer):
 
 
 def _silent(engine: Engine, partners: set[int]) -> str:
-    """A sentence if a step has sent nothing over an axis of the mesh; empty if not."""
+    """A sentence if a step has sent nothing over an axis of the strategy's; empty if not."""
     for axis, comm in zip(engine.strategy.axes, engine.data_comms, strict=True):
         if comm.num_ranks > 1 and not partners & set(comm.ranks) - {comm.ranks[comm.rank]}:
             return (
                 f"nothing travelled over axis {str(axis)!r}, which its axes name, so these ranks average nothing; "
                 "reduce over each of self.comms, or leave the axis out"
             )
-    for axis in set(engine.mesh.axes) - set(engine.strategy.axes):
-        comm = engine.mesh[axis]
-        if comm.num_ranks > 1 and not partners & set(comm.ranks) - {comm.ranks[comm.rank]}:
-            return f"nothing travelled over axis {str(axis)!r} of the mesh, which its axes do not name: name it there"
     return ""
 
 

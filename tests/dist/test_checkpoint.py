@@ -449,9 +449,9 @@ def fails_to_write(rank, directory):
             engine.save(directory)
         del engine.module.turn
         with (
-            Mesh({"stage": 2, "data": 1}) as two_axes,
+            Mesh({"tensor": 2, "data": 1}) as two_axes,
             build("ddp", "MLP", two_axes) as other,
-            pytest.raises(ValueError, match=r"mesh: .*'stage': 2"),
+            pytest.raises(ValueError, match=r"mesh: .*'tensor': 2"),
         ):
             other.save(directory)
         return str(caught.value), before == directory_module.latest(directory)

@@ -3,6 +3,7 @@
 import pandas as pd
 import pytest
 
+from shardlab.engines import HFSDP
 from shardlab.experiment import CompareConfig, Comparison
 from shardlab.installed import data_path
 from shardlab.records.store import Records
@@ -237,6 +238,8 @@ def test_one_command_to_try_next():
     assert following(CompareConfig(), {"ddp"}, has_failed=True, doubt="").startswith("shardlab compare --clip 1, or")
     assert "--ranks 2" in following(config, {"ddp"}, has_failed=False, doubt="slept")
     assert "--steps 50" in following(CompareConfig(ranks=2), {"ddp"}, has_failed=False, doubt="slept")
+    two_axes = CompareConfig(("single", HFSDP()), ranks=4)
+    assert "--ranks 4 --steps 50" in following(two_axes, {"hfsdp"}, has_failed=False, doubt="slept"), "2 have no groups"
     own = CompareConfig(workload=data_path("train.py").as_posix() + ":workload", ranks=2)
     assert own.place is not None
     assert own.place in following(own, {"ddp"}, **of, place=own.place)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardlab import Workload, plan
+from shardlab import DDP, Workload, plan
+from shardlab.engines import HFSDP
 from shardlab.experiment import CompareConfig, compare
 from shardlab.experiment.planned.known_workload import optimizer_of
 from shardlab.experiment.planned.plan import plan_runs, setup_of
@@ -216,6 +217,20 @@ def test_what_a_step_sends_that_only_ranks_can_take_is_not_guessed(pools: Pools,
     planned = plan(workload, **options)
     assert planned["messages_per_step"].isna().all()
     assert planned["rest_bytes"].tolist() == found["rest_bytes"].tolist()
+
+
+def test_what_is_wrong_with_a_class_is_no_matter_of_planning() -> None:
+    wrong = type("Own", (DDP,), {"name": "own", "lay_out": lambda *_: None})
+    with pytest.raises(ValueError, match=r"^strategy: lay_out\(\) of 'own' must return a LaidOut"):
+        plan(Workload(Residual, Labelled(), keyword_loss), 2, wrong())
+
+
+def test_bytes_by_axis_are_in_the_table_of_what_sends_over_several() -> None:
+    table = plan(Workload(Residual, Labelled(), keyword_loss), 4, ("ddp", HFSDP())).set_index("strategy")
+    by_axis = table[["replica_wire_bytes", "shard_wire_bytes"]]
+    assert by_axis.loc["ddp"].isna().all()
+    assert by_axis.loc["hfsdp"].sum() == table.loc["hfsdp", "wire_bytes_per_step"]
+    assert "data_wire_bytes" not in table
 
 
 class Steered(FrozenFirst):

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import DDP, HFSDP, HPZ, Engine, ZeRO1, zero_in_groups
+from shardlab.engines import DDP, HFSDP, HPZ, Engine, ZeRO1, build_engine, zero_in_groups
 from shardlab.engines.precision import Precision
 from shardlab.engines.sharded_params import Ways
 from shardlab.engines.zero_in_groups import STAGES
+from shardlab.experiment import CompareConfig
 from shardlab.launch import RankError
 from shardlab.testing import check_strategy
 from shardlab.trace.observed import wire_bytes
@@ -263,14 +264,41 @@ class OverOneOfTwo(DDP):
     axes = ("host", "gpu")
 
 
-def on_hosts(strategy):
-    strategy.axes = ("host", "gpu")
+def on_axes(strategy, axes=("host", "gpu")):
+    strategy.axes = axes
     return strategy
+
+
+def over_one_axis_of_two(_, strategy, axes):
+    with Mesh(axes) as mesh, pytest.raises(ValueError, match="mesh: its ranks have other rows along axis") as caught:
+        build_engine(strategy, nn.Linear(2, 2), lambda params: torch.optim.SGD(params, 0.1), mesh)
+    return str(caught.value)
+
+
+def test_an_axis_of_the_mesh_that_nobody_averages_over_is_named(pools):
+    told = "along axis {!r} too, and {} averages over {} alone; name all axes"
+    for strategy, axes, words in (
+        ("zero1", {"replica": 2, "data": 2}, ("replica", "zero1", "data")),
+        (HFSDP(), {"data": 2, "replica": 2, "shard": 1}, ("data", "hfsdp", "replica and shard")),
+        (on_axes(DDP(), ("gpu",)), {"host": 2, "gpu": 2}, ("host", "ddp", "gpu")),
+        ("torch_fsdp2", {"data": 2, "shard": 2}, ("shard", "torch_fsdp2", "data")),
+    ):
+        assert all(told.format(*words) in said for said in pools(4).run(over_one_axis_of_two, strategy, axes))
+
+
+def test_axes_that_are_one_name_are_refused():
+    for refuse in (
+        lambda strategy: check_strategy(lambda: strategy, (2,), ("MLP",)),
+        lambda strategy: build_engine(strategy, nn.Linear(2, 2), torch.optim.Adam, None),
+        lambda strategy: CompareConfig((strategy,)),
+    ):
+        with pytest.raises(ValueError, match=r"strategy: axes of 'own' is 'shard'; give a tuple, axes = \('data',\)"):
+            refuse(type("Own", (DDP,), {"name": "own", "axes": "shard"})())
 
 
 def test_axes_may_have_any_name_and_each_has_to_be_used():
     assert "equal to one process" in check_strategy(OnItsOwnAxis, (2,), ("MLP",))
     for make in (lambda: zero_in_groups(1, 2), lambda: HFSDP(wrap="root")):
-        assert "equal to one process" in check_strategy(lambda make=make: on_hosts(make()), (4,), ("MLP",))
+        assert "equal to one process" in check_strategy(lambda make=make: on_axes(make()), (4,), ("MLP",))
     with pytest.raises(AssertionError, match="nothing travelled over axis 'host', which its axes name"):
         check_strategy(OverOneOfTwo, (4,), ("MLP",))

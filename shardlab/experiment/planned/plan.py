@@ -36,6 +36,8 @@ from shardlab.vocabulary import Role, dtype_name
 BY_ROWS = "what is used or sent depends on the rows, so bytes and messages may differ from the plan's"
 _BY_OPTIMIZER = "the optimizer's state has other shapes than the parameters, or grows after its first step"
 _PEERS = "it is torch's own"
+OF_THE_STRATEGY = "strategy: "
+"""With which the errors begin that are those of its class, with values and without."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,8 @@ class _Plans:
         try:
             return dry_step(config, strategy, self._known, self._shapes), ""
         except Exception as error:
+            if isinstance(error, ValueError) and str(error).startswith(OF_THE_STRATEGY):
+                return None, str(error)
             return None, f"its step cannot be run without values: {type(error).__name__}: {error}"
 
 
@@ -203,7 +207,8 @@ def plan(
 
     Returns:
         Sizes in bytes; where messages are not known (see ``Plan``) they and the bytes sent are missing. With a
-        ``precision`` it has a column of that name: 'full' for strategies that take none.
+        ``precision`` it has a column of that name: 'full' for strategies that take none. Where a strategy sends over
+        several axes, a column for each: ``replica_wire_bytes``, missing of strategies that send over one.
 
     Raises:
         ValueError: an option has an invalid value, a strategy cannot be planned, or the data's first batch cannot be
@@ -239,6 +244,8 @@ def to_plan(
 
 def _planned(strategy: str, planned: Plan | str) -> Plan:
     if isinstance(planned, str):
+        if planned.startswith(OF_THE_STRATEGY):
+            raise ValueError(planned)
         raise ValueError(f"strategies: {strategy!r} cannot be planned here: {planned}")
     return planned
 
@@ -246,14 +253,16 @@ def _planned(strategy: str, planned: Plan | str) -> Plan:
 def row_of(strategy: str, planned: Plan) -> dict[str, Any]:
     """A row of ``plan``'s table."""
     held, sent = planned.memory.groupby(["role", "rank"])["bytes"].sum(), planned.collectives
-    num_bytes, messages = (None, None) if sent is None else (0.0, 0)
+    num_bytes, messages, by_axis = (None, None, {}) if sent is None else (0.0, 0, {})
     if sent is not None and len(sent):
         by_rank = sent.groupby("rank")
         num_bytes, messages = float(by_rank["wire_bytes"].sum().max()), int(by_rank.size().max())
+        by_axis = sent.groupby(["axis", "rank"])["wire_bytes"].sum().groupby("axis").max().to_dict()
     return {
         "strategy": strategy, "precision": planned.precision,
         **{name: _largest(held[held.index.isin(roles, level="role")]) for name, roles in _ROLES.items()},
         "rest_bytes": _largest(held), "wire_bytes_per_step": num_bytes, "messages_per_step": messages,
+        **({f"{axis}_wire_bytes": size for axis, size in by_axis.items()} if len(by_axis) > 1 else {}),
     }  # fmt: skip
 
 

@@ -325,7 +325,8 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
     if has_failed:
         return f"shardlab compare{again} --clip 1, or a lower learning rate"
     if doubt:
-        fewer = f"{of} --ranks {config.ranks // 2}" if config.ranks > 2 else f"{again} --steps 50"
+        halves = config.ranks > 2 and not any(map(config.has_two_axes, config.strategies))
+        fewer = f"{of} --ranks {config.ranks // 2}" if halves else f"{again} --steps 50"
         return f"shardlab compare{fewer}, with nothing beside it: so that times count"
     if "fsdp" not in ran:
         return f"shardlab compare{again} --strategies zero1,zero3,fsdp: what sharded parameters cost"
