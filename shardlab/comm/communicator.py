@@ -55,7 +55,10 @@ class Communicator(ObservedGroup):
         Raises:
             ValueError: another reduction than 'sum' and 'max'; a tensor that gradients are to flow through.
         """
-        base.require_reduction(reduction)
+        if reduction not in base.REDUCTIONS:
+            raise ValueError(
+                f"reduction: {reduction!r} is given; allowed are 'sum' and 'max' (divide a sum for a mean)"
+            )
         transport = self._transport
         own = base.without_graph("tensor", tensor)  # the memory of now: an engine may give the tensor another
         if transport is None:
@@ -89,7 +92,7 @@ class Communicator(ObservedGroup):
         """
         bounds = base.bounds_of(buffer, bounds, self.num_ranks)
         buffer = base.without_graph("buffer", buffer)
-        target = self._chunk(buffer, bounds)
+        target = buffer[bounds[self.rank] : bounds[self.rank + 1]]
         if output is not None:
             base.require_output(output, buffer, target.numel())
             target = base.without_graph("output", output)
@@ -122,7 +125,7 @@ class Communicator(ObservedGroup):
         """
         bounds = base.bounds_of(buffer, bounds, self.num_ranks)
         buffer = base.without_graph("buffer", buffer)
-        place = self._chunk(buffer, bounds)
+        place = buffer[bounds[self.rank] : bounds[self.rank + 1]]
         # Copied by the caller, not by the job: the caller may change its chunk as soon as this returns.
         if chunk is not None:
             base.require_chunk(chunk, place)
@@ -231,9 +234,6 @@ class Communicator(ObservedGroup):
         else:
             finish = queue.submit(job, event, self._observers, start)
         return Pending(finish, keep=keep, event=event, observers=self._observers, mark=self._mark)
-
-    def _chunk(self, buffer: Tensor, bounds: Bounds) -> Tensor:
-        return buffer[bounds[self.rank] : bounds[self.rank + 1]]
 
     def _peer(self, rank: int, field: str) -> Transport:
         if self._transport is None or rank == self.rank or not 0 <= rank < self.num_ranks:

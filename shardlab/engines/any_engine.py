@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm.base_mesh import BaseMesh
+from shardlab.comm.coalesced import broadcast_coalesced
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.same_on_all_ranks import check_alike, number_among
 from shardlab.engines.clip import Axes, clip_
@@ -101,21 +102,24 @@ class AnyEngine(ABC):
     """Whether forwards begin with the first data rank's buffers, whatever each rank has made of its own."""
     optimizer: torch.optim.Optimizer
     _step_tensors: StepTensors
+    _divisions: Sequence[Division] = ()
+    _keeps_pieces = False
+    """Whether what is loaded and handed back are the stepped pieces, and not whole parameters."""
 
     def __init__(
         self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None, axes: Sequence[str],
     ) -> None:  # fmt: skip
         check_types(model, mesh, optimizer_fn)
         self.module, self.mesh = model, BaseMesh.alone() if mesh is None else mesh
-        if left := [axis for axis, size in self.mesh.axes.items() if size > 1 and axis not in (*axes, *_NO_ROWS)]:
-            raise ValueError(
-                f"mesh: its ranks have other rows along axis {str(left[0])!r} too, and {self.name or 'this strategy'} "
-                f"averages over {' and '.join(axes)} alone; name all axes with rows in the strategy's axes, outer "
-                f"first, or leave {str(left[0])!r} out; ranks with other stages of a model are an axis 'pipe'"
-            )
         # Ranks with other parts of a sequence have other tokens, as ranks with other rows have.
         inner = (MeshAxis.CONTEXT,) if MeshAxis.CONTEXT in self.mesh.axes else ()
         self.data_comms = (*(self.mesh[axis] for axis in axes[:-1]), self.mesh.flatten(axes[-1], *inner))
+        if left := [axis for axis, size in self.mesh.axes.items() if size > 1 and axis not in (*axes, *_NO_ROWS)]:
+            raise ValueError(
+                f"mesh: its ranks have other rows along axis {str(left[0])!r} too, and {self.name} "
+                f"averages over {' and '.join(axes)} alone; name all axes with rows in the strategy's axes, outer "
+                f"first, or leave {str(left[0])!r} out; ranks with other stages of a model are an axis 'pipe'"
+            )
         self.num_data_ranks = prod(comm.num_ranks for comm in self.data_comms)  # each with its own rows
         self.comm = self.data_comms[-1]  # the innermost, over which strategies that shard do so
         self.slices = slices_of(model)  # of a tensor-parallel model, by parameter name
@@ -178,7 +182,9 @@ class AnyEngine(ABC):
         for name, axes in self.spread_over().items():
             tensors.setdefault(axes, []).append(self._step_tensors.by_name(name))
         stages = self.mesh[MeshAxis.PIPE] if MeshAxis.PIPE in self.mesh.axes else None
-        return clip_(tensors, max_norm, norm_type, self.mesh.device, stages)
+        norm = clip_(tensors, max_norm, norm_type, self.mesh.device, stages)
+        self.means_changed()
+        return norm
 
     @abstractmethod
     def finish_gradients(self) -> None:
@@ -251,6 +257,12 @@ class AnyEngine(ABC):
         check_alike(self.data_comms, self.mesh.device, named)
         return [(name, tensor) for name, tensor in named if not tensor.is_meta]
 
+    def _equalise(self, tensors: list[Tensor], tag: str = "parameters and buffers from rank 0") -> None:
+        """Make tensors those of the first data rank, in place."""
+        # Inner axis first, on all ranks: then the first rank of an outer axis sends on what it has just received.
+        for comm in reversed(self.data_comms):
+            broadcast_coalesced(comm, tensors, tag=tag)
+
     def _refuse_closed(self) -> None:
         if self._is_closed:
             raise RuntimeError(
@@ -277,9 +289,10 @@ class AnyEngine(ABC):
 
         Buffers and extra state may differ between ranks (a BatchNorm's statistics of their rows); the first data rank's
         are returned, as in a checkpoint. Collective; sends nothing if the module has neither and its parameters are
-        neither sharded nor sliced. The module itself does not change.
+        neither sharded, rounded nor sliced. The module itself does not change.
         """
-        return self.checkpointer.full_state_dict(self)  # type: ignore[no-any-return]
+        with self.full_params():
+            return self.checkpointer.full_state_dict(self)  # type: ignore[no-any-return]
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``full_state_dict()`` or the plain module's ``state_dict()`` returned.
@@ -411,9 +424,9 @@ class AnyEngine(ABC):
     def holdings(self) -> Iterator[Holding]:
         """Every long-lived tensor of the engine; a storage that comes in several roles counts in the first."""
 
-    def divisions(self) -> list[Division]:
+    def divisions(self) -> Sequence[Division]:
         """How the parameters are divided, bucket by bucket; empty without buckets, where they are all whole."""
-        return []
+        return self._divisions
 
     def step_tensors(self) -> StepTensors:
         """What this rank steps, by name, in the module's order.
@@ -474,11 +487,6 @@ class AnyEngine(ABC):
         if self.sharded_over is None:
             return {name: (0, param.numel()) for name, param in self.params.items()}
         return owned_in(self.divisions(), self.params)
-
-    @property
-    def _keeps_pieces(self) -> bool:
-        """Whether what is loaded and handed back are the stepped pieces, and not whole parameters."""
-        return False
 
     def _state_holdings(self) -> Iterator[Holding]:
         spans = self.owned()

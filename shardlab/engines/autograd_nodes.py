@@ -1,5 +1,6 @@
-"""What autograd's graph says of a backward: whose gradients it brings, and whether it may run others inside it."""
+"""What autograd says of a backward: whose gradients it brings, whether it may run others inside it, when it ends."""
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import nn
 from torch.autograd import _is_checkpoint_valid
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from shardlab.engines.plain_mode import unrefused
 
@@ -44,3 +46,42 @@ def nests_here() -> bool:
     """
     # Private: there is no public way to ask for the node whose hook this is.
     return _is_checkpoint_valid() and any(map(may_nest, nodes_below(torch._C._current_autograd_node())))
+
+
+def accumulates(params: Iterable[nn.Parameter]) -> bool:
+    """In a hook that autograd runs: whether some of these will get gradients.
+
+    ``torch.autograd.grad`` calls the same hooks and gives them none.
+    """
+    nodes = [gradient_node(param) for param in params if param.requires_grad]
+    try:
+        # Private: there is no public way to ask.
+        return any(map(torch._C._will_engine_execute_node, nodes)) or (bool(nodes) and nests_here())
+    except (RuntimeError, AttributeError):
+        # Torch has no answer where torch.autograd.grad was called for this very parameter, nor inside torch.func.
+        return False
+
+
+def is_in_backward_of(param: nn.Parameter) -> bool:
+    """In the hook of a parameter's gradient: whether a backward brings it, and no ``torch.autograd.grad``."""
+    try:
+        # Only whether it answers: no is also said of a node that is new, where another dtype was shown since.
+        torch._C._will_engine_execute_node(gradient_node(param))
+    except (RuntimeError, AttributeError):  # as above
+        return False
+    return True
+
+
+def call_at_end(call: Callable[[], None]) -> None:
+    """Have ``call`` called at the end of the backward that runs."""
+    # Private: there is no public way.
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def move_last(hooks: Mapping[nn.Parameter, RemovableHandle]) -> None:
+    """Move the hook of each parameter's gradient behind those registered since, which may change gradients."""
+    for param, hook in hooks.items():
+        # Private: torch runs them in the order in which they were registered, and has no other.
+        known = param._post_accumulate_grad_hooks
+        if known and next(reversed(known)) != hook.id:
+            known[hook.id] = known.pop(hook.id)

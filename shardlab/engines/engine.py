@@ -12,7 +12,7 @@ The module keeps its class, its parameter names and its buffers. Gradients are m
 If a backward raises on one rank, that rank sends what is still to be sent in it, so that no other waits; then the flag,
 the last message of each reduction and, with guards, the first of each step, tells all ranks, and all raise in the same
 verb. So does what guards refuse on one rank alone: the refusal is kept until the next flag, and this rank sends until
-then what is due. The flag also says which parameters any rank has used (``used_params.py``).
+then what is due. The flag also says which parameters any rank has used (``flag.py``).
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -28,30 +28,19 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.coalesced import broadcast_coalesced
-from shardlab.comm.same_on_all_ranks import share_texts
-from shardlab.comm.streams import numbers_on, read_later
 from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.trees import cast_floating, tensors_in
 from shardlab.engines.any_engine import AnyEngine, Stateful
-from shardlab.engines.autograd_nodes import gradient_node, nests_here
-from shardlab.engines.gradient_state import GradientState
-from shardlab.engines.holdings import Division, Holding
-from shardlab.engines.moments import Moment
+from shardlab.engines.autograd_nodes import accumulates, call_at_end, is_in_backward_of, move_last
+from shardlab.engines.flag import Flag
+from shardlab.engines.holdings import Holding
+from shardlab.engines.moments import GradientState, Moment
 from shardlab.engines.plain_mode import nothing, unrefused, untraced
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors, over_pieces, shown_whole
 from shardlab.engines.strategy import Given, LaidOut, Strategy
-from shardlab.engines.used_params import UsedParams
-from shardlab.vocabulary import FLAG, TOLD, MeshAxis, Role, class_of
+from shardlab.vocabulary import MeshAxis, Role, class_of
 
 _OUTSIDE = -1  # torch's answer while no backward runs
-
-
-class _Flag(NamedTuple):
-    """A flag that was sent: what this rank raises, which parameters it did not use, and how to read the answer."""
-
-    raised: Exception | None
-    unused: Sequence[int]
-    read: Callable[[], list[int]]
 
 
 def check_strategy(strategy: object) -> None:
@@ -104,7 +93,6 @@ class Engine(AnyEngine):
         self.gradient_state = GradientState.NONE
         self._due: set[int] = set()  # ids of those trained in a backward since zero_grad(); may be frozen by now
         self._refusal: Exception | None = None  # of a guard, until the next flag
-        self._flag: _Flag | None = None  # sent and not read
         self._running = self._sends = False  # a backward, and whether it communicates
         self.num_full_blocks = 0  # full_params() blocks
         self._strategy_backward = contextlib.ExitStack()  # strategy.backward(), while one runs
@@ -136,8 +124,9 @@ class Engine(AnyEngine):
         guards, strategy = self._guards, self.strategy
         laid_out: LaidOut = strategy.lay_out(given) if guards is None else guards.laid_out(strategy, given)
         self._divisions, self._hooks = laid_out.divisions, list(laid_out.hooks)
+        self._keeps_pieces = strategy.keeps_pieces
         self._step_tensors, self._stepped = StepTensors(laid_out.stepped), tuple(laid_out.stepped.values())
-        self._used = UsedParams(self.params.values(), self._stepped)
+        self._flag = Flag(self.data_comms, self.mesh.device, self.params.values(), self._stepped, self._is_due)
         return laid_out
 
     def _build_optimizer(
@@ -180,7 +169,7 @@ class Engine(AnyEngine):
 
     @untraced
     def _after_forward(self, output: Any) -> None:
-        self._move_hooks_last()  # a plain backward may show first by the hook of a parameter
+        move_last(self._last_hooks)  # a plain backward may show first by the hook of a parameter
         self._ask(Moment.FORWARDED)  # what the strategy has put in the place of parameters is no user's write
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:  # a plain backward comes here before it accumulates anything
@@ -218,20 +207,14 @@ class Engine(AnyEngine):
         self._read_flag()
         if self.gradient_state is not GradientState.MEANS:
             self._ask(Moment.REDUCE)
-            used = self._all_used()
+            used = self._used_here()
             self.strategy.make_means()
             self.gradient_state = GradientState.MEANS
-            self._used.forget()
+            self._flag.forget()
             self._send_flag(used=used)
             self._ask(Moment.MEANS)
         else:
             self._ask(Moment.MEANS_ALREADY)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """As the base."""
-        norm = super().clip_grad_norm_(max_norm, norm_type)
-        self._ask(Moment.MEANS)
-        return norm
 
     @untraced
     def step(self) -> None:
@@ -271,9 +254,8 @@ class Engine(AnyEngine):
         for tensor in (*self.params.values(), *self._stepped):
             tensor.grad = None
         self.strategy.drop()
-        self._flag = None
         self._due.clear()
-        self._used.forget()
+        self._flag.forget()
         self.gradient_state = GradientState.NONE
         self._ask(Moment.ZERO_GRAD)  # last, so that no guard remembers, and keeps, what is cleared
 
@@ -296,11 +278,6 @@ class Engine(AnyEngine):
         finally:
             self.num_full_blocks -= 1
             self._ask(Moment.FULL_LEFT)
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """As the base; collective where parameters are sharded or rounded."""
-        with self.full_params():
-            return super().full_state_dict()
 
     def load_full_state_dict(self, state: Any) -> None:
         """As the base; each rank keeps its shards of it. Collective where parameters are sharded or rounded."""
@@ -379,48 +356,23 @@ class Engine(AnyEngine):
         param.requires_grad_(trains)
         return hook
 
-    def _move_hooks_last(self) -> None:
-        """Behind those that the user has registered since, which may change gradients."""
-        for param, hook in self._last_hooks.items():
-            # Private: torch runs them in the order in which they were registered, and has no other.
-            known = param._post_accumulate_grad_hooks
-            if known and next(reversed(known)) != hook.id:
-                known[hook.id] = known.pop(hook.id)
-
     def _output_reached(self, _: Tensor) -> None:
         self._note_backward()
 
     def _before_gradient(self, name: str) -> None:
         """Autograd has come to a parameter, perhaps past our outputs, to add to its gradient or to return it."""
-        if self._is_closed:
-            return
-        try:
-            # Only whether it answers: no is also said of a node that is new, where another dtype was shown since.
-            torch._C._will_engine_execute_node(gradient_node(self.params[name]))
-        except (RuntimeError, AttributeError):  # torch.autograd.grad, see _accumulates
-            return
-        self._begin_plain()
+        if not self._is_closed and is_in_backward_of(self.params[name]):
+            self._begin_plain()
 
     def _note_backward(self) -> bool:
         """A hook runs in autograd: begin a plain backward unless one runs; whether one does."""
-        if not self._running and not self._is_closed and self._accumulates():
+        if not self._running and not self._is_closed and accumulates(self.params.values()):
             self._begin_plain()
         return self._running
 
     def _begin_plain(self) -> None:
-        # Private: there is no public way to be called at the end of a backward.
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        call_at_end(self._end)
         self._begin()
-
-    def _accumulates(self) -> bool:
-        """Whether parameters will get gradients: ``torch.autograd.grad`` calls the same hooks and gives them none."""
-        nodes = [gradient_node(param) for param in self.params.values() if param.requires_grad]
-        try:
-            # Private: there is no public way to ask.
-            return any(map(torch._C._will_engine_execute_node, nodes)) or (bool(nodes) and nests_here())
-        except (RuntimeError, AttributeError):
-            # Torch has no answer where torch.autograd.grad was called for this very parameter, nor inside torch.func.
-            return False
 
     def _after_gradient(self, param: nn.Parameter) -> None:
         """Autograd has added this rank's gradient to ``param.grad``: hand it to the strategy."""
@@ -442,17 +394,17 @@ class Engine(AnyEngine):
             raise
         if has_gradient and (self._sync or param.grad is None or self.strategy.rests_partial):
             # Else it is at the parameter, where the user may clear it.
-            self._used.moved.add(id(param))
+            self._flag.moved.add(id(param))
 
     @untraced
     def _begin(self) -> None:
         """Begin a backward: autograd has accumulated nothing yet."""
         self._refuse_failed()
         self._refuse_open("backward")
-        self._move_hooks_last()
+        move_last(self._last_hooks)
         self._ask(Moment.BACKWARD)
         self._due |= {id(param) for param in self.params.values() if param.requires_grad}
-        self._used.begin(sends=self._sync)
+        self._flag.begin(sends=self._sync)
         self.num_backwards += 1
         self.gradient_state, self._running, self._sends = self.gradient_state.with_local, True, self._sync
         self._strategy_backward.enter_context(self.strategy.backward(sends=self._sync))
@@ -476,7 +428,7 @@ class Engine(AnyEngine):
             return
         self._strategy_backward.__exit__(type(error), error, error.__traceback__)
         if self._sends:
-            used = self._all_used()
+            used = self._used_here()
             self.strategy.make_means()
             with contextlib.suppress(RuntimeError):
                 self._send_flag(RuntimeError(f"{type(error).__name__}: {error}"), used=used)
@@ -502,49 +454,27 @@ class Engine(AnyEngine):
                 "gradients: the last backward raised, here or on another rank; call engine.zero_grad() on all ranks"
             )
 
-    def _all_used(self) -> list[bool]:
-        """Of which parameters this rank has a gradient; to be asked before the strategy moves what it has."""
-        return self._used.here(or_stepped=self.gradient_state is GradientState.NONE)
+    def _used_here(self) -> list[bool]:
+        return self._flag.used_here(or_stepped=self.gradient_state is GradientState.NONE)
 
     def _send_flag(self, raised: Exception | None = None, *, used: Sequence[bool] = ()) -> None:
-        """Send the flag, by which all ranks raise what one of them has to, and clear gradients that no rank has.
-
-        One message over each data axis: a number, and behind a reduction one for each parameter. On a GPU the answer
-        may be read later, see below.
+        """Send the flag, with what this rank raises, or what a guard has refused here since the last one, if anything.
 
         Args:
-            raised: what this rank raises; None for what a guard has refused here since the last flag, if anything.
-            used: behind a reduction, ``_all_used()`` of before it.
+            raised: what this rank raises.
+            used: behind a reduction, ``_used_here()`` of before it.
         """
         raised, self._refusal = raised or self._refusal, None
-        unused = [index for index, is_used in enumerate(used) if not is_used]
-        if unused:
-            due = list(map(self._is_due, self.params.values()))
-            self._used.clear([index for index in unused if not due[index]])  # frozen, beside others that were sent
-            unused = [index for index in unused if due[index]]
-        # The largest number of a rank that raises, from 1: so all of them can name it.
-        flag = numbers_on(self.mesh.device, [0 if raised is None else self.data_rank + 1, *used])
-        for comm in self.data_comms:
-            comm.all_reduce(flag, reduction="max", tag=FLAG).wait()
-        self._flag = _Flag(raised, unused, read_later(flag))
-        # On a GPU the host would wait for the whole backward: there the next verb that needs the means reads it.
-        if raised is not None or unused or not flag.is_cuda:
+        if self._flag.send(raised, used):
             self._read_flag()
 
     def _read_flag(self) -> None:
-        """Wait for the flag that was sent, if it was not read yet; raise what it says, and clear what nobody used."""
-        if self._flag is None:
-            return
-        flag, self._flag = self._flag, None
-        number, *used = flag.read()
-        if number:
-            self.gradient_state, why = GradientState.FAILED, "its own error says why"
-            if self.mesh.device.type == "cpu":  # on a GPU ranks read the number at different times
-                texts = share_texts(self.data_comms, self.mesh.device, "" if flag.raised is None else str(flag.raised))
-                why = texts[number - 1]
-            raise flag.raised or RuntimeError(f"rank {number - 1} {TOLD}: {why}; call engine.zero_grad() on all ranks")
-        if flag.unused:
-            self._used.clear([index for index in flag.unused if not used[index]])
+        """Wait for the flag that was sent, if it was not read yet; raise what it says."""
+        try:
+            self._flag.read()
+        except Exception:
+            self.gradient_state = GradientState.FAILED
+            raise
 
     def _ask(self, moment: Moment) -> None:
         """Let guards look; what they refuse is kept, and raised where all ranks meet next.
@@ -580,10 +510,6 @@ class Engine(AnyEngine):
 
     # What the base asks for.
 
-    def divisions(self) -> list[Division]:
-        """How the parameters are divided, bucket by bucket."""
-        return self._divisions
-
     def holdings(self) -> Iterator[Holding]:
         """Every long-lived tensor of the engine; a storage that comes in several roles counts in the first."""
         for one in self.strategy.holdings():
@@ -594,10 +520,6 @@ class Engine(AnyEngine):
                 yield Holding(self.strategy.state_role, state.tensor)  # first, so that its bytes count there
             yield state
         yield from (Holding(Role.OTHER, buffer) for buffer in self.module.buffers())
-
-    @property
-    def _keeps_pieces(self) -> bool:
-        return self.strategy.keeps_pieces
 
     def install_optimizer_state(self, state: dict[str, Any]) -> None:
         """Load a state dict of the optimizer over this rank's ``step_tensors()``."""
@@ -620,11 +542,6 @@ class Engine(AnyEngine):
             for buffer in self.module.buffers():
                 if buffer.is_floating_point():
                     buffer.data = buffer.to(dtype)
-
-    def _equalise(self, tensors: list[Tensor], tag: str = "parameters and buffers from rank 0") -> None:
-        # Inner axis first, on all ranks: then the first rank of an outer axis sends on what it has just received.
-        for comm in reversed(self.data_comms):
-            broadcast_coalesced(comm, tensors, tag=tag)
 
     def _equalise_all(self) -> None:
         """Give all data ranks the model of the first; what is no slice, that of the first tensor rank."""

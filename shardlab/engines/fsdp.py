@@ -5,17 +5,8 @@ resharded after it, gathered again before its backward, and reduce-scattered and
 The next ``prefetch`` units are gathered during the compute of this one. So, where units are resharded after forward,
 the full parameters in memory at any time are those of the root, of one unit and of the prefetched ones.
 
-One program of messages: forward writes a tape, on which backward's acts are read from the end. Where the forward of a
-unit ended, its backward begins: it is gathered, and so are the next ones. Where its forward began, its backward is
-over: it is resharded, and its gradients are sent. For a root and two blocks, with one unit gathered ahead:
-
-    forward    root and block 0 begin, block 0 ends, block 1 begins, block 1 and root end
-    backward   gather root, block 1 | block 0 | reduce-scatter block 1 | reduce-scatter block 0 | the root
-
-The program is made when backward begins (of several forwards, when it comes to the output of each), and so is the same
-on all ranks, whatever each of them uses; hooks only move a cursor in it. That is right because autograd runs nodes in
-the reverse order of their creation: when it has come to an output, all that is younger is done, and a gradient that has
-not come by then will not.
+In which order all of that happens is a program, made by forward for backward (``fsdp_program.py``): hooks only move a
+cursor in it.
 
 Per rank for P fp32 parameters with Adam, S ranks in the shard group: at rest 4P/S parameters, 4P/S gradients, 8P/S
 state (P with padding); another 4 x (root + (1 + prefetch) units) during a step, and in backward the whole gradients of
@@ -40,7 +31,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,6 +39,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.trees import cast_floating, tensors_in
+from shardlab.engines.fsdp_program import Act, Pass, Program
 from shardlab.engines.fsdp_units import ShardingOptions, build_units
 from shardlab.engines.offload import OffloadedShards, wait_for_copies
 from shardlab.engines.precision import Precision, parse_precision
@@ -73,64 +65,6 @@ def _advising() -> Iterator[None]:
             "wrap='root', or a wrap that names it"
         )
         raise
-
-
-class Act(NamedTuple):
-    """What backward does with a unit: gather it, where its forward ended; be over with it, where its forward began.
-
-    Attributes:
-        unit: with which.
-        gathers: or else it is over: it is resharded, and its gradients may be sent.
-    """
-
-    unit: Unit
-    gathers: bool
-
-
-class Pass:
-    """One forward of the whole model.
-
-    Args:
-        is_taped: whether a backward may come.
-        reshards: units after their forward.
-
-    Attributes:
-        tape: what backward has to do, in the order of forward: an act that is over where a unit's forward began, an
-            act that gathers where it ended.
-        order: the units, in the order in which their forwards began.
-        untaped: of units through which no gradient comes, where on the tape their forwards would stand.
-    """
-
-    def __init__(self, *, is_taped: bool, reshards: bool) -> None:
-        self.is_taped, self.reshards = is_taped, reshards
-        self.tape: list[Act] = []
-        self.order: list[Unit] = []
-        self.untaped: dict[Unit, list[int]] = {}
-
-
-class Program:
-    """The acts of one backward: the tape of its forward, read from the end.
-
-    Args:
-        tape: of the forward.
-
-    Attributes:
-        acts: in the order of backward.
-        next: the number of those that have been done, and so the place of the next.
-        last: of each unit, where it is over for the last time: after several uses only then all gradients are there.
-    """
-
-    def __init__(self, tape: list[Act]) -> None:
-        self.acts = tape[::-1]
-        self.next = 0
-        self.last = {act.unit: place for place, act in enumerate(self.acts) if not act.gathers}
-
-    def until(self, place: int) -> int:
-        """How many acts are due when backward comes to ``place`` of the tape: that one, and all behind it.
-
-        What stands behind it forward did later, so backward has passed it. Of 6 acts place 5 is the first, 0 the last.
-        """
-        return len(self.acts) - place
 
 
 class FSDP(Sharded):

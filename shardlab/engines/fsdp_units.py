@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shardlab import vocabulary
 from shardlab.comm.communicator import Communicator
+from shardlab.engines.host_shards import HostShards
 from shardlab.engines.offload import OffloadedShards
 from shardlab.engines.precision import Precision
 from shardlab.engines.sharded_params import Shards, Ways
@@ -164,6 +165,8 @@ def _shards(
         make: Callable[..., Shards] = Shards
         if options.offload != Offload.NONE:
             make = partial(OffloadedShards, options.offload == Offload.ALL)
+        elif options.divides == "parameters" and comm.num_ranks > 1:
+            make = partial(HostShards, given.comms[-1])
         made.append(make(name, slots, layout, comm, ways, at))
     return made
 
@@ -177,7 +180,7 @@ def _ways(param: nn.Parameter, given: Given, options: ShardingOptions) -> tuple[
     if options.divides == "state":
         return given.mesh.flatten(*(comm.axis for comm in given.comms)), Ways(precision, axes=inner_first, rests_over=1)
     if options.divides == "parameters":
-        return given.mesh.flatten(*(comm.axis for comm in given.comms)), Ways(precision, secondary=given.comms[-1])
+        return given.mesh.flatten(*(comm.axis for comm in given.comms)), Ways(precision)
     return given.comms[-1], Ways(precision, given.comms[:-1])
 
 

@@ -17,17 +17,14 @@ from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 class AnyBucket(Protocol):
     """Parameters whose gradients travel in one message: a ``Bucket``, or from ``zero1`` on a ``Shards``."""
 
-    @property
-    def params(self) -> Mapping[str, nn.Parameter]:
-        """By name, in slot order."""
+    params: Mapping[str, nn.Parameter]
+    """By name, in slot order."""
+    fills_at_once: bool
+    """Whether a gradient that will be sent moves to the buffer at once, or with all others of its bucket."""
 
     @property
     def adds_up(self) -> bool:
         """Whether gradients add up in its buffer inside ``no_sync()``, and not at the parameters."""
-
-    @property
-    def fills_at_once(self) -> bool:
-        """Whether a gradient that will be sent moves to the buffer at once, or with all others of its bucket."""
 
     def fill(self, name: str) -> None:
         """Move a gradient from its parameter into the buffer, or add it to what is there."""
@@ -56,7 +53,8 @@ class InBuckets(Strategy, Generic[B]):
         self._bucket_of = {  # the number of a parameter's bucket, and its name
             id(param): (index, name) for index, one in enumerate(self.buckets) for name, param in one.params.items()
         }
-        self._expect_all()
+        self._missing: list[set[int]] = []  # of each bucket, whose gradients have not come
+        self._num_sent = 0
         return laid_out
 
     def make_buckets(self, given: Given) -> Sequence[B]:
@@ -65,16 +63,10 @@ class InBuckets(Strategy, Generic[B]):
 
     @contextlib.contextmanager
     def backward(self, *, sends: bool) -> Iterator[None]:
-        """As the base."""
-        self._expect_all()
-        yield
-
-    def _expect_all(self) -> None:
-        """Expect a gradient of all that trains now; none of the buckets has been sent."""
-        self._missing = [
-            {id(param) for param in bucket.params.values() if param.requires_grad} for bucket in self.buckets
-        ]
+        """As the base: expect a gradient of all that trains now; none of the buckets has been sent."""
+        self._missing = [{id(param) for param in one.params.values() if param.requires_grad} for one in self.buckets]
         self._num_sent = 0
+        yield
 
     def grad_ready(self, param: nn.Parameter, *, sends: bool) -> None:
         """As the base: a bucket is sent when its last gradient has come, unless one before it still waits."""

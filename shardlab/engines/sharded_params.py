@@ -34,10 +34,10 @@ hfsdp              inner       both   both     the same inside; reduce-scatter, 
 
 Where nothing is rounded, ``stepped`` is a view of ``at_rest``: a gather after the step needs no copy. Who owns which
 memory, from when to when: ``at_rest`` and ``stepped``, this object, always; what is gathered, this object, from
-``start`` to ``show_at_rest``; a chunk that stays in the host, until the values change; the buffer of gradients, this
-object, from ``reduce`` (where they add up in it, from the first gradient) until their sums are there (zero1's stays,
-with the means in this rank's chunk of it); what is being sent, the message's ``Pending`` too, until it has been waited
-for; means, this object and the pieces' ``.grad``, until they are cleared.
+``start`` to ``show_at_rest``; the buffer of gradients, this object, from ``reduce`` (where they add up in it, from the
+first gradient) until their sums are there (zero1's stays, with the means in this rank's chunk of it); what is being
+sent, the message's ``Pending`` too, until it has been waited for; means, this object and the pieces' ``.grad``, until
+they are cleared.
 
 (With hfsdp gradients are reduced inside ``no_sync()`` too, and a partial sum of them rests here.)
 
@@ -84,8 +84,6 @@ class Ways(NamedTuple):
             in memory with the means in it; 0: that is the whole buffer of gradients.
         scatter: begins to sum a buffer over an axis and to scatter it: called as (axis, buffer, chunk, bounds, tag).
             None for the reduce-scatter of the axis.
-        secondary: ranks that keep what was gathered among them, a chunk each, until the parameters change; so each
-            later gather is theirs alone.
     """
 
     precision: Precision
@@ -94,7 +92,6 @@ class Ways(NamedTuple):
     rests_over: int | None = None
     means_over: int | None = None
     scatter: Scatter | None = None
-    secondary: Communicator | None = None
 
 
 class Shards:
@@ -133,9 +130,8 @@ class Shards:
     version = 0
     """Of the values, which a graph may have saved."""
     is_stepped = False
-    """Just now: what is gathered meanwhile is not kept by ``secondary``."""
+    """Just now: what is gathered meanwhile is not kept for later."""
     _seen = 0  # of the pieces' versions, their sum
-    _secondary: Tensor | None = None  # of what is gathered, the chunk that this rank of ``secondary`` keeps
     _gathering: tuple[Tensor, Pending] | None = None  # the buffer that is being filled
     _reducing: tuple[Tensor, Tensor, Pending] | None = None  # what is sent, and where the sums will be
     _num_summed = 0  # axes over which that sum has begun
@@ -147,7 +143,8 @@ class Shards:
         self, name: str, params: Mapping[str, nn.Parameter], layout: Layout, comm: Communicator, ways: Ways, at:
         "dict[int, tuple[Shards, str]] | None" = None,
     ) -> None:  # fmt: skip
-        self.name, self.params, self.layout, self.comm = name, dict(params), layout, comm
+        self.params: Mapping[str, nn.Parameter] = dict(params)
+        self.name, self.layout, self.comm = name, layout, comm
         self._ways, self._at = ways, {} if at is None else at
         self.is_undivided = layout.num_ranks == 1
         self.is_resident = ways.rests_over == 0
@@ -172,13 +169,14 @@ class Shards:
                 f"strategy: what is stepped is divided over {layout.num_ranks} ranks, and its axes have {product}; for "
                 "both axes divide over given.mesh.flatten(...) of them"
             )
-        rank = chunk_in([(axis.rank, axis.num_ranks) for axis in self._axes])
+        # Of each rank of the communicator, which is in the order of the mesh, and not in that of the chunks.
+        steps = [(self._step_of(axis), axis.num_ranks) for axis in self._axes]
+        self._chunk_of = [chunk_in((one // step % num, num) for step, num in steps) for one in range(layout.num_ranks)]
+        rank = self._chunk_of[self.comm.rank] if self._axes else 0
         self._chunks = nested(layout, rank, [axis.num_ranks for axis in self._axes])
         # How many axes divide what is at rest.
         self._depth_at_rest = len(self._axes) if ways.rests_over is None else min(ways.rests_over, len(self._axes))
         self._tensors = TensorLayout(layout, rank, {key: tuple(param.shape) for key, param in self.params.items()})
-        step = 1 if ways.secondary is None else layout.num_ranks // ways.secondary.num_ranks
-        self._secondary_bounds = layout.bounds[::step]
 
     def _store(self, precision: Precision) -> None:
         """Copy what this rank keeps out of the full parameters."""
@@ -213,7 +211,6 @@ class Shards:
     def changed(self) -> None:
         """The values are others now; called on all ranks, whatever of them a rank holds."""
         self.outdate()
-        self._secondary = None
 
     def _num_writes(self) -> int:
         return sum([piece._version for piece in self.pieces.values()])
@@ -233,11 +230,6 @@ class Shards:
         return self._depth_at_rest < len(self._axes) or self.is_resident
 
     @property
-    def gathers_late(self) -> bool:
-        """Whether other ranks see what was written into a piece only when a step has ended."""
-        return self.is_split or self._ways.secondary is not None
-
-    @property
     def has_masters(self) -> bool:
         """Whether what is stepped lies beside the parameters at rest, unrounded."""
         return self.stepped.dtype != self.at_rest.dtype
@@ -245,12 +237,7 @@ class Shards:
     @property
     def division(self) -> Division:
         """How the parameters are divided."""
-        chunks: list[int] = []
-        if len(self._axes) > 1:  # ranks of a communicator are in the order of the mesh, and not in that of the chunks
-            steps = [(self._step_of(axis), axis.num_ranks) for axis in self._axes]
-            grid = ([(rank // step % num, num) for step, num in steps] for rank in range(self.comm.num_ranks))
-            chunks = [chunk_in(places) for places in grid]
-        return Division(self.layout, self.comm, self.stepped.element_size(), chunks)
+        return Division(self.layout, self.comm, self.stepped.element_size(), self._chunk_of)
 
     def _step_of(self, axis: Communicator) -> int:
         """From one rank of an axis to the next, among all ranks of the layout."""
@@ -268,11 +255,6 @@ class Shards:
             self._gathering = self.at_rest, Pending()
             return
         buffer = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
-        secondary = self._ways.secondary
-        if secondary is not None and self._secondary is not None and not as_stored and not self.is_stepped:
-            tag, bounds = f"parameters of {self.name}", self._secondary_bounds
-            self._gathering = buffer, secondary.all_gather(buffer, self._secondary, bounds=bounds, tag=tag)
-            return
         of_masters = as_stored and self.has_masters
         own, depth = (self.stepped, len(self._axes)) if of_masters else (self.at_rest, self._depth_at_rest)
         chunk = self.on_device(own)
@@ -309,10 +291,6 @@ class Shards:
         buffer, pending = self._gathering
         pending.wait()  # and only then dropped: after an error a transport may still write into the buffer
         self._gathering = None
-        ranks = None if self.is_undivided or self.is_stepped else self._ways.secondary
-        if ranks is not None and self._secondary is None and buffer.dtype == self.compute_dtype:
-            first, stop = self._secondary_bounds[ranks.rank : ranks.rank + 2]
-            self._secondary = buffer[first:stop].clone()
         self.gathered = {name: self._tensors.read(name, buffer) for name in self.params}
         self.storages = dict(self.gathered) if self._tensors.are_copied else {"": buffer}
         self._addresses = {tensor.untyped_storage().data_ptr(): key for key, tensor in self.storages.items()}
@@ -353,9 +331,9 @@ class Shards:
     def write_back(self) -> None:
         """Copy into what is at rest, and stepped, what was written into full parameters or put there by ``.data =``."""
         values = {name: param.data for name, param in self.params.items()}
-        self._secondary = None  # on all ranks, whatever this one finds changed
         if self.is_resident and not self.gathered:
-            if any(_is_elsewhere(values[name], view) for name, view in self._resident_views().items()):
+            views = ((values[name], view) for name, view in self._resident_views().items())
+            if any((one.data_ptr(), one.stride()) != (view.data_ptr(), view.stride()) for one, view in views):
                 # Into other memory: what the user has taken out may be where the values were.
                 self.at_rest = self._tensors.cut(values, self._chunks[0].ranks)
                 self.stepped = self.at_rest[self._chunks[-1].within(self._chunks[0])]
@@ -483,8 +461,6 @@ class Shards:
         if self._reducing is not None:
             self._reducing[2].wait()
         self._reducing = self.means = self._partial = None
-        for piece in self.pieces.values():
-            piece.grad = None
 
     def point_pieces_at(self, chunk: Tensor, before: Tensor | None = None) -> None:
         """Let pieces be views of another chunk; those that lie elsewhere than in ``before`` stay there."""
@@ -495,10 +471,9 @@ class Shards:
                 piece.data = self._tensors.piece_of(name, chunk)
 
     def gathered_tensors(self) -> list[Tensor]:
-        """What is gathered, is being gathered, or was kept of it for the next gather."""
+        """What is gathered, or is being gathered."""
         gathering = [] if self._gathering is None else [self._gathering[0]]
-        kept = [] if self._secondary is None else [self._secondary]
-        return [tensor for tensor in (*self.storages.values(), *gathering, *kept) if tensor is not self.at_rest]
+        return [tensor for tensor in (*self.storages.values(), *gathering) if tensor is not self.at_rest]
 
     def holdings(self) -> Iterator[Holding]:
         """What this rank holds of parameters and gradients; each element of a role under one name."""
@@ -521,14 +496,8 @@ class Shards:
                 slot = self._tensors.slot(name, self._buffer)
                 yield Holding(Role.GRADIENT, slot, name, (0, slot.numel()))
         for name, piece in self._tensors.own.items():
-            gradient = self.pieces[name].grad
-            if gradient is not None and (self._buffer is None or not _share(gradient, self._buffer)):
+            gradient, buffer = self.pieces[name].grad, self._buffer
+            if gradient is not None and (
+                buffer is None or gradient.untyped_storage()._cdata != buffer.untyped_storage()._cdata
+            ):
                 yield Holding(Role.GRADIENT, gradient, name, (piece.param_start, piece.param_stop))
-
-
-def _share(one: Tensor, other: Tensor) -> bool:
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
-
-
-def _is_elsewhere(param: Tensor, view: Tensor) -> bool:
-    return param.data_ptr() != view.data_ptr() or param.stride() != view.stride()

@@ -5,12 +5,11 @@
 
 from collections.abc import Mapping
 from math import prod
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from shardlab.partition.chunks import Layout, Piece, has_whole_rows, stretches_in_buffer
+from shardlab.partition.chunks import Layout, Piece, stretches_in_buffer
 
 
 class TensorLayout:
@@ -24,8 +23,8 @@ class TensorLayout:
     """
 
     def __init__(
-        self, layout: Layout, rank: int, shapes: Mapping[str, tuple[int, ...]], strides: Mapping[str, tuple[int, ...]] =
-        MappingProxyType({}),
+        self, layout: Layout, rank: int, shapes: Mapping[str, tuple[int, ...]],
+        strides: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:  # fmt: skip
         self._layout, self._shapes, self._stretches = layout, shapes, stretches_in_buffer(layout)
         # All or none: a view of one row beside copies of the others would keep the buffer in memory too.
@@ -40,7 +39,7 @@ class TensorLayout:
         for name, stretches in self._stretches.items():  # in the buffer, where it lies there in one stretch
             if len(stretches) == 1:
                 shape = shapes[name]
-                self._slots_at[name] = shape, strides.get(name) or contiguous(shape), stretches[0][0]
+                self._slots_at[name] = shape, (strides or {}).get(name, contiguous(shape)), stretches[0][0]
 
     def cut(self, params: Mapping[str, Tensor], ranks: range) -> Tensor:
         """The chunks of some ranks, which lie side by side, of full parameters; padded with zeros."""
@@ -113,7 +112,9 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _shape_of(piece: Piece, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """In which a rank has its piece of a parameter."""
+    """In which a rank has its piece of a parameter: whole rows of dim 0, or flat."""
     if piece.whole:
         return shape
-    return (piece.numel // prod(shape[1:]), *shape[1:]) if has_whole_rows(piece, shape) else (piece.numel,)
+    row = prod(shape[1:])
+    is_cut = len(shape) < 2 or not row or piece.param_start % row or piece.param_stop % row
+    return (piece.numel,) if is_cut else (piece.numel // row, *shape[1:])

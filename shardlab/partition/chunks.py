@@ -140,12 +140,6 @@ class Layout(ABC):
         return self.bounds[rank], self.bounds[rank + 1]
 
 
-def has_whole_rows(piece: Piece, shape: tuple[int, ...]) -> bool:
-    """Whether a piece of a parameter of this shape of two dims or more begins and ends between two rows of dim 0."""
-    row = prod(shape[1:])
-    return len(shape) > 1 and row > 0 and piece.param_start % row == 0 and piece.param_stop % row == 0
-
-
 def stretches_in_buffer(layout: Layout) -> dict[str, list[tuple[int, int, int]]]:
     """Of each parameter the stretches of the gathered buffer: (start, stop, offset in the parameter)."""
     found: dict[str, list[tuple[int, int, int]]] = {name: [] for name in layout.names}

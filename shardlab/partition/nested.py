@@ -3,7 +3,7 @@
 So what is divided over the first axis alone is one stretch of the buffer too: the chunks of its ranks, side by side.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from math import prod
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class NestedChunk(NamedTuple):
         return slice(self.start - outer.start, self.start - outer.start + self.size)
 
 
-def chunk_in(places: Sequence[tuple[int, int]]) -> int:
+def chunk_in(places: Iterable[tuple[int, int]]) -> int:
     """Which chunk a rank has, from its (place, size) on each axis, in the order in which these cut the layout."""
     return reduce(lambda chunk, axis: chunk * axis[1] + axis[0], places, 0)
 

@@ -32,7 +32,7 @@ from math import nan
 
 import pandas as pd
 
-from shardlab.partition.messages import packed
+from shardlab.comm.coalesced import packed
 from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.planner.groups import ROOT, Group, groups_of
 from shardlab.planner.setup import ITEMSIZES, PlannedModel, PlannedParam, Setup

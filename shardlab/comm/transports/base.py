@@ -19,7 +19,7 @@ from shardlab.comm.events import CollectiveEvent, Observers
 from shardlab.partition.chunks import even_bounds
 
 Reduction = Literal["sum", "max"]
-_REDUCTIONS = get_args(Reduction)
+REDUCTIONS = get_args(Reduction)
 Bounds = tuple[int, ...]
 _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}  # torch widens no other unsigned ones
 Job = Callable[[], None]
@@ -123,12 +123,6 @@ class Queue(Protocol):
 
 
 # What verbs may be given. Transports write into what they get without a check: of a wrong size, into its neighbours.
-
-
-def require_reduction(reduction: str) -> None:
-    """Raise ValueError unless every transport has the reduction."""
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction: {reduction!r} is given; allowed are 'sum' and 'max' (divide a sum for a mean)")
 
 
 def rank_of(field: str, rank: int, num_ranks: int) -> int:

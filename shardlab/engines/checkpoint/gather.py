@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardlab.comm.coalesced import packed
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.same_on_all_ranks import share_json
 from shardlab.comm.slices import merge
 from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.checkpoint.held_stretches import TensorShard, gradient_shards, is_counter, shape_of
-from shardlab.partition.messages import packed
 from shardlab.vocabulary import dtype_name
 
 Key = tuple[str, str]  # parameter name, key in its state

@@ -84,8 +84,8 @@ def check_mesh(engine: AnyEngine) -> None:
     """Refuse a mesh with ranks that do not train this model together."""
     if prod(engine.mesh.axes.values()) != prod(comm.num_ranks for comm in comms_of(engine)):
         raise ValueError(
-            f"mesh: {engine.mesh.axes} has an axis 'tensor' over which this model is not cut, and a checkpoint does not "
-            "know what its ranks hold; leave the axis out"
+            f"mesh: {engine.mesh.axes} has an axis 'tensor' over which this model is not cut; leave it out, for a "
+            "checkpoint does not know what its ranks hold"
         )
 
 

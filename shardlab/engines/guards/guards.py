@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm.same_on_all_ranks import all_or_none
 from shardlab.engines.engine import Engine
-from shardlab.engines.gradient_state import GradientState
 from shardlab.engines.guards.clipping import GuardedTensors, guard_groups
 from shardlab.engines.guards.model_checks import (
     advise,
@@ -31,7 +30,8 @@ from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedPara
 from shardlab.engines.guards.rules import FROZEN, HALF_STEPPED, LOST, REPLACED, RULES, Rule, Where
 from shardlab.engines.guards.snapshot import Snapshot
 from shardlab.engines.guards.strategy_checks import laid_out_by
-from shardlab.engines.moments import Moment
+from shardlab.engines.host_shards import HostShards
+from shardlab.engines.moments import GradientState, Moment
 from shardlab.engines.plain_mode import unrefused
 from shardlab.engines.sharded_params import Shards
 from shardlab.engines.step_tensors import tensors_of
@@ -365,7 +365,8 @@ def _where(engine: Engine) -> set[Where]:
     """Which rules are for an engine."""
     strategy, is_sharded = engine.strategy, bool(engine.strategy.units)
     is_flat = strategy.steps_pieces and not is_sharded
-    is_late = any(shards.gathers_late for unit in strategy.units for shards in unit.shards)
+    # Where other ranks see what was written into a piece only when a step has ended.
+    is_late = any(one.is_split or isinstance(one, HostShards) for unit in strategy.units for one in unit.shards)
     holds = {
         Where.ALL: True,
         Where.PIECES: strategy.steps_pieces,

@@ -8,8 +8,7 @@ notebooks/guide/loop.md has the same rows.
 from enum import Enum
 from typing import NamedTuple
 
-from shardlab.engines.gradient_state import GradientState
-from shardlab.engines.moments import Moment
+from shardlab.engines.moments import GradientState, Moment
 
 
 class Where(Enum):

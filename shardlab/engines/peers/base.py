@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm import BaseMesh
-from shardlab.comm.coalesced import broadcast_coalesced
 from shardlab.comm.torch_engine_groups import TorchGroup, torch_group
 from shardlab.engines.any_engine import AnyEngine, check_types
 from shardlab.engines.guards.model_checks import check_model, check_optimizer
@@ -66,7 +65,7 @@ class Peer(AnyEngine):
         engine = weakref.proxy(self)
         self._group = torch_group(mesh, self.axis, (lambda op: engine._tag(op)) if observed else None)
         check_model(model, mesh.device, self.num_data_ranks, may_be_meta=False, moves_params=False)
-        self._equalise([tensor for _, tensor in self._named_tensors()], "parameters and buffers from rank 0")
+        self._equalise([tensor for _, tensor in self._named_tensors()])
         self._are_means = True  # no forward has come since torch has made means
         self._prepare()
         self._step_tensors = StepTensors(self.params)
@@ -158,10 +157,6 @@ class Peer(AnyEngine):
 
     def _means_are_there(self) -> None:
         """Torch has reduced the gradients."""
-
-    def _equalise(self, tensors: list[Tensor], tag: str) -> None:
-        """Make tensors those of the first rank, in place."""
-        broadcast_coalesced(self.comm, tensors, tag=tag)
 
     def _gather_gradients(self) -> dict[str, Tensor | None]:
         return {name: None if param.grad is None else param.grad.clone() for name, param in self.params.items()}

@@ -93,7 +93,7 @@ class TorchDDP(Peer):
         self._ddp = None
         super().close()
 
-    def _equalise(self, tensors: list[Tensor], tag: str) -> None:
+    def _equalise(self, tensors: list[Tensor], tag: str = "parameters and buffers from rank 0") -> None:
         """Nothing to do: DDP broadcasts them itself."""
 
     def _prepare(self) -> None:

@@ -70,7 +70,7 @@ class TorchTP(DTensorPeer):
             f"full_params: strategy {self.name!r} keeps distributed tensors in the module; use full_state_dict()"
         )
 
-    def _equalise(self, tensors: list[Tensor], tag: str) -> None:
+    def _equalise(self, tensors: list[Tensor], tag: str = "parameters and buffers from rank 0") -> None:
         broadcast_coalesced(self.mesh[MeshAxis.TENSOR], tensors, tag=tag)
 
     def _prepare(self) -> None:
