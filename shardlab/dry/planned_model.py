@@ -30,7 +30,7 @@ def predicted_collectives(
 ) -> pd.DataFrame:
     """Table ``collectives`` with ``source='predicted'``: rank by rank in the order of issue, times NaN.
 
-    Of a tensor-parallel model (``planner.tensor.divided``) the ranks are those of one data axis.
+    Of a tensor-parallel model (``planner.divided``) the ranks are those of one data axis.
 
     Args:
         model: its parameters.

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from shardlab.installed import imported_when_used
 from shardlab.planner.formulas import PRECISIONS, ModelStates, Precision, model_states
 from shardlab.planner.gpu import Gpu
-from shardlab.planner.memory import predicted_memory, sent_bytes
+from shardlab.planner.memory import divided, on_tensor_ranks, predicted_memory, sent_bytes
 from shardlab.planner.setup import ADAM, SGD, SGD_MOMENTUM, Optimizer, PlannedModel, PlannedParam, Setup, described
-from shardlab.planner.tensor import divided, on_tensor_ranks
 
 if TYPE_CHECKING:
     from shardlab.dry.planned_model import predicted_collectives

@@ -12,7 +12,7 @@ from shardlab.engines import build_engine
 from shardlab.forecast.peak import Layer, activation_bytes
 from shardlab.models import GPT, GPTConfig
 from shardlab.planner import ADAM, Setup, described, predicted_collectives, predicted_memory
-from shardlab.planner.tensor import divided, on_tensor_ranks
+from shardlab.planner.memory import divided, on_tensor_ranks
 
 from shardlab.tensor_parallel import (  # isort: skip
     Column, OnSequence, OwnDropout, Row, gpt_plan, parallelize_module,

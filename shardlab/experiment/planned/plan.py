@@ -28,8 +28,8 @@ from shardlab.experiment.trained.workload import Workload
 from shardlab.launch import place
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.planner import Setup
+from shardlab.planner.memory import on_tensor_ranks
 from shardlab.planner.setup import STRATEGIES, Optimizer
-from shardlab.planner.tensor import on_tensor_ranks
 from shardlab.units import units_of
 from shardlab.vocabulary import Role, dtype_name
 
