@@ -38,11 +38,6 @@ class StepTensors(Sequence[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._tensors.values())
 
-    @property
-    def names(self) -> list[str]:
-        """Parameter names, in the module's order."""
-        return list(self._tensors)
-
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Pairs of name and tensor, which torch's optimizers take as well."""
         return iter(self._tensors.items())
