@@ -7,6 +7,7 @@ import torch
 
 from shardlab.comm import Pending
 from shardlab.engines import DDP, FSDP, Bucketed, Strategy, ZeRO1, ZeRO2, ZeRO3
+from tests.course.exercises.whole_tensor import RIGHT_TENSOR, WRONG_TENSOR
 
 
 class OneMessage(Strategy):
@@ -86,6 +87,24 @@ class AsksOthers(ZeRO3):
         self.comm.all_reduce(torch.zeros(1), tag="all well?").wait()
 
 
+class StaysGathered(ZeRO3):
+    """From forward until the gradients have travelled."""
+
+    stays = None
+
+    def forward(self):
+        if self.stays is None:
+            self.stays = contextlib.ExitStack()
+            self.stays.enter_context(self.kept_gathered())
+        return super().forward()
+
+    def make_means(self):
+        super().make_means()
+        if self.stays is not None:
+            self.stays.close()
+            self.stays = None
+
+
 class GathersAgain(ZeRO3):
     def make_means(self):
         super().make_means()
@@ -96,6 +115,7 @@ class GathersAgain(ZeRO3):
 RIGHT_WHOLE = {
     "whole.ddp": [OneMessage], "whole.bucketed": [Bucketed], "whole.zero1": [ZeRO1], "whole.zero2": [ZeRO2],
     "whole.zero3": [ZeRO3], "whole.fsdp": [FSDP],
+    "whole.tensor": RIGHT_TENSOR,
 }  # fmt: skip
 WRONG_WHOLE = {
     "whole.ddp": {
@@ -123,11 +143,13 @@ WRONG_WHOLE = {
         ZeRO2: "^2 ranks, weighed: rank 0: parameter of 1744 B at rest, and 872 B are enough",
         AsksOthers: "^2 ranks, weighed: rank 0, message .* is all_reduce of .* allowed: all_gather and reduce_scatter",
         GathersAgain: "^2 ranks, weighed: rank 0 sent .* B where 2616 B are enough",
+        StaysGathered: "^2 ranks, weighed: rank 0 held .* B at once, and 7400 B are allowed",
     },
     "whole.fsdp": {
         ZeRO2: "^2 ranks, weighed: rank 0: parameter of 1744 B at rest",
-        ZeRO3: "^2 ranks, weighed: rank 0 held 6648 B at once",
+        ZeRO3: "^2 ranks, weighed: rank 0 held .* B at once, and 6500 B are allowed",
         partial(FSDP, wrap="root"): "^2 ranks, weighed: rank 0: a message of 1744 B, and 600 B are allowed",
         partial(FSDP, prefetch=0): "^2 ranks, weighed: rank 0 took .* us on the virtual clock, and 640 are enough",
     },
+    "whole.tensor": WRONG_TENSOR,
 }

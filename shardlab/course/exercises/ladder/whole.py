@@ -5,6 +5,7 @@ from math import inf
 from typing import Any
 
 from shardlab.course.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic
+from shardlab.course.exercises.weighing_block import INNER, NUM_BLOCKS, ROWS, WIDTH, trained, tried_block
 from shardlab.vocabulary import Collective
 
 NUM_RANKS = 2
@@ -22,7 +23,7 @@ class whole_ddp(Strategy):
         pass  # your code: now each rank steps with its own gradients
 """
 AS_DDP = """import torch
-from shardlab.engines import Strategy
+from shardlab.engines import {imports}
 
 class {name}(Strategy):
     name = "{name}"
@@ -34,6 +35,10 @@ class {name}(Strategy):
                 self.comm.all_reduce(param.grad, tag="a gradient").wait()
                 param.grad /= self.num_ranks
 """
+
+SHARDED = """Division, Holding, LaidOut, Strategy
+from shardlab.partition import ParamSpec, flat_layout
+from shardlab.vocabulary import Role"""
 
 
 def tried(function: Function, mesh: Any, *asked: Any) -> object:
@@ -111,7 +116,7 @@ def zero1_cases() -> list[Case]:
     Hints:
     - ParamSpec(name, tuple(param.shape), param.element_size()) is what flat_layout takes, for each parameter.
     - self.comm.reduce_scatter(flat, own, tag=...) sums, and leaves this rank's chunk in own.
-    - After the step self.comm.all_gather(flat, own, tag=...) fills the line with the chunks of all ranks.
+    - After the step self.comm.all_gather(flat, own, tag=...) fills the flat tensor with the chunks of all ranks.
     """
     both = {Collective.REDUCE_SCATTER: BUCKETS, Collective.ALL_GATHER: BUCKETS}
     return _cases(both, 16, {"optimizer_state": BYTES})
@@ -137,10 +142,11 @@ def zero2_cases() -> list[Case]:
 def zero3_cases() -> list[Case]:
     """whole_zero3: parameters are divided too; they are gathered for forward and for backward.
 
-    At rest a rank holds 1/N of parameters, gradients and optimizer state. forward() and backward(sends=...) are
-    contexts: inside, the module computes, with all its parameters. full(keep_changes=...) is one in which a user reads
-    them, and writes them where keep_changes is True. Autograd saves weights for backward: it must not keep the memory
-    that you free, so free the storage and not the tensor, flat.untyped_storage().resize_(0), and gather into the same.
+    At rest a rank holds 1/N of parameters, gradients and optimizer state, and at the peak 7400 bytes of all are
+    enough: gathered parameters are freed after forward, and before gradients travel. forward() and backward(sends=...)
+    are contexts: inside, the module computes, with all its parameters. full(keep_changes=...) is one in which a user
+    reads them, and writes them where keep_changes is True. Autograd saves weights for backward: it must not keep the
+    memory that you free. So free the storage and not the tensor, flat.untyped_storage().resize_(0), and gather into it.
 
     Hints:
     - The optimizer steps pieces of a shard of this rank's own; after the step nothing is sent.
@@ -149,7 +155,7 @@ def zero3_cases() -> list[Case]:
     """
     three = {Collective.ALL_GATHER: BUCKETS * 2, Collective.REDUCE_SCATTER: BUCKETS}
     at_rest = {"parameter": BYTES // NUM_RANKS, "gradient": BYTES // NUM_RANKS, "optimizer_state": BYTES}
-    return _cases(three, 24, at_rest)
+    return _cases(three, 24, at_rest, peak=7400)
 
 
 def fsdp_cases() -> list[Case]:
@@ -170,18 +176,69 @@ def fsdp_cases() -> list[Case]:
     return _cases(three, 12, at_rest, largest=600, peak=6500, time_us=640, models=("MLP",))
 
 
-def _whole(name: str, cases: Callable[[], list[Case]], starter: str, num_wrong: int = 3) -> Exercise:
+AS_ONE = """from torch import nn
+
+class whole_tensor(nn.Module):
+    def __init__(self, block, comm):
+        super().__init__()
+        self.block, self.comm = block, comm  # your code: now every rank has all of it
+
+    def forward(self, x):
+        return self.block(x)
+"""
+
+
+def tensor_cases() -> list[Case]:
+    """whole_tensor(block, comm): a subclass of nn.Module that does the work of block, divided over the ranks of comm.
+
+    block is nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)) of float64, the same on all ranks. x, shape
+    (4, 6), and the output are whole on each rank. Of the first layer a rank keeps its 12 / N rows of weight and bias,
+    of the second its 12 / N columns and the whole bias, as nn.Parameter, and nothing of block besides. Forward sends
+    one all_reduce, comm.all_reduce(tensor, tag=...).wait(), which adds up in place; backward, for the gradient of x,
+    another one. Two such blocks, each added to its input, are trained against one process, then a step is weighed on 2
+    ranks: 4 messages of 192 bytes, 1344 bytes of parameters at rest, and 7000 bytes at the peak.
+
+    Hints:
+    - A torch.autograd.Function has a forward and a backward of its own: one whose forward is the tensor itself and
+      whose backward is a sum over ranks, and one the other way round.
+    - The second bias belongs behind the sum, or it is added N times.
+    - A slice of a tensor is a view, which keeps all of its memory alive: clone() it.
+    """
+    inner = INNER // NUM_RANKS
+    param_bytes = 8 * NUM_BLOCKS * (inner * WIDTH + inner + WIDTH * inner + WIDTH)
+    at_rest = {"parameter": param_bytes, "gradient": param_bytes, "optimizer_state": 2 * param_bytes, "other": 200}
+    one = Message.around_a_ring(Collective.ALL_REDUCE, 8 * ROWS * WIDTH, NUM_RANKS)
+    wanted = trained(lambda block: block)
+    return [
+        Case(f"{num_ranks} ranks, trained", (({},),) * num_ranks, (wanted,) * num_ranks, axes={"tensor": num_ranks})
+        for num_ranks in (3, 2)
+    ] + [
+        Case(
+            "2 ranks, weighed", ((at_rest,),) * NUM_RANKS, (None,) * NUM_RANKS,
+            Traffic.of([[one] * 2 * NUM_BLOCKS] * NUM_RANKS), 7000, axes={"tensor": NUM_RANKS},
+        )
+    ]  # fmt: skip
+
+
+def _whole(
+    name: str, cases: Callable[[], list[Case]], starter: str = AS_DDP, num_wrong: int = 3, imports: str = SHARDED
+) -> Exercise:
+    starter = starter.format(name=f"whole_{name}", imports=imports)
     return Exercise.of(
-        f"whole.{name}", cases, starter.format(name=f"whole_{name}"), "guide/exercises", attempt=tried, points=3,
+        f"whole.{name}", cases, starter, "guide/exercises", attempt=tried, points=3,
         shown_inputs=lambda *_: "", num_references=1, num_wrong=num_wrong,
     )  # fmt: skip
 
 
 WHOLE = (
     _whole("ddp", ddp_cases, ALONE),
-    _whole("bucketed", bucketed_cases, AS_DDP, 4),
-    _whole("zero1", zero1_cases, AS_DDP),
-    _whole("zero2", zero2_cases, AS_DDP),
-    _whole("zero3", zero3_cases, AS_DDP),
-    _whole("fsdp", fsdp_cases, AS_DDP, 4),
-)
+    _whole("bucketed", bucketed_cases, num_wrong=4, imports="Strategy"),
+    _whole("zero1", zero1_cases),
+    _whole("zero2", zero2_cases),
+    _whole("zero3", zero3_cases, num_wrong=4),
+    _whole("fsdp", fsdp_cases, num_wrong=4),
+    Exercise.of(
+        "whole.tensor", tensor_cases, AS_ONE, "guide/exercises", attempt=tried_block, points=3,
+        shown_inputs=lambda *_: "", num_references=2, num_wrong=7,
+    ),
+)  # fmt: skip
