@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from shardlab.course.exercises.exercise import (  # isort: skip
         Case, Exercise, Measured, Message, Traffic, VirtualClock, call, call_in_place, call_without_ranks,
     )  # fmt: skip
-    from shardlab.course.exercises.in_a_cell import Prediction, check, find, hint, predict, task
+    from shardlab.course.exercises.in_a_cell import check, find, hint, task
     from shardlab.course.exercises.judge import Report, Verdict
     from shardlab.course.exercises.ladder import LADDER
+    from shardlab.course.exercises.prediction import Prediction, predict
     from shardlab.course.faults.inject import Happened, faulty, inject
 
     from shardlab.course.faults.kinds import (  # isort: skip

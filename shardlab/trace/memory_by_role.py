@@ -24,7 +24,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count, groupby
+from itertools import accumulate, count, groupby
 from time import perf_counter_ns
 from typing import Any, Self
 
@@ -230,6 +230,11 @@ class MemoryLedger(TorchDispatchMode):
             assert highest is not None
             found += [highest] if highest is last else [highest, last]
         return found
+
+    def held_bytes(self) -> list[int]:
+        """What is held on the device after each change, in order: a curve, whose highest value is that of the peak."""
+        left_out = (None, Role.OFFLOADED)
+        return list(accumulate(each.num_bytes for each in self._log if self._role_of(each.key) not in left_out))
 
     def peak(self) -> Moment:
         """The first of the highest moments."""

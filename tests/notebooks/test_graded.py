@@ -39,6 +39,14 @@ def test_it_holds_its_exercises_with_their_tasks_and_untouched_starters(path: Pa
         assert said.startswith(f"{name}: failed. "), "an untouched notebook shows what a failure looks like"
 
 
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("[0-9]*.ipynb")), ids=lambda path: path.stem)
+def test_what_is_called_an_exercise_can_be_marked(path: Path) -> None:
+    text = "\n".join(cell.source for cell in cells_of(path) if cell.cell_type == "markdown")
+    assert ("## Exercises" in text) == bool(checks_in(path)), "what cannot is something to try, or a warm-up"
+    numbered = re.findall(r"^\*\*\d\.(?: `([\w.]+)`)?", text[text.find("## Exercises") :], re.MULTILINE)
+    assert set(numbered) <= set(checks_in(path))
+
+
 @of_each
 def test_it_ends_in_two_to_four_graded_steps_without_a_solution_above_them(path: Path) -> None:
     cells = cells_of(path)
@@ -50,9 +58,18 @@ def test_it_ends_in_two_to_four_graded_steps_without_a_solution_above_them(path:
 
 
 @of_each
-def test_it_asks_for_a_number_before_the_run_that_gives_it(path: Path) -> None:
+def test_it_asks_for_a_prediction_before_the_run_that_answers_it(path: Path) -> None:
     sources = [cell.source for cell in cells_of(path) if cell.cell_type == "code"]
     asked = next(place for place, source in enumerate(sources) if source.startswith("guess = predict("))
     answered = next(place for place, source in enumerate(sources) if source.startswith("guess.against("))
     assert 0 < asked < answered
-    assert ", None" in sources[asked], "the number is the reader's"
+    assert ", None" in sources[asked], "the prediction is the reader's"
+
+
+def test_half_of_the_predictions_are_directions_and_no_saved_file_has_an_answer() -> None:
+    cells = {path: cells_of(path) for path in sorted(FOLDER.glob("[0-9]*.ipynb"))}
+    asking = {path: [cell.source for cell in of_one if "predict(" in cell.source] for path, of_one in cells.items()}
+    directions = {path for path, sources in asking.items() if "among=" in str(sources)}
+    assert len(directions) >= len([path for path, sources in asking.items() if sources]) / 2
+    for cell in (cell for of_one in cells.values() for cell in of_one if ".against(" in cell.source):
+        assert "shown once you have predicted it" in "".join(output.get("text", "") for output in cell.outputs)

@@ -85,6 +85,8 @@ class Measured:
         time_us: what the rank took on a virtual clock.
         counted: the messages that count, where not all do.
         fault: what the attempt itself has found wrong, in words; empty if nothing.
+        held: bytes that this rank held, one after another: memory over time, for the picture.
+        spans: what the rank and its link did on the virtual clock, likewise.
     """
 
     result: object
@@ -92,6 +94,8 @@ class Measured:
     time_us: float = 0
     counted: tuple[Message, ...] | None = None
     fault: str = ""
+    held: tuple[float, ...] = ()
+    spans: tuple[tuple[str, float, float], ...] = ()
 
 
 class VirtualClock:
@@ -106,20 +110,24 @@ class VirtualClock:
     Attributes:
         now_us: where the rank has come to.
         exposed_us: how long it has waited for messages.
+        spans: what took time so far: ('compute' or 'message', start, end).
     """
 
     def __init__(self, latency_us: float, bytes_per_us: float) -> None:
         self._latency_us, self._bytes_per_us = latency_us, bytes_per_us
         self.now_us = self.exposed_us = self._link_free_us = 0.0
+        self.spans: list[tuple[str, float, float]] = []
 
     def compute(self, time_us: float) -> None:
         """The rank is busy for so long; messages that are under way go on."""
+        self.spans.append(("compute", self.now_us, self.now_us + time_us))
         self.now_us += time_us
 
     def send(self, num_bytes: float) -> float:
         """Start a message; the time at which it ends."""
         start_us = max(self.now_us, self._link_free_us)
         self._link_free_us = start_us + self._latency_us + num_bytes / self._bytes_per_us
+        self.spans.append(("message", start_us, self._link_free_us))
         return self._link_free_us
 
     def wait(self, end_us: float) -> None:

@@ -132,8 +132,9 @@ def _marks(student: str, files: list[Path], exercises: Sequence[Exercise], pool:
         if name in defined:
             report = examine(exercise, FromFile(defined[name], name), pool)
             passed = report.verdict is Verdict.PASSED
+            reason = f"{report.reason}{_place(report.detail)} {report.mistake}".strip()
             score = asdict(report.score) | {"points": exercise.points} if passed else {}
-            yield Mark(student, exercise.name, report.verdict, f"{report.reason}{_place(report.detail)}", **score)
+            yield Mark(student, exercise.name, report.verdict, reason, **score)
         elif name in troubles:
             yield Mark(student, exercise.name, Verdict.FAILED, troubles[name])
         else:

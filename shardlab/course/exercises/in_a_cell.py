@@ -1,22 +1,20 @@
-"""What a learner calls in a cell: ``task``, ``hint``, ``check`` and ``predict``."""
+"""What a learner calls in a cell: ``task``, ``hint`` and ``check``."""
 
 import sys
-from dataclasses import dataclass
-from math import isfinite
 
-import numpy as np
 import pandas as pd
 
-from shardlab.course.exercises.exercise import Case, Exercise, Function
-from shardlab.course.exercises.judge import LIMIT_S, TIMEOUT_S, Report, Verdict, examine, pool_for
-from shardlab.course.exercises.ladder import LADDER
+from shardlab.course.exercises.exercise import Case, Done, Exercise, Function
+from shardlab.course.exercises.judge import LIMIT_S, TIMEOUT_S, Report, Verdict, examine, pool_for, run_case
+from shardlab.course.exercises.ladder import LADDER, solution_of
 from shardlab.course.exercises.picture import differ, held, held_table, moved, moved_table
 from shardlab.course.exercises.values import plain
+from shardlab.course.exercises.weighed_picture import memory, schedule
+from shardlab.launch import RankPool
 from shardlab.launch.cell_bar import cell_bar
 from shardlab.plots.show import is_in_a_cell, show
 
 Named = str | Exercise
-CLOSE = 0.1  # up to here a difference is said in percent, beyond it as a factor
 MOST_OF_INPUTS = 300  # characters of a line
 
 
@@ -69,8 +67,23 @@ def check(exercise: Named, function: Function, *, timeout_s: float = TIMEOUT_S, 
     cases = found.cases()
     with cell_bar(found.name, len(cases)) as advance, pool_for(cases, timeout_s, limit_s) as pool:
         report = examine(found, function, pool, advance)
+        wanted = _done_right(found, report, pool)
     _say(found, report)
+    if wanted:
+        assert report.case is not None
+        show(memory(report.done, wanted, report.case.most_peak_bytes, f"Memory over time: {found.name}"))
     return report
+
+
+def _done_right(exercise: Exercise, report: Report, pool: RankPool) -> tuple[Done, ...]:
+    """What a right answer comes to in the case that failed, where memory was wrong; empty if there is none."""
+    case, source = report.case, solution_of(exercise).partition("```python\n")[2].removesuffix("```")
+    if case is None or report.verdict is not Verdict.FAILED or not source:
+        return ()
+    if not any(done.held and (done.fault or done.peak_bytes > case.most_peak_bytes) for done in report.done):
+        return ()
+    exec(compile(source, "solution", "exec"), namespace := {})
+    return run_case(exercise, namespace[exercise.function_name], case, pool)[0]
 
 
 def table_of(report: Report) -> pd.DataFrame:
@@ -91,8 +104,11 @@ def table_of(report: Report) -> pd.DataFrame:
 def _say(exercise: Exercise, report: Report) -> None:
     if report.verdict is Verdict.PASSED:
         sys.stdout.write(f"{exercise.name}: passed. {report.score}".rstrip() + "\n")
+        _show_schedule(exercise, report)
         return
     sys.stdout.write(f"{exercise.name}: {report.verdict}. {report.reason}\n")
+    if report.mistake:
+        sys.stdout.write(report.mistake + "\n")
     if report.detail:
         sys.stdout.write(report.detail + "\n")
     if report.case is not None:
@@ -105,8 +121,14 @@ def _say(exercise: Exercise, report: Report) -> None:
     # A picture without a difference, beside a failure, would say that all is well.
     if (values := held_table(exercise, report))["differs"].any():
         show(held(values, f"Who held what: {exercise.name}", exercise.drawn_words))
+    _show_schedule(exercise, report)
     if counts and differ(messages := moved_table(report)):
         show(moved(messages, f"What moved: {exercise.name}"))
+
+
+def _show_schedule(exercise: Exercise, report: Report) -> None:
+    if report.case is not None and any(done.spans for done in report.done):
+        show(schedule(report.done, report.case, f"Your schedule: {exercise.name}"))
 
 
 def inputs_of(exercise: Exercise, case: Case) -> str:
@@ -130,59 +152,3 @@ def _show_table(table: pd.DataFrame) -> None:
     from IPython.display import display
 
     display(table)  # type: ignore[no-untyped-call]  # IPython leaves it untyped
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A number that somebody has written down before the run; ``value`` is None if nobody has."""
-
-    what: str
-    value: float | None
-    unit: str
-
-    def against(self, found: float) -> None:
-        """Print what was found beside it, and how far off it was."""
-        number = float(found)
-        if self.value is None:
-            sys.stdout.write(f"{self.what}: {self._said(number)} (you made no prediction)\n")
-            return
-        predicted = f"you predicted {self._said(self.value)}, {distance(self.value, number)}"
-        sys.stdout.write(f"{self.what}: {self._said(number)}; {predicted}\n")
-
-    def _said(self, number: float) -> str:
-        text = f"{number:,.0f}" if number.is_integer() else f"{number:,.4g}"
-        return f"{text} {self.unit}".rstrip()
-
-
-def predict(what: str, value: float | None = None, unit: str = "") -> Prediction:
-    """Keep the reader's prediction; compare it after the run with ``.against(found)``.
-
-    Args:
-        what: what the number is of.
-        value: the reader's number; None asks for one.
-        unit: of both numbers; empty for a count.
-
-    Raises:
-        ValueError: ``value`` is no finite number.
-    """
-    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    if value is not None and not (is_number and isfinite(value)):
-        raise ValueError(f"value: {value!r} was given; give a finite number{f' of {unit}' if unit else ''}, or None")
-    prediction = Prediction(what, None if value is None else float(value), unit)
-    if value is None:
-        of_unit = f", in {unit}" if unit else ""
-        sys.stdout.write(f"{what}{of_unit}? Put your number in the place of None before you run on.\n")
-    return prediction
-
-
-def distance(predicted: float, found: float) -> str:
-    """How far a prediction is from what was found, in words."""
-    if predicted == found:
-        return "exactly"
-    if found and (share := abs(predicted / found - 1)) <= CLOSE:
-        percent = f"{share:.1%}" if share >= 0.0005 else f"{100 * share:.1g}%"  # never 0.0%, which would be exact
-        return f"{percent} too {'high' if predicted > found else 'low'}"
-    if found * predicted > 0:
-        larger, smaller = sorted((abs(predicted), abs(found)), reverse=True)
-        return f"too {'high' if predicted > found else 'low'} by a factor of {larger / smaller:.2g}"
-    return f"too {'high' if predicted > found else 'low'} by {abs(predicted - found):.4g}"

@@ -14,6 +14,7 @@ from pathlib import Path
 from shardlab.comm import CollectiveEvent, Observer
 from shardlab.comm.mesh import Mesh
 from shardlab.course.exercises.exercise import Attempt, Case, Done, Exercise, Function, Measured, Message, Traffic
+from shardlab.course.exercises.mistakes import mistake_in
 from shardlab.course.exercises.values import differences, numbers_in, plain, told_apart
 from shardlab.launch import RankDied, RankError, RankHang, RankPool, current
 from shardlab.trace.observed import wire_bytes
@@ -77,9 +78,10 @@ class Report:
         verdict: passed, failed or blocked.
         reason: what differs, in one sentence; empty if it passed.
         detail: the rank's traceback, or the table of a hang, where there is one.
-        case: the case that failed.
+        case: the case that failed, or the last one.
         done: what each rank came to in it; empty where the ranks did not come to an end.
         score: of all cases that passed and in which messages count.
+        mistake: what was thought, where a failure is known (``mistakes.py``).
     """
 
     exercise: str
@@ -89,6 +91,7 @@ class Report:
     case: Case | None = None
     done: tuple[Done, ...] = ()
     score: Score = Score()
+    mistake: str = ""
 
     def __repr__(self) -> str:
         """One line, for the end of a cell."""
@@ -133,7 +136,7 @@ def on_rank(
             result = attempt(function, mesh if axes else mesh.data, *inputs[rank])
         found = result if isinstance(result, Measured) else Measured(result)
         messages = tuple(log.messages) if found.counted is None else found.counted
-        return Done(plain(found.result), found.peak_bytes, found.time_us, fault=found.fault, messages=messages)
+        return Done(**vars(found) | {"result": plain(found.result), "counted": None, "messages": messages})
 
 
 def pool_for(cases: Sequence[Case], timeout_s: float = TIMEOUT_S, limit_s: float = LIMIT_S) -> RankPool:
@@ -168,15 +171,16 @@ def examine(
         return Report(exercise.name, Verdict.BLOCKED, why)
     score, cases = Score(), exercise.cases()
     for case in cases:
-        done, reason, verdict = _run(exercise, function, case, pool)
+        done, reason, verdict = run_case(exercise, function, case, pool)
         if reason := reason or _wrong(case, done, exercise.result_words):
             first, _, rest = f"{case.words}: {reason}".partition("\n")
-            return Report(exercise.name, verdict, first, rest.strip(), case, done, score)
+            mistake = mistake_in(exercise.name, first, case, done) if verdict is Verdict.FAILED else ""
+            return Report(exercise.name, verdict, first, rest.strip(), case, done, score, mistake)
         score = score.plus(done, counts=case.traffic is not None)
         on_case(case.words)
     if not any(map(_shows_something, cases)):
         return Report(exercise.name, Verdict.BLOCKED, "every wanted result is 0, as of a function that does nothing")
-    return Report(exercise.name, Verdict.PASSED, score=score)
+    return Report(exercise.name, Verdict.PASSED, case=case, done=done, score=score)
 
 
 def _shows_something(case: Case) -> bool:
@@ -186,7 +190,9 @@ def _shows_something(case: Case) -> bool:
     return is_limited or not numbers or any(numbers)
 
 
-def _run(exercise: Exercise, function: Function, case: Case, pool: RankPool) -> tuple[tuple[Done, ...], str, Verdict]:
+def run_case(
+    exercise: Exercise, function: Function, case: Case, pool: RankPool
+) -> tuple[tuple[Done, ...], str, Verdict]:
     """What each rank came to; or why they did not come to an end, and whether that is the function's doing."""
     begun = set[int]()
     try:

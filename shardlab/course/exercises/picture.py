@@ -55,7 +55,7 @@ def differ(messages: pd.DataFrame) -> bool:
 
 def held(table: pd.DataFrame, title: str, words: str) -> go.Figure:
     """Numbers by rank as colours; a cross stands where the attempt differs; ``words`` say what is in a column."""
-    figure = _two_halves(title, f"in each column {words}; a cross: it differs")
+    figure = two_halves(title, f"in each column {words}; a cross: it differs")
     low, high = table["value"].min(), table["value"].max()
     for column, side in enumerate(SIDES, 1):
         rows = table[table["side"] == side]
@@ -81,7 +81,7 @@ def held(table: pd.DataFrame, title: str, words: str) -> go.Figure:
 
 def moved(table: pd.DataFrame, title: str) -> go.Figure:
     """The messages of each rank one behind the other, as long as their bytes."""
-    figure = _two_halves(title, "the messages of each rank in order, as long as their buffers")
+    figure = two_halves(title, "the messages of each rank in order, as long as their buffers")
     seen: set[str] = set()
     for column, side in enumerate(SIDES, 1):
         rows = table[table["side"] == side]
@@ -112,7 +112,8 @@ def _numbers(exercise: Exercise, result: object) -> list[float]:
         return []
 
 
-def _two_halves(title: str, subtitle: str) -> go.Figure:
+def two_halves(title: str, subtitle: str) -> go.Figure:
+    """An empty figure of an attempt and what was wanted."""
     halves = ("your attempt", "wanted")
     return make_subplots(rows=1, cols=2, shared_yaxes=True, subplot_titles=halves, figure=new_figure(title, subtitle))
 

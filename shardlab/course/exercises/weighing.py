@@ -98,7 +98,9 @@ def weigh(make: Make, mesh: BaseMesh, most_at_rest: Mapping[str, int], largest: 
     with Engine(module, partial(torch.optim.Adam, lr=0.01), mesh, strategy) as engine:
         _step(engine)
         log, clock.now_us = _Timed(clock), 0.0
+        clock.spans.clear()
         with mesh.observed_by(log), MemoryLedger(engine.live_tensors()) as ledger:
+            before = len(ledger.held_bytes())
             _step(engine)
         held = bytes_by_role(engine.live_tensors())
     faults = too_much(held, most_at_rest) + [
@@ -106,8 +108,9 @@ def weigh(make: Make, mesh: BaseMesh, most_at_rest: Mapping[str, int], largest: 
         for message in log.messages
         if message.num_bytes > largest
     ]
-    peak_bytes, fault = ledger.peak().num_bytes, next(iter(faults), "")
-    return Measured(None, peak_bytes, clock.now_us, tuple(log.messages), fault)
+    moments = tuple(ledger.held_bytes()[before - 1 :])
+    fault = next(iter(faults), "")
+    return Measured(None, max(moments), clock.now_us, tuple(log.messages), fault, moments, tuple(clock.spans))
 
 
 def _step(engine: Engine) -> None:

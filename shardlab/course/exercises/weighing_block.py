@@ -78,7 +78,7 @@ def tried_block(make: MakeBlock, mesh: BaseMesh, most_at_rest: Mapping[str, int]
         optimizer = torch.optim.Adam(stack.parameters(), lr=0.01)
         _step(stack, optimizer)  # the optimizer's state is there
         gc.collect()
-        ledger.unit = "weighed"
+        before = len(ledger.held_bytes())
         with mesh.observed_by(log):
             _step(stack, optimizer)
         gc.collect()
@@ -86,10 +86,11 @@ def tried_block(make: MakeBlock, mesh: BaseMesh, most_at_rest: Mapping[str, int]
     state = [each for param in params for each in optimizer.state[param].values() if each.dim()]
     grads = [param.grad for param in params if param.grad is not None]
     ledger.classify({Role.PARAMETER: params, Role.GRADIENT: grads, Role.OPTIMIZER_STATE: state})
-    moments = ledger.moments()
-    peak_bytes = max(moment.num_bytes for moment in moments if moment.unit == "weighed")
-    fault = next(iter(too_much(moments[-1].by_role, most_at_rest)), "")
-    return Measured(None, peak_bytes, counted=tuple(log.messages), fault=fault)
+    held, fault = (
+        ledger.held_bytes()[before - 1 :],
+        next(iter(too_much(ledger.moments()[-1].by_role, most_at_rest)), ""),
+    )
+    return Measured(None, max(held), counted=tuple(log.messages), fault=fault, held=tuple(held))
 
 
 def too_much(held: Mapping[Role, int], most_at_rest: Mapping[str, int]) -> list[str]:

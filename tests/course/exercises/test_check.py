@@ -17,9 +17,11 @@ from shardlab.course import LADDER, Case, Exercise, Measured, Verdict, VirtualCl
 from shardlab.course.exercises.judge import Score, examine
 from shardlab.course.exercises.picture import held, held_table, moved, moved_table
 from shardlab.course.exercises.values import difference, plain
+from shardlab.course.exercises.weighed_picture import memory, schedule
 from shardlab.launch import RankPool, current
 from tests.conftest import Pools
 from tests.course.exercises.right import right_buckets
+from tests.course.exercises.whole import StaysGathered
 from tests.course.exercises.wrong import half_a_ring
 
 
@@ -27,6 +29,7 @@ def test_a_failure_is_a_sentence_a_table_and_two_figures(capsys):
     report = check("collectives.ring_all_reduce", half_a_ring)
     printed = capsys.readouterr().out
     assert "failed. 2 ranks, 8 elements: rank 0, x after the call, element 0 (bytes 0 to 7): 1 is wanted, 0 " in printed
+    assert "\nYou get this when the ring is gone around once: every rank then has one finished chunk" in printed
     order = [printed.index(words) for words in ("messages sent", "Who held what", "What moved")]
     assert order == sorted(order)
     assert repr(report) == "collectives.ring_all_reduce: failed"
@@ -45,6 +48,40 @@ def test_a_failure_shows_its_inputs_and_no_picture_without_a_difference(capsys):
     assert "The inputs of this case: [48, 16, 32, 64, 16, 16], 96, 0" in printed
     assert "What moved" in printed
     assert "Who held what" not in printed, "the layers are right"
+
+
+def test_a_mistake_is_recognised_by_what_it_comes_to_however_it_is_written(pools):
+    def others_way(sizes, capacity):
+        """Not a line of it is that of the known mistake; and the numbers are NumPy's."""
+        *kept, _ = [list(each) for each in right_buckets(sizes, capacity)] or [[]]
+        return np.array(kept)
+
+    report = examine(find("buckets.assign"), others_way, pools(2))
+    assert report.mistake.startswith("You get this when a bucket is kept only when it is closed")
+    assert not examine(find("buckets.assign"), lambda sizes, capacity: [[0]], pools(2)).mistake, "another one bucket"
+
+
+def test_a_ratio_is_said_where_all_numbers_have_it(pools):
+    wanted = torch.tensor([1.0, -2.0, 0.0], dtype=torch.float64)
+    exercise = Exercise("class.mean", "", "", lambda: [Case("two", ((), (), ()), ({"part": wanted},) * 3)])
+    for factor, words in ((3, "3 times what is wanted, and there are 3 ranks"), (1 / 3, "1/3 of"), (2, "twice"),
+                          (0.5, "half of"), (-1, "what is wanted with the other sign"), (1.5, "")):  # fmt: skip
+        said = examine(exercise, lambda comm, factor=factor: {"part": wanted * factor}, pools(3)).mistake
+        assert said.startswith(f"Found is {words}") if words else said == ""
+    counts = Exercise("class.count", "", "", lambda: [Case("two", ((), ()), (3, 3))])
+    assert examine(counts, lambda comm: 6, pools(2)).mistake == "", "of what is counted no ratio says anything"
+
+
+def test_where_memory_is_wrong_it_is_drawn_over_time_beside_a_right_answers(capsys):
+    report = check("whole.zero3", StaysGathered)
+    printed = capsys.readouterr().out
+    assert re.search(r"Memory over time: whole.zero3: 7,\d+ B were held at once, and 7,[12]\d\d B by a right", printed)
+    assert "Your schedule: whole.zero3: " in printed
+    figure = memory(report.done, report.done, 7400, "Memory over time")
+    assert [max(trace.y) for trace in figure.data] == [done.peak_bytes for done in report.done] * 2
+    drawn = schedule(report.done, replace(report.case, most_time_us=700), "Your schedule")
+    assert "of 700 us; " in drawn.layout.title.subtitle.text
+    assert {bar.name for bar in drawn.data} == {"compute", "message"}
 
 
 def test_tasks_and_hints_are_printed(capsys):

@@ -1,9 +1,15 @@
-"""A prediction is kept and compared; without one the cell asks, and the notebook goes on."""
+"""A prediction is kept and compared; a cell asks for it and waits, and without one nothing of the answer is printed."""
+
+import builtins
 
 import numpy as np
 import pytest
+from IPython.core.error import StdinNotImplementedError
 
 from shardlab.course import predict
+from shardlab.course.exercises import prediction as room
+
+WORDS = ("more", "as many", "fewer")
 
 
 def test_a_number_is_compared_with_what_was_found(capsys) -> None:
@@ -22,14 +28,41 @@ def test_a_number_is_compared_with_what_was_found(capsys) -> None:
         assert capsys.readouterr().out == words
 
 
-def test_without_a_number_it_asks_and_says_what_was_found(capsys) -> None:
-    predict("sent in a step", None, "MB").against(4.130304)
-    asked, found = capsys.readouterr().out.splitlines()
-    assert asked == "sent in a step, in MB? Put your number in the place of None before you run on."
-    assert found == "sent in a step: 4.13 MB (you made no prediction)"
+def test_a_direction_is_compared_with_both_numbers(capsys) -> None:
+    for found, beside, words in (
+        (8, 6, "sent by bf16: more (8 B and 6 B), and you predicted 'fewer'\n"),
+        (6, 6, "sent by bf16: as many (6 B and 6 B), and you predicted 'fewer'\n"),
+        (5.5, 6, "sent by bf16: fewer (5.5 B and 6 B), as you predicted\n"),
+    ):
+        predict("sent by bf16", "fewer", "B", among=WORDS).against(found, beside)
+        assert capsys.readouterr().out == words
 
 
-def test_what_is_no_number_is_refused() -> None:
+def test_without_a_prediction_the_answer_is_not_printed(capsys) -> None:
+    for among, asked in (((), "sent, in MB? "), (WORDS, "sent, in MB? (more, as many, fewer) ")):
+        predict("sent", None, "MB", among=among).against(4.130304)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == f"{asked}Put your prediction in the place of None before you run on."
+        assert lines[1] == "sent: shown once you have predicted it, in the place of None above."
+
+
+def test_a_cell_asks_until_it_has_an_answer(monkeypatch) -> None:
+    monkeypatch.setattr(room, "is_in_a_cell", lambda: True)
+    typed = iter(["", "many", "nan", " 4.1 ", "4.1", "fewer"])
+    monkeypatch.setattr(builtins, "input", lambda question: next(typed))
+    assert predict("sent", None, "MB").value == 4.1
+    assert predict("sent", None, "MB", among=WORDS).value == "fewer"
+
+    def nobody(question):
+        raise StdinNotImplementedError
+
+    monkeypatch.setattr(builtins, "input", nobody)
+    assert predict("sent").value is None
+
+
+def test_what_is_no_prediction_is_refused() -> None:
     for value in (float("nan"), float("inf"), "4", True):
         with pytest.raises(ValueError, match=r"value: .* was given; give a finite number of MB, or None"):
             predict("sent", value, "MB")
+    with pytest.raises(ValueError, match=r"value: 'less' was given; give one of more, as many, fewer, or None"):
+        predict("sent", "less", among=WORDS)

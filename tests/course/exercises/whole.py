@@ -112,6 +112,9 @@ class GathersAgain(ZeRO3):
         self.comm.all_gather(part.new_zeros(8 * self.num_ranks), part, tag="once more").wait()
 
 
+OneUnit = partial(FSDP, wrap="root")
+NoPrefetch = partial(FSDP, prefetch=0)
+
 RIGHT_WHOLE = {
     "whole.ddp": [OneMessage], "whole.bucketed": [Bucketed], "whole.zero1": [ZeRO1], "whole.zero2": [ZeRO2],
     "whole.zero3": [ZeRO3], "whole.fsdp": [FSDP],
@@ -148,8 +151,8 @@ WRONG_WHOLE = {
     "whole.fsdp": {
         ZeRO2: "^2 ranks, weighed: rank 0: parameter of 1744 B at rest",
         ZeRO3: "^2 ranks, weighed: rank 0 held .* B at once, and 6500 B are allowed",
-        partial(FSDP, wrap="root"): "^2 ranks, weighed: rank 0: a message of 1744 B, and 600 B are allowed",
-        partial(FSDP, prefetch=0): "^2 ranks, weighed: rank 0 took .* us on the virtual clock, and 640 are enough",
+        OneUnit: "^2 ranks, weighed: rank 0: a message of 1744 B, and 600 B are allowed",
+        NoPrefetch: "^2 ranks, weighed: rank 0 took .* us on the virtual clock, and 640 are enough",
     },
     "whole.tensor": WRONG_TENSOR,
 }

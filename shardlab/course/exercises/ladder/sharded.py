@@ -88,7 +88,7 @@ def units_cases() -> list[Case]:
 
 
 def _units_case(words: str, sizes: Sequence[int], budget: int, prefetch: int) -> Case:
-    units = next(units for units in _cuts(len(sizes)) if _peak_bytes(units, sizes, prefetch) <= budget)
+    units = next(units for units in _cuts(len(sizes)) if max(_held_bytes(units, sizes, prefetch)) <= budget)
     num_bytes = [sum(sizes[index] for index in unit) for unit in units]
     sent = [Message.around_a_ring(Collective.ALL_GATHER, size, 2) for size in num_bytes]
     inputs, wanted = (list(sizes), budget, prefetch), {"layers": list(range(len(sizes)))}
@@ -103,10 +103,10 @@ def _cuts(num_layers: int) -> Iterator[list[range]]:
             yield [range(start, stop) for start, stop in pairwise(bounds)]
 
 
-def _peak_bytes(units: Units, sizes: Sequence[int], prefetch: int) -> int:
-    """What is gathered at once, at most: a unit and those after it that are on their way."""
+def _held_bytes(units: Units, sizes: Sequence[int], prefetch: int) -> list[int]:
+    """What is gathered at once, while each unit computes: it, and those after it that are on their way."""
     num_bytes = [sum(sizes[index] for index in unit) for unit in units]
-    return max((sum(num_bytes[place : place + 1 + prefetch]) for place in range(len(units))), default=0)
+    return [sum(num_bytes[place : place + 1 + prefetch]) for place in range(len(units))]
 
 
 def gather_units(function: Function, comm: Communicator, sizes: Sequence[int], budget: int, prefetch: int) -> Measured:
@@ -121,7 +121,8 @@ def gather_units(function: Function, comm: Communicator, sizes: Sequence[int], b
     for unit in units:
         gathered = torch.zeros(sum(sizes[index] for index in unit), dtype=torch.uint8)
         comm.all_gather(gathered, gathered.chunk(comm.num_ranks)[comm.rank].clone(), tag="unit").wait()
-    return Measured({"layers": layers}, peak_bytes=_peak_bytes(units, sizes, prefetch))
+    held = _held_bytes(units, sizes, prefetch)
+    return Measured({"layers": layers}, peak_bytes=max(held, default=0), held=tuple(held))
 
 
 UNITS = Exercise.of(

@@ -110,7 +110,7 @@ def zero1_cases() -> list[Case]:
     steps, by the names of all parameters, empty where it steps nothing. flat_layout(specs, num_ranks) of
     shardlab.partition says which: pieces(rank) have a name, flat_start and flat_stop, chunk(rank) is where the rank's
     part begins and ends, and padded_numel is the length with padding. make_means() leaves the means in the .grad of
-    pieces. stepping(loads=False) is a context: inside, the optimizer steps; at its end all ranks must have all
+    pieces. stepping(*, loads=False) is a context: inside, the optimizer steps; at its end all ranks must have all
     parameters. holdings() yields what has memory: beside that of super().holdings(), Holding(Role.GRADIENT, tensor).
 
     Hints:
@@ -161,9 +161,10 @@ def zero3_cases() -> list[Case]:
 def fsdp_cases() -> list[Case]:
     """whole_fsdp: as whole_zero3, unit by unit, and the next one ahead of time.
 
-    Units are the children of given.module that have parameters. A unit is gathered in one message before its forward
-    and again before its backward, freed after each, and its gradients are scattered when the last has come. While one
-    unit computes, the message of the next one is under way. LaidOut(..., hooks=[...]) takes the handles of your hooks.
+    Units are the children of given.module that have parameters; keep yours under another name than self.units, which
+    is for units of the library's own kind. A unit is gathered in one message before its forward and again before its
+    backward, freed after each, and its gradients are scattered when the last has come. While one unit computes, the
+    message of the next one is under way. LaidOut(..., hooks=[...]) takes the handles of your hooks.
     In messages of at most 600 bytes, 6500 bytes at the peak and 640 us are enough.
 
     Hints:

@@ -1,0 +1,88 @@
+"""What was thought: a failure that a known mistake comes to as well, number by number, is said in words.
+
+``mistakes.toml`` has for each exercise the wrong answers of its tests: by the answer's name a signature of its failure,
+and what one has thought who writes it. A signature is of behaviour alone: the case, what differs first and, where ranks
+came to results, all of these. Of a failure that is not known at least a ratio is said, where all numbers have the same.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from hashlib import blake2b
+from math import isclose
+from pathlib import Path
+
+from torch import Tensor
+
+from shardlab.course.exercises.exercise import Case, Done
+from shardlab.course.exercises.values import difference, numbers_in, plain
+
+# What differs between answers that fail alike: where a call stands, which rank was first to raise, and its words.
+PLACE = re.compile(r" \(at [^)]*\)")
+RAISED = re.compile(r"rank \d+ raised (\w+).*")
+WAITED = re.compile(r"(ranks waited in a collective).*")
+CLOSE = 1e-9
+
+
+@cache
+def known() -> dict[str, dict[str, tuple[str, str]]]:
+    """Signature and sentence of each wrong answer, by exercise and by the answer's name."""
+    return tomllib.loads(Path(__file__).with_name("mistakes.toml").read_text())
+
+
+def signature(reason: str, case: Case, done: Sequence[Done]) -> str:
+    """Of a failure: by the results of all ranks where one is wrong, else by what the reason says."""
+    text = f"{case.words} {[_rounded(of_rank.result) for of_rank in done]}"
+    if not any(difference(plain(wanted), one.result) for wanted, one in zip(case.wanted, done, strict=False)):
+        text = WAITED.sub(r"\1", RAISED.sub(r"\1", PLACE.sub("", reason)))
+    return blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def mistake_in(exercise: str, reason: str, case: Case, done: Sequence[Done]) -> str:
+    """A sentence on what was thought, or on the ratio of found and wanted; empty where nothing is known."""
+    found = signature(reason, case, done)
+    for of_known, sentence in known().get(exercise, {}).values():
+        if of_known == found:
+            return f"You get this when {sentence}"
+    ratios = (_ratio(plain(wanted), of_rank.result) for of_rank, wanted in zip(done, case.wanted, strict=False))
+    ratio = next(filter(None, ratios), 0.0)
+    return _in_words(ratio, len(done)) if ratio else ""
+
+
+def _rounded(value: object) -> object:
+    """With numbers as text of five digits, whatever type they have, so that another order of summation is equal."""
+    value = value.tolist() if isinstance(value, Tensor) else value
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return f"{round(value, 9) + 0.0:.5g}" if isinstance(value, int | float) else value
+
+
+def _ratio(wanted: object, found: object) -> float:
+    """By which all numbers differ of the first tensor, or float, that is wrong; 0 if there is none."""
+    if isinstance(wanted, Mapping) and isinstance(found, Mapping) and set(wanted) == set(found):
+        return _ratio(list(wanted.values()), [found[key] for key in wanted])
+    if isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
+        wrong = (pair for pair in zip(wanted, found, strict=True) if difference(*pair))
+        return _ratio(*next(wrong, (None, None)))
+    right, numbers = numbers_in(wanted), numbers_in(found)
+    if not isinstance(wanted, Tensor | float) or len(right) != len(numbers) or not any(right):
+        return 0.0  # what counts something, as layers in a bucket, has no ratio that says anything
+    ratio = next(there / here for here, there in zip(right, numbers, strict=True) if here)
+    is_same = all(isclose(there, ratio * here, rel_tol=CLOSE) for here, there in zip(right, numbers, strict=True))
+    return ratio if is_same else 0.0
+
+
+def _in_words(ratio: float, num_ranks: int) -> str:
+    ways = (
+        (num_ranks, f"{num_ranks} times what is wanted, and there are {num_ranks} ranks: a sum that nobody has "
+         "divided, or something that every rank has counted."),
+        (1 / num_ranks, f"1/{num_ranks} of what is wanted, and there are {num_ranks} ranks: divided once too often, or "
+         "the term of one rank in the place of a sum."),
+        (2, "twice what is wanted: something is counted two times."),
+        (1 / 2, "half of what is wanted: it is divided once too often, or a half of the terms is missing."),
+        (-1, "what is wanted with the other sign."),
+    )  # fmt: skip
+    return next((f"Found is {words}" for of_words, words in ways if isclose(ratio, of_words, rel_tol=CLOSE)), "")
