@@ -1,6 +1,7 @@
 """What a learner calls in a cell: ``task``, ``hint`` and ``check``."""
 
 import sys
+from typing import Any
 
 import pandas as pd
 
@@ -82,7 +83,8 @@ def _done_right(exercise: Exercise, report: Report, pool: RankPool) -> tuple[Don
         return ()
     if not any(done.held and (done.fault or done.peak_bytes > case.most_peak_bytes) for done in report.done):
         return ()
-    exec(compile(source, "solution", "exec"), namespace := {})
+    namespace: dict[str, Any] = {}
+    exec(compile(source, "solution", "exec"), namespace)
     return run_case(exercise, namespace[exercise.function_name], case, pool)[0]
 
 

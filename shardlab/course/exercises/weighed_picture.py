@@ -62,7 +62,7 @@ def schedule(done: Sequence[Done], case: Case, title: str) -> go.Figure:
 
 def _targets(done: Sequence[Done], case: Case) -> list[str]:
     """What the busiest rank took of each thing that is limited."""
-    limits = {
+    limits: dict[str, tuple[float, list[float]]] = {
         "us": (case.most_time_us, [of_rank.time_us for of_rank in done]),
         "B at the peak": (case.most_peak_bytes, [of_rank.peak_bytes for of_rank in done]),
         "messages": (case.traffic.most_messages if case.traffic else inf, [len(one.messages) for one in done]),
