@@ -1,276 +1,247 @@
-"""What the terminal says of time here: a workload's forecast, calibration, what if, and how far forecasts miss."""
+"""``shardlab forecast``: how long a step of a transformer takes on GPUs that are not here, and what it holds."""
 
 import json as json_text
-import os
-from collections.abc import Collection, Mapping
-from contextlib import suppress
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from shardlab.cli.console import answer_table, names_in, progress_bar, table_of
+from shardlab.cli.console import answer_table, count, table_of
+from shardlab.cli.counted_model import CountedModel
+from shardlab.planner.formulas import precision_named
 
 if TYPE_CHECKING:
-    import pandas as pd
+    from shardlab.forecast.job import Job
+    from shardlab.forecast.predict import Forecast
 
-    from shardlab.experiment.planned.plan import Plan
-    from shardlab.forecast.machine import Machine
+CARD = "h100"  # where none is given
+Step = tuple[dict[str, Any], float]
+"""Arguments of one that was measured, and its seconds."""
 
-CALIBRATION, LIMIT_S = Path("machine.json"), 600.0
-SETS = {"published": "published steps", "held_out": "published steps that were held out", "here": "steps run here"}
-
-
-def with_forecasts(
-    rows: "pd.DataFrame", place: str, ranks: int, plans: Mapping[str, "Plan"], options: Mapping[str, Any],
-    machine: "Machine | None",
-) -> tuple["pd.DataFrame", str]:  # fmt: skip
-    """The rows of a plan with bytes at the peak, those of a calibrated machine with times; and how to take them."""
-    import pandas as pd
-
-    from shardlab.analysis.held_bytes import peaks_of_steps
-    from shardlab.bench.calibrate import differs_here
-    from shardlab.experiment.config import CompareConfig
-    from shardlab.experiment.planned.forecast import forecast_step
-    from shardlab.experiment.planned.plan import to_plan
-    from shardlab.experiment.trained.named_workload import workload_at
-
-    found = {}
-    with progress_bar(len(plans), first="steps without values") as advance:
-        for name, plan in plans.items():
-            config = to_plan(workload_at(place), ranks, (name,), device="cpu", steps=CompareConfig.steps, **options)
-            with suppress(RuntimeError):  # it needs values
-                found[name] = forecast_step(config, name, machine, rank=plan.heaviest_rank)
-            advance(name)
-    peaks = {name: peaks_of_steps(one.records.steps) for name, one in found.items()}
-    for column in ("peak_bytes", "peak_step", "least_peak_bytes"):
-        values = [peaks.get(name, {}).get(column) for name in rows["strategy"]]
-        rows = rows.assign(**{column: pd.array(values, "Int64")})
-    unknown = ", ".join(name for name in plans if name not in found)
-    note = unknown and f" Of {unknown} more is not known: a step needs values."
-    if machine is None or not found:
-        return rows, note
-    first = min(found, key=lambda name: found[name].seconds)
-    is_known = not (found[first].is_outside or found[first].unmeasured)
-    miss = machine.misses(first, ranks, found[first].seconds) if is_known else "how far they miss is not known"
-    note += f" Times are those of {machine.name}: {miss}."
-    if other := differs_here(machine):
-        note += f" It was calibrated {other}: times of this machine may be others."
-    if machine.is_quick:
-        note += " It was calibrated quickly, with few sizes and readings."
-    if unmeasured := sorted({kind for one in found.values() for kind in one.unmeasured}):
-        note += f" Of {' and '.join(unmeasured)} nothing was calibrated: times with them may be far off."
-    if outside := [name for name, one in found.items() if one.is_outside]:
-        note += f" Outside of what was calibrated, with larger operations or messages: {', '.join(outside)}."
-    times = [round(1e3 * found[name].seconds, 1) if name in found else None for name in rows["strategy"]]
-    return rows.assign(step_ms=pd.array(times, "Float64")), note
+Config = Annotated[Path, typer.Option(help="The config.json of a transformer, as it lies beside its weights.")]
+Ranks = Annotated[int, typer.Option(min=1, help="Number of GPUs.")]
+Card = Annotated[str, typer.Option(help="A card, such as h100 or 4090; or a memory, such as 24GB, for bytes alone.")]
+Network = Annotated[
+    str, typer.Option(help="For example '8 per host, nvlink4, 400Gb/s per GPU'; by default what is usual for the card.")
+]
+Batch = Annotated[int | None, typer.Option(min=1, help="Sequences of a step; by default one a data rank.")]
+SeqLen = Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence; by default as many as the file says.")]
+Kept = Annotated[
+    str,
+    typer.Option(
+        help="What is kept of a parameter: mixed (16 bytes), fp32 (16), mixed-8bit (10), pure-bf16 (8), or bytes of "
+        "parameter, gradient, master weight and Adam's two moments, such as 2+4+4+4+4."
+    ),
+]
+Measured = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="A step of this cluster that was measured: what forecast prints as --json, with the seconds that it took; "
+        "up to three times."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 
-def machine_for(calibration: Path | None, ranks: int, strategies: Collection[str]) -> "Machine | None":
-    """A calibration that has what forecasts of these strategies need; None where none is given.
-
-    Raises:
-        ValueError: it cannot be read, or was not made for so many ranks.
-    """
-    from shardlab.forecast.machine import Machine
-
-    if calibration is None:
-        return None
-    machine = Machine.load(calibration)
-    for name in strategies:
-        machine.costs(ranks, single=name == "single")
-    return machine
-
-
-def calibrate(
-    ranks: Annotated[str, typer.Option(help="Comma-separated: how many ranks at once.")] = "2,4",
-    out: Annotated[Path, typer.Option(help="The file; a plan reads it with --calibration.")] = CALIBRATION,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and readings: sooner, and less sure.")] = False,
-    limit: Annotated[float, typer.Option(help="Seconds after which no further part is begun.")] = LIMIT_S,
+def forecast(
+    config: Config,
+    ranks: Ranks,
+    gpu: Card = CARD,
+    network: Network = "",
+    strategy: Annotated[str, typer.Option(help="Of the data ranks; by default fsdp.")] = "",
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    batch: Batch = None,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of a forward on a rank.")] = 1,
+    no_sync: Annotated[
+        bool, typer.Option("--no-sync", help="Only the last of a step's micro-batches reduces gradients.")
+    ] = False,
+    seq_len: SeqLen = None,
+    recompute: Annotated[str, typer.Option(help="Layers that are computed again: a number, full or selective.")] = "0",
+    precision: Kept = "mixed",
+    compiled: Annotated[bool, typer.Option("--compiled", help="Layers are compiled.")] = False,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Products of layers are computed in 8 bits.")] = False,
+    async_tp: Annotated[
+        bool, typer.Option("--async-tp", help="Tensor-parallel messages go in parts, beside products.")
+    ] = False,
+    measured: Measured = None,
+    json: AsJson = False,
 ) -> None:
-    """Measure what this machine takes for operations and messages, for forecasts of time; leave it alone meanwhile.
-
-    Parts that are measured are kept beside the file until it is whole: after an interrupt or the limit, go on by the
-    same command.
-    """
-    from shardlab.bench.calibrate import Calibration
-
-    counts = list(dict.fromkeys(int(text) if text.isdigit() else 0 for text in names_in(ranks)))
-    if not counts or min(counts) < 2:
-        raise ValueError(f"ranks: {ranks!r} is given; give numbers from 2 on, such as 2,4")
-    if not limit > 0:
-        raise ValueError(f"limit: {limit:g} is given; give seconds above 0")
-    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise ValueError(f"out: {out} cannot be written; name a file in an existing directory")
-    parts = out.with_name(f"{out.name}.part")
-    calibration, console = Calibration(counts, is_quick=quick, path=parts), Console(highlight=False)
-    total, missing = len(calibration.parts), len(calibration.missing)
-    if missing < total:
-        said = f"{total - missing} of {total} parts were measured before; remove {parts} to measure them again"
-        console.print(said, soft_wrap=True)
-    with progress_bar(missing) as advance, suppress(KeyboardInterrupt):
-        calibration.measure(advance, limit)
-    if left := len(calibration.missing):
-        said = f"Stopped: {total - left} of {total} parts are measured, and kept in {parts}; the same command goes on"
-        console.print(said, soft_wrap=True)
-        raise typer.Exit(1)
-    calibration.machine().write(out)
-    calibration.kept.drop()
-    console.print(f"Calibration: {out}", soft_wrap=True)
-
-
-def what_if(
-    directory: Annotated[Path, typer.Argument(help="What compare wrote.")],
-    strategy: Annotated[str, typer.Option(help="Whose run.")],
-    workload: Annotated[str, typer.Option(help="Of a run of your own model: FILE.py:NAME.")] = "",
-    link: Annotated[str, typer.Option(help="Another link, such as 10Gbps,50us.")] = "",
-    ranks: Annotated[int, typer.Option(help="Another number of ranks, as many rows on each.")] = 0,
-    bucket_mib: Annotated[float, typer.Option(help="Another capacity of buckets.")] = 0.0,
-    prefetch: Annotated[int, typer.Option(help="Units gathered ahead.")] = -1,
-    precision: Annotated[str, typer.Option(help="Another precision.")] = "",
-    wrap: Annotated[str, typer.Option(help="Other units.")] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print seconds as JSON.")] = False,
-) -> None:
-    """Say how long a recorded step would take with one thing changed, by replaying it."""
-    from shardlab.experiment.planned.what_if import what_if as replayed
-    from shardlab.experiment.told.saved_runs import load_saved
-    from shardlab.experiment.trained.named_workload import workload_at
-
-    comparison, config = load_saved(directory)
-    if config.workload is not None:
-        if not workload:
-            raise ValueError(f"workload: {directory} is of a model of your own, {config.workload}; give FILE.py:NAME")
-        given = workload_at(workload)
-        if str(given) != str(config.workload):
-            raise ValueError(f"workload: {workload} trains {given}, and {directory} is of {config.workload}")
-        object.__setattr__(config, "workload", given)
-    changes: dict[str, Any] = {"link": link, "bucket_mib": bucket_mib, "precision": precision, "wrap": wrap}
-    changes = {name: value for name, value in changes.items() if value}
-    changes |= {"prefetch": prefetch} if prefetch >= 0 else {}
-    if ranks:
-        changes |= {"ranks": ranks}
-        changes |= {} if config.batch is None else {"batch": config.batch * ranks // config.ranks}
-    if not changes:
-        raise ValueError("link, ranks, bucket-mib, prefetch, precision, wrap: none is given; give what is changed")
-    found = replayed(comparison.records, config, strategy, **changes)
-    if json:
-        typer.echo(json_text.dumps({**asdict(found), "gain": found.gain, "is_reproduced": found.is_reproduced}))
-        return
-    said = ", ".join(f"{name} {value}" for name, value in changes.items())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    devices = comparison.records.manifests[strategy]["devices"]
-    if {*devices} == {"cpu"} and ranks > max(cores, config.ranks):
-        said += f" (as if each rank had a core; here are {cores})"
-    Console(highlight=False).print(answer_table([("WHAT IF", f"{strategy} with {said}: {found.sentence()}")]))
-
-
-def validate(
-    calibration: Annotated[
-        Path | None, typer.Option(help="The file of shardlab calibrate; by default machine.json, where there is one.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the misses as JSON.")] = False,
-) -> None:
-    """Say how far forecasts of time miss: of published steps, and, where it was calibrated, of steps run here."""
-    from shardlab.forecast.machine import Machine
-    from shardlab.forecast.published import validate_published
-
-    given = calibration or CALIBRATION
-    # One that is named has to be there.
-    machine = Machine.load(given) if calibration or given.exists() else None
-    published, console = validate_published(), Console(highlight=False)
-    if not json:
-        _tell_published(console, published)  # before steps are run for minutes
-    here = None if machine is None else _validated(machine, given)
-    if json:
-        typer.echo(json_text.dumps(_misses(published, here), indent=2))
-    elif here is not None:
-        _tell_here(console, here)
+    """Say how long a step of a transformer takes on GPUs that are not here, and what it holds at its peak."""
+    precision_named(precision)  # before anything is read
+    model, steps = CountedModel.of(config, seq_len or 0), [step_in(file) for file in measured or ()]
+    way = {
+        "tensor": tp, "micro_batch": micro_batch, "no_sync": no_sync, "states": precision,
+        "strategy": strategy or ("fsdp" if ranks > tp else "single"),
+        "recompute": int(recompute) if recompute.isdigit() else recompute, "compiled": compiled,
+        "precision": "fp8" if fp8 else "bf16", "async_tensor": async_tp,
+    }  # fmt: skip
+    if (memory := memory_alone(gpu)) is not None:
+        timed = {"network": network, "measured": steps, "fp8": fp8, "async-tp": async_tp}
+        if given := [name for name, value in timed.items() if value]:
+            raise ValueError(
+                f"{', '.join(given)}: of {gpu} the memory is known and no speed; name a card, such as h100"
+            )
+        _tell_memory(model, _job_of(model.sizes | way, ranks, batch), gpu, memory, json=json)
     else:
-        said = f"Of this machine nothing is said: {given} is not there; shardlab calibrate, then this again."
-        console.print(said, soft_wrap=True)
+        on = {"hardware": gpu, "network": network or None}
+        _tell_forecast(model, _job_of(model.sizes | way | on, ranks, batch), steps, json=json)
+    if not json:
+        model.print_difference()
 
 
-def _validated(machine: "Machine", calibration: Path) -> "pd.DataFrame":
-    """Steps that are forecast and run here; the calibration keeps them."""
-    from shardlab.bench.validated_here import configurations, validate_here
+def memory_alone(gpu: str) -> float | None:
+    """Bytes of a GPU that has no preset: of a memory such as 24GB, or of a card whose speed is not known."""
+    from shardlab.planner.gpu import Gpu
 
-    with progress_bar(len(configurations(machine))) as advance:
-        here = validate_here(machine, advance)
-    columns = here[["strategy", "ranks", "predicted", "measured"]]
-    replace(machine, validated=tuple(columns.itertuples(index=False, name=None))).write(calibration)
-    return here
-
-
-def _sets(published: "pd.DataFrame") -> dict[str, "pd.DataFrame"]:
-    return {"published": published[~published["held_out"]], "held_out": published[published["held_out"]]}
+    parsed = Gpu.parse(gpu)
+    if not parsed.name and parsed.link is not None:
+        raise ValueError(f"gpu: {gpu} has a link; give a card or its memory, and links as --network")
+    return None if parsed.peaks else parsed.memory_bytes
 
 
-def _misses(published: "pd.DataFrame", here: "pd.DataFrame | None") -> dict[str, Any]:
-    from shardlab.bench.validated_here import regret_of
-    from shardlab.forecast.published import summary
-    from shardlab.forecast.region import by_laboratory
-
-    sets = _sets(published) | ({} if here is None else {"here": here})
-    found: dict[str, Any] = {name: summary(rows).to_dict("index") for name, rows in sets.items()}
-    found["by_laboratory"] = by_laboratory(published).to_dict("records")
-    found["worst_peak"] = published["peak_error"].abs().max()
-    return found if here is None else found | {"regret": regret_of(here), "rows": here.to_dict("records")}
-
-
-def _tell_set(console: Console, name: str, rows: "pd.DataFrame") -> None:
-    """Print a table of misses, beside the toys."""
-    from shardlab.forecast.published import summary
-
-    table, steps = summary(rows), f"{int((~rows['calibration']).sum())} {SETS[name]}"
-    shown = (100 * table).round(1).reset_index(names="forecast")
-    shown["forecast"] = ["this one", "constant rate", "roofline"]
-    console.print(table_of(shown, f"Misses of {steps}, %", 2))
-    ours, toys = table.iloc[0], table.iloc[1:]
-    if (toys[["p90", "worst"]] < ours[["p90", "worst"]]).any().any():
-        console.print("A toy is better than this forecast in its 90th percentile or its worst case.", style="bold")
+def step_in(file: Path) -> Step:
+    """One from what a forecast prints as JSON."""
+    try:
+        step = json_text.loads(file.read_text())
+        return step["arguments"], float(step["seconds"])
+    except (OSError, TypeError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"measured: {file} is no step; write one with shardlab forecast ... --json > {file}, and put its measured "
+            "seconds in"
+        ) from error
 
 
-def _tell_published(console: Console, published: "pd.DataFrame") -> None:
-    for name, rows in _sets(published).items():
-        _tell_set(console, name, rows)
-    from shardlab.forecast.region import by_laboratory
-    from shardlab.forecast.search import published_regrets
+def rates(job: "Job", seconds: float) -> dict[str, float]:
+    """Tokens a second and a day over all ranks, and the MFU."""
+    rate = job.tokens_per_step / seconds
+    return {"tokens_per_second": rate, "tokens_per_day": 86400 * rate, "mfu": job.mfu(seconds)}
 
-    shown = by_laboratory(published)
-    errors = ["median", "p90", "worst", "raw_median", "raw_worst"]
-    shown[errors] = (100 * shown[errors]).round(1)
-    console.print(
-        table_of(shown, "By laboratory, %, with a measured step of its machines where there is one, and raw", 2)
+
+def _tell_memory(model: CountedModel, job: "Job", gpu: str, memory: float, *, json: bool) -> None:
+    from shardlab.forecast.peak import peak_bytes, rest_bytes
+
+    if json:
+        arguments = {name: value for name, value in asdict(job).items() if name not in ("hardware", "network")}
+        found: dict[str, Any] = {"seconds": None, "rest_bytes": rest_bytes(job), "peak_bytes": peak_bytes(job)}
+        found |= {"fits": _verdict(peak_bytes(job), memory), "arguments": arguments}
+        typer.echo(json_text.dumps({**model.as_json(), **found}, indent=2))
+        return
+    Console(highlight=False).print(answer_table([
+        model.line, ("PLANNED", _planned(job, gpu)), ("MEMORY", _memory(job, memory)),
+        ("TIME", f"not known: of {gpu} the memory is known and no speed; name a card, such as h100"),
+    ]))  # fmt: skip
+
+
+def _planned(job: "Job", gpu: str) -> str:
+    kept = f"{job.precision} with {job.kept.total} bytes a parameter"
+    return f"{job.way}; rows of {count(job.seq_len, 'token')}, {kept}, on {job.data * job.tensor} x {gpu}"
+
+
+def _memory(job: "Job", room: float) -> str:
+    from shardlab.forecast.peak import peak_bytes, rest_bytes
+
+    peak = peak_bytes(job)
+    said = f"{rest_bytes(job) / 1e9:.3g} GB at rest, {peak / 1e9:.3g} GB in tensors at the peak, of {room / 1e9:.3g} GB"
+    return f"{said}: {_verdict(peak, room)}{_of_logits(job, room)}"
+
+
+def _tell_forecast(model: CountedModel, job: "Job", steps: Sequence[Step], *, json: bool) -> None:
+    import pandas as pd
+
+    from shardlab.forecast.peak import rest_bytes
+    from shardlab.forecast.predict import forecast_of
+    from shardlab.forecast.region import expected_miss
+
+    found, miss = forecast_of(job, steps), expected_miss(job, steps)
+    if json:
+        told = {**model.as_json(), **asdict(found), "rest_bytes": rest_bytes(job), "miss": asdict(miss)}
+        told |= {**rates(job, found.seconds), "fits": _verdict(found.peak_bytes, job.card.memory_bytes)}
+        typer.echo(json_text.dumps({**told, "arguments": asdict(job)}, indent=2))
+        return
+    console = Console(highlight=False)
+    console.print(answer_table([
+        model.line,
+        ("PLANNED", _planned(job, job.card.name)),
+        ("TIME", _time(job, found, miss.share)),
+        ("MEMORY", _memory(job, job.card.memory_bytes)),
+        ("MISSES BY", miss.reason if miss.share is None else f"up to {miss.share:.0%}: {miss.reason}"),
+        *(("WARNING", warning) for warning in found.warnings),
+        ("NOT IN IT", " ".join(found.not_modelled)),
+    ]))  # fmt: skip
+    parts = pd.Series(found.parts)
+    parts = parts[parts > 0.001 * found.seconds].sort_values(ascending=False)
+    table = pd.DataFrame(
+        {"part": parts.index, "s": parts.map("{:.3g}".format), "%": (100 * parts / found.seconds).map("{:.1f}".format)}
     )
-    console.print(
-        "Known: of how many of its steps those of all others say an error; held: how many are missed by no more.",
-        soft_wrap=True,
-    )
-    regrets = sorted(published_regrets())
-    console.print(
-        f"Of {len(regrets)} published jobs with several ways the one that is ranked first is {median(regrets):.1%} "
-        f"slower than the fastest in the median, {regrets[-1]:.1%} at most.",
-        soft_wrap=True,
-    )
-    most = published.iloc[published["error"].abs().argsort()[::-1][:2]][["name", "machine", "error"]]
-    said = "; ".join(f"{name} ({machine}) by {error:+.1%}" for name, machine, error in most.itertuples(index=False))
-    console.print(f"The two published steps that are missed by most: {said}.")
-    peaks = published["peak_error"].abs().dropna()
-    console.print(f"Bytes at the peak of {len(peaks)} published steps are missed by {peaks.max():.1%} at most.")
+    console.print(table_of(table, "What a step is spent on", 2, right=["s", "%"]))
 
 
-def _tell_here(console: Console, here: "pd.DataFrame") -> None:
-    from shardlab.bench.validated_here import regret_of
-
-    _tell_set(console, "here", here)
-    console.print(f"Choosing the strategy that is forecast to be fastest costs {regret_of(here):.1%} on average.")
-    worst = here.reindex(here["error"].abs().sort_values(ascending=False).index).head(5)
-    shown = worst[["strategy", "ranks", "rows", "link"]].assign(
-        predicted=(1e3 * worst["predicted"]).round(1), measured=(1e3 * worst["measured"]).round(1),
-        error=(100 * worst["error"]).round(1),
+def _time(job: "Job", found: "Forecast", share: float | None) -> str:
+    """Seconds, tokens and MFU, as ranges: by how much the forecast may miss, and of links that are not known."""
+    miss = share or 0.0
+    ends = found.seconds / (1 + miss), found.most_seconds / (1 - min(miss, 0.9))
+    seconds, tokens, daily, shares = (
+        " to ".join(dict.fromkeys(_in_two_digits(of(end)) for end in ends))
+        for of in (
+            float, lambda end: job.tokens_per_step / end, lambda end: 86400e-9 * job.tokens_per_step / end,
+            lambda end: 100 * job.mfu(end),
+        )
     )  # fmt: skip
-    names = {"predicted": "predicted (ms)", "measured": "measured (ms)", "error": "error (%)"}
-    console.print(table_of(shown.astype({"link": str}).rename(columns=names), "The five largest here", 2))
+    notes = "; how far this may miss is not known" if share is None else ""
+    if job.assumed_gigabits and found.most_seconds > 1.005 * found.seconds:
+        least, most = job.assumed_gigabits
+        notes = f"; links between hosts of {most:g} to {least:g}Gb/s per GPU{notes}"
+    said = f"{seconds} s a step, {tokens} tokens a second, {daily} billion a day, {shares} % of the peak (MFU)"
+    return f"{'about ' if share is None else ''}{said}{notes}"
+
+
+def _in_two_digits(value: float) -> str:
+    return f"{float(f'{value:.2g}'):,g}" if value < 1e6 else f"{float(f'{value:.2g}'):,.0f}"
+
+
+def _verdict(peak_bytes: float, room: float) -> str:
+    """Whether tensors of so many bytes fit, with what the allocator reserves on top."""
+    from shardlab.forecast.predict import RESERVED, USABLE
+
+    least, most = RESERVED
+    if least * peak_bytes > room:
+        return "it does not fit"
+    if peak_bytes > USABLE * room:
+        return f"it hardly fits, with less than {1 - USABLE:.0%} left for libraries and the allocator"
+    if most * peak_bytes < room:
+        return "it fits"
+    often = f"{room / peak_bytes:.3g} times that; {least:g} to {most:g} times were seen"
+    return f"it fits, unless the allocator reserves more than {often}"
+
+
+def _of_logits(job: "Job", room: float) -> str:
+    """What helps, where it does not fit or hardly, and logits are the reason; else empty."""
+    from shardlab.forecast.peak import logits_bytes, peak_bytes
+    from shardlab.forecast.predict import USABLE
+
+    logits, peak = logits_bytes(job), peak_bytes(job)
+    if peak <= USABLE * room or (2 * logits < peak and peak - logits > USABLE * room):
+        return ""
+    return (
+        f"; {logits / 1e9:.3g} GB of it are logits, {job.tokens:,} tokens x {job.vocab:,} words: a chunked loss, which "
+        "makes them for some tokens at a time, would save most of these"
+    )
+
+
+def _job_of(given: Mapping[str, Any], ranks: int, batch: int | None) -> "Job":
+    """A job of so many sequences a step; by default one micro-batch on each data rank."""
+    from shardlab.forecast.job import Job
+
+    tensor, micro_batch = given["tensor"], given["micro_batch"]
+    if ranks % tensor:
+        raise ValueError(f"tp: {tensor} is given; it must divide {count(ranks, 'rank')}")
+    data = ranks // tensor
+    sequences = batch or data * micro_batch
+    if sequences % (data * micro_batch):
+        raise ValueError(
+            f"batch: {sequences} sequences is given; {data} data ranks x micro-batch {micro_batch} must divide it"
+        )
+    return Job(**given, data=data, accumulation=sequences // data // micro_batch)
