@@ -6,6 +6,7 @@ Parts that are measured are kept in a file beside the calibration's own until al
 import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from math import inf
 from pathlib import Path
@@ -19,12 +20,14 @@ from shardlab.bench.engine_times import ENGINE_PARTS, FEW_PARTS, engine_time
 from shardlab.bench.message_times import MESSAGE_PARTS, message_time
 from shardlab.bench.operation_times import FULL, QUICK, Effort, Meet, operation_parts, operation_time
 from shardlab.comm.mesh import Mesh
+from shardlab.experiment.comparison import PRELOAD
 from shardlab.forecast.machine import Line, Machine, RankCosts
 from shardlab.installed import __version__, num_cores
 from shardlab.launch import RankPool
 
 PROBE, PROBE_S = 256, 0.5  # width of its matrices; for how long it is read
 CHANGED = 1.15  # by which factor a machine's pace may change before it is said
+UNSTEADY = 1.3  # likewise while it was calibrated
 VERSIONS = {"torch": torch.__version__, "shardlab": __version__}
 
 
@@ -51,7 +54,7 @@ class KeptParts:
 
     def __init__(self, path: Path | None, head: Mapping[str, Any]) -> None:
         self.path, self.head = path, head
-        self.values: dict[str, Any] = self._read()
+        self.values, self.probes = self._read()
 
     def __contains__(self, part: Part) -> bool:
         """Whether it is measured."""
@@ -63,8 +66,12 @@ class KeptParts:
         if self.path is not None:
             # Whole or not at all: an interrupt may come at any time.
             written = self.path.with_name(f"{self.path.name}.new")
-            written.write_text(json.dumps({"head": self.head, "values": self.values}))
+            written.write_text(json.dumps({"head": self.head, "values": self.values, "probes": self.probes}))
             written.replace(self.path)
+
+    def probe(self) -> None:
+        """Read the machine's pace, between parts: a calibration may be resumed when it is another."""
+        self.probes.append(probe_seconds())
 
     def drop(self) -> None:
         """Remove the file."""
@@ -88,14 +95,13 @@ class KeptParts:
                 found[field].setdefault(name, found[field]["bucketed"])
         return RankCosts.read(found)
 
-    def _read(self) -> dict[str, Any]:
-        if self.path is None or not self.path.exists():
-            return {}
-        try:
-            found = json.loads(self.path.read_text())
-            return dict(found["values"]) if found["head"] == self.head else {}
-        except (ValueError, KeyError, TypeError):
-            return {}
+    def _read(self) -> tuple[dict[str, Any], list[float]]:
+        if self.path is not None and self.path.exists():
+            with suppress(ValueError, KeyError, TypeError):
+                found = json.loads(self.path.read_text())
+                if found["head"] == self.head:
+                    return dict(found["values"]), list(found["probes"])
+        return {}, []
 
 
 class Calibration:
@@ -125,22 +131,23 @@ class Calibration:
             missing = [part for part in self._parts(ranks) if part not in self.kept]
             if not missing:
                 continue
+            self.kept.probe()
             # A part without messages may be silent for long on a machine with load.
-            with RankPool(ranks, device="cpu", notice_s=None) as pool:
+            with RankPool(ranks, device="cpu", notice_s=None, preload=PRELOAD) as pool:
                 for part in missing:
                     if perf_counter() - began > limit_s:
                         return False
                     self.kept.keep(part, self._measured(pool, part, effort))
                     on_progress(str(part))
+        self.kept.probe()
         return True
 
     def machine(self) -> Machine:
         """What was measured, when that is all."""
         keys = dict.fromkeys(part.ranks for part in self.parts)
         costs = {key: self.kept.costs(key) for key in keys}
-        return Machine(
-            platform.node(), VERSIONS, num_cores(), costs, is_quick=self.is_quick, probe=probe_seconds()
-        )  # fmt: skip
+        probes = min(self.kept.probes), max(self.kept.probes)
+        return Machine(platform.node(), VERSIONS, num_cores(), costs, is_quick=self.is_quick, probes=probes)
 
     def _parts(self, ranks: int) -> Iterator[Part]:
         for field, name in (*operation_parts(), *MESSAGE_PARTS, *(FEW_PARTS if self.is_quick else ENGINE_PARTS)):
@@ -181,10 +188,18 @@ def differs_here(machine: Machine) -> str:
         else [f"on {machine.name} with {machine.cores} cores"]
     )
     said += [f"with {name} {version}" for name, version in machine.versions.items() if VERSIONS.get(name) != version]
-    pace = probe_seconds() / machine.probe if machine.probe else 1.0
-    if not 1 / CHANGED < pace < CHANGED:
-        said.append(f"when little work took {1 / pace:.2f} times as long as now")
-    return ", ".join(said)
+    return ", ".join([*said, *_other_pace(machine.probes)])
+
+
+def _other_pace(probes: Sequence[float]) -> Iterator[str]:
+    """Whether little work took longer or shorter when a machine was calibrated, or did not always take as long."""
+    if not probes:
+        return
+    now, least, most = probe_seconds(), min(probes), max(probes)
+    if not least / CHANGED < now < most * CHANGED:
+        yield f"when little work took {(most if now > most else least) / now:.2f} times as long as now"
+    if most > UNSTEADY * least:
+        yield f"while its pace changed by a factor of {most / least:.1f}"
 
 
 def _total(value: Any) -> float:

@@ -3,18 +3,22 @@
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardlab.bench.operation_times import Effort
-from shardlab.experiment import CompareConfig, compare
+from shardlab.experiment import CompareConfig
+from shardlab.experiment.comparison import run_strategies
+from shardlab.experiment.directory import run_directory
 from shardlab.experiment.planned.forecast import forecast_step, seconds_in, steered_by
 from shardlab.experiment.trained.workload import Workload
 from shardlab.forecast.machine import Machine, RankCosts
 from shardlab.launch import RankPool
 from shardlab.planner.setup import STRATEGIES
+from shardlab.records.store import load_run
 
 TRIED = 0.2  # by which operations are made slower, to see how much a forecast moves
 # Fields of ``RankCosts`` that ``engine_time`` measures, with the names in them; 'pace' needs 'host'.
@@ -81,10 +85,12 @@ def _config(strategy: str, pool: RankPool, workload: Workload, steps: int) -> Co
 
 def _seconds(config: CompareConfig, pool: RankPool) -> float:
     with tempfile.TemporaryDirectory() as directory:
-        done = compare(config, f"{directory}/run", pool=pool, on_progress=lambda _: None)
-        return seconds_in(done.records.steps)
+        found, failed = run_strategies(config, Path(directory) / "run", pool, lambda _: None)
+        for error in failed.values():
+            raise error
+        return seconds_in(load_run(run_directory(found, config.strategies[0])).steps)
 
 
 def _forecast(config: CompareConfig, costs: RankCosts) -> float:
     machine = Machine("", {}, 0, {str(config.ranks): costs})
-    return forecast_step(config, config.strategies[0], machine).seconds
+    return forecast_step(config, config.strategies[0], machine, traces_memory=False).seconds

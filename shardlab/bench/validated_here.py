@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from shardlab.experiment import CompareConfig, compare
+from shardlab.experiment.comparison import PRELOAD
 from shardlab.experiment.planned.forecast import forecast_step, seconds_in
 from shardlab.forecast.machine import Machine
 from shardlab.forecast.published import fit_constant, fit_roofline
@@ -48,7 +49,7 @@ def validate_here(machine: Machine, on_progress: Callable[[str], None] = lambda 
     """
     found = []
     for ranks, configs in groupby(configurations(machine), key=lambda config: config.ranks):
-        with RankPool(ranks, device="cpu") as pool, tempfile.TemporaryDirectory() as directory:
+        with RankPool(ranks, device="cpu", preload=PRELOAD) as pool, tempfile.TemporaryDirectory() as directory:
             for number, config in enumerate(configs):
                 (strategy,) = config.strategies
                 on_progress(f"{strategy} on {ranks} ranks")

@@ -13,16 +13,18 @@ from rich.console import Console
 from rich.table import Table
 
 from shardlab.cli.bench import bench
+from shardlab.cli.calibrate import calibrate
 from shardlab.cli.compare import compare
 from shardlab.cli.console import BAD_INPUT, bad_input, complain
 from shardlab.cli.diff import diff
 from shardlab.cli.exercises import exercises
-from shardlab.cli.forecast import calibrate, validate, what_if
+from shardlab.cli.forecast import forecast
 from shardlab.cli.plan import PlanCommand, plan
 from shardlab.cli.records import SCRIPT_ARGUMENTS, modules, record, report, trace
 from shardlab.cli.same import same
 from shardlab.cli.search import search
-from shardlab.cli.transformer import forecast
+from shardlab.cli.step_times import what_if
+from shardlab.cli.validate import validate
 from shardlab.installed import __version__, data_path
 
 app = typer.Typer(

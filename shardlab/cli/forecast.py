@@ -16,6 +16,7 @@ from shardlab.planner.formulas import precision_named
 if TYPE_CHECKING:
     from shardlab.forecast.job import Job
     from shardlab.forecast.predict import Forecast
+    from shardlab.forecast.region import Miss
 
 CARD = "h100"  # where none is given
 Step = tuple[dict[str, Any], float]
@@ -43,6 +44,17 @@ Measured = Annotated[
         "up to three times."
     ),
 ]
+Compiled = Annotated[bool, typer.Option("--compiled", help="Layers are compiled.")]
+CudaGraph = Annotated[bool, typer.Option("--cuda-graph", help="A step is launched as a CUDA graph.")]
+Fp8 = Annotated[bool, typer.Option("--fp8", help="Products of layers are computed in 8 bits.")]
+AsyncTp = Annotated[bool, typer.Option("--async-tp", help="Tensor-parallel messages go in parts, beside products.")]
+Attention = Annotated[
+    str,
+    typer.Option(
+        help="flash-1, flash-2, unfused or op-by-op (in plain operations, as in many a model of one's own); by default "
+        "flash-2 for layers like Llama's, else flash-1."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 
@@ -61,11 +73,11 @@ def forecast(
     seq_len: SeqLen = None,
     recompute: Annotated[str, typer.Option(help="Layers that are computed again: a number, full or selective.")] = "0",
     precision: Kept = "mixed",
-    compiled: Annotated[bool, typer.Option("--compiled", help="Layers are compiled.")] = False,
-    fp8: Annotated[bool, typer.Option("--fp8", help="Products of layers are computed in 8 bits.")] = False,
-    async_tp: Annotated[
-        bool, typer.Option("--async-tp", help="Tensor-parallel messages go in parts, beside products.")
-    ] = False,
+    attention: Attention = "",
+    compiled: Compiled = False,
+    cuda_graph: CudaGraph = False,
+    fp8: Fp8 = False,
+    async_tp: AsyncTp = False,
     measured: Measured = None,
     json: AsJson = False,
 ) -> None:
@@ -75,11 +87,11 @@ def forecast(
     way = {
         "tensor": tp, "micro_batch": micro_batch, "no_sync": no_sync, "states": precision,
         "strategy": strategy or ("fsdp" if ranks > tp else "single"),
-        "recompute": int(recompute) if recompute.isdigit() else recompute, "compiled": compiled,
-        "precision": "fp8" if fp8 else "bf16", "async_tensor": async_tp,
+        "recompute": int(recompute) if recompute.isdigit() else recompute,
+        **run_as(attention, compiled=compiled, cuda_graph=cuda_graph, fp8=fp8, async_tp=async_tp),
     }  # fmt: skip
     if (memory := memory_alone(gpu)) is not None:
-        timed = {"network": network, "measured": steps, "fp8": fp8, "async-tp": async_tp}
+        timed = {"network": network, "measured": steps, "cuda-graph": cuda_graph, "fp8": fp8, "async-tp": async_tp}
         if given := [name for name, value in timed.items() if value]:
             raise ValueError(
                 f"{', '.join(given)}: of {gpu} the memory is known and no speed; name a card, such as h100"
@@ -90,6 +102,20 @@ def forecast(
         _tell_forecast(model, _job_of(model.sizes | way | on, ranks, batch), steps, json=json)
     if not json:
         model.print_difference()
+
+
+def run_as(attention: str, *, compiled: bool, cuda_graph: bool, fp8: bool, async_tp: bool) -> dict[str, Any]:
+    """Arguments of a job, by the options of those names."""
+    return {
+        "attention": attention or None, "compiled": compiled, "cuda_graph": cuda_graph, "async_tensor": async_tp,
+        "precision": "fp8" if fp8 else "bf16",
+    }  # fmt: skip
+
+
+def options_of(job: "Job") -> str:
+    """Options that give this way."""
+    found = f"--strategy {job.strategy} --tp {job.tensor} --micro-batch {job.micro_batch} --batch {job.sequences}"
+    return found + (f" --recompute {job.recompute}" if job.recompute else "") + " --no-sync" * job.no_sync
 
 
 def memory_alone(gpu: str) -> float | None:
@@ -167,8 +193,9 @@ def _tell_forecast(model: CountedModel, job: "Job", steps: Sequence[Step], *, js
         ("PLANNED", _planned(job, job.card.name)),
         ("TIME", _time(job, found, miss.share)),
         ("MEMORY", _memory(job, job.card.memory_bytes)),
-        ("MISSES BY", miss.reason if miss.share is None else f"up to {miss.share:.0%}: {miss.reason}"),
+        ("MISSES BY", said_of(miss)),
         *(("WARNING", warning) for warning in found.warnings),
+        ("TRY NEXT", _next(job, found.seconds, steps)),
         ("NOT IN IT", " ".join(found.not_modelled)),
     ]))  # fmt: skip
     parts = pd.Series(found.parts)
@@ -177,6 +204,29 @@ def _tell_forecast(model: CountedModel, job: "Job", steps: Sequence[Step], *, js
         {"part": parts.index, "s": parts.map("{:.3g}".format), "%": (100 * parts / found.seconds).map("{:.1f}".format)}
     )
     console.print(table_of(table, "What a step is spent on", 2, right=["s", "%"]))
+
+
+def said_of(miss: "Miss") -> str:
+    """How far a forecast may miss, and what that stands on."""
+    from shardlab.forecast.region import usual_miss
+
+    if miss.share is not None:
+        return f"up to {miss.share:.0%}: {miss.reason}"
+    return f"{miss.reason}. Of all published steps, like it or not, 9 of 10 were missed by {usual_miss():.0%} at most"
+
+
+def _next(job: "Job", seconds: float, steps: Sequence[Step]) -> str:
+    """What one option would gain."""
+    from shardlab.forecast.search import next_to_try
+
+    others = "shardlab search tries all ways"
+    if (found := next_to_try(job, steps)) is None:
+        return others
+    option, way = found
+    change = way.seconds / seconds - 1
+    gain = f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}"
+    batch = f" --batch {job.sequences}" if way.job.accumulation != job.accumulation else ""
+    return f"{option}{batch}: {gain}, {way.seconds:.2g} s a step, and fits, {way.peak_bytes / 1e9:.3g} GB; {others}"
 
 
 def _time(job: "Job", found: "Forecast", share: float | None) -> str:

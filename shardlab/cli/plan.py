@@ -12,8 +12,8 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from shardlab.cli.console import answer_table, count, in_units, names_in, progress_bar, refuse_others, table_of
-from shardlab.cli.forecast import machine_for, with_forecasts
 from shardlab.cli.records import ROOMY, print_json
+from shardlab.cli.step_times import machine_for, with_forecasts
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.planner.formulas import model_states, over_hosts, precision_named
 from shardlab.planner.gpu import Gpu

@@ -11,8 +11,9 @@ from shardlab.cli.console import answer_table, count, table_of
 from shardlab.cli.counted_model import CountedModel
 from shardlab.planner.formulas import precision_named
 
-from shardlab.cli.transformer import (  # isort: skip
-    CARD, AsJson, Batch, Card, Config, Kept, Measured, Network, Ranks, SeqLen, memory_alone, rates, step_in,
+from shardlab.cli.forecast import (  # isort: skip
+    CARD, AsJson, AsyncTp, Attention, Batch, Card, Compiled, Config, CudaGraph, Fp8, Kept, Measured, Network, Ranks,
+    SeqLen, Step, memory_alone, options_of, rates, run_as, said_of, step_in,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ def search(
     batch: Batch = None,
     seq_len: SeqLen = None,
     precision: Kept = "mixed",
+    attention: Attention = "",
+    compiled: Compiled = False,
+    cuda_graph: CudaGraph = False,
+    fp8: Fp8 = False,
+    async_tp: AsyncTp = False,
     measured: Measured = None,
     json: AsJson = False,
 ) -> None:
@@ -41,14 +47,17 @@ def search(
     if memory_alone(gpu) is not None:
         raise ValueError(f"gpu: of {gpu} the memory is known and no speed; name a card, such as h100")
     on: dict[str, Any] = {"hardware": gpu, "network": network or None, "states": precision}
+    on |= run_as(attention, compiled=compiled, cuda_graph=cuda_graph, fp8=fp8, async_tp=async_tp)
     found = ways.search(model.sizes, ranks, batch or ranks, calibration=steps, **on)
     enough = None if found[0].fits else ways.cards_that_would_do(model.sizes, ranks, **on)
-    _tell(model, found, enough, ways.miss_of(found[0].job, steps), json=json)
+    _tell(model, found, enough, steps, json=json)
     if not json:
         model.print_difference()
 
 
-def _tell(model: CountedModel, found: Sequence["Found"], enough: "Job | None", miss: float, *, json: bool) -> None:
+def _tell(
+    model: CountedModel, found: Sequence["Found"], enough: "Job | None", steps: Sequence[Step], *, json: bool
+) -> None:  # fmt: skip
     import pandas as pd
 
     rows = pd.DataFrame([
@@ -64,7 +73,7 @@ def _tell(model: CountedModel, found: Sequence["Found"], enough: "Job | None", m
         typer.echo(json_text.dumps(told, indent=2))
         return
     console = Console(highlight=False)
-    console.print(answer_table([model.line, *_found(found, enough, miss)]))
+    console.print(answer_table([model.line, *_found(found, enough, steps)]))
     shown = rows.head(SHOWN).assign(
         seconds=rows["seconds"].map("{:.3g}".format), peak_bytes=(rows["peak_bytes"] / 1e9).map("{:.3g}".format),
         tokens_per_second=rows["tokens_per_second"].map("{:,.0f}".format), mfu=rows["mfu"].map("{:.0%}".format),
@@ -74,9 +83,10 @@ def _tell(model: CountedModel, found: Sequence["Found"], enough: "Job | None", m
     console.print(table_of(shown.rename(columns=names), "", 2, right=["step (s)", "peak (GB)", "tokens/s", "MFU"]))
 
 
-def _found(found: Sequence["Found"], enough: "Job | None", miss: float) -> Iterator[tuple[str, str]]:
-    """Lines: the fastest that fits and its ties, or what would do; and how many were tried."""
-    from shardlab.forecast.search import RESERVE
+def _found(found: Sequence["Found"], enough: "Job | None", steps: Sequence[Step]) -> Iterator[tuple[str, str]]:
+    """Lines: the fastest that fits, its ties, and how far it may miss, or what would do; how many were tried."""
+    from shardlab.forecast.region import expected_miss
+    from shardlab.forecast.search import RESERVE, miss_of
 
     fits, (best, *_) = [one for one in found if one.fits], found
     ties = [one for one in fits[1:] if one.is_tied]
@@ -88,10 +98,15 @@ def _found(found: Sequence["Found"], enough: "Job | None", miss: float) -> Itera
     if ties:
         least = min((best, *ties), key=lambda one: one.peak_bytes)
         other = "" if least is best else f"; of them {_in_short(least)}, needs least memory"
+        miss = miss_of(best.job, steps)
         yield "AS FAST", f"{count(len(ties), 'way')}, within the {miss:.0%} by which a forecast may miss{other}"
+    if fits:
+        yield "MISSES BY", said_of(expected_miss(best.job, steps))
     tight = sum(one.why_not.startswith("tight") for one in found)
     tried = f"{count(len(found), 'way')}: {len(fits)} fit, with {RESERVE - 1:.0%} on top that the allocator may reserve"
     yield "TRIED", f"{tried}; {tight} are tight, without that; {len(found) - len(fits) - tight} do not fit"
+    if fits:
+        yield "NEXT", f"shardlab forecast with {options_of(best.job)}: what such a step is spent on"
 
 
 def _in_short(one: "Found") -> str:

@@ -1,27 +1,23 @@
-"""What the terminal says of time here: a workload's forecast, calibration, what if, and how far forecasts miss."""
+"""What the terminal says of a step's time on this machine: a workload's forecast, and what if."""
 
 import json as json_text
 import os
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from shardlab.cli.console import answer_table, names_in, progress_bar, table_of
+from shardlab.cli.console import answer_table, progress_bar
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from shardlab.experiment.planned.plan import Plan
     from shardlab.forecast.machine import Machine
-
-CALIBRATION, LIMIT_S = Path("machine.json"), 600.0
-SETS = {"published": "published steps", "held_out": "published steps that were held out", "here": "steps run here"}
 
 
 def with_forecasts(
@@ -85,43 +81,6 @@ def machine_for(calibration: Path | None, ranks: int, strategies: Collection[str
     return machine
 
 
-def calibrate(
-    ranks: Annotated[str, typer.Option(help="Comma-separated: how many ranks at once.")] = "2,4",
-    out: Annotated[Path, typer.Option(help="The file; a plan reads it with --calibration.")] = CALIBRATION,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and readings: sooner, and less sure.")] = False,
-    limit: Annotated[float, typer.Option(help="Seconds after which no further part is begun.")] = LIMIT_S,
-) -> None:
-    """Measure what this machine takes for operations and messages, for forecasts of time; leave it alone meanwhile.
-
-    Parts that are measured are kept beside the file until it is whole: after an interrupt or the limit, go on by the
-    same command.
-    """
-    from shardlab.bench.calibrate import Calibration
-
-    counts = list(dict.fromkeys(int(text) if text.isdigit() else 0 for text in names_in(ranks)))
-    if not counts or min(counts) < 2:
-        raise ValueError(f"ranks: {ranks!r} is given; give numbers from 2 on, such as 2,4")
-    if not limit > 0:
-        raise ValueError(f"limit: {limit:g} is given; give seconds above 0")
-    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise ValueError(f"out: {out} cannot be written; name a file in an existing directory")
-    parts = out.with_name(f"{out.name}.part")
-    calibration, console = Calibration(counts, is_quick=quick, path=parts), Console(highlight=False)
-    total, missing = len(calibration.parts), len(calibration.missing)
-    if missing < total:
-        said = f"{total - missing} of {total} parts were measured before; remove {parts} to measure them again"
-        console.print(said, soft_wrap=True)
-    with progress_bar(missing) as advance, suppress(KeyboardInterrupt):
-        calibration.measure(advance, limit)
-    if left := len(calibration.missing):
-        said = f"Stopped: {total - left} of {total} parts are measured, and kept in {parts}; the same command goes on"
-        console.print(said, soft_wrap=True)
-        raise typer.Exit(1)
-    calibration.machine().write(out)
-    calibration.kept.drop()
-    console.print(f"Calibration: {out}", soft_wrap=True)
-
-
 def what_if(
     directory: Annotated[Path, typer.Argument(help="What compare wrote.")],
     strategy: Annotated[str, typer.Option(help="Whose run.")],
@@ -165,112 +124,3 @@ def what_if(
     if {*devices} == {"cpu"} and ranks > max(cores, config.ranks):
         said += f" (as if each rank had a core; here are {cores})"
     Console(highlight=False).print(answer_table([("WHAT IF", f"{strategy} with {said}: {found.sentence()}")]))
-
-
-def validate(
-    calibration: Annotated[
-        Path | None, typer.Option(help="The file of shardlab calibrate; by default machine.json, where there is one.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the misses as JSON.")] = False,
-) -> None:
-    """Say how far forecasts of time miss: of published steps, and, where it was calibrated, of steps run here."""
-    from shardlab.forecast.machine import Machine
-    from shardlab.forecast.published import validate_published
-
-    given = calibration or CALIBRATION
-    # One that is named has to be there.
-    machine = Machine.load(given) if calibration or given.exists() else None
-    published, console = validate_published(), Console(highlight=False)
-    if not json:
-        _tell_published(console, published)  # before steps are run for minutes
-    here = None if machine is None else _validated(machine, given)
-    if json:
-        typer.echo(json_text.dumps(_misses(published, here), indent=2))
-    elif here is not None:
-        _tell_here(console, here)
-    else:
-        said = f"Of this machine nothing is said: {given} is not there; shardlab calibrate, then this again."
-        console.print(said, soft_wrap=True)
-
-
-def _validated(machine: "Machine", calibration: Path) -> "pd.DataFrame":
-    """Steps that are forecast and run here; the calibration keeps them."""
-    from shardlab.bench.validated_here import configurations, validate_here
-
-    with progress_bar(len(configurations(machine))) as advance:
-        here = validate_here(machine, advance)
-    columns = here[["strategy", "ranks", "predicted", "measured"]]
-    replace(machine, validated=tuple(columns.itertuples(index=False, name=None))).write(calibration)
-    return here
-
-
-def _sets(published: "pd.DataFrame") -> dict[str, "pd.DataFrame"]:
-    return {"published": published[~published["held_out"]], "held_out": published[published["held_out"]]}
-
-
-def _misses(published: "pd.DataFrame", here: "pd.DataFrame | None") -> dict[str, Any]:
-    from shardlab.bench.validated_here import regret_of
-    from shardlab.forecast.published import summary
-    from shardlab.forecast.region import by_laboratory
-
-    sets = _sets(published) | ({} if here is None else {"here": here})
-    found: dict[str, Any] = {name: summary(rows).to_dict("index") for name, rows in sets.items()}
-    found["by_laboratory"] = by_laboratory(published).to_dict("records")
-    found["worst_peak"] = published["peak_error"].abs().max()
-    return found if here is None else found | {"regret": regret_of(here), "rows": here.to_dict("records")}
-
-
-def _tell_set(console: Console, name: str, rows: "pd.DataFrame") -> None:
-    """Print a table of misses, beside the toys."""
-    from shardlab.forecast.published import summary
-
-    table, steps = summary(rows), f"{int((~rows['calibration']).sum())} {SETS[name]}"
-    shown = (100 * table).round(1).reset_index(names="forecast")
-    shown["forecast"] = ["this one", "constant rate", "roofline"]
-    console.print(table_of(shown, f"Misses of {steps}, %", 2))
-    ours, toys = table.iloc[0], table.iloc[1:]
-    if (toys[["p90", "worst"]] < ours[["p90", "worst"]]).any().any():
-        console.print("A toy is better than this forecast in its 90th percentile or its worst case.", style="bold")
-
-
-def _tell_published(console: Console, published: "pd.DataFrame") -> None:
-    for name, rows in _sets(published).items():
-        _tell_set(console, name, rows)
-    from shardlab.forecast.region import by_laboratory
-    from shardlab.forecast.search import published_regrets
-
-    shown = by_laboratory(published)
-    errors = ["median", "p90", "worst", "raw_median", "raw_worst"]
-    shown[errors] = (100 * shown[errors]).round(1)
-    console.print(
-        table_of(shown, "By laboratory, %, with a measured step of its machines where there is one, and raw", 2)
-    )
-    console.print(
-        "Known: of how many of its steps those of all others say an error; held: how many are missed by no more.",
-        soft_wrap=True,
-    )
-    regrets = sorted(published_regrets())
-    console.print(
-        f"Of {len(regrets)} published jobs with several ways the one that is ranked first is {median(regrets):.1%} "
-        f"slower than the fastest in the median, {regrets[-1]:.1%} at most.",
-        soft_wrap=True,
-    )
-    most = published.iloc[published["error"].abs().argsort()[::-1][:2]][["name", "machine", "error"]]
-    said = "; ".join(f"{name} ({machine}) by {error:+.1%}" for name, machine, error in most.itertuples(index=False))
-    console.print(f"The two published steps that are missed by most: {said}.")
-    peaks = published["peak_error"].abs().dropna()
-    console.print(f"Bytes at the peak of {len(peaks)} published steps are missed by {peaks.max():.1%} at most.")
-
-
-def _tell_here(console: Console, here: "pd.DataFrame") -> None:
-    from shardlab.bench.validated_here import regret_of
-
-    _tell_set(console, "here", here)
-    console.print(f"Choosing the strategy that is forecast to be fastest costs {regret_of(here):.1%} on average.")
-    worst = here.reindex(here["error"].abs().sort_values(ascending=False).index).head(5)
-    shown = worst[["strategy", "ranks", "rows", "link"]].assign(
-        predicted=(1e3 * worst["predicted"]).round(1), measured=(1e3 * worst["measured"]).round(1),
-        error=(100 * worst["error"]).round(1),
-    )  # fmt: skip
-    names = {"predicted": "predicted (ms)", "measured": "measured (ms)", "error": "error (%)"}
-    console.print(table_of(shown.astype({"link": str}).rename(columns=names), "The five largest here", 2))

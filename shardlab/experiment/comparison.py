@@ -172,7 +172,7 @@ def is_reporter() -> bool:
 def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress: OnProgress) -> Comparison:
     with _naming_the_field(config):
         pool.run(meet, config)
-    directory, failed = _run_all(config, directory, pool, on_progress)
+    directory, failed = run_strategies(config, directory, pool, on_progress)
     if len(failed) == len(config.strategies):
         raise next(iter(failed.values()))
     pool.run(meet)  # under torchrun the others may read only what rank 0 has finished writing
@@ -191,10 +191,10 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
     return Comparison(pd.DataFrame(summary), records, directory, why_failed)
 
 
-def _run_all(
+def run_strategies(
     config: CompareConfig, directory: Path, pool: RankPool, on_progress: OnProgress
 ) -> tuple[Path, dict[str, RankError]]:
-    """Run each strategy; where their records are, and what a strategy raised on a rank."""
+    """Run each strategy, without a plan or a summary; where their records are, and what one raised on a rank."""
 
     def on_message(_: int, message: object) -> None:
         if isinstance(message, Progress):

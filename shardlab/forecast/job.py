@@ -17,7 +17,7 @@ COUNTS = (
     "hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "seq_len", "micro_batch", "data", "accumulation", "tensor",
     "head_dim", "window", "layer_numel", "root_numel",
 )  # fmt: skip
-ATTENTIONS = ("flash-1", "flash-2", "unfused")
+ATTENTIONS = ("flash-1", "flash-2", "unfused", "op-by-op")
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,11 @@ class Job:
         return self.attention or ("flash-2" if self.is_gated else "flash-1")
 
     @property
+    def stores_scores(self) -> bool:
+        """Whether the whole scores of attention lie in memory."""
+        return self.kernel in ("unfused", "op-by-op")
+
+    @property
     def written(self) -> str:
         """How the layers are written, of ``WRITTEN``."""
         return "compiled" if self.compiled else "llama" if self.is_gated else "gpt"
@@ -184,7 +189,7 @@ class Job:
         """Layers that are recomputed, or what is as much work: 'selective' is half of all, or the scores alone."""
         if not isinstance(self.recompute, str):
             return self.recompute
-        return self.layers if self.recompute == "full" else 0 if self.kernel == "unfused" else self.layers / 2
+        return self.layers if self.recompute == "full" else 0 if self.stores_scores else self.layers / 2
 
     @cached_property
     def per_host(self) -> int:
@@ -217,9 +222,14 @@ class Job:
         return self.tensor if self.sequence_parallel else 1
 
     @property
+    def sequences(self) -> int:
+        """Of a step, over all ranks."""
+        return self.micro_batch * self.accumulation * self.data
+
+    @property
     def tokens_per_step(self) -> int:
         """Of a step, over all ranks."""
-        return self.tokens * self.accumulation * self.data
+        return self.sequences * self.seq_len
 
     @property
     def seconds_at_peak(self) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-FORMAT = 1
+FORMAT = 2
 REACH = 2.0  # by which factor the seconds of a step may differ from those of one that was run, to be like it
 
 
@@ -102,7 +102,7 @@ class Machine:
         ranks: what a rank takes, by how many are at work; 'single' for one with the threads of all.
         validated: steps that were forecast and then run here: strategy, ranks, predicted and measured seconds.
         is_quick: whether everything was read less often.
-        probe: seconds of a little work that is read again before a forecast; 0 if it was not read.
+        probes: least and most seconds of a little work, which is read again before a forecast; empty if not read.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Machine:
     ranks: Mapping[str, RankCosts]
     validated: Sequence[tuple[str, int, float, float]] = ()
     is_quick: bool = False
-    probe: float = 0.0
+    probes: Sequence[float] = ()
 
     def write(self, path: Path) -> None:
         """Write it as JSON, which reads as text."""
@@ -129,8 +129,8 @@ class Machine:
             if found.pop("format") != FORMAT:
                 raise ValueError("it is of another version of shardlab")
             ranks = {key: RankCosts.read(costs) for key, costs in found.pop("ranks").items()}
-            validated = tuple(tuple(row) for row in found.pop("validated"))
-            return cls(ranks=ranks, validated=validated, **found)
+            validated, probes = tuple(tuple(row) for row in found.pop("validated")), tuple(found.pop("probes"))
+            return cls(ranks=ranks, validated=validated, probes=probes, **found)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"calibration: {path} cannot be read ({error!r}); make one by: shardlab calibrate"

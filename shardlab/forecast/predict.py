@@ -80,7 +80,7 @@ def predict_step(
         precision: of products and messages: bf16, fp16 or tf32; fp8 for products of layers in 8 bits, all else in 16.
             What the optimizer steps is in ``states``.
         recompute: layers whose forward runs again in backward up to its last product, or 'full' for all; 'selective'
-            for memory-bound work and every second product, or, where attention is unfused, for the scores alone.
+            for memory-bound work and every second product, or, where scores are stored, for these alone.
         hardware: name of a preset, see ``gpu.cards``.
         network: such as '8 per host, 600GB/s, 200Gb/s per GPU', see ``network.network_of``; None where not known:
             then ``most_seconds`` is over the slowest link between hosts that is usual.
@@ -89,8 +89,9 @@ def predict_step(
             as in GPT (two, together); None: as in Llama unless ``ffn`` is four times ``hidden``.
         compiled: whether memory-bound work is fused by a compiler.
         cuda_graph: whether a step is launched as a CUDA graph, so that the host launches no kernel on its own.
-        attention: 'flash-1' (as fast as Triton's of 2023), 'flash-2' or 'unfused', all causal; the scores of 'unfused'
-            are computed whole. None: 'flash-2' for layers as in Llama, 'flash-1' for those as in GPT.
+        attention: 'flash-1' (as fast as Triton's of 2023), 'flash-2', 'unfused' (products, one kernel in between) or
+            'op-by-op' (scaled, masked and normalised by an operation each), all causal; the scores of the last two are
+            computed whole, and stored. None: 'flash-2' for layers as in Llama, 'flash-1' for those as in GPT.
         head_dim: elements of a head; None for ``hidden / heads``.
         window: tokens that a token attends to at most in ``windowed_layers`` of the layers; in the others to all.
         windowed_layers: see ``window``.

@@ -16,7 +16,7 @@ these one laboratory has published enough: so nothing is known of them yet.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import log
+from math import log, nan
 from statistics import median
 from typing import Any
 
@@ -25,13 +25,14 @@ import pandas as pd
 from shardlab.forecast.calibration import checked, fitted
 from shardlab.forecast.job import Job
 from shardlab.forecast.predict import FAR, may_retry, waits_for_host
-from shardlab.forecast.published import PublishedStep, calibration_of, error_of, published_steps
+from shardlab.forecast.published import TOYS, PublishedStep, calibration_of, error_of, published_steps
 from shardlab.forecast.step_model import Factors, step_parts
 
 LEAST_STEPS, LEAST_LABORATORIES = 8, 2  # the worst of n others is exceeded by one in n + 1
 # By how much a job may be missed at least where measured steps are less like it: of a laboratory that is left out, such
 # steps were missed by 12.5 % at most.
 ELSEWHERE = 0.13
+HOW = {"known": "count", "held": "sum"}  # steps
 WORK, CALIBRATES = "tokens of a micro-batch x width", 6.0  # by which factor the work of a calibration may differ
 
 
@@ -46,7 +47,7 @@ KINDS: tuple[Callable[[Job], str], ...] = (
     lambda job: job.strategy if job.row.by_unit or job.row.parameters else "whole parameters",
     lambda job: "tensor parallelism" if job.tensor > 1 else "no tensor parallelism",
     lambda job: "compiled layers" if job.compiled else "layers that are not compiled",
-    lambda job: "unfused attention" if job.kernel == "unfused" else "attention in one kernel",
+    lambda job: f"{job.kernel} attention" if job.stores_scores else "attention in one kernel",
     lambda job: {"tf32": "32 bits", "fp8": "8 bits"}.get(job.precision, "16 bits"),
     lambda job: "an assumed network" if job.assumed_gigabits else "a known network",
     lambda job: "a nearly full memory" if may_retry(job) else "room in its memory",
@@ -105,6 +106,13 @@ def expected_miss(
     return Miss(max(worst, least), said)
 
 
+@cache
+def usual_miss() -> float:
+    """What 9 of 10 published steps are missed by at most without a calibration, whatever they are like."""
+    misses = sorted(abs(error_of(step, is_calibrated=False)) for step in published_steps())
+    return misses[9 * len(misses) // 10]
+
+
 def _say_enough(like: Sequence[PublishedStep]) -> bool:
     return len(like) >= LEAST_STEPS and len({step.laboratory for step in like}) >= LEAST_LABORATORIES
 
@@ -130,33 +138,38 @@ def _is_missed(job: Job, seconds: float, factors: Factors) -> bool:
 
 
 def by_laboratory(validated: pd.DataFrame) -> pd.DataFrame:
-    """Misses by laboratory, with tensor parallelism apart, and whether they were known beforehand by other ones.
+    """Misses by laboratory beside the toys', tensor parallelism apart, and whether they were known beforehand.
 
     Args:
         validated: what ``validate_published`` returns.
 
     Returns:
-        ``laboratory``, ``tp``, ``steps`` that calibrate nothing, ``median``, ``p90`` and ``worst`` of their errors,
-        ``raw_median`` and ``raw_worst`` without a calibration, ``known`` (of how many steps of the laboratory those of
-        all others say an error), ``held`` (how many of these are missed by no more).
+        ``laboratory``, ``tp``, ``steps`` that calibrate nothing; ``median``, ``p90`` and ``worst`` of their errors, and
+        the same with ``raw_`` (without a calibration), ``constant_rate_`` and ``roofline_`` in front; ``known`` (of how
+        many of them the steps of all other laboratories say an error) and ``held`` (how many of these are missed by no
+        more), ``known_by_machines`` and ``held_by_machines`` (the same with those of all other machines).
     """
-    shares = [_known_elsewhere(step).share for step in published_steps()]
-    rows = validated.assign(
-        share=pd.Series(shares, validated.index, dtype=float), tp=validated["tp"] > 1,
-        error=validated["error"].abs(), raw_error=validated["raw_error"].abs(),
-    )  # fmt: skip
-    rows = rows[~rows["calibration"]].assign(held=rows["error"] <= rows["share"])
-    errors, share = ("error", "median"), ("share", "count")
-    return rows.groupby(["laboratory", "tp"], as_index=False).agg(
-        steps=("error", "size"), median=errors, p90=("error", lambda of: of.quantile(0.9)), worst=("error", "max"),
-        raw_median=("raw_error", "median"), raw_worst=("raw_error", "max"), known=share, held=("held", "sum"),
+    owners: dict[str, Callable[[PublishedStep], str]] = {
+        "": lambda step: step.laboratory, "_by_machines": lambda step: step.machine,
+    }  # fmt: skip
+    columns = {"": "error", "raw_": "raw_error", **{name.removesuffix("error"): name for name in TOYS}}
+    rows = validated.assign(tp=validated["tp"] > 1, **validated[[*columns.values()]].abs())
+    for name, owner in owners.items():
+        rows[f"known{name}"] = [_share_without(step, owner) for step in published_steps()]
+        rows[f"held{name}"] = rows["error"] <= rows[f"known{name}"]
+    measures: dict[str, Any] = {"median": "median", "p90": lambda of: of.quantile(0.9), "worst": "max"}
+    return rows[~rows["calibration"]].groupby(["laboratory", "tp"], as_index=False).agg(
+        steps=("error", "size"),
+        **{f"{front}{name}": (column, of) for front, column in columns.items() for name, of in measures.items()},
+        **{f"{what}{name}": (f"{what}{name}", how) for name in owners for what, how in HOW.items()},
     )  # fmt: skip
 
 
-def _known_elsewhere(step: PublishedStep) -> Miss:
-    return expected_miss(
-        step.job, calibration_of(step.machine), lambda other: other.laboratory != step.laboratory
-    )  # fmt: skip
+def _share_without(step: PublishedStep, owner: Callable[[PublishedStep], Any], *, is_calibrated: bool = True) -> float:
+    """What the steps of all other owners say of one; NaN where that is nothing."""
+    calibration = calibration_of(step.machine) if is_calibrated else ()
+    share = expected_miss(step.job, calibration, lambda other: owner(other) != owner(step)).share
+    return nan if share is None else share
 
 
 @dataclass(frozen=True)

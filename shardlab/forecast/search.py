@@ -12,6 +12,7 @@ least memory is first, and of equal memory the simplest. What is slower by no mo
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import log
 from typing import Any
@@ -21,7 +22,7 @@ from shardlab.forecast.job import Job
 from shardlab.forecast.peak import peak_bytes
 from shardlab.forecast.predict import USABLE
 from shardlab.forecast.published import Pair, PublishedStep, error_of, published_steps
-from shardlab.forecast.region import expected_miss
+from shardlab.forecast.region import expected_miss, usual_miss
 from shardlab.forecast.replay import REPLAYED
 from shardlab.forecast.step_model import step_parts
 from shardlab.forecast.transformer import Parts
@@ -106,6 +107,48 @@ def search(sizes: Mapping[str, Any], ranks: int, sequences: int, **options: Any)
     return [*(replace(one, why_not=_slower(one, best)) for one in told), *too_large]
 
 
+def next_to_try(job: Job, calibration: Sequence[Pair] = ()) -> tuple[str, Found] | None:
+    """The fastest way that fits and differs from a job in one option, which is named; None if that gains nothing.
+
+    The same sequences make a step. A job that fits itself gains if it is faster by more than ``NEAR``.
+    """
+    factors = fitted(checked(calibration, job))
+
+    def found(way: Job) -> Found:
+        return Found(way, step_parts(way, factors), peak_bytes(way))
+
+    here = found(job)
+    ways = [(option, found(way)) for option, way in _other_by_one(job)]
+    fits = [(option, way) for option, way in ways if way.fits]
+    option, best = min(fits, key=lambda way: way[1].seconds, default=("", here))
+    gains = not here.fits or best.seconds * (1 + NEAR) < here.seconds
+    return (option, best) if option and gains else None
+
+
+def _other_by_one(job: Job) -> Iterator[tuple[str, Job]]:
+    """Jobs that one option more would give, and that option."""
+    ranks, accumulation = job.data * job.tensor, job.accumulation
+    tried: list[tuple[str, dict[str, Any]]] = [
+        (f"--recompute {how}", {"recompute": how}) for how in RECOMPUTES if how != job.recompute
+    ]
+    tried += [] if job.compiled else [("--compiled", {"compiled": True})]
+    tried += [] if job.no_sync or accumulation == 1 else [("--no-sync", {"no_sync": True})]
+    tried += [
+        (f"--micro-batch {size}", {"micro_batch": size, "accumulation": accumulation * job.micro_batch // size})
+        for size in (2 * job.micro_batch, job.micro_batch // 2) if size and accumulation * job.micro_batch % size == 0
+    ]  # fmt: skip
+    for tensor in (tensor for tensor in TENSORS if tensor in (2 * job.tensor, job.tensor / 2)):
+        data, times = ranks // tensor, accumulation * job.data / (ranks // tensor)
+        if ranks % tensor == 0 and tensor <= job.links.per_host and times >= 1 and job.strategy in ("single", "fsdp"):
+            strategy = "fsdp" if data > 1 else "single"
+            tried.append(
+                (f"--tp {tensor}", {"tensor": tensor, "data": data, "accumulation": int(times), "strategy": strategy})
+            )
+    for option, changes in tried:
+        with suppress(ValueError):  # heads, for example, may not be divided so
+            yield option, replace(job, **changes)
+
+
 def ranked(found: Sequence[Found]) -> list[Found]:
     """By time; those near the fastest by memory, then simplicity: little that is divided or computed twice."""
     near = (1 + NEAR) * min((one.seconds for one in found), default=0.0)
@@ -142,10 +185,7 @@ def published_regrets() -> list[float]:
 def miss_of(job: Job, calibration: Sequence[Pair]) -> float:
     """By which share of its seconds a forecast may miss; where nothing is known, what 9 of 10 published steps are."""
     share = expected_miss(job, calibration).share
-    if share is not None:
-        return share
-    misses = sorted(abs(error_of(step, is_calibrated=False)) for step in published_steps())
-    return misses[9 * len(misses) // 10]
+    return usual_miss() if share is None else share
 
 
 def cards_that_would_do(sizes: Mapping[str, Any], ranks: int, **options: Any) -> Job | None:

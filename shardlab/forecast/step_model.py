@@ -106,7 +106,7 @@ class Step:
         job, forward = self.job, costs.layer()
         if job.recompute != "selective":
             return job.recomputed / job.layers * costs.recomputed()
-        return forward[ATTENTION] if job.kernel == "unfused" else forward[PRODUCTS] / 2 + forward[MEMORY]
+        return forward[ATTENTION] if job.stores_scores else forward[PRODUCTS] / 2 + forward[MEMORY]
 
     def tensor_seconds(self, count: float, products: float) -> float:
         """Of so many sums over the tensor axis in a pass of a layer, as far as products do not hide them."""
@@ -127,13 +127,17 @@ class Step:
         again = 1 + backward + share  # a forward's, as many times
         messages = OF_MESSAGE * (2 if job.sequence_parallel else 1) * 2 * (1 + share) if job.tensor > 1 else 0
         kind = "graph" if job.cuda_graph else "compiled" if job.compiled else "eager"
-        found = (KERNELS[job.written] * again + messages) * LAUNCH_SECONDS[kind]
+        found = (KERNELS[job.written] * again + messages) * self.launch_seconds(kind)
         return (found + self.hooks_seconds(backward)) / self.host_factor
+
+    def launch_seconds(self, kind: str) -> float:
+        """That the host takes to launch a kernel, if nobody measured it on this card."""
+        return self.card.host_seconds.get(kind, LAUNCH_SECONDS[kind])
 
     def hooks_seconds(self, backward: bool) -> float:
         """That the host takes to gather and reduce a unit."""
         is_sharded = self.job.row.by_unit and self.job.data > 1 and not self.job.cuda_graph
-        return OF_UNIT * (1 + backward) * LAUNCH_SECONDS["eager"] if is_sharded else 0.0
+        return OF_UNIT * (1 + backward) * self.launch_seconds("eager") if is_sharded else 0.0
 
     def with_copies(self, found: Parts, num_params: float, backward: bool) -> Parts:
         """With the copies of a fully sharded unit."""

@@ -7,6 +7,7 @@ attention, in one       4 b s^2 a / 2 FLOPs (it is causal) forward, 2.5 times as
 kernel                  peak x fraction x s / (s + 600) x d / (d + 16); a window w makes s^2 2 w s - w^2
 attention, unfused      two products of the whole s x s scores, and 12 bytes a score with softmax in one kernel,
                         twice that backward (recounted once GPT 22B of the published rows was missed with 24)
+attention, op by op     the same with 32 bytes a score: scaled, masked, in 32 bits, normalised, in 16 bits, and read
 memory-bound work       bytes a token below / bandwidth; backward moves twice what forward does
 loss                    bytes a logit below / bandwidth
 products in fp8         those of layers, at 88 % of the share of the peak that 16 bits reach, and 3 bytes an element of
@@ -42,10 +43,10 @@ from shardlab.forecast.job import Job
 from shardlab.planner.gpu import SUSTAINED, Gpu
 
 FP8_FRACTION = 0.88  # best products on H100: 1402.6 of 1979, and 794.5 of 989 in 16 bits (stas00/ml-engineering)
-CAST_BYTES = 3
+CAST_BYTES, OP_BY_OP_BYTES = 3, 32
 TILE = 128 * 256
 SPLIT_INNER = 4096
-# Rates against FlashAttention 2, forward and backward; unfused scores are products and memory-bound work.
+# Rates against FlashAttention 2, forward and backward; stored scores are products and memory-bound work.
 FLASH_RATES = {"flash-1": (0.64, 0.46), "flash-2": (1.0, 1.0)}
 PRODUCTS, ATTENTION, MEMORY = "matrix products", "attention", "memory-bound work"
 KERNELS = {"gpt": 14, "llama": 40, "compiled": 14}  # of a layer in forward; backward has twice as many
@@ -83,13 +84,24 @@ def token_bytes(job: Job) -> float:
     return 20 * h + 4 * heads + 6 * ffn if job.compiled else 80 * h + 24 * heads + 10 * ffn
 
 
+def with_tail(rows: float, inner: float, columns: float, multiprocessors: float) -> float:
+    """By how much a product takes longer since half a wave of its tiles stays empty."""
+    return 1 + multiprocessors / 2 / (max(1.0, rows * columns / TILE) * max(1.0, inner / SPLIT_INNER))
+
+
+def attention_share(dim: float, span: float) -> float:
+    """What attention in one kernel reaches with heads of so many elements and so long rows, of its best."""
+    return dim / (dim + 16) * span / (span + 600)
+
+
 class Costs:
     """Seconds of a job's layers on a GPU, which may be faster than its preset, forward or backward."""
 
     def __init__(self, job: Job, gpu: Gpu) -> None:
         self.job, self.gpu, self.itemsize = job, gpu, job.itemsize
         self.peak = gpu.peaks["bf16" if job.precision == "fp8" else job.precision]
-        self.product_rate = self.peak * gpu.product_fraction * SUSTAINED
+        fraction = gpu.product_fractions.get("bf16" if job.precision == "fp8" else job.precision, gpu.product_fraction)
+        self.product_rate = self.peak * fraction * SUSTAINED
         self.bandwidth = gpu.memory_bandwidth * gpu.memory_fraction
 
     def layer(self, *, backward: bool = False) -> Parts:
@@ -118,14 +130,13 @@ class Costs:
         job = self.job
         flops = 4 * job.tokens * job.heads_width / job.tensor  # a token that is attended to
         if job.kernel in FLASH_RATES:
-            dim = job.heads_width / job.heads
-            rate = FLASH_RATES[job.kernel][backward]
-            rate *= self.peak * self.gpu.attention_fraction * dim / (dim + 16)
-            rate *= job.span / (job.span + 600)
+            rate = FLASH_RATES[job.kernel][backward] * self.peak * self.gpu.attention_fraction
+            rate *= attention_share(job.heads_width / job.heads, job.span)
             return Parts({ATTENTION: flops * job.span / 2 * (2.5 if backward else 1) / rate})
         times = 2 if backward else 1
         scores = job.tokens * job.seq_len * job.heads / job.tensor
-        seconds = flops * job.seq_len / self.product_rate + 6 * self.itemsize * scores / self.bandwidth
+        score_bytes = 6 * self.itemsize if job.kernel == "unfused" else OP_BY_OP_BYTES
+        seconds = flops * job.seq_len / self.product_rate + score_bytes * scores / self.bandwidth
         return Parts({ATTENTION: times * seconds})
 
     def products(
@@ -140,8 +151,7 @@ class Costs:
         """Of one matrix product."""
         card, result, in_fp8 = self.gpu, rows * columns, of_layer and self.job.precision == "fp8"
         rate = self.product_rate * (FP8_FRACTION * card.peaks["fp8"] / self.peak if in_fp8 else 1.0)
-        tiles = max(1.0, result / TILE) * max(1.0, inner / SPLIT_INNER)
-        seconds = 2 * result * inner / rate * (1 + card.multiprocessors / 2 / tiles)
+        seconds = 2 * result * inner / rate * with_tail(rows, inner, columns, card.multiprocessors)
         cast = CAST_BYTES * inner * (rows + columns) if in_fp8 else 0.0
         seconds += (result * self.itemsize + cast) / self.bandwidth
         read = (rows * inner + inner * columns + result) * self.itemsize / self.bandwidth

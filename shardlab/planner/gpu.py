@@ -11,11 +11,13 @@ was seen to fall from 80 to 47 % of the peak beside an all-gather (NVIDIA's foru
 """
 
 import csv
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from shardlab.installed import data_path
@@ -26,6 +28,7 @@ from shardlab.partition.ring_cost import Link
 # contention is an H100's. Nothing else here was fitted to a step.
 SUSTAINED = 0.89
 COMPUTE_PRECISIONS = ("bf16", "fp16", "tf32", "fp8")
+FORMAT = 1  # of a card that was measured
 POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 MEMORY = re.compile(r"([0-9]*\.?[0-9]+)\s*([kmgtKMGT])(i?)B")  # a small b would be bits
 
@@ -49,6 +52,8 @@ class Gpu:
         contention: by how much of its time compute is slower beside a collective.
         memory_fraction: of the memory bandwidth that work bound by it reaches.
         launch_seconds: the least time from one kernel to the next, run without a graph.
+        product_fractions: by precision, where they were measured one by one: instead of ``product_fraction``.
+        host_seconds: that the host takes to launch a kernel, by how it is run (eager, compiled, graph), if measured.
     """
 
     memory_bytes: float
@@ -65,6 +70,8 @@ class Gpu:
     contention: float = 0.0
     memory_fraction: float = 0.8
     launch_seconds: float = 7e-6
+    product_fractions: Mapping[str, float] = field(default_factory=dict)
+    host_seconds: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Memory must be above 0."""
@@ -75,13 +82,13 @@ class Gpu:
     def parse(cls, text: str) -> "Gpu":
         """A GPU from the name of a card (``cards``), or from its memory, with bandwidth and latency of its link or not.
 
-        For example ``h100``, ``24GB`` or ``24GB,32GB/s,10us``. Of a name case does not matter, nor whether its parts
-        are joined by ``-``, ``_`` or a space.
+        For example ``h100``, ``24GB``, ``24GB,32GB/s,10us`` or ``card.json``, of one that was measured. Of a name case
+        does not matter, nor whether its parts are joined by ``-``, ``_`` or a space.
 
         Raises:
             ValueError: a part is not understood; the message names it.
         """
-        if card := _named(text):
+        if card := named(text):
             return card
         memory, comma, link = text.partition(",")
         if not comma and not MEMORY.fullmatch(memory.strip()):
@@ -98,11 +105,34 @@ class Gpu:
         Raises:
             ValueError: they cannot; the message lists the cards.
         """
-        card = _named(name)
+        card = named(name)
         if card is None or not card.peaks:
             known = ", ".join(name for name, one in cards().items() if one.peaks)
-            raise ValueError(f"hardware: {name!r} is not one of {known}")
+            raise ValueError(
+                f"hardware: {name!r} is not one of {known}, nor a file of shardlab calibrate --device cuda"
+            )
         return card
+
+    @classmethod
+    def read(cls, path: Path | str) -> "Gpu":
+        """One that was measured and written.
+
+        Raises:
+            ValueError: the file is not there, or holds none.
+        """
+        try:
+            found = json.loads(Path(path).read_text())
+            if found.pop("format") != FORMAT:
+                raise ValueError("it is of another version of shardlab")
+            return cls(**{**found, "link": Link.parse(found["link"])})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"gpu: {path} cannot be read ({error!r}); make one by: shardlab calibrate --device cuda --out {path}"
+            ) from None
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON, which reads as text."""
+        path.write_text(json.dumps({"format": FORMAT, **asdict(self), "link": str(self.link)}, indent=1) + "\n")
 
     @property
     def usual_gigabits(self) -> tuple[float, float]:
@@ -116,7 +146,9 @@ class Gpu:
     def faster(self, compute: float, attention: float = 1.0) -> "Gpu":
         """The same with all compute, and attention besides, faster by these factors."""
         return replace(
-            self, product_fraction=self.product_fraction * compute, memory_fraction=self.memory_fraction * compute,
+            self, product_fraction=self.product_fraction * compute,
+            product_fractions={name: share * compute for name, share in self.product_fractions.items()},
+            memory_fraction=self.memory_fraction * compute,
             attention_fraction=self.attention_fraction * compute * attention,
         )  # fmt: skip
 
@@ -151,7 +183,14 @@ def _card(line: Mapping[str, str]) -> Gpu:
     return replace(known, peaks=peaks, inside=line["inside"], **numbers)
 
 
-def _named(name: str) -> Gpu | None:
+def named(name: str) -> Gpu | None:
+    """The card of this name, or that a file ending in .json holds; None for any other text.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    if name.endswith(".json"):
+        return Gpu.read(name)
     plain = re.sub(r"[\s_-]+", "-", name.strip().lower())
     names = (own for own, line in _lines().items() if plain in (own, *line["other_names"].split()))
     return next((cards()[own] for own in names), None)

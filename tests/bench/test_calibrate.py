@@ -3,7 +3,6 @@
 import json
 import platform
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -37,6 +36,7 @@ def measured(monkeypatch):
     measure.stops_after = -1
     monkeypatch.setattr(Calibration, "_measured", measure)
     monkeypatch.setattr(calibrate, "RankPool", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(calibrate, "probe_seconds", lambda: 1e-3)
     return SimpleNamespace(parts=found, measure=measure)
 
 
@@ -48,12 +48,33 @@ def test_a_quick_one_measures_two_engines_and_takes_the_others_to_be_like_them(m
     assert costs.host.keys() == costs.pace.keys() == {"ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp"}
 
 
-@pytest.mark.parametrize(("pace", "said"), [(1.0, ""), (1.1, ""), (2.0, "0.50 times"), (0.5, "2.00 times")])
-def test_a_machine_whose_pace_has_changed_differs(monkeypatch, pace, said):
-    monkeypatch.setattr(calibrate, "probe_seconds", lambda: pace * 1e-3)
-    here = Machine(platform.node(), calibrate.VERSIONS, num_cores(), {}, probe=1e-3)
-    assert calibrate.differs_here(here) == (said and f"when little work took {said} as long as now")
-    assert calibrate.differs_here(replace(here, probe=0.0)) == ""
+@pytest.mark.parametrize(
+    ("probes", "pace", "said"),
+    [
+        ((1.0, 1.0), 1.0, ""), ((1.0, 1.0), 1.1, ""), ((1.0, 1.2), 1.3, ""), ((), 9.0, ""),
+        ((1.0, 1.0), 2.0, "when little work took 0.50 times as long as now"),
+        ((1.0, 1.2), 0.5, "when little work took 2.00 times as long as now"),
+        ((1.0, 2.0), 1.5, "while its pace changed by a factor of 2.0"),
+    ],
+)  # fmt: skip
+def test_a_machine_whose_pace_has_changed_differs(monkeypatch, probes, pace, said):
+    monkeypatch.setattr(calibrate, "probe_seconds", lambda: pace)
+    assert calibrate.differs_here(Machine(platform.node(), calibrate.VERSIONS, num_cores(), {}, probes=probes)) == said
+
+
+def test_a_calibration_that_is_resumed_at_another_pace_says_so(tmp_path, measured, monkeypatch):
+    path, paces = tmp_path / "parts", iter((1.0, 1.1, 2.0, 1.2))
+    monkeypatch.setattr(calibrate, "probe_seconds", lambda: next(paces))
+    measured.measure.stops_after = 40
+    with pytest.raises(KeyboardInterrupt):
+        Calibration([2, 3], path=path).measure()
+    assert Calibration([2, 3], path=path).kept.probes == [1.0]
+    measured.measure.stops_after = -1
+    again = Calibration([2, 3], path=path)
+    again.measure()
+    assert again.machine().probes == (1.0, 2.0)
+    monkeypatch.setattr(calibrate, "probe_seconds", lambda: 1.5)
+    assert calibrate.differs_here(again.machine()) == "while its pace changed by a factor of 2.0"
 
 
 def test_an_interrupted_calibration_goes_on_where_it_was(tmp_path, measured):

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from shardlab.bench import validated_here
 from shardlab.cli import app
-from shardlab.cli.transformer import _verdict
+from shardlab.cli.forecast import _verdict
 from shardlab.forecast import published
 from shardlab.forecast import search as all_ways
 from shardlab.forecast.machine import Machine
@@ -94,6 +94,18 @@ def test_a_step_that_waits_for_its_host_says_so_and_less_where_layers_are_compil
     assert faster < 0.85 * eager
 
 
+def test_what_to_try_next_fits_or_is_faster_and_is_the_forecast_of_its_options(config):
+    words = ("forecast", "--config", config, "--ranks", "4", "--seq-len", "8192")
+    text = " ".join(said(*words).split())
+    assert "it does not fit" in text
+    found = re.search(r"TRY NEXT (--.*?): (\d+)% slower, ([\d.]+) s a step, and fits, ", text)
+    option, change, seconds = found.groups()
+    tried = json.loads(said(*words, *option.split(), "--json"))
+    assert tried["seconds"] == pytest.approx(float(seconds), rel=0.05)
+    assert tried["fits"].startswith("it fits")
+    assert int(change) > 0
+
+
 def test_a_nearly_full_memory_is_a_warning(config):
     text = " ".join(said("forecast", "--config", config, "--ranks", "8", "--seq-len", "9216").split())
     assert "WARNING Beside the peak" in text
@@ -155,6 +167,18 @@ def test_a_search_names_the_fastest_and_why_others_fall_out(config, searched_onc
     assert (ways[0]["why_not"], ways[0]["fits"], found["cards_that_would_do"]) == ("", True, None)
     assert any(way["why_not"].startswith("needs") and not way["fits"] for way in ways)
     assert ways[0]["tokens_per_second"] == pytest.approx(128 * 8192 / ways[0]["seconds"])
+
+
+def test_a_search_takes_the_options_of_a_forecast(config, searched_once):
+    words = ("--config", config, "--ranks", "8", "--batch", "16", "--compiled", "--fp8", "--attention", "unfused")
+    found = json.loads(said("search", *words, "--json"))["ways"][0]
+    text = " ".join(said("search", *words).split())
+    options = re.search(r"NEXT shardlab forecast with (.*?): what", text)[1].split()
+    same = json.loads(said("forecast", *words, *options, "--json"))
+    assert (same["seconds"], same["peak_bytes"]) == (found["seconds"], found["peak_bytes"])
+    assert same["arguments"]["compiled"]
+    assert "MISSES BY nothing known: " in text
+    assert "9 of 10 were missed by 1" in text
 
 
 def test_a_search_without_a_way_says_how_many_cards_would_do(config, searched_once):

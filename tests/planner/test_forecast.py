@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import fields
+from math import isnan
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from shardlab.forecast.network import GIGABIT, HOP_SECONDS, Network, network_of
 from shardlab.forecast.peak import peak_bytes, rest_bytes
 from shardlab.forecast.predict import RESERVED, may_retry
 from shardlab.forecast.published import TOYS, calibration_of, error_of, published_steps, summary
-from shardlab.forecast.region import by_laboratory, expected_miss
+from shardlab.forecast.region import _share_without, by_laboratory, expected_miss
 from shardlab.forecast.replay import REPLAYED
 from shardlab.forecast.step_model import (
     HOST_BOUND,
@@ -290,7 +291,7 @@ def test_hardware_has_the_names_that_people_use(name):
 
 def test_every_preset_is_complete():
     for name in (name for name, row in cards().items() if row.peaks):
-        assert cards()[name].source != "data sheet"
+        assert re.search("best product|fractions as h100", cards()[name].source)
         assert predict_step(**SMALL, hardware=name).seconds > 0
 
 
@@ -309,7 +310,7 @@ def test_every_preset_is_complete():
         ({"precision": "fp4"}, "precision: 'fp4' is not one of bf16, fp16, tf32, fp8"),
         ({"precision": "fp8"}, "precision: fp8 is given; a100-80gb has bf16, fp16, tf32"),
         ({"hardware": "mi300x"}, "hardware: 'mi300x' is not one of l40s, 4090"),
-        ({"attention": "slow"}, "attention: 'slow' is not one of flash-1, flash-2, unfused"),
+        ({"attention": "slow"}, "attention: 'slow' is not one of flash-1, flash-2, unfused, op-by-op"),
         ({"hardware": "v100"}, "hardware: 'v100' is not one of l40s, 4090, 5090, rtx-pro-6000, a100-40gb"),
         ({"recompute": 7}, "recompute: 7 is not 0 to 6 layers, 'full' or 'selective'"),
         ({"recompute": -1}, "recompute: -1 is not 0 to 6 layers, 'full' or 'selective'"),
@@ -423,14 +424,29 @@ def test_a_calibration_that_is_not_like_the_job_leaves_no_error(other):
     assert found.reason.startswith("nothing known: calibration pair ")
 
 
-def test_no_published_step_is_missed_by_more_than_those_of_other_laboratories_say():
+def test_no_published_step_is_missed_by_more_than_those_of_others_say():
     """Half of them have enough that are like them elsewhere; of the others, among them the worst, nothing is said."""
     found = by_laboratory(validate_published())
-    assert (found["held"] == found["known"]).all()
-    assert 0.45 < found["known"].sum() / found["steps"].sum() < 0.55
+    for of, known in (("", 0.51), ("_by_machines", 0.59)):
+        assert (found[f"held{of}"] == found[f"known{of}"]).all()
+        assert found[f"known{of}"].sum() / found["steps"].sum() == pytest.approx(known, abs=0.05)
+        assert found.loc[found["laboratory"] == "nanotron", f"known{of}"].sum() == 0
     assert found.loc[found["tp"], "worst"].max() < 0.1
-    assert found.loc[found["laboratory"] == "nanotron", "known"].sum() == 0
     assert found["worst"].max() > 0.25
+    assert (found["median"] <= found["roofline_median"]).mean() > 0.8
+
+
+def test_all_that_is_missed_by_much_is_outside_of_what_is_known():
+    """By the steps of all other laboratories, of all other machines, and by all other steps."""
+    owners = (lambda step: step.laboratory, lambda step: step.machine, lambda step: step)
+    far = 0
+    for step in published_steps():
+        for is_calibrated in (False, True)[: 1 + (not step.calibrates)]:  # not those that are fitted
+            if abs(error_of(step, is_calibrated=is_calibrated)) > 0.25:
+                shares = [_share_without(step, owner, is_calibrated=is_calibrated) for owner in owners]
+                assert all(isnan(share) for share in shares), step.title
+                far += 1
+    assert far >= 6
 
 
 def test_what_waits_for_its_host_is_known_from_one_laboratory_alone():
@@ -483,6 +499,18 @@ def test_bytes_a_parameter_are_an_argument():
     assert rest_bytes(in_32_bits) == rest_bytes(job) + 2 * job.num_params
     # Gradients travel in as many bytes as they are kept in.
     assert step_parts(in_32_bits, Factors())[WAITED] > step_parts(job, Factors())[WAITED]
+
+
+def test_attention_op_by_op_moves_its_scores_often_and_a_compiler_helps():
+    """GPT-2 on an A100: 250 ms eager, 135 ms compiled (nanoGPT's README); no error is known of either."""
+    gpt = {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 12, "ffn": 3072, "vocab": 50304, "seq_len": 1024}
+    gpt |= {"micro_batch": 12, "data": 1, "strategy": "single", "hardware": "a100-40gb"}
+    measured = {"op-by-op": 0.250, "unfused": 0.135}
+    for attention, seconds in measured.items():
+        assert predict_step(**gpt, attention=attention).seconds == pytest.approx(seconds, rel=0.2)
+        assert expected_miss(Job(**gpt, attention=attention)).share is None
+    peaks = [peak_bytes(Job(**gpt, attention=attention)) for attention in (*measured, "flash-2")]
+    assert peaks == sorted(peaks, reverse=True)
 
 
 def test_products_of_layers_in_eight_bits_are_faster_and_nothing_else_is():

@@ -45,7 +45,7 @@ def test_a_forecast_says_how_far_others_missed_here():
 
 def test_a_calibration_is_a_file_that_reads_as_text(tmp_path):
     machine, path = (
-        Machine("here", {"torch": "2.13"}, 2, {"2": COSTS}, (("ddp", 2, 0.1, 0.2),)),
+        Machine("here", {"torch": "2.13"}, 2, {"2": COSTS}, (("ddp", 2, 0.1, 0.2),), probes=(0.1, 0.2)),
         tmp_path / "machine.json",
     )
     machine.write(path)
@@ -55,7 +55,7 @@ def test_a_calibration_is_a_file_that_reads_as_text(tmp_path):
         machine.costs(3)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 0}', '{"format": 1, "ranks": {"2": {}}}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 0}', '{"format": 2, "ranks": {"2": {}}}'])
 def test_a_file_that_is_none_is_refused(tmp_path, text):
     path = tmp_path / "machine.json"
     path.write_text(text)

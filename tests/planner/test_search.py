@@ -6,8 +6,19 @@ from statistics import median
 
 import pytest
 
+from shardlab.forecast.job import Job
 from shardlab.forecast.model_config import decoder_of
-from shardlab.forecast.search import NEAR, RESERVE, USABLE, cards_that_would_do, miss_of, published_regrets, search
+from shardlab.forecast.search import (
+    NEAR,
+    RESERVE,
+    USABLE,
+    cards_that_would_do,
+    miss_of,
+    next_to_try,
+    published_regrets,
+    search,
+)
+from shardlab.forecast.step_model import Factors, step_parts
 
 LLAMA = {
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -52,6 +63,24 @@ def test_the_fastest_that_fits_is_first_and_each_other_says_why_it_falls_out(tmp
 
 
 LLAMA2_7B = {"hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 32, "ffn": 11008, "vocab": 32000, "seq_len": 4096}
+
+
+def test_the_next_way_to_try_differs_in_one_option_and_gains_until_nothing_does():
+    job = Job(**LLAMA2_7B, data=8, micro_batch=1, accumulation=4, recompute="full", hardware="h100")
+    seconds, options = step_parts(job, Factors()).total(), list[str]()
+    while following := next_to_try(job):
+        option, found = following
+        options.append(option)
+        assert found.fits
+        assert found.seconds < seconds / (1 + NEAR)
+        assert sum(getattr(found.job, one) != getattr(job, one) for one in ("tensor", "micro_batch", "recompute")) <= 1
+        job, seconds = found.job, found.seconds
+        assert job.sequences == 32
+    assert "--compiled" in options
+    assert len(options) >= 2
+    # One that does not fit is told of one that does, however slow.
+    option, found = next_to_try(Job(**LLAMA2_7B | {"layers": 64}, data=4, micro_batch=1, hardware="h100"))
+    assert (option, found.fits) == ("--recompute full", True)
 
 
 def test_both_ways_of_accumulating_are_tried_where_gradients_are_sharded():

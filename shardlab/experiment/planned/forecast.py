@@ -55,7 +55,9 @@ _NO_TIME = RankCosts(
 )  # fmt: skip
 
 
-def forecast_step(config: CompareConfig, strategy: str, machine: Machine | None, rank: int = 0) -> StepForecast:
+def forecast_step(
+    config: CompareConfig, strategy: str, machine: Machine | None, rank: int = 0, *, traces_memory: bool = True
+) -> StepForecast:  # fmt: skip
     """The forecast of one strategy.
 
     Args:
@@ -63,6 +65,7 @@ def forecast_step(config: CompareConfig, strategy: str, machine: Machine | None,
         strategy: one of ours.
         machine: its calibration; None where only bytes are asked for.
         rank: the rank that is looked at.
+        traces_memory: find the peak, which takes about as long as all else; without it ``peak_bytes`` is 0.
 
     Raises:
         ValueError: the machine was not calibrated for so many ranks.
@@ -100,8 +103,10 @@ def forecast_step(config: CompareConfig, strategy: str, machine: Machine | None,
         scratch_bytes=scratch,
     )
     host = costs.host.get(strategy, 0.0) * config.accumulation * steered_by(config, strategy)
-    records = dry_run(config, strategy, ToldClock(wire), of_operation, rank, host, others=True)
-    peak_bytes = int(records.steps["peak_bytes"].max())
+    records = dry_run(
+        config, strategy, ToldClock(wire), of_operation, rank, host, others=traces_memory, traces_memory=traces_memory
+    )  # fmt: skip
+    peak_bytes = int(records.steps["peak_bytes"].max()) if traces_memory else 0
     return StepForecast(seconds_in(records.steps), peak_bytes, records, True in outside, frozenset(unmeasured))
 
 
