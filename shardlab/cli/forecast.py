@@ -112,12 +112,6 @@ def run_as(attention: str, *, compiled: bool, cuda_graph: bool, fp8: bool, async
     }  # fmt: skip
 
 
-def options_of(job: "Job") -> str:
-    """Options that give this way."""
-    found = f"--strategy {job.strategy} --tp {job.tensor} --micro-batch {job.micro_batch} --batch {job.sequences}"
-    return found + (f" --recompute {job.recompute}" if job.recompute else "") + " --no-sync" * job.no_sync
-
-
 def memory_alone(gpu: str) -> float | None:
     """Bytes of a GPU that has no preset: of a memory such as 24GB, or of a card whose speed is not known."""
     from shardlab.planner.gpu import Gpu

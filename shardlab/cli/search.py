@@ -13,7 +13,7 @@ from shardlab.planner.formulas import precision_named
 
 from shardlab.cli.forecast import (  # isort: skip
     CARD, AsJson, AsyncTp, Attention, Batch, Card, Compiled, Config, CudaGraph, Fp8, Kept, Measured, Network, Ranks,
-    SeqLen, Step, memory_alone, options_of, rates, run_as, said_of, step_in,
+    SeqLen, Step, memory_alone, rates, run_as, said_of, step_in,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _tell(
 def _found(found: Sequence["Found"], enough: "Job | None", steps: Sequence[Step]) -> Iterator[tuple[str, str]]:
     """Lines: the fastest that fits, its ties, and how far it may miss, or what would do; how many were tried."""
     from shardlab.forecast.region import expected_miss
-    from shardlab.forecast.search import RESERVE, miss_of
+    from shardlab.forecast.search import RESERVE, miss_of, options_of
 
     fits, (best, *_) = [one for one in found if one.fits], found
     ties = [one for one in fits[1:] if one.is_tied]

@@ -12,8 +12,7 @@ least memory is first, and of equal memory the simplest. What is slower by no mo
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import log
 from typing import Any
 
@@ -36,6 +35,10 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 # (llama-cookbook PR #41, torchtitan PR #135 and #165).
 RESERVE = 1.27
 MOST_CARDS = 65536
+OPTIONS = {
+    "strategy": "--strategy", "tensor": "--tp", "micro_batch": "--micro-batch", "recompute": "--recompute",
+    "no_sync": "--no-sync",
+}  # fmt: skip
 # Shares of seconds and of bytes. By how much one way is slower than another is missed by 3.4 % in the median of 510
 # pairs of published steps that train one job.
 NEAR, NEAR_BYTES = 0.03, 0.05
@@ -113,40 +116,33 @@ def next_to_try(job: Job, calibration: Sequence[Pair] = ()) -> tuple[str, Found]
     The same sequences make a step. A job that fits itself gains if it is faster by more than ``NEAR``.
     """
     factors = fitted(checked(calibration, job))
-
-    def found(way: Job) -> Found:
-        return Found(way, step_parts(way, factors), peak_bytes(way))
-
-    here = found(job)
-    ways = [(option, found(way)) for option, way in _other_by_one(job)]
-    fits = [(option, way) for option, way in ways if way.fits]
-    option, best = min(fits, key=lambda way: way[1].seconds, default=("", here))
+    given = {name: value for name, value in asdict(job).items() if name not in (*OPTIONS, "data", "accumulation")}
+    ways = {job: "", **{way: _only_option(job, way) for way in _jobs(given, job.data * job.tensor, job.sequences, {})}}
+    ways |= {} if job.compiled else {replace(job, compiled=True): "--compiled"}
+    found = [Found(way, step_parts(way, factors), peak_bytes(way)) for way in ways if way is job or ways[way]]
+    here, fits = found[0], [way for way in found[1:] if way.fits]
+    best = min(fits, key=lambda way: way.seconds, default=here)
     gains = not here.fits or best.seconds * (1 + NEAR) < here.seconds
-    return (option, best) if option and gains else None
+    return (ways[best.job], best) if best is not here and gains else None
 
 
-def _other_by_one(job: Job) -> Iterator[tuple[str, Job]]:
-    """Jobs that one option more would give, and that option."""
-    ranks, accumulation = job.data * job.tensor, job.accumulation
-    tried: list[tuple[str, dict[str, Any]]] = [
-        (f"--recompute {how}", {"recompute": how}) for how in RECOMPUTES if how != job.recompute
-    ]
-    tried += [] if job.compiled else [("--compiled", {"compiled": True})]
-    tried += [] if job.no_sync or accumulation == 1 else [("--no-sync", {"no_sync": True})]
-    tried += [
-        (f"--micro-batch {size}", {"micro_batch": size, "accumulation": accumulation * job.micro_batch // size})
-        for size in (2 * job.micro_batch, job.micro_batch // 2) if size and accumulation * job.micro_batch % size == 0
-    ]  # fmt: skip
-    for tensor in (tensor for tensor in TENSORS if tensor in (2 * job.tensor, job.tensor / 2)):
-        data, times = ranks // tensor, accumulation * job.data / (ranks // tensor)
-        if ranks % tensor == 0 and tensor <= job.links.per_host and times >= 1 and job.strategy in ("single", "fsdp"):
-            strategy = "fsdp" if data > 1 else "single"
-            tried.append(
-                (f"--tp {tensor}", {"tensor": tensor, "data": data, "accumulation": int(times), "strategy": strategy})
-            )
-    for option, changes in tried:
-        with suppress(ValueError):  # heads, for example, may not be divided so
-            yield option, replace(job, **changes)
+def _only_option(job: Job, way: Job) -> str:
+    """The option that makes a way of a job; empty if more than one does, or none."""
+    changed = [name for name in OPTIONS if getattr(way, name) != getattr(job, name)]
+    if len(changed) > 1 and "single" in (job.strategy, way.strategy):
+        changed.remove("strategy")  # it follows from the number of data ranks
+    (*others, last) = changed or [""]
+    return "" if others or not last else _option(way, last)
+
+
+def options_of(job: Job) -> str:
+    """The options that make a way of so many GPUs."""
+    return " ".join(filter(None, (f"--batch {job.sequences}", *(_option(job, name) for name in OPTIONS))))
+
+
+def _option(job: Job, name: str) -> str:
+    value = getattr(job, name)
+    return (OPTIONS[name] if value is True else f"{OPTIONS[name]} {value}") if value else ""
 
 
 def ranked(found: Sequence[Found]) -> list[Found]:
