@@ -20,7 +20,7 @@ MAY_IMPORT = {
     **dict.fromkeys(("comm", "models", "data_sets", "analysis"), NUMBERS),
     "planner": NUMBERS,
     "forecast": NUMBERS | {"field_types", "planner"},
-    "why": NUMBERS | {"analysis"},
+    "why": NUMBERS | {"analysis", "schedules"},
     "plots": NUMBERS | {"analysis", "schedules"},
     "schedules": {"partition", "vocabulary"},
     "context": {"comm", "vocabulary"},
@@ -57,8 +57,8 @@ NOT_COLLECTIVES = {
 # The one exception: peers wrap torch's own engines, which send through a group that comm has made for them.
 PEERS = "shardlab.engines.peers."
 OF_TORCHS_ENGINES = {
-    "ColwiseParallel", "DTensor", "DeviceMesh", "Replicate", "RowwiseParallel", "Shard", "ZeroRedundancyOptimizer",
-    "distribute_tensor", "fully_shard", "parallelize_module",
+    "ColwiseParallel", "DTensor", "DeviceMesh", "PipelineStage", "Replicate", "RowwiseParallel", "Shard",
+    "ZeroRedundancyOptimizer", "_PipelineScheduleRuntime", "distribute_tensor", "fully_shard", "parallelize_module",
 }  # fmt: skip
 
 

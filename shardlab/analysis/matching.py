@@ -19,7 +19,7 @@ from shardlab.vocabulary import Collective, MeshAxis
 
 RUN = ["run", "source"]
 # The axis that communicates most is the innermost, where ranks are neighbours.
-OUTERMOST_FIRST = (MeshAxis.REPLICA, MeshAxis.DATA, MeshAxis.SHARD, MeshAxis.TENSOR)
+OUTERMOST_FIRST = (MeshAxis.PIPE, MeshAxis.REPLICA, MeshAxis.DATA, MeshAxis.SHARD, MeshAxis.TENSOR)
 # No rank can finish before the last has joined. (The root of a broadcast does not wait, and a record does not name it.)
 MEETING = (
     Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.ALL_TO_ALL, Collective.BARRIER,
@@ -34,8 +34,8 @@ def with_group(collectives: pd.DataFrame, axes: Mapping[str, int] | None = None)
     Args:
         collectives: table ``collectives``.
         axes: size of each axis of the mesh, outermost first, as ``Mesh`` takes it (and the manifest's ``mesh`` says).
-            None reads the sizes from the rows, in the order replica, data, shard, tensor; this needs the rows of all
-            ranks and of all axes longer than 1.
+            None reads the sizes from the rows, in the order pipe, replica, data, shard, tensor; this needs the rows of
+            all ranks and of all axes longer than 1.
 
     Raises:
         ValueError: a column is missing, or the axes do not multiply to the number of ranks.

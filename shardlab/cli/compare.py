@@ -54,7 +54,7 @@ def compare(out: Out = None, overwrite: Overwrite = False, **chosen: Any) -> Non
     with bad_input():
         if overwrite and out is None:
             raise ValueError("overwrite: only with --out; name the directory to replace there")
-        chosen["strategies"] = names_in(chosen["strategies"])
+        chosen |= {field: names_in(chosen[field]) for field in ("strategies", "schedule")}
         config = experiment.CompareConfig(**chosen)
         experiment.prepare(config, directory, overwrite=overwrite)
     comparison = _with_progress(config, directory)

@@ -27,7 +27,18 @@ OF_WORKLOAD = partial(typer.Option, rich_help_panel="Of a workload")
 OF_ALL = ("ranks", "precision", "gpu", "out", "json")
 TAKES = {  # besides these
     "params": ("per_host",),
-    "workload": ("strategies", "tp", "sharding", "wrap", "bucket_mib", "peak", "calibration"),
+    "workload": (
+        "strategies",
+        "tp",
+        "sharding",
+        "wrap",
+        "bucket_mib",
+        "peak",
+        "calibration",
+        "pipe",
+        "schedule",
+        "micro_batches",
+    ),
 }
 MOVED = {"--search": "search", "--config": "forecast", "--validate": "validate"}  # to commands of their own
 FACTORS = {"K": 3, "M": 6, "B": 9, "T": 12}  # powers of ten
@@ -58,6 +69,19 @@ OVER_HOSTS = (
     "parameters too. zero_0x3 is FSDP's hybrid_shard, zero_2x3 HFSDP; ddp and fsdp are one ring through all hosts. At "
     "rest and sent inside its host: of a rank; a host sends: all its ranks, across hosts, in a step."
 )
+OF_STAGES = (
+    "Of the first data rank of each place in the pipeline. Idle: of the schedule's time, if stages are equal, backward "
+    "takes twice as long as forward, and messages no time. Held: the most micro-batches at once. Messages and bytes go "
+    "to other stages, in a step."
+)
+OTHERS_OF_STAGES = {
+    "rank": "rank", "stages": "stages", "in_flight": "held", "idle_percent": "idle (%)", "messages": "messages",
+}  # fmt: skip
+SIZES_OF_STAGES = {
+    "parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer",
+    "sent_bytes": "sent",
+}  # fmt: skip
+NOT_OF_STAGES = "not with --pipe: time, and what a stage keeps of a row, are not planned"
 SIZES_ON_GPU = {"gathered_bytes": "gathered", "left_bytes": "left", "row_bytes": "a row keeps"}
 
 
@@ -71,6 +95,7 @@ class Found(NamedTuple):
     collectives: "pd.DataFrame | None" = None
     note_on_gpu: str = "Left: memory without what is at rest."
     half: str = ""
+    stages: "pd.DataFrame | None" = None
     hosts: "pd.DataFrame | None" = None
     per_host: int = 0
 
@@ -110,6 +135,11 @@ def plan(
     sharding: Annotated[str, OF_WORKLOAD(help="FSDP's, as in compare.")] = "full_shard",
     wrap: Annotated[str, OF_WORKLOAD(help="FSDP's units, as in compare.")] = "",
     bucket_mib: Annotated[float, OF_WORKLOAD(help="Capacity of a bucket; compare has 1.")] = BUCKET_MIB,
+    pipe: Annotated[int, OF_WORKLOAD(help="Stages in a row, as in compare; shows what each holds and waits.")] = 1,
+    schedule: Annotated[str, OF_WORKLOAD(help="With --pipe, as in compare; comma-separated.")] = "",
+    micro_batches: Annotated[
+        int, OF_WORKLOAD(help="With --pipe: of a step; by default 4 for each stage.", show_default=False)
+    ] = 0,
     peak: Annotated[bool, OF_WORKLOAD("--peak", help="Adds the peak of a step, run without values.")] = False,
     calibration: Annotated[
         Path | None, OF_WORKLOAD(help="The file of shardlab calibrate: adds the peak, and the time of a step here.")
@@ -118,12 +148,14 @@ def plan(
     """Predict what each strategy holds and sends, of a number of parameters or a workload; no rank starts."""
     if bool(params) == bool(workload):
         raise ValueError("params, workload: give one of them: --params 7.5B, or --workload train.py:workload")
-    ranks = ranks or (tp if tp > 1 else 0)
+    ranks = ranks or (tp if tp > 1 else 0) or (pipe if pipe > 1 else 0)
     if ranks < 1:
         given = f"{ranks} was given" if ranks else "none were given"
         raise ValueError(f"ranks: {given}; give 1 or more, for example --ranks 8")
     kind = "params" if params else "workload"
     refuse_others(context, {kind, *OF_ALL, *TAKES[kind]}, f"not of --{kind}")
+    if pipe > 1:
+        refuse_others(context, {kind, "ranks", "out", "json", *TAKES[kind]} - {"peak", "calibration"}, NOT_OF_STAGES)
     # Before the work: what was given may be misspelled, or not be there.
     on = Gpu.parse(gpu) if gpu else None
     if out is not None:
@@ -131,6 +163,9 @@ def plan(
     if workload:
         how: dict[str, Any] = {"sharding": sharding, "precision": precision or "full", "tp": tp}
         how |= ({"wrap": wrap} if wrap else {}) | ({"bucket_mib": bucket_mib} if bucket_mib != BUCKET_MIB else {})
+        how |= {"pipe": pipe} if pipe > 1 else {}
+        how |= {"schedule": names_in(schedule)} if schedule else {}
+        how |= {"micro_batches": micro_batches} if micro_batches else {}
         machine = machine_for(calibration, ranks, names_in(strategies) or STRATEGIES)
         forecasts = partial(with_forecasts, machine=machine) if peak or calibration else None
         found = _of_workload(workload, ranks, names_in(strategies), how, on, forecasts)
@@ -164,18 +199,21 @@ def _of_workload(
 ) -> Found:  # fmt: skip
     import pandas as pd
 
-    from shardlab.experiment.planned.plan import plans_of, row_of, table_of
+    from shardlab.experiment.planned.plan import plan_all, row_of, table_of, to_plan
     from shardlab.experiment.planned.run_plan import RunPlan
+    from shardlab.experiment.planned.stages_plan import stages_of
     from shardlab.experiment.trained.named_workload import workload_at  # here, because it imports torch
     from shardlab.experiment.trained.tensor import shown_plan
     from shardlab.vocabulary import dtype_name
 
-    names, layers, workload = names or STRATEGIES, None, workload_at(place)
+    names, layers, stages, workload = names or STRATEGIES, None, None, workload_at(place)
     if options["tp"] > 1:
         workload, layers = shown_plan(workload, options["tp"])
     with progress_bar(len(names), first="a step without values") as told:
         if gpu is None:
-            plans = plans_of(workload, ranks, names, told=told, **options)
+            config = to_plan(workload, ranks, names, **options)
+            plans = plan_all(config, told)
+            stages = stages_of(config, plans) if config.pipe > 1 else None
             rows = table_of([row_of(strategy, found) for strategy, found in plans.items()])
         else:
             planned = RunPlan.of(workload, ranks, names, told=told, **options)
@@ -197,7 +235,7 @@ def _of_workload(
     dtypes = {param.dtype for param in workload.on_meta().parameters() if param.is_floating_point()}
     half = ", ".join(sorted(dtype_name(dtype) for dtype in dtypes if dtype.itemsize == 2))
     title, collectives = f"{place}, {count(ranks, 'rank')}", pd.concat(sent) if sent else None
-    return Found(title, rows, note, layers, collectives, on_gpu, half)
+    return Found(title, rows, note, layers, collectives, on_gpu, half, stages)
 
 
 def _tell(found: Found, ranks: int, gpu: Gpu | None, card: str, *, json: bool, out: Path | None) -> None:
@@ -205,10 +243,11 @@ def _tell(found: Found, ranks: int, gpu: Gpu | None, card: str, *, json: bool, o
     from shardlab.experiment.told.answer import answer_of_plan
 
     said: list[tuple[str, str]] = [("MODEL", HALF.format(dtype=found.half))] if found.half else []
-    said += answer_of_plan(found.rows, ranks, None if gpu is None else gpu.memory_bytes, found.collectives)
+    memory_bytes = None if gpu is None else gpu.memory_bytes
+    said += answer_of_plan(found.rows, ranks, memory_bytes, found.collectives, found.stages)
     page = None if out is None else _page(found, said, gpu, card, out)
     if json:
-        print_json(found.rows, said, found.layers)
+        print_json(found.rows, said, found.layers, found.stages)
         return
     console = Console(highlight=False)
     console.print(answer_table(said))
@@ -231,6 +270,9 @@ def _tables(found: Found, card: str) -> dict[tuple[str, str], "pd.DataFrame"]:
     tables = {(found.title, found.note): in_units(rows, SIZES, OTHERS, add_up=True)}
     if "left_bytes" in rows:
         tables[f"On a GPU of {card}", found.note_on_gpu] = in_units(rows, SIZES_ON_GPU, OTHERS_ON_GPU)
+    if found.stages is not None:
+        shown = found.stages.assign(idle_percent=(100 * found.stages["idle"]).round(1))
+        tables["Stages", OF_STAGES] = in_units(shown, SIZES_OF_STAGES, OTHERS_OF_STAGES)
     if found.hosts is not None:
         tables[f"Over hosts of {count(found.per_host, 'rank')}", OVER_HOSTS] = in_units(found.hosts, SIZES_OF_HOSTS, {})
     return tables

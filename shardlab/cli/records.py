@@ -224,9 +224,13 @@ def _print_modules(held: pd.DataFrame, modules: set[str], title: str) -> None:
         console.print(f"This rank holds nothing of {', '.join(elsewhere)}: other ranks do.")
 
 
-def print_json(table: pd.DataFrame, said: Iterable[tuple[str, str]] = (), layers: pd.DataFrame | None = None) -> None:
+def print_json(
+    table: pd.DataFrame, said: Iterable[tuple[str, str]] = (), layers: pd.DataFrame | None = None, stages: pd.DataFrame
+    | None = None,
+) -> None:  # fmt: skip
     """Print rows as JSON, and the answer where there is one; missing, infinite and NaN values are null."""
     rows, modules = _rows_of(table), {} if layers is None else {"modules": _rows_of(layers)}
+    modules |= {} if stages is None else {"stages": _rows_of(stages)}
     found = {"answer": dict(said), "strategies": rows, **modules} if said else rows
     typer.echo(json_text.dumps(found, indent=2, allow_nan=False))
 

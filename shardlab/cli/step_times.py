@@ -91,6 +91,8 @@ def what_if(
     prefetch: Annotated[int, typer.Option(help="Units gathered ahead.")] = -1,
     precision: Annotated[str, typer.Option(help="Another precision.")] = "",
     wrap: Annotated[str, typer.Option(help="Other units.")] = "",
+    schedule: Annotated[str, typer.Option(help="Of a run with stages: another schedule.")] = "",
+    micro_batches: Annotated[int, typer.Option(help="Of a run with stages: as many rows in so many.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print seconds as JSON.")] = False,
 ) -> None:
     """Say how long a recorded step would take with one thing changed, by replaying it."""
@@ -106,14 +108,18 @@ def what_if(
         if str(given) != str(config.workload):
             raise ValueError(f"workload: {workload} trains {given}, and {directory} is of {config.workload}")
         object.__setattr__(config, "workload", given)
-    changes: dict[str, Any] = {"link": link, "bucket_mib": bucket_mib, "precision": precision, "wrap": wrap}
+    changes: dict[str, Any] = {
+        "link": link, "bucket_mib": bucket_mib, "precision": precision, "wrap": wrap, "schedule": schedule,
+        "micro_batches": micro_batches,
+    }  # fmt: skip
     changes = {name: value for name, value in changes.items() if value}
     changes |= {"prefetch": prefetch} if prefetch >= 0 else {}
     if ranks:
         changes |= {"ranks": ranks}
         changes |= {} if config.batch is None else {"batch": config.batch * ranks // config.ranks}
     if not changes:
-        raise ValueError("link, ranks, bucket-mib, prefetch, precision, wrap: none is given; give what is changed")
+        known = "link, ranks, bucket-mib, prefetch, precision, wrap, schedule, micro-batches"
+        raise ValueError(f"{known}: none is given; give what is changed")
     found = replayed(comparison.records, config, strategy, **changes)
     if json:
         typer.echo(json_text.dumps({**asdict(found), "gain": found.gain, "is_reproduced": found.is_reproduced}))

@@ -7,14 +7,14 @@
                 return record_pipeline(rank, "1f1b", pipeline, engine, loss_fn, inputs, targets)
 
     records = pool.run(on_rank, schedule)
-    bubbles({"1f1b": (schedule, records)})
+    bubbles({"1f1b": records})
 
-Spans are without what a rank waited for messages; the foretold step has the spans' own lengths, and no messages.
+What is work and what is waiting, and how a step is foretold, says ``shardlab.why.pipelined``.
 """
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from math import nan
 from pathlib import Path
 
@@ -22,14 +22,16 @@ import pandas as pd
 from torch import Tensor
 
 from shardlab.engines import Engine
+from shardlab.experiment.run.pipeline_step import PHASES
 from shardlab.experiment.run.rank_run import source_of
 from shardlab.pipeline import Pipeline
 from shardlab.pipeline.pipeline import Loss
 from shardlab.records.store import Records, RunWriter, load_run, write_manifest
-from shardlab.schedules import Action, Kind, Played, Schedule, measured, play
+from shardlab.schedules import Action, Kind, Played
 from shardlab.trace.clock import clock_for
 from shardlab.trace.recorder import Recorder
 from shardlab.vocabulary import Phase, SpanKind
+from shardlab.why.pipelined import PipelinedStep, pipelined_steps
 
 WARM_UPS = 1
 SINCE_BOOT_NS = 0
@@ -57,14 +59,8 @@ def record_pipeline(
         with closing(RunWriter(Path(folder), rank, run, source_of(engine.mesh))) as writer:
             recorder = Recorder(writer, clock_for(engine.mesh.device), SINCE_BOOT_NS, device=engine.mesh.device)
 
-            @contextmanager
-            def watch(action: Action) -> Iterator[None]:
-                is_forward = action.kind is Kind.FORWARD
-                phase, kind = (Phase.FORWARD, SpanKind.FORWARD) if is_forward else (Phase.BACKWARD, SpanKind.BACKWARD)
-                with recorder.phase(phase):
-                    recorder.begin_span(str(action), kind)
-                    yield
-                    recorder.end_span(str(action), kind)
+            def watch(action: Action) -> AbstractContextManager[None]:
+                return recorder.phase(*PHASES[action.kind is Kind.FORWARD], str(action))
 
             for _ in range(WARM_UPS):
                 pipeline.run(engine, loss_fn, inputs, targets)
@@ -80,23 +76,27 @@ def record_pipeline(
         return load_run(folder)
 
 
-def played_of(schedule: Schedule, records: Sequence[Records]) -> Played:
+def played_of(records: Sequence[Records]) -> Played:
     """The step that ranks of one pipeline have done, in milliseconds; for ``schedule_chart``."""
-    spans = pd.concat([one.spans for one in records])
-    actions = spans[spans["unit"].str.fullmatch(r"\d+[FBIW]\d+").fillna(False)]
-    times = zip(actions["unit"], actions["start_us"] / 1e3, actions["end_us"] / 1e3, strict=True)
-    return measured(schedule, times)
+    done = _recorded(records).done
+    times = ({action: us / 1e3 for action, us in one.items()} for one in (done.begins, done.ends, done.work))
+    return Played(done.schedule, *times)
 
 
-def bubbles(runs: Mapping[str, tuple[Schedule, Sequence[Records]]]) -> pd.DataFrame:
-    """By run: the length of the step's actions, the bubble as measured, and as foretold from the actions' own times."""
+def bubbles(runs: Mapping[str, Sequence[Records]]) -> pd.DataFrame:
+    """By run: the length of the step's actions, the bubble as measured, and as foretold by the same list."""
     rows = {}
-    for name, (schedule, records) in runs.items():
-        done = played_of(schedule, records)
-        foretold = play(schedule, done.work.__getitem__)
+    for name, records in runs.items():
+        step = _recorded(records)
+        schedule, foretold = step.done.schedule, step.foretold()
         rows[name] = {
-            "step (ms)": done.seconds, "foretold (ms)": foretold.seconds, "bubble": done.bubble,
+            "step (ms)": step.done.seconds / 1e3, "foretold (ms)": foretold.seconds / 1e3, "bubble": step.done.bubble,
             "bubble foretold": foretold.bubble,
             "most micro-batches held": max(schedule.in_flight(rank) for rank in range(len(schedule.ranks))),
         }  # fmt: skip
     return pd.DataFrame(rows).T.rename_axis("schedule")
+
+
+def _recorded(records: Sequence[Records]) -> PipelinedStep:
+    collectives, spans = (pd.concat([getattr(one, name) for one in records]) for name in ("collectives", "spans"))
+    return pipelined_steps(collectives, spans)[0]

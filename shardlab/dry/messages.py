@@ -65,7 +65,7 @@ class Log(Observer):
             self._is_open = False
 
     @contextlib.contextmanager
-    def phase(self, phase: Phase, kind: SpanKind | None = None) -> Iterator[None]:
+    def phase(self, phase: Phase, kind: SpanKind | None = None, unit: str = "") -> Iterator[None]:
         """Inside, messages are of this phase."""
         before, self._phase = self._phase, phase
         try:

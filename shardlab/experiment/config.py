@@ -18,7 +18,17 @@ from shardlab.engines.guards.model_checks import check_batch_norms
 from shardlab.engines.peers import TorchFSDP2
 from shardlab.experiment.directory import check_resume
 from shardlab.experiment.options import CompareOptions
+from shardlab.experiment.trained.batches import divide, first_batch
 from shardlab.experiment.trained.named_workload import builtin, workload_at
+from shardlab.experiment.trained.pipelined import (
+    AND,
+    MICRO_BATCHES_PER_RANK,
+    Staged,
+    check_pipe,
+    runs_of,
+    schedules_of,
+    staged,
+)  # fmt: skip
 from shardlab.experiment.trained.tensor import TORCH_TP, with_plan
 from shardlab.experiment.trained.workload import Workload
 from shardlab.field_types import check_types
@@ -26,6 +36,7 @@ from shardlab.launch.placement import check_ranks
 from shardlab.models import MODELS, GPTConfig
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.partition.ring_cost import Link
+from shardlab.schedules import Schedule
 from shardlab.units import AUTO, WrapPolicy, parse_wrap, wrap_text, wrapped_modules
 from shardlab.vocabulary import MeshAxis, class_of, dtype_name
 
@@ -62,7 +73,8 @@ class CompareConfig(CompareOptions):
                 "workload=Workload(model=lambda: Net(), data=..., loss=...)"
             )
         # First: the other checks compare and divide, and would say less of a wrong type.
-        check_types(self, besides=("strategies", "workload", "wrap"))  # these are checked where they are parsed
+        check_types(self, besides=("strategies", "schedule", "workload", "wrap"))  # checked where they are parsed
+        self._check_pipe()
         self._check_strategies()
         if self.workload is None:
             _one_of("model", self.model, MODELS)
@@ -79,12 +91,14 @@ class CompareConfig(CompareOptions):
         if self.link is not None:
             Link.parse(self.link)
         self._check_peers()
+        self._check_stages()
         check_resume(self, self.resumed_rows)
         if self.workload is None:
             load_text(self.text, self.seq_len)
 
     def _check_numbers(self) -> None:
-        for field in ("ranks", "steps", "batch", "seq_len", "accumulation", "shard_group", "tp", "save_every"):
+        names = ("ranks", "steps", "batch", "seq_len", "accumulation", "shard_group", "tp", "save_every")
+        for field in names:
             if (number := getattr(self, field)) is not None and number < 1:
                 raise ValueError(f"{field}: {number} is below 1")
         for field in ("learning_rate", "bucket_mib", "timeout_s", "clip"):
@@ -92,6 +106,22 @@ class CompareConfig(CompareOptions):
                 raise ValueError(f"{field}: {value} is not a finite number above 0")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed: {self.seed} was given; it must be a whole number of 64 bits")
+
+    def _check_pipe(self) -> None:
+        """Make the schedules of the axis of stages."""
+        given: Any = self.schedule
+        object.__setattr__(self, "schedule", (given,) if isinstance(given, str) else tuple(given))
+        for field in ("pipe", "micro_batches", "ranks"):
+            if (number := getattr(self, field)) is not None and number < 1:
+                raise ValueError(f"{field}: {number} is below 1")
+        check_pipe(self)
+        if self.pipe > 1:
+            number = self.micro_batches or MICRO_BATCHES_PER_RANK * self.pipe
+            for field in ("micro_batches", "accumulation"):
+                object.__setattr__(self, field, number)
+            if self.strategies == _default("strategies"):
+                object.__setattr__(self, "strategies", ("single", "ddp"))
+        self.__dict__["schedules"] = schedules_of(self)
 
     def _check_strategies(self) -> None:
         given: Any = self.strategies
@@ -117,7 +147,12 @@ class CompareConfig(CompareOptions):
         if not self.strategies:
             raise ValueError(f"strategies: none given; at least one is needed of {', '.join(STRATEGIES)}")
         for strategy in self.strategies:
-            _one_of("strategies", strategy, (*STRATEGIES, *self.own_strategies))
+            _one_of("strategies", self.inside(strategy), (*STRATEGIES, *self.own_strategies))
+        if self.pipe > 1:
+            if peer := next((one for one in self.strategies if one.startswith("torch_")), None):
+                raise ValueError(f"strategies: pipe makes no stages of torch's own {peer!r}; leave it out")
+            runs = runs_of(self.strategies, self.schedules, lambda one: getattr(STRATEGIES.get(one), "is_alone", False))
+            object.__setattr__(self, "strategies", runs)
         if len(set(self.strategies)) != len(self.strategies):
             raise ValueError(f"strategies: {', '.join(self.strategies)} repeats one; name each once")
 
@@ -224,6 +259,37 @@ class CompareConfig(CompareOptions):
                     f"divide among {self.ranks} ranks"
                 )
 
+    def _check_stages(self) -> None:
+        """Cut the model, and try on a batch what goes from stage to stage."""
+        if self.pipe == 1:
+            return
+        if self.trained.takes_mesh:
+            raise ValueError("loss: it sends over the mesh, and with pipe only the last stage has it; leave pipe out")
+        batch = first_batch(self.trained, self.data_ranks, self.seed, self.global_batch // self.accumulation)
+        if self.trained.divides_rows:
+            batch = divide(batch, 0, self.data_ranks).batch
+        self.__dict__["staged"] = {
+            name: staged(self.trained, self.on_meta, schedule, batch) for name, schedule in self.schedules.items()
+        }
+
+    @cached_property
+    def schedules(self) -> dict[str, Schedule]:
+        """By name, those of the axis of stages; set by the check of it, and read again of a record's configuration."""
+        return schedules_of(self)
+
+    @cached_property
+    def staged(self) -> dict[str, Staged]:
+        """By name, schedules on the model; set by the check of it."""
+        return {}
+
+    def inside(self, run: str) -> str:
+        """The strategy of a run, which with stages is named after its schedule too."""
+        return run.rpartition(AND)[0] if run.rpartition(AND)[2] in self.schedules and AND in run else run
+
+    def staged_of(self, run: str) -> Staged | None:
+        """The schedule of a run on the model; None of a run without stages."""
+        return self.staged[run.rpartition(AND)[2]] if self.inside(run) != run else None
+
     @cached_property
     def own_strategies(self) -> dict[str, Strategy]:
         """Strategies of the reader's own among ``strategies``, by name; set by the check of these."""
@@ -263,7 +329,7 @@ class CompareConfig(CompareOptions):
     @property
     def data_ranks(self) -> int:
         """Number of ranks that train on different rows."""
-        return self.ranks // self.tp
+        return self.ranks // self.tp // self.pipe
 
     @property
     def shards(self) -> int:
@@ -272,6 +338,7 @@ class CompareConfig(CompareOptions):
 
     def strategy(self, name: str) -> Strategy | None:
         """The strategy of a name, with the options that it takes; None of torch's own."""
+        name = self.inside(name)
         if name in self.own_strategies:
             return self.own_strategies[name]
         kind = STRATEGIES[name]
@@ -292,11 +359,12 @@ class CompareConfig(CompareOptions):
             return {"data": 1, "tensor": self.ranks}  # every rank trains on the whole batch
         if self.is_alone(strategy):
             return {"data": 1}
+        stages = {} if self.pipe == 1 else {MeshAxis.PIPE.value: self.pipe}
         tensor = {} if self.tp == 1 else {"tensor": self.tp}
         axes = self._axes(strategy)
         if len(axes) == 2:
-            return {axes[0]: self.data_ranks // self.shards, axes[1]: self.shards, **tensor}
-        return {axes[0]: self.data_ranks, **tensor}
+            return {**stages, axes[0]: self.data_ranks // self.shards, axes[1]: self.shards, **tensor}
+        return {**stages, axes[0]: self.data_ranks, **tensor}
 
     def _axes(self, strategy: str) -> tuple[str, ...]:
         """Those over which a strategy averages, outer first."""
@@ -309,9 +377,9 @@ class CompareConfig(CompareOptions):
 
     def precision_of(self, strategy: str) -> str:
         """In which a strategy computes: 'full' if it takes none, 'rounded' if it is the reader's own and rounds."""
-        if (own := self.own_strategies.get(strategy)) is not None:
+        if (own := self.own_strategies.get(self.inside(strategy))) is not None:
             return "rounded" if own.rounds or own.precision.compute is not None else "full"
-        return self.precision if takes("precision")(strategy) else "full"
+        return self.precision if takes("precision")(self.inside(strategy)) else "full"
 
     def scales_loss(self, strategy: str) -> bool:
         """Whether a strategy computes in float16 and so needs a gradient scaler."""
@@ -334,6 +402,7 @@ class CompareConfig(CompareOptions):
 
     def bucket_bytes_of(self, strategy: str) -> int | None:
         """Capacity of a strategy's buckets; None where it has none, or no size of them."""
+        strategy = self.inside(strategy)
         own = self.own_strategies.get(strategy)
         if own is None or self._takes_buckets(strategy):
             return self.bucket_bytes if own is not None or takes("bucket_bytes")(strategy) else None
@@ -342,11 +411,14 @@ class CompareConfig(CompareOptions):
     def alone(self, strategy: str, **changes: Any) -> "CompareConfig":
         """Of one run, without what its strategy has no use for, and with some fields changed."""
         unused = {field: _default(field) for field in ENGINE_FIELDS if not self._has_use(field, strategy)}
+        if self.pipe > 1:
+            unused["accumulation"] = _default("accumulation")  # micro_batches says it
         one: Any = self.own_strategies.get(strategy, strategy)
         return replace(self, strategies=(one,), **unused | changes)
 
     def _has_use(self, field: str, strategy: str) -> bool:
         """Whether an option of engines has an effect on a strategy."""
+        strategy = self.inside(strategy)
         own = self.own_strategies.get(strategy)
         if own is None:
             return takes(ENGINE_FIELDS[field])(strategy)
@@ -360,7 +432,8 @@ class CompareConfig(CompareOptions):
 
     def ranks_differ(self, strategy: str) -> bool:
         """Whether ranks hold parameters of their own, by design."""
-        return strategy in self.own_strategies and self.own_strategies[strategy].ranks_differ
+        own = self.own_strategies.get(self.inside(strategy))
+        return own is not None and own.ranks_differ
 
     def broadcasts_buffers(self, strategy: str) -> bool:
         """Whether a strategy is told to broadcast buffers."""
@@ -377,13 +450,13 @@ class CompareConfig(CompareOptions):
 
     def as_dict(self, strategy: str) -> dict[str, Any]:
         """The fields for the manifest of one strategy, without options it does not take."""
-        ignored = {field for field, option in ENGINE_FIELDS.items() if not takes(option)(strategy)}
+        ignored = {field for field, option in ENGINE_FIELDS.items() if not takes(option)(self.inside(strategy))}
         if self.workload is not None:
             ignored |= set(BUILTIN_FIELDS)
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ignored}
         if self.broadcast_buffers and not self.broadcasts_buffers(strategy):
             del known["broadcast_buffers"]
-        if strategy in self.own_strategies:
+        if self.inside(strategy) in self.own_strategies:
             known["precision"] = self.precision_of(strategy)
         known["batch"] = self.resumed_rows  # as decided, here and below: a default may depend on the number of ranks
         if self.has_two_axes(strategy):

@@ -52,6 +52,12 @@ class CompareOptions:
         tp: tensor-parallel ranks, a divisor of the number of ranks; 'single' ignores it. Layers are divided by the
             workload's plan, or by one that is suggested: 'shardlab plan --workload F:NAME --tp 2' shows it.
         sequence_parallel: with tp: divide the sequence too, where each token is computed on its own.
+        pipe: stages in a row: ranks of the axis of a pipeline, a divisor of the number of ranks; 'single' ignores it.
+            Each strategy is trained inside the stages under each schedule. By default strategies then are single and
+            ddp.
+        schedule: with pipe: in which order stages work: gpipe, 1f1b, interleaved (two stages a rank), zb-h1, or a file
+            of your own list, ending in .csv, as torch writes it.
+        micro_batches: with pipe: micro-batches of a step; by default 4 for each rank of the pipeline.
         link: emulate this link, for example '10Gbps,50us'.
         transport: how ranks on the CPU, or on one shared GPU, send: 'shared_memory' or 'gloo'; by default the first
             that works. Torch's own engines always use gloo on the CPU.
@@ -88,6 +94,9 @@ class CompareOptions:
     broadcast_buffers: bool = False
     tp: int = 1
     sequence_parallel: bool = False
+    pipe: int = 1
+    schedule: tuple[str, ...] = ("1f1b",)
+    micro_batches: int | None = None
     link: str | None = None
     transport: str | None = None
     timeout_s: float = 300.0

@@ -7,7 +7,7 @@ gradients behind its last: two messages a step of the parameter's size, as many 
 all-reduce of the gradient. Only the owner has it in its engine: its state is there once, and so is its share of the
 norm.
 
-The first step sends besides, before the first output of each stage, what outputs are like, 80 bytes.
+What outputs are like is sent too, 80 bytes before the first of its kind, unless ``Pipeline.expect`` has been told.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,10 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from shardlab.pipeline.stages import Cut, params_of
-from shardlab.schedules.actions import Action, Kind, Schedule
+from shardlab.pipeline.stages import Cut, module_of, params_of
+from shardlab.schedules.actions import Kind, Schedule
 
 
 class Like(NamedTuple):
@@ -26,6 +26,32 @@ class Like(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
+
+
+def outputs_of(model: nn.Module, stages: Cut, given: Tensor) -> list[Like]:
+    """What each stage but the last gives for a micro-batch.
+
+    Args:
+        model: with parts; on the meta device it takes neither time nor memory.
+        stages: the names of the parts of each.
+        given: the first stage's input, on the model's device.
+
+    Raises:
+        ValueError: a stage gives anything but one tensor.
+    """
+    module, found = module_of(model, dict(enumerate(stages))), []
+    with torch.no_grad():
+        for stage in range(len(stages) - 1):
+            given = module(stage, given)
+            if not isinstance(given, Tensor):
+                raise ValueError(not_one_tensor(stage, given))
+            found.append(Like(tuple(given.shape), given.dtype))
+    return found
+
+
+def not_one_tensor(stage: int, given: object) -> str:
+    """Why a cut cannot be, in words."""
+    return f"stages: stage {stage} gives {type(given).__name__}; cut where one tensor goes on"
 
 
 class Loan(NamedTuple):
@@ -98,14 +124,8 @@ def messages_of(schedule: Schedule, outputs: Sequence[Like], loans: Sequence[Loa
     """
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in outputs]
     between = [
-        Sent(*way, action_tag(action), sizes[action.stage - (action.kind is not Kind.FORWARD)])
+        Sent(*way, action.tag, sizes[action.stage - (action.kind is not Kind.FORWARD)])
         for action, way in schedule.sent().items()
     ]
     lent = [Sent(one.owner, one.to, one.value_tag, one.param.nbytes) for one in loans]
     return [*lent, *between, *(Sent(one.to, one.owner, one.gradient_tag, one.param.nbytes) for one in loans)]
-
-
-def action_tag(action: Action) -> str:
-    """Of what an action brings."""
-    what = "activations" if action.kind is Kind.FORWARD else "gradients"
-    return f"{what} of stage {action.stage}, micro-batch {action.micro_batch}"

@@ -17,7 +17,7 @@ Source: Narayanan et al., arXiv 2104.04473, section 2.2.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from shardlab.comm.events import Pending, wait_all
 from shardlab.engines.autograd_nodes import gradient_node
 from shardlab.engines.engine import Engine
 from shardlab.pipeline.late_weights import Late, backward_of_weights, late_weights
-from shardlab.pipeline.messages import Like, action_tag, loans_of
+from shardlab.pipeline.messages import Like, loans_of, not_one_tensor
 from shardlab.pipeline.stages import Cut, cut, lend, module_of
 from shardlab.schedules.actions import Action, Kind, Schedule
 from shardlab.vocabulary import MeshAxis
@@ -79,6 +79,15 @@ class Pipeline:
         self._check_order()
         self._like: dict[tuple[int, tuple[int, ...]], Like] = {}  # of a stage's output, by a micro-batch's shape
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self.schedule.rank_of[self.schedule.num_stages - 1] == self._comm.rank
+
+    def expect(self, shape: tuple[int, ...], outputs: Sequence[Like]) -> None:
+        """Of micro-batches of this shape stages give this, which then nobody has to send; see ``outputs_of``."""
+        self._like |= {(stage, tuple(shape)): like for stage, like in enumerate(outputs)}
+
     def _module(self, model: nn.Module, rank: int) -> nn.Module:
         stages = {stage: names for stage, names in enumerate(self.cut) if self.schedule.rank_of[stage] == rank}
         return module_of(model, stages, [name for loan in self.loans if loan.to == rank for name in loan.used_as])
@@ -96,7 +105,7 @@ class Pipeline:
             targets: likewise.
             keeps_gathered: sharded parameters are gathered once and kept until the end, instead of gathered for each
                 forward and each backward.
-            watch: called with each action, and entered while this rank computes it.
+            watch: called with each action, and entered while this rank computes it and hands on what it brings.
 
         Returns:
             The mean loss, on the rank of the last stage; None on the others.
@@ -107,7 +116,23 @@ class Pipeline:
         number = self.schedule.num_micro_batches
         if len(inputs) != len(targets) or len(inputs) % number:
             raise ValueError(f"inputs: {len(inputs)} rows and {len(targets)} targets; {number} must divide both")
-        step = _Step(self, engine, loss_fn, inputs.chunk(number), targets.chunk(number), watch)
+        return self.run_micro_batches(
+            engine, loss_fn, inputs.chunk(number), targets.chunk(number), keeps_gathered=keeps_gathered, watch=watch
+        )
+
+    def run_micro_batches(
+        self, engine: Engine, loss_fn: Callable[[Tensor, Any], Tensor], inputs: Sequence[Tensor],
+        targets: Sequence[Any], *, keeps_gathered: bool = False, watch: Watch = contextlib.nullcontext,
+    ) -> Tensor | None:  # fmt: skip
+        """The same of micro-batches that are cut already, and may have different numbers of rows.
+
+        Args:
+            engine, keeps_gathered, watch: see ``run``.
+            loss_fn: of the last stage's output and what ``targets`` has for the micro-batch.
+            inputs: of each micro-batch.
+            targets: likewise, of any type.
+        """
+        step = _Step(self, engine, loss_fn, inputs, targets, watch)
         # The last gradients: of what this rank lends they come from others, behind the last action.
         ends = (Kind.BACKWARD, Kind.BACKWARD_OF_WEIGHTS)
         last = max(place for place, action in enumerate(self._actions) if action.kind in ends)
@@ -169,8 +194,8 @@ class _Step:
     """
 
     def __init__(
-        self, pipeline: Pipeline, engine: Engine, loss_fn: Loss, inputs: tuple[Tensor, ...], targets:
-        tuple[Tensor, ...], watch: Watch,
+        self, pipeline: Pipeline, engine: Engine, loss_fn: Callable[[Tensor, Any], Tensor], inputs: Sequence[Tensor],
+        targets: Sequence[Any], watch: Watch,
     ) -> None:  # fmt: skip
         self.sent: list[Pending] = []
         self.losses: list[Tensor] = []
@@ -194,8 +219,8 @@ class _Step:
             else:
                 brings = None
                 backward_of_weights(self._late.pop(action[1:]))
-        if brings is not None:
-            self._send(action, brings)
+            if brings is not None:
+                self._send(action, brings)
 
     def _forward(self, action: Action, received: Tensor | None) -> Tensor | None:
         _, stage, number = action
@@ -205,7 +230,7 @@ class _Step:
         with contextlib.nullcontext() if late is None else late_weights(late):
             output = self._engine(stage, given)
         if not isinstance(output, Tensor):
-            raise ValueError(f"stages: stage {stage} gives {type(output).__name__}; cut where one tensor goes on")
+            raise ValueError(not_one_tensor(stage, output))
         if stage == self._last:
             output = self._loss_fn(output, self._targets[number]) / len(self._targets)
             self.losses.append(output.detach())
@@ -225,11 +250,11 @@ class _Step:
     def _send(self, action: Action, tensor: Tensor) -> None:
         forward = action.kind is Kind.FORWARD
         if forward:
-            self._note(action.stage, tensor)
+            self._note(action, tensor)
         if (peer := self._rank_of[action.stage + (1 if forward else -1)]) == self._of._comm.rank:
             self._mail[action] = tensor
         else:
-            self.sent.append(self._of._comm.send(tensor.contiguous(), peer, tag=action_tag(action)))
+            self.sent.append(self._of._comm.send(tensor.contiguous(), peer, tag=action.tag))
 
     def _take(self, need: Action) -> Tensor:
         if need in self._mail:
@@ -253,27 +278,27 @@ class _Step:
             header = torch.empty(2 + _MAX_DIMS, dtype=torch.int64, device=self._of._device)
             comm.recv(header, peer, tag=f"shape of stage {need.stage}").wait()
             which, num_dims, *dims = header.tolist()
-            like = self._of._like[need.stage, self._shape] = Like(tuple(dims[:num_dims]), _DTYPES[which])
+            like = self._of._like[need.stage, self._shape(need)] = Like(tuple(dims[:num_dims]), _DTYPES[which])
         tensor = torch.empty(like.shape, dtype=like.dtype, device=self._of._device)
-        self._posted[need] = tensor, comm.recv(tensor, peer, tag=action_tag(need))
+        self._posted[need] = tensor, comm.recv(tensor, peer, tag=need.tag)
 
     def _like_of(self, need: Action) -> Like | None:
         """What a message is like: the output of a stage, or the gradient of that of the one before."""
-        return self._of._like.get((need.stage - (need.kind is not Kind.FORWARD), self._shape))
+        return self._of._like.get((need.stage - (need.kind is not Kind.FORWARD), self._shape(need)))
 
-    def _note(self, stage: int, output: Tensor) -> None:
+    def _note(self, action: Action, output: Tensor) -> None:
         """Tell the next stage's rank what outputs are like, the first time."""
-        if (stage, self._shape) in self._of._like:
+        stage, shape = action.stage, self._shape(action)
+        if (stage, shape) in self._of._like:
             return
         if output.dtype not in _DTYPES or output.ndim > _MAX_DIMS:
             raise ValueError(f"stages: stage {stage} gives {output.dtype}, {output.ndim} dims; cut elsewhere")
-        self._of._like[stage, self._shape] = Like(tuple(output.shape), output.dtype)
+        self._of._like[stage, shape] = Like(tuple(output.shape), output.dtype)
         peer = self._rank_of[stage + 1]
         if peer != self._of._comm.rank:
             header = [_DTYPES.index(output.dtype), output.ndim, *output.shape, *[0] * (_MAX_DIMS - output.ndim)]
             told = torch.tensor(header, device=self._of._device)
             self.sent.append(self._of._comm.send(told, peer, tag=f"shape of stage {stage}"))
 
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return tuple(self._inputs[0].shape)
+    def _shape(self, action: Action) -> tuple[int, ...]:
+        return tuple(self._inputs[action.micro_batch].shape)

@@ -11,6 +11,7 @@ A stage has its parameters under the whole model's names, so that checkpoints an
 """
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import pairwise
@@ -103,9 +104,10 @@ def module_of(model: nn.Module, stages: Mapping[int, Sequence[str]], borrowed: S
     parts = parts_of(model)
     kept = {path for names in stages.values() for name in names for path in parts[name]}
     module = _with_only(model, kept, borrowed, "")
+    itself = weakref.ref(module)  # or it would hold itself, and its parameters would stay until cycles are collected
 
     def forward(stage: int, hidden: Any) -> Any:
-        return reduce(lambda value, name: _part(module, name)(value), stages[stage], hidden)
+        return reduce(lambda value, name: _part(itself(), name)(value), stages[stage], hidden)
 
     object.__setattr__(module, "forward", forward)
     return module
@@ -117,7 +119,7 @@ def lend(module: nn.Module, names: Iterable[str], value: Tensor | None) -> None:
         vars(module.get_submodule(path))[last] = value
 
 
-def _part(module: nn.Module, name: str) -> Callable[[Any], Any]:
+def _part(module: nn.Module | None, name: str) -> Callable[[Any], Any]:
     found: Any = reduce(getattr, name.split("."), module)
     return found  # type: ignore[no-any-return]
 

@@ -53,6 +53,12 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
+    @property
+    def tag(self) -> str:
+        """Of the message with what it brings."""
+        what = "activations" if self.kind is Kind.FORWARD else "gradients"
+        return f"{what} of stage {self.stage}, micro-batch {self.micro_batch}"
+
     @classmethod
     def parse(cls, text: str) -> "Action":
         """The action of a text such as ``2F0``.

@@ -5,7 +5,7 @@ the message that another rank needs. A rank has posted all of its receives from 
 in the order in which they are sent.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from shardlab.partition.step_program import Host, Issue, Item, Message, Wait, Work, run_programs
@@ -47,21 +47,23 @@ class Played:
         return sum(self.idle) / (self.seconds * len(self.schedule.ranks))
 
 
-def play(schedule: Schedule, seconds: Seconds | Mapping[Kind, float], transfer_seconds: float = 0.0) -> Played:
+def play(
+    schedule: Schedule, seconds: Seconds | Mapping[Kind, float], transfer_seconds: Seconds | float = 0.0
+) -> Played:
     """When each action begins and ends.
 
     Args:
         schedule: what each rank does.
         seconds: of an action, or by its kind, in any unit.
-        transfer_seconds: of one message between two ranks, in the same unit.
+        transfer_seconds: of one message between two ranks, or by the action that it brings the result of, in the same
+            unit.
 
     Raises:
         ValueError: the ranks wait for each other without end; it says which action waits for which.
     """
     of = seconds if callable(seconds) else lambda action: seconds[action.kind]
     work = {action: of(action) for actions in schedule.ranks for action in actions}
-    sent = _sent(schedule, transfer_seconds)
-    hosts = run_programs({rank: _program(schedule, rank, work, sent) for rank in range(len(schedule.ranks))})
+    hosts = run_programs(programs(schedule, work, transfer_seconds))
     begins: dict[Action, float] = {}
     ends: dict[Action, float] = {}
     for rank, actions in enumerate(schedule.ranks):
@@ -73,32 +75,28 @@ def play(schedule: Schedule, seconds: Seconds | Mapping[Kind, float], transfer_s
     return Played(schedule, begins, ends, work)
 
 
-def measured(schedule: Schedule, spans: Iterable[tuple[str, float, float]]) -> Played:
-    """A step that ranks have done; ``play(schedule, measured(...).work.__getitem__)`` is the same without messages.
+def programs(
+    schedule: Schedule, work: Mapping[Action, float], transfer_seconds: Seconds | float = 0.0
+) -> dict[int, tuple[Item, ...]]:
+    """What each rank does, for the simulator.
 
     Args:
-        schedule: what each rank did.
-        spans: (action, begin, end), all ranks' on one clock; several of an action that was interrupted.
+        schedule: the lists.
+        work: by action, in any unit.
+        transfer_seconds: see ``play``.
     """
-    begins: dict[Action, float] = {}
-    ends: dict[Action, float] = {}
-    work: dict[Action, float] = {}
-    for text, begin, end in spans:
-        action = Action.parse(text)
-        begins[action], ends[action] = min(begin, begins.get(action, begin)), max(end, ends.get(action, end))
-        work[action] = work.get(action, 0.0) + end - begin
-    start = min(begins.values())
-    begins, ends = ({action: time - start for action, time in times.items()} for times in (begins, ends))
-    return Played(schedule, begins, ends, work)
+    of = transfer_seconds if callable(transfer_seconds) else lambda _: transfer_seconds
+    sent = _sent(schedule, of)
+    return {rank: _program(schedule, rank, work, sent) for rank in range(len(schedule.ranks))}
 
 
-def _sent(schedule: Schedule, transfer_seconds: float) -> dict[Action, Message]:
+def _sent(schedule: Schedule, transfer_seconds: Seconds) -> dict[Action, Message]:
     """The message of each action whose result another rank needs; a link's messages one after another."""
     last: dict[tuple[int, int], Message] = {}
     messages: dict[Action, Message] = {}
     for action, way in schedule.sent().items():
         phase = Phase.FORWARD if action.kind is Kind.FORWARD else Phase.BACKWARD
-        seconds = dict.fromkeys(way, transfer_seconds)
+        seconds = dict.fromkeys(way, transfer_seconds(action))
         messages[action] = last[way] = Message(
             Collective.SEND, str(action), phase, 0, (str(action), True), seconds, after=last.get(way)
         )

@@ -191,20 +191,23 @@ class Recorder:
         self._ledger, self._of_data = self._of_data, None
 
     @contextlib.contextmanager
-    def phase(self, phase: Phase, kind: SpanKind | None = None) -> Iterator[None]:
-        """A phase of the step; with ``kind`` it is also a span of the whole model."""
+    def phase(self, phase: Phase, kind: SpanKind | None = None, unit: str = "") -> Iterator[None]:
+        """A phase of the step; with ``kind`` it is also a span of the whole model, and of a ``unit`` inside it."""
         began_ns = perf_counter_ns()
         before, self._phase = self._phase, phase
         if self._ledger is not None:
             self._ledger.phase = phase
         if kind is not None:
             self.begin_span(WHOLE_MODEL, kind)
+        if kind is not None and unit:
+            self.begin_span(unit, kind)
         self.spent(began_ns)
         try:
             yield
         finally:
             began_ns = perf_counter_ns()
             if kind is not None:
+                self.end_span(unit, kind)
                 self.end_span(WHOLE_MODEL, kind)
                 # For a unit whose input needs no gradient, backward never ended.
                 self._open.clear()

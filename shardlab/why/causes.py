@@ -21,6 +21,9 @@ contention                                spans of alike units, with and without
                                           messages beside them
 latency of many small messages            messages x latency                          fewer messages, or half of it
 bandwidth                                 the rest of the transfers                   half of it
+pipeline bubble                           waits for other stages, in the list         twice the micro-batches, or
+                                          of actions                                  halves of backward
+unbalanced stages                         work of ranks on their stages               as much on each rank
 late gather (prefetch too short)          gathers waited for                          each issued one gather earlier
 uneven units                              a unit's messages, against the median       its messages in parts
 every micro-batch communicates            a tag again in the step's next backward     the last one's reductions
@@ -43,7 +46,7 @@ import pandas as pd
 from shardlab.analysis.rows import one_run
 from shardlab.records.tables import COLLECTIVES, SPANS, STEPS
 from shardlab.vocabulary import SpanKind
-from shardlab.why import slow_messages, slow_work, step_shares
+from shardlab.why import slow_messages, slow_pipeline, slow_work, step_shares
 from shardlab.why.judged_steps import BALANCED, UNKNOWN, Cause, Found, Recorded, watched
 from shardlab.why.recorded_step import REPRODUCED, no_host_waits
 
@@ -99,6 +102,7 @@ def _unknown(missing: str) -> Cause:
 
 def _ranked(record: Recorded, besides: Collection[str]) -> list[Cause]:
     work = [_weighed(record, one) for one in slow_work.found(record) if one.name not in besides]
+    work += [_weighed(record, one) for one in slow_pipeline.found(record) if one.name not in besides]
     # Where ranks are off the CPU a message waits for a rank without a core, too, and no other message would help.
     messages = [
         _weighed(record, replace(one, least=max(one.least, record.away)))

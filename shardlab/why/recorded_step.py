@@ -6,7 +6,7 @@ until its parameters are stepped; what reports the loss comes after it. A step i
 Run again (``partition.step_program``), work takes as long as in the record, and a message as long as it took from when
 its last rank had started it. So a changed program says how long the step would have been: with less work, other
 messages, other transfers. Work keeps its recorded time, though beside other communication it would be a little slower
-or faster. Broadcasts and sends take the time that each rank saw.
+or faster. Broadcasts take the time that each rank saw, and so do sends that no tag pairs with a receive.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from shardlab.analysis.intervals import Intervals, concurrent_rows, covered_until, innermost
-from shardlab.analysis.matching import matched_collectives
+from shardlab.analysis.matching import matched_collectives, with_group
 from shardlab.analysis.rows import begins_of_backward, bounds, numbers, on_streams, one_run, one_step
 from shardlab.partition.step_program import Host, Issue, Item, Message, Program, Wait, Work, path_to_end, run_programs
 from shardlab.records.tables import COLLECTIVES, SPANS, STEPS
@@ -242,7 +242,23 @@ def recorded_steps(
         raise NotReplayedError("steps: when they began is missing")
     names = matched_collectives(rows, axes) if len(rows) else rows.assign(group="", place=0)
     rows = rows.merge(names[["rank", "step", "seq", "group", "place"]], on=["rank", "step", "seq"], how="left")
+    rows = _with_pairs(rows, axes)
     return [_read(*(table[table["step"] == step] for table in (rows, spans, steps))) for step in steps["step"].unique()]
+
+
+def _with_pairs(rows: pd.DataFrame, axes: Mapping[str, int] | None) -> pd.DataFrame:
+    """With sends and receives as one, where a tag names one of each in its group and step, as a pipeline's do."""
+    sent = rows[rows["op"].isin([str(Collective.SEND), str(Collective.RECV)])]
+    if sent.empty:
+        return rows
+    names = with_group(sent.drop(columns=["group", "place"]).reset_index(drop=True), axes)
+    ops = names.groupby(["step", "axis", "group", "tag"])["op"]
+    is_pair = ((ops.transform("nunique") == 2) & (ops.transform("size") == 2)).to_numpy()
+    paired, labels = sent.index[is_pair], names["group"] + " " + names["tag"].astype("string")
+    rows = rows.assign(group=rows["group"].astype("string"))
+    rows.loc[paired, "group"] = labels[is_pair].to_numpy()
+    rows.loc[paired, "place"] = 0
+    return rows
 
 
 def no_host_waits(collectives: pd.DataFrame) -> bool:
@@ -283,8 +299,11 @@ def _messages(rows: pd.DataFrame) -> dict[tuple[int, int], Message]:
     dispatch = _dispatched(rows, lane_of)
     for own in groups.values():
         last, first, op = max(row.start_us for row in own), own[0], Collective(own[0].op)
+        pair = [row for row in own if row.op == Collective.SEND] if len(own) == 2 else []
+        # A message of two ranks waits for none of another pair.
+        queue = f"{first.axis} from {pair[0].rank}" if pair else str(first.axis)
         message = Message(
-            op, str(first.tag), Phase(first.phase), int(first.bytes), (str(first.axis), op == Collective.SEND),
+            op, str(first.tag), Phase(first.phase), int(first.bytes), (queue, bool(pair) or op == Collective.SEND),
             {int(row.rank): max(0.0, row.end_us - last) for row in own},
             {int(row.rank): dispatch[row.rank, row.seq] for row in own}, int(first.group_size),
             lanes={int(row.rank): lane_of[row.rank, row.seq] for row in own},

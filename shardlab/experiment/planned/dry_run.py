@@ -50,6 +50,10 @@ def dry_run(
     Raises:
         RuntimeError: the step depends on values.
     """
+    if config.staged_of(strategy) is not None:
+        raise ValueError(
+            f"strategy: {strategy!r} has stages, which wait for other ranks; what_if and play know their list"
+        )
 
     def ran(func: Any, args: tuple[Any, ...], result: Any) -> None:
         clock.compute(operation_seconds(func, args, result))

@@ -16,7 +16,8 @@ from shardlab.engines.any_engine import of_state
 from shardlab.engines.autograd_nodes import may_nest, nodes_below
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.trained.batches import batches_of, divide, rows_of
+from shardlab.experiment.trained import batches
+from shardlab.experiment.trained.batches import divide, rows_of
 from shardlab.experiment.trained.workload import Workload, seeded
 from shardlab.planner.setup import SGD, Optimizer
 from shardlab.tensor_parallel.plan_trial import MAX_NUMEL, DryRunRank
@@ -138,23 +139,9 @@ def _kept(tensor: Tensor, state: Mapping[str, Any]) -> Optimizer | None:
 
 
 def first_batch(config: CompareConfig) -> Any:
-    """The first batch, of all data ranks unless the data divide it.
-
-    Raises:
-        ValueError: it cannot be read here, see also ``batches_of``.
-    """
-    rows, workload = config.global_batch // config.accumulation, config.trained
-    # A function that divides the rows itself may know of no other number of ranks; a plan may be for more than rows.
-    ranks = 1 if workload.divides_rows else config.data_ranks
-    try:
-        return next(batches_of(workload, 0, ranks, config.seed, rows)).batch
-    except ValueError:
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"data: its first batch, from which a plan learns what the loss depends on, raised {type(error).__name__} "
-            f"({error}); plan where it can be read"
-        ) from error
+    """The first batch, see ``batches.first_batch``."""
+    rows = config.global_batch // config.accumulation
+    return batches.first_batch(config.trained, config.data_ranks, config.seed, rows)
 
 
 def first_forward(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward:

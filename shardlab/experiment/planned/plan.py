@@ -30,6 +30,7 @@ from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.planner import Setup
 from shardlab.planner.memory import on_tensor_ranks
 from shardlab.planner.setup import STRATEGIES, Optimizer
+from shardlab.records.tables import MEMORY
 from shardlab.units import units_of
 from shardlab.vocabulary import Role, dtype_name
 
@@ -111,7 +112,7 @@ class _Plans:
             return _PEERS
         if known.optimizer is None:
             return _BY_OPTIMIZER
-        (run, why), is_own = self._run(strategy, made), strategy in config.own_strategies
+        (run, why), is_own = self._run(strategy, made), config.inside(strategy) in config.own_strategies
         if run is None and is_own:
             return why
         memory = self._at_rest(strategy, known.optimizer) if run is None or not is_own else memory_of(run, strategy)
@@ -121,9 +122,17 @@ class _Plans:
 
     def _at_rest(self, strategy: str, optimizer: Mapping[str, Optimizer]) -> pd.DataFrame:
         config, module = self._config, self._known.module
+        if (staged := config.staged_of(strategy)) is not None:
+            modules = [staged.module_of(module, place) for place in range(config.pipe)]
+            return _of_stages(strategy, [self._of_module(strategy, one, optimizer) for one in modules])
         if self._divided is not None and config.divides(strategy):
             module = self._divided
-        model = planner.described(module, unused=self._known.forward.unused)
+        return self._of_module(strategy, module, optimizer)
+
+    def _of_module(self, strategy: str, module: nn.Module, optimizer: Mapping[str, Optimizer]) -> pd.DataFrame:
+        config = self._config
+        own = {name for name, _ in module.named_parameters()}
+        model = planner.described(module, unused=[name for name in self._known.forward.unused if name in own])
         memory = planner.predicted_memory(model, setup_of(config, strategy, module, optimizer))
         return on_tensor_ranks(memory, config.tp) if config.divides(strategy) else memory
 
@@ -140,6 +149,13 @@ class _Plans:
             return None, f"its step cannot be run without values: {type(error).__name__}: {error}"
 
 
+def _of_stages(run: str, of_place: list[pd.DataFrame]) -> pd.DataFrame:
+    """What all ranks hold, from what the data ranks of each place in the pipeline do."""
+    size = max(int(one["rank"].max()) + 1 for one in of_place)
+    ranked = [one.assign(rank=one["rank"] + place * size, run=run) for place, one in enumerate(of_place)]
+    return MEMORY.frame(pd.concat(ranked, ignore_index=True))
+
+
 def setup_of(
     config: CompareConfig, strategy: str, module: nn.Module, optimizer: Optimizer | Mapping[str, Optimizer]
 ) -> Setup:
@@ -151,6 +167,7 @@ def setup_of(
         module: whose structure gives the units.
         optimizer: what it keeps for every parameter, or by name.
     """
+    strategy = config.inside(strategy)
     options: dict[str, Any] = {"num_ranks": 1 if config.is_alone(strategy) else config.data_ranks}
     if takes("precision")(strategy):
         precision = parse_precision(config.precision)
@@ -227,7 +244,11 @@ def plans_of(
     **options: Any,
 ) -> dict[str, Plan]:
     """The tables behind ``plan``, by strategy; arguments and errors are its, ``told`` is that of ``plan_runs``."""
-    config = to_plan(workload, ranks, strategies, **options)
+    return plan_all(to_plan(workload, ranks, strategies, **options), told)
+
+
+def plan_all(config: CompareConfig, told: Callable[[str], object] = str) -> dict[str, Plan]:
+    """What ``plan_runs`` finds, where all can be planned."""
     return {strategy: _planned(strategy, found) for strategy, found in plan_runs(config, told).items()}
 
 

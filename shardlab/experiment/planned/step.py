@@ -22,8 +22,7 @@ from shardlab.dry.messages import DryRun, Log, Places
 from shardlab.engines import Division, Engine
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.planned.known_workload import PlannedWorkload
-from shardlab.experiment.run.rank_run import engine_of
-from shardlab.experiment.run.train_step import TrainStep
+from shardlab.experiment.run.rank_run import engine_of, step_of
 from shardlab.experiment.trained.batches import batches_of, divide
 from shardlab.experiment.trained.tensor import loss_of
 from shardlab.launch import place
@@ -31,7 +30,7 @@ from shardlab.optimizers.grad_scaler import GradScaler
 from shardlab.planner.memory import memory_table
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.units import wrapped_modules
-from shardlab.vocabulary import Role
+from shardlab.vocabulary import MeshAxis, Role
 
 Shapes = dict[Hashable, Any]
 
@@ -68,22 +67,23 @@ def dry_step(config: CompareConfig, strategy: str, known: PlannedWorkload, shape
     if by_rows:
         batches = [list(step) for step in _last_steps(config)]
     shapes_of = [tuple((one.shape, one.dtype) for one in tensors_in(step)) for step in batches]
-    own, made = strategy in config.own_strategies, config.strategy(strategy)
+    own, made = config.inside(strategy) in config.own_strategies, config.strategy(strategy)
     by_unit = made is not None and made.by_unit
     num_steps = 2 if own or by_unit else 1
 
     def kind(rank: int, held: Held, places: Places) -> Hashable:
         pieces = [_pieces(one, places[one.comm.axis][rank]) for one in held.divisions if own and one.is_spread]
-        return shapes_of[rank // config.tp] if by_rows else None, *pieces
+        stage = places[MeshAxis.PIPE][rank] if MeshAxis.PIPE in places else 0
+        return stage, shapes_of[rank // config.tp] if by_rows else None, *pieces
 
     def step(mesh: BaseMesh, log: Log) -> Held:
-        with engine_of(config, strategy, mesh, None if own else _keeps_nothing) as engine:
+        its_engine, pipeline = engine_of(config, strategy, mesh, None if own else _keeps_nothing)
+        with its_engine as engine:
             assert isinstance(engine, Engine)
             watch = _Watch(engine, log, on_gpu=place(config.ranks, config.device).device_type == "cuda")
-            train_step = TrainStep(
-                engine, loss_of(config.trained, mesh, is_divided=config.divides(strategy)), recorder=watch,
-                accumulation=config.accumulation, max_norm=config.clip,
-                scaler=GradScaler() if config.scales_loss(strategy) else None,
+            train_step = step_of(
+                config, engine, pipeline, loss_of(config.trained, mesh, is_divided=config.divides(strategy)),
+                recorder=watch, scaler=GradScaler() if config.scales_loss(strategy) else None,
             )  # fmt: skip
             called = list[str]()
             for name, unit in wrapped_modules(engine.module, config.wrap_policy).items():
@@ -92,7 +92,7 @@ def dry_step(config: CompareConfig, strategy: str, known: PlannedWorkload, shape
                 with log.step():
                     for micro_batch in batches[engine.data_rank]:
                         train_step(micro_batch)
-            route = known.forward.called
+            route = known.forward.called if pipeline is None else None
             if by_unit and route is not None and called != [*route] * config.accumulation * num_steps:
                 raise RuntimeError("which units it calls depends on values")
             return Held(watch.held, watch.gathered_bytes, engine.divisions())

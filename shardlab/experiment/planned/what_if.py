@@ -5,29 +5,37 @@ forward, backward and optimizer take together as long as its spans, messages as 
 the rest of a step, outside of both, is a constant. First the run is replayed as it was; where that misses its own step
 by more than 5 %, it is said, and what follows is worth no more.
 
+Of a run with stages the recorded schedule is played again, or another one, with the recorded work of each rank
+(``why.pipelined``); what is around it stays.
+
 Other numbers of ranks are taken to have as many cores each as the recorded ones had.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import pandas as pd
 
 from shardlab.analysis.matching import matched_collectives
-from shardlab.analysis.timed import in_steps, timed_steps
+from shardlab.analysis.timed import in_steps, in_timed_steps, timed_steps
 from shardlab.comm.events import CollectiveEvent
 from shardlab.comm.foretold import Costs, ToldClock, Wire
 from shardlab.engines import STRATEGIES
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.planned.dry_run import dry_run
 from shardlab.experiment.planned.forecast import phase_of_autograd, priced, seconds_in
+from shardlab.experiment.trained.pipelined import AND
 from shardlab.forecast.machine import Line, RankCosts
 from shardlab.partition.ring_cost import Link, ring_wire_bytes
 from shardlab.records.store import Records
+from shardlab.schedules import make_schedule
 from shardlab.vocabulary import WHOLE_MODEL, Collective, Phase, SpanKind
+from shardlab.why.pipelined import pipelined_steps
 
 REPRODUCED = 0.05
+OF_STAGES = ("micro_batches", "schedule")
 KINDS = {
     "forward": (SpanKind.FORWARD,), "backward": (SpanKind.BACKWARD, SpanKind.RECOMPUTE),
     "optimizer": (SpanKind.OPTIMIZER,),
@@ -84,16 +92,19 @@ def what_if(records: Records, config: CompareConfig, strategy: str, **changes: A
         strategy: the name of the run.
         changes: fields of ``CompareConfig``, such as ``link``, ``ranks``, ``bucket_mib``, ``prefetch``, ``precision``,
             ``wrap``; ``strategies`` of one name for another strategy, whose operations are others and cost less surely.
+            Of a run with stages: ``schedule`` (a name) and ``micro_batches``.
 
     Raises:
         ValueError: there is no such run, a change is not allowed, the record has no step whose time counts, or the
             emulated link shall go, without which no message was recorded.
     """
-    if strategy not in (*STRATEGIES, *config.own_strategies):
+    if config.inside(strategy) not in (*STRATEGIES, *config.own_strategies):
         raise ValueError(
             f"strategy: {strategy!r} is given; give one of ours, or in Python one of your own and its configuration: "
             "what_if(comparison.records, config, name)"
         )
+    if config.inside(strategy) != strategy:
+        return _with_stages(records, config, strategy, changes)
     own = config.alone(strategy)
     (other,) = changes.pop("strategies", (strategy,))
     changed = config.alone(other, **changes)
@@ -102,6 +113,29 @@ def what_if(records: Records, config: CompareConfig, strategy: str, **changes: A
     clock = RecordedClock(records, own, strategy)
     recorded = seconds_in(records.steps[records.steps["run"] == strategy])
     return WhatIf(recorded, clock.seconds(own), clock.seconds(changed))
+
+
+def _with_stages(records: Records, config: CompareConfig, run: str, changes: dict[str, Any]) -> WhatIf:
+    """Another schedule, or number of micro-batches, of a run with stages."""
+    if others := sorted(changes.keys() - OF_STAGES):
+        raise ValueError(f"{others[0]}: with stages only {' and '.join(OF_STAGES)} can be changed; leave it out")
+    plan = run.rpartition(AND)[2]
+    named = changes.get("schedule", plan)
+    name = named if isinstance(named, str) else named[0]
+    same = config.schedules[plan]
+    number = changes.get("micro_batches", same.num_micro_batches)
+    other = same if name == plan and number == same.num_micro_batches else make_schedule(name, config.pipe, number)
+    own = (table[table["run"] == run] for table in (records.collectives, records.spans, records.steps))
+    collectives, spans = in_timed_steps(*own)
+    steps = pipelined_steps(collectives, spans, config.mesh_axes(run))
+    recorded = seconds_in(records.steps[records.steps["run"] == run])
+    around, again, changed = (
+        median(times) / 1e6
+        for times in zip(
+            *((one.done.seconds, one.foretold().seconds, one.foretold(other).seconds) for one in steps), strict=True
+        )
+    )
+    return WhatIf(recorded, recorded - around + again, recorded - around + changed)
 
 
 class RecordedClock:

@@ -32,12 +32,15 @@ def manifest_of(config: CompareConfig, strategy: str, pool: RankPool) -> dict[st
         "workload": description(config), "padding_bytes": 0, "recorder_share": None, "not_finite": {},
         "disagreement": "", "drew_random_numbers": False, "ranks_differ": config.ranks_differ(strategy),
         "bucket_bytes": config.bucket_bytes_of(strategy),
+        "schedule": None if (staged := config.staged_of(strategy)) is None else staged.schedule.to_csv(),
     }  # fmt: skip
 
 
 def found_by(reports: list[RankReport], mesh: dict[str, int], config: CompareConfig) -> dict[str, Any]:
     """What a manifest says after the run."""
     shares, num_tensor_ranks = [report.recorder_share for report in reports], mesh.get(MeshAxis.TENSOR, 1)
+    by_stage = _by_stage(reports, mesh)
+    last = [report for report in reports if report.has_loss]
     return {
         "padding_bytes": max(report.padding_bytes for report in reports),
         # NaN: nothing but the first step was recorded, which does not count
@@ -46,14 +49,26 @@ def found_by(reports: list[RankReport], mesh: dict[str, int], config: CompareCon
             what: {rank: report.not_finite[what] for rank, report in enumerate(reports) if what in report.not_finite}
             for what in (DATA, LOSS, GRADIENTS)
         },
-        "disagreement": _disagreement(reports, num_tensor_ranks),
+        "disagreement": next(filter(None, (_disagreement(one, num_tensor_ranks) for one in by_stage)), ""),
         "drew_random_numbers": any(report.drew for report in reports),
-        "batches": of_all_ranks([each.batches for each in reports[::num_tensor_ranks]], config.trained.divides_rows),
+        "batches": of_all_ranks(
+            [each.batches for each in by_stage[0][::num_tensor_ranks]], config.trained.divides_rows
+        ),
         "other_batch": reports[0].other_batch,
-        "own_buffers": first_that_differ([report.buffers for report in reports], num_tensor_ranks)
+        "own_buffers": next(filter(None, (_own_buffers(one, num_tensor_ranks) for one in by_stage)), "")
         or (broadcast_said(reports[0].buffers) if config.broadcast_buffers else ""),
-        "first_losses": _first_losses([report.first for report in reports[::num_tensor_ranks]]),
+        "first_losses": _first_losses([report.first for report in last[::num_tensor_ranks]]),
     }
+
+
+def _by_stage(reports: list[RankReport], mesh: dict[str, int]) -> list[list[RankReport]]:
+    """Those of ranks that train the same parameters."""
+    size = len(reports) // mesh.get(MeshAxis.PIPE, 1)
+    return [reports[first : first + size] for first in range(0, len(reports), size)]
+
+
+def _own_buffers(reports: list[RankReport], num_tensor_ranks: int) -> str:
+    return first_that_differ([report.buffers for report in reports], num_tensor_ranks)
 
 
 def _first_losses(found: list[FirstLoss | None]) -> dict[str, Any]:

@@ -104,7 +104,9 @@ class FiniteCheck:
         if self._hook is not None:
             self._hook.remove()
 
-    def _look(self, gradient: Tensor) -> None:
+    def _look(self, gradient: Tensor | None) -> None:
+        if gradient is None:  # of a weight whose gradient comes later, by an action of its own
+            return
         # Of a DTensor take only this rank's shard: a sum over the whole tensor would need communication.
         own: Tensor = getattr(gradient, "_local_tensor", gradient)
         # Sum in float32 at least: a 16-bit sum may overflow although every element is finite.

@@ -22,9 +22,10 @@ from shardlab.comm.trees import map_tensors, tensors_in
 from shardlab.engines import AnyEngine, Engine, OptimizerFn, Strategy, build_engine, engine_options
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import checkpoint_directory, same_options
+from shardlab.experiment.run.pipeline_step import PipelineStep
 from shardlab.experiment.run.rank_checks import FiniteCheck, sums_of
 from shardlab.experiment.run.shard_rows import shard_rows
-from shardlab.experiment.run.train_step import StepResult, TrainStep
+from shardlab.experiment.run.train_step import LossFn, StepResult, TrainStep
 from shardlab.experiment.run.watched_loss import FirstLoss, WatchedLoss, counts_of
 from shardlab.experiment.trained.batches import NUM_BATCHES, Share, batches_of, first_other, size_of
 from shardlab.experiment.trained.tensor import divided, loss_of
@@ -33,6 +34,7 @@ from shardlab.installed import num_cores
 from shardlab.launch import current
 from shardlab.optimizers.grad_scaler import GradScaler
 from shardlab.partition.ring_cost import Link
+from shardlab.pipeline import Pipeline
 from shardlab.records.store import RunWriter
 from shardlab.tensor_parallel.rng import generator_states
 from shardlab.testing.agreement_check import Did, did
@@ -67,6 +69,7 @@ class RankReport:
         other_batch: the first of them that is not what the checkpoint it went on from was trained on; None if all are.
         buffers: checksums after the first steps, and after some of the later ones, see ``rank_checks``.
         first: of its first micro-batch.
+        has_loss: whether it computes the loss, as the ranks of a pipeline's last stage do.
     """
 
     recorder_share: float
@@ -78,6 +81,7 @@ class RankReport:
     other_batch: int | None = None
     buffers: dict[int, dict[str, int]] = field(default_factory=dict)
     first: FirstLoss | None = None
+    has_loss: bool = True
 
 
 class RankRun:
@@ -87,10 +91,13 @@ class RankRun:
         config: model, data and options.
         engine: the strategy.
         recorder: of this rank.
+        pipeline: the rank's stages, if there are any.
     """
 
-    def __init__(self, config: CompareConfig, engine: AnyEngine, recorder: Recorder) -> None:
-        self.engine, self.recorder = engine, recorder
+    def __init__(
+        self, config: CompareConfig, engine: AnyEngine, recorder: Recorder, pipeline: Pipeline | None = None
+    ) -> None:
+        self.engine, self.recorder, self.has_loss = engine, recorder, pipeline is None or pipeline.has_loss
         self.shards: list[Row] = []
         """Who held what when memory was last read: after a step, while gradients were still there."""
         self.drew = False
@@ -106,10 +113,9 @@ class RankRun:
         scaler = GradScaler() if config.scales_loss(engine.name) else None
         self.finite = FiniteCheck(None if scaler is not None else engine.params.values())
         self.loss = WatchedLoss(loss_of(workload, engine.mesh, is_divided=config.divides(engine.name)), self.finite)
-        self._train_step = TrainStep(
-            engine, self.loss, accumulation=config.accumulation,
-            max_norm=config.clip, scheduler=scheduler, scaler=scaler, recorder=recorder,
-        )  # fmt: skip
+        self._train_step = step_of(
+            config, engine, pipeline, self.loss, scheduler=scheduler, scaler=scaler, recorder=recorder
+        )
 
     @property
     def first(self) -> FirstLoss | None:
@@ -253,10 +259,11 @@ def recorded_run(
         stack.enter_context(observing_new(recorder))
         if source_of(mesh) == "emulated":
             stack.enter_context(observing_new(_OverTheLink()))
-        engine = stack.enter_context(engine_of(config, strategy, mesh))
+        engine, pipeline = engine_of(config, strategy, mesh)
+        stack.enter_context(engine)
         for hook in watch_units(engine.module, recorder, config.wrap_policy):
             stack.callback(hook.remove)
-        run = RankRun(config, engine, recorder)
+        run = RankRun(config, engine, recorder, pipeline)
         stack.callback(run.finite.remove)
         recorder.live_tensors = run.live_tensors
         yield run
@@ -303,7 +310,7 @@ def run_strategy(
             reports_norm = step == first or (step == first + 1 and config.steps - first >= 5)
             trace = True if step == traced else None
             result = run.step(step, trace_memory=trace, reports_norm=reports_norm and step != traced)
-            if strategy in config.own_strategies and num_sent_by_torch() != before:
+            if config.inside(strategy) in config.own_strategies and num_sent_by_torch() != before:
                 raise ValueError(f"strategies: {strategy!r} {PAST}")
             if sampled_at_rest(step) or step == config.steps - 1:
                 known[step] = did(run.engine)
@@ -315,7 +322,9 @@ def run_strategy(
                 run.save(checkpoint_directory(directory.parents[1], strategy))
         run.recorder.write_shards(run.shards)
         share, padding_bytes, lost = run.recorder.cost_share, run.engine.padding_bytes, run.finite.lost
-        return RankReport(share, padding_bytes, lost, known, run.drew, run.batches, run.other_batch, buffers, run.first)
+        return RankReport(
+            share, padding_bytes, lost, known, run.drew, run.batches, run.other_batch, buffers, run.first, run.has_loss
+        )
 
 
 class _OverTheLink(Observer):
@@ -344,13 +353,16 @@ def mesh_of(config: CompareConfig, strategy: str) -> BaseMesh:
     return Mesh(config.mesh_axes(strategy), device=device, link=link, transport=config.transport)
 
 
-def engine_of(config: CompareConfig, strategy: str, mesh: BaseMesh, optimizer: OptimizerFn | None = None) -> AnyEngine:
-    """The engine of a strategy, around a new model; with the workload's optimizer, if no other is given."""
-    workload, given, options = config.trained, _own(config, strategy), {}
+def engine_of(
+    config: CompareConfig, run: str, mesh: BaseMesh, optimizer: OptimizerFn | None = None
+) -> tuple[AnyEngine, Pipeline | None]:
+    """The engine of a run, around a new model or this rank's stages; with the workload's optimizer, if no other."""
+    workload, strategy, staged = config.trained, config.inside(run), config.staged_of(run)
+    given, options = _own(config, strategy), dict[str, Any]()
     if given is None:
         options = config.engine_options(engine_options(strategy))
     model = workload.build(config.seed)
-    if given is None and "init_fn" in engine_options(strategy) and config.tp == 1:
+    if given is None and "init_fn" in engine_options(strategy) and config.tp == 1 and staged is None:
         # It makes what is on the meta device itself, unit by unit, so that no rank ever holds all of it.
         options["init_fn"] = workload.initialiser(config.seed)
         model = model if any(param.is_meta for param in model.parameters()) else model.to(mesh.device)
@@ -359,7 +371,20 @@ def engine_of(config: CompareConfig, strategy: str, mesh: BaseMesh, optimizer: O
     if config.divides(strategy):
         model = divided(model, workload, mesh)
     options["broadcast_buffers"] = config.broadcasts_buffers(strategy)
-    return build_engine(given or strategy, model, optimizer or workload.optimizer, mesh, **options)
+    pipeline = None if staged is None else staged.pipeline(model, mesh)
+    trained = model if pipeline is None else pipeline.module
+    return build_engine(given or strategy, trained, optimizer or workload.optimizer, mesh, **options), pipeline
+
+
+def step_of(
+    config: CompareConfig, engine: AnyEngine, pipeline: Pipeline | None, loss: LossFn, **named: Any
+) -> TrainStep:
+    """The training step of a whole model, or of a rank's stages; ``named`` are others of its arguments."""
+    named |= {"accumulation": config.accumulation, "max_norm": config.clip}
+    if pipeline is None:
+        return TrainStep(engine, loss, **named)
+    assert isinstance(engine, Engine)
+    return PipelineStep(pipeline, engine, loss, **named)
 
 
 def _own(config: CompareConfig, strategy: str) -> Strategy | None:

@@ -41,8 +41,8 @@ class StepResult:
 class Watches(Protocol):
     """What a step tells of itself, to a recorder or a plan."""
 
-    def phase(self, phase: Phase, kind: SpanKind | None = None) -> AbstractContextManager[None]:
-        """Inside is a phase of the step."""
+    def phase(self, phase: Phase, kind: SpanKind | None = None, unit: str = "") -> AbstractContextManager[None]:
+        """Inside is a phase of the step; with ``kind`` a span of the whole model, and of a ``unit`` inside it."""
 
     def at_rest(self) -> object:
         """The optimizer has stepped, and gradients are still there."""
@@ -104,11 +104,7 @@ class TrainStep:
 
     def _forward_backward(self, batch: Any, weight: float) -> Tensor:
         with self._phase(Phase.FORWARD, SpanKind.FORWARD):
-            loss = _scalar(self.loss(self._model, batch)) / self.accumulation
-            if weight == 0.0:
-                loss = loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0.0)  # NaN * 0 would be NaN
-            elif weight != 1.0:
-                loss = loss * weight
+            loss = weighed(scalar(self.loss(self._model, batch)) / self.accumulation, weight)
         with self._phase(Phase.BACKWARD, SpanKind.BACKWARD):
             self.engine.backward(loss if self.scaler is None else self.scaler.scale(loss))
         # Detached, or the losses would hold the graphs of all micro-batches until the step ends.
@@ -154,8 +150,8 @@ class TrainStep:
             # A clone, as the mean is computed in place and this rank's own loss is needed too.
             return float(self.engine.mean_over_ranks(own.clone(), tag="loss")), float(own)
 
-    def _phase(self, phase: Phase, kind: SpanKind | None = None) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.recorder is None else self.recorder.phase(phase, kind)
+    def _phase(self, phase: Phase, kind: SpanKind | None = None, unit: str = "") -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.recorder is None else self.recorder.phase(phase, kind, unit)
 
 
 class _Model:
@@ -173,7 +169,19 @@ class _Model:
         return partial(self._engine.call, value) if inspect.ismethod(value) else value
 
 
-def _scalar(loss: Any) -> Tensor:
+def weighed(loss: Tensor, weight: float) -> Tensor:
+    """A loss times its weight; one that weighs 0 may be NaN, as a mean of nothing is."""
+    if weight == 0.0:
+        return loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0.0)  # NaN * 0 would be NaN
+    return loss if weight == 1.0 else loss * weight
+
+
+def scalar(loss: Any) -> Tensor:
+    """The loss, checked.
+
+    Raises:
+        ValueError: it is no scalar that depends on parameters.
+    """
     if not isinstance(loss, Tensor):
         raise ValueError(f"loss: returned {type(loss).__name__}; it must return the mean loss as a tensor")
     if loss.numel() != 1 or not loss.is_floating_point():

@@ -14,8 +14,10 @@ import pandas as pd
 
 from shardlab.analysis.timed import step_lengths
 from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.planned.stages_plan import idle_line
 from shardlab.experiment.told import verdicts
 from shardlab.experiment.told.losses import data_are_lost, dead_verdict, norms_apart
+from shardlab.experiment.told.pipelined import bubble_line, bubbles
 from shardlab.experiment.told.saved_runs import Comparison, config_of
 from shardlab.experiment.told.step_reasons import Reasons, why
 from shardlab.planner.rows import ROWS
@@ -44,8 +46,10 @@ def answer(comparison: Comparison, config: CompareConfig | None = None) -> list[
     """The lines of a comparison; without ``config`` its records say it."""
     config = config_of(comparison.records) if config is None else config
     table, records, doubt = comparison.summary, comparison.records, doubt_of(comparison)
+    idle = bubble_line(bubbles(records))
     return [
         *answer_of_runs(table, records, comparison.reasons, doubt),
+        *([Line("BUBBLE", idle)] if idle else []),
         Line("CAN I TRUST IT", " · ".join(_trusted(comparison, doubt))),
         Line("NEXT", _next(comparison, config, doubt)),
     ]
@@ -328,6 +332,10 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
         halves = config.ranks > 2 and not any(map(config.has_two_axes, config.strategies))
         fewer = f"{of} --ranks {config.ranks // 2}" if halves else f"{again} --steps 50"
         return f"shardlab compare{fewer}, with nothing beside it: so that times count"
+    if config.pipe > 1:
+        return (
+            f"shardlab compare{again} --pipe {config.pipe} --micro-batches {2 * config.accumulation}: a smaller bubble"
+        )
     if "fsdp" not in ran:
         return f"shardlab compare{again} --strategies zero1,zero3,fsdp: what sharded parameters cost"
     if config.link is None:
@@ -336,8 +344,9 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
 
 
 def answer_of_plan(
-    plans: pd.DataFrame, ranks: int, memory_bytes: float | None = None, collectives: pd.DataFrame | None = None
-) -> list[Line]:
+    plans: pd.DataFrame, ranks: int, memory_bytes: float | None = None, collectives: pd.DataFrame | None = None,
+    stages: pd.DataFrame | None = None,
+) -> list[Line]:  # fmt: skip
     """The lines of a plan: what fits, where a GPU is known; who holds least; what is sent; what to try next.
 
     Args:
@@ -346,6 +355,7 @@ def answer_of_plan(
         ranks: how many.
         memory_bytes: of the GPU of each rank.
         collectives: the messages of all, where they are known.
+        stages: of ``stages_of``, where there are any.
     """
     rows = side_by_side(plans.assign(ranks=ranks))
     sent = rows.dropna(subset="wire_bytes_per_step")
@@ -356,6 +366,9 @@ def answer_of_plan(
     costs += [f"what {listing(unknown)} sends is not known"] if unknown else []
     lines = [] if memory_bytes is None else [Line("WHAT FITS", what_fits(rows, memory_bytes, ranks))]
     lines += [Line("LEAST MEMORY", least_memory(rows)), Line("COST", "; ".join(costs))]
+    if stages is not None and len(stages):
+        lines.append(Line("BUBBLE", idle_line(stages)))
+        return [*lines, Line("NEXT", "shardlab compare with these options: losses, times and the bubble on real ranks")]
     if "messages_per_step" not in plans:
         command = f"shardlab plan --workload train.py:workload --ranks {ranks}"
         return [*lines, Line("NEXT", f"shardlab template > train.py; {command}: your own model, with its messages")]

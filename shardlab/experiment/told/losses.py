@@ -173,7 +173,7 @@ def _first_losses(comparison: Comparison) -> "pd.Series[float]":
 
 def _data_ranks(comparison: Comparison, run: str) -> int:
     mesh = comparison.records.manifests[run]["mesh"]
-    return prod(size for axis, size in mesh.items() if axis != MeshAxis.TENSOR)
+    return prod(size for axis, size in mesh.items() if axis not in (MeshAxis.TENSOR, MeshAxis.PIPE))
 
 
 def others_than(reference: str, manifests: Manifests) -> dict[str, int]:

@@ -142,7 +142,8 @@ def config_of(records: Records) -> CompareConfig:
         value = known.get(one.name, one.default)
         object.__setattr__(config, one.name, tuple(value) if isinstance(value, list) else value)
     try:
-        check_types(config, besides=("strategies", "workload", "wrap"))  # these are checked with the manifest
+        # These are checked with the manifest.
+        check_types(config, besides=("strategies", "schedule", "workload", "wrap"))
     except ValueError as error:
         raise ValueError(f"run: the configuration in the manifests is damaged: {error}") from None
     return config

@@ -74,6 +74,24 @@ def batches_of(workload: Workload, rank: int, ranks: int, seed: int, rows: int) 
     return shares if workload.weight is None else _counted(shares, workload.weight)
 
 
+def first_batch(workload: Workload, ranks: int, seed: int, rows: int) -> Any:
+    """The first batch, of all data ranks unless the data divide it; see ``batches_of``.
+
+    Raises:
+        ValueError: it cannot be read here.
+    """
+    # A function that divides the rows itself may know of no other number of ranks; a plan may be for more than rows.
+    try:
+        return next(batches_of(workload, 0, 1 if workload.divides_rows else ranks, seed, rows)).batch
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"data: its first batch, from which a plan learns what the loss depends on, raised {type(error).__name__} "
+            f"({error}); plan where it can be read"
+        ) from error
+
+
 def check_enough(workload: Workload, ranks: int, rows: int, num_batches: int) -> None:
     """Check, as far as the data say it without being read, that every batch has a row for each rank.
 

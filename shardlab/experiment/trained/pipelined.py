@@ -1,0 +1,198 @@
+"""The axis of stages in a comparison: its schedules, where they cut the model, and the loss in two halves.
+
+Each strategy is trained under each schedule, and the run is named after both, ``zero1+1f1b``; one process is trained
+without. A stage has no loss of its own, so the workload's is called twice: on the first stage for what it gives to the
+model, on the last one with what the model would have returned.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardlab.comm import BaseMesh
+from shardlab.comm.foretold import Costs, ForetoldMesh, ToldClock, Wire
+from shardlab.experiment.options import CompareOptions
+from shardlab.experiment.trained.workload import Workload
+from shardlab.pipeline import Like, Pipeline, cut, outputs_of
+from shardlab.schedules import PLANS, Kind, Schedule, make_schedule, play
+from shardlab.vocabulary import MeshAxis
+
+AND = "+"  # between strategy and schedule
+MICRO_BATCHES_PER_RANK = 4
+CSV = ".csv"
+SLOTS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_OF_INPUT: 1.0, Kind.BACKWARD_OF_WEIGHTS: 1.0}
+"""Of equal stages: backward takes twice as long as forward."""
+REFUSED = {
+    "tp": "a stage's layers are not divided here", "precision": "a stage computes in the dtype of the model here",
+    "resume": "a run without stages goes on from a checkpoint of one with stages by engine.load",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A schedule on a model.
+
+    Attributes:
+        schedule: what each rank does.
+        given: shape of what a micro-batch gives to the first stage.
+        outputs: what the stages but the last give; empty where that depends on values.
+    """
+
+    schedule: Schedule
+    given: tuple[int, ...] = ()
+    outputs: tuple[Like, ...] = ()
+
+    def pipeline(self, model: nn.Module, mesh: BaseMesh) -> Pipeline:
+        """Its pipeline on a rank."""
+        pipeline = Pipeline(model, self.schedule, mesh)
+        pipeline.expect(self.given, self.outputs)
+        return pipeline
+
+    def module_of(self, model: nn.Module, place: int) -> nn.Module:
+        """The stages of the rank at a place of the axis, without ranks."""
+        mesh = ForetoldMesh({MeshAxis.PIPE: len(self.schedule.ranks)}, place, ToldClock(Wire(lambda _: Costs(0.0))))
+        return Pipeline(model, self.schedule, mesh).module
+
+
+def check_pipe(options: CompareOptions) -> None:
+    """Check the fields that decide on stages.
+
+    Raises:
+        ValueError: they do not fit to each other; the message names the field.
+    """
+    if options.pipe == 1:
+        for field in ("schedule", "micro_batches"):
+            if getattr(options, field) != getattr(CompareOptions, field):
+                raise ValueError(f"{field}: only with stages; set pipe to 2 or more, or leave it out")
+        return
+    if options.ranks % options.pipe:
+        raise ValueError(f"pipe: {options.pipe} does not divide {options.ranks} ranks; take a divisor")
+    for field, why in REFUSED.items():
+        if getattr(options, field) != getattr(CompareOptions, field):
+            raise ValueError(f"{field}: not with pipe: {why}; leave one of them out")
+    if options.accumulation not in (1, options.micro_batches or 1):
+        raise ValueError(f"accumulation: {options.accumulation}; with pipe micro_batches says it, leave it out")
+
+
+def schedules_of(options: CompareOptions) -> dict[str, Schedule]:
+    """The schedules of a comparison by name, for ``options.accumulation`` micro-batches; none without stages.
+
+    Raises:
+        ValueError: one is not known, cannot be read, is of other numbers, or stands still.
+    """
+    found: dict[str, Schedule] = {}
+    for one in options.schedule if options.pipe > 1 else ():
+        name = Path(one).stem if one.endswith(CSV) else one
+        if name in found:
+            raise ValueError(f"schedule: {name} is given twice; name each once")
+        found[name] = _read(one, options) if one.endswith(CSV) else _made(one, options)
+        play(found[name], SLOTS)  # which refuses one that stands still
+    return found
+
+
+def _made(plan: str, options: CompareOptions) -> Schedule:
+    if plan not in PLANS:
+        raise ValueError(f"schedule: {plan!r} is not one of {', '.join(PLANS)}, nor a file that ends in {CSV}")
+    return make_schedule(plan, options.pipe, options.accumulation)
+
+
+def _read(path: str, options: CompareOptions) -> Schedule:
+    try:
+        schedule = Schedule.from_csv(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"schedule: {path} cannot be read: {error.strerror}; name a table of actions") from error
+    wanted = {"pipe": len(schedule.ranks), "micro_batches": schedule.num_micro_batches}
+    for field, number in wanted.items():
+        if number != (given := options.pipe if field == "pipe" else options.accumulation):
+            raise ValueError(f"{field}: {given}, and {path} is for {number}; set {field} to that")
+    return schedule
+
+
+def runs_of(strategies: Iterable[str], schedules: Iterable[str], is_alone: Callable[[str], bool]) -> tuple[str, ...]:
+    """A run for each strategy and schedule, and one for a strategy that trains in one process."""
+    found: list[str] = []
+    for strategy in strategies:
+        has_one = strategy.rpartition(AND)[2] in {*schedules} and AND in strategy
+        found += [strategy] if has_one or is_alone(strategy) else [f"{strategy}{AND}{one}" for one in schedules]
+    return tuple(found)
+
+
+def staged(workload: Workload, model: nn.Module, schedule: Schedule, batch: Any) -> Staged:
+    """A schedule on a workload's model, tried without memory.
+
+    Args:
+        workload: whose loss.
+        model: on the meta device.
+        schedule: what ranks do.
+        batch: a micro-batch of a data rank.
+
+    Raises:
+        ValueError: see ``Pipeline``, ``outputs_of`` and ``given_by``.
+    """
+    found = Staged(schedule)
+    for place in range(len(schedule.ranks)):
+        found.module_of(model, place)
+    given = given_by(workload.loss, batch, model)
+    try:
+        outputs = outputs_of(model, cut(model, schedule.num_stages), given.to("meta"))
+    except ValueError:
+        raise
+    except Exception:  # what is computed depends on values: then ranks tell each other what comes
+        return Staged(schedule, tuple(given.shape))
+    return Staged(schedule, tuple(given.shape), tuple(outputs))
+
+
+class _Called(Exception):  # noqa: N818, no error: it ends the loss where it calls the model
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.given, self.named = args, kwargs
+
+
+def given_by(loss: Callable[..., Any], batch: Any, module: nn.Module) -> Tensor:
+    """What a loss calls the model with.
+
+    Raises:
+        ValueError: anything but one tensor, or it does not call the model.
+    """
+
+    def model(*args: Any, **kwargs: Any) -> Any:
+        raise _Called(args, kwargs)
+
+    try:
+        loss(_InPlaceOf(module, model), batch)
+    except _Called as called:
+        if len(called.given) == 1 and not called.named and isinstance(called.given[0], Tensor):
+            return called.given[0]
+    raise ValueError("loss: with pipe it has to call the model with one tensor, model(x), as the first stage is called")
+
+
+def loss_of_output(loss: Callable[..., Any], batch: Any, module: nn.Module, output: Tensor) -> Any:
+    """A loss where the model would return ``output``.
+
+    Raises:
+        ValueError: it calls the model twice.
+    """
+    left = [output]
+
+    def model(*_: Any, **__: Any) -> Tensor:
+        if not left:
+            raise ValueError("loss: it calls the model twice; with pipe it may call it once")
+        return left.pop()
+
+    return loss(_InPlaceOf(module, model), batch)
+
+
+class _InPlaceOf:
+    """What a loss takes for the module: it has the module's attributes, and is called as a function."""
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        self._module, self._function = module, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)

@@ -1,0 +1,180 @@
+"""The schedule that ranks did in a recorded step: their work on each action, their waits, and what another would take.
+
+    step = pipelined_steps(collectives, spans, axes)[0]
+    step.done.bubble, step.foretold().bubble                       # measured, and by the same list with the same times
+    step.foretold(make_schedule("zb-h1", 2, 8)).seconds            # another list
+
+Between its first action and its last one a rank works or waits for another stage. All else counts as work of the action
+that it comes before: Python around it, and time without a core. A message takes as long as from when it was sent and
+its receiver was ready until the receiver had it.
+
+Of another list a rank works as long in all: each of its forwards takes an equal part of what its forwards took, and so
+do the backwards. Where they are cut in two and were not, each half takes half. So it is said of other numbers of
+micro-batches that half as many rows take half as long, which small ones do not.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import pandas as pd
+
+from shardlab.analysis.intervals import merge, subtract, total
+from shardlab.analysis.matching import with_group
+from shardlab.analysis.rows import numbers
+from shardlab.schedules import PLANS, Action, Kind, Played, Schedule, make_schedule, play
+from shardlab.vocabulary import Collective, MeshAxis
+
+UNIT = re.compile(r"\d+[FBIW]\d+")
+BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_OF_INPUT, Kind.BACKWARD_OF_WEIGHTS)
+EVEN = 0.1  # relative: by how much ranks' work may differ
+
+
+@dataclass(frozen=True)
+class PipelinedStep:
+    """One step of the ranks of one pipeline; times in microseconds.
+
+    Attributes:
+        done: what they did.
+        transfer_us: of a message, by the action that it brings the result of.
+        ranks: global ranks, in the order of stages.
+    """
+
+    done: Played
+    transfer_us: Mapping[Action, float]
+    ranks: tuple[int, ...]
+
+    def foretold(self, schedule: Schedule | None = None, us_of: Callable[[Action], float] | None = None) -> Played:
+        """The step by a list of actions; of another list, or with other times of work, in the place of its own."""
+        schedule = schedule or self.done.schedule
+        if us_of is None:
+            us_of = self.done.work.__getitem__ if schedule is self.done.schedule else self.shared_out(schedule)
+        usual = median(self.transfer_us.values()) if self.transfer_us else 0.0
+        return play(schedule, us_of, lambda action: self.transfer_us.get(action, usual))
+
+    def shared_out(self, schedule: Schedule) -> Callable[[Action], float]:
+        """The work of each rank on equal parts, for another list of actions."""
+        us = {}
+        for rank, actions in enumerate(schedule.ranks):
+            spent = self.spent(rank)
+            is_cut = any(action.kind is Kind.BACKWARD_OF_WEIGHTS for action in actions)
+            for kind in Kind:
+                count = sum(action.kind is kind for action in actions)
+                if count:
+                    us[rank, kind] = _of_kind(spent, kind, is_cut=is_cut) / count
+        return lambda action: us[schedule.rank_of[action.stage], action.kind]
+
+    def spent(self, rank: int) -> dict[Kind, float]:
+        """How long a rank worked on the actions of each kind."""
+        actions, work = self.done.schedule.ranks[rank], self.done.work
+        return {kind: sum(work[action] for action in actions if action.kind is kind) for kind in Kind}
+
+
+def _of_kind(spent: Mapping[Kind, float], kind: Kind, *, is_cut: bool) -> float:
+    if kind is Kind.FORWARD or (is_cut and spent[kind]):
+        return spent[kind]
+    every = sum(spent[one] for one in BACKWARDS)
+    return every / 2 if is_cut else every
+
+
+def is_pipelined(spans: pd.DataFrame) -> bool:
+    """Whether spans are of actions of a schedule."""
+    return bool(spans["unit"].str.fullmatch(UNIT.pattern).fillna(False).any())
+
+
+def pipelined_steps(
+    collectives: pd.DataFrame, spans: pd.DataFrame, axes: Mapping[str, int] | None = None
+) -> list[PipelinedStep]:
+    """Each step of each pipeline of one run.
+
+    Args:
+        collectives: table ``collectives``, of steps that count, all ranks.
+        spans: table ``spans`` of the same steps.
+        axes: sizes of the axes of the mesh, see ``with_group``.
+
+    Raises:
+        ValueError: the actions are no schedule, as where spans of a rank are missing.
+    """
+    actions = spans[spans["unit"].str.fullmatch(UNIT.pattern).fillna(False)]
+    sent = collectives[(collectives["axis"] == str(MeshAxis.PIPE)) & collectives["op"].isin(
+        [str(Collective.SEND), str(Collective.RECV)]
+    )]  # fmt: skip
+    sent = with_group(sent.reset_index(drop=True), axes)
+    found = []
+    for step, own in actions.groupby("step"):
+        of_step = sent[sent["step"] == step]
+        for group in of_step["group"].dropna().unique():
+            ranks = tuple(int(rank) for rank in str(group).split(","))
+            found.append(_step(own, of_step[of_step["group"] == group], ranks))
+    return found
+
+
+def _step(spans: pd.DataFrame, sent: pd.DataFrame, ranks: tuple[int, ...]) -> PipelinedStep:
+    lists: list[tuple[Action, ...]] = []
+    begins, ends, work = dict[Action, float](), dict[Action, float](), dict[Action, float]()
+    for rank in ranks:
+        own = spans[spans["rank"] == rank].groupby("unit").agg(start=("start_us", "min"), end=("end_us", "max"))
+        own = own.sort_values("end")
+        of_rank = sent[(sent["rank"] == rank) & (sent["wait_end_us"] > sent["wait_start_us"])]
+        waits = merge(of_rank[["wait_start_us", "wait_end_us"]].to_numpy(dtype=np.float64))
+        last = float(own["start"].min())
+        for unit, end in own["end"].items():
+            action, worked = Action.parse(str(unit)), subtract([(last, float(end))], waits)
+            begins[action], ends[action], work[action] = worked[-1, 0], float(end), total(worked)
+            last = float(end)
+        lists.append(tuple(Action.parse(str(unit)) for unit in own.index))
+    start, schedule = min(begins.values()), Schedule(tuple(lists))
+    begins, ends = ({action: time - start for action, time in times.items()} for times in (begins, ends))
+    return PipelinedStep(Played(schedule, begins, ends, work), _transfers(schedule, sent), ranks)
+
+
+def _transfers(schedule: Schedule, sent: pd.DataFrame) -> dict[Action, float]:
+    """Of the messages between stages."""
+    of_tag = {action.tag: action for action in schedule.sent()}
+    found = {}
+    for tag, rows in sent[sent["tag"].isin(list(of_tag))].groupby("tag"):
+        receiver = rows[rows["op"] == str(Collective.RECV)]
+        ended, begun, resumed = (numbers(receiver, name)[0] for name in ("end_us", "wait_start_us", "wait_end_us"))
+        has_it = max(ended, resumed if begun < ended else 0.0)
+        found[of_tag[str(tag)]] = max(0.0, float(has_it - numbers(rows, "issue_us").max()))
+    return found
+
+
+def others(step: PipelinedStep) -> Iterator[tuple[str, dict[str, object], Schedule]]:
+    """Lists that leave less idle: what is to be changed, as options of ``CompareConfig`` too, and the list."""
+    schedule = step.done.schedule
+    num_ranks, number = len(schedule.ranks), schedule.num_micro_batches
+    plan = next((name for name in PLANS if _is(schedule, name)), None)
+    if plan is not None:
+        twice = 2 * number
+        change = f"twice as many micro-batches (--micro-batches {twice})"
+        yield change, {"micro_batches": twice}, make_schedule(plan, num_ranks, twice)
+    if plan != "zb-h1" and schedule.num_stages == num_ranks:
+        change = "backward in two halves (--schedule zb-h1)"
+        yield change, {"schedule": ("zb-h1",)}, make_schedule("zb-h1", num_ranks, number)
+
+
+def _is(schedule: Schedule, plan: str) -> bool:
+    try:
+        return schedule == make_schedule(plan, len(schedule.ranks), schedule.num_micro_batches)
+    except ValueError:  # a number that it does not take
+        return False
+
+
+def levelled(step: PipelinedStep) -> Callable[[Action], float]:
+    """The time of each action if all ranks worked as long as they do on average."""
+    ranks = range(len(step.done.schedule.ranks))
+    spent = [step.spent(rank) for rank in ranks]
+    factors = {
+        (rank, kind): float(np.mean([one[kind] for one in spent])) / spent[rank][kind]
+        for rank in ranks for kind in Kind if spent[rank][kind]
+    }  # fmt: skip
+    rank_of = step.done.schedule.rank_of
+    return lambda action: step.done.work[action] * factors.get((rank_of[action.stage], action.kind), 1.0)
+
+
+def medians(steps: Sequence[PipelinedStep]) -> tuple[float, float]:
+    """The bubble as measured and as foretold by the same list, of a run."""
+    return median(step.done.bubble for step in steps), median(step.foretold().bubble for step in steps)

@@ -1,0 +1,155 @@
+"""Schedules compared: losses of one process, the messages of the plan, and what is refused before ranks start."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from shardlab.experiment import CompareConfig, Workload, compare, what_if, write_report
+from shardlab.experiment.planned.plan import plan_all, to_plan
+from shardlab.experiment.planned.stages_plan import stages_of
+from shardlab.experiment.told.answer import answer
+from shardlab.experiment.told.pipelined import bubble_line, bubbles
+from shardlab.experiment.told.saved_runs import load_saved
+from shardlab.records.store import Records
+from shardlab.records.tables import MEMORY, SHARDS
+from shardlab.schedules import make_schedule, play
+from tests.analysis.made_pipeline import AXES, even, recorded
+
+
+class Pair(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
+def layers():
+    torch.manual_seed(0)
+    parts = (nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    return nn.Sequential(*parts).double()
+
+
+def mean_square(model, batch):
+    given, wanted = batch
+    return (model(given) - wanted).square().mean()
+
+
+def batches(rows=8):
+    given = torch.sin(torch.arange(rows * 6, dtype=torch.float64)).view(rows, 6)
+    return [(given + step, given[:, :3] - step) for step in range(3)]
+
+
+WORKLOAD = Workload(layers, batches(), mean_square)
+BASE = {"ranks": 2, "pipe": 2, "device": "cpu", "steps": 4}
+
+
+def test_losses_are_those_of_one_process_and_all_messages_those_of_the_plan(pools, tmp_path):
+    options = {**BASE, "ranks": 4, "schedule": ("1f1b", "zb-h1"), "micro_batches": 4, "clip": 0.5}
+    found = compare(WORKLOAD, tmp_path / "run", pool=pools(4), strategies=("single", "zero1", "fsdp"), **options)
+    table = found.summary.set_index("strategy")
+    assert not found.failed, found.failed
+    assert list(table.index) == ["single", "zero1+1f1b", "zero1+zb-h1", "fsdp+1f1b", "fsdp+zb-h1"]
+    assert not found.failed
+    assert table["max_loss_difference"].max() < 1e-12
+    assert (table["norm_ratio"] - 1).abs().max() < 1e-12
+    assert table["as_planned"].all()
+    comparison, config = load_saved(tmp_path / "run")
+    assert [line.title for line in answer(comparison)].count("BUBBLE") == 1
+    assert write_report(comparison, config).stat().st_size > 10_000
+    sent = found.records.collectives.query("axis == 'pipe' and op == 'send' and step == 3 and run == 'zero1+1f1b'")
+    micro_batch_bytes = 8 // 2 * 16 * 8  # rows of a data rank, hidden, float64
+    assert sent.groupby("rank")["bytes"].agg(list).to_dict() == {rank: [micro_batch_bytes] * 4 for rank in range(4)}
+    units = found.records.spans.query("run == 'zero1+1f1b' and step == 3 and rank == 0")["unit"]
+    assert {f"0{kind}{number}" for kind in "FB" for number in range(4)} <= set(units)
+
+
+def test_the_plan_of_stages_is_that_of_the_formulas():
+    options = {"pipe": 2, "schedule": ("1f1b", "gpipe", "interleaved"), "micro_batches": 6}
+    config = to_plan(WORKLOAD, 4, "ddp", **options)
+    table = stages_of(config, plan_all(config))
+    assert list(table["rank"]) == [0, 2] * 3
+    assert list(table["in_flight"]) == [2, 1, 6, 6, 4 + 1, 2 + 1]
+    assert list(table["idle"]) == pytest.approx([3 / 21] * 4 + [1.5 / 19.5] * 2)  # (p-1)(F+B) of (m+p-1)(F+B), by v
+    assert list(table["messages"]) == [6] * 4 + [18] * 2  # m each way, and (2v - 1) m for v stages a rank, shared out
+    assert list(table["sent_bytes"]) == [6 * 4 * 16 * 8] * 4 + [18 * 4 * 16 * 8] * 2
+    numel = [(6 + 1) * 16 + (16 + 1) * 16, (16 + 1) * 16 + (16 + 1) * 3]
+    assert sorted(table["parameter_bytes"][:2]) == sorted(8 * one for one in numel)
+    assert (table["optimizer_bytes"] == 2 * table["parameter_bytes"]).all()
+
+
+def two_tensors():
+    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Pair(), nn.Identity()).double()
+
+
+def with_loss(loss):
+    return {"workload": replace(WORKLOAD, loss=loss)}
+
+
+def of_model(model):
+    return {"workload": replace(WORKLOAD, model=model)}
+
+
+LISTS = {
+    "stands_still.csv": "0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n",
+    "lacks.csv": "0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n",
+    "twice.csv": "0F0,0F0,0B0\n1F0,1B0\n",
+    "right.csv": "0F0,0B0\n1F0,1B0\n",
+}
+REFUSED = [
+    ({"pipe": 3}, "pipe: 3 does not divide 2 ranks"),
+    ({"schedule": ("1f2b",)}, "schedule: '1f2b' is not one of gpipe, 1f1b, interleaved, zb-h1, nor a file"),
+    ({"schedule": ("interleaved",), "micro_batches": 3}, "micro_batches: interleaved takes a multiple of its 2"),
+    ({"ranks": 8, "pipe": 8}, "stages: 8 of a model with 7 parts; give 1 to 7"),
+    ({"tp": 2, "ranks": 4}, "tp: not with pipe: a stage's layers are not divided here; leave one of them out"),
+    ({"precision": "bf16", "strategies": ("zero1",)}, "precision: not with pipe"),
+    ({"strategies": ("torch_ddp",)}, "strategies: pipe makes no stages of torch's own 'torch_ddp'"),
+    ({"accumulation": 2}, "accumulation: 2; with pipe micro_batches says it"),
+    ({"pipe": 1, "micro_batches": 4}, "micro_batches: only with stages; set pipe to 2 or more"),
+    ({**of_model(two_tensors), "pipe": 4, "ranks": 4}, "have no parameters; name others in 'begins'"),
+    (of_model(lambda: nn.Sequential(nn.Linear(6, 2), Pair(), nn.Linear(2, 64)).double()), "stage 0 gives tuple; cut"),
+    (of_model(lambda: nn.Bilinear(6, 6, 3).double()), "model: Bilinear does not say where it may be cut"),
+    (with_loss(lambda model, batch: model(*batch).sum()), "loss: with pipe it has to call the model with one tensor"),
+    ({"schedule": ("stands_still.csv",), "micro_batches": 2}, "it stands still: 0B0 of rank 0 waits for 1B0 of rank 1"),
+    ({"schedule": ("lacks.csv",), "micro_batches": 2}, "schedule: 1B1 is missing on rank 1"),
+    ({"schedule": ("twice.csv",), "micro_batches": 1}, "schedule: 0F0 stands twice on rank 0"),
+    ({"schedule": ("right.csv",), "micro_batches": 4}, "micro_batches: 4, and .*right.csv is for 1; set"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), REFUSED, ids=[said[:24] for _, said in REFUSED])
+def test_what_cannot_be_is_refused_before_ranks_start(options, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in LISTS.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=said):
+        CompareConfig(**{"workload": WORKLOAD, **BASE, "strategies": ("ddp",), **options})
+
+
+def test_a_list_of_ones_own_is_a_schedule(tmp_path):
+    (tmp_path / "mine.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n")
+    config = CompareConfig(workload=WORKLOAD, **BASE, schedule=str(tmp_path / "mine.csv"), micro_batches=2)
+    assert config.strategies == ("single", "ddp+mine")
+    assert config.alone("ddp+mine").strategies == ("ddp+mine",)
+    assert config.mesh_axes("ddp+mine") == {"pipe": 2, "data": 1}
+    assert replace(config, steps=5).micro_batches == 2
+
+
+def test_what_another_list_would_take_and_what_is_said_of_the_bubble():
+    """Of equal stages: (m + p - 1)(F + B) of as many rows, and what is around the schedule stays."""
+    schedule, run = make_schedule("1f1b", 2, 4), "ddp+1f1b"
+    tables = (table.assign(run=run) for table in recorded(schedule, even))
+    collectives, spans, steps = tables
+    manifest = {"schedule": schedule.to_csv(), "mesh": AXES}
+    records = Records(collectives, spans, MEMORY.frame([]), SHARDS.frame([]), steps, {run: manifest})
+    config = CompareConfig(workload=WORKLOAD, **BASE, micro_batches=4)
+    around = steps["step_us"].groupby(steps["step"]).median().iloc[0] - 5 * 3000  # on the median of two ranks
+    halves = play(make_schedule("zb-h1", 2, 4), even).seconds
+    for changes, us in (({"micro_batches": 8}, 9 * 1500), ({"schedule": "zb-h1"}, halves)):
+        found = what_if(records, config, run, **changes)
+        assert found.is_reproduced
+        assert 1e6 * found.changed == pytest.approx(us + around)
+    with pytest.raises(ValueError, match="prefetch: with stages only micro_batches and schedule can be changed"):
+        what_if(records, config, run, prefetch=2)
+    row = bubbles(records).loc[run]
+    assert row.tolist() == pytest.approx([0.2, 0.2, 0.2, 2])
+    assert bubble_line(bubbles(records)).startswith(f"ranks wait for other stages: {run} 20 % (foretold 20 %, of equal")
