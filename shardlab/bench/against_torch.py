@@ -15,7 +15,7 @@ until the slowest rank has ended it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 from statistics import median, quantiles
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from shardlab.bench.pipeline_turn import PipelineTurn
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import AnyEngine, StepTensors, build_engine
 from shardlab.engines.peers import TorchDDP
@@ -33,6 +34,7 @@ from shardlab.launch import RankPool, current
 from shardlab.launch.placement import check_ranks
 from shardlab.launch.pool import check_pool
 from shardlab.models import GPT, MODELS, GPTConfig, build_model, next_token_loss
+from shardlab.schedules import make_schedule
 from shardlab.tensor_parallel import gpt_plan, parallelize_module
 from shardlab.trace.memory_by_role import MemoryLedger
 from shardlab.vocabulary import MeshAxis
@@ -72,6 +74,7 @@ class Contender:
         options: options of that strategy.
         over_tensor: whether the ranks are the mesh's tensor axis, not its data axis.
         parallelized: whether ``parallelize_module`` divides the model first, by the plan for GPTs.
+        over_pipe: whether the ranks are the mesh's axis of stages, of which each row is a micro-batch, by 1F1B.
         static_graph: whether torch's DDP is told that every step has the same graph; true of all workloads here.
     """
 
@@ -80,6 +83,7 @@ class Contender:
     options: Mapping[str, Any] = field(default_factory=dict)
     over_tensor: bool = False
     parallelized: bool = False
+    over_pipe: bool = False
     static_graph: bool = False
 
 
@@ -131,6 +135,7 @@ _PAIRS = (
         Contender("tensor_parallel", "single", over_tensor=True, parallelized=True),
         Contender("torch_tp", "torch_tp", _UNOBSERVED, over_tensor=True),
     ),
+    Pair(Contender("pipeline", "ddp", over_pipe=True), Contender("torch_pipeline", "torch_pipeline", over_pipe=True)),
     Pair(Contender("itself", "bucketed"), Contender("bucketed", "bucketed")),
 )
 WORKLOADS: Mapping[str, Workload] = MappingProxyType({workload.name: workload for workload in _WORKLOADS})
@@ -182,6 +187,11 @@ class BenchConfig:
                     raise ValueError(
                         f"ranks: {self.ranks} ranks do not divide the heads of {model}; leave out {pair.name!r}"
                     )
+
+        for pair in (pair for pair in self.pairs if pair.ours.over_pipe):
+            for model in (workload.model for workload in self.workloads):
+                if not isinstance(config := MODELS[model], GPTConfig) or self.ranks > config.num_layers:
+                    raise ValueError(f"ranks: {model} is not cut into {self.ranks} stages; leave out {pair.name!r}")
 
     @property
     def num_rounds(self) -> int:
@@ -377,13 +387,21 @@ def _peak_bytes(contender: Contender, workload: Workload, transport: str | None)
 
 
 @contextmanager
-def _turn(contender: Contender | None, workload: Workload, transport: str | None) -> Iterator[Turn]:
+def _turn(contender: Contender | None, workload: Workload, transport: str | None) -> Iterator[Turn | PipelineTurn]:
     """A contender ready to train; None for a rank that trains alone."""
     device, num_ranks = current().device, current().world_size
     model = build_model(workload.model, workload.seq_len).to(device)
     if contender is None:
         with build_engine("single", model, _adamw, Mesh.alone(device)) as engine:
             yield Turn(engine, workload)
+        return
+    if contender.over_pipe:
+        with Mesh({"pipe": num_ranks, "data": 1}, device=device, transport=transport) as mesh:
+            tokens = torch.randint(0, 256, (workload.rows * num_ranks, workload.seq_len + 1)).to(device)
+            schedule = make_schedule("1f1b", num_ranks, len(tokens))
+            is_torchs = contender.strategy == "torch_pipeline"
+            with closing(PipelineTurn(model, mesh, schedule, tokens, _adamw, is_torchs=is_torchs)) as turn:
+                yield turn
         return
     axes = {"data": 1, "tensor": num_ranks} if contender.over_tensor else {"data": num_ranks}
     with Mesh(axes, device=device, transport=transport) as mesh:

@@ -38,7 +38,7 @@ COLUMNS = {
 
 
 ALL_WORKLOADS = "compute,communication,latency"
-ALL_PAIRS = "bucketed,zero1,fsdp,tensor_parallel,itself"
+ALL_PAIRS = "bucketed,zero1,fsdp,tensor_parallel,pipeline,itself"
 
 
 def bench(
