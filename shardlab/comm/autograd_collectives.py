@@ -10,14 +10,14 @@ scatter            own part        all-gather      alike -> parts, where each ra
 all_gather         all-gather      reduce-scatter  parts -> whole, where each rank then computes a part of it
 reduce_scatter     reduce-scatter  all-gather      terms -> their sum, in parts
 exchange           all-to-all      all-to-all      parts along one dim -> parts along another
-shift              to the next     to the one      parts travel around the ring of ranks
-                                   before
+begin_shift,       to the next     to the one      parts travel around the ring of ranks, while each rank
+end_shift                          before          computes with those that it has
 =================  ==============  ==============  ===========================================================
 
 ``copy`` and ``reduce`` are each other's conjugates, so are ``gather`` and ``scatter``, ``all_gather`` and
 ``reduce_scatter``: the backward of one is the forward of the other, and that again has a gradient. Parts are equal and
 lie along one dim. An all-reduce of S elements sends 2S(N-1)/N a rank, the others S(N-1)/N. Each call waits for its
-result. A group of one moves nothing and returns the tensor itself.
+result, but for ``begin_shift``. A group of one moves nothing and returns the tensor itself.
 
 ``torch.compile`` does not trace a border: what is computed between two of them is compiled.
 ``tag`` names the tensor; in backward the record says "gradient of" it. Under activation checkpointing the forward is
@@ -26,6 +26,7 @@ Source: Shoeybi et al., arXiv 1909.08053, section 3 (f and g); Korthikanti et al
 """
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import Node
 
 from shardlab.comm.communicator import Communicator
+from shardlab.comm.events import Pending, wait_all
 from shardlab.partition.slices import require_divisible
 
 Move = Callable[[Tensor, Communicator, int, str], Tensor]
@@ -112,9 +114,47 @@ def exchange(tensor: Tensor, comm: Communicator, *, tag: str = "") -> Tensor:
     return _cross(tensor, _exchanged, _exchanged, comm, 0, tag)
 
 
-def shift(tensor: Tensor, comm: Communicator, *, tag: str = "") -> Tensor:
-    """The tensor of the rank before, around the ring; the gradient travels the other way."""
-    return _cross(tensor, _to_next, _to_previous, comm, 0, tag)
+class Hop:
+    """A tensor on its way around the ring, from ``begin_shift`` to ``end_shift``; and its gradient, on the way back."""
+
+    def __init__(self, comm: Communicator, by: int, tag: str) -> None:
+        self._comm, self._by, self._tag = comm, by, tag
+        self._under_way: list[Pending] = []
+
+    @cached_property
+    def back(self) -> "Hop":
+        """The gradient's."""
+        return Hop(self._comm, -self._by, f"gradient of {self._tag}" if self._tag else "gradient")
+
+    def begin(self, tensor: Tensor) -> Tensor:
+        """Send it on, and return the memory that will have what comes."""
+        comm = self._comm
+        # Zeros: torch's anomaly mode looks for NaNs in gradients, also in one that has not come yet.
+        output = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+        self._under_way = [
+            comm.send(tensor, (comm.rank + self._by) % comm.num_ranks, tag=self._tag),
+            comm.recv(output, (comm.rank - self._by) % comm.num_ranks, tag=self._tag),
+        ]
+        return output
+
+    def end(self, tensor: Tensor) -> Tensor:
+        """Wait for what ``begin`` has returned."""
+        wait_all(self._under_way)
+        return tensor.view_as(tensor)
+
+
+def begin_shift(tensor: Tensor, comm: Communicator, *, tag: str = "") -> tuple[Tensor, Hop]:
+    """Send the tensor to the next rank of the ring; give what is returned to ``end_shift``, and compute meanwhile.
+
+    In backward the gradient travels while there is computed what stands between the two calls.
+    """
+    hop = Hop(comm, 1, tag)
+    return (tensor, hop) if comm.num_ranks == 1 else (_hop(tensor, hop, Hop.begin, Hop.end), hop)
+
+
+def end_shift(arriving: Tensor, hop: Hop) -> Tensor:
+    """The tensor of the rank before, of what ``begin_shift`` has returned."""
+    return arriving if hop._comm.num_ranks == 1 else _hop(arriving, hop, Hop.end, Hop.begin)
 
 
 def _cross(tensor: Tensor, there: Move, back: Move, comm: Communicator, dim: int, tag: str) -> Tensor:
@@ -183,21 +223,35 @@ def _summed_part(tensor: Tensor, comm: Communicator, dim: int, tag: str) -> Tens
 
 def _exchanged(tensor: Tensor, comm: Communicator, _dim: int, tag: str) -> Tensor:
     output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    comm.all_to_all(output.view(-1), tensor.reshape(-1), tag=tag).wait()
+    # Contiguous, not reshaped: a gradient that sum() has expanded is one element in a row of strides of 0.
+    comm.all_to_all(output.view(-1), tensor.contiguous().view(-1), tag=tag).wait()
     return output
 
 
-def _to_next(tensor: Tensor, comm: Communicator, _dim: int, tag: str) -> Tensor:
-    return _sent_on(tensor, comm, 1, tag)
+HopAct = Callable[[Hop, Tensor], Tensor]
 
 
-def _to_previous(tensor: Tensor, comm: Communicator, _dim: int, tag: str) -> Tensor:
-    return _sent_on(tensor, comm, -1, tag)
+@untraced
+def _hop(tensor: Tensor, hop: Hop, there: HopAct, back: HopAct) -> Tensor:
+    moved: Tensor = _HopBorder.apply(tensor, hop, there, back)  # type: ignore[no-untyped-call]
+    return moved
 
 
-def _sent_on(tensor: Tensor, comm: Communicator, by: int, tag: str) -> Tensor:
-    output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    ahead = comm.send(tensor, (comm.rank + by) % comm.num_ranks, tag=tag)
-    comm.recv(output, (comm.rank - by) % comm.num_ranks, tag=tag).wait()
-    ahead.wait()
-    return output
+class _HopBorder(torch.autograd.Function):
+    """One end of a hop. The backward of its end begins that of the gradient, whose end is the backward of its begin.
+
+    Autograd runs backward in the opposite order of forward, and so in between what was computed in between.
+    """
+
+    runs_no_backward = True  # for engines that ask what a backward will reach
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, hop: Hop, there: HopAct, back: HopAct) -> Tensor:
+        ctx.conjugate = (hop, back, there)
+        return there(hop, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hop, there, back = ctx.conjugate
+        gradient: Tensor = _HopBorder.apply(gradients[0], hop.back, there, back)  # type: ignore[no-untyped-call]
+        return gradient, None, None, None

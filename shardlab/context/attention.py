@@ -3,7 +3,7 @@
 ``ulysses`` exchanges: before, each rank has all heads of its tokens, and then all tokens of its heads; afterwards back.
 ``gathered`` brings all keys and values to each rank, whose queries stay. ``ring`` lets them travel around, a part at a
 time, and adds up what each part gives: two results merge by the logarithms of their sums of exponentials, so that no
-rank ever has more than one part of the keys. (Here the next part is waited for, not sent while this one computes.)
+rank has to have all keys at once; the next part travels while this one computes, in backward its gradient likewise.
 
 Legend of shape suffixes: b batch, a heads, g key-value heads, s tokens of this rank, t tokens of the whole sequence, d
 head dim. Sources: see ``parts.py``; the merge is that of Milakov and Gimelshein, arXiv 1805.02867.
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardlab.comm.autograd_collectives import all_gather, exchange, shift
+from shardlab.comm.autograd_collectives import all_gather, begin_shift, end_shift, exchange
 from shardlab.comm.communicator import Communicator
-from shardlab.context.parts import positions_of
+from shardlab.context.parts import positions_of, require_fit
 
 
 class _Given(NamedTuple):
@@ -32,8 +32,7 @@ class _Given(NamedTuple):
 
     def positions(self, rank: int) -> Tensor:
         seq_len = self.q_basd.shape[2] * self.comm.num_ranks
-        found = positions_of(seq_len, self.comm.num_ranks, rank, zigzag=self.zigzag)
-        return found.to(self.q_basd.device)
+        return positions_of(seq_len, self.comm.num_ranks, rank, zigzag=self.zigzag)
 
 
 def attention(
@@ -50,23 +49,17 @@ def attention(
         zigzag: whether parts are as in ``positions_of(..., zigzag=True)``.
 
     Raises:
-        ValueError: an unknown way; of Ulysses, heads that the ranks do not divide, or a zigzag.
+        ValueError: as ``require_fit``.
     """
-    if way not in WAYS:
-        raise ValueError(f"way: {way!r} is not one of {', '.join(WAYS)}")
-    return WAYS[way](_Given(q_basd, k_bgsd, v_bgsd, comm, zigzag))
+    require_fit(
+        way, comm.num_ranks, seq_len=q_basd.shape[2] * comm.num_ranks, heads=q_basd.shape[1],
+        kv_heads=k_bgsd.shape[1], zigzag=zigzag,
+    )  # fmt: skip
+    return _COMPUTED[way](_Given(q_basd, k_bgsd, v_bgsd, comm, zigzag))
 
 
 def _ulysses(given: _Given) -> Tensor:
     comm = given.comm
-    if given.zigzag:
-        raise ValueError("zigzag: ulysses computes whole sequences, which are equal work as they are; leave it out")
-    for field, tensor in (("heads", given.q_basd), ("kv_heads", given.k_bgsd)):
-        if tensor.shape[1] % comm.num_ranks:
-            raise ValueError(
-                f"{field}: {tensor.shape[1]} are not divided by the {comm.num_ranks} ranks of axis {comm.axis!r}; "
-                "use 'gathered' or 'ring', or another number of ranks"
-            )
     queries, keys, values = (
         _heads_for_tokens(tensor, comm, name)
         for name, tensor in (("queries", given.q_basd), ("keys", given.k_bgsd), ("values", given.v_bgsd))
@@ -88,36 +81,50 @@ def _gathered(given: _Given) -> Tensor:
         all_gather(tensor, comm, 2, tag=name) for name, tensor in (("keys", given.k_bgsd), ("values", given.v_bgsd))
     )
     positions_t = torch.cat([given.positions(rank) for rank in range(comm.num_ranks)])
-    mask_st = given.positions(comm.rank)[:, None] >= positions_t
+    mask_st = (given.positions(comm.rank)[:, None] >= positions_t).to(given.q_basd.device)
     return functional.scaled_dot_product_attention(given.q_basd, k_bgtd, v_bgtd, mask_st, enable_gqa=True)
 
 
 def _ring(given: _Given) -> Tensor:
     q_basd, comm = given.q_basd, given.comm
     own_s, travelling = given.positions(comm.rank), torch.stack([given.k_bgsd, given.v_bgsd])
-    output, log_sum = _block(q_basd, travelling, own_s, own_s)
-    for hop in range(1, comm.num_ranks):
-        travelling = shift(travelling, comm, tag=f"keys and values, hop {hop}")
+    found: tuple[Tensor, Tensor] | None = None  # the output so far, and the logarithm of its sum of exponentials
+    for hop in range(comm.num_ranks):
+        is_last = hop == comm.num_ranks - 1
+        # Before the block is computed, so that the next part travels meanwhile.
+        ahead = None if is_last else begin_shift(travelling, comm, tag=f"keys and values, hop {hop + 1}")
         theirs_s = given.positions((comm.rank - hop) % comm.num_ranks)
-        if int(own_s.max()) < int(theirs_s.min()):  # no query sees any of it; but its gradient travels back as all do
-            output = output + travelling[..., :0].sum()
-            continue
-        part, part_log_sum = _block(q_basd, travelling, own_s, theirs_s)
-        both = torch.logaddexp(log_sum, part_log_sum)
-        output = output * (log_sum - both).exp() + part * (part_log_sum - both).exp()
-        log_sum = both
-    return output
+        if found is None:
+            found = _block(q_basd, travelling, own_s, theirs_s)
+        elif int(own_s.max()) < int(theirs_s.min()):  # no query sees any of it; but its gradient travels back as all do
+            found = found[0] + travelling[..., :0].sum(), found[1]
+        else:
+            found = _merged(found, _block(q_basd, travelling, own_s, theirs_s))
+        if ahead is not None:
+            travelling = end_shift(*ahead)
+    assert found is not None
+    return found[0]
+
+
+def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention to two parts of the keys together, from that to each."""
+    both = torch.logaddexp(one[1], other[1])
+    return one[0] * (one[1] - both).exp() + other[0] * (other[1] - both).exp(), both
 
 
 def _block(q_basd: Tensor, keys_and_values: Tensor, own_s: Tensor, theirs_s: Tensor) -> tuple[Tensor, Tensor]:
     """Attention to one part of the keys, and the logarithm of its sum of exponentials, (B, A, S, 1)."""
-    repeats = q_basd.shape[1] // keys_and_values.shape[2]
-    keys, values = keys_and_values.repeat_interleave(repeats, 2)
-    scores = q_basd @ keys.mT / q_basd.shape[-1] ** 0.5
+    keys, values = keys_and_values
+    # The queries of all heads that share a key-value head are rows of one matrix: no key is copied for each of them.
+    per_key = q_basd.shape[1] // keys.shape[1]
+    rows = q_basd.unflatten(1, (-1, per_key)).flatten(2, 3)
+    scores = rows @ keys.mT / q_basd.shape[-1] ** 0.5
     # Finite: a query that sees nothing here gets numbers whose weight in the merge is zero, and no NaN.
-    scores = scores.masked_fill(own_s[:, None] < theirs_s, torch.finfo(scores.dtype).min / 2)
+    is_later = (own_s.to(scores.device)[:, None] < theirs_s.to(scores.device)).repeat(per_key, 1)
+    scores = scores.masked_fill(is_later, torch.finfo(scores.dtype).min / 2)
     log_sum = scores.logsumexp(-1, keepdim=True)
-    return (scores - log_sum).exp() @ values, log_sum
+    output = (scores - log_sum).exp() @ values
+    return output.reshape(*q_basd.shape[:3], -1), log_sum.reshape(*q_basd.shape[:3], 1)
 
 
-WAYS: Mapping[str, Callable[[_Given], Tensor]] = {"ulysses": _ulysses, "gathered": _gathered, "ring": _ring}
+_COMPUTED: Mapping[str, Callable[[_Given], Tensor]] = {"ulysses": _ulysses, "gathered": _gathered, "ring": _ring}

@@ -20,8 +20,13 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardlab.comm.communicator import Communicator
-from shardlab.context.attention import WAYS, attention
-from shardlab.context.parts import positions_of
+from shardlab.context.attention import attention
+from shardlab.context.parts import positions_of, require_way
+
+_NO_ATTENTION = (
+    "attention: inside ContextParallel only torch.nn.functional.scaled_dot_product_attention is computed among ranks; "
+    "nn.MultiheadAttention, and attention written by hand, would see this rank's part alone; let the model call it"
+)
 
 
 class ContextParallel(TorchFunctionMode):
@@ -33,15 +38,19 @@ class ContextParallel(TorchFunctionMode):
         zigzag: parts that are equal work, for 'gathered' and 'ring'.
 
     Raises:
-        ValueError: an unknown way; inside, attention that is not causal, has a mask or drops out, or that the way
-            cannot compute.
+        ValueError: an unknown way, a zigzag of Ulysses; inside, attention that is not causal, has a mask or drops out,
+            or that the way cannot compute; at the end, a block in which none was computed.
     """
 
     def __init__(self, comm: Communicator, way: str = "ulysses", *, zigzag: bool = False) -> None:
         super().__init__()
-        if way not in WAYS:
-            raise ValueError(f"way: {way!r} is not one of {', '.join(WAYS)}")
-        self._comm, self._way, self._zigzag = comm, way, zigzag
+        require_way(way, zigzag=zigzag)
+        self._comm, self._way, self._zigzag, self._num_computed = comm, way, zigzag, 0
+
+    def __exit__(self, exc_type: object, exc: object, trace: object) -> None:
+        super().__exit__(exc_type, exc, trace)
+        if exc_type is None and not self._num_computed and self._comm.num_ranks > 1:
+            raise ValueError(_NO_ATTENTION)
 
     def positions(self, seq_len: int) -> Tensor:
         """Where this rank's tokens are in a sequence of ``seq_len``, int64."""
@@ -55,6 +64,8 @@ class ContextParallel(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """As it is, but for attention."""
+        if func is functional.multi_head_attention_forward:
+            raise ValueError(_NO_ATTENTION)
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         return self._attention(*args, **(kwargs or {}))
@@ -72,4 +83,5 @@ class ContextParallel(TorchFunctionMode):
             raise ValueError(
                 f"attention: {query.shape[1]} heads and {key.shape[1]} key-value heads need enable_gqa=True"
             )
+        self._num_computed += 1
         return attention(self._way, query, key, value, self._comm, zigzag=self._zigzag)

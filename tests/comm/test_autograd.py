@@ -1,4 +1,4 @@
-"""The six borders: forward and backward are what the table says, for every dim, for tensors of any strides."""
+"""The borders: forward and backward are what the table says, for every dim, for tensors of any strides."""
 
 import pytest
 import torch
@@ -117,6 +117,50 @@ def check_gradients(rank):
 
 def test_gradients_of_first_and_second_order(pools):
     assert pools(2).run(check_gradients) == [[True] * 3] * 2
+
+
+def around(rank, waits):
+    """Each tensor passes all ranks; in which order what is done in backward, and the gradient."""
+    with Mesh({"tensor": 3}) as mesh:
+        comm, found, log = mesh["tensor"], [], Log()
+        own = inputs(3)[rank].requires_grad_()
+        travelling, total = own, 0
+        for hop in range(3):
+            arriving = borders.begin_shift(travelling, comm, tag=f"hop {hop + 1}") if hop < 2 else None
+            if waits and arriving is not None:
+                arriving = borders.end_shift(*arriving), None
+            part = (travelling * (rank + 1)).sin()
+            part.register_hook(
+                lambda _, hop=hop: found.append((hop, [str(event.tag)[-1] for event in log.events[::2]]))
+            )
+            total = total + part
+            if arriving is not None:
+                travelling = arriving[0] if waits else borders.end_shift(*arriving)
+        with comm.observed_by(log):
+            total.sum().backward()
+        return found, own.grad
+
+
+def test_gradients_of_what_goes_around_travel_while_ranks_compute(pools):
+    found, waited = (pools(3).run(around, waits) for waits in (False, True))
+    for rank, ((order, gradient), (_, same)) in enumerate(zip(found, waited, strict=True)):
+        x = inputs(3)[rank]
+        wanted = sum((other + 1) * (x * (other + 1)).cos() for other in range(3))
+        torch.testing.assert_close(gradient, wanted, atol=1e-13, rtol=0)
+        assert torch.equal(gradient, same)
+        # The part that came last first: its gradient is on its way before that of the part before it is computed.
+        assert order == [(2, []), (1, ["2"]), (0, ["2", "1"])]
+
+
+def exchanged(rank):
+    with Mesh({"tensor": 2}) as mesh:
+        x = torch.arange(4.0, requires_grad=True)
+        borders.exchange((x * (rank + 1)).view(2, 2), mesh["tensor"]).sum().backward()  # a gradient with strides of 0
+        return x.grad.tolist()
+
+
+def test_a_gradient_that_sum_has_expanded_is_exchanged(pools):
+    assert pools(2).run(exchanged) == [[1.0] * 4, [2.0] * 4]
 
 
 def recomputed(rank, use_reentrant):

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from shardlab.comm.mesh import Mesh
-from shardlab.context import ContextParallel, messages_of, positions_of, share_of_work
+from shardlab.context import ContextParallel, attention, messages_of, positions_of, share_of_work
 from shardlab.engines import build_engine
 from shardlab.launch import RankError
 from shardlab.models import GPT, GPTConfig
@@ -122,22 +124,89 @@ def test_what_each_way_sends_and_the_work_of_the_busiest_rank():
     assert positions_of(8, 2, 0, zigzag=True).tolist() == [0, 1, 6, 7]
 
 
-def attend(_, way, zigzag, heads, seq_len, options):
-    with Mesh({"context": 2}) as mesh, ContextParallel(mesh["context"], way, zigzag=zigzag) as over:
-        x = over.part(torch.ones(1, heads, seq_len, 2), 2)
-        return nn.functional.scaled_dot_product_attention(x, x, x, **options)
+def attend(_, model, over, seq_len):
+    with Mesh({"context": 2}) as mesh, ContextParallel(mesh["context"], **over) as own:
+        return model(own.part(torch.ones(1, 2, seq_len, 2), 2))
+
+
+def without_a_mask(x):
+    return functional.scaled_dot_product_attention(x, x, x)
+
+
+def by_hand(x):
+    return (x @ x.mT).softmax(-1) @ x
+
+
+def of_a_layer(x):
+    return nn.MultiheadAttention(2, 1)(x[0], x[0], x[0])
 
 
 @pytest.mark.parametrize(
-    ("way", "zigzag", "heads", "seq_len", "options", "told"),
+    ("model", "over", "seq_len", "told"),
     [
-        ("ulysses", False, 3, 4, {"is_causal": True}, "heads: 3 are not divided by the 2 ranks of axis 'context'"),
-        ("ulysses", True, 2, 4, {"is_causal": True}, "zigzag: ulysses computes whole sequences"),
-        ("ring", True, 2, 6, {"is_causal": True}, "seq_len: 6 tokens do not divide into 4 pieces"),
-        ("ring", False, 2, 4, {}, "over ranks it is causal, without a mask"),
-        ("star", False, 2, 4, {}, "way: 'star' is not one of ulysses, gathered, ring"),
+        (without_a_mask, {"way": "ring"}, 4, "over ranks it is causal, without a mask"),
+        (without_a_mask, {"way": "ring", "zigzag": True}, 6, "seq_len: 6 tokens do not divide into 4 pieces"),
+        (by_hand, {"way": "ring"}, 4, "and attention written by hand, would see this rank's part alone"),
+        (of_a_layer, {"way": "ring"}, 4, "nn.MultiheadAttention, and attention written by hand, would see"),
+        (without_a_mask, {"way": "ulysses", "zigzag": True}, 4, "zigzag: ulysses computes whole sequences"),
     ],
 )
-def test_what_ranks_cannot_compute_is_refused(pools, way, zigzag, heads, seq_len, options, told):
+def test_what_ranks_would_compute_wrong_is_refused(pools, model, over, seq_len, told):
     with pytest.raises(RankError, match=told):
-        pools(2).run(attend, way, zigzag, heads, seq_len, options)
+        pools(2).run(attend, model, over, seq_len)
+
+
+SIZES = {"batch": 1, "seq_len": 8, "heads": 4, "kv_heads": 2, "head_dim": 2}
+
+
+@pytest.mark.parametrize(
+    ("way", "num_ranks", "sizes", "told"),
+    [
+        ("ulysses", 4, {}, "kv_heads: 2 are not divided by the 4 ranks; use 'gathered' or 'ring'"),
+        ("ulysses", 2, {"heads": 3, "kv_heads": 1}, "heads: 3 are not divided by the 2 ranks"),
+        ("ring", 3, {}, "seq_len: 8 tokens do not divide into 3 pieces on 3 ranks; give a multiple of 3"),
+        ("gathered", 2, {"kv_heads": 3}, "kv_heads: 3 do not divide the 4 heads"),
+        ("star", 2, {}, "way: 'star' is not one of ulysses, gathered, ring"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_before_ranks_start(way, num_ranks, sizes, told):
+    with pytest.raises(ValueError, match=told):
+        messages_of(way, num_ranks, **SIZES | sizes)
+
+
+class Order(TorchFunctionMode):
+    """What a ring does, one after another."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.logsumexp:
+            self.found.append("compute")
+        return func(*args, **(kwargs or {}))
+
+    def issued(self, event):
+        if event.op == "send":
+            self.found.append("send")
+
+    def waited(self, event):
+        if event.op == "recv":
+            self.found.append("received")
+
+    def started(self, event):
+        pass
+
+    completed = started
+
+
+def ring(rank):
+    with Mesh({"context": 3}) as mesh, Order() as order, mesh.observed_by(order):
+        x = torch.ones(1, 2, 2, 2)
+        attention("ring", x, x, x, mesh["context"], zigzag=True)
+        return order.found
+
+
+def test_keys_travel_while_a_ring_computes(pools):
+    hop = ["send", "compute", "received"]
+    assert pools(3).run(ring) == [[*hop, *hop, "compute"]] * 3
