@@ -48,7 +48,7 @@ class ContextParallel(TorchFunctionMode):
         self._comm, self._way, self._zigzag, self._num_computed = comm, way, zigzag, 0
 
     def __exit__(self, exc_type: object, exc: object, trace: object) -> None:
-        super().__exit__(exc_type, exc, trace)
+        super().__exit__(exc_type, exc, trace)  # type: ignore[no-untyped-call]
         if exc_type is None and not self._num_computed and self._comm.num_ranks > 1:
             raise ValueError(_NO_ATTENTION)
 

@@ -7,6 +7,9 @@
         engine.clip_grad_norm_(1.0)                           # of all stages
         engine.step()
 
+Tensor parallelism comes first: ``parallelize_module(model, plan, mesh["tensor"])``, then ``Pipeline``. Each tensor rank
+sends what it has of an output to the same tensor rank of the next stage.
+
 What travels between stages is in ``messages.py``. A receive is posted one ahead of the action that needs it, so that
 the message moves while this rank computes. Gradients add up over micro-batches inside ``no_sync()``; the last backward
 of a rank sends them over the data axis, as that engine does.
