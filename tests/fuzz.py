@@ -4,6 +4,7 @@
     python tests/fuzz.py --minutes 5 --ranks 2,3 --strategies fsdp,zero3 --seed 7
     python tests/fuzz.py --minutes 10 --peers --keep-going  # torch's own engines, only what they can do
     python tests/fuzz.py --minutes 10 --no-guards           # right programs on engines without guards
+    python tests/fuzz.py --minutes 10 --pipes               # pipelines, with our engines inside the stages
 
 Prints a script for each find (as small as Hypothesis could make it, run it with ``python``) and a summary at the end:
 how many sequences and operations, of which kinds, what was refused, what was found. Ends with status 1 if something was
@@ -44,6 +45,7 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", default="1,2,3,4", help="numbers of ranks, in turns")
     parser.add_argument("--strategies", default=None, help=f"of {','.join((*OURS, *ROWS))}; without it all of them")
     parser.add_argument("--peers", action="store_true", help=f"torch's own engines instead: {','.join(PEERS)}")
+    parser.add_argument("--pipes", action="store_true", help="pipelines with these strategies inside their stages")
     parser.add_argument("--features", default=None, help=f"'all', or of {','.join(sorted(ALL))}; without it those on")
     parser.add_argument("--no-guards", action="store_true", help="engines without guards, and only right programs")
     parser.add_argument("--keep-going", action="store_true", help="after a find")
@@ -58,7 +60,7 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     on = RIGHT if given.no_guards else ON
     given.features = on if given.features is None else ALL if given.features == "all" else given.features.split(",")
     given.features, given.strategies = frozenset(given.features), tuple(names)
-    given.ranks = tuple(int(part) for part in given.ranks.split(","))
+    given.ranks = tuple(int(part) for part in given.ranks.split(",") if int(part) > 1 or not given.pipes)
     given.seed = random.randrange(2**32) if given.seed is None else given.seed
     return given
 

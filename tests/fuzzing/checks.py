@@ -55,7 +55,7 @@ def local_checks(world: World) -> Iterator[str]:
     if world.ours.spec.name in PEERS:
         yield from _peer_checks(world)
         return
-    yield from _pieces(world)
+    yield from pieces(world)
     yield from _counts(world)
     yield from _at_rest(world)
 
@@ -70,7 +70,7 @@ def deep_checks(world: World) -> Iterator[str]:
             yield f"full_state_dict() {name}: {state[name].dtype}"
 
 
-def _pieces(world: World) -> Iterator[str]:
+def pieces(world: World) -> Iterator[str]:
     """Parameters, gradients and optimizer state of the pieces this rank has."""
     engine, params = world.ours.engine, world.own(world.plain.detached())
     for name, (tensor, start, stop) in engine.resident_params().items():

@@ -26,6 +26,7 @@ class Menu:
     strategies: tuple[str, ...] = (*OURS, *ROWS)  # names of engines
     features: frozenset[str] = ALL  # see ``features``
     most: int = 12  # operations and training steps together
+    pipes: bool = False  # pipelines, with these engines inside their stages
 
 
 seldom = st.sampled_from([False, False, False, False, True])
@@ -77,7 +78,7 @@ def fitting(module: ModuleSpec, engines: tuple[EngineSpec, ...]) -> ModuleSpec:
 def engines(draw: st.DrawFn, menu: Menu) -> EngineSpec:
     """Engines on all ranks of the pool or on some, perhaps with a tensor axis."""
     if set(menu.strategies) <= set(PEERS):
-        return draw(_engine(draw(st.sampled_from(menu.strategies)), menu.num_ranks, 1))
+        return draw(drawn_engine(draw(st.sampled_from(menu.strategies)), menu.num_ranks, 1))
     place, num_ranks = "all", menu.num_ranks
     if num_ranks > 1 and draw(seldom):
         place = draw(st.sampled_from(["first", "last", "halves"]))
@@ -89,12 +90,12 @@ def engines(draw: st.DrawFn, menu: Menu) -> EngineSpec:
     # FSDP has more options than all others together.
     name = draw(st.sampled_from(names + [name for name in names if name == "fsdp"] * 2))
     if name in ROWS:  # products of axes are made on all ranks alone
-        return draw(_engine(name, menu.num_ranks, 1))
-    return replace(draw(_engine(name, num_ranks // num_tensor_ranks, num_tensor_ranks)), place=place)
+        return draw(drawn_engine(name, menu.num_ranks, 1))
+    return replace(draw(drawn_engine(name, num_ranks // num_tensor_ranks, num_tensor_ranks)), place=place)
 
 
 @st.composite
-def _engine(draw: st.DrawFn, name: str, num_data_ranks: int, num_tensor_ranks: int) -> EngineSpec:
+def drawn_engine(draw: st.DrawFn, name: str, num_data_ranks: int, num_tensor_ranks: int) -> EngineSpec:
     options: dict[str, Any] = {}
     axes: tuple[tuple[str, int], ...] = (("data", num_data_ranks),)
     kind = ROWS.get(name, name)

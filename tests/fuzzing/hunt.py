@@ -11,6 +11,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
 
 from shardlab.launch import RankPool
+from tests.fuzzing.pipelines import pipe_scenarios
 from tests.fuzzing.run import Scenario, Verdict, run_scenario
 from tests.fuzzing.scenarios import Menu, scenarios
 from tests.fuzzing.script import script_of
@@ -60,7 +61,7 @@ class Hunt:
         return self._pools[num_ranks]
 
     def _round(self, num_ranks: int, seed: int) -> None:
-        menu = Menu(num_ranks, self.options.strategies, self.options.features)
+        menu = Menu(num_ranks, self.options.strategies, self.options.features, pipes=self.options.pipes)
         if all(name == "single" for name in menu.strategies) and num_ranks > 1:
             return
         session = _Session(self._judge, lambda: time.monotonic() > self._until, self._known)
@@ -113,7 +114,7 @@ class _Session:
             max_examples=number, deadline=None, database=None, phases=(Phase.generate, Phase.shrink),
             suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
         )  # fmt: skip
-        @given(scenarios(menu))
+        @given(pipe_scenarios(menu) if menu.pipes else scenarios(menu))
         def check(scenario: Scenario) -> None:
             if self._fails(scenario):
                 raise Found

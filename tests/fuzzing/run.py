@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardlab.launch import RankError, RankHang, RankPool
-from tests.fuzzing.checkpoints import Load, Save
+from tests.fuzzing.checkpoints import Load
 from tests.fuzzing.engines import EngineSpec
 from tests.fuzzing.modules import ModuleSpec
 from tests.fuzzing.operation import Operation
@@ -59,7 +59,7 @@ class Verdict:
 
 
 def run_scenario(pool: RankPool, scenario: Scenario) -> Verdict:
-    saves = any(isinstance(operation, Save) for operation in scenario.operations)
+    saves = any(type(operation).__name__ in ("Save", "Move") for operation in scenario.operations)
     directory = tempfile.mkdtemp(prefix="fuzz-") if saves else None
     progress: dict[int, int] = {}
     try:
@@ -83,9 +83,12 @@ def _by_name(rank: int, call: bytes) -> list[tuple[str, str]]:
     """Ranks import this package once; a pool would otherwise send its code, by value, with each call."""
     import pickle
 
-    from tests.fuzzing.rank import on_rank
+    from tests.fuzzing import pipelines
+    from tests.fuzzing import rank as whole_models
 
-    return on_rank(rank, *pickle.loads(call))
+    scenario, directory = pickle.loads(call)
+    of = pipelines if isinstance(scenario, pipelines.PipeScenario) else whole_models
+    return of.on_rank(rank, scenario, directory)
 
 
 def _close_by_name(rank: int) -> None:
