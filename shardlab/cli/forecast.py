@@ -12,6 +12,7 @@ from rich.console import Console
 from shardlab.cli.console import answer_table, count, table_of
 from shardlab.cli.counted_model import CountedModel
 from shardlab.planner.formulas import precision_named
+from shardlab.planner.setup import STRATEGIES
 
 if TYPE_CHECKING:
     from shardlab.forecast.job import Job
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from shardlab.forecast.region import Miss
 
 CARD = "h100"  # where none is given
+LOST = ("waiting for messages", "slowed by messages")  # parts of a step
+DATA_STRATEGIES = STRATEGIES[1:]  # all but the one process
 Step = tuple[dict[str, Any], float]
 """Arguments of one that was measured, and its seconds."""
 
@@ -63,7 +66,7 @@ def forecast(
     ranks: Ranks,
     gpu: Card = CARD,
     network: Network = "",
-    strategy: Annotated[str, typer.Option(help="Of the data ranks; by default fsdp.")] = "",
+    strategy: Annotated[str, typer.Option(help="Of the data ranks, by default fsdp; or all of them, in a table.")] = "",
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
     batch: Batch = None,
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of a forward on a rank.")] = 1,
@@ -96,10 +99,17 @@ def forecast(
             raise ValueError(
                 f"{', '.join(given)}: of {gpu} the memory is known and no speed; name a card, such as h100"
             )
+    else:
+        way |= {"hardware": gpu, "network": network or None}
+    if strategy == "all":
+        if ranks < 2 * tp:
+            raise ValueError("strategy: all is given, and on one data rank they are alike; give more ranks")
+        jobs = [_job_of(model.sizes | way | {"strategy": name}, ranks, batch) for name in DATA_STRATEGIES]
+        _tell_all(model, jobs, steps, gpu, memory, json=json)
+    elif memory is not None:
         _tell_memory(model, _job_of(model.sizes | way, ranks, batch), gpu, memory, json=json)
     else:
-        on = {"hardware": gpu, "network": network or None}
-        _tell_forecast(model, _job_of(model.sizes | way | on, ranks, batch), steps, json=json)
+        _tell_forecast(model, _job_of(model.sizes | way, ranks, batch), steps, json=json)
     if not json:
         model.print_difference()
 
@@ -221,6 +231,49 @@ def _next(job: "Job", seconds: float, steps: Sequence[Step]) -> str:
     gain = f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}"
     batch = f" --batch {job.sequences}" if way.job.accumulation != job.accumulation else ""
     return f"{option}{batch}: {gain}, {way.seconds:.2g} s a step, and fits, {way.peak_bytes / 1e9:.3g} GB; {others}"
+
+
+def _tell_all(
+    model: CountedModel, jobs: Sequence["Job"], steps: Sequence[Step], gpu: str, memory: float | None, *, json: bool
+) -> None:
+    """Memory and time of all strategies; memory alone, where the card's speed is not known."""
+    import pandas as pd
+
+    rows = [_row(job, steps, memory) for job in jobs]
+    if json:
+        typer.echo(json_text.dumps({**model.as_json(), "strategies": rows}, indent=2))
+        return
+    console, first = Console(highlight=False), jobs[0]
+    planned = _planned(first, gpu).removeprefix(f"{first.strategy}, ")
+    console.print(answer_table([model.line, ("PLANNED", f"each strategy, {planned}")]))
+    forms = {
+        "rest_bytes": ("at rest (GB)", 1e9), "peak_bytes": ("peak (GB)", 1e9), "seconds": ("step (s)", 1),
+        "message_seconds": ("lost to messages (s)", 1), "tokens_per_second": ("tokens/s", 1), "mfu": ("MFU (%)", 0.01),
+    }  # fmt: skip
+    shown = pd.DataFrame({"strategy": [row["strategy"] for row in rows]})
+    for name, (head, divisor) in forms.items():
+        if name in rows[0]:
+            shown[head] = [f"{float(f'{row[name] / divisor:.3g}'):,g}" for row in rows]
+    shown["fits"] = ["perhaps" if "unless" in row["fits"] else row["fits"].removeprefix("it ").partition(",")[0]
+                     for row in rows]  # fmt: skip
+    console.print(table_of(shown, "", 2, right=[*dict(forms.values())]))
+    if first.assumed_gigabits and memory is None:
+        console.print(f"Links between hosts are not given: {first.assumed_gigabits[1]:g}Gb/s per GPU are assumed.")
+    console.print("At rest and at the peak: in tensors, of a GPU. --strategy fsdp says how far its forecast may miss.")
+
+
+def _row(job: "Job", steps: Sequence[Step], memory: float | None) -> dict[str, Any]:
+    from shardlab.forecast.peak import peak_bytes, rest_bytes
+    from shardlab.forecast.predict import forecast_of
+
+    peak = peak_bytes(job)
+    row = {"strategy": job.strategy, "rest_bytes": rest_bytes(job), "peak_bytes": peak}
+    row["fits"] = _verdict(peak, job.card.memory_bytes if memory is None else memory)
+    if memory is not None:
+        return row
+    found = forecast_of(job, steps)
+    lost = sum(found.parts.get(part, 0.0) for part in LOST)
+    return {**row, "seconds": found.seconds, "message_seconds": lost, **rates(job, found.seconds)}
 
 
 def _time(job: "Job", found: "Forecast", share: float | None) -> str:

@@ -85,6 +85,24 @@ def test_what_is_not_known_is_a_range_or_no_error(config):
     assert found["miss"]["reason"].startswith("nothing known: only 12 measured steps are like this one, of nanotron")
 
 
+def test_all_strategies_stand_in_one_table_with_the_numbers_that_each_has_alone(config):
+    words = ("forecast", "--config", config, "--ranks", "16", "--recompute", "full", "--strategy")
+    rows = json.loads(said(*words, "all", "--json"))["strategies"]
+    assert [row["strategy"] for row in rows] == ["ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp"]
+    alone = json.loads(said(*words, "zero2", "--json"))
+    assert rows[3] == {name: alone.get(name) for name in rows[3]} | {
+        "strategy": "zero2",
+        "message_seconds": alone["parts"]["waiting for messages"] + alone["parts"]["slowed by messages"],
+    }
+    table = said(*words, "all")
+    assert re.search(r"\nddp +128 .*does not fit *\n", table)
+    assert re.search(r"\nfsdp +8\.03 .* fits", table)
+    assert "Links between hosts are not given: 400Gb/s per GPU are assumed." in " ".join(table.split())
+    assert " s a step" not in said(*words, "all", "--gpu", "24GB")
+    done = CliRunner().invoke(app, [*words[:4], "1", "--strategy", "all"])
+    assert "strategy: all is given, and on one data rank they are alike" in " ".join(done.output.split())
+
+
 def test_a_step_that_waits_for_its_host_says_so_and_less_where_layers_are_compiled(config):
     words = ("forecast", "--config", config, "--ranks", "4", "--seq-len", "512")
     text = " ".join(said(*words).split())
