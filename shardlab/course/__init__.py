@@ -30,15 +30,17 @@ if TYPE_CHECKING:
     from shardlab.course.figures import bucket_curve, mesh_map, message_times, throughput
     from shardlab.course.gathered_units import gathered_over_a_step, unit_bytes, watch_gathered
     from shardlab.course.notebook_verdicts import (  # isort: skip
-        bucket_verdict, bus_verdict, busy_in_steps, busy_now, floor_verdict, gain_verdict, hidden_verdict, late_verdict,
-        message_gains, message_verdicts, parts_verdict, pay_off_verdict, prediction_verdict,
+        bucket_verdict, bus_verdict, busy_in_steps, busy_now, clock_verdict, cores_verdict, floor_verdict, gain_verdict,
+        hidden_verdict, late_verdict, message_gains, message_verdicts, parts_verdict, pay_off_verdict,
+        prediction_verdict,
     )  # fmt: skip
+    from shardlab.course.on_a_clock import virtual_steps
     from shardlab.course.printed_runs import outcome, terminal, told
     from shardlab.course.recorded_pipeline import bubbles, played_of, record_pipeline
     from shardlab.course.same_scripts import TEMPLATES
     from shardlab.course.sharded_layer import sharded_linear
     from shardlab.course.small_records import (  # isort: skip
-        bucket_sweep, collectives_table, link_for, log_collectives, message_sweep, run_interleaved, trace_step,
+        collectives_table, link_for, log_collectives, message_sweep, run_interleaved, trace_step,
     )  # fmt: skip
     from shardlab.course.widgets.explorer import memory_explorer
     from shardlab.course.widgets.history import RunHistory
@@ -74,15 +76,15 @@ __all__ = [
     "Report", "RunHistory", "RunPlan", "SkippedCall", "SkippedCollective", "SlowLink", "StoppedRank", "Straggler",
     "Traffic", "Verdict", "VirtualClock", "activation_bytes", "batch", "bubbles", "bucket_curve", "bucket_sweep",
     "bucket_verdict", "bus_verdict", "busy_in_steps", "busy_now", "bytes_by_role", "call", "call_in_place",
-    "call_without_ranks", "check", "collectives_table", "current", "described", "divided", "events_of_step", "faulty",
-    "find", "fit_of", "floor_verdict", "gain_verdict", "gathered_over_a_step", "hidden_verdict", "hint", "inject",
-    "is_at_fault", "judged_text", "kept_for_backward", "late_verdict", "link_for", "live", "log_collectives",
-    "memory_explorer", "mended", "mesh_map", "message_gains", "message_sweep", "message_times", "message_verdicts",
-    "numbered", "outcome", "parts_verdict", "pay_off_verdict", "place_actions", "played_of", "predict",
-    "prediction_verdict", "ranks_at", "read_progress", "readable_fit", "record_pipeline", "ring_wire_bytes",
-    "run_interleaved", "saved_for_backward", "sharded_linear", "slices_of", "step_through", "task", "terminal",
-    "throughput", "told", "trace_step", "unit_bytes", "units_of", "watch_gathered", "weight_slices", "weights_table",
-    "with_group", "workbench",
+    "call_without_ranks", "check", "clock_verdict", "collectives_table", "cores_verdict", "current", "described",
+    "divided", "events_of_step", "faulty", "find", "fit_of", "floor_verdict", "gain_verdict", "gathered_over_a_step",
+    "hidden_verdict", "hint", "inject", "is_at_fault", "judged_text", "kept_for_backward", "late_verdict", "link_for",
+    "live", "log_collectives", "memory_explorer", "mended", "mesh_map", "message_gains", "message_sweep",
+    "message_times", "message_verdicts", "numbered", "outcome", "parts_verdict", "pay_off_verdict", "place_actions",
+    "played_of", "predict", "prediction_verdict", "ranks_at", "read_progress", "readable_fit", "record_pipeline",
+    "ring_wire_bytes", "run_interleaved", "saved_for_backward", "sharded_linear", "slices_of", "step_through", "task",
+    "terminal", "throughput", "told", "trace_step", "unit_bytes", "units_of", "virtual_steps", "watch_gathered",
+    "weight_slices", "weights_table", "with_group", "workbench",
 ]  # fmt: skip
 
 __getattr__ = imported_when_used(__name__, __file__)

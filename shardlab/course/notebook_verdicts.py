@@ -6,7 +6,7 @@ only if their ratio exceeds ``ALIKE``. Where a formula predicts a result, the se
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 from math import log
 
 import pandas as pd
@@ -15,7 +15,9 @@ import psutil
 from shardlab.analysis import attribution
 from shardlab.analysis.overlap import hidden_by_run
 from shardlab.analysis.rows import require_columns
+from shardlab.experiment.told.verdicts import busy_verdict
 from shardlab.plots.text import format_bytes, format_percent, format_us, listing, tick
+from shardlab.records.store import Records
 from shardlab.why import recorded_step, what_if_free
 
 ALIKE = 1.1  # ratios up to this are no difference
@@ -69,6 +71,38 @@ def others_verdict(share: float, cores: int) -> str:
         return f"This machine is quiet: other programs use {format_percent(share)} of its {cores} cores."
     used = f"other programs use {format_percent(share)} of its {cores} cores"
     return f"This machine is busy: {used}, so expect other times from another run."
+
+
+def cores_verdict(*records: Records) -> str:
+    """Whether ranks had their cores, as the answer of a comparison says it.
+
+    Args:
+        records: of measured steps, the first of which warms up.
+    """
+    if busy := next(filter(None, map(busy_verdict, records)), ""):
+        return f"{busy} What the virtual clock shows still holds."
+    return "Ranks had their cores while they trained."
+
+
+def clock_verdict(clock: "pd.Series[float]", measured: "pd.Series[float]") -> str:
+    """Whether measured times come in the order in which the virtual clock puts them.
+
+    Times that are alike on the clock are in no order. Those that are not are compared pair by pair.
+
+    Args:
+        clock: microseconds by name.
+        measured: microseconds by the same names.
+    """
+    here, there = clock.sort_values().astype(float).to_dict(), measured.astype(float).to_dict()
+    pairs = [(less, more) for less, more in combinations(here, 2) if here[more] > ALIKE * here[less]]
+    turned = [f"{more} took less than {less}" for less, more in pairs if there[less] > ALIKE * there[more]]
+    alike = [f"{less} and {more}" for less, more in pairs if 1 / ALIKE <= there[more] / there[less] <= ALIKE]
+    words = f"Measured: {listing([f'{name} {format_us(there[name])}' for name in here])}."
+    if turned:
+        return f"{words} This is NOT the order of the clock: {listing(turned)}."
+    if alike:
+        return f"{words} This is the order of the clock, but {listing(alike)} took about as long here."
+    return f"{words} This is the order of the clock."
 
 
 def message_verdicts(messages: pd.DataFrame, op: str) -> list[str]:

@@ -139,12 +139,6 @@ def trace_step(rank: int, run: str, engine: AnyEngine, loss: LossFn, batch: Any)
 Op = Callable[[Communicator, torch.Tensor], object]
 NUM_WARM_UPS = 2
 ELEMENT_BYTES = 4  # float32
-BUCKETED = "bucketed"
-MIB = 1024**2
-COLUMNS = (
-    "run", "source", "rank", "step", "bucket_bytes", "step_us", "exposed_comm_us", "overlap", "wire_bytes",
-    "num_messages",
-)  # fmt: skip
 
 
 def run_interleaved(variants: Mapping[str, CompareConfig], pool: RankPool, directory: Path | None = None) -> Records:
@@ -308,39 +302,3 @@ def _synchronise(device: torch.device) -> None:
     """On CUDA ``wait`` only orders the streams, but the time of a message ends when its bytes have arrived."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def bucket_sweep(bucket_bytes: Sequence[int], config: CompareConfig, pool: RankPool) -> pd.DataFrame:
-    """Train with each bucket size, interleaved, and collect step time and exposed communication.
-
-    Small buckets pay the latency of many messages. One bucket as large as the model leaves only when backward is over,
-    so nothing hides it. In between, part of the communication is hidden behind compute.
-
-    Args:
-        bucket_bytes: different capacities, at least 1.
-        config: model, data and link; its strategies and bucket size are ignored. It needs at least 2 steps, and the
-            first is left out.
-        pool: ``config.ranks`` ranks.
-
-    Returns:
-        One row per size, step and rank, as ``bucket_curve`` takes them: ``run``, ``source``, ``rank``, ``step``,
-        ``bucket_bytes``, ``step_us``, ``exposed_comm_us``, ``overlap``, ``wire_bytes``, ``num_messages`` (of that step,
-        flags among them).
-
-    Raises:
-        ValueError: there are fewer than 2 steps, or sizes repeat or are below 1.
-    """
-    if config.steps < 2:
-        raise ValueError(f"steps: {config.steps} is below 2, and the first step is not timed")
-    if not bucket_bytes or len(set(bucket_bytes)) != len(bucket_bytes) or min(bucket_bytes) < 1:
-        raise ValueError(f"bucket_bytes: {list(bucket_bytes)}; different sizes of at least 1 byte are needed")
-    sizes = {str(size): size for size in bucket_bytes}
-    records = run_interleaved(
-        {name: replace(config, strategies=(BUCKETED,), bucket_mib=size / MIB) for name, size in sizes.items()}, pool
-    )
-    sent = records.collectives
-    keys = ["run", "rank", "step"]
-    messages = sent[sent["phase"] != Phase.METRICS].groupby(keys).size().rename("num_messages").reset_index()
-    rows = records.steps[records.steps["step"] > 0].merge(messages, on=keys)
-    rows = rows.assign(bucket_bytes=rows["run"].map(sizes).astype("int64"), run=BUCKETED)
-    return rows[list(COLUMNS)]

@@ -14,7 +14,7 @@ CELL_DIGITS = 4
 WIDEST_RATIO = 1e5
 SOURCE_NOTES = {
     "emulated": "emulated link: communication was delayed on purpose",
-    "predicted": "predicted by the planner, not run",
+    "predicted": "predicted, not run",
 }
 
 

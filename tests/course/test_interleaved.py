@@ -8,10 +8,9 @@ import pandas as pd
 import pytest
 
 from shardlab.course import small_records
-from shardlab.course.small_records import bucket_sweep, link_for, run_interleaved
+from shardlab.course.small_records import link_for, run_interleaved
 from shardlab.experiment import CompareConfig
 from shardlab.models import build_model
-from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import FLAG
 from tests.conftest import Pools
 
@@ -53,20 +52,6 @@ def test_each_variant_has_the_mesh_of_its_strategy(pools: Pools) -> None:
     assert losses.sub(losses["flat"], axis=0).abs().to_numpy().max() < 1e-10
 
 
-def test_a_sweep_sends_the_same_bytes_in_fewer_messages(pools: Pools) -> None:
-    sizes = [1, 4_000_000, 100_000_000]
-    sweep = bucket_sweep(sizes, replace(BASE, steps=2, link="10Gbps,10us"), pools(2))
-    assert sweep["bucket_bytes"].value_counts().to_dict() == dict.fromkeys(sizes, 2)  # one timed step on two ranks
-    num_parameters = len(list(build_model("gpt-1m", 8).parameters()))
-    flags = ring_wire_bytes("all_reduce", 4 * (1 + num_parameters), 2) + ring_wire_bytes("all_reduce", 4, 2)
-    assert set(sweep["wire_bytes"]) == {ring_wire_bytes("all_reduce", PARAMETER_BYTES, 2) + flags}
-    assert set(sweep["source"]) == {"emulated"}
-    num_messages = sweep.groupby("bucket_bytes")["num_messages"].first()
-    assert num_messages[1] == num_parameters + 2, "one for each gradient, and two flags"
-    assert num_parameters > num_messages[4_000_000] > 3
-    assert num_messages[100_000_000] == 1 + 2
-
-
 def test_a_link_is_as_slow_as_the_compute(monkeypatch) -> None:
     """Two ranks that compute for 90 and 110 ms, in two pieces, and send 1 MB."""
     times = {(0, 0): 900e3, (0, 1): 90e3, (0, 2): 90e3, (1, 1): 110e3, (1, 2): 110e3}
@@ -99,6 +84,3 @@ def test_what_cannot_take_turns_is_refused(pools: Pools) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             run_interleaved(variants, pools(2))
-    for sizes, steps, field in (([], 2, "bucket_bytes"), ([5, 5], 2, "bucket_bytes"), ([5], 1, "steps")):
-        with pytest.raises(ValueError, match=f"^{field}"):
-            bucket_sweep(sizes, replace(BASE, steps=steps), pools(2))

@@ -1,6 +1,7 @@
 """Verdicts on times of a quiet, a slowed and a loaded machine: none contradicts the figures it was computed from."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -9,6 +10,8 @@ import pytest
 from shardlab.analysis import overlap
 from shardlab.course import notebook_verdicts as say
 from shardlab.plots import overlap_bars, summary_of
+from shardlab.records.store import Records
+from shardlab.records.tables import STEPS
 from tests.analysis.hand_made import random_step as one_step
 from tests.analysis.hand_made import timed
 
@@ -138,6 +141,38 @@ def test_a_busy_machine_is_said_to_be_busy() -> None:
     assert say.others_verdict(0.03, 2) == "This machine is quiet: other programs use 3.0 % of its 2 cores."
     assert "is busy: other programs use 97 % of its 2 cores" in say.others_verdict(0.97, 2)
     assert re.match(r"This machine is (quiet|busy)", say.busy_now(0.01))
+
+
+CLOCK = pd.Series({"naive": 86e3, "flat": 34e3, "bucketed": 9e3, "small": 9.5e3})
+
+
+def test_measured_times_are_said_to_be_in_the_order_of_the_clock_only_if_they_are() -> None:
+    assert say.clock_verdict(CLOCK, 7 * CLOCK) == (
+        "Measured: bucketed 63.0 ms, small 66.5 ms, flat 238 ms and naive 602 ms. This is the order of the clock."
+    )
+    turned = CLOCK.rename({"naive": "flat", "flat": "naive"})  # as a busy machine has measured
+    assert say.clock_verdict(CLOCK, turned).endswith("This is NOT the order of the clock: naive took less than flat.")
+    alike = CLOCK.replace(34e3, 86e3)
+    assert "the clock, but flat and naive took about as long here." in say.clock_verdict(CLOCK, alike)
+    for seed in SEEDS:
+        measured = CLOCK * np.random.default_rng(seed).uniform(1, 12, len(CLOCK))
+        said = say.clock_verdict(CLOCK, measured)
+        for less, more in (("bucketed", "flat"), ("small", "flat"), ("flat", "naive"), ("bucketed", "naive")):
+            is_turned = measured[less] > say.ALIKE * measured[more]
+            assert (f"{more} took less than {less}" in said) == is_turned
+            assert not (is_turned and "This is the order" in said)
+
+
+def test_ranks_without_their_cores_are_said_to_be() -> None:
+    sent, spans = one_step(3)
+    own = {"run": "a", "source": "measured", "rank": 0, "step": 1}
+    blank, nothing = dict.fromkeys(STEPS.column_names), pd.DataFrame()
+    steps = STEPS.frame([blank | own | {"step": place, "step_us": 100.0, "traced_memory": False} for place in (0, 1)])
+    quiet = Records(collectives=sent[:0], spans=spans[:0], memory=nothing, shards=nothing, steps=steps, manifests={})
+    assert say.cores_verdict(quiet) == "Ranks had their cores while they trained."
+    away = pd.DataFrame([own | {"unit": "", "kind": "off_cpu", "start_us": 0.0, "end_us": 60.0}])
+    busy = say.cores_verdict(replace(quiet, spans=away))
+    assert busy.startswith("Times are UNCERTAIN: in a ranks were off the CPU for 60 % of their steps")
 
 
 def test_ranks_that_take_turns_on_a_core_compute_longer():

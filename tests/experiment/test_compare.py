@@ -394,8 +394,8 @@ def test_ranks_that_were_off_the_cpu_make_times_uncertain_and_what_no_stream_was
     own = steps[(steps["run"] == "ddp") & (steps["step"] == 1)]
     away = own[["run", "source", "rank", "step"]].assign(kind="off_cpu", start_us=0.0, end_us=own["step_us"])
     quiet = spans[spans["kind"] != "off_cpu"]
-    assert busy_verdict(replace(result, records=replace(result.records, spans=quiet))) == ""
-    busy = replace(result, records=replace(result.records, spans=pd.concat([quiet, away])))
+    assert busy_verdict(replace(result.records, spans=quiet)) == ""
+    busy = replace(result.records, spans=pd.concat([quiet, away]))
     assert busy_verdict(busy).startswith("Times are UNCERTAIN: in ddp ranks were off the CPU for ")
     assert unseen_verdict(result) == ""
     unseen = result.summary["strategy"].isin(["single", "ddp"])

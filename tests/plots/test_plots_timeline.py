@@ -59,7 +59,7 @@ def test_a_prediction_of_the_same_run_stays_apart(records):
         collective_timeline(*both, run="ddp")
     figure = collective_timeline(*both, run="ddp · predicted", step=2)
     assert len(bars(figure, "all reduce")[0].x) == NUM_RANKS * NUM_BLOCKS
-    assert figure.layout.title.subtitle.text.startswith("predicted by the planner")
+    assert figure.layout.title.subtitle.text.startswith("predicted, not run")
 
 
 def units_drawn(rows):

@@ -66,7 +66,7 @@ def _next(comparison: Comparison, config: CompareConfig, doubt: str) -> str:
 
 def doubt_of(comparison: Comparison) -> str:
     """Why times of what is compared are uncertain; empty if they are not."""
-    said = verdicts.busy_verdict(comparison, side_by_side(comparison.summary).index)
+    said = verdicts.busy_verdict(comparison.records, side_by_side(comparison.summary).index)
     return said.removeprefix("Times are UNCERTAIN: ").rstrip(".")
 
 

@@ -9,6 +9,7 @@ from shardlab.engines import STRATEGIES
 from shardlab.experiment.told.losses import SAME_SUM, alone_verdict, gradients_verdict, resumed_verdict, verdict
 from shardlab.experiment.told.saved_runs import Comparison
 from shardlab.plots.text import format_percent
+from shardlab.records.store import Records
 from shardlab.vocabulary import HostTransport, Phase, SpanKind
 
 QUIET = 0.2  # of a step, off the CPU
@@ -112,16 +113,15 @@ def unseen_verdict(comparison: Comparison) -> str:
     )
 
 
-def busy_verdict(comparison: Comparison, runs: Iterable[str] | None = None) -> str:
+def busy_verdict(records: Records, runs: Iterable[str] | None = None) -> str:
     """One sentence if ranks were not running for a good part of their steps, so that times say little; else empty.
 
     Args:
-        comparison: of some runs.
+        records: of some runs.
         runs: those whose times are compared; None for all.
     """
-    steps, spans = comparison.records.steps, comparison.records.spans
-    steps = steps if runs is None else steps[steps["run"].isin(list(runs))]
-    _, worked = in_timed_steps(comparison.records.collectives, spans, steps)
+    steps = records.steps if runs is None else records.steps[records.steps["run"].isin(list(runs))]
+    _, worked = in_timed_steps(records.collectives, records.spans, steps)
     away = worked[worked["kind"] == str(SpanKind.OFF_CPU)]
     lost = (away["end_us"] - away["start_us"]).groupby(away["run"]).sum()
     shares = (lost / timed_steps(steps).groupby("run")["step_us"].sum()).dropna()
