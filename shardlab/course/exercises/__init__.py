@@ -17,6 +17,6 @@ and the wanted result. The learner's function gets the communicator and the inpu
 
 ``Case(traffic=...)`` limits messages and bytes, ``Case(axes=...)`` makes a mesh of several axes, ``hints=`` are given
 one by one, ``attempt=`` says what a rank does with the function; it may return ``Measured``, so that what was held and
-a ``VirtualClock`` are scored too. ``shardlab exercises --grade FOLDER --with FILE`` marks a class by the exercises of a
-file as well.
+a ``VirtualClock`` are scored and drawn too. ``shardlab exercises --grade FOLDER --with FILE`` marks a class by the
+exercises of a file as well.
 """
