@@ -1,9 +1,11 @@
 """A reader's prediction: committed before the run, and compared with what was found after it.
 
 A cell asks for it, and waits: nothing below runs before there is an answer. Where nobody can be asked, as when a
-notebook is built or compared, it runs on without one, and what was found is not printed.
+notebook is built or compared, or is to be, as with ``SHARDLAB_ASK=0`` in a lecture, it runs on without one, and what
+was found is not printed.
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from math import isfinite, nan
@@ -89,7 +91,7 @@ def _asked(what: str, unit: str, among: tuple[str, ...]) -> float | str | None:
     """What the reader types; None where nobody can."""
     words = f"({', '.join(among)}) " if among else ""
     question = f"{what}{f', in {unit}' if unit else ''}? {words}"
-    while is_in_a_cell():
+    while is_in_a_cell() and os.environ.get("SHARDLAB_ASK") != "0":
         from IPython.core.error import StdinNotImplementedError
 
         try:

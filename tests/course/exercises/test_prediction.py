@@ -58,6 +58,9 @@ def test_a_cell_asks_until_it_has_an_answer(monkeypatch) -> None:
 
     monkeypatch.setattr(builtins, "input", nobody)
     assert predict("sent").value is None
+    monkeypatch.setenv("SHARDLAB_ASK", "0")
+    monkeypatch.setattr(builtins, "input", lambda question: pytest.fail(question))
+    assert predict("sent").value is None
 
 
 def test_what_is_no_prediction_is_refused() -> None:
