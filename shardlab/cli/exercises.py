@@ -122,7 +122,7 @@ def _print_marks(rows: list[dict[str, Any]]) -> None:
     console.print("".join(f"\n{number}  {name}" for name, number in numbers.items()))
     # Files that cannot be read, once for all that is not handed in: the last part of its reason says that it is not.
     none = marks[~marks["handed_in"]].drop_duplicates("student")
-    files = none.assign(exercise="-", reason=none["reason"].str.rpartition("; ")[0])
+    files = none.assign(exercise="-", reason=[reason.rpartition("; ")[0] for reason in none["reason"]])
     nothing = ~files["student"].isin(marks.loc[marks["handed_in"], "student"])
     files["reason"] = files["reason"].where(files["reason"].ne("") | ~nothing, "there is no function of an exercise")
     wrong = pd.concat([files[files["reason"] != ""], marks[marks["handed_in"] & (marks["verdict"] != "passed")]])

@@ -132,7 +132,7 @@ def _marks(student: str, files: list[Path], exercises: Sequence[Exercise], pool:
         if name in defined:
             report = examine(exercise, FromFile(defined[name], name), pool)
             passed = report.verdict is Verdict.PASSED
-            reason = f"{report.reason}{_place(report.detail)} {report.mistake}".strip()
+            reason = ". ".join(filter(None, (f"{report.reason}{_place(report.detail)}", report.mistake)))
             score = asdict(report.score) | {"points": exercise.points} if passed else {}
             yield Mark(student, exercise.name, report.verdict, reason, **score)
         elif name in troubles:

@@ -3,6 +3,7 @@
 import csv
 import inspect
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import nbformat
@@ -11,8 +12,9 @@ from nbformat import v4
 from typer.testing import CliRunner
 
 from shardlab.cli import app
-from shardlab.course import LADDER, find
-from shardlab.course.exercises.grade import grade
+from shardlab.cli.exercises import _print_marks
+from shardlab.course import LADDER, Verdict, find
+from shardlab.course.exercises.grade import Mark, grade
 from tests.course.exercises.right import right_buckets
 
 PRINTS = "\ndef buckets_assign(*given):\n    print('I print while I work')\n    return right_buckets(*given)\n"
@@ -36,6 +38,9 @@ SUBMISSIONS = {
     "ida/part.py": ("from helper import buckets_assign", "passed", ""),
     "ida/helper.py": (RIGHT, "", ""),
     "joe.py": ("def buckets_assign(sizes, capacity):\n    return []", "failed", "2 items are wanted, 0 were found"),
+    "jon.py": (  # a known mistake, in other words
+        "def buckets_assign(sizes, capacity):\n    return [[3, 2]]", "failed", "found. You get this when a bucket",
+    ),
     "kim.py": (RIGHT, "passed", ""),
     # A typo costs what it stands in.
     "lou.py": ("import torc\n@staticmethod\ndef other(:\n    pass\n\n" + RIGHT, "passed", ""),
@@ -108,6 +113,15 @@ def test_marks_are_printed_as_a_grid_with_points_and_why(tmp_path: Path) -> None
         ["student", *two, "points"], ["ada", "1", "0", "1"], ["ben", "0", "", "0"], ["gus", "", "", "0"],
         ["joe", "0", "", "0"],
     ]  # fmt: skip
+
+
+def test_marks_are_printed_too_where_everybody_has_handed_everything_in(capsys) -> None:
+    marks = [
+        Mark("ada", "buckets.assign", Verdict.PASSED, "", 1),
+        Mark("ben", "buckets.assign", Verdict.FAILED, "3 is"),
+    ]
+    _print_marks([asdict(mark) for mark in marks])
+    assert capsys.readouterr().out.rstrip().endswith("1 of 2 solutions passed.")
 
 
 def test_a_sheet_has_the_tasks_and_no_solution_and_solutions_say_why() -> None:
