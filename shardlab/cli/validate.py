@@ -54,13 +54,16 @@ def validate(
 
 
 def _validated(machine: "Machine", calibration: Path) -> "pd.DataFrame":
-    """Steps that are forecast and run here; the calibration keeps them."""
+    """Steps that are forecast and run here, and how the calibrated machine differs; the calibration keeps the steps."""
+    from shardlab.bench.calibrate import differs_here
     from shardlab.bench.validated_here import configurations, validate_here
 
+    differs = differs_here(machine)  # before it is busy
     with progress_bar(len(configurations(machine))) as advance:
         here = validate_here(machine, advance)
     columns = here[["strategy", "ranks", "predicted", "measured"]]
     replace(machine, validated=tuple(columns.itertuples(index=False, name=None))).write(calibration)
+    here.attrs["differs"] = differs
     return here
 
 
@@ -77,7 +80,9 @@ def _misses(published: "pd.DataFrame", here: "pd.DataFrame | None") -> dict[str,
     found: dict[str, Any] = {name: summary(rows).to_dict("index") for name, rows in sets.items()}
     found["by_laboratory"] = by_laboratory(published).to_dict("records")
     found["worst_peak"] = published["peak_error"].abs().max()
-    return found if here is None else found | {"regret": regret_of(here), "rows": here.to_dict("records")}
+    if here is None:
+        return found
+    return found | {"regret": regret_of(here), "differs": here.attrs["differs"], "rows": here.to_dict("records")}
 
 
 def _tell_set(console: Console, name: str, rows: "pd.DataFrame") -> None:
@@ -105,7 +110,7 @@ def _tell_published(console: Console, published: "pd.DataFrame") -> None:
         shares = zip(*(100 * table[f"{front}{name}"] for name in MISSES), strict=True)
         shown[title] = ["{:.1f}, {:.1f}, {:.1f}".format(*row) for row in shares]
     for of, title in LEFT_OUT.items():
-        shown[title] = table[f"held{of}"].map("{} of ".format) + table[f"known{of}"].map(str)
+        shown[title] = table[f"held{of}"].map("{}/".format) + table[f"known{of}"].map(str)
     console.print(table_of(shown, "By laboratory, %: median, 90th percentile, worst", 1, right=[*FORECASTS.values()]))
     console.print(BY_LABORATORY, soft_wrap=True)
     regrets = sorted(published_regrets())
@@ -124,6 +129,8 @@ def _tell_published(console: Console, published: "pd.DataFrame") -> None:
 def _tell_here(console: Console, here: "pd.DataFrame") -> None:
     from shardlab.bench.validated_here import regret_of
 
+    if differs := here.attrs["differs"]:
+        console.print(f"It was calibrated {differs}: forecasts of now may miss by more; calibrate again.", style="bold")
     _tell_set(console, "here", here)
     console.print(f"Choosing the strategy that is forecast to be fastest costs {regret_of(here):.1%} on average.")
     worst = here.reindex(here["error"].abs().sort_values(ascending=False).index).head(5)

@@ -289,11 +289,13 @@ def test_what_was_run_here_stands_beside_it_and_in_the_calibration(tmp_path, mon
     monkeypatch.setattr(validated_here, "validate_here", lambda *_: here)
     text = " ".join(said("validate").split())
     assert "Misses of 2 steps run here, %" in text
+    assert "It was calibrated on here with 2 cores: forecasts of now may miss by more; calibrate again." in text
     assert "Choosing the strategy that is forecast to be fastest costs 0.0% on average." in text
     assert [row[0] for row in Machine.load("machine.json").validated] == ["ddp", "fsdp"]
     found = json.loads(said("validate", "--json"))
     assert found["here"]["error"]["worst"] == pytest.approx(0.4)
     assert len(found["rows"]) == 2
+    assert found["differs"] == "on here with 2 cores"
 
 
 @pytest.mark.parametrize(
