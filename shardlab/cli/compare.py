@@ -54,7 +54,7 @@ def compare(out: Out = None, overwrite: Overwrite = False, **chosen: Any) -> Non
     with bad_input():
         if overwrite and out is None:
             raise ValueError("overwrite: only with --out; name the directory to replace there")
-        chosen |= {field: names_in(chosen[field]) for field in ("strategies", "schedule")}
+        chosen |= {field: names_in(chosen[field]) for field in ("strategies", "schedule", "begins")}
         config = experiment.CompareConfig(**chosen)
         experiment.prepare(config, directory, overwrite=overwrite)
     comparison = _with_progress(config, directory)

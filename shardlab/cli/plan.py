@@ -28,18 +28,10 @@ OF_ALL = ("ranks", "precision", "gpu", "out", "json")
 TAKES = {  # besides these
     "params": ("per_host",),
     "workload": (
-        "strategies",
-        "tp",
-        "sharding",
-        "wrap",
-        "bucket_mib",
-        "peak",
-        "calibration",
-        "pipe",
-        "schedule",
+        "strategies", "tp", "sharding", "wrap", "bucket_mib", "peak", "calibration", "pipe", "schedule", "begins",
         "micro_batches",
     ),
-}
+}  # fmt: skip
 MOVED = {"--search": "search", "--config": "forecast", "--validate": "validate"}  # to commands of their own
 FACTORS = {"K": 3, "M": 6, "B": 9, "T": 12}  # powers of ten
 BUCKET_MIB = DEFAULT_BUCKET_BYTES / 2**20
@@ -137,6 +129,7 @@ def plan(
     bucket_mib: Annotated[float, OF_WORKLOAD(help="Capacity of a bucket; compare has 1.")] = BUCKET_MIB,
     pipe: Annotated[int, OF_WORKLOAD(help="Stages in a row, as in compare; shows what each holds and waits.")] = 1,
     schedule: Annotated[str, OF_WORKLOAD(help="With --pipe, as in compare; comma-separated.")] = "",
+    begins: Annotated[str, OF_WORKLOAD(help="With --pipe, as in compare.")] = "",
     micro_batches: Annotated[
         int, OF_WORKLOAD(help="With --pipe: of a step; by default 4 for each stage.", show_default=False)
     ] = 0,
@@ -164,7 +157,7 @@ def plan(
         how: dict[str, Any] = {"sharding": sharding, "precision": precision or "full", "tp": tp}
         how |= ({"wrap": wrap} if wrap else {}) | ({"bucket_mib": bucket_mib} if bucket_mib != BUCKET_MIB else {})
         how |= {"pipe": pipe} if pipe > 1 else {}
-        how |= {"schedule": names_in(schedule)} if schedule else {}
+        how |= {field: names_in(text) for field, text in (("schedule", schedule), ("begins", begins)) if text}
         how |= {"micro_batches": micro_batches} if micro_batches else {}
         machine = machine_for(calibration, ranks, names_in(strategies) or STRATEGIES)
         forecasts = partial(with_forecasts, machine=machine) if peak or calibration else None

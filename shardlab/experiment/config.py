@@ -73,7 +73,9 @@ class CompareConfig(CompareOptions):
                 "workload=Workload(model=lambda: Net(), data=..., loss=...)"
             )
         # First: the other checks compare and divide, and would say less of a wrong type.
-        check_types(self, besides=("strategies", "schedule", "workload", "wrap"))  # checked where they are parsed
+        check_types(
+            self, besides=("strategies", "schedule", "begins", "workload", "wrap")
+        )  # checked where they are parsed
         self._check_pipe()
         self._check_strategies()
         if self.workload is None:
@@ -111,6 +113,8 @@ class CompareConfig(CompareOptions):
         """Make the schedules of the axis of stages."""
         given: Any = self.schedule
         object.__setattr__(self, "schedule", (given,) if isinstance(given, str) else tuple(given))
+        begins: Any = self.begins
+        object.__setattr__(self, "begins", (begins,) if isinstance(begins, str) else tuple(begins))
         for field in ("pipe", "micro_batches", "ranks"):
             if (number := getattr(self, field)) is not None and number < 1:
                 raise ValueError(f"{field}: {number} is below 1")
@@ -269,7 +273,8 @@ class CompareConfig(CompareOptions):
         if self.trained.divides_rows:
             batch = divide(batch, 0, self.data_ranks).batch
         self.__dict__["staged"] = {
-            name: staged(self.trained, self.on_meta, schedule, batch) for name, schedule in self.schedules.items()
+            name: staged(self.trained, self.on_meta, schedule, self.begins, batch)
+            for name, schedule in self.schedules.items()
         }
 
     @cached_property

@@ -57,6 +57,8 @@ class CompareOptions:
             ddp.
         schedule: with pipe: in which order stages work: gpipe, 1f1b, interleaved (two stages a rank), zb-h1, or a file
             of your own list, ending in .csv, as torch writes it.
+        begins: with pipe: the part of the model with which each stage but the first begins; by default the largest
+            stage has as few parameters as can be.
         micro_batches: with pipe: micro-batches of a step; by default 4 for each rank of the pipeline.
         link: emulate this link, for example '10Gbps,50us'.
         transport: how ranks on the CPU, or on one shared GPU, send: 'shared_memory' or 'gloo'; by default the first
@@ -96,6 +98,7 @@ class CompareOptions:
     sequence_parallel: bool = False
     pipe: int = 1
     schedule: tuple[str, ...] = ("1f1b",)
+    begins: tuple[str, ...] = ()
     micro_batches: int | None = None
     link: str | None = None
     transport: str | None = None

@@ -15,9 +15,9 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shardlab.pipeline.stages import Cut, module_of, params_of
+from shardlab.pipeline.stages import Cut, params_of
 from shardlab.schedules.actions import Kind, Schedule
 
 
@@ -26,32 +26,6 @@ class Like(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
-
-
-def outputs_of(model: nn.Module, stages: Cut, given: Tensor) -> list[Like]:
-    """What each stage but the last gives for a micro-batch.
-
-    Args:
-        model: with parts; on the meta device it takes neither time nor memory.
-        stages: the names of the parts of each.
-        given: the first stage's input, on the model's device.
-
-    Raises:
-        ValueError: a stage gives anything but one tensor.
-    """
-    module, found = module_of(model, dict(enumerate(stages))), []
-    with torch.no_grad():
-        for stage in range(len(stages) - 1):
-            given = module(stage, given)
-            if not isinstance(given, Tensor):
-                raise ValueError(not_one_tensor(stage, given))
-            found.append(Like(tuple(given.shape), given.dtype))
-    return found
-
-
-def not_one_tensor(stage: int, given: object) -> str:
-    """Why a cut cannot be, in words."""
-    return f"stages: stage {stage} gives {type(given).__name__}; cut where one tensor goes on"
 
 
 class Loan(NamedTuple):

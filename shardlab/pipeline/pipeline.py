@@ -32,13 +32,13 @@ from shardlab.comm.events import Pending, wait_all
 from shardlab.engines.autograd_nodes import gradient_node
 from shardlab.engines.engine import Engine
 from shardlab.pipeline.late_weights import Late, backward_of_weights, late_weights
-from shardlab.pipeline.messages import Like, loans_of, not_one_tensor
+from shardlab.pipeline.messages import Like, loans_of
 from shardlab.pipeline.stages import Cut, cut, lend, module_of
 from shardlab.schedules.actions import Action, Kind, Schedule
 from shardlab.vocabulary import MeshAxis
 
 _DTYPES, _MAX_DIMS = (torch.float32, torch.float64, torch.bfloat16, torch.float16), 8
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Tensor, Any], Tensor]
 Watch = Callable[[Action], contextlib.AbstractContextManager[Any]]
 
 
@@ -88,7 +88,7 @@ class Pipeline:
         return self.schedule.rank_of[self.schedule.num_stages - 1] == self._comm.rank
 
     def expect(self, shape: tuple[int, ...], outputs: Sequence[Like]) -> None:
-        """Of micro-batches of this shape stages give this, which then nobody has to send; see ``outputs_of``."""
+        """Say what stages but the last give for micro-batches of a shape, so that ranks need not tell each other."""
         self._like |= {(stage, tuple(shape)): like for stage, like in enumerate(outputs)}
 
     def _module(self, model: nn.Module, rank: int) -> nn.Module:
@@ -96,45 +96,32 @@ class Pipeline:
         return module_of(model, stages, [name for loan in self.loans if loan.to == rank for name in loan.used_as])
 
     def run(
-        self, engine: Engine, loss_fn: Loss, inputs: Tensor, targets: Tensor, *, keeps_gathered: bool = False,
-        watch: Watch = contextlib.nullcontext,
+        self, engine: Engine, loss_fn: Loss, inputs: Tensor | Sequence[Tensor], targets: Any, *,
+        keeps_gathered: bool = False, watch: Watch = contextlib.nullcontext,
     ) -> Tensor | None:  # fmt: skip
         """Forward and backward of all micro-batches; afterwards gradients are means, ready for ``engine.step()``.
 
         Args:
             engine: around ``module``.
             loss_fn: of the last stage's output and a micro-batch's targets, a mean over its rows.
-            inputs: this data rank's rows, [rows, ...], the same on all ranks of the axis ``pipe``.
-            targets: likewise.
+            inputs: this data rank's rows, [rows, ...], the same on all ranks of the axis ``pipe``; or a sequence of
+                them by micro-batch, which may have different numbers of rows.
+            targets: likewise; a sequence may have anything in it.
             keeps_gathered: sharded parameters are gathered once and kept until the end, instead of gathered for each
                 forward and each backward.
             watch: called with each action, and entered while this rank computes it and hands on what it brings.
 
         Returns:
-            The mean loss, on the rank of the last stage; None on the others.
+            The mean loss over micro-batches, on the rank of the last stage; None on the others.
 
         Raises:
             ValueError: the micro-batches do not divide the rows.
         """
         number = self.schedule.num_micro_batches
-        if len(inputs) != len(targets) or len(inputs) % number:
-            raise ValueError(f"inputs: {len(inputs)} rows and {len(targets)} targets; {number} must divide both")
-        return self.run_micro_batches(
-            engine, loss_fn, inputs.chunk(number), targets.chunk(number), keeps_gathered=keeps_gathered, watch=watch
-        )
-
-    def run_micro_batches(
-        self, engine: Engine, loss_fn: Callable[[Tensor, Any], Tensor], inputs: Sequence[Tensor],
-        targets: Sequence[Any], *, keeps_gathered: bool = False, watch: Watch = contextlib.nullcontext,
-    ) -> Tensor | None:  # fmt: skip
-        """The same of micro-batches that are cut already, and may have different numbers of rows.
-
-        Args:
-            engine, keeps_gathered, watch: see ``run``.
-            loss_fn: of the last stage's output and what ``targets`` has for the micro-batch.
-            inputs: of each micro-batch.
-            targets: likewise, of any type.
-        """
+        if isinstance(inputs, Tensor):
+            if len(inputs) != len(targets) or len(inputs) % number:
+                raise ValueError(f"inputs: {len(inputs)} rows and {len(targets)} targets; {number} must divide both")
+            inputs, targets = inputs.chunk(number), targets.chunk(number)
         step = _Step(self, engine, loss_fn, inputs, targets, watch)
         # The last gradients: of what this rank lends they come from others, behind the last action.
         ends = (Kind.BACKWARD, Kind.BACKWARD_OF_WEIGHTS)
@@ -197,8 +184,8 @@ class _Step:
     """
 
     def __init__(
-        self, pipeline: Pipeline, engine: Engine, loss_fn: Callable[[Tensor, Any], Tensor], inputs: Sequence[Tensor],
-        targets: Sequence[Any], watch: Watch,
+        self, pipeline: Pipeline, engine: Engine, loss_fn: Loss, inputs: Sequence[Tensor], targets: Sequence[Any],
+        watch: Watch,
     ) -> None:  # fmt: skip
         self.sent: list[Pending] = []
         self.losses: list[Tensor] = []
@@ -233,7 +220,7 @@ class _Step:
         with contextlib.nullcontext() if late is None else late_weights(late):
             output = self._engine(stage, given)
         if not isinstance(output, Tensor):
-            raise ValueError(not_one_tensor(stage, output))
+            raise ValueError(f"stages: stage {stage} gives {type(output).__name__}; cut where one tensor goes on")
         if stage == self._last:
             output = self._loss_fn(output, self._targets[number]) / len(self._targets)
             self.losses.append(output.detach())
@@ -251,8 +238,7 @@ class _Step:
         return torch.zeros_like(given) if given.grad is None else given.grad
 
     def _send(self, action: Action, tensor: Tensor) -> None:
-        forward = action.kind is Kind.FORWARD
-        if forward:
+        if forward := action.kind is Kind.FORWARD:
             self._note(action, tensor)
         if (peer := self._rank_of[action.stage + (1 if forward else -1)]) == self._of._comm.rank:
             self._mail[action] = tensor

@@ -65,10 +65,8 @@ def cut(model: nn.Module, num_stages: int, begins: Sequence[str] = ()) -> Cut:
                 f"{', '.join(names[1:])}, in this order"
             )
         bounds = [0, *places, len(names)]
-        stages = tuple(tuple(names[first:stop]) for first, stop in pairwise(bounds))
-    else:
-        stages = _balanced(model, names, num_stages)
-    return stages
+        return tuple(tuple(names[first:stop]) for first, stop in pairwise(bounds))
+    return _balanced(model, names, num_stages)
 
 
 def _balanced(model: nn.Module, parts: Sequence[str], num_stages: int) -> Cut:
@@ -83,10 +81,9 @@ def _balanced(model: nn.Module, parts: Sequence[str], num_stages: int) -> Cut:
 
 def params_of(model: nn.Module, parts: Iterable[str]) -> list[tuple[str, nn.Parameter]]:
     """The parameters that some parts of a model use, by all of their names."""
-    known = parts_of(model)
-    kept = [path for part in parts for path in known[part]]
+    kept = [path for part in parts for path in parts_of(model)[part]]
     every = model.named_parameters(remove_duplicate=False)
-    return [(name, param) for name, param in every if any(_is_in(name, path) for path in kept)]
+    return [pair for pair in every if any(_is_in(pair[0], path) for path in kept)]
 
 
 def _is_in(name: str, path: str) -> bool:

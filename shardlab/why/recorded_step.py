@@ -251,7 +251,8 @@ def _with_pairs(rows: pd.DataFrame, axes: Mapping[str, int] | None) -> pd.DataFr
     sent = rows[rows["op"].isin([str(Collective.SEND), str(Collective.RECV)])]
     if sent.empty:
         return rows
-    names = with_group(sent.drop(columns=["group", "place"]).reset_index(drop=True), axes)
+    every = with_group(rows.drop(columns=["group", "place"]), axes)  # of all ranks, though some may send to nobody
+    names = every.loc[sent.index].reset_index(drop=True)
     ops = names.groupby(["step", "axis", "group", "tag"])["op"]
     is_pair = ((ops.transform("nunique") == 2) & (ops.transform("size") == 2)).to_numpy()
     paired, labels = sent.index[is_pair], names["group"] + " " + names["tag"].astype("string")

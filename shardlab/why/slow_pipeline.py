@@ -57,9 +57,7 @@ def _unbalanced(record: Recorded, steps: list[PipelinedStep], base: Steps) -> It
         f"rank {others_us / 1e3:.3g} ms"
     )
     changed = _again(record, steps, lambda step: step.done.schedule, levelled)
-    yield Found(
-        UNBALANCED, changed, said, "stages of equal work, cut elsewhere (Pipeline(..., begins=...)),", base=base
-    )
+    yield Found(UNBALANCED, changed, said, "stages of equal work, cut elsewhere (--begins),", base=base)
 
 
 def _again(

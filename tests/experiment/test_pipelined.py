@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from shardlab.engines.checkpoint.directory import latest
+from shardlab.engines.checkpoint.manifest import read_manifest
 from shardlab.experiment import CompareConfig, Workload, compare, what_if, write_report
 from shardlab.experiment.planned.plan import plan_all, to_plan
 from shardlab.experiment.planned.stages_plan import stages_of
@@ -44,7 +46,7 @@ BASE = {"ranks": 2, "pipe": 2, "device": "cpu", "steps": 4}
 
 
 def test_losses_are_those_of_one_process_and_all_messages_those_of_the_plan(pools, tmp_path):
-    options = {**BASE, "ranks": 4, "schedule": ("1f1b", "zb-h1"), "micro_batches": 4, "clip": 0.5}
+    options = {**BASE, "ranks": 4, "schedule": ("1f1b", "zb-h1"), "micro_batches": 4, "clip": 0.5, "save_every": 4}
     found = compare(WORKLOAD, tmp_path / "run", pool=pools(4), strategies=("single", "zero1", "fsdp"), **options)
     table = found.summary.set_index("strategy")
     assert not found.failed, found.failed
@@ -56,6 +58,7 @@ def test_losses_are_those_of_one_process_and_all_messages_those_of_the_plan(pool
     comparison, config = load_saved(tmp_path / "run")
     assert [line.title for line in answer(comparison)].count("BUBBLE") == 1
     assert write_report(comparison, config).stat().st_size > 10_000
+    assert read_manifest(latest(tmp_path / "run/checkpoints/fsdp+zb-h1")).num_steps == 4
     sent = found.records.collectives.query("axis == 'pipe' and op == 'send' and step == 3 and run == 'zero1+1f1b'")
     micro_batch_bytes = 8 // 2 * 16 * 8  # rows of a data rank, hidden, float64
     assert sent.groupby("rank")["bytes"].agg(list).to_dict() == {rank: [micro_batch_bytes] * 4 for rank in range(4)}
@@ -64,6 +67,8 @@ def test_losses_are_those_of_one_process_and_all_messages_those_of_the_plan(pool
 
 
 def test_the_plan_of_stages_is_that_of_the_formulas():
+    cut = to_plan(WORKLOAD, 4, "ddp", pipe=2, begins="2")
+    assert list(stages_of(cut, plan_all(cut))["parameter_bytes"]) == [8 * 7 * 16, 8 * (2 * 17 * 16 + 17 * 3)]
     options = {"pipe": 2, "schedule": ("1f1b", "gpipe", "interleaved"), "micro_batches": 6}
     config = to_plan(WORKLOAD, 4, "ddp", **options)
     table = stages_of(config, plan_all(config))
@@ -103,6 +108,7 @@ REFUSED = [
     ({"tp": 2, "ranks": 4}, "tp: not with pipe: a stage's layers are not divided here; leave one of them out"),
     ({"precision": "bf16", "strategies": ("zero1",)}, "precision: not with pipe"),
     ({"strategies": ("torch_ddp",)}, "strategies: pipe makes no stages of torch's own 'torch_ddp'"),
+    ({"begins": ("0",)}, "begins: 0 cannot begin stages 1 to 1; give so many of 1, 2, 3, 4, 5, 6, in this order"),
     ({"accumulation": 2}, "accumulation: 2; with pipe micro_batches says it"),
     ({"pipe": 1, "micro_batches": 4}, "micro_batches: only with stages; set pipe to 2 or more"),
     ({**of_model(two_tensors), "pipe": 4, "ranks": 4}, "have no parameters; name others in 'begins'"),

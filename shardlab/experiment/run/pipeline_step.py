@@ -41,7 +41,7 @@ class PipelineStep(TrainStep):
         if len(self._shares) < self.accumulation:
             return None
         given = [given_by(self.loss, one, self._stage.module) for one, _ in self._shares]
-        mean = self._pipeline.run_micro_batches(self._stage, self._loss_of, given, self._shares, watch=self._watch)
+        mean = self._pipeline.run(self._stage, self._loss_of, given, self._shares, watch=self._watch)
         self._losses.append(torch.zeros((), device=self._stage.mesh.device) if mean is None else mean)
         self._shares.clear()
         return self._update()

@@ -143,7 +143,7 @@ def config_of(records: Records) -> CompareConfig:
         object.__setattr__(config, one.name, tuple(value) if isinstance(value, list) else value)
     try:
         # These are checked with the manifest.
-        check_types(config, besides=("strategies", "schedule", "workload", "wrap"))
+        check_types(config, besides=("strategies", "schedule", "begins", "workload", "wrap"))
     except ValueError as error:
         raise ValueError(f"run: the configuration in the manifests is damaged: {error}") from None
     return config

@@ -6,17 +6,19 @@ model, on the last one with what the model would have returned.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.foretold import Costs, ForetoldMesh, ToldClock, Wire
 from shardlab.experiment.options import CompareOptions
 from shardlab.experiment.trained.workload import Workload
-from shardlab.pipeline import Like, Pipeline, cut, outputs_of
+from shardlab.pipeline import Like, Pipeline, cut
+from shardlab.pipeline.stages import Cut, module_of
 from shardlab.schedules import PLANS, Kind, Schedule, make_schedule, play
 from shardlab.vocabulary import MeshAxis
 
@@ -27,7 +29,7 @@ SLOTS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_OF_INPUT: 1.0, Kin
 """Of equal stages: backward takes twice as long as forward."""
 REFUSED = {
     "tp": "a stage's layers are not divided here", "precision": "a stage computes in the dtype of the model here",
-    "resume": "a run without stages goes on from a checkpoint of one with stages by engine.load",
+    "resume": "a comparison goes on without stages only; engine.load reads what save_every writes",
 }  # fmt: skip
 
 
@@ -37,24 +39,26 @@ class Staged:
 
     Attributes:
         schedule: what each rank does.
+        begins: see ``pipeline.cut``.
         given: shape of what a micro-batch gives to the first stage.
         outputs: what the stages but the last give; empty where that depends on values.
     """
 
     schedule: Schedule
+    begins: tuple[str, ...] = ()
     given: tuple[int, ...] = ()
     outputs: tuple[Like, ...] = ()
 
     def pipeline(self, model: nn.Module, mesh: BaseMesh) -> Pipeline:
         """Its pipeline on a rank."""
-        pipeline = Pipeline(model, self.schedule, mesh)
+        pipeline = Pipeline(model, self.schedule, mesh, self.begins)
         pipeline.expect(self.given, self.outputs)
         return pipeline
 
     def module_of(self, model: nn.Module, place: int) -> nn.Module:
         """The stages of the rank at a place of the axis, without ranks."""
         mesh = ForetoldMesh({MeshAxis.PIPE: len(self.schedule.ranks)}, place, ToldClock(Wire(lambda _: Costs(0.0))))
-        return Pipeline(model, self.schedule, mesh).module
+        return Pipeline(model, self.schedule, mesh, self.begins).module
 
 
 def check_pipe(options: CompareOptions) -> None:
@@ -64,7 +68,7 @@ def check_pipe(options: CompareOptions) -> None:
         ValueError: they do not fit to each other; the message names the field.
     """
     if options.pipe == 1:
-        for field in ("schedule", "micro_batches"):
+        for field in ("schedule", "begins", "micro_batches"):
             if getattr(options, field) != getattr(CompareOptions, field):
                 raise ValueError(f"{field}: only with stages; set pipe to 2 or more, or leave it out")
         return
@@ -120,29 +124,51 @@ def runs_of(strategies: Iterable[str], schedules: Iterable[str], is_alone: Calla
     return tuple(found)
 
 
-def staged(workload: Workload, model: nn.Module, schedule: Schedule, batch: Any) -> Staged:
+def staged(workload: Workload, model: nn.Module, schedule: Schedule, begins: tuple[str, ...], batch: Any) -> Staged:
     """A schedule on a workload's model, tried without memory.
 
     Args:
         workload: whose loss.
         model: on the meta device.
         schedule: what ranks do.
+        begins: see ``pipeline.cut``.
         batch: a micro-batch of a data rank.
 
     Raises:
         ValueError: see ``Pipeline``, ``outputs_of`` and ``given_by``.
     """
-    found = Staged(schedule)
+    found = Staged(schedule, begins)
     for place in range(len(schedule.ranks)):
         found.module_of(model, place)
     given = given_by(workload.loss, batch, model)
     try:
-        outputs = outputs_of(model, cut(model, schedule.num_stages), given.to("meta"))
+        outputs = outputs_of(model, cut(model, schedule.num_stages, begins), given.to("meta"))
     except ValueError:
         raise
     except Exception:  # what is computed depends on values: then ranks tell each other what comes
-        return Staged(schedule, tuple(given.shape))
-    return Staged(schedule, tuple(given.shape), tuple(outputs))
+        return replace(found, given=tuple(given.shape))
+    return replace(found, given=tuple(given.shape), outputs=tuple(outputs))
+
+
+def outputs_of(model: nn.Module, stages: Cut, given: Tensor) -> list[Like]:
+    """What each stage but the last gives for a micro-batch.
+
+    Args:
+        model: with parts; on the meta device it takes neither time nor memory.
+        stages: the names of the parts of each.
+        given: the first stage's input, on the model's device.
+
+    Raises:
+        ValueError: a stage gives anything but one tensor.
+    """
+    module, found = module_of(model, dict(enumerate(stages))), []
+    with torch.no_grad():
+        for stage in range(len(stages) - 1):
+            given = module(stage, given)
+            if not isinstance(given, Tensor):
+                raise ValueError(f"stages: stage {stage} gives {type(given).__name__}; cut where one tensor goes on")
+            found.append(Like(tuple(given.shape), given.dtype))
+    return found
 
 
 class _Called(Exception):  # noqa: N818, no error: it ends the loss where it calls the model
