@@ -48,8 +48,9 @@ class Played:
 
 
 def play(
-    schedule: Schedule, seconds: Seconds | Mapping[Kind, float], transfer_seconds: Seconds | float = 0.0
-) -> Played:
+    schedule: Schedule, seconds: Seconds | Mapping[Kind, float], transfer_seconds: Seconds | float = 0.0,
+    late: Mapping[int, float] | None = None,
+) -> Played:  # fmt: skip
     """When each action begins and ends.
 
     Args:
@@ -57,13 +58,14 @@ def play(
         seconds: of an action, or by its kind, in any unit.
         transfer_seconds: of one message between two ranks, or by the action that it brings the result of, in the same
             unit.
+        late: by rank, when it begins; None for 0.
 
     Raises:
         ValueError: the ranks wait for each other without end; it says which action waits for which.
     """
     of = seconds if callable(seconds) else lambda action: seconds[action.kind]
     work = {action: of(action) for actions in schedule.ranks for action in actions}
-    hosts = run_programs(programs(schedule, work, transfer_seconds))
+    hosts = run_programs(programs(schedule, work, transfer_seconds), late)
     begins: dict[Action, float] = {}
     ends: dict[Action, float] = {}
     for rank, actions in enumerate(schedule.ranks):
@@ -85,8 +87,7 @@ def programs(
         work: by action, in any unit.
         transfer_seconds: see ``play``.
     """
-    of = transfer_seconds if callable(transfer_seconds) else lambda _: transfer_seconds
-    sent = _sent(schedule, of)
+    sent = _sent(schedule, transfer_seconds if callable(transfer_seconds) else lambda _: transfer_seconds)
     return {rank: _program(schedule, rank, work, sent) for rank in range(len(schedule.ranks))}
 
 

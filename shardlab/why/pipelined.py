@@ -39,11 +39,13 @@ class PipelinedStep:
     Attributes:
         done: what they did.
         transfer_us: of a message, by the action that it brings the result of.
+        late_us: by rank of the pipeline, how much later than the first it could begin.
         ranks: global ranks, in the order of stages.
     """
 
     done: Played
     transfer_us: Mapping[Action, float]
+    late_us: Mapping[int, float]
     ranks: tuple[int, ...]
 
     def foretold(self, schedule: Schedule | None = None, us_of: Callable[[Action], float] | None = None) -> Played:
@@ -52,7 +54,7 @@ class PipelinedStep:
         if us_of is None:
             us_of = self.done.work.__getitem__ if schedule is self.done.schedule else self.shared_out(schedule)
         usual = median(self.transfer_us.values()) if self.transfer_us else 0.0
-        return play(schedule, us_of, lambda action: self.transfer_us.get(action, usual))
+        return play(schedule, us_of, lambda action: self.transfer_us.get(action, usual), self.late_us)
 
     def shared_out(self, schedule: Schedule) -> Callable[[Action], float]:
         """The work of each rank on equal parts, for another list of actions."""
@@ -114,12 +116,14 @@ def pipelined_steps(
 def _step(spans: pd.DataFrame, sent: pd.DataFrame, ranks: tuple[int, ...]) -> PipelinedStep:
     lists: list[tuple[Action, ...]] = []
     begins, ends, work = dict[Action, float](), dict[Action, float](), dict[Action, float]()
-    for rank in ranks:
+    ready: dict[int, float] = {}
+    for place, rank in enumerate(ranks):
         own = spans[spans["rank"] == rank].groupby("unit").agg(start=("start_us", "min"), end=("end_us", "max"))
         own = own.sort_values("end")
         of_rank = sent[(sent["rank"] == rank) & (sent["wait_end_us"] > sent["wait_start_us"])]
         waits = merge(of_rank[["wait_start_us", "wait_end_us"]].to_numpy(dtype=np.float64))
         last = float(own["start"].min())
+        ready[place] = min([last, *waits[:1, 0].tolist()])  # it may have waited before its first action
         for unit, end in own["end"].items():
             action, worked = Action.parse(str(unit)), subtract([(last, float(end))], waits)
             begins[action], ends[action], work[action] = worked[-1, 0], float(end), total(worked)
@@ -127,18 +131,21 @@ def _step(spans: pd.DataFrame, sent: pd.DataFrame, ranks: tuple[int, ...]) -> Pi
         lists.append(tuple(Action.parse(str(unit)) for unit in own.index))
     start, schedule = min(begins.values()), Schedule(tuple(lists))
     begins, ends = ({action: time - start for action, time in times.items()} for times in (begins, ends))
-    return PipelinedStep(Played(schedule, begins, ends, work), _transfers(schedule, sent), ranks)
+    late = {place: max(0.0, time - start) for place, time in ready.items()}
+    return PipelinedStep(Played(schedule, begins, ends, work), _transfers(schedule, sent), late, ranks)
 
 
 def _transfers(schedule: Schedule, sent: pd.DataFrame) -> dict[Action, float]:
-    """Of the messages between stages."""
-    of_tag = {action.tag: action for action in schedule.sent()}
-    found = {}
-    for tag, rows in sent[sent["tag"].isin(list(of_tag))].groupby("tag"):
+    """Of the messages between stages, which travel one after another on each way."""
+    by_tag = {str(tag): rows for tag, rows in sent.groupby("tag")}
+    found, last = dict[Action, float](), dict[tuple[int, int], float]()
+    for action, way in schedule.sent().items():
+        rows = by_tag[action.tag]
         receiver = rows[rows["op"] == str(Collective.RECV)]
         ended, begun, resumed = (numbers(receiver, name)[0] for name in ("end_us", "wait_start_us", "wait_end_us"))
         has_it = max(ended, resumed if begun < ended else 0.0)
-        found[of_tag[str(tag)]] = max(0.0, float(has_it - numbers(rows, "issue_us").max()))
+        could_go = max(float(numbers(rows, "issue_us").max()), last.get(way, 0.0))
+        found[action], last[way] = max(0.0, float(has_it) - could_go), float(ended)
     return found
 
 

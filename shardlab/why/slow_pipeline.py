@@ -78,7 +78,7 @@ def _programs(
     work = {action: us_of(action) for actions in schedule.ranks for action in actions}
     usual = median(step.transfer_us.values()) if step.transfer_us else 0.0
     items = programs(schedule, work, lambda action: step.transfer_us.get(action, usual))
-    ended = {rank: (*own, Work(around_us)) for rank, own in items.items()}
+    ended = {rank: (Work(step.late_us[rank]), *own, Work(around_us)) for rank, own in items.items()}
     return RecordedStep(ended, 0.0, dict.fromkeys(ended, 0.0), {}, record.spans)
 
 

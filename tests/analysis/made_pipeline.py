@@ -8,19 +8,22 @@ AXES = {"pipe": 2, "data": 1}
 AROUND = 500.0  # the optimizer, in microseconds
 
 
-def recorded(schedule, us_of, transfer_us=0.0, steps=4):
-    """The tables of ranks that did a schedule as it plays."""
-    played = play(schedule, us_of, transfer_us)
+def recorded(schedule, us_of, transfer_us=0.0, late=(0.0, 0.0), steps=4):
+    """The tables of ranks that did a schedule as it plays, each from when it begins on."""
+    played = play(schedule, us_of, transfer_us, dict(enumerate(late)))
     moved, worked, of_steps = [], [], []
+    arrived, before = {}, {}  # messages of one way travel one after another
+    for action, way in schedule.sent().items():
+        arrived[action] = before[way] = max(played.ends[action], late[way[1]], before.get(way, 0.0)) + transfer_us
     for step in range(steps):
         now = step * 2 * played.seconds
         for rank, actions in enumerate(schedule.ranks):
-            keys, last, seq = {"step": step, "axis": "pipe"}, 0.0, 0
+            keys, last, seq = {"step": step, "axis": "pipe"}, late[rank], 0
             for action in actions:
                 kind = "forward" if action.kind is Kind.FORWARD else "backward"
                 need, begin, end = schedule.needs(action), played.begins[action], played.ends[action]
                 if need is not None and schedule.rank_of[need.stage] != rank:
-                    times = (now + last, now + last, now + begin)  # it waits from the end of the last action on
+                    times = (now + late[rank], now + late[rank], now + max(late[rank], arrived[need]))
                     wait = (now + last, now + begin) if begin > last else (NAN, NAN)
                     moved.append(collective(rank, seq, times, wait, op="recv", tag=need.tag, **keys))
                     seq += 1

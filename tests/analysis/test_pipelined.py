@@ -10,12 +10,16 @@ from tests.analysis.made_pipeline import AXES, even, recorded, uneven
 
 
 @pytest.mark.parametrize(
-    ("plan", "us_of", "transfer_us"),
-    [("1f1b", even, 0.0), ("gpipe", uneven, 300.0), ("zb-h1", uneven, 0.0), ("interleaved", even, 200.0)],
-)
-def test_the_bubble_is_that_which_was_played_and_its_list_foretells_it(plan, us_of, transfer_us):
+    ("plan", "us_of", "transfer_us", "late"),
+    [
+        ("1f1b", even, 0.0, (0.0, 0.0)), ("gpipe", uneven, 300.0, (0.0, 2500.0)), ("zb-h1", uneven, 0.0, (0.0, 0.0)),
+        ("interleaved", even, 1400.0, (0.0, 0.0)),
+    ],
+)  # fmt: skip
+def test_the_bubble_is_that_which_was_played_and_its_list_foretells_it(plan, us_of, transfer_us, late):
     schedule = make_schedule(plan, 2, 4)
-    played, tables = play(schedule, us_of, transfer_us), recorded(schedule, us_of, transfer_us)
+    played = play(schedule, us_of, transfer_us, dict(enumerate(late)))
+    tables = recorded(schedule, us_of, transfer_us, late)
     step = pipelined_steps(*tables[:2], AXES)[1]
     assert step.done.schedule == schedule
     assert step.done.bubble == pytest.approx(played.bubble)

@@ -9,6 +9,11 @@ from shardlab.records.store import Records
 from shardlab.schedules import Schedule, play
 from shardlab.why.pipelined import medians, pipelined_steps
 
+BUBBLES = (
+    "Pipelines: how long a rank waits for other stages, from its first action to its last one: measured, foretold by "
+    "the list of actions with the recorded times of work and messages, and by the list alone, of equal stages."
+)
+
 
 def bubbles(records: Records) -> pd.DataFrame:
     """Of each run with a schedule: shares of the ranks' time between its first action and its last one.
@@ -35,6 +40,13 @@ def bubbles(records: Records) -> pd.DataFrame:
             "in_flight": max(map(schedule.in_flight, range(len(schedule.ranks)))),
         }  # fmt: skip
     return pd.DataFrame.from_dict(rows, orient="index", columns=["bubble", "foretold", "even", "in_flight"])
+
+
+def readable_bubbles(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of ``bubbles`` for people, in percent."""
+    shares = {"bubble": "waiting (%)", "foretold": "foretold (%)", "even": "by the list alone (%)"}
+    shown = {label: (100 * table[name]).round(1) for name, label in shares.items()}
+    return pd.DataFrame({"strategy": table.index, **shown, "micro-batches held": table["in_flight"].astype(int)})
 
 
 def bubble_line(table: pd.DataFrame) -> str:
