@@ -145,7 +145,7 @@ def _transfers(schedule: Schedule, sent: pd.DataFrame) -> dict[Action, float]:
         ended, begun, resumed = (numbers(receiver, name)[0] for name in ("end_us", "wait_start_us", "wait_end_us"))
         has_it = max(ended, resumed if begun < ended else 0.0)
         could_go = max(float(numbers(rows, "issue_us").max()), last.get(way, 0.0))
-        found[action], last[way] = max(0.0, float(has_it) - could_go), float(ended)
+        found[action], last[way] = max(0.0, float(has_it) - could_go), max(float(has_it), could_go)
     return found
 
 
