@@ -76,7 +76,10 @@ class Pipeline:
             raise ValueError(
                 f"stages: of {self.cut}, those of rank {idle[0]} have no parameters; name others in 'begins'"
             )
-        self.module = modules[self._comm.rank]
+        self.module = modules.pop(self._comm.rank)
+        # Of which other ranks have their own memory, so that forward may read them and not write.
+        elsewhere = {buffer for module in modules for buffer in module.buffers()}
+        self._read_only = {name: buffer for name, buffer in self.module.named_buffers() if buffer in elsewhere}
         needs = [need for action in self._actions if (need := schedule.needs(action)) is not None]
         self._remote = [need for need in needs if rank_of[need.stage] != self._comm.rank]
         self._check_order()
@@ -115,13 +118,15 @@ class Pipeline:
             The mean loss over micro-batches, on the rank of the last stage; None on the others.
 
         Raises:
-            ValueError: the micro-batches do not divide the rows.
+            ValueError: the micro-batches do not divide the rows; forward has written to a buffer that stages of several
+                ranks use.
         """
         number = self.schedule.num_micro_batches
         if isinstance(inputs, Tensor):
             if len(inputs) != len(targets) or len(inputs) % number:
                 raise ValueError(f"inputs: {len(inputs)} rows and {len(targets)} targets; {number} must divide both")
             inputs, targets = inputs.chunk(number), targets.chunk(number)
+        before = {name: buffer._version for name, buffer in self._read_only.items()}
         step = _Step(self, engine, loss_fn, inputs, targets, watch)
         # The last gradients: of what this rank lends they come from others, behind the last action.
         ends = (Kind.BACKWARD, Kind.BACKWARD_OF_WEIGHTS)
@@ -134,6 +139,9 @@ class Pipeline:
                     step.do(action)
         engine.finish_gradients()  # where the last action has brought none
         wait_all(step.sent)
+        for name, buffer in self._read_only.items():
+            if buffer._version != before[name]:
+                raise ValueError(f"buffers: forward writes {name!r}, which several ranks use; give each its own module")
         return torch.stack(step.losses).sum() if step.losses else None
 
     @contextlib.contextmanager

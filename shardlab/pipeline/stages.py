@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -64,8 +64,7 @@ def cut(model: nn.Module, num_stages: int, begins: Sequence[str] = ()) -> Cut:
                 f"begins: {', '.join(begins)} cannot begin stages 1 to {num_stages - 1}; give so many of "
                 f"{', '.join(names[1:])}, in this order"
             )
-        bounds = [0, *places, len(names)]
-        return tuple(tuple(names[first:stop]) for first, stop in pairwise(bounds))
+        return tuple(tuple(names[first:stop]) for first, stop in pairwise([0, *places, len(names)]))
     return _balanced(model, names, num_stages)
 
 
@@ -117,8 +116,7 @@ def lend(module: nn.Module, names: Iterable[str], value: Tensor | None) -> None:
 
 
 def _part(module: nn.Module | None, name: str) -> Callable[[Any], Any]:
-    found: Any = reduce(getattr, name.split("."), module)
-    return found  # type: ignore[no-any-return]
+    return cast("Callable[[Any], Any]", reduce(getattr, name.split("."), module))
 
 
 def _with_only(module: nn.Module, kept: Iterable[str], borrowed: Sequence[str], prefix: str) -> nn.Module:

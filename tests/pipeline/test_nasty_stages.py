@@ -45,7 +45,13 @@ def called_twice():
     return nn.Sequential(shared, nn.Tanh(), nn.Linear(5, 5), again, third, nn.Linear(5, 3))
 
 
+def norm_in_two_places():
+    norm = nn.BatchNorm1d(5)
+    return nn.Sequential(nn.Linear(5, 5), norm, nn.Linear(5, 5), norm, nn.Linear(5, 3))
+
+
 MODELS = {
+    "a BatchNorm with two places": (norm_in_two_places, ("1", "2", "4")),
     "an unused branch": (frozen(), ()),
     "the first stage frozen": (frozen(0), ("1", "2", "3")),
     "a stage in the middle frozen": (frozen(2), ("1", "2", "3")),
@@ -117,6 +123,11 @@ def test_equal_to_one_process(pools, name, axes, plan, make):
     assert set(wanted) <= set(found)
     for key, value in wanted.items():
         torch.testing.assert_close(found[key], value, atol=1e-12, rtol=0, msg=key)
+
+
+def test_buffers_that_several_ranks_would_write_are_refused(pools):
+    with pytest.raises(RankError, match=r"forward writes '\d.num_batches_tracked', which several ranks use"):
+        pools(2).run(trained, "a BatchNorm with two places", {"pipe": 2, "data": 1}, "1f1b", DDP)
 
 
 def test_a_rank_without_parameters_is_refused_on_all(pools):

@@ -113,7 +113,7 @@ def check_batch_norms(module: nn.Module, precision: Precision) -> None:
         ValueError: they would not.
     """
     for name, norm in module.named_modules():
-        if not isinstance(norm, _BatchNorm) or norm.weight is None or norm.running_mean is None:
+        if not isinstance(norm, _BatchNorm) or getattr(norm, "weight", None) is None or norm.running_mean is None:
             continue
         weights, statistics = precision.compute_dtype_of(norm.weight), precision.buffers or norm.running_mean.dtype
         if weights != statistics:
