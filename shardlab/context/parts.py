@@ -16,7 +16,7 @@ ring       2 k d b (s/N) (N-1)                            N - 1 to the next rank
 
 b sequences of s tokens on N ranks, h heads and k key-value heads of d elements. So Ulysses sends less if N > h/k + 1.
 Keys and values that autograd keeps for the backward of one layer, in elements: 2 k d b s/N under Ulysses, all tokens of
-k/N heads; 2 k d b s, all of them, in the other two. Without a backward a ring holds two parts of the keys at a time.
+k/N heads; 2 k d b s, all of them, in the other two. Without a backward a ring holds two parts at a time beside its own.
 Sources: Jacobs et al., arXiv 2309.14509 (Ulysses); Liu et al., arXiv 2310.01889 (ring); Dubey et al., arXiv 2407.21783,
 section 3.3.2 (gathered keys and values); the zigzag is of the ring-flash-attention and Megatron-LM projects.
 """

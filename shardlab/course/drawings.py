@@ -1,4 +1,4 @@
-"""Eight ideas, drawn: each function is the head of a notebook, and its numbers are those of a tiny example.
+"""Nine ideas, drawn: each function is the head of a notebook, and its numbers are those of a tiny example.
 
 What the planner, the replay or the clock of the exercises knows comes from there.
 """
@@ -6,6 +6,7 @@ What the planner, the replay or the clock of the exercises knows comes from ther
 from collections.abc import Sequence
 from typing import cast
 
+from shardlab.context import positions_of
 from shardlab.course.drawing import Drawing, Pen
 from shardlab.course.exercises.exercise import VirtualClock
 from shardlab.course.exercises.ladder.mesh import TWO_AXES
@@ -328,4 +329,43 @@ def _pipeline(pen: Pen) -> None:
     )
 
 
-DRAWINGS = (ring, buckets, who_keeps_what, borrow, window, column_then_row, two_axes_of_a_mesh, pipeline_lists)
+PIECES = 2 * RANKS
+OF_RANKS = ("parameter", "optimizer", "gradient", "gathered")
+
+
+def zigzag_of_pieces() -> Drawing:
+    """Notebook 19: who computes which part of causal attention, in contiguous parts and in a zigzag."""
+    one, other = (boxes_of_ranks(zigzag=zigzag) for zigzag in (False, True))
+    return Drawing(_zigzag, f"Contiguous: {', '.join(map(str, one))} boxes. In a zigzag each rank has {other[0]}.")
+
+
+def boxes_of_ranks(*, zigzag: bool) -> list[int]:
+    """Of each rank, the pairs of a piece of queries and a piece of keys that is not later."""
+    return [sum(piece + 1 for piece in _pieces_of(rank, zigzag=zigzag)) for rank in range(RANKS)]
+
+
+def _pieces_of(rank: int, *, zigzag: bool) -> list[int]:
+    return [int(piece) for piece in positions_of(PIECES, RANKS, rank, zigzag=zigzag)]
+
+
+def _zigzag(pen: Pen) -> None:
+    for place, name in enumerate(("contiguous", "zigzag")):
+        left, top = (0, place * 258) if pen.is_narrow else (place * 330, 0)
+        pen.text(left, top + 16, name, bold=True)
+        for rank, colour in enumerate(OF_RANKS):
+            for piece in _pieces_of(rank, zigzag=name == "zigzag"):
+                y = top + 26 + 28 * piece
+                pen.text(left, y + 18, f"r{rank}", colour="soft")
+                for key in range(piece + 1):
+                    pen.box(left + 28 + 28 * key, y, 26, 26, colour)
+    pen.below(
+        "Rows: eight pieces of a sequence, with the rank that has them. Boxes: the pieces of keys that their queries "
+        "see.",
+        colour="soft",
+    )
+
+
+DRAWINGS = (
+    ring, buckets, who_keeps_what, borrow, window, column_then_row, two_axes_of_a_mesh, pipeline_lists,
+    zigzag_of_pieces,
+)  # fmt: skip

@@ -65,6 +65,11 @@ def test_the_window_of_fsdp_is_that_of_the_replay():
     assert drawings.gathered_kb() == (482, 1282)
 
 
+def test_a_zigzag_divides_the_boxes_of_a_causal_mask():
+    assert drawings.boxes_of_ranks(zigzag=False) == [3, 7, 11, 15]
+    assert drawings.boxes_of_ranks(zigzag=True) == [9] * 4
+
+
 def test_two_axes_are_those_of_the_exercise():
     drawn = drawings.two_axes_of_a_mesh().svg()
     for words in ("out [1, 2, 3]", "out [2, 3, 4]", "[3, 5, 7]", "grad 0", "grad 3", "mean 1.5"):

@@ -18,6 +18,18 @@ WRONG = {
         second.norm_of_one_stage: r"^2 stages: rank 0, result\['norm'\], .* 0.559",
         second.sum_of_stages_norms: r"^2 stages: rank 0, result\['norm'\], .* 1.49",
     },
+    "context.parts": {
+        second.one_after_another: r"^2 ranks, 8.*result\['pairs'\]\[0\]: 18 is wanted, 10 was found",
+        second.in_turns: r"^2 ranks, 8.*result\['pairs'\]\[0\]: 18 is wanted, 16 was found",
+        second.half_a_sequence_later: r"^2 ranks, 8.*result\['pairs'\]\[0\]: 18 is wanted, 14 was found",
+        second.one_piece_too_far: r"^2 ranks, 8.*result\['tokens'\].*not once: 4",
+    },
+    "context.merge": {
+        second.forgets_to_weigh: r"^3 and 2 keys: rank 0, result\['output'\], element 0.* -1.48261 was found",
+        second.weighs_by_logarithms: r"^3 and 2 keys: rank 0, result\['output'\], element 0.* 0.0733273 was found",
+        second.sums_exponentials: r"^scores around 1000: rank 0, result\['output'\], element 0",
+        second.keeps_the_larger: r"^3 and 2 keys: rank 0, result\['output'\], element 0.* -0.791555 was found",
+    },
     "collectives.ring_all_reduce": {
         wrong.ring_in_ceil_chunks: "4 ranks, 3 elements: rank . raised IndexError",
         wrong.half_a_ring: "2 ranks, 8 elements: rank 0, x after the call, element 0 .bytes 0 to 7.*4 of 8",

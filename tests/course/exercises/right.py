@@ -263,7 +263,28 @@ def right_finish(comm, sums, num_micro_batches, *, divisor=None, adds_up=True, o
     return {"gradients": means, "norm": total if of_norms else total.sqrt()}
 
 
+def right_parts(seq_len, num_ranks, rank, *, late_of=lambda num_ranks, rank: 2 * num_ranks - 1 - rank):
+    each = seq_len // (2 * num_ranks)
+    return [piece * each + place for piece in (rank, late_of(num_ranks, rank)) for place in range(each)]
+
+
+def right_pairs_of_tokens(seq_len, num_ranks, rank):
+    """Token by token: an early one and its late partner."""
+    early = range(rank, seq_len // 2, num_ranks)
+    return [*early, *(seq_len - 1 - token for token in early)]
+
+
+def right_merge(one, other, *, weigh=torch.exp, both=torch.logaddexp):
+    """The options are what people forget."""
+    (output, log_sum), (other_output, other_log_sum) = one, other
+    total = both(log_sum, other_log_sum)
+    merged = output * weigh(log_sum - total) + other_output * weigh(other_log_sum - total)
+    return {"output": merged, "log_sum": total}
+
+
 RIGHT = {
+    "context.parts": [right_parts, right_pairs_of_tokens],
+    "context.merge": [right_merge],
     "pipeline.schedule": [right_schedule],
     "pipeline.finish": [right_finish],
     "collectives.ring_all_reduce": [right_ring],

@@ -5,8 +5,8 @@ from functools import partial
 import torch
 
 from tests.course.exercises.right import (  # isort: skip
-    right_break_even, right_column_row, right_finish, right_link, right_overlap, right_schedule, right_units,
-    right_unscale, right_who_reduces,
+    right_break_even, right_column_row, right_finish, right_link, right_merge, right_overlap, right_parts,
+    right_schedule, right_units, right_unscale, right_who_reduces,
 )  # fmt: skip
 
 
@@ -182,3 +182,20 @@ def sends_everything(comm, shards, scale):
     for shard in shards[:1]:
         comm.all_reduce(shard.clone()).wait()
     return right_unscale(comm, shards, scale)
+
+
+def one_after_another(seq_len, num_ranks, rank):
+    each = seq_len // num_ranks
+    return list(range(rank * each, (rank + 1) * each))
+
+
+def in_turns(seq_len, num_ranks, rank):
+    return list(range(rank, seq_len, num_ranks))
+
+
+half_a_sequence_later = partial(right_parts, late_of=lambda num_ranks, rank: num_ranks + rank)
+one_piece_too_far = partial(right_parts, late_of=lambda num_ranks, rank: 2 * num_ranks - rank)
+forgets_to_weigh = partial(right_merge, weigh=torch.ones_like)
+weighs_by_logarithms = partial(right_merge, weigh=lambda share: 1 + share)
+sums_exponentials = partial(right_merge, both=lambda one, other: (one.exp() + other.exp()).log())
+keeps_the_larger = partial(right_merge, both=torch.maximum)

@@ -6,6 +6,7 @@ from shardlab.course.exercises.exercise import Exercise
 from shardlab.course.exercises.ladder.hidden_time import BREAK_EVEN, LINK, OVERLAP
 from shardlab.course.exercises.ladder.mesh import COLUMN_ROW, TWO_AXES
 from shardlab.course.exercises.ladder.messages import BUCKETS, HOOKS, RING
+from shardlab.course.exercises.ladder.sequences import MERGE, PARTS
 from shardlab.course.exercises.ladder.sharded import NORM, UNITS, UNSCALE
 from shardlab.course.exercises.ladder.stages import FINISH, SCHEDULE
 from shardlab.course.exercises.ladder.whole import WHOLE
@@ -13,7 +14,7 @@ from shardlab.course.exercises.ladder.zero import OWNERS, RESHARD, ZERO3
 
 LADDER = (
     RING, BUCKETS, HOOKS, OVERLAP, LINK, BREAK_EVEN, OWNERS, NORM, ZERO3, UNITS, UNSCALE, COLUMN_ROW, TWO_AXES, RESHARD,
-    SCHEDULE, FINISH, *WHOLE,
+    SCHEDULE, FINISH, PARTS, MERGE, *WHOLE,
 )  # fmt: skip
 
 
