@@ -1,4 +1,4 @@
-"""What notebooks use, under one name: exercises that mark themselves, controls, faults, instruments.
+"""What notebooks use, under one name: exercises that mark themselves, scores, controls, faults, instruments.
 
 Exercises are described in ``exercises/__init__.py``, controls in ``widgets/__init__.py``; instruments are sweeps, logs,
 interleaved variants, one traced step, verdicts, tables. Names of other rooms stand here too, so that a notebook's first
@@ -12,6 +12,7 @@ from shardlab.installed import imported_when_used
 
 if TYPE_CHECKING:
     from shardlab.analysis import with_group
+    from shardlab.course.capstone import Scores, score
     from shardlab.course.divided_weights import weight_slices, weights_table
     from shardlab.course.exercises.eight_programs import is_at_fault, judged_text, mended, numbered
     from shardlab.course.exercises.exercise import (  # isort: skip
@@ -73,18 +74,18 @@ __all__ = [
     "COLLECTIVES", "LADDER", "PRELOAD", "SHARDS", "SPANS", "STEPS", "TEMPLATES", "Board", "Case", "DeadRank",
     "Exercise", "Fault", "Happened", "Layer", "LossyLink", "Measured", "MemoryLedger", "MemoryPlan", "Message",
     "MismatchedCollective", "NaN", "OutOfMemory", "Ownership", "Prediction", "RankDied", "RankError", "RankHang",
-    "Report", "RunHistory", "RunPlan", "SkippedCall", "SkippedCollective", "SlowLink", "StoppedRank", "Straggler",
-    "Traffic", "Verdict", "VirtualClock", "activation_bytes", "batch", "bubbles", "bucket_curve", "bucket_sweep",
-    "bucket_verdict", "bus_verdict", "busy_in_steps", "busy_now", "bytes_by_role", "call", "call_in_place",
-    "call_without_ranks", "check", "clock_verdict", "collectives_table", "cores_verdict", "current", "described",
-    "divided", "events_of_step", "faulty", "find", "fit_of", "floor_verdict", "gain_verdict", "gathered_over_a_step",
-    "hidden_verdict", "hint", "inject", "is_at_fault", "judged_text", "kept_for_backward", "late_verdict", "link_for",
-    "live", "log_collectives", "memory_explorer", "mended", "mesh_map", "message_gains", "message_sweep",
-    "message_times", "message_verdicts", "numbered", "outcome", "parts_verdict", "pay_off_verdict", "place_actions",
-    "played_of", "predict", "prediction_verdict", "ranks_at", "read_progress", "readable_fit", "record_pipeline",
-    "ring_wire_bytes", "run_interleaved", "saved_for_backward", "sharded_linear", "slices_of", "step_through", "task",
-    "terminal", "throughput", "told", "trace_step", "unit_bytes", "units_of", "virtual_steps", "watch_gathered",
-    "weight_slices", "weights_table", "with_group", "workbench",
+    "Report", "RunHistory", "RunPlan", "Scores", "SkippedCall", "SkippedCollective", "SlowLink", "StoppedRank",
+    "Straggler", "Traffic", "Verdict", "VirtualClock", "activation_bytes", "batch", "bubbles", "bucket_curve",
+    "bucket_sweep", "bucket_verdict", "bus_verdict", "busy_in_steps", "busy_now", "bytes_by_role", "call",
+    "call_in_place", "call_without_ranks", "check", "clock_verdict", "collectives_table", "cores_verdict", "current",
+    "described", "divided", "events_of_step", "faulty", "find", "fit_of", "floor_verdict", "gain_verdict",
+    "gathered_over_a_step", "hidden_verdict", "hint", "inject", "is_at_fault", "judged_text", "kept_for_backward",
+    "late_verdict", "link_for", "live", "log_collectives", "memory_explorer", "mended", "mesh_map", "message_gains",
+    "message_sweep", "message_times", "message_verdicts", "numbered", "outcome", "parts_verdict", "pay_off_verdict",
+    "place_actions", "played_of", "predict", "prediction_verdict", "ranks_at", "read_progress", "readable_fit",
+    "record_pipeline", "ring_wire_bytes", "run_interleaved", "saved_for_backward", "score", "sharded_linear",
+    "slices_of", "step_through", "task", "terminal", "throughput", "told", "trace_step", "unit_bytes", "units_of",
+    "virtual_steps", "watch_gathered", "weight_slices", "weights_table", "with_group", "workbench",
 ]  # fmt: skip
 
 __getattr__ = imported_when_used(__name__, __file__)

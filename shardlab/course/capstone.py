@@ -1,0 +1,202 @@
+r"""Strategies of your own beside ours and torch's: what each is worth, in points that a sentence explains.
+
+    scores = score({MyBuckets: "bucketed", SixteenBits: "bucketed"})     # your class, and which of ours it is beside
+    scores.table
+    print(*scores.said(), sep="\n")
+    print(scores.gained("my_buckets", "sixteen_bits"))
+
+Whether a strategy is right, ``check_strategy`` says, and then one ``compare`` of all: it counts the bytes too. What of
+messages is exposed is played on a virtual clock, on the engine itself: one rank takes two steps without values, where a
+product of matrices takes its FLOPs over ``FLOPS``, messages the hops and bytes of a ring, one after another, and all
+else no time. So no number here depends on the machine. Torch's own engines cannot be played.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from torch.utils.flop_counter import flop_registry
+
+from shardlab.comm.events import CollectiveEvent
+from shardlab.comm.foretold import Costs, ToldClock, Wire
+from shardlab.engines import Strategy
+from shardlab.experiment.comparison import compare
+from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.directory import new_directory
+from shardlab.experiment.planned.dry_run import dry_run
+from shardlab.experiment.told.saved_runs import Comparison
+from shardlab.launch import RankError, RankHang, RankPool
+from shardlab.partition.ring_cost import Link
+from shardlab.planner.setup import STRATEGIES
+from shardlab.records.store import Records
+from shardlab.testing import check_strategy
+
+LINK, FLOPS = "1Gbps,50us", 50e9  # with these, backward of the built-in GPT can hide about half of its gradients
+MODELS = ("Unused",)  # what a strategy is checked on: parameters that some ranks use, or none
+TORCHS = {"ddp": "torch_ddp", "bucketed": "torch_ddp", "zero1": "torch_zero1", "fsdp": "torch_fsdp2"}
+ENOUGH = 1.01  # times what ours takes: padding costs no point
+INNER = (".inner", "shard")  # how names of groups inside a host end
+# Columns of bytes and of time in the table, and their words in a sentence.
+COSTS = {"at rest (MB)": "at rest", "peak (MB)": "at the peak", "sent (MB)": "sent", "exposed (ms)": "exposed"}
+FULL_MARKS = 1 + len(COSTS)
+
+Make = Callable[[], Strategy]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What strategies are worth.
+
+    Attributes:
+        table: a row for each that was run, by name: whether it is right, MB on the rank that holds or sends most, ms of
+            a step that are exposed on the virtual clock (missing where it cannot be played), and points of your own.
+        comparison: the run behind it.
+        played: the records of each on the virtual clock; its second step is what counts.
+        against: of your own, which of ours each is measured against.
+        wrong: of those that are not right, what differs first.
+    """
+
+    table: pd.DataFrame
+    comparison: Comparison
+    played: Mapping[str, Records]
+    against: Mapping[str, str]
+    wrong: Mapping[str, str]
+
+    def said(self) -> list[str]:
+        """A sentence for each of your own: its points, and where it loses one."""
+        return [self._said(name, ours) for name, ours in self.against.items()]
+
+    def _said(self, name: str, ours: str) -> str:
+        if name in self.wrong:
+            return f"{name}: 0 of {FULL_MARKS} points, it is not right: {self.wrong[name]}"
+        lost = _more(self.table.loc[ours], self.table.loc[name])
+        whys = (
+            f"{_told(self.table.loc[name], column)}, where {ours} takes {self.table.loc[ours, column]:.4g}"
+            if column in self.table.loc[name].dropna()
+            else f"what is {COSTS[column]} is not known: a step of it cannot be played without values"
+            for column in lost
+        )
+        return "; ".join([f"{name}: {FULL_MARKS - len(lost)} of {FULL_MARKS} points", *whys])
+
+    def gained(self, before: str, after: str) -> str:
+        """A sentence on what a change has gained, and what it has cost.
+
+        Args:
+            before: a strategy of the table.
+            after: the one with the change.
+        """
+        one, other = self.table.loc[before], self.table.loc[after]
+        known = [column for column in COSTS if pd.notna(one[column]) and pd.notna(other[column])]
+        changed = [column for column in known if column in {*_more(one, other), *_more(other, one)}]
+        parts = [
+            f"{_told(other, column)} and not {one[column]:.4g} ({other[column] / one[column] - 1:+.0%})"
+            for column in changed
+        ]
+        same = [COSTS[column] for column in known if column not in changed]
+        return "; ".join([
+            f"{after} instead of {before}: {', '.join(parts) or 'no number changes'}",
+            *([f"the same {' and '.join(same)}"] if parts and same else []),
+            *(["it rounds"] if (one["right"], other["right"]) == ("yes", "rounds") else []),
+        ])  # fmt: skip
+
+
+def score(
+    own: Mapping[Make, str], directory: Path | None = None, *, link: str = LINK, inside: str = "", pool: RankPool | None
+    = None, **options: Any,
+) -> Scores:  # fmt: skip
+    """Train your strategies beside ours and torch's, and say what each is worth.
+
+    What is right has a point, and one more for each of four costs that is no higher than that of the strategy of ours
+    beside it: bytes at rest, at the peak and sent, and time exposed. What is not right has none, and is not run. One
+    that ``rounds`` is judged by its losses alone: ``check_strategy`` says more of it, unrounded.
+
+    Args:
+        own: by class, or by a function that makes one, the name of the strategy that it is beside.
+        directory: of the records; by default runs/DATE.
+        link: of the virtual clock: bandwidth and latency.
+        inside: the same inside a host, which is where the inner of two groups sends; by default ``link``.
+        pool: ranks that are there.
+        options: other fields of ``CompareConfig``.
+
+    Raises:
+        ValueError: a strategy is beside none of ours, two have one name, or an option has an invalid value.
+    """
+    known = STRATEGIES[1:]
+    if unknown := [name for name in own.values() if name not in known]:
+        raise ValueError(f"own: {unknown[0]!r} is no strategy to be beside; take one of {', '.join(known)}")
+    links = Link.parse(link), Link.parse(inside or link)
+    ours = [name for name in known if name in own.values()]
+    torchs = dict.fromkeys(TORCHS[name] for name in ours if name in TORCHS)
+    made = {make: make() for make in own}
+    config = CompareConfig(strategies=("single", *ours, *torchs, *made.values()), **options)
+    against = {strategy.name: own[make] for make, strategy in made.items()}
+    wrong = {one.name: said for make, one in made.items() if (said := _wrong(make, one, config.ranks))}
+    right = [one for one in made.values() if one.name not in wrong]
+    config = replace(config, strategies=("single", *ours, *torchs, *right))
+    comparison = compare(config, directory or new_directory(), pool=pool)
+    # What fails or differs only here, with this model.
+    rows = comparison.summary.set_index("strategy")
+    wrong |= {name: said for name, said in comparison.failed.items() if name in against}
+    wrong |= {one.name: "its losses differ from those of one process" for one in right
+              if one.name in rows.index and rows.loc[one.name, "losses_equal"] is False}  # fmt: skip
+    played = _play(config, [name for name in rows.index if name in {*ours, *against}], *links)
+    table = _table(rows, played, {one.name for one in right if one.rounds})
+    points = {name: 0 if name in wrong else FULL_MARKS - len(_more(table.loc[beside], table.loc[name]))
+              for name, beside in against.items()}  # fmt: skip
+    table["points"] = pd.array([points.get(name) for name in table.index], "Int64")
+    return Scores(table, comparison, played, against, wrong)
+
+
+def _wrong(make: Make, strategy: Strategy, num_ranks: int) -> str:
+    """What differs first from one process, with small models in float64; empty if nothing does, or it rounds."""
+    if strategy.rounds:
+        return ""
+    try:
+        check_strategy(make, (num_ranks,), MODELS)
+    except (AssertionError, RankError, RankHang, ValueError) as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def _play(config: CompareConfig, names: Iterable[str], link: Link, inside: Link) -> dict[str, Records]:
+    """The first two steps of each on the virtual clock."""
+
+    def operation_seconds(func: Any, args: tuple[Any, ...], result: Any) -> float:
+        flops = flop_registry.get(func.overloadpacket)
+        return 0.0 if flops is None else float(flops(*args, out_val=result)) / FLOPS
+
+    def costs(event: CollectiveEvent) -> Costs:
+        used = inside if event.axis.endswith(INNER) else link
+        return Costs(used.ring_time_us(event.op, event.num_bytes, event.group_size) / 1e6)
+
+    found = {}
+    for name in names:
+        with suppress(RuntimeError):  # a step that depends on values, or needs ranks
+            found[name] = dry_run(config, name, ToldClock(Wire(costs)), operation_seconds, traces_memory=False)
+    return found
+
+
+def _table(rows: pd.DataFrame, played: Mapping[str, Records], rounding: set[str]) -> pd.DataFrame:
+    """What was counted and played."""
+    exposed = {name: float(one.steps["exposed_comm_us"].iloc[-1]) / 1e3 for name, one in played.items()}
+    numbers = rows[["rest_bytes", "peak_bytes", "wire_bytes_per_step"]] / 1e6
+    table = numbers.assign(exposed=[exposed.get(name) for name in rows.index]).astype("float64")
+    right = {True: "yes", False: "no"}
+    words = ["rounds" if name in rounding and equal else right.get(equal, "not known")
+             for name, equal in rows["losses_equal"].items()]  # fmt: skip
+    table.columns = [*COSTS]
+    table.insert(0, "right", words)
+    return table
+
+
+def _more(one: "pd.Series[Any]", other: "pd.Series[Any]") -> list[str]:
+    """The costs of which ``other`` has more than ``one``, or nobody knows."""
+    return [column for column in COSTS if not other[column] <= ENOUGH * one[column]]
+
+
+def _told(row: "pd.Series[Any]", column: str) -> str:
+    unit = column.partition("(")[2].rstrip(")")
+    return f"{row[column]:.4g} {unit} {COSTS[column]}"
