@@ -55,7 +55,8 @@ const library = document.createElement("script");
 library.textContent = await unpacked("plotly");
 document.head.append(library);
 const figures = JSON.parse(await unpacked("figures"));
-const config = {responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"]};
+const config = {responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"],
+  toImageButtonOptions: {format: "svg"}};
 const draw = place => {
   const plot = document.getElementById(`figure-${place}`);
   if (!plot.data) Plotly.newPlot(plot, figures[place].data, figures[place].layout, config);
@@ -106,7 +107,7 @@ def mime_bundle(figure: go.Figure, *, with_png: bool = True) -> dict[str, Any]:
     """The output of a cell: plotly JSON, a text summary, and a PNG if one is wanted and a browser is available."""
     content = plain_json(figure)
     # Not "responsive": JupyterLab fits the width itself, and with both a figure loses its height on a resize.
-    config = {"displaylogo": False}
+    config = {"displaylogo": False, "toImageButtonOptions": {"format": "svg"}}  # the camera saves one for slides
     bundle: dict[str, Any] = {PLOTLY_MIME: content | {"config": config}, "text/plain": summary_of(figure)}
     image = png(figure) if with_png and os.environ.get("SHARDLAB_PNG") == "1" else None
     return bundle if image is None else bundle | {"image/png": base64.b64encode(image).decode("ascii")}

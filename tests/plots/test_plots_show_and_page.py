@@ -38,6 +38,7 @@ def test_the_bundle_is_plotly_json_and_text_only(figure, monkeypatch):
     assert bundle["text/plain"] == plots.summary_of(figure)
     assert len(json.dumps(bundle)) < 20_000
     assert "bdata" not in json.dumps(bundle)
+    assert bundle[PLOTLY]["config"]["toImageButtonOptions"] == {"format": "svg"}, "one click for a slide"
 
 
 def test_a_png_joins_where_one_is_asked_for(figure, monkeypatch):

@@ -16,6 +16,7 @@ from links import broken_links  # noqa: E402
 from notebook_pages import notebook_page  # noqa: E402
 from pages import Page, Site  # noqa: E402
 from prose import markdown  # noqa: E402
+from slides import slides_of  # noqa: E402
 from static_pages import PAGES, static_pages  # noqa: E402
 
 
@@ -103,3 +104,16 @@ def test_a_notebook_keeps_its_figures_and_its_links(site: Site, tmp_path: Path) 
     assert broken == ["notebooks/07_zero_3.html: 08_fsdp_units.html does not exist"], "no other page was made"
     with pytest.raises(FileNotFoundError, match=r"a\.html: leads to none\.py"):
         site.source_link("none.py", Path("a.html"))
+
+
+def test_slides_are_texts_and_pictures_without_code_exercises_or_a_network() -> None:
+    path = ROOT / "notebooks" / "06_zero_1_and_2.ipynb"
+    page, with_code = slides_of(path), slides_of(path, code=True)
+    assert page.count("<section>") == with_code.count("<section>") >= 12
+    assert "<svg" in page.split("</section>")[1], "the drawing has a slide of its own"
+    assert page.count("data:image/png") >= 4
+    assert "import torch" not in page
+    assert "import torch" in with_code
+    assert "your code" not in with_code, "exercises are for afterwards"
+    assert 'src="http' not in page
+    assert "<script src" not in page
