@@ -1,27 +1,25 @@
-"""The pictures of the README, drawn from a recorded run of ``data/front_page``, and what it says is printed.
+"""The pictures of the README, and what it says is printed; and the recorded run with which the workbench begins.
 
-    python -m tests.front_page RUN    # keeps what is needed of a run of ``shardlab compare``, and draws it anew
+    python -m tests.front_page           # draws the pictures anew; needs Chromium
+    python -m tests.front_page RUN       # keeps what is needed of a run of ``shardlab compare``, the one of ``COMMAND``
 
-The run is the one of ``COMMAND``. A picture carries a digest of its figure, so a test can tell that it shows these
-records and no others, without drawing it.
+One picture is a drawing of the course, the other a moment of a page that needs no Python. Each carries a digest of what
+it was drawn from, so a test can tell that it shows these and no others, without drawing it.
 """
 
 import hashlib
 import io
-import json
 import re
+import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import pandas as pd
-import plotly.graph_objects as go
 from PIL import Image, PngImagePlugin
 
 from shardlab.analysis.timed import timed_steps
+from shardlab.course.drawings import who_keeps_what
 from shardlab.experiment.told.saved_runs import load_comparison
-from shardlab.plots import collective_timeline, memory_by_role
-from shardlab.plots.show import plain_json, png
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -30,6 +28,10 @@ STRATEGIES = ("bucketed", "zero1", "zero2", "zero3", "fsdp")
 RANKS = 2
 COMMAND = f"shardlab compare --ranks {RANKS} --steps 6 --strategies {','.join(STRATEGIES)} --link 2Gbps,50us --out RUN"
 SHOWN = "fsdp"
+PAGE, MOMENT = FOLDER.parents[1] / "notebooks" / "pages" / "fsdp_step.html", "#prefetch=1&gather=4&at=4"
+COLOURS = 128
+ALONE = """body > :not(div:has(#figure), .legend, #say) { display: none } #say { min-height: 0 }
+body { margin: 0; padding: 1rem }"""
 
 
 def blocks(text: str, kind: str) -> list[str]:
@@ -57,35 +59,41 @@ def keep(run: Path, folder: Path = FOLDER) -> None:
     records.memory[records.memory["where"] == "rest"].to_parquet(folder / "memory.parquet", index=False)
 
 
-def figures(folder: Path = FOLDER) -> dict[str, go.Figure]:
-    """The two pictures by name."""
-    memory, collectives, spans = (
-        pd.read_parquet(folder / f"{name}.parquet") for name in ("memory", "collectives", "spans")
-    )
-    return {"memory": memory_by_role(memory), "timeline": collective_timeline(collectives, spans, run=SHOWN)}
+def sources() -> dict[str, str]:
+    """What each picture is drawn from, by its name."""
+    return {"who_keeps_what": who_keeps_what().svg(), "fsdp_step": PAGE.read_text() + MOMENT}
 
 
-def digest(figure: go.Figure) -> str:
-    """Of what a figure shows."""
-    return hashlib.sha256(json.dumps(plain_json(figure)["data"], sort_keys=True).encode()).hexdigest()
+def digest(source: str) -> str:
+    """Of what a picture is drawn from."""
+    return hashlib.sha256(source.encode()).hexdigest()
 
 
 def digest_in(picture: Path) -> str:
     """The digest that a picture carries."""
     with Image.open(picture) as image:
-        return str(image.info["figure"])
+        return str(image.info["source"])
 
 
 def draw(folder: Path = FOLDER) -> None:
-    """Write the pictures; needs Chromium."""
-    for name, figure in figures(folder).items():
-        drawn = png(figure)
-        assert drawn is not None, "no browser was found"
+    """Write the pictures."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 800, "height": 900}, device_scale_factor=2)
+        page.set_content(who_keeps_what().svg())
+        drawn = {"who_keeps_what": page.locator("svg.drawing").screenshot()}
+        page.goto(PAGE.as_uri() + MOMENT)
+        page.add_style_tag(content=ALONE)
+        drawn["fsdp_step"] = page.locator("body").screenshot()
+        browser.close()
+    for name, image in drawn.items():
         info = PngImagePlugin.PngInfo()
-        info.add_text("figure", digest(figure))
-        Image.open(io.BytesIO(drawn)).save(folder / f"{name}.png", pnginfo=info, optimize=True)
+        info.add_text("source", digest(sources()[name]))
+        few = Image.open(io.BytesIO(image)).convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE)
+        few.save(folder / f"{name}.png", pnginfo=info, optimize=True)
 
 
 if __name__ == "__main__":
-    keep(Path(sys.argv[1]))
-    draw()
+    keep(Path(sys.argv[1])) if sys.argv[1:] else draw()

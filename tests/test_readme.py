@@ -161,9 +161,10 @@ def test_commands_are_those_that_exist(tmp_path, monkeypatch):
         assert done.exit_code == 0, (command, done.output)
 
 
-def test_a_picture_shows_the_recorded_run():
-    for name, figure in front_page.figures().items():
-        assert front_page.digest_in(front_page.FOLDER / f"{name}.png") == front_page.digest(figure)
+def test_a_picture_shows_the_drawing_and_the_page_as_they_are():
+    for name, source in front_page.sources().items():
+        picture = front_page.FOLDER / f"{name}.png"
+        assert front_page.digest_in(picture) == front_page.digest(source), "run python -m tests.front_page"
         assert f"(data/front_page/{name}.png)" in README
 
 
