@@ -33,14 +33,14 @@ _VIEWS = (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH)
 def sharded_parameter(name: str) -> str:
     """What to write instead where the sharded parameter ``name`` is used."""
     return (
-        f"parameter {name!r} is sharded: this rank holds only its shard; read it or copy it, or its module, inside "
-        "'with engine.full_params():', or take engine.full_state_dict(), which returns copies; write inside 'with "
-        "engine.full_params(keep_changes=True):', into parameters asked of the module there; convert the module before "
-        "the engine is built; in a forward, compute with it in the module that holds it, called inside engine(...), "
-        "or choose larger FSDP units, as wrap='root', also for engine.call(function, ...); a penalty on weights is "
-        "computed inside 'with engine.full_params():' after engine(...); where activation checkpointing computes with "
-        "it again, write engine.backward(loss) instead of loss.backward(), and use_reentrant=False for a weight that "
-        "is used outside of it too"
+        f"parameter {name!r} is sharded: this rank holds only its shard. Read it or copy it, or its module, inside "
+        "'with engine.full_params():', or take engine.full_state_dict(), which returns copies. Write inside 'with "
+        "engine.full_params(keep_changes=True):', into parameters asked of the module there. For another dtype or "
+        "device, convert the module before the engine is built. In a forward, compute with it in the module that "
+        "holds it, called inside engine(...), or choose larger FSDP units, as wrap='root', also for "
+        "engine.call(function, ...). A penalty on weights is computed inside 'with engine.full_params():' after "
+        "engine(...). Where activation checkpointing computes with it again, write engine.backward(loss) instead of"
+        " loss.backward(), and use_reentrant=False for a weight that is used outside of it too."
     )
 
 
