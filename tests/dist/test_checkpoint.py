@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardlab.comm import coalesced as packing
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.checkpoint import directory as directory_module
@@ -28,7 +29,6 @@ from shardlab.engines.checkpoint.manifest import decode, encode, read_manifest
 from shardlab.engines.checkpoint.reading import ShardFiles
 from shardlab.launch.rank_errors import RankDied
 from shardlab.optimizers.grad_scaler import GradScaler
-from shardlab.partition import messages as packing
 from tests.dist import cases
 from tests.dist.every_engine import ALL, axes_of, options_of, step_on
 
