@@ -28,7 +28,8 @@ ROOMS = {
 }  # fmt: skip
 # Guards stand in engines. What took most of late: scripts judged by one process (same 1,780, course 300), a model's
 # configuration counted by its architecture (forecast 230, cli 100), the error of this very job (forecast 130), searches
-# that fit (forecast 150), unlike steps that are traced (trace 140), strategies checked over checkpoints (testing 210),
+# that fit (forecast 150), a card that is measured (bench 160, cli 60, planner 25), what to try next
+# (forecast 30, cli 20), unlike steps that are traced (trace 140), strategies checked over checkpoints (testing 210),
 # losses that are weighed or send (experiment 300), rows over two axes (engines 130, planner 60, cli 20), pipelines and
 # their schedules (450), drawings (330), a block over ranks that is weighed (course 120), mistakes that are recognised,
 # memory over time and schedules that are drawn (course 130), predictions that wait for an answer (course 40).
