@@ -20,15 +20,6 @@ from shardlab.experiment.directory import check_resume
 from shardlab.experiment.options import CompareOptions
 from shardlab.experiment.trained.batches import divide, first_batch
 from shardlab.experiment.trained.named_workload import builtin, workload_at
-from shardlab.experiment.trained.pipelined import (
-    AND,
-    MICRO_BATCHES_PER_RANK,
-    Staged,
-    check_pipe,
-    runs_of,
-    schedules_of,
-    staged,
-)  # fmt: skip
 from shardlab.experiment.trained.tensor import TORCH_TP, with_plan
 from shardlab.experiment.trained.workload import Workload
 from shardlab.field_types import check_types
@@ -39,6 +30,10 @@ from shardlab.partition.ring_cost import Link
 from shardlab.schedules import Schedule
 from shardlab.units import AUTO, WrapPolicy, parse_wrap, wrap_text, wrapped_modules
 from shardlab.vocabulary import MeshAxis, class_of, dtype_name
+
+from shardlab.experiment.trained.pipelined import (  # isort: skip
+    AND, MICRO_BATCHES_PER_RANK, Staged, check_pipe, runs_of, schedules_of, staged,
+)  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 SEQUENCES_PER_RANK = 4
@@ -73,9 +68,8 @@ class CompareConfig(CompareOptions):
                 "workload=Workload(model=lambda: Net(), data=..., loss=...)"
             )
         # First: the other checks compare and divide, and would say less of a wrong type.
-        check_types(
-            self, besides=("strategies", "schedule", "begins", "workload", "wrap")
-        )  # checked where they are parsed
+        # These are checked where they are parsed.
+        check_types(self, besides=("strategies", "schedule", "begins", "workload", "wrap"))
         self._check_pipe()
         self._check_strategies()
         if self.workload is None:
@@ -99,8 +93,7 @@ class CompareConfig(CompareOptions):
             load_text(self.text, self.seq_len)
 
     def _check_numbers(self) -> None:
-        names = ("ranks", "steps", "batch", "seq_len", "accumulation", "shard_group", "tp", "save_every")
-        for field in names:
+        for field in ("ranks", "steps", "batch", "seq_len", "accumulation", "shard_group", "tp", "save_every"):
             if (number := getattr(self, field)) is not None and number < 1:
                 raise ValueError(f"{field}: {number} is below 1")
         for field in ("learning_rate", "bucket_mib", "timeout_s", "clip"):

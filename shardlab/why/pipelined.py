@@ -140,7 +140,8 @@ def _transfers(schedule: Schedule, sent: pd.DataFrame) -> dict[Action, float]:
     by_tag = {str(tag): rows for tag, rows in sent.groupby("tag")}
     found, last = dict[Action, float](), dict[tuple[int, int], float]()
     for action, way in schedule.sent().items():
-        rows = by_tag[action.tag]
+        if (rows := by_tag.get(action.tag)) is None:
+            raise ValueError(f"collectives: the message {action.tag!r} is missing, so the schedule is not known")
         receiver = rows[rows["op"] == str(Collective.RECV)]
         ended, begun, resumed = (numbers(receiver, name)[0] for name in ("end_us", "wait_start_us", "wait_end_us"))
         has_it = max(ended, resumed if begun < ended else 0.0)
