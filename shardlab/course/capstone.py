@@ -140,8 +140,8 @@ def score(
     # What fails or differs only here, with this model.
     rows = comparison.summary.set_index("strategy")
     wrong |= {name: said for name, said in comparison.failed.items() if name in against}
-    wrong |= {one.name: "its losses differ from those of one process" for one in right
-              if one.name in rows.index and rows.loc[one.name, "losses_equal"] is False}  # fmt: skip
+    differ = rows.index[rows["losses_equal"].eq(False)]
+    wrong |= {name: "its losses differ from those of one process" for name in differ if name in against}
     played = _play(config, [name for name in rows.index if name in {*ours, *against}], *links)
     table = _table(rows, played, {one.name for one in right if one.rounds})
     points = {name: 0 if name in wrong else FULL_MARKS - len(_more(table.loc[beside], table.loc[name]))

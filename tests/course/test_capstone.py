@@ -42,6 +42,14 @@ class WaitsAtOnce(Bucketed):
         return Pending()
 
 
+class Lost(WaitsAtOnce):
+    name = "lost"
+
+    def reduce(self, bucket):
+        bucket.buffer.fill_(torch.nan)
+        return super().reduce(bucket)
+
+
 @pytest.fixture
 def ranks_of(monkeypatch, pools):
     monkeypatch.setattr("shardlab.testing.check.RankPool", lambda ranks, **_: nullcontext(pools(ranks)))
@@ -49,12 +57,12 @@ def ranks_of(monkeypatch, pools):
 
 
 def test_points_are_what_a_count_by_hand_gives(tmp_path, ranks_of):
-    own = {Mine: "zero1", PlainDDP: "zero1", Sums: "ddp", WaitsAtOnce: "ddp"}
+    own = {Mine: "zero1", PlainDDP: "zero1", Sums: "ddp", WaitsAtOnce: "ddp", Lost: "ddp"}
     scores = score(own, tmp_path / "run", pool=ranks_of(2), ranks=2, steps=3, bucket_mib=0.02, **SMALL)
     table = scores.table
     assert table.loc["mine"].drop("points").equals(table.loc["zero1"].drop("points")), "ours by another name"
-    assert table["points"].dropna().to_dict() == {"mine": 5, "plain_ddp": 2, "waits_at_once": 5}
-    mine, plain, sums, half = scores.said()
+    assert table["points"].dropna().to_dict() == {"mine": 5, "plain_ddp": 2, "waits_at_once": 5, "lost": 0}
+    mine, plain, sums, half, lost = scores.said()
     assert mine == "mine: 5 of 5 points"
     assert plain.startswith("plain_ddp: 2 of 5 points; ")
     assert " MB at rest, where zero1 takes " in plain
@@ -63,6 +71,7 @@ def test_points_are_what_a_count_by_hand_gives(tmp_path, ranks_of):
         "sums: 0 of 5 points, it is not right: at 2 ranks, model 'Unused', a plain loop, rank 0: after"
     )
     assert half == "waits_at_once: 5 of 5 points"
+    assert lost == "lost: 0 of 5 points, it is not right: its losses differ from those of one process"
     assert table.loc[["torch_ddp", "torch_zero1"], "exposed (ms)"].isna().all()
     # Of ddp nothing is hidden: its messages, one after another, over the link.
     sent = scores.comparison.records.collectives.query(
