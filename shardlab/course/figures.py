@@ -179,7 +179,7 @@ def mesh_map(axes: Mapping[str, int], hosts: int = 1) -> go.Figure:
     places, per_host = list(product(range(height), range(width))), prod(axes.values()) // hosts
     figure.add_scatter(
         x=[column for _, column in places], y=[row for row, _ in places], mode="markers+text", name="ranks",
-        marker={"size": 60, "color": "#3d4654", "line": {"color": "rgba(255,255,255,0.75)", "width": 2}},
+        marker={"size": 60, "color": "#5d6878", "line": {"color": "rgba(255,255,255,0.75)", "width": 2}},
         text=[f"<b>{rank}</b>" + f"<br><sup>host {rank // per_host}</sup>" * (hosts > 1) for rank in grid.flat],
         textfont={"color": "#ffffff", "size": 15}, showlegend=False,
         hovertext=[f"{outer} {row}, {inner} {column}" for row, column in places], hoverinfo="text",

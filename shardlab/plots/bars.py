@@ -31,7 +31,8 @@ GAP = {"color": "rgba(255,255,255,0.45)", "width": 1}
 NARROW = 0.004  # of the figure's width: narrower bars would be all outline, which is bright on a dark background
 SEEN = 0.001  # of the longest bar: a part smaller than this in every bar gets no legend entry
 FAR = 8  # times the longest bar: a line there would leave no bar to see
-END_TEXT_PX = 96  # room for the text behind the longest bar
+END_TEXT_PX = 96  # room for the text behind the longest bar, at least
+WIDEST_LETTER_PX = 10
 TITLES = {"rest": "Memory at rest after a step", "peak": "Memory at the peak of a step"}
 NOTES = {"rest": "each role on the rank that holds most of it", "peak": "the one moment with most live bytes"}
 PROCESS = "Held by the process of one rank"
@@ -105,7 +106,7 @@ def end_with(figure: go.Figure, ends: pd.Series, words: Sequence[str], quantity:
         textposition="middle right", cliponaxis=False, hoverinfo="skip", showlegend=False, name="end",
     )  # fmt: skip
     figure.update_layout(barmode="stack", height=max(340, 210 + 54 * len(ends)), legend_traceorder="normal")
-    figure.update_layout(margin_r=END_TEXT_PX)
+    figure.update_layout(margin_r=max(END_TEXT_PX, WIDEST_LETTER_PX * max(map(len, words), default=0)))
     figure.update_xaxes(title_text=quantity, range=[0, 1.02 * float(ends.max()) or 1.0])
     figure.update_yaxes(categoryorder="array", categoryarray=list(ends.index), autorange="reversed", showgrid=False)
 
@@ -151,7 +152,8 @@ def _tick_peaks(figure: go.Figure, moments: pd.DataFrame, divisor: float) -> Non
     if not len(peaks):
         return
     figure.add_scatter(
-        x=peaks / divisor, y=list(peaks.index), mode="markers", name="peak of a step",
+        x=peaks / divisor, y=list(peaks.index), mode="markers+text", name="peak of a step", cliponaxis=False,
+        text=[format_bytes(size) for size in peaks], textposition="top center", textfont={"size": 12},
         marker={"symbol": "line-ns", "size": 22, "line": {"color": INK, "width": 3}},
         customdata=[[format_bytes(size)] for size in peaks],
         hovertemplate="<b>%{y}</b><br>peak of a step: %{customdata[0]}<extra></extra>",

@@ -12,7 +12,7 @@ from shardlab.records.tables import MEMORY
 from shardlab.vocabulary import Role
 
 TITLE = "Memory over a step"
-HEADROOM = 1.16  # above the peak, for its label
+HEADROOM = 1.3  # above the peak, for its label, on a narrow page too
 MIN_PHASE_SHARE = 0.07  # of the width: narrower phases get no name
 
 

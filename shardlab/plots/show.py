@@ -1,5 +1,7 @@
 """Show figures: in a notebook as plotly's JSON for live viewers, a PNG for GitHub, text for everyone else; in a report.
 
+In a notebook a figure has no paper, and reads on a light page and on a dark one (``any_page``).
+
 The notebook holds no text/html, no plotly.js and no widget state. A PNG needs a browser, which takes about two seconds
 to start, so it is made only if SHARDLAB_PNG=1, as in the command that builds the notebooks. A report is one HTML file:
 lead, tables, figures. It contains plotly.js once, and never fetches anything: the basic bundle (4.1.1, under the MIT
@@ -23,6 +25,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.utils import PlotlyJSONEncoder
 
+from shardlab.plots.any_page import on_any_page
 from shardlab.plots.text import column_text
 from shardlab.plots.theme import HEIGHT, summary_of
 
@@ -105,7 +108,7 @@ def show(figure: go.Figure) -> None:
 
 def mime_bundle(figure: go.Figure, *, with_png: bool = True) -> dict[str, Any]:
     """The output of a cell: plotly JSON, a text summary, and a PNG if one is wanted and a browser is available."""
-    content = plain_json(figure)
+    content = on_any_page(plain_json(figure))
     # Not "responsive": JupyterLab fits the width itself, and with both a figure loses its height on a resize.
     config = {"displaylogo": False, "toImageButtonOptions": {"format": "svg"}}  # the camera saves one for slides
     bundle: dict[str, Any] = {PLOTLY_MIME: content | {"config": config}, "text/plain": summary_of(figure)}
@@ -126,13 +129,13 @@ def png(figure: go.Figure) -> bytes | None:
     logger = logging.getLogger("choreographer.channels.pipe")
     before, logger.disabled = logger.disabled, True
     try:
-        image: bytes = calc_fig_sync(plain_json(figure), opts=options)
+        image: bytes = calc_fig_sync(on_any_page(plain_json(figure)), opts=options)
     except ChromeNotFoundError:
         return None
     finally:
         logger.disabled = before
     # With a palette it has a quarter of the size, and looks the same.
-    few = Image.open(io.BytesIO(image)).convert("RGB").quantize(PNG_COLOURS, Image.Quantize.MAXCOVERAGE)
+    few = Image.open(io.BytesIO(image)).convert("RGBA").quantize(PNG_COLOURS, Image.Quantize.FASTOCTREE)
     few.save(smaller := io.BytesIO(), "PNG", optimize=True)
     return smaller.getvalue()
 

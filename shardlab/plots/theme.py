@@ -1,7 +1,7 @@
 """The look of every figure: dark text on white paper, colours that stand on a dark page too, sizes for a projector.
 
 The paper is opaque, because no grey reads at 4.5 to 1 both on white and in a dark notebook. A page that knows its own
-ground (the report, the site) takes the paper away and gives the text its own colour.
+ground (the report, the site) takes the paper away and gives the text its own colour; so does a notebook (``any_page``).
 
 Roles, parts of a process, collectives, what a rank does, runs, ranks, units and axes each have a family of colours, and
 no colour stands in two of them. Each has a contrast of 3 or more against white AND against the dark pages (#111315).

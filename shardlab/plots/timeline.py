@@ -166,13 +166,14 @@ def _draw_collectives(figure: go.Figure, moved: pd.DataFrame, extent: tuple[floa
         rows = moved[moved["op"] == str(op)]
         if len(rows):
             merged = grouped(rows, "tag", describe_collective, extent)
-            figure.add_trace(bars(merged, str(op).replace("_", " "), colour, 0.56))
+            # First in the legend, of which a narrow page shows the first lines.
+            figure.add_trace(bars(merged, str(op).replace("_", " "), colour, 0.56).update(legendrank=1))
 
 
 def _axes(figure: go.Figure, tracks: Tracks) -> None:
     ticks, names = tracks.labels()
     height = max(16.0, min(44.0, 1100 / tracks.num_rows))
-    figure.update_layout(barmode="overlay", height=round(220 + height * tracks.num_rows))
+    figure.update_layout(barmode="overlay", height=round(220 + height * tracks.num_rows), legend_font_size=13)
     figure.update_layout(uniformtext={"minsize": 11, "mode": "hide"})  # names that do not fit are left out
     figure.update_xaxes(title_text="time in the step (ms)", rangemode="tozero", zeroline=False)
     figure.update_yaxes(

@@ -1,13 +1,20 @@
 """What is saved in the notebooks: readable on GitHub, small, run in order, comparable, free of this machine."""
 
 import ast
+import base64
+import io
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbformat import NotebookNode
+from PIL import Image
+
+from shardlab.plots.any_page import plain_words
+from tests.plots.test_plots_colours_and_text import contrast
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 PATHS = sorted(FOLDER.glob("[0-9]*.ipynb"))
@@ -71,6 +78,29 @@ def check_every_figure_is_readable_everywhere(path: Path) -> None:
         assert len(data["text/plain"].strip("'\" ")) > 20, "the summary says what is to be seen"
 
 
+def colours_in(part: object, key: str = "") -> Iterator[str]:
+    """Of marks, lines and words; not of what stands on a mark or has a ground of its own."""
+    if isinstance(part, dict):
+        for name, value in part.items():
+            if name not in ("template", "insidetextfont", "textfont", "error_x", "shapes", "hoverlabel", "colorscale"):
+                yield from colours_in(value, name)
+    elif isinstance(part, list):
+        for value in part:
+            yield from colours_in(value, key)
+    elif isinstance(part, str) and re.fullmatch("#[0-9a-f]{6}", part) and part not in ("#000000", "#ffffff"):
+        yield part  # (black on white and white on black are crosses on marks)
+
+
+def check_figures_read_on_light_and_dark_pages(path: Path) -> None:
+    for data in (output.data for output in outputs(path) if PLOTLY in output.get("data", {})):
+        figure = data[PLOTLY]
+        assert figure["layout"]["paper_bgcolor"] == "rgba(0,0,0,0)", "a slab on a page of the other colour"
+        for colour in {*colours_in([figure["data"], figure["layout"]])}:
+            assert min(contrast(colour, ground) for ground in ("#ffffff", "#111111")) >= 3, colour
+        picture = Image.open(io.BytesIO(base64.b64decode(data["image/png"]))).convert("RGBA")
+        assert picture.getpixel((2, picture.height // 2))[3] == 0, "the picture of it has a paper"
+
+
 def check_no_html_but_tables(path: Path) -> None:
     for output in outputs(path):
         html = output.get("data", {}).get("text/html", "")
@@ -99,6 +129,14 @@ def check_it_begins_with_a_title_and_a_question_and_ends_with_a_file(path: Path)
     assert "**Question.**" in first.source
     assert "**Prediction.**" in first.source
     assert "**The file that implements it:**" in last.source
+
+
+def check_it_ends_with_a_line_to_carry_home_and_two_problems_on_paper(path: Path) -> None:
+    told = read(path).cells[-2].source
+    assert re.match(r"## To carry home\n\n\*\*[^*]+\*\*\n\n## On paper\n", told)
+    problems, answers = told.split("<details><summary>Answers</summary>")
+    for part in (problems, answers):
+        assert re.findall(r"^(\d)\. ", part, re.MULTILINE) == ["1", "2"]
 
 
 def check_it_has_something_to_break_and_an_exercise(path: Path) -> None:
@@ -132,7 +170,7 @@ def check_no_path_of_a_machine(path: Path) -> None:
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_a_notebook(path: Path) -> None:
     checks = [value for name, value in globals().items() if name.startswith("check_")]
-    assert len(checks) == 13
+    assert len(checks) == 15
     for check in checks:
         check(path)
 
@@ -143,7 +181,7 @@ ROW = re.compile(r"^(\S.*?)((?:  +[\d.,-]+)+) *$", re.MULTILINE)
 
 def figures(path: Path, title: str) -> list[NotebookNode]:
     drawn = [output.data[PLOTLY] for output in outputs(path) if PLOTLY in output.get("data", {})]
-    return [one for one in drawn if one["layout"]["title"]["text"].startswith(title)]
+    return [one for one in drawn if plain_words(one["layout"]["title"]["text"]).startswith(title)]
 
 
 def bars(figure: NotebookNode) -> dict[str, dict[str, int]]:
@@ -179,6 +217,8 @@ def test_figures_and_tables_say_the_same(path: Path) -> None:
             for peak in peaks:
                 assert sum(peak.get(run, held).values()) >= sum(held.values()), f"{run}: less at the peak than at rest"
     assert compared >= 6 or not path.stem.startswith("02")
+    told = "".join(output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs(path))
+    assert "GiB" not in told, "one gigabyte of a card, which is 1e9 bytes"
     # Messages are counted in one way, flags among them.
     for said in (output.get("data", {}).get("text/plain", "") for output in outputs(path)):
         for run, number in re.findall(r"of run (.+?): .*?(\d+) collectives a rank", said):

@@ -5,6 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from shardlab.plots import theme
+from shardlab.plots.any_page import on_any_page, plain_words
+from shardlab.plots.show import plain_json
 from shardlab.records.tables import ProcessPart
 from shardlab.vocabulary import Collective, MeshAxis, Role, SpanKind
 
@@ -69,6 +71,34 @@ def test_text_reads_on_its_paper_and_everything_on_light_and_dark_pages():
     hover = layout.hoverlabel
     for pair in (*pairs, (layout.font.color, layout.paper_bgcolor), (hover.font.color, hover.bgcolor)):
         assert contrast(*pair) >= 4.5, pair
+
+
+def test_a_figure_in_a_notebook_has_no_paper_and_reads_on_light_and_dark_pages():
+    figure = theme.new_figure("Title", "note").add_annotation(text="a note", x=0, y=0)
+    figure.add_scatter(x=[1, 2], y=[1, 2], mode="text", text=["beside", ""])
+    figure.add_bar(x=[1], y=[1], text=["within"], textposition="inside", insidetextfont={"color": "#ffffff"})
+    figure.update_xaxes(title_text="time (ms)")
+    before = plain_json(figure)
+    content = on_any_page(before)
+    layout, (beside, within) = content["layout"], content["data"]
+    assert before == plain_json(figure)
+    assert layout["paper_bgcolor"] == layout["template"]["layout"]["plot_bgcolor"] == "rgba(0,0,0,0)"
+    for ground in ("#ffffff", "#111111"):  # of JupyterLab, whose own ink is in the variable
+        assert contrast(layout["font"]["color"], ground) >= 4.3, "the most that one grey can have on both"
+    title, note = layout["title"], layout["annotations"][0]
+    words = [
+        title["text"],
+        title["subtitle"]["text"],
+        layout["xaxis"]["title"]["text"],
+        note["text"],
+        beside["text"][0],
+    ]
+    for text, plain in zip(words, ("Title", "note", "time (ms)", "a note", "beside"), strict=True):
+        assert re.fullmatch(
+            rf'<span style="color:var\(--jp-content-font-color1,.*{theme.INK}\)\)">{re.escape(plain)}</span>', text
+        )
+        assert plain_words(text) == plain == plain_words(plain)
+    assert (beside["text"][1], within["text"]) == ("", ["within"]), "what stands on a bar has a colour of its own"
 
 
 def test_every_word_has_one_colour_that_no_other_family_has_and_a_strategy_keeps_it_in_any_company():

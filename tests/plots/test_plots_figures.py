@@ -113,7 +113,7 @@ def test_shard_map_tiles_the_parameters(records):
 def test_emulated_and_predicted_are_said(records):
     both = pd.concat([records.memory, records.memory.assign(source="predicted")])
     figure = plots.memory_by_role(both)
-    assert "predicted by the planner" in figure.layout.title.subtitle.text
+    assert "predicted, not run" in figure.layout.title.subtitle.text
     assert "zero1 · predicted" in trace(figure, "parameter").y
     emulated = {"source": "emulated"}
     moved, worked = records.collectives.assign(**emulated), records.spans.assign(**emulated)
