@@ -1,18 +1,13 @@
 """A reader's prediction: committed before the run, and compared with what was found after it.
 
-A cell asks for it, and waits: nothing below runs before there is an answer. Where nobody can be asked, as when a
-notebook is built or compared, or is to be, as with ``SHARDLAB_ASK=0`` in a lecture, it runs on without one, and what
-was found is not printed.
+Without one the notebook runs on, so that it can be shown or compared, and what was found is not printed.
 """
 
-import os
 import sys
 from dataclasses import dataclass
-from math import isfinite, nan
+from math import isfinite
 
 import numpy as np
-
-from shardlab.plots.show import is_in_a_cell
 
 CLOSE = 0.1  # up to here a difference is said in percent, beyond it as a factor
 
@@ -57,7 +52,7 @@ def predict(what: str, value: float | str | None = None, unit: str = "", *, amon
 
     Args:
         what: what is predicted.
-        value: the reader's number, or one of ``among``; for None the cell asks, and waits for an answer.
+        value: the reader's number, or one of ``among``; None until there is one.
         unit: of the numbers; empty for a count.
         among: for a direction the words for more, as much and less than what is compared.
 
@@ -65,7 +60,9 @@ def predict(what: str, value: float | str | None = None, unit: str = "", *, amon
         ValueError: ``value`` is no finite number, or none of the words.
     """
     if value is None:
-        value = _asked(what, unit, among)
+        words = f" ({', '.join(among)})" if among else ""
+        question = f"{what}{f', in {unit}' if unit else ''}?{words}"
+        sys.stdout.write(f"{question} Put your prediction in the place of None before you run on.\n")
     elif wrong := _wrong(value, unit, among):
         raise ValueError(wrong)
     return Prediction(what, value if value is None or isinstance(value, str) else float(value), unit, among)
@@ -85,31 +82,6 @@ def _wrong(value: object, unit: str, among: tuple[str, ...]) -> str:
     if is_number and isfinite(value):  # type: ignore[arg-type]  # it is a number
         return ""
     return f"value: {value!r} was given; give a finite number{f' of {unit}' if unit else ''}, or None"
-
-
-def _asked(what: str, unit: str, among: tuple[str, ...]) -> float | str | None:
-    """What the reader types; None where nobody can."""
-    words = f"({', '.join(among)}) " if among else ""
-    question = f"{what}{f', in {unit}' if unit else ''}? {words}"
-    while is_in_a_cell() and os.environ.get("SHARDLAB_ASK") != "0":
-        from IPython.core.error import StdinNotImplementedError
-
-        try:
-            typed = input(question).strip()
-        except (StdinNotImplementedError, EOFError):  # a build, or a comparison of outputs
-            break
-        value = typed if among else _number(typed)
-        if not _wrong(value, unit, among):
-            return value
-    sys.stdout.write(f"{question}Put your prediction in the place of None before you run on.\n")
-    return None
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return nan  # so that it is asked again
 
 
 def distance(predicted: float, found: float) -> str:

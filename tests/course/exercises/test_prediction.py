@@ -1,13 +1,9 @@
-"""A prediction is kept and compared; a cell asks for it and waits, and without one nothing of the answer is printed."""
-
-import builtins
+"""A prediction is kept and compared; without one nothing of the answer is printed."""
 
 import numpy as np
 import pytest
-from IPython.core.error import StdinNotImplementedError
 
 from shardlab.course import predict
-from shardlab.course.exercises import prediction as room
 
 WORDS = ("more", "as many", "fewer")
 
@@ -44,23 +40,6 @@ def test_without_a_prediction_the_answer_is_not_printed(capsys) -> None:
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == f"{asked}Put your prediction in the place of None before you run on."
         assert lines[1] == "sent: shown once you have predicted it, in the place of None above."
-
-
-def test_a_cell_asks_until_it_has_an_answer(monkeypatch) -> None:
-    monkeypatch.setattr(room, "is_in_a_cell", lambda: True)
-    typed = iter(["", "many", "nan", " 4.1 ", "4.1", "fewer"])
-    monkeypatch.setattr(builtins, "input", lambda question: next(typed))
-    assert predict("sent", None, "MB").value == 4.1
-    assert predict("sent", None, "MB", among=WORDS).value == "fewer"
-
-    def nobody(question):
-        raise StdinNotImplementedError
-
-    monkeypatch.setattr(builtins, "input", nobody)
-    assert predict("sent").value is None
-    monkeypatch.setenv("SHARDLAB_ASK", "0")
-    monkeypatch.setattr(builtins, "input", lambda question: pytest.fail(question))
-    assert predict("sent").value is None
 
 
 def test_what_is_no_prediction_is_refused() -> None:
