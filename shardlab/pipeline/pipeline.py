@@ -76,10 +76,10 @@ class Pipeline:
             raise ValueError(
                 f"stages: of {self.cut}, those of rank {idle[0]} have no parameters; name others in 'begins'"
             )
-        self.module = modules.pop(self._comm.rank)
-        # Of which other ranks have their own memory, so that forward may read them and not write.
-        elsewhere = {buffer for module in modules for buffer in module.buffers()}
-        self._read_only = {name: buffer for name, buffer in self.module.named_buffers() if buffer in elsewhere}
+        self.module = modules[self._comm.rank]
+        # Written in forward they would differ by rank, or be written in another order than by one process.
+        stages = [set(module_of(model, {0: names}).buffers()) for names in self.cut]
+        self._read_only = {n: one for n, one in self.module.named_buffers() if sum(one in own for own in stages) > 1}
         needs = [need for action in self._actions if (need := schedule.needs(action)) is not None]
         self._remote = [need for need in needs if rank_of[need.stage] != self._comm.rank]
         self._check_order()
@@ -118,8 +118,7 @@ class Pipeline:
             The mean loss over micro-batches, on the rank of the last stage; None on the others.
 
         Raises:
-            ValueError: the micro-batches do not divide the rows; forward has written to a buffer that stages of several
-                ranks use.
+            ValueError: the micro-batches do not divide the rows; forward has written a buffer that several stages use.
         """
         number = self.schedule.num_micro_batches
         if isinstance(inputs, Tensor):
@@ -141,7 +140,7 @@ class Pipeline:
         wait_all(step.sent)
         for name, buffer in self._read_only.items():
             if buffer._version != before[name]:
-                raise ValueError(f"buffers: forward writes {name!r}, which several ranks use; give each its own module")
+                raise ValueError(f"buffers: forward writes {name!r}, which several stages use; give each one its own")
         return torch.stack(step.losses).sum() if step.losses else None
 
     @contextlib.contextmanager

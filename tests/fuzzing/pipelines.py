@@ -34,7 +34,7 @@ BRANCHES = ("branch", "sometimes")
 WIDTH = 4
 REFUSED = (
     "have no parameters; name others in 'begins'",
-    "which several ranks use; give each its own module",
+    "which several stages use; give each one its own",
 )
 
 
@@ -334,10 +334,10 @@ def on_rank(rank: int, scenario: PipeScenario, directory: str | None) -> list[tu
             text = first_line(error)
             is_documented = isinstance(error, ValueError) and any(words in text for words in REFUSED)
             answer = f"refused: {text}" if is_documented else f"crash: {type(error).__name__}: {text}"
-        worst = meshes.largest([{"equal": 0, "refused": 1}.get(answer.split(":")[0], 2)])[0]
-        # Ranks whose stages do not use what cannot be are not asked.
-        done.append((kind, "refused: by another rank" if worst == 1 and answer == "equal" else answer))
-        if worst:
+        is_refused, is_over = meshes.largest([answer.startswith("refused"), answer != "equal"])
+        # One rank's refusal ends the run of all, whose stages may have computed with what it refuses.
+        done.append((kind, "refused" if is_refused else answer))
+        if is_over:
             return done
     assert both is not None
     both.end()

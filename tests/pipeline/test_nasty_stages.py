@@ -125,8 +125,8 @@ def test_equal_to_one_process(pools, name, axes, plan, make):
         torch.testing.assert_close(found[key], value, atol=1e-12, rtol=0, msg=key)
 
 
-def test_buffers_that_several_ranks_would_write_are_refused(pools):
-    with pytest.raises(RankError, match=r"forward writes '\d.num_batches_tracked', which several ranks use"):
+def test_buffers_that_several_stages_would_write_are_refused(pools):
+    with pytest.raises(RankError, match=r"forward writes '\d.num_batches_tracked', which several stages use"):
         pools(2).run(trained, "a BatchNorm with two places", {"pipe": 2, "data": 1}, "1f1b", DDP)
 
 
