@@ -72,10 +72,11 @@ class Scores:
     def _said(self, name: str, ours: str) -> str:
         if name in self.wrong:
             return f"{name}: 0 of {FULL_MARKS} points, it is not right: {self.wrong[name]}"
-        lost = _more(self.table.loc[ours], self.table.loc[name])
+        theirs, row = _row(self.table, ours), _row(self.table, name)
+        lost = _more(theirs, row)
         whys = (
-            f"{_told(self.table.loc[name], column)}, where {ours} takes {self.table.loc[ours, column]:.4g}"
-            if column in self.table.loc[name].dropna()
+            f"{_told(row, column)}, where {ours} takes {theirs[column]:.4g}"
+            if pd.notna(row[column])
             else f"what is {COSTS[column]} is not known: a step of it cannot be played without values"
             for column in lost
         )
@@ -88,11 +89,12 @@ class Scores:
             before: a strategy of the table.
             after: the one with the change.
         """
-        one, other = self.table.loc[before], self.table.loc[after]
+        one, other = _row(self.table, before), _row(self.table, after)
         known = [column for column in COSTS if pd.notna(one[column]) and pd.notna(other[column])]
         changed = [column for column in known if column in {*_more(one, other), *_more(other, one)}]
         parts = [
-            f"{_told(other, column)} and not {one[column]:.4g} ({other[column] / one[column] - 1:+.0%})"
+            f"{_told(other, column)} and not {one[column]:.4g}"
+            + (f" ({other[column] / one[column] - 1:+.0%})" if one[column] else "")
             for column in changed
         ]
         same = [COSTS[column] for column in known if column not in changed]
@@ -144,7 +146,7 @@ def score(
     wrong |= {name: "its losses differ from those of one process" for name in differ if name in against}
     played = _play(config, [name for name in rows.index if name in {*ours, *against}], *links)
     table = _table(rows, played, {one.name for one in right if one.rounds})
-    points = {name: 0 if name in wrong else FULL_MARKS - len(_more(table.loc[beside], table.loc[name]))
+    points = {name: 0 if name in wrong else FULL_MARKS - len(_more(_row(table, beside), _row(table, name)))
               for name, beside in against.items()}  # fmt: skip
     table["points"] = pd.array([points.get(name) for name in table.index], "Int64")
     return Scores(table, comparison, played, against, wrong)
@@ -184,19 +186,23 @@ def _table(rows: pd.DataFrame, played: Mapping[str, Records], rounding: set[str]
     exposed = {name: float(one.steps["exposed_comm_us"].iloc[-1]) / 1e3 for name, one in played.items()}
     numbers = rows[["rest_bytes", "peak_bytes", "wire_bytes_per_step"]] / 1e6
     table = numbers.assign(exposed=[exposed.get(name) for name in rows.index]).astype("float64")
+    table = table.set_axis([*COSTS], axis=1)
     right = {True: "yes", False: "no"}
     words = ["rounds" if name in rounding and equal else right.get(equal, "not known")
              for name, equal in rows["losses_equal"].items()]  # fmt: skip
-    table.columns = [*COSTS]
     table.insert(0, "right", words)
     return table
 
 
-def _more(one: "pd.Series[Any]", other: "pd.Series[Any]") -> list[str]:
+def _row(table: pd.DataFrame, name: str) -> dict[str, Any]:
+    return {str(column): value for column, value in table.loc[name].to_dict().items()}
+
+
+def _more(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """The costs of which ``other`` has more than ``one``, or nobody knows."""
     return [column for column in COSTS if not other[column] <= ENOUGH * one[column]]
 
 
-def _told(row: "pd.Series[Any]", column: str) -> str:
+def _told(row: Mapping[str, Any], column: str) -> str:
     unit = column.partition("(")[2].rstrip(")")
     return f"{row[column]:.4g} {unit} {COSTS[column]}"
