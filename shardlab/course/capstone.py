@@ -14,6 +14,7 @@ else no time. So no number here depends on the machine. Torch's own engines cann
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +134,12 @@ def score(
     ours = [name for name in known if name in own.values()]
     torchs = dict.fromkeys(TORCHS[name] for name in ours if name in TORCHS)
     made = {make: make() for make in own}
-    config = CompareConfig(strategies=("single", *ours, *torchs, *made.values()), **options)
+    beside: list[str | Strategy] = ["single", *ours, *torchs]
+    config = CompareConfig(strategies=(*beside, *made.values()), **options)
     against = {strategy.name: own[make] for make, strategy in made.items()}
     wrong = {one.name: said for make, one in made.items() if (said := _wrong(make, one, config.ranks))}
     right = [one for one in made.values() if one.name not in wrong]
-    config = replace(config, strategies=("single", *ours, *torchs, *right))
+    config = replace(config, strategies=(*beside, *right))
     comparison = compare(config, directory or new_directory(), pool=pool)
     # What fails or differs only here, with this model.
     rows = comparison.summary.set_index("strategy")
@@ -146,8 +148,8 @@ def score(
     wrong |= {name: "its losses differ from those of one process" for name in differ if name in against}
     played = _play(config, [name for name in rows.index if name in {*ours, *against}], *links)
     table = _table(rows, played, {one.name for one in right if one.rounds})
-    points = {name: 0 if name in wrong else FULL_MARKS - len(_more(_row(table, beside), _row(table, name)))
-              for name, beside in against.items()}  # fmt: skip
+    points = {name: 0 if name in wrong else FULL_MARKS - len(_more(_row(table, one), _row(table, name)))
+              for name, one in against.items()}  # fmt: skip
     table["points"] = pd.array([points.get(name) for name in table.index], "Int64")
     return Scores(table, comparison, played, against, wrong)
 
@@ -185,7 +187,7 @@ def _table(rows: pd.DataFrame, played: Mapping[str, Records], rounding: set[str]
     """What was counted and played."""
     exposed = {name: float(one.steps["exposed_comm_us"].iloc[-1]) / 1e3 for name, one in played.items()}
     numbers = rows[["rest_bytes", "peak_bytes", "wire_bytes_per_step"]] / 1e6
-    table = numbers.assign(exposed=[exposed.get(name) for name in rows.index]).astype("float64")
+    table = numbers.assign(exposed=[exposed.get(name, nan) for name in rows.index]).astype("float64")
     table = table.set_axis([*COSTS], axis=1)
     right = {True: "yes", False: "no"}
     words = ["rounds" if name in rounding and equal else right.get(equal, "not known")
