@@ -1,4 +1,4 @@
-"""Small training scripts, right ones and broken ones, that ``shardlab same`` judges: four kinds, one fault in each.
+"""Small training scripts, right ones and broken ones, that ``shardlab same`` judges: six kinds, one fault in each.
 
 A script is a template of its kind in which lines are replaced. The single process runs the same text.
 """
@@ -37,6 +37,7 @@ _STEP = """\
     optimizer.step()
     optimizer.zero_grad()
 """
+_FSDP1 = 'model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))\n'
 _LOSS = "loss = F.cross_entropy(model(x).flatten(0, 1), y) / 4\n"
 
 TEMPLATES: Mapping[str, str] = {
@@ -59,6 +60,23 @@ TEMPLATES: Mapping[str, str] = {
     + _ROWS
     + "        model.set_requires_gradient_sync(micro == 3)\n"
     + f"        {_LOSS}        loss.backward()\n"
+    + _STEP,
+    "FSDP1": _BEGIN.format(imports="from torch.distributed.fsdp import FullyShardedDataParallel")
+    + _FSDP1
+    + _OPTIMIZER
+    + _ROWS
+    + "        with nullcontext() if micro == 3 else model.no_sync():\n"
+    + f"            {_LOSS}            loss.backward()\n"
+    + _STEP.replace("nn.utils.clip_grad_norm_(model.parameters(), 0.1)", "model.clip_grad_norm_(0.1)"),
+    "ZeRO": _BEGIN.format(
+        imports="from torch.distributed.optim import ZeroRedundancyOptimizer\n"
+        "from torch.nn.parallel import DistributedDataParallel as DDP"
+    )
+    + "model = DDP(model)\n"
+    + "optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)\n"
+    + _ROWS
+    + "        with nullcontext() if micro == 3 else model.no_sync():\n"
+    + f"            {_LOSS}            loss.backward()\n"
     + _STEP,
     "ours": _BEGIN.format(imports="from shardlab import Mesh, build_engine")
     + 'mesh = Mesh({"data": ranks})\n'
@@ -177,10 +195,29 @@ BROKEN: Mapping[str, Story] = {
                 ("(micro == 3)", "(True)"),
                 ("        loss.backward()", "        optimizer.zero_grad()\n        loss.backward()"),
             ),
+            "FSDP1": (
+                ("micro == 3", "True"),
+                ("            loss.backward()", "            optimizer.zero_grad()\n            loss.backward()"),
+            ),
         },
         "after micro-batch 0, before any optimizer steps them",
     ),
-    "inside no_sync() to the end": Story({"DDP": (("micro == 3", "micro == 4"),)}, "not reduced"),
+    "inside no_sync() to the end": Story(
+        dict.fromkeys(("DDP", "ZeRO"), (("micro == 3", "micro == 4"),)), "not reduced"
+    ),
+    "no micro-batch syncs": Story({"FSDP2": (("micro == 3", "False"),)}, "are not reduced when they are stepped"),
+    "a last micro-batch that weighs less": Story(
+        dict.fromkeys(("by hand", "DDP", "FSDP1", "ZeRO"), (("/ 4\n", "/ (4 if micro < 3 else 4 * ranks)\n"),)),
+        "rows count otherwise than once",
+    ),
+    "a rank does not clip": Story(
+        dict.fromkeys(("by hand", "DDP", "ZeRO"), (("    nn.utils.clip", "    if rank == 0:\n        nn.utils.clip"),)),
+        "does not clip",
+    ),
+    "weight decays that differ": Story(
+        dict.fromkeys(("by hand", "DDP", "ZeRO"), (("momentum=0.9", "momentum=0.9, weight_decay=0.1 * rank"),)),
+        "different options (weight_decay",
+    ),
     "only the last micro-batch reduced": Story(
         {
             "by hand": (
@@ -230,7 +267,9 @@ BROKEN: Mapping[str, Story] = {
         },
         "not reduced",
     ),
-    "the module inside is called": Story({"DDP": (("model(x)", "model.module(x)"),)}, "not reduced"),
+    "the module inside is called": Story(
+        dict.fromkeys(("DDP", "ZeRO"), (("model(x)", "model.module(x)"),)), "not reduced"
+    ),
     "ranks start different": Story(
         {
             "by hand": (("manual_seed(0)", "manual_seed(rank)"),),
@@ -239,7 +278,13 @@ BROKEN: Mapping[str, Story] = {
         "start different",
     ),
     "a mean of means": Story({"*": (_UNEVEN,)}, "a mean of means"),
-    "the norm of own pieces": Story({"FSDP2": (_OWN_NORM,)}, "the norm of its own pieces"),
+    "the norm of own pieces": Story(
+        {
+            "FSDP2": (_OWN_NORM,),
+            "FSDP1": (("model.clip_grad_norm_(0.1)", "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"),),
+        },
+        "the norm of its own pieces",
+    ),
     "clipped before reduced": Story(
         {"by hand": ((_REDUCE + _STEP, _STEP.replace("    optimizer.step()\n", _REDUCE + "    optimizer.step()\n")),)},
         "clipped before they are reduced",
@@ -324,7 +369,7 @@ BROKEN: Mapping[str, Story] = {
         "buffers that drift",
     ),
     "learning rates that differ": Story(
-        dict.fromkeys(("by hand", "DDP"), (("lr=0.1", "lr=0.1 * (1 + rank)"),)), "different options (lr"
+        dict.fromkeys(("by hand", "DDP", "ZeRO"), (("lr=0.1", "lr=0.1 * (1 + rank)"),)), "different options (lr"
     ),
     "a rank forgets its momentum": Story(
         dict.fromkeys(
@@ -362,7 +407,10 @@ BROKEN: Mapping[str, Story] = {
         "are frozen on others",
     ),
     "an optimizer made before fully_shard": Story(
-        {"FSDP2": (("fully_shard(model)\n" + _OPTIMIZER, _OPTIMIZER + "fully_shard(model)\n"),)},
+        {
+            "FSDP2": (("fully_shard(model)\n" + _OPTIMIZER, _OPTIMIZER + "fully_shard(model)\n"),),
+            "FSDP1": ((_FSDP1 + _OPTIMIZER, _OPTIMIZER + _FSDP1),),
+        },
         "no module has",
     ),
     "divided by one axis of two": Story(

@@ -20,8 +20,8 @@ from shardlab.comm.mesh import Mesh
 from shardlab.launch import RankPool
 from shardlab.recording.global_hooks import replaced
 from shardlab.same.capture import Capture, Enough
-from shardlab.same.notes import Backward, Notes, Part, Step, place_by_hand, wholes
-from shardlab.same.pieces import Pieces
+from shardlab.same.notes import Backward, Notes, Part, Step, kept, place_by_hand, wholes
+from shardlab.same.pieces import Pieces, part_of, write
 from shardlab.same.rows import RowsAgain
 
 
@@ -54,15 +54,12 @@ class Alone(Capture):
         known = wholes([[part for part in step.weights if part.name in names] for step in steps])
         if missing := sorted(names - set(known)):
             self.refuse(f"in one process a module has parameters that no rank has, first {missing[0]!r}")
-        pieces.write({name: next(one for one in views if one is not None) for name, views in known.items()})
+        write(pieces.weights(), {name: next(one for one in some if one is not None) for name, some in known.items()})
 
     def begin_inside(self, pieces: Pieces) -> None:
         """Put the buffers of the rank in place."""
         known = self._theirs()[self._rank].buffers
-        with torch.no_grad():
-            for name, buffer in pieces.buffers.items():
-                if name in known:
-                    buffer.copy_(known[name])
+        write((part_of(name, one) for name, one in pieces.buffers.items()), known)
 
     def _theirs(self) -> list[Step]:
         """The same step of all ranks."""
@@ -73,9 +70,9 @@ class Alone(Capture):
 
     def brought(self, backward: Backward, before: dict[str, Tensor]) -> None:
         """Note what a backward has left, and what it has added."""
-        self._latest = [part._replace(value=part.value.detach().clone().cpu()) for part in self._gradients()]
+        self._latest = [part._replace(value=kept(part.value)) for part in self._gradients()]
         backward.brought = [
-            part._replace(value=part.value - before[part.name].cpu()) if part.name in before else part
+            part._replace(value=kept(part.value - before[part.name].cpu())) if part.name in before else part
             for part in self._latest
         ]
 
@@ -87,11 +84,9 @@ class Alone(Capture):
         if self._latest and not self.has_engines:
             step.gradients = self._latest
         known = wholes([one.stepped or one.gradients for one in theirs])
-        own = {name: views[self._rank] for name, views in known.items()}
-        whole = {name: one if one is not None else next(view for view in known[name] if view is not None)
-                 for name, one in own.items()}  # fmt: skip
-        for pieces in self.pieces:
-            pieces.write_gradients(whole)
+        # As the rank has it, or, if it has none, another.
+        views = {name: [some[self._rank], *some] for name, some in known.items()}
+        write(self._gradients(), {name: next(one for one in some if one is not None) for name, some in views.items()})
         options = theirs[self._rank].options
         if len(options) == len(optimizer.param_groups):
             for group, given in zip(optimizer.param_groups, options, strict=True):

@@ -7,11 +7,12 @@ from math import isclose, isnan
 import pandas as pd
 import torch
 
-from shardlab.same.causes import causes, in_forward, named, short
+from shardlab.same.causes import Line, causes, in_forward, named, short
 from shardlab.same.compare import Found, compare
 from shardlab.same.notes import Cleared, Notes, Step, place_by_hand
 
 SAME, DIFFERENT, UNKNOWN, LOST = "SAME", "DIFFERENT SINCE", "CANNOT BE SAID", "LOST"
+DEAD = "all gradients are 0 in one process too"
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Answer:
         table: of all comparisons; see ``compare.Row``.
     """
 
-    lines: list[tuple[str, str]]
+    lines: list[Line]
     table: pd.DataFrame = field(default_factory=lambda: Found().table)
 
     @property
@@ -47,14 +48,16 @@ def answer(ranks: Sequence[Notes], alone: Sequence[Notes], *, is_together: bool 
         return said
     if lines := _unfit(alone, "in one process: ") or _ended(alone, "in one process: "):
         return Answer(lines)
-    lost = list(_lost(ranks, place_by_hand(ranks, _shapes(alone))))
+    shapes = {part.name: part.shape for one in alone for step in one.steps for part in (*step.gradients, *step.after)}
+    divided = place_by_hand(ranks, shapes)
+    lost = list(_lost(ranks, divided))
     found = compare(ranks, alone)
     found.is_together = is_together
-    lines = list(_verdict(found, ranks, alone))
+    lines = list(_verdict(found, ranks, alone, divided))
     if lost and lines[0][0] == SAME:  # one process loses as much
         lines = [*lost, ("NOTE", f"what is left is the same: {lines[0][1]}"), *lines[1:]]
-    else:
-        lines += lost
+    elif lost:
+        lines = [*lost, ("NOTE", f"nothing is left: {DEAD}")] if lines[0][1] == DEAD else lines + lost
     return Answer([*lines, *_notes(found, ranks)], found.table)
 
 
@@ -64,7 +67,7 @@ def early(ranks: Sequence[Notes]) -> Answer | None:
     return Answer([*lines, *_lost(ranks, divided=False)]) if lines else None
 
 
-def _unfit(processes: Sequence[Notes], where: str = "") -> list[tuple[str, str]]:
+def _unfit(processes: Sequence[Notes], where: str = "") -> list[Line]:
     """Why processes cannot be compared."""
     for one in processes:
         if one.refused:
@@ -72,50 +75,46 @@ def _unfit(processes: Sequence[Notes], where: str = "") -> list[tuple[str, str]]
         if any(not name for step in one.steps for name in step.names):
             words = "an optimizer steps tensors that no module has that was called, so their gradients have no names"
             return [(UNKNOWN, where + words), ("NEXT", "give the optimizer the parameters of the model")]
-    failed = [(rank, one) for rank, one in enumerate(processes) if one.error and not one.left_by_others]
-    for rank, one in failed:
-        lines = [(UNKNOWN, f"{where}rank {rank} ends after {len(one.steps)} steps: {one.error}")]
-        if where and one.error.startswith("AssertionError"):
-            lines.append(("NEXT", "give the arguments that fit one process by --alone, for example --alone '--tp 1'"))
-        return lines
-    if processes and not any(one.steps for one in processes):
-        told = next((one.error for one in processes if one.error), "") or (
-            "no step of an optimizer was seen: the script has none, or starts processes itself (mp.spawn); let "
-            "torchrun or --ranks start them"
-        )
-        return [(UNKNOWN, where + told)]
-    return []
-
-
-def _ended(processes: Sequence[Notes], where: str = "") -> list[tuple[str, str]]:
-    """A process that has not come to its last step, though all have done the same so far."""
     for rank, one in enumerate(processes):
-        if one.error:
-            return [(UNKNOWN, f"{where}rank {rank}, after {len(one.steps)} steps: {one.error}")]
-    return []
+        if one.error and not one.left_by_others:
+            lines = [(UNKNOWN, f"{where}rank {rank} ends after {len(one.steps)} steps: {one.error}")]
+            if where and one.error.startswith("AssertionError"):
+                lines.append(("NEXT", "give the arguments of one process by --alone, for example --alone '--tp 1'"))
+            return lines
+    if any(one.steps for one in processes):
+        return []
+    words = (
+        "no step of an optimizer was seen: the script has none, or starts processes itself (mp.spawn); let torchrun "
+        "or --ranks start them"
+    )
+    return [(UNKNOWN, where + next((one.error for one in processes if one.error), words))]
 
 
-def _apart(ranks: Sequence[Notes]) -> list[tuple[str, str]]:
+def _ended(processes: Sequence[Notes], where: str = "") -> list[Line]:
+    """A process that has not come to its last step, though all have done the same so far."""
+    ends = [f"{where}rank {rank}, after {len(one.steps)} steps: {one.error}" for rank, one in enumerate(processes)
+            if one.error]  # fmt: skip
+    return [(UNKNOWN, one) for one in ends[:1]]
+
+
+def _apart(ranks: Sequence[Notes]) -> list[Line]:
     """Where ranks do not train the same parameters."""
     shapes = [one.shapes for one in ranks]
     for rank, own in enumerate(shapes):
         # A rank that has failed before its first step may not have come to all of its modules.
         known = own.keys() | shapes[0].keys() if ranks[rank].steps and ranks[0].steps else own.keys() & shapes[0].keys()
-        unlike = [name for name in known if own.get(name) != shapes[0].get(name)]
-        if unlike:
+        if unlike := [name for name in known if own.get(name) != shapes[0].get(name)]:
             name = min(unlike)
             told = " and ".join(
-                f"{list(some[name])} on rank {number}" if name in some else f"none on rank {number}"
+                f"{list(some[name]) if name in some else 'none'} on rank {number}"
                 for number, some in ((0, shapes[0]), (rank, own))
             )
             why = (
                 f"ranks train different parameters, first {name!r}: {told}. One process cannot be both; of stages of a "
                 "pipeline, and of modules that are chosen by rank, nothing can be said"
             )
-            return [
-                (UNKNOWN, why),
-                ("NEXT", "let all ranks build the same module, of which DTensor or FSDP divides each"),
-            ]
+            advice = "let all ranks build the same module, of which DTensor or FSDP divides each"
+            return [(UNKNOWN, why), ("NEXT", advice)]
     trained = {name: [name in one.trainable for one in ranks] for name in shapes[0]}
     if frozen := [name for name, on in trained.items() if any(on) and not all(on)]:
         on = ", ".join(str(rank) for rank, trains in enumerate(trained[frozen[0]]) if not trains)
@@ -127,44 +126,39 @@ def _apart(ranks: Sequence[Notes]) -> list[tuple[str, str]]:
     return []
 
 
-def _skipped(ranks: Sequence[Notes]) -> list[tuple[str, str]]:
+def _skipped(ranks: Sequence[Notes]) -> list[Line]:
     """Where ranks have called backward or step unequally often."""
     for number in range(max(len(one.steps) for one in ranks)):
-        counts = [len(one.steps[number].backwards) if number < len(one.steps) else None for one in ranks]
+        steps = [one.steps[number] if number < len(one.steps) else None for one in ranks]
+        counts = ["none" if one is None else str(len(one.backwards)) for one in steps]
         if len(set(counts)) > 1:
-            told = ", ".join("none" if one is None else f"{one}" for one in counts)
             rank = next(rank for rank, one in enumerate(counts) if one != counts[0])
-            line = next((short(one.steps[number].line) for one in ranks if number < len(one.steps)), "")
             return [
-                (DIFFERENT, f"step {number}, in the number of backwards before it: {told}, by rank"),
-                ("CAUSE", f"rank {rank} skips a step or takes micro-batches that others do not"),
-                ("WHERE", f"the step at {line}"),
+                (DIFFERENT, f"step {number}, in the number of backwards before it: {', '.join(counts)}, by rank"),
+                ("CAUSE", f"rank {rank} skips a step, takes one more, or takes micro-batches that others do not"),
+                ("WHERE", f"the step at {next(short(one.line) for one in steps if one is not None)}"),
                 ("NEXT", "let all ranks decide alike, for example by a flag that is reduced over them"),
             ]
     return []
 
 
-def _verdict(found: Found, ranks: Sequence[Notes], alone: Sequence[Notes]) -> Iterator[tuple[str, str]]:
-    rows = found.different
+def _verdict(found: Found, ranks: Sequence[Notes], alone: Sequence[Notes], divided: bool) -> Iterator[Line]:
+    rows, why = found.different, found.unknown
     # Weights that differ explain other losses; else these say that the process alone had other rows.
-    is_by_weights = bool(rows) and rows[0].what == "weights before"
-    why = "" if found.unknown or is_by_weights else _other_losses(found, ranks, alone, rows[0].step if rows else None)
-    if rows and not why:
-        micro = _first_micro_batch(found, rows[0].step)
-        worst = max(rows, key=lambda row: row.relative)
-        yield (
-            DIFFERENT,
-            f"step {rows[0].step}{micro}: {rows[0].what} of {named(rows, found, ranks)}; ratio {_ratios(rows)}",
-        )
+    if not why and not (rows and rows[0].what == "weights before"):
+        last = rows[0].step if rows else found.num_steps - 1
+        why = next(filter(None, (_other_losses(found, ranks, alone, one, divided) for one in range(last + 1))), "")
+    if rows and why == found.unknown:
+        count = found.unions[rows[0].step].micro_batches
+        since = f"step {rows[0].step}{f' ({count} micro-batches)' if count > 1 else ''}: {rows[0].what}"
+        yield DIFFERENT, f"{since} of {named(rows, found, ranks)}; ratio {_ratios(rows)}"
         yield from causes(found, ranks)
-        if worst.what == "gradient" and found.dtype in ("bfloat16", "float16"):
+        if rows[0].what == "gradient" and found.dtype in ("bfloat16", "float16"):
             yield "NEXT", "run with --float64 to see it without rounding"
-    elif found.unknown:
-        yield UNKNOWN, found.unknown
     elif why:
         yield UNKNOWN, why
     elif all(float(value.abs().max()) == 0 for one in found.unions for value in one.gradient.values() if value.numel()):
-        yield UNKNOWN, "all gradients are 0 in one process too"
+        yield UNKNOWN, DEAD
         yield "CAUSE", "a dead run: nothing that trains reaches the loss, or the loss is constant"
         yield "NEXT", "look where the loss is detached from the model"
     elif found.largest > found.band.same:
@@ -179,66 +173,62 @@ def _verdict(found: Found, ranks: Sequence[Notes], alone: Sequence[Notes]) -> It
 def _ratios(rows: Sequence) -> str:  # type: ignore[type-arg]
     low, high = min(row.ratio for row in rows), max(row.ratio for row in rows)
     cosine = min((row.cosine for row in rows if not isnan(row.cosine)), default=0.0)
-    ratios = f"{low:.4g}" if isclose(low, high, rel_tol=1e-3) else f"{low:.4g} to {high:.4g}"
-    return f"{ratios}, cosine {cosine:.3f}"
+    return f"{low:.4g}{'' if isclose(low, high, rel_tol=1e-3) else f' to {high:.4g}'}, cosine {cosine:.3f}"
 
 
-def _first_micro_batch(found: Found, step: int) -> str:
-    count = found.unions[step].micro_batches
-    return f" ({count} micro-batches)" if count > 1 else ""
-
-
-def _other_losses(found: Found, ranks: Sequence[Notes], alone: Sequence[Notes], last: int | None) -> str:
+def _other_losses(found: Found, ranks: Sequence[Notes], alone: Sequence[Notes], number: int, divided: bool) -> str:
     """Why rows or forwards were others in one process; empty if each loss there was the rank's, or a known share."""
-    num_ranks = len(ranks)
+    theirs, own = (
+        torch.tensor([[each.loss for each in one.steps[number].backwards] for one in some]).double()
+        for some in (ranks, alone)
+    )
+    own = own[:, : theirs.shape[1]]
+    shares = torch.tensor(found.unions[number].weights).double()[:, None]
+    may_be = [own * scale for scale in (1.0, len(ranks), len(ranks) ** 2, 1 / len(ranks), shares, shares * len(ranks))]
+    if found.is_together:  # the loss of all rows at once
+        theirs, may_be = theirs.sum(0), [own[0], own[0] * len(ranks)]
+    else:  # or a loss that ranks have reduced before backward
+        may_be += [own.sum(0).expand_as(own), own.mean(0).expand_as(own)]
     tolerance = max(found.band.same, 1e-6) if found.band.same else found.band.different
-    for number in range(found.num_steps if last is None else last + 1):
-        theirs = torch.tensor([[each.loss for each in one.steps[number].backwards] for one in ranks]).double()
-        own = torch.tensor([[each.loss for each in one.steps[number].backwards] for one in alone]).double()
-        own = own[:, : theirs.shape[1]]
-        shares = torch.tensor(found.unions[number].weights).double()[:, None]
-        scales = (1.0, num_ranks, 1 / num_ranks, shares, shares * num_ranks)
-        may_be = [own * scale for scale in scales]
-        if found.is_together:  # the loss of all rows at once
-            theirs, may_be = theirs.sum(0), [own[0], own[0] * num_ranks]
-        else:  # or a loss that ranks have reduced before backward
-            may_be += [own.sum(0).expand_as(own), own.mean(0).expand_as(own)]
-        if not any(torch.allclose(theirs, one, rtol=tolerance, atol=0.0) for one in may_be):
-            ratios = (theirs / may_be[0]).reshape(len(theirs), -1)
-            rank = int((ratios - 1).abs().amax(1).argmax())
-            return (
-                f"in step {number} the loss of rank {rank} is {float(ratios[rank][0]):.6g} times that of one process "
-                "on the same rows: rows that were not seen, noise, a loss that reads the rank, or a forward in which "
-                "ranks exchange activations"
-            )
-    return ""
+    if torch.stack([torch.isclose(theirs, one, tolerance, 0.0) for one in may_be]).any(0).all():
+        return ""
+    ratios = (theirs / may_be[0]).reshape(len(theirs), -1)
+    rank, micro = divmod(int((ratios - 1).abs().argmax()), ratios.shape[1])
+    may = "rows that were not seen, noise, a loss that reads the rank, or a forward in which ranks exchange activations"
+    if divided and not _same_rows(ranks[:2]):
+        may = "ranks 0 and 1 divide parameters and are given different rows, or " + may
+    elif divided:
+        lines = dict.fromkeys(short(one.line) for step in ranks[0].steps for one in in_forward(step))
+        may += f" at {', '.join(lines)} (a bias that each of them adds counts several times)"
+    times = f"{float(ratios[rank][micro]):.6g} times that of one process on the same rows"
+    return f"in step {number} the loss of rank {rank} is {times}: {may}"
 
 
-def _shapes(alone: Sequence[Notes]) -> dict[str, tuple[int, ...]]:
-    return {part.name: part.shape for one in alone for step in one.steps for part in (*step.gradients, *step.after)}
-
-
-def _lost(ranks: Sequence[Notes], divided: bool) -> Iterator[tuple[str, str]]:
+def _lost(ranks: Sequence[Notes], divided: bool) -> Iterator[Line]:
     """Gradients that were brought and never stepped."""
-    for rank, one in enumerate(ranks):
-        lost = [
-            (number, each)
-            for number, step in enumerate(one.steps)
-            for each in _cleared(step, ranks, number, of_another=False)
-        ]
-        if lost:
-            number, first = lost[0]
-            names = {each.name for _, each in lost}
-            norm = sum(each.norm**2 for at, each in lost if at == number) ** 0.5
-            where = f" at {short(first.line)}" if first.line else ""
-            what = f"gradients of {len(names)} parameters, of norm {norm:.4g} on rank {rank}, are cleared{where}"
-            yield LOST, f"step {number}: {what} after micro-batch {first.backward}, before any optimizer steps them"
+    every = [(rank, number, step) for rank, one in enumerate(ranks) for number, step in enumerate(one.steps)]
+    for rank, number, step in every:
+        if lost := _cleared(step, ranks, number, of_another=False):
+            where = f" at {short(lost[0].line)}" if lost[0].line else ""
+            what = _norm_of([(each.name, each.norm) for each in lost], rank)
+            when = f"are cleared{where} after micro-batch {lost[0].backward}, before any optimizer steps them"
+            yield LOST, f"step {number}: {what}, {when}"
+            break
+    for rank, number, step in every:
+        if step.unreduced:
+            why = "are not reduced when they are stepped: set_requires_gradient_sync(True) has to come before"
+            yield LOST, f"step {number}: {_norm_of(list(step.unreduced.items()), rank)}, {why}"
             break
     if not divided and _same_rows(ranks):
         yield LOST, f"all {len(ranks)} ranks are given the same rows: {len(ranks) - 1} of {len(ranks)} are repeated"
-    stepped = {name for one in ranks for step in one.steps for name in step.names}
+    stepped = {name for _, _, step in every for name in step.names}
     if stepped and (left := [name for name in ranks[0].trainable if name not in stepped]):
         yield LOST, f"{len(left)} parameters train and no optimizer steps them, first {left[0]!r}"
+
+
+def _norm_of(norms: Sequence[tuple[str, float]], rank: int) -> str:
+    norm = sum(one**2 for _, one in norms) ** 0.5
+    return f"gradients of {len(dict(norms))} parameters, of norm {norm:.4g} on rank {rank}"
 
 
 def _cleared(step: Step, ranks: Sequence[Notes], number: int, *, of_another: bool) -> list[Cleared]:
@@ -248,44 +238,30 @@ def _cleared(step: Step, ranks: Sequence[Notes], number: int, *, of_another: boo
     return [one for one in wanted if not (of_another and one.name in stepped)]
 
 
-def _notes(found: Found, ranks: Sequence[Notes]) -> Iterator[tuple[str, str]]:
+def _notes(found: Found, ranks: Sequence[Notes]) -> Iterator[Line]:
     """What one process would do alike, and what is told as what it is."""
-    if found.is_together and (gathered := _gathered_alone(ranks[0])):
-        yield "NOTE", f"what is gathered at {gathered} brings back no gradient, in one process neither"
-    if found.by_sum:
-        yield "NOTE", "the loss is a sum over rows, and the ranks' gradients are added: as one process does on all rows"
-    elif any(one.is_summed for one in found.unions):
-        yield (
-            "NOTE",
-            (
-                "the loss is a sum over rows, of which ranks take the mean: one process on all rows has "
-                f"{len(ranks)} times it"
-            ),
-        )
-    if not all(one.is_known for one in found.unions):
-        yield (
-            "NOTE",
-            "of how many rows or tokens each loss is the mean was not seen: all ranks are taken to weigh the same",
-        )
-    if any(one.uneven for one in found.unions):
-        yield "NOTE", "micro-batches with unequal numbers of rows or tokens weigh the same, in one process too"
-    kept = [(number, step) for one in ranks for number, step in enumerate(one.steps) for each in step.backwards[:1]
-            if each.grew_from]  # fmt: skip
-    if kept:
-        yield "NOTE", f"gradients of the step before are still there in step {kept[0][0]}: nothing clears them"
-    every = [(one.steps[number], number) for one in ranks for number in range(len(one.steps))]
+    every = [(step, number) for one in ranks for number, step in enumerate(one.steps)]
     discarded = {each.name for step, number in every for each in _cleared(step, ranks, number, of_another=True)}
-    if discarded:
-        yield "NOTE", f"gradients of {len(discarded)} parameters, brought by another optimizer's loss, are discarded"
-
-
-def _gathered_alone(one: Notes) -> str:
-    """The line that gathers in a forward, of whose backward nothing is sent; empty if there is none."""
-    for step in one.steps:
-        sent = in_forward(step)
-        if all(message.op == "all_gather" for message in sent):
-            return ", ".join({short(message.line): None for message in sent})
-    return ""
+    kept = [number for step, number in every if step.backwards and step.backwards[0].grew_from]
+    sent = next(filter(None, (in_forward(step) for step in ranks[0].steps)), [])
+    gathers = found.is_together and all(one.op == "all_gather" for one in sent)
+    lines = ", ".join(dict.fromkeys(short(one.line) for one in sent))
+    added = "the loss is a sum over rows, "
+    told = {
+        f"what is gathered at {lines} brings back no gradient, in one process neither": gathers and lines,
+        f"{added}and the ranks' gradients are added: as one process does on all rows": found.by_sum,
+        f"{added}of which ranks take the mean: one process on all rows has {len(ranks)} times it": not found.by_sum
+        and any(one.is_summed for one in found.unions),
+        "of how many rows or tokens each loss is the mean was not seen: all ranks are taken to weigh the same": not all(
+            one.is_known for one in found.unions
+        ),
+        "micro-batches with unequal numbers of rows or tokens weigh the same, in one process too": any(
+            one.uneven for one in found.unions
+        ),
+        f"gradients of the step before are still there in step {min(kept, default=0)}: nothing clears them": kept,
+        f"gradients of {len(discarded)} parameters, brought by another optimizer's loss, are discarded": discarded,
+    }
+    yield from (("NOTE", text) for text, holds in told.items() if holds)
 
 
 def _same_rows(ranks: Sequence[Notes]) -> bool:
@@ -293,12 +269,15 @@ def _same_rows(ranks: Sequence[Notes]) -> bool:
     steps = [step for one in ranks for step in one.steps]
     if any(one.caller == "dtensor" and one.backward < len(step.backwards) for step in steps for one in step.messages):
         return False  # those after the last backward are of the gradients' norm
-
-    def given(one: Notes) -> list[torch.Tensor]:
-        calls = [call for step in one.steps for some in step.calls.values() for call in some]
-        return [tensor for call in calls for tensor in call.given if tensor is not None]
-
-    first = given(ranks[0])
-    return bool(first) and all(
-        len(other := given(one)) == len(first) and all(map(torch.equal, first, other)) for one in ranks[1:]
-    )
+    first, *others = [
+        [
+            tensor
+            for step in one.steps
+            for calls in step.calls.values()
+            for call in calls
+            for tensor in call.given
+            if tensor is not None
+        ]
+        for one in ranks
+    ]
+    return bool(first) and all(len(one) == len(first) and all(map(torch.equal, first, one)) for one in others)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily  # there is no public way to pause a mode
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -27,16 +27,18 @@ from shardlab.engines.any_engine import AnyEngine
 from shardlab.recording.global_hooks import replaced
 from shardlab.recording.inferred_loop import scalars
 from shardlab.same.messages import Messages
-from shardlab.same.notes import Backward, Cleared, Counted, Notes, Part, Step
+from shardlab.same.notes import Backward, Cleared, Counted, Notes, Part, Step, kept
 from shardlab.same.pieces import Pieces, inside
 from shardlab.same.rows import Rows, meets
 
-DROPOUTS = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
+DROPOUTS = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout",
+            "scaled_dot_product_attention")  # fmt: skip
 LOSSES = (F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.binary_cross_entropy,
           F.binary_cross_entropy_with_logits, F.kl_div, F.huber_loss)  # fmt: skip
 REDUCED = {torch.sum: False, Tensor.sum: False, torch.mean: True, Tensor.mean: True}  # whether by a mean
 MOST = 4  # times the limit, of an optimizer that steps more often than another
 _NUMBERS = (int, float, bool, str, type(None), tuple)
+_ATTENDS = F.scaled_dot_product_attention
 
 
 class Enough(BaseException):
@@ -59,8 +61,8 @@ class Capture:
 
     def __init__(self, rows: Rows, notes: Notes, *, rank: int, limit: int, dropout: bool) -> None:
         self._rows, self.notes, self._rank, self._limit, self._dropout = rows, notes, rank, limit, dropout
-        self.roots: list[nn.Module | AnyEngine] = []
-        self.pieces: list[Pieces] = []
+        self.pieces: list[Pieces] = []  # of each root
+        self.has_engines = False  # of ours, which show gradients at the step alone
         self.names: dict[int, list[str]] = {}
         self.step = Step()
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -82,8 +84,8 @@ class Capture:
             for owner, name, around in (
                 (nn.Module, "__call__", self._around_call), (Engine, "__call__", self._around_call),
                 (torch.autograd, "backward", self._around_backward), (clip_grad, "_clip_grads_with_norm_", self._clip),
+                (nn.utils, "clip_grads_with_norm_", self._clip),
                 (AnyEngine, "clip_grad_norm_", self._around_clip), (Engine, "backward", self._around_verb),
-                (Engine, "step", self._around_verb), (Engine, "zero_grad", self._around_verb),
                 (FullyShardedDataParallel, "clip_grad_norm_", self._around_clip),
                 (nn.Module, "zero_grad", self._around_zero),
                 (torch.optim.Optimizer, "zero_grad", self._around_zero), (DataLoader, "__len__", self._around_length),
@@ -91,16 +93,10 @@ class Capture:
                 (torch.amp.GradScaler, "scale", self._around_scale),
             ):  # fmt: skip
                 stack.enter_context(replaced(owner, name, around))
-            if not self._dropout:
-                for name in DROPOUTS:
-                    stack.enter_context(replaced(F, name, _drops_nothing))
-                stack.enter_context(replaced(F, "scaled_dot_product_attention", _attends_to_all))
-            hooks = (
-                register_optimizer_step_pre_hook(self._before_step),
-                register_optimizer_step_post_hook(self._after_step),
-            )
-            for hook in hooks:
-                stack.callback(hook.remove)
+            for name in () if self._dropout else DROPOUTS:
+                stack.enter_context(replaced(F, name, _drops_nothing))
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             stack.enter_context(self._messages)
             stack.enter_context(_Functions(self))
             yield
@@ -124,11 +120,6 @@ class Capture:
             self._counted += _counted(function, args, kwargs, made)
         return made
 
-    @property
-    def has_engines(self) -> bool:
-        """Whether engines of ours train."""
-        return any(isinstance(root, AnyEngine) for root in self.roots)
-
     def refuse(self, why: str) -> NoReturn:
         """End the script, which cannot be judged."""
         self.notes.refused = why
@@ -142,7 +133,7 @@ class Capture:
 
     def begin_inside(self, pieces: Pieces) -> None:
         """So is its module, when DistributedDataParallel has sent the buffers."""
-        self.step.buffers |= {name: one.detach().clone().cpu() for name, one in pieces.buffers.items()}
+        self.step.buffers |= {name: kept(one) for name, one in pieces.buffers.items()}
 
     def brought(self, backward: Backward, before: dict[str, Tensor]) -> None:
         """A backward has ended."""
@@ -153,9 +144,7 @@ class Capture:
     # What is replaced.
 
     def _around_call(self, plain: Callable[..., Any], root: Any, *args: Any, **kwargs: Any) -> Any:
-        if root is self._waits:
-            self._waits = None
-            self.begin_inside(self.pieces[self._called])
+        self._look_inside(root)
         if self._is_inside or not torch.is_grad_enabled() or not _trains(root):
             return plain(root, *args, **kwargs)
         if self._is_in_backward:  # a checkpointed forward again, with what it was given at first
@@ -169,17 +158,20 @@ class Capture:
                 self._end_if_enough()
                 self.begin(self.pieces[number])
                 self._waits = self.pieces[number].module
-                if root is self._waits:
-                    self._waits = None
-                    self.begin_inside(self.pieces[number])
+                self._look_inside(root)
             args, kwargs = self._rows.given(self.step, number, (args, kwargs))
-            self._note_dtypes()
-            with self._noise(number), _unseen() if isinstance(root, AnyEngine) else contextlib.nullcontext():
+            with self._noise(number):
                 made = plain(root, *args, **kwargs)
+            self._note_dtypes(made)
         finally:
             self._is_inside = False
         self._is_on_the_way = any(one.requires_grad for one in tensors_in(made))
         return made
+
+    def _look_inside(self, root: Any) -> None:
+        if root is self._waits:
+            self._waits = None
+            self.begin_inside(self.pieces[self._called])
 
     @contextlib.contextmanager
     def _noise(self, number: int) -> Iterator[None]:
@@ -213,31 +205,28 @@ class Capture:
         return None
 
     def _clip(self, plain: Callable[..., None], parameters: Any, max_norm: float, norm: Tensor, *rest: Any) -> None:
-        if not self.step.gradients:
-            self.note_gradients()
-            self.step.max_norm = float(max_norm)
-            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            self.step.clipped = [name for one in given for name in self.names.get(id(one), [])]
-            self.step.norm = next((float(one) for one in scalars(norm)), None)
-            parameters = given
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        step, clipped = self.step, [name for one in given for name in self.names.get(id(one), [])]
+        if step.gradients:
+            step.max_norm = None  # several norms, of parts: what they should be is not known
         else:
-            self.step.max_norm = None  # several norms, of parts: what they should be is not known
-        plain(parameters, max_norm, norm, *rest)
+            self.note_gradients()
+            step.max_norm, step.clipped = float(max_norm), clipped
+            step.norm = next((float(one) for one in scalars(norm)), None)
+        plain(given, max_norm, norm, *rest)
 
     def _around_clip(self, plain: Callable[..., Tensor], root: Any, max_norm: float, *rest: Any) -> Tensor:
         if isinstance(root, AnyEngine):
-            with _unseen():
-                root.finish_gradients()
+            root.finish_gradients()
         self.note_gradients()
         self.step.max_norm, self.step.clipped = float(max_norm), list(self.notes.trainable)
-        with _unseen() if isinstance(root, AnyEngine) else contextlib.nullcontext():
-            norm = plain(root, max_norm, *rest)
+        norm = plain(root, max_norm, *rest)
         self.step.norm = float(norm)
         return norm
 
     def _around_verb(self, plain: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        with _unseen():
-            plain(*args, **kwargs)
+        self._is_on_the_way = False  # what an engine does to gradients is no function of the script
+        plain(*args, **kwargs)
 
     def _around_zero(self, plain: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self._clearing = line_of_caller()
@@ -250,15 +239,13 @@ class Capture:
 
     def _around_iter(self, plain: Callable[..., Any], loader: DataLoader[Any]) -> Any:
         made = plain(loader)
-        with contextlib.suppress(AttributeError):  # one of another class
-            made._shardlab_loader = loader
+        if isinstance(made, _BaseDataLoaderIter):
+            made._shardlab_loader = loader  # type: ignore[attr-defined]
         return made
 
     def _around_next(self, plain: Callable[..., Any], iterator: Any) -> Any:
         loader = getattr(iterator, "_shardlab_loader", None)
-        if loader is None:
-            return plain(iterator)
-        return self._rows.batch(loader, lambda: plain(iterator))
+        return plain(iterator) if loader is None else self._rows.batch(loader, lambda: plain(iterator))
 
     def _around_scale(self, plain: Callable[..., Any], scaler: torch.amp.GradScaler, outputs: Any) -> Any:
         if scaler.is_enabled():
@@ -272,23 +259,21 @@ class Capture:
         if len(self._stepping) > 1:
             return
         step = self.step
-        if not any(one is optimizer for one in self._optimizers):
+        if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
-        step.optimizer = next(number for number, one in enumerate(self._optimizers) if one is optimizer)
+        step.optimizer = self._optimizers.index(optimizer)
         step.line, self._clearing = line_of_caller(), ""
-        own = [self.names.get(id(one), [""]) for group in optimizer.param_groups for one in group["params"]]
-        step.names = [name for names in own for name in names]
+        groups = optimizer.param_groups
+        step.names = [name for group in groups for one in group["params"] for name in self.names.get(id(one), [""])]
         self._look_for_cleared()
-        was_clipped = bool(step.gradients)
-        if was_clipped:
+        if step.gradients:  # from before they were clipped
             step.stepped = _copies(self._gradients())
         else:
             self.note_gradients()
-        step.options = [
-            {key: value for key, value in group.items() if isinstance(value, _NUMBERS)}
-            for group in optimizer.param_groups
-        ]
+        step.options = [{key: one for key, one in group.items() if isinstance(one, _NUMBERS)} for group in groups]
         step.messages = self._messages.taken()
+        kept = (one for pieces in self.pieces for one in pieces.unreduced())
+        step.unreduced = {name: float(one.norm()) for name, one in kept if name in step.names}
         self.step_begins(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -342,14 +327,15 @@ class Capture:
             raise Enough
 
     def _number(self, root: nn.Module | AnyEngine) -> int:
-        for number, known in enumerate(self.roots):
-            if inside_of(known) is inside_of(root):
-                return number
+        module = inside(root.module if isinstance(root, AnyEngine) else root)
+        known = [pieces.module for pieces in self.pieces]
+        if module in known:
+            return known.index(module)
         try:
-            pieces = Pieces(root, f"{len(self.roots)}:" if self.roots else "")
+            pieces = Pieces(root, f"{len(known)}:" if known else "")
         except ValueError as error:
             self.refuse(str(error))
-        self.roots.append(root)
+        self.has_engines |= isinstance(root, AnyEngine)
         self.pieces.append(pieces)
         # Weights that two roots share keep the name of the first.
         self.names = pieces.names | self.names
@@ -357,7 +343,7 @@ class Capture:
         self.notes.shapes |= {part.name: part.shape for part in pieces.weights()}
         self.notes.tied += pieces.tied
         self.on_step()
-        return len(self.roots) - 1
+        return len(known)
 
     def _name_of(self, tensor: Tensor) -> tuple[str, ...]:
         """The gradients, or parameters, that are in the memory of a message."""
@@ -365,14 +351,10 @@ class Capture:
         parts = (part for pieces in self.pieces for one in (pieces.gradients(), pieces.weights()) for part in one)
         return tuple(dict.fromkeys(part.name for part in parts if part.value.untyped_storage().data_ptr() == storage))
 
-    def _note_dtypes(self) -> None:
-        kinds = {
-            part.value.dtype for pieces in self.pieces for part in pieces.weights() if part.value.is_floating_point()
-        }
-        if torch.is_autocast_enabled("cpu"):
-            kinds.add(torch.get_autocast_dtype("cpu"))
-        if torch.cuda.is_available() and torch.is_autocast_enabled("cuda"):
-            kinds.add(torch.get_autocast_dtype("cuda"))
+    def _note_dtypes(self, made: Any) -> None:
+        kinds = {torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)}
+        kinds |= {one.dtype for one in tensors_in(made)}  # as FSDP2 may cast
+        kinds |= {part.value.dtype for pieces in self.pieces for part in pieces.weights()}
         self.step.dtypes |= {str(kind).removeprefix("torch.") for kind in kinds}
 
 
@@ -387,32 +369,19 @@ class _Functions(TorchFunctionMode):
         return self._capture.called(func, args, kwargs or {})
 
 
-def _unseen() -> contextlib.AbstractContextManager[Any]:
-    """Inside, no mode sees functions: what engines of ours do to parameters is no function of the script."""
-    return _pop_mode_temporarily()
-
-
-def inside_of(root: nn.Module | AnyEngine) -> nn.Module:
-    """The user's module."""
-    return inside(root.module if isinstance(root, AnyEngine) else root)
-
-
 def _trains(root: nn.Module | AnyEngine) -> bool:
     return isinstance(root, AnyEngine) or any(param.requires_grad for param in root.parameters())
 
 
 def _copies(parts: Iterator[Part]) -> list[Part]:
-    return [part._replace(value=part.value.detach().clone().cpu()) for part in parts]
+    return [part._replace(value=kept(part.value)) for part in parts]
 
 
-def _drops_nothing(plain: Callable[..., Tensor], tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-    return plain(tensor, training=False)
-
-
-def _attends_to_all(plain: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    if len(args) > 4:
-        args = (*args[:4], 0.0, *args[5:])
-    return plain(*args, **{key: one for key, one in kwargs.items() if key != "dropout_p"})
+def _drops_nothing(plain: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if plain is not _ATTENDS:
+        return plain(tensor, training=False)
+    args = (*args[:3], 0.0, *args[4:]) if len(args) > 3 else args
+    return plain(tensor, *args, **{key: one for key, one in kwargs.items() if key != "dropout_p"})
 
 
 def _counted(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Tensor) -> list[Counted]:

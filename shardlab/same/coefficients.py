@@ -88,10 +88,8 @@ def _mixture(ours: dict[str, Tensor], expected: Union, names: Sequence[str]) -> 
     solved = torch.linalg.lstsq(scaled, mine, rcond=1e-4, driver="gelsd")
     away = float((scaled @ solved.solution - mine).norm())
     norm = sqrt(
-        max(
-            float(mine.square().sum()), sum((sizes[number] * expected.weights[keys[number][0]]) ** 2 for number in used)
-        )
+        max(float(mine.square().sum()), sum((sizes[number] * expected.share(keys[number][0])) ** 2 for number in used))
     )
-    found = {keys[number]: float(solved.solution[place]) / sizes[number] / expected.weights[keys[number][0]]
+    found = {keys[number]: float(solved.solution[place]) / sizes[number] / expected.share(keys[number][0])
              for place, number in enumerate(used)}  # fmt: skip
     return Mixture(found, away / norm if norm else 1.0, int(solved.rank) == len(used))

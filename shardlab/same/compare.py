@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import isclose, sqrt
+from math import inf, isclose, isnan, nan, sqrt
 from typing import NamedTuple
 
 import pandas as pd
@@ -114,12 +114,31 @@ def compare(ranks: Sequence[Notes], alone: Sequence[Notes]) -> Found:
     return found
 
 
+def among(ranks: Sequence[Notes]) -> Found:
+    """What all ranks should have alike, where no process can have all rows: weights, what they step, and buffers."""
+    found = Found(num_steps=min(len(one.steps) for one in ranks))
+    for number in range(found.num_steps):
+        steps = [one.steps[number] for one in ranks]
+        stepped = [[part for part in one.stepped or one.gradients if part.name in one.names] for one in steps]
+        for what, parts in (("weights before", [one.weights for one in steps]), ("gradient", stepped)):
+            views = wholes(parts)
+            firsts = {name: next(one for one in some if one is not None) for name, some in views.items()}
+            found.rows += _rows(number, what, views, firsts, len(ranks))
+        found.rows += _buffers(number, steps)
+    return found
+
+
 def _compare_step(found: Found, number: int, steps: Sequence[Step], own: Sequence[Step], expected: Union) -> None:
     found.unions.append(expected)
     first, num_ranks = wholes([one.weights for one in steps]), len(steps)
     begins = {name: next(one for one in views if one is not None) for name, views in first.items()}
     found.rows += _rows(number, "weights before", first, begins, num_ranks)
     ours = wholes([[part for part in one.gradients if part.name in one.names] for one in steps])
+    in_pieces = {part.name for one in steps for part in one.gradients if part.is_flat}
+    for rank, one in enumerate(steps):  # what a rank steps without a gradient counts as 0, where it steps all of it
+        for name, part in {part.name: part for part in one.weights if part.is_whole}.items():
+            if name in {*one.names} & ours.keys() - in_pieces and ours[name][rank] is None:
+                ours[name][rank] = torch.zeros(part.shape, dtype=part.value.dtype)
     found.ours.append(ours)
     names = {name for one in steps for name in one.names}
     wanted = {name: value for name, value in expected.gradient.items() if name in names}
@@ -148,30 +167,28 @@ def _rows(
     number: int, what: str, ours: dict[str, list[Tensor | None]], expected: Gradient, num_ranks: int
 ) -> Iterator[Row]:
     numel = sum(value.numel() for value in expected.values())
-    mean = sqrt(sum(float(value.double().square().sum()) for value in expected.values()) / max(numel, 1))
-    for name, value in expected.items():
-        least = FLOOR * mean * sqrt(value.numel()) + 1e-300
-        # Of the ranks that step it; a gradient that no rank has is one that nobody brought.
-        views = ours.get(name) or [torch.zeros_like(value)] * num_ranks
+    mean = sqrt(sum(_norm(value) ** 2 for value in expected.values()) / max(numel, 1))
+    for name in expected | ours:
+        # Of the ranks that step it; a gradient that no rank has is one that nobody brought, and counts as 0.
+        views = ours.get(name) or [torch.zeros_like(expected[name])] * num_ranks
         for rank, view in enumerate(views):
             if view is not None:
-                yield _row(number, what, name, rank, view, value, least)
-    for name in ours.keys() - expected.keys():
-        for rank, view in enumerate(ours[name]):
-            if view is not None:
-                yield _row(
-                    number, what, name, rank, view, torch.zeros_like(view), FLOOR * mean * sqrt(view.numel()) + 1e-300
-                )
+                value = expected[name] if name in expected else torch.zeros_like(view)
+                yield _row(number, what, name, rank, view, value, FLOOR * mean * sqrt(value.numel()) + 1e-300)
 
 
 def _row(number: int, what: str, name: str, rank: int, ours: Tensor, expected: Tensor, least: float) -> Row:
-    one, other = ours.double(), expected.double()
-    norm, others = float(one.norm()), float(other.norm())
-    cosine = float((one * other).sum()) / (norm * others) if norm and others else float("nan")
-    away = one - other
-    ratio = norm / others if others else float("inf") if norm else 1.0
-    largest = float(away.abs().max()) if away.numel() else 0.0
-    return Row(number, what, name, rank, ratio, cosine, largest, float(away.norm()) / max(others, least))
+    if ours.dtype == expected.dtype and ours.equal(expected):
+        return Row(number, what, name, rank, 1.0, 1.0, 0.0, 0.0)
+    away = ours.double() - expected
+    norm, others, size = _norm(ours), _norm(expected), _norm(away)
+    cosine = (norm**2 + others**2 - size**2) / (2 * norm * others) if norm and others else nan
+    ratio = norm / others if others else inf if norm else 1.0
+    return Row(number, what, name, rank, ratio, cosine, _norm(away, inf), size / max(others, least))
+
+
+def _norm(tensor: Tensor, of: float = 2.0) -> float:
+    return float(torch.linalg.vector_norm(tensor, of, dtype=torch.float64)) if tensor.numel() else 0.0
 
 
 def _updates(
@@ -182,12 +199,14 @@ def _updates(
         view = ours.get(name, [None])[0]
         if view is None or name not in begins:
             continue
-        before = begins[name].double()
-        rounding = 16 * torch.finfo(value.dtype).eps * float(before.norm()) / FLOOR
-        row = _row(number, "weights after", name, rank, view.double() - before, value.double() - before, 0.0 + 1e-300)
-        scale = max(float((value.double() - before).norm()), rounding * FLOOR, 1e-300)
-        away = float((view.double() - value.double()).norm())
-        yield row._replace(relative=away / scale if away > rounding * FLOOR else 0.0)
+        row = _row(number, "weights after", name, rank, view, value, 1e-300)
+        if row.relative:
+            before = begins[name].double()
+            rounding = 16 * torch.finfo(value.dtype).eps * _norm(before)
+            away, wanted = _norm(view.double() - value), value.double() - before
+            row = _row(number, "weights after", name, rank, view.double() - before, wanted, 1e-300)
+            row = row._replace(relative=away / max(_norm(wanted), rounding, 1e-300) if not away <= rounding else 0.0)
+        yield row
 
 
 def _buffers(number: int, steps: Sequence[Step]) -> Iterator[Row]:
@@ -201,32 +220,39 @@ def _buffers(number: int, steps: Sequence[Step]) -> Iterator[Row]:
 
 def _norms(number: int, steps: Sequence[Step], expected: Gradient) -> Iterator[Row]:
     """The norm that gradients were clipped to, and what clipping made of them."""
-    for rank, step in enumerate(steps):
+    clips = next((step for step in steps if step.max_norm is not None), None)
+    for rank, own in enumerate(steps):
+        # A rank that does not clip, though others do, should have.
+        step = own if own.clipped or clips is None else clips
         if step.max_norm is None:
             continue
         clipped = [expected[name] for name in {*step.clipped} & expected.keys()]
-        norm = sqrt(sum(float(value.square().sum()) for value in clipped))
-        if step.norm is not None:
-            yield Row(number, "norm", "", rank, step.norm / norm if norm else 1.0, 1.0, abs(step.norm - norm),
-                      abs(step.norm - norm) / norm if norm else 0.0)  # fmt: skip
-        factor = _factor([step])
+        norm = sqrt(sum(_norm(value) ** 2 for value in clipped))
+        if own.norm is not None:
+            yield _ratio(number, "norm", rank, own.norm, norm)
+        factor = (_factor([own]) or [1.0 if not own.clipped else nan])[0]
         wanted = min(1.0, step.max_norm / (norm + 1e-6))
-        if factor is not None:
-            yield Row(number, "clipping", "", rank, factor[0] / wanted, 1.0, abs(factor[0] - wanted),
-                      abs(factor[0] - wanted) / wanted)  # fmt: skip
+        if not isnan(factor):
+            yield _ratio(number, "clipping", rank, factor, wanted)
+
+
+def _ratio(number: int, what: str, rank: int, ours: float, expected: float) -> Row:
+    away = abs(ours - expected)
+    return Row(number, what, "", rank, ours / (expected or ours or 1.0), 1.0, away, away / (expected or inf))
 
 
 def _factor(steps: Sequence[Step]) -> list[float] | None:
     """By what each has scaled its gradients before the step; None if it has not."""
     found = []
     for step in steps:
-        before = {(part.name, part.place): part.value.double() for part in step.gradients}
-        after = {(part.name, part.place): part.value.double() for part in step.stepped}
+        before = {(part.name, part.place): part.value for part in step.gradients}
+        after = {(part.name, part.place): part.value for part in step.stepped}
         both = [(before[key], after[key]) for key in before.keys() & after.keys()]
-        size = sqrt(sum(float(one.square().sum()) for one, _ in both))
+        size = sum(_norm(one) ** 2 for one, _ in both)
         if not size:
             return None
-        found.append(sum(float((one * other).sum()) for one, other in both) / size**2)
+        is_scaled = not all(map(torch.equal, *zip(*both, strict=True)))
+        found.append(sum(float((one.double() * other).sum()) for one, other in both) / size if is_scaled else 1.0)
     return found if any(not isclose(one, 1.0, rel_tol=1e-6) for one in found) else None
 
 
@@ -238,12 +264,12 @@ def _clipped_by_hand(
     Raises:
         ValueError: it is not.
     """
-    norms = [sqrt(sum(float(part.value.double().square().sum()) for part in one.gradients)) for one in own]
+    norms = [sqrt(sum(_norm(part.value) ** 2 for part in one.gradients)) for one in own]
     largest = [factor * norm for factor, norm in zip(factors, norms, strict=True) if factor < 1 - 1e-6]
     if max(factors) > 1 + 1e-6 or not isclose(min(largest), max(largest), rel_tol=1e-4):
         raise ValueError(
             "between backward and step the script changes gradients otherwise than to a largest norm, so that what one "
             "process would step on all rows is not known"
         )
-    norm = sqrt(sum(float(value.square().sum()) for value in every.values()))
+    norm = sqrt(sum(_norm(value) ** 2 for value in every.values()))
     return {name: value * min(1.0, largest[0] / norm) for name, value in gradient.items()}

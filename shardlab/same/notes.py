@@ -5,6 +5,7 @@ rank, notes the same. A piece of a parameter or of its gradient is noted as this
 the whole, so that nothing is sent: wholes are put together where all files are.
 """
 
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+IN_MEMORY = 1 << 16  # bytes; each file is a mapping, of which a process may have so many
 Place = tuple[tuple[int, int], ...]
 """For each dim, offset and size; of pieces of the flattened tensor one of both, with ``is_flat``."""
 
@@ -44,6 +46,15 @@ class Part(NamedTuple):
     def is_whole(self) -> bool:
         """Whether it is all of the tensor."""
         return not self.adds_up and self.value.numel() == torch.Size(self.shape).numel()
+
+
+def kept(tensor: Tensor) -> Tensor:
+    """A copy; a large one lies in a file without a name, so that what is noted takes no memory that is scarce."""
+    if tensor.nbytes < IN_MEMORY:
+        return tensor.detach().cpu().clone()
+    with tempfile.NamedTemporaryFile() as file:
+        made = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+    return made.reshape(tensor.shape).copy_(tensor.detach())
 
 
 @dataclass
@@ -145,6 +156,7 @@ class Step:
         line: of the step.
         names: of what it steps; names of what no module has are empty.
         cleared: before it.
+        unreduced: norms of gradients that FSDP2 has added up and not reduced, by name.
         messages: before it.
         dtypes: in which modules computed.
     """
@@ -164,6 +176,7 @@ class Step:
     line: str = ""
     names: list[str] = field(default_factory=list)
     cleared: list[Cleared] = field(default_factory=list)
+    unreduced: dict[str, float] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)
     dtypes: set[str] = field(default_factory=set)
 

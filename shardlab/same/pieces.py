@@ -4,7 +4,7 @@ Plain parameters are whole; DTensors (FSDP2, tensor parallelism), torch's first 
 Everything is read where it lies, and nothing is sent.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -112,18 +112,16 @@ class Pieces:
             if flat.tensor.grad is not None:
                 yield from (_cut(flat.tensor.grad.detach(), span) for span in flat.spans)
 
-    def write(self, whole: Mapping[str, Tensor]) -> None:
-        """Let the parameters be these; in a group of one."""
-        with torch.no_grad():
-            for part in self.weights():
-                part.value.copy_(part.of(whole[part.name]))
-
-    def write_gradients(self, whole: Mapping[str, Tensor]) -> None:
-        """Let the gradients that there are be these; in a group of one."""
-        with torch.no_grad():
-            for part in self.gradients():
-                if part.name in whole:
-                    part.value.copy_(part.of(whole[part.name]))
+    def unreduced(self) -> Iterator[tuple[str, Tensor]]:
+        """What FSDP2 adds up of gradients until it may reduce them, by name; there is no public way to it."""
+        names = {id(param): name for name, param in self._params.items()}
+        states = [one._get_fsdp_state() for one in self.module.modules() if isinstance(one, FSDPModule)]
+        for state in states:
+            for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+                for one in group.fsdp_params:
+                    plain = getattr(one, "_unsharded_param", None)
+                    kept = (one.unsharded_accumulated_grad, plain.grad if plain is not None else None)
+                    yield from ((names[id(one.sharded_param)], grad) for grad in kept if grad is not None)
 
     def _flat_part(self, name: str, start: int, stop: int, value: Tensor) -> Part:
         assert self._engine is not None
@@ -151,6 +149,14 @@ class Pieces:
                 spans.append(span)
             if not handle._use_orig_params:
                 yield id(flat), _Flat(flat, spans)
+
+
+def write(parts: Iterable[Part], whole: Mapping[str, Tensor]) -> None:
+    """Let pieces be those of these wholes, as far as there are some; in a group of one."""
+    with torch.no_grad():
+        for part in parts:
+            if part.name in whole:
+                part.value.copy_(part.of(whole[part.name]))
 
 
 def inside(root: nn.Module) -> nn.Module:

@@ -63,9 +63,9 @@ def notes_in(folder: Path, kind: str, rank: int) -> Path:
     return folder / f"{kind}{rank}.pt"
 
 
-def ended_in(folder: Path, rank: int) -> Path:
-    """What a rank leaves when its notes are complete."""
-    return folder / f"ended{rank}"
+def ended_in(folder: Path, kind: str, rank: int) -> Path:
+    """What a process leaves when its notes are complete."""
+    return folder / f"{kind}{rank}.ended"
 
 
 def write(notes: Notes, folder: Path, kind: str, rank: int) -> None:
@@ -77,7 +77,7 @@ def write(notes: Notes, folder: Path, kind: str, rank: int) -> None:
 
 def read(folder: Path, kind: str, numbers: Iterable[int]) -> list[Notes]:
     """The notes of processes of a kind."""
-    return [torch.load(notes_in(folder, kind, number), weights_only=False) for number in numbers]
+    return [torch.load(notes_in(folder, kind, number), weights_only=False, mmap=True) for number in numbers]
 
 
 def run(job: Job, folder: Path, kind: str, number: int) -> Notes:
@@ -124,7 +124,7 @@ def run(job: Job, folder: Path, kind: str, number: int) -> Notes:
         finally:
             capture.finish()
     write(notes, folder, kind, number)
-    ended_in(folder, number).touch()
+    ended_in(folder, kind, number).touch()
     return notes
 
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from types import ModuleType
 
 import psutil
-import torch
 
 from shardlab.launch.placement import TorchrunEnv
 from shardlab.same.alone import environment
 from shardlab.same.answer import UNKNOWN, Answer, answer, early
-from shardlab.same.causes import in_forward
+from shardlab.same.causes import in_forward, named
+from shardlab.same.compare import among
 from shardlab.same.notes import Notes
-from shardlab.same.process import ALONE, RANK, TOGETHER, Job, ended_in, main, notes_in, read, run
+from shardlab.same.process import ALONE, RANK, TOGETHER, Job, ended_in, main, notes_in, read, run, write
 
 GRACE_S = 20.0  # for the others, when a rank has ended
 POLL_S = 0.05
@@ -52,7 +52,7 @@ def judged_under_torchrun(job: Job, env: TorchrunEnv, limit_s: float) -> Answer 
     sys.modules["__main__"] = ModuleType("__main__")  # a new process would import the script under this name
     try:
         end = time.monotonic() + GRACE_S
-        while time.monotonic() < end and not all(ended_in(folder, rank).exists() for rank in range(job.ranks)):
+        while time.monotonic() < end and not all(ended_in(folder, RANK, rank).exists() for rank in range(job.ranks)):
             time.sleep(POLL_S)
         return _judged(job, folder, limit_s)
     finally:
@@ -64,13 +64,14 @@ def _judged(job: Job, folder: Path, limit_s: float) -> Answer:
     ranks = read(folder, RANK, range(job.ranks))
     if (said := early(ranks)) is not None:
         return said
-    together = at_once(ranks, sum(path.stat().st_size for path in folder.iterdir()))
+    together = at_once(ranks)
     if isinstance(together, Answer):
         return together
     for first in range(0, job.ranks, together):
         _run(job, folder, ALONE, range(first, min(first + together, job.ranks)), limit_s)
     said = answer(ranks, read(folder, ALONE, range(job.ranks)))
-    for dim in (0, 1) if said.word == UNKNOWN and _sends_in_forward(ranks) else ():
+    sends = any(in_forward(step) for one in ranks for step in one.steps)
+    for dim in (0, 1) if said.word == UNKNOWN and sends else ():
         _run(job, folder, TOGETHER, [dim], limit_s)
         again = answer(ranks, read(folder, TOGETHER, [dim]) * job.ranks, is_together=True)
         if again.word != UNKNOWN:
@@ -78,34 +79,35 @@ def _judged(job: Job, folder: Path, limit_s: float) -> Answer:
     return said
 
 
-def at_once(ranks: Sequence[Notes], notes_bytes: int) -> int | Answer:
+def at_once(ranks: Sequence[Notes]) -> int | Answer:
     """How many processes alone fit into memory; if none does, that."""
     parts = {part.name: part for one in ranks for step in one.steps[:1] for part in step.weights}
     whole = sum(prod(part.shape) * part.value.element_size() for part in parts.values())
-    # Weights, gradients, twice as much of the optimizer; what is noted of each step; the ranks' notes.
-    needed = whole * (4 + 4 * max(len(one.steps) for one in ranks)) + notes_bytes
+    # Weights, gradients, twice as much of the optimizer, the gradient before a backward; what is noted lies in files.
+    needed = 5 * whole
     free = psutil.virtual_memory().available
     if needed > free:
         why = (
             f"one process with all {whole / 1e9:.3g} GB of parameters needs about {needed / 1e9:.3g} GB to be "
             f"compared, and {free / 1e9:.3g} GB are free"
         )
-        return Answer([(UNKNOWN, why), ("NEXT", "take fewer or smaller layers of the same kind, or --steps 1")])
+        note, found = "ranks agree with one another in weights, in what they step, and in buffers", among(ranks)
+        if rows := found.different:
+            note = f"step {rows[0].step}: {rows[0].what} of {named(rows, found, ranks)} differ between ranks, which is "
+            note += "right where they divide these parameters by hand"
+        advice = "take fewer or smaller layers of the same kind; or one axis at a time, of so many ranks"
+        return Answer([(UNKNOWN, why), ("NEXT", advice), ("NOTE", note)], found.table)
     return max(1, min(len(ranks), free // max(needed, 1)))
-
-
-def _sends_in_forward(ranks: Sequence[Notes]) -> bool:
-    """Whether the script itself sends something before a backward."""
-    return any(in_forward(step) for one in ranks for step in one.steps)
 
 
 def _run(job: Job, folder: Path, kind: str, numbers: Sequence[int], limit_s: float) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "shardlab.same.process"])
-    ports = _free_ports(len(numbers))
+    port = _free_port()
     started: dict[int, ForkServerProcess] = {}
-    for number, port in zip(numbers, ports, strict=True):
-        env = environment(number, job.ranks, ports[0]) if kind == RANK else environment(0, 1, port)
+    for number in numbers:
+        # A group of one takes any port that is free then.
+        env = environment(number, job.ranks, port) if kind == RANK else environment(0, 1, 0)
         started[number] = context.Process(target=main, args=(job, folder, kind, number, env, str(Path.cwd())))
         started[number].start()
     try:
@@ -116,32 +118,26 @@ def _run(job: Job, folder: Path, kind: str, numbers: Sequence[int], limit_s: flo
             process.kill()
             process.join()
     for number in numbers:
-        path = notes_in(folder, kind, number)
-        notes = torch.load(path, weights_only=False) if path.exists() else Notes()
+        if number not in cut and ended_in(folder, kind, number).exists():
+            continue
+        notes = read(folder, kind, [number])[0] if notes_in(folder, kind, number).exists() else Notes()
+        notes.error = f"the process died (exit code {started[number].exitcode})"
         if number in cut:
             notes.error = "it did not end: it waits for something that does not come, or takes too long"
             notes.left_by_others = True
-        elif not ended_in(folder, number).exists():
-            notes.error = f"the process died (exit code {started[number].exitcode})"
-        torch.save(notes, path)
+        write(notes, folder, kind, number)
 
 
 def _wait(started: Sequence[ForkServerProcess], limit_s: float, grace_s: float) -> None:
     """Until all have ended, or for a while longer where some have."""
-    end = time.monotonic() + limit_s
-    first = 0.0
+    end, have_ended = time.monotonic() + limit_s, False
     while any(process.is_alive() for process in started) and time.monotonic() < end:
         time.sleep(POLL_S)
-        if not first and any(not process.is_alive() for process in started):
-            first = time.monotonic()
-            end = min(end, first + grace_s)
+        if not have_ended and not all(process.is_alive() for process in started):
+            have_ended, end = True, min(end, time.monotonic() + grace_s)
 
 
-def _free_ports(number: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(number)]
-    for one in sockets:
+def _free_port() -> int:
+    with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
-    ports = [int(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+        return int(one.getsockname()[1])

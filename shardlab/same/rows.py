@@ -151,11 +151,8 @@ def joined(ranks: Sequence[Notes], dim: int) -> Notes:
     """The rows of all ranks at once, as one rank would have them, put together along a dim."""
     made = Notes(lengths=ranks[0].lengths)
     for noted in zip(*(one.steps for one in ranks), strict=False):
-        calls = {
-            root: [_joined_call(some, dim) for some in zip(*(step.calls.get(root, []) for step in noted), strict=False)]
-            for root in noted[0].calls
-        }
-        made.steps.append(Step(calls=calls))
+        calls = {root: zip(*(step.calls.get(root, []) for step in noted), strict=False) for root in noted[0].calls}
+        made.steps.append(Step(calls={root: [_joined_call(one, dim) for one in some] for root, some in calls.items()}))
     for loaders in zip(*(one.batches for one in ranks), strict=False):
         made.batches.append([_joined_tree(some, dim) for some in zip(*loaders, strict=False)])
     return made
@@ -165,14 +162,8 @@ def _joined_call(calls: Sequence[Call], dim: int) -> Call:
     given = [_joined(tensors, dim) for tensors in zip(*(call.given for call in calls), strict=True)]
     first = next((one for one in calls[0].given if one is not None and one.ndim), None)
     num_rows = 1 if first is None else len(first)
-    operands = {
-        key: [
-            _joined(tensors, dim, num_rows)
-            for tensors in zip(*(call.operands.get(key, []) for call in calls), strict=False)
-        ]
-        for key in calls[0].operands
-    }
-    return Call(given, operands)
+    met = {key: zip(*(call.operands.get(key, []) for call in calls), strict=False) for key in calls[0].operands}
+    return Call(given, {key: [_joined(one, dim, num_rows) for one in some] for key, some in met.items()})
 
 
 def _joined_tree(trees: Sequence[Any], dim: int) -> Any:

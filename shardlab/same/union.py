@@ -32,6 +32,7 @@ class Union:
         is_counted: whether the weights are numbers of rows or tokens that differ.
         is_known: whether it is known what each loss is divided by.
         uneven: whether micro-batches of unequal numbers weigh the same.
+        twins: of each rank, the first one that has the same rows, as ranks that divide a model do.
     """
 
     gradient: Gradient
@@ -42,6 +43,11 @@ class Union:
     is_counted: bool
     is_known: bool
     uneven: bool
+    twins: list[int]
+
+    def share(self, rank: int) -> float:
+        """The weight of a rank and of those with the same rows."""
+        return sum(weight for weight, twin in zip(self.weights, self.twins, strict=True) if twin == rank)
 
 
 def union(ranks: Sequence[Notes], alone: Sequence[Notes], step: int) -> Union:
@@ -64,19 +70,22 @@ def union(ranks: Sequence[Notes], alone: Sequence[Notes], step: int) -> Union:
     known = [one for some in ratios for one in some]
     uneven = any(not isclose(a, b, rel_tol=EQUAL) for some in ratios for a, b in pairwise(some))
     is_counted = bool(known) and all(ratios) and not uneven and max(known) > min(known) * (1 + EQUAL)
-    shares = [some[0] if is_counted else 1.0 for some in ratios] if is_counted else [1.0] * len(own)
+    shares = [some[0] if is_counted else 1.0 for some in ratios]
     weights = [share / sum(shares) for share in shares]
     parts = [_gradient(one.gradients) for one in own]
     is_summed = bool(known) and all(isclose(one, 1.0, rel_tol=EQUAL) for one in known) and _several(own)
+    brought = _brought(own)
+    twins = _twins(brought, len(own))
     return Union(
         _weighted(parts, weights),
         max(of_a_rank, default=0),
         weights,
-        _brought(own),
+        {key: gradient for key, gradient in brought.items() if twins[key[0]] == key[0]},
         is_summed,
         is_counted,
         all(ratios),
         uneven,
+        twins,
     )
 
 
@@ -86,7 +95,9 @@ def _in_turn(one: Step, micro_batches: int, num_ranks: int) -> Union:
         for number, backward in enumerate(one.backwards)
     }
     gradient = _gradient(one.gradients)
-    return Union(gradient, micro_batches, [1 / num_ranks] * num_ranks, brought, False, False, True, False)
+    return Union(
+        gradient, micro_batches, [1 / num_ranks] * num_ranks, brought, False, False, True, False, list(range(num_ranks))
+    )
 
 
 def _ratios(step: Step) -> list[float]:
@@ -118,6 +129,18 @@ def _brought(own: Sequence[Step]) -> dict[tuple[int, int], Gradient]:
     if not any(found.values()):
         return {(rank, 0): _gradient(step.gradients) for rank, step in enumerate(own)}
     return found
+
+
+def _twins(brought: dict[tuple[int, int], Gradient], num_ranks: int) -> list[int]:
+    of_rank = [[gradient for key, gradient in brought.items() if key[0] == rank] for rank in range(num_ranks)]
+    return [next(one for one in range(rank + 1) if _equal(of_rank[one], of_rank[rank])) for rank in range(num_ranks)]
+
+
+def _equal(some: list[Gradient], others: list[Gradient]) -> bool:
+    both = zip(some, others, strict=False)
+    return len(some) == len(others) and all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in both
+    )
 
 
 def _weighted(parts: Sequence[Gradient], weights: Sequence[float]) -> Gradient:

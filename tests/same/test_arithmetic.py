@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from shardlab.launch import RankError
 from shardlab.same import watch
-from shardlab.same.causes import _said
 from shardlab.same.coefficients import mixture
+from shardlab.same.meanings import meaning
 from shardlab.same.notes import Backward, Counted, Notes, Part, Step, wholes
 from shardlab.same.union import union
 
@@ -72,7 +72,7 @@ def test_the_cause_is_read_from_the_coefficients(ours, said):
     notes = [noted(rows) for rows in ROWS]
     expected = union(notes, notes, 0)
     mixed = mixture({"w": torch.tensor(ours, dtype=torch.float64)}, expected, ["w"])
-    assert said in _said(mixed, expected, 0, 2, [2])[0]
+    assert said in meaning(mixed, expected, 0, 2, [2])[0]
 
 
 def test_of_a_parameter_with_fewer_elements_than_micro_batches_ranks_are_told_apart():
@@ -81,14 +81,14 @@ def test_of_a_parameter_with_fewer_elements_than_micro_batches_ranks_are_told_ap
     expected = union(notes, notes, 0)
     mixed = mixture({"w": torch.tensor([3.0, 4.0])}, expected, ["w"])
     assert mixed.is_unique
-    assert "not reduced" in _said(mixed, expected, 0, 2, [2])[0]
+    assert "not reduced" in meaning(mixed, expected, 0, 2, [2])[0]
 
 
 def test_what_is_no_sum_of_the_ranks_gradients_is_said_to_be_none():
     notes = [noted([row[0]]) for row in ROWS]
     expected = union(notes, notes, 0)
     mixed = mixture({"w": torch.tensor([0.5, 9.0, 0.5, 0])}, expected, ["w"])
-    assert "no sum of the ranks' gradients" in _said(mixed, expected, 0, 2, [2])[0]
+    assert "no sum of the ranks' gradients" in meaning(mixed, expected, 0, 2, [2])[0]
 
 
 def loop(rank, divisor, sharded=False):

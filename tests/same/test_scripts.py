@@ -36,7 +36,9 @@ def test_scripts_of_torchs_tutorials_are_the_same(script, ranks, word):
     [
         (2, "by hand", ("a rank skips a step", "frozen on one rank", "gathered without a gradient")),
         (2, "DDP", ("cleared in each micro-batch", "not given to the optimizer", "learning rates that differ")),
-        (2, "FSDP2", ("a mean of means", "buffers that drift")),
+        (2, "FSDP2", ("a mean of means", "buffers that drift", "no micro-batch syncs")),
+        (2, "FSDP1", ("as it is", "the norm of own pieces")),
+        (2, "ZeRO", ("as it is", "a rank does not clip")),
         (3, "by hand", ("reduced in every micro-batch", "nobody sends stepped weights")),
         (4, "by hand", ("divided by one axis of two",)),
         (2, "DDP", ("uneven rows, counted over ranks", "unused", "bf16", "gathered with a gradient")),
@@ -111,43 +113,68 @@ class Summed(torch.autograd.Function):
     def backward(ctx, grad):
         return grad
 
+class Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor
+
+    @staticmethod
+    def backward(ctx, grad):
+        {added}dist.all_reduce(grad := grad.clone())
+        return grad
+
 class Divided(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
+        self.whole = torch.nn.Linear(4, 4)
         first, second = torch.randn(8, 4), torch.randn(2, 8)
         self.first = torch.nn.Parameter(first.chunk(tensor_ranks)[rank].contiguous())
         self.second = torch.nn.Parameter(second.chunk(tensor_ranks, 1)[rank].contiguous())
 
     def forward(self, rows):
-        return Summed.apply((rows @ self.first.T).tanh() @ self.second.T)
+        return Summed.apply((Copied.apply(self.whole(rows)) @ self.first.T).tanh() @ self.second.T + {bias})
 
 model = Divided()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(9):
     model(torch.randn(3, 4)).square().mean().backward()
-    model.second.grad *= {scale}
+    {after}
     optimizer.step()
     optimizer.zero_grad()
 """
 
 
-@pytest.mark.parametrize(("scale", "word"), [("1", "SAME"), ("tensor_ranks", "DIFFERENT SINCE")])
-def test_parameters_that_a_script_divides_by_itself_are_put_together(tmp_path, scale, word):
-    (tmp_path / "train.py").write_text(HAND_DIVIDED.format(scale=scale))
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, "SAME"),
+        ({"after": "model.second.grad *= tensor_ranks"}, "gradient of second (1 of 4); ratio 2"),
+        ({"after": "dist.all_reduce(model.first.grad)"}, "ranks 0, 1 hold different pieces of first"),
+        ({"added": "0 and "}, "different gradients of whole.weight, whole.bias: each a part"),
+        ({"bias": "1"}, "a bias that each of them adds"),
+    ],
+)
+def test_parameters_that_a_script_divides_by_itself_are_put_together(tmp_path, change, said):
+    right = {"after": "", "added": "", "bias": "0"}
+    (tmp_path / "train.py").write_text(HAND_DIVIDED.format(**right | change))
     told = judged(Job(tmp_path / "train.py", ("2",), alone=("1",)), 60)
-    assert told.word == word, str(told)
-    assert word == "SAME" or "gradient of second (1 of 2); ratio 2" in str(told)
+    assert said in str(told)
+    assert change or told.word == "SAME", str(told)
 
 
 def test_a_model_that_does_not_fit_into_one_process_is_told(monkeypatch):
-    weights = Part("w", (1000,), ((0, 500),), torch.zeros(500))
-    ranks = [Notes([Step(weights=[weights])])] * 2
+    halves = [Part("w", (1000,), ((start, 500),), torch.zeros(500)) for start in (0, 500)]
+    ranks = [
+        Notes([Step(weights=[half, Part("b", (), (), torch.tensor(rank + 1.0))])]) for rank, half in enumerate(halves)
+    ]
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=50_000))
-    assert at_once(ranks, notes_bytes=2000) == 1
-    said = at_once(ranks, notes_bytes=40_000)
+    assert at_once(ranks) == 2
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=19_000))
+    said = at_once(ranks)
     assert isinstance(said, Answer)
-    assert "4e-06 GB of parameters needs about 7.2e-05 GB" in str(said)
+    assert "4e-06 GB of parameters needs about 2e-05 GB" in str(said)
+    assert "weights before of b (only the replicated ones) on rank 1 only differ" in str(said)
     assert "fewer or smaller layers" in str(said)
 
 

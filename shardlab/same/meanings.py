@@ -1,0 +1,145 @@
+"""What the coefficients of the ranks' gradients mean.
+
+================================================  ======================================================
+of rank r and micro-batch m, 1 where it is right  cause
+================================================  ======================================================
+all N, or 1/N                                     added and not divided; divided twice
+all M, or 1/M                                     micro-batches not divided; divided twice
+all the size of a smaller group, or 1 over it     averaged over an axis too few, or too many
+N on the own rank, 0 on others                    not reduced
+0 but for the last micro-batch                    only the last is left
+own for all but the last micro-batch              only the last is reduced
+N**(M-1-m)                                        reduced again in every micro-batch
+0 for a rank                                      its rows are missing
+1/N over the share of its rows                    a mean of means
+================================================  ======================================================
+
+What two of these would show alike is said as the two.
+"""
+
+from collections.abc import Sequence
+from math import isclose
+
+from shardlab.same.coefficients import Mixture
+from shardlab.same.union import Union
+
+Said = tuple[str, str]  # what coefficients mean, and what to do
+
+
+def meaning(
+    mixed: Mixture, expected: Union, rank: int, num_ranks: int, sizes: Sequence[int], times_sent: int = 0
+) -> Said:
+    """What coefficients mean, and what to do."""
+    twin, num_unlike = expected.twins[rank], len({*expected.twins})
+    own = [key for key in mixed.of if key[0] == twin]
+    others = [key for key in mixed.of if key[0] != twin]
+    if not mixed.explains:
+        return (
+            f"no sum of the ranks' gradients explains them ({mixed.residual:.0%} is left): other rows, other weights, "
+            "or values that were changed one by one",
+            "look at what changes gradients between backward and step; run with --float64 to rule out rounding",
+        )
+    if mixed.all_near(0.0):
+        return "no gradient arrives: it is 0 or None at the step", "look where gradients are cleared, or detached"
+    if expected.is_counted and all(
+        isclose(one * expected.share(key[0]), expected.twins.count(key[0]) / num_ranks, rel_tol=0.02)
+        for key, one in mixed.of.items()
+    ):
+        shares = ", ".join(f"{one:.3g}" for one in expected.weights)
+        return (
+            f"a mean of means: every rank's mean weighs the same, and ranks have {shares} of the rows or tokens",
+            "sum over rows on each rank, and divide by the number of all ranks' rows, reduced over the ranks",
+        )
+    common = mixed.common()
+    if common is not None and times_sent > 1 and isclose(common, num_ranks ** (times_sent - 1), rel_tol=0.02):
+        return f"times {common:.4g}: reduced {times_sent} times", "reduce each gradient once, a tied one too"
+    if common is not None:
+        return _factor_said(common, num_ranks, expected.micro_batches, sizes)
+    if not mixed.is_unique:
+        return (
+            "the ranks' gradients are too alike to be told apart: ranks have the same rows, or rows that differ little",
+            "give each rank rows of its own",
+        )
+    if others and mixed.all_near(0.0, others) and (kept := mixed.common(own)) is not None:
+        scaled = "undivided" if isclose(kept, num_unlike, rel_tol=0.02) else f"times {kept / num_unlike:.3g}"
+        return (
+            f"not reduced: rank {rank} steps the gradient of its own rows alone, {scaled}",
+            "reduce these gradients over the ranks before the step: the last backward outside no_sync(), and the "
+            "wrapped model called, not the module inside",
+        )
+    return _micro_batches_said(mixed, twin, num_unlike) or _ranks_said(mixed, num_ranks)
+
+
+def _micro_batches_said(mixed: Mixture, rank: int, num_ranks: int) -> Said | None:
+    """What coefficients that differ between micro-batches mean; None if they do not, or nothing that is known."""
+    last = max(micro for _, micro in mixed.of)
+    of = {micro: [key for key in mixed.of if key[1] == micro] for micro in range(last + 1)}
+    lost = {micro for micro, keys in of.items() if mixed.all_near(0.0, keys)}
+    alone = {micro for micro, keys in of.items() if mixed.all_near(0.0, [key for key in keys if key[0] != rank])} - lost
+    kept = mixed.common([key for key in mixed.of if key[1] not in lost])
+    if lost and kept is not None:
+        words = "" if isclose(kept, 1.0, rel_tol=0.02) else f", times {kept:.3g}"
+        return (
+            f"only {_micro_batches(of.keys() - lost, last)} left{words}: what the others brought is lost",
+            "clear gradients once a step, and not before each backward",
+        )
+    if alone and len(alone) <= last:
+        return (
+            f"only {_micro_batches(of.keys() - alone - lost, last)} reduced: of the others, rank {rank} has "
+            "its own alone",
+            "reduce what has been accumulated, once, after the last micro-batch; leave no_sync() before its forward",
+        )
+    if last and all(
+        isclose(one, mixed.of.get((key[0], last), 0.0) * num_ranks ** (last - key[1]), rel_tol=0.05)
+        for key, one in mixed.of.items()
+    ):
+        words = f"reduced again in every micro-batch: the first one counts {num_ranks}^{last} times"
+        return words, "reduce once a step, after the last micro-batch"
+    return None
+
+
+def _micro_batches(numbers: set[int], last: int) -> str:
+    """For example: the last micro-batch of 4 is."""
+    if numbers == {last}:
+        return f"the last micro-batch of {last + 1} is"
+    words = ("micro-batch", "is") if len(numbers) == 1 else ("micro-batches", "are")
+    return f"{words[0]} {listed(sorted(numbers))} of {last + 1} {words[1]}"
+
+
+def _ranks_said(mixed: Mixture, num_ranks: int) -> Said:
+    """What coefficients that differ between ranks mean."""
+    of = {rank: [key for key in mixed.of if key[0] == rank] for rank in range(num_ranks)}
+    if missing := [rank for rank, keys in of.items() if mixed.all_near(0.0, keys)]:
+        kept = mixed.common([key for key in mixed.of if key[0] not in missing])
+        others_count = "" if kept is None else f", the others count {kept:.3g} times"
+        return (
+            f"the rows of rank {listed(missing)} are missing{others_count}: "
+            "the message goes over a part of the ranks, or that rank sends zeros",
+            "reduce over the group of all ranks that have rows of their own",
+        )
+    counts = ", ".join(f"rank {key[0]} micro-batch {key[1]}: {one:.3g}" for key, one in list(mixed.of.items())[:6])
+    return f"rows count otherwise than once: {counts}", "compare with what each line before the step multiplies by"
+
+
+def _factor_said(factor: float, num_ranks: int, micro_batches: int, sizes: Sequence[int]) -> Said:
+    """A factor that all have in common; what it may be of, each said."""
+    of_micro, once = f"divided by the {micro_batches} micro-batches", "divide by the number of"
+    known = [
+        (num_ranks, f"added over {num_ranks} ranks and not divided", f"{once} ranks, once"),
+        (1 / num_ranks, f"divided by the {num_ranks} ranks twice", f"{once} ranks once; DDP and FSDP do"),
+        (micro_batches, f"not {of_micro}", "divide each loss by their number"),
+        (1 / max(micro_batches, 1), f"{of_micro} twice", "divide by their number once"),
+    ]
+    for size in {*sizes} - {num_ranks}:
+        known.append((size, f"not averaged over an axis of {size} ranks", "divide by its size, too"))
+        which = f"averaged over an axis of {size} ranks over which it should not be"
+        known.append((1 / size, which, "divide without it"))
+    said = [one[1:] for one in known if one[0] != 1 and isclose(factor, one[0], rel_tol=0.02)]
+    if not said:
+        return f"times {factor:.4g}, all alike", "look what the loss or the gradient is multiplied by"
+    return f"times {factor:.4g}: " + ", or ".join(one for one, _ in said), "; or ".join(one for _, one in said)
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """As a sentence has them."""
+    return ", ".join(map(str, numbers))
