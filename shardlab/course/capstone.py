@@ -134,11 +134,12 @@ def score(
     ours = [name for name in known if name in own.values()]
     torchs = dict.fromkeys(TORCHS[name] for name in ours if name in TORCHS)
     made = {make: make() for make in own}
-    beside: list[str | Strategy] = ["single", *ours, *torchs]
-    config = CompareConfig(strategies=(*beside, *made.values()), **options)
+    mine: list[Any] = [*made.values()]
+    beside: list[Any] = ["single", *ours, *torchs]
+    config = CompareConfig(strategies=(*beside, *mine), **options)
     against = {strategy.name: own[make] for make, strategy in made.items()}
     wrong = {one.name: said for make, one in made.items() if (said := _wrong(make, one, config.ranks))}
-    right = [one for one in made.values() if one.name not in wrong]
+    right = [one for one in mine if one.name not in wrong]
     config = replace(config, strategies=(*beside, *right))
     comparison = compare(config, directory or new_directory(), pool=pool)
     # What fails or differs only here, with this model.
