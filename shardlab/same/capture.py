@@ -353,7 +353,7 @@ class Capture:
 
     def _note_dtypes(self, made: Any) -> None:
         kinds = {torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)}
-        kinds |= {one.dtype for one in tensors_in(made)}  # as FSDP2 may cast
+        kinds |= {one.dtype for one in tensors_in(made)} & {torch.bfloat16, torch.float16}  # as FSDP2 may cast
         kinds |= {part.value.dtype for pieces in self.pieces for part in pieces.weights()}
         self.step.dtypes |= {str(kind).removeprefix("torch.") for kind in kinds}
 
