@@ -283,7 +283,7 @@ def _isolate(output: Connection, life: Connection, environ: Mapping[str, str]) -
         environ: the environment from now on.
     """
     os.setsid()
-    _hold(life)  # after setsid: the signal goes to the process group that this process then leads
+    end_with(life)  # after setsid: the signal goes to the process group that this process then leads
     _let_children_be_forked()
     for fd in (1, 2):
         os.dup2(output.fileno(), fd)
@@ -300,8 +300,11 @@ def _isolate(output: Connection, life: Connection, environ: Mapping[str, str]) -
     _keep_freed()
 
 
-def _hold(life: Connection) -> None:
-    """Tie this process, the leader of its process group, to the parent that holds the other end of ``life``."""
+def end_with(life: Connection) -> None:
+    """Tie this process, the leader of its process group, to the parent that holds the other end of ``life``.
+
+    On Linux the kernel ends the group when the parent's end closes; elsewhere nothing does.
+    """
     if not sys.platform.startswith("linux"):
         return
     fd = life.fileno()

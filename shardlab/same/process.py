@@ -6,12 +6,14 @@ import sys
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 import torch._dynamo
 from torch import save  # a process alone saves nothing else
 
+from shardlab.launch.worker import end_with
 from shardlab.recording.record import as_main
 from shardlab.same.alone import Alone, in_a_group_of_one
 from shardlab.same.capture import Capture, Enough
@@ -128,8 +130,13 @@ def run(job: Job, folder: Path, kind: str, number: int) -> Notes:
     return notes
 
 
-def main(job: Job, folder: Path, kind: str, number: int, env: dict[str, str], cwd: str) -> None:
-    """Run as a process of its own, and end without waiting for what the script has left."""
+def main(job: Job, folder: Path, kind: str, number: int, env: dict[str, str], cwd: str, life: Connection) -> None:
+    """Run as a process of its own, and end without waiting for what the script has left.
+
+    It ends with the process at the other end of ``life``: a script may have no end of its own.
+    """
+    os.setsid()
+    end_with(life)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

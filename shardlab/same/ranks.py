@@ -105,15 +105,19 @@ def _run(job: Job, folder: Path, kind: str, numbers: Sequence[int], limit_s: flo
     context.set_forkserver_preload(["torch", "torch._dynamo", "shardlab.same.process"])
     port = _free_port()
     started: dict[int, ForkServerProcess] = {}
-    for number in numbers:
+    lives = [context.Pipe(duplex=False) for _ in numbers]  # each process ends when our end of its pipe closes
+    for number, (life, _) in zip(numbers, lives, strict=True):
         # A group of one takes any port that is free then.
         env = environment(number, job.ranks, port) if kind == RANK else environment(0, 1, 0)
-        started[number] = context.Process(target=main, args=(job, folder, kind, number, env, str(Path.cwd())))
+        started[number] = context.Process(target=main, args=(job, folder, kind, number, env, str(Path.cwd()), life))
         started[number].start()
     try:
         _wait(list(started.values()), limit_s, GRACE_S if kind == RANK else limit_s)
         cut = [number for number, process in started.items() if process.is_alive()]
     finally:
+        for life, ours in lives:
+            ours.close()
+            life.close()
         for process in started.values():
             process.kill()
             process.join()

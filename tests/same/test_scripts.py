@@ -1,6 +1,7 @@
 """``same`` on scripts: right ones are the same, of broken ones the cause is named; ``bench --same`` has them all."""
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from shardlab.same.answer import Answer
 from shardlab.same.notes import Notes, Part, Step
 from shardlab.same.process import Job
 from shardlab.same.ranks import at_once, judged
-from tests.launch.helpers import start_python
+from tests.launch.helpers import descendants, gone_within, start_python
 
 SCRIPTS = Path(__file__).parents[1] / "recording" / "scripts"
 
@@ -203,3 +204,22 @@ def test_bad_input_is_said_in_a_line(words, said):
     done = CliRunner().invoke(app, ["same", *words])
     assert done.exit_code == 2
     assert said in " ".join(done.stderr.split())
+
+
+def test_no_process_outlives_a_comparison_that_is_killed(tmp_path):
+    script, ready = tmp_path / "endless.py", tmp_path / "ready"
+    script.write_text(f"""
+import os, pathlib
+pathlib.Path({str(ready)!r} + os.environ["RANK"]).touch()
+while True:
+    pass
+""")
+    process = start_python("-m", "shardlab", "same", "--ranks", 2, script)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("ready*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    started = descendants(process.pid)
+    process.kill()
+    process.communicate()
+    assert len(list(tmp_path.glob("ready*"))) == 2
+    assert gone_within(started, 5)
