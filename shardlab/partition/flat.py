@@ -18,6 +18,7 @@ Legend: all offsets are in elements; ``start`` is included, ``stop`` is not.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import gcd
 
@@ -34,12 +35,16 @@ class FlatLayout(Layout):
     apart by ``keys``).
     """
 
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each parameter begins, and where the last one ends."""
+        return tuple(accumulate((spec.numel for spec in self.specs), initial=0))
+
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """As the base: a rank's chunk cut by every parameter."""
         chunk_start, chunk_stop = self.chunk(rank)
         found = []
-        starts = accumulate((spec.numel for spec in self.specs), initial=0)
-        for spec, first in zip(self.specs, starts, strict=False):
+        for spec, first in zip(self.specs, self.starts, strict=False):
             start, stop = max(first, chunk_start), min(first + spec.numel, chunk_stop)
             if start < stop:
                 whole = stop - start == spec.numel
