@@ -146,7 +146,7 @@ class Hop:
 def begin_shift(tensor: Tensor, comm: Communicator, *, tag: str = "") -> tuple[Tensor, Hop]:
     """Send the tensor to the next rank of the ring; give what is returned to ``end_shift``, and compute meanwhile.
 
-    In backward the gradient travels while there is computed what stands between the two calls.
+    In backward the gradient travels while the backward of what stands between the two calls is computed.
     """
     hop = Hop(comm, 1, tag)
     return (tensor, hop) if comm.num_ranks == 1 else (_hop(tensor, hop, Hop.begin, Hop.end), hop)

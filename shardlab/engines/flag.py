@@ -42,7 +42,7 @@ class Flag:
         self.moved: set[int] = set()
         self._raised: Exception | None = None  # what this rank raises, of the flag that was sent
         self._unused: list[int] = []  # places of the parameters that it did not use
-        self._answer: Callable[[], list[int]] | None = None  # reads it; None where none was sent, or all were read
+        self._answer: Callable[[], list[int]] | None = None  # reads it; None where none waits to be read
 
     @unrefused
     def begin(self, *, sends: bool) -> None:

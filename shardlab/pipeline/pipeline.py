@@ -118,13 +118,18 @@ class Pipeline:
             The mean loss over micro-batches, on the rank of the last stage; None on the others.
 
         Raises:
-            ValueError: the micro-batches do not divide the rows; forward has written a buffer that several stages use.
+            ValueError: the micro-batches do not divide the rows, or are not as many as the schedule's; forward has
+                written a buffer that several stages use.
         """
         number = self.schedule.num_micro_batches
         if isinstance(inputs, Tensor):
             if len(inputs) != len(targets) or len(inputs) % number:
                 raise ValueError(f"inputs: {len(inputs)} rows and {len(targets)} targets; {number} must divide both")
             inputs, targets = inputs.chunk(number), targets.chunk(number)
+        elif not len(inputs) == len(targets) == number:
+            raise ValueError(
+                f"inputs: {len(inputs)} micro-batches, and targets of {len(targets)}; the schedule has {number}"
+            )
         before = {name: buffer._version for name, buffer in self._read_only.items()}
         step = _Step(self, engine, loss_fn, inputs, targets, watch)
         # The last gradients: of what this rank lends they come from others, behind the last action.
