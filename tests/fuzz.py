@@ -24,6 +24,7 @@ from shardlab.launch import place
 from tests.fuzzing.engines import OURS, PEERS, ROWS
 from tests.fuzzing.features import ALL, ON, RIGHT
 from tests.fuzzing.hunt import Hunt
+from tests.fuzzing.pipelines import INSIDE
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,6 +62,8 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     given.features = on if given.features is None else ALL if given.features == "all" else given.features.split(",")
     given.features, given.strategies = frozenset(given.features), tuple(names)
     given.ranks = tuple(int(part) for part in given.ranks.split(",") if int(part) > 1 or not given.pipes)
+    if given.pipes and not (given.ranks and {*names} & {*INSIDE}):
+        parser.error(f"--pipes takes 2 ranks or more, and strategies of {','.join(INSIDE)}")
     given.seed = random.randrange(2**32) if given.seed is None else given.seed
     return given
 

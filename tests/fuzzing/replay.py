@@ -6,7 +6,6 @@ from shardlab.launch import RankPool
 from tests.fuzzing.engines import EngineSpec  # noqa: F401
 from tests.fuzzing.modules import BlockSpec, ModuleSpec  # noqa: F401
 from tests.fuzzing.optimizers import OptimizerSpec  # noqa: F401
-from tests.fuzzing.pipelines import Move, PipedModule, PipeScenario, PipeSpec, Restore  # noqa: F401
 from tests.fuzzing.run import Scenario, run_scenario
 from tests.fuzzing.scenarios import *  # noqa: F403
 

@@ -3,6 +3,7 @@
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from tests.fuzzing.pipelines import PipeScenario
 from tests.fuzzing.run import Scenario, Verdict
 
 TEMPLATE = """\
@@ -13,17 +14,20 @@ import sys
 
 sys.path.insert(0, str(Path.cwd()))
 from tests.fuzzing.replay import *  # noqa: E402, F403
-
+{words}
 SCENARIO = {scenario}
 
 if __name__ == "__main__":
     replay(SCENARIO)
 """
+# Its operations have names that those of one engine have too.
+OF_PIPES = "from tests.fuzzing.pipelines import *  # noqa: E402, F403\n"
 
 
 def script_of(scenario: Scenario, verdict: Verdict) -> str:
     text = verdict.text.splitlines()[0] if verdict.text else ""
-    return TEMPLATE.format(kind=verdict.kind, text=text, scenario=source(scenario))
+    words = OF_PIPES if isinstance(scenario, PipeScenario) else ""
+    return TEMPLATE.format(kind=verdict.kind, text=text, words=words, scenario=source(scenario))
 
 
 def source(value: Any, indent: int = 0) -> str:
