@@ -13,7 +13,7 @@ loss, a mean over its tokens, is a part of the mean over all: parts are equal. E
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 from torch.nn import functional
@@ -46,6 +46,11 @@ class ContextParallel(TorchFunctionMode):
         super().__init__()
         require_way(way, zigzag=zigzag)
         self._comm, self._way, self._zigzag, self._num_computed = comm, way, zigzag, 0
+
+    def __enter__(self) -> Self:
+        self._num_computed = 0  # of this block: one object serves many steps
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __exit__(self, exc_type: object, exc: object, trace: object) -> None:
         super().__exit__(exc_type, exc, trace)  # type: ignore[no-untyped-call]
