@@ -16,8 +16,8 @@ end_shift                          before          computes with those that it h
 
 ``copy`` and ``reduce`` are each other's conjugates, so are ``gather`` and ``scatter``, ``all_gather`` and
 ``reduce_scatter``: the backward of one is the forward of the other, and that again has a gradient. Parts are equal and
-lie along one dim. An all-reduce of S elements sends 2S(N-1)/N a rank, the others S(N-1)/N. Each call waits for its
-result, but for ``begin_shift``. A group of one moves nothing and returns the tensor itself.
+lie along one dim. An all-reduce of S elements sends 2S(N-1)/N a rank, a shift S, the others S(N-1)/N. Each call waits
+for its result, but for ``begin_shift``. A group of one moves nothing and returns the tensor itself.
 
 ``torch.compile`` does not trace a border: what is computed between two of them is compiled.
 ``tag`` names the tensor; in backward the record says "gradient of" it. Under activation checkpointing the forward is
