@@ -290,11 +290,17 @@ class _Step:
     def _note(self, action: Action, output: Tensor) -> None:
         """Tell the next stage's rank what outputs are like, the first time."""
         stage, shape = action.stage, self._shape(action)
-        if (stage, shape) in self._of._like:
+        like = Like(tuple(output.shape), output.dtype)
+        if (known := self._of._like.get((stage, shape))) is not None:
+            if known != like:  # the next rank would wait for another message
+                raise ValueError(
+                    f"stages: stage {stage} gives {like.shape} of {like.dtype}, and {known.shape} of {known.dtype} "
+                    "before; inputs of one shape must give outputs of one shape and dtype"
+                )
             return
         if output.dtype not in _DTYPES or output.ndim > _MAX_DIMS:
             raise ValueError(f"stages: stage {stage} gives {output.dtype}, {output.ndim} dims; cut elsewhere")
-        self._of._like[stage, shape] = Like(tuple(output.shape), output.dtype)
+        self._of._like[stage, shape] = like
         peer = self._rank_of[stage + 1]
         if peer != self._of._comm.rank:
             header = [_DTYPES.index(output.dtype), output.ndim, *output.shape, *[0] * (_MAX_DIMS - output.ndim)]
