@@ -4,9 +4,9 @@
     step.done.bubble, step.foretold().bubble                       # measured, and by the same list with the same times
     step.foretold(make_schedule("zb-h1", 2, 8)).seconds            # another list
 
-Between its first action and its last one a rank works or waits for another stage. All else counts as work of the action
-that it comes before: Python around it, and time without a core. A message takes as long as from when it was sent and
-its receiver was ready until the receiver had it.
+From the first action of any rank to the last of all, a rank works or waits for another stage. All else counts as work
+of the action that it comes before: Python around it, and time without a core. A message takes as long as from when it
+was sent and its receiver was ready until the receiver had it.
 
 Of another list a rank works as long in all: each of its forwards takes an equal part of what its forwards took, and so
 do the backwards. Where they are cut in two and were not, each half takes half. So it is said of other numbers of

@@ -10,13 +10,14 @@ from shardlab.schedules import Schedule, play
 from shardlab.why.pipelined import medians, pipelined_steps
 
 BUBBLES = (
-    "Pipelines: how long a rank waits for other stages, from its first action to its last one: measured, foretold by "
-    "the list of actions with the recorded times of work and messages, and by the list alone, of equal stages."
+    "Pipelines: how long ranks wait for other stages, from the first action of any to the last of all: measured, "
+    "foretold by the list of actions with the recorded times of work and messages, and by the list alone, of equal "
+    "stages."
 )
 
 
 def bubbles(records: Records) -> pd.DataFrame:
-    """Of each run with a schedule: shares of the ranks' time between its first action and its last one.
+    """Of each run with a schedule: shares of all ranks' time from the first action of any to the last of all.
 
     Returns:
         By ``run``: ``bubble``, in which ranks wait for other stages, the median of the steps that count; ``foretold``
