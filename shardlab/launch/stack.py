@@ -122,7 +122,7 @@ def _is_collective_file(file: str) -> bool:
 
 def _call_of(frames: Iterable[Frame]) -> SeenCall:
     """``frames``: innermost first."""
-    op = of_package = of_user = ""
+    op = of_package = of_installed = of_user = ""
     for frame, line in frames:
         file = frame.f_code.co_filename
         if is_library(file):
@@ -130,10 +130,12 @@ def _call_of(frames: Iterable[Frame]) -> SeenCall:
                 op = _name_of(frame)  # the outermost: all_gather_bytes, not the all_gather inside it
         elif file.startswith(_PACKAGE):
             of_package = of_package or f"{file}:{line}"
+        elif "/site-packages/" in file:  # between a person's code and torch; as in line_of_caller()
+            of_installed = of_installed or f"{file}:{line}"
         else:
             of_user = f"{file}:{line}"
             break
-    return SeenCall(op, of_user or of_package, perf_counter_ns())
+    return SeenCall(op, of_user or of_installed or of_package, perf_counter_ns())
 
 
 def _name_of(frame: FrameType) -> str:
