@@ -53,7 +53,8 @@ def mistake_in(exercise: str, reason: str, case: Case, done: Sequence[Done]) -> 
     for of_known, sentence in known().get(exercise, {}).values():
         if of_known == found:
             return f"You get this when {sentence}"
-    ratios = (_ratio(plain(wanted), of_rank.result) for of_rank, wanted in zip(done, case.wanted, strict=False))
+    both = ((plain(wanted), of_rank.result) for wanted, of_rank in zip(case.wanted, done, strict=False))
+    ratios = (_ratio(*pair) for pair in both if difference(*pair))
     ratio = next(filter(None, ratios), 0.0)
     return _in_words(ratio, len(done)) if ratio else ""
 
