@@ -39,7 +39,6 @@ LINK, FLOPS = "1Gbps,50us", 50e9  # with these, backward of the built-in GPT can
 MODELS = ("Unused",)  # what a strategy is checked on: parameters that some ranks use, or none
 TORCHS = {"ddp": "torch_ddp", "bucketed": "torch_ddp", "zero1": "torch_zero1", "fsdp": "torch_fsdp2"}
 ENOUGH = 1.01  # times what ours takes: padding costs no point
-INNER = (".inner", "shard")  # how names of groups inside a host end
 # Columns of bytes and of time in the table, and their words in a sentence.
 COSTS = {"at rest (MB)": "at rest", "peak (MB)": "at the peak", "sent (MB)": "sent", "exposed (ms)": "exposed"}
 FULL_MARKS = 1 + len(COSTS)
@@ -174,7 +173,7 @@ def _play(config: CompareConfig, names: Iterable[str], link: Link, inside: Link)
         return 0.0 if flops is None else float(flops(*args, out_val=result)) / FLOPS
 
     def costs(event: CollectiveEvent) -> Costs:
-        used = inside if event.axis.endswith(INNER) else link
+        used = inside if event.axis == "shard" or event.axis.endswith(".inner") else link  # groups inside a host
         return Costs(used.ring_time_us(event.op, event.num_bytes, event.group_size) / 1e6)
 
     found = {}
