@@ -204,7 +204,7 @@ class Capture:
         self.brought(backward, before)
         return None
 
-    def _clip(self, plain: Callable[..., None], parameters: Any, max_norm: float, norm: Tensor, *rest: Any) -> None:
+    def _clip(self, plain: Any, parameters: Any, max_norm: float, total_norm: Tensor, *rest: Any, **named: Any) -> None:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         step, clipped = self.step, [name for one in given for name in self.names.get(id(one), [])]
         if step.gradients:
@@ -212,15 +212,15 @@ class Capture:
         else:
             self.note_gradients()
             step.max_norm, step.clipped = float(max_norm), clipped
-            step.norm = next((float(one) for one in scalars(norm)), None)
-        plain(given, max_norm, norm, *rest)
+            step.norm = next((float(one) for one in scalars(total_norm)), None)
+        plain(given, max_norm, total_norm, *rest, **named)
 
-    def _around_clip(self, plain: Callable[..., Tensor], root: Any, max_norm: float, *rest: Any) -> Tensor:
+    def _around_clip(self, plain: Any, root: Any, max_norm: float, *rest: Any, **named: Any) -> Tensor:
         if isinstance(root, AnyEngine):
             root.finish_gradients()
         self.note_gradients()
         self.step.max_norm, self.step.clipped = float(max_norm), list(self.notes.trainable)
-        norm = plain(root, max_norm, *rest)
+        norm: Tensor = plain(root, max_norm, *rest, **named)
         self.step.norm = float(norm)
         return norm
 
@@ -377,11 +377,11 @@ def _copies(parts: Iterator[Part]) -> list[Part]:
     return [part._replace(value=kept(part.value)) for part in parts]
 
 
-def _drops_nothing(plain: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _drops_nothing(plain: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     if plain is not _ATTENDS:
-        return plain(tensor, training=False)
-    args = (*args[:3], 0.0, *args[4:]) if len(args) > 3 else args
-    return plain(tensor, *args, **{key: one for key, one in kwargs.items() if key != "dropout_p"})
+        return plain(args[0] if args else kwargs["input"], training=False)
+    args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+    return plain(*args, **{key: one for key, one in kwargs.items() if key != "dropout_p"})
 
 
 def _counted(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Tensor) -> list[Counted]:
