@@ -53,9 +53,7 @@ def mistake_in(exercise: str, reason: str, case: Case, done: Sequence[Done]) -> 
     for of_known, sentence in known().get(exercise, {}).values():
         if of_known == found:
             return f"You get this when {sentence}"
-    both = ((plain(wanted), of_rank.result) for wanted, of_rank in zip(case.wanted, done, strict=False))
-    ratios = (_ratio(*pair) for pair in both if difference(*pair))
-    ratio = next(filter(None, ratios), 0.0)
+    ratio = _ratio([plain(wanted) for wanted in case.wanted], [of_rank.result for of_rank in done])
     return _in_words(ratio, len(done)) if ratio else ""
 
 
