@@ -79,9 +79,10 @@ def slides_of(path: Path, *, code: bool = False) -> str:
     slides: list[str] = []
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            if cell.source.startswith("## Exercise"):
+            text, exercises, _ = f"\n{cell.source}".partition("\n## Exercise")  # it may stand inside a cell
+            slides.append(markdown(text.strip()))
+            if exercises:
                 break
-            slides.append(markdown(cell.source))
             continue
         if code:
             slides[-1] += f"<pre>{escape(cell.source)}</pre>"

@@ -115,5 +115,8 @@ def test_slides_are_texts_and_pictures_without_code_exercises_or_a_network() -> 
     assert "import torch" not in page
     assert "import torch" in with_code
     assert "your code" not in with_code, "exercises are for afterwards"
+    inside = slides_of(path.with_name("07_zero_3.ipynb"))
+    assert "Warm-up" not in inside, "of a cell in which they begin, what is before them has a slide"
+    assert "engine.save" in inside
     assert 'src="http' not in page
     assert "<script src" not in page
