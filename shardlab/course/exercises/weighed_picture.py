@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 
 from shardlab.course.exercises.exercise import Case, Done
 from shardlab.course.exercises.picture import two_halves
-from shardlab.plots.theme import INK, PAPER, RANKS, SPAN_COLOURS, VIOLET, finish, new_figure
+from shardlab.plots.theme import INK, RANKS, SPAN_COLOURS, VIOLET, finish, new_figure
 from shardlab.vocabulary import SpanKind
 
 KINDS = {"compute": SPAN_COLOURS[SpanKind.BACKWARD], "message": VIOLET}
@@ -29,7 +29,7 @@ def memory(found: Sequence[Done], wanted: Sequence[Done], most_bytes: float, tit
             )  # fmt: skip
         figure.add_annotation(
             text=f"at most {highest:,.0f} B", x=1, y=highest, xref=f"x{column} domain".replace("x1", "x"), yref="y",
-            xanchor="right", yanchor="bottom", showarrow=False, bgcolor=PAPER,
+            xanchor="right", yanchor="bottom", showarrow=False,
         )  # fmt: skip
     if most_bytes < inf:
         figure.add_hline(y=most_bytes, line=DASHED)
