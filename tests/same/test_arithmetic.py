@@ -3,9 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from shardlab.launch import RankError
+from shardlab.recording.global_hooks import replaced
 from shardlab.same import watch
+from shardlab.same.capture import _drops_nothing
 from shardlab.same.coefficients import mixture
 from shardlab.same.meanings import meaning
 from shardlab.same.notes import Backward, Counted, Notes, Part, Step, wholes
@@ -89,6 +92,19 @@ def test_what_is_no_sum_of_the_ranks_gradients_is_said_to_be_none():
     expected = union(notes, notes, 0)
     mixed = mixture({"w": torch.tensor([0.5, 9.0, 0.5, 0])}, expected, ["w"])
     assert "no sum of the ranks' gradients" in meaning(mixed, expected, 0, 2, [2])[0]
+
+
+def test_nothing_is_dropped_however_torchs_functions_are_called():
+    x = torch.randn(1, 2, 4, 8)
+    attended = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    with replaced(F, "scaled_dot_product_attention", _drops_nothing), replaced(F, "dropout", _drops_nothing):
+        for made in (
+            F.scaled_dot_product_attention(x, x, x, None, 0.9, True),
+            F.scaled_dot_product_attention(query=x, key=x, value=x, dropout_p=0.9, is_causal=True),
+        ):
+            assert torch.allclose(made, attended)
+        assert torch.equal(F.dropout(x, 0.9), x)
+        assert torch.equal(F.dropout(input=x, p=0.9, training=True), x)
 
 
 def loop(rank, divisor, sharded=False):

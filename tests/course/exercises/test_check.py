@@ -14,7 +14,9 @@ import torch
 
 import shardlab.course.exercises
 from shardlab.course import LADDER, Case, Exercise, Measured, Verdict, VirtualClock, check, find, hint, task
+from shardlab.course.exercises.exercise import Done
 from shardlab.course.exercises.judge import Score, examine
+from shardlab.course.exercises.mistakes import mistake_in
 from shardlab.course.exercises.picture import held, held_table, moved, moved_table
 from shardlab.course.exercises.values import difference, plain
 from shardlab.course.exercises.weighed_picture import memory, schedule
@@ -70,6 +72,8 @@ def test_a_ratio_is_said_where_all_numbers_have_it(pools):
         assert said.startswith(f"Found is {words}") if words else said == ""
     counts = Exercise("class.count", "", "", lambda: [Case("two", ((), ()), (3, 3))])
     assert examine(counts, lambda comm: 6, pools(2)).mistake == "", "of what is counted no ratio says anything"
+    right = mistake_in("class.one", "one: rank 0 took 9 us", Case("one", ((),), (wanted,)), (Done(wanted),))
+    assert right == "", "of what is right neither, where something else is wrong"
 
 
 def test_where_memory_is_wrong_it_is_drawn_over_time_beside_a_right_answers(capsys):
