@@ -76,8 +76,8 @@ class Scores:
         lost = _more(theirs, row)
         whys = (
             f"{_told(row, column)}, where {ours} takes {theirs[column]:.4g}"
-            if pd.notna(row[column])
-            else f"what is {COSTS[column]} is not known: a step of it cannot be played without values"
+            if pd.notna(row[column]) and pd.notna(theirs[column])
+            else f"what is {COSTS[column]} is not known of both: a step of one cannot be played without values"
             for column in lost
         )
         return "; ".join([f"{name}: {FULL_MARKS - len(lost)} of {FULL_MARKS} points", *whys])
