@@ -86,10 +86,8 @@ def tried_block(make: MakeBlock, mesh: BaseMesh, most_at_rest: Mapping[str, int]
     state = [each for param in params for each in optimizer.state[param].values() if each.dim()]
     grads = [param.grad for param in params if param.grad is not None]
     ledger.classify({Role.PARAMETER: params, Role.GRADIENT: grads, Role.OPTIMIZER_STATE: state})
-    held, fault = (
-        ledger.held_bytes()[before - 1 :],
-        next(iter(too_much(ledger.moments()[-1].by_role, most_at_rest)), ""),
-    )
+    held = ledger.held_bytes()[before - 1 :]
+    fault = next(iter(too_much(ledger.moments()[-1].by_role, most_at_rest)), "")
     return Measured(None, max(held), counted=tuple(log.messages), fault=fault, held=tuple(held))
 
 
