@@ -129,7 +129,7 @@ def next_to_try(job: Job, calibration: Sequence[Pair] = ()) -> tuple[str, Found]
 def _only_option(job: Job, way: Job) -> str:
     """The option that makes a way of a job; empty if more than one does, or none."""
     changed = [name for name in OPTIONS if getattr(way, name) != getattr(job, name)]
-    if len(changed) > 1 and "single" in (job.strategy, way.strategy):
+    if len(changed) > 1 and job.strategy != way.strategy and "single" in (job.strategy, way.strategy):
         changed.remove("strategy")  # it follows from the number of data ranks
     (*others, last) = changed or [""]
     return "" if others or not last else _option(way, last)

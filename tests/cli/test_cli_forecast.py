@@ -103,6 +103,11 @@ def test_all_strategies_stand_in_one_table_with_the_numbers_that_each_has_alone(
     assert "strategy: all is given, and on one data rank they are alike" in " ".join(done.output.split())
 
 
+def test_a_step_of_one_gpu_has_something_to_try_next(config):
+    words = ("forecast", "--config", config, "--ranks", "1", "--seq-len", "512", "--precision", "pure-bf16")
+    assert "TRY NEXT --recompute selective: 15% slower, " in " ".join(said(*words, "--batch", "4").split())
+
+
 def test_a_step_that_waits_for_its_host_says_so_and_less_where_layers_are_compiled(config):
     words = ("forecast", "--config", config, "--ranks", "4", "--seq-len", "512")
     text = " ".join(said(*words).split())
