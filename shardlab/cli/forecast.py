@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from shardlab.cli.all_strategies import tell_all
 from shardlab.cli.console import answer_table, count, table_of
 from shardlab.cli.counted_model import CountedModel
+from shardlab.cli.job_words import in_digits, memory_of, planned, rates, verdict
 from shardlab.planner.formulas import precision_named
 from shardlab.planner.setup import STRATEGIES
 
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from shardlab.forecast.region import Miss
 
 CARD = "h100"  # where none is given
-LOST = ("waiting for messages", "slowed by messages")  # parts of a step
 DATA_STRATEGIES = STRATEGIES[1:]  # all but the one process
 Step = tuple[dict[str, Any], float]
 """Arguments of one that was measured, and its seconds."""
@@ -105,7 +106,7 @@ def forecast(
         if ranks < 2 * tp:
             raise ValueError("strategy: all is given, and on one data rank they are alike; give more ranks")
         jobs = [_job_of(model.sizes | way | {"strategy": name}, ranks, batch) for name in DATA_STRATEGIES]
-        _tell_all(model, jobs, steps, gpu, memory, json=json)
+        tell_all(model, jobs, steps, gpu, memory, json=json)
     elif memory is not None:
         _tell_memory(model, _job_of(model.sizes | way, ranks, batch), gpu, memory, json=json)
     else:
@@ -144,38 +145,19 @@ def step_in(file: Path) -> Step:
         ) from error
 
 
-def rates(job: "Job", seconds: float) -> dict[str, float]:
-    """Tokens a second and a day over all ranks, and the MFU."""
-    rate = job.tokens_per_step / seconds
-    return {"tokens_per_second": rate, "tokens_per_day": 86400 * rate, "mfu": job.mfu(seconds)}
-
-
 def _tell_memory(model: CountedModel, job: "Job", gpu: str, memory: float, *, json: bool) -> None:
     from shardlab.forecast.peak import peak_bytes, rest_bytes
 
     if json:
         arguments = {name: value for name, value in asdict(job).items() if name not in ("hardware", "network")}
         found: dict[str, Any] = {"seconds": None, "rest_bytes": rest_bytes(job), "peak_bytes": peak_bytes(job)}
-        found |= {"fits": _verdict(peak_bytes(job), memory), "arguments": arguments}
+        found |= {"fits": verdict(peak_bytes(job), memory), "arguments": arguments}
         typer.echo(json_text.dumps({**model.as_json(), **found}, indent=2))
         return
     Console(highlight=False).print(answer_table([
-        model.line, ("PLANNED", _planned(job, gpu)), ("MEMORY", _memory(job, memory)),
+        model.line, ("PLANNED", planned(job, gpu)), ("MEMORY", memory_of(job, memory)),
         ("TIME", f"not known: of {gpu} the memory is known and no speed; name a card, such as h100"),
     ]))  # fmt: skip
-
-
-def _planned(job: "Job", gpu: str) -> str:
-    kept = f"{job.precision} with {job.kept.total} bytes a parameter"
-    return f"{job.way}; rows of {count(job.seq_len, 'token')}, {kept}, on {job.data * job.tensor} x {gpu}"
-
-
-def _memory(job: "Job", room: float) -> str:
-    from shardlab.forecast.peak import peak_bytes, rest_bytes
-
-    peak = peak_bytes(job)
-    said = f"{rest_bytes(job) / 1e9:.3g} GB at rest, {peak / 1e9:.3g} GB in tensors at the peak, of {room / 1e9:.3g} GB"
-    return f"{said}: {_verdict(peak, room)}{_of_logits(job, room)}"
 
 
 def _tell_forecast(model: CountedModel, job: "Job", steps: Sequence[Step], *, json: bool) -> None:
@@ -188,15 +170,15 @@ def _tell_forecast(model: CountedModel, job: "Job", steps: Sequence[Step], *, js
     found, miss = forecast_of(job, steps), expected_miss(job, steps)
     if json:
         told = {**model.as_json(), **asdict(found), "rest_bytes": rest_bytes(job), "miss": asdict(miss)}
-        told |= {**rates(job, found.seconds), "fits": _verdict(found.peak_bytes, job.card.memory_bytes)}
+        told |= {**rates(job, found.seconds), "fits": verdict(found.peak_bytes, job.card.memory_bytes)}
         typer.echo(json_text.dumps({**told, "arguments": asdict(job)}, indent=2))
         return
     console = Console(highlight=False)
     console.print(answer_table([
         model.line,
-        ("PLANNED", _planned(job, job.card.name)),
+        ("PLANNED", planned(job, job.card.name)),
         ("TIME", _time(job, found, miss.share)),
-        ("MEMORY", _memory(job, job.card.memory_bytes)),
+        ("MEMORY", memory_of(job, job.card.memory_bytes)),
         ("MISSES BY", said_of(miss)),
         *(("WARNING", warning) for warning in found.warnings),
         ("TRY NEXT", _next(job, found.seconds, steps)),
@@ -233,55 +215,12 @@ def _next(job: "Job", seconds: float, steps: Sequence[Step]) -> str:
     return f"{option}{batch}: {gain}, {way.seconds:.2g} s a step, and fits, {way.peak_bytes / 1e9:.3g} GB; {others}"
 
 
-def _tell_all(
-    model: CountedModel, jobs: Sequence["Job"], steps: Sequence[Step], gpu: str, memory: float | None, *, json: bool
-) -> None:
-    """Memory and time of all strategies; memory alone, where the card's speed is not known."""
-    import pandas as pd
-
-    rows = [_row(job, steps, memory) for job in jobs]
-    if json:
-        typer.echo(json_text.dumps({**model.as_json(), "strategies": rows}, indent=2))
-        return
-    console, first = Console(highlight=False), jobs[0]
-    planned = _planned(first, gpu).removeprefix(f"{first.strategy}, ")
-    console.print(answer_table([model.line, ("PLANNED", f"each strategy, {planned}")]))
-    forms = {
-        "rest_bytes": ("at rest (GB)", 1e9), "peak_bytes": ("peak (GB)", 1e9), "seconds": ("step (s)", 1),
-        "message_seconds": ("lost to messages (s)", 1), "tokens_per_second": ("tokens/s", 1), "mfu": ("MFU (%)", 0.01),
-    }  # fmt: skip
-    shown = pd.DataFrame({"strategy": [row["strategy"] for row in rows]})
-    for name, (head, divisor) in forms.items():
-        if name in rows[0]:
-            shown[head] = [f"{float(f'{row[name] / divisor:.3g}'):,g}" for row in rows]
-    shown["fits"] = ["perhaps" if "unless" in row["fits"] else row["fits"].removeprefix("it ").partition(",")[0]
-                     for row in rows]  # fmt: skip
-    console.print(table_of(shown, "", 2, right=[*dict(forms.values())]))
-    if first.assumed_gigabits and memory is None:
-        console.print(f"Links between hosts are not given: {first.assumed_gigabits[1]:g}Gb/s per GPU are assumed.")
-    console.print("At rest and at the peak: in tensors, of a GPU. --strategy fsdp says how far its forecast may miss.")
-
-
-def _row(job: "Job", steps: Sequence[Step], memory: float | None) -> dict[str, Any]:
-    from shardlab.forecast.peak import peak_bytes, rest_bytes
-    from shardlab.forecast.predict import forecast_of
-
-    peak = peak_bytes(job)
-    row = {"strategy": job.strategy, "rest_bytes": rest_bytes(job), "peak_bytes": peak}
-    row["fits"] = _verdict(peak, job.card.memory_bytes if memory is None else memory)
-    if memory is not None:
-        return row
-    found = forecast_of(job, steps)
-    lost = sum(found.parts.get(part, 0.0) for part in LOST)
-    return {**row, "seconds": found.seconds, "message_seconds": lost, **rates(job, found.seconds)}
-
-
 def _time(job: "Job", found: "Forecast", share: float | None) -> str:
     """Seconds, tokens and MFU, as ranges: by how much the forecast may miss, and of links that are not known."""
     miss = share or 0.0
     ends = found.seconds / (1 + miss), found.most_seconds / (1 - min(miss, 0.9))
     seconds, tokens, daily, shares = (
-        " to ".join(dict.fromkeys(_in_two_digits(of(end)) for end in ends))
+        " to ".join(dict.fromkeys(in_digits(of(end), 2) for end in ends))
         for of in (
             float, lambda end: job.tokens_per_step / end, lambda end: 86400e-9 * job.tokens_per_step / end,
             lambda end: 100 * job.mfu(end),
@@ -293,39 +232,6 @@ def _time(job: "Job", found: "Forecast", share: float | None) -> str:
         notes = f"; links between hosts of {most:g} to {least:g}Gb/s per GPU{notes}"
     said = f"{seconds} s a step, {tokens} tokens a second, {daily} billion a day, {shares} % of the peak (MFU)"
     return f"{'about ' if share is None else ''}{said}{notes}"
-
-
-def _in_two_digits(value: float) -> str:
-    return f"{float(f'{value:.2g}'):,g}" if value < 1e6 else f"{float(f'{value:.2g}'):,.0f}"
-
-
-def _verdict(peak_bytes: float, room: float) -> str:
-    """Whether tensors of so many bytes fit, with what the allocator reserves on top."""
-    from shardlab.forecast.predict import RESERVED, USABLE
-
-    least, most = RESERVED
-    if least * peak_bytes > room:
-        return "it does not fit"
-    if peak_bytes > USABLE * room:
-        return f"it hardly fits, with less than {1 - USABLE:.0%} left for libraries and the allocator"
-    if most * peak_bytes < room:
-        return "it fits"
-    often = f"{room / peak_bytes:.3g} times that; {least:g} to {most:g} times were seen"
-    return f"it fits, unless the allocator reserves more than {often}"
-
-
-def _of_logits(job: "Job", room: float) -> str:
-    """What helps, where it does not fit or hardly, and logits are the reason; else empty."""
-    from shardlab.forecast.peak import logits_bytes, peak_bytes
-    from shardlab.forecast.predict import USABLE
-
-    logits, peak = logits_bytes(job), peak_bytes(job)
-    if peak <= USABLE * room or (2 * logits < peak and peak - logits > USABLE * room):
-        return ""
-    return (
-        f"; {logits / 1e9:.3g} GB of it are logits, {job.tokens:,} tokens x {job.vocab:,} words: a chunked loss, which "
-        "makes them for some tokens at a time, would save most of these"
-    )
 
 
 def _job_of(given: Mapping[str, Any], ranks: int, batch: int | None) -> "Job":

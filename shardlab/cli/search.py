@@ -9,11 +9,12 @@ from rich.console import Console
 
 from shardlab.cli.console import answer_table, count, table_of
 from shardlab.cli.counted_model import CountedModel
+from shardlab.cli.job_words import rates
 from shardlab.planner.formulas import precision_named
 
 from shardlab.cli.forecast import (  # isort: skip
     CARD, AsJson, AsyncTp, Attention, Batch, Card, Compiled, Config, CudaGraph, Fp8, Kept, Measured, Network, Ranks,
-    SeqLen, Step, memory_alone, rates, run_as, said_of, step_in,
+    SeqLen, Step, memory_alone, run_as, said_of, step_in,
 )  # fmt: skip
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from shardlab.bench import validated_here
 from shardlab.cli import app
-from shardlab.cli.forecast import _verdict
+from shardlab.cli.job_words import verdict
 from shardlab.forecast import published
 from shardlab.forecast import search as all_ways
 from shardlab.forecast.machine import Machine
@@ -242,7 +242,7 @@ def test_what_was_not_calibrated_is_named(tmp_path, monkeypatch):
      (75, "it hardly fits, with less than 10% left"), (80, "it does not fit")],
 )  # fmt: skip
 def test_what_fits_is_said_as_a_search_counts(gigabytes, words):
-    assert _verdict(gigabytes * 1e9, 80e9).startswith(words)
+    assert verdict(gigabytes * 1e9, 80e9).startswith(words)
 
 
 def test_a_workload_gets_times_and_peaks(tmp_path, monkeypatch):

@@ -1,0 +1,64 @@
+"""What is said of a job in words: how it is trained, whether it fits, and how much it does in a second."""
+
+from typing import TYPE_CHECKING
+
+from shardlab.cli.console import count
+
+if TYPE_CHECKING:
+    from shardlab.forecast.job import Job
+
+
+def planned(job: "Job", gpu: str) -> str:
+    """How it is trained, on which GPUs; the strategy first."""
+    kept = f"{job.precision} with {job.kept.total} bytes a parameter"
+    return f"{job.way}; rows of {count(job.seq_len, 'token')}, {kept}, on {job.data * job.tensor} x {gpu}"
+
+
+def memory_of(job: "Job", room: float) -> str:
+    """Bytes of a GPU with so much memory, and whether they fit."""
+    from shardlab.forecast.peak import peak_bytes, rest_bytes
+
+    peak = peak_bytes(job)
+    said = f"{rest_bytes(job) / 1e9:.3g} GB at rest, {peak / 1e9:.3g} GB in tensors at the peak, of {room / 1e9:.3g} GB"
+    return f"{said}: {verdict(peak, room)}{_of_logits(job, room)}"
+
+
+def verdict(peak_bytes: float, room: float) -> str:
+    """Whether tensors of so many bytes fit, with what the allocator reserves on top."""
+    from shardlab.forecast.predict import RESERVED, USABLE
+
+    least, most = RESERVED
+    if least * peak_bytes > room:
+        return "it does not fit"
+    if peak_bytes > USABLE * room:
+        return f"it hardly fits, with less than {1 - USABLE:.0%} left for libraries and the allocator"
+    if most * peak_bytes < room:
+        return "it fits"
+    often = f"{room / peak_bytes:.3g} times that; {least:g} to {most:g} times were seen"
+    return f"it fits, unless the allocator reserves more than {often}"
+
+
+def _of_logits(job: "Job", room: float) -> str:
+    """What helps, where it does not fit or hardly, and logits are the reason; else empty."""
+    from shardlab.forecast.peak import logits_bytes, peak_bytes
+    from shardlab.forecast.predict import USABLE
+
+    logits, peak = logits_bytes(job), peak_bytes(job)
+    if peak <= USABLE * room or (2 * logits < peak and peak - logits > USABLE * room):
+        return ""
+    return (
+        f"; {logits / 1e9:.3g} GB of it are logits, {job.tokens:,} tokens x {job.vocab:,} words: a chunked loss, which "
+        "makes them for some tokens at a time, would save most of these"
+    )
+
+
+def rates(job: "Job", seconds: float) -> dict[str, float]:
+    """Tokens a second and a day over all ranks, and the MFU."""
+    rate = job.tokens_per_step / seconds
+    return {"tokens_per_second": rate, "tokens_per_day": 86400 * rate, "mfu": job.mfu(seconds)}
+
+
+def in_digits(value: float, digits: int) -> str:
+    """A number rounded to so many digits, and written out: 19100000 is 19,100,000."""
+    rounded = float(f"{value:.{digits}g}")
+    return f"{rounded:,.0f}" if abs(rounded) >= 1e6 else f"{rounded:,g}"
