@@ -240,6 +240,10 @@ def test_one_command_to_try_next():
     assert "--steps 50" in following(CompareConfig(ranks=2), {"ddp"}, has_failed=False, doubt="slept")
     two_axes = CompareConfig(("single", HFSDP()), ranks=4)
     assert "--ranks 4 --steps 50" in following(two_axes, {"hfsdp"}, has_failed=False, doubt="slept"), "2 have no groups"
+    stages = CompareConfig(ranks=4, pipe=4)
+    assert following(stages, {"ddp+1f1b"}, has_failed=False, doubt="slept").startswith(
+        "shardlab compare --ranks 4 --pipe 4 --steps 50"
+    ), "2 are no 4 stages"
     own = CompareConfig(workload=data_path("train.py").as_posix() + ":workload", ranks=2)
     assert own.place is not None
     assert own.place in following(own, {"ddp"}, **of, place=own.place)

@@ -39,7 +39,7 @@ def manifest_of(config: CompareConfig, strategy: str, pool: RankPool) -> dict[st
 def found_by(reports: list[RankReport], mesh: dict[str, int], config: CompareConfig) -> dict[str, Any]:
     """What a manifest says after the run."""
     shares, num_tensor_ranks = [report.recorder_share for report in reports], mesh.get(MeshAxis.TENSOR, 1)
-    by_stage = _by_stage(reports, mesh)
+    by_stage = _by_stage(len(reports), mesh)
     last = [report for report in reports if report.has_loss]
     return {
         "padding_bytes": max(report.padding_bytes for report in reports),
@@ -49,26 +49,26 @@ def found_by(reports: list[RankReport], mesh: dict[str, int], config: CompareCon
             what: {rank: report.not_finite[what] for rank, report in enumerate(reports) if what in report.not_finite}
             for what in (DATA, LOSS, GRADIENTS)
         },
-        "disagreement": next(filter(None, (_disagreement(one, num_tensor_ranks) for one in by_stage)), ""),
+        "disagreement": next(filter(None, (_disagreement(reports, one, num_tensor_ranks) for one in by_stage)), ""),
         "drew_random_numbers": any(report.drew for report in reports),
         "batches": of_all_ranks(
-            [each.batches for each in by_stage[0][::num_tensor_ranks]], config.trained.divides_rows
+            [reports[rank].batches for rank in by_stage[0][::num_tensor_ranks]], config.trained.divides_rows
         ),
         "other_batch": reports[0].other_batch,
-        "own_buffers": next(filter(None, (_own_buffers(one, num_tensor_ranks) for one in by_stage)), "")
+        "own_buffers": next(filter(None, (_own_buffers(reports, one, num_tensor_ranks) for one in by_stage)), "")
         or (broadcast_said(reports[0].buffers) if config.broadcast_buffers else ""),
         "first_losses": _first_losses([report.first for report in last[::num_tensor_ranks]]),
     }
 
 
-def _by_stage(reports: list[RankReport], mesh: dict[str, int]) -> list[list[RankReport]]:
-    """Those of ranks that train the same parameters."""
-    size = len(reports) // mesh.get(MeshAxis.PIPE, 1)
-    return [reports[first : first + size] for first in range(0, len(reports), size)]
+def _by_stage(num_ranks: int, mesh: dict[str, int]) -> list[range]:
+    """The ranks that train the same parameters."""
+    size = num_ranks // mesh.get(MeshAxis.PIPE, 1)
+    return [range(first, first + size) for first in range(0, num_ranks, size)]
 
 
-def _own_buffers(reports: list[RankReport], num_tensor_ranks: int) -> str:
-    return first_that_differ([report.buffers for report in reports], num_tensor_ranks)
+def _own_buffers(reports: list[RankReport], ranks: range, num_tensor_ranks: int) -> str:
+    return first_that_differ([reports[rank].buffers for rank in ranks], num_tensor_ranks)
 
 
 def _first_losses(found: list[FirstLoss | None]) -> dict[str, Any]:
@@ -83,10 +83,10 @@ def _first_losses(found: list[FirstLoss | None]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _disagreement(reports: list[RankReport], num_tensor_ranks: int) -> str:
+def _disagreement(reports: list[RankReport], ranks: range, num_tensor_ranks: int) -> str:
     """The first thing in which ranks differ that train one model; empty if they do not."""
     for step in reports[0].did:
-        if words := disagreement([report.did[step] for report in reports], num_tensor_ranks):
+        if words := disagreement([reports[rank].did[step] for rank in ranks], num_tensor_ranks, ranks):
             return f"after step {step}, {words.removeprefix('agreement: ')}"
     return ""
 

@@ -326,16 +326,15 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
     """
     of = "" if config.workload is None else f" --workload {place or 'FILE.py:NAME'}"
     again = of if config.ranks == CompareConfig.ranks else f"{of} --ranks {config.ranks}"
+    again += f" --pipe {config.pipe}" if config.pipe > 1 else ""
     if has_failed:
         return f"shardlab compare{again} --clip 1, or a lower learning rate"
     if doubt:
-        halves = config.ranks > 2 and not any(map(config.has_two_axes, config.strategies))
+        halves = config.ranks > 2 and config.pipe == 1 and not any(map(config.has_two_axes, config.strategies))
         fewer = f"{of} --ranks {config.ranks // 2}" if halves else f"{again} --steps 50"
         return f"shardlab compare{fewer}, with nothing beside it: so that times count"
     if config.pipe > 1:
-        return (
-            f"shardlab compare{again} --pipe {config.pipe} --micro-batches {2 * config.accumulation}: a smaller bubble"
-        )
+        return f"shardlab compare{again} --micro-batches {2 * config.accumulation}: a smaller bubble"
     if "fsdp" not in ran:
         return f"shardlab compare{again} --strategies zero1,zero3,fsdp: what sharded parameters cost"
     if config.link is None:
