@@ -85,6 +85,7 @@ class CudaCard:
 
 def _as_graph(call: Callable[[], object]) -> Callable[[], object]:
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # the parameters may still be on their way
     with torch.cuda.stream(side):  # a capture needs what a first call makes, on a stream of its own
         call()
     torch.cuda.current_stream().wait_stream(side)

@@ -126,7 +126,8 @@ def _step(spans: pd.DataFrame, sent: pd.DataFrame, ranks: tuple[int, ...]) -> Pi
         ready[place] = min([last, *waits[:1, 0].tolist()])  # it may have waited before its first action
         for unit, end in own["end"].items():
             action, worked = Action.parse(str(unit)), subtract([(last, float(end))], waits)
-            begins[action], ends[action], work[action] = worked[-1, 0], float(end), total(worked)
+            begins[action] = worked[-1, 0] if len(worked) else float(end)  # none where it took no time
+            ends[action], work[action] = float(end), total(worked)
             last = float(end)
         lists.append(tuple(Action.parse(str(unit)) for unit in own.index))
     start, schedule = min(begins.values()), Schedule(tuple(lists))

@@ -117,7 +117,7 @@ def what_if(records: Records, config: CompareConfig, strategy: str, **changes: A
 
 def _with_stages(records: Records, config: CompareConfig, run: str, changes: dict[str, Any]) -> WhatIf:
     """Another schedule, or number of micro-batches, of a run with stages."""
-    if others := sorted(changes.keys() - OF_STAGES):
+    if others := [name for name in changes if name not in OF_STAGES]:
         raise ValueError(f"{others[0]}: with stages only {' and '.join(OF_STAGES)} can be changed; leave it out")
     plan = run.rpartition(AND)[2]
     named = changes.get("schedule", plan)
@@ -125,10 +125,12 @@ def _with_stages(records: Records, config: CompareConfig, run: str, changes: dic
     same = config.schedules[plan]
     number = changes.get("micro_batches", same.num_micro_batches)
     other = same if name == plan and number == same.num_micro_batches else make_schedule(name, config.pipe, number)
-    own = (table[table["run"] == run] for table in (records.collectives, records.spans, records.steps))
-    collectives, spans = in_timed_steps(*own)
+    own, _ = _steps_of(records, run)
+    collectives, spans = in_timed_steps(
+        records.collectives[records.collectives["run"] == run], records.spans[records.spans["run"] == run], own
+    )
     steps = pipelined_steps(collectives, spans, config.mesh_axes(run))
-    recorded = seconds_in(records.steps[records.steps["run"] == run])
+    recorded = seconds_in(own)
     around, again, changed = (
         median(times) / 1e6
         for times in zip(
@@ -136,6 +138,18 @@ def _with_stages(records: Records, config: CompareConfig, run: str, changes: dic
         )
     )
     return WhatIf(recorded, recorded - around + again, recorded - around + changed)
+
+
+def _steps_of(records: Records, run: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The steps of a run, and those of them whose times count."""
+    steps = records.steps[records.steps["run"] == run]
+    if steps.empty:
+        runs = ", ".join(records.steps["run"].unique())
+        raise ValueError(f"strategy: {run!r} is given; the record has {runs}")
+    timed = timed_steps(steps)
+    if len(timed) == len(steps):
+        raise ValueError("steps: none of the record counts beside the first and the traced one; record 4 or more")
+    return steps, timed
 
 
 class RecordedClock:
@@ -148,13 +162,7 @@ class RecordedClock:
     """
 
     def __init__(self, records: Records, config: CompareConfig, strategy: str) -> None:
-        steps = records.steps[records.steps["run"] == strategy]
-        if steps.empty:
-            runs = ", ".join(records.steps["run"].unique())
-            raise ValueError(f"strategy: {strategy!r} is given; the record has {runs}")
-        timed = timed_steps(steps)
-        if len(timed) == len(steps):
-            raise ValueError("steps: none of the record counts beside the first and the traced one; record 4 or more")
+        steps, timed = _steps_of(records, strategy)
         messages = in_steps(records.collectives[records.collectives["phase"] != str(Phase.METRICS)], timed)
         # Of an emulated link nothing but by how much it is exceeded, for it has a formula.
         self._messages = _transfers(messages) if config.link is None else {}
