@@ -397,7 +397,9 @@ def _turn(contender: Contender | None, workload: Workload, transport: str | None
         return
     if contender.over_pipe:
         with Mesh({"pipe": num_ranks, "data": 1}, device=device, transport=transport) as mesh:
-            tokens = torch.randint(0, 256, (workload.rows * num_ranks, workload.seq_len + 1)).to(device)
+            generator = torch.Generator().manual_seed(0)  # stages take the same rows
+            shape = workload.rows * num_ranks, workload.seq_len + 1
+            tokens = torch.randint(0, 256, shape, generator=generator).to(device)
             schedule = make_schedule("1f1b", num_ranks, len(tokens))
             is_torchs = contender.strategy == "torch_pipeline"
             with closing(PipelineTurn(model, mesh, schedule, tokens, _adamw, is_torchs=is_torchs)) as turn:
