@@ -103,6 +103,7 @@ LISTS = {
 REFUSED = [
     ({"pipe": 3}, "pipe: 3 does not divide 2 ranks"),
     ({"schedule": ("1f2b",)}, "schedule: '1f2b' is not one of gpipe, 1f1b, interleaved, zb-h1, nor a file"),
+    ({"schedule": ()}, "schedule: none given; at least one is needed of gpipe, 1f1b, interleaved, zb-h1"),
     ({"schedule": ("interleaved",), "micro_batches": 3}, "micro_batches: interleaved takes a multiple of its 2"),
     ({"ranks": 8, "pipe": 8}, "stages: 8 of a model with 7 parts; give 1 to 7"),
     ({"tp": 2, "ranks": 4}, "tp: not with pipe: a stage's layers are not divided here; leave one of them out"),

@@ -85,8 +85,10 @@ def schedules_of(options: CompareOptions) -> dict[str, Schedule]:
     """The schedules of a comparison by name, for ``options.accumulation`` micro-batches; none without stages.
 
     Raises:
-        ValueError: one is not known, cannot be read, is of other numbers, or stands still.
+        ValueError: none is given, or one is not known, cannot be read, is of other numbers, or stands still.
     """
+    if options.pipe > 1 and not options.schedule:
+        raise ValueError(f"schedule: none given; at least one is needed of {', '.join(PLANS)}")
     found: dict[str, Schedule] = {}
     for one in options.schedule if options.pipe > 1 else ():
         name = Path(one).stem if one.endswith(CSV) else one
