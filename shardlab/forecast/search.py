@@ -132,7 +132,7 @@ def _only_option(job: Job, way: Job) -> str:
     if len(changed) > 1 and job.strategy != way.strategy and "single" in (job.strategy, way.strategy):
         changed.remove("strategy")  # it follows from the number of data ranks
     (*others, last) = changed or [""]
-    return "" if others or not last else _option(way, last)
+    return "" if others or not last else _option(way, last) or f"without {OPTIONS[last]}"
 
 
 def options_of(job: Job) -> str:

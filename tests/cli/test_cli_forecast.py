@@ -108,6 +108,11 @@ def test_a_step_of_one_gpu_has_something_to_try_next(config):
     assert "TRY NEXT --recompute selective: 15% slower, " in " ".join(said(*words, "--batch", "4").split())
 
 
+def test_an_option_that_is_better_left_out_is_what_to_try_next(config):
+    words = ("--config", config, "--ranks", "16", "--seq-len", "2048", "--compiled", "--recompute", "full")
+    assert re.search(r"TRY NEXT without --recompute: \d+% faster, ", " ".join(said("forecast", *words).split()))
+
+
 def test_a_step_that_waits_for_its_host_says_so_and_less_where_layers_are_compiled(config):
     words = ("forecast", "--config", config, "--ranks", "4", "--seq-len", "512")
     text = " ".join(said(*words).split())
