@@ -370,8 +370,9 @@ class CompareConfig(CompareOptions):
         return (MeshAxis.DATA,) if made is None else made.axes
 
     def has_two_axes(self, strategy: str) -> bool:
-        """Whether a strategy averages over two axes, and so needs groups of ranks."""
-        return len(self._axes(strategy)) == 2
+        """Whether a strategy averages over two axes, and so needs groups of ranks; one that only a record names may."""
+        is_known = self.inside(strategy) in {*self.own_strategies, *STRATEGIES}
+        return not is_known or len(self._axes(strategy)) == 2
 
     def precision_of(self, strategy: str) -> str:
         """In which a strategy computes: 'full' if it takes none, 'rounded' if it is the reader's own and rounds."""

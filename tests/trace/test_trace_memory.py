@@ -161,7 +161,7 @@ class Recording:
         self.engine, self.ledger = engine, MemoryLedger(engine.live_tensors())
 
     @contextmanager
-    def phase(self, phase, kind=None):
+    def phase(self, phase, kind=None, unit=""):
         before, self.ledger.phase = self.ledger.phase, phase
         yield
         self.ledger.phase = before

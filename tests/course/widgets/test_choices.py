@@ -109,7 +109,8 @@ def differently(field, config):
         return replace(config, **{field: OF_ENGINES[field]})
     other = copy.copy(config)
     value = getattr(config, field)
-    object.__setattr__(other, field, f"not_{value}" if isinstance(value, str | None) else value + 1)
+    changed = (*value, "gpipe") if isinstance(value, tuple) else None
+    object.__setattr__(other, field, changed or (f"not_{value}" if isinstance(value, str | None) else value + 1))
     return other
 
 
