@@ -217,18 +217,23 @@ def _of_workload(
     if forecasts is not None:
         rows, said = forecasts(rows, place, ranks, plans, options)
         note += said
-    about_rows = "Rows: of a micro-batch, by what autograd keeps for each"
-    if gpu is not None and rows["rows_that_fit"].isna().any():
-        about_rows = "What a row keeps is not known where layers are divided, or depend on values"
-    has_link = gpu is not None and rows["sending_ms"].any()
-    on_gpu = (
-        f"Left: memory without what is at rest and what is gathered at once. {about_rows}; libraries and the "
-        f"allocator take some too.{' Sending: all messages, one by one.' if has_link else ''}"
-    )
     dtypes = {param.dtype for param in workload.on_meta().parameters() if param.is_floating_point()}
     half = ", ".join(sorted(dtype_name(dtype) for dtype in dtypes if dtype.itemsize == 2))
     title, collectives = f"{place}, {count(ranks, 'rank')}", pd.concat(sent) if sent else None
+    on_gpu = "" if gpu is None else _about_gpu(rows)
     return Found(title, rows, note, layers, collectives, on_gpu, half, stages)
+
+
+def _about_gpu(rows: "pd.DataFrame") -> str:
+    """What the columns of a plan for a GPU count."""
+    about_rows = "Rows: of a micro-batch, by what autograd keeps for each"
+    if rows["rows_that_fit"].isna().any():
+        about_rows = "What a row keeps is not known where layers are divided, or depend on values"
+    sending = " Sending: all messages, one by one." if rows["sending_ms"].any() else ""
+    return (
+        f"Left: memory without what is at rest and what is gathered at once. {about_rows}; libraries and the allocator "
+        f"take some too.{sending}"
+    )
 
 
 def _tell(found: Found, ranks: int, gpu: Gpu | None, card: str, *, json: bool, out: Path | None) -> None:
