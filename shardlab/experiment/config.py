@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import NoneType
@@ -336,11 +336,15 @@ class CompareConfig(CompareOptions):
 
     def strategy(self, name: str) -> Strategy | None:
         """The strategy of a name, with the options that it takes; None of torch's own."""
+        return self._made(name, ())
+
+    def _made(self, name: str, without: tuple[str, ...]) -> Strategy | None:
+        """The same, without some options."""
         name = self.inside(name)
         if name in self.own_strategies:
             return self.own_strategies[name]
-        kind = STRATEGIES[name]
-        return kind(**self.engine_options(engine_options(name))) if issubclass(kind, Strategy) else None
+        kind, options = STRATEGIES[name], [option for option in engine_options(name) if option not in without]
+        return kind(**self.engine_options(options)) if issubclass(kind, Strategy) else None
 
     def is_alone(self, strategy: str) -> bool:
         """Whether a strategy trains in one process, on the rows of all ranks."""
@@ -366,7 +370,7 @@ class CompareConfig(CompareOptions):
 
     def _axes(self, strategy: str) -> tuple[str, ...]:
         """Those over which a strategy averages, outer first."""
-        made = self.strategy(strategy)
+        made = self._made(strategy, ("wrap",))  # which needs the workload, of which records keep the name alone
         return (MeshAxis.DATA,) if made is None else made.axes
 
     def has_two_axes(self, strategy: str) -> bool:
@@ -438,7 +442,7 @@ class CompareConfig(CompareOptions):
         """Whether a strategy is told to broadcast buffers."""
         return self.broadcast_buffers and not strategy.startswith("torch_")
 
-    def engine_options(self, allowed: tuple[str, ...]) -> dict[str, Any]:
+    def engine_options(self, allowed: Collection[str]) -> dict[str, Any]:
         """The engine options among ``allowed`` that a strategy takes."""
         known = {
             "bucket_bytes": self.bucket_bytes, "partition": self.partition, "sharding": self.sharding,

@@ -244,6 +244,10 @@ def test_one_command_to_try_next():
     assert following(stages, {"ddp+1f1b"}, has_failed=False, doubt="slept").startswith(
         "shardlab compare --ranks 4 --pipe 4 --steps 50"
     ), "2 are no 4 stages"
+    # Records hold the workload's name alone, and the units of fsdp follow from the workload.
+    recorded = CompareConfig(ranks=3, strategies=("zero2", "fsdp"))
+    object.__setattr__(recorded, "workload", "words")
+    assert "--ranks 1, with" in following(recorded, {"zero2", "fsdp"}, has_failed=False, doubt="slept")
     own = CompareConfig(workload=data_path("train.py").as_posix() + ":workload", ranks=2)
     assert own.place is not None
     assert own.place in following(own, {"ddp"}, **of, place=own.place)
