@@ -10,9 +10,10 @@ from shardlab.engines import checkpoint
 from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.bucketed import Bucketed
 from shardlab.engines.ddp import DDP
-from shardlab.engines.engine import Engine, check_strategy
+from shardlab.engines.engine import Engine
 from shardlab.engines.fsdp import FSDP
 from shardlab.engines.guards import Guards
+from shardlab.engines.guards.strategy_checks import check_strategy
 from shardlab.engines.hfsdp import HFSDP, HPZ
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.peers import TorchDDP, TorchFSDP2, TorchTP, TorchZeRO1

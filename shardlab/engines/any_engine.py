@@ -21,8 +21,6 @@ from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.partition.slices import slices_of
 from shardlab.vocabulary import MeshAxis, Role, class_of
 
-_NO_ROWS = (MeshAxis.CONTEXT, MeshAxis.TENSOR, MeshAxis.PIPE)
-"""Axes whose ranks train on the same rows, or on parts of them."""
 _ALWAYS = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE, Role.OTHER)
 
 
@@ -31,23 +29,6 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...  # noqa: D102
-
-
-def check_types(model: object, mesh: object, optimizer_fn: object) -> None:
-    """Refuse a model that is no module, a mesh that is no mesh, and an optimizer instead of a function that builds it.
-
-    Raises:
-        ValueError: the message names the argument.
-    """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model: {model!r:.60} was given; give an nn.Module")
-    if not isinstance(mesh, BaseMesh | None):
-        raise ValueError(f'mesh: {mesh!r:.60} was given; give a Mesh, as Mesh({{"data": 2}}), or None for one process')
-    if not callable(optimizer_fn):
-        raise ValueError(
-            f"optimizer_fn: a function of the tensors to step is needed, not {class_of(optimizer_fn)}; for example "
-            "lambda tensors: AdamW(tensors, lr=1e-3)"
-        )
 
 
 @contextlib.contextmanager
@@ -109,17 +90,10 @@ class AnyEngine(ABC):
     def __init__(
         self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None, axes: Sequence[str],
     ) -> None:  # fmt: skip
-        check_types(model, mesh, optimizer_fn)
         self.module, self.mesh = model, BaseMesh.alone() if mesh is None else mesh
         # Ranks with other parts of a sequence have other tokens, as ranks with other rows have.
         inner = (MeshAxis.CONTEXT,) if MeshAxis.CONTEXT in self.mesh.axes else ()
         self.data_comms = (*(self.mesh[axis] for axis in axes[:-1]), self.mesh.flatten(axes[-1], *inner))
-        if left := [axis for axis, size in self.mesh.axes.items() if size > 1 and axis not in (*axes, *_NO_ROWS)]:
-            raise ValueError(
-                f"mesh: its ranks have other rows along axis {str(left[0])!r} too, and {self.name} "
-                f"averages over {' and '.join(axes)} alone; name all axes with rows in the strategy's axes, outer "
-                f"first, or leave {str(left[0])!r} out; ranks with other stages of a model are an axis 'pipe'"
-            )
         self.num_data_ranks = prod(comm.num_ranks for comm in self.data_comms)  # each with its own rows
         self.comm = self.data_comms[-1]  # the innermost, over which strategies that shard do so
         self.slices = slices_of(model)  # of a tensor-parallel model, by parameter name

@@ -8,15 +8,50 @@ are few, large and early. Source: Li et al., arXiv 2006.15704, section 3.2.
 When a bucket is sent is in ``in_buckets.py``; what is sent, and where the mean belongs, here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+from torch import nn
 
 from shardlab.comm.events import Pending
-from shardlab.engines.bucket import Bucket
+from shardlab.engines.gradient_buffer import GradientBuffer
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.in_buckets import InBuckets
-from shardlab.engines.strategy import Given, LaidOut, check_replaced, not_pending
+from shardlab.engines.strategy import Given, LaidOut, check_replaced
+from shardlab.engines.tensor_layout import Strides, contiguous
 from shardlab.partition.buckets import bucket_layouts
+from shardlab.partition.flat import FlatLayout
 from shardlab.vocabulary import Role
+
+
+class Bucket(GradientBuffer):
+    """Gradients that travel together; each mean is a view of the buffer.
+
+    Args:
+        index: of it among the buckets, which is the order of their collectives.
+        params: by name, in slot order.
+        layout: of one rank: which elements of the buffer each parameter has.
+        num_ranks: N.
+
+    Attributes:
+        pending: of the collective under way.
+    """
+
+    fills_at_once = True  # so that one parameter's gradient alone is in memory twice
+    pending: Pending | None = None
+
+    def __init__(self, index: int, params: Mapping[str, nn.Parameter], layout: FlatLayout, num_ranks: int) -> None:
+        super().__init__(params, layout, 0, {name: _strides(param) for name, param in params.items()})
+        self.index, self.scale = index, 1 / num_ranks
+
+
+def _strides(param: nn.Parameter) -> Strides:
+    """Strides of its gradient: the parameter's own if it is dense, as in torch, so that sums run in the same order."""
+    expected = 1
+    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return contiguous(param.shape)
+        expected *= size
+    return param.stride()
 
 
 class Bucketed(InBuckets[Bucket]):
@@ -36,16 +71,14 @@ class Bucketed(InBuckets[Bucket]):
         """As the base."""
         layouts = bucket_layouts(self.params, 1, self.bucket_bytes, self.partition)
         return [
-            Bucket(index, layout, {name: self.params[name] for name in layout.names}, 1 / self.num_ranks)
+            Bucket(index, {name: self.params[name] for name in layout.names}, layout, self.num_ranks)
             for index, layout in enumerate(layouts)
         ]
 
     def send(self, bucket: Bucket) -> None:
         """As the base."""
-        bucket.prepare()
+        bucket.fill_all()
         bucket.pending = self.reduce(bucket)
-        if not isinstance(bucket.pending, Pending):
-            raise not_pending("reduce", bucket.pending)
 
     def reduce(self, bucket: Bucket) -> Pending:
         """Begin to sum ``bucket.buffer`` over the ranks, in place.
@@ -63,12 +96,10 @@ class Bucketed(InBuckets[Bucket]):
         # Waited for, and only then dropped: the handle keeps the buffer that is being written to.
         bucket.pending.wait()
         bucket.pending = None
-        for name, view in bucket.slots(bucket.buffer).items():
-            try:
-                bucket.params[name].grad = view.data  # with a version of its own
-            except RuntimeError:
-                check_replaced(bucket.params[name], view, name)
-                raise
+        for name, param in bucket.params.items():
+            mean = bucket.tensors.slot(name, bucket.buffer)
+            check_replaced(param, mean, name)
+            param.grad = mean.data  # with a version of its own
 
     def holdings(self) -> Iterator[Holding]:
         """As the base."""

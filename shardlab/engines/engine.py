@@ -38,24 +38,9 @@ from shardlab.engines.moments import GradientState, Moment
 from shardlab.engines.plain_mode import nothing, unrefused, untraced
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors, over_pieces, shown_whole
 from shardlab.engines.strategy import Given, LaidOut, Strategy
-from shardlab.vocabulary import MeshAxis, Role, class_of
+from shardlab.vocabulary import MeshAxis, Role
 
 _OUTSIDE = -1  # torch's answer while no backward runs
-
-
-def check_strategy(strategy: object) -> None:
-    """Refuse what is no strategy.
-
-    Raises:
-        ValueError: it is a class of strategies, something else, or its ``axes`` are one name.
-    """
-    if isinstance(strategy, type) and issubclass(strategy, Strategy):
-        raise ValueError(f"strategy: the class {strategy.__name__} was given; give one of it, {strategy.__name__}()")
-    if not isinstance(strategy, Strategy):
-        raise ValueError(f"strategy: {class_of(strategy)} was given; give a Strategy, such as ZeRO1()")
-    axes: object = strategy.axes
-    if isinstance(axes, str):
-        raise ValueError(f"strategy: axes of {strategy.name!r} is {axes!r}; give a tuple, axes = ('data',)")
 
 
 @final
@@ -85,11 +70,10 @@ class Engine(AnyEngine):
         self, model: nn.Module, optimizer_fn: OptimizerFn, mesh: BaseMesh | None, strategy: Strategy, *, guards: bool =
         True, broadcast_buffers: bool = False,
     ) -> None:  # fmt: skip
-        check_strategy(strategy)
+        self._guards = self.guard_class(model, mesh, optimizer_fn, strategy) if guards else None
         self.strategy, self.name = strategy, strategy.name
         super().__init__(model, optimizer_fn, mesh, strategy.axes)
         self.broadcasts_buffers = broadcast_buffers
-        self._guards = self.guard_class() if guards else None
         self.gradient_state = GradientState.NONE
         self._due: set[int] = set()  # ids of those trained in a backward since zero_grad(); may be frozen by now
         self._refusal: Exception | None = None  # of a guard, until the next flag
@@ -154,7 +138,7 @@ class Engine(AnyEngine):
             if refusal is not None:
                 raise refusal from error
             if self._guards is not None:
-                self._guards.advise(error, self.strategy.precision, self.module)
+                self._guards.advise(error, self.strategy, self.module)
             raise
         output = cast_floating(output, self.strategy.precision.output)
         self._after_forward(output)
@@ -380,12 +364,6 @@ class Engine(AnyEngine):
             return
         if not self._running:
             self._begin_plain()
-        if param.grad is not None and param.grad.is_sparse and self.num_data_ranks > 1:
-            name = next(name for name, known in self.params.items() if known is param)
-            raise ValueError(
-                f"model: parameter {name!r} has a sparse gradient, which strategy {self.name!r} cannot average; build "
-                "the embedding with sparse=False"
-            )
         has_gradient = param.grad is not None  # else a hook of the user's has dropped it
         try:
             self.strategy.grad_ready(param, sends=self._sync)

@@ -37,7 +37,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.trees import cast_floating, tensors_in
 from shardlab.engines.fsdp_program import Act, Pass, Program
 from shardlab.engines.fsdp_units import ShardingOptions, build_units
@@ -53,18 +52,6 @@ from shardlab.units.policy import AUTO, ROOT, WrapPolicy
 from shardlab.vocabulary import Offload, Partition, Role
 
 _TRAINS = attrgetter("requires_grad")
-
-
-@contextlib.contextmanager
-def _advising() -> Iterator[None]:
-    try:
-        yield
-    except MismatchError as error:
-        error.add_note(
-            "fsdp: all ranks must call the same units in the same order; make one unit of the module that chooses: "
-            "wrap='root', or a wrap that names it"
-        )
-        raise
 
 
 class FSDP(Sharded):
@@ -152,7 +139,7 @@ class FSDP(Sharded):
             with self.saving_by_reference():
                 yield
             return
-        with _advising(), self._one_pass():
+        with self._one_pass():
             yield
 
     @contextlib.contextmanager

@@ -5,35 +5,17 @@ before it. A parameter that this rank did not use is sent as zeros when backward
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
 
 from torch import nn
 
+from shardlab.engines.gradient_buffer import GradientBuffer
 from shardlab.engines.strategy import Given, LaidOut, Strategy
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 
-
-class AnyBucket(Protocol):
-    """Parameters whose gradients travel in one message: a ``Bucket``, or from ``zero1`` on a ``Shards``."""
-
-    params: Mapping[str, nn.Parameter]
-    """By name, in slot order."""
-    fills_at_once: bool
-    """Whether a gradient that will be sent moves to the buffer at once, or with all others of its bucket."""
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether gradients add up in its buffer inside ``no_sync()``, and not at the parameters."""
-
-    def fill(self, name: str) -> None:
-        """Move a gradient from its parameter into the buffer, or add it to what is there."""
-
-    def drop(self) -> None:
-        """Forget what has been filled: the gradients are cleared."""
-
-
-B = TypeVar("B", bound=AnyBucket)
+B = TypeVar("B", bound=GradientBuffer)
+"""Of ``bucketed`` a ``Bucket``; from ``zero1`` on a ``Shards``."""
 
 
 class InBuckets(Strategy, Generic[B]):

@@ -71,26 +71,10 @@ def saved_by_reference(at: Mapping[int, tuple[Shards, str]], gather: Callable[[S
         gather(packed.shards)
         return _view(packed.shards.storages[packed.storage].to(packed.shards.compute_dtype), packed)
 
-    with _told_of_torch_func(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
     if of_stubs:
         raise stub_used(of_stubs[0])
-
-
-@contextlib.contextmanager
-def _told_of_torch_func() -> Iterator[None]:
-    """An error of torch.func inside says what to write instead."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "support saved tensor hooks" not in str(error):
-            raise
-        raise RuntimeError(
-            "torch.func: its grad, vjp, jacrev and hessian do not run inside a forward whose parameters are sharded, "
-            "since what they save cannot be resharded; write torch.autograd.grad(..., create_graph=True), or use "
-            "strategy 'zero2', whose parameters are whole, or call them under torch.no_grad() inside 'with "
-            "engine.full_params():'"
-        ) from error
 
 
 def saved_as_it_is(tell: Callable[[], None]) -> contextlib.AbstractContextManager[None]:

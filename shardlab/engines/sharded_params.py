@@ -56,16 +56,21 @@ from torch import Tensor, nn
 
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
+from shardlab.engines.gradient_buffer import GradientBuffer
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.plain_mode import in_plain_mode, unrefused
 from shardlab.engines.precision import Precision
-from shardlab.engines.strategy import check_replaced, not_pending
-from shardlab.engines.tensor_layout import TensorLayout, num_references
+from shardlab.engines.strategy import check_replaced
 from shardlab.partition.chunks import Layout
 from shardlab.partition.nested import chunk_in, nested
 from shardlab.vocabulary import Role
 
 Scatter = Callable[[Communicator, Tensor, Tensor, tuple[int, ...], str], Pending]
+
+
+def reduce_scatter(axis: Communicator, buffer: Tensor, chunk: Tensor, bounds: tuple[int, ...], tag: str) -> Pending:
+    """Begin to sum ``buffer`` over an axis, and to put this rank's part, by ``bounds``, into ``chunk``."""
+    return axis.reduce_scatter(buffer, chunk, bounds=bounds, tag=tag)
 
 
 class Ways(NamedTuple):
@@ -82,8 +87,7 @@ class Ways(NamedTuple):
         means_over: likewise, those over which the means of gradients are divided in memory: what is summed over them
             comes into a chunk of its own. Over the others it comes into this rank's part of what was sent, which stays
             in memory with the means in it; 0: that is the whole buffer of gradients.
-        scatter: begins to sum a buffer over an axis and to scatter it: called as (axis, buffer, chunk, bounds, tag).
-            None for the reduce-scatter of the axis.
+        scatter: begins to sum a buffer over an axis and to scatter it; see ``reduce_scatter``.
     """
 
     precision: Precision
@@ -91,10 +95,10 @@ class Ways(NamedTuple):
     axes: Sequence[Communicator] = ()
     rests_over: int | None = None
     means_over: int | None = None
-    scatter: Scatter | None = None
+    scatter: Scatter = reduce_scatter
 
 
-class Shards:
+class Shards(GradientBuffer):
     """This rank's chunk of some parameters, and all chunks while they are gathered.
 
     Making one changes what the parameters show: stubs or, where they are resident, views of ``at_rest``.
@@ -124,7 +128,6 @@ class Shards:
         watchers: told when the parameters show what is gathered (True), and what they show at rest (False).
     """
 
-    fills_at_once = False  # gradients are copied together, in one launch on a device
     means: Tensor | None = None
     """[chunk], in the dtype of ``stepped``; the ``.grad`` of the pieces are views of it."""
     version = 0
@@ -137,31 +140,27 @@ class Shards:
     _num_summed = 0  # axes over which that sum has begun
     _rests_partial = False  # it is to be summed over the first axis only
     _partial: Tensor | None = None  # sums over the first axis alone, of earlier backwards
-    _buffer: Tensor | None = None  # [padded_numel], of gradients, where it is there before a reduction, or after it
 
     def __init__(
         self, name: str, params: Mapping[str, nn.Parameter], layout: Layout, comm: Communicator, ways: Ways, at:
         "dict[int, tuple[Shards, str]] | None" = None,
     ) -> None:  # fmt: skip
-        self.params: Mapping[str, nn.Parameter] = dict(params)
         self.name, self.layout, self.comm = name, layout, comm
         self._ways, self._at = ways, {} if at is None else at
         self.is_undivided = layout.num_ranks == 1
-        self.is_resident = ways.rests_over == 0
-        self.device = next(iter(self.params.values())).device
-        self._divide(ways)
+        self.is_resident, self.keeps_buffer = ways.rests_over == 0, ways.means_over == 0
+        super().__init__(params, layout, self._divide(ways))
         self._store(ways.precision)
         self.gathered: dict[str, Tensor] = {}
         self.storages: dict[str, Tensor] = {}
         self._addresses: dict[int, str] = {}  # of these
-        self._filled: set[str] = set()  # parameters whose gradients have been moved to the buffer
         self.watchers: list[Callable[[bool], None]] = []
         self._stubs = {} if self.is_resident else {key: self._stub(param) for key, param in params.items()}
         self._at.update({stub.untyped_storage().data_ptr(): (self, key) for key, stub in self._stubs.items()})
         self.show_at_rest()
 
-    def _divide(self, ways: Ways) -> None:
-        """Find this rank's chunks, one inside the other, axis by axis; the last is what it steps."""
+    def _divide(self, ways: Ways) -> int:
+        """Find this rank's chunks, one inside the other, axis by axis; the last, whose number this is, it steps."""
         layout = self.layout
         self._axes = () if self.is_undivided else tuple(ways.axes) or (self.comm,)
         if self._axes and (product := prod(axis.num_ranks for axis in self._axes)) != layout.num_ranks:
@@ -176,27 +175,23 @@ class Shards:
         self._chunks = nested(layout, rank, [axis.num_ranks for axis in self._axes])
         # How many axes divide what is at rest.
         self._depth_at_rest = len(self._axes) if ways.rests_over is None else min(ways.rests_over, len(self._axes))
-        self._tensors = TensorLayout(layout, rank, {key: tuple(param.shape) for key, param in self.params.items()})
+        return rank
 
     def _store(self, precision: Precision) -> None:
         """Copy what this rank keeps out of the full parameters."""
-        chunk = self._tensors.cut(self.params, self._chunks[self._depth_at_rest].ranks)
+        chunk = self.tensors.cut(self.params, self._chunks[self._depth_at_rest].ranks)
         self.compute_dtype, self.sum_dtype = precision.compute_dtype_of(chunk), precision.reduce_dtype_of(chunk)
+        self.adds_up = self.is_resident and self.sum_dtype.itemsize > self.compute_dtype.itemsize
         self.at_rest, self.stepped = self._stored(chunk)
         # By ``.data``, so that a piece has a version of its own.
         self.pieces = {
-            key: self._tensors.piece_of(key, self.stepped).data.requires_grad_(param.requires_grad)
+            key: self.tensors.piece_of(key, self.stepped).data.requires_grad_(param.requires_grad)
             for key, param in self.params.items()
         }
 
     def _stub(self, param: Tensor) -> Tensor:
         value = nan if self.compute_dtype.is_floating_point else 0
         return torch.full((), value, dtype=self.compute_dtype, device=self.device).expand(param.shape)
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether gradients add up in the buffer inside ``no_sync()``: in more bits than they are computed in."""
-        return self.is_resident and self.sum_dtype.itemsize > self.compute_dtype.itemsize
 
     def note_writes(self) -> None:
         """Find out whether pieces were written to; once for each pass, and not for each tensor that is saved."""
@@ -291,8 +286,8 @@ class Shards:
         buffer, pending = self._gathering
         pending.wait()  # and only then dropped: after an error a transport may still write into the buffer
         self._gathering = None
-        self.gathered = {name: self._tensors.read(name, buffer) for name in self.params}
-        self.storages = dict(self.gathered) if self._tensors.are_copied else {"": buffer}
+        self.gathered = {name: self.tensors.full(name, buffer) for name in self.params}
+        self.storages = dict(self.gathered) if self.tensors.are_copied else {"": buffer}
         self._addresses = {tensor.untyped_storage().data_ptr(): key for key, tensor in self.storages.items()}
         self._at.update({address: (self, key) for address, key in self._addresses.items()})
         for name, full in self.gathered.items():
@@ -320,7 +315,7 @@ class Shards:
             param.data = shown[name]
 
     def _resident_views(self) -> dict[str, Tensor]:
-        return {name: self._tensors.slot(name, self.at_rest) for name in self.params}
+        return {name: self.tensors.slot(name, self.at_rest) for name in self.params}
 
     def check_replaced(self) -> None:
         """Raise RuntimeError if a full parameter was replaced by what ``write_back`` could not take."""
@@ -335,13 +330,13 @@ class Shards:
             views = ((values[name], view) for name, view in self._resident_views().items())
             if any((one.data_ptr(), one.stride()) != (view.data_ptr(), view.stride()) for one, view in views):
                 # Into other memory: what the user has taken out may be where the values were.
-                self.at_rest = self._tensors.cut(values, self._chunks[0].ranks)
+                self.at_rest = self.tensors.cut(values, self._chunks[0].ranks)
                 self.stepped = self.at_rest[self._chunks[-1].within(self._chunks[0])]
                 self.point_pieces_at(self.stepped)
             return
         written = [(self.at_rest, self._depth_at_rest)] if self.is_split else [(self.stepped, -1)]
         for tensor, depth in [*written, *([(self.stepped, -1)] if self.has_masters else [])]:
-            new = self._tensors.cut(values, self._chunks[depth].ranks).to(tensor)
+            new = self.tensors.cut(values, self._chunks[depth].ranks).to(tensor)
             if not torch.equal(new, tensor):  # where nothing was, a graph may still use what it saved
                 self.outdate()
             tensor.copy_(new)
@@ -359,43 +354,9 @@ class Shards:
         Args:
             rests_partial: over the first axis only; later sums are added to it.
         """
-        for name in self._filled:
-            if self.params[name].grad is not None:
-                self.fill(name)
-        buffer = self._to_fill()
-        others = {name: param.grad for name, param in self.params.items() if name not in self._filled}
-        self._tensors.write(others, buffer)
-        self._filled = set()
-        if self._ways.means_over != 0:
-            self._buffer = None  # its means will be elsewhere
-        for param in self.params.values():
-            param.grad = None  # or the next micro-batch would be added to it, and this one sent twice
         self._num_summed, self._rests_partial = 0, rests_partial
-        if not self._begin_next_sum(buffer):
+        if not self._begin_next_sum(buffer := self.fill_all()):
             self._reducing = buffer, buffer, Pending()
-
-    @unrefused
-    def fill(self, name: str) -> None:
-        """Move a gradient into the buffer, unscaled, or add it to what is there; its parameter then has none."""
-        self._buffer = self._to_fill()
-        slot, gradient = self._tensors.slot(name, self._buffer), self.params[name].grad
-        assert gradient is not None
-        slot.add_(gradient.detach()) if name in self._filled else slot.copy_(gradient.detach())
-        self._filled.add(name)
-        self.params[name].grad = None
-
-    def _to_fill(self) -> Tensor:
-        """A buffer to write gradients into, [padded_numel] in ``sum_dtype``: the one from before, or a new one."""
-        # The one from before may still be in use: means are views of it, and so is what a user has kept of them. While
-        # gradients are in it that have not been sent, it is none of that.
-        if self._buffer is not None and (self._filled or num_references(self._buffer) == 1):
-            return self._buffer
-        buffer = torch.empty(self.layout.padded_numel, dtype=self.sum_dtype, device=self.device)
-        if self.layout.padding_numel:
-            buffer.zero_()  # no gradient is written to the padding
-        if self._ways.means_over == 0:
-            self._buffer = buffer
-        return buffer
 
     def _begin_next_sum(self, sums: Tensor) -> bool:
         """Begin to sum over the next axis: the axes that divide, then replicas; False where there is none left."""
@@ -406,13 +367,7 @@ class Shards:
             axis, bounds = self._axes[number], self._chunks[number].cut
             own = sums[bounds[axis.rank] : bounds[axis.rank + 1]]
             chunk = own if means_over is not None and number >= means_over else torch.empty_like(own)
-            if self._ways.scatter is None:
-                pending = axis.reduce_scatter(sums, chunk, bounds=bounds, tag=tag)
-            else:
-                pending = self._ways.scatter(axis, sums, chunk, bounds, tag)
-                if not isinstance(pending, Pending):
-                    raise not_pending("scatter", pending)
-            self._reducing = sums, chunk, pending
+            self._reducing = sums, chunk, self._ways.scatter(axis, sums, chunk, bounds, tag)
         elif number < len(self._axes) + len(self._ways.replicas):
             axis = self._ways.replicas[number - len(self._axes)]
             self._reducing = sums, sums, axis.all_reduce(sums, tag=tag)
@@ -447,17 +402,15 @@ class Shards:
     def accept(self, means: Tensor) -> None:
         """Let the pieces' ``.grad`` be views of ``means``, [chunk] in their dtype, after adding earlier ones to it."""
         self.means = means
-        for name in self._tensors.own:
-            gradient, earlier = self._tensors.piece_of(name, means), self.pieces[name].grad
+        for name in self.tensors.own:
+            gradient, earlier = self.tensors.piece_of(name, means), self.pieces[name].grad
             if earlier is not None:
                 gradient.add_(earlier)
             self.pieces[name].grad = gradient
 
     def drop(self) -> None:
         """The gradients are cleared: forget the means; also those on their way."""
-        self._filled = set()
-        if self._ways.means_over != 0:
-            self._buffer = None  # what no_sync() has accumulated and no backward has sent
+        super().drop()
         if self._reducing is not None:
             self._reducing[2].wait()
         self._reducing = self.means = self._partial = None
@@ -466,9 +419,9 @@ class Shards:
         """Let pieces be views of another chunk; those that lie elsewhere than in ``before`` stay there."""
         for name, piece in self.pieces.items():
             # One that an optimizer has put elsewhere by ``.data =`` stays there, for guards to find.
-            if before is None or piece.data_ptr() in (0, self._tensors.piece_of(name, before).data_ptr()):
+            if before is None or piece.data_ptr() in (0, self.tensors.piece_of(name, before).data_ptr()):
                 # By ``.data``: the optimizer finds its state by these very tensor objects.
-                piece.data = self._tensors.piece_of(name, chunk)
+                piece.data = self.tensors.piece_of(name, chunk)
 
     def gathered_tensors(self) -> list[Tensor]:
         """What is gathered, or is being gathered."""
@@ -485,18 +438,18 @@ class Shards:
         if self.has_masters or not self.is_resident:
             stepped = Role.MASTER_WEIGHT if self.has_masters else Role.PARAMETER
             yield Holding(stepped, self.stepped)
-            for name, piece in self._tensors.own.items():
+            for name, piece in self.tensors.own.items():
                 yield Holding(stepped, self.pieces[name], name, (piece.param_start, piece.param_stop))
         whole = [param.grad for param in self.params.values()]
         sent = () if self._reducing is None else self._reducing[:2]
-        gradients = (one for one in (self.means, *whole, self._partial, self._buffer, *sent) if one is not None)
+        gradients = (one for one in (self.means, *whole, self._partial, self.buffer, *sent) if one is not None)
         yield from (Holding(Role.GRADIENT, gradient) for gradient in gradients)
-        if self._buffer is not None:
+        if self.buffer is not None:
             for name in self.params:
-                slot = self._tensors.slot(name, self._buffer)
+                slot = self.tensors.slot(name, self.buffer)
                 yield Holding(Role.GRADIENT, slot, name, (0, slot.numel()))
-        for name, piece in self._tensors.own.items():
-            gradient, buffer = self.pieces[name].grad, self._buffer
+        for name, piece in self.tensors.own.items():
+            gradient, buffer = self.pieces[name].grad, self.buffer
             if gradient is not None and (
                 buffer is None or gradient.untyped_storage()._cdata != buffer.untyped_storage()._cdata
             ):

@@ -37,7 +37,7 @@ from torch.utils.hooks import RemovableHandle
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.precision import Precision
-from shardlab.vocabulary import MeshAxis, Partition, Role, class_of, dtype_name
+from shardlab.vocabulary import MeshAxis, Partition, Role, dtype_name
 
 
 def check_replaced(param: nn.Parameter, view: Tensor, name: str) -> None:
@@ -52,14 +52,6 @@ def check_replaced(param: nn.Parameter, view: Tensor, name: str) -> None:
             f"{param.device}, and the engine keeps {tuple(view.shape)} of {dtype_name(view.dtype)} on {view.device}; "
             "convert the module before the engine is built"
         )
-
-
-def not_pending(method: str, returned: object) -> ValueError:
-    """The error where a strategy's own ``reduce`` or ``scatter`` returns nothing that can be waited for."""
-    return ValueError(
-        f"strategy: {method}() returned {class_of(returned)}; return the Pending that the communicator returned, or "
-        "Pending() where nothing is left to wait for"
-    )
 
 
 class MeshParts(Protocol):

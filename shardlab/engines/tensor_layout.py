@@ -11,6 +11,8 @@ from torch import Tensor
 
 from shardlab.partition.chunks import Layout, Piece, stretches_in_buffer
 
+Strides = tuple[int, ...]
+
 
 class TensorLayout:
     """Where the parameters of one bucket are, on one rank.
@@ -24,7 +26,7 @@ class TensorLayout:
 
     def __init__(
         self, layout: Layout, rank: int, shapes: Mapping[str, tuple[int, ...]],
-        strides: Mapping[str, tuple[int, ...]] | None = None,
+        strides: Mapping[str, Strides] | None = None,
     ) -> None:  # fmt: skip
         self._layout, self._shapes, self._stretches = layout, shapes, stretches_in_buffer(layout)
         # All or none: a view of one row beside copies of the others would keep the buffer in memory too.
@@ -69,7 +71,7 @@ class TensorLayout:
         shape, strides, start = self._slots_at[name]
         return buffer.as_strided(shape, strides, int(buffer.storage_offset()) + start)
 
-    def read(self, name: str, buffer: Tensor) -> Tensor:
+    def full(self, name: str, buffer: Tensor) -> Tensor:
         """A full parameter in its shape: its slot, or a copy where one of the bucket lies in several stretches."""
         if not self.are_copied:  # the whole buffer stays in memory while any parameter of it is used
             return self.slot(name, buffer)
@@ -106,7 +108,7 @@ def num_references(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
 
 
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous(shape: tuple[int, ...]) -> Strides:
     """Strides of a contiguous tensor."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from shardlab.data_sets import load_text
 from shardlab.engines import STRATEGIES, Strategy, engine_options
-from shardlab.engines.engine import check_strategy
 from shardlab.engines.guards.model_checks import check_batch_norms
+from shardlab.engines.guards.strategy_checks import check_strategy
 from shardlab.engines.peers import TorchFSDP2
 from shardlab.experiment.directory import check_resume
 from shardlab.experiment.options import CompareOptions

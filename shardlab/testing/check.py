@@ -30,7 +30,7 @@ from torch import Tensor
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.same_on_all_ranks import share_json
 from shardlab.engines import Strategy
-from shardlab.engines.engine import check_strategy as refuse_no_strategy
+from shardlab.engines.guards.strategy_checks import check_strategy as refuse_no_strategy
 from shardlab.launch import RankPool
 from shardlab.testing.loops import LOOPS, STEPS, Loop, Trained, alone, train
 from shardlab.testing.nasty_models import MODELS

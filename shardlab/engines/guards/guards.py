@@ -21,15 +21,18 @@ from shardlab.engines.guards.model_checks import (
     check_batch_norms,
     check_model,
     check_optimizer,
+    check_rows,
+    check_sparse,
     check_stepped,
     check_tensor_axis,
+    check_types,
 )
 from shardlab.engines.guards.optimizer_fit import check_fits
 from shardlab.engines.guards.ownership import Claim, check_free
 from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading, sharded_parameter
 from shardlab.engines.guards.rules import FROZEN, HALF_STEPPED, LOST, REPLACED, RULES, Rule, Where
 from shardlab.engines.guards.snapshot import Snapshot
-from shardlab.engines.guards.strategy_checks import laid_out_by
+from shardlab.engines.guards.strategy_checks import check_strategy, laid_out_by
 from shardlab.engines.host_shards import HostShards
 from shardlab.engines.moments import GradientState, Moment
 from shardlab.engines.plain_mode import unrefused
@@ -68,14 +71,26 @@ def _remembered(rules: Sequence[Rule], *, is_sharded: bool) -> dict[Moment, list
 
 
 class Guards:
-    """Asked by one engine at its verbs."""
+    """Asked by one engine at its verbs.
+
+    Args:
+        model: what the user has given the engine, as the others.
+        mesh: likewise.
+        optimizer_fn: likewise.
+        strategy: likewise.
+
+    Raises:
+        ValueError: one of them is something else.
+    """
 
     advise, laid_out = staticmethod(advise), staticmethod(laid_out_by)
 
     quiet: Collection[Moment] = ()
     """When there is nothing to do for this engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: object, mesh: object, optimizer_fn: object, strategy: object) -> None:
+        check_strategy(strategy)
+        check_types(model, mesh, optimizer_fn)
         self._claim: Claim | None = None
         self._optimizer: torch.optim.Optimizer | None = None  # that a step has checked
         self._placeholders: dict[str, PlaceholderGradient] = {}
@@ -142,6 +157,9 @@ class Guards:
     @staticmethod
     def _check_model(engine: Engine) -> None:
         strategy, device = engine.strategy, engine.mesh.device
+        check_rows(engine.mesh, strategy.axes, engine.name)
+        if engine.num_data_ranks > 1:
+            check_sparse(engine.module)
         check_tensor_axis(engine.mesh, engine.module, engine.slices)
         check_model(
             engine.module, device, engine.num_data_ranks, may_be_meta=strategy.allocates,

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,47 @@ from torch.nn.parameter import is_lazy
 
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.communicator import Communicator
+from shardlab.comm.transports.base import MismatchError
 from shardlab.engines.precision import Precision
 from shardlab.engines.step_tensors import tensors_of
+from shardlab.engines.strategy import Strategy
 from shardlab.partition.slices import SLICES, TensorSlice
 from shardlab.vocabulary import MeshAxis, class_of
 
 _DTYPE_ERROR = re.compile("dtype|scalar type")
+_NO_ROWS = (MeshAxis.CONTEXT, MeshAxis.TENSOR, MeshAxis.PIPE)
+"""Axes whose ranks train on the same rows, or on parts of them."""
+
+
+def check_types(model: object, mesh: object, optimizer_fn: object) -> None:
+    """Refuse a model that is no module, a mesh that is no mesh, and an optimizer instead of a function that builds it.
+
+    Raises:
+        ValueError: the message names the argument.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: {model!r:.60} was given; give an nn.Module")
+    if not isinstance(mesh, BaseMesh | None):
+        raise ValueError(f'mesh: {mesh!r:.60} was given; give a Mesh, as Mesh({{"data": 2}}), or None for one process')
+    if not callable(optimizer_fn):
+        raise ValueError(
+            f"optimizer_fn: a function of the tensors to step is needed, not {class_of(optimizer_fn)}; for example "
+            "lambda tensors: AdamW(tensors, lr=1e-3)"
+        )
+
+
+def check_rows(mesh: BaseMesh, axes: Sequence[str], name: str) -> None:
+    """Check that gradients are averaged over all axes of the mesh whose ranks train on other rows.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if left := [axis for axis, size in mesh.axes.items() if size > 1 and axis not in (*axes, *_NO_ROWS)]:
+        raise ValueError(
+            f"mesh: its ranks have other rows along axis {str(left[0])!r} too, and {name} averages over "
+            f"{' and '.join(axes)} alone; name all axes with rows in the strategy's axes, outer first, or leave "
+            f"{str(left[0])!r} out; ranks with other stages of a model are an axis 'pipe'"
+        )
 
 
 def check_model(
@@ -229,12 +264,44 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def advise(error: BaseException, precision: Precision, module: nn.Module) -> None:
-    """Add to an error about dtypes what may have caused it: float32 buffers with 16-bit parameters.
+def check_sparse(module: nn.Module) -> None:
+    """Check that no embedding has sparse gradients, which are in no bucket and which no strategy of ours averages.
 
-    A float32 buffer added to a 16-bit activation gives a float32 one, which no 16-bit layer takes.
+    Raises:
+        ValueError: one has.
     """
-    if precision.compute is None or not isinstance(error, RuntimeError) or not _DTYPE_ERROR.search(str(error)):
+    for name, one in module.named_modules():
+        if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse and one.weight.requires_grad:
+            raise ValueError(
+                f"model: {name!r} has sparse gradients, which no strategy of ours averages; build it with sparse=False"
+            )
+
+
+def advise(error: BaseException, strategy: Strategy, module: nn.Module) -> None:
+    """Add to an error of a forward what may have caused it, and what to do about it.
+
+    Raises:
+        RuntimeError: ``torch.func`` was used where parameters are sharded.
+    """
+    if strategy.by_unit and isinstance(error, MismatchError):
+        error.add_note(
+            "fsdp: all ranks must call the same units in the same order; make one unit of the module that chooses: "
+            "wrap='root', or a wrap that names it"
+        )
+    if strategy.units and "support saved tensor hooks" in str(error):
+        raise RuntimeError(
+            "torch.func: its grad, vjp, jacrev and hessian do not run inside a forward whose parameters are sharded, "
+            "since what they save cannot be resharded; write torch.autograd.grad(..., create_graph=True), or use "
+            "strategy 'zero2', whose parameters are whole, or call them under torch.no_grad() inside 'with "
+            "engine.full_params():'"
+        ) from error
+    if isinstance(error, RuntimeError) and _DTYPE_ERROR.search(str(error)):
+        _advise_on_dtypes(error, strategy.precision, module)
+
+
+def _advise_on_dtypes(error: RuntimeError, precision: Precision, module: nn.Module) -> None:
+    """A float32 buffer added to a 16-bit activation gives a float32 one, which no 16-bit layer takes."""
+    if precision.compute is None:
         return
     others = [
         f"{name!r} ({buffer.dtype})"

@@ -1,21 +1,39 @@
 """What is wrong with what a strategy has made of a model, told before anything is trained."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
 import torch
 
 from shardlab.comm.communicator import Communicator
+from shardlab.comm.events import Pending
 from shardlab.engines.any_engine import owned_in
 from shardlab.engines.precision import Precision
 from shardlab.engines.sharded_params import Ways
 from shardlab.engines.strategy import Given, LaidOut, Strategy
+from shardlab.vocabulary import class_of
 
 _MISSPELT = 0.8  # of ``difflib``: "redcue" and "reduces" for "reduce", and not "reduce_all"
 
 _OF_SOME = {"reduce": "Bucketed", "scatter": "ZeRO1 or ZeRO2", "divide": "ZeRO1, ZeRO2 or ZeRO3"}
+
+
+def check_strategy(strategy: object) -> None:
+    """Refuse what is no strategy.
+
+    Raises:
+        ValueError: it is a class of strategies, something else, or its ``axes`` are one name.
+    """
+    if isinstance(strategy, type) and issubclass(strategy, Strategy):
+        raise ValueError(f"strategy: the class {strategy.__name__} was given; give one of it, {strategy.__name__}()")
+    if not isinstance(strategy, Strategy):
+        raise ValueError(f"strategy: {class_of(strategy)} was given; give a Strategy, such as ZeRO1()")
+    axes: object = strategy.axes
+    if isinstance(axes, str):
+        raise ValueError(f"strategy: axes of {strategy.name!r} is {axes!r}; give a tuple, axes = ('data',)")
 
 
 def _check_methods(kind: type[Strategy]) -> None:
@@ -50,6 +68,10 @@ def laid_out_by(strategy: Strategy, given: Given) -> LaidOut:
             each parameter, a tensor of the size that its divisions say.
     """
     _check_methods(type(strategy))
+    for name in ("reduce", "scatter"):
+        method = getattr(strategy, name, None)
+        if method is not None and not method.__module__.startswith("shardlab."):
+            setattr(strategy, name, _returning_pending(name, method))
     shapes = {name: param.shape for name, param in given.params.items()}  # before others take the place of meta ones
     try:
         with _checked_divide(strategy):
@@ -87,6 +109,21 @@ def laid_out_by(strategy: Strategy, given: Given) -> LaidOut:
                 "of one of its axes; name two axes, axes = ('replica', 'shard'), and divide over one or both"
             )
     return laid_out
+
+
+def _returning_pending(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A strategy's own method, which must return what can be waited for."""
+
+    @functools.wraps(method)
+    def checked(*args: Any) -> Pending:
+        if not isinstance(returned := method(*args), Pending):
+            raise ValueError(
+                f"strategy: {name}() returned {class_of(returned)}; return the Pending that the communicator "
+                "returned, or Pending() where nothing is left to wait for"
+            )
+        return returned
+
+    return checked
 
 
 @contextlib.contextmanager

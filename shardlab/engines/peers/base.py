@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.torch_engine_groups import TorchGroup, torch_group
-from shardlab.engines.any_engine import AnyEngine, check_types
-from shardlab.engines.guards.model_checks import check_model, check_optimizer
+from shardlab.engines.any_engine import AnyEngine
+from shardlab.engines.guards.model_checks import check_model, check_optimizer, check_rows, check_types
 from shardlab.engines.guards.ownership import Claim, check_free
 from shardlab.engines.holdings import Holding
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
@@ -57,6 +57,7 @@ class Peer(AnyEngine):
             raise ValueError(f"mesh: {self.name!r} needs one, over all ranks of a RankPool, launch or torchrun")
         check_free(model)
         super().__init__(model, optimizer_fn, mesh, (MeshAxis.DATA,))
+        check_rows(mesh, (MeshAxis.DATA,), self.name)
         if self.slices:
             raise ValueError(f"model: parallelize_module has already sliced it; give {self.name!r} a whole one")
         self._occasion = "setup"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm import BaseMesh, broadcast_coalesced
-from shardlab.engines.any_engine import check_types
+from shardlab.engines.guards.model_checks import check_types
 from shardlab.engines.peers.dtensor_peer import DTensorPeer, device_mesh
 from shardlab.engines.step_tensors import OptimizerFn
 from shardlab.vocabulary import Collective, MeshAxis, class_of

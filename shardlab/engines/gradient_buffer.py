@@ -1,0 +1,92 @@
+"""The flat buffer in which gradients travel, and how they come into it: the same in every strategy with buckets.
+
+A gradient that will be sent is moved into its slot of the buffer. Its parameter then has no ``.grad``, so that autograd
+cannot write into what is being sent. In ``bucketed`` it is multiplied by 1/N: there, and nowhere else on its way, so
+that the sum over N ranks is the mean without another pass. (``Shards`` divides the sums, which may have more bits: see
+``precision.py``.)
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shardlab.engines.tensor_layout import Strides, TensorLayout, num_references
+from shardlab.partition.chunks import Layout
+
+
+class GradientBuffer:
+    """The gradients of some parameters, which travel together.
+
+    Args:
+        params: by name, in slot order, of one dtype and device.
+        layout: which elements of the buffer each parameter has.
+        rank: whose chunk of the layout is this rank's.
+        strides: of gradients that lie in the buffer otherwise than contiguous, by name.
+
+    Attributes:
+        sum_dtype: in which gradients are summed over the ranks.
+        buffer: [padded_numel], in ``sum_dtype``; None where no gradient has come, or where it has been sent and its
+            means are elsewhere.
+    """
+
+    scale = 1.0
+    """What gradients are multiplied by on their way into the buffer."""
+    fills_at_once = False
+    """Whether a gradient that will be sent moves to the buffer at once, or with all others, in one launch on a GPU."""
+    adds_up = False
+    """Whether gradients add up in the buffer inside ``no_sync()``, and not at the parameters."""
+    keeps_buffer = True
+    """Whether the buffer stays, with the means in it, for the next backward to fill."""
+
+    def __init__(
+        self, params: Mapping[str, nn.Parameter], layout: Layout, rank: int, strides: Mapping[str, Strides] | None =
+        None,
+    ) -> None:  # fmt: skip
+        self.params: Mapping[str, nn.Parameter] = dict(params)
+        self.layout, first = layout, next(iter(params.values()))
+        self.device, self.sum_dtype = first.device, first.dtype  # as they are now: a module may be converted
+        self.tensors = TensorLayout(layout, rank, {key: tuple(param.shape) for key, param in params.items()}, strides)
+        self.buffer: Tensor | None = None
+        self._filled: set[str] = set()  # parameters whose gradients have been moved to the buffer, and not been sent
+
+    def fill(self, name: str) -> None:
+        """Move a gradient into its slot, times ``scale``, or add it to what is there; its parameter then has none."""
+        self.buffer = self._to_fill()
+        param, slot = self.params[name], self.tensors.slot(name, self.buffer)
+        assert param.grad is not None
+        if name in self._filled:
+            slot.add_(param.grad.detach(), alpha=self.scale)
+        else:
+            torch.mul(param.grad.detach(), self.scale, out=slot)
+        self._filled.add(name)
+        param.grad = None
+
+    def fill_all(self) -> Tensor:
+        """The buffer, ready to be sent: what is still at parameters is moved too; what this rank did not use is 0."""
+        for name in self.params if self.fills_at_once else tuple(self._filled):
+            if self.params[name].grad is not None:
+                self.fill(name)
+        buffer = self._to_fill()
+        self.tensors.write({key: one.grad for key, one in self.params.items() if key not in self._filled}, buffer)
+        self._filled, self.buffer = set(), buffer if self.keeps_buffer else None
+        for param in self.params.values():
+            param.grad = None  # or the next micro-batch would be added to it, and this one sent twice
+        return buffer
+
+    def _to_fill(self) -> Tensor:
+        """A buffer to write gradients into: the one from before, or a new one."""
+        # The one from before may still be in use: means are views of it, and so is what a user has kept of them. While
+        # gradients are in it that have not been sent, it is none of that.
+        if self.buffer is not None and (self._filled or num_references(self.buffer) == 1):
+            return self.buffer
+        buffer = torch.empty(self.layout.padded_numel, dtype=self.sum_dtype, device=self.device)
+        if self.layout.padding_numel:
+            buffer.zero_()  # no gradient is written to the padding
+        return buffer
+
+    def drop(self) -> None:
+        """The gradients are cleared: forget those that were not sent."""
+        self._filled = set()
+        if not self.keeps_buffer:
+            self.buffer = None
