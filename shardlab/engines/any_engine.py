@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -75,10 +75,8 @@ class AnyEngine(ABC):
     """
 
     name: str = ""
-    checkpointer: ClassVar[Any]
+    checkpointer: Any
     """The package ``engines/checkpoint``; set by ``shardlab.engines``: an engine can be read and used without."""
-    no_checkpoints: ClassVar[str] = ""
-    """Why a checkpoint cannot hold this strategy's optimizer state, and what to use instead; empty where it can."""
     broadcasts_buffers: bool = False
     """Whether forwards begin with the first data rank's buffers, whatever each rank has made of its own."""
     optimizer: torch.optim.Optimizer
@@ -283,7 +281,7 @@ class AnyEngine(ABC):
             What the plain optimizer's ``state_dict()`` would be: full tensors, parameters numbered through the groups.
             An optimizer over ``list(model.parameters())``, or over the same groups, loads it.
         """
-        return self._checkpointer_for("full_optimizer_state_dict").full_optimizer_state_dict(self)  # type: ignore[no-any-return]
+        return self.checkpointer.full_optimizer_state_dict(self)  # type: ignore[no-any-return]
 
     def load_full_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what ``full_optimizer_state_dict()`` or the plain optimizer's ``state_dict()`` returned.
@@ -293,7 +291,7 @@ class AnyEngine(ABC):
         Raises:
             ValueError: the parameter groups differ, or this engine cannot cut the state into pieces.
         """
-        self._checkpointer_for("load_full_optimizer_state_dict").load_full_optimizer_state_dict(self, state)
+        self.checkpointer.load_full_optimizer_state_dict(self, state)
 
     def named_optimizer_state(self) -> dict[str, dict[str, Any]]:
         """A copy of the optimizer's whole state by parameter name, the same on every rank; collective.
@@ -302,7 +300,7 @@ class AnyEngine(ABC):
             For each parameter that has been stepped, what the plain optimizer would hold for it: full tensors, such as
             ``["0.weight"]["exp_avg"]``, and step counters.
         """
-        return self._checkpointer_for("named_optimizer_state").named_optimizer_state(self)  # type: ignore[no-any-return]
+        return self.checkpointer.named_optimizer_state(self)  # type: ignore[no-any-return]
 
     def load_named_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Load what ``named_optimizer_state()`` returned, whatever the order of its parameters and groups.
@@ -316,7 +314,7 @@ class AnyEngine(ABC):
         Raises:
             ValueError: a parameter is unknown, or this engine cannot cut the state into pieces.
         """
-        self._checkpointer_for("load_named_optimizer_state").load_named_optimizer_state(self, state)
+        self.checkpointer.load_named_optimizer_state(self, state)
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Copies of the gradients by parameter name: means over the data ranks, the same on every rank; collective.
@@ -352,7 +350,7 @@ class AnyEngine(ABC):
             ValueError: a checkpoint cannot hold what was given; on all ranks.
             RuntimeError: a rank could not write; on all ranks.
         """
-        self._checkpointer_for("save").save_checkpoint(self, Path(directory), extra, objects)
+        self.checkpointer.save_checkpoint(self, Path(directory), extra, objects)
 
     def load(self, directory: str | Path, **objects: Stateful) -> Any:
         """Continue from a checkpoint; collective. Each rank reads what it holds. Gradients are cleared.
@@ -374,23 +372,13 @@ class AnyEngine(ABC):
             RuntimeError: one of ``objects``, or a module's ``set_extra_state``, raised; on all ranks. No tensor of the
                 engine has changed, but objects before that one have.
         """
-        extra = self._checkpointer_for("load").load_checkpoint(self, Path(directory), objects)
+        extra = self.checkpointer.load_checkpoint(self, Path(directory), objects)
         # The gradients belong to the values that were just replaced.
         self.zero_grad()
         return extra
 
     def _gather_gradients(self) -> dict[str, Tensor | None]:
         return self.checkpointer.full_gradients(self)  # type: ignore[no-any-return]
-
-    def _checkpointer_for(self, method: str) -> Any:
-        """The checkpointer, for a method that needs the optimizer's state in our form.
-
-        Raises:
-            NotImplementedError: the strategy keeps it in another form.
-        """
-        if self.no_checkpoints:
-            raise NotImplementedError(f"{method}: strategy {self.name!r} {self.no_checkpoints}")
-        return self.checkpointer
 
     # What this rank holds: from ``holdings()`` and ``divisions()`` all else is derived.
 

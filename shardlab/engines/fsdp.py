@@ -29,6 +29,7 @@ make it part of a larger unit with ``wrap``. Source: Zhao et al., arXiv 2304.112
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -132,15 +133,11 @@ class FSDP(Sharded):
 
     # Forward: gather, reshard, and write the tape.
 
-    @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """As the base."""
-        if self._pass is not None or self._is_in_backward:  # called by the module's own forward, or computed again
-            with self.saving_by_reference():
-                yield
-            return
-        with self._one_pass():
-            yield
+    def forward(self) -> AbstractContextManager[None]:
+        """Inside, units are gathered and resharded by their own forwards, which write the tape."""
+        # Called by the module's own forward, or computed again by checkpointing: that is a part of another pass.
+        is_inner = self._pass is not None or self._is_in_backward
+        return self.saving_by_reference() if is_inner else self._one_pass()
 
     @contextlib.contextmanager
     def _one_pass(self) -> Iterator[None]:
@@ -159,9 +156,9 @@ class FSDP(Sharded):
             self._pass = None
             self._depth = dict.fromkeys(self.units, 0)
             for unit in self.units:
-                if this.reshards or not has_ended:
+                # What is prefetched, and was not called, nothing else would free.
+                if this.reshards or not has_ended or unit.state is State.GATHERING:
                     unit.reshard()
-                unit.drop_gather()  # prefetched, and not called: nothing else would free it
 
     def saw_other_graph(self) -> None:
         """As the base."""
@@ -253,9 +250,7 @@ class FSDP(Sharded):
             for program in self._running.values():
                 self._run(program, len(program.acts))  # after an error too: the others wait in it
             if self.rests_partial and not sends:
-                self._reduce_others()
-                super().make_means()
-                self._sent, self._reducing = set(), []
+                self._reduce_all()
             self._waiting = [one for one in self._waiting if one not in self._running]
             self._running, self._is_in_backward, self._is_other_graph = {}, False, False
             for unit in self.units:
@@ -348,34 +343,28 @@ class FSDP(Sharded):
         unit.reduce(self.is_due, rests_partial=not self._sends)
         self._sent.add(unit)
 
-    def _reduce_others(self) -> None:
+    def _reduce_all(self) -> None:
+        """Send what backward has not sent, such as what this rank did not use, and wait for all."""
         for unit in self._order():
             if unit not in self._sent:
                 self._reduce(unit)
+        super().make_means()
+        self._sent, self._reducing = set(), []
 
     def make_means(self) -> None:
-        """As the base: what backward has not sent, such as what this rank did not use, is sent; all is waited for."""
+        """Send what backward has not sent, over all axes; means that are offloaded arrive in host memory."""
         self._sends = True  # also where every backward was inside no_sync()
-        self._reduce_others()
-        super().make_means()
+        self._reduce_all()
         if self.state_role is Role.OFFLOADED:
             wait_for_copies(self.device)  # once, for the means of all units
             for one in self._offloaded:
                 one.arrive()
-        self._sent, self._reducing = set(), []
 
     def drop(self) -> None:
         """As the base; what forwards have taped is forgotten when the next one begins."""
         super().drop()
         # Not at once: a loop may clear gradients between a forward and its backward.
         self._sent, self._reducing, self._is_stale = set(), [], True
-
-    @contextlib.contextmanager
-    def stepping(self, *, loads: bool = False) -> Iterator[None]:
-        """As the base."""
-        with super().stepping(loads=loads):
-            self._waiting = []  # their graphs have saved values that this step replaces
-            yield
 
     @contextlib.contextmanager
     def visiting(self) -> Iterator[None]:

@@ -132,8 +132,6 @@ class Shards(GradientBuffer):
     """[chunk], in the dtype of ``stepped``; the ``.grad`` of the pieces are views of it."""
     version = 0
     """Of the values, which a graph may have saved."""
-    is_stepped = False
-    """Just now: what is gathered meanwhile is not kept for later."""
     _seen = 0  # of the pieces' versions, their sum
     _gathering: tuple[Tensor, Pending] | None = None  # the buffer that is being filled
     _reducing: tuple[Tensor, Tensor, Pending] | None = None  # what is sent, and where the sums will be

@@ -64,14 +64,11 @@ class Sharded(Strategy):
         """As the base; what is stepped lies in the shards, or is gathered into them."""
         for unit in self.units:
             unit.reshard()  # what was kept for a backward that did not come, or left by torch.autograd.grad
-        for one in self._unit_of_shards:
-            one.is_stepped = True
         with self.visiting():
             try:
                 yield
             finally:
                 for one in self._unit_of_shards:
-                    one.is_stepped = False
                     one.changed()
                 # An optimizer that raised may have stepped first, and those of other ranks have.
                 due = [one for one in self._split if loads or any(map(self.is_due, one.params.values()))]

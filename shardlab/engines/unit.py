@@ -41,10 +41,12 @@ class Unit:
         self.num_holders, self.is_as_stored = 0, False
 
     @untraced
-    def start(self) -> None:
+    def start(self, *, as_stored: bool = False) -> None:
         """Begin to gather, unless that has begun or gradients of it are on their way."""
         if self.state is State.SHARDED:
-            self._start(as_stored=False)
+            for one in self.shards:
+                one.start(as_stored=as_stored)
+            self.state, self.is_as_stored = State.GATHERING, as_stored
 
     @untraced
     def gather(self, *, as_stored: bool = False) -> None:
@@ -52,16 +54,11 @@ class Unit:
         if self.state is State.REDUCING:
             self.finish()
         if self.state is State.SHARDED:
-            self._start(as_stored=as_stored)
+            self.start(as_stored=as_stored)
         if self.state is State.GATHERING:
             for one in self.shards:
                 one.show_gathered()
             self.state = State.GATHERED
-
-    def _start(self, *, as_stored: bool) -> None:
-        for one in self.shards:
-            one.start(as_stored=as_stored)
-        self.state, self.is_as_stored = State.GATHERING, as_stored
 
     def reshard(self) -> None:
         """Free what is gathered, unless somebody holds it."""
@@ -73,11 +70,6 @@ class Unit:
         self.state = State.SHARDED
         for one in self.shards:
             one.show_at_rest()
-
-    def drop_gather(self) -> None:
-        """Drop a prefetch that was not used."""
-        if self.state is State.GATHERING:
-            self.reshard()
 
     def reduce(self, is_due: Callable[[nn.Parameter], bool], *, rests_partial: bool = False) -> None:
         """Reshard, and begin to reduce the gradients of the kinds in which one is due; see ``Shards.reduce``."""

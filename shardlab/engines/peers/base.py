@@ -32,6 +32,23 @@ STATE_IS_TORCHS = (
 """``no_checkpoints`` of a peer whose optimizer state is in torch's own form."""
 
 
+class WithoutState:
+    """A checkpointer that refuses what needs the optimizer's state in our form.
+
+    Args:
+        checkpointer: the package, which does all else.
+        why: its message goes on behind the method's name.
+    """
+
+    def __init__(self, checkpointer: Any, why: str) -> None:
+        self._checkpointer, self._why = checkpointer, why
+
+    def __getattr__(self, method: str) -> Any:
+        if method in ("full_state_dict", "load_full_state_dict", "full_gradients", "first_ranks_own"):
+            return getattr(self._checkpointer, method)
+        raise NotImplementedError(f"{method.removesuffix('_checkpoint')}: {self._why}")
+
+
 class Peer(AnyEngine):
     """One of torch's own engines.
 
@@ -46,6 +63,8 @@ class Peer(AnyEngine):
     """
 
     axis: ClassVar[str] = MeshAxis.DATA
+    no_checkpoints: ClassVar[str] = ""
+    """Why a checkpoint cannot hold this strategy's optimizer state, and what to use instead; empty where it can."""
     sends: ClassVar[Mapping[Collective, str]]
     """What each collective of a training step is for; in the tag, its number in the step follows."""
 
@@ -60,6 +79,8 @@ class Peer(AnyEngine):
         check_rows(mesh, (MeshAxis.DATA,), self.name)
         if self.slices:
             raise ValueError(f"model: parallelize_module has already sliced it; give {self.name!r} a whole one")
+        if self.no_checkpoints:
+            self.checkpointer = WithoutState(self.checkpointer, f"strategy {self.name!r} {self.no_checkpoints}")
         self._occasion = "setup"
         self._counts: Counter[Collective] = Counter()
         # Weakly: the engine holds its group, and torch holds groups in C++, where Python's collector sees no cycles.
