@@ -16,7 +16,6 @@ then what is due. The flag also says which parameters any rank has used (``flag.
 """
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -76,7 +75,6 @@ class Engine(AnyEngine):
         self.broadcasts_buffers = broadcast_buffers
         self.gradient_state = GradientState.NONE
         self._due: set[int] = set()  # ids of those trained in a backward since zero_grad(); may be frozen by now
-        self._refusal: Exception | None = None  # of a guard, until the next flag
         self._running = self._sends = False  # a backward, and whether it communicates
         self.num_full_blocks = 0  # full_params() blocks
         self._strategy_backward = contextlib.ExitStack()  # strategy.backward(), while one runs
@@ -134,11 +132,8 @@ class Engine(AnyEngine):
             with self.strategy.forward():
                 output = self.module(*args, **kwargs)
         except Exception as error:
-            refusal, self._refusal = self._refusal, None
-            if refusal is not None:
-                raise refusal from error
             if self._guards is not None:
-                self._guards.advise(error, self.strategy, self.module)
+                self._guards.explain(error, self)
             raise
         output = cast_floating(output, self.strategy.precision.output)
         self._after_forward(output)
@@ -442,7 +437,8 @@ class Engine(AnyEngine):
             raised: what this rank raises.
             used: behind a reduction, ``_used_here()`` of before it.
         """
-        raised, self._refusal = raised or self._refusal, None
+        refused = self._refused()
+        raised = raised or refused
         if self._flag.send(raised, used):
             self._read_flag()
 
@@ -455,22 +451,17 @@ class Engine(AnyEngine):
             raise
 
     def _ask(self, moment: Moment) -> None:
-        """Let guards look; what they refuse is kept, and raised where all ranks meet next.
+        """Let guards look; they keep what they refuse, and it is raised where all ranks meet next.
 
         Where means are at pieces, they also put placeholders at ``param.grad`` (``MEANS``), and take them away before
         autograd adds to it (``BACKWARD``) and before gradients are reduced or cleared.
         """
-        guards = self._guards
-        if guards is None or moment in guards.quiet:
-            return
-        try:
-            guards.ask(moment, self)
-        except (RuntimeError, ValueError) as refusal:
-            if moment in (Moment.MODEL, Moment.BUILT) or (self.num_data_ranks == 1 and moment is not Moment.CLOSE):
-                raise
-            if moment is Moment.FORWARD and not torch.is_grad_enabled():
-                warnings.warn(str(refusal), stacklevel=6)  # there may be no exchange any more
-            self._refusal = self._refusal or refusal
+        if self._guards is not None and moment not in self._guards.quiet:
+            self._guards.ask(moment, self)
+
+    def _refused(self) -> Exception | None:
+        """What guards have refused here since the last flag; it is told once."""
+        return None if self._guards is None else self._guards.refused()
 
     def _ask_all(self, moment: Moment, *, sends: bool = True) -> None:
         """Ask, and raise what is refused: on all ranks, or here alone where others may not be (``sends``)."""
@@ -479,9 +470,8 @@ class Engine(AnyEngine):
         if self._guards is not None and sends:
             self._send_flag()
             self._read_flag()
-        elif self._refusal is not None:
-            refusal, self._refusal = self._refusal, None
-            raise refusal
+        elif (refused := self._refused()) is not None:
+            raise refused
 
     def _is_due(self, param: nn.Parameter) -> bool:
         return param.requires_grad or id(param) in self._due

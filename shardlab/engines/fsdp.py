@@ -85,7 +85,7 @@ class FSDP(Sharded):
             replicate_below, init_fn or reset_parameters,
         )  # fmt: skip
         self.partition, self.precision = self.options.partition, self.options.precision
-        self.axes, self._prefetch = self.options.axes, prefetch
+        self.axes, self._prefetch = self.options.row.axes, prefetch
         self.state_role = Role.OFFLOADED if offload == Offload.ALL else Role.OPTIMIZER_STATE
         self._pass: Pass | None = None  # the forward under way
         self._waiting: list[Pass] = []  # forwards whose backward has not come
@@ -142,7 +142,7 @@ class FSDP(Sharded):
     @contextlib.contextmanager
     def _one_pass(self) -> Iterator[None]:
         is_taped, has_ended = torch.is_grad_enabled(), False
-        this = self._pass = Pass(is_taped=is_taped, reshards=self.options.reshards_after_forward or not is_taped)
+        this = self._pass = Pass(is_taped=is_taped, reshards=self.options.row.reshards_after_forward or not is_taped)
         if is_taped and self._is_stale:
             self._waiting, self._is_stale = [], False
         try:

@@ -25,7 +25,7 @@ from shardlab.engines.sharded_params import Shards, Ways
 from shardlab.engines.strategy import Given
 from shardlab.engines.unit import Unit
 from shardlab.meta_device import InitFn, materialize
-from shardlab.partition.chunks import Layout, ParamSpec
+from shardlab.partition.chunks import Layout, ParamSpec, require_count
 from shardlab.partition.dim0 import dim0_layout
 from shardlab.partition.flat import aligned_first, flat_layout, owned_layout
 from shardlab.partition.owners import owners_by_name
@@ -47,6 +47,11 @@ class ShardingRow(NamedTuple):
     shard_axis: MeshAxis | None
     replica_axis: MeshAxis | None
     reshards_after_forward: bool
+
+    @property
+    def axes(self) -> tuple[MeshAxis, ...]:
+        """The axes that gradients are averaged over, outer first."""
+        return tuple(axis for axis in (self.replica_axis, self.shard_axis) if axis is not None)
 
 
 SHARDINGS: Mapping[str, ShardingRow] = {
@@ -80,8 +85,8 @@ class ShardingOptions:
 
     def __post_init__(self) -> None:
         """Check the values, and which of them go together."""
-        if self.prefetch < 0:
-            raise ValueError(f"prefetch: {self.prefetch} is below 0; give the number of units to gather ahead")
+        require_count("prefetch", self.prefetch, 0)
+        require_count("replicate_below", self.replicate_below, 0)
         for field, value, allowed in (
             ("sharding", self.sharding, SHARDINGS),
             ("layout", self.layout, LAYOUTS),
@@ -89,12 +94,9 @@ class ShardingOptions:
         ):
             if value not in allowed:
                 raise ValueError(f"{field}: {value!r} is not one of {', '.join(allowed)}")
-        if self.replicate_below < 0:
-            raise ValueError(f"replicate_below: {self.replicate_below} elements is below 0; 0 shards all parameters")
-        if self.replicate_below and self.sharding == "no_shard":
-            raise ValueError("replicate_below: with sharding='no_shard' every parameter is replicated; leave it out")
-        if self.partition is not Partition.ELEMENTS and self.sharding == "no_shard":
-            raise ValueError("partition: with sharding='no_shard' every rank has all parameters; leave it out")
+        own = {"replicate_below": self.replicate_below > 0, "partition": self.partition is not Partition.ELEMENTS}
+        for field in (field for field, is_set in own.items() if is_set and self.row.shard_axis is None):
+            raise ValueError(f"{field}: with sharding='no_shard' every rank has all parameters; leave it out")
         if self.partition is not Partition.ELEMENTS and self.layout == "dim0":
             raise ValueError(
                 f"partition: {self.partition.value!r} gives ranks whole parameters, and layout='dim0' cuts each into "
@@ -102,19 +104,13 @@ class ShardingOptions:
             )
 
     @property
-    def axes(self) -> tuple[MeshAxis, ...]:
-        """The axes that gradients are averaged over, outer first."""
-        row = SHARDINGS[self.sharding]
-        return tuple(axis for axis in (row.replica_axis, row.shard_axis) if axis is not None)
-
-    @property
-    def reshards_after_forward(self) -> bool:
-        """Whether full parameters are freed between forward and backward."""
-        return SHARDINGS[self.sharding].reshards_after_forward
+    def row(self) -> ShardingRow:
+        """Of ``sharding``, in the table."""
+        return SHARDINGS[self.sharding]
 
     def is_sharded(self, param: Tensor) -> bool:
         """Whether ranks hold different elements of a parameter."""
-        return SHARDINGS[self.sharding].shard_axis is not None and param.numel() >= self.replicate_below
+        return self.row.shard_axis is not None and param.numel() >= self.replicate_below
 
 
 def build_units(given: Given, options: ShardingOptions, at: dict[int, tuple[Shards, str]]) -> list[Unit]:
@@ -177,11 +173,11 @@ def _ways(param: nn.Parameter, given: Given, options: ShardingOptions) -> tuple[
     inner_first, precision = given.comms[::-1], options.precision
     if not options.is_sharded(param):
         return Communicator(None, None, (0,), 0, MeshAxis.SHARD), Ways(precision, inner_first)
-    if options.divides == "state":
-        return given.mesh.flatten(*(comm.axis for comm in given.comms)), Ways(precision, axes=inner_first, rests_over=1)
-    if options.divides == "parameters":
-        return given.mesh.flatten(*(comm.axis for comm in given.comms)), Ways(precision)
-    return given.comms[-1], Ways(precision, given.comms[:-1])
+    if options.divides == "nothing":
+        return given.comms[-1], Ways(precision, given.comms[:-1])
+    over_all = given.mesh.flatten(*(comm.axis for comm in given.comms))
+    is_state = options.divides == "state"
+    return over_all, Ways(precision, axes=inner_first, rests_over=1) if is_state else Ways(precision)
 
 
 def _layout(params: Params, num_ranks: int, options: ShardingOptions, owners: Mapping[str, int]) -> Layout:

@@ -27,12 +27,11 @@ from shardlab.vocabulary import Role
 
 
 def in_host_memory(tensor: Tensor) -> Tensor:
-    """A copy of ``tensor`` in host memory, pinned where it comes from a CUDA device, that ends on its stream."""
-    return copy_to_host(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda), tensor)
+    """A copy of ``tensor`` in host memory, pinned where it comes from a CUDA device.
 
-
-def copy_to_host(host: Tensor, tensor: Tensor) -> Tensor:
-    """Copy behind the work of the current stream: ``host`` may be read or written after ``wait_for_copies``."""
+    It is made behind the work of the current stream, and may be read or written after ``wait_for_copies``.
+    """
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return host.copy_(tensor, non_blocking=True)
 
 
@@ -66,19 +65,10 @@ class OffloadedShards(Shards):
         return self.stepped.to(self.device, non_blocking=True)
 
     def accept(self, means: Tensor) -> None:
-        """As the base; where gradients stay in host memory they are on their way there."""
+        """As ``Shards.accept``; where gradients stay in host memory they are first sent there, see ``arrive``."""
         if self._with_state:
             self._arriving = in_host_memory(means)
-        else:
-            self._take(means)
-
-    def arrive(self) -> None:
-        """Take the means that the host has waited for."""
-        if self._arriving is not None:
-            means, self._arriving = self._arriving, None
-            self._take(means)
-
-    def _take(self, means: Tensor) -> None:
+            return
         # Torch refuses a gradient on another device than the piece's data, which is in host memory outside a step.
         homes = {name: piece.data for name, piece in self.pieces.items()}
         self.point_pieces_at(means)
@@ -86,8 +76,14 @@ class OffloadedShards(Shards):
         for name, piece in self.pieces.items():
             piece.data = homes[name]
 
+    def arrive(self) -> None:
+        """Take the means that the host has waited for, as the pieces' ``.grad``."""
+        if self._arriving is not None:
+            super().accept(self._arriving)
+            self._arriving = None
+
     def drop(self) -> None:
-        """As the base."""
+        """The gradients are cleared: forget those on their way to host memory too."""
         super().drop()
         self._arriving = None
 
@@ -106,7 +102,7 @@ class OffloadedShards(Shards):
 
     def leave(self) -> None:
         """Copy what has been stepped back; the host must wait before it reads it."""
-        copy_to_host(self.at_rest, self.stepped)
+        self.at_rest.copy_(self.stepped, non_blocking=True)
         visiting, self.stepped = self.stepped, self.at_rest
         self.point_pieces_at(self.at_rest, visiting)
 

@@ -161,11 +161,6 @@ class Shards(GradientBuffer):
         """Find this rank's chunks, one inside the other, axis by axis; the last, whose number this is, it steps."""
         layout = self.layout
         self._axes = () if self.is_undivided else tuple(ways.axes) or (self.comm,)
-        if self._axes and (product := prod(axis.num_ranks for axis in self._axes)) != layout.num_ranks:
-            raise ValueError(
-                f"strategy: what is stepped is divided over {layout.num_ranks} ranks, and its axes have {product}; for "
-                "both axes divide over given.mesh.flatten(...) of them"
-            )
         # Of each rank of the communicator, which is in the order of the mesh, and not in that of the chunks.
         steps = [(self._step_of(axis), axis.num_ranks) for axis in self._axes]
         self._chunk_of = [chunk_in((one // step % num, num) for step, num in steps) for one in range(layout.num_ranks)]
@@ -428,6 +423,7 @@ class Shards(GradientBuffer):
 
     def holdings(self) -> Iterator[Holding]:
         """What this rank holds of parameters and gradients; each element of a role under one name."""
+        spans = {name: (piece.param_start, piece.param_stop) for name, piece in self.tensors.own.items()}
         yield from (Holding(Role.GATHERED_PARAMETER, tensor) for tensor in self.gathered_tensors())
         yield Holding(Role.PARAMETER, self.at_rest)
         if self.is_resident:
@@ -436,19 +432,15 @@ class Shards(GradientBuffer):
         if self.has_masters or not self.is_resident:
             stepped = Role.MASTER_WEIGHT if self.has_masters else Role.PARAMETER
             yield Holding(stepped, self.stepped)
-            for name, piece in self.tensors.own.items():
-                yield Holding(stepped, self.pieces[name], name, (piece.param_start, piece.param_stop))
-        whole = [param.grad for param in self.params.values()]
+            yield from (Holding(stepped, self.pieces[name], name, span) for name, span in spans.items())
+        whole, means, buffer = [param.grad for param in self.params.values()], self.means, self.buffer
         sent = () if self._reducing is None else self._reducing[:2]
-        gradients = (one for one in (self.means, *whole, self._partial, self.buffer, *sent) if one is not None)
+        gradients = (one for one in (means, *whole, self._partial, buffer, *sent) if one is not None)
         yield from (Holding(Role.GRADIENT, gradient) for gradient in gradients)
-        if self.buffer is not None:
-            for name in self.params:
-                slot = self.tensors.slot(name, self.buffer)
-                yield Holding(Role.GRADIENT, slot, name, (0, slot.numel()))
-        for name, piece in self.tensors.own.items():
-            gradient, buffer = self.pieces[name].grad, self.buffer
-            if gradient is not None and (
-                buffer is None or gradient.untyped_storage()._cdata != buffer.untyped_storage()._cdata
-            ):
-                yield Holding(Role.GRADIENT, gradient, name, (piece.param_start, piece.param_stop))
+        if buffer is not None:
+            for name, param in self.params.items():
+                yield Holding(Role.GRADIENT, self.tensors.slot(name, buffer), name, (0, param.numel()))
+        if buffer is None or means is None or means.untyped_storage()._cdata != buffer.untyped_storage()._cdata:
+            for name, span in spans.items():
+                if (gradient := self.pieces[name].grad) is not None:
+                    yield Holding(Role.GRADIENT, gradient, name, span)

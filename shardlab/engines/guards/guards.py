@@ -83,7 +83,7 @@ class Guards:
         ValueError: one of them is something else.
     """
 
-    advise, laid_out = staticmethod(advise), staticmethod(laid_out_by)
+    laid_out = staticmethod(laid_out_by)
 
     quiet: Collection[Moment] = ()
     """When there is nothing to do for this engine."""
@@ -91,6 +91,7 @@ class Guards:
     def __init__(self, model: object, mesh: object, optimizer_fn: object, strategy: object) -> None:
         check_strategy(strategy)
         check_types(model, mesh, optimizer_fn)
+        self._to_raise: Exception | None = None  # what was refused, until the next flag
         self._claim: Claim | None = None
         self._optimizer: torch.optim.Optimizer | None = None  # that a step has checked
         self._placeholders: dict[str, PlaceholderGradient] = {}
@@ -100,14 +101,36 @@ class Guards:
         self._hooks: list[RemovableHandle] = []
         self._shown: list[tuple[Shards, Callable[[bool], None]]] = []  # to be told when the parameters are plain again
 
-    @unrefused
     def ask(self, moment: Moment, engine: Engine) -> None:
-        """Refuse what must not be at this moment; then remember what is.
+        """Look at what is at this moment; what is refused is kept until all ranks meet next, see ``refused``.
 
         Raises:
             ValueError: at ``MODEL`` and ``BUILT``: what cannot be trained.
-            RuntimeError: a rule of the table.
+            RuntimeError: a rule of the table, where there is one rank alone.
         """
+        try:
+            self._look(moment, engine)
+        except (RuntimeError, ValueError) as refusal:
+            if moment in (Moment.MODEL, Moment.BUILT) or (engine.num_data_ranks == 1 and moment is not Moment.CLOSE):
+                raise
+            if moment is Moment.FORWARD and not torch.is_grad_enabled():
+                warnings.warn(str(refusal), stacklevel=7)  # there may be no exchange any more
+            self._to_raise = self._to_raise or refusal
+
+    def refused(self) -> Exception | None:
+        """What was refused since this was asked last."""
+        refusal, self._to_raise = self._to_raise, None
+        return refusal
+
+    def explain(self, error: Exception, engine: Engine) -> None:
+        """Say of an error of a forward what may have caused it: what was refused before, or see ``advise``."""
+        if (refusal := self.refused()) is not None:
+            raise refusal from error
+        advise(error, engine.strategy, engine.module)
+
+    @unrefused
+    def _look(self, moment: Moment, engine: Engine) -> None:
+        """Refuse what must not be at this moment; then remember what is."""
         if moment is Moment.MODEL:
             self._check_model(engine)
             check_free(engine.module, engine.strategy)
@@ -151,13 +174,18 @@ class Guards:
             warnings.warn(
                 "precision: float16 without a GradScaler loses gradients below 6e-8; use engine.backward("
                 "scaler.scale(loss)) and scaler.step(engine), or precision='bf16'",
-                stacklevel=9,  # where step() was called
+                stacklevel=10,  # where step() was called
             )
 
     @staticmethod
     def _check_model(engine: Engine) -> None:
         strategy, device = engine.strategy, engine.mesh.device
         check_rows(engine.mesh, strategy.axes, engine.name)
+        if strategy.is_alone and engine.num_data_ranks > 1:
+            raise ValueError(
+                f"mesh: {engine.name!r} trains in one process, but the data axis has {engine.num_data_ranks} ranks; "
+                "use Mesh.alone(), or another strategy"
+            )
         if engine.num_data_ranks > 1:
             check_sparse(engine.module)
         check_tensor_axis(engine.mesh, engine.module, engine.slices)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
+from math import prod
 from typing import Any
 
 import torch
@@ -136,8 +137,13 @@ def _checked_divide(strategy: Any) -> Iterator[None]:
     def checked(given: Given) -> Any:
         found = divide(given)
         match found:
-            case (Communicator(), Ways(precision=Precision(), replicas=replicas, axes=axes)):
+            case (Communicator() as comm, Ways(precision=Precision(), replicas=replicas, axes=axes)):
                 if all(isinstance(one, Communicator) for some in (replicas, axes) for one in some):
+                    if axes and (product := prod(axis.num_ranks for axis in axes)) != comm.num_ranks:
+                        raise ValueError(
+                            f"strategy: what is stepped is divided over {comm.num_ranks} ranks, and its axes have "
+                            f"{product}; for both axes divide over given.mesh.flatten(...) of them"
+                        )
                     return found
         raise ValueError(
             f"strategy: divide() of {strategy.name!r} returned {found!r:.80}; return the ranks, a communicator, and "
