@@ -12,7 +12,7 @@ import torch
 
 from shardlab.comm.events import CollectiveEvent
 
-_ROOMS = ("comm", "engines", "faults", "recording", "same", "tensor_parallel", "trace")
+_ROOMS = ("comm", "context", "engines", "faults", "pipeline", "recording", "same", "tensor_parallel", "trace")
 _OWN = Path(__file__).parent.parent
 _LIBRARY = (*(str(_OWN / room) for room in (*_ROOMS, "launch/hang_board")), str(Path(torch.__file__).parent))
 _STANDARD_LIBRARY = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, "<frozen ")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardlab.comm.callers import locate
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import DDP, FSDP, Bucketed, ZeRO1, ZeRO2, ZeRO3, build_engine
 from shardlab.launch import RankError
@@ -41,9 +42,10 @@ class Log:
     """Of messages along the axis of stages, and of bytes along the others."""
 
     def __init__(self):
-        self.events = []
+        self.events, self.files = [], set()
 
     def issued(self, event):
+        self.files.add(locate(event).rpartition(":")[0])
         self.events.append((str(event.axis), str(event.op), event.tag, event.num_bytes))
 
     def started(self, event):
@@ -64,6 +66,7 @@ def trained(rank, axes, schedule, options, make, tied, **how):
                 log = Log()
                 with mesh.observed_by(log):
                     loss = pipeline.run(engine, loss_fn, inputs[place], targets[place], **how)
+                assert log.files == {__file__}  # the line that called is none of the library
                 losses.append(None if loss is None else loss.item())
                 engine.clip_grad_norm_(0.1)
                 engine.step()
