@@ -59,11 +59,14 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(str(error))
     names = given.strategies.split(",") if given.strategies else PEERS if given.peers else (*OURS, *ROWS)
     on = RIGHT if given.no_guards else ON
-    given.features = on if given.features is None else ALL if given.features == "all" else given.features.split(",")
+    chosen = given.features
+    given.features = on if chosen is None else ALL if chosen == "all" else chosen.split(",")
     given.features, given.strategies = frozenset(given.features), tuple(names)
     given.ranks = tuple(int(part) for part in given.ranks.split(",") if int(part) > 1 or not given.pipes)
     if given.pipes and not (given.ranks and {*names} & {*INSIDE}):
         parser.error(f"--pipes takes 2 ranks or more, and strategies of {','.join(INSIDE)}")
+    if given.pipes and chosen is not None:
+        parser.error("--pipes has none of the features; leave --features out (--no-guards has its effect)")
     given.seed = random.randrange(2**32) if given.seed is None else given.seed
     return given
 

@@ -152,7 +152,7 @@ def _pipes(draw: st.DrawFn, menu: Menu) -> PipeSpec:
     number = draw(st.integers(1, 4)) * (pipe if plan == TWO_STAGES else 1)
     engine = draw(drawn_engine(name, others // tensor, tensor))
     options = tuple(pair for pair in engine.options if pair[0] != "precision")
-    return PipeSpec(replace(engine, options=options), pipe, plan, number)
+    return PipeSpec(replace(engine, options=options, guards="guards" in menu.features), pipe, plan, number)
 
 
 INSIDE = ("ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
