@@ -120,6 +120,8 @@ def _step(spans: pd.DataFrame, sent: pd.DataFrame, ranks: tuple[int, ...]) -> Pi
     for place, rank in enumerate(ranks):
         own = spans[spans["rank"] == rank].groupby("unit").agg(start=("start_us", "min"), end=("end_us", "max"))
         own = own.sort_values("end")
+        if own.empty:
+            raise ValueError(f"spans: rank {rank} has none of an action, so the schedule is not known")
         of_rank = sent[(sent["rank"] == rank) & (sent["wait_end_us"] > sent["wait_start_us"])]
         waits = merge(of_rank[["wait_start_us", "wait_end_us"]].to_numpy(dtype=np.float64))
         last = float(own["start"].min())
@@ -158,7 +160,7 @@ def others(step: PipelinedStep) -> Iterator[tuple[str, dict[str, object], Schedu
     plan = next((name for name in PLANS if _is(schedule, name)), None)
     if plan is not None:
         twice = 2 * number
-        change = f"twice as many micro-batches (--micro-batches {twice})"
+        change = f"twice as many micro-batches of half the rows (--micro-batches {twice})"
         yield change, {"micro_batches": twice}, make_schedule(plan, num_ranks, twice)
     if plan != "zb-h1" and schedule.num_stages == num_ranks:
         change = "backward in two halves (--schedule zb-h1)"
@@ -185,5 +187,11 @@ def levelled(step: PipelinedStep) -> Callable[[Action], float]:
 
 
 def medians(steps: Sequence[PipelinedStep]) -> tuple[float, float]:
-    """The bubble as measured and as foretold by the same list, of a run."""
+    """The bubble as measured and as foretold by the same list, of a run.
+
+    Raises:
+        ValueError: it has no step.
+    """
+    if not steps:
+        raise ValueError("spans: those of no step are whole")
     return median(step.done.bubble for step in steps), median(step.foretold().bubble for step in steps)

@@ -1,5 +1,7 @@
 """Every sentence of the answer, against tables made by hand: ties, reversals, missing signals."""
 
+import re
+
 import pandas as pd
 import pytest
 
@@ -248,6 +250,20 @@ def test_one_command_to_try_next():
     recorded = CompareConfig(ranks=3, strategies=("zero2", "fsdp"))
     object.__setattr__(recorded, "workload", "words")
     assert "--ranks 1, with" in following(recorded, {"zero2", "fsdp"}, has_failed=False, doubt="slept")
+    for options, words in (
+        ({}, "--pipe 2 --schedule 1f1b --batch 32 --micro-batches 16: a smaller bubble"),
+        ({"batch": 8}, "--schedule zb-h1 --batch 8 --micro-batches 8: which bubble"),
+        ({"batch": 8, "schedule": ("1f1b", "zb-h1")}, "--schedule 1f1b,zb-h1 --batch 16 --micro-batches 16: a smaller"),
+        ({"schedule": "interleaved"}, "--schedule interleaved --batch 32 --micro-batches 16"),
+    ):
+        stages = CompareConfig(ranks=2, pipe=2, **options)
+        said = following(stages, {"ddp+1f1b"}, **of)
+        assert words in said
+        given = dict(re.findall(r"--([a-z-]+) (\S+?):?(?: |$)", said))
+        assert CompareConfig(
+            ranks=2, pipe=2, schedule=tuple(given["schedule"].split(",")), batch=int(given["batch"]),
+            micro_batches=int(given["micro-batches"]),
+        )  # fmt: skip
     own = CompareConfig(workload=data_path("train.py").as_posix() + ":workload", ranks=2)
     assert own.place is not None
     assert own.place in following(own, {"ddp"}, **of, place=own.place)

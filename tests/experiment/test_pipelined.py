@@ -12,7 +12,7 @@ from shardlab.experiment import CompareConfig, Workload, compare, what_if, write
 from shardlab.experiment.planned.plan import plan_all, to_plan
 from shardlab.experiment.planned.stages_plan import stages_of
 from shardlab.experiment.told.answer import answer
-from shardlab.experiment.told.pipelined import bubble_line, bubbles
+from shardlab.experiment.told.pipelined import bubble_line, bubble_of, bubbles
 from shardlab.experiment.told.saved_runs import load_saved
 from shardlab.records.store import Records
 from shardlab.records.tables import MEMORY, SHARDS
@@ -156,6 +156,17 @@ def test_what_another_list_would_take_and_what_is_said_of_the_bubble():
         assert 1e6 * found.changed == pytest.approx(us + around)
     with pytest.raises(ValueError, match="prefetch: with stages only micro_batches and schedule can be changed"):
         what_if(records, config, run, prefetch=2)
-    row = bubbles(records).loc[run]
-    assert row.tolist() == pytest.approx([0.2, 0.2, 0.2, 2])
+    found = bubble_of(run, bubbles(records))
+    assert found.pop("bubble_unknown") is None
+    assert list(found.values()) == pytest.approx([0.2, 0.2, 0.2, 2])
+    assert bubble_of("single", bubbles(records)) == {}
     assert bubble_line(bubbles(records)).startswith(f"ranks wait for other stages: {run} 20 % (foretold 20 %, of equal")
+    for lost, why in (
+        (spans[spans["rank"] == 0], "spans: rank 1 has none"),
+        (spans[:0], "spans: those of no step are whole"),
+    ):
+        row = bubble_of(run, bubbles(replace(records, spans=lost)))
+        assert (row["bubble"], row["even_bubble"]) == (None, pytest.approx(0.2))
+        assert row["bubble_unknown"].startswith(why)
+        line = bubble_line(bubbles(replace(records, spans=lost)))
+        assert line.startswith(f"ranks wait for other stages: {run}: not known, because of {why}")

@@ -17,12 +17,13 @@ from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.planned.stages_plan import idle_line
 from shardlab.experiment.told import verdicts
 from shardlab.experiment.told.losses import data_are_lost, dead_verdict, norms_apart
-from shardlab.experiment.told.pipelined import bubble_line, bubbles
+from shardlab.experiment.told.pipelined import bubble_line
 from shardlab.experiment.told.saved_runs import Comparison, config_of
 from shardlab.experiment.told.step_reasons import Reasons, why
 from shardlab.planner.rows import ROWS
 from shardlab.plots.text import format_bytes, format_percent, listing
 from shardlab.records.store import Records
+from shardlab.schedules import PLANS
 from shardlab.vocabulary import Phase
 
 from shardlab.experiment.told.summary import (  # isort: skip
@@ -46,7 +47,7 @@ def answer(comparison: Comparison, config: CompareConfig | None = None) -> list[
     """The lines of a comparison; without ``config`` its records say it."""
     config = config_of(comparison.records) if config is None else config
     table, records, doubt = comparison.summary, comparison.records, doubt_of(comparison)
-    idle = bubble_line(bubbles(records))
+    idle = bubble_line(comparison.bubbles)
     return [
         *answer_of_runs(table, records, comparison.reasons, doubt),
         *([Line("BUBBLE", idle)] if idle else []),
@@ -334,12 +335,25 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
         fewer = f"{of} --ranks {config.ranks // 2}" if halves else f"{again} --steps 50"
         return f"shardlab compare{fewer}, with nothing beside it: so that times count"
     if config.pipe > 1:
-        return f"shardlab compare{again} --micro-batches {2 * config.accumulation}: a smaller bubble"
+        return f"shardlab compare{again}{_smaller_bubble(config)}"
     if "fsdp" not in ran:
         return f"shardlab compare{again} --strategies zero1,zero3,fsdp: what sharded parameters cost"
     if config.link is None:
         return f"shardlab compare{again} --strategies bucketed,zero3,fsdp --link 10Gbps,50us: what a slow link changes"
     return f"shardlab plan{of or ' --params 7B'} --gpu h100 --ranks 8: what it holds on cards"
+
+
+def _smaller_bubble(config: CompareConfig) -> str:
+    """The options, and what they are for: the same rows in twice as many micro-batches, if they divide."""
+    # Of a record the workload is a name, and the rows are there; none where data come in batches of their own.
+    rows = config.batch if isinstance(config.workload, str) else config.resumed_rows
+    number, batch = config.accumulation, "" if rows is None else f" --batch {rows}"
+    known = [name for name in config.schedule if name in PLANS]
+    if known and (rows is None or rows % (2 * number * config.data_ranks) == 0):
+        return f" --schedule {','.join(known)}{batch} --micro-batches {2 * number}: a smaller bubble"
+    if others := [name for name in ("1f1b", "zb-h1") if name not in known]:  # which any number of micro-batches suits
+        return f" --schedule {','.join(others)}{batch} --micro-batches {number}: which bubble other schedules have"
+    return f" --schedule {','.join(known)} --batch {2 * (rows or 0)} --micro-batches {2 * number}: a smaller bubble"
 
 
 def answer_of_plan(

@@ -1,5 +1,8 @@
 """What a comparison says of its pipelines: how much of the ranks' time is idle, by run, measured and foretold."""
 
+from math import nan
+from typing import Any
+
 import pandas as pd
 
 from shardlab.analysis.timed import in_timed_steps
@@ -15,15 +18,17 @@ BUBBLES = (
     "stages."
 )
 
+COLUMNS = ["bubble", "foretold_bubble", "even_bubble", "in_flight", "bubble_unknown"]
+
 
 def bubbles(records: Records) -> pd.DataFrame:
     """Of each run with a schedule: shares of all ranks' time from the first action of any to the last of all.
 
     Returns:
-        By ``run``: ``bubble``, in which ranks wait for other stages, the median of the steps that count; ``foretold``
-        by the same list, from the recorded times of work and of messages; ``even``, by the list alone, if stages were
-        equal, backward twice forward, and messages took no time; ``in_flight``, the most micro-batches that a rank
-        holds. None of a run of which no step is whole.
+        By ``run``: ``bubble``, in which ranks wait for other stages, the median of the steps that count;
+        ``foretold_bubble`` by the same list, from the recorded times of work and of messages; ``even_bubble``, by the
+        list alone, if stages were equal, backward twice forward, and messages took no time; ``in_flight``, the most
+        micro-batches that a rank holds; ``bubble_unknown``, why the first two are missing, empty where they are not.
     """
     rows = {}
     for run, manifest in records.manifests.items():
@@ -32,29 +37,38 @@ def bubbles(records: Records) -> pd.DataFrame:
         own = (table[table["run"] == run] for table in (records.collectives, records.spans, records.steps))
         collectives, spans = in_timed_steps(*own)
         schedule = Schedule.from_csv(manifest["schedule"])
+        why, measured, foretold = "", nan, nan
         try:
             measured, foretold = medians(pipelined_steps(collectives, spans, manifest["mesh"]))
-        except (ValueError, ArithmeticError):  # no step is whole, as where a run was cut off
-            continue
-        rows[run] = {
-            "bubble": measured, "foretold": foretold, "even": play(schedule, SLOTS).bubble,
-            "in_flight": max(map(schedule.in_flight, range(len(schedule.ranks)))),
-        }  # fmt: skip
-    return pd.DataFrame.from_dict(rows, orient="index", columns=["bubble", "foretold", "even", "in_flight"])
+        except (ValueError, ArithmeticError) as error:  # as of a run that was cut off
+            why = str(error)
+        most = max(map(schedule.in_flight, range(len(schedule.ranks))))
+        rows[run] = dict(zip(COLUMNS, (measured, foretold, play(schedule, SLOTS).bubble, most, why), strict=True))
+    return pd.DataFrame.from_dict(rows, orient="index", columns=COLUMNS)
+
+
+def bubble_of(run: str, table: pd.DataFrame) -> dict[str, Any]:
+    """The columns of ``summary.json`` on a run's row of ``bubbles``, null where missing; none of a run without one."""
+    own = table.loc[run].to_dict() if run in table.index else {}
+    return {str(name): None if value == "" or pd.isna(value) else value for name, value in own.items()}
 
 
 def readable_bubbles(table: pd.DataFrame) -> pd.DataFrame:
     """The rows of ``bubbles`` for people, in percent."""
-    shares = {"bubble": "waiting (%)", "foretold": "foretold (%)", "even": "by the list alone (%)"}
+    shares = dict(zip(COLUMNS, ("waiting (%)", "foretold (%)", "by the list alone (%)"), strict=False))
     shown = {label: (100 * table[name]).round(1) for name, label in shares.items()}
     return pd.DataFrame({"strategy": table.index, **shown, "micro-batches held": table["in_flight"].astype(int)})
 
 
 def bubble_line(table: pd.DataFrame) -> str:
     """The rows of ``bubbles`` in words; empty without any."""
-    said = [
-        f"{run} {format_percent(row['bubble'])} (foretold {format_percent(row['foretold'])}, of equal stages without "
-        f"messages {format_percent(row['even'])}; holds {row['in_flight']:.0f} micro-batches)"
-        for run, row in table.iterrows()
-    ]
+    said = []
+    for run, row in table.iterrows():
+        even, held = format_percent(row["even_bubble"]), f"holds {row['in_flight']:.0f} micro-batches"
+        alone = f"of equal stages without messages {even}; {held}"
+        if row["bubble_unknown"]:
+            said.append(f"{run}: not known, because of {row['bubble_unknown']} ({alone})")
+        else:
+            measured, foretold = map(format_percent, row[["bubble", "foretold_bubble"]])
+            said.append(f"{run} {measured} (foretold {foretold}, {alone})")
     return f"ranks wait for other stages: {', '.join(said)}" if said else ""

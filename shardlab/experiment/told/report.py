@@ -20,7 +20,7 @@ from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import write_page
 from shardlab.experiment.told.answer import answer
 from shardlab.experiment.told.losses import dead_verdict
-from shardlab.experiment.told.pipelined import BUBBLES, bubbles, readable_bubbles
+from shardlab.experiment.told.pipelined import BUBBLES, readable_bubbles
 from shardlab.experiment.told.saved_runs import Comparison, config_of
 from shardlab.experiment.told.step_reasons import reasons_table
 from shardlab.experiment.told.summary import FULL, PLANNED, REFERENCE, precision_of, readable_summary, reference_of
@@ -105,8 +105,8 @@ def _tables(comparison: Comparison) -> dict[str, pd.DataFrame]:
         tables["Planned without running, and measured: bytes at rest and bytes sent in a step, maxima over ranks."] = (
             readable_summary(planned, PLANNED)
         )
-    if len(idle := bubbles(comparison.records)):
-        tables[BUBBLES] = readable_bubbles(idle)
+    if len(comparison.bubbles):
+        tables[BUBBLES] = readable_bubbles(comparison.bubbles)
     tables[REASONS] = reasons_table(comparison.reasons)
     return tables | memory_tables(comparison.records)
 

@@ -12,6 +12,7 @@ import pandas as pd
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import run_directory
 from shardlab.experiment.told.as_planned import against_plan
+from shardlab.experiment.told.pipelined import bubbles
 from shardlab.experiment.told.step_reasons import Reasons, reasons
 from shardlab.experiment.told.summary import COLUMNS, summarise
 from shardlab.field_types import check_types
@@ -48,6 +49,11 @@ class Comparison:
     def reasons(self) -> dict[str, Reasons]:
         """Why the steps of each strategy take as long as they do."""
         return reasons(self.records)
+
+    @cached_property
+    def bubbles(self) -> pd.DataFrame:
+        """How long ranks of pipelines wait for other stages; empty without pipelines."""
+        return bubbles(self.records)
 
 
 def load_comparison(directory: Path | str) -> Comparison:

@@ -9,6 +9,7 @@ import pandas as pd
 
 from shardlab.analysis.held_bytes import at_rest, peaks_of_steps
 from shardlab.analysis.timed import hidden_share, step_lengths, timed_steps
+from shardlab.experiment.told.pipelined import bubble_of, bubbles
 from shardlab.records.store import Records
 from shardlab.vocabulary import Phase, Role
 
@@ -72,8 +73,8 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     step in common, if ranks differ by design, or if losses that are equal show nothing (``why_dead``). Of the first
     ``EARLY_STEPS`` steps less is allowed, and the norm of the gradients counts too: ``norm_ratio`` is the one farthest
     from 1, relative to the reference's. If a loss of the run or of its reference is inf or NaN at any step, the
-    differences are null and ``losses_equal`` is False, even without a reference. No number is inf or NaN, because JSON
-    has neither.
+    differences are null and ``losses_equal`` is False, even without a reference. Runs with a schedule have the columns
+    of ``pipelined.bubbles`` too. No number is inf or NaN, because JSON has neither.
     """
     losses = losses_of(records.steps)
     rest = at_rest(records.memory).pivot_table(index="run", columns="role", values="bytes", aggfunc="max")
@@ -81,6 +82,7 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     lengths = step_lengths(records.steps).groupby("run").median()
     exposed = timed_steps(records.steps).groupby("run")["exposed_comm_us"].median()
     sources = records.steps.groupby("run")["source"].first()
+    idle = bubbles(records)
     return [
         {
             **_training(run, losses, records, dtype),
@@ -89,6 +91,7 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
             "overlap": _number(hidden.get(run)),
             "source": str(sources[run]),
             **_bytes(run, rest, records),
+            **bubble_of(run, idle),
         }
         for run in losses
     ]
