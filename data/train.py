@@ -16,6 +16,15 @@ from shardlab import Workload
 CLASSES = 10
 
 
+class Residual(nn.Sequential):
+    """Adds to x what its layers make of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the base, plus x."""
+        added: Tensor = super().forward(x)
+        return x + added
+
+
 class Classifier(nn.Module):
     """Any module will do. Repeated blocks become the units of FSDP and of the timelines."""
 
@@ -23,7 +32,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.enter = nn.Linear(32, width)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            Residual(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
             for _ in range(depth)
         )
         self.leave = nn.Linear(width, CLASSES)
@@ -32,9 +41,14 @@ class Classifier(nn.Module):
         """Logits of shape (rows, classes) for x of shape (rows, 32)."""
         x = self.enter(x)
         for block in self.blocks:
-            x = x + block(x)
+            x = block(x)
         logits: Tensor = self.leave(x)
         return logits
+
+    def parts(self) -> dict[str, tuple[str, ...]]:
+        """For --pipe, which cuts between them: what forward calls in turn, and the modules that each uses."""
+        names = ["enter", *(f"blocks.{place}" for place in range(len(self.blocks))), "leave"]
+        return {name: (name,) for name in names}
 
 
 class Points(Dataset[dict[str, Tensor]]):
