@@ -73,7 +73,7 @@ SIZES_OF_STAGES = {
     "parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer",
     "sent_bytes": "sent",
 }  # fmt: skip
-NOT_OF_STAGES = "not with --pipe: time, and what a stage keeps of a row, are not planned"
+NOT_OF_STAGES = "not with --pipe, whose peak and time are not planned: shardlab compare measures both"
 SIZES_ON_GPU = {"gathered_bytes": "gathered", "left_bytes": "left", "row_bytes": "a row keeps"}
 
 
@@ -148,7 +148,7 @@ def plan(
     kind = "params" if params else "workload"
     refuse_others(context, {kind, *OF_ALL, *TAKES[kind]}, f"not of --{kind}")
     if pipe > 1:
-        refuse_others(context, {kind, "ranks", "out", "json", *TAKES[kind]} - {"peak", "calibration"}, NOT_OF_STAGES)
+        refuse_others(context, {kind, *OF_ALL, *TAKES[kind]} - {"gpu", "peak", "calibration"}, NOT_OF_STAGES)
     # Before the work: what was given may be misspelled, or not be there.
     on = Gpu.parse(gpu) if gpu else None
     if out is not None:

@@ -265,8 +265,9 @@ class CompareConfig(CompareOptions):
         batch = first_batch(self.trained, self.data_ranks, self.seed, self.global_batch // self.accumulation)
         if self.trained.divides_rows:
             batch = divide(batch, 0, self.data_ranks).batch
+        rounds = any(one.precision.compute is not None for one in map(self.strategy, self.strategies) if one)
         self.__dict__["staged"] = {
-            name: staged(self.trained, self.on_meta, schedule, self.begins, batch)
+            name: staged(self.trained, self.on_meta, schedule, self.begins, batch, rounds=rounds)
             for name, schedule in self.schedules.items()
         }
 

@@ -20,6 +20,8 @@ from torch import nn
 from shardlab.pipeline.stages import Cut, params_of
 from shardlab.schedules.actions import Kind, Schedule
 
+TIED = "precision: {!r} is tied over ranks; take precision='full', or a model that does not tie it"
+
 
 class Like(NamedTuple):
     """What a stage's output is like."""

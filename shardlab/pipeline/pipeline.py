@@ -32,7 +32,7 @@ from shardlab.comm.events import Pending, wait_all
 from shardlab.engines.autograd_nodes import gradient_node
 from shardlab.engines.engine import Engine
 from shardlab.pipeline.late_weights import Late, backward_of_weights, late_weights
-from shardlab.pipeline.messages import Like, loans_of
+from shardlab.pipeline.messages import TIED, Like, loans_of
 from shardlab.pipeline.stages import Cut, cut, lend, module_of
 from shardlab.schedules.actions import Action, Kind, Schedule
 from shardlab.vocabulary import MeshAxis
@@ -160,7 +160,7 @@ class Pipeline:
             values = [engine.params[loan.name].detach().clone() for loan in own]
         for loan, value in zip(own, values, strict=True):
             if engine.strategy.precision.compute is not None:
-                raise ValueError(f"precision: {loan.name!r} is tied over stages, which takes precision='full'")
+                raise ValueError(TIED.format(loan.name))
             sent.append(comm.send(value, loan.to, tag=loan.value_tag))
         for loan, value in borrowed:
             comm.recv(value, loan.owner, tag=loan.value_tag).wait()

@@ -65,6 +65,17 @@ def test_losses_are_those_of_one_process_and_all_messages_those_of_the_plan(pool
     assert {f"0{kind}{number}" for kind in "FB" for number in range(4)} <= set(units)
 
 
+def test_stages_that_compute_in_16_bits_send_what_is_planned(pools, tmp_path):
+    data = [tuple(part.float() for part in batch) for batch in batches()]
+    options = {**BASE, "schedule": ("zb-h1",), "micro_batches": 4, "precision": "bf16"}
+    workload = Workload(lambda: layers().float(), data, mean_square)
+    found = compare(workload, tmp_path / "run", pool=pools(2), strategies=("single", "zero1"), **options)
+    table = found.summary.set_index("strategy")
+    assert table["as_planned"].all()
+    assert 0 < table.loc["zero1+zb-h1", "max_loss_difference"] < 0.05
+    assert found.losses_equal
+
+
 def test_the_plan_of_stages_is_that_of_the_formulas():
     cut = to_plan(WORKLOAD, 4, "ddp", pipe=2, begins="2")
     assert list(stages_of(cut, plan_all(cut))["parameter_bytes"]) == [8 * 7 * 16, 8 * (2 * 17 * 16 + 17 * 3)]
@@ -83,6 +94,18 @@ def test_the_plan_of_stages_is_that_of_the_formulas():
 
 def two_tensors():
     return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Pair(), nn.Identity()).double()
+
+
+def tied():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[1].weight = model[0].weight
+    return model
+
+
+def under_autocast(model, batch):
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(batch[0])
+    return (output.float() - batch[1]).square().mean()
 
 
 def with_loss(loss):
@@ -105,8 +128,14 @@ REFUSED = [
     ({"schedule": ()}, "schedule: none given; at least one is needed of gpipe, 1f1b, interleaved, zb-h1"),
     ({"schedule": ("interleaved",), "micro_batches": 3}, "micro_batches: interleaved takes a multiple of its 2"),
     ({"ranks": 8, "pipe": 8}, "stages: 8 of a model with 7 parts; give 1 to 7"),
-    ({"tp": 2, "ranks": 4}, "tp: not with pipe: a stage's layers are not divided here; leave one of them out"),
-    ({"precision": "bf16", "strategies": ("zero1",)}, "precision: not with pipe"),
+    ({"tp": 2, "ranks": 4}, "tp: not with pipe: a comparison divides no layers of stages; in a script"),
+    ({"resume": "runs/x"}, "resume: not with pipe: .*; leave one of them out"),
+    ({"precision": "fp16", "strategies": ("zero1",)}, "precision: 'fp16' scales the loss.*take 'bf16' or 'full'"),
+    (
+        of_model(tied) | {"precision": "bf16", "strategies": ("zero1",)},
+        "precision: '0.weight' is tied over ranks; take",
+    ),
+    (with_loss(under_autocast), "loss: it calls the model under autocast.*take precision='bf16'"),
     ({"strategies": ("torch_ddp",)}, "strategies: pipe makes no stages of torch's own 'torch_ddp'"),
     ({"begins": ("0",)}, "begins: 0 cannot begin stages 1 to 1; give so many of 1, 2, 3, 4, 5, 6, in this order"),
     ({"accumulation": 2}, "accumulation: 2; with pipe micro_batches says it"),

@@ -17,7 +17,8 @@ from shardlab.comm import BaseMesh
 from shardlab.comm.foretold import Costs, ForetoldMesh, ToldClock, Wire
 from shardlab.experiment.options import CompareOptions
 from shardlab.experiment.trained.workload import Workload
-from shardlab.pipeline import Like, Pipeline, cut
+from shardlab.pipeline import Like, Pipeline, cut, loans_of
+from shardlab.pipeline.messages import TIED
 from shardlab.pipeline.stages import Cut, module_of
 from shardlab.schedules import PLANS, Kind, Schedule, make_schedule, play
 from shardlab.vocabulary import MeshAxis
@@ -28,9 +29,15 @@ CSV = ".csv"
 SLOTS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_OF_INPUT: 1.0, Kind.BACKWARD_OF_WEIGHTS: 1.0}
 """Of equal stages: backward takes twice as long as forward."""
 REFUSED = {
-    "tp": "a stage's layers are not divided here", "precision": "a stage computes in the dtype of the model here",
-    "resume": "a comparison goes on without stages only; engine.load reads what save_every writes",
+    "tp": "a comparison divides no layers of stages; in a script parallelize_module comes first, then Pipeline",
+    "resume": "a comparison goes on without stages only; in a script engine.load reads what save_every has written",
 }  # fmt: skip
+
+
+AUTOCAST = (
+    "loss: it calls the model under autocast, which ends where a stage does; with pipe call autocast in the model's "
+    "parts, or take precision='bf16'"
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,8 @@ def check_pipe(options: CompareOptions) -> None:
     for field, why in REFUSED.items():
         if getattr(options, field) != getattr(CompareOptions, field):
             raise ValueError(f"{field}: not with pipe: {why}; leave one of them out")
+    if options.precision == "fp16":
+        raise ValueError("precision: 'fp16' scales the loss, which stages do not; with pipe take 'bf16' or 'full'")
     if options.accumulation not in (1, options.micro_batches or 1):
         raise ValueError(f"accumulation: {options.accumulation}; with pipe micro_batches says it, leave it out")
 
@@ -126,7 +135,9 @@ def runs_of(strategies: Iterable[str], schedules: Iterable[str], is_alone: Calla
     return tuple(found)
 
 
-def staged(workload: Workload, model: nn.Module, schedule: Schedule, begins: tuple[str, ...], batch: Any) -> Staged:
+def staged(
+    workload: Workload, model: nn.Module, schedule: Schedule, begins: tuple[str, ...], batch: Any, *, rounds: bool
+) -> Staged:  # fmt: skip
     """A schedule on a workload's model, tried without memory.
 
     Args:
@@ -135,16 +146,19 @@ def staged(workload: Workload, model: nn.Module, schedule: Schedule, begins: tup
         schedule: what ranks do.
         begins: see ``pipeline.cut``.
         batch: a micro-batch of a data rank.
+        rounds: whether a strategy computes in another dtype than the parameters'.
 
     Raises:
-        ValueError: see ``Pipeline``, ``outputs_of`` and ``given_by``.
+        ValueError: see ``Pipeline``, ``outputs_of`` and ``given_by``; a weight is tied over stages that round.
     """
-    found = Staged(schedule, begins)
+    found, stages = Staged(schedule, begins), cut(model, schedule.num_stages, begins)
     for place in range(len(schedule.ranks)):
         found.module_of(model, place)
+    if rounds and (loans := loans_of(model, stages, schedule.rank_of)):
+        raise ValueError(TIED.format(loans[0].name))
     given = given_by(workload.loss, batch, model)
     try:
-        outputs = outputs_of(model, cut(model, schedule.num_stages, begins), given.to("meta"))
+        outputs = outputs_of(model, stages, given.to("meta"))
     except ValueError:
         raise
     except Exception:  # what is computed depends on values: then ranks tell each other what comes
@@ -183,10 +197,12 @@ def given_by(loss: Callable[..., Any], batch: Any, module: nn.Module) -> Tensor:
     """What a loss calls the model with.
 
     Raises:
-        ValueError: anything but one tensor, or it does not call the model.
+        ValueError: anything but one tensor, under autocast, or it does not call the model.
     """
 
     def model(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise ValueError(AUTOCAST)
         raise _Called(args, kwargs)
 
     try:
