@@ -68,8 +68,7 @@ def _calibrate_ranks(counts: list[int], out: Path, limit: float, *, quick: bool)
 
 
 def _calibrate_card(out: Path) -> None:
-    from shardlab.bench.calibrate_card import calibrate_card, parts
-    from shardlab.bench.cuda_card import CudaCard
+    from shardlab.bench.calibrate_card import CudaCard, calibrate_card, parts
 
     device, console = CudaCard(), Console(highlight=False)
     with progress_bar(len([*parts(device)]), first="the card") as advance:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Observer
-from shardlab.comm.process import Process
+from shardlab.comm.observed_group import Process
 from shardlab.vocabulary import MeshAxis
 
 Groups = list[tuple[int, ...]]

@@ -24,7 +24,7 @@ from shardlab.comm.async_queues import StreamQueue, ThreadQueue
 from shardlab.comm.base_mesh import BaseMesh, Groups, groups_along
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.failures import Failures
-from shardlab.comm.process import Process
+from shardlab.comm.observed_group import Process
 from shardlab.comm.rank_life import retire
 from shardlab.comm.signed_messages import all_gather_bytes
 from shardlab.comm.streams import mark_of

@@ -1,15 +1,41 @@
-"""A group of ranks along an axis, whose collectives are numbered and observed."""
+"""A group of ranks along an axis, whose collectives are numbered and observed; and what all groups of a process share.
+
+Whoever started a rank's process says what holds for all its groups: device, timeout, observers. So the hang board
+observes every mesh, also one made in a notebook cell that knows nothing of it. Other observers use ``observed_by``.
+"""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, SupportsIndex
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.comm.events import CollectiveEvent, Observer, Observers
-from shardlab.comm.process import Process
 from shardlab.comm.transports.base import Transport
 from shardlab.vocabulary import Collective, dtype_name
+
+
+class Process:
+    """Settings of this process, made by whoever started it and kept for its whole life.
+
+    Attributes:
+        device: of meshes that name none.
+        observers: get the events of every communicator made from now on.
+        timeout: torch ends a collective that takes longer with an error; None for torch's default.
+        retired: calls that destroy the groups this rank no longer uses. Destroying one while another rank still uses
+            it would end that rank's collectives with an unexplained connection error. So they wait until the next mesh
+            is built, or a pool calls the next function, which is when all ranks are known to be done.
+    """
+
+    device: torch.device = torch.device("cpu")
+    observers: Observers = ()
+    retired: tuple[Callable[[], object], ...] = ()
+    timeout: timedelta | None = None
+    patient: dist.ProcessGroup | None = None
+    """Of all ranks, where one may wait for another for days; see ``make_patient_group``."""
 
 
 class ObservedGroup:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm.events import Observer
-from shardlab.comm.process import Process
+from shardlab.comm.observed_group import Process
 
 
 def become_rank(device: torch.device, timeout: timedelta, *observers: Observer) -> None:

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from shardlab.comm.base_mesh import BaseMesh, groups_along
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import CollectiveEvent, Observers
-from shardlab.comm.observed_group import ObservedGroup
-from shardlab.comm.process import Process
+from shardlab.comm.observed_group import ObservedGroup, Process
 from shardlab.comm.rank_life import retire
 from shardlab.comm.torch_times import GLOO_THREADS, HostTimes, StreamTimes, Times, complete_waits
 from shardlab.comm.trees import tensors_in

@@ -24,8 +24,7 @@ from shardlab.experiment.directory import claim, new_directory, reserve, run_dir
 from shardlab.experiment.planned.plan import plans_or_why
 from shardlab.experiment.run.manifest import found_by, manifest_of
 from shardlab.experiment.run.rank_run import Progress, agree, meet, run_strategy
-from shardlab.experiment.told.as_planned import against_plan
-from shardlab.experiment.told.saved_runs import Comparison
+from shardlab.experiment.told.saved_runs import Comparison, against_plan
 from shardlab.experiment.told.summary import summarise
 from shardlab.experiment.trained.batches import check_enough
 from shardlab.experiment.trained.workload import Workload

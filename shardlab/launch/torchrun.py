@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardlab.comm import become_rank, leave_group
-from shardlab.comm.process import Process
+from shardlab.comm.observed_group import Process
 from shardlab.comm.rank_life import make_patient_group
 from shardlab.comm.signed_messages import all_gather_bytes
 from shardlab.launch.messages import Payload, pack, unpack

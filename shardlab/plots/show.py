@@ -1,6 +1,6 @@
 """Show figures: in a notebook as plotly's JSON for live viewers, a PNG for GitHub, text for everyone else; in a report.
 
-In a notebook a figure has no paper, and reads on a light page and on a dark one (``any_page``).
+In a notebook a figure has no paper, and reads on a light page and on a dark one (``theme.on_any_page``).
 
 The notebook holds no text/html, no plotly.js and no widget state. A PNG needs a browser, which takes about two seconds
 to start, so it is made only if SHARDLAB_PNG=1, as in the command that builds the notebooks. A report is one HTML file:
@@ -25,9 +25,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.utils import PlotlyJSONEncoder
 
-from shardlab.plots.any_page import on_any_page
 from shardlab.plots.text import column_text
-from shardlab.plots.theme import HEIGHT, summary_of
+from shardlab.plots.theme import HEIGHT, on_any_page, summary_of
 
 DIGITS = 6
 PLOTLY_MIME = "application/vnd.plotly.v1+json"

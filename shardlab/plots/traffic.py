@@ -1,4 +1,4 @@
-"""Bytes on the wire: what each run sends, by collective, and which rank sends to which rank."""
+"""Bytes on the wire: what each run sends, by collective; which rank sends to which; what attention sends over ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -160,3 +160,42 @@ def _matrix_summary(sent: NDArray[np.float64], label: str, step: int) -> str:
         f"Step {step} of run {label}: {len(sent)} ranks send over {len(pairs)} links from rank to rank, "
         f"{amount} on each, {format_bytes(float(sent.sum()))} in all, by the ring model."
     )
+
+
+TITLE = "What a rank sends for the attention of a layer"
+EXCHANGES = "ulysses"
+DASHES = ("solid", "dash", "dot", "dashdot")
+
+
+def context_traffic(sent: pd.DataFrame) -> go.Figure:
+    """Draw what each way sends over the number of ranks; a diamond where two send the same.
+
+    Args:
+        sent: columns ``way``, ``ranks``, ``heads_per_key`` (heads for each key-value head), and ``sent``, in times of
+            a rank's own keys and values; of ways that do not exchange heads, one line is drawn.
+    """
+    is_exchange = sent["way"] == EXCHANGES
+    others = sent[~is_exchange].groupby("ranks")["sent"].max()
+    figure = new_figure(TITLE, "in times of its own keys and values; backward sends as much again")
+    figure.add_scatter(
+        x=others.index, y=others, name=" or ".join(sent[~is_exchange]["way"].unique()), mode="lines",
+        line={"color": COLLECTIVE_COLOURS[Collective.ALL_GATHER], "width": 4},
+    )  # fmt: skip
+    said = []
+    for place, (heads, rows) in enumerate(sent[is_exchange].groupby("heads_per_key")):
+        own = rows.set_index("ranks")["sent"]
+        colour, words = COLLECTIVE_COLOURS[Collective.ALL_TO_ALL], f"{heads} head{'s' * (heads != 1)} a key"
+        figure.add_scatter(
+            x=own.index, y=own, name=f"{EXCHANGES}, {words}", mode="lines",
+            line={"color": colour, "width": 3, "dash": DASHES[place % len(DASHES)]},
+        )  # fmt: skip
+        equal = own[own == others.reindex(own.index)]
+        figure.add_scatter(
+            x=equal.index, y=equal, mode="markers", showlegend=False, name=f"equal, {words}",
+            marker={"color": colour, "size": 13, "symbol": "diamond"},
+        )  # fmt: skip
+        less = own[own < others.reindex(own.index)].index
+        said.append(f"with {words} from {less.min()} ranks on" if len(less) else f"with {words} on none of these")
+    figure.update_xaxes(title_text="ranks")
+    figure.update_yaxes(title_text="sent", rangemode="tozero")
+    return finish(figure, f"{EXCHANGES} sends less {', '.join(said)}.")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm import Communicator, broadcast_coalesced
-from shardlab.comm.process import Process
+from shardlab.comm.observed_group import Process
 from shardlab.comm.slices import cut_state, merge_state
 from shardlab.meta_device import InitFn, reset_parameters
 from shardlab.partition.slices import slices_of

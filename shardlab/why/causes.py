@@ -46,7 +46,7 @@ import pandas as pd
 from shardlab.analysis.rows import one_run
 from shardlab.records.tables import COLLECTIVES, SPANS, STEPS
 from shardlab.vocabulary import SpanKind
-from shardlab.why import slow_messages, slow_pipeline, slow_work, step_shares
+from shardlab.why import pipelined, slow_messages, slow_work, step_shares
 from shardlab.why.judged_steps import BALANCED, UNKNOWN, Cause, Found, Recorded, watched
 from shardlab.why.recorded_step import REPRODUCED, no_host_waits
 
@@ -102,7 +102,7 @@ def _unknown(missing: str) -> Cause:
 
 def _ranked(record: Recorded, besides: Collection[str]) -> list[Cause]:
     work = [_weighed(record, one) for one in slow_work.found(record) if one.name not in besides]
-    work += [_weighed(record, one) for one in slow_pipeline.found(record) if one.name not in besides]
+    work += [_weighed(record, one) for one in pipelined.found(record) if one.name not in besides]
     # Where ranks are off the CPU a message waits for a rank without a core, too, and no other message would help.
     messages = [
         _weighed(record, replace(one, least=max(one.least, record.away)))

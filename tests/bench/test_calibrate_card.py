@@ -6,7 +6,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from shardlab.bench import cuda_card
 from shardlab.bench.calibrate_card import ITEMSIZES, calibrate_card, parts
 from shardlab.cli import app
 from shardlab.forecast import predict_step
@@ -115,7 +114,7 @@ def test_a_shape_that_is_unlike_the_others_is_said():
 
 def test_the_command_says_and_writes_what_was_measured(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cuda_card, "CudaCard", lambda: ToldCard("NVIDIA H100 80GB HBM3", SLOW_H100))
+    monkeypatch.setattr("shardlab.bench.calibrate_card.CudaCard", lambda: ToldCard("NVIDIA H100 80GB HBM3", SLOW_H100))
     done = CliRunner().invoke(app, ["calibrate", "--device", "cuda"], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
     for words in ("h100-sxm, measured", "60% of the peak in bf16 products", "20 us eager, 10 us compiled, 2 us graph"):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.process import Process
+from shardlab.comm.observed_group import Process
 from shardlab.partition.uneven import chunk_bounds
 from shardlab.trace.observed import wire_bytes
 from shardlab.vocabulary import FLAG

@@ -14,9 +14,8 @@ from shardlab.experiment import CompareConfig, compare
 from shardlab.experiment.planned.known_workload import optimizer_of
 from shardlab.experiment.planned.plan import plan_runs, setup_of
 from shardlab.experiment.told.answer import answer
-from shardlab.experiment.told.as_planned import against_plan
 from shardlab.experiment.told.differences import losses_compared
-from shardlab.experiment.told.saved_runs import load_saved
+from shardlab.experiment.told.saved_runs import against_plan, load_saved
 from shardlab.experiment.told.verdicts import plan_verdict
 from shardlab.planner import ADAM, described
 from shardlab.planner.formulas import model_states, precision_named

@@ -1,7 +1,6 @@
 """One card is measured for forecasts, and a forecast for it is near a step that is run."""
 
-from shardlab.bench.calibrate_card import calibrate_card
-from shardlab.bench.cuda_card import CudaCard
+from shardlab.bench.calibrate_card import CudaCard, calibrate_card
 
 
 def test_a_card_is_measured(figure):

@@ -13,7 +13,7 @@ import pytest
 from nbformat import NotebookNode
 from PIL import Image
 
-from shardlab.plots.any_page import plain_words
+from shardlab.plots.theme import plain_words
 from tests.plots.test_plots_colours_and_text import contrast
 
 FOLDER = Path(__file__).parents[2] / "notebooks"

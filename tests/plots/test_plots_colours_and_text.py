@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from shardlab.plots import theme
-from shardlab.plots.any_page import on_any_page, plain_words
 from shardlab.plots.show import plain_json
+from shardlab.plots.theme import on_any_page, plain_words
 from shardlab.records.tables import ProcessPart
 from shardlab.vocabulary import Collective, MeshAxis, Role, SpanKind
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from shardlab.analysis import overlap, step_split
 from shardlab.analysis.timed import in_timed_steps
 from shardlab.comm import CollectiveEvent
-from shardlab.comm.transports.shared_buffers import SharedBuffers
+from shardlab.comm.transports.shared_memory import SharedBuffers
 from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.records.store import RunWriter, load_run, write_manifest
 from shardlab.trace.clock import HostClock, clock_for

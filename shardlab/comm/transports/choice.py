@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from shardlab.comm.process import Process
+from shardlab.comm.observed_group import Process
 from shardlab.comm.transports.base import Transport
 from shardlab.comm.transports.gloo import GlooTransport
 from shardlab.comm.transports.nccl import NcclTransport

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm.signed_messages import all_gather_bytes, signature
-from shardlab.comm.transports.shared_buffers import SharedBuffers, close_all
+from shardlab.comm.transports.shared_memory import SharedBuffers, close_all
 
 HALF_BYTES = 2 * 1024**2  # of a buffer: smaller ones synchronise more often, larger ones leave the cache
 _HELLO = struct.Struct("=I32s")  # rank in the group, its signature for this listener

@@ -4,8 +4,8 @@
     plan(workload, ranks=64, strategies="fsdp", precision="bf16", prefetch=2)
 
 Bytes at rest of our strategies are arithmetic, and so a count of their own; of a strategy of the reader's own, and all
-messages, they are those of the engine itself, which takes two steps without values (``step``). The model is
-built on the meta device where that is possible: one of 7 billion parameters needs neither time nor memory.
+messages, they are those of the engine itself, which takes two steps without values (``dry_step``). The model
+is built on the meta device where that is possible: one of 7 billion parameters needs neither time nor memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +22,8 @@ from shardlab.dry.messages import DryRun
 from shardlab.engines import Strategy
 from shardlab.engines.precision import parse_precision
 from shardlab.experiment.config import CompareConfig, takes
+from shardlab.experiment.planned.dry_run import Held, KnownShapes, dry_step, memory_of
 from shardlab.experiment.planned.known_workload import PlannedWorkload, divided_module
-from shardlab.experiment.planned.step import Held, Shapes, dry_step, memory_of
 from shardlab.experiment.trained.workload import Workload
 from shardlab.launch import place
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
@@ -104,7 +104,7 @@ class _Plans:
     def __init__(self, config: CompareConfig) -> None:
         self._config, self._known = config, PlannedWorkload.of(config)
         self._divided = None if config.tp == 1 else divided_module(config, self._known.module)
-        self._shapes: Shapes = {}
+        self._shapes: KnownShapes = {}
 
     def of(self, strategy: str) -> Plan | str:
         config, known, made = self._config, self._known, self._config.strategy(strategy)

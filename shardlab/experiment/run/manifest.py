@@ -13,9 +13,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.run.rank_checks import DATA, GRADIENTS, LOSS, broadcast_said, first_that_differ
+from shardlab.experiment.run.rank_checks import DATA, GRADIENTS, LOSS, FirstLoss, broadcast_said, first_that_differ
 from shardlab.experiment.run.rank_run import RankReport
-from shardlab.experiment.run.watched_loss import FirstLoss
 from shardlab.experiment.trained.batches import of_all_ranks
 from shardlab.installed import __version__
 from shardlab.launch import RankPool

@@ -1,4 +1,4 @@
-"""What each rank checks of its own: its buffers, and whether its numbers are numbers.
+"""What each rank checks of its own: its buffers, whether its numbers are numbers, and what its loss does.
 
 Buffers: which does a rank compute from its own rows, as a vector quantisation its codebook? With such a buffer, ranks
 that share a batch compute something else than one process, and all is right. BatchNorm's are not among them: its
@@ -8,9 +8,18 @@ Numbers: after a reduction a NaN of one rank is in the mean of all. So each rank
 reduction: the loss of its own rows, and one of its gradients. A NaN anywhere in a backward spreads towards the input,
 so it is enough to check the gradient of the module's first trainable parameter, which is among the last to be computed.
 This costs one sum over that gradient per backward.
+
+Loss: what it must not do is refused, and its first value is kept. Is it a mean over what a rank's rows count, tokens
+say? Then the mean over ranks is not that of the whole batch. Each rank notes the loss of its first micro-batch, when
+all ranks and strategies have the same parameters, and what that loss may have divided by. If the single process's loss
+is the mean of the ranks' losses weighed by one of these numbers, and not their plain mean, this is the cause
+(``told.losses.mean_of_means``). It is said only then.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
@@ -18,8 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shardlab.comm.own_calls import OwnCallsRefused
 from shardlab.comm.trees import tensors_in
 from shardlab.experiment.trained.batches import checksum, is_plain
+from shardlab.experiment.trained.workload import LossFn
 
 Sums = Mapping[int, Mapping[str, int]]
 _NAMED = 3  # buffers, in a sentence
@@ -113,3 +124,90 @@ class FiniteCheck:
         total = own.detach().sum(dtype=torch.promote_types(own.dtype, torch.float32))
         # A number and no tensor on the CPU, where what is held after a step is counted to the byte.
         self._sums.append(total if total.is_cuda else float(total))
+
+
+OWN_CALLS = (
+    "loss: it calls torch.distributed by itself, for which one process that trains alone would wait; let it take the "
+    "mesh too, loss(model, batch, mesh), and send over it, as with "
+    "shardlab.comm.autograd_collectives.all_gather(features, mesh.data, 0)"
+)
+
+
+@dataclass(frozen=True)
+class FirstLoss:
+    """Of a rank's first micro-batch.
+
+    Attributes:
+        loss: of its rows.
+        weight: of that in the mean over ranks.
+        counts: what the loss may have divided by, see ``counts_of``; empty for a built-in model.
+    """
+
+    loss: float
+    weight: float
+    counts: dict[str, float]
+
+
+class WatchedLoss:
+    """The loss of (model, batch).
+
+    Args:
+        loss: of the workload.
+        finite: looks at the rows of a loss that is inf or NaN.
+
+    Attributes:
+        first: its first value, None before.
+    """
+
+    def __init__(self, loss: LossFn, finite: FiniteCheck) -> None:
+        self.first: Tensor | float | None = None
+        self._loss, self._finite = loss, finite
+        self._watched: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+
+    @contextlib.contextmanager
+    def sends_over_its_mesh(self) -> Iterator[None]:
+        """Inside, a loss that calls torch.distributed by itself raises."""
+        with OwnCallsRefused(OWN_CALLS) as refused:
+            self._watched = refused.watched
+            yield
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        """What the workload's loss returns."""
+        with self._watched():
+            loss = self._loss(model, batch)
+        self._finite.computed(loss, batch)
+        if self.first is None and isinstance(loss, Tensor) and loss.numel() == 1:
+            # On a GPU the host does not wait for it; a tensor on the CPU would count as held after a step.
+            self.first = loss.detach().clone() if loss.is_cuda else float(loss.detach())
+        return loss
+
+
+IGNORED = -100  # a target that torch's losses leave out
+
+
+def counts_of(batch: Any) -> dict[str, float]:
+    """What a loss may have divided by on these rows, by the expression of ``batch`` that gives it."""
+    found: dict[str, float] = {}
+    for name, tensor in _tensors(batch, "batch"):
+        if tensor.dim() == 0 or tensor.is_complex():
+            continue
+        found[f"len({name})"] = len(tensor)
+        # A model of text leaves out the first token of a row, which nothing foretells.
+        for words, part in ((name, tensor), *([(f"{name}[:, 1:]", tensor[:, 1:])] if tensor.dim() == 2 else [])):
+            if tensor.is_floating_point():
+                found |= {f"{words}.sum()": float(part.sum(dtype=torch.float64))} if tensor.dim() < 3 else {}
+            else:
+                found[f"({words} != {IGNORED}).sum()"] = int((part != IGNORED).sum())
+                found[f"({words} != 0).sum()"] = int((part != 0).sum())
+    return found
+
+
+def _tensors(nest: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(nest, Tensor):
+        yield name, nest
+    elif isinstance(nest, Mapping):
+        for key, value in nest.items():
+            yield from _tensors(value, f"{name}[{key!r}]")
+    elif isinstance(nest, list | tuple):
+        for place, value in enumerate(nest):
+            yield from _tensors(value, f"{name}[{place}]")

@@ -6,8 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from shardlab.experiment.run.rank_checks import DATA, GRADIENTS, LOSS
-from shardlab.experiment.run.watched_loss import IGNORED
+from shardlab.experiment.run.rank_checks import DATA, GRADIENTS, IGNORED, LOSS
 from shardlab.experiment.told import summary
 from shardlab.experiment.told.saved_runs import Comparison
 from shardlab.experiment.told.summary import JUDGED_STEPS, LOOK_FOR, NORM_TOLERANCE, REFERENCE, why_dead
