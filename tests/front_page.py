@@ -17,7 +17,7 @@ from pathlib import Path
 
 from PIL import Image, PngImagePlugin
 
-from shardlab.analysis.timed import timed_steps
+from shardlab.analysis.rows import timed_steps
 from shardlab.course.drawings import who_keeps_what
 from shardlab.experiment.told.saved_runs import load_comparison
 

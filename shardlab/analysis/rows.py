@@ -1,4 +1,7 @@
-"""Choosing rows of a record, by run, rank and step, and reading their times as intervals."""
+"""Choosing rows of a record, by run, rank and step, and reading their times as intervals.
+
+And which steps count where a run is judged by its times (``timed_steps``).
+"""
 
 from collections.abc import Sequence
 from typing import cast
@@ -9,7 +12,7 @@ from numpy.typing import NDArray
 
 from shardlab.analysis.intervals import Intervals
 from shardlab.records.tables import STREAM_TRANSPORTS
-from shardlab.vocabulary import SpanKind
+from shardlab.vocabulary import Phase, SpanKind
 
 KEYS = ["run", "source", "rank", "step"]
 
@@ -143,3 +146,59 @@ def begins_of_backward(spans: pd.DataFrame) -> NDArray[np.float64]:
     backward = np.sort(numbers(spans[kinds], "start_us"))
     firsts = np.unique(np.searchsorted(backward, np.append(forward, -np.inf)))
     return backward[firsts[firsts < len(backward)]]
+
+
+def timed_steps(steps: pd.DataFrame) -> pd.DataFrame:
+    """The steps whose times count: those of a run after the first and without tracing, or all if none is left.
+
+    A run that goes on from a checkpoint begins anew: its first step allocates and warms up as step 0 does. An imported
+    profile begins behind its warm-up, at a later step; it knows no learning rate, by which it is told apart.
+
+    Args:
+        steps: table ``steps``.
+    """
+    of_run = steps.groupby("run")
+    first, is_profile = of_run["step"].transform("min"), of_run["learning_rate"].transform("count") == 0
+    warms_up = (steps["step"] == first) & ((first == 0) | ~is_profile)
+    counts = ~traced(steps) & ~warms_up
+    return steps[counts | ~counts.groupby(steps["run"]).transform("any")]
+
+
+def step_lengths(steps: pd.DataFrame) -> "pd.Series[float]":
+    """How long the steps are whose times count, in microseconds by ``run`` and ``step``: the median over the ranks.
+
+    A rank's step lasts from before it takes its first batch until its parameters are stepped. What sends the loss, to
+    report it, comes after it.
+
+    Args:
+        steps: table ``steps``.
+    """
+    return timed_steps(steps).groupby(["run", "step"])["step_us"].median()
+
+
+def traced(steps: pd.DataFrame) -> "pd.Series[bool]":
+    """For each row, whether memory was traced in its step on some rank: the others have waited for that one."""
+    of_rank = steps["traced_memory"].fillna(False).astype(bool)
+    found: pd.Series[bool] = of_rank.groupby([steps["run"], steps["step"]]).transform("any")
+    return found
+
+
+def in_steps(table: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """The rows of ``table`` that belong to one of ``steps``."""
+    return table.merge(steps[KEYS], on=KEYS)
+
+
+def in_timed_steps(
+    collectives: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Collectives and spans of the steps whose times count, without what a training step sends to report its loss.
+
+    Nor is there what was sent before its step began: the time in between is that of a recorder.
+    """
+    timed = timed_steps(steps)
+    training = in_steps(collectives[collectives["phase"] != str(Phase.METRICS)], timed)
+    if "start_us" in timed:
+        began = training[KEYS].merge(timed[[*KEYS, "start_us"]], on=KEYS, how="left")["start_us"].to_numpy()
+        later = training.assign(start_us=np.fmax(training["start_us"], began))
+        training = later[~(training["end_us"] <= began)]
+    return training, in_steps(spans, timed)

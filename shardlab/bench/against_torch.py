@@ -15,76 +15,25 @@ until the slowest rank has ended it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import permutations
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import permutations, product
 from statistics import median, quantiles
 from time import perf_counter_ns
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
-from shardlab.bench.pipeline_turn import PipelineTurn
+from shardlab.bench.turns import Contender, Workload, turn_of
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import AnyEngine, StepTensors, build_engine
-from shardlab.engines.peers import TorchDDP
 from shardlab.field_types import check_types
 from shardlab.launch import RankPool, current
 from shardlab.launch.placement import check_ranks
 from shardlab.launch.pool import check_pool
-from shardlab.models import GPT, MODELS, GPTConfig, build_model, next_token_loss
-from shardlab.schedules import make_schedule
-from shardlab.tensor_parallel import gpt_plan, parallelize_module
-from shardlab.trace.memory_by_role import MemoryLedger
-from shardlab.vocabulary import MeshAxis
+from shardlab.models import MODELS, GPTConfig
 
 QUICK_ROUNDS, FULL_ROUNDS = 6, 42  # three engines have six orders: one session, or seven
-WARM_UPS = 3  # the first step allocates optimizer state, and in the third DDP with a static graph rebuilds its buckets
 OURS, THEIRS, FLOOR = "ours", "theirs", "floor"
 PRELOAD = ("shardlab.bench.against_torch", "torch._dynamo")
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A training that is timed.
-
-    Attributes:
-        name: name in the results.
-        model: a name from ``models.MODELS``.
-        rows: sequences per rank and step.
-        seq_len: tokens of a sequence.
-        round_factor: factor on the number of rounds: short steps scatter more.
-    """
-
-    name: str
-    model: str
-    rows: int
-    seq_len: int
-    round_factor: int = 1
-
-
-@dataclass(frozen=True)
-class Contender:
-    """An engine and how it is built.
-
-    Attributes:
-        name: name in the results.
-        strategy: a name from ``engines.STRATEGIES``.
-        options: options of that strategy.
-        over_tensor: whether the ranks are the mesh's tensor axis, not its data axis.
-        parallelized: whether ``parallelize_module`` divides the model first, by the plan for GPTs.
-        over_pipe: whether the ranks are the mesh's axis of stages, of which each row is a micro-batch, by 1F1B.
-        static_graph: whether torch's DDP is told that every step has the same graph; true of all workloads here.
-    """
-
-    name: str
-    strategy: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    over_tensor: bool = False
-    parallelized: bool = False
-    over_pipe: bool = False
-    static_graph: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,17 +130,16 @@ class BenchConfig:
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s: {self.timeout_s} is not above 0")
         check_ranks(self.ranks, self.device, [pair.theirs.strategy for pair in self.pairs], self.transport)
-        for pair in (pair for pair in self.pairs if pair.ours.over_tensor):
-            for model in (workload.model for workload in self.workloads):
-                if not isinstance(config := MODELS[model], GPTConfig) or config.kv_heads % self.ranks:
-                    raise ValueError(
-                        f"ranks: {self.ranks} ranks do not divide the heads of {model}; leave out {pair.name!r}"
-                    )
-
-        for pair in (pair for pair in self.pairs if pair.ours.over_pipe):
-            for model in (workload.model for workload in self.workloads):
-                if not isinstance(config := MODELS[model], GPTConfig) or self.ranks > config.num_layers:
-                    raise ValueError(f"ranks: {model} is not cut into {self.ranks} stages; leave out {pair.name!r}")
+        for pair, workload in product(self.pairs, self.workloads):
+            sizes = MODELS[workload.model]
+            if pair.ours.over_tensor and (not isinstance(sizes, GPTConfig) or sizes.kv_heads % self.ranks):
+                raise ValueError(
+                    f"ranks: {self.ranks} ranks do not divide the heads of {workload.model}; leave out {pair.name!r}"
+                )
+            if pair.ours.over_pipe and (not isinstance(sizes, GPTConfig) or self.ranks > sizes.num_layers):
+                raise ValueError(
+                    f"ranks: {workload.model} is not cut into {self.ranks} stages; leave out {pair.name!r}"
+                )
 
     @property
     def num_rounds(self) -> int:
@@ -320,7 +268,9 @@ def time_pair(rank: int, workload: Workload, pair: Pair, rounds: int, transport:
     with Mesh({"data": num_ranks}, device=device, transport=transport) as mesh:
         for orders in sessions(rounds):
             with ExitStack() as stack:
-                turns = {name: stack.enter_context(_turn(contenders[name], workload, transport)) for name in orders[-1]}
+                turns = {
+                    name: stack.enter_context(turn_of(contenders[name], workload, transport)) for name in orders[-1]
+                }
                 for turn in turns.values():  # with all engines in memory, as in the rounds that count
                     turn.warm_up()
                 for order in orders:
@@ -342,82 +292,10 @@ def sessions(rounds: int) -> Iterator[list[tuple[str, ...]]]:
         yield (orders[start:] + orders[:start])[: rounds - done]
 
 
-class Turn:
-    """One engine with its model, optimizer and batch."""
-
-    def __init__(self, engine: AnyEngine, workload: Workload) -> None:
-        self._engine, self._device = engine, engine.mesh.device
-        generator = torch.Generator().manual_seed(engine.data_rank)
-        tokens = torch.randint(0, 256, (workload.rows, workload.seq_len + 1), generator=generator).to(self._device)
-        self._inputs, self._targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-    def warm_up(self) -> None:
-        """Run the steps that do not count."""
-        for _ in range(WARM_UPS):
-            self.step()
-
-    def step(self) -> None:
-        """Run a whole training step; return when the device is done."""
-        loss = next_token_loss(self._engine(self._inputs), self._targets)
-        self._engine.backward(loss)
-        self._engine.step()
-        self._engine.zero_grad()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    def peak_bytes(self) -> int:
-        """Run a step and return its highest live bytes; nothing else may be alive on the device."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self.step()
-            return torch.cuda.max_memory_allocated(self._device)
-        ledger = MemoryLedger(self._engine.live_tensors())
-        with self._engine.mesh.observed_by(ledger), ledger:
-            self.step()
-        return ledger.peak().num_bytes
-
-
 def _peak_bytes(contender: Contender, workload: Workload, transport: str | None) -> int:
     """Peak of this engine alone, in an observed group: what torch's transport holds counts too."""
     observed = {name: True for name in contender.options if name == "observed"}
     listened_to = replace(contender, options={**contender.options, **observed})
-    with _turn(listened_to, workload, transport) as turn:
+    with turn_of(listened_to, workload, transport) as turn:
         turn.warm_up()
         return turn.peak_bytes()
-
-
-@contextmanager
-def _turn(contender: Contender | None, workload: Workload, transport: str | None) -> Iterator[Turn | PipelineTurn]:
-    """A contender ready to train; None for a rank that trains alone."""
-    device, num_ranks = current().device, current().world_size
-    model = build_model(workload.model, workload.seq_len).to(device)
-    if contender is None:
-        with build_engine("single", model, _adamw, Mesh.alone(device)) as engine:
-            yield Turn(engine, workload)
-        return
-    if contender.over_pipe:
-        with Mesh({"pipe": num_ranks, "data": 1}, device=device, transport=transport) as mesh:
-            generator = torch.Generator().manual_seed(0)  # stages take the same rows
-            shape = workload.rows * num_ranks, workload.seq_len + 1
-            tokens = torch.randint(0, 256, shape, generator=generator).to(device)
-            schedule = make_schedule("1f1b", num_ranks, len(tokens))
-            is_torchs = contender.strategy == "torch_pipeline"
-            with closing(PipelineTurn(model, mesh, schedule, tokens, _adamw, is_torchs=is_torchs)) as turn:
-                yield turn
-        return
-    axes = {"data": 1, "tensor": num_ranks} if contender.over_tensor else {"data": num_ranks}
-    with Mesh(axes, device=device, transport=transport) as mesh:
-        if contender.parallelized:
-            assert isinstance(model, GPT)  # checked by BenchConfig
-            parallelize_module(model, gpt_plan(model.config), mesh[MeshAxis.TENSOR])
-        with build_engine(contender.strategy, model, _adamw, mesh, **contender.options) as engine:
-            if contender.static_graph:
-                assert isinstance(engine, TorchDDP), engine.name  # see PAIRS
-                # Every step uses the same parameters in the same order. Private: the public way is an argument of DDP's
-                # constructor, which does the same, but the engine calls that.
-                engine._ddp._set_static_graph()
-            yield Turn(engine, workload)
-
-
-def _adamw(tensors: StepTensors) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(tensors, lr=1e-4)

@@ -2,10 +2,10 @@
 
 import json as json_text
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,7 +15,8 @@ from shardlab.cli.console import count, names_in, progress_bar, refuse_others, t
 from shardlab.vocabulary import HostTransport
 
 if TYPE_CHECKING:
-    from shardlab.bench.against_torch import BenchRow, Workload
+    from shardlab.bench.against_torch import BenchRow
+    from shardlab.bench.turns import Workload
 
 NOTE = (
     "ms: medians; time ratio: our step over theirs in the same round, median and quartiles, below 1 if ours is faster; "
@@ -79,51 +80,55 @@ def bench(
     console.print(NOTE, style="dim")
     if rows[0].transport == HostTransport.SHARED_MEMORY:
         console.print(SHARED_NOTE, style="dim")
-    if json is not None:
-        json.write_text(json_text.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    _write(rows, json)
 
 
 def _why(ranks: int, json: Path | None) -> None:
     """Print which cause is named for each that is put in, and whether the change that it names gains what it says."""
-    import pandas as pd
-
     from shardlab.course.why_matrix import num_cells, verdict, why_matrix
 
-    rows = []
-    with progress_bar(num_cells((ranks,))) as advance:
-        for row in why_matrix(ranks=(ranks,)):
-            rows.append(row)
-            advance(f"{row.injected} in {row.engine}")
-    table = pd.DataFrame(map(asdict, rows))
-    if json is not None:
-        json.write_text(json_text.dumps(table.to_dict("records"), indent=2) + "\n")
-    shown = table.assign(cell=table["named"].where(table["has_effect"], "no effect").where(~table["is_right"], "right"))
-    shown = shown.pivot(index="injected", columns="engine", values="cell").reindex(table["injected"].unique())
-    console = Console(highlight=False)
-    title = f"The cause that is named, {count(ranks, 'rank')}"
-    console.print(table_of(shown.fillna("").reset_index(names="put in"), title, 0))
-    console.print(verdict(rows), soft_wrap=True)
+    rows = _measured(
+        why_matrix(ranks=(ranks,)), num_cells((ranks,)), lambda row: f"{row.injected} in {row.engine}", json
+    )
+    words = ["right" if row.is_right else row.named if row.has_effect else "no effect" for row in rows]
+    cells = [(row.injected, row.engine, word) for row, word in zip(rows, words, strict=True)]
+    _print_cells(cells, "put in", f"The cause that is named, {count(ranks, 'rank')}", verdict(rows))
 
 
 def _same(ranks: int, json: Path | None) -> None:
     """Print what `same` says of broken scripts, and of right ones."""
-    import pandas as pd
-
     from shardlab.course.same_matrix import cells, same_matrix, verdict
 
-    rows = []
-    with progress_bar(len(cells(ranks))) as advance:
-        for row in same_matrix(ranks):
-            rows.append(row)
-            advance(f"{row.story}, {row.kind}")
-    table = pd.DataFrame(map(asdict, rows))
+    rows = _measured(same_matrix(ranks), len(cells(ranks)), lambda row: f"{row.story}, {row.kind}", json)
+    found = [(row.story, row.kind, "right" if row.is_right else row.word) for row in rows]
+    _print_cells(found, "script", f"What is said, {count(ranks, 'rank')}", verdict(rows))
+
+
+def _measured(rows: Iterable[Any], total: int, name: Callable[[Any], str], json: Path | None) -> list[Any]:
+    """The rows as they come, beside a bar that names each; also in a file, if one is given."""
+    found = []
+    with progress_bar(total) as advance:
+        for row in rows:
+            found.append(row)
+            advance(name(row))
+    _write(found, json)
+    return found
+
+
+def _write(rows: Iterable[Any], json: Path | None) -> None:
     if json is not None:
-        json.write_text(json_text.dumps(table.to_dict("records"), indent=2) + "\n")
-    shown = table.assign(cell=table["word"].where(~table["is_right"], "right"))
-    shown = shown.pivot(index="story", columns="kind", values="cell").reindex(table["story"].unique())
+        json.write_text(json_text.dumps([asdict(row) for row in rows], indent=2) + "\n")
+
+
+def _print_cells(cells: Sequence[tuple[str, str, str]], rows: str, title: str, said: str) -> None:
+    """A table of (row, column, word), in the order in which rows first come, and a sentence below."""
+    import pandas as pd
+
+    table = pd.DataFrame(cells, columns=[rows, "column", "word"])
+    shown = table.pivot(index=rows, columns="column", values="word").reindex(table[rows].unique())
     console = Console(highlight=False)
-    console.print(table_of(shown.fillna("").reset_index(names="script"), f"What is said, {count(ranks, 'rank')}", 0))
-    console.print(verdict(rows), soft_wrap=True)
+    console.print(table_of(shown.fillna("").reset_index(), title, 0))
+    console.print(said, soft_wrap=True)
 
 
 def _table(workload: "Workload", rows: Sequence["BenchRow"]) -> Table:

@@ -1,7 +1,6 @@
 """What the terminal says of a step's time on this machine: a workload's forecast, and what if."""
 
 import json as json_text
-import os
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -12,6 +11,7 @@ import typer
 from rich.console import Console
 
 from shardlab.cli.console import answer_table, progress_bar
+from shardlab.installed import num_cores
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -125,7 +125,7 @@ def what_if(
         typer.echo(json_text.dumps({**asdict(found), "gain": found.gain, "is_reproduced": found.is_reproduced}))
         return
     said = ", ".join(f"{name} {value}" for name, value in changes.items())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     devices = comparison.records.manifests[strategy]["devices"]
     if {*devices} == {"cpu"} and ranks > max(cores, config.ranks):
         said += f" (as if each rank had a core; here are {cores})"

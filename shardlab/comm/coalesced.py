@@ -39,8 +39,8 @@ def packed(tensors: Iterable[T], kind: Callable[[T], Hashable], num_bytes: Calla
     return messages
 
 
-def broadcast_coalesced(comm: Communicator, tensors: Iterable[Tensor], src: int = 0, *, tag: str = "") -> None:
-    """Copy each tensor from group rank ``src`` to the other ranks, in place; blocking.
+def broadcast_coalesced(comm: Communicator, tensors: Iterable[Tensor], *, tag: str = "") -> None:
+    """Copy each tensor from the group's first rank to the others, in place; blocking.
 
     Every rank must pass tensors of the same shapes and dtypes in the same order.
     """
@@ -49,8 +49,8 @@ def broadcast_coalesced(comm: Communicator, tensors: Iterable[Tensor], src: int 
     # One after another, each waited for: no more than one packed copy is held at a time.
     for together in packed(tensors, lambda tensor: (tensor.dtype, tensor.device), lambda tensor: tensor.nbytes):
         message = torch.cat([tensor.detach().reshape(-1) for tensor in together])
-        comm.broadcast(message, src, tag=tag).wait()
-        if comm.rank == src:
+        comm.broadcast(message, tag=tag).wait()
+        if comm.rank == 0:
             continue  # its tensors are the originals
         for tensor, part in zip(together, message.split([tensor.numel() for tensor in together]), strict=True):
             tensor.detach().copy_(part.view(tensor.shape))

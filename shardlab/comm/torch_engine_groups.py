@@ -10,7 +10,8 @@ hold a copy of the whole buffer in a reduce-scatter and an all-gather, as torch'
 2.13): that is their ``scratch_bytes``. What they send is in ``partition.ring_cost``.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial, partialmethod
 from time import perf_counter_ns
@@ -137,6 +138,28 @@ _NAMES = {
     Verb(Collective.BARRIER, 0): ("barrier",),
 }  # fmt: skip
 VERBS = {name: verb for verb, names in _NAMES.items() for name in names}
+
+# What a kernel at BackendSelect passes a call on to: the group's own. Private: there is no public way to see the calls
+# that torch's own functions make, or DDP from C++.
+BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+def operations() -> Iterator[tuple[str, Any, Verb]]:
+    """The collectives of this torch's dispatcher: name, operation, and how it is called."""
+    for plain, verb in VERBS.items():
+        for name in (plain, f"{plain}_"):
+            if (op := getattr(torch.ops.c10d, name, None)) is not None:
+                yield name, op.default, verb
+
+
+@contextlib.contextmanager
+def kernels(namespace: str) -> Iterator[torch.library.Library]:
+    """Kernels of ours for torch's operations; they go when the context is left."""
+    library = torch.library.Library(namespace, "IMPL")
+    try:
+        yield library
+    finally:
+        library._destroy()
 
 
 def announce(

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlab.analysis.timed import in_steps, timed_steps
+from shardlab.analysis.rows import in_steps, timed_steps
 from shardlab.course.faults.inject import faulty
 from shardlab.course.faults.kinds import Straggler
 from shardlab.engines.bucketed import Bucketed

@@ -14,8 +14,7 @@ import pandas as pd
 
 from shardlab.analysis.intervals import innermost
 from shardlab.analysis.overlap import compute_spans
-from shardlab.analysis.rows import bounds
-from shardlab.analysis.timed import in_timed_steps
+from shardlab.analysis.rows import bounds, in_timed_steps
 from shardlab.export.kineto import NCCL_NAMES
 from shardlab.export.perfetto import Event, complete, in_order, run_of, step_times, write_json
 from shardlab.records.store import Records
@@ -33,7 +32,7 @@ def export_hta(records: Records, directory: Path | str, run: str | None = None) 
 
     The files hold the steps whose times count: neither the first nor those in which memory was traced, unless there are
     no others, and nothing that was sent to report the loss. ``TraceAnalysis(trace_dir=directory)
-    .get_comm_comp_overlap()`` then gives for each rank what ``analysis.timed.hidden_share`` gives, but for the
+    .get_comm_comp_overlap()`` then gives for each rank what ``analysis.overlap.hidden_share`` gives, but for the
     rounding to whole microseconds; their median is the column "hidden" of a comparison.
 
     Args:

@@ -15,6 +15,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from shardlab.installed import num_cores
+
 _GIB = 1 << 30
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # by which ranks know that they are on one host
 # In nvidia-smi's table of GPUs by GPUs: NVLink with its number of links, or the way over PCIe.
@@ -47,8 +49,7 @@ def _software() -> list[Check]:
 
 
 def _machine() -> list[Check]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = psutil.virtual_memory()
+    cores, memory = num_cores(), psutil.virtual_memory()
     text = f"{memory.available / _GIB:.1f} GiB free of {memory.total / _GIB:.1f} GiB"
     return [
         Check("cores", str(cores), "ok" if cores > 1 else "one core: ranks take turns, overlap cannot be seen"),

@@ -8,7 +8,7 @@ all-gather puts the parameters together. Per rank for P fp32 parameters and Adam
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -117,9 +117,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._refuse_writes()
         self._take_gradients()
         try:
-            # Every rank joins the gather, also one that stepped nothing or whose step raised: else the ranks would go
-            # on with different models. Without grad mode, since it writes into parameters.
-            with torch.no_grad(), self._gathering():
+            # Without grad mode, since the gather writes into parameters.
+            with torch.no_grad(), contextlib.ExitStack() as stack:
+                stepping = self._zero.stepping()
+                stepping.__enter__()
+                # Every rank joins the gather, also one that stepped nothing or whose step raised: else the ranks would
+                # go on with different models.
+                stack.callback(stepping.__exit__, None, None, None)
                 self.inner.step()
         finally:
             self._drop_gradients()
@@ -154,15 +158,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def owned(self) -> dict[str, tuple[int, int]]:
         """The elements (start, stop) that this rank steps of each flattened parameter it steps anything of."""
         return owned_in(self._divisions, self._named)
-
-    @contextlib.contextmanager
-    def _gathering(self) -> Iterator[None]:
-        step = self._zero.stepping()
-        step.__enter__()
-        try:
-            yield
-        finally:
-            step.__exit__(None, None, None)
 
     def _refuse_writes(self) -> None:
         if self._stepped.changed("version"):

@@ -6,8 +6,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from shardlab.analysis import at_rest
-from shardlab.analysis.rows import labelled, labels_of
-from shardlab.analysis.timed import traced
+from shardlab.analysis.rows import labelled, labels_of, traced
 from shardlab.plots import theme
 from shardlab.plots.bars import SEEN
 from shardlab.plots.text import byte_scale, format_bytes, format_us, joined, listing, significant, source_note, subtitle

@@ -6,8 +6,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from shardlab.analysis.overlap import PARTS, hidden_by_run
-from shardlab.analysis.rows import labelled, labels_of, require_columns
-from shardlab.analysis.timed import traced
+from shardlab.analysis.rows import labelled, labels_of, require_columns, traced
 from shardlab.plots import theme
 from shardlab.plots.bars import add_part, end_with, shares_of
 from shardlab.plots.text import averaged, format_percent, format_us, listing, subtitle

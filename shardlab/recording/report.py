@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from shardlab.analysis.attribution import waits
 from shardlab.analysis.held_bytes import at_rest
-from shardlab.analysis.timed import in_timed_steps, timed_steps
+from shardlab.analysis.rows import in_timed_steps, timed_steps
 from shardlab.experiment.directory import write_page
 from shardlab.experiment.told.answer import ALIKE, ROLES, Line, messages, quartiles, steps_differ
 from shardlab.experiment.told.report import REASONS, memory_figures, memory_tables, middle_step, time_figures

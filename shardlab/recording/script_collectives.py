@@ -12,7 +12,7 @@ one, which moves nothing, and those that a group does without the dispatcher (a 
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import isnan
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Self, TypeVar, cast
@@ -22,15 +22,13 @@ import torch.distributed as dist
 
 from shardlab.comm.events import CollectiveEvent, Observer, Observers
 from shardlab.comm.observed_group import ObservedGroup
-from shardlab.comm.torch_engine_groups import VERBS, Verb, announce
+from shardlab.comm.torch_engine_groups import BELOW, Verb, announce, kernels, operations
 from shardlab.comm.torch_times import GLOO_THREADS, FutureTimes, HostTimes, Times, complete_waits
 from shardlab.comm.transports.base import Transport
 from shardlab.comm.trees import tensors_in
 from shardlab.recording.torch_callers import Caller, axis_of, backend_of, caller_of
 from shardlab.vocabulary import Collective
 
-# Private: there is no public way to see the calls that DDP makes from C++.
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 TagOf = Callable[[Collective, Caller, Sequence[torch.Tensor]], str]
 T = TypeVar("T")
 
@@ -69,11 +67,10 @@ class TorchCalls:
 
     def __enter__(self) -> Self:
         """Begin to tell."""
-        kernels = self._stack.enter_context(_kernels("c10d"))
-        for name, verb in [(known, verb) for plain, verb in VERBS.items() for known in (plain, f"{plain}_")]:
-            if (op := getattr(torch.ops.c10d, name, None)) is not None:
-                kernels.impl(name, self._kernel(op.default, verb), "BackendSelect", with_keyset=True)
-        functional = self._stack.enter_context(_kernels("_c10d_functional"))
+        library = self._stack.enter_context(kernels("c10d"))
+        for name, op, verb in operations():
+            library.impl(name, self._kernel(op, verb), "BackendSelect", with_keyset=True)
+        functional = self._stack.enter_context(kernels("_c10d_functional"))
         functional.impl("wait_tensor", self._wait_tensor, "BackendSelect", with_keyset=True)
         plain, calls = dist.Work.wait, self
 
@@ -114,7 +111,7 @@ class TorchCalls:
             caller = caller_of(sys._getframe().f_back)
             sender = self._sender(dist.ProcessGroup.unbox(group), tensors, caller, verb.op)
             if sender is None:
-                return op.redispatch(keys & _BELOW, *args, **kwargs)
+                return op.redispatch(keys & BELOW, *args, **kwargs)
             tensors = [] if verb.op is Collective.BARRIER else tensors
             event = announce(
                 sender.group, verb, tensors, self._tag_of(verb.op, caller, tensors), sender.backend,
@@ -124,7 +121,7 @@ class TorchCalls:
 
             def send() -> dist.Work | None:
                 nonlocal result
-                result = op.redispatch(keys & _BELOW, *args, **kwargs)
+                result = op.redispatch(keys & BELOW, *args, **kwargs)
                 # NCCL returns none for ``async_op=False``, whatever the annotation says.
                 return cast("dist.Work | None", dist.Work.unbox(result[-1] if isinstance(result, tuple) else result))
 
@@ -159,7 +156,7 @@ class TorchCalls:
     def _wait_tensor(self, keys: torch._C.DispatchKeySet, tensor: torch.Tensor) -> torch.Tensor:
         work = self._work_of.get(tensor.untyped_storage()._cdata) if tensor.device.type != "meta" else None
         plain = torch.ops._c10d_functional.wait_tensor.default.redispatch
-        return self._wait(work, lambda: cast(torch.Tensor, plain(keys & _BELOW, tensor)))
+        return self._wait(work, lambda: cast(torch.Tensor, plain(keys & BELOW, tensor)))
 
     def _wait(self, work: dist.Work | None, wait: Callable[[], T]) -> T:
         sent = None if work is None else self._sent.get(work)
@@ -185,13 +182,3 @@ class _Torchs:
     """Stands for a transport: torch's own group sends."""
 
     name, emulated = "torch", False
-
-
-@contextlib.contextmanager
-def _kernels(namespace: str) -> Iterator[torch.library.Library]:
-    """Kernels of ours for torch's operations; they go when the context is left."""
-    library = torch.library.Library(namespace, "IMPL")
-    try:
-        yield library
-    finally:
-        library._destroy()

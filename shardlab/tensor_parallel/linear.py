@@ -46,7 +46,6 @@ class ColumnParallelLinear(nn.Module):
         sequence_dim: dim along which the input is in parts; None where every rank has all of it.
         regather: with ``sequence_dim``: keep only this rank's part of the input for backward, and gather it again
             there. Saves (N - 1)/N of the input's bytes for one more all-gather.
-        shared_input: shared with other columns that read the same tensor.
         name: in tags and errors.
 
     Raises:
@@ -55,8 +54,7 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(
         self, linear: nn.Linear, comm: Communicator, *, gather_output: bool = False, parts: Sequence[int] | None = None,
-        sequence_dim: int | None = None, regather: bool = False, shared_input: SharedInput | None = None,
-        name: str = "column",
+        sequence_dim: int | None = None, regather: bool = False, name: str = "column",
     ) -> None:  # fmt: skip
         super().__init__()
         # Before anything is sent: sizes are equal on all ranks, so all refuse alike and none waits for another.
@@ -64,7 +62,7 @@ class ColumnParallelLinear(nn.Module):
         equalise(linear, comm, name)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.comm, self.gather_output, self.regather, self.name = comm, gather_output, regather, name
-        self.shared_input = shared_input or SharedInput(comm, sequence_dim, name)
+        self.shared_input = SharedInput(comm, sequence_dim, name)  # of other columns too, that read the same tensor
         shape, sizes = tuple(linear.weight.shape), parts or [linear.out_features]
         rows = parts_slice(shape, 0, sizes, comm.rank, comm.num_ranks)
         self.tensor_slices: dict[str, TensorSlice] = {"weight": rows}
@@ -77,7 +75,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Output features (..., out / N), all of them with ``gather_output``, for an input (..., in)."""
-        require_width(self.name, "input features", input, self.in_features, self.comm.num_ranks)
+        require_width(self.name, input, self.in_features, self.comm.num_ranks)
         crossed = self.shared_input(input)
         if self.regather:
             y = linear_of_gathered(crossed, input, self.weight, self.bias, self.shared_input)
@@ -131,7 +129,7 @@ class RowParallelLinear(nn.Module):
             sum_gradient(self.bias, self.comm, f"{self.name}.bias")
         num_ranks = self.comm.num_ranks
         width = self.in_features // num_ranks if self.input_is_parallel else self.in_features
-        require_width(self.name, "input features", input, width, num_ranks)
+        require_width(self.name, input, width, num_ranks)
         x = input if self.input_is_parallel else scatter(input, self.comm, -1, tag=f"input of {self.name}")
         term, tag = functional.linear(x, self.weight), f"output of {self.name}"
         if self.sequence_dim is None:
@@ -196,7 +194,7 @@ def sliced(param: Tensor, slice_: TensorSlice) -> nn.Parameter:
     return nn.Parameter(cut(param, slice_), requires_grad=param.requires_grad)
 
 
-def require_width(layer: str, field: str, x: Tensor, width: int, num_ranks: int) -> None:
+def require_width(layer: str, x: Tensor, width: int, num_ranks: int) -> None:
     """Refuse an input whose last dim is not ``width``; the error says if it is a part, or the whole, of what is needed.
 
     Raises:
@@ -215,4 +213,4 @@ def require_width(layer: str, field: str, x: Tensor, width: int, num_ranks: int)
         hint = f": this is one of {num_ranks} parts; use gather_output=True in the layer before"
     elif found == width * num_ranks:
         hint = ": this is the whole of it; use input_is_parallel=False"
-    raise ValueError(f"{layer}: the input has {found} {field}; {width} are needed{hint}")
+    raise ValueError(f"{layer}: the input has {found} input features; {width} are needed{hint}")

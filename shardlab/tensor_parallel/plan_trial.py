@@ -9,8 +9,7 @@ a parameter of which each rank has only a part of the gradient. For models of at
 copies. A module in training mode is tried in that, or, if it fails or draws random numbers there, in evaluation mode.
 Dropout takes the mean of what it would draw, which would be other masks on each rank.
 
-``DryRunRank`` keeps the rank without memory, for what it holds and sends. Modules are copied; the given one is not
-changed.
+``first_rank_of`` is what one rank holds, without memory. Modules are copied; the given one is not changed.
 """
 
 import contextlib
@@ -31,7 +30,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlab.comm import Communicator
 from shardlab.comm.callers import is_library
-from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.slices import cut
 from shardlab.comm.without_ranks import SilentCommunicator, on_threads
 from shardlab.partition.slices import TensorSlice, slices_of
@@ -150,58 +148,23 @@ class PlanTrial:
         return _copied(self._module, param, made if made is _without_memory else lambda old: old.detach().cpu().clone())
 
 
-class DryRunRank:
-    """The first rank of a tensor axis.
+def first_rank_of(module: nn.Module, plan: Plan, num_ranks: int) -> nn.Module:
+    """What the first rank of a tensor axis holds: a divided copy, whose parameters have shapes and no memory.
 
     Args:
-        module: on any device; it is copied.
+        module: on any device.
         plan: how it is divided.
         num_ranks: of the tensor axis.
-        dtype: of its floating-point parameters; None for their own.
-        buffer_dtype: of its floating-point buffers, likewise.
-
-    Attributes:
-        module: the divided copy; its parameters have shapes and no memory.
-        comm: announces what would be sent.
     """
-
-    def __init__(
-        self, module: nn.Module, plan: Plan, num_ranks: int, dtype: torch.dtype | None = None,
-        buffer_dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.comm: Communicator = SilentCommunicator(num_ranks, 0, MeshAxis.TENSOR)
-        with self._mode:
-            self.module = _copied(
-                module,
-                lambda old: nn.Parameter(_without_memory(old, dtype), requires_grad=old.requires_grad),
-                lambda old: _without_memory(old, buffer_dtype),
-            )
-            divide(self.module, checked(plan, module, num_ranks), self.comm, _leave_as_is, torch.device("cpu"))
-
-    def messages(self, loss: Callable[[], Tensor]) -> list[CollectiveEvent]:
-        """What a forward and a backward send over the tensor axis, in order.
-
-        Args:
-            loss: computes the loss of a micro-batch with ``module``.
-
-        Raises:
-            Exception: what ``loss`` raises, for example because it depends on values.
-        """
-        log = _Log()
-        with self._mode, self.comm.observed_by(log):
-            loss().backward()
-        return log.events
-
-
-class _Log(Observer):
-    """An observer that keeps what is issued."""
-
-    def __init__(self) -> None:
-        self.events: list[CollectiveEvent] = []
-
-    def issued(self, event: CollectiveEvent) -> None:
-        self.events.append(event)
+    comm = SilentCommunicator(num_ranks, 0, MeshAxis.TENSOR)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        divided = _copied(
+            module,
+            lambda old: nn.Parameter(_without_memory(old), requires_grad=old.requires_grad),
+            _without_memory,
+        )
+        divide(divided, checked(plan, module, num_ranks), comm, _leave_as_is, torch.device("cpu"))
+    return divided
 
 
 def _copied(
@@ -301,8 +264,8 @@ def _close(found: Tensor, expected: Tensor, scale: Tensor) -> bool:
     return bool((found - expected).norm() <= tolerance * scale)
 
 
-def _without_memory(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.empty_like(tensor, device="cpu", dtype=dtype if tensor.is_floating_point() else None)
+def _without_memory(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu")
 
 
 def _random(tensor: Tensor) -> Tensor:

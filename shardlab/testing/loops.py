@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm.base_mesh import BaseMesh
+from shardlab.comm.callers import PAST, num_sent_by_torch
 from shardlab.comm.events import CollectiveEvent, Observer
-from shardlab.comm.own_calls import PAST, num_sent_by_torch
 from shardlab.comm.rank_life import observing_new
 from shardlab.comm.same_on_all_ranks import number_among
 from shardlab.engines import FSDP, Engine, Strategy, ZeRO1

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from shardlab.analysis.bandwidth import fit_latency_bandwidth
 from shardlab.analysis.intervals import covered_until, merge, total
 from shardlab.analysis.matching import matched_collectives
-from shardlab.analysis.timed import in_steps, timed_steps
+from shardlab.analysis.rows import in_steps, timed_steps
 from shardlab.partition.ring_cost import Link, ring_wire_bytes
 from shardlab.partition.step_program import Message
 from shardlab.vocabulary import FLAG, Collective, SpanKind

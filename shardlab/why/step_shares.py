@@ -15,8 +15,7 @@ import pandas as pd
 from shardlab.analysis.attribution import waits
 from shardlab.analysis.intervals import total
 from shardlab.analysis.overlap import overlap, step_split
-from shardlab.analysis.rows import KEYS
-from shardlab.analysis.timed import in_timed_steps, timed_steps
+from shardlab.analysis.rows import KEYS, in_timed_steps, timed_steps
 from shardlab.vocabulary import Collective, Phase, SpanKind
 from shardlab.why.judged_steps import BALANCED, UNKNOWN, Cause, hop_us_of, hops
 from shardlab.why.slow_messages import CHANGE, LATENCY, REPEATED, repeated, repeated_in_words

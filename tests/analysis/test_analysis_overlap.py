@@ -4,7 +4,7 @@ import pytest
 
 from shardlab.analysis import bandwidth, overlap, step_split, wire_bytes
 from shardlab.analysis.overlap import hidden_by_rank, hidden_by_run
-from shardlab.analysis.timed import timed_steps
+from shardlab.analysis.rows import timed_steps
 from shardlab.records.tables import COLLECTIVES, SPANS, STEPS
 from tests.analysis.hand_made import KEYS, NAN, STEP, collective, span
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from shardlab.bench.against_torch import PAIRS, BenchConfig, RankTimes, Workload, bench, row_of, sessions
-from shardlab.bench.against_torch import _turn as built
+from shardlab.bench.against_torch import PAIRS, BenchConfig, RankTimes, bench, row_of, sessions
+from shardlab.bench.turns import Workload
+from shardlab.bench.turns import turn_of as built
 from shardlab.cli import app
 
 TINY = Workload("tiny", "gpt-1m", rows=1, seq_len=4)
@@ -72,8 +73,8 @@ def sent_by(rank, contender):
     listened_to = replace(contender, options={**contender.options, "observed": True})
     with built(listened_to, TINY, None) as turn:
         turn.warm_up()
-        calls, engine = Calls(), turn._engine
-        with engine.mesh.observed_by(calls):
+        calls, engine = Calls(), turn.live.__self__
+        with turn.mesh.observed_by(calls):
             turn.step()
         return calls.ops, engine._ddp.static_graph if contender.strategy != "torch_fsdp2" else None
 

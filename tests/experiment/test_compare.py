@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 
-from shardlab.analysis.timed import timed_steps
+from shardlab.analysis.rows import timed_steps
 from shardlab.course import NaN, faulty
 from shardlab.engines import Bucketed
 from shardlab.experiment import CompareConfig, Workload, claim, compare, load_comparison, prepare, write_report

@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from shardlab.analysis.timed import hidden_share
+from shardlab.analysis.overlap import hidden_share
 from shardlab.export import export_hta, import_profiler_trace
 from shardlab.records.store import Records
 from shardlab.records.tables import TABLES

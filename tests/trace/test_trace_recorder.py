@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardlab.analysis import overlap, step_split
-from shardlab.analysis.timed import in_timed_steps
+from shardlab.analysis.rows import in_timed_steps
 from shardlab.comm import CollectiveEvent
 from shardlab.comm.transports.shared_memory import SharedBuffers
 from shardlab.partition.ring_cost import ring_wire_bytes

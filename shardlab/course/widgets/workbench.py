@@ -20,7 +20,7 @@ from torch import nn
 
 from shardlab import plots
 from shardlab.analysis import overlap
-from shardlab.analysis.timed import in_timed_steps, timed_steps
+from shardlab.analysis.rows import in_timed_steps, timed_steps
 from shardlab.course.figures import run_difference
 from shardlab.course.widgets.choices import STYLE, Choices
 from shardlab.course.widgets.history import RunHistory, unlike

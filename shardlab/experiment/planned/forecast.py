@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from shardlab.analysis.timed import step_lengths
+from shardlab.analysis.rows import step_lengths
 from shardlab.comm.events import CollectiveEvent
 from shardlab.comm.foretold import Costs, ToldClock, Wire
 from shardlab.comm.transports.gloo import SEGMENT_BYTES

@@ -20,7 +20,7 @@ from shardlab.experiment.trained import batches
 from shardlab.experiment.trained.batches import divide, rows_of
 from shardlab.experiment.trained.workload import Workload, seeded
 from shardlab.planner.setup import SGD, Optimizer
-from shardlab.tensor_parallel.plan_trial import MAX_NUMEL, DryRunRank
+from shardlab.tensor_parallel.plan_trial import MAX_NUMEL, first_rank_of
 from shardlab.units import wrapped_modules
 from shardlab.vocabulary import Role
 
@@ -208,4 +208,4 @@ def divided_module(config: CompareConfig, module: nn.Module) -> nn.Module:
     """What one rank holds of a model whose layers are divided, without memory."""
     plan = config.trained.tp_plan
     assert isinstance(plan, Mapping)
-    return DryRunRank(module, plan, config.tp).module
+    return first_rank_of(module, plan, config.tp)

@@ -19,7 +19,7 @@ from typing import Any
 import pandas as pd
 
 from shardlab.analysis.matching import matched_collectives
-from shardlab.analysis.timed import in_steps, in_timed_steps, timed_steps
+from shardlab.analysis.rows import in_steps, in_timed_steps, timed_steps
 from shardlab.comm.events import CollectiveEvent
 from shardlab.comm.foretold import Costs, ToldClock, Wire
 from shardlab.engines import STRATEGIES

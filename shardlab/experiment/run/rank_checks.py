@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardlab.comm.own_calls import OwnCallsRefused
+from shardlab.comm.callers import own_calls_refused
 from shardlab.comm.trees import tensors_in
 from shardlab.experiment.trained.batches import checksum, is_plain
 from shardlab.experiment.trained.workload import LossFn
@@ -167,8 +167,7 @@ class WatchedLoss:
     @contextlib.contextmanager
     def sends_over_its_mesh(self) -> Iterator[None]:
         """Inside, a loss that calls torch.distributed by itself raises."""
-        with OwnCallsRefused(OWN_CALLS) as refused:
-            self._watched = refused.watched
+        with own_calls_refused(OWN_CALLS) as self._watched:
             yield
 
     def __call__(self, model: Any, batch: Any) -> Any:

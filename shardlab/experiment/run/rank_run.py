@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shardlab.comm import BaseMesh, CollectiveEvent, Observer
+from shardlab.comm.callers import PAST, num_sent_by_torch
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.own_calls import PAST, num_sent_by_torch
 from shardlab.comm.rank_life import observing_new
 from shardlab.comm.signed_messages import all_gather_bytes
 from shardlab.comm.trees import map_tensors, tensors_in

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from shardlab.analysis.timed import step_lengths
+from shardlab.analysis.rows import step_lengths
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.planned.stages_plan import idle_line
 from shardlab.experiment.told import verdicts

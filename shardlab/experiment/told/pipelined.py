@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from shardlab.analysis.timed import in_timed_steps
+from shardlab.analysis.rows import in_timed_steps
 from shardlab.experiment.trained.pipelined import SLOTS
 from shardlab.plots.text import format_percent
 from shardlab.records.store import Records

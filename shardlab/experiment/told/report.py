@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from shardlab import plots
 from shardlab.analysis.held_bytes import allocator_items, peak
 from shardlab.analysis.overlap import overlap, step_split
-from shardlab.analysis.timed import in_timed_steps, timed_steps
+from shardlab.analysis.rows import in_timed_steps, timed_steps
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import write_page
 from shardlab.experiment.told.answer import answer

@@ -14,8 +14,8 @@ import pandas as pd
 
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import run_directory
-from shardlab.experiment.told.pipelined import bubbles
 from shardlab.experiment.planned.plan import BY_ROWS, Plan
+from shardlab.experiment.told.pipelined import bubbles
 from shardlab.experiment.told.step_reasons import Reasons, reasons
 from shardlab.experiment.told.summary import COLUMNS, summarise
 from shardlab.field_types import check_types

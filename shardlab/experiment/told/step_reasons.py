@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from shardlab.analysis.timed import step_lengths
+from shardlab.analysis.rows import step_lengths
 from shardlab.plots.text import format_percent, format_us, listing
 from shardlab.records.store import Records
 from shardlab.why.causes import causes

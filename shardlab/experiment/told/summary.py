@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 
 from shardlab.analysis.held_bytes import at_rest, peaks_of_steps
-from shardlab.analysis.timed import hidden_share, step_lengths, timed_steps
+from shardlab.analysis.overlap import hidden_share
+from shardlab.analysis.rows import step_lengths, timed_steps
 from shardlab.experiment.told.pipelined import bubble_of, bubbles
 from shardlab.records.store import Records
 from shardlab.vocabulary import Phase, Role
@@ -61,7 +62,7 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     """The rows of ``summary.json``.
 
     Times are medians over steps and ranks, without the first step and memory-traced steps if others remain; ``overlap``
-    is the median over ranks of ``analysis.timed.hidden_share``, over the same steps. Bytes are maxima over ranks, at
+    is the median over ranks of ``analysis.overlap.hidden_share``, over the same steps. Bytes are maxima over ranks, at
     rest after the last step in which they were sampled; ``peak_bytes`` is the highest moment of the traced steps (on
     CUDA of all), with ``peak_step``, ``least_peak_bytes`` and ``unlike_step`` as ``held_bytes.peaks_of_steps`` says.
     ``wire_bytes_per_step`` is what the algorithm needs the busiest rank to send in the last step, without the reported

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from shardlab.analysis.timed import in_timed_steps, timed_steps
+from shardlab.analysis.rows import in_timed_steps, timed_steps
 from shardlab.engines import STRATEGIES
 from shardlab.experiment.told.losses import SAME_SUM, alone_verdict, gradients_verdict, resumed_verdict, verdict
 from shardlab.experiment.told.saved_runs import Comparison

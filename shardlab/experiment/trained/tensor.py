@@ -91,7 +91,7 @@ def _check_peers(options: CompareOptions) -> None:
 ROWS = 4  # of a Dataset's batch; two of them are enough to try a plan
 
 
-def show_tp_plan(workload: Workload | str, tp: int = 2, *, seed: int = 0) -> pd.DataFrame:
+def show_tp_plan(workload: Workload | str, tp: int = 2) -> pd.DataFrame:
     """How layers would be divided, without ranks: the workload's plan, or the one that is suggested for it.
 
     The plan is tried in this process with two rows of the first batch, and with values if the model is not too large:
@@ -100,7 +100,6 @@ def show_tp_plan(workload: Workload | str, tp: int = 2, *, seed: int = 0) -> pd.
     Args:
         workload: what is trained, or the place of it, FILE.py:NAME.
         tp: tensor-parallel ranks, 2 or more.
-        seed: of weights and data.
 
     Returns:
         One row for each layer, alike ones together: ``module`` (a pattern of names), ``class``, ``style`` ('whole' if
@@ -109,15 +108,15 @@ def show_tp_plan(workload: Workload | str, tp: int = 2, *, seed: int = 0) -> pd.
     Raises:
         ValueError: ``tp`` is below 2, a plan that was given does not hold, or none was and the loss cannot be computed.
     """
-    return shown_plan(workload, tp, seed)[1]
+    return shown_plan(workload, tp)[1]
 
 
-def shown_plan(workload: Workload | str, tp: int, seed: int = 0) -> tuple[Workload, pd.DataFrame]:
+def shown_plan(workload: Workload | str, tp: int) -> tuple[Workload, pd.DataFrame]:
     """The workload with its plan, suggested if it had none, and the table of ``show_tp_plan``."""
     if tp < 2:
         raise ValueError(f"tp: {tp} ranks divide nothing; give 2 or more")
     workload = workload_at(workload) if isinstance(workload, str) else workload
-    found = tried_plan(workload, tp, seed)
+    found = tried_plan(workload, tp, seed=0)
     rows = [(row.module, row.kind, row.style, row.why) for row in found.modules]
     table = pd.DataFrame(rows, columns=["module", "class", "style", "why"])
     return replace(workload, tp_plan=found.plan or workload.tp_plan), table
