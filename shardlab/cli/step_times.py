@@ -85,14 +85,14 @@ def what_if(
     directory: Annotated[Path, typer.Argument(help="What compare wrote.")],
     strategy: Annotated[str, typer.Option(help="Whose run.")],
     workload: Annotated[str, typer.Option(help="Of a run of your own model: FILE.py:NAME.")] = "",
-    link: Annotated[str, typer.Option(help="Another link, such as 10Gbps,50us.")] = "",
-    ranks: Annotated[int, typer.Option(help="Another number of ranks, as many rows on each.")] = 0,
-    bucket_mib: Annotated[float, typer.Option(help="Another capacity of buckets.")] = 0.0,
-    prefetch: Annotated[int, typer.Option(help="Units gathered ahead.")] = -1,
-    precision: Annotated[str, typer.Option(help="Another precision.")] = "",
-    wrap: Annotated[str, typer.Option(help="Other units.")] = "",
-    schedule: Annotated[str, typer.Option(help="Of a run with stages: another schedule.")] = "",
-    micro_batches: Annotated[int, typer.Option(help="Of a run with stages: as many rows in so many.")] = 0,
+    link: Annotated[str | None, typer.Option(help="Another link, such as 10Gbps,50us.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Another number of ranks, as many rows on each.")] = None,
+    bucket_mib: Annotated[float | None, typer.Option(help="Another capacity of buckets.")] = None,
+    prefetch: Annotated[int | None, typer.Option(help="Units gathered ahead.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Another precision.")] = None,
+    wrap: Annotated[str | None, typer.Option(help="Other units.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="Of a run with stages: another schedule.")] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="Of a run with stages: as many rows in so many.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print seconds as JSON.")] = False,
 ) -> None:
     """Say how long a recorded step would take with one thing changed, by replaying it."""
@@ -108,25 +108,21 @@ def what_if(
         if str(given) != str(config.workload):
             raise ValueError(f"workload: {workload} trains {given}, and {directory} is of {config.workload}")
         object.__setattr__(config, "workload", given)
-    changes: dict[str, Any] = {
-        "link": link, "bucket_mib": bucket_mib, "precision": precision, "wrap": wrap, "schedule": schedule,
-        "micro_batches": micro_batches,
+    asked = {
+        "link": link, "ranks": ranks, "bucket_mib": bucket_mib, "prefetch": prefetch, "precision": precision,
+        "wrap": wrap, "schedule": schedule, "micro_batches": micro_batches,
     }  # fmt: skip
-    changes = {name: value for name, value in changes.items() if value}
-    changes |= {"prefetch": prefetch} if prefetch >= 0 else {}
-    if ranks:
-        changes |= {"ranks": ranks}
-        changes |= {} if config.batch is None else {"batch": config.batch * ranks // config.ranks}
+    changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     if not changes:
-        known = "link, ranks, bucket-mib, prefetch, precision, wrap, schedule, micro-batches"
-        raise ValueError(f"{known}: none is given; give what is changed")
+        raise ValueError(f"{', '.join(asked).replace('_', '-')}: none is given; give what is changed")
+    if ranks is not None and config.batch is not None:
+        changes["batch"] = config.batch * ranks // config.ranks
     found = replayed(comparison.records, config, strategy, **changes)
     if json:
         typer.echo(json_text.dumps({**asdict(found), "gain": found.gain, "is_reproduced": found.is_reproduced}))
         return
     said = ", ".join(f"{name} {value}" for name, value in changes.items())
-    cores = num_cores()
-    devices = comparison.records.manifests[strategy]["devices"]
-    if {*devices} == {"cpu"} and ranks > max(cores, config.ranks):
+    cores, devices = num_cores(), comparison.records.manifests[strategy]["devices"]
+    if {*devices} == {"cpu"} and (ranks or 0) > max(cores, config.ranks):
         said += f" (as if each rank had a core; here are {cores})"
     Console(highlight=False).print(answer_table([("WHAT IF", f"{strategy} with {said}: {found.sentence()}")]))

@@ -445,12 +445,8 @@ class CompareConfig(CompareOptions):
 
     def engine_options(self, allowed: Collection[str]) -> dict[str, Any]:
         """The engine options among ``allowed`` that a strategy takes."""
-        known = {
-            "bucket_bytes": self.bucket_bytes, "partition": self.partition, "sharding": self.sharding,
-            "wrap": self.wrap_policy, "prefetch": self.prefetch, "layout": self.layout,
-            "precision": self.precision, "offload": self.offload, "replicate_below": self.replicate_below,
-        }  # fmt: skip
-        return {name: value for name, value in known.items() if name in allowed}
+        known = {option: getattr(self, option) for option in {*ENGINE_FIELDS.values()}}
+        return {name: value for name, value in {**known, "wrap": self.wrap_policy}.items() if name in allowed}
 
     def as_dict(self, strategy: str) -> dict[str, Any]:
         """The fields for the manifest of one strategy, without options it does not take."""
