@@ -6,7 +6,7 @@ the gradients that the ranks stepped, so that what the step makes of them is jud
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,8 +20,8 @@ from shardlab.comm.mesh import Mesh
 from shardlab.launch import RankPool
 from shardlab.recording.global_hooks import replaced
 from shardlab.same.capture import Capture, Enough
-from shardlab.same.notes import Backward, Notes, Part, Step, kept, place_by_hand, wholes
-from shardlab.same.pieces import Pieces, part_of, write
+from shardlab.same.notes import Backward, Notes, Part, Step, by_name, kept, place_by_hand, whole
+from shardlab.same.pieces import Pieces, part_of
 from shardlab.same.rows import RowsAgain
 
 
@@ -51,15 +51,15 @@ class Alone(Capture):
         names = {name for names in pieces.names.values() for name in names}
         steps = self._theirs()
         place_by_hand(self._ranks, {part.name: part.shape for part in pieces.weights()})
-        known = wholes([[part for part in step.weights if part.name in names] for step in steps])
-        if missing := sorted(names - set(known)):
+        known = [[part for part in step.weights if part.name in names] for step in steps]
+        if missing := sorted(names - {part.name for parts in known for part in parts}):
             self.refuse(f"in one process a module has parameters that no rank has, first {missing[0]!r}")
-        write(pieces.weights(), {name: next(one for one in some if one is not None) for name, some in known.items()})
+        _write(pieces.weights(), known, 0)
 
     def begin_inside(self, pieces: Pieces) -> None:
         """Put the buffers of the rank in place."""
-        known = self._theirs()[self._rank].buffers
-        write((part_of(name, one) for name, one in pieces.buffers.items()), known)
+        known = (part_of(name, one) for name, one in self._theirs()[self._rank].buffers.items())
+        _write((part_of(name, one) for name, one in pieces.buffers.items()), [known], 0)
 
     def _theirs(self) -> list[Step]:
         """The same step of all ranks."""
@@ -79,18 +79,23 @@ class Alone(Capture):
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the optimizer what the ranks stepped."""
         step, theirs = self.step, self._theirs()
-        if not step.stepped:
-            step.stepped = step.gradients
         if self._latest and not self.has_engines:
             step.gradients = self._latest
-        known = wholes([one.stepped or one.gradients for one in theirs])
-        # As the rank has it, or, if it has none, another.
-        views = {name: [some[self._rank], *some] for name, some in known.items()}
-        write(self._gradients(), {name: next(one for one in some if one is not None) for name, some in views.items()})
+        _write(self._gradients(), [one.stepped for one in theirs], self._rank)
         options = theirs[self._rank].options
         if len(options) == len(optimizer.param_groups):
             for group, given in zip(optimizer.param_groups, options, strict=True):
                 group.update(given)
+
+
+def _write(parts: Iterable[Part], ranks: Sequence[Iterable[Part]], rank: int) -> None:
+    """Let pieces be those of wholes, as far as there are some: as a rank has them, or else another. One by one."""
+    known = by_name(ranks)
+    with torch.no_grad():
+        for part in parts:
+            if part.name in known:
+                views = whole(part.name, known[part.name])
+                part.value.copy_(part.of(next(one for one in (views[rank], *views) if one is not None)))
 
 
 @contextlib.contextmanager

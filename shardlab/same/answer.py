@@ -9,7 +9,7 @@ import torch
 
 from shardlab.same.causes import Line, causes, in_forward, named, short
 from shardlab.same.compare import Found, compare
-from shardlab.same.notes import Cleared, Notes, Step, place_by_hand
+from shardlab.same.notes import Cleared, Notes, Step, UnlikeError, place_by_hand
 
 SAME, DIFFERENT, UNKNOWN, LOST = "SAME", "DIFFERENT SINCE", "CANNOT BE SAID", "LOST"
 DEAD = "all gradients are 0 in one process too"
@@ -49,11 +49,15 @@ def answer(ranks: Sequence[Notes], alone: Sequence[Notes], *, is_together: bool 
     if lines := _unfit(alone, "in one process: ") or _ended(alone, "in one process: "):
         return Answer(lines)
     shapes = {part.name: part.shape for one in alone for step in one.steps for part in (*step.gradients, *step.after)}
-    divided = place_by_hand(ranks, shapes)
+    divided, found = False, Found()
+    try:
+        divided = place_by_hand(ranks, shapes)
+        found = compare(ranks, alone)
+        found.is_together = is_together
+        lines = list(_verdict(found, ranks, alone, divided))
+    except UnlikeError as error:
+        lines = [(UNKNOWN, str(error))]
     lost = list(_lost(ranks, divided))
-    found = compare(ranks, alone)
-    found.is_together = is_together
-    lines = list(_verdict(found, ranks, alone, divided))
     if lost and lines[0][0] == SAME:  # one process loses as much
         lines = [*lost, ("NOTE", f"what is left is the same: {lines[0][1]}"), *lines[1:]]
     elif lost:
@@ -92,9 +96,8 @@ def _unfit(processes: Sequence[Notes], where: str = "") -> list[Line]:
 
 def _ended(processes: Sequence[Notes], where: str = "") -> list[Line]:
     """A process that has not come to its last step, though all have done the same so far."""
-    ends = [f"{where}rank {rank}, after {len(one.steps)} steps: {one.error}" for rank, one in enumerate(processes)
-            if one.error]  # fmt: skip
-    return [(UNKNOWN, one) for one in ends[:1]]
+    ends = [(rank, one) for rank, one in enumerate(processes) if one.error]
+    return [(UNKNOWN, f"{where}rank {rank}, after {len(one.steps)} steps: {one.error}") for rank, one in ends[:1]]
 
 
 def _apart(ranks: Sequence[Notes]) -> list[Line]:
@@ -105,16 +108,11 @@ def _apart(ranks: Sequence[Notes]) -> list[Line]:
         known = own.keys() | shapes[0].keys() if ranks[rank].steps and ranks[0].steps else own.keys() & shapes[0].keys()
         if unlike := [name for name in known if own.get(name) != shapes[0].get(name)]:
             name = min(unlike)
-            told = " and ".join(
-                f"{list(some[name]) if name in some else 'none'} on rank {number}"
-                for number, some in ((0, shapes[0]), (rank, own))
-            )
-            why = (
-                f"ranks train different parameters, first {name!r}: {told}. One process cannot be both; of stages of a "
-                "pipeline, and of modules that are chosen by rank, nothing can be said"
-            )
+            first, other = (list(some[name]) if name in some else "none" for some in (shapes[0], own))
+            why = f"ranks train different parameters, first {name!r}: {first} on rank 0 and {other} on rank {rank}. "
+            why += "One process cannot be both; of stages of a pipeline, and of modules that are chosen by rank, "
             advice = "let all ranks build the same module, of which DTensor or FSDP divides each"
-            return [(UNKNOWN, why), ("NEXT", advice)]
+            return [(UNKNOWN, f"{why}nothing can be said"), ("NEXT", advice)]
     trained = {name: [name in one.trainable for one in ranks] for name in shapes[0]}
     if frozen := [name for name, on in trained.items() if any(on) and not all(on)]:
         on = ", ".join(str(rank) for rank, trains in enumerate(trained[frozen[0]]) if not trains)
@@ -190,7 +188,9 @@ def _other_losses(found: Found, ranks: Sequence[Notes], alone: Sequence[Notes], 
     else:  # or a loss that ranks have reduced before backward
         may_be += [own.sum(0).expand_as(own), own.mean(0).expand_as(own)]
     tolerance = max(found.band.same, 1e-6) if found.band.same else found.band.different
-    if torch.stack([torch.isclose(theirs, one, tolerance, 0.0) for one in may_be]).any(0).all():
+    # Of each micro-batch all ranks' by the same rule: what scales one rank's alone is no known share.
+    near = torch.stack([torch.isclose(theirs, one, tolerance, 0.0) for one in may_be])
+    if (near if found.is_together else near.all(1)).any(0).all():
         return ""
     ratios = (theirs / may_be[0]).reshape(len(theirs), -1)
     rank, micro = divmod(int((ratios - 1).abs().argmax()), ratios.shape[1])

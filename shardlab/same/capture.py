@@ -266,10 +266,8 @@ class Capture:
         groups = optimizer.param_groups
         step.names = [name for group in groups for one in group["params"] for name in self.names.get(id(one), [""])]
         self._look_for_cleared()
-        if step.gradients:  # from before they were clipped
-            step.stepped = _copies(self._gradients())
-        else:
-            self.note_gradients()
+        step.stepped = _copies(self._gradients())
+        step.gradients = step.gradients or step.stepped  # or those from before they were clipped
         step.options = [{key: one for key, one in group.items() if isinstance(one, _NUMBERS)} for group in groups]
         step.messages = self._messages.taken()
         kept = (one for pieces in self.pieces for one in pieces.unreduced())

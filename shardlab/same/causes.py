@@ -151,8 +151,8 @@ def _clipped_apart(found: Found, ranks: Sequence[Notes], step: int) -> list[Caus
     """Where each rank scales what it has by the norm of that alone; empty if none does."""
     noted = [one.steps[step] for one in ranks]
     where = f"between backward and the step at {short(noted[0].line)}"
-    stepped = wholes([one.stepped for one in noted])
-    if stepped and not _agree(found.ours[step]) and _agree(stepped):
+    is_clipped = any(one.clipped for one in noted)
+    if is_clipped and not _agree(found.ours[step]) and _agree(wholes([one.stepped for one in noted])):
         reason = "clipped before they are reduced: each rank scales its own gradient by the norm of that alone"
         return [Cause(reason, where, "reduce gradients first, then clip")]
     if found.clips_by_hand and (norm := _own_norm(noted, found.unions[step].gradient)):

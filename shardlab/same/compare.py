@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from shardlab.same.notes import Notes, Step, wholes
+from shardlab.same.notes import Notes, Step, UnlikeError, wholes
 from shardlab.same.union import Gradient, Union, union
 
 WHAT = ("weights before", "gradient", "norm", "clipping", "weights after", "buffer")
@@ -108,7 +108,7 @@ def compare(ranks: Sequence[Notes], alone: Sequence[Notes]) -> Found:
         steps, own = [one.steps[number] for one in ranks], [one.steps[number] for one in alone]
         try:
             _compare_step(found, number, steps, own, union(ranks, alone, number))
-        except ValueError as error:
+        except UnlikeError as error:
             found.unknown = str(error)
             break
     return found
@@ -119,7 +119,7 @@ def among(ranks: Sequence[Notes]) -> Found:
     found = Found(num_steps=min(len(one.steps) for one in ranks))
     for number in range(found.num_steps):
         steps = [one.steps[number] for one in ranks]
-        stepped = [[part for part in one.stepped or one.gradients if part.name in one.names] for one in steps]
+        stepped = [[part for part in one.stepped if part.name in one.names] for one in steps]
         for what, parts in (("weights before", [one.weights for one in steps]), ("gradient", stepped)):
             views = wholes(parts)
             firsts = {name: next(one for one in some if one is not None) for name, some in views.items()}
@@ -262,12 +262,12 @@ def _clipped_by_hand(
     """The gradient scaled as the script scales that of one process: to a largest norm, if that is what it does.
 
     Raises:
-        ValueError: it is not.
+        UnlikeError: it is not.
     """
     norms = [sqrt(sum(_norm(part.value) ** 2 for part in one.gradients)) for one in own]
     largest = [factor * norm for factor, norm in zip(factors, norms, strict=True) if factor < 1 - 1e-6]
     if max(factors) > 1 + 1e-6 or not isclose(min(largest), max(largest), rel_tol=1e-4):
-        raise ValueError(
+        raise UnlikeError(
             "between backward and step the script changes gradients otherwise than to a largest norm, so that what one "
             "process would step on all rows is not known"
         )

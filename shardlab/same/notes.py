@@ -18,6 +18,10 @@ Place = tuple[tuple[int, int], ...]
 """For each dim, offset and size; of pieces of the flattened tensor one of both, with ``is_flat``."""
 
 
+class UnlikeError(Exception):
+    """Processes did what cannot be matched; the text says what."""
+
+
 class Part(NamedTuple):
     """A piece of a tensor.
 
@@ -147,7 +151,7 @@ class Step:
         calls: of each module, by its number.
         backwards: in order.
         gradients: before they were clipped or stepped.
-        stepped: just before the step, where that differs.
+        stepped: just before the step.
         norm: by which they were clipped; None if it is not known here.
         max_norm: that clipping allowed; None without.
         clipped: names of the parameters of which that is the norm.
@@ -219,7 +223,7 @@ def place_by_hand(ranks: Sequence["Notes"], shapes: Mapping[str, tuple[int, ...]
         shapes: of parameters in one process.
 
     Raises:
-        ValueError: a parameter has another shape in one process, and no such.
+        UnlikeError: a parameter has another shape in one process, and no such.
     """
     found = False
     for rank, one in enumerate(ranks):
@@ -236,7 +240,7 @@ def _placed(part: Part, shape: tuple[int, ...], rank: int, num_ranks: int) -> Pa
     dim = apart[0] if len(apart) == 1 and len(shape) == len(part.shape) and part.is_whole else -1
     count, left = divmod(shape[dim], part.shape[dim]) if dim >= 0 else (0, 1)
     if left or num_ranks % count:
-        raise ValueError(f"{part.name!r} is {list(part.shape)} on the ranks and {list(shape)} in one process")
+        raise UnlikeError(f"{part.name!r} is {list(part.shape)} on the ranks and {list(shape)} in one process")
     place = [(0, size) for size in part.shape]
     place[dim] = (rank % count * part.shape[dim], part.shape[dim])
     return part._replace(shape=shape, place=tuple(place))
@@ -252,32 +256,41 @@ def wholes(ranks: Sequence[Iterable[Part]]) -> dict[str, list[Tensor | None]]:
         In place of a rank that holds nothing of a whole that others have entirely: None.
 
     Raises:
-        ValueError: the pieces of all ranks leave out elements.
+        UnlikeError: the pieces of all ranks leave out elements.
     """
+    return {name: whole(name, parts) for name, parts in by_name(ranks).items()}
+
+
+def by_name(ranks: Sequence[Iterable[Part]]) -> dict[str, list[list[Part]]]:
+    """Of each name the pieces of each rank."""
     found: dict[str, list[list[Part]]] = {}
     for rank, parts in enumerate(ranks):
         for part in parts:
             found.setdefault(part.name, [[] for _ in ranks])[rank].append(part)
-    return {name: _whole(name, parts) for name, parts in found.items()}
+    return found
 
 
-def _whole(name: str, parts: list[list[Part]]) -> list[Tensor | None]:
+def whole(name: str, parts: list[list[Part]]) -> list[Tensor | None]:
+    """One of ``wholes``."""
     every = [part for own in parts for part in own]
     if all(part.is_whole for part in every):
         return [own[0].value.reshape(own[0].shape) if own else None for own in parts]
+    known = torch.zeros(every[0].shape, dtype=torch.bool)
+    for part in every:
+        part.of(known).fill_(True)
+    if not known.all():
+        raise UnlikeError(f"pieces of {name!r} of all ranks leave out {int((~known).sum())} of {known.numel()}")
     if any(part.adds_up for part in every):
-        parts = [_summed(every)] * len(parts)
-    made: list[Tensor | None] = []
-    for own in parts:
-        known = torch.zeros(every[0].shape, dtype=torch.bool)
-        value = torch.zeros(every[0].shape, dtype=every[0].value.dtype)
+        views = [_summed(every)]
+    else:  # where no element lies on two ranks, all of them have one whole
+        views = [[]] if sum(part.value.numel() for part in every) == known.numel() else parts
+    made = []
+    for own in views:
+        value = torch.empty(every[0].shape, dtype=every[0].value.dtype)
         for part in (*reversed(every), *own):  # its own last
             part.of(value).copy_(part.value)
-            part.of(known).fill_(True)
-        if not known.all():
-            raise ValueError(f"pieces of {name!r} of all ranks leave out {int((~known).sum())} of {known.numel()}")
         made.append(value)
-    return made
+    return [made[rank % len(made)] for rank in range(len(parts))]
 
 
 def _summed(every: list[Part]) -> list[Part]:

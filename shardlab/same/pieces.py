@@ -4,10 +4,9 @@ Plain parameters are whole; DTensors (FSDP2, tensor parallelism), torch's first 
 Everything is read where it lies, and nothing is sent.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -149,14 +148,6 @@ class Pieces:
                 spans.append(span)
             if not handle._use_orig_params:
                 yield id(flat), _Flat(flat, spans)
-
-
-def write(parts: Iterable[Part], whole: Mapping[str, Tensor]) -> None:
-    """Let pieces be those of these wholes, as far as there are some; in a group of one."""
-    with torch.no_grad():
-        for part in parts:
-            if part.name in whole:
-                part.value.copy_(part.of(whole[part.name]))
 
 
 def inside(root: nn.Module) -> nn.Module:

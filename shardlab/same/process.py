@@ -5,9 +5,10 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -77,6 +78,12 @@ def write(notes: Notes, folder: Path, kind: str, rank: int) -> None:
     part.rename(notes_in(folder, kind, rank))
 
 
+def _without_tensors(notes: Notes) -> Notes:
+    """Of a rank that does not end, nothing more is said than what it did."""
+    none: dict[str, Any] = {"weights": [], "gradients": [], "stepped": [], "after": []}
+    return replace(notes, steps=[replace(step, **none) for step in notes.steps])
+
+
 def read(folder: Path, kind: str, numbers: Iterable[int]) -> list[Notes]:
     """The notes of processes of a kind."""
     return [torch.load(notes_in(folder, kind, number), weights_only=False, mmap=True) for number in numbers]
@@ -103,8 +110,8 @@ def run(job: Job, folder: Path, kind: str, number: int) -> Notes:
             again = RowsAgain(notes, float64=job.float64, ranks=of, rank=rank)
             capture = Alone(again, notes, ranks, rank=rank, limit=job.limit, dropout=job.dropout)
             stack.enter_context(in_a_group_of_one())
-        # Also in between: what a rank has noted stays, where it waits for others without end.
-        capture.on_step = lambda: write(notes, folder, kind, number)
+        if kind == RANK:  # also in between: what a rank has done stays known, where it waits for others without end
+            capture.on_step = lambda: write(_without_tensors(notes), folder, kind, number)
         torch._dynamo.config.disable = True  # what is compiled is not seen, and rounds otherwise
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64 if job.float64 else before)

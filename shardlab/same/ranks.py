@@ -19,8 +19,8 @@ from shardlab.launch.placement import TorchrunEnv
 from shardlab.same.alone import environment
 from shardlab.same.answer import UNKNOWN, Answer, answer, early
 from shardlab.same.causes import in_forward, named
-from shardlab.same.compare import among
-from shardlab.same.notes import Notes
+from shardlab.same.compare import Found, among
+from shardlab.same.notes import Notes, UnlikeError
 from shardlab.same.process import ALONE, RANK, TOGETHER, Job, ended_in, main, notes_in, read, run, write
 
 GRACE_S = 20.0  # for the others, when a rank has ended
@@ -81,23 +81,33 @@ def _judged(job: Job, folder: Path, limit_s: float) -> Answer:
 
 def at_once(ranks: Sequence[Notes]) -> int | Answer:
     """How many processes alone fit into memory; if none does, that."""
+    steps = ranks[0].steps
     parts = {part.name: part for one in ranks for step in one.steps[:1] for part in step.weights}
     whole = sum(prod(part.shape) * part.value.element_size() for part in parts.values())
-    # Weights, gradients, twice as much of the optimizer, the gradient before a backward; what is noted lies in files.
-    needed = 5 * whole
+    needed = 5 * whole  # weights, gradients, twice as much of the optimizer, the gradient before a backward
+    if in_memory(tempfile.gettempdir()):  # what each step and backward is noted by lies in files, here no other place
+        needed += 2 * whole * sum(3 + len(step.backwards) for step in steps)
     free = psutil.virtual_memory().available
-    if needed > free:
-        why = (
-            f"one process with all {whole / 1e9:.3g} GB of parameters needs about {needed / 1e9:.3g} GB to be "
-            f"compared, and {free / 1e9:.3g} GB are free"
-        )
-        note, found = "ranks agree with one another in weights, in what they step, and in buffers", among(ranks)
-        if rows := found.different:
-            note = f"step {rows[0].step}: {rows[0].what} of {named(rows, found, ranks)} differ between ranks, which is "
-            note += "right where they divide these parameters by hand"
-        advice = "take fewer or smaller layers of the same kind; or one axis at a time, of so many ranks"
-        return Answer([(UNKNOWN, why), ("NEXT", advice), ("NOTE", note)], found.table)
-    return max(1, min(len(ranks), free // max(needed, 1)))
+    if needed <= free:
+        return max(1, min(len(ranks), free // max(needed, 1)))
+    why = f"one process with all {whole / 1e9:.3g} GB of parameters needs about {needed / 1e9:.3g} GB to be compared, "
+    note = "ranks agree with one another in weights, in what they step, and in buffers"
+    try:
+        found = among(ranks)
+    except UnlikeError as error:
+        found, note = Found(), str(error)
+    if rows := found.different:
+        note = f"step {rows[0].step}: {rows[0].what} of {named(rows, found, ranks)} differ between ranks, which is "
+        note += "right where they divide these parameters by hand"
+    advice = "take fewer or smaller layers of the same kind; or one axis at a time, of so many ranks"
+    lines = [(UNKNOWN, f"{why}and {free / 1e9:.3g} GB are free"), ("NEXT", advice), ("NOTE", note)]
+    return Answer(lines, found.table)
+
+
+def in_memory(folder: str) -> bool:
+    """Whether files there take memory, as those of a tmpfs do."""
+    mounts = [one for one in psutil.disk_partitions(all=True) if Path(folder).is_relative_to(one.mountpoint)]
+    return bool(mounts) and max(mounts, key=lambda one: len(one.mountpoint)).fstype in ("tmpfs", "ramfs")
 
 
 def _run(job: Job, folder: Path, kind: str, numbers: Sequence[int], limit_s: float) -> None:

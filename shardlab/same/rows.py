@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shardlab.comm.trees import map_tensors, tensors_in
-from shardlab.same.notes import Call, Notes, Step
+from shardlab.same.notes import Call, Notes, Step, UnlikeError
 
 _ENDED = "no further batch"  # in place of one
 
@@ -178,10 +178,6 @@ def _joined(tensors: Sequence[Any], dim: int, num_rows: int = 1) -> Any:
     if dim and first.ndim == 1 and first.numel() % num_rows == 0:  # labels that were flattened
         return torch.cat([one.reshape(num_rows, -1) for one in tensors], 1).reshape(-1)
     return torch.cat(list(tensors), min(dim, first.ndim - 1))
-
-
-class UnlikeError(Exception):
-    """The single process does something else than the rank."""
 
 
 def _is_rows(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ from math import isclose
 import torch
 from torch import Tensor
 
-from shardlab.same.notes import Notes, Part, Step, wholes
+from shardlab.same.notes import Notes, Part, Step, UnlikeError, wholes
 
 EQUAL = 1e-6
 Gradient = dict[str, Tensor]
@@ -54,7 +54,7 @@ def union(ranks: Sequence[Notes], alone: Sequence[Notes], step: int) -> Union:
     """The step of one process.
 
     Raises:
-        ValueError: what a process alone does cannot be matched with what ranks do.
+        UnlikeError: what a process alone does cannot be matched with what ranks do.
     """
     theirs, own = [one.steps[step] for one in ranks], [one.steps[step] for one in alone]
     of_a_rank = [len(one.backwards) for one in theirs]
@@ -62,7 +62,7 @@ def union(ranks: Sequence[Notes], alone: Sequence[Notes], step: int) -> Union:
     if of_one == {sum(of_a_rank)} and len(set(of_a_rank)) == 1 and len(ranks) > 1:
         return _in_turn(own[0], of_a_rank[0], len(ranks))
     if [len(one.backwards) for one in own] != of_a_rank:
-        raise ValueError(
+        raise UnlikeError(
             f"step {step} has {', '.join(map(str, of_a_rank))} backwards on the ranks and "
             f"{', '.join(str(len(one.backwards)) for one in own)} in one process, on the same rows"
         )
