@@ -8,6 +8,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from itertools import product
 from typing import Any
 
 import torch
@@ -32,17 +33,13 @@ class Alone(Capture):
         rows: of a rank.
         notes: of this process.
         ranks: notes of all ranks.
-        rank: whose rows these are.
-        limit: see ``Capture``.
-        dropout: see ``Capture``.
+        options: see ``Capture``; its rank is the one whose rows these are.
     """
 
     keeps_local = True
 
-    def __init__(
-        self, rows: RowsAgain, notes: Notes, ranks: list[Notes], *, rank: int, limit: int, dropout: bool
-    ) -> None:  # fmt: skip
-        super().__init__(rows, notes, rank=rank, limit=limit, dropout=dropout)
+    def __init__(self, rows: RowsAgain, notes: Notes, ranks: list[Notes], **options: Any) -> None:
+        super().__init__(rows, notes, **options)
         self._ranks = ranks
         self._latest: list[Part] = []
 
@@ -115,16 +112,13 @@ def in_a_group_of_one() -> Iterator[None]:
         plain(pool, 1, **options)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(Mesh, "__init__", ours))
-        stack.enter_context(replaced(RankPool, "__init__", pool))
-        for owner in (device_mesh, dist):
-            stack.enter_context(replaced(owner, "init_device_mesh", mesh))
-        for owner in (distributed_c10d, dist):
-            stack.enter_context(replaced(owner, "new_group", group))
-        stack.enter_context(replaced(torch, "save", lambda *_, **__: None))
-        for owner in (checkpoint, state_dict_saver):
-            for name in ("save", "async_save"):
-                stack.enter_context(replaced(owner, name, _saved))
+        for owners, names, instead in (
+            ((Mesh,), ("__init__",), ours), ((RankPool,), ("__init__",), pool), ((torch,), ("save",), _saved),
+            ((device_mesh, dist), ("init_device_mesh",), mesh), ((distributed_c10d, dist), ("new_group",), group),
+            ((checkpoint, state_dict_saver), ("save", "async_save"), _saved),
+        ):  # fmt: skip
+            for owner, name in product(owners, names):
+                stack.enter_context(replaced(owner, name, instead))
         yield
 
 
@@ -137,10 +131,8 @@ def _saved(*_: object, **__: object) -> Future[None]:
 
 def environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     """As torchrun gives it to a rank of one host."""
-    numbers = {
-        "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "ROLE_RANK": rank, "WORLD_SIZE": num_ranks,
-        "LOCAL_WORLD_SIZE": num_ranks, "ROLE_WORLD_SIZE": num_ranks, "MASTER_PORT": port,
-    }  # fmt: skip
+    numbers = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)) | {"GROUP_RANK": "0"}
+    numbers |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(num_ranks))
     kept = {name: one for name, one in os.environ.items() if not name.startswith("TORCHELASTIC")}
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return kept | threads | {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    return kept | threads | numbers | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

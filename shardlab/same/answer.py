@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import isclose, isnan
+from math import hypot, isclose, isnan
 
 import pandas as pd
 import torch
@@ -82,15 +82,13 @@ def _unfit(processes: Sequence[Notes], where: str = "") -> list[Line]:
     for rank, one in enumerate(processes):
         if one.error and not one.left_by_others:
             lines = [(UNKNOWN, f"{where}rank {rank} ends after {len(one.steps)} steps: {one.error}")]
-            if where and one.error.startswith("AssertionError"):
-                lines.append(("NEXT", "give the arguments of one process by --alone, for example --alone '--tp 1'"))
-            return lines
+            is_of_arguments = where and one.error.startswith("AssertionError")
+            advice = "give the arguments of one process by --alone, for example --alone '--tp 1'"
+            return [*lines, ("NEXT", advice)] if is_of_arguments else lines
     if any(one.steps for one in processes):
         return []
-    words = (
-        "no step of an optimizer was seen: the script has none, or starts processes itself (mp.spawn); let torchrun "
-        "or --ranks start them"
-    )
+    words = "no step of an optimizer was seen: the script has none, or starts processes itself (mp.spawn); "
+    words += "let torchrun or --ranks start them"
     return [(UNKNOWN, where + next((one.error for one in processes if one.error), words))]
 
 
@@ -181,7 +179,8 @@ def _other_losses(found: Found, ranks: Sequence[Notes], alone: Sequence[Notes], 
         for some in (ranks, alone)
     )
     own = own[:, : theirs.shape[1]]
-    shares = torch.tensor(found.unions[number].weights).double()[:, None]
+    known = found.unions[number]
+    shares = torch.tensor([[known.weight(r, m) for m in range(own.shape[1])] for r in range(len(ranks))]).double()
     may_be = [own * scale for scale in (1.0, len(ranks), len(ranks) ** 2, 1 / len(ranks), shares, shares * len(ranks))]
     if found.is_together:  # the loss of all rows at once
         theirs, may_be = theirs.sum(0), [own[0], own[0] * len(ranks)]
@@ -227,7 +226,7 @@ def _lost(ranks: Sequence[Notes], divided: bool) -> Iterator[Line]:
 
 
 def _norm_of(norms: Sequence[tuple[str, float]], rank: int) -> str:
-    norm = sum(one**2 for _, one in norms) ** 0.5
+    norm = hypot(*(one for _, one in norms))
     return f"gradients of {len(dict(norms))} parameters, of norm {norm:.4g} on rank {rank}"
 
 
@@ -247,17 +246,14 @@ def _notes(found: Found, ranks: Sequence[Notes]) -> Iterator[Line]:
     gathers = found.is_together and all(one.op == "all_gather" for one in sent)
     lines = ", ".join(dict.fromkeys(short(one.line) for one in sent))
     added = "the loss is a sum over rows, "
+    is_mean_of_sums = not found.by_sum and any(one.is_summed for one in found.unions)
+    unseen, uneven = not all(one.is_known for one in found.unions), any(one.uneven for one in found.unions)
     told = {
         f"what is gathered at {lines} brings back no gradient, in one process neither": gathers and lines,
         f"{added}and the ranks' gradients are added: as one process does on all rows": found.by_sum,
-        f"{added}of which ranks take the mean: one process on all rows has {len(ranks)} times it": not found.by_sum
-        and any(one.is_summed for one in found.unions),
-        "of how many rows or tokens each loss is the mean was not seen: all ranks are taken to weigh the same": not all(
-            one.is_known for one in found.unions
-        ),
-        "micro-batches with unequal numbers of rows or tokens weigh the same, in one process too": any(
-            one.uneven for one in found.unions
-        ),
+        f"{added}of which ranks take the mean: one process on all rows has {len(ranks)} times it": is_mean_of_sums,
+        "of how many rows or tokens each loss is the mean was not seen: all ranks are taken to weigh the same": unseen,
+        "micro-batches with unequal numbers of rows or tokens weigh the same, in one process too": uneven,
         f"gradients of the step before are still there in step {min(kept, default=0)}: nothing clears them": kept,
         f"gradients of {len(discarded)} parameters, brought by another optimizer's loss, are discarded": discarded,
     }
@@ -269,15 +265,6 @@ def _same_rows(ranks: Sequence[Notes]) -> bool:
     steps = [step for one in ranks for step in one.steps]
     if any(one.caller == "dtensor" and one.backward < len(step.backwards) for step in steps for one in step.messages):
         return False  # those after the last backward are of the gradients' norm
-    first, *others = [
-        [
-            tensor
-            for step in one.steps
-            for calls in step.calls.values()
-            for call in calls
-            for tensor in call.given
-            if tensor is not None
-        ]
-        for one in ranks
-    ]
+    calls = [[call for step in one.steps for some in step.calls.values() for call in some] for one in ranks]
+    first, *others = [[tensor for call in one for tensor in call.given if tensor is not None] for one in calls]
     return bool(first) and all(len(one) == len(first) and all(map(torch.equal, first, one)) for one in others)

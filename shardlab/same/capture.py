@@ -7,6 +7,7 @@ goes on as before after it, so that noise that a module draws is the same in the
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -145,10 +146,10 @@ class Capture:
 
     def _around_call(self, plain: Callable[..., Any], root: Any, *args: Any, **kwargs: Any) -> Any:
         self._look_inside(root)
-        if self._is_inside or not torch.is_grad_enabled() or not _trains(root):
-            return plain(root, *args, **kwargs)
-        if self._is_in_backward:  # a checkpointed forward again, with what it was given at first
-            args, kwargs = self._rows.again((args, kwargs))
+        is_unseen = self._is_inside or not torch.is_grad_enabled() or not _trains(root)
+        if is_unseen or self._is_in_backward:
+            if not is_unseen:  # a checkpointed forward again, with what it was given at first
+                args, kwargs = self._rows.again((args, kwargs))
             return plain(root, *args, **kwargs)
         self._is_inside, self._is_on_the_way = True, False
         try:
@@ -183,8 +184,7 @@ class Capture:
     def _around_backward(self, plain: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
         if self._is_in_backward:
             return plain(tensors, *args, **kwargs)
-        losses = scalars(tensors)
-        backward = Backward(sum(float(loss) for loss in losses), line_of_caller(), self._counted)
+        backward = Backward(sum(map(float, scalars(tensors))), line_of_caller(), self._counted)
         self._counted = []
         self._look_for_cleared()
         before = {part.name: part.value.clone() for part in self._gradients()} if self.keeps_local else {}
@@ -206,23 +206,24 @@ class Capture:
 
     def _clip(self, plain: Any, parameters: Any, max_norm: float, total_norm: Tensor, *rest: Any, **named: Any) -> None:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        step, clipped = self.step, [name for one in given for name in self.names.get(id(one), [])]
-        if step.gradients:
-            step.max_norm = None  # several norms, of parts: what they should be is not known
+        if self.step.gradients:
+            self.step.max_norm = None  # several norms, of parts: what they should be is not known
         else:
-            self.note_gradients()
-            step.max_norm, step.clipped = float(max_norm), clipped
-            step.norm = next((float(one) for one in scalars(total_norm)), None)
+            self._note_clip(max_norm, [name for one in given for name in self.names.get(id(one), [])])
+            self.step.norm = next((float(one) for one in scalars(total_norm)), None)
         plain(given, max_norm, total_norm, *rest, **named)
 
     def _around_clip(self, plain: Any, root: Any, max_norm: float, *rest: Any, **named: Any) -> Tensor:
         if isinstance(root, AnyEngine):
             root.finish_gradients()
-        self.note_gradients()
-        self.step.max_norm, self.step.clipped = float(max_norm), list(self.notes.trainable)
+        self._note_clip(max_norm, list(self.notes.trainable))
         norm: Tensor = plain(root, max_norm, *rest, **named)
         self.step.norm = float(norm)
         return norm
+
+    def _note_clip(self, max_norm: float, names: list[str]) -> None:
+        self.step.gradients = _copies(self._gradients())
+        self.step.max_norm, self.step.clipped = float(max_norm), names
 
     def _around_verb(self, plain: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self._is_on_the_way = False  # what an engine does to gradients is no function of the script
@@ -270,8 +271,8 @@ class Capture:
         step.gradients = step.gradients or step.stepped  # or those from before they were clipped
         step.options = [{key: one for key, one in group.items() if isinstance(one, _NUMBERS)} for group in groups]
         step.messages = self._messages.taken()
-        kept = (one for pieces in self.pieces for one in pieces.unreduced())
-        step.unreduced = {name: float(one.norm()) for name, one in kept if name in step.names}
+        every = (one for pieces in self.pieces for one in pieces.unreduced())
+        step.unreduced = {name: float(one.norm()) for name, one in every if name in step.names}
         self.step_begins(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -287,10 +288,6 @@ class Capture:
         self.notes.steps.append(self.step)
         self.step = Step()
         self.on_step()
-
-    def note_gradients(self) -> None:
-        """The gradients as they are."""
-        self.step.gradients = _copies(self._gradients())
 
     def _gradients(self) -> Iterator[Part]:
         for pieces in self.pieces:
@@ -310,17 +307,14 @@ class Capture:
             del self._held[name]
 
     def _note_after(self, pieces: Pieces) -> None:
-        weights: list[Part] = []
-        names = {name for names in pieces.names.values() for name in names}
+        names, weights = {name for names in pieces.names.values() for name in names}, list[Part]()
         for step in self.notes.steps:
-            wanted = names & set(step.names) - {part.name for part in step.after}
-            if wanted:
+            if wanted := names & set(step.names) - {part.name for part in step.after}:
                 weights = weights or _copies(pieces.weights())
                 step.after += [part for part in weights if part.name in wanted]
 
     def _end_if_enough(self) -> None:
-        numbers = [step.optimizer for step in self.notes.steps]
-        counts = [numbers.count(optimizer) for optimizer in set(numbers)]
+        counts = Counter(step.optimizer for step in self.notes.steps).values()
         if counts and (min(counts) >= self._limit or max(counts) >= MOST * self._limit):
             raise Enough
 
@@ -384,8 +378,7 @@ def _drops_nothing(plain: Callable[..., Tensor], *args: Any, **kwargs: Any) -> T
 
 def _counted(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Tensor) -> list[Counted]:
     """How many rows or tokens a loss is of, and their sum."""
-    reduction = kwargs.get("reduction", "mean")
-    target = args[1] if len(args) > 1 else kwargs["target"]
+    reduction, target = kwargs.get("reduction", "mean"), args[1] if len(args) > 1 else kwargs["target"]
     number = target.numel()
     if function in (F.cross_entropy, F.nll_loss) and not target.is_floating_point():
         number = int((target != kwargs.get("ignore_index", -100)).sum())

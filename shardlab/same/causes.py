@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardlab.same.coefficients import Mixture, mixture
+from shardlab.same.coefficients import CLOSE, Mixture, mixture
 from shardlab.same.compare import REDUCES, Found, Row
 from shardlab.same.meanings import listed, meaning
 from shardlab.same.notes import Message, Notes, Step, wholes
@@ -142,6 +142,9 @@ def _of_gradients(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> 
             messages = in_forward(ranks[on].steps[step])
             reason = "what ranks exchange in forward brings back no gradient, or another one than in one process"
             advice = "exchange by torch.distributed.nn.functional, which has a backward; let each row's loss count once"
+        elif not mixed.explains and (times := _of_step_before(found, step, group, on)):
+            reason = f"what the step before brought is still in them, {times:.3g} times"
+            advice = "clear what gradients are added up in, after each step"
         only = "" if len(group) == len(names) else f" ({_some(group)})"
         said.append(Cause(reason + only, _where(ranks, step, on, group, messages), advice))
     return said
@@ -223,6 +226,18 @@ def _grouped(
             yield group, mixture(ours, expected, group)
     if absent := [name for name in names if name not in ours]:
         yield absent, Mixture(dict.fromkeys(expected.brought, 0.0), 0.0, True)
+
+
+def _of_step_before(found: Found, step: int, names: Sequence[str], rank: int) -> float:
+    """How many times the gradients of the step before are in what is too much; 0 if it is something else."""
+    known = [(found.ours[number], found.unions[number].gradient) for number in (step - 1, step)] if step else []
+    views = [[(ours[name][rank], right[name]) for name in names if name in ours] for ours, right in known]
+    if not views or len(views[0]) != len(views[1]) or any(view is None for some in views for view, _ in some):
+        return 0.0
+    before = torch.cat([view.double().reshape(-1) for view, _ in views[0] if view is not None])
+    away = torch.cat([(view - right).reshape(-1) for view, right in views[1] if view is not None])
+    times = float(before @ away / before.square().sum().clamp(min=1e-300))
+    return times if float((away - times * before).norm()) < CLOSE * float(away.norm()) else 0.0
 
 
 def _where(ranks: Sequence[Notes], step: int, rank: int, names: Sequence[str], messages: Sequence[Message]) -> str:

@@ -74,7 +74,7 @@ def _mixture(ours: dict[str, Tensor], expected: Union, names: Sequence[str]) -> 
     keys = list(expected.brought)
     columns = [
         torch.cat([
-            expected.brought[key].get(name, torch.zeros_like(ours[name], dtype=torch.float64)).reshape(-1)
+            expected.brought[key].get(name, torch.zeros_like(ours[name])).double().reshape(-1)
             for name in names
         ])
         for key in keys
@@ -88,8 +88,8 @@ def _mixture(ours: dict[str, Tensor], expected: Union, names: Sequence[str]) -> 
     solved = torch.linalg.lstsq(scaled, mine, rcond=1e-4, driver="gelsd")
     away = float((scaled @ solved.solution - mine).norm())
     norm = sqrt(
-        max(float(mine.square().sum()), sum((sizes[number] * expected.share(keys[number][0])) ** 2 for number in used))
+        max(float(mine.square().sum()), sum((sizes[number] * expected.share(*keys[number])) ** 2 for number in used))
     )
-    found = {keys[number]: float(solved.solution[place]) / sizes[number] / expected.share(keys[number][0])
+    found = {keys[number]: float(solved.solution[place]) / sizes[number] / expected.share(*keys[number])
              for place, number in enumerate(used)}  # fmt: skip
     return Mixture(found, away / norm if norm else 1.0, int(solved.rank) == len(used))

@@ -34,15 +34,15 @@ def meaning(
     own = [key for key in mixed.of if key[0] == twin]
     others = [key for key in mixed.of if key[0] != twin]
     if not mixed.explains:
-        return (
+        words = (
             f"no sum of the ranks' gradients explains them ({mixed.residual:.0%} is left): other rows, other weights, "
-            "or values that were changed one by one",
-            "look at what changes gradients between backward and step; run with --float64 to rule out rounding",
         )
+        advice = "look at what changes gradients between backward and step; run with --float64 to rule out rounding"
+        return f"{words}or values that were changed one by one", advice
     if mixed.all_near(0.0):
         return "no gradient arrives: it is 0 or None at the step", "look where gradients are cleared, or detached"
     if expected.is_counted and all(
-        isclose(one * expected.share(key[0]), expected.twins.count(key[0]) / num_ranks, rel_tol=0.02)
+        isclose(one * expected.share(*key), expected.twins.count(key[0]) / num_ranks, rel_tol=0.02)
         for key, one in mixed.of.items()
     ):
         shares = ", ".join(f"{one:.3g}" for one in expected.weights)

@@ -45,18 +45,8 @@ class Messages(Observer):
 
     def issued(self, event: CollectiveEvent) -> None:
         """As the base."""
-        self._found.append(
-            Message(
-                str(event.op),
-                self._caller,
-                locate(event),
-                event.ranks,
-                event.dtype,
-                event.numel,
-                self._names,
-                self._backward(),
-            )
-        )
+        line, number = locate(event), self._backward()
+        self._found.append(Message(str(event.op), self._caller, line, event.ranks, event.dtype, self._names, number))
 
     def _tag(self, op: Collective, caller: Caller, tensors: Sequence[Tensor]) -> str:
         self._caller = caller.name

@@ -116,7 +116,6 @@ class Message(NamedTuple):
     line: str
     ranks: tuple[int, ...]
     dtype: str
-    numel: int
     names: tuple[str, ...]
     backward: int
 
@@ -199,6 +198,7 @@ class Notes:
         error: by which the script ended; empty if it did not.
         left_by_others: whether that is only that other ranks had ended, or never came.
         refused: why it cannot be judged; empty if it can.
+        has_ended: whether this is all.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -210,6 +210,7 @@ class Notes:
     error: str = ""
     left_by_others: bool = False
     refused: str = ""
+    has_ended: bool = False
 
 
 def place_by_hand(ranks: Sequence["Notes"], shapes: Mapping[str, tuple[int, ...]]) -> bool:

@@ -26,13 +26,7 @@ class _Span(NamedTuple):
     size: int
 
 
-class _Flat(NamedTuple):
-    """What FSDP1 keeps of one or several parameters in one tensor."""
-
-    tensor: Tensor
-    spans: list[_Span]
-
-
+_Flat = tuple[Tensor, list[_Span]]  # what FSDP1 keeps of one or several parameters in one tensor
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -66,12 +60,12 @@ class Pieces:
         if self._engine is not None:
             return {id(one): [self._prefix + name] for name, one in self._engine.step_tensors().items()}
         plain = {id(param): [name] for name, param in self._params.items()}
-        return plain | {key: [span.name for span in flat.spans] for key, flat in self._flat.items()}
+        return plain | {key: [span.name for span in spans] for key, (_, spans) in self._flat.items()}
 
     @property
     def trainable(self) -> list[str]:
         """Names of the parameters that train."""
-        flat = [span.name for flat in self._flat.values() if flat.tensor.requires_grad for span in flat.spans]
+        flat = [span.name for one, spans in self._flat.values() if one.requires_grad for span in spans]
         return [name for name, param in self._params.items() if param.requires_grad] + flat
 
     @property
@@ -93,8 +87,8 @@ class Pieces:
             return
         for name, param in self._params.items():
             yield part_of(name, param)
-        for flat in self._flat.values():
-            yield from (_cut(flat.tensor.detach(), span) for span in flat.spans)
+        for flat, spans in self._flat.values():
+            yield from (_cut(flat.detach(), span) for span in spans)
 
     def gradients(self) -> Iterator[Part]:
         """Pieces of the gradients, of parameters that have one."""
@@ -107,9 +101,9 @@ class Pieces:
         for name, param in self._params.items():
             if param.grad is not None:
                 yield part_of(name, param.grad)
-        for flat in self._flat.values():
-            if flat.tensor.grad is not None:
-                yield from (_cut(flat.tensor.grad.detach(), span) for span in flat.spans)
+        for flat, spans in self._flat.values():
+            if flat.grad is not None:
+                yield from (_cut(flat.grad.detach(), span) for span in spans)
 
     def unreduced(self) -> Iterator[tuple[str, Tensor]]:
         """What FSDP2 adds up of gradients until it may reduce them, by name; there is no public way to it."""
@@ -143,11 +137,11 @@ class Pieces:
                 size = shape.numel() if info is None else info.numel_in_shard or 0
                 span = _Span(named, tuple(shape), start, offset, size)
                 if own is not None:
-                    yield id(own), _Flat(own, [span._replace(offset=0)])
+                    yield id(own), (own, [span._replace(offset=0)])
                 offset += span.size
                 spans.append(span)
             if not handle._use_orig_params:
-                yield id(flat), _Flat(flat, spans)
+                yield id(flat), (flat, spans)
 
 
 def inside(root: nn.Module) -> nn.Module:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import save  # a process alone saves nothing else
 
 from shardlab.launch.worker import end_with
@@ -61,21 +60,11 @@ class Job:
             raise ValueError(f"steps: {self.limit} is given; it must be 1 or more")
 
 
-def notes_in(folder: Path, kind: str, rank: int) -> Path:
-    """The file of a process."""
-    return folder / f"{kind}{rank}.pt"
-
-
-def ended_in(folder: Path, kind: str, rank: int) -> Path:
-    """What a process leaves when its notes are complete."""
-    return folder / f"{kind}{rank}.ended"
-
-
 def write(notes: Notes, folder: Path, kind: str, rank: int) -> None:
     """Write the file of a process."""
     part = folder / f"{kind}{rank}.part"
     save(notes, part)
-    part.rename(notes_in(folder, kind, rank))
+    part.rename(folder / f"{kind}{rank}.pt")
 
 
 def _without_tensors(notes: Notes) -> Notes:
@@ -85,8 +74,9 @@ def _without_tensors(notes: Notes) -> Notes:
 
 
 def read(folder: Path, kind: str, numbers: Iterable[int]) -> list[Notes]:
-    """The notes of processes of a kind."""
-    return [torch.load(notes_in(folder, kind, number), weights_only=False, mmap=True) for number in numbers]
+    """The notes of processes of a kind; empty ones of those that have written none."""
+    paths = [folder / f"{kind}{number}.pt" for number in numbers]
+    return [torch.load(one, weights_only=False, mmap=True) if one.exists() else Notes() for one in paths]
 
 
 def run(job: Job, folder: Path, kind: str, number: int) -> Notes:
@@ -112,6 +102,8 @@ def run(job: Job, folder: Path, kind: str, number: int) -> Notes:
             stack.enter_context(in_a_group_of_one())
         if kind == RANK:  # also in between: what a rank has done stays known, where it waits for others without end
             capture.on_step = lambda: write(_without_tensors(notes), folder, kind, number)
+        import torch._dynamo  # the forkserver has; a second of CPU for the process that compares
+
         torch._dynamo.config.disable = True  # what is compiled is not seen, and rounds otherwise
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64 if job.float64 else before)
@@ -132,8 +124,8 @@ def run(job: Job, folder: Path, kind: str, number: int) -> Notes:
                 traceback.print_exc()
         finally:
             capture.finish()
+    notes.has_ended = True
     write(notes, folder, kind, number)
-    ended_in(folder, kind, number).touch()
     return notes
 
 

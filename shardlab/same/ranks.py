@@ -7,7 +7,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -21,7 +21,7 @@ from shardlab.same.answer import UNKNOWN, Answer, answer, early
 from shardlab.same.causes import in_forward, named
 from shardlab.same.compare import Found, among
 from shardlab.same.notes import Notes, UnlikeError
-from shardlab.same.process import ALONE, RANK, TOGETHER, Job, ended_in, main, notes_in, read, run, write
+from shardlab.same.process import ALONE, RANK, TOGETHER, Job, main, read, run, write
 
 GRACE_S = 20.0  # for the others, when a rank has ended
 POLL_S = 0.05
@@ -52,8 +52,9 @@ def judged_under_torchrun(job: Job, env: TorchrunEnv, limit_s: float) -> Answer 
     sys.modules["__main__"] = ModuleType("__main__")  # a new process would import the script under this name
     try:
         end = time.monotonic() + GRACE_S
-        while time.monotonic() < end and not all(ended_in(folder, RANK, rank).exists() for rank in range(job.ranks)):
+        while time.monotonic() < end and not all(one.has_ended for one in read(folder, RANK, range(job.ranks))):
             time.sleep(POLL_S)
+        _note_ends(folder, RANK, range(job.ranks), {})
         return _judged(job, folder, limit_s)
     finally:
         shutil.rmtree(folder)
@@ -123,7 +124,7 @@ def _run(job: Job, folder: Path, kind: str, numbers: Sequence[int], limit_s: flo
         started[number].start()
     try:
         _wait(list(started.values()), limit_s, GRACE_S if kind == RANK else limit_s)
-        cut = [number for number, process in started.items() if process.is_alive()]
+        died = {number: process.exitcode for number, process in started.items() if not process.is_alive()}
     finally:
         for life, ours in lives:
             ours.close()
@@ -131,15 +132,17 @@ def _run(job: Job, folder: Path, kind: str, numbers: Sequence[int], limit_s: flo
         for process in started.values():
             process.kill()
             process.join()
-    for number in numbers:
-        if number not in cut and ended_in(folder, kind, number).exists():
-            continue
-        notes = read(folder, kind, [number])[0] if notes_in(folder, kind, number).exists() else Notes()
-        notes.error = f"the process died (exit code {started[number].exitcode})"
-        if number in cut:
-            notes.error = "it did not end: it waits for something that does not come, or takes too long"
-            notes.left_by_others = True
-        write(notes, folder, kind, number)
+    _note_ends(folder, kind, numbers, died)
+
+
+def _note_ends(folder: Path, kind: str, numbers: Sequence[int], died: Mapping[int, int | None]) -> None:
+    """Note of processes that have not come to their end what they did instead; ``died`` has the exit codes of some."""
+    for number, notes in zip(numbers, read(folder, kind, numbers), strict=True):
+        if not notes.has_ended:
+            notes.error, notes.left_by_others = f"the process died (exit code {died.get(number)})", number not in died
+            if notes.left_by_others:
+                notes.error = "it did not end: it waits for something that does not come, or takes too long"
+            write(notes, folder, kind, number)
 
 
 def _wait(started: Sequence[ForkServerProcess], limit_s: float, grace_s: float) -> None:

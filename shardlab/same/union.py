@@ -6,7 +6,7 @@ number of ranks, the single process takes those of all ranks by itself.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isclose
 
@@ -28,26 +28,32 @@ class Union:
         micro_batches: of a rank.
         weights: of each rank.
         brought: what each rank's rows have brought in each of its backwards; the weighted sum is the gradient.
+        twins: of each rank, the first one that has the same rows, as ranks that divide a model do.
         is_summed: whether the loss is a sum over rows, so that the sum over ranks is as right as their mean.
         is_counted: whether the weights are numbers of rows or tokens that differ.
         is_known: whether it is known what each loss is divided by.
         uneven: whether micro-batches of unequal numbers weigh the same.
-        twins: of each rank, the first one that has the same rows, as ranks that divide a model do.
+        by_micro: of rank and micro-batch, where each micro-batch weighs as much of all ranks' rows as it has of them.
     """
 
     gradient: Gradient
     micro_batches: int
     weights: list[float]
     brought: dict[tuple[int, int], Gradient]
-    is_summed: bool
-    is_counted: bool
-    is_known: bool
-    uneven: bool
     twins: list[int]
+    is_summed: bool = False
+    is_counted: bool = False
+    is_known: bool = True
+    uneven: bool = False
+    by_micro: dict[tuple[int, int], float] = field(default_factory=dict)
 
-    def share(self, rank: int) -> float:
-        """The weight of a rank and of those with the same rows."""
-        return sum(weight for weight, twin in zip(self.weights, self.twins, strict=True) if twin == rank)
+    def weight(self, rank: int, micro: int) -> float:
+        """What a micro-batch of a rank counts."""
+        return self.by_micro.get((rank, micro), self.weights[rank])
+
+    def share(self, rank: int, micro: int) -> float:
+        """The weight of a rank's micro-batch and of those with the same rows."""
+        return sum(self.weight(one, micro) for one, twin in enumerate(self.twins) if twin == rank)
 
 
 def union(ranks: Sequence[Notes], alone: Sequence[Notes], step: int) -> Union:
@@ -76,17 +82,14 @@ def union(ranks: Sequence[Notes], alone: Sequence[Notes], step: int) -> Union:
     is_summed = bool(known) and all(isclose(one, 1.0, rel_tol=EQUAL) for one in known) and _several(own)
     brought = _brought(own)
     twins = _twins(brought, len(own))
-    return Union(
-        _weighted(parts, weights),
-        max(of_a_rank, default=0),
-        weights,
-        {key: gradient for key, gradient in brought.items() if twins[key[0]] == key[0]},
-        is_summed,
-        is_counted,
-        all(ratios),
-        uneven,
-        twins,
-    )
+    brought = {key: gradient for key, gradient in brought.items() if twins[key[0]] == key[0]}
+    gradient, micro_batches = _weighted(parts, weights), max(of_a_rank, default=0)
+    made = Union(gradient, micro_batches, weights, brought, twins, is_summed, is_counted, all(ratios), uneven)
+    is_known_by_micro = any(micro for _, micro in brought)
+    if uneven and all(ratios) and is_known_by_micro and (shares_by_micro := _of_all_ranks(ratios, theirs, own)):
+        made.by_micro = shares_by_micro
+        made.gradient = _weighted(list(brought.values()), [made.share(*key) for key in brought])
+    return made
 
 
 def _in_turn(one: Step, micro_batches: int, num_ranks: int) -> Union:
@@ -94,10 +97,8 @@ def _in_turn(one: Step, micro_batches: int, num_ranks: int) -> Union:
         divmod(number, micro_batches): {name: value * num_ranks for name, value in _gradient(backward.brought).items()}
         for number, backward in enumerate(one.backwards)
     }
-    gradient = _gradient(one.gradients)
-    return Union(
-        gradient, micro_batches, [1 / num_ranks] * num_ranks, brought, False, False, True, False, list(range(num_ranks))
-    )
+    weights = [1 / num_ranks] * num_ranks
+    return Union(_weighted([_gradient(one.gradients)], [1.0]), micro_batches, weights, brought, list(range(num_ranks)))
 
 
 def _ratios(step: Step) -> list[float]:
@@ -110,13 +111,24 @@ def _ratios(step: Step) -> list[float]:
     return found
 
 
+def _of_all_ranks(
+    ratios: Sequence[Sequence[float]], theirs: Sequence[Step], own: Sequence[Step]
+) -> dict[tuple[int, int], float]:
+    """The share of each rank in each micro-batch, if that is what the script divides losses by; else nothing."""
+    totals = [sum(some) for some in zip(*ratios, strict=True)]
+    shares = {(r, m): one / totals[m] for r, some in enumerate(ratios) for m, one in enumerate(some)}
+    scales = [theirs[r].backwards[m].loss / own[r].backwards[m].loss / share for (r, m), share in shares.items()]
+    known = any(all(isclose(one, scale, rel_tol=1e-4) for one in scales) for scale in (1.0, len(own)))
+    return shares if known else {}
+
+
 def _several(steps: Sequence[Step]) -> bool:
     return all(one.number > 1 for step in steps for backward in step.backwards for one in backward.counted)
 
 
 def _gradient(parts: Sequence[Part]) -> Gradient:
-    """Of a process alone, which holds all of it."""
-    return {name: one.double() for name, views in wholes([parts]).items() for one in views if one is not None}
+    """Of a process alone, which holds all of it; it stays where it lies, in a file if it is large."""
+    return {name: one for name, views in wholes([parts]).items() for one in views if one is not None}
 
 
 def _brought(own: Sequence[Step]) -> dict[tuple[int, int], Gradient]:
@@ -144,10 +156,9 @@ def _equal(some: list[Gradient], others: list[Gradient]) -> bool:
 
 
 def _weighted(parts: Sequence[Gradient], weights: Sequence[float]) -> Gradient:
-    names = dict.fromkeys(name for one in parts for name in one)
-    first = {name: next(one[name] for one in parts if name in one) for name in names}
-    zero = {name: torch.zeros_like(value) for name, value in first.items()}
-    return {
-        name: sum((weight * one.get(name, zero[name]) for one, weight in zip(parts, weights, strict=True)), zero[name])
-        for name in names
-    }
+    found: Gradient = {}
+    for one, weight in zip(parts, weights, strict=True):
+        for name, value in one.items():
+            known = found.setdefault(name, torch.zeros(value.shape, dtype=torch.float64))
+            known.add_(value, alpha=weight)
+    return found

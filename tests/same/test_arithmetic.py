@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from shardlab.launch import RankError
 from shardlab.recording.global_hooks import replaced
 from shardlab.same import watch
+from shardlab.same.answer import answer
 from shardlab.same.capture import _drops_nothing
 from shardlab.same.coefficients import mixture
 from shardlab.same.meanings import meaning
-from shardlab.same.notes import Backward, Counted, Notes, Part, Step, wholes
+from shardlab.same.notes import Backward, Counted, Notes, Part, Step, UnlikeError, wholes
 from shardlab.same.union import union
 
 
@@ -26,9 +27,10 @@ def test_wholes_are_put_together_from_boxes_from_flat_pieces_and_from_sums():
     flat = [part([1.0], ((0, 1),), (2, 2), is_flat=True), part([2.0, 3, 4], ((1, 3),), (2, 2), is_flat=True)]
     sums = [part([[1.0, 1], [1, 1]], adds_up=True), part([[0.0, 1], [2, 3]], adds_up=True)]
     for pieces in (rows, flat, sums):
-        for view in wholes([[one] for one in pieces])["w"]:
-            assert view.tolist() == [[1, 2], [3, 4]]
-    with pytest.raises(ValueError, match="leave out 2 of 4"):
+        views = wholes([[one] for one in pieces])["w"]
+        assert [view.tolist() for view in views] == [[[1, 2], [3, 4]]] * 2
+        assert views[0] is views[1]  # what no rank has otherwise takes the memory of one
+    with pytest.raises(UnlikeError, match="leave out 2 of 4"):
         wholes([[rows[0]], []])
 
 
@@ -36,7 +38,7 @@ def noted(brought, loss=1.0, counted=()):
     """A process whose backwards have brought these gradients."""
     backwards = [Backward(loss, "", list(counted), [part(one)]) for one in brought]
     total = torch.tensor(brought, dtype=torch.float64).sum(0)
-    return Notes([Step(backwards=backwards, gradients=[part(total)], names=["w"])])
+    return Notes([Step(backwards=backwards, gradients=[part(total)], stepped=[part(total)], names=["w"])])
 
 
 ROWS = ([[1.0, 0, 0, 0], [0, 1.0, 0, 0]], [[0, 0, 1.0, 0], [0, 0, 0, 1.0]])  # by rank and micro-batch
@@ -52,8 +54,48 @@ def test_ranks_weigh_as_much_as_they_have_rows_unless_a_step_has_unequal_micro_b
     assert found.uneven
     assert found.weights == [0.5, 0.5]
     assert union([noted(rows) for rows in ROWS], [noted([*ROWS[0], *ROWS[1]])] * 2, 0).micro_batches == 2
-    with pytest.raises(ValueError, match="2, 2 backwards on the ranks and 3, 3 in one process"):
+    with pytest.raises(UnlikeError, match="2, 2 backwards on the ranks and 3, 3 in one process"):
         union([noted(rows) for rows in ROWS], [noted([*ROWS[0], ROWS[1][0]])] * 2, 0)
+
+
+def test_a_micro_batch_weighs_as_much_as_it_has_of_all_ranks_rows_where_losses_are_divided_by_these():
+    counts = [[3.0, 2.0], [1.0, 6.0]]  # by rank and micro-batch
+    alone, ranks = ([noted(rows) for rows in ROWS] for _ in range(2))
+    for rank, micro in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        number, every = counts[rank][micro], sum(of_rank[micro] for of_rank in counts)
+        alone[rank].steps[0].backwards[micro].counted = [Counted(int(number), number)]
+        ranks[rank].steps[0].backwards[micro].loss = 2 * number / every
+    assert union(ranks, alone, 0).gradient["w"].tolist() == [0.75, 0.25, 0.25, 0.75]
+    assert union(alone, alone, 0).gradient["w"].tolist() == [0.5] * 4
+
+
+def test_losses_are_a_known_share_on_all_ranks_or_nothing_is_said():
+    alone = [noted([row[0]]) for row in ROWS]
+    said = {}
+    for losses in ((0.5, 0.5), (1.0, 0.5)):
+        ranks = [noted([[0.5, 0, 0.5, 0]], loss) for loss in losses]
+        said[losses] = answer(ranks, alone)
+    assert said[0.5, 0.5].word == "SAME"
+    assert said[1.0, 0.5].word == "CANNOT BE SAID"
+    assert "the loss of rank 1 is 0.5 times" in str(said[1.0, 0.5])
+
+
+def test_two_faults_at_once_end_in_a_sentence():
+    alone = [noted([row[0]]) for row in ROWS]
+    ranks = [noted([row[0]]) for row in ROWS]
+    for rank, one in enumerate(ranks):  # half of the parameter each; the second rank steps nothing, and both clip
+        step = one.steps[0]
+        step.gradients = [part([1.0, 0], ((2 * rank, 2),), (4,))]
+        step.stepped, step.clipped, step.max_norm = step.gradients[rank:], ["w"], 1.0
+    said = answer(ranks, alone)
+    assert said.lines[0] == ("CANNOT BE SAID", "pieces of 'w' of all ranks leave out 2 of 4")
+
+
+def test_what_the_step_before_brought_is_told_from_other_values():
+    right = [[0.5, 0, 0.5, 0], [0.0, 0.5, 0, 0.5]]
+    alone = [Notes([noted([row]).steps[0] for row in rows]) for rows in ROWS]
+    ranks = [Notes([noted([right[0]]).steps[0], noted([[0.5, 0.5, 0.5, 0.5]]).steps[0]]) for _ in ROWS]
+    assert "the step before brought is still in them, 1 times" in str(answer(ranks, alone))
 
 
 @pytest.mark.parametrize(

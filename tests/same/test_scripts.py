@@ -171,6 +171,9 @@ def test_a_model_that_does_not_fit_into_one_process_is_told(monkeypatch):
     ]
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=50_000))
     assert at_once(ranks) == 2
+    with monkeypatch.context() as patched:  # where notes lie in memory too, it does not suffice for two
+        patched.setattr("shardlab.same.ranks.in_memory", lambda _: True)
+        assert at_once(ranks) == 1
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=19_000))
     said = at_once(ranks)
     assert isinstance(said, Answer)
