@@ -46,8 +46,8 @@ class Enough(BaseException):
     """All steps that were asked for have been noted; no script catches it by accident."""
 
 
-class Capture:
-    """One process of a script.
+class Capture(TorchFunctionMode):
+    """One process of a script; as a mode of torch it is told of every function that is called.
 
     Args:
         rows: notes them, or gives them again.
@@ -61,6 +61,7 @@ class Capture:
     """Whether gradients are noted as backward leaves them, with what each has brought."""
 
     def __init__(self, rows: Rows, notes: Notes, *, rank: int, limit: int, dropout: bool) -> None:
+        super().__init__()
         self._rows, self.notes, self._rank, self._limit, self._dropout = rows, notes, rank, limit, dropout
         self.pieces: list[Pieces] = []  # of each root
         self.has_engines = False  # of ours, which show gradients at the step alone
@@ -99,7 +100,7 @@ class Capture:
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             stack.enter_context(self._messages)
-            stack.enter_context(_Functions(self))
+            stack.enter_context(self)
             yield
 
     def finish(self) -> None:
@@ -107,8 +108,9 @@ class Capture:
         for pieces in self.pieces:
             self._note_after(pieces)
 
-    def called(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A function of torch is called, with gradients or without."""
+        kwargs = kwargs or {}
         if self._is_on_the_way and not self._is_in_backward and meets((args, kwargs)):
             key = getattr(function, "__name__", str(function)), line_of_caller()
             args, kwargs = self._rows.met(self.step, self._called, key, (args, kwargs))
@@ -348,17 +350,6 @@ class Capture:
         kinds |= {one.dtype for one in tensors_in(made)} & {torch.bfloat16, torch.float16}  # as FSDP2 may cast
         kinds |= {part.value.dtype for pieces in self.pieces for part in pieces.weights()}
         self.step.dtypes |= {str(kind).removeprefix("torch.") for kind in kinds}
-
-
-class _Functions(TorchFunctionMode):
-    """Tells a capture of every function of torch."""
-
-    def __init__(self, capture: Capture) -> None:
-        super().__init__()
-        self._capture = capture
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._capture.called(func, args, kwargs or {})
 
 
 def _trains(root: nn.Module | AnyEngine) -> bool:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from math import isclose
+from math import hypot, isclose
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from shardlab.same.coefficients import CLOSE, Mixture, mixture
 from shardlab.same.compare import REDUCES, Found, Row
 from shardlab.same.meanings import listed, meaning
 from shardlab.same.notes import Message, Notes, Step, wholes
-from shardlab.same.union import Gradient, Union
+from shardlab.same.union import Gradient
 
 LISTED = 3
 _CALLERS = {"ddp": "DDP", "autograd": "DDP", "fsdp": "FSDP"}  # C++ in a backward is DDP
@@ -85,9 +85,9 @@ def _of_what_differs_before(_: Found, ranks: Sequence[Notes], rows: Sequence[Row
 def _of_norm(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> list[Cause]:
     row = rows[0]
     step = ranks[row.rank].steps[row.step]
-    own = sum(float(part.value.double().square().sum()) for part in step.gradients) ** 0.5
+    own = hypot(*(float(part.value.double().norm()) for part in step.gradients))
     whole = found.unions[row.step].gradient
-    norm = sum(float(whole[name].square().sum()) for name in {*step.clipped} & whole.keys()) ** 0.5
+    norm = hypot(*(float(whole[name].norm()) for name in {*step.clipped} & whole.keys()))
     used = step.norm if step.norm is not None else norm * row.ratio
     reason, advice = f"the norm that gradients are clipped to is {row.ratio:.4g} times that of all of them", _SQUARES
     if not step.clipped:
@@ -134,7 +134,7 @@ def _of_gradients(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> 
         return known
     said, expected, sent = list[Cause](), found.unions[step], ranks[on].steps[step].messages
     sizes = sorted({len(one.ranks) for rank in ranks for one in rank.steps[step].messages})
-    for group, mixed in _grouped(found, expected, step, names, on):
+    for group, mixed in _grouped(found, step, names, on):
         messages = [one for one in sent if {*group} & {*one.names}]
         counts = Counter((name, one.backward) for one in messages if one.op in REDUCES for name in one.names)
         reason, advice = meaning(mixed, expected, on, len(ranks), sizes, max(counts.values(), default=0))
@@ -183,10 +183,8 @@ def _divided_apart(found: Found, ranks: Sequence[Notes], step: int, names: Seque
     if not apart or all(part.is_whole for part in parts):
         return []
     reason = f"ranks that divide parameters have different gradients of {_some(apart)}: each a part, not added up"
-    advice = (
-        "add up the gradient of the input over the ranks that divide a layer, in its backward (Megatron's f), and "
-        "gradients of parameters that each of them uses on a part of the sequence"
-    )
+    advice = "add up the gradient of the input over the ranks that divide a layer, in its backward (Megatron's f), "
+    advice += "and gradients of parameters that each of them uses on a part of the sequence"
     return [Cause(reason, _where(ranks, step, 0, apart, []), advice)]
 
 
@@ -209,12 +207,10 @@ def _own_norm(noted: Sequence[Step], expected: Gradient) -> float:
     return reached[0] if max(reached) < min(reached) * 1.01 else 0.0
 
 
-def _grouped(
-    found: Found, expected: Union, step: int, names: Sequence[str], rank: int
-) -> Iterator[tuple[list[str], Mixture]]:
+def _grouped(found: Found, step: int, names: Sequence[str], rank: int) -> Iterator[tuple[list[str], Mixture]]:
     """Parameters whose gradients are made alike: together if one mixture explains all, else each by its own."""
-    views = {name: found.ours[step][name][rank] for name in names if name in found.ours[step]}
-    ours = {name: view for name, view in views.items() if view is not None}
+    known, expected = found.ours[step], found.unions[step]
+    ours = {name: view for name in names if name in known and (view := known[name][rank]) is not None}
     if ours:
         groups: dict[tuple[float, ...], list[str]] = {(): list(ours)}
         if len(ours) > 1 and not mixture(ours, expected, list(ours)).explains:

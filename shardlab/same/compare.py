@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import inf, isclose, isnan, nan, sqrt
+from math import hypot, inf, isclose, isnan, nan, sqrt
 from typing import NamedTuple
 
 import pandas as pd
@@ -13,6 +13,9 @@ from shardlab.same.notes import Notes, Step, UnlikeError, wholes
 from shardlab.same.union import Gradient, Union, union
 
 WHAT = ("weights before", "gradient", "norm", "clipping", "weights after", "buffer")
+
+
+Views = dict[str, list[Tensor | None]]  # of a whole, by name, as each rank has it
 
 
 class Band(NamedTuple):
@@ -71,7 +74,7 @@ class Found:
     band: Band = BANDS["float32"]
     dtype: str = "float32"
     unions: list[Union] = field(default_factory=list)
-    ours: list[dict[str, list[Tensor | None]]] = field(default_factory=list)
+    ours: list[Views] = field(default_factory=list)
     unknown: str = ""
     num_steps: int = 0
     by_sum: bool = False
@@ -152,8 +155,7 @@ def _compare_step(found: Found, number: int, steps: Sequence[Step], own: Sequenc
         wanted = {name: value * num_ranks for name, value in wanted.items()}
         rows = list(_rows(number, "gradient", ours, wanted, num_ranks))
     found.rows += rows
-    scale = num_ranks if found.by_sum else 1
-    found.rows += _norms(number, steps, {name: value * scale for name, value in expected.gradient.items()})
+    found.rows += _norms(number, steps, expected.gradient, num_ranks if found.by_sum else 1)
     after = wholes([one.after for one in steps])
     for rank, one in enumerate(own):
         expected_after = wholes([one.after])
@@ -163,11 +165,9 @@ def _compare_step(found: Found, number: int, steps: Sequence[Step], own: Sequenc
     found.rows += _buffers(number, steps)
 
 
-def _rows(
-    number: int, what: str, ours: dict[str, list[Tensor | None]], expected: Gradient, num_ranks: int
-) -> Iterator[Row]:
+def _rows(number: int, what: str, ours: Views, expected: Gradient, num_ranks: int) -> Iterator[Row]:
     numel = sum(value.numel() for value in expected.values())
-    mean = sqrt(sum(_norm(value) ** 2 for value in expected.values()) / max(numel, 1))
+    mean = hypot(*map(_norm, expected.values())) / sqrt(max(numel, 1))
     for name in expected | ours:
         # Of the ranks that step it; a gradient that no rank has is one that nobody brought, and counts as 0.
         views = ours.get(name) or [torch.zeros_like(expected[name])] * num_ranks
@@ -191,9 +191,7 @@ def _norm(tensor: Tensor, of: float = 2.0) -> float:
     return float(torch.linalg.vector_norm(tensor, of, dtype=torch.float64)) if tensor.numel() else 0.0
 
 
-def _updates(
-    number: int, rank: int, ours: dict[str, list[Tensor | None]], expected: Gradient, begins: Gradient
-) -> Iterator[Row]:
+def _updates(number: int, rank: int, ours: Views, expected: Gradient, begins: Gradient) -> Iterator[Row]:
     """What a step has changed, against what the same gradients change in one process."""
     for name, value in expected.items():
         view = ours.get(name, [None])[0]
@@ -218,7 +216,7 @@ def _buffers(number: int, steps: Sequence[Step]) -> Iterator[Row]:
                     yield _row(number, "buffer", name, rank, own, first, 1e-300)
 
 
-def _norms(number: int, steps: Sequence[Step], expected: Gradient) -> Iterator[Row]:
+def _norms(number: int, steps: Sequence[Step], expected: Gradient, scale: int) -> Iterator[Row]:
     """The norm that gradients were clipped to, and what clipping made of them."""
     clips = next((step for step in steps if step.max_norm is not None), None)
     for rank, own in enumerate(steps):
@@ -226,8 +224,7 @@ def _norms(number: int, steps: Sequence[Step], expected: Gradient) -> Iterator[R
         step = own if own.clipped or clips is None else clips
         if step.max_norm is None:
             continue
-        clipped = [expected[name] for name in {*step.clipped} & expected.keys()]
-        norm = sqrt(sum(_norm(value) ** 2 for value in clipped))
+        norm = scale * hypot(*(_norm(expected[name]) for name in {*step.clipped} & expected.keys()))
         if own.norm is not None:
             yield _ratio(number, "norm", rank, own.norm, norm)
         factor = (_factor([own]) or [1.0 if not own.clipped else nan])[0]
@@ -256,20 +253,16 @@ def _factor(steps: Sequence[Step]) -> list[float] | None:
     return found if any(not isclose(one, 1.0, rel_tol=1e-6) for one in found) else None
 
 
-def _clipped_by_hand(
-    gradient: Gradient, every: Gradient, own: Sequence[Step], factors: Sequence[float]
-) -> Gradient:  # fmt: skip
+def _clipped_by_hand(gradient: Gradient, every: Gradient, own: Sequence[Step], factors: Sequence[float]) -> Gradient:
     """The gradient scaled as the script scales that of one process: to a largest norm, if that is what it does.
 
     Raises:
         UnlikeError: it is not.
     """
-    norms = [sqrt(sum(_norm(part.value) ** 2 for part in one.gradients)) for one in own]
+    norms = [hypot(*(_norm(part.value) for part in one.gradients)) for one in own]
     largest = [factor * norm for factor, norm in zip(factors, norms, strict=True) if factor < 1 - 1e-6]
     if max(factors) > 1 + 1e-6 or not isclose(min(largest), max(largest), rel_tol=1e-4):
-        raise UnlikeError(
-            "between backward and step the script changes gradients otherwise than to a largest norm, so that what one "
-            "process would step on all rows is not known"
-        )
-    norm = sqrt(sum(_norm(value) ** 2 for value in every.values()))
+        why = "between backward and step the script changes gradients otherwise than to a largest norm, so that what "
+        raise UnlikeError(f"{why}one process would step on all rows is not known")
+    norm = hypot(*map(_norm, every.values()))
     return {name: value * min(1.0, largest[0] / norm) for name, value in gradient.items()}

@@ -46,20 +46,18 @@ def meaning(
         for key, one in mixed.of.items()
     ):
         shares = ", ".join(f"{one:.3g}" for one in expected.weights)
-        return (
-            f"a mean of means: every rank's mean weighs the same, and ranks have {shares} of the rows or tokens",
-            "sum over rows on each rank, and divide by the number of all ranks' rows, reduced over the ranks",
-        )
+        words = f"a mean of means: every rank's mean weighs the same, and ranks have {shares} of the rows or tokens"
+        return words, "sum over rows on each rank, and divide by the number of all ranks' rows, reduced over the ranks"
     common = mixed.common()
     if common is not None and times_sent > 1 and isclose(common, num_ranks ** (times_sent - 1), rel_tol=0.02):
         return f"times {common:.4g}: reduced {times_sent} times", "reduce each gradient once, a tied one too"
     if common is not None:
         return _factor_said(common, num_ranks, expected.micro_batches, sizes)
     if not mixed.is_unique:
-        return (
-            "the ranks' gradients are too alike to be told apart: ranks have the same rows, or rows that differ little",
-            "give each rank rows of its own",
+        words = (
+            "the ranks' gradients are too alike to be told apart: ranks have the same rows, or rows that differ little"
         )
+        return words, "give each rank rows of its own"
     if others and mixed.all_near(0.0, others) and (kept := mixed.common(own)) is not None:
         scaled = "undivided" if isclose(kept, num_unlike, rel_tol=0.02) else f"times {kept / num_unlike:.3g}"
         return (

@@ -142,9 +142,7 @@ class RowsAgain(Rows):
             if turn < len(calls):
                 return calls[turn]
             turn -= len(calls)
-        raise UnlikeError(
-            f"in one process a step has {number + 1} forwards of a module or more, and on all ranks fewer"
-        )
+        raise UnlikeError(f"in one process a step has {number + 1} forwards of a module or more, on all ranks fewer")
 
 
 def joined(ranks: Sequence[Notes], dim: int) -> Notes:

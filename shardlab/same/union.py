@@ -68,9 +68,9 @@ def union(ranks: Sequence[Notes], alone: Sequence[Notes], step: int) -> Union:
     if of_one == {sum(of_a_rank)} and len(set(of_a_rank)) == 1 and len(ranks) > 1:
         return _in_turn(own[0], of_a_rank[0], len(ranks))
     if [len(one.backwards) for one in own] != of_a_rank:
+        ours, others = (", ".join(str(len(one.backwards)) for one in some) for some in (theirs, own))
         raise UnlikeError(
-            f"step {step} has {', '.join(map(str, of_a_rank))} backwards on the ranks and "
-            f"{', '.join(str(len(one.backwards)) for one in own)} in one process, on the same rows"
+            f"step {step} has {ours} backwards on the ranks and {others} in one process, on the same rows"
         )
     ratios = [_ratios(one) for one in own]
     known = [one for some in ratios for one in some]

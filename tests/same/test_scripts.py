@@ -97,6 +97,31 @@ def test_what_cannot_be_judged_is_said(tmp_path, monkeypatch, text, said):
     assert said in str(told)
 
 
+WITH_WORKERS = """
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rows = TensorDataset(torch.randn(40, 4), torch.randn(40, 2))
+for x, y in DataLoader(rows, batch_size=5, sampler=DistributedSampler(rows), num_workers=2):
+    torch.nn.functional.mse_loss(model(x), y).backward()
+    for param in model.parameters():
+        dist.all_reduce(param.grad)
+        param.grad /= dist.get_world_size()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_rows_of_a_loader_with_workers_are_given_again(tmp_path):
+    (tmp_path / "train.py").write_text(WITH_WORKERS)
+    said = judged(Job(tmp_path / "train.py"), 60)
+    assert said.word == "SAME", str(said)
+
+
 HAND_DIVIDED = """
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
