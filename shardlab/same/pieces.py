@@ -93,10 +93,10 @@ class Pieces:
     def gradients(self) -> Iterator[Part]:
         """Pieces of the gradients, of parameters that have one."""
         if self._engine is not None:
-            spans = self._engine.owned()
+            owned = self._engine.owned()
             for name, tensor in self._engine.step_tensors().items():
-                if tensor.grad is not None and name in spans:
-                    yield self._flat_part(name, *spans[name], tensor.grad.detach())
+                if tensor.grad is not None and name in owned:
+                    yield self._flat_part(name, *owned[name], tensor.grad.detach())
             return
         for name, param in self._params.items():
             if param.grad is not None:
