@@ -189,6 +189,7 @@ class Capture(TorchFunctionMode):
         backward = Backward(sum(map(float, scalars(tensors))), line_of_caller(), self._counted)
         self._counted = []
         self._look_for_cleared()
+        self._forget_clip()
         before = {part.name: part.value.clone() for part in self._gradients()} if self.keeps_local else {}
         self._is_in_backward = True
         try:
@@ -226,6 +227,18 @@ class Capture(TorchFunctionMode):
     def _note_clip(self, max_norm: float, names: list[str]) -> None:
         self.step.gradients = _copies(self._gradients())
         self.step.max_norm, self.step.clipped = float(max_norm), names
+
+    def _forget_clip(self) -> None:
+        """What was clipped is no longer what is stepped, when another backward adds to it or finds it cleared."""
+        step, known = self.step, {(part.name, part.place): part.value for part in self.step.gradients}
+        for part in self._gradients() if known else ():
+            before = known.get((part.name, part.place))
+            if part.value.any() and (before is None or not part.value.cpu().equal(before)):
+                why = (
+                    "gradients are clipped, and then others are added to them in the same step: what one process would "
+                )
+                self.refuse(f"{why}make of all rows is not known; clip once, after the last backward")
+        step.gradients, step.clipped, step.max_norm, step.norm = [], [], None, None
 
     def _around_verb(self, plain: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self._is_on_the_way = False  # what an engine does to gradients is no function of the script

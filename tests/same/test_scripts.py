@@ -75,6 +75,9 @@ OTHERS = OTHERS.replace("    optimizer.zero_grad()", "    optimizer.step()")
 
 
 OF_RANK = LOOP.format(begin="import os", step="").replace("(4, 2)", "(4, 2 + int(os.environ['RANK']))")
+CLIPS_EACH = LOOP.format(begin="", step="if step % 2 == 0: continue\n    optimizer.step()").replace(
+    "    for param", "    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n    for param"
+)
 ENDLESS = LOOP.format(begin="", step="while True: pass")
 
 
@@ -86,6 +89,7 @@ ENDLESS = LOOP.format(begin="", step="while True: pass")
         (NO_STEP, "no step of an optimizer was seen"),
         (RAISES, "in one process: rank 0 ends after 0 steps: AssertionError: two, please"),
         (OTHERS, "no module has that was called"),
+        (CLIPS_EACH, "gradients are clipped, and then others are added"),
         ("raise ValueError('mine')", "ValueError: mine"),
     ],
 )
