@@ -161,7 +161,7 @@ def _verdict(found: Found, ranks: Sequence[Notes], alone: Sequence[Notes], divid
         yield UNKNOWN, f"differences up to {found.largest:.1e} are within what {found.dtype} may round"
         yield "NEXT", "run with --float64"
     else:
-        names = {row.name for row in found.rows if row.name}
+        names = {row.name for row in found.rows if row.name and row.what != "buffer"}
         what = f"gradients and steps of {len(names)} parameters in {found.num_steps} steps, to {found.largest:.1e}"
         yield SAME, f"{what}, in {found.dtype}, as in one process on the rows of all {len(ranks)} ranks"
 
