@@ -28,7 +28,7 @@ from shardlab.engines.any_engine import AnyEngine
 from shardlab.recording.global_hooks import replaced
 from shardlab.recording.inferred_loop import scalars
 from shardlab.same.messages import Messages
-from shardlab.same.notes import Backward, Cleared, Counted, Notes, Part, Step, kept
+from shardlab.same.notes import Backward, Cleared, Counted, Notes, Part, Place, Step, kept
 from shardlab.same.pieces import Pieces, inside
 from shardlab.same.rows import Rows, meets
 
@@ -189,13 +189,16 @@ class Capture(TorchFunctionMode):
         backward = Backward(sum(map(float, scalars(tensors))), line_of_caller(), self._counted)
         self._counted = []
         self._look_for_cleared()
-        self._forget_clip()
+        held = self._gradients() if self.step.gradients else ()
+        clipped = {(part.name, part.place): part.value.clone() for part in held}
         before = {part.name: part.value.clone() for part in self._gradients()} if self.keeps_local else {}
         self._is_in_backward = True
         try:
             plain(tensors, *args, **kwargs)
         finally:
             self._is_in_backward = self._is_on_the_way = False
+        if clipped or self.step.gradients:
+            self._look_at_clipped(clipped)
         number = len(self.step.backwards)
         self.step.backwards.append(backward)
         if not self.has_engines:  # which keep gradients elsewhere
@@ -228,17 +231,16 @@ class Capture(TorchFunctionMode):
         self.step.gradients = _copies(self._gradients())
         self.step.max_norm, self.step.clipped = float(max_norm), names
 
-    def _forget_clip(self) -> None:
-        """What was clipped is no longer what is stepped, when another backward adds to it or finds it cleared."""
-        step, known = self.step, {(part.name, part.place): part.value for part in self.step.gradients}
-        for part in self._gradients() if known else ():
-            before = known.get((part.name, part.place))
-            if part.value.any() and (before is None or not part.value.cpu().equal(before)):
-                why = (
-                    "gradients are clipped, and then others are added to them in the same step: what one process would "
-                )
-                self.refuse(f"{why}make of all rows is not known; clip once, after the last backward")
-        step.gradients, step.clipped, step.max_norm, step.norm = [], [], None, None
+    def _look_at_clipped(self, before: dict[tuple[str, Place], Tensor]) -> None:
+        """A backward has followed a clip: what it adds to that is not known of all rows, and else begins again."""
+        step, noted = self.step, {(part.name, part.place): part.value for part in self.step.gradients}
+        now = {(part.name, part.place): part.value for part in self._gradients()}
+        grown = [key for key in noted.keys() & now.keys() if key not in before or not now[key].equal(before[key])]
+        if any(key in before and before[key].any() and not before[key].cpu().equal(noted[key]) for key in grown):
+            why = "gradients are clipped, and then others are added to them in the same step: what one process would "
+            self.refuse(f"{why}make of all rows is not known; clip once, after the last backward")
+        if grown:
+            step.gradients, step.clipped, step.max_norm, step.norm = [], [], None, None
 
     def _around_verb(self, plain: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self._is_on_the_way = False  # what an engine does to gradients is no function of the script
