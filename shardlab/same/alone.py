@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import checkpoint, device_mesh, distributed_c10d
 from torch.distributed.checkpoint import state_dict_saver
 
@@ -21,7 +20,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.launch import RankPool
 from shardlab.recording.global_hooks import replaced
 from shardlab.same.capture import Capture, Enough
-from shardlab.same.notes import Backward, Notes, Part, Step, by_name, kept, place_by_hand, whole
+from shardlab.same.notes import Backward, Known, Notes, Part, Step, by_name, kept, place_by_hand, whole
 from shardlab.same.pieces import Pieces, part_of
 from shardlab.same.rows import RowsAgain
 
@@ -65,11 +64,11 @@ class Alone(Capture):
             raise Enough
         return [rank.steps[number] for rank in self._ranks]
 
-    def brought(self, backward: Backward, before: dict[str, Tensor]) -> None:
+    def brought(self, backward: Backward, before: Known) -> None:
         """Note what a backward has left, and what it has added."""
         self._latest = [part._replace(value=kept(part.value)) for part in self._gradients()]
         backward.brought = [
-            part._replace(value=kept(part.value - before[part.name].cpu())) if part.name in before else part
+            part._replace(value=kept(part.value - before[part.key].cpu())) if part.key in before else part
             for part in self._latest
         ]
 

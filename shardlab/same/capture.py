@@ -28,7 +28,7 @@ from shardlab.engines.any_engine import AnyEngine
 from shardlab.recording.global_hooks import replaced
 from shardlab.recording.inferred_loop import scalars
 from shardlab.same.messages import Messages
-from shardlab.same.notes import Backward, Cleared, Counted, Notes, Part, Place, Step, kept
+from shardlab.same.notes import Backward, Cleared, Counted, Known, Notes, Part, Step, kept
 from shardlab.same.pieces import Pieces, inside
 from shardlab.same.rows import Rows, meets
 
@@ -138,7 +138,7 @@ class Capture(TorchFunctionMode):
         """So is its module, when DistributedDataParallel has sent the buffers."""
         self.step.buffers |= {name: kept(one) for name, one in pieces.buffers.items()}
 
-    def brought(self, backward: Backward, before: dict[str, Tensor]) -> None:
+    def brought(self, backward: Backward, before: Known) -> None:
         """A backward has ended."""
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
@@ -189,16 +189,14 @@ class Capture(TorchFunctionMode):
         backward = Backward(sum(map(float, scalars(tensors))), line_of_caller(), self._counted)
         self._counted = []
         self._look_for_cleared()
-        held = self._gradients() if self.step.gradients else ()
-        clipped = {(part.name, part.place): part.value.clone() for part in held}
-        before = {part.name: part.value.clone() for part in self._gradients()} if self.keeps_local else {}
+        held = self._gradients() if self.keeps_local or self.step.gradients else ()
+        before = {part.key: part.value.clone() for part in held}
         self._is_in_backward = True
         try:
             plain(tensors, *args, **kwargs)
         finally:
             self._is_in_backward = self._is_on_the_way = False
-        if clipped or self.step.gradients:
-            self._look_at_clipped(clipped)
+        self._look_at_clipped(before)
         number = len(self.step.backwards)
         self.step.backwards.append(backward)
         if not self.has_engines:  # which keep gradients elsewhere
@@ -231,10 +229,10 @@ class Capture(TorchFunctionMode):
         self.step.gradients = _copies(self._gradients())
         self.step.max_norm, self.step.clipped = float(max_norm), names
 
-    def _look_at_clipped(self, before: dict[tuple[str, Place], Tensor]) -> None:
+    def _look_at_clipped(self, before: Known) -> None:
         """A backward has followed a clip: what it adds to that is not known of all rows, and else begins again."""
-        step, noted = self.step, {(part.name, part.place): part.value for part in self.step.gradients}
-        now = {(part.name, part.place): part.value for part in self._gradients()}
+        step, noted = self.step, {part.key: part.value for part in self.step.gradients}
+        now = {part.key: part.value for part in self._gradients()} if noted else {}
         grown = [key for key in noted.keys() & now.keys() if key not in before or not now[key].equal(before[key])]
         if any(key in before and before[key].any() and not before[key].cpu().equal(noted[key]) for key in grown):
             why = "gradients are clipped, and then others are added to them in the same step: what one process would "

@@ -242,8 +242,7 @@ def _factor(steps: Sequence[Step]) -> list[float] | None:
     """By what each has scaled its gradients before the step; None if it has not."""
     found = []
     for step in steps:
-        before = {(part.name, part.place): part.value for part in step.gradients}
-        after = {(part.name, part.place): part.value for part in step.stepped}
+        before, after = ({part.key: part.value for part in some} for some in (step.gradients, step.stepped))
         both = [(before[key], after[key]) for key in before.keys() & after.keys()]
         size = sum(_norm(one) ** 2 for one, _ in both)
         if not size:

@@ -47,9 +47,17 @@ class Part(NamedTuple):
         return one[tuple(slice(start, start + size) for start, size in self.place)].reshape(self.value.shape)
 
     @property
+    def key(self) -> tuple[str, Place]:
+        """Which piece it is."""
+        return self.name, self.place
+
+    @property
     def is_whole(self) -> bool:
         """Whether it is all of the tensor."""
         return not self.adds_up and self.value.numel() == torch.Size(self.shape).numel()
+
+
+Known = dict[tuple[str, Place], Tensor]  # pieces by their keys
 
 
 def kept(tensor: Tensor) -> Tensor:
