@@ -9,13 +9,16 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from shardlab.course.exercises.exercise import Exercise
 from shardlab.course.exercises.judge import LIMIT_S, TIMEOUT_S, Verdict, examine, pool_for, why_not_ready
+from shardlab.course.exercises.ladder import LADDER
 from shardlab.course.exercises.submission import SUFFIXES, module_name, read_submission
 from shardlab.launch import RankDied, RankError, RankHang, RankPool
 
+CLOSE = 0.85  # as near is what a name may have been meant to be
 STANDS = re.compile(r"^\s+at (.+):(\d+) in ", re.MULTILINE)  # in what a hang says of a rank that computes
 
 
@@ -25,7 +28,8 @@ class Mark:
 
     Attributes:
         points: the exercise's where it passed, else 0.
-        handed_in: whether there is something of it; if not, the verdict is 'failed', and the reason ends with that.
+        handed_in: whether there is something of it, be it under a name that is nearly right; if not, the verdict is
+            'failed', and the reason ends with that.
     """
 
     student: str
@@ -127,6 +131,7 @@ def _marks(student: str, files: list[Path], exercises: Sequence[Exercise], pool:
             defined |= {name: str(file.resolve()) for name in names if name not in defined}
             troubles |= of_file
     unread += [troubles[""]] if "" in troubles else []
+    taken = {exercise.function_name for exercise in (*LADDER, *exercises)}
     for exercise in exercises:
         name = exercise.function_name
         if name in defined:
@@ -138,8 +143,19 @@ def _marks(student: str, files: list[Path], exercises: Sequence[Exercise], pool:
         elif name in troubles:
             yield Mark(student, exercise.name, Verdict.FAILED, troubles[name])
         else:
-            why = "; ".join([*unread, f"there is no function {name}"])
-            yield Mark(student, exercise.name, Verdict.FAILED, why, handed_in=False)
+            meant = _meant(name, [one for one in (*defined, *troubles) if one not in taken])
+            why = [f"did you mean {meant}? Then rename it"] if meant else []
+            why = "; ".join([*unread, *why, f"there is no function {name}"])
+            yield Mark(student, exercise.name, Verdict.FAILED, why, handed_in=bool(meant))
+
+
+def _meant(name: str, others: Sequence[str]) -> str:
+    """Which of these is the function of that name, misspelt; empty if none is."""
+    digits = re.sub(r"\D", "", name)  # whole_zero2 is not meant by whole_zero1b
+    own = [other for other in others if re.sub(r"\D", "", other) in ("", digits)]
+    by_letters = {other.lower().replace("_", ""): other for other in own}
+    close = get_close_matches(name.replace("_", ""), by_letters, 1, CLOSE)
+    return by_letters[close[0]] if close else ""
 
 
 def _place(detail: str) -> str:

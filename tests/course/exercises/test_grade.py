@@ -50,6 +50,12 @@ SUBMISSIONS = {
     "ned.ipynb": (["x = 1", "def buckets_assign(*given):\n    while True: pass"], "failed", "ned.ipynb, cell 1"),
     "oda.txt": ("I did it on paper.", "failed", "oda.txt holds neither a .py file nor a notebook"),
     "pia.ipynb": ("{", "failed", "pia.ipynb cannot be read: rank 0 raised JSONDecodeError"),
+    "quin.ipynb": (["def bucketAssign(*given):\n    return []"], "failed", "did you mean bucketAssign? Then rename it"),
+    "rae.py": ("def bucket_asign(sizes:", "failed", "did you mean bucket_asign?"),  # and a typo
+    "sue.py": ("if True:\n    buckets = assign = 1", "failed", "there is no function buckets_assign"),
+    "tom.ipynb": ("{}", "failed", "tom.ipynb cannot be read: rank 0 raised KeyError"),
+    "uma.py": ("", "failed", "there is no function buckets_assign"),
+    "vic.zip": ("PK", "failed", "vic.zip holds neither"),
 }  # fmt: skip
 
 
@@ -70,6 +76,7 @@ def test_every_submission_gets_its_mark(folder: Path) -> None:
     marks = {mark.student: mark for mark in grade(folder, [find("buckets.assign")], limit_s=3)}
     wanted = {Path(name).parts[0].partition(".")[0]: mark for name, (_, *mark) in SUBMISSIONS.items() if mark[0]}
     assert list(marks) == sorted(wanted)
+    assert all(mark.reason for mark in marks.values() if not mark.points), "no zero is silent"
     for student, (verdict, words) in wanted.items():
         if student != "hal":  # what is done to his own verdict is his; the next student's is untouched
             assert marks[student].verdict == verdict, marks[student]
@@ -93,7 +100,7 @@ def test_marks_are_printed_as_json_whatever_submissions_print(tmp_path: Path) ->
 
 
 def test_marks_are_printed_as_a_grid_with_points_and_why(tmp_path: Path) -> None:
-    for name in ("ada.py", "ben.py", "gus.py", "joe.py"):
+    for name in ("ada.py", "ben.py", "gus.py", "joe.py", "quin.ipynb"):
         write(tmp_path / name, SUBMISSIONS[name][0])
     norm = "\ndef clip_global_norm(comm, shards, norm_type):\n    return 1\n"
     write(tmp_path / "ada.py", RIGHT + norm)
@@ -102,16 +109,22 @@ def test_marks_are_printed_as_a_grid_with_points_and_why(tmp_path: Path) -> None
     assert done.exit_code == 0, done.output
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert lines[0] == "student 1 2 points"
-    assert lines[2:6] == ["ada + x 1", "ben x 0", "gus 0", "joe x 0"]
-    assert lines[7:9] == ["1 buckets.assign", "2 clip.global_norm"]
-    wrong = {tuple(line.split()[:2]) for line in lines[9:]}
-    assert {("ada", "clip.global_norm"), ("ben", "buckets.assign"), ("gus", "-"), ("joe", "buckets.assign")} <= wrong
+    assert lines[2:7] == ["ada + x 1", "ben x 0", "gus 0", "joe x 0", "quin x 0"]
+    assert lines[8:10] == ["1 buckets.assign", "2 clip.global_norm"]
+    wrong = {tuple(line.split()[:2]) for line in lines[10:]}
+    assert {
+        ("ada", "clip.global_norm"),
+        ("ben", "buckets.assign"),
+        ("gus", "-"),
+        ("joe", "buckets.assign"),
+        ("quin", "buckets.assign"),
+    } <= wrong
     assert "there is no function of an exercise" in done.stdout
-    assert lines[-1] == "1 of 4 solutions passed."
+    assert lines[-1] == "1 of 5 solutions passed."
     done = CliRunner().invoke(app, ["exercises", *two, "--grade", str(tmp_path), "--csv"])
     assert list(csv.reader(done.stdout.splitlines())) == [
         ["student", *two, "points"], ["ada", "1", "0", "1"], ["ben", "0", "", "0"], ["gus", "", "", "0"],
-        ["joe", "0", "", "0"],
+        ["joe", "0", "", "0"], ["quin", "0", "", "0"],
     ]  # fmt: skip
 
 
