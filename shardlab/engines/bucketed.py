@@ -60,7 +60,7 @@ class Bucketed(InBuckets[Bucket]):
     name = "bucketed"
 
     def lay_out(self, given: Given) -> LaidOut:
-        """As the base."""
+        """Parameters stay what they are; every rank has and steps all of them."""
         super().lay_out(given)
         divisions = [
             Division(one.layout, self.comm, next(iter(one.params.values())).element_size()) for one in self.buckets
@@ -68,7 +68,7 @@ class Bucketed(InBuckets[Bucket]):
         return LaidOut(self.params, divisions)
 
     def make_buckets(self, given: Given) -> list[Bucket]:
-        """As the base."""
+        """One buffer for each group of parameters, in the order in which backward makes their gradients."""
         layouts = bucket_layouts(self.params, 1, self.bucket_bytes, self.partition)
         return [
             Bucket(index, {name: self.params[name] for name in layout.names}, layout, self.num_ranks)
@@ -76,7 +76,7 @@ class Bucketed(InBuckets[Bucket]):
         ]
 
     def send(self, bucket: Bucket) -> None:
-        """As the base."""
+        """Fill the buffer with what is still at parameters, and begin to reduce it."""
         bucket.fill_all()
         bucket.pending = self.reduce(bucket)
 
@@ -90,7 +90,7 @@ class Bucketed(InBuckets[Bucket]):
         return self.comm.all_reduce(bucket.buffer, tag=f"gradients of bucket {bucket.index}")
 
     def finish(self, bucket: Bucket) -> None:
-        """As the base; every parameter gets its mean, the view of its slot."""
+        """Wait for the sums; every parameter gets its mean, the view of its slot."""
         if bucket.pending is None or bucket.buffer is None:
             return
         # Waited for, and only then dropped: the handle keeps the buffer that is being written to.
@@ -102,6 +102,6 @@ class Bucketed(InBuckets[Bucket]):
             param.grad = mean.data  # with a version of its own
 
     def holdings(self) -> Iterator[Holding]:
-        """As the base."""
+        """Parameters and gradients, and the buffers that these lie in."""
         yield from super().holdings()
         yield from (Holding(Role.GRADIENT, bucket.buffer) for bucket in self.buckets if bucket.buffer is not None)

@@ -19,7 +19,7 @@ class DDP(Strategy):
     name = "ddp"
 
     def make_means(self) -> None:
-        """As the base."""
+        """All-reduce each gradient that is due, one message for each, and divide the sums."""
         due = [(name, param) for name, param in self.params.items() if self.is_due(param)]
         # All are issued before the first is waited for, in the module's order on every rank, used here or not.
         pending = [self._send(name, param) for name, param in due]

@@ -259,7 +259,7 @@ class Engine(AnyEngine):
             self._ask(Moment.FULL_LEFT)
 
     def load_full_state_dict(self, state: Any) -> None:
-        """As the base; each rank keeps its shards of it. Collective where parameters are sharded or rounded."""
+        """See ``AnyEngine``; each rank keeps its shards of it. Collective where parameters are sharded or rounded."""
         self._check_usable()
         self._ask(Moment.LOAD)
         try:
@@ -269,13 +269,13 @@ class Engine(AnyEngine):
             self._ask(Moment.LOADED)
 
     def save(self, directory: str | Path, *, extra: Any = None, **objects: Stateful) -> None:
-        """As the base."""
+        """See ``AnyEngine``; what guards refuse is refused before anything is written."""
         self._check_usable()
         self._ask_all(Moment.SAVE)
         super().save(directory, extra=extra, **objects)
 
     def load(self, directory: str | Path, **objects: Stateful) -> Any:
-        """As the base."""
+        """See ``AnyEngine``; at the end all ranks have the loaded model."""
         self._check_usable()
         self._refuse_open("load")
         self._ask_all(Moment.LOAD)
@@ -286,7 +286,7 @@ class Engine(AnyEngine):
         return extra
 
     def means_changed(self) -> None:
-        """As the base."""
+        """See ``AnyEngine``."""
         self._ask(Moment.MEANS)
 
     def close(self) -> None:

@@ -105,7 +105,7 @@ class FSDP(Sharded):
         return build_units(given, self.options, self.at)
 
     def lay_out(self, given: Given) -> LaidOut:
-        """As the base; puts hooks on the units' modules."""
+        """Shard unit by unit, and put hooks on the units' modules."""
         laid_out = super().lay_out(given)
         self._offloaded = [one for unit in self.units for one in unit.shards if isinstance(one, OffloadedShards)]
         if self._offloaded:
@@ -161,11 +161,11 @@ class FSDP(Sharded):
                     unit.reshard()
 
     def saw_other_graph(self) -> None:
-        """As the base."""
+        """The next backward may also come through what plain code has computed: then all stays gathered to its end."""
         self._is_other_graph = True
 
     def gather_saved(self, unit: Unit) -> None:
-        """As the base; where no program runs, as in torch.autograd.grad, only the last two stay gathered."""
+        """Gather; where no program runs, as in torch.autograd.grad, only the last two units stay gathered."""
         unit.gather()
         if not self._is_in_backward and self._pass is None:
             self._asked = [*(one for one in self._asked if one is not unit), unit]
@@ -227,7 +227,7 @@ class FSDP(Sharded):
 
     @contextlib.contextmanager
     def backward(self, *, sends: bool) -> Iterator[None]:
-        """As the base: begins the program, where one forward waits, and at the end does what is left of all.
+        """Begin the program, where one forward waits, and at the end do what is left of all.
 
         Its acts are done in between, by the hooks that call ``_run``: an output's (``_output_reached``), a parameter's
         (``grad_ready``), and a unit's forward where checkpointing computes it again (``_before``).
@@ -297,7 +297,7 @@ class FSDP(Sharded):
                     self._reduce(unit)
 
     def grad_ready(self, param: nn.Parameter, *, sends: bool) -> None:
-        """As the base: with the last gradient of a unit the program goes on, if the unit's end is its next act.
+        """With the last gradient of a unit the program goes on, if the unit's end is its next act.
 
         The gradient is full, in the dtype to compute in, and stays at the parameter until then.
         """
@@ -361,7 +361,7 @@ class FSDP(Sharded):
                 one.arrive()
 
     def drop(self) -> None:
-        """As the base; what forwards have taped is forgotten when the next one begins."""
+        """The gradients are cleared; what forwards have taped is forgotten when the next one begins."""
         super().drop()
         # Not at once: a loop may clear gradients between a forward and its backward.
         self._sent, self._reducing, self._is_stale = set(), [], True

@@ -28,7 +28,7 @@ class HostShards(Shards):
 
     @in_plain_mode
     def start(self, *, as_stored: bool = False) -> None:
-        """As the base."""
+        """Begin to gather: among the ranks of the host, if they have kept what was gathered."""
         if self._kept is None or as_stored:
             super().start(as_stored=as_stored)
             return
@@ -38,7 +38,7 @@ class HostShards(Shards):
 
     @in_plain_mode
     def show_gathered(self) -> None:
-        """As the base."""
+        """As ``Shards``; a part of what the first gather has brought is kept."""
         assert self._gathering is not None
         buffer, pending = self._gathering
         pending.wait()
@@ -47,15 +47,15 @@ class HostShards(Shards):
         super().show_gathered()
 
     def changed(self) -> None:
-        """As the base."""
+        """The values are others now: what was kept is not them any more."""
         super().changed()
         self._kept = None
 
     def write_back(self) -> None:
-        """As the base."""
+        """As ``Shards``; what was kept is dropped."""
         self._kept = None  # on all ranks, whatever this one finds changed
         super().write_back()
 
     def gathered_tensors(self) -> list[Tensor]:
-        """As the base, and what was kept for the next gather."""
+        """As ``Shards``, and what was kept for the next gather."""
         return super().gathered_tensors() + ([] if self._kept is None else [self._kept])

@@ -29,7 +29,7 @@ class InBuckets(Strategy, Generic[B]):
         self.bucket_bytes = bucket_bytes
 
     def lay_out(self, given: Given) -> LaidOut:
-        """As the base."""
+        """Make the buckets, and note which parameter is in which."""
         laid_out = super().lay_out(given)
         self.buckets = self.make_buckets(given)
         self._bucket_of = {  # the number of a parameter's bucket, and its name
@@ -45,13 +45,13 @@ class InBuckets(Strategy, Generic[B]):
 
     @contextlib.contextmanager
     def backward(self, *, sends: bool) -> Iterator[None]:
-        """As the base: expect a gradient of all that trains now; none of the buckets has been sent."""
+        """Expect a gradient of all that trains now; none of the buckets has been sent."""
         self._missing = [{id(param) for param in one.params.values() if param.requires_grad} for one in self.buckets]
         self._num_sent = 0
         yield
 
     def grad_ready(self, param: nn.Parameter, *, sends: bool) -> None:
-        """As the base: a bucket is sent when its last gradient has come, unless one before it still waits."""
+        """A bucket is sent when its last gradient has come, unless one before it still waits."""
         index, name = self._bucket_of[id(param)]
         bucket = self.buckets[index]
         if param.grad is None:
@@ -85,7 +85,7 @@ class InBuckets(Strategy, Generic[B]):
         raise NotImplementedError
 
     def make_means(self) -> None:
-        """As the base: buckets that still waited are sent, and all are waited for."""
+        """Send the buckets that still waited, and wait for all."""
         # Send all before waiting for the first, so that their transfers overlap.
         while self._num_sent < len(self.buckets):
             self._send_next()
@@ -98,7 +98,7 @@ class InBuckets(Strategy, Generic[B]):
         raise NotImplementedError
 
     def drop(self) -> None:
-        """As the base."""
+        """The gradients are cleared: none of the buckets has been filled or sent."""
         for bucket in self.buckets:
             bucket.drop()
         self._num_sent = 0

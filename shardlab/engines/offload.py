@@ -61,7 +61,7 @@ class OffloadedShards(Shards):
         return host, host
 
     def on_device(self, chunk: Tensor) -> Tensor:
-        """As the base. Before it is rounded: the host would round into memory that is not pinned, and wait."""
+        """Copied before it is rounded: the host would round into memory that is not pinned, and wait."""
         return self.stepped.to(self.device, non_blocking=True)
 
     def accept(self, means: Tensor) -> None:
@@ -107,7 +107,7 @@ class OffloadedShards(Shards):
         self.point_pieces_at(self.at_rest, visiting)
 
     def holdings(self) -> Iterator[Holding]:
-        """As the base; a storage counts in the first role that is said of it."""
+        """As ``Shards``, under a role of its own first: a storage counts in the first role that is said of it."""
         yield Holding(Role.OFFLOADED, self.at_rest)
         if self._with_state:
             chunks = (self.means, self._arriving)

@@ -22,7 +22,7 @@ class Sharded(Strategy):
     steps_pieces = keeps_pieces = True
 
     def lay_out(self, given: Given) -> LaidOut:
-        """As the base; the full parameters are freed."""
+        """Shard the parameters, which frees the full ones; the optimizer steps pieces of the shards."""
         super().lay_out(given)
         self.device, self._note_backward = given.device, given.note_backward
         self.at: dict[int, tuple[Shards, str]] = {}
@@ -44,7 +44,7 @@ class Sharded(Strategy):
 
     @contextlib.contextmanager
     def kept_gathered(self) -> Iterator[None]:
-        """As the base; at the end they are resharded, unless an outer call still needs them."""
+        """Inside, all units are gathered; at the end they are resharded, unless an outer call still needs them."""
         for unit in self.units:
             unit.gather()
             unit.num_holders += 1
@@ -61,7 +61,7 @@ class Sharded(Strategy):
 
     @contextlib.contextmanager
     def stepping(self, *, loads: bool = False) -> Iterator[None]:
-        """As the base; what is stepped lies in the shards, or is gathered into them."""
+        """Inside, pieces are stepped: they lie in the shards, or are gathered into them at the end."""
         for unit in self.units:
             unit.reshard()  # what was kept for a backward that did not come, or left by torch.autograd.grad
         with self.visiting():
@@ -75,18 +75,18 @@ class Sharded(Strategy):
                 wait_all([one.gather_stepped() for one in due])
 
     def make_means(self) -> None:
-        """As the base, of what has been sent: the sums of all units are waited for, in one order on all ranks."""
+        """Make means of what has been sent: the sums of all units are waited for, in one order on all ranks."""
         for unit in self.units:
             unit.finish()
 
     def drop(self) -> None:
-        """As the base."""
+        """The gradients of all units are cleared."""
         for unit in self.units:
             unit.drop()
 
     @contextlib.contextmanager
     def full(self, *, keep_changes: bool) -> Iterator[None]:
-        """As the base."""
+        """Inside, all units are gathered, in the dtype they are stored in."""
         held: list[Unit] = []
         versions = {one: _writes(one) for one in self._unit_of_shards}
         try:
@@ -126,7 +126,7 @@ class Sharded(Strategy):
             one.note_writes()
 
     def holdings(self) -> Iterator[Holding]:
-        """As the base."""
+        """What the shards hold."""
         for one in self._unit_of_shards:
             yield from one.holdings()
 

@@ -50,7 +50,7 @@ class ZeRO1(InBuckets[Shards]):
         self.partition, self.precision = parse_partition(partition), parse_precision(precision)
 
     def lay_out(self, given: Given) -> LaidOut:
-        """As the base; the parameters become views of flat buffers."""
+        """The parameters become views of flat buffers, and the optimizer steps this rank's pieces of them."""
         super().lay_out(given)
         self._num_full_blocks = 0  # full_params() blocks
         self.keeps_pieces = any(one.has_masters for one in self.buckets)
@@ -58,7 +58,7 @@ class ZeRO1(InBuckets[Shards]):
         return LaidOut({name: pieces[name] for name in self.params}, [one.division for one in self.buckets])
 
     def make_buckets(self, given: Given) -> list[Shards]:
-        """As the base."""
+        """Shards whose parameters are whole at rest, cut as ``divide`` says."""
         comm, ways = self.divide(given)
         # All parameters are at rest on every rank; and a bucket asks this strategy how its gradients are sent.
         ways = ways._replace(rests_over=0, scatter=self.scatter)
@@ -76,7 +76,7 @@ class ZeRO1(InBuckets[Shards]):
         return self.comm, Ways(self.precision, means_over=self.means_over)
 
     def send(self, bucket: Shards) -> None:
-        """As the base: ``Shards.reduce`` fills the buffer, and calls ``scatter`` over the first axis."""
+        """``Shards.reduce`` fills the buffer, and calls ``scatter`` over the first axis."""
         bucket.reduce()
 
     def scatter(self, axis: Communicator, buffer: Tensor, chunk: Tensor, bounds: tuple[int, ...], tag: str) -> Pending:
@@ -96,13 +96,13 @@ class ZeRO1(InBuckets[Shards]):
         return axis.reduce_scatter(buffer, chunk, bounds=bounds, tag=tag)
 
     def finish(self, bucket: Shards) -> None:
-        """As the base; means, or parts of them, become the ``.grad`` of the pieces."""
+        """Wait for the sums; means, or parts of them, become the ``.grad`` of the pieces."""
         while bucket.advance():
             pass
 
     @contextlib.contextmanager
     def stepping(self, *, loads: bool = False) -> Iterator[None]:
-        """As the base; at the end the pieces of all ranks are gathered, in place."""
+        """Inside, pieces are stepped; at the end those of all ranks are gathered, in place."""
         try:
             yield
         finally:  # an optimizer that raised may have stepped first, and those of other ranks have
@@ -117,7 +117,7 @@ class ZeRO1(InBuckets[Shards]):
 
     @contextlib.contextmanager
     def full(self, *, keep_changes: bool) -> Iterator[None]:
-        """As the base; where parameters are rounded, the master weights of all ranks are shown in their place."""
+        """Where parameters are rounded, inside the master weights of all ranks are shown in their place."""
         rounded = [one for one in self.buckets if one.has_masters and not self._num_full_blocks]
         self._num_full_blocks += 1
         try:
@@ -137,6 +137,6 @@ class ZeRO1(InBuckets[Shards]):
                     one.show_at_rest()
 
     def holdings(self) -> Iterator[Holding]:
-        """As the base."""
+        """What the buckets hold."""
         for one in self.buckets:
             yield from one.holdings()

@@ -26,7 +26,7 @@ class ZeRO2(ZeRO1):
     means_over = None
 
     def send(self, bucket: Shards) -> None:
-        """As the base."""
+        """As ``ZeRO1``, after the sums of all but the last two buckets are there."""
         # A bound that does not depend on timing: behind a slow link all of the gradients would pile up.
         for earlier in self.buckets[: max(0, self._num_sent - BUCKETS_IN_FLIGHT)]:
             self.finish(earlier)

@@ -51,7 +51,7 @@ class ZeRO3(Sharded):
         self.partition, self.precision = parse_partition(partition), parse_precision(precision)
 
     def lay_out(self, given: Given) -> LaidOut:
-        """As the base."""
+        """The parameters are sharded, bucket by bucket; an output that is one of them is copied."""
         laid_out = super().lay_out(given)
         # An output that is a parameter is copied while its values are there.
         hook = ModuleHook(lambda _, __, output: self.without_parameters(output))
@@ -73,19 +73,19 @@ class ZeRO3(Sharded):
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """As the base."""
+        """Inside, all buckets are gathered."""
         with self.kept_gathered(), self.saving_by_reference():
             yield
 
     @contextlib.contextmanager
     def backward(self, *, sends: bool) -> Iterator[None]:
-        """As the base."""
+        """Inside, all buckets are gathered again."""
         self.note_writes()
         with self.kept_gathered():
             yield
 
     def make_means(self) -> None:
-        """As the base: all is sent here, and nothing before."""
+        """Reduce-scatter bucket by bucket: all is sent here, and nothing before."""
         # One after another, so that only one buffer of a reduction is in memory at a time.
         for unit in self.units:
             unit.reduce(self.is_due)

@@ -61,7 +61,7 @@ class _InGroups(Strategy):
         self.stages, self.name = (outer, inner), f"zero_{outer}x{inner}"  # type: ignore[misc]
 
     def divide(self, given: Given) -> tuple[Communicator, Ways]:
-        """As the base."""
+        """Over the axes that the stages cut; see the table."""
         return _divided(given, self.stages, self.precision)
 
 
