@@ -14,8 +14,9 @@ from shardlab.engines.engine import Engine
 from shardlab.engines.fsdp import FSDP
 from shardlab.engines.guards import Guards
 from shardlab.engines.guards.strategy_checks import check_strategy
-from shardlab.engines.hfsdp import HFSDP, HPZ
+from shardlab.engines.hfsdp import HFSDP
 from shardlab.engines.holdings import Division, Holding
+from shardlab.engines.hpz import HPZ
 from shardlab.engines.peers import TorchDDP, TorchFSDP2, TorchTP, TorchZeRO1
 from shardlab.engines.peers.base import Peer
 from shardlab.engines.precision import Precision

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from shardlab import vocabulary
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.host_shards import HostShards
 from shardlab.engines.offload import OffloadedShards
 from shardlab.engines.precision import Precision
 from shardlab.engines.sharded_params import Shards, Ways
@@ -81,7 +80,9 @@ class ShardingOptions:
     replicate_below: int
     init_fn: InitFn
     divides: str = "nothing"
-    """Of hybrid_shard, what is divided over the replicas too: nothing, 'state', or 'parameters' (see ``HPZ``)."""
+    """Of hybrid_shard, what is divided over replicas too: nothing, 'state' (``hfsdp``) or 'parameters' (``hpz``)."""
+    kept: Callable[..., Shards] | None = None
+    """Makes shards of which the ranks of a host, its first argument, keep what was gathered (``hpz``)."""
 
     def __post_init__(self) -> None:
         """Check the values, and which of them go together."""
@@ -161,8 +162,8 @@ def _shards(
         make: Callable[..., Shards] = Shards
         if options.offload != Offload.NONE:
             make = partial(OffloadedShards, options.offload == Offload.ALL)
-        elif options.divides == "parameters" and comm.num_ranks > 1:
-            make = partial(HostShards, given.comms[-1])
+        elif options.kept is not None and comm.num_ranks > 1:
+            make = partial(options.kept, given.comms[-1])
         made.append(make(name, slots, layout, comm, ways, at))
     return made
 

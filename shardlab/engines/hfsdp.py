@@ -1,6 +1,6 @@
-"""Two rows of ``fsdp`` over hosts: HFSDP, which divides the optimizer's state over all ranks, and hpZ (see ``HPZ``).
+"""HFSDP: parameters are sharded inside a host, and what is stepped over all ranks.
 
-In HFSDP parameters are sharded inside a host, and what is stepped over all ranks. What differs from ``fsdp`` with
+What differs from ``fsdp`` with
 hybrid_shard: the optimizer's state. There every host steps all of the model, after an all-reduce of gradients across
 hosts. Here gradients are reduce-scattered inside the host, then across hosts; each rank steps 1/N, and after the step
 parameters are all-gathered across hosts, of each rank's chunk alone. Across hosts travels what the all-reduce sent, in
@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardlab.engines.fsdp import FSDP
+from shardlab.engines.sharded_params import Shards
 
 
 class HFSDP(FSDP):
@@ -29,28 +30,10 @@ class HFSDP(FSDP):
     name = "hfsdp"
     rests_partial = True
     divides = "state"
+    kept: type[Shards] | None = None
 
     def __init__(self, **options: Any) -> None:
         for option in {"sharding", "offload"} & set(options):
             raise ValueError(f"{option}: {self.name!r} takes none; leave it out, or take fsdp")
         super().__init__(sharding="hybrid_shard", **options)
-        self.options = replace(self.options, divides=self.divides)
-
-
-class HPZ(HFSDP):
-    """hpZ: parameters are sharded over all ranks, and what was gathered stays inside each host until the step.
-
-    What differs from ``fsdp`` with full_shard over all ranks: a second chunk. The first gather of a unit after a step
-    goes over all ranks, across hosts. Of what it brings each rank keeps its part of the host's copy; every later
-    gather, in backward and in other micro-batches, is among the ranks of the host. Gradients are reduce-scattered over
-    all ranks. Options as ``FSDP``.
-
-    Per rank for P fp32 parameters with Adam, hosts of S ranks, N ranks in all: at rest 4P/N parameters, 4P/N gradients,
-    8P/N state; between the first forward and the step another 4P/S (2P/S with ``precision='bf16'``). On the wire,
-    elements a step: P(N-1)/N and P(N-1)/N over all ranks, P(S-1)/S inside the host. (It derives from HFSDP for its axes
-    and options alone.) Source: Wang et al., ZeRO++, arXiv 2306.10209, section 3.2.
-    """
-
-    name = "hpz"
-    rests_partial = False
-    divides = "parameters"
+        self.options = replace(self.options, divides=self.divides, kept=self.kept)

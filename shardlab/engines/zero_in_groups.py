@@ -25,7 +25,6 @@ Source: Rajbhandari et al., arXiv 1910.02054, section 5; Zhang et al., MiCS, arX
 from typing import Any
 
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.precision import Precision
 from shardlab.engines.sharded_params import Ways
 from shardlab.engines.strategy import Given, Strategy
 from shardlab.engines.zero1 import ZeRO1
@@ -62,7 +61,16 @@ class _InGroups(Strategy):
 
     def divide(self, given: Given) -> tuple[Communicator, Ways]:
         """Over the axes that the stages cut; see the table."""
-        return _divided(given, self.stages, self.precision)
+        # The inner axis first where stages are equal: it has the fast links, and leaves less for the other.
+        by_axis = sorted(zip(self.stages[::-1], given.comms[::-1], strict=True), key=lambda one: -one[0])
+        cut = [comm for stage, comm in by_axis if stage]
+        if len(cut) == 2:
+            comm = given.mesh.flatten(*(comm.axis for comm in given.comms))
+        else:
+            comm = cut[0] if cut else Communicator(None, None, (0,), 0, MeshAxis.SHARD)
+        replicas = [comm for stage, comm in by_axis if not stage]
+        rests_over, means_over = (sum(stage >= least for stage in self.stages) for least in (3, 2))
+        return comm, Ways(self.precision, replicas, cut, rests_over, means_over)
 
 
 class ReplicatedInGroups(_InGroups, ZeRO1):
@@ -71,16 +79,3 @@ class ReplicatedInGroups(_InGroups, ZeRO1):
 
 class ShardedInGroups(_InGroups, ZeRO3):
     """Stage 3 inside groups, across them, or both."""
-
-
-def _divided(given: Given, stages: tuple[int, int], precision: Precision) -> tuple[Communicator, Ways]:
-    # The inner axis first where stages are equal: it has the fast links, and leaves less for the other.
-    by_axis = sorted(zip(stages[::-1], given.comms[::-1], strict=True), key=lambda one: -one[0])
-    cut = [comm for stage, comm in by_axis if stage]
-    if len(cut) == 2:
-        comm = given.mesh.flatten(*(comm.axis for comm in given.comms))
-    else:
-        comm = cut[0] if cut else Communicator(None, None, (0,), 0, MeshAxis.SHARD)
-    replicas = [comm for stage, comm in by_axis if not stage]
-    rests_over, means_over = (sum(stage >= least for stage in stages) for least in (3, 2))
-    return comm, Ways(precision, replicas, cut, rests_over, means_over)

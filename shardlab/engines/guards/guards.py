@@ -5,7 +5,7 @@ refuse in the same verb: the engine keeps the refusal until its next flag.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from operator import attrgetter
 
 import torch
@@ -33,7 +33,7 @@ from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedPara
 from shardlab.engines.guards.rules import FROZEN, HALF_STEPPED, LOST, REPLACED, RULES, Rule, Where
 from shardlab.engines.guards.snapshot import Snapshot
 from shardlab.engines.guards.strategy_checks import check_strategy, laid_out_by
-from shardlab.engines.host_shards import HostShards
+from shardlab.engines.guards.which_rules import AFTER_GRADIENTS, remembered, where_of
 from shardlab.engines.moments import GradientState, Moment
 from shardlab.engines.plain_mode import unrefused
 from shardlab.engines.sharded_params import Shards
@@ -41,33 +41,6 @@ from shardlab.engines.step_tensors import tensors_of
 from shardlab.vocabulary import MeshAxis
 
 _TRAINS = attrgetter("requires_grad")
-# When gradients are others by what the engine or autograd has done.
-_AFTER_GRADIENTS = {Moment.BACKWARD_ENDED, Moment.MEANS, Moment.ZERO_GRAD, Moment.FAILED}
-# After which of the engine's moments what the engine, autograd or the optimizer has changed is remembered as it is.
-_REMEMBERED = {
-    ("parameter", "place"): {Moment.FULL_LEFT, Moment.LOADED},
-    ("parameter", "version"): {Moment.STEPPED, Moment.FULL_LEFT, Moment.LOADED},
-    ("parameter", "gradient"): _AFTER_GRADIENTS,
-    ("parameter", "gradient_version"): _AFTER_GRADIENTS,
-    ("piece", "place"): {Moment.FULL_LEFT, Moment.LOADED},
-    ("piece", "version"): {Moment.STEPPED, Moment.LOADED},
-    ("piece", "trains"): {Moment.STEPPED, Moment.LOADED},
-}
-# Sharded parameters are gathered anew for each forward.
-_OF_SHARDED = {
-    ("parameter", "version"): {Moment.BACKWARD_ENDED, Moment.FORWARDED, Moment.FAILED, Moment.FULL},
-    ("piece", "version"): {Moment.FULL},
-}
-
-
-def _remembered(rules: Sequence[Rule], *, is_sharded: bool) -> dict[Moment, list[tuple[str, str]]]:
-    """What is remembered after each moment, as far as rules look at it: of which tensors which field."""
-    looked_at = {(rule.of, rule.change) for rule in rules}
-    if ("parameter", "gradient_version") in looked_at:
-        looked_at.add(("parameter", "gradient"))  # whether one that was changed is still there
-    tables = (_REMEMBERED, _OF_SHARDED) if is_sharded else (_REMEMBERED,)
-    keys = [key for key in _REMEMBERED if key in looked_at]
-    return {moment: [key for key in keys if any(moment in table.get(key, ()) for table in tables)] for moment in Moment}
 
 
 class Guards:
@@ -261,7 +234,7 @@ class Guards:
         """Find out which rules are for this engine, and when each is asked."""
         self._is_alone = not self._is_stage and all(comm.num_ranks == 1 for comm in engine.comms)
         self._is_plain = self._is_alone and not engine.strategy.steps_pieces
-        where = self._where = _where(engine)
+        where = self._where = where_of(engine)
         refuses = {Where.SPREAD, Where.FLAT} <= where  # while the optimizer steps, other ranks step the rest of them
         params = engine.params.items() if refuses else ()
         self._half_stepped = [(param, HALF_STEPPED.format(name=name)) for name, param in params]
@@ -269,7 +242,7 @@ class Guards:
         never = "gradient_version" if self._is_plain else ""
         rules = [rule for rule in RULES if rule.where in where and rule.change != never]
         self._rules = {moment: [rule for rule in rules if moment in rule.at] for moment in Moment}
-        self._remembered = _remembered(rules, is_sharded=Where.SHARDED in where)
+        self._remembered = remembered(rules, is_sharded=Where.SHARDED in where)
         if Where.SHARDED not in where:  # else a parameter may have been lost, which is told as soon as can be
             idle = (Moment.FORWARDED, Moment.MEANS_ALREADY, *([] if refuses else [Moment.UPDATED]))
             self.quiet = {moment for moment in idle if not self._rules[moment] and not self._remembered[moment]}
@@ -361,7 +334,7 @@ class Guards:
                 continue  # not what they were is right
             is_gathered = kind == "piece" and moment is Moment.STEPPED and Where.SPREAD in self._where
             self._snapshots[kind].remember(field, _gathered(engine) if is_gathered else None)
-        if moment in _AFTER_GRADIENTS:
+        if moment in AFTER_GRADIENTS:
             self._tensors.are_behind = engine.gradient_state.are_local and not self._is_plain
         elif moment is Moment.STEPPED:  # they are spent, and some optimizers change them
             self._snapshots["parameter"].forgive_gradients()
@@ -405,22 +378,3 @@ def _gathered(engine: Engine) -> set[str] | None:
         return None
     buckets = (division.layout.names for division in engine.divisions())
     return {name for names in buckets if any(engine._is_due(engine.params[one]) for one in names) for name in names}
-
-
-def _where(engine: Engine) -> set[Where]:
-    """Which rules are for an engine."""
-    strategy, is_sharded = engine.strategy, bool(engine.strategy.units)
-    is_flat = strategy.steps_pieces and not is_sharded
-    # Where other ranks see what was written into a piece only when a step has ended.
-    is_late = any(one.is_split or isinstance(one, HostShards) for unit in strategy.units for one in unit.shards)
-    holds = {
-        Where.ALL: True,
-        Where.PIECES: strategy.steps_pieces,
-        Where.FLAT: is_flat,
-        Where.SPREAD: is_late or (is_flat and (engine.num_data_ranks > 1 or strategy.keeps_pieces)),
-        Where.NOT_IN_PLACE: strategy.keeps_pieces,
-        Where.ELSEWHERE: strategy.rests_partial or (strategy.keeps_pieces and not is_sharded),
-        Where.SHARDED: is_sharded,
-        Where.SLICED: MeshAxis.PIPE in engine.mesh.axes or any(one.num_ranks > 1 for one in engine.slices.values()),
-    }
-    return {where for where, is_so in holds.items() if is_so}

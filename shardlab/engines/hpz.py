@@ -1,6 +1,13 @@
-"""hpZ's second chunk: the ranks of a host keep what was gathered, a part each, until the parameters change.
+"""hpZ: parameters are sharded over all ranks, and what was gathered stays inside each host until the step.
 
-So each later gather is theirs alone. The first one after a step goes over all ranks. (See ``hfsdp.HPZ``.)
+What differs from ``fsdp`` with full_shard over all ranks: a second chunk. The first gather of a unit after a step goes
+over all ranks, across hosts. Of what it brings each rank keeps its part of the host's copy; every later gather, in
+backward and in other micro-batches, is among the ranks of the host. Gradients are reduce-scattered over all ranks.
+
+Per rank for P fp32 parameters with Adam, hosts of S ranks, N ranks in all: at rest 4P/N parameters, 4P/N gradients,
+8P/N state; between the first forward and the step another 4P/S (2P/S with ``precision='bf16'``). On the wire, elements
+a step: P(N-1)/N and P(N-1)/N over all ranks, P(S-1)/S inside the host.
+Source: Wang et al., ZeRO++, arXiv 2306.10209, section 3.2.
 """
 
 from typing import Any
@@ -9,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardlab.comm.communicator import Communicator
+from shardlab.engines.hfsdp import HFSDP
 from shardlab.engines.plain_mode import in_plain_mode
 from shardlab.engines.sharded_params import Shards
 
@@ -59,3 +67,15 @@ class HostShards(Shards):
     def gathered_tensors(self) -> list[Tensor]:
         """As ``Shards``, and what was kept for the next gather."""
         return super().gathered_tensors() + ([] if self._kept is None else [self._kept])
+
+
+class HPZ(HFSDP):
+    """Sharded over the axes ``replica`` and ``shard``, and kept once in each host. Options as ``FSDP``.
+
+    It derives from HFSDP for its axes and options alone.
+    """
+
+    name = "hpz"
+    rests_partial = False
+    divides = "parameters"
+    kept = HostShards
