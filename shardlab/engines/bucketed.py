@@ -62,9 +62,7 @@ class Bucketed(InBuckets[Bucket]):
     def lay_out(self, given: Given) -> LaidOut:
         """Parameters stay what they are; every rank has and steps all of them."""
         super().lay_out(given)
-        divisions = [
-            Division(one.layout, self.comm, next(iter(one.params.values())).element_size()) for one in self.buckets
-        ]
+        divisions = [Division(one.layout, self.comm, one.sum_dtype.itemsize) for one in self.buckets]
         return LaidOut(self.params, divisions)
 
     def make_buckets(self, given: Given) -> list[Bucket]:

@@ -159,13 +159,13 @@ class Shards(GradientBuffer):
 
     def _divide(self, ways: Ways) -> int:
         """Find this rank's chunks, one inside the other, axis by axis; the last, whose number this is, it steps."""
-        layout = self.layout
         self._axes = () if self.is_undivided else tuple(ways.axes) or (self.comm,)
         # Of each rank of the communicator, which is in the order of the mesh, and not in that of the chunks.
         steps = [(self._step_of(axis), axis.num_ranks) for axis in self._axes]
-        self._chunk_of = [chunk_in((one // step % num, num) for step, num in steps) for one in range(layout.num_ranks)]
+        ranks = range(self.layout.num_ranks)
+        self._chunk_of = [chunk_in((one // step % num, num) for step, num in steps) for one in ranks]
         rank = self._chunk_of[self.comm.rank] if self._axes else 0
-        self._chunks = nested(layout, rank, [axis.num_ranks for axis in self._axes])
+        self._chunks = nested(self.layout, rank, [axis.num_ranks for axis in self._axes])
         # How many axes divide what is at rest.
         self._depth_at_rest = len(self._axes) if ways.rests_over is None else min(ways.rests_over, len(self._axes))
         return rank
@@ -327,8 +327,8 @@ class Shards(GradientBuffer):
                 self.stepped = self.at_rest[self._chunks[-1].within(self._chunks[0])]
                 self.point_pieces_at(self.stepped)
             return
-        written = [(self.at_rest, self._depth_at_rest)] if self.is_split else [(self.stepped, -1)]
-        for tensor, depth in [*written, *([(self.stepped, -1)] if self.has_masters else [])]:
+        written = [(self.at_rest, self._depth_at_rest), (self.stepped, -1)]
+        for tensor, depth in written if self.has_masters else written[:1]:
             new = self.tensors.cut(values, self._chunks[depth].ranks).to(tensor)
             if not torch.equal(new, tensor):  # where nothing was, a graph may still use what it saved
                 self.outdate()

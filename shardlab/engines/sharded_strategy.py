@@ -29,7 +29,6 @@ class Sharded(Strategy):
         self.units = self.make_units(given)
         self._unit_of = {id(param): unit for unit in self.units for param in unit.params}  # hashing one calls Python
         self._unit_of_shards = {one: unit for unit in self.units for one in unit.shards}
-        self._split = [one for one in self._unit_of_shards if one.is_split]
         pieces = {name: piece for one in self._unit_of_shards for name, piece in one.pieces.items()}
         return LaidOut({name: pieces[name] for name in self.params}, [one.division for one in self._unit_of_shards])
 
@@ -71,8 +70,8 @@ class Sharded(Strategy):
                 for one in self._unit_of_shards:
                     one.changed()
                 # An optimizer that raised may have stepped first, and those of other ranks have.
-                due = [one for one in self._split if loads or any(map(self.is_due, one.params.values()))]
-                wait_all([one.gather_stepped() for one in due])
+                due = [one for one in self._unit_of_shards if loads or any(map(self.is_due, one.params.values()))]
+                wait_all([one.gather_stepped() for one in due if one.is_split])
 
     def make_means(self) -> None:
         """Make means of what has been sent: the sums of all units are waited for, in one order on all ranks."""
