@@ -52,6 +52,28 @@ def test_the_template_runs_unchanged_and_as_planned(template):
             assert one[name] == other[name]
 
 
+def test_stages_of_the_template_are_planned_and_compared(template):
+    given = ("--workload", PLACE, "--ranks", 2, "--pipe", 2, "--schedule", "1f1b,zb-h1", "--strategies", "single,zero1")
+    planned = json.loads(said("plan", *given, "--micro-batches", 4, "--json"))
+    assert [(one["strategy"], one["stages"], one["messages"]) for one in planned["stages"]] == [
+        (f"zero1+{name}", stage, 4) for name in ("1f1b", "zb-h1") for stage in "01"
+    ]
+    text = " ".join(said("compare", *given, "--micro-batches", 4, "--steps", 4, "--out", "runs/x").split())
+    assert "BUBBLE ranks wait for other stages: zero1+1f1b " in text
+    assert re.search(r"NEXT (shardlab compare|with nothing|.*--pipe 2)", text)
+    for rows in ((json.loads((template / "runs/x/summary.json").read_text())),
+                 json.loads(said("report", "runs/x", "--json"))["strategies"]):  # fmt: skip
+        single, *staged = rows
+        assert single.get("bubble") is None
+        assert [row["as_planned"] for row in staged] == [True, True]
+        assert all(0 <= row["bubble"] < 1 and 0 <= row["foretold_bubble"] < 1 for row in staged)
+        assert [(row["in_flight"], row["bubble_unknown"]) for row in staged] == [(2, None)] * 2
+    assert "would become" in said("what-if", "runs/x", "--strategy", "zero1+1f1b", *given[:2], "--schedule", "zb-h1")
+    for option in (("--gpu", "h100"), ("--peak",), ("--calibration", "x.json")):
+        words = f"{option[0][2:]}: not with --pipe, whose peak and time are not planned: shardlab compare measures both"
+        assert words in " ".join(said("plan", *given, *option, code=2).split())
+
+
 def test_a_plan_for_more_ranks_than_this_machine_has(template):
     text = said("plan", "--workload", PLACE, "--ranks", 64, "--bucket-mib", 0.001)
     assert all(name in text for name in ("single", "bucketed", "zero3", "fsdp", "messages"))
