@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -113,6 +113,8 @@ def turn_of(contender: Contender | None, workload: Workload, transport: str | No
             yield _of_engine(engine, workload)
         return
     if contender.over_pipe:
+        if isinstance(model, GPT):
+            model = GPT(replace(model.config, tied=False)).to(device)  # torch's runtime does not add up a tied weight's
         with Mesh({"pipe": num_ranks, "data": 1}, device=device, transport=transport) as mesh:
             made = _of_torchs_stages if contender.strategy == "torch_pipeline" else _of_stages
             with made(model, workload, mesh) as turn:
