@@ -49,6 +49,7 @@ class BaseMesh:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._communicators: dict[str, Communicator] = {}
         self._parts: dict[str, Communicator] = {}  # of axes, and products of them
+        self._factors: dict[str, tuple[str, ...]] = {}  # of each product
         self._watching: list[tuple[Observer, contextlib.ExitStack]] = []
         self._at_close: list[Callable[[], object]] = []
 
@@ -122,11 +123,12 @@ class BaseMesh:
         """One communicator over the product of axes, named ``replica_shard``; collective like the mesh, the first time.
 
         Args:
-            axes: of the mesh, in its order.
+            axes: of the mesh, in its order; a product that was made counts as its axes.
 
         Raises:
             ValueError: an axis that is not there, or twice; another order than the mesh's.
         """
+        axes = tuple(one for axis in axes for one in self._factors.get(axis, (axis,)))
         for axis in axes:
             self[axis]  # which refuses an axis that is not there
         if not axes or list(axes) != [axis for axis in self.axes if axis in axes]:
@@ -134,6 +136,7 @@ class BaseMesh:
         if len(axes) == 1:
             return self[axes[0]]
         name = "_".join(axes)
+        self._factors[name] = axes
         self._add({name: groups_along(self.axes, self.ranks, *axes)})
         return self._parts[name]
 

@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardlab.comm.mesh import Mesh
 from shardlab.context import ContextParallel, attention, messages_of, positions_of, share_of_work
-from shardlab.engines import build_engine
+from shardlab.engines import HFSDP, HPZ, build_engine
 from shardlab.launch import RankError
 from shardlab.models import GPT, GPTConfig
 from shardlab.models.gpt import next_token_loss
@@ -54,11 +54,13 @@ class Log:
 
 def trained(_, num_data_ranks, num_ranks, way, zigzag, strategy):
     log = Log()
-    with Mesh({"data": num_data_ranks, "context": num_ranks}) as mesh:
+    rows = {"data": num_data_ranks} if isinstance(strategy, str) else {"replica": num_data_ranks, "shard": 1}
+    with Mesh({**rows, "context": num_ranks}) as mesh:
         over = ContextParallel(mesh["context"], way, zigzag=zigzag)
-        inputs, targets = (every[mesh["data"].rank] for every in tokens_of(num_ranks, num_data_ranks))
+        inputs, targets = (every[mesh[next(iter(rows))].rank] for every in tokens_of(num_ranks, num_data_ranks))
         losses = []
-        with build_engine(strategy, gpt(num_ranks), sgd, mesh) as engine:
+        made = strategy if isinstance(strategy, str) else strategy()
+        with build_engine(made, gpt(num_ranks), sgd, mesh) as engine:
             for _ in range(2):
                 log.events.clear()
                 with over, mesh.observed_by(log):
@@ -108,6 +110,16 @@ def test_equal_to_one_process_with_the_messages_of_the_formulas(pools, num_data_
     received = [("recv", numel) for op, numel in forward + back if op == "send"]
     for *_, events in answers:
         assert sorted((str(op), numel) for op, numel in events) == sorted(2 * (forward + back + received))  # layers
+
+
+@pytest.mark.parametrize("strategy", [HFSDP, HPZ])
+def test_groups_of_ranks_take_other_parts_of_a_sequence_as_other_rows(pools, strategy):
+    """The inner axis is then the product of shard and context, and what both axes make together is that of all."""
+    wanted, losses = one_process(2, 2)
+    for state, own, _ in pools(4).run(trained, 2, 2, "gathered", True, strategy):
+        for name, value in wanted.items():
+            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0, msg=name)
+        assert len(own) == len(losses)
 
 
 def test_what_each_way_sends_and_the_work_of_the_busiest_rank():
