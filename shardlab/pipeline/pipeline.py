@@ -34,7 +34,7 @@ from shardlab.engines.engine import Engine
 from shardlab.pipeline.late_weights import Late, backward_of_weights, late_weights
 from shardlab.pipeline.messages import TIED, Like, loans_of
 from shardlab.pipeline.stages import Cut, cut, lend, module_of
-from shardlab.schedules.actions import Action, Kind, Schedule
+from shardlab.schedules.actions import LAST, Action, Kind, Schedule
 from shardlab.vocabulary import MeshAxis
 
 _DTYPES, _MAX_DIMS = (torch.float32, torch.float64, torch.bfloat16, torch.float16), 8
@@ -64,24 +64,20 @@ class Pipeline:
 
     def __init__(self, model: nn.Module, schedule: Schedule, mesh: BaseMesh, begins: tuple[str, ...] = ()) -> None:
         self._comm, self.schedule = mesh[MeshAxis.PIPE], schedule
-        if self._comm.num_ranks != len(schedule.ranks):
-            raise ValueError(
-                f"schedule: it is for {len(schedule.ranks)} ranks, and axis 'pipe' has {self._comm.num_ranks}"
-            )
+        if (size := self._comm.num_ranks) != len(schedule.ranks):
+            raise ValueError(f"schedule: it is for {len(schedule.ranks)} ranks, and axis 'pipe' has {size}")
         self.cut: Cut = cut(model, schedule.num_stages, begins)
         self._actions, self._device, rank_of = schedule.ranks[self._comm.rank], mesh.device, schedule.rank_of
         self.loans = loans_of(model, self.cut, rank_of)
-        modules = [self._module(model, rank) for rank in range(self._comm.num_ranks)]
+        modules = [self._module(model, rank) for rank in range(size)]
         if idle := [rank for rank, module in enumerate(modules) if not list(module.parameters())]:
-            raise ValueError(
-                f"stages: of {self.cut}, those of rank {idle[0]} have no parameters; name others in 'begins'"
-            )
+            raise ValueError(f"stages: {self.cut}: those of rank {idle[0]} have no parameters; name others in 'begins'")
         self.module = modules[self._comm.rank]
         # Written in forward they would differ by rank, or be written in another order than by one process.
         stages = [set(module_of(model, {0: names}).buffers()) for names in self.cut]
         self._read_only = {n: one for n, one in self.module.named_buffers() if sum(one in own for own in stages) > 1}
-        needs = [need for action in self._actions if (need := schedule.needs(action)) is not None]
-        self._remote = [need for need in needs if rank_of[need.stage] != self._comm.rank]
+        sent = schedule.sent()
+        self._remote = [need for action in self._actions if (need := schedule.needs(action)) in sent]
         self._check_order()
         self._like: dict[tuple[int, tuple[int, ...]], Like] = {}  # of a stage's output, by a micro-batch's shape
 
@@ -133,8 +129,7 @@ class Pipeline:
         before = {name: buffer._version for name, buffer in self._read_only.items()}
         step = _Step(self, engine, loss_fn, inputs, targets, watch)
         # The last gradients: of what this rank lends they come from others, behind the last action.
-        ends = (Kind.BACKWARD, Kind.BACKWARD_OF_WEIGHTS)
-        last = max(place for place, action in enumerate(self._actions) if action.kind in ends)
+        last = max(place for place, action in enumerate(self._actions) if action.kind in LAST)
         last += any(loan.owner == self._comm.rank for loan in self.loans)
         kept = engine.strategy.kept_gathered() if keeps_gathered else contextlib.nullcontext()
         with self._lent(engine, step.sent), kept:
@@ -182,9 +177,9 @@ class Pipeline:
         for peer, actions in enumerate(self.schedule.ranks):
             needed = [need for need in self._remote if self.schedule.rank_of[need.stage] == peer]
             sent = [action for action in actions if action in set(needed)]
-            if needed != sent:
-                one, other = next(pair for pair in zip(needed, sent, strict=True) if pair[0] != pair[1])
-                raise ValueError(f"schedule: rank {self._comm.rank} needs {one} first, and rank {peer} sends {other}")
+            if wrong := [pair for pair in zip(needed, sent, strict=True) if pair[0] != pair[1]]:
+                first, other = wrong[0]
+                raise ValueError(f"schedule: rank {self._comm.rank} needs {first} first, and rank {peer} sends {other}")
 
 
 class _Step:
@@ -207,28 +202,25 @@ class _Step:
         self._mail: dict[Action, Tensor] = {}  # from another stage of this rank
         self._posted: dict[Action, tuple[Tensor, Pending]] = {}
         self._held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # input and output, until its backward
-        self._late: dict[tuple[int, int], Late] = {}  # until the backward of weights
+        halved = [action[1:] for action in pipeline._actions if action.kind is Kind.BACKWARD_OF_WEIGHTS]
+        self._late: dict[tuple[int, int], Late] = {one: [] for one in halved}  # until the backward of weights
 
     def do(self, action: Action) -> None:
         """Wait for what the action needs, do it, and send what it brings."""
         need = self._of.schedule.needs(action)
         received = None if need is None else self._take(need)
         with self._watch(action):
-            if action.kind is Kind.FORWARD:
-                brings = self._forward(action, received)
-            elif action.kind is not Kind.BACKWARD_OF_WEIGHTS:
-                brings = self._backward(action, received)
-            else:
-                brings = None
+            if action.kind is Kind.BACKWARD_OF_WEIGHTS:
                 backward_of_weights(self._late.pop(action[1:]))
-            if brings is not None:
+                return
+            compute = self._forward if action.kind is Kind.FORWARD else self._backward
+            if (brings := compute(action, received)) is not None:
                 self._send(action, brings)
 
     def _forward(self, action: Action, received: Tensor | None) -> Tensor | None:
         _, stage, number = action
         given = self._inputs[number] if received is None else received.requires_grad_()
-        is_halved = Action(Kind.BACKWARD_OF_WEIGHTS, stage, number) in self._of._actions
-        late = self._late.setdefault((stage, number), []) if is_halved else None
+        late = self._late.get((stage, number))
         with contextlib.nullcontext() if late is None else late_weights(late):
             output = self._engine(stage, given)
         if not isinstance(output, Tensor):
@@ -250,12 +242,13 @@ class _Step:
         return torch.zeros_like(given) if given.grad is None else given.grad
 
     def _send(self, action: Action, tensor: Tensor) -> None:
-        if forward := action.kind is Kind.FORWARD:
-            self._note(action, tensor)
-        if (peer := self._rank_of[action.stage + (1 if forward else -1)]) == self._of._comm.rank:
+        peer = self._rank_of[action.stage + (1 if action.kind is Kind.FORWARD else -1)]
+        if peer == self._of._comm.rank:
             self._mail[action] = tensor
-        else:
-            self.sent.append(self._of._comm.send(tensor.contiguous(), peer, tag=action.tag))
+            return
+        if action.kind is Kind.FORWARD:
+            self._tell_like(action, tensor, peer)
+        self.sent.append(self._of._comm.send(tensor.contiguous(), peer, tag=action.tag))
 
     def _take(self, need: Action) -> Tensor:
         if need in self._mail:
@@ -287,25 +280,22 @@ class _Step:
         """What a message is like: the output of a stage, or the gradient of that of the one before."""
         return self._of._like.get((need.stage - (need.kind is not Kind.FORWARD), self._shape(need)))
 
-    def _note(self, action: Action, output: Tensor) -> None:
+    def _tell_like(self, action: Action, output: Tensor, peer: int) -> None:
         """Tell the next stage's rank what outputs are like, the first time."""
-        stage, shape = action.stage, self._shape(action)
-        like = Like(tuple(output.shape), output.dtype)
-        if (known := self._of._like.get((stage, shape))) is not None:
-            if known != like:  # the next rank would wait for another message
-                raise ValueError(
-                    f"stages: stage {stage} gives {like.shape} of {like.dtype}, and {known.shape} of {known.dtype} "
-                    "before; inputs of one shape must give outputs of one shape and dtype"
-                )
+        stage, like = action.stage, Like(tuple(output.shape), output.dtype)
+        known = self._of._like.setdefault((stage, self._shape(action)), like)
+        if known != like:  # the next rank would wait for another message
+            raise ValueError(
+                f"stages: stage {stage} gives {like.shape} of {like.dtype}, and {known.shape} of {known.dtype} before; "
+                "inputs of one shape must give outputs of one shape and dtype"
+            )
+        if known is not like:
             return
         if output.dtype not in _DTYPES or output.ndim > _MAX_DIMS:
             raise ValueError(f"stages: stage {stage} gives {output.dtype}, {output.ndim} dims; cut elsewhere")
-        self._of._like[stage, shape] = like
-        peer = self._rank_of[stage + 1]
-        if peer != self._of._comm.rank:
-            header = [_DTYPES.index(output.dtype), output.ndim, *output.shape, *[0] * (_MAX_DIMS - output.ndim)]
-            told = torch.tensor(header, device=self._of._device)
-            self.sent.append(self._of._comm.send(told, peer, tag=f"shape of stage {stage}"))
+        header = [_DTYPES.index(output.dtype), output.ndim, *output.shape, *[0] * (_MAX_DIMS - output.ndim)]
+        told = torch.tensor(header, device=self._of._device)
+        self.sent.append(self._of._comm.send(told, peer, tag=f"shape of stage {stage}"))
 
     def _shape(self, action: Action) -> tuple[int, ...]:
         return tuple(self._inputs[action.micro_batch].shape)

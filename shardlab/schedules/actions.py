@@ -25,6 +25,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -41,6 +42,8 @@ class Kind(StrEnum):
 
 
 F, B, I, W = Kind  # noqa: E741
+LAST = (B, W)
+"""With which the backward of a micro-batch ends, so that its input is held no more."""
 
 
 class Action(NamedTuple):
@@ -68,9 +71,7 @@ class Action(NamedTuple):
         """
         found = _TEXT.fullmatch(text.strip())
         if found is None:
-            raise ValueError(
-                f"action: {text.strip()!r} is none; write stage, F, B, I or W, and micro-batch, as in '2F0'"
-            )
+            raise ValueError(f"action: {text!r} is none; write stage, F, B, I or W, and micro-batch, as in '2F0'")
         return cls(Kind(found[2]), int(found[1]), int(found[3]))
 
 
@@ -99,8 +100,7 @@ def interleaved(num_ranks: int, num_micro_batches: int, rank: int, stages_per_ra
     """
     if num_micro_batches % num_ranks:
         raise ValueError(
-            f"micro_batches: interleaved takes a multiple of its {num_ranks} ranks, not {num_micro_batches}; or use "
-            "1f1b"
+            f"micro_batches: interleaved takes a multiple of its {num_ranks} ranks, not {num_micro_batches}; use 1f1b"
         )
     rounds = range(0, num_micro_batches, num_ranks)
     stages = range(rank, num_ranks * stages_per_rank, num_ranks)
@@ -176,7 +176,7 @@ class Schedule:
         """A line for each rank."""
         return "".join(f"{','.join(map(str, actions))}\n" for actions in self.ranks)
 
-    @property
+    @cached_property  # asked for at each action of a step
     def rank_of(self) -> dict[int, int]:
         """The rank of each stage."""
         found: dict[int, int] = {}
@@ -186,12 +186,12 @@ class Schedule:
                     raise ValueError(f"schedule: stage {stage} is on ranks {found[stage]} and {rank}; give it one")
         return dict(sorted(found.items()))
 
-    @property
+    @cached_property
     def num_stages(self) -> int:
         """On all ranks together."""
         return len(self.rank_of)
 
-    @property
+    @cached_property
     def num_micro_batches(self) -> int:
         """Of a step."""
         return 1 + max((action.micro_batch for actions in self.ranks for action in actions), default=-1)
@@ -199,11 +199,10 @@ class Schedule:
     def in_flight(self, rank: int) -> int:
         """The most inputs of stages that a rank holds at once: from forward until the last of backward."""
         held = most = 0
-        frees = _frees(self.ranks[rank])
         for action in self.ranks[rank]:
             held += action.kind is F
             most = max(most, held)
-            held -= action in frees
+            held -= action.kind in LAST
         return most
 
     def needs(self, action: Action) -> Action | None:
@@ -219,15 +218,9 @@ class Schedule:
     def sent(self) -> dict[Action, tuple[int, int]]:
         """The actions whose result another rank needs: from which rank, to which; a rank's own in its order."""
         every = [action for actions in self.ranks for action in actions]
-        rank_of = self.rank_of
-        needed = {need: rank_of[action.stage] for action in every if (need := self.needs(action)) is not None}
-        ways = {action: (rank_of[action.stage], to) for action in every if (to := needed.get(action)) is not None}
+        needed = {need: self.rank_of[action.stage] for action in every if (need := self.needs(action)) is not None}
+        ways = {action: (self.rank_of[action.stage], to) for action in every if (to := needed.get(action)) is not None}
         return {action: way for action, way in ways.items() if way[0] != way[1]}
-
-
-def _frees(actions: Actions) -> set[Action]:
-    """The actions after which a rank holds one input less."""
-    return {action for action in actions if action.kind in (B, W)}
 
 
 def _check_stages(rank_of: Mapping[int, int]) -> None:
