@@ -3,21 +3,19 @@
 Of a model its parameters come first, then what of it is not as one may think.
 """
 
-from typing import TYPE_CHECKING
-
-from shardlab.cli.console import count
-
-if TYPE_CHECKING:
-    from shardlab.forecast.job import Job
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from shardlab.cli.console import count
 from shardlab.forecast.model_config import Decoder, decoder_of, model_type_of, read_config
+
+if TYPE_CHECKING:
+    from shardlab.forecast.job import Job
 
 
 def planned(job: "Job", gpu: str) -> str:
