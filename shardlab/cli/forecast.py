@@ -193,11 +193,11 @@ def _tell_forecast(model: CountedModel, job: "Job", steps: Sequence[Step], *, js
 
 def said_of(miss: "Miss") -> str:
     """How far a forecast may miss, and what that stands on."""
-    from shardlab.forecast.region import usual_miss
+    from shardlab.forecast.region import USUAL_MISS
 
     if miss.share is not None:
         return f"up to {miss.share:.0%}: {miss.reason}"
-    return f"{miss.reason}. Of all published steps, like it or not, 9 of 10 were missed by {usual_miss():.0%} at most"
+    return f"{miss.reason}. Of all published steps, like it or not, 9 of 10 were missed by {USUAL_MISS:.0%} at most"
 
 
 def _next(job: "Job", seconds: float, steps: Sequence[Step]) -> str:

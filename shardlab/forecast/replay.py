@@ -157,6 +157,12 @@ def replay(units: Sequence[Unit], schedule: Schedule, seconds: MessageSeconds, r
     return Replay(run_programs(programs, contention=Contention(schedule.contention))[DEVICE])
 
 
+def host_is_behind(units: Iterable[Unit]) -> bool:
+    """Whether the device is done with a pass of a unit before the host has launched it; else it never waits for it."""
+    passes = (Phase.FORWARD, Phase.BACKWARD)
+    return any(host > device for unit in units for device, host in map(unit.seconds, passes))
+
+
 class _Step:
     """The program of a step."""
 
@@ -168,9 +174,7 @@ class _Step:
         self.launches: list[Item] = []  # the program of the host
         self.sent: list[Message] = []  # what the optimizer has to wait for
         self.order = [*units, *([root] if root else [])]
-        passes = (Phase.FORWARD, Phase.BACKWARD)
-        # A host that is ahead in every unit is never waited for.
-        self.is_behind = any(host > device for unit in self.order for device, host in map(unit.seconds, passes))
+        self.is_behind = host_is_behind(self.order)
         self.together = self._sent_together()
         micro_batch = self.unit_by_unit if self.row.by_unit else self.all_at_once
         for number in range(schedule.micro_batches):

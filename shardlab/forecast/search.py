@@ -21,7 +21,7 @@ from shardlab.forecast.job import Job
 from shardlab.forecast.peak import peak_bytes
 from shardlab.forecast.predict import USABLE
 from shardlab.forecast.published import Pair, PublishedStep, error_of, published_steps
-from shardlab.forecast.region import expected_miss, usual_miss
+from shardlab.forecast.region import USUAL_MISS, expected_miss
 from shardlab.forecast.replay import REPLAYED
 from shardlab.forecast.step_model import step_parts
 from shardlab.forecast.transformer import Parts
@@ -181,7 +181,7 @@ def published_regrets() -> list[float]:
 def miss_of(job: Job, calibration: Sequence[Pair]) -> float:
     """By which share of its seconds a forecast may miss; where nothing is known, what 9 of 10 published steps are."""
     share = expected_miss(job, calibration).share
-    return usual_miss() if share is None else share
+    return USUAL_MISS if share is None else share
 
 
 def cards_that_would_do(sizes: Mapping[str, Any], ranks: int, **options: Any) -> Job | None:

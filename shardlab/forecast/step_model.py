@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 from shardlab.forecast.job import Job
-from shardlab.forecast.replay import Replay, Schedule, Unit, replay
+from shardlab.forecast.replay import Replay, Schedule, Unit, host_is_behind, replay
 from shardlab.forecast.transformer import ATTENTION, KERNELS, MEMORY, PRODUCTS, Costs, Parts
 from shardlab.vocabulary import Collective, MeshAxis
 
@@ -152,14 +152,25 @@ class Step:
         gathered, reduced = elements * self.job.itemsize, elements * max(self.job.itemsize, self.job.kept.gradient)
         return Unit(name, costs[0].total(), costs[1].total(), gathered, reduced, messages, *host)
 
-    def replayed(self, micro_batches: int) -> Replay:
-        """The step with so many micro-batches."""
+    @property
+    def units(self) -> tuple[list[Unit], Unit]:
+        """The layers, and the root."""
         job = self.job
         matrices = 5 if job.is_gated else 4  # query, key and value together
         host = [self.host_seconds(backward) for backward in (False, True)]
         units = [self.unit(f"layer {n}", self.layer, job.layer_params, matrices, host) for n in range(job.layers)]
         hooks = [self.hooks_seconds(backward) / self.host_factor for backward in (False, True)]
-        root = self.unit("root", self.head, job.root_params, 2 if job.is_gated else 1, hooks)
+        return units, self.unit("root", self.head, job.root_params, 2 if job.is_gated else 1, hooks)
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the device may: False needs no replay."""
+        layers, root = self.units
+        return host_is_behind([*layers[:1], root])
+
+    def replayed(self, micro_batches: int) -> Replay:
+        """The step with so many micro-batches."""
+        job, (units, root) = self.job, self.units
         schedule = Schedule(
             job.row, job.sizes, micro_batches=micro_batches, reduces_each=not job.no_sync,
             optimizer_seconds=self.optimizer_seconds, contention=self.card.contention,

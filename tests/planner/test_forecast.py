@@ -14,7 +14,7 @@ from shardlab.forecast.network import GIGABIT, HOP_SECONDS, Network, network_of
 from shardlab.forecast.peak import peak_bytes, rest_bytes
 from shardlab.forecast.predict import RESERVED, may_retry
 from shardlab.forecast.published import TOYS, calibration_of, error_of, published_steps, summary
-from shardlab.forecast.region import _share_without, by_laboratory, expected_miss
+from shardlab.forecast.region import USUAL_MISS, _share_without, by_laboratory, expected_miss
 from shardlab.forecast.replay import REPLAYED
 from shardlab.forecast.step_model import (
     HOST_BOUND,
@@ -361,6 +361,11 @@ def test_published_steps_are_met_better_than_by_toys():
         assert summary(has_room).loc["error", row] < bound
     assert found["peak_error"].count() == 4
     assert found["peak_error"].abs().max() < 0.05
+
+
+def test_what_nine_of_ten_published_steps_are_missed_by_is_said_where_nothing_is_known():
+    misses = sorted(abs(error_of(step, is_calibrated=False)) for step in published_steps())
+    assert misses[9 * len(misses) // 10] == pytest.approx(USUAL_MISS, abs=0.005)
 
 
 def test_with_little_room_for_its_layers_a_forecast_warns_of_the_allocator():
