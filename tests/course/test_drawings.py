@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardlab.course import drawings
+from shardlab.course import drawings, drawings_of_layers
 from shardlab.course.drawings import DRAWINGS, MOMENTS
 from shardlab.forecast.replay import Schedule, Unit, replay
 from shardlab.partition.ring_cost import ring_wire_bytes
@@ -66,8 +66,8 @@ def test_the_window_of_fsdp_is_that_of_the_replay():
 
 
 def test_a_zigzag_divides_the_boxes_of_a_causal_mask():
-    assert drawings.boxes_of_ranks(zigzag=False) == [3, 7, 11, 15]
-    assert drawings.boxes_of_ranks(zigzag=True) == [9] * 4
+    assert drawings_of_layers.boxes_of_ranks(zigzag=False) == [3, 7, 11, 15]
+    assert drawings_of_layers.boxes_of_ranks(zigzag=True) == [9] * 4
 
 
 def test_two_axes_are_those_of_the_exercise():
