@@ -8,7 +8,7 @@ processes, as always. Errors in the choices are shown beside the controls, never
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,15 @@ from ipywidgets import HTML, Button, Dropdown, HBox, Layout, VBox
 from torch import nn
 
 from shardlab import plots
-from shardlab.analysis import overlap
-from shardlab.analysis.rows import in_timed_steps, timed_steps
-from shardlab.course.figures import run_difference
 from shardlab.course.widgets.choices import STYLE, Choices
-from shardlab.course.widgets.history import RunHistory, unlike
+from shardlab.course.widgets.history import RunHistory
 from shardlab.course.widgets.live import LiveView
 from shardlab.course.widgets.panel import Message, Panel, Picture
+from shardlab.course.widgets.views import VIEWS
 from shardlab.experiment import CompareConfig, Workload
 from shardlab.experiment.comparison import configured
 from shardlab.installed import data_path
 from shardlab.plots.theme import nothing
-from shardlab.records.store import Records
-from shardlab.vocabulary import Phase
 
 CHOOSE = "Choose, then press Run."
 FIRST: dict[str, Any] = {"strategies": "zero1", "ranks": 2, "steps": 20}
@@ -249,65 +245,3 @@ def _examples() -> tuple[go.Figure, go.Figure]:
     for figure in figures:
         figure.update_layout(title_text=f"An example: {figure.layout.title.text}")
     return figures
-
-
-def _unlike(history: RunHistory, labels: Sequence[str]) -> str:
-    """In what runs differ beside their strategies."""
-    parts = {label: label.partition(" ") for label in labels}
-    return unlike({label: (history.runs[int(number)], strategy) for label, (number, _, strategy) in parts.items()})
-
-
-def _overlap(records: Records) -> go.Figure:
-    return plots.overlap_bars(overlap(*in_timed_steps(records.collectives, records.spans, records.steps)))
-
-
-def _change(history: RunHistory, label: str) -> go.Figure:
-    """The change from the previous run, whatever its strategy."""
-    labels = history.labels()
-    place = labels.index(label)
-    if place == 0:
-        return nothing(f"Change to {label}", "there is no run before it")
-    before = labels[place - 1]
-    figure = run_difference(_cost_of(history, before), _cost_of(history, label), (before, label))
-    said = [figure.layout.title.subtitle.text, _unlike(history, (before, label))]
-    return figure.update_layout(title_subtitle_text="; ".join(filter(None, said)))
-
-
-def _cost_of(history: RunHistory, label: str) -> "pd.Series[Any]":
-    """The row of the summary of one run and strategy."""
-    number, _, strategy = label.partition(" ")
-    summary = history.comparisons[int(number)].summary
-    return summary[summary["strategy"] == strategy].iloc[0]
-
-
-def _course(history: RunHistory, label: str) -> go.Figure:
-    """Memory over the traced step, with the planned bytes at rest."""
-    number, _, strategy = label.partition(" ")
-    memory, plan = history.records().memory, history.runs[int(number)].plan(strategy)
-    if isinstance(plan, str):
-        return plots.memory_over_step(memory, run=label).update_layout(title_subtitle_text=f"Not planned: {plan}")
-    return plots.memory_over_step(pd.concat([memory, plan.memory.assign(run=label)], ignore_index=True), run=label)
-
-
-def _traffic(history: RunHistory) -> pd.DataFrame:
-    """The collectives without the reported loss."""
-    collectives = history.records().collectives
-    return collectives[collectives["phase"] != Phase.METRICS]
-
-
-# All runs together, or one of them in detail: of a history with at least one run, and the label of a run.
-VIEWS: dict[str, Callable[[RunHistory, str], go.Figure]] = {
-    "loss": lambda history, _: plots.loss_curves(history.records().steps, _unlike(history, history.labels())),
-    "time of a step": lambda history, _: plots.step_times(timed_steps(history.records().steps)),
-    "memory at rest": lambda history, _: plots.memory_by_role(history.records().memory),
-    "memory at the peak": lambda history, _: plots.memory_by_role(history.records().memory, "peak"),
-    "communication: exposed and hidden": lambda history, _: _overlap(history.records()),
-    "bytes sent": lambda history, _: plots.wire_volume(_traffic(history), runs=history.labels()),
-    "change from the run before": _change,
-    "one run: timeline": lambda history, run: plots.collective_timeline(
-        _traffic(history), history.records().spans, run=run
-    ),
-    "one run: memory over a step": _course,
-    "one run: who sends to whom": lambda history, run: plots.traffic_matrix(_traffic(history), run=run),
-    "one run: who holds which slice": lambda history, run: plots.shard_map(history.records().shards, run=run),
-}
