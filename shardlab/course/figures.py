@@ -132,13 +132,15 @@ def throughput(table: pd.DataFrame) -> go.Figure:
         ValueError: a column is missing.
     """
     require_columns(table, ("run", "source", "rows", "tokens_per_s"), "table")
-    note = joined(emulated_note(table), "marks: measured; lines: predicted")
+    kinds = [kind for kind in dict.fromkeys(map(str, table["source"])) if kind not in (PREDICTED, "emulated")]
+    marked = " and ".join(kinds) or "measured"
+    note = joined(emulated_note(table), f"marks: {marked}; lines: predicted")
     figure, parts = new_figure("Throughput against the batch of a rank", note), []
     is_line = table["source"] == PREDICTED
     lines, marks = (_by(rows, "run", "rows") for rows in (table[is_line], table[~is_line]))
     for place, (run, colour) in enumerate(run_colours(map(str, table["run"])).items()):
         symbol = {"symbol": SYMBOLS[place % len(SYMBOLS)], "size": 11}
-        for curves, mode, kind in ((lines, "lines", PREDICTED), (marks, "markers", "measured")):
+        for curves, mode, kind in ((lines, "lines", PREDICTED), (marks, "markers", marked)):
             if run in curves:
                 figure.add_scatter(
                     x=curves[run]["rows"].to_numpy(), y=curves[run]["tokens_per_s"].to_numpy(), mode=mode, name=run,
