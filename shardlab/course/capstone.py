@@ -6,9 +6,8 @@ r"""Strategies of your own beside ours and torch's: what each is worth, in point
     print(scores.gained("my_buckets", "sixteen_bits"))
 
 Whether a strategy is right, ``check_strategy`` says, and then one ``compare`` of all: it counts the bytes too. What of
-messages is exposed is played on a virtual clock, on the engine itself: one rank takes two steps without values, where a
-product of matrices takes its FLOPs over ``FLOPS``, messages the hops and bytes of a ring, one after another, and all
-else no time. So no number here depends on the machine. Torch's own engines cannot be played.
+messages is exposed is played on the virtual clock of the lessons (``on_a_clock``), on the engine itself: one rank takes
+two steps without values. So no number here depends on the machine. Torch's own engines cannot be played.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,24 +18,23 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from torch.utils.flop_counter import flop_registry
 
 from shardlab.comm.events import CollectiveEvent
-from shardlab.comm.foretold import Costs, ToldClock, Wire
+from shardlab.course.exercises.weighing import NUM_LOOPS
+from shardlab.course.on_a_clock import two_steps
 from shardlab.engines import Strategy
 from shardlab.experiment.comparison import compare
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import new_directory
-from shardlab.experiment.planned.dry_run import dry_run
 from shardlab.experiment.told.saved_runs import Comparison
 from shardlab.launch import RankError, RankHang, RankPool
 from shardlab.partition.ring_cost import Link
 from shardlab.planner.setup import STRATEGIES
 from shardlab.records.store import Records
 from shardlab.testing import check_strategy
+from shardlab.testing.loops import LOOPS
 
-LINK, FLOPS = "1Gbps,50us", 50e9  # with these, backward of the built-in GPT can hide about half of its gradients
-MODELS = ("Unused",)  # what a strategy is checked on: parameters that some ranks use, or none
+LINK = "1Gbps,50us"  # backward of the built-in GPT can hide about half of its gradients
 TORCHS = {"ddp": "torch_ddp", "bucketed": "torch_ddp", "zero1": "torch_zero1", "fsdp": "torch_fsdp2"}
 ENOUGH = 1.01  # times what ours takes: padding costs no point
 # Columns of bytes and of time in the table, and their words in a sentence.
@@ -137,7 +135,7 @@ def score(
     beside: list[Any] = ["single", *ours, *torchs]
     config = CompareConfig(strategies=(*beside, *mine), **options)
     against = {strategy.name: own[make] for make, strategy in made.items()}
-    wrong = {one.name: said for make, one in made.items() if (said := _wrong(make, one, config.ranks))}
+    wrong = {one.name: said for make, one in made.items() if (said := _wrong(make, one, own[make], config.ranks))}
     right = [one for one in mine if one.name not in wrong]
     config = replace(config, strategies=(*beside, *right))
     comparison = compare(config, directory or new_directory(), pool=pool)
@@ -154,12 +152,13 @@ def score(
     return Scores(table, comparison, played, against, wrong)
 
 
-def _wrong(make: Make, strategy: Strategy, num_ranks: int) -> str:
-    """What differs first from one process, with small models in float64; empty if nothing does, or it rounds."""
+def _wrong(make: Make, strategy: Strategy, ours: str, num_ranks: int) -> str:
+    """What differs first from one process, as ``check("whole...")`` trains it; empty if nothing does, or it rounds."""
     if strategy.rounds:
         return ""
     try:
-        check_strategy(make, (num_ranks,), MODELS)
+        # Parameters that some ranks use, or none; of FSDP the exercise asks no such thing.
+        check_strategy(make, (num_ranks,), ("MLP" if ours == "fsdp" else "Unused",), loops=LOOPS[:NUM_LOOPS])
     except (AssertionError, RankError, RankHang, ValueError) as error:
         return str(error).partition("\n")[0]
     return ""
@@ -168,18 +167,13 @@ def _wrong(make: Make, strategy: Strategy, num_ranks: int) -> str:
 def _play(config: CompareConfig, names: Iterable[str], link: Link, inside: Link) -> dict[str, Records]:
     """The first two steps of each on the virtual clock."""
 
-    def operation_seconds(func: Any, args: tuple[Any, ...], result: Any) -> float:
-        flops = flop_registry.get(func.overloadpacket)
-        return 0.0 if flops is None else float(flops(*args, out_val=result)) / FLOPS
-
-    def costs(event: CollectiveEvent) -> Costs:
-        used = inside if event.axis == "shard" or event.axis.endswith(".inner") else link  # groups inside a host
-        return Costs(used.ring_time_us(event.op, event.num_bytes, event.group_size) / 1e6)
+    def link_of(event: CollectiveEvent) -> Link:
+        return inside if event.axis == "shard" or event.axis.endswith(".inner") else link  # groups inside a host
 
     found = {}
     for name in names:
         with suppress(RuntimeError):  # a step that depends on values, or needs ranks
-            found[name] = dry_run(config, name, ToldClock(Wire(costs)), operation_seconds, traces_memory=False)
+            found[name] = two_steps(config, name, link_of)
     return found
 
 

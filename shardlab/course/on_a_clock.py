@@ -3,7 +3,9 @@
     records = virtual_steps({"naive": replace(base, strategies=("ddp",)), "bucketed": base})
 
 No values are computed and nothing is measured (``experiment.planned.dry_run``). So what a lesson shows this way is the
-same on every machine, however busy it is; what ranks take here and now stands after it.
+same on every machine, however busy it is; what ranks take here and now stands after it. A product of matrices takes its
+FLOPs over ``FLOPS_PER_S``, any other operation its bytes over ``BYTES_PER_S``, each ``OPERATION_S`` more; a message
+takes what its link says for a ring, one after another, and slows nobody. The lessons and the capstone share these.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,9 +34,6 @@ STEP = 1  # the first one makes the optimizer's state
 def virtual_steps(variants: Mapping[str, CompareConfig]) -> Records:
     """The second step of each variant, with source 'predicted'. Ranks are alike, and memory is not sampled.
 
-    A matrix product takes its FLOPs over ``FLOPS_PER_S``, any other operation its bytes over ``BYTES_PER_S``, each
-    ``OPERATION_S`` more; a message takes what its link says for a ring, and slows nobody.
-
     Args:
         variants: configurations by the name of their run; each has one strategy and a link.
 
@@ -46,8 +45,8 @@ def virtual_steps(variants: Mapping[str, CompareConfig]) -> Records:
         for name, config in variants.items():
             if len(config.strategies) != 1 or config.link is None:
                 raise ValueError(f"variants: {name!r} needs one strategy and a link, as in link='1Gbps,500us'")
-            clock = ToldClock(Wire(_on_link(Link.parse(config.link)), transport="virtual clock"))
-            ran = dry_run(replace(config, steps=2), config.strategies[0], clock, _seconds, traces_memory=False)
+            link = Link.parse(config.link)
+            ran = two_steps(replace(config, steps=2), config.strategies[0], lambda _, link=link: link)
             found.append((name, config.ranks, ran))
             advance(name)
     tables = {table: pd.concat([_one_step(table, *one) for one in found], ignore_index=True) for table in TABLES}
@@ -63,14 +62,26 @@ def virtual_steps(variants: Mapping[str, CompareConfig]) -> Records:
     return Records(**tables, manifests=known)
 
 
+def two_steps(config: CompareConfig, strategy: Any, link_of: Callable[[CollectiveEvent], Link]) -> Records:
+    """Steps of one rank; memory is not sampled.
+
+    Args:
+        config: what is trained, and how.
+        strategy: one of its strategies.
+        link_of: over which link a message goes.
+    """
+
+    def costs(event: CollectiveEvent) -> Costs:
+        return Costs(link_of(event).ring_time_us(event.op, event.num_bytes, event.group_size) / 1e6)
+
+    clock = ToldClock(Wire(costs, transport="virtual clock"))
+    return dry_run(config, strategy, clock, _seconds, traces_memory=False)
+
+
 def _one_step(table: str, name: str, ranks: int, records: Records) -> pd.DataFrame:
     rows: pd.DataFrame = getattr(records, table).assign(run=name)
     rows = rows[rows["step"] == STEP] if "step" in rows else rows
     return pd.concat([rows.assign(rank=rank) for rank in range(ranks)])
-
-
-def _on_link(link: Link) -> Callable[[CollectiveEvent], Costs]:
-    return lambda event: Costs(link.ring_time_us(event.op, event.num_bytes, event.group_size) / 1e6)
 
 
 def _seconds(func: Any, args: tuple[Any, ...], result: Any) -> float:

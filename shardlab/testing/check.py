@@ -57,6 +57,7 @@ def check_strategy(
     models: Sequence[str] = tuple(MODELS),
     tolerance: float = 1e-10,
     mesh: Mapping[str, int] | None = None,
+    loops: Sequence[Loop] = LOOPS,
 ) -> str:
     """Train nasty models under a strategy and in one process.
 
@@ -67,6 +68,7 @@ def check_strategy(
         tolerance: by how much a loss, a norm or an element of a parameter may differ, in float64: of 1, or of the
             largest element where that is above 1. What training leaves as it was must not differ at all.
         mesh: sizes of the strategy's axes by name, instead of ``ranks``; an axis of one rank is right too.
+        loops: those to train in; by default all.
 
     Returns:
         A sentence that says what was equal.
@@ -87,8 +89,8 @@ def check_strategy(
         with RankPool(num_ranks, timeout_s=30.0) as pool, tempfile.TemporaryDirectory() as directory:
             for model in models:
                 # All ranks have the verdicts of all.
-                said = pool.run(_try, make, sizes, model, tolerance, directory)[0]
-                for loop, verdicts in zip(LOOPS, said, strict=False):
+                said = pool.run(_try, make, sizes, model, tolerance, directory, loops)[0]
+                for loop, verdicts in zip(loops, said, strict=False):
                     where = f"at {num_ranks} ranks, model {model!r}, {loop.name}"
                     for rank, verdict in enumerate(verdicts):
                         if verdict.failure:
@@ -96,7 +98,7 @@ def check_strategy(
                         if verdict.largest > largest:
                             largest, place = verdict.largest, f", of {verdict.place} {where}"
     tried = (
-        f"{len(models)} models, {len(LOOPS)} loops, {' and '.join(str(prod(sizes.values())) for sizes in axes)} ranks"
+        f"{len(models)} models, {len(loops)} loops, {' and '.join(str(prod(sizes.values())) for sizes in axes)} ranks"
     )
     return f"equal to one process: {tried}; the largest difference is {largest:.1e}{place}"
 
@@ -133,9 +135,10 @@ def _axes_of(make: Callable[[], Strategy], num_ranks: int, mesh: Mapping[str, in
 
 def _try(
     rank: int, make: Callable[[], Strategy], axes: dict[str, int], model: str, tolerance: float, directory: str,  # noqa: ARG001
+    loops: Sequence[Loop],
 ) -> list[list[Verdict]]:  # fmt: skip
     with Mesh(axes) as mesh:
-        return try_loops(mesh, make, model, tolerance, Path(directory) / model)
+        return try_loops(mesh, make, model, tolerance, Path(directory) / model, loops)
 
 
 def try_loops(
