@@ -104,7 +104,7 @@ class VirtualClock:
     A message starts when it is sent and the one before it has ended; it takes latency_us + bytes / bytes_per_us.
 
     Args:
-        latency_us: of each message.
+        latency_us: of each message, which is one hop.
         bytes_per_us: of the link; 125 is 1 Gbit/s.
 
     Attributes:

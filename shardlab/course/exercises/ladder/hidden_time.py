@@ -80,10 +80,10 @@ def link_cases() -> list[Case]:
     """link_smallest_bucket(layers, latency_us, bytes_per_us): of how many layers a bucket must be.
 
     layers is a list of (time_us, num_bytes) in the order of backward: a layer computes for time_us, and leaves
-    num_bytes of gradients. A bucket holds k layers, the last bucket what is left. Its message starts as soon as its
-    last layer has computed and the message before it has ended, and takes latency_us + bytes / bytes_per_us. Return the
-    smallest k with which no message has to wait for the one before it. (One bucket of all layers always does: it has
-    none before it.)
+    num_bytes of gradients. A bucket holds k layers, the last bucket what is left. Its message, of one hop, starts as
+    soon as its last layer has computed and the message before it has ended, and takes latency_us + bytes /
+    bytes_per_us. Return the smallest k with which no message has to wait for the one before it. (One bucket of all
+    layers always does: it has none before it.)
 
     Hints:
     - Go through the buckets with two times: when a bucket is ready, and when the message before it has ended.
@@ -165,10 +165,10 @@ def break_even_cases() -> list[Case]:
 
     With b rows a rank computes for fixed_us + b * row_us in a step; the first third is forward, the rest backward.
     Backward makes gradients at an even rate: when a part of all bytes is there, the same part of backward has passed.
-    They fill buckets of sizes[0], sizes[1], ... bytes. A bucket's message starts when it is full and the message before
-    it has ended, and takes latency_us + bytes / bytes_per_us. The step of two ranks is over when compute and the last
-    message are, and has trained 2b rows; one rank sends nothing and trains b. Return the smallest b >= 1 with which two
-    ranks train more rows a second than one. There is one.
+    They fill buckets of sizes[0], sizes[1], ... bytes. A bucket's message, of one hop, starts when it is full and the
+    message before it has ended, and takes latency_us + bytes / bytes_per_us. The step of two ranks is over when compute
+    and the last message are, and has trained 2b rows; one rank sends nothing and trains b. Return the smallest b >= 1
+    with which two ranks train more rows a second than one. There is one.
 
     Hints:
     - Two are faster than one if the step of two is shorter than 2 * (fixed_us + b * row_us). Try b = 1, 2, 3, ...

@@ -146,7 +146,7 @@ def zero3_cases() -> list[Case]:
 
     Every rank holds a shard of each unit. unit.gather() starts to gather its weights, unit.use(x) waits for them and
     returns the unit's output, unit.free() gives the gathered weights up. While a unit is used, the next one must be on
-    its way, and never may more than two units be gathered at once. At the end none is. (On the virtual clock a unit is
+    its way, and at no moment may more than two units be gathered. At the end none is. (On the virtual clock a unit is
     used for 100 us, and a gather takes 40 us and 1 us for every 2 bytes that a rank sends: with one unit ahead only the
     first gather is waited for.)
 
