@@ -27,11 +27,12 @@ from shardlab.vocabulary import Role
 
 
 def in_host_memory(tensor: Tensor) -> Tensor:
-    """A copy of ``tensor`` in host memory, pinned where it comes from a CUDA device.
+    """A copy of ``tensor`` in host memory, pinned where it comes from a CUDA device; see ``copy_to_host``."""
+    return copy_to_host(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda), tensor)
 
-    It is made behind the work of the current stream, and may be read or written after ``wait_for_copies``.
-    """
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+def copy_to_host(host: Tensor, tensor: Tensor) -> Tensor:
+    """Copy behind the work of the current stream: ``host`` may be read or written after ``wait_for_copies``."""
     return host.copy_(tensor, non_blocking=True)
 
 
@@ -102,7 +103,7 @@ class OffloadedShards(Shards):
 
     def leave(self) -> None:
         """Copy what has been stepped back; the host must wait before it reads it."""
-        self.at_rest.copy_(self.stepped, non_blocking=True)
+        copy_to_host(self.at_rest, self.stepped)
         visiting, self.stepped = self.stepped, self.at_rest
         self.point_pieces_at(self.at_rest, visiting)
 
