@@ -57,6 +57,7 @@ def scripted():
 # By model: words, and who refuses.
 MODELS = {
     rewriting_embedding: (r"model: '0' has max_norm=0\.1", KINDS),
+    lambda: nn.Embedding(5, 3, sparse=True): "model: '' has sparse gradients, .*; build it with sparse=False",
     expanded_buffer: ("model: elements of buffer 'mask' share their memory", KINDS),
     lambda: nn.LazyLinear(3): "model: 'weight' has no shape yet; run one forward",
     nn.Tanh: "model: it has no parameters",
