@@ -1,11 +1,15 @@
 """What several tests of ranks use."""
 
+import atexit
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,8 @@ import psutil
 import torch.distributed as dist
 
 from shardlab.comm.signed_messages import SECRET
+from shardlab.launch import processes
+from tests.conftest import PRELOAD
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,6 +37,49 @@ def start_python(*words: object, **options: Any) -> subprocess.Popen[str]:
     """This Python, with the checkout importable; what it prints can be read."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     return subprocess.Popen([sys.executable, *map(str, words)], text=True, env=script_env(), **pipes)
+
+
+def start_forked(*words: object, cwd: Path, output: Path) -> ForkServerProcess:
+    """As ``start_python``, but a fork, which has torch already, as have its ranks: children of the same server.
+
+    Args:
+        words: a script, or ``-m`` and a module, and arguments.
+        cwd: its folder.
+        output: a file for all that it prints.
+    """
+    context = processes._forkserver(PRELOAD)
+    process = context.Process(target=_as_python, args=([*map(str, words)], str(cwd), script_env(), output))
+    with processes._hidden_main():
+        process.start()
+    return process
+
+
+def _as_python(words: list[str], cwd: str, env: Mapping[str, str], output: Path) -> None:
+    become_program(cwd, env, output)
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    atexit._clear()
+    try:
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            runpy.run_path(words[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
+
+
+def become_program(cwd: str, env: Mapping[str, str], output: str | Path) -> None:
+    """Of a fork of the server that forks ranks: a program of its own, whose ranks come from the same server."""
+    os.setsid()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    for fd in (1, 2):
+        os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND), fd)
+    multiprocessing.set_start_method("fork", force=True)  # as in a program that has not asked for another
+    # It would start a server of its own.
+    forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
 
 
 def as_under_torchrun(output: Path, call: Callable[..., object], *args: object) -> str:
