@@ -10,6 +10,8 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from tests.launch.helpers import script_env, start_forked
+
 PACKAGE = Path(__file__).parent.parent / "shardlab"
 READING = PACKAGE.parent / "notebooks" / "guide" / "reading.md"
 NUMBERS = {"installed", "partition", "records", "vocabulary"}
@@ -79,6 +81,7 @@ def is_package(name: str) -> bool:
     return f"{name}.__init__" in modules() or name == "shardlab"
 
 
+@cache
 def imported(tree: ast.Module, *, also_for_types: bool = False) -> set[str]:
     """Full names of all modules a file imports, also inside functions; not those for the type checker alone."""
     found: set[str] = set()
@@ -101,7 +104,7 @@ def is_module(name: str) -> bool:
 
 def running_code(node: ast.AST):
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        if isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING":
             continue
         yield child
         yield from running_code(child)
@@ -193,22 +196,24 @@ OF_NOTEBOOKS += ("nbconvert", "ipykernel", "IPython", "ipywidgets", "tqdm")
 
 def test_scripts_and_the_command_line_need_no_jupyter(tmp_path: Path) -> None:
     """And engines no pandas. That a saved run is read without torch, tests/cli/test_cli_records.py shows."""
-    # A module that every process imports, so the ranks too.
-    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({OF_NOTEBOOKS})\n")
+    absent = f"import sys\nsys.modules |= dict.fromkeys({OF_NOTEBOOKS})\n"
     names = [
         name.removesuffix(".__init__") for name in modules() if ".widgets." not in name and room(name) != "__main__"
     ]
-    code = f"""
-import sys, shardlab.engines
+    code = f"""{absent}
+import shardlab.engines
 assert "pandas" not in sys.modules
 import importlib, shardlab
 [importlib.import_module(name) for name in {names}]
 [getattr(shardlab, name) for name in shardlab.__all__]
-from shardlab.cli import app
-app("compare --strategies ddp --ranks 1 --steps 1 --text grammar --device cpu --out run".split(), standalone_mode=False)
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])}
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment)
+    subprocess.run([sys.executable, "-c", code], check=True, env=script_env())
+    words = "compare --strategies ddp --ranks 1 --steps 1 --text grammar --device cpu --out run"
+    script, printed = tmp_path / "compare.py", tmp_path / "printed.txt"
+    script.write_text(f"{absent}from shardlab.cli import app\napp({words.split()}, standalone_mode=False)\n")
+    compares = start_forked(script, cwd=tmp_path, output=printed)
+    compares.join(120)
+    assert compares.exitcode == 0, printed.read_text()
     assert (tmp_path / "run" / "report.html").exists()
 
 

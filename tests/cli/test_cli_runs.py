@@ -3,12 +3,9 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
-import psutil
 import pytest
 
 import shardlab.experiment.comparison
@@ -16,11 +13,10 @@ from shardlab.cli import main
 from shardlab.experiment import load_comparison
 from shardlab.records.entries import read
 from shardlab.records.store import load_run
-from tests.launch.helpers import as_under_torchrun, gone_within
+from tests.conftest import rank_processes
+from tests.launch.helpers import as_under_torchrun, gone_within, start_forked
 
-ROOT = Path(__file__).parent.parent.parent
 SMALL = ["--model", "mlp", "--text", "grammar", "--seq-len", "8", "--device", "cpu"]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", "PYTHONWARNINGS": "ignore"}
 
 
 @pytest.fixture
@@ -91,24 +87,22 @@ def steps_in(path):
 
 def test_ctrl_c_ends_the_ranks_and_keeps_the_records(tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "shardlab", "compare", "--ranks", "2", "--steps", "1000000", *SMALL]
-    command += ["--strategies", "ddp,zero1", "--out", str(out)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=ENVIRONMENT)
+    command = ["compare", "--ranks", "2", "--steps", "1000000", *SMALL, "--strategies", "ddp,zero1", "--out", out]
+    before = {*rank_processes()}
+    process = start_forked("-m", "shardlab", *command, cwd=tmp_path, output=tmp_path / "printed.txt")
     try:
         records = out / "records" / "ddp"
         wait_for(lambda: min(steps_in(records / f"rank{rank}.journal") for rank in (0, 1)) > 5, process)
-        family = psutil.Process(process.pid).children(recursive=True)
-        ranks = [member for member in family if member.ppid() != process.pid]  # children of the server that forks
+        ranks = [rank for rank in rank_processes() if rank not in before and rank.pid != process.pid]
         assert len(ranks) == 2
-        process.send_signal(signal.SIGINT)
+        os.kill(process.pid, signal.SIGINT)
         assert gone_within(ranks, 2.0)
-        assert process.wait(timeout=10) == 130
-        wait_for(lambda: not any(map(is_alive, family)))
-        assert f"records so far are in {out}" in process.stderr.read().replace("\n", " ")
+        process.join(10)
+        assert process.exitcode == 130
+        assert f"records so far are in {out}" in (tmp_path / "printed.txt").read_text().replace("\n", " ")
     finally:
         process.kill()
-        process.wait()
-        process.stderr.close()
+        process.join()
     steps = load_run(records).steps
     for _, rows in steps.groupby("rank"):
         assert len(rows) >= 5
@@ -116,19 +110,12 @@ def test_ctrl_c_ends_the_ranks_and_keeps_the_records(tmp_path):
     assert not (out / "summary.json").exists()
 
 
-def wait_for(condition, process=None):
+def wait_for(condition, process):
     deadline = time.monotonic() + 60
     while not condition():
-        assert process is None or process.poll() is None, process.stderr.read()
+        assert process.is_alive()
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def is_alive(process):
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE  # gone, though the parent has not asked yet how
-    except psutil.NoSuchProcess:
-        return False
 
 
 def compares(directory):

@@ -15,7 +15,7 @@ import pytest
 
 from shardlab.launch import RankError, RankPool
 from tests.conftest import rank_processes
-from tests.launch.helpers import descendants, gone_within, script_env, wait_for_line
+from tests.launch.helpers import descendants, gone_within, script_env, start_forked, wait_for_line
 
 # Each rank is busy in a way that is hard to end, and has a child of its own.
 BUSY = """
@@ -174,7 +174,7 @@ def test_forgotten_pool_does_not_keep_the_script_from_ending():
     assert (done.stdout, done.stderr, done.returncode) == ("[0, 1]\n", "", 0)
 
 
-def test_script_without_a_guard_is_run_once(start_script):
+def test_script_without_a_guard_is_run_once(tmp_path):
     text = """
         print("top of the script")
         from dataclasses import dataclass
@@ -191,12 +191,12 @@ def test_script_without_a_guard_is_run_once(start_script):
         result = launch(shard, 2, device="cpu")
         print(result == [Shard(0), Shard(1)])
     """
-    script = start_script(textwrap.dedent(text))
-    output, _ = script.communicate(timeout=60)
-    assert output.splitlines()[0] == "top of the script"
-    assert sorted(output.splitlines()[1:-1]) == ["[rank 0] here", "[rank 1] here"]
-    assert output.splitlines()[-1] == "True"
-    assert script.returncode == 0
+    (tmp_path / "script.py").write_text(textwrap.dedent(text))
+    script = start_forked(tmp_path / "script.py", cwd=tmp_path, output=tmp_path / "printed.txt")
+    script.join(60)
+    first, *lines, last = (tmp_path / "printed.txt").read_text().splitlines()
+    assert (first, last, script.exitcode) == ("top of the script", "True", 0)
+    assert sorted(lines) == ["[rank 0] here", "[rank 1] here"]
 
 
 def test_descriptors_and_children_stay_constant_over_many_pools():

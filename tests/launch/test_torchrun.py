@@ -14,7 +14,7 @@ from shardlab.launch import RankPool
 from shardlab.launch import torchrun as torchrun_module
 from shardlab.launch.placement import TorchrunEnv
 from shardlab.launch.torchrun import TorchrunRanks
-from tests.launch.helpers import as_under_torchrun, script_env
+from tests.launch.helpers import as_under_torchrun, script_env, start_forked
 
 SCRIPT = """
 import atexit, json, os, time
@@ -81,8 +81,9 @@ def test_same_script_with_and_without_torchrun(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     both = subprocess.run([*torchrun, str(path)], **options)
     assert both.returncode == 0, both.stderr
-    alone = subprocess.run([sys.executable, str(path)], **options)
-    lines = [*both.stdout.splitlines(), *alone.stdout.splitlines()]
+    alone = start_forked(path, cwd=tmp_path, output=tmp_path / "alone.txt")
+    alone.join(60)
+    lines = [*both.stdout.splitlines(), *(tmp_path / "alone.txt").read_text().splitlines()]
     assert [line for line in lines if line.startswith("THREADS")][:2] == ["THREADS []"] * 2
     results = [json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT")]
     weights = [[[[0.5, 0.5]], [[1.0, 1.0]]], [[[0.5, 0.5]], [[0.0, 0.0]]]]  # the mean of 0 and 1; of each alone

@@ -1,7 +1,7 @@
 """Two ranks that see each other only over a network, as on two machines: each in a network namespace.
 
-In the second pair torchrun's agents have started them, each has memory of its own to share, and one a clock that is
-5,000 seconds ahead: the records have one time axis all the same.
+In the first pair they are forks that enter theirs. In the second torchrun's agents have started them, each has memory
+of its own to share, and one a clock that is 5,000 seconds ahead: the records have one time axis all the same.
 """
 
 import os
@@ -13,7 +13,7 @@ import uuid
 import pytest
 
 from shardlab.records.store import load_run
-from tests.launch.helpers import script_env
+from tests.launch.helpers import script_env, start_forked
 
 SCRIPT = """
 import os, sys, torch
@@ -81,20 +81,35 @@ def may_make_namespaces():
     return subprocess.run(needed, capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.skipif(not may_make_namespaces(), reason="network and time namespaces need root, ip and unshare")
-def test_ranks_in_two_network_namespaces_use_gloo_with_and_without_a_common_shm(hosts, tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
+NEEDS_NAMESPACES = pytest.mark.skipif(
+    not may_make_namespaces(), reason="network and time namespaces need root, ip and unshare"
+)
+
+
+@NEEDS_NAMESPACES
+def test_ranks_in_two_network_namespaces_with_a_common_shm_use_gloo(hosts, tmp_path):
     started = []
-    for number, (pair, apart, out) in enumerate(zip(hosts, ([], OWN_SHM), ("", "out"), strict=True)):
-        for rank, name in enumerate(pair):
-            ahead = AHEAD if out and rank else []
-            python = [sys.executable, *(agent_of(rank, f"10.77.{number}.1") if out else ()), str(tmp_path / "train.py")]
-            command = ["ip", "netns", "exec", name, *apart, *ahead, *python, str(tmp_path / out) if out else ""]
-            env = {**script_env(), "GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}
-            env |= {} if out else as_of_an_agent(rank, f"10.77.{number}.1")
-            started.append(
-                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
-            )
+    for rank, name in enumerate(hosts[0]):
+        env = as_of_an_agent(rank, "10.77.0.1") | {"GLOO_SOCKET_IFNAME": "cable"}
+        script, place = tmp_path / f"train{rank}.py", f"/var/run/netns/{name}"
+        enters = f"import ctypes, os\nassert not ctypes.CDLL(None).setns(os.open({place!r}, os.O_RDONLY), 0)\n"
+        script.write_text(f"{enters}os.environ |= {env}\n{SCRIPT}")
+        started.append(start_forked(script, "", cwd=tmp_path, output=tmp_path / f"printed{rank}.txt"))
+    for rank, process in enumerate(started):
+        process.join(120)
+        process.kill()
+        output = (tmp_path / f"printed{rank}.txt").read_text()
+        assert "RESULT [(1, 'gloo'), (1, 'gloo')]" in output, output
+
+
+@NEEDS_NAMESPACES
+def test_ranks_of_torchruns_agents_on_two_hosts_have_one_time_axis(hosts, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    env, started = {**script_env(), "GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}, []
+    for rank, name in enumerate(hosts[1]):
+        python = [sys.executable, *agent_of(rank, "10.77.1.1"), str(tmp_path / "train.py"), str(tmp_path / "out")]
+        command = ["ip", "netns", "exec", name, *OWN_SHM, *(AHEAD if rank else []), *python]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env))
     try:
         outputs = [process.communicate(timeout=240)[0] for process in started]
     finally:

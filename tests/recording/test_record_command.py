@@ -1,7 +1,5 @@
 """``shardlab record SCRIPT``: what Python would have done with the script, and a record of it."""
 
-import os
-import signal
 import sys
 import time
 
@@ -10,16 +8,18 @@ from typer.testing import CliRunner
 
 from shardlab.cli import app
 from shardlab.records.store import load_run
-from tests.launch.helpers import start_python
+from tests.launch.helpers import start_forked, start_python
 
 TRAIN = """
-import os, sys, torch, helper
+import os, sys, helper
 os.chdir("/")
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(3):
-    model(torch.ones(4)).sum().backward()
-    optimizer.step()
+if "shardlab" in sys.modules:  # without a recorder it is here for what it prints
+    import torch
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
 """
 SAY = """
 import atexit, pickle
@@ -56,23 +56,30 @@ def test_the_script_sees_what_python_would_show_it(script, tmp_path):
     assert len(load_run(tmp_path / "run").steps) == 3
 
 
+def start_recorded(path, folder):
+    return start_forked("-m", "shardlab", "record", "--out", "run", path, cwd=folder, output=folder / "printed.txt")
+
+
 def test_errors_and_exit_codes_are_the_scripts_own(script, tmp_path):
     """An error of ours would be said in a line, with code 2."""
-    done = start_python("-m", "shardlab", "record", "--out", "run", script("raise ValueError('mine')"), cwd=tmp_path)
-    error = done.communicate(timeout=120)[1]
-    assert done.returncode == 1
+    done = start_recorded(script("raise ValueError('mine')"), tmp_path)
+    done.join(60)
+    assert done.exitcode == 1
+    error = (tmp_path / "printed.txt").read_text()
     assert "Traceback" in error
     assert "ValueError: mine" in error
     assert len(load_run(tmp_path / "run").steps) == 3
 
 
 def test_a_killed_script_leaves_its_finished_steps(script, tmp_path):
-    path = script("print('now', flush=True)\nimport time\ntime.sleep(100)\n")
-    running = start_python("-m", "shardlab", "record", "--out", "run", path, cwd=tmp_path)
-    assert running.stdout.readline() == "now\n"
+    path = script(f"open({str(tmp_path / 'said')!r}, 'w')\nimport time\ntime.sleep(100)\n")
+    running, deadline = start_recorded(path, tmp_path), time.monotonic() + 60
+    while not (tmp_path / "said").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     time.sleep(0.1)
-    os.kill(running.pid, signal.SIGKILL)
-    running.communicate(timeout=20)
+    running.kill()
+    running.join(20)
     # The third step is written when it is known that no further optimizer belongs to it.
     assert load_run(tmp_path / "run").steps["step"].tolist() == [0, 1]
     done = CliRunner().invoke(app, ["report", str(tmp_path / "run")])

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -15,7 +16,7 @@ from shardlab.same.answer import Answer
 from shardlab.same.notes import Notes, Part, Step
 from shardlab.same.process import Job
 from shardlab.same.ranks import at_once, judged
-from tests.launch.helpers import descendants, gone_within, start_python
+from tests.launch.helpers import gone_within, start_forked, start_python
 
 SCRIPTS = Path(__file__).parents[1] / "recording" / "scripts"
 
@@ -78,7 +79,7 @@ OF_RANK = LOOP.format(begin="import os", step="").replace("(4, 2)", "(4, 2 + int
 CLIPS_EACH = LOOP.format(begin="", step="if step % 2 == 0: continue\n    optimizer.step()").replace(
     "    for param", "    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n    for param"
 )
-ENDLESS = LOOP.format(begin="", step="while True: pass")
+ENDLESS = LOOP.format(begin="import time", step="time.sleep(99)")
 
 
 @pytest.mark.parametrize(
@@ -239,19 +240,19 @@ def test_bad_input_is_said_in_a_line(words, said):
 
 
 def test_no_process_outlives_a_comparison_that_is_killed(tmp_path):
-    script, ready = tmp_path / "endless.py", tmp_path / "ready"
+    script, deadline = tmp_path / "endless.py", time.monotonic() + 60
     script.write_text(f"""
 import os, pathlib
-pathlib.Path({str(ready)!r} + os.environ["RANK"]).touch()
+(pathlib.Path({str(tmp_path)!r}) / f"ready{{os.getpid()}}").touch()
 while True:
     pass
 """)
-    process = start_python("-m", "shardlab", "same", "--ranks", 2, script)
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("ready*"))) < 2 and time.monotonic() < deadline:
+    output = tmp_path / "printed.txt"
+    process = start_forked("-m", "shardlab", "same", "--ranks", 2, script, cwd=tmp_path, output=output)
+    while len(ready := list(tmp_path.glob("ready*"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    started = descendants(process.pid)
+    started = [psutil.Process(int(path.name.removeprefix("ready"))) for path in ready]
     process.kill()
-    process.communicate()
-    assert len(list(tmp_path.glob("ready*"))) == 2
+    process.join()
+    assert len(started) == 2, output.read_text()
     assert gone_within(started, 5)
