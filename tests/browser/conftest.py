@@ -3,14 +3,12 @@
 import importlib.util
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
 from tests.browser.lab_server import JupyterLab
-from tests.browser.notebook_page import NotebookPage, copy_without_outputs
+from tests.browser.notebook_page import NotebookPage
 
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 CHROMIUM_FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--no-first-run",
@@ -44,8 +42,6 @@ def browser():
 @pytest.fixture(scope="package")
 def lab(browser, tmp_path_factory):
     root, home = tmp_path_factory.mktemp("notebooks"), tmp_path_factory.mktemp("jupyterlab")
-    for path in NOTEBOOKS.glob("*.ipynb"):
-        copy_without_outputs(path, root / path.name)
     lab = JupyterLab(root, home)
     yield lab
     assert not lab.stop(), "JupyterLab left processes behind"

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -99,12 +100,15 @@ class JupyterLab:
         return {**kept, **own, "JUPYTER_TOKEN": self.mark, MARK: self.mark}
 
     def _wait_for_url(self) -> str:
-        """The server binds its port first, then writes this file, then answers; a browser's request waits for that."""
+        """The server writes this file, then listens; what is asked of it from then on waits until it can answer."""
         info = self.home / "runtime" / f"jpserver-{self._server.pid}.json"
         end = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < end and self._server.poll() is None:
             if info.exists() and (text := info.read_text()).endswith("}"):
-                return json.loads(text)["url"]
+                found = json.loads(text)
+                with socket.socket() as attempt:
+                    if attempt.connect_ex((HOST, found["port"])) == 0:
+                        return found["url"]
             time.sleep(0.1)
         raise RuntimeError(f"JupyterLab did not start (exit code {self._server.poll()}):\n{self.log()}")
 

@@ -1,4 +1,4 @@
-"""One notebook in one page of the browser: run all of it, and read what a person would see."""
+"""One notebook in one page of the browser: open it, and read what a person would see."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ if TYPE_CHECKING:  # the package may be missing; then the tests skip
     from playwright.sync_api import Locator, Page
 
 OPEN_TIMEOUT_S = 120
-RUN_TIMEOUT_S = 240
 
 # Earlier than this the command to run all cells is not there yet, or runs the few cells that are.
 READY = """() => {
@@ -19,11 +18,6 @@ READY = """() => {
     return panel?.context?.isReady && panel.content.widgets.length === panel.context.model.cells.length
         && panel.sessionContext.session?.kernel?.status === "idle"
         && window.jupyterapp.commands.isEnabled("notebook:run-all-cells");
-}"""
-RUN_ALL = """() => {
-    window.ran = null;
-    const told = result => { window.ran = String(result); };
-    window.jupyterapp.commands.execute("notebook:run-all-cells").then(told, told);
 }"""
 
 
@@ -34,11 +28,6 @@ class NotebookPage:
         self.page = page
         page.goto(url, timeout=1e3 * OPEN_TIMEOUT_S)
         page.wait_for_function(READY, timeout=1e3 * OPEN_TIMEOUT_S)
-
-    def run_all(self) -> None:
-        """Run all cells; back when the last one has ended, or one has failed."""
-        self.page.evaluate(RUN_ALL)
-        self.page.wait_for_function("() => window.ran", timeout=1e3 * RUN_TIMEOUT_S)
 
     def prompts(self) -> list[str]:
         """What stands before each code cell, such as '[3]:'."""
@@ -59,12 +48,3 @@ def write_notebook(path: Path, *cells: str) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, path)
-
-
-def copy_without_outputs(source: Path, target: Path) -> None:
-    """The notebook as it was before it ever ran: what is then seen in it comes from the run under test."""
-    notebook = nbformat.read(source, as_version=4)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
-    nbformat.write(notebook, target)

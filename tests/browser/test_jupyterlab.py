@@ -5,18 +5,28 @@ A slider changes a figure, the live view changes while ranks train, a click goes
 
 import ast
 
-import nbformat
 import pytest
 
 from tests.browser.figures import drawn_figures
 from tests.browser.notebook_page import write_notebook
 
-FIRST = "00_ranks_in_a_cell.ipynb"
-EXPLORER = """
-from shardlab import RankPool
+RANKS = """
+from shardlab import Mesh, RankPool, show
+from shardlab.course import SPANS, collectives_table, log_collectives
+from shardlab.plots import collective_timeline
+
 pool = RankPool(2, device="cpu")  # nobody closes it
-pool.start()
+
+def meet(rank):
+    print(f"I am rank {rank}")
+    with Mesh({"data": 2}) as mesh, log_collectives(mesh, rank) as log:
+        mesh.data.barrier().wait()
+    return log.rows()
+
+show(collective_timeline(collectives_table(pool.run(meet)), SPANS.frame([])))
 print(list(pool.pids))
+"""
+EXPLORER = """
 from shardlab.course import MemoryPlan, live, memory_explorer, workbench
 memory_explorer(MemoryPlan("gpt-1m", 4))
 """
@@ -35,52 +45,49 @@ with live(directory):
     compare(replace(config, steps=100_000, link="1Gbps,20ms"), directory)
 """
 RUN_FROM_THE_LAST = """command => {
-    window.jupyterapp.shell.currentWidget.content.activeCellIndex = 2;
+    window.jupyterapp.shell.currentWidget.content.activeCellIndex = 3;
     return command === "notebook:run-all-above" ? window.jupyterapp.commands.execute(command)
         : void window.jupyterapp.commands.execute(command);
 }"""
 # Text of figures that are seen: the place that waits for its turn is hidden.
 SEEN = """() => [...document.querySelectorAll(".js-plotly-plot text")]
     .filter(text => getComputedStyle(text).visibility === "visible").map(text => text.textContent).join("|")"""
-SEEN_LAST = SEEN.replace("document.", "document.querySelectorAll('.jp-CodeCell')[2].", 1)
+SEEN_LAST = SEEN.replace("document.", "document.querySelectorAll('.jp-CodeCell')[3].", 1)
 RUNNING = """[...document.querySelectorAll(".jp-InputPrompt")].some(prompt => prompt.innerText.includes("*"))"""
 INTERRUPT = """() => window.jupyterapp.commands.execute("notebook:interrupt-kernel")"""
 TIMEOUT_MS = 120_000
 
 
 @pytest.fixture(scope="module")
-def first(open_notebook):
-    notebook = open_notebook(FIRST)
-    assert set(notebook.prompts()) == {"[ ]:"}, "nothing has run, so what is seen later is of this run"
-    assert not drawn_figures(notebook.page)
-    notebook.run_all()
+def notebook(open_notebook, lab):
+    """One kernel for four cells, of which the last has not run: it would keep the kernel."""
+    write_notebook(lab.root / "controls.ipynb", RANKS, EXPLORER, WORKBENCH, ENDLESS)
+    notebook = open_notebook("controls.ipynb")
+    notebook.page.evaluate(RUN_FROM_THE_LAST, "notebook:run-all-above")
     return notebook
 
 
-def test_the_first_notebook_runs_from_top_to_bottom(first, lab):
-    cells = nbformat.read(lab.root / FIRST, as_version=4).cells
-    assert first.errors() == []
-    code = [cell for cell in cells if cell.cell_type == "code"]
-    assert first.prompts() == [f"[{number}]:" for number in range(1, len(code) + 1)]
-
-
-def test_what_a_rank_prints_is_seen_behind_its_rank(first):
-    for rank in range(4):
-        line = first.output_with(f"[rank {rank}] I am rank {rank}")
+def test_cells_run_and_what_a_rank_prints_is_seen_behind_its_rank(notebook):
+    assert notebook.errors() == []
+    assert notebook.prompts() == ["[1]:", "[2]:", "[3]:", "[ ]:"]
+    for rank in range(2):
+        line = notebook.output_with(f"[rank {rank}] I am rank {rank}")
         line.scroll_into_view_if_needed()
         assert line.is_visible()
 
 
-def test_a_figure_is_drawn_and_follows_the_window(first):
-    (wide,) = drawn_figures(first.page)
+def test_a_figure_is_drawn_and_follows_the_window(notebook):
+    wide, *_ = drawn_figures(notebook.page)
     assert wide.height > 200
-    assert wide.marks >= 4, "one bar for each rank"
-    first.page.set_viewport_size({"width": 900, "height": 700})
-    first.page.wait_for_function(f"() => document.querySelector('svg.main-svg').clientWidth < {wide.width} - 200")
-    (narrow,) = drawn_figures(first.page)
+    assert wide.marks >= 2, "one bar for each rank"
+    size = notebook.page.viewport_size
+    notebook.page.set_viewport_size({"width": 900, "height": 700})
+    notebook.page.wait_for_function(f"() => document.querySelector('svg.main-svg').clientWidth < {wide.width} - 200")
+    narrow, *_ = drawn_figures(notebook.page)
     assert narrow.height > 200
     assert narrow.width <= narrow.room
     assert narrow.marks == wide.marks
+    notebook.page.set_viewport_size(size)
 
 
 def wait_until_seen(page, text):
@@ -92,18 +99,8 @@ def wait_until_gone(page, text):
     page.wait_for_function(f"text => !({SEEN})().includes(text)", arg=text, timeout=TIMEOUT_MS)
 
 
-@pytest.fixture(scope="module")
-def notebook(open_notebook, lab):
-    """One kernel for three cells, of which the last has not run: it would keep the kernel."""
-    write_notebook(lab.root / "controls.ipynb", EXPLORER, WORKBENCH, ENDLESS)
-    notebook = open_notebook("controls.ipynb")
-    notebook.page.evaluate(RUN_FROM_THE_LAST, "notebook:run-all-above")
-    assert notebook.errors() == []
-    return notebook
-
-
 def test_a_slider_changes_figure_and_table(notebook):
-    page, cell = notebook.page, notebook.page.locator(".jp-CodeCell").nth(0)
+    page, cell = notebook.page, notebook.page.locator(".jp-CodeCell").nth(1)
     wait_until_seen(page, "Memory at rest of each of 4 ranks")
     before = cell.locator("table:visible").inner_text()
     handle = cell.locator(".noUi-handle").last  # the first is that of the number of parameters
@@ -117,7 +114,7 @@ def test_a_slider_changes_figure_and_table(notebook):
 
 
 def test_run_and_bad_input_in_the_workbench(notebook):
-    page, cell = notebook.page, notebook.page.locator(".jp-CodeCell").nth(1)
+    page, cell = notebook.page, notebook.page.locator(".jp-CodeCell").nth(2)
     run = cell.locator("button.jupyter-button", has_text="Run")
     run.wait_for(timeout=TIMEOUT_MS)
     link = page.get_by_placeholder("real; or 10Gbps,50us")
