@@ -1,9 +1,8 @@
 """What the front page and the guide show works: each page's Python is run as it stands, and its commands exist."""
 
 import re
+import runpy
 import shlex
-import subprocess
-import sys
 from contextlib import nullcontext
 from inspect import getsource
 from math import nan
@@ -12,6 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import typer
+from torch.distributed import run
 from typer.testing import CliRunner
 
 from shardlab import CompareConfig, answer, compare
@@ -26,7 +26,7 @@ from shardlab.why import slow_messages, slow_work
 from shardlab.why.judged_steps import BALANCED, Cause
 from tests import front_page
 from tests.front_page import BLOCKS, README, blocks, shortened
-from tests.launch.helpers import script_env
+from tests.launch.helpers import as_under_torchrun, start_forked
 
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "notebooks" / "guide"
@@ -128,15 +128,19 @@ def causes_in(line, names):
     return found | {name: Reasons(1e4, (cause,)) for name in names if name not in found}
 
 
-@pytest.mark.parametrize(("start", "module"), [("python", []), ("torchrun", ["-m", "torch.distributed.run"])])
-def test_the_script_runs_alone_and_under_torchrun(tmp_path, start, module):
-    (tmp_path / "train.py").write_text(SCRIPT)
+def test_the_script_runs_alone_and_under_torchrun(tmp_path, pools):
+    pools(2).start()  # and with it the server that forks
+    script = str(tmp_path / "train.py")
+    Path(script).write_text(SCRIPT)
+    alone = start_forked(script, cwd=tmp_path, output=tmp_path / "alone.txt")
+    alone.join(60)
+    assert "[1, 1]" in (tmp_path / "alone.txt").read_text()
+    assert "[1, 1]" in as_under_torchrun(tmp_path / "torchrun.txt", runpy.run_path, script, None, "__main__")
+    assert re.findall(r"^python (.*?) *#", PAGES["launch"], re.MULTILINE) == ["train.py"]
     # The one with --nnodes needs several machines (tests/launch/test_two_hosts.py).
-    (options,) = re.findall(rf"^{start} (?!--nnodes)(.*)#", PAGES["launch"], re.MULTILINE)
-    words = [sys.executable, *module, *shlex.split(options)]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=script_env(), timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert "[1, 1]" in done.stdout
+    for words in re.findall(r"^torchrun (.*?) *#", PAGES["launch"], re.MULTILINE):
+        given = run.parse_args(shlex.split(words))
+        assert (given.training_script, given.training_script_args) == ("train.py", [])
 
 
 def test_commands_are_those_that_exist(tmp_path, monkeypatch):
@@ -157,7 +161,8 @@ def test_commands_are_those_that_exist(tmp_path, monkeypatch):
     for command in set(re.findall(r"`shardlab (plan -[^`]*|doctor)`", PROSE)):
         if needs_more.search(command):
             continue
-        done = CliRunner().invoke(app, shlex.split(command))
+        fewer = ["--strategies", "single,zero1"] if "--workload" in command else []
+        done = CliRunner().invoke(app, [*shlex.split(command), *fewer])
         assert done.exit_code == 0, (command, done.output)
 
 
