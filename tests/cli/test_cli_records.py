@@ -44,6 +44,13 @@ def shardlab(*arguments):
     return result
 
 
+def in_json(directory):
+    """What ``report --json`` prints, without the page that it writes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardlab.experiment.write_report", lambda *_: None)
+        return shardlab("report", directory, "--json").stdout
+
+
 def test_bytes_at_rest_by_module(finished):
     words = ("modules", finished, "--strategy", "zero1", "--rank", 1, "--json")
     rows, shallow = json.loads(shardlab(*words).output), json.loads(shardlab(*words, "--depth", 1).output)
@@ -103,7 +110,7 @@ def test_report_of_a_finished_comparison(mine):
     page = (mine / "report.html").read_text()
     for words in ("Timeline of step", "Where the peak", "Why a step takes", "mlp on 2 ranks", "torch "):
         assert words in page
-    found = json.loads(shardlab("report", mine, "--json").stdout)
+    found = json.loads(in_json(mine))
     assert list(found["answer"]) == ["LEAST MEMORY", "FASTEST", "COST", "WHY", "CAN I TRUST IT", "NEXT"]
     rows = found["strategies"]
     assert [row["strategy"] for row in rows] == list(CONFIG.strategies)
@@ -127,7 +134,7 @@ def test_report_of_a_run_that_was_cut_off_has_its_whole_steps(mine):
     done = shardlab("report", cut_off(mine))
     assert done.exit_code == 0, done.stderr
     assert "There is no plan" in done.stdout
-    rows = {row["strategy"]: row for row in json.loads(shardlab("report", mine, "--json").stdout)["strategies"]}
+    rows = {row["strategy"]: row for row in json.loads(in_json(mine))["strategies"]}
     assert list(rows) == list(CONFIG.strategies)
     assert {name: row["steps"] for name, row in rows.items()} == {"single": 4, "bucketed": 4, "zero1": 2}
     assert rows["zero1"]["peak_bytes"] is None
@@ -197,7 +204,7 @@ def test_diff_says_what_was_set_otherwise_and_that_losses_differ_or_are_not_fini
     assert "Losses of zero1 are NOT equal: " in done.stdout
     assert "bucketed" not in heads(done.stdout)
     assert "Losses are NOT finite" in shardlab("report", directory).stdout
-    assert "NaN" not in shardlab("report", directory, "--json").stdout
+    assert "NaN" not in in_json(directory)
     done = shardlab("diff", directory, directory)
     assert done.exit_code == 1
     wrong = "that of the first run is not finite from step 1 on and that of the second run is not finite from step 1 on"

@@ -2,8 +2,6 @@
 
 import json
 import runpy
-import shutil
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
@@ -22,10 +20,9 @@ from shardlab.recording.record import record
 from shardlab.records.store import load_run
 from shardlab.why.slow_messages import repeated
 from tests.export.trace_format import check
-from tests.launch.helpers import as_under_torchrun, script_env
+from tests.launch.helpers import as_under_torchrun
 
 SCRIPTS = Path(__file__).parent / "scripts"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 STEPS = 4
 
 
@@ -40,27 +37,13 @@ def run_recorded(script, directory):
     assert not left.value.code
 
 
-def under_torchrun(script, directory, attempts=3):
-    """Torch's own threads now and then abort a process at its very end, also without records."""
-    words = [*TORCHRUN, "-m", "shardlab", "record", "--out", str(directory), str(script)]
-    done = subprocess.run(words, capture_output=True, text=True, env=script_env(), timeout=120, check=False)
-    if done.returncode and attempts > 1 and "terminate called without an active exception" in done.stderr:
-        shutil.rmtree(directory)
-        return under_torchrun(script, directory, attempts - 1)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module", params=["ddp", "fsdp2", "zero", "tensor_parallel"])
 def recorded(request, pools, tmp_path_factory):
-    """Name, output without a recorder, output with it, records, their directory; one of them is torchrun's."""
+    """Name, output without a recorder, output with it, records, their directory."""
     pools(2).start()  # and with it the server that forks
     script, place = SCRIPTS / f"{request.param}.py", tmp_path_factory.mktemp(request.param)
     plain, directory = as_under_torchrun(place / "plain.txt", run, script), place / "run"
-    if request.param == "ddp":
-        with_recorder = under_torchrun(script, directory)
-    else:
-        with_recorder = as_under_torchrun(place / "recorded.txt", run_recorded, script, directory)
+    with_recorder = as_under_torchrun(place / "recorded.txt", run_recorded, script, directory)
     return request.param, plain, with_recorder, load_run(directory), directory
 
 
@@ -244,7 +227,7 @@ def test_a_reduction_of_the_next_micro_batch_has_the_number_of_the_one_before(po
         ]
         sent = in_a_step[0]["tag"][in_a_step[0]["tag"].str.startswith("gradients")]
         found[syncs] = (sent.nunique(), len(sent), len(repeated(*in_a_step)))
-        said = "is sent 2 times a step" in json.loads(shardlab("report", directory, "--json").stdout)["answer"]["SENT"]
+        said = "is sent 2 times a step" in reported(directory)["answer"]["SENT"]
         assert said == syncs
     # Twins of one size are two models: what the second reduces is not what the first has.
     assert found == {True: (2 * buckets, 4 * buckets, 2 * buckets), False: (2 * buckets, 2 * buckets, 0)}
@@ -281,8 +264,7 @@ def test_a_script_that_does_not_train_is_told_by_the_norm_that_it_clips_by(pools
     norms = pools(2).run(train_clipped, tmp_path, loss)
     steps = load_run(tmp_path).steps
     assert steps.sort_values("step").groupby("rank")["grad_norm"].apply(list).tolist() == norms
-    answer = json.loads(shardlab("report", tmp_path, "--json").stdout)["answer"]
-    assert answer.get("TRAINS") == (said and f"cannot be said: {said}; look for {LOOK_FOR}")
+    assert reported(tmp_path)["answer"].get("TRAINS") == (said and f"cannot be said: {said}; look for {LOOK_FOR}")
 
 
 def test_of_a_step_that_is_clipped_twice_the_norm_is_not_known(pools, tmp_path):
@@ -303,7 +285,7 @@ def test_what_stages_of_a_pipeline_send_each_other_is_not_clipping(pools, tmp_pa
 
 def test_the_answer_and_a_timeline_are_made_of_it(recorded, tmp_path):
     *_, directory = recorded
-    found = json.loads(shardlab("report", directory, "--json").stdout)
+    found = reported(directory)
     assert list(found["answer"]) == ["MEMORY", "TIME", "WHY", "SENT", "LATE", "NEXT"]
     assert found["answer"]["LATE"].startswith(("rank ", "no rank; "))
     assert "; shardlab same --ranks 2 " in found["answer"]["NEXT"]
@@ -323,7 +305,7 @@ def test_report_and_diff_read_it(recorded):
     page = (directory / "report.html").read_text()
     for words in ("Timeline of step", "Where the peak", "Why a step takes", "on 2 ranks", "unattributed"):
         assert words in page, words
-    found = json.loads(shardlab("report", directory, "--json").stdout)
+    found = reported(directory)
     assert all(name in done.stdout and text.split()[0] in page for name, text in found["answer"].items())
     done = shardlab("diff", directory, directory)
     assert done.exit_code == 0
@@ -333,6 +315,13 @@ def test_report_and_diff_read_it(recorded):
     refused = shardlab("what-if", directory, "--strategy", "run", "--link", "10Gbps,50us")
     assert refused.exit_code
     assert "is the record of a script" in refused.output
+
+
+def reported(directory):
+    """What ``report --json`` says, without the page that it writes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardlab.recording.report.write_report", lambda _: None)
+        return json.loads(shardlab("report", directory, "--json").stdout)
 
 
 def shardlab(*words):

@@ -47,7 +47,7 @@ SUBMISSIONS = {
     "mia.ipynb": (  # of a notebook definitions count, and what a cell runs does not: here it would never end
         [f"%matplotlib inline\n{RIGHT}", "N = 2\nwhile True:\n    pass", "def broken(:"], "passed", "",
     ),
-    "ned.ipynb": (["x = 1", "def buckets_assign(*given):\n    while True: pass"], "failed", "ned.ipynb, cell 1"),
+    "ned.ipynb": (["import time", "def buckets_assign(*given):\n    time.sleep(99)"], "failed", "ned.ipynb, cell 1"),
     "oda.txt": ("I did it on paper.", "failed", "oda.txt holds neither a .py file nor a notebook"),
     "pia.ipynb": ("{", "failed", "pia.ipynb cannot be read: rank 0 raised JSONDecodeError"),
     "quin.ipynb": (["def bucketAssign(*given):\n    return []"], "failed", "did you mean bucketAssign? Then rename it"),

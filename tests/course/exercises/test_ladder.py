@@ -52,10 +52,10 @@ def printed(exercise: Exercise) -> Callable[..., object]:
 
 
 @BY_NAME
-def test_references_pass_and_with_numpys_numbers_too(ranks: RankPool, exercise: Exercise) -> None:
-    references = [printed(exercise), *RIGHT[exercise.name]]
-    numbers = [] if exercise in WHOLE else [lambda *inputs: as_numpys(references[0](*inputs))]
-    for function in (*references, *numbers):
+def test_references_pass_and_the_printed_one_with_numpys_numbers_too(ranks: RankPool, exercise: Exercise) -> None:
+    solution = printed(exercise)
+    numbers = solution if exercise in WHOLE else lambda *inputs: as_numpys(solution(*inputs))
+    for function in (numbers, *RIGHT[exercise.name]):
         report = examine(exercise, function, ranks)
         assert (report.verdict, report.reason) == (Verdict.PASSED, "")
 
