@@ -144,9 +144,9 @@ def _marks(student: str, files: list[Path], exercises: Sequence[Exercise], pool:
             yield Mark(student, exercise.name, Verdict.FAILED, troubles[name])
         else:
             meant = _meant(name, [one for one in (*defined, *troubles) if one not in taken])
-            why = [f"did you mean {meant}? Then rename it"] if meant else []
-            why = "; ".join([*unread, *why, f"there is no function {name}"])
-            yield Mark(student, exercise.name, Verdict.FAILED, why, handed_in=bool(meant))
+            advice = [f"did you mean {meant}? Then rename it"] if meant else []
+            reason = "; ".join([*unread, *advice, f"there is no function {name}"])
+            yield Mark(student, exercise.name, Verdict.FAILED, reason, handed_in=bool(meant))
 
 
 def _meant(name: str, others: Sequence[str]) -> str:
