@@ -370,7 +370,8 @@ def engine_of(
     if config.divides(strategy):
         model = divided(model, workload, mesh)
     options["broadcast_buffers"] = config.broadcasts_buffers(strategy)
-    pipeline = None if staged is None else staged.pipeline(model, mesh)
+    made = config.strategy(run)
+    pipeline = None if staged is None or made is None else staged.pipeline(model, mesh, made.precision)
     trained = model if pipeline is None else pipeline.module
     return build_engine(given or strategy, trained, optimizer or workload.optimizer, mesh, **options), pipeline
 

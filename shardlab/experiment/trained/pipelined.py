@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.foretold import Costs, ForetoldMesh, ToldClock, Wire
+from shardlab.engines.precision import Precision
 from shardlab.experiment.options import CompareOptions
 from shardlab.experiment.trained.workload import Workload
 from shardlab.pipeline import Like, Pipeline, cut, loans_of
@@ -56,10 +57,11 @@ class Staged:
     given: tuple[int, ...] = ()
     outputs: tuple[Like, ...] = ()
 
-    def pipeline(self, model: nn.Module, mesh: BaseMesh) -> Pipeline:
-        """Its pipeline on a rank."""
-        pipeline = Pipeline(model, self.schedule, mesh, self.begins)
-        pipeline.expect(self.given, self.outputs)
+    def pipeline(self, model: nn.Module, mesh: BaseMesh, precision: Precision) -> Pipeline:
+        """Its pipeline on a rank, whose engine gives what it computes in ``precision``."""
+        pipeline, dtype = Pipeline(model, self.schedule, mesh, self.begins), precision.output or precision.compute
+        outputs = [one._replace(dtype=dtype) if dtype and one.dtype.is_floating_point else one for one in self.outputs]
+        pipeline.expect(self.given, outputs)
         return pipeline
 
     def module_of(self, model: nn.Module, place: int) -> nn.Module:
