@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 
 from shardlab.cli.console import answer_table, table_of
-from shardlab.cli.job_words import CountedModel, in_digits, planned, rates, verdict
+from shardlab.cli.counted_model import CountedModel
+from shardlab.cli.job_words import in_digits, planned, rates, verdict
 
 if TYPE_CHECKING:
     from shardlab.forecast.job import Job

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from shardlab.cli.all_strategies import tell_all
 from shardlab.cli.console import answer_table, count, table_of
-from shardlab.cli.job_words import CountedModel, in_digits, memory_of, planned, rates, verdict
+from shardlab.cli.counted_model import CountedModel
+from shardlab.cli.job_words import in_digits, memory_of, planned, rates, verdict
 from shardlab.planner.formulas import precision_named
 from shardlab.planner.setup import STRATEGIES
 

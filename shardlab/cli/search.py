@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 
 from shardlab.cli.console import answer_table, count, table_of
-from shardlab.cli.job_words import CountedModel, rates
+from shardlab.cli.counted_model import CountedModel
+from shardlab.cli.job_words import rates
 from shardlab.planner.formulas import precision_named
 
 from shardlab.cli.forecast import (  # isort: skip

@@ -1,0 +1,93 @@
+"""What is said of a model from a ``config.json``: its parameters first, then what of it is not as one may think."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from shardlab.forecast.model_config import Decoder, decoder_of, model_type_of, read_config
+
+APART = 0.005  # of the parameters: by how much transformers may count others before it is said
+
+
+@dataclass(frozen=True)
+class CountedModel:
+    """A decoder of a file, with rows of some length."""
+
+    config: Path
+    decoder: Decoder
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: Path, seq_len: int) -> "CountedModel":
+        """The one of a file; where ``seq_len`` is 0 rows are as long as its positions.
+
+        Raises:
+            ValueError: see ``decoder_of``; or rows have no length, or a greater one than a table of positions.
+        """
+        decoder = decoder_of(config)
+        positions, notes = decoder.sizes.get("seq_len"), []
+        if not (seq_len or positions):
+            raise ValueError(f"seq-len: {config} does not say it; give --seq-len 4096, for example")
+        if decoder.assumed:
+            left_out = ", ".join(f"{key} {value:,}" for key, value in decoder.assumed.items())
+            notes.append(f"The file leaves out {left_out}: these are what transformers takes for {decoder.name}.")
+        if positions and seq_len > positions:
+            if decoder.learns_positions:
+                raise ValueError(f"seq-len: {seq_len} is given; {config} has a table of {positions}; give at most that")
+            notes.append(f"Rows of {seq_len:,} tokens are longer than the {positions:,} that it was made for.")
+        sizes = {**decoder.sizes, "seq_len": seq_len or positions}
+        return cls(config, replace(decoder, sizes=sizes), tuple(notes))
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Arguments of ``Job``."""
+        return self.decoder.sizes
+
+    @property
+    def line(self) -> tuple[str, str]:
+        """Of an answer."""
+        counted = f"{self.decoder.num_params:,} parameters: {self.decoder.name}, {self.sizes['layers']} layers"
+        return "MODEL", " ".join([f"{counted}.", *self.notes])
+
+    def as_json(self) -> Mapping[str, Any]:
+        """The same by name."""
+        notes = [*self.notes, *filter(None, [difference(self.config, self.decoder.num_params)])]
+        return {"num_params": self.decoder.num_params, "model_type": self.decoder.name, "notes": notes}
+
+    def print_difference(self) -> None:
+        """Print what transformers counts otherwise: after the answer, which waits for no import of seconds."""
+        if said := difference(self.config, self.decoder.num_params):
+            Console(highlight=False).print(said)
+
+
+def difference(config: Path, num_params: int) -> str:
+    """A sentence, where transformers is installed and makes a module with other parameters of the file; else empty.
+
+    The module is made on the meta device: that takes seconds, most of them for the import, and no memory.
+    """
+    try:
+        torch, transformers = import_module("torch"), import_module("transformers")
+    except ImportError:
+        return ""
+    found = read_config(config)
+    kind = model_type_of(found)
+    # Code beside the weights is not run, and quantized weights are of the same matrices.
+    plain = {key: found[key] for key in found.keys() - {"model_type", "auto_map", "quantization_config"}}
+    transformers.logging.set_verbosity_error()
+    try:
+        with torch.device("meta"):
+            module = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **plain))
+    except Exception as error:  # whatever it raises of a file that it does not take
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"transformers {transformers.__version__} cannot make its module ({why}), so nothing was compared."
+    apart = module.num_parameters() / num_params - 1
+    if abs(apart) <= APART:
+        return ""
+    return (
+        f"transformers {transformers.__version__} makes a module of {module.num_parameters():,} parameters of it, "
+        f"{abs(apart):.1%} {'more' if apart > 0 else 'fewer'}: trust shardlab plan --workload of it instead."
+    )
