@@ -49,7 +49,6 @@ def judged_under_torchrun(job: Job, env: TorchrunEnv, limit_s: float) -> Answer 
     run(job, folder, RANK, env.rank)
     if env.rank != 0:
         return None
-    sys.modules["__main__"] = ModuleType("__main__")  # a new process would import the script under this name
     try:
         end = time.monotonic() + GRACE_S
         while time.monotonic() < end and not all(one.has_ended for one in read(folder, RANK, range(job.ranks))):
@@ -121,7 +120,12 @@ def _run(job: Job, folder: Path, kind: str, numbers: Sequence[int], limit_s: flo
         # A group of one takes any port that is free then.
         env = environment(number, job.ranks, port) if kind == RANK else environment(0, 1, 0)
         started[number] = context.Process(target=main, args=(job, folder, kind, number, env, str(Path.cwd()), life))
-        started[number].start()
+    before, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:  # a new process would import what is there: the command line, or, under torchrun, the script
+        for process in started.values():
+            process.start()
+    finally:
+        sys.modules["__main__"] = before
     try:
         _wait(list(started.values()), limit_s, GRACE_S if kind == RANK else limit_s)
         died = {number: process.exitcode for number, process in started.items() if not process.is_alive()}
