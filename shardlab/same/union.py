@@ -85,8 +85,8 @@ def union(ranks: Sequence[Notes], alone: Sequence[Notes], step: int) -> Union:
     brought = {key: gradient for key, gradient in brought.items() if twins[key[0]] == key[0]}
     gradient, micro_batches = _weighted(parts, weights), max(of_a_rank, default=0)
     made = Union(gradient, micro_batches, weights, brought, twins, is_summed, is_counted, all(ratios), uneven)
-    is_known_by_micro = any(micro for _, micro in brought)
-    if uneven and all(ratios) and is_known_by_micro and (shares_by_micro := _of_all_ranks(ratios, theirs, own)):
+    is_all_brought = any(micro for _, micro in brought) and not any(one.cleared for one in own)
+    if uneven and all(ratios) and is_all_brought and (shares_by_micro := _of_all_ranks(ratios, theirs, own)):
         made.by_micro = shares_by_micro
         made.gradient = _weighted(list(brought.values()), [made.share(*key) for key in brought])
     return made

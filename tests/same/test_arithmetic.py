@@ -12,7 +12,7 @@ from shardlab.same.answer import answer
 from shardlab.same.capture import _drops_nothing
 from shardlab.same.coefficients import mixture
 from shardlab.same.meanings import meaning
-from shardlab.same.notes import Backward, Counted, Notes, Part, Step, UnlikeError, wholes
+from shardlab.same.notes import Backward, Cleared, Counted, Notes, Part, Step, UnlikeError, wholes
 from shardlab.same.union import union
 
 
@@ -67,6 +67,9 @@ def test_a_micro_batch_weighs_as_much_as_it_has_of_all_ranks_rows_where_losses_a
         ranks[rank].steps[0].backwards[micro].loss = 2 * number / every
     assert union(ranks, alone, 0).gradient["w"].tolist() == [0.75, 0.25, 0.25, 0.75]
     assert union(alone, alone, 0).gradient["w"].tolist() == [0.5] * 4
+    for one in alone:  # where one process clears a micro-batch, what is left of it is what it steps
+        one.steps[0].cleared = [Cleared("w", 1.0, 0, "", is_of_another=False)]
+    assert union(ranks, alone, 0).gradient["w"].tolist() == [0.5] * 4
 
 
 def test_losses_are_a_known_share_on_all_ranks_or_nothing_is_said():
