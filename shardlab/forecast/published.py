@@ -28,7 +28,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from shardlab.forecast.job import Job
-from shardlab.forecast.predict import forecast_of
+from shardlab.forecast.predict import forecast_of, may_retry, waits_for_host
 from shardlab.installed import data_path
 
 TOYS = ("constant_rate_error", "roofline_error")
@@ -110,7 +110,8 @@ def validate_published() -> pd.DataFrame:
         ``laboratory``, ``machine``, ``name``, ``source``, ``hardware``, ``tp``, ``calibration`` (whether the row was
         given to the forecasts of its machine), ``held_out``, ``measured_seconds``, ``predicted_seconds``, ``error``,
         ``constant_rate_error``, ``roofline_error``, ``raw_error`` (without a calibration), ``peak_error`` (of bytes
-        allocated at the peak; NaN where they are not known).
+        allocated at the peak; NaN where they are not known), ``warned`` (whether the forecast warns of the allocator),
+        ``host_bound`` (whether the device waits for its host).
     """
     found = []
     for step in published_steps():
@@ -127,6 +128,7 @@ def validate_published() -> pd.DataFrame:
             "held_out": step.held_out, "measured_seconds": step.seconds,
             "predicted_seconds": forecast.seconds, **dict(zip(("error", *TOYS), misses, strict=True)),
             "raw_error": error_of(step, is_calibrated=False), "peak_error": forecast.peak_bytes / step.peak_bytes - 1,
+            "warned": may_retry(step.job), "host_bound": waits_for_host(forecast.parts),
         })  # fmt: skip
     return pd.DataFrame(found)
 
