@@ -19,7 +19,7 @@ from shardlab.cli.console import BAD_INPUT, bad_input, complain
 from shardlab.cli.diff import diff
 from shardlab.cli.exercises import exercises
 from shardlab.cli.forecast import forecast
-from shardlab.cli.plan import PlanCommand, plan
+from shardlab.cli.plan import plan
 from shardlab.cli.records import SCRIPT_ARGUMENTS, modules, record, report, trace
 from shardlab.cli.same import same
 from shardlab.cli.search import search
@@ -57,10 +57,9 @@ def template() -> None:
 
 app.command()(compare)
 app.command()(template)
-app.command(cls=PlanCommand)(bad_input()(plan))
 app.command(context_settings=SCRIPT_ARGUMENTS)(bad_input()(record))
 app.command(context_settings=SCRIPT_ARGUMENTS)(bad_input()(same))
-for _command in (forecast, search, calibrate, validate, what_if, bench, exercises, report, modules, trace, diff):
+for _command in (plan, forecast, search, calibrate, validate, what_if, bench, exercises, report, modules, trace, diff):
     app.command()(bad_input()(_command))
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from decimal import Decimal, InvalidOperation
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ from rich.console import Console
 from shardlab.forecast.model_config import Decoder, decoder_of, model_type_of, read_config
 
 APART = 0.005  # of the parameters: by how much transformers may count others before it is said
+FACTORS = {"K": 3, "M": 6, "B": 9, "T": 12}  # powers of ten
+LIKE_LLAMA: Mapping[str, Any] = {"head_dim": 128, "vocab": 32000, "seq_len": 4096, "gated": True}  # arXiv 2307.09288
 
 
 @dataclass(frozen=True)
 class CountedModel:
-    """A decoder of a file, with rows of some length."""
+    """A decoder of a file, or like Llama and of some size, with rows of some length."""
 
-    config: Path
+    config: Path | None
     decoder: Decoder
     notes: tuple[str, ...]
 
@@ -42,6 +45,32 @@ class CountedModel:
         sizes = {**decoder.sizes, "seq_len": seq_len or positions}
         return cls(config, replace(decoder, sizes=sizes), tuple(notes))
 
+    @classmethod
+    def given(cls, config: Path | None, params: str, seq_len: int) -> "CountedModel":
+        """The one of a file or of a number of parameters, of which one is given."""
+        if (config is None) == (not params):
+            raise ValueError("config, params: give one of them: --config config.json, or --params 13B")
+        return cls.of(config, seq_len) if config else cls.like_llama(number_of_params(params), seq_len)
+
+    @classmethod
+    def like_llama(cls, num_params: float, seq_len: int) -> "CountedModel":
+        """The decoder of about so many parameters: as many layers as heads, and an MLP 8/3 as wide as the residual."""
+
+        def of(heads: int) -> Decoder:
+            hidden = LIKE_LLAMA["head_dim"] * heads
+            ffn = 256 * -(-hidden // 96)
+            alike = dict.fromkeys(("layers", "heads", "kv_heads"), heads)
+            sizes = {"hidden": hidden, "ffn": ffn, **alike, **LIKE_LLAMA}
+            sizes |= {"layer_numel": hidden * (4 * hidden + 3 * ffn + 2)}
+            sizes |= {"root_numel": hidden * (2 * sizes["vocab"] + 1), "seq_len": seq_len or sizes["seq_len"]}
+            return Decoder("like Llama", sizes, {}, learns_positions=False)
+
+        found = min(map(of, range(1, 1000)), key=lambda one: abs(one.num_params - num_params))
+        if found.num_params > 2 * num_params:
+            raise ValueError(f"params: {num_params:g} is given; the smallest like Llama has {found.num_params:,}")
+        note = "Its sizes are assumed, with a vocabulary of {vocab:,}; --config takes those of a file."
+        return cls(None, found, (note.format(**found.sizes),))
+
     @property
     def sizes(self) -> dict[str, Any]:
         """Arguments of ``Job``."""
@@ -55,13 +84,30 @@ class CountedModel:
 
     def as_json(self) -> Mapping[str, Any]:
         """The same by name."""
-        notes = [*self.notes, *filter(None, [difference(self.config, self.decoder.num_params)])]
+        notes = [*self.notes, *filter(None, [self._difference()])]
         return {"num_params": self.decoder.num_params, "model_type": self.decoder.name, "notes": notes}
 
     def print_difference(self) -> None:
         """Print what transformers counts otherwise: after the answer, which waits for no import of seconds."""
-        if said := difference(self.config, self.decoder.num_params):
+        if said := self._difference():
             Console(highlight=False).print(said)
+
+    def _difference(self) -> str:
+        return difference(self.config, self.decoder.num_params) if self.config else ""
+
+
+def number_of_params(text: str) -> float:
+    """The number of parameters, from a text such as 7.5B.
+
+    Raises:
+        ValueError: it is not a number above 0.
+    """
+    factor = FACTORS.get(text[-1:].upper())
+    try:
+        # As a decimal, because 1.1 * 10**9 is not a whole number in binary floating point.
+        return float(Decimal(text) if factor is None else Decimal(text[:-1]).scaleb(factor))
+    except InvalidOperation:
+        raise ValueError(f"params: {text!r} is not a number, optionally followed by {', '.join(FACTORS)}") from None
 
 
 def difference(config: Path, num_params: int) -> str:

@@ -26,7 +26,11 @@ DATA_STRATEGIES = STRATEGIES[1:]  # all but the one process
 Step = tuple[dict[str, Any], float]
 """Arguments of one that was measured, and its seconds."""
 
-Config = Annotated[Path, typer.Option(help="The config.json of a transformer, as it lies beside its weights.")]
+Config = Annotated[
+    Path | None,
+    typer.Option(help="The config.json of a transformer, as it lies beside its weights.", show_default=False),
+]
+Params = Annotated[str, typer.Option(help="Instead: parameters of a model like Llama, such as 13B or 350M.")]
 Ranks = Annotated[int, typer.Option(min=1, help="Number of GPUs.")]
 Card = Annotated[str, typer.Option(help="A card, such as h100 or 4090; or a memory, such as 24GB, for bytes alone.")]
 Network = Annotated[
@@ -63,8 +67,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON."
 
 
 def forecast(
-    config: Config,
     ranks: Ranks,
+    config: Config = None,
+    params: Params = "",
     gpu: Card = CARD,
     network: Network = "",
     strategy: Annotated[str, typer.Option(help="Of the data ranks, by default fsdp; or all of them, in a table.")] = "",
@@ -85,14 +90,17 @@ def forecast(
     measured: Measured = None,
     json: AsJson = False,
 ) -> None:
-    """Say how long a step of a transformer takes on GPUs that are not here, and what it holds at its peak."""
+    """Say how long a step of a transformer takes on GPUs that are not here, and what it holds at its peak.
+
+    For example: shardlab forecast --params 13B --ranks 4 --gpu h100
+    """
     precision_named(precision)  # before anything is read
-    model, steps = CountedModel.of(config, seq_len or 0), [step_in(file) for file in measured or ()]
+    model, steps = CountedModel.given(config, params, seq_len or 0), [step_in(file) for file in measured or ()]
     way = {
         "tensor": tp, "micro_batch": micro_batch, "no_sync": no_sync, "states": precision,
         "strategy": strategy or ("fsdp" if ranks > tp else "single"),
         "recompute": int(recompute) if recompute.isdigit() else recompute,
-        **run_as(attention, compiled=compiled, cuda_graph=cuda_graph, fp8=fp8, async_tp=async_tp),
+        **run_as(gpu, attention, compiled=compiled, cuda_graph=cuda_graph, fp8=fp8, async_tp=async_tp),
     }  # fmt: skip
     if (memory := memory_alone(gpu)) is not None:
         timed = {"network": network, "measured": steps, "cuda-graph": cuda_graph, "fp8": fp8, "async-tp": async_tp}
@@ -115,11 +123,14 @@ def forecast(
         model.print_difference()
 
 
-def run_as(attention: str, *, compiled: bool, cuda_graph: bool, fp8: bool, async_tp: bool) -> dict[str, Any]:
-    """Arguments of a job, by the options of those names."""
+def run_as(gpu: str, attention: str, *, compiled: bool, cuda_graph: bool, fp8: bool, async_tp: bool) -> dict[str, Any]:
+    """Arguments of a job, by the options of those names; products are in fp16 on a card that has no bf16."""
+    from shardlab.planner.gpu import Gpu
+
+    peaks = Gpu.parse(gpu).peaks
     return {
         "attention": attention or None, "compiled": compiled, "cuda_graph": cuda_graph, "async_tensor": async_tp,
-        "precision": "fp8" if fp8 else "bf16",
+        "precision": "fp8" if fp8 else "fp16" if peaks and "bf16" not in peaks else "bf16",
     }  # fmt: skip
 
 

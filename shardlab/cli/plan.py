@@ -2,16 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
-from decimal import Decimal, InvalidOperation
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand
 
 from shardlab.cli.console import answer_table, count, in_units, names_in, progress_bar, refuse_others, table_of
+from shardlab.cli.counted_model import number_of_params
 from shardlab.cli.records import ROOMY, print_json
 from shardlab.cli.step_times import machine_for, with_forecasts
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
@@ -32,8 +31,6 @@ TAKES = {  # besides these
         "micro_batches",
     ),
 }  # fmt: skip
-MOVED = {"--search": "search", "--config": "forecast", "--validate": "validate"}  # to commands of their own
-FACTORS = {"K": 3, "M": 6, "B": 9, "T": 12}  # powers of ten
 BUCKET_MIB = DEFAULT_BUCKET_BYTES / 2**20
 KEPT_HERE = (
     " * takes no precision, and keeps the dtype of the model. Of the others parameters travel in 16 bits; gradients "
@@ -90,18 +87,6 @@ class Found(NamedTuple):
     stages: "pd.DataFrame | None" = None
     hosts: "pd.DataFrame | None" = None
     per_host: int = 0
-
-
-class PlanCommand(TyperCommand):
-    """Says where an option is now that once was one of this command."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """See Click."""
-        given = {arg.partition("=")[0] for arg in args}
-        for option, command in MOVED.items():
-            if option in given:
-                ctx.fail(f"{option}: no option of plan; write shardlab {command}, and see shardlab {command} --help")
-        return super().parse_args(ctx, args)
 
 
 def plan(
@@ -170,7 +155,7 @@ def plan(
 def _of_params(params: str, ranks: int, precision: str, gpu: Gpu | None, per_host: int) -> Found:
     import pandas as pd
 
-    number, each = _number_of_params(params), precision_named(precision)
+    number, each = number_of_params(params), precision_named(precision)
     kept = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in asdict(each).items())
     rows = pd.DataFrame([asdict(row) for row in model_states(number, ranks, precision)])
     rows = rows.rename(columns={"wire_bytes": "wire_bytes_per_step"}).assign(rest_bytes=rows["total_bytes"])
@@ -305,17 +290,3 @@ def _buckets(names: tuple[str, ...], options: dict[str, Any]) -> str:
 
     size = options.get("bucket_mib", BUCKET_MIB)
     return f" Buckets of {size:g} MiB." if any(map(takes("bucket_bytes"), names)) else ""
-
-
-def _number_of_params(text: str) -> float:
-    """The number of parameters, from a text such as 7.5B.
-
-    Raises:
-        ValueError: it is not a number.
-    """
-    factor = FACTORS.get(text[-1:].upper())
-    try:
-        # As a decimal, because 1.1 * 10**9 is not a whole number in binary floating point.
-        return float(Decimal(text) if factor is None else Decimal(text[:-1]).scaleb(factor))
-    except InvalidOperation:
-        raise ValueError(f"params: {text!r} is not a number, optionally followed by {', '.join(FACTORS)}") from None

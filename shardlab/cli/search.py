@@ -13,8 +13,8 @@ from shardlab.cli.job_words import rates
 from shardlab.planner.formulas import precision_named
 
 from shardlab.cli.forecast import (  # isort: skip
-    CARD, AsJson, AsyncTp, Attention, Batch, Card, Compiled, Config, CudaGraph, Fp8, Kept, Measured, Network, Ranks,
-    SeqLen, Step, memory_alone, run_as, said_of, step_in,
+    CARD, AsJson, AsyncTp, Attention, Batch, Card, Compiled, Config, CudaGraph, Fp8, Kept, Measured, Network,
+    Params, Ranks, SeqLen, Step, memory_alone, run_as, said_of, step_in,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -25,8 +25,9 @@ SHOWN = 12  # ways
 
 
 def search(
-    config: Config,
     ranks: Ranks,
+    config: Config = None,
+    params: Params = "",
     gpu: Card = CARD,
     network: Network = "",
     batch: Batch = None,
@@ -44,11 +45,11 @@ def search(
     from shardlab.forecast import search as ways
 
     precision_named(precision)  # before anything is read
-    model, steps = CountedModel.of(config, seq_len or 0), [step_in(file) for file in measured or ()]
+    model, steps = CountedModel.given(config, params, seq_len or 0), [step_in(file) for file in measured or ()]
     if memory_alone(gpu) is not None:
         raise ValueError(f"gpu: of {gpu} the memory is known and no speed; name a card, such as h100")
     on: dict[str, Any] = {"hardware": gpu, "network": network or None, "states": precision}
-    on |= run_as(attention, compiled=compiled, cuda_graph=cuda_graph, fp8=fp8, async_tp=async_tp)
+    on |= run_as(gpu, attention, compiled=compiled, cuda_graph=cuda_graph, fp8=fp8, async_tp=async_tp)
     found = ways.search(model.sizes, ranks, batch or ranks, calibration=steps, **on)
     enough = None if found[0].fits else ways.cards_that_would_do(model.sizes, ranks, **on)
     _tell(model, found, enough, steps, json=json)

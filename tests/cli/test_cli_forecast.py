@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from functools import cache
 
 import pandas as pd
@@ -14,6 +15,7 @@ from shardlab.cli.job_words import verdict
 from shardlab.forecast import published
 from shardlab.forecast import search as all_ways
 from shardlab.forecast.machine import Machine
+from shardlab.planner.gpu import Gpu
 from tests.planner.test_machine import COSTS
 from tests.planner.test_search import LLAMA
 
@@ -45,6 +47,23 @@ def said(*words):
     done = CliRunner().invoke(app, words, env={"COLUMNS": "100"})
     assert done.exit_code == 0, done.output
     return done.output
+
+
+def test_a_model_like_llama_is_forecast_by_its_number_of_parameters():
+    found = json.loads(said("forecast", "--params", "13B", "--ranks", "4", "--gpu", "h100", "--json"))
+    assert found["num_params"] == 13_015_864_320  # Llama 2 13B, to the parameter
+    assert (found["arguments"]["hidden"], found["arguments"]["layers"]) == (5120, 40)
+    assert found["notes"] == ["Its sizes are assumed, with a vocabulary of 32,000; --config takes those of a file."]
+
+
+def test_a_card_without_bf16_is_forecast_by_its_fp16(tmp_path):
+    card = replace(Gpu.preset("a100-40gb"), name="V100, measured", peaks={"fp16": 1.1e14}, product_fractions={})
+    card.write(tmp_path / "card.json")
+    words = ("--params", "7B", "--ranks", "8", "--gpu", str(tmp_path / "card.json"))
+    found = json.loads(said("forecast", *words, "--json"))
+    assert found["arguments"]["precision"] == "fp16"
+    assert found["seconds"] > 0
+    assert json.loads(said("search", *words, "--json"))["ways"]
 
 
 def test_a_step_that_was_measured_moves_the_others(config, tmp_path):
@@ -281,11 +300,16 @@ def test_the_published_half_of_validate_needs_no_calibration(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(published, "validate_published", PUBLISHED)
     text = " ".join(said("validate").split())
-    for words in ("Misses of 72 published steps, %", "Misses of 198 published steps that were held out", "MPT 30B"):
+    for words in (
+        "Misses of 72 published steps, %", "Misses of 198 published steps that were held out", "MPT 30B",
+        "steps of small work, whose device waits for its host", "10 published steps with so little memory free",
+        "nanotron, tp",
+    ):  # fmt: skip
         assert words in text
     assert "Of this machine nothing is said: machine.json is not there; shardlab calibrate, then this again." in text
     found = json.loads(said("validate", "--json"))
     assert found["held_out"]["error"]["median"] == pytest.approx(0.025, abs=0.001)
+    assert found["held_out_not_warned"]["worst"] < 0.13 < found["warned"]["worst"]
     assert "here" not in found
 
 
@@ -336,8 +360,10 @@ def test_bad_input_is_refused(config):
         (["forecast", *of_it, "8", "--precision", "bf16"], "precision: 'bf16' is not one of mixed, fp32"),
         (["forecast", *of_it, "8", "--gpu", "24GB,32GB/s,10us"], "gpu: 24GB,32GB/s,10us has a link"),
         (["forecast", *of_it, "8", "--strategy", "zero9"], "strategy: 'zero9' is not one of"),
-        (["plan", *of_it, "8", "--network", "nvlink4"], "--config: no option of plan; write shardlab forecast"),
-        (["plan", f"--config={config}", "--search"], "--search: no option of plan; write shardlab search"),
+        (["forecast", *of_it, "8", "--params", "13B"], "config, params: give one of them: --config config.json, or"),
+        (["search", "--ranks", "8"], "config, params: give one of them: --config config.json, or --params 13B"),
+        (["forecast", "--params", "13X", "--ranks", "8"], "params: '13X' is not a number"),
+        (["forecast", "--params", "1M", "--ranks", "8"], "params: 1e+06 is given; the smallest like Llama has"),
         (["plan", "--validate"], "--validate: no option of plan; write shardlab validate"),
         (["validate", "--calibration", "nowhere.json"], "calibration: nowhere.json cannot be read"),
     ):
