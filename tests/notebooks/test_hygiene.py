@@ -216,6 +216,8 @@ def test_figures_and_tables_say_the_same(path: Path) -> None:
                 assert drawn <= row, run
             for peak in peaks:
                 assert sum(peak.get(run, held).values()) >= sum(held.values()), f"{run}: less at the peak than at rest"
+    for figure in figures(path, "Training of"):
+        assert all(trace["name"] != "unattributed" for trace in figure["data"]), "nor does a live view show others"
     assert compared >= 6 or not path.stem.startswith("02")
     told = "".join(output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs(path))
     assert "GiB" not in told, "one gigabyte of a card, which is 1e9 bytes"

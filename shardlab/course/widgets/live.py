@@ -30,7 +30,7 @@ from shardlab.plots import collective_timeline, training_progress
 from shardlab.plots.theme import nothing
 from shardlab.records.store import Records, load_runs, run_directories, whole_steps
 from shardlab.records.tables import TABLES
-from shardlab.vocabulary import Phase
+from shardlab.vocabulary import Phase, Role
 
 EVERY_S = 0.45
 SHARE = 0.2  # of a core, at most
@@ -116,7 +116,8 @@ class LiveView(Panel):
             return
         self.progress, last = progress, steps.iloc[-1]
         self.num_updates += 1
-        self.curves.replace(training_progress(steps[steps["rank"] == 0], progress.memory), final=final)
+        held = progress.memory[progress.memory["role"] != Role.UNATTRIBUTED]  # what the strategy holds
+        self.curves.replace(training_progress(steps[steps["rank"] == 0], held), final=final)
         moved = progress.collectives[progress.collectives["phase"] != Phase.METRICS]
         if (progress.spans["run"] == last["run"]).any():
             figure = collective_timeline(moved, progress.spans, run=str(last["run"]), step=int(last["step"]))
