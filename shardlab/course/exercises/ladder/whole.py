@@ -161,11 +161,10 @@ def zero3_cases() -> list[Case]:
 def fsdp_cases() -> list[Case]:
     """whole_fsdp: as whole_zero3, unit by unit, and the next one ahead of time.
 
-    Units are the children of given.module that have parameters; of an nn.ModuleList, which nobody calls, its items.
-    Keep yours under another name than self.units, which is for units of the library's own kind. A unit is gathered in
-    one message before its forward and again before its backward, freed after each, and its gradients are scattered when
-    the last has come. While one unit computes, the message of the next one is under way. LaidOut(..., hooks=[...])
-    takes the handles of your hooks.
+    Units are the children of given.module that have parameters; keep yours under another name than self.units, which
+    is for units of the library's own kind. A unit is gathered in one message before its forward and again before its
+    backward, freed after each, and its gradients are scattered when the last has come. While one unit computes, the
+    message of the next one is under way. LaidOut(..., hooks=[...]) takes the handles of your hooks.
     In messages of at most 600 bytes, 6500 bytes at the peak and 640 us are enough.
 
     Hints:
