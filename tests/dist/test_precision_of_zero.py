@@ -21,6 +21,8 @@ PRECISIONS = {
     "reduced in bf16": Precision(None, BF16),
 }
 KINDS = {2: ("MLP", "Unused", "NonContiguous"), 3: ("Uneven", "Frozen", "Tied")}
+STRATEGIES = ("zero1", "zero2", "zero3", "fsdp", "fsdp-dim0")
+STEPS = 3
 
 
 def rows_of(kind, step, micro_batch, num_ranks, rank):
@@ -50,7 +52,7 @@ def train(rank, num_ranks, strategy, kinds, precision, optimizer, micro_batches,
     for kind in kinds:
         more = {"precision": precision, **options, **options_of(strategy, kind)}
         with engine_of(strategy, num_ranks, build(kind), optimizer, **more) as engine:
-            norms = [one_step(engine, kind, step, micro_batches, num_ranks, rank) for step in range(4)]
+            norms = [one_step(engine, kind, step, micro_batches, num_ranks, rank) for step in range(STEPS)]
             state = engine.full_state_dict()
         found[kind] = norms, state, dict(engine.module.state_dict())
     return found
@@ -64,7 +66,7 @@ def reference(num_ranks, kind, precision, optimizer, micro_batches, accumulated)
             buffer.data = buffer.to(precision.buffers)
     optim, norms = cases.OPTIMIZERS[optimizer](list(master.parameters())), []
     reduce = precision.reduce_dtype
-    for step in range(4):
+    for step in range(STEPS):
         sums = {}
         for rank in range(num_ranks):
             copy = build(kind).to(precision.compute or torch.float32)
@@ -88,7 +90,7 @@ def reference(num_ranks, kind, precision, optimizer, micro_batches, accumulated)
     return norms, master.state_dict()
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp", "fsdp-dim0"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     ("num_ranks", "name", "optimizer", "micro_batches"),
     [
@@ -106,7 +108,8 @@ def test_equals_one_process_of_the_same_rounding(pools, strategy, num_ranks, nam
     tolerance = 1e-6 if num_ranks == 2 else 1e-5
     options = {"bucket_bytes": 200} if num_ranks == 2 else {"partition": "balanced"}
     options = {} if strategy.startswith("fsdp") else options
-    kinds = KINDS[num_ranks]
+    left_out = (STRATEGIES.index(strategy) + list(PRECISIONS).index(name)) % 3  # one of three models, by turns
+    kinds = [kind for place, kind in enumerate(KINDS[num_ranks]) if place != left_out]
     computed = precision.compute or torch.float32
     more_bits = precision.reduce_dtype.itemsize > computed.itemsize and strategy in ("zero1", "zero2")
     accumulated = precision.reduce_dtype if more_bits else computed
