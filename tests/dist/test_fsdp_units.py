@@ -40,7 +40,7 @@ def rows_of(step, num_rows=4):
 def train(rank, wrap, make):
     log = Log()
     with Mesh({"data": 2}) as mesh, make(build(GPT2), adamw, mesh, wrap=wrap) as engine:
-        for step in range(3):
+        for step in range(2):
             with mesh.observed_by(log):
                 engine.backward(loss_of(engine, rows_of(step)[2 * rank : 2 * rank + 2]))
                 engine.step()
@@ -55,7 +55,7 @@ def fsdp(*args, **options):
 def test_every_kind_of_units_equals_one_process(pools):
     model = build(GPT2)
     optimizer = adamw(list(model.parameters()))
-    for step in range(3):
+    for step in range(2):
         loss_of(model, rows_of(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -68,7 +68,7 @@ def test_every_kind_of_units_equals_one_process(pools):
 
 
 def test_torchs_own_takes_the_same_units(pools):
-    for wrap in ("auto", Residual, "transformer.h.*.up"):
+    for wrap in ("auto", "transformer.h.*.up"):
         for _, tags in pools(2).run(train, wrap, TorchFSDP2):
             assert len(tags) == 2 * (1 + len(wrapped_modules(build(GPT2), wrap)))  # for forward and for backward
 
