@@ -34,7 +34,7 @@ from shardlab.records.store import Records
 from shardlab.testing import check_strategy
 from shardlab.testing.loops import LOOPS
 
-LINK = "1Gbps,50us"  # backward of the built-in GPT can hide about half of its gradients
+LINK = "1Gbps,50us"  # backward of the built-in GPT can hide about a third of its gradients
 TORCHS = {"ddp": "torch_ddp", "bucketed": "torch_ddp", "zero1": "torch_zero1", "fsdp": "torch_fsdp2"}
 ENOUGH = 1.01  # times what ours takes: padding costs no point
 # Columns of bytes and of time in the table, and their words in a sentence.
