@@ -89,7 +89,7 @@ def sent(records, run):
 
 def test_what_travels_in_groups_of_its_own_is_counted(tmp_path, pools):
     strategies = ("bucketed", Hierarchical(), OnItsOwnMesh())
-    comparison = compare(CompareConfig(strategies, ranks=4, steps=3, **SMALL), tmp_path / "run", pool=pools(4))
+    comparison = compare(CompareConfig(strategies, ranks=4, steps=2, **SMALL), tmp_path / "run", pool=pools(4))
     rows = comparison.summary.set_index("strategy")
     # Both send 3/2 of the gradients; compare makes buckets of a MiB for all of them.
     assert rows.wire_bytes_per_step.nunique() == 1

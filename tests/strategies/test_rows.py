@@ -101,10 +101,10 @@ def test_all_sixteen_equal_one_process(pools):
         nn.utils.clip_grad_norm_(module.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
-    for precision, error in ((Precision(), 1e-12), (Precision(torch.float32), 1e-7)):
-        makes = [lambda o=outer, i=inner, p=precision: zero_in_groups(o, i, precision=p) for outer, inner in ROWS]
+    for precision, error, rows in ((Precision(), 1e-12, ROWS), (Precision(torch.float32), 1e-7, ROWS[::3])):
+        makes = [lambda o=outer, i=inner, p=precision: zero_in_groups(o, i, precision=p) for outer, inner in rows]
         for states in pools(4).run(trained, [*makes, lambda p=precision: HFSDP(precision=p)]):
-            for row, state in zip([*ROWS, "hfsdp"], states, strict=True):
+            for row, state in zip([*rows, "hfsdp"], states, strict=True):
                 for name, value in module.state_dict().items():
                     torch.testing.assert_close(state[name], value, atol=error, rtol=0, msg=f"{row} {name}")
 
@@ -115,16 +115,15 @@ def test_rows_equal_one_process_in_all_that_users_do(stages):
     assert "equal to one process" in check_strategy(lambda: zero_in_groups(*stages), (4,), ("Unused",))
 
 
-@pytest.mark.parametrize(("make", "models"), [(HFSDP, ("Unused",)), (HPZ, ("Unused", "SmallGPT"))])
+@pytest.mark.parametrize(("make", "models"), [(HFSDP, ("Unused",)), (HPZ, ("Uneven",))])
 def test_sharded_units_over_two_axes_equal_one_process(make, models):
     assert "equal to one process" in check_strategy(make, (4,), models)
 
 
-@pytest.mark.parametrize("sizes", [(1, 3), (3, 1)])
-def test_a_group_of_one_is_right(sizes):
+@pytest.mark.parametrize(("make", "sizes"), [(HFSDP, (1, 3)), (lambda: zero_in_groups(2, 1), (3, 1))])
+def test_a_group_of_one_is_right(make, sizes):
     mesh = dict(zip(("replica", "shard"), sizes, strict=True))
-    for make in (HFSDP, lambda: zero_in_groups(2, 1)):
-        assert "equal to one process" in check_strategy(make, models=("Uneven",), mesh=mesh)
+    assert "equal to one process" in check_strategy(make, models=("Uneven",), mesh=mesh)
 
 
 def with_a_piece_written(_, make):
@@ -298,7 +297,6 @@ def test_axes_that_are_one_name_are_refused():
 
 def test_axes_may_have_any_name_and_each_has_to_be_used():
     assert "equal to one process" in check_strategy(OnItsOwnAxis, (2,), ("MLP",))
-    for make in (lambda: zero_in_groups(1, 2), lambda: HFSDP(wrap="root")):
-        assert "equal to one process" in check_strategy(lambda make=make: on_axes(make()), (4,), ("MLP",))
+    assert "equal to one process" in check_strategy(lambda: on_axes(zero_in_groups(1, 2)), (4,), ("FewElements",))
     with pytest.raises(AssertionError, match="nothing travelled over axis 'host', which its axes name"):
         check_strategy(OverOneOfTwo, (4,), ("MLP",))
