@@ -78,7 +78,8 @@ def _unfit(processes: Sequence[Notes], where: str = "") -> list[Line]:
             return [(UNKNOWN, where + one.refused)]
         if any(not name for step in one.steps for name in step.names):
             words = "an optimizer steps tensors that no module has that was called, so their gradients have no names"
-            return [(UNKNOWN, where + words), ("NEXT", "give the optimizer the parameters of the model")]
+            advice = "give the optimizer the parameters of the model, as they are when all wrappers are in place"
+            return [(UNKNOWN, where + words), ("NEXT", advice)]
     for rank, one in enumerate(processes):
         if one.error and not one.left_by_others:
             lines = [(UNKNOWN, f"{where}rank {rank} ends after {len(one.steps)} steps: {one.error}")]
