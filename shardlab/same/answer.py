@@ -6,6 +6,7 @@ from math import hypot, isclose, isnan
 
 import pandas as pd
 import torch
+from torch import Tensor
 
 from shardlab.same.causes import Line, causes, in_forward, named, short
 from shardlab.same.compare import Found, compare
@@ -62,7 +63,7 @@ def answer(ranks: Sequence[Notes], alone: Sequence[Notes], *, is_together: bool 
         lines = [*lost, ("NOTE", f"what is left is the same: {lines[0][1]}"), *lines[1:]]
     elif lost:
         lines = [*lost, ("NOTE", f"nothing is left: {DEAD}")] if lines[0][1] == DEAD else lines + lost
-    return Answer([*lines, *_notes(found, ranks)], found.table)
+    return Answer([*lines, *_notes(found, ranks, divided)], found.table)
 
 
 def early(ranks: Sequence[Notes]) -> Answer | None:
@@ -238,7 +239,7 @@ def _cleared(step: Step, ranks: Sequence[Notes], number: int, *, of_another: boo
     return [one for one in wanted if not (of_another and one.name in stepped)]
 
 
-def _notes(found: Found, ranks: Sequence[Notes]) -> Iterator[Line]:
+def _notes(found: Found, ranks: Sequence[Notes], divided: bool) -> Iterator[Line]:
     """What one process would do alike, and what is told as what it is."""
     every = [(step, number) for one in ranks for number, step in enumerate(one.steps)]
     discarded = {each.name for step, number in every for each in _cleared(step, ranks, number, of_another=True)}
@@ -249,7 +250,12 @@ def _notes(found: Found, ranks: Sequence[Notes]) -> Iterator[Line]:
     added = "the loss is a sum over rows, "
     is_mean_of_sums = not found.by_sum and any(one.is_summed for one in found.unions)
     unseen, uneven = not all(one.is_known for one in found.unions), any(one.uneven for one in found.unions)
+    repeated = [] if divided else _repeated(ranks)
+    some = repeated.count(True)
     told = {
+        f"in {some} of {len(repeated)} forwards all ranks are given the same rows: do they draw by one seed?": 0
+        < some
+        < len(repeated),
         f"what is gathered at {lines} brings back no gradient, in one process neither": gathers and lines,
         f"{added}and the ranks' gradients are added: as one process does on all rows": found.by_sum,
         f"{added}of which ranks take the mean: one process on all rows has {len(ranks)} times it": is_mean_of_sums,
@@ -262,10 +268,23 @@ def _notes(found: Found, ranks: Sequence[Notes]) -> Iterator[Line]:
 
 
 def _same_rows(ranks: Sequence[Notes]) -> bool:
+    repeated = _repeated(ranks)
+    return bool(repeated) and all(repeated)
+
+
+def _repeated(ranks: Sequence[Notes]) -> list[bool]:
+    """Of each forward that is given tensors, whether all ranks are given the same."""
     # Ranks that divide a model by DTensor share rows by design.
     steps = [step for one in ranks for step in one.steps]
     if any(one.caller == "dtensor" and one.backward < len(step.backwards) for step in steps for one in step.messages):
-        return False  # those after the last backward are of the gradients' norm
+        return []  # those after the last backward are of the gradients' norm
     calls = [[call for step in one.steps for some in step.calls.values() for call in some] for one in ranks]
-    first, *others = [[tensor for call in one for tensor in call.given if tensor is not None] for one in calls]
-    return bool(first) and all(len(one) == len(first) and all(map(torch.equal, first, one)) for one in others)
+    rows = [[given for call in one if (given := [one for one in call.given if one is not None])] for one in calls]
+    first, *others = rows
+    if any(len(one) != len(first) for one in others):
+        return []
+    return [all(_equal(one, other) for other in some) for one, *some in zip(first, *others, strict=True)]
+
+
+def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
