@@ -301,6 +301,9 @@ BROKEN: Mapping[str, Story] = {
         ),
         (_REDUCE, ""),
     ),
+    "more micro-batches on fewer ranks, undivided": _story(
+        "are not divided by the micro-batches", _HAND, ("range(4)", "range(12 // ranks)"), ("/ 4\n", "\n")
+    ),
     "a buffer that nobody clears": _story(
         "the step before brought",
         _HAND,

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import checkpoint, device_mesh, distributed_c10d
 from torch.distributed.checkpoint import state_dict_saver
 
 from shardlab.comm.mesh import Mesh
+from shardlab.engines.any_engine import AnyEngine
 from shardlab.launch import RankPool
 from shardlab.recording.global_hooks import replaced
 from shardlab.same.capture import Capture, Enough
@@ -41,6 +43,16 @@ class Alone(Capture):
         super().__init__(rows, notes, **options)
         self._ranks = ranks
         self._latest: list[Part] = []
+
+    def pieces_of(self, root: nn.Module | AnyEngine, prefix: str) -> Pieces:
+        """By the ranks' names: these may have a wrapper that the script leaves out in one process."""
+        pieces, theirs = super().pieces_of(root, prefix), self._ranks[0].shapes
+        names = [part.name.removeprefix(prefix) for part in pieces.weights()]
+        for wrapped in theirs if names else ():
+            inner = wrapped.removeprefix(prefix).removesuffix(names[0])
+            if wrapped.endswith(f".{names[0]}") and all(prefix + inner + name in theirs for name in names):
+                return super().pieces_of(root, prefix + inner)
+        return pieces
 
     def begin(self, pieces: Pieces) -> None:
         """Put the weights of rank 0 in place."""

@@ -130,6 +130,10 @@ class Capture(TorchFunctionMode):
 
     # What a single process does otherwise.
 
+    def pieces_of(self, root: nn.Module | AnyEngine, prefix: str) -> Pieces:
+        """What it holds, by names with this prefix."""
+        return Pieces(root, prefix)
+
     def begin(self, pieces: Pieces) -> None:
         """A root is called for the first time in this step."""
         self.step.weights += _copies(pieces.weights())
@@ -339,7 +343,7 @@ class Capture(TorchFunctionMode):
         if module in known:
             return known.index(module)
         try:
-            pieces = Pieces(root, f"{len(known)}:" if known else "")
+            pieces = self.pieces_of(root, f"{len(known)}:" if known else "")
         except ValueError as error:
             self.refuse(str(error))
         self.has_engines |= isinstance(root, AnyEngine)

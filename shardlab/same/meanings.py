@@ -51,6 +51,9 @@ def meaning(
     common = mixed.common()
     if common is not None and times_sent > 1 and isclose(common, num_ranks ** (times_sent - 1), rel_tol=0.02):
         return f"times {common:.4g}: reduced {times_sent} times", "reduce each gradient once, a tied one too"
+    if common is not None and expected.is_undivided and isclose(common, 1 / num_ranks, rel_tol=0.02):
+        words = f"times {common:.4g}: losses are not divided by the micro-batches, of which one process has "
+        return f"{words}{num_ranks} times as many", "divide each loss by the number of micro-batches in its step"
     if common is not None:
         return _factor_said(common, num_ranks, expected.micro_batches, sizes)
     if not mixed.is_unique:

@@ -33,6 +33,7 @@ class Union:
         is_counted: whether the weights are numbers of rows or tokens that differ.
         is_known: whether it is known what each loss is divided by.
         uneven: whether micro-batches of unequal numbers weigh the same.
+        is_undivided: whether one process takes the micro-batches of all ranks, and adds up means that nothing divides.
         by_micro: of rank and micro-batch, where each micro-batch weighs as much of all ranks' rows as it has of them.
     """
 
@@ -45,6 +46,7 @@ class Union:
     is_counted: bool = False
     is_known: bool = True
     uneven: bool = False
+    is_undivided: bool = False
     by_micro: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def weight(self, rank: int, micro: int) -> float:
@@ -98,7 +100,12 @@ def _in_turn(one: Step, micro_batches: int, num_ranks: int) -> Union:
         for number, backward in enumerate(one.backwards)
     }
     weights = [1 / num_ranks] * num_ranks
-    return Union(_weighted([_gradient(one.gradients)], [1.0]), micro_batches, weights, brought, list(range(num_ranks)))
+    counted = [(backward.loss, each) for backward in one.backwards for each in backward.counted]
+    is_undivided = bool(counted) and all(
+        isclose(loss * each.number, each.summed, rel_tol=EQUAL) for loss, each in counted
+    )
+    gradient, twins = _weighted([_gradient(one.gradients)], [1.0]), list(range(num_ranks))
+    return Union(gradient, micro_batches, weights, brought, twins, is_undivided=is_undivided)
 
 
 def _ratios(step: Step) -> list[float]:

@@ -127,6 +127,14 @@ def test_rows_of_a_loader_with_workers_are_given_again(tmp_path):
     assert said.word == "SAME", str(said)
 
 
+def test_a_wrapper_that_one_process_does_without_changes_no_names(tmp_path):
+    wrapped = "Linear(4, 2)\nmodel = torch.nn.Sequential(model) if dist.get_world_size() > 1 else model"
+    text = WITH_WORKERS.replace("Linear(4, 2)", wrapped).replace("num_workers=2", "num_workers=0")
+    (tmp_path / "train.py").write_text(text)
+    said = judged(Job(tmp_path / "train.py"), 60)
+    assert said.word == "SAME", str(said)
+
+
 HAND_DIVIDED = """
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
