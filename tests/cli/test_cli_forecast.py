@@ -364,7 +364,6 @@ def test_bad_input_is_refused(config):
         (["search", "--ranks", "8"], "config, params: give one of them: --config config.json, or --params 13B"),
         (["forecast", "--params", "13X", "--ranks", "8"], "params: '13X' is not a number"),
         (["forecast", "--params", "1M", "--ranks", "8"], "params: 1e+06 is given; the smallest like Llama has"),
-        (["plan", "--validate"], "--validate: no option of plan; write shardlab validate"),
         (["validate", "--calibration", "nowhere.json"], "calibration: nowhere.json cannot be read"),
     ):
         done = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
