@@ -63,8 +63,10 @@ TODO = (("tied", "sgd", 4), ("untied", "adamw", 2), ("grouped", "sgd", 2))
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("options", PLANS)
 def test_trains_as_one_process(pools, options, num_ranks):
-    found_by_rank = pools(num_ranks).run(train_all, PLANS[options], TODO)
-    for (key, optimizer, steps), *results in zip(TODO, *found_by_rank, strict=True):
+    """All models at 4 ranks, at 2 one of them by turns."""
+    todo = TODO if num_ranks == 4 else (TODO[list(PLANS).index(options) % 3],)
+    found_by_rank = pools(num_ranks).run(train_all, PLANS[options], todo)
+    for (key, optimizer, steps), *results in zip(todo, *found_by_rank, strict=True):
         plain = build(config=CONFIGS[key])
         losses = train(plain, OPTIMIZERS[optimizer](list(plain.parameters())), steps)
         for found, state, replicated in results:
