@@ -90,8 +90,15 @@ def one_process(num_data_ranks, num_ranks):
     return model.state_dict(), losses
 
 
-@pytest.mark.parametrize(("num_data_ranks", "num_ranks"), [(1, 2), (1, 3), (1, 4), (2, 2)])
-@pytest.mark.parametrize(("way", "zigzag"), WAYS)
+# Each way at 3 ranks, which halve nothing, and by turns at 2, at 4 and beside data ranks.
+PLACES = [
+    *((1, 3, *way) for way in WAYS),
+    (1, 2, "ulysses", False), (1, 2, "ring", True), (1, 4, "gathered", True), (1, 4, "ring", False),
+    (2, 2, "ulysses", False), (2, 2, "gathered", False), (2, 2, "ring", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_data_ranks", "num_ranks", "way", "zigzag"), PLACES)
 def test_equal_to_one_process_with_the_messages_of_the_formulas(pools, num_data_ranks, num_ranks, way, zigzag):
     strategy = "fsdp" if num_data_ranks > 1 else "bucketed"
     wanted, losses = one_process(num_data_ranks, num_ranks)

@@ -101,13 +101,11 @@ def planned(schedule, tied):
     [
         (2, {"pipe": 2, "data": 1}, "gpipe", 3, 1, DDP, False),
         (2, {"pipe": 2, "data": 1}, "interleaved", 4, 2, Bucketed, True),
-        (2, {"pipe": 2, "data": 1}, "zb-h1", 4, 1, DDP, True),
         (3, {"pipe": 3, "data": 1}, "1f1b", 4, 1, DDP, True),
         (4, {"pipe": 2, "data": 2}, "1f1b", 4, 1, Bucketed, True),
         (4, {"pipe": 2, "data": 2}, "zb-h1", 3, 1, ZeRO1, True),
         (4, {"pipe": 2, "data": 2}, "interleaved", 2, 2, ZeRO2, True),
         (4, {"pipe": 2, "data": 2}, "1f1b", 3, 1, ZeRO3, True),
-        (4, {"pipe": 2, "data": 2}, "zb-h1", 3, 1, ZeRO3, False),
         (4, {"pipe": 2, "data": 2}, "interleaved", 2, 2, FSDP, True),
         (4, {"pipe": 2, "data": 2}, "zb-h1", 3, 1, FSDP, True),
         (4, {"pipe": 4, "data": 1}, "zb-h1", 5, 1, ZeRO1, True),
