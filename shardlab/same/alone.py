@@ -48,7 +48,7 @@ class Alone(Capture):
         """By the ranks' names: these may have a wrapper that the script leaves out in one process."""
         pieces, theirs = super().pieces_of(root, prefix), self._ranks[0].shapes
         names = [part.name.removeprefix(prefix) for part in pieces.weights()]
-        for wrapped in theirs if names else ():
+        for wrapped in () if all(prefix + name in theirs for name in names) else theirs:
             inner = wrapped.removeprefix(prefix).removesuffix(names[0])
             if wrapped.endswith(f".{names[0]}") and all(prefix + inner + name in theirs for name in names):
                 return super().pieces_of(root, prefix + inner)
