@@ -142,9 +142,10 @@ def _of_gradients(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> 
             messages = in_forward(ranks[on].steps[step])
             reason = "what ranks exchange in forward brings back no gradient, or another one than in one process"
             advice = "exchange by torch.distributed.nn.functional, which has a backward; let each row's loss count once"
-        elif not mixed.explains and (times := _of_step_before(found, step, group, on)):
+        elif not mixed.explains and (times := _of_step_before(found, step, names, on)):
             reason = f"what the step before brought is still in them, {times:.3g} times"
-            advice = "clear what gradients are added up in, after each step"
+            where = _where(ranks, step, on, names, messages)
+            return [Cause(reason, where, "clear what gradients are added up in, after each step")]
         only = "" if len(group) == len(names) else f" ({_some(group)})"
         said.append(Cause(reason + only, _where(ranks, step, on, group, messages), advice))
     return said
