@@ -1,6 +1,7 @@
 """One process of a script that is compared: a rank, or one alone."""
 
 import contextlib
+import multiprocessing
 import os
 import sys
 import traceback
@@ -136,6 +137,8 @@ def main(job: Job, folder: Path, kind: str, number: int, env: dict[str, str], cw
     """
     os.setsid()
     end_with(life)
+    # A loader's workers begin as they do without us: by a forkserver each would run a script that has no main guard.
+    multiprocessing.set_start_method(None, force=True)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

@@ -87,8 +87,11 @@ def union(ranks: Sequence[Notes], alone: Sequence[Notes], step: int) -> Union:
     brought = {key: gradient for key, gradient in brought.items() if twins[key[0]] == key[0]}
     gradient, micro_batches = _weighted(parts, weights), max(of_a_rank, default=0)
     made = Union(gradient, micro_batches, weights, brought, twins, is_summed, is_counted, all(ratios), uneven)
-    is_all_brought = any(micro for _, micro in brought) and not any(one.cleared for one in own)
-    if uneven and all(ratios) and is_all_brought and (shares_by_micro := _of_all_ranks(ratios, theirs, own)):
+    is_cleared = any(one.cleared for one in own)
+    if uneven and all(ratios) and not is_cleared and (shares_by_micro := _of_all_ranks(ratios, theirs, own)):
+        if micro_batches > 1 and not (any(micro for _, micro in brought) and all(brought.values())):
+            why = "each micro-batch weighs as much as it has of all ranks' rows, and what each brings is not seen"
+            raise UnlikeError(f"{why}: gradients are added up where nobody else sees them")
         made.by_micro = shares_by_micro
         made.gradient = _weighted(list(brought.values()), [made.share(*key) for key in brought])
     return made
