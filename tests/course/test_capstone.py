@@ -9,6 +9,7 @@ from shardlab import CompareConfig
 from shardlab.comm import Pending
 from shardlab.course import score
 from shardlab.course.capstone import LINK, _play
+from shardlab.course.exercises.ladder import WHOLE, solution_of
 from shardlab.engines import DDP, Bucketed, ZeRO1
 from shardlab.partition.ring_cost import Link
 from tests.strategies.test_own_beside_ours import SMALL, Hierarchical
@@ -50,6 +51,11 @@ class Lost(WaitsAtOnce):
         return super().reduce(bucket)
 
 
+# The printed one, which frees what it has gathered: between steps its parameters have no memory.
+(_ZERO3,) = (exercise for exercise in WHOLE if exercise.name == "whole.zero3")
+exec(solution_of(_ZERO3).partition("```python\n")[2].removesuffix("```"))
+
+
 @pytest.fixture
 def ranks_of(monkeypatch, pools):
     monkeypatch.setattr("shardlab.testing.check.RankPool", lambda ranks, **_: nullcontext(pools(ranks)))
@@ -85,6 +91,12 @@ def test_points_are_what_a_count_by_hand_gives(tmp_path, ranks_of):
     assert gained.endswith("; the same at rest and at the peak; it rounds")
     assert scores.gained("zero1", "mine") == "mine instead of zero1: no number changes"
     assert "exposed" not in scores.gained("torch_ddp", "ddp"), "torch's is not known"
+
+
+def test_a_strategy_that_frees_parameters_is_compared(tmp_path, ranks_of):
+    scores = score({whole_zero3: "zero3"}, tmp_path / "run", pool=ranks_of(2), ranks=2, steps=3, **SMALL)  # noqa: F821
+    assert scores.table.loc["whole_zero3", "right"] == "yes"
+    assert scores.comparison.summary["as_planned"].all()
 
 
 def test_groups_gain_where_the_link_inside_a_host_is_faster():
