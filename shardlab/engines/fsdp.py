@@ -367,6 +367,13 @@ class FSDP(Sharded):
         self._sent, self._reducing, self._is_stale = set(), [], True
 
     @contextlib.contextmanager
+    def stepping(self, *, loads: bool = False) -> Iterator[None]:
+        """As ``Sharded``; forwards whose backward has not come are forgotten."""
+        with super().stepping(loads=loads):
+            self._waiting = []  # their graphs have saved values that this step replaces
+            yield
+
+    @contextlib.contextmanager
     def visiting(self) -> Iterator[None]:
         """Inside, shards in host memory whose optimizer state is on the device are on it too."""
         if self.state_role is Role.OFFLOADED:

@@ -37,7 +37,7 @@ class HostShards(Shards):
     @in_plain_mode
     def start(self, *, as_stored: bool = False) -> None:
         """Begin to gather: among the ranks of the host, if they have kept what was gathered."""
-        if self._kept is None or as_stored:
+        if self._kept is None or as_stored or self.is_stepped:
             super().start(as_stored=as_stored)
             return
         buffer = torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.device)
@@ -50,7 +50,7 @@ class HostShards(Shards):
         assert self._gathering is not None
         buffer, pending = self._gathering
         pending.wait()
-        if self._kept is None and buffer.dtype == self.compute_dtype:
+        if self._kept is None and not self.is_stepped and buffer.dtype == self.compute_dtype:
             self._kept = buffer[self._cut[self._host.rank] : self._cut[self._host.rank + 1]].clone()
         super().show_gathered()
 

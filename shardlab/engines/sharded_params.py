@@ -132,6 +132,8 @@ class Shards(GradientBuffer):
     """[chunk], in the dtype of ``stepped``; the ``.grad`` of the pieces are views of it."""
     version = 0
     """Of the values, which a graph may have saved."""
+    is_stepped = False
+    """Just now: what is gathered meanwhile is not kept for later."""
     _seen = 0  # of the pieces' versions, their sum
     _gathering: tuple[Tensor, Pending] | None = None  # the buffer that is being filled
     _reducing: tuple[Tensor, Tensor, Pending] | None = None  # what is sent, and where the sums will be
@@ -327,8 +329,9 @@ class Shards(GradientBuffer):
                 self.stepped = self.at_rest[self._chunks[-1].within(self._chunks[0])]
                 self.point_pieces_at(self.stepped)
             return
-        written = [(self.at_rest, self._depth_at_rest), (self.stepped, -1)]
-        for tensor, depth in written if self.has_masters else written[:1]:
+        # Inside a step what is stepped may be a copy of what is at rest, elsewhere, and is written back from there.
+        written = [(self.at_rest, self._depth_at_rest)] if self.is_split else [(self.stepped, -1)]
+        for tensor, depth in [*written, *([(self.stepped, -1)] if self.has_masters else [])]:
             new = self.tensors.cut(values, self._chunks[depth].ranks).to(tensor)
             if not torch.equal(new, tensor):  # where nothing was, a graph may still use what it saved
                 self.outdate()

@@ -63,11 +63,14 @@ class Sharded(Strategy):
         """Inside, pieces are stepped: they lie in the shards, or are gathered into them at the end."""
         for unit in self.units:
             unit.reshard()  # what was kept for a backward that did not come, or left by torch.autograd.grad
+        for one in self._unit_of_shards:
+            one.is_stepped = True
         with self.visiting():
             try:
                 yield
             finally:
                 for one in self._unit_of_shards:
+                    one.is_stepped = False
                     one.changed()
                 # An optimizer that raised may have stepped first, and those of other ranks have.
                 due = [one for one in self._unit_of_shards if loads or any(map(self.is_due, one.params.values()))]
