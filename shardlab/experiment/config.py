@@ -445,8 +445,8 @@ class CompareConfig(CompareOptions):
 
     def engine_options(self, allowed: Collection[str]) -> dict[str, Any]:
         """The engine options among ``allowed`` that a strategy takes."""
-        known = {option: getattr(self, option) for option in {*ENGINE_FIELDS.values()}}
-        return {name: value for name, value in {**known, "wrap": self.wrap_policy}.items() if name in allowed}
+        fields_of = {option: "wrap_policy" if option == "wrap" else option for option in ENGINE_FIELDS.values()}
+        return {option: getattr(self, field) for option, field in fields_of.items() if option in allowed}
 
     def as_dict(self, strategy: str) -> dict[str, Any]:
         """The fields for the manifest of one strategy, without options it does not take."""

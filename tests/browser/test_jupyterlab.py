@@ -24,7 +24,7 @@ def meet(rank):
     return log.rows()
 
 show(collective_timeline(collectives_table(pool.run(meet)), SPANS.frame([])))
-print(list(pool.pids))
+print("ranks:", list(pool.pids))
 """
 EXPLORER = """
 from shardlab.course import MemoryPlan, live, memory_explorer, workbench
@@ -153,7 +153,7 @@ def test_the_live_view_changes_while_ranks_train(notebook):
 
 
 def test_warm_ranks_end_with_the_server(notebook, lab):
-    pids = ast.literal_eval(notebook.output_with("[").inner_text())
+    pids = ast.literal_eval(notebook.output_with("ranks:").inner_text().partition(": ")[2])
     assert len(pids) == 2
     assert set(pids) <= {process.pid for process in lab.processes()}
     assert lab.stop() == []

@@ -72,7 +72,7 @@ def test_fsdp_options():
     for field, value in (("offload", "disk"), ("replicate_below", -1), ("prefetch", -1), ("precision", "int8")):
         with pytest.raises(ValueError, match=field):
             CompareConfig(("fsdp",), text="grammar", **{field: value})
-    with pytest.raises(ValueError, match="every parameter is replicated"):
+    with pytest.raises(ValueError, match="every rank has all parameters"):
         CompareConfig(("fsdp",), text="grammar", sharding="no_shard", replicate_below=10)
     for options, words in (
         ({"layout": "dim0"}, "layout='dim0' cuts each into rows"),

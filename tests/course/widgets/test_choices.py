@@ -87,7 +87,7 @@ def test_the_sentence_of_a_refusal_is_in_the_panel_before_ranks_start(tmp_path):
         ({"batch": "many"}, "batch: 'many' is not a whole number; or leave it empty", {"batch": None}),
         ({"clip": "-1"}, "clip: -1.0 is not a finite number above 0", {"clip": None}),
         ({"strategies": "fsdp", "wrap": "blocks.*"}, "blocks.*", {"wrap": "auto"}),
-        ({"strategies": "fsdp", "prefetch": -1}, "prefetch: -1 is below 0", {}),
+        ({"strategies": "fsdp", "prefetch": -1}, "prefetch: -1 is too small", {}),
     ):
         bench.choose(**chosen)
         with pytest.raises((ValueError, TypeError)) as refused:
