@@ -445,7 +445,7 @@ class CompareConfig(CompareOptions):
 
     def engine_options(self, allowed: Collection[str]) -> dict[str, Any]:
         """The engine options among ``allowed`` that a strategy takes."""
-        fields_of = {option: "wrap_policy" if option == "wrap" else option for option in ENGINE_FIELDS.values()}
+        fields_of = {**{option: option for option in ENGINE_FIELDS.values()}, "wrap": "wrap_policy"}
         return {option: getattr(self, field) for option, field in fields_of.items() if option in allowed}
 
     def as_dict(self, strategy: str) -> dict[str, Any]:
