@@ -59,18 +59,18 @@ OVER_HOSTS = (
     "rest and sent inside its host: of a rank; a host sends: all its ranks, across hosts, in a step."
 )
 OF_STAGES = (
-    "Of the first data rank of each place in the pipeline. Idle: of the schedule's time, if stages are equal, backward "
-    "takes twice as long as forward, and messages no time. Held: the most micro-batches at once. Messages and bytes go "
-    "to other stages, in a step."
+    "Of the first data rank of each place in the pipeline; the peak of the one that holds most. Idle: of the schedule's "
+    "time, if stages are equal, backward takes twice as long as forward, and messages no time. Held: the most "
+    "micro-batches at once. Messages and bytes go to other stages, in a step."
 )
 OTHERS_OF_STAGES = {
     "rank": "rank", "stages": "stages", "in_flight": "held", "idle_percent": "idle (%)", "messages": "messages",
 }  # fmt: skip
 SIZES_OF_STAGES = {
     "parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer",
-    "sent_bytes": "sent",
+    "peak_bytes": "peak", "sent_bytes": "sent",
 }  # fmt: skip
-NOT_OF_STAGES = "not with --pipe, whose peak and time are not planned: shardlab compare measures both"
+NOT_OF_STAGES = "not with --pipe, whose time is not planned: shardlab compare measures it"
 SIZES_ON_GPU = {"gathered_bytes": "gathered", "left_bytes": "left", "row_bytes": "a row keeps"}
 
 
@@ -133,7 +133,7 @@ def plan(
     kind = "params" if params else "workload"
     refuse_others(context, {kind, *OF_ALL, *TAKES[kind]}, f"not of --{kind}")
     if pipe > 1:
-        refuse_others(context, {kind, *OF_ALL, *TAKES[kind]} - {"gpu", "peak", "calibration"}, NOT_OF_STAGES)
+        refuse_others(context, {kind, *OF_ALL, *TAKES[kind]} - {"gpu", "calibration"}, NOT_OF_STAGES)
     # Before the work: what was given may be misspelled, or not be there.
     on = Gpu.parse(gpu) if gpu else None
     if out is not None:
@@ -173,10 +173,11 @@ def _of_params(params: str, ranks: int, precision: str, gpu: Gpu | None, per_hos
 
 def _of_workload(
     place: str, ranks: int, names: tuple[str, ...], options: dict[str, Any], gpu: Gpu | None,
-    forecasts: Callable[..., tuple["pd.DataFrame", str]] | None,
+    forecasts: Callable[..., tuple["pd.DataFrame", "pd.DataFrame | None", str]] | None,
 ) -> Found:  # fmt: skip
     import pandas as pd
 
+    from shardlab.experiment.config import CompareConfig
     from shardlab.experiment.planned.plan import plan_all, row_of, table_of, to_plan
     from shardlab.experiment.planned.run_plan import RunPlan
     from shardlab.experiment.planned.stages_plan import stages_of
@@ -200,7 +201,8 @@ def _of_workload(
     unknown = "".join(f" Of {name}: {found.why}." for name, found in plans.items() if found.collectives is None)
     note = f"{PER_RANK}{_buckets(names, options)}{unknown}{KEPT_HERE if 'precision' in rows else ''}"
     if forecasts is not None:
-        rows, said = forecasts(rows, place, ranks, plans, options)
+        config = to_plan(workload, ranks, names, device="cpu", steps=CompareConfig.steps, **options)
+        rows, stages, said = forecasts(rows, stages, plans, config)
         note += said
     dtypes = {param.dtype for param in workload.on_meta().parameters() if param.is_floating_point()}
     half = ", ".join(sorted(dtype_name(dtype) for dtype in dtypes if dtype.itemsize == 2))

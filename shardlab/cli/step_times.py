@@ -16,43 +16,53 @@ from shardlab.installed import num_cores
 if TYPE_CHECKING:
     import pandas as pd
 
+    from shardlab.experiment.config import CompareConfig
+    from shardlab.experiment.planned.forecast import StepForecast
     from shardlab.experiment.planned.plan import Plan
     from shardlab.forecast.machine import Machine
 
 
 def with_forecasts(
-    rows: "pd.DataFrame", place: str, ranks: int, plans: Mapping[str, "Plan"], options: Mapping[str, Any],
+    rows: "pd.DataFrame", stages: "pd.DataFrame | None", plans: Mapping[str, "Plan"], config: "CompareConfig",
     machine: "Machine | None",
-) -> tuple["pd.DataFrame", str]:  # fmt: skip
+) -> tuple["pd.DataFrame", "pd.DataFrame | None", str]:  # fmt: skip
     """The rows of a plan with bytes at the peak, those of a calibrated machine with times; and how to take them."""
     import pandas as pd
 
     from shardlab.analysis.held_bytes import peaks_of_steps
-    from shardlab.bench.calibrate import differs_here
-    from shardlab.experiment.config import CompareConfig
-    from shardlab.experiment.planned.forecast import forecast_step
-    from shardlab.experiment.planned.plan import to_plan
-    from shardlab.experiment.trained.named_workload import workload_at
+    from shardlab.experiment.planned.forecast import StepForecast, forecast_step
 
-    found = {}
+    found: dict[str, list[StepForecast]] = {}  # of a rank for each place in the pipeline
     with progress_bar(len(plans), first="steps without values") as advance:
         for name, plan in plans.items():
-            config = to_plan(workload_at(place), ranks, (name,), device="cpu", steps=CompareConfig.steps, **options)
+            places = 1 if config.staged_of(name) is None else config.pipe
             with suppress(RuntimeError):  # it needs values
-                found[name] = forecast_step(config, name, machine, rank=plan.heaviest_rank)
+                found[name] = [forecast_step(config, name, machine, rank) for rank in plan.heaviest_ranks(places)]
             advance(name)
-    peaks = {name: peaks_of_steps(one.records.steps) for name, one in found.items()}
+    peaks = {name: peaks_of_steps(pd.concat([one.records.steps for one in each])) for name, each in found.items()}
     for column in ("peak_bytes", "peak_step", "least_peak_bytes"):
         values = [peaks.get(name, {}).get(column) for name in rows["strategy"]]
         rows = rows.assign(**{column: pd.array(values, "Int64")})
+    if stages is not None:
+        known = {name: [one.peak_bytes for one in each] for name, each in found.items()}
+        values = [size for name in stages["strategy"].unique() for size in known.get(name, [None] * config.pipe)]
+        stages = stages.assign(peak_bytes=pd.array(values, "Int64"))
     unknown = ", ".join(name for name in plans if name not in found)
     note = unknown and f" Of {unknown} more is not known: a step needs values."
     if machine is None or not found:
-        return rows, note
+        return rows, stages, note
+    times = {name: each[0] for name, each in found.items()}
+    ms = [round(1e3 * times[name].seconds, 1) if name in times else None for name in rows["strategy"]]
+    return rows.assign(step_ms=pd.array(ms, "Float64")), stages, note + _about_times(times, machine, config.ranks)
+
+
+def _about_times(found: Mapping[str, "StepForecast"], machine: "Machine", ranks: int) -> str:
+    from shardlab.bench.calibrate import differs_here
+
     first = min(found, key=lambda name: found[name].seconds)
     is_known = not (found[first].is_outside or found[first].unmeasured)
     miss = machine.misses(first, ranks, found[first].seconds) if is_known else "how far they miss is not known"
-    note += f" Times are those of {machine.name}: {miss}."
+    note = f" Times are those of {machine.name}: {miss}."
     if other := differs_here(machine):
         note += f" It was calibrated {other}: times of this machine may be others."
     if machine.is_quick:
@@ -61,8 +71,7 @@ def with_forecasts(
         note += f" Of {' and '.join(unmeasured)} nothing was calibrated: times with them may be far off."
     if outside := [name for name, one in found.items() if one.is_outside]:
         note += f" Outside of what was calibrated, with larger operations or messages: {', '.join(outside)}."
-    times = [round(1e3 * found[name].seconds, 1) if name in found else None for name in rows["strategy"]]
-    return rows.assign(step_ms=pd.array(times, "Float64")), note
+    return note
 
 
 def machine_for(calibration: Path | None, ranks: int, strategies: Collection[str]) -> "Machine | None":

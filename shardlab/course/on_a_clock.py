@@ -20,7 +20,7 @@ from shardlab.comm.events import CollectiveEvent
 from shardlab.comm.foretold import Costs, ToldClock, Wire
 from shardlab.comm.trees import tensors_in
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.planned.dry_run import dry_run
+from shardlab.experiment.planned.dry_run import dry_run, refuse_stages
 from shardlab.launch.cell_bar import cell_bar
 from shardlab.partition.ring_cost import Link
 from shardlab.records.store import Records
@@ -79,6 +79,7 @@ def two_steps(config: CompareConfig, strategy: Any, link_of: Callable[[Collectiv
     def costs(event: CollectiveEvent) -> Costs:
         return Costs(link_of(event).ring_time_us(event.op, event.num_bytes, event.group_size) / 1e6)
 
+    refuse_stages(config, strategy)
     clock = ToldClock(Wire(costs, transport="virtual clock"))
     return dry_run(config, strategy, clock, _seconds, traces_memory=False)
 

@@ -32,7 +32,8 @@ class _LateLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         given, weight = ctx.saved_tensors
-        ctx.late.append((ctx.edge, given, gradients[0]))
+        # Detached: what led to it would hold the list that holds it, until cycles are collected.
+        ctx.late.append((ctx.edge, given.detach(), gradients[0]))
         return (gradients[0] @ weight if ctx.needs_input_grad[0] else None), None, None, None
 
 

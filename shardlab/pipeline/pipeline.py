@@ -15,7 +15,7 @@ the message moves while this rank computes. Gradients add up over micro-batches 
 of a rank sends them over the data axis, as that engine does.
 
 A rank holds, for each micro-batch under way in each of its stages, the input and what autograd saves: as many as
-``Schedule.in_flight`` says.
+``Schedule.in_flight`` says. What it has sent it holds until another message says that it has arrived.
 Source: Narayanan et al., arXiv 2104.04473, section 2.2.
 """
 
@@ -79,6 +79,7 @@ class Pipeline:
         sent = schedule.sent()
         self._remote = [need for action in self._actions if (need := schedule.needs(action)) in sent]
         self._check_order()
+        self._arrived = schedule.arrived(self._comm.rank)
         self._like: dict[tuple[int, tuple[int, ...]], Like] = {}  # of a stage's output, by a micro-batch's shape
 
     @property
@@ -137,7 +138,7 @@ class Pipeline:
                 with contextlib.nullcontext() if place >= last else engine.no_sync():
                     step.do(action)
         engine.finish_gradients()  # where the last action has brought none
-        wait_all(step.sent)
+        wait_all([*step.sent, *step.under_way.values()])
         for name, buffer in self._read_only.items():
             if buffer._version != before[name]:
                 raise ValueError(f"buffers: forward writes {name!r}, which several stages use; give each one its own")
@@ -186,7 +187,8 @@ class _Step:
     """One run of a rank's actions.
 
     Attributes:
-        sent: messages on their way.
+        sent: other messages on their way.
+        under_way: those with what actions have brought.
         losses: of the micro-batches of the last stage, each over the number of them.
     """
 
@@ -195,6 +197,7 @@ class _Step:
         watch: Watch,
     ) -> None:  # fmt: skip
         self.sent: list[Pending] = []
+        self.under_way: dict[Action, Pending] = {}
         self.losses: list[Tensor] = []
         self._of, self._engine, self._loss_fn, self._watch = pipeline, engine, loss_fn, watch
         self._inputs, self._targets = inputs, targets
@@ -248,7 +251,7 @@ class _Step:
             return
         if action.kind is Kind.FORWARD:
             self._tell_like(action, tensor, peer)
-        self.sent.append(self._of._comm.send(tensor.contiguous(), peer, tag=action.tag))
+        self.under_way[action] = self._of._comm.send(tensor.contiguous(), peer, tag=action.tag)
 
     def _take(self, need: Action) -> Tensor:
         if need in self._mail:
@@ -260,6 +263,8 @@ class _Step:
             if self._like_of(ahead) is not None:
                 self._post(ahead)
         pending.wait()
+        for action in self._of._arrived[need]:
+            self.under_way.pop(action).wait()  # at once, and the memory is free
         return tensor
 
     def _post(self, need: Action) -> None:

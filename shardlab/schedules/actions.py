@@ -223,6 +223,19 @@ class Schedule:
         return {action: way for action, way in ways.items() if way[0] != way[1]}
 
 
+    def arrived(self, rank: int) -> dict[Action, Actions]:
+        """By message to a rank: which of its own have arrived where it comes from, since the one before from there."""
+        sent, found = self.sent(), dict[Action, Actions]()
+        for actions in self.ranks:
+            taken: Actions = ()
+            for action in actions:
+                if (need := self.needs(action)) is not None and need in sent and sent[need][0] == rank:
+                    taken = (*taken, need)
+                if action in sent and sent[action][1] == rank:
+                    found[action], taken = taken, ()
+        return found
+
+
 def _check_stages(rank_of: Mapping[int, int]) -> None:
     if not rank_of or list(rank_of) != list(range(len(rank_of))):
         raise ValueError(f"schedule: its stages are {list(rank_of)}; number them 0, 1, 2, ... without a gap")

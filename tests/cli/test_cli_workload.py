@@ -58,6 +58,7 @@ def test_stages_of_the_template_are_planned_and_compared(template):
     assert [(one["strategy"], one["stages"], one["messages"]) for one in planned["stages"]] == [
         (f"zero1+{name}", stage, 4) for name in ("1f1b", "zb-h1") for stage in "01"
     ]
+    peaks = json.loads(said("plan", *given, "--micro-batches", 4, "--peak", "--json"))
     text = " ".join(said("compare", *given, "--micro-batches", 4, "--steps", 4, "--out", "runs/x").split())
     assert "BUBBLE ranks wait for other stages: zero1+1f1b " in text
     assert re.search(r"NEXT (shardlab compare|with nothing|.*--pipe 2)", text)
@@ -66,11 +67,15 @@ def test_stages_of_the_template_are_planned_and_compared(template):
         single, *staged = rows
         assert single.get("bubble") is None
         assert [row["as_planned"] for row in staged] == [True, True]
+        assert [row["peak_bytes"] for row in rows] == [row["peak_bytes"] for row in peaks["strategies"]]
+        assert [row["peak_bytes"] for row in staged] == [
+            max(one["peak_bytes"] for one in peaks["stages"] if one["strategy"] == row["strategy"]) for row in staged
+        ]
         assert all(0 <= row["bubble"] < 1 and 0 <= row["foretold_bubble"] < 1 for row in staged)
         assert [(row["in_flight"], row["bubble_unknown"]) for row in staged] == [(2, None)] * 2
     assert "would become" in said("what-if", "runs/x", "--strategy", "zero1+1f1b", *given[:2], "--schedule", "zb-h1")
-    for option in (("--gpu", "h100"), ("--peak",), ("--calibration", "x.json")):
-        words = f"{option[0][2:]}: not with --pipe, whose peak and time are not planned: shardlab compare measures both"
+    for option in (("--gpu", "h100"), ("--calibration", "x.json")):
+        words = f"{option[0][2:]}: not with --pipe, whose time is not planned: shardlab compare measures it"
         assert words in " ".join(said("plan", *given, *option, code=2).split())
 
 

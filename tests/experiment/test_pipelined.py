@@ -9,6 +9,7 @@ from torch import nn
 from shardlab.engines.checkpoint.directory import latest
 from shardlab.engines.checkpoint.manifest import read_manifest
 from shardlab.experiment import CompareConfig, Workload, compare, what_if, write_report
+from shardlab.experiment.planned.forecast import forecast_step
 from shardlab.experiment.planned.plan import plan_all, to_plan
 from shardlab.experiment.planned.stages_plan import stages_of
 from shardlab.experiment.told.answer import answer
@@ -89,6 +90,28 @@ def test_the_plan_of_stages_is_that_of_the_formulas():
     numel = [(6 + 1) * 16 + (16 + 1) * 16, (16 + 1) * 16 + (16 + 1) * 3]
     assert sorted(table["parameter_bytes"][:2]) == sorted(8 * one for one in numel)
     assert (table["optimizer_bytes"] == 2 * table["parameter_bytes"]).all()
+
+
+def made_anew(rank, ranks, seed):
+    while True:
+        yield batches(2)[0]
+
+
+def test_peaks_of_stages_are_foretold_to_the_byte_and_grow_by_what_is_in_flight(pools, tmp_path):
+    options = {**BASE, "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1"), "strategies": ("zero1",)}
+    peaks = {}
+    for number in (4, 8):
+        config = CompareConfig(workload=replace(WORKLOAD, data=made_anew), micro_batches=number, **options)
+        found = compare(config, tmp_path / f"{number}", pool=pools(2))
+        for (run, rank), own in found.records.steps.dropna(subset="peak_bytes").groupby(["run", "rank"]):
+            told = forecast_step(config, run, None, rank).records.steps["peak_bytes"]
+            assert list(own["peak_bytes"]) == list(told)
+            peaks[run, rank, number] = own["peak_bytes"].max()
+    grown = {(run, rank): size - peaks[run, rank, 4] for (run, rank, number), size in peaks.items() if number == 8}
+    micro_batches = 4 * (2 * 6 + 2 * 3) * 8  # with targets
+    assert [grown["zero1+1f1b", 0], grown["zero1+zb-h1", 0]] == [micro_batches] * 2
+    assert [grown["zero1+1f1b", 1], grown["zero1+zb-h1", 1]] == [micro_batches + 4 * 8] * 2  # and losses
+    assert grown["zero1+gpipe", 0] > 4 * 2 * 16 * 8 + micro_batches
 
 
 def two_tensors():

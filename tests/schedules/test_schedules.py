@@ -48,6 +48,21 @@ def test_idle_time_and_micro_batches_in_flight_are_those_of_the_papers():
                 assert schedule.in_flight(rank) == wanted, (name, p, m, rank)
 
 
+def test_what_has_arrived_was_needed_before_the_message_that_says_so():
+    for name, p, m, options in CASES:
+        schedule = make_schedule(name, p, m, **options)
+        sent = schedule.sent()
+        for rank in range(p):
+            arrived = schedule.arrived(rank)
+            assert set(arrived) == {action for action, (_, to) in sent.items() if to == rank}
+            all_arrived = [one for each in arrived.values() for one in each]
+            assert len(set(all_arrived)) == len(all_arrived)
+            for message, each in arrived.items():
+                there = schedule.ranks[sent[message][0]]
+                needed = {schedule.needs(action) for action in there[: there.index(message) + 1]}
+                assert all(sent[one] == (rank, sent[message][0]) and one in needed for one in each)
+
+
 def test_torch_takes_every_list():
     from torch.distributed.pipelining.schedules import _Action, _ComputationType, _validate_schedule
 

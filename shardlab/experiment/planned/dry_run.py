@@ -57,6 +57,8 @@ def dry_run(
 ) -> Records:  # fmt: skip
     """The records of the first two steps of one rank of a strategy, with source 'predicted'.
 
+    A stage waits for other ranks, so times of one are none: see ``refuse_stages``.
+
     Args:
         config: what is trained, and how; its ranks need not be there.
         strategy: one of ours.
@@ -70,11 +72,6 @@ def dry_run(
     Raises:
         RuntimeError: the step depends on values.
     """
-    if config.staged_of(strategy) is not None:
-        raise ValueError(
-            f"strategy: {strategy!r} has stages, which wait for other ranks; what_if and play know their list"
-        )
-
     def ran(func: Any, args: tuple[Any, ...], result: Any) -> None:
         clock.compute(operation_seconds(func, args, result))
 
@@ -95,6 +92,14 @@ def dry_run(
         write_manifest(directory, {"run": strategy, "source": "predicted"})
         records = load_run(directory)
         return replace(records, steps=records.steps.assign(traced_memory=records.steps["step"] >= STEPS))
+
+
+def refuse_stages(config: CompareConfig, strategy: str) -> None:
+    """Refuse to time stages, which wait for other ranks, by the run of one rank."""
+    if config.staged_of(strategy) is not None:
+        raise ValueError(
+            f"strategy: {strategy!r} has stages, which wait for other ranks; what_if and play know their list"
+        )
 
 
 def other_steps(shares: Iterator[Share], config: CompareConfig) -> list[int]:

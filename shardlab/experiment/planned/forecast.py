@@ -18,7 +18,7 @@ from shardlab.comm.foretold import Costs, ToldClock, Wire
 from shardlab.comm.transports.gloo import SEGMENT_BYTES
 from shardlab.comm.trees import tensors_in
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.planned.dry_run import dry_run
+from shardlab.experiment.planned.dry_run import dry_run, refuse_stages
 from shardlab.forecast.machine import Line, Machine, RankCosts
 from shardlab.partition.ring_cost import Link
 from shardlab.records.store import Records
@@ -68,9 +68,12 @@ def forecast_step(
         traces_memory: find the peak, which takes about as long as all else; without it ``peak_bytes`` is 0.
 
     Raises:
-        ValueError: the machine was not calibrated for so many ranks.
+        ValueError: the machine was not calibrated for so many ranks, or the strategy has stages: of these the peak
+            alone is known.
         RuntimeError: the step needs values.
     """
+    if machine is not None:
+        refuse_stages(config, strategy)
     costs = _NO_TIME if machine is None else machine.costs(config.ranks, single=config.is_alone(strategy))
     link = None if config.link is None else Link.parse(config.link)
     largest, outside, pace = costs.largest, set[bool](), costs.pace.get(strategy, 1.0)

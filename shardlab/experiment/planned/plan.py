@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import nn
@@ -63,10 +64,10 @@ class Plan:
     is_own: bool = False
     why: str = ""
 
-    @property
-    def heaviest_rank(self) -> int:
-        """The first of those that hold most at rest."""
-        return int(self.memory.groupby("rank")["bytes"].sum().to_numpy().argmax())
+    def heaviest_ranks(self, num_places: int = 1) -> list[int]:
+        """The first of those that hold most at rest, of each place in the pipeline."""
+        of_place = np.array_split(self.memory.groupby("rank")["bytes"].sum().to_numpy(), num_places)
+        return [place * len(held) + int(held.argmax()) for place, held in enumerate(of_place)]
 
 
 def plan_runs(config: CompareConfig, told: Callable[[str], object] = str) -> dict[str, Plan | str]:
