@@ -222,7 +222,6 @@ class Schedule:
         ways = {action: (self.rank_of[action.stage], to) for action in every if (to := needed.get(action)) is not None}
         return {action: way for action, way in ways.items() if way[0] != way[1]}
 
-
     def arrived(self, rank: int) -> dict[Action, Actions]:
         """By message to a rank: which of its own have arrived where it comes from, since the one before from there."""
         sent, found = self.sent(), dict[Action, Actions]()

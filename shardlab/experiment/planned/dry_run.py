@@ -72,6 +72,7 @@ def dry_run(
     Raises:
         RuntimeError: the step depends on values.
     """
+
     def ran(func: Any, args: tuple[Any, ...], result: Any) -> None:
         clock.compute(operation_seconds(func, args, result))
 
