@@ -59,8 +59,8 @@ OVER_HOSTS = (
     "rest and sent inside its host: of a rank; a host sends: all its ranks, across hosts, in a step."
 )
 OF_STAGES = (
-    "Of the first data rank of each place in the pipeline; the peak of the one that holds most. Idle: of the time of the "
-    "schedule, if stages are equal, backward takes twice as long as forward, and messages no time. Held: the most "
+    "Of the first data rank of each place in the pipeline; the peak of the one that holds most. Idle: of the time of "
+    "the schedule, if stages are equal, backward takes twice as long as forward, and messages no time. Held: the most "
     "micro-batches at once. Messages and bytes go to other stages, in a step."
 )
 OTHERS_OF_STAGES = {

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import pairwise
+from math import inf
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -43,16 +44,19 @@ def parts_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     )
 
 
-def cut(model: nn.Module, num_stages: int, begins: Sequence[str] = ()) -> Cut:
+def cut(
+    model: nn.Module, num_stages: int, begins: Sequence[str] = (), costs: Mapping[str, float] | None = None
+) -> Cut:  # fmt: skip
     """Divide a model's parts into stages.
 
     Args:
         model: with parts.
         num_stages: how many.
         begins: the first part of each stage but the first; none: the largest stage has as few parameters as can be.
+        costs: by part, such as measured seconds: the largest stage costs as little as can be, in the place of that.
 
     Raises:
-        ValueError: there are fewer parts than stages, or ``begins`` does not fit.
+        ValueError: there are fewer parts than stages, ``begins`` does not fit, or a part has no cost.
     """
     names = list(parts_of(model))
     if not 1 <= num_stages <= len(names):
@@ -65,13 +69,18 @@ def cut(model: nn.Module, num_stages: int, begins: Sequence[str] = ()) -> Cut:
                 f"{', '.join(names[1:])}, in this order"
             )
         return tuple(tuple(names[first:stop]) for first, stop in pairwise([0, *places, len(names)]))
-    return _balanced(model, names, num_stages)
+    if costs is None:
+        costs = {name: sum(param.numel() for _, param in params_of(model, [name])) for name in names}
+    elif missing := [name for name in names if not 0 <= costs.get(name, -1) < inf]:
+        raise ValueError(f"costs: part {missing[0]!r} has none from 0; give one for each of {', '.join(names)}")
+    else:  # in whole billionths of the largest
+        costs = {name: round(1e9 * cost / (max(costs.values()) or 1)) for name, cost in costs.items()}
+    return _balanced([int(costs[name]) for name in names], names, num_stages)
 
 
-def _balanced(model: nn.Module, parts: Sequence[str], num_stages: int) -> Cut:
-    # Each part counts one element more than it has, so that none of the stages is left without a part.
-    sizes = [1 + sum(param.numel() for _, param in params_of(model, [part])) for part in parts]
-    specs = [ParamSpec(name, (size,), 1) for name, size in zip(parts, sizes, strict=True)]
+def _balanced(costs: Sequence[int], parts: Sequence[str], num_stages: int) -> Cut:
+    # Each part counts one more than it costs, so that none of the stages is left without a part.
+    specs = [ParamSpec(name, (1 + cost,), 1) for name, cost in zip(parts, costs, strict=True)]
     owners = assign_owners(specs, num_stages, Partition.CONTIGUOUS)
     return tuple(
         tuple(name for name, owner in zip(parts, owners, strict=True) if owner == stage) for stage in range(num_stages)

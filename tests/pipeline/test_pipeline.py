@@ -14,7 +14,8 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import DDP, FSDP, Bucketed, ZeRO1, ZeRO2, ZeRO3, build_engine
 from shardlab.launch import RankError
 from shardlab.models import GPT, GPTConfig
-from shardlab.pipeline import Like, Pipeline, cut, loans_of, messages_of
+from shardlab.pipeline import Like, Pipeline, cut, loans_of, messages_of, parts_of
+from shardlab.pipeline.stages import params_of
 from shardlab.schedules import Schedule, make_schedule
 
 CONFIG = GPTConfig(vocab_size=11, seq_len=6, num_layers=3, num_heads=2, hidden=8, tied=False)
@@ -261,6 +262,16 @@ def test_stages_are_balanced_and_keep_the_models_names():
     assert cut(model, 2) == (("embed", "blocks.0"), ("blocks.1", "blocks.2", "logits"))
     assert cut(model, 2, ("blocks.2",)) == (("embed", "blocks.0", "blocks.1"), ("blocks.2", "logits"))
     assert cut(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), 3) == (("0",), ("1",), ("2",))
+
+
+def test_a_cut_is_balanced_by_what_parts_cost():
+    names = list(parts_of(gpt()))
+    assert cut(gpt(), 2) == cut(gpt(), 2, costs={n: sum(p.numel() for _, p in params_of(gpt(), [n])) for n in names})
+    dear = dict.fromkeys(names, 1e-3) | {names[-1]: 1.0}  # of seconds most are in the last part
+    assert cut(gpt(), 2, costs=dear) == (tuple(names[:-1]), (names[-1],))
+    for wrong in ({}, dear | {names[0]: -1.0}, dear | {names[0]: float("nan")}):
+        with pytest.raises(ValueError, match=f"costs: part '{names[0]}' has none from 0; give one for each of"):
+            cut(gpt(), 2, costs=wrong)
 
 
 @pytest.mark.parametrize(
