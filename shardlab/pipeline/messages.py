@@ -4,8 +4,8 @@ For p ranks with v stages each and m micro-batches (pv - 1) m messages forward, 
 and as many backward, its gradient; less those between stages of one rank. Of a parameter that stages of several ranks
 use, its owner sends the value to each of the others before the first action, and each of these returns the sum of its
 gradients behind its last: two messages a step of the parameter's size, as many bytes for each of two ranks as in an
-all-reduce of the gradient. Only the owner has it in its engine: its state is there once, and so is its share of the
-norm.
+all-reduce of the gradient, and in the second one more number, whether it was used. Only the owner has it in its engine:
+its state is there once, and so is its share of the norm.
 
 What outputs are like is sent too, 80 bytes before the first of its kind, unless ``Pipeline.expect`` has been told.
 """
@@ -51,6 +51,11 @@ class Loan(NamedTuple):
     def value_tag(self) -> str:
         """Of the message with its value."""
         return f"tied {self.name}"
+
+    @property
+    def num_gradient_bytes(self) -> int:
+        """Of that message: with a number that says whether the borrower has used it."""
+        return self.param.nbytes + self.param.itemsize
 
     @property
     def gradient_tag(self) -> str:
@@ -104,4 +109,4 @@ def messages_of(schedule: Schedule, outputs: Sequence[Like], loans: Sequence[Loa
         for action, way in schedule.sent().items()
     ]
     lent = [Sent(one.owner, one.to, one.value_tag, one.param.nbytes) for one in loans]
-    return [*lent, *between, *(Sent(one.to, one.owner, one.gradient_tag, one.param.nbytes) for one in loans)]
+    return [*lent, *between, *(Sent(one.to, one.owner, one.gradient_tag, one.num_gradient_bytes) for one in loans)]

@@ -163,15 +163,18 @@ class Pipeline:
             lend(self.module, loan.used_as, value.requires_grad_(loan.param.requires_grad))
         yield
         for loan, value in borrowed:
-            gradient = torch.zeros_like(value) if value.grad is None else value.grad  # of what nobody used
+            gradient = torch.zeros_like(value) if value.grad is None else value.grad
+            gradient = torch.cat([gradient.flatten(), gradient.new_tensor([value.grad is not None])])
             sent.append(comm.send(gradient, loan.owner, tag=loan.gradient_tag))
             lend(self.module, loan.used_as, None)
-        for loan, gradient in zip(own, values, strict=True):
+        told = [torch.empty(value.numel() + 1, dtype=value.dtype, device=self._device) for value in values]
+        for loan, gradient in zip(own, told, strict=True):
             comm.recv(gradient, loan.to, tag=loan.gradient_tag).wait()
-        lent = [(engine.params[loan.name], gradient) for loan, gradient in zip(own, values, strict=True)]
-        due = [(GradientEdge(gradient_node(param), 0), gradient) for param, gradient in lent if param.requires_grad]
+        # What nobody used has no gradient, as in one process, and no zeros, by which an optimizer would step it.
+        due = [place for place, gradient in enumerate(told) if gradient[-1]]
+        edges = [GradientEdge(gradient_node(engine.params[own[place].name]), 0) for place in due]
         if due:
-            torch.autograd.backward([edge for edge, _ in due], [gradient for _, gradient in due])
+            torch.autograd.backward(edges, [told[place][:-1].view_as(values[place]) for place in due])
 
     def _check_order(self) -> None:
         """Messages from one rank to another have no names: they come as they are sent."""

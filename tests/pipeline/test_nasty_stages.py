@@ -45,6 +45,14 @@ def called_twice():
     return nn.Sequential(shared, nn.Tanh(), nn.Linear(5, 5), again, third, nn.Linear(5, 3))
 
 
+def tied_and_unused():
+    """Weights of several stages: one that none of them uses, and one that the last of them uses."""
+    layers = [Unused(), Unused(), Unused(), nn.Linear(5, 3)]
+    layers[1].other.weight = layers[2].other.weight = layers[0].other.weight
+    layers[1].other.bias = layers[3].bias
+    return nn.Sequential(*layers)
+
+
 def norm_in_two_places():
     norm = nn.BatchNorm1d(5)
     return nn.Sequential(nn.Linear(5, 5), norm, nn.Linear(5, 5), norm, nn.Linear(5, 3))
@@ -56,6 +64,7 @@ MODELS = {
     "the first stage frozen": (frozen(0), ("1", "2", "3")),
     "a stage in the middle frozen": (frozen(2), ("1", "2", "3")),
     "a stage without parameters": (with_an_empty_stage, ("1", "3", "5")),
+    "a weight of several stages that nobody uses": (tied_and_unused, ("1", "2", "3")),
     "a module in several stages": (called_twice, ("2", "3", "4")),
 }
 
@@ -109,6 +118,7 @@ def one_process(name, num_data_ranks):
         ("the first stage frozen", {"pipe": 2, "data": 2}, "", Bucketed),
         ("a stage in the middle frozen", {"pipe": 2, "data": 2}, "", FSDP),
         ("a stage without parameters", {"pipe": 2, "data": 1}, "", DDP),
+        ("a weight of several stages that nobody uses", {"pipe": 4, "data": 1}, "1f1b", ZeRO1),
         ("a module in several stages", {"pipe": 2, "data": 2}, "", FSDP),
         ("a module in several stages", {"pipe": 4, "data": 1}, "zb-h1", ZeRO1),
     ],
