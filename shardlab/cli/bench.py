@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.cli.console import count, names_in, progress_bar, refuse_others, table_of
+from shardlab.cli.console import INTERRUPTED, count, names_in, progress_bar, refuse_others, table_of
 from shardlab.vocabulary import HostTransport
 
 if TYPE_CHECKING:
@@ -72,47 +72,68 @@ def bench(
         workloads=chosen("workloads", names_in(workloads), WORKLOADS), pairs=chosen("pairs", names_in(pairs), PAIRS),
         device=device, transport=transport,
     )  # fmt: skip
+    total = len(config.workloads) * len(config.pairs)
     with progress_bar(config.num_rounds) as advance:
-        rows = list(run_bench(config, on_progress=advance))
+        rows = _kept(run_bench(config, on_progress=advance), total)
+    _write(rows, json)
     console = Console(highlight=False)
     for workload in config.workloads:
-        console.print(_table(workload, [row for row in rows if row.workload == workload.name]))
+        if own := [row for row in rows if row.workload == workload.name]:
+            console.print(_table(workload, own))
     console.print(NOTE, style="dim")
     if rows[0].transport == HostTransport.SHARED_MEMORY:
         console.print(SHARED_NOTE, style="dim")
-    _write(rows, json)
+    _check_all(rows, total)
 
 
 def _why(ranks: int, json: Path | None) -> None:
     """Print which cause is named for each that is put in, and whether the change that it names gains what it says."""
     from shardlab.course.why_matrix import num_cells, verdict, why_matrix
 
-    rows = _measured(
-        why_matrix(ranks=(ranks,)), num_cells((ranks,)), lambda row: f"{row.injected} in {row.engine}", json
-    )
+    total = num_cells((ranks,))
+    rows = _measured(why_matrix(ranks=(ranks,)), total, lambda row: f"{row.injected} in {row.engine}", json)
     words = ["right" if row.is_right else row.named if row.has_effect else "no effect" for row in rows]
     cells = [(row.injected, row.engine, word) for row, word in zip(rows, words, strict=True)]
     _print_cells(cells, "put in", f"The cause that is named, {count(ranks, 'rank')}", verdict(rows))
+    _check_all(rows, total)
 
 
 def _same(ranks: int, json: Path | None) -> None:
     """Print what `same` says of broken scripts, and of right ones."""
     from shardlab.course.same_matrix import cells, same_matrix, verdict
 
-    rows = _measured(same_matrix(ranks), len(cells(ranks)), lambda row: f"{row.story}, {row.kind}", json)
+    total = len(cells(ranks))
+    rows = _measured(same_matrix(ranks), total, lambda row: f"{row.story}, {row.kind}", json)
     found = [(row.story, row.kind, "right" if row.is_right else row.word) for row in rows]
     _print_cells(found, "script", f"What is said, {count(ranks, 'rank')}", verdict(rows))
+    _check_all(rows, total)
 
 
 def _measured(rows: Iterable[Any], total: int, name: Callable[[Any], str], json: Path | None) -> list[Any]:
     """The rows as they come, beside a bar that names each; also in a file, if one is given."""
-    found = []
     with progress_bar(total) as advance:
-        for row in rows:
-            found.append(row)
-            advance(name(row))
+        found = _kept(rows, total, lambda row: advance(name(row)))
     _write(found, json)
     return found
+
+
+def _kept(rows: Iterable[Any], total: int, told: Callable[[Any], object] = id) -> list[Any]:
+    """The rows as they come, each of them ``told``; those before Ctrl-C, which is raised only if there is none."""
+    found: list[Any] = []
+    try:
+        for row in rows:
+            found.append(row)
+            told(row)
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        Console(stderr=True).print(f"interrupted: {len(found)} of {total} rows were measured, which follow")
+    return found
+
+
+def _check_all(rows: Sequence[Any], total: int) -> None:
+    if len(rows) < total:
+        raise typer.Exit(INTERRUPTED)
 
 
 def _write(rows: Iterable[Any], json: Path | None) -> None:

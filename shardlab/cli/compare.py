@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from shardlab.cli.console import BAD_INPUT, bad_input, complain, count, names_in, progress_bar
+from shardlab.cli.console import BAD_INPUT, INTERRUPTED, bad_input, complain, count, names_in, progress_bar
 from shardlab.cli.records import print_result
 from shardlab.experiment.options import CompareOptions, option_helps
 
 if TYPE_CHECKING:
     from shardlab.experiment import CompareConfig, Comparison
 
-INTERRUPTED = 130  # an exit code
+
 Out = Annotated[Path | None, typer.Option(help="A new or empty directory; by default runs/DATE.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Remove the run that is in --out, finished or not.")]
 

@@ -14,7 +14,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     import pandas as pd
 
-BAD_INPUT = 2  # an exit code
+BAD_INPUT, INTERRUPTED = 2, 130  # exit codes
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from shardlab.bench.turns import turn_of as built
 from shardlab.cli import app
 
 TINY = Workload("tiny", "gpt-1m", rows=1, seq_len=4)
+PEAKS = {"ours": 1, "theirs": 1}
 KEYS = {
     "workload", "ranks", "ours", "theirs", "ratio_median", "ratio_q1", "ratio_q3", "peak_ratio", "ours_ms",
     "theirs_ms", "floor_ms", "ours_over_floor", "theirs_over_floor", "ours_peak_bytes", "theirs_peak_bytes", "rounds",
@@ -39,6 +40,23 @@ def test_a_tiny_bench_from_end_to_end(pools):
     assert rows[0].ours_peak_bytes > 4 * whole  # parameters, gradients and state
     assert 2 * whole < rows[2].ours_peak_bytes < rows[0].ours_peak_bytes  # half of all, and what is gathered
     assert rows[-1].peak_ratio == 1  # the same engine twice
+
+
+@pytest.mark.parametrize("measured", [2, 0])
+def test_what_was_measured_before_an_interrupt_is_shown_and_written(tmp_path, monkeypatch, measured):
+    row = row_of(TINY, PAIRS["fsdp"], [RankTimes({key: [1, 2] for key in ("ours", "theirs", "floor")}, PEAKS, "")])
+
+    def interrupted(config, *, on_progress):
+        for _ in range(measured):
+            yield replace(row, workload=config.workloads[0].name)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardlab.bench.against_torch.bench", interrupted)
+    result = CliRunner().invoke(app, ["bench", "--quick", "--device", "cpu", "--json", str(tmp_path / "rows.json")])
+    assert result.exit_code == 130
+    if measured:
+        assert "interrupted: 2 of 18 rows were measured, which follow" in result.output
+        assert result.output.count("torch_fsdp2") == len(json.loads((tmp_path / "rows.json").read_text())) == 2
 
 
 def test_ours_can_send_as_torch_does_and_one_rank_shows_what_an_engine_costs_besides_sending(pools):
