@@ -99,8 +99,16 @@ def laid_out_by(strategy: Strategy, given: Given) -> LaidOut:
             "parameters; say so, steps_pieces = True"
         )
     _check_sizes(strategy, laid_out, shapes)
+    _check_axes(strategy, laid_out, given)
+    return laid_out
+
+
+def _check_axes(strategy: Strategy, laid_out: LaidOut, given: Given) -> None:
+    """Refuse to divide over a part of an axis.
+
+    Nobody would know which of the axis' ranks have copies, and a checkpoint would lose what is on some.
+    """
     for division in laid_out.divisions:
-        # Else nobody knows which of an axis' ranks have copies, and a checkpoint would lose what is on some.
         parts = [set(comm.ranks) & set(division.comm.ranks) for comm in given.comms]
         if division.is_spread and any(
             1 < len(part) < comm.num_ranks for part, comm in zip(parts, given.comms, strict=True)
@@ -109,7 +117,6 @@ def laid_out_by(strategy: Strategy, given: Given) -> LaidOut:
                 f"strategy: lay_out() of {strategy.name!r} divides what is stepped over {division.comm.axis!r}, a part "
                 "of one of its axes; name two axes, axes = ('replica', 'shard'), and divide over one or both"
             )
-    return laid_out
 
 
 def _returning_pending(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
