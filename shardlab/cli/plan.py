@@ -183,6 +183,7 @@ def _of_workload(
     from shardlab.experiment.planned.stages_plan import stages_of
     from shardlab.experiment.trained.named_workload import workload_at  # here, because it imports torch
     from shardlab.experiment.trained.tensor import shown_plan
+    from shardlab.plots.text import listing
     from shardlab.vocabulary import dtype_name
 
     names, layers, stages, workload = names or STRATEGIES, None, None, workload_at(place)
@@ -198,7 +199,8 @@ def _of_workload(
             planned = RunPlan.of(workload, ranks, names, told=told, **options)
             plans, rows = dict(planned.plans), planned.on(gpu)
     sent = [found.collectives for found in plans.values() if found.collectives is not None]
-    unknown = "".join(f" Of {name}: {found.why}." for name, found in plans.items() if found.collectives is None)
+    reasons = dict.fromkeys(found.why for found in plans.values() if found.collectives is None)
+    unknown = "".join(f" Of {listing([n for n, one in plans.items() if one.why == why])}: {why}." for why in reasons)
     note = f"{PER_RANK}{_buckets(names, options)}{unknown}{KEPT_HERE if 'precision' in rows else ''}"
     if forecasts is not None:
         config = to_plan(workload, ranks, names, device="cpu", steps=CompareConfig.steps, **options)

@@ -334,3 +334,13 @@ def test_a_number_of_parameters_and_a_workload_send_and_keep_the_same_bytes() ->
         copy = 2 * 64 * 64 / 8 if name == "zero3" else 0
         step_counter = 4
         assert planned.loc[name, "rest_bytes"] - step_counter == counted[name].total_bytes - copy
+
+
+def test_a_model_that_engines_refuse_has_no_plan():
+    def spectral():
+        model = nn.Linear(2, 2)
+        model.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))
+        return model
+
+    with pytest.raises(ValueError, match=r"^model: parameters \['weight'\] are complex; only real ones are supported"):
+        plan(Workload(spectral, [torch.ones(4, 2)], lambda model, batch: model.weight.abs().sum()), 2)

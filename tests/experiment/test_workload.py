@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from shardlab import CompareConfig, Workload, compare, plan
 from shardlab.comm.autograd_collectives import all_gather
 from shardlab.experiment.planned.known_workload import optimizer_of
+from shardlab.experiment.told.answer import answer
 from shardlab.experiment.told.differences import losses_compared
 from shardlab.experiment.told.losses import alone_verdict, resumed_verdict, verdict
 from shardlab.experiment.told.saved_runs import load_saved
@@ -352,6 +353,7 @@ def test_data_that_differ_are_said_and_not_the_losses_alone(pools, tmp_path, kin
         "The DATA differ, so losses are not compared: from step 0 on zero1 trained on other rows than single; compare "
         "seeds Python's, NumPy's and torch's generators; seed any other"
     )
+    assert "losses NOT compared: the data differ, see below" in dict(answer(found))["CAN I TRUST IT"]
     if kind == "function":
         return
     rest = compare(trained, tmp_path / "rest", steps=4, resume=str(tmp_path / "first"), **options)

@@ -38,8 +38,8 @@ from shardlab.vocabulary import Role, dtype_name
 BY_ROWS = "what is used or sent depends on the rows, so bytes and messages may differ from the plan's"
 _BY_OPTIMIZER = "the optimizer's state has other shapes than the parameters, or grows after its first step"
 _PEERS = "it is torch's own"
-OF_THE_STRATEGY = "strategy: "
-"""With which the errors begin that are those of its class, with values and without."""
+REFUSED = ("strategy: ", "model: ")
+"""With which the errors begin that an engine raises of its class or of the model, with values and without."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class _Plans:
         if known.optimizer is None:
             return _BY_OPTIMIZER
         (run, why), is_own = self._run(strategy, made), config.inside(strategy) in config.own_strategies
-        if run is None and is_own:
+        if run is None and (is_own or why.startswith(REFUSED)):
             return why
         memory = self._at_rest(strategy, known.optimizer) if run is None or not is_own else memory_of(run, strategy)
         sent = None if run is None else run.messages(run=strategy)
@@ -145,7 +145,7 @@ class _Plans:
         try:
             return dry_step(config, strategy, self._known, self._shapes), ""
         except Exception as error:
-            if isinstance(error, ValueError) and str(error).startswith(OF_THE_STRATEGY):
+            if isinstance(error, ValueError) and str(error).startswith(REFUSED):
                 return None, str(error)
             return None, f"its step cannot be run without values: {type(error).__name__}: {error}"
 
@@ -266,7 +266,7 @@ def to_plan(
 
 def _planned(strategy: str, planned: Plan | str) -> Plan:
     if isinstance(planned, str):
-        if planned.startswith(OF_THE_STRATEGY):
+        if planned.startswith(REFUSED):
             raise ValueError(planned)
         raise ValueError(f"strategies: {strategy!r} cannot be planned here: {planned}")
     return planned

@@ -16,7 +16,7 @@ from shardlab.analysis.rows import step_lengths
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.planned.stages_plan import idle_line
 from shardlab.experiment.told import verdicts
-from shardlab.experiment.told.losses import data_are_lost, dead_verdict, norms_apart
+from shardlab.experiment.told.losses import data_are_lost, dead_verdict, norms_apart, trained_on_others
 from shardlab.experiment.told.pipelined import bubble_line
 from shardlab.experiment.told.saved_runs import Comparison, config_of
 from shardlab.experiment.told.step_reasons import Reasons, why
@@ -295,6 +295,8 @@ def _trusted(comparison: Comparison, doubt: str) -> Iterable[str]:
         yield "losses not compared: one strategy ran"
     elif dead := dead_verdict(comparison):
         yield dead.partition(". ")[0][0].lower() + dead.partition(". ")[0][1:]
+    elif not comparison.losses_equal and trained_on_others(comparison.records.manifests):
+        yield "losses NOT compared: the data differ, see below"
     else:
         hidden = judged <= LOSS_TOLERANCE["float32"] and norms_apart(table)
         too = ", and gradients by a factor" if hidden else ""

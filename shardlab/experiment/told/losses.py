@@ -20,6 +20,7 @@ BAD_ROWS = "The rows themselves hold inf or NaN: look at the data."
 SAME = 1e-6  # relative: what rounding makes of a loss
 TOLD_APART = 10  # the plain mean is farther off by at least so many times
 _ADVICE = "compare seeds Python's, NumPy's and torch's generators; seed any other, as in np.random.default_rng(0)"
+_WHOLE = "; and a function data(rank, ranks, seed) must give all ranks together what it gives one, with ranks = 1"
 Manifests = Mapping[str, Mapping[str, Any]]
 
 
@@ -33,7 +34,7 @@ def verdict(comparison: Comparison) -> str:
     if comparison.losses_equal:
         return ""
     is_single = (reference := summary.reference_of(comparison.records)) == REFERENCE
-    sentence = _trained_on_others(comparison.records.manifests)
+    sentence = trained_on_others(comparison.records.manifests)
     if not sentence and is_single:
         sentence = _looks_like_sums(comparison)
     if sentence:
@@ -182,7 +183,7 @@ def others_than(reference: str, manifests: Manifests) -> dict[str, int]:
     return {run: _step(place, manifests[run]) for run, place in found.items() if place is not None}
 
 
-def _trained_on_others(manifests: Manifests) -> str:
+def trained_on_others(manifests: Manifests) -> str:
     """One sentence if runs trained on other rows than the single process, or than the first without it; else empty."""
     first = REFERENCE if REFERENCE in manifests else next(iter(manifests))
     others = others_than(first, manifests)
@@ -190,7 +191,7 @@ def _trained_on_others(manifests: Manifests) -> str:
         return ""
     return (
         f"The DATA differ, so losses are not compared: from step {min(others.values())} on {', '.join(others)} trained "
-        f"on other rows than {first}; {_ADVICE}."
+        f"on other rows than {first}; {_ADVICE}{_WHOLE}."
     )
 
 
