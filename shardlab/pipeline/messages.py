@@ -24,7 +24,7 @@ TIED = "precision: {!r} is tied over ranks; take precision='full', or a model th
 
 
 class Like(NamedTuple):
-    """What a stage's output is like."""
+    """Shape and dtype of a stage's output."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -64,7 +64,7 @@ class Loan(NamedTuple):
 
 
 def loans_of(model: nn.Module, stages: Cut, rank_of: Mapping[int, int]) -> list[Loan]:
-    """The parameters that stages of several ranks use, for each rank but the owner's, which has the model's own name.
+    """One for each rank that borrows a parameter; its owner has the part that uses it under the model's name of it.
 
     Args:
         model: with parts.

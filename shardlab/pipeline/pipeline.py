@@ -79,7 +79,7 @@ class Pipeline:
         sent = schedule.sent()
         self._remote = [need for action in self._actions if (need := schedule.needs(action)) in sent]
         self._check_order()
-        self._arrived = schedule.arrived(self._comm.rank)
+        self._confirmed_by = schedule.confirmed_by(self._comm.rank)
         self._like: dict[tuple[int, tuple[int, ...]], Like] = {}  # of a stage's output, by a micro-batch's shape
 
     @property
@@ -266,7 +266,7 @@ class _Step:
             if self._like_of(ahead) is not None:
                 self._post(ahead)
         pending.wait()
-        for action in self._of._arrived[need]:
+        for action in self._of._confirmed_by[need]:
             self.under_way.pop(action).wait()  # at once, and the memory is free
         return tensor
 

@@ -1,4 +1,4 @@
-"""A model cut into stages: runs of its parts, each a module with the model's own names.
+"""A model cut into stages: consecutive parts, each a module with the model's own names.
 
 A model has parts if it is an ``nn.Sequential``, whose children they are, or has a method ``parts()``. That returns, in
 the order in which forward runs them, each on the output of the one before, the name of each part (a module of the
@@ -53,7 +53,7 @@ def cut(
         model: with parts.
         num_stages: how many.
         begins: the first part of each stage but the first; none: the largest stage has as few parameters as can be.
-        costs: by part, such as measured seconds: the largest stage costs as little as can be, in the place of that.
+        costs: by part, such as measured seconds, instead of numbers of parameters.
 
     Raises:
         ValueError: there are fewer parts than stages, ``begins`` does not fit, or a part has no cost.

@@ -10,7 +10,7 @@ schedule      order                                                idle, of each
 gpipe         all forwards, then all backwards                     (p-1)(F+B)                   m
 1f1b          p-r forwards, then one backward, one forward         (p-1)(F+B)                   min(m, p-r)
 interleaved   the same with v stages a rank; p divides m           (p-1)(F+B)/v                 see ``interleaved``
-zb-h1         1f1b whose W of the first r are kept for the end     (p-1)(F+I-W), if m >= p      min(m, p)
+zb-h1         1f1b; each W comes r micro-batches after its I       (p-1)(F+I-W), if m >= p      min(m, p)
 ============  ===================================================  ===========================  ====================
 
 p ranks, m micro-batches, r the rank; F, B = I + W how long one takes on a rank, with all of its stages. So 1F1B is not
@@ -111,7 +111,10 @@ def interleaved(num_ranks: int, num_micro_batches: int, rank: int, stages_per_ra
 
 
 def zb_h1(num_ranks: int, num_micro_batches: int, rank: int) -> Actions:
-    """1F1B with backward cut in two; the W of the first ``rank`` micro-batches fill the time in which 1F1B waits."""
+    """1F1B with backward cut in two: the W of a micro-batch follows the I of the one ``rank`` later.
+
+    So the last W fill the time in which 1F1B waits at the end.
+    """
     actions: list[Action] = []
     late = 0
     for action in one_forward_one_backward(num_ranks, num_micro_batches, rank):
@@ -222,8 +225,11 @@ class Schedule:
         ways = {action: (self.rank_of[action.stage], to) for action in every if (to := needed.get(action)) is not None}
         return {action: way for action, way in ways.items() if way[0] != way[1]}
 
-    def arrived(self, rank: int) -> dict[Action, Actions]:
-        """By message to a rank: which of its own have arrived where it comes from, since the one before from there."""
+    def confirmed_by(self, rank: int) -> dict[Action, Actions]:
+        """For each message that a rank receives, which of its own the sender had taken before, since it sent the last.
+
+        They have arrived, so their memory may go.
+        """
         sent, found = self.sent(), dict[Action, Actions]()
         for actions in self.ranks:
             taken: Actions = ()

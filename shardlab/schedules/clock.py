@@ -1,8 +1,8 @@
 """How long a schedule takes, who waits for whom, and where it stands still: the lists, run on the one simulator.
 
 Each rank's list becomes a program (``partition.step_program``): wait for the message that an action needs, work, issue
-the message that another rank needs. A rank has posted all of its receives from the start, and a link carries messages
-in the order in which they are sent.
+the message that another rank needs. On this clock all receives are posted from the start (``Pipeline`` posts one
+ahead), and a link carries messages in the order in which they are sent.
 """
 
 from collections.abc import Callable, Mapping

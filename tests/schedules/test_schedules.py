@@ -53,7 +53,7 @@ def test_what_has_arrived_was_needed_before_the_message_that_says_so():
         schedule = make_schedule(name, p, m, **options)
         sent = schedule.sent()
         for rank in range(p):
-            arrived = schedule.arrived(rank)
+            arrived = schedule.confirmed_by(rank)
             assert set(arrived) == {action for action, (_, to) in sent.items() if to == rank}
             all_arrived = [one for each in arrived.values() for one in each]
             assert len(set(all_arrived)) == len(all_arrived)
