@@ -33,6 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt(_parsed(arguments))
     try:
         hunt.run()
+    except KeyboardInterrupt:
+        pass  # what was found until then is told
     finally:
         hunt.close()
     sys.stdout.write(hunt.summary())
