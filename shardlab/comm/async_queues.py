@@ -39,17 +39,16 @@ class _Entry:
         self.under_way.acquire()
         self.error: BaseException | None = None
 
-    def try_start(self, start: Start) -> None:
-        """Begin now, in the caller's thread, if ``start`` can; the queue's thread then only waits for the end."""
+    def begin(self, start: Start) -> None:
+        """Begin now, in the caller's thread; the queue's thread then only waits for the end."""
         self.event.start_ns = perf_counter_ns()
         try:
             with torch.inference_mode():
-                finish = start()
+                self.job = start()
         except Exception as error:  # as in run()
-            self.error, finish = error, _nothing
-        if finish is not None:
-            self.job, self.begun = finish, True
-            self._tell_started()
+            self.error, self.job = error, _nothing
+        self.begun = True
+        self._tell_started()
 
     def run(self) -> None:
         """Do what is left of the job, in the queue's thread."""
@@ -64,7 +63,7 @@ class _Entry:
                 CUDA.current_stream().synchronize()  # the job may have copied; the caller reads on another stream
         except BaseException as error:  # a thread must not lose it: wait() raises it in the caller
             self.error = error
-        if self.error is not None:  # it may also have come from try_start()
+        if self.error is not None:  # it may also have come from begin()
             self._failures.note(self.event, self.error)
         # Observers first: whoever has waited finds the collective's end in the records.
         self.event.end_ns = perf_counter_ns()
@@ -105,29 +104,39 @@ class ThreadQueue:
         # A mesh that is dropped without close() must not leave its thread behind.
         self._abandon = weakref.finalize(self, self._queue.put, None)
 
-    def submit(self, job: Job, event: CollectiveEvent, observers: Observers, start: Start | None = None) -> Job:
-        """Queue ``job`` for the thread; where all before it are done, begin it here if ``start`` can."""
+    def submit(
+        self, job: Job, event: CollectiveEvent, observers: Observers, start: Start | None = None, *,
+        waits: bool = True,
+    ) -> Job:  # fmt: skip
+        """Queue ``job`` for the thread; ``start`` begins it here, if it ``waits`` only where all before are done."""
         # Recorded here, in the caller's thread: the queue's thread has another current stream.
         ready = _end_of_current_stream() if self._device.type == "cuda" else None
         entry = _Entry(job, event, observers, ready, self._failures)
         # (Work of a CUDA stream that the tensor still waits for may only be waited for by the thread.)
-        if start is not None and not self._last_under_way.locked() and entry.ready is None:
-            entry.try_start(start)
+        if start is not None and ready is None and not (waits and self._last_under_way.locked()):
+            entry.begin(start)
         # Even one that has begun goes through the queue: the end of each is told in the order of issue.
         self._last_under_way = entry.under_way
         self._queue.put(entry)
         return entry.wait
 
     def submit_message(self, message: Message, event: CollectiveEvent, observers: Observers) -> Job:
-        """Queue a receive among the collectives, and a send in another thread, one for each rank that receives."""
-        if not message.is_send:
-            return self.submit(message.travel, event, observers)
-        # In one thread each rank of a ring would send first, and no rank would ever come to receive. And a send waits
-        # for its receiver, which may first need what another rank does with the next send.
-        if message.peer not in self._sends:
-            name = f"{self._thread.name}-sends-to-{message.peer}"
-            self._sends[message.peer] = ThreadQueue(name, self._device, self._failures)
-        return self._sends[message.peer].submit(message.travel, event, observers)
+        """Queue a receive among the collectives, and a send in another thread, one for each rank that receives.
+
+        Where they can, they begin here, whatever is under way: a thread would first have to get the interpreter from
+        a caller who computes, while the other rank waits. They do so in the order of the calls, by which ranks pair
+        them.
+        """
+        queue = self
+        if message.is_send:
+            # In one thread each rank of a ring would send first, and no rank would ever come to receive. And a send
+            # waits for its receiver, which may first need what another rank does with the next send.
+            if message.peer not in self._sends:
+                name = f"{self._thread.name}-sends-to-{message.peer}"
+                self._sends[message.peer] = ThreadQueue(name, self._device, self._failures)
+            queue = self._sends[message.peer]
+        start = message.transport.start_of(message)
+        return queue.submit(message.travel, event, observers, start, waits=False)
 
     def close(self) -> None:
         """End the threads after the jobs that are queued; raise the first error of the mesh that nobody was told of."""

@@ -37,21 +37,24 @@ def locate(event: CollectiveEvent) -> str:
 
 def line_of_caller() -> str:
     """``file:line`` of the first frame outside the rooms that only pass calls on: the line a person can look at."""
-    line, installed, frame = "", "", sys._getframe().f_back
-    while frame is not None:  # at every message: neither a generator nor a call for each frame
+    installed = outermost = None
+    frame = sys._getframe().f_back
+    while frame is not None:  # at every message: neither a generator nor a text for each frame
         file = frame.f_code.co_filename
-        here = f"{file}:{frame.f_lineno}"
         if not is_library(file):
             if "/site-packages/" not in file:
-                return here
-            installed = installed or here  # of a package between a person's code and torch
-        line = line if _is_standard_library(file) else here
+                return _place_of(frame)
+            installed = installed or frame  # of a package between a person's code and torch
+        if not _is_standard_library(file):
+            outermost = frame
         frame = frame.f_back
-    if installed:
-        return installed
     outside = (one for one in callers(sys._getframe()) if not is_library(one.f_code.co_filename))
-    found = next(outside, None)  # in the thread that waits for this one
-    return line if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"
+    found = installed or next(outside, outermost)  # in the thread that waits for this one
+    return "" if found is None else _place_of(found)
+
+
+def _place_of(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def callers(frame: FrameType | None) -> Iterator[FrameType]:

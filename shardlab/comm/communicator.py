@@ -72,7 +72,7 @@ class Communicator(ObservedGroup):
             _copy_back(flat, own)
 
         # A copy would have to be written back at the end, which only the job does.
-        start = (lambda: transport.start_all_reduce(own.view(-1), reduction)) if own.is_contiguous() else None
+        start = transport.start_of_sum(own.view(-1), reduction) if own.is_contiguous() else None
         return self._submit(Collective.ALL_REDUCE, own, job, tag, keep=(own,), start=start)
 
     def reduce_scatter(

@@ -1,6 +1,6 @@
 """What autograd says of a backward: whose gradients it brings, whether it may run others inside it, when it ends."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -8,7 +8,6 @@ from torch import nn
 from torch.autograd import _is_checkpoint_valid
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 from shardlab.engines.plain_mode import unrefused
 
@@ -78,10 +77,12 @@ def call_at_end(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-def move_last(hooks: Mapping[nn.Parameter, RemovableHandle]) -> None:
-    """Move the hook of each parameter's gradient behind those registered since, which may change gradients."""
-    for param, hook in hooks.items():
-        # Private: torch runs them in the order in which they were registered, and has no other.
-        known = param._post_accumulate_grad_hooks
-        if known and next(reversed(known)) != hook.id:
-            known[hook.id] = known.pop(hook.id)
+def move_last(hooks: Iterable[tuple[dict[int, Any], int]]) -> None:
+    """Move the hook of each parameter's gradient behind those registered since, which may change gradients.
+
+    Args:
+        hooks: the hooks of a parameter's gradient, and the number of the one that is moved.
+    """
+    for known, number in hooks:
+        if len(known) > 1 and next(reversed(known)) != number:
+            known[number] = known.pop(number)

@@ -40,8 +40,9 @@ class Bucket(GradientBuffer):
     pending: Pending | None = None
 
     def __init__(self, index: int, params: Mapping[str, nn.Parameter], layout: FlatLayout, num_ranks: int) -> None:
-        super().__init__(params, layout, 0, {name: _strides(param) for name, param in params.items()})
-        self.index, self.scale = index, 1 / num_ranks
+        strides = {name: _strides(param) for name, param in params.items()}
+        super().__init__(params, layout, 0, strides, scale=1 / num_ranks)
+        self.index = index
 
 
 def _strides(param: nn.Parameter) -> Strides:
@@ -89,15 +90,18 @@ class Bucketed(InBuckets[Bucket]):
 
     def finish(self, bucket: Bucket) -> None:
         """Wait for the sums; every parameter gets its mean, the view of its slot."""
-        if bucket.pending is None or bucket.buffer is None:
+        if bucket.pending is None:
             return
         # Waited for, and only then dropped: the handle keeps the buffer that is being written to.
         bucket.pending.wait()
         bucket.pending = None
         for name, param in bucket.params.items():
-            mean = bucket.tensors.slot(name, bucket.buffer)
-            check_replaced(param, mean, name)
-            param.grad = mean.data  # with a version of its own
+            mean = bucket.slots[name].data  # with a version of its own
+            try:
+                param.grad = mean
+            except RuntimeError:
+                check_replaced(param, mean, name)
+                raise
 
     def holdings(self) -> Iterator[Holding]:
         """Parameters and gradients, and the buffers that these lie in."""

@@ -20,6 +20,8 @@ class DDP(Strategy):
 
     def make_means(self) -> None:
         """All-reduce each gradient that is due, one message for each, and divide the sums."""
+        if self.num_ranks == 1:
+            return
         due = [(name, param) for name, param in self.params.items() if self.is_due(param)]
         # All are issued before the first is waited for, in the module's order on every rank, used here or not.
         pending = [self._send(name, param) for name, param in due]
@@ -27,8 +29,7 @@ class DDP(Strategy):
             collective.wait()
         for _, param in due:
             assert param.grad is not None
-            if self.num_ranks > 1:
-                param.grad.div_(self.num_ranks)
+            param.grad.div_(self.num_ranks)
 
     def _send(self, name: str, param: nn.Parameter) -> Pending:
         # Sent even if it was not used here: other ranks may have used it, and wait for this rank's part.

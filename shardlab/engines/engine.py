@@ -23,7 +23,6 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.coalesced import broadcast_coalesced
@@ -91,10 +90,10 @@ class Engine(AnyEngine):
         except Exception:
             self._give_back()  # this may gather: with guards all ranks have raised, so all of them join
             raise
-        self._last_hooks = {
-            param: self._watch(name, param) for name, param in self.params.items() if param.is_floating_point()
-        }
-        self._hooks += self._last_hooks.values()
+        self._last_hooks: list[tuple[dict[int, Any], int]] = []  # for ``move_last``
+        for name, param in self.params.items():
+            if param.is_floating_point():
+                self._watch(name, param)
         self._ask(Moment.BUILT)
 
     def _lay_out(self) -> LaidOut:
@@ -154,12 +153,13 @@ class Engine(AnyEngine):
             if tensor.grad_fn is not None:  # a plain backward comes here before it accumulates anything
                 tensor.register_hook(self._output_reached)
 
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+    def backward(self, loss: Tensor, retain_graph: bool = False, gradient: Tensor | None = None) -> None:
         """Gradients of ``loss``, averaged over the data axes unless inside ``no_sync()``.
 
         Args:
             loss: of this rank's rows.
             retain_graph: keep the graph, so that another backward through it can add its gradients.
+            gradient: with which backward begins, of the shape of ``loss``; None where that is one number.
 
         Raises:
             RuntimeError: this backward raised on another rank, or guards refuse it; on all ranks. Or the last backward
@@ -168,7 +168,7 @@ class Engine(AnyEngine):
         self._check_usable()
         try:
             self._begin()
-            loss.backward(retain_graph=retain_graph)
+            loss.backward(gradient, retain_graph=retain_graph)
             self._end()
         except BaseException as error:
             if self._running:  # else the end of the backward has raised, on all ranks
@@ -186,14 +186,17 @@ class Engine(AnyEngine):
         self._read_flag()
         if self.gradient_state is not GradientState.MEANS:
             self._ask(Moment.REDUCE)
-            used = self._used_here()
-            self.strategy.make_means()
-            self.gradient_state = GradientState.MEANS
-            self._flag.forget()
-            self._send_flag(used=used)
-            self._ask(Moment.MEANS)
+            self._make_means()
         else:
             self._ask(Moment.MEANS_ALREADY)
+
+    def _make_means(self) -> None:
+        used = self._used_here()
+        self.strategy.make_means()
+        self.gradient_state = GradientState.MEANS
+        self._flag.forget()
+        self._send_flag(used=used)
+        self._ask(Moment.MEANS)
 
     @untraced
     def step(self) -> None:
@@ -316,7 +319,7 @@ class Engine(AnyEngine):
 
     # What a backward is, and who raises.
 
-    def _watch(self, name: str, param: nn.Parameter) -> RemovableHandle:
+    def _watch(self, name: str, param: nn.Parameter) -> None:
         engine_of = weakref.ref(self)  # torch keeps hooks where no garbage collector looks
 
         def before(_: Tensor) -> None:
@@ -331,9 +334,11 @@ class Engine(AnyEngine):
         trains = param.requires_grad
         param.requires_grad_(True)
         self._hooks.append(param.register_hook(before))
-        hook: RemovableHandle = param.register_post_accumulate_grad_hook(after)
+        if type(self.strategy).grad_ready is not Strategy.grad_ready:  # else gradients stay where autograd adds them up
+            self._hooks.append(param.register_post_accumulate_grad_hook(after))
+            # Private: torch runs them in the order in which they were registered, and has no other.
+            self._last_hooks.append((param._post_accumulate_grad_hooks, self._hooks[-1].id))
         param.requires_grad_(trains)
-        return hook
 
     def _output_reached(self, _: Tensor) -> None:
         self._note_backward()
@@ -390,9 +395,10 @@ class Engine(AnyEngine):
             self._strategy_backward.close()
         finally:
             self._running = False
-        self._ask(Moment.BACKWARD_ENDED)
+        self._ask(Moment.BACKWARD_SENDS if self._sync else Moment.BACKWARD_ENDED)
         if self._sync:
-            self.finish_gradients()
+            self._read_flag()
+            self._make_means()
 
     def _fail(self, error: BaseException) -> None:
         """The backward that runs has raised here: join what the other ranks wait in, and tell them."""

@@ -23,40 +23,46 @@ class GradientBuffer:
         layout: which elements of the buffer each parameter has.
         rank: whose chunk of the layout is this rank's.
         strides: of gradients that lie in the buffer otherwise than contiguous, by name.
+        scale: what gradients are multiplied by on their way into the buffer.
 
     Attributes:
+        scale: likewise, 0-d.
         sum_dtype: in which gradients are summed over the ranks.
         buffer: [padded_numel], in ``sum_dtype``; None where no gradient has come, or where it has been sent and its
             means are elsewhere.
+        slots: its views, by name, in which parameters lie in one stretch; made together with it.
     """
 
-    scale = 1.0
-    """What gradients are multiplied by on their way into the buffer."""
     fills_at_once = False
     """Whether a gradient that will be sent moves to the buffer at once, or with all others, in one launch on a GPU."""
     adds_up = False
     """Whether gradients add up in the buffer inside ``no_sync()``, and not at the parameters."""
     keeps_buffer = True
     """Whether the buffer stays, with the means in it, for the next backward to fill."""
+    _num_own_references = 0  # to the memory of the buffer: its own and its slots'
 
     def __init__(
         self, params: Mapping[str, nn.Parameter], layout: Layout, rank: int, strides: Mapping[str, Strides] | None =
-        None,
+        None, scale: float = 1.0,
     ) -> None:  # fmt: skip
         self.params: Mapping[str, nn.Parameter] = dict(params)
         self.layout, first = layout, next(iter(params.values()))
         self.device, self.sum_dtype = first.device, first.dtype  # as they are now: a module may be converted
         self.tensors = TensorLayout(layout, rank, {key: tuple(param.shape) for key, param in params.items()}, strides)
+        # A number of Python's would become a tensor at each gradient. On the CPU, where kernels of a device read it.
+        self.scale = torch.tensor(scale, dtype=torch.promote_types(first.dtype, torch.float32), device="cpu")
         self.buffer: Tensor | None = None
+        self.slots: dict[str, Tensor] = {}
         self._filled: set[str] = set()  # parameters whose gradients have been moved to the buffer, and not been sent
 
     def fill(self, name: str) -> None:
         """Move a gradient into its slot, times ``scale``, or add it to what is there; its parameter then has none."""
-        self.buffer = self._to_fill()
-        param, slot = self.params[name], self.tensors.slot(name, self.buffer)
+        if not self._filled:
+            self._to_fill()
+        param, slot = self.params[name], self.slots[name]
         assert param.grad is not None
         if name in self._filled:
-            slot.add_(param.grad.detach(), alpha=self.scale)
+            slot.add_(param.grad.detach(), alpha=float(self.scale))
         else:
             torch.mul(param.grad.detach(), self.scale, out=slot)
         self._filled.add(name)
@@ -68,25 +74,27 @@ class GradientBuffer:
             if self.params[name].grad is not None:
                 self.fill(name)
         buffer = self._to_fill()
-        self.tensors.write({key: one.grad for key, one in self.params.items() if key not in self._filled}, buffer)
-        self._filled, self.buffer = set(), buffer if self.keeps_buffer else None
+        left = {key: one.grad for key, one in self.params.items() if key not in self._filled}
+        self.tensors.write(left, buffer, self.slots)
+        GradientBuffer.drop(self)  # of this class alone: the means are to come
         for param in self.params.values():
             param.grad = None  # or the next micro-batch would be added to it, and this one sent twice
         return buffer
 
     def _to_fill(self) -> Tensor:
-        """A buffer to write gradients into: the one from before, or a new one."""
+        """The buffer to write gradients into: the one from before, or a new one."""
         # The one from before may still be in use: means are views of it, and so is what a user has kept of them. While
         # gradients are in it that have not been sent, it is none of that.
-        if self.buffer is not None and (self._filled or num_references(self.buffer) == 1):
-            return self.buffer
-        buffer = torch.empty(self.layout.padded_numel, dtype=self.sum_dtype, device=self.device)
-        if self.layout.padding_numel:
-            buffer.zero_()  # no gradient is written to the padding
-        return buffer
+        if self.buffer is None or not (self._filled or num_references(self.buffer) == self._num_own_references):
+            self.buffer = torch.empty(self.layout.padded_numel, dtype=self.sum_dtype, device=self.device)
+            if self.layout.padding_numel:
+                self.buffer.zero_()  # no gradient is written to the padding
+            self.slots = self.tensors.slots(self.buffer)
+            self._num_own_references = num_references(self.buffer)
+        return self.buffer
 
     def drop(self) -> None:
-        """The gradients are cleared: forget those that were not sent."""
+        """The gradients have been sent, or are cleared: forget those that were not sent."""
         self._filled = set()
         if not self.keeps_buffer:
-            self.buffer = None
+            self.buffer, self.slots = None, {}

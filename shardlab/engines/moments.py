@@ -54,7 +54,8 @@ class Moment(IntEnum):
     FORWARDED = auto()
     BACKWARD = auto()
     BACKWARD_ENDED = auto()  # the gradients are this rank's own
-    REDUCE = auto()
+    BACKWARD_SENDS = auto()  # likewise, and they are reduced at once
+    REDUCE = auto()  # somebody needs means, and they are not
     MEANS = auto()  # they have been made, or changed by the engine
     MEANS_ALREADY = auto()  # somebody needs them, and nothing is to be reduced
     FAILED = auto()  # a backward has raised here

@@ -305,16 +305,13 @@ class Shards(GradientBuffer):
         for tell in self.watchers:
             tell(False)
         self.gathered, self.storages = {}, {}
-        shown = self._resident_views() if self.is_resident else self._stubs
+        shown = self.tensors.slots(self.at_rest) if self.is_resident else self._stubs
         for name, param in self.params.items():
             param.data = shown[name]
 
-    def _resident_views(self) -> dict[str, Tensor]:
-        return {name: self.tensors.slot(name, self.at_rest) for name in self.params}
-
     def check_replaced(self) -> None:
         """Raise RuntimeError if a full parameter was replaced by what ``write_back`` could not take."""
-        for name, view in (self.gathered or self._resident_views()).items():
+        for name, view in (self.gathered or self.tensors.slots(self.at_rest)).items():
             check_replaced(self.params[name], view, name)
 
     @in_plain_mode
@@ -322,7 +319,7 @@ class Shards(GradientBuffer):
         """Copy into what is at rest, and stepped, what was written into full parameters or put there by ``.data =``."""
         values = {name: param.data for name, param in self.params.items()}
         if self.is_resident and not self.gathered:
-            views = ((values[name], view) for name, view in self._resident_views().items())
+            views = ((values[name], view) for name, view in self.tensors.slots(self.at_rest).items())
             if any((one.data_ptr(), one.stride()) != (view.data_ptr(), view.stride()) for one, view in views):
                 # Into other memory: what the user has taken out may be where the values were.
                 self.at_rest = self.tensors.cut(values, self._chunks[0].ranks)
@@ -441,8 +438,8 @@ class Shards(GradientBuffer):
         gradients = (one for one in (means, *whole, self._partial, buffer, *sent) if one is not None)
         yield from (Holding(Role.GRADIENT, gradient) for gradient in gradients)
         if buffer is not None:
-            for name, param in self.params.items():
-                yield Holding(Role.GRADIENT, self.tensors.slot(name, buffer), name, (0, param.numel()))
+            for name, slot in self.slots.items():
+                yield Holding(Role.GRADIENT, slot, name, (0, slot.numel()))
         if buffer is None or means is None or means.untyped_storage()._cdata != buffer.untyped_storage()._cdata:
             for name, span in spans.items():
                 if (gradient := self.pieces[name].grad) is not None:

@@ -71,6 +71,10 @@ class TensorLayout:
         shape, strides, start = self._slots_at[name]
         return buffer.as_strided(shape, strides, int(buffer.storage_offset()) + start)
 
+    def slots(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The slots of all parameters that lie in one stretch, or have no elements."""
+        return {name: self.slot(name, buffer) for name in self._shapes if len(self._stretches[name]) < 2}
+
     def full(self, name: str, buffer: Tensor) -> Tensor:
         """A full parameter in its shape: its slot, or a copy where one of the bucket lies in several stretches."""
         if not self.are_copied:  # the whole buffer stays in memory while any parameter of it is used
@@ -80,17 +84,18 @@ class TensorLayout:
             full.view(-1)[offset : offset + stop - start].copy_(buffer[start:stop])
         return full
 
-    def write(self, gradients: Mapping[str, Tensor | None], buffer: Tensor) -> None:
+    def write(self, gradients: Mapping[str, Tensor | None], buffer: Tensor, slots: Mapping[str, Tensor]) -> None:
         """Copy full gradients into the buffer, cast to its dtype.
 
         Args:
             gradients: by name; None becomes zeros: this rank did not use the parameter, and another may have.
             buffer: [padded_numel]; what belongs to other parameters, and its padding, is left as it is.
+            slots: of the buffer.
         """
-        slots, values = [], []
+        places, values = [], []
         for name, gradient in gradients.items():
             if gradient is not None and name in self._slots_at:
-                slots.append(self.slot(name, buffer))
+                places.append(slots[name])
                 values.append(gradient.detach())
                 continue
             for start, stop, offset in self._stretches[name]:
@@ -98,8 +103,8 @@ class TensorLayout:
                     buffer[start:stop].zero_()
                 else:
                     buffer[start:stop].copy_(gradient.detach().reshape(-1)[offset : offset + stop - start])
-        if slots:
-            torch._foreach_copy_(slots, values)  # one launch on a device
+        if places:
+            torch._foreach_copy_(places, values)  # one launch on a device
 
 
 def num_references(tensor: Tensor) -> int:

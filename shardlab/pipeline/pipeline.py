@@ -21,6 +21,7 @@ Source: Narayanan et al., arXiv 2104.04473, section 2.2.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -76,8 +77,9 @@ class Pipeline:
         # Written in forward they would differ by rank, or be written in another order than by one process.
         stages = [set(module_of(model, {0: names}).buffers()) for names in self.cut]
         self._read_only = {n: one for n, one in self.module.named_buffers() if sum(one in own for own in stages) > 1}
-        sent = schedule.sent()
-        self._remote = [need for action in self._actions if (need := schedule.needs(action)) in sent]
+        self._needs, sent = {action: schedule.needs(action) for action in self._actions}, schedule.sent()
+        self._remote = [need for need in self._needs.values() if need in sent]
+        self._after = dict(pairwise(self._remote))
         self._check_order()
         self._confirmed_by = schedule.confirmed_by(self._comm.rank)
         self._like: dict[tuple[int, tuple[int, ...]], Like] = {}  # of a stage's output, by a micro-batch's shape
@@ -134,9 +136,11 @@ class Pipeline:
         last += any(loan.owner == self._comm.rank for loan in self.loans)
         kept = engine.strategy.kept_gathered() if keeps_gathered else contextlib.nullcontext()
         with self._lent(engine, step.sent), kept:
-            for place, action in enumerate(self._actions):
-                with contextlib.nullcontext() if place >= last else engine.no_sync():
+            with engine.no_sync():
+                for action in self._actions[:last]:
                     step.do(action)
+            for action in self._actions[last:]:
+                step.do(action)
         engine.finish_gradients()  # where the last action has brought none
         wait_all([*step.sent, *step.under_way.values()])
         for name, buffer in self._read_only.items():
@@ -203,7 +207,7 @@ class _Step:
         self.under_way: dict[Action, Pending] = {}
         self.losses: list[Tensor] = []
         self._of, self._engine, self._loss_fn, self._watch = pipeline, engine, loss_fn, watch
-        self._inputs, self._targets = inputs, targets
+        self._inputs, self._targets, self._shapes = inputs, targets, [tuple(one.shape) for one in inputs]
         self._rank_of, self._last = pipeline.schedule.rank_of, pipeline.schedule.num_stages - 1
         self._mail: dict[Action, Tensor] = {}  # from another stage of this rank
         self._posted: dict[Action, tuple[Tensor, Pending]] = {}
@@ -213,7 +217,7 @@ class _Step:
 
     def do(self, action: Action) -> None:
         """Wait for what the action needs, do it, and send what it brings."""
-        need = self._of.schedule.needs(action)
+        need = self._of._needs[action]
         received = None if need is None else self._take(need)
         with self._watch(action):
             if action.kind is Kind.BACKWARD_OF_WEIGHTS:
@@ -241,8 +245,7 @@ class _Step:
         _, stage, number = action
         given, output = self._held.pop((stage, number))
         if output.requires_grad:  # else nothing that led to it trains
-            # A sum with the gradient as weights: its backward begins with just that gradient.
-            self._engine.backward(output if received is None else (output * received).sum())
+            self._engine.backward(output, gradient=received)
         if not stage:
             return None
         return torch.zeros_like(given) if given.grad is None else given.grad
@@ -261,10 +264,9 @@ class _Step:
             return self._mail.pop(need)
         self._post(need)
         tensor, pending = self._posted.pop(need)
-        remote = self._of._remote
-        for ahead in remote[remote.index(need) + 1 :][:1]:
-            if self._like_of(ahead) is not None:
-                self._post(ahead)
+        ahead = self._of._after.get(need)
+        if ahead is not None and self._like_of(ahead) is not None:
+            self._post(ahead)
         pending.wait()
         for action in self._of._confirmed_by[need]:
             self.under_way.pop(action).wait()  # at once, and the memory is free
@@ -280,18 +282,19 @@ class _Step:
             header = torch.empty(2 + _MAX_DIMS, dtype=torch.int64, device=self._of._device)
             comm.recv(header, peer, tag=f"shape of stage {need.stage}").wait()
             which, num_dims, *dims = header.tolist()
-            like = self._of._like[need.stage, self._shape(need)] = Like(tuple(dims[:num_dims]), _DTYPES[which])
+            like = Like(tuple(dims[:num_dims]), _DTYPES[which])
+            self._of._like[need.stage, self._shapes[need.micro_batch]] = like
         tensor = torch.empty(like.shape, dtype=like.dtype, device=self._of._device)
         self._posted[need] = tensor, comm.recv(tensor, peer, tag=need.tag)
 
     def _like_of(self, need: Action) -> Like | None:
         """What a message is like: the output of a stage, or the gradient of that of the one before."""
-        return self._of._like.get((need.stage - (need.kind is not Kind.FORWARD), self._shape(need)))
+        return self._of._like.get((need.stage - (need.kind is not Kind.FORWARD), self._shapes[need.micro_batch]))
 
     def _tell_like(self, action: Action, output: Tensor, peer: int) -> None:
         """Tell the next stage's rank what outputs are like, the first time."""
         stage, like = action.stage, Like(tuple(output.shape), output.dtype)
-        known = self._of._like.setdefault((stage, self._shape(action)), like)
+        known = self._of._like.setdefault((stage, self._shapes[action.micro_batch]), like)
         if known != like:  # the next rank would wait for another message
             raise ValueError(
                 f"stages: stage {stage} gives {like.shape} of {like.dtype}, and {known.shape} of {known.dtype} before; "
@@ -304,6 +307,3 @@ class _Step:
         header = [_DTYPES.index(output.dtype), output.ndim, *output.shape, *[0] * (_MAX_DIMS - output.ndim)]
         told = torch.tensor(header, device=self._of._device)
         self.sent.append(self._of._comm.send(told, peer, tag=f"shape of stage {stage}"))
-
-    def _shape(self, action: Action) -> tuple[int, ...]:
-        return tuple(self._inputs[action.micro_batch].shape)

@@ -1,4 +1,4 @@
-"""Who begins a collective: the caller where nothing is under way, the queue's thread where something is."""
+"""Who begins a collective: the caller where nothing is under way, the queue's thread where something is; messages."""
 
 import gc
 import threading
@@ -59,13 +59,16 @@ def who_begins(rank):
 
 
 def slow_start():
-    plain = GlooTransport.start_all_reduce
+    plain = GlooTransport.start_of_sum
 
     def slow(self, tensor, reduction):
-        finish = plain(self, tensor, reduction)
+        start = plain(self, tensor, reduction)
+        return lambda: slow_end(start())
+
+    def slow_end(finish):
         return lambda: (time.sleep(0.05), finish())
 
-    return mock.patch.object(GlooTransport, "start_all_reduce", slow)
+    return mock.patch.object(GlooTransport, "start_of_sum", slow)
 
 
 def by_whom(calls, what):
@@ -81,6 +84,23 @@ def test_the_caller_begins_only_what_has_nothing_before_it(pools):
         assert by_whom(calls, "completed") == ["queue"] * 6
         order = [(what, seq) for what, seq, _ in calls if what in ("started", "completed")]
         assert order == [(what, seq) for seq in range(6) for what in ("started", "completed")]
+
+
+def who_begins_messages(rank, transport):
+    """Three, of which the first cannot end before the other rank has come."""
+    watch, tensors = Threads(), [torch.full((ELEMENTS,), float(number if rank else -1)) for number in range(3)]
+    with Mesh({"data": 2}, transport=transport) as mesh, mesh.observed_by(watch):
+        verb = mesh.data.send if rank else mesh.data.recv
+        for one in [verb(tensor, 1 - rank) for tensor in tensors]:
+            one.wait()
+    return [float(tensor[-1]) for tensor in tensors], watch.threads
+
+
+@pytest.mark.parametrize("transport", HostTransport)
+def test_the_caller_begins_messages_whatever_is_under_way(pools, transport):
+    for got, calls in pools(2).run(who_begins_messages, transport):
+        assert got == [0, 1, 2]
+        assert (by_whom(calls, "started"), by_whom(calls, "completed")) == (["caller"] * 3, ["queue"] * 3)
 
 
 NO_SUM = {"gloo": "Invalid scalar type", "shared_memory": "float8_e4m3fn cannot be added"}

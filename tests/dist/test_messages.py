@@ -230,9 +230,9 @@ def test_the_sum_over_replicas_travels_while_the_next_unit_computes(pools):
         assert most == 1  # buffers of a unit at a time
 
 
-def calls_of_a_backward(rank):
+def calls_of_a_backward(rank, name):
     model, calls = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))), []
-    with Mesh({"data": 2}) as mesh, build_engine("fsdp", model, adamw, mesh, guards=False) as engine:
+    with Mesh({"data": 2}) as mesh, build_engine(name, model, adamw, mesh, guards=False) as engine:
         for _ in range(2):  # the first also makes what later ones find
             loss = engine(torch.ones(4, 8)).square().mean()
             calls.clear()
@@ -244,8 +244,9 @@ def calls_of_a_backward(rank):
     return len(calls)
 
 
-def test_a_bare_backward_makes_few_calls_of_python(pools):
-    assert max(pools(2).run(calls_of_a_backward)) <= 400
+@pytest.mark.parametrize(("name", "most"), [("fsdp", 400), ("bucketed", 145)])
+def test_a_bare_backward_makes_few_calls_of_python(pools, name, most):
+    assert max(pools(2).run(calls_of_a_backward, name)) <= most
 
 
 def way_of_a_gradient(rank, name):

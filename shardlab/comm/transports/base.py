@@ -34,16 +34,16 @@ class Message(NamedTuple):
     peer: int
     after: Job | None = None
 
-    def travel(self) -> None:
-        """Go alone."""
+    def travel(self, wait: Job | None = None) -> None:
+        """Go alone; ``wait``: it has begun, and this waits for its end."""
         move = self.transport.send if self.is_send else self.transport.recv
-        move(self.tensor, self.peer)
+        (wait or (lambda: move(self.tensor, self.peer)))()
         if self.after is not None:
             self.after()
 
 
-Start = Callable[[], Job | None]
-"""Begins what a job would do and returns at once what waits for its end; None: it cannot, and has done nothing."""
+Start = Callable[[], Job]
+"""Begins what a job would do and returns at once what waits for its end."""
 
 
 class MismatchError(RuntimeError):
@@ -60,12 +60,12 @@ class Transport(ABC):
     def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
         """Reduce ``tensor`` over the group, in place."""
 
-    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> Callable[[], None] | None:
-        """Begin an all-reduce that goes on by itself, and return the call that waits for its end.
+    def start_of_sum(self, tensor: Tensor, reduction: Reduction) -> Start | None:
+        """What begins an all-reduce that goes on by itself; None, the default: only the queue can run it."""
+        return None
 
-        Returns:
-            None where nothing has begun, since only the queue can run it; the default.
-        """
+    def start_of(self, message: Message) -> Start | None:
+        """Likewise, of a message."""
         return None
 
     @abstractmethod

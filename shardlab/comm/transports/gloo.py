@@ -18,13 +18,14 @@ the ranks, pair by pair, so that it is deterministic.
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.comm.transports.base import Bounds, Reduction, Transport
+from shardlab.comm.transports.base import Bounds, Job, Message, Reduction, Start, Transport
 from shardlab.vocabulary import Collective, HostTransport
 
 SEGMENT_BYTES = 2 * 1024**2  # of a reduce-scatter: less costs latency, more costs memory
@@ -51,10 +52,9 @@ class GlooTransport(Transport):
         """Reduce in place; needs a dtype gloo can add."""
         _wait(self._begin_all_reduce(tensor, reduction))
 
-    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> Callable[[], None] | None:
+    def start_of_sum(self, tensor: Tensor, reduction: Reduction) -> Start | None:
         """gloo's own threads do it."""
-        works = self._begin_all_reduce(tensor, reduction)
-        return lambda: _wait(works)
+        return lambda: partial(_wait, self._begin_all_reduce(tensor, reduction))
 
     def _begin_all_reduce(self, tensor: Tensor, reduction: Reduction) -> list[dist.Work | None]:
         # By the size alone, which all ranks share: gloo pairs collectives by the order of the calls.
@@ -118,11 +118,22 @@ class GlooTransport(Transport):
 
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send bytes."""
-        dist.send(as_bytes(tensor), group=self._group, group_dst=dst, tag=_number(Collective.SEND, tensor))
+        self.start_of(Message(self, True, tensor, dst))()()
 
     def recv(self, tensor: Tensor, src: int) -> None:
         """Receive bytes."""
-        dist.recv(as_bytes(tensor), group=self._group, group_src=src, tag=_number(Collective.SEND, tensor))
+        self.start_of(Message(self, False, tensor, src))()()
+
+    def start_of(self, message: Message) -> Start:
+        """gloo's own thread moves it."""
+        call, peer = (dist.isend, "group_dst") if message.is_send else (dist.irecv, "group_src")
+        number = _number(Collective.SEND, message.tensor)
+
+        def start() -> Job:
+            work = call(as_bytes(message.tensor), group=self._group, tag=number, **{peer: message.peer})
+            return partial(message.travel, partial(_wait, [work]))
+
+        return start
 
     def barrier(self) -> None:
         """An all-reduce of one element, which gloo does faster than its own barrier."""

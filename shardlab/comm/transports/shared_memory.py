@@ -192,7 +192,7 @@ class SharedMemoryTransport(GlooTransport):
             self._reduce_parts(call, own, segment, bounds, _ADD[reduction])
             self._gather_parts(call, segment, bounds)
 
-    def start_all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+    def start_of_sum(self, tensor: Tensor, reduction: Reduction) -> None:
         """Nothing: only the queue's thread can do it."""
 
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:

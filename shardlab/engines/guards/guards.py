@@ -35,7 +35,6 @@ from shardlab.engines.guards.snapshot import Snapshot
 from shardlab.engines.guards.strategy_checks import check_strategy, laid_out_by
 from shardlab.engines.guards.which_rules import AFTER_GRADIENTS, remembered, where_of
 from shardlab.engines.moments import GradientState, Moment
-from shardlab.engines.plain_mode import unrefused
 from shardlab.engines.sharded_params import Shards
 from shardlab.engines.step_tensors import tensors_of
 from shardlab.vocabulary import MeshAxis
@@ -82,7 +81,8 @@ class Guards:
             RuntimeError: a rule of the table, where there is one rank alone.
         """
         try:
-            self._look(moment, engine)
+            with torch._C.DisableTorchFunctionSubclass():  # as ``unrefused``
+                self._look(moment, engine)
         except (RuntimeError, ValueError) as refusal:
             if moment in (Moment.MODEL, Moment.BUILT) or (engine.num_data_ranks == 1 and moment is not Moment.CLOSE):
                 raise
@@ -101,7 +101,6 @@ class Guards:
             raise refusal from error
         advise(error, engine.strategy, engine.module)
 
-    @unrefused
     def _look(self, moment: Moment, engine: Engine) -> None:
         """Refuse what must not be at this moment; then remember what is."""
         if moment is Moment.MODEL:
@@ -147,7 +146,7 @@ class Guards:
             warnings.warn(
                 "precision: float16 without a GradScaler loses gradients below 6e-8; use engine.backward("
                 "scaler.scale(loss)) and scaler.step(engine), or precision='bf16'",
-                stacklevel=10,  # where step() was called
+                stacklevel=9,  # where step() was called
             )
 
     @staticmethod
@@ -243,6 +242,7 @@ class Guards:
         rules = [rule for rule in RULES if rule.where in where and rule.change != never]
         self._rules = {moment: [rule for rule in rules if moment in rule.at] for moment in Moment}
         self._remembered = remembered(rules, is_sharded=Where.SHARDED in where)
+        self._judged = tuple({state for rule in rules for state in rule.gradients})  # when a rule looks at gradients
         if Where.SHARDED not in where:  # else a parameter may have been lost, which is told as soon as can be
             idle = (Moment.FORWARDED, Moment.MEANS_ALREADY, *([] if refuses else [Moment.UPDATED]))
             self.quiet = {moment for moment in idle if not self._rules[moment] and not self._remembered[moment]}
@@ -284,7 +284,7 @@ class Guards:
                             self._has_moved |= (rule.of, rule.change) == ("piece", "place")
                             return text
                         self._marked.setdefault(name, text)
-        return next(iter(self._marked.values()), "") if moment is Moment.REDUCE else ""
+        return next(iter(self._marked.values()), "") if moment in (Moment.REDUCE, Moment.BACKWARD_SENDS) else ""
 
     def _taken_out(self, engine: Engine) -> str:
         """The name of a parameter that the module has lost, by an assignment, or as parametrizations do."""
@@ -334,10 +334,15 @@ class Guards:
                 continue  # not what they were is right
             is_gathered = kind == "piece" and moment is Moment.STEPPED and Where.SPREAD in self._where
             self._snapshots[kind].remember(field, _gathered(engine) if is_gathered else None)
+        gradients = self._snapshots["parameter"]
         if moment in AFTER_GRADIENTS:
             self._tensors.are_behind = engine.gradient_state.are_local and not self._is_plain
+            if engine.gradient_state in self._judged:
+                gradients.remember_gradients()
+            else:
+                gradients.forget_gradients()
         elif moment is Moment.STEPPED:  # they are spent, and some optimizers change them
-            self._snapshots["parameter"].forgive_gradients()
+            gradients.forgive_gradients()
 
     @staticmethod
     def _before_others_step(optimizer: torch.optim.Optimizer, engine: Engine) -> None:

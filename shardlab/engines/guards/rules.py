@@ -45,6 +45,7 @@ class Rule(NamedTuple):
 
 
 _VERBS = frozenset({Moment.FORWARD, Moment.BACKWARD, Moment.STEP, Moment.FULL, Moment.SAVE, Moment.CLOSE})
+BACKWARD_OVER = (Moment.BACKWARD_ENDED, Moment.BACKWARD_SENDS)
 _LOCAL = (GradientState.LOCAL, GradientState.MEANS_AND_LOCAL)
 _KEEP = "write inside 'with engine.full_params(keep_changes=True):'"
 _CLIP = "call engine.zero_grad(), and from then on write engine.clip_grad_norm_(max_norm)"
@@ -91,7 +92,7 @@ RULES = (
         "parameter", "place", _VERBS | {Moment.LOAD}, Where.FLAT, LOST,
     ),
     Rule(
-        "parameter", "version", _VERBS | {Moment.FORWARDED, Moment.BACKWARD_ENDED}, Where.NOT_IN_PLACE,
+        "parameter", "version", _VERBS | {Moment.FORWARDED, *BACKWARD_OVER}, Where.NOT_IN_PLACE,
         "parameter {name!r}: it was written to, which does not reach what this rank keeps of it; " + _KEEP + ", or use "
         "a buffer for what forward changes",
     ),

@@ -3,26 +3,25 @@
 from collections.abc import Sequence
 
 from shardlab.engines.engine import Engine
-from shardlab.engines.guards.rules import Rule, Where
+from shardlab.engines.guards.rules import BACKWARD_OVER, Rule, Where
 from shardlab.engines.hpz import HostShards
 from shardlab.engines.moments import Moment
 from shardlab.vocabulary import MeshAxis
 
-# When gradients are others by what the engine or autograd has done.
+# When gradients are others by what the engine or autograd has done. (Not where a backward ends and sends: nobody comes
+# between that and the means.)
 AFTER_GRADIENTS = {Moment.BACKWARD_ENDED, Moment.MEANS, Moment.ZERO_GRAD, Moment.FAILED}
 # After which of the engine's moments what the engine, autograd or the optimizer has changed is remembered as it is.
 _REMEMBERED = {
     ("parameter", "place"): {Moment.FULL_LEFT, Moment.LOADED},
     ("parameter", "version"): {Moment.STEPPED, Moment.FULL_LEFT, Moment.LOADED},
-    ("parameter", "gradient"): AFTER_GRADIENTS,
-    ("parameter", "gradient_version"): AFTER_GRADIENTS,
     ("piece", "place"): {Moment.FULL_LEFT, Moment.LOADED},
     ("piece", "version"): {Moment.STEPPED, Moment.LOADED},
     ("piece", "trains"): {Moment.STEPPED, Moment.LOADED},
 }
 # Sharded parameters are gathered anew for each forward.
 _OF_SHARDED = {
-    ("parameter", "version"): {Moment.BACKWARD_ENDED, Moment.FORWARDED, Moment.FAILED, Moment.FULL},
+    ("parameter", "version"): {*BACKWARD_OVER, Moment.FORWARDED, Moment.FAILED, Moment.FULL},
     ("piece", "version"): {Moment.FULL},
 }
 
@@ -30,8 +29,6 @@ _OF_SHARDED = {
 def remembered(rules: Sequence[Rule], *, is_sharded: bool) -> dict[Moment, list[tuple[str, str]]]:
     """What is remembered after each moment, as far as rules look at it: of which tensors which field."""
     looked_at = {(rule.of, rule.change) for rule in rules}
-    if ("parameter", "gradient_version") in looked_at:
-        looked_at.add(("parameter", "gradient"))  # whether one that was changed is still there
     tables = (_REMEMBERED, _OF_SHARDED) if is_sharded else (_REMEMBERED,)
     keys = [key for key in _REMEMBERED if key in looked_at]
     return {moment: [key for key in keys if any(moment in table.get(key, ()) for table in tables)] for moment in Moment}
