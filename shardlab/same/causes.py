@@ -169,13 +169,15 @@ def _divided_apart(found: Found, ranks: Sequence[Notes], step: int, names: Seque
     """What goes wrong with parameters that ranks divide; empty if it is something else."""
     parts = [part for one in ranks for part in one.steps[step].weights]
     places = {name: [part.place for part in parts if part.name == name] for name in names}
-    for one in (message for noted in ranks for message in noted.steps[step].messages if message.op in REDUCES):
-        for name in one.names:
-            known = places.get(name, [])
-            if len(known) == len(ranks) and len({known[rank] for rank in one.ranks}) > 1:
-                reason = f"unlike pieces are added up: ranks {listed(one.ranks)} hold different pieces of {name}"
-                advice = "reduce over the ranks that hold the same piece, and not over the others"
-                return [Cause(reason, _where(ranks, step, one.ranks[0], [name], [one]), advice)]
+    sent = [one for noted in ranks for one in noted.steps[step].messages if one.op in REDUCES]
+    added = [(name, one.ranks, [one]) for one in sent for name in {*one.names} & places.keys()
+             if len(places[name]) == len(ranks) and len({places[name][rank] for rank in one.ranks}) > 1]  # fmt: skip
+    added += [(name, by, []) for name in names if (by := _adds_up(found, ranks, step, name))]
+    for name, by, messages in added:
+        reason = f"unlike pieces are added up: ranks {listed(by)} hold different pieces of {name}"
+        advice = "reduce over the ranks that hold the same piece, and not over the others"
+        where = _where(ranks, step, by[0], [name], messages or in_forward(ranks[by[0]].steps[step]))
+        return [Cause(reason, where, advice)]
     twins, apart = found.unions[step].twins, list[str]()
     for name, views in found.ours[step].items():
         if name in names and len({*places[name]}) == 1:
@@ -187,6 +189,23 @@ def _divided_apart(found: Found, ranks: Sequence[Notes], step: int, names: Seque
     advice = "add up the gradient of the input over the ranks that divide a layer, in its backward (Megatron's f), "
     advice += "and gradients of parameters that each of them uses on a part of the sequence"
     return [Cause(reason, _where(ranks, step, 0, apart, []), advice)]
+
+
+def _adds_up(found: Found, ranks: Sequence[Notes], step: int, name: str) -> list[int]:
+    """Ranks whose pieces of the right gradient, added up, are what all have; none if it is something else.
+
+    What a hook of a tensor sends lies in no gradient's memory, and no message has its name.
+    """
+    parts = {part.place: (rank, part) for rank, one in enumerate(ranks) for part in one.steps[step].gradients
+             if part.name == name and not part.is_flat}  # fmt: skip
+    every, right = [part for _, part in parts.values()], found.unions[step].gradient.get(name)
+    if right is None or len(every) < 2 or len({part.value.shape for part in every}) > 1:
+        return []
+    total = torch.stack([part.of(right) for part in every]).sum(0)
+    scales = [scale * total for scale in (1.0, 1 / len(every), 1 / len(ranks))]
+    mine = [part.value.to(total.dtype) for part in every]
+    is_sum = any(all(float((one - scaled).norm()) < CLOSE * float(scaled.norm()) for one in mine) for scaled in scales)
+    return sorted(rank for rank, _ in parts.values()) if is_sum else []
 
 
 def _agree(views: dict[str, list[Tensor | None]]) -> bool:

@@ -174,8 +174,13 @@ class Divided(torch.nn.Module):
     def forward(self, rows):
         return Summed.apply((Copied.apply(self.whole(rows)) @ self.first.T).tanh() @ self.second.T + {bias})
 
+def added(grad):
+    dist.all_reduce(grad := grad.clone())
+    return grad
+
 model = Divided()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{hook}
 for step in range(9):
     model(torch.randn(3, 4)).square().mean().backward()
     {after}
@@ -190,16 +195,76 @@ for step in range(9):
         ({}, "SAME"),
         ({"after": "model.second.grad *= tensor_ranks"}, "gradient of second (1 of 4); ratio 2"),
         ({"after": "dist.all_reduce(model.first.grad)"}, "ranks 0, 1 hold different pieces of first"),
+        ({"hook": "model.first.register_hook(added)"}, "ranks 0, 1 hold different pieces of first"),
         ({"added": "0 and "}, "different gradients of whole.weight, whole.bias: each a part"),
         ({"bias": "1"}, "a bias that each of them adds"),
     ],
 )
 def test_parameters_that_a_script_divides_by_itself_are_put_together(tmp_path, change, said):
-    right = {"after": "", "added": "", "bias": "0"}
+    right = {"after": "", "added": "", "bias": "0", "hook": ""}
     (tmp_path / "train.py").write_text(HAND_DIVIDED.format(**right | change))
     told = judged(Job(tmp_path / "train.py", ("2",), alone=("1",)), 60)
     assert said in str(told)
     assert change or told.word == "SAME", str(told)
+
+
+COUNTED = """
+import sys, weakref, torch, torch.distributed as dist
+from pathlib import Path
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+class Live(TorchDispatchMode):
+    bytes = peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        known = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        if "from_file" not in str(function):
+            for one in (one for one in tree_leaves(made) if isinstance(one, torch.Tensor)):
+                if (storage := one.untyped_storage())._cdata not in known:
+                    self.count(storage.nbytes())
+                    weakref.finalize(storage, self.count, -storage.nbytes())
+        return made
+
+    def count(self, num_bytes):
+        self.bytes += num_bytes
+        self.peak = max(self.peak, self.bytes)
+
+if len(sys.argv) > 2:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+else:
+    dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)])
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+torch.manual_seed(1 + dist.get_rank())
+live = Live()
+try:
+    with live:
+        for step in range(4):
+            for micro in range(2):
+                (model(torch.randn(3, 256)).square().mean() / 2).backward()
+            for param in model.parameters():
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+finally:
+    Path(sys.argv[1]).write_text(f"{live.peak} {sum(param.nbytes for param in model.parameters())}")
+"""
+
+
+def test_one_process_takes_the_memory_of_one_gradient_more_than_the_script(tmp_path):
+    script, alone, plain = tmp_path / "train.py", tmp_path / "alone", tmp_path / "plain"
+    script.write_text(COUNTED)
+    said = judged(Job(script, (str(tmp_path / "ranks"),), alone=(str(alone),)), 60)
+    assert said.word == "SAME", str(said)
+    done = start_python(script, plain, "by itself", cwd=tmp_path)
+    assert done.wait(60) == 0
+    (peak, gradient), (without, _) = (map(int, path.read_text().split()) for path in (alone, plain))
+    assert gradient * 3 < without
+    assert peak <= without + 1.05 * gradient
 
 
 def test_a_model_that_does_not_fit_into_one_process_is_told(monkeypatch):
