@@ -172,12 +172,13 @@ def _divided_apart(found: Found, ranks: Sequence[Notes], step: int, names: Seque
     sent = [one for noted in ranks for one in noted.steps[step].messages if one.op in REDUCES]
     added = [(name, one.ranks, [one]) for one in sent for name in {*one.names} & places.keys()
              if len(places[name]) == len(ranks) and len({places[name][rank] for rank in one.ranks}) > 1]  # fmt: skip
-    added += [(name, by, []) for name in names if (by := _adds_up(found, ranks, step, name))]
+    added += [
+        (name, by, in_forward(ranks[by[0]].steps[step])) for name in names if (by := _adds_up(found, ranks, step, name))
+    ]
     for name, by, messages in added:
         reason = f"unlike pieces are added up: ranks {listed(by)} hold different pieces of {name}"
         advice = "reduce over the ranks that hold the same piece, and not over the others"
-        where = _where(ranks, step, by[0], [name], messages or in_forward(ranks[by[0]].steps[step]))
-        return [Cause(reason, where, advice)]
+        return [Cause(reason, _where(ranks, step, by[0], [name], messages), advice)]
     twins, apart = found.unions[step].twins, list[str]()
     for name, views in found.ours[step].items():
         if name in names and len({*places[name]}) == 1:
@@ -191,8 +192,8 @@ def _divided_apart(found: Found, ranks: Sequence[Notes], step: int, names: Seque
     return [Cause(reason, _where(ranks, step, 0, apart, []), advice)]
 
 
-def _adds_up(found: Found, ranks: Sequence[Notes], step: int, name: str) -> list[int]:
-    """Ranks whose pieces of the right gradient, added up, are what all have; none if it is something else.
+def _adds_up(found: Found, ranks: Sequence[Notes], step: int, name: str) -> tuple[int, ...]:
+    """Ranks whose pieces of the right gradient, added up, are what each has; none if it is something else.
 
     What a hook of a tensor sends lies in no gradient's memory, and no message has its name.
     """
@@ -200,12 +201,12 @@ def _adds_up(found: Found, ranks: Sequence[Notes], step: int, name: str) -> list
              if part.name == name and not part.is_flat}  # fmt: skip
     every, right = [part for _, part in parts.values()], found.unions[step].gradient.get(name)
     if right is None or len(every) < 2 or len({part.value.shape for part in every}) > 1:
-        return []
+        return ()
     total = torch.stack([part.of(right) for part in every]).sum(0)
     scales = [scale * total for scale in (1.0, 1 / len(every), 1 / len(ranks))]
     mine = [part.value.to(total.dtype) for part in every]
     is_sum = any(all(float((one - scaled).norm()) < CLOSE * float(scaled.norm()) for one in mine) for scaled in scales)
-    return sorted(rank for rank, _ in parts.values()) if is_sum else []
+    return tuple(sorted(rank for rank, _ in parts.values())) if is_sum else ()
 
 
 def _agree(views: dict[str, list[Tensor | None]]) -> bool:

@@ -69,6 +69,11 @@ def kept(tensor: Tensor) -> Tensor:
     return made.reshape(tensor.shape).copy_(tensor.detach())
 
 
+def same_tensors(some: Mapping[Any, Tensor], others: Mapping[Any, Tensor]) -> bool:
+    """Whether they have the same keys, and equal tensors."""
+    return some.keys() == others.keys() and all(torch.equal(one, others[key]) for key, one in some.items())
+
+
 @dataclass
 class Call:
     """A forward of a module that trains.

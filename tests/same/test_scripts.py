@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 
 from shardlab.cli import app
 from shardlab.course.same_matrix import same_matrix, verdict
-from shardlab.same.answer import Answer
 from shardlab.same.notes import Notes, Part, Step
 from shardlab.same.process import Job
-from shardlab.same.ranks import at_once, judged
+from shardlab.same.ranks import at_once, judged, too_large
 from tests.launch.helpers import gone_within, start_forked, start_python
 
 SCRIPTS = Path(__file__).parents[1] / "recording" / "scripts"
@@ -261,7 +260,7 @@ def test_one_process_takes_the_memory_of_one_gradient_more_than_the_script(tmp_p
     said = judged(Job(script, (str(tmp_path / "ranks"),), alone=(str(alone),)), 60)
     assert said.word == "SAME", str(said)
     done = start_python(script, plain, "by itself", cwd=tmp_path)
-    assert done.wait(60) == 0
+    assert done.communicate(timeout=60) == ("", "")
     (peak, gradient), (without, _) = (map(int, path.read_text().split()) for path in (alone, plain))
     assert gradient * 3 < without
     assert peak <= without + 1.05 * gradient
@@ -278,11 +277,21 @@ def test_a_model_that_does_not_fit_into_one_process_is_told(monkeypatch):
         patched.setattr("shardlab.same.ranks.in_memory", lambda _: True)
         assert at_once(ranks) == 1
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=19_000))
-    said = at_once(ranks)
-    assert isinstance(said, Answer)
-    assert "4e-06 GB of parameters needs about 2e-05 GB" in str(said)
+    assert at_once(ranks) == 0
+    said = too_large(ranks)
+    assert "4e-06 GB of parameters needs about 2e-05 GB, and 1.9e-05 GB are free" in str(said)
     assert "weights before of b (only the replicated ones) on rank 1 only differ" in str(said)
     assert "fewer or smaller layers" in str(said)
+    assert "with 2 ranks on that axis and 1 on each other" in str(said)
+
+
+@pytest.mark.parametrize("end", ["raise torch.OutOfMemoryError('CUDA out of memory')", "os.kill(os.getpid(), 9)"])
+def test_one_process_that_finds_no_memory_is_told(tmp_path, end):
+    step = f"optimizer.step()\n    if dist.get_world_size() == 1: {end}"
+    (tmp_path / "train.py").write_text(LOOP.format(begin="import os", step=step).replace("torch.save", "0 and "))
+    said = judged(Job(tmp_path / "train.py"), 60)
+    assert said.word == "CANNOT BE SAID"
+    assert "needs about 2e-07 GB, and " in str(said)
 
 
 def test_the_command_prints_the_answer_and_leaves_the_scripts_files_to_the_ranks(tmp_path):
