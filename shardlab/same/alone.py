@@ -22,10 +22,12 @@ from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.plain_mode import nothing
 from shardlab.launch import RankPool
 from shardlab.recording.global_hooks import replaced
-from shardlab.same.capture import Capture, Enough
-from shardlab.same.notes import Backward, Known, Notes, Part, Step, by_name, kept, place_by_hand, whole
+from shardlab.same.capture import Capture
+from shardlab.same.notes import Backward, Known, Notes, Part, Step, kept
 from shardlab.same.pieces import Pieces, part_of
 from shardlab.same.rows import RowsAgain
+from shardlab.same.steps import Enough
+from shardlab.same.wholes import by_name, place_by_hand, whole
 
 
 class Alone(Capture):

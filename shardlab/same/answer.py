@@ -9,7 +9,8 @@ import torch
 
 from shardlab.same.causes import Line, causes, in_forward, named, short
 from shardlab.same.compare import Found, compare
-from shardlab.same.notes import Cleared, Notes, Step, UnlikeError, place_by_hand, same_tensors
+from shardlab.same.notes import Cleared, Notes, Step, UnlikeError, same_tensors
+from shardlab.same.wholes import place_by_hand
 
 SAME, DIFFERENT, UNKNOWN, LOST = "SAME", "DIFFERENT SINCE", "CANNOT BE SAID", "LOST"
 DEAD = "all gradients are 0 in one process too"

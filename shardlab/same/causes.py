@@ -11,8 +11,9 @@ from torch import Tensor
 from shardlab.same.coefficients import CLOSE, Mixture, mixture
 from shardlab.same.compare import REDUCES, Found, Row
 from shardlab.same.meanings import listed, meaning
-from shardlab.same.notes import Message, Notes, Step, wholes
+from shardlab.same.notes import Message, Notes, Step
 from shardlab.same.union import Gradient
+from shardlab.same.wholes import wholes
 
 LISTED = 3
 _CALLERS = {"ddp": "DDP", "autograd": "DDP", "fsdp": "FSDP"}  # C++ in a backward is DDP

@@ -17,9 +17,10 @@ from torch import save  # a process alone saves nothing else
 from shardlab.launch.worker import end_with
 from shardlab.recording.record import as_main
 from shardlab.same.alone import Alone, in_a_group_of_one
-from shardlab.same.capture import Capture, Enough
+from shardlab.same.capture import Capture
 from shardlab.same.notes import Notes
 from shardlab.same.rows import Rows, RowsAgain, joined
+from shardlab.same.steps import Enough
 
 RANK, ALONE, TOGETHER = "rank", "alone", "together"  # the last one with the rows of all ranks at once
 LEFT = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "Socket closed")

@@ -13,7 +13,8 @@ from math import isclose
 import torch
 from torch import Tensor
 
-from shardlab.same.notes import Notes, Part, Step, UnlikeError, same_tensors, wholes
+from shardlab.same.notes import Notes, Part, Step, UnlikeError, same_tensors
+from shardlab.same.wholes import wholes
 
 EQUAL = 1e-6
 Gradient = dict[str, Tensor]
