@@ -74,7 +74,7 @@ class Capture(Steps, TorchFunctionMode):
             stack.enter_context(contextlib.nullcontext() if self._dropout else without_dropout())
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
-            stack.enter_context(self._messages)
+            stack.enter_context(self._messages.calls)
             stack.enter_context(self)
             yield
 

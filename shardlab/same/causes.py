@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import hypot, isclose
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,12 +21,8 @@ _OPTIONS = "give the optimizers of all ranks the same options"
 Line = tuple[str, str]
 
 
-class Cause(NamedTuple):
-    """Where a difference comes from, the line of the script, and what to do."""
-
-    reason: str
-    where: str
-    advice: str
+Cause = tuple[str, str, str]
+"""Where a difference comes from, the line of the script, and what to do."""
 
 
 def causes(found: Found, ranks: Sequence[Notes]) -> list[Line]:
@@ -80,7 +75,7 @@ def _of_what_differs_before(_: Found, ranks: Sequence[Notes], rows: Sequence[Row
         advice = "step all parameters on every rank, or send each rank what their owners have stepped"
     who, when = listed(sorted({row.rank for row in rows})), f"step {step}" if step else "the first step"
     reason = f"{kind}: {_some(_names(rows))} of rank {who} are not rank 0's before {when}"
-    return [Cause(reason, f"the first forward of step {step}", advice)]
+    return [(reason, f"the first forward of step {step}", advice)]
 
 
 def _of_norm(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> list[Cause]:
@@ -100,7 +95,7 @@ def _of_norm(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> list[
         reason = f"the norm of its own pieces: rank {row.rank} clips to {used:.4g}, and all of them have {norm:.4g}"
     elif row.what == "clipping":
         reason = f"clipping scales by {row.ratio:.4g} times what the norm of all gradients, {norm:.4g}, asks for"
-    return [Cause(reason, f"before the step at {short(step.line)}", advice)]
+    return [(reason, f"before the step at {short(step.line)}", advice)]
 
 
 def _options_apart(ranks: Sequence[Notes], step: int) -> str:
@@ -123,7 +118,7 @@ def _of_update(_: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> list[Ca
     elif all(row.ratio < 1e-3 for row in rows):
         reason = f"stale weights: {_some(_names(rows))} of rank {listed(on)} are after the step what they were before"
         advice = "step these parameters on that rank, or send it what their owner has stepped"
-    return [Cause(reason, f"after the step at {short(ranks[on[0]].steps[rows[0].step].line)}", advice)]
+    return [(reason, f"after the step at {short(ranks[on[0]].steps[rows[0].step].line)}", advice)]
 
 
 # Gradients.
@@ -146,9 +141,9 @@ def _of_gradients(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> 
         elif not mixed.explains and (times := _of_step_before(found, step, names, on)):
             reason = f"what the step before brought is still in them, {times:.3g} times"
             where = _where(ranks, step, on, names, messages)
-            return [Cause(reason, where, "clear what gradients are added up in, after each step")]
+            return [(reason, where, "clear what gradients are added up in, after each step")]
         only = "" if len(group) == len(names) else f" ({_some(group)})"
-        said.append(Cause(reason + only, _where(ranks, step, on, group, messages), advice))
+        said.append((reason + only, _where(ranks, step, on, group, messages), advice))
     return said
 
 
@@ -159,10 +154,10 @@ def _clipped_apart(found: Found, ranks: Sequence[Notes], step: int) -> list[Caus
     is_clipped = any(one.clipped for one in noted)
     if is_clipped and not _agree(found.ours[step]) and _agree(wholes([one.stepped for one in noted])):
         reason = "clipped before they are reduced: each rank scales its own gradient by the norm of that alone"
-        return [Cause(reason, where, "reduce gradients first, then clip")]
+        return [(reason, where, "reduce gradients first, then clip")]
     if found.clips_by_hand and (norm := _own_norm(noted, found.unions[step].gradient)):
         reason = f"the norm of its own pieces: every rank scales these to a norm of {norm:.4g}"
-        return [Cause(reason, where, _SQUARES)]
+        return [(reason, where, _SQUARES)]
     return []
 
 
@@ -179,7 +174,7 @@ def _divided_apart(found: Found, ranks: Sequence[Notes], step: int, names: Seque
     for name, by, messages in added:
         reason = f"unlike pieces are added up: ranks {listed(by)} hold different pieces of {name}"
         advice = "reduce over the ranks that hold the same piece, and not over the others"
-        return [Cause(reason, _where(ranks, step, by[0], [name], messages), advice)]
+        return [(reason, _where(ranks, step, by[0], [name], messages), advice)]
     twins, apart = found.unions[step].twins, list[str]()
     for name, views in found.ours[step].items():
         if name in names and len({*places[name]}) == 1:
@@ -190,7 +185,7 @@ def _divided_apart(found: Found, ranks: Sequence[Notes], step: int, names: Seque
     reason = f"ranks that divide parameters have different gradients of {_some(apart)}: each a part, not added up"
     advice = "add up the gradient of the input over the ranks that divide a layer, in its backward (Megatron's f), "
     advice += "and gradients of parameters that each of them uses on a part of the sequence"
-    return [Cause(reason, _where(ranks, step, 0, apart, []), advice)]
+    return [(reason, _where(ranks, step, 0, apart, []), advice)]
 
 
 def _adds_up(found: Found, ranks: Sequence[Notes], step: int, name: str) -> tuple[int, ...]:
