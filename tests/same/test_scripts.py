@@ -260,7 +260,7 @@ def test_one_process_takes_the_memory_of_one_gradient_more_than_the_script(tmp_p
     said = judged(Job(script, (str(tmp_path / "ranks"),), alone=(str(alone),)), 60)
     assert said.word == "SAME", str(said)
     done = start_python(script, plain, "by itself", cwd=tmp_path)
-    assert done.communicate(timeout=60) == ("", "")
+    assert done.communicate(timeout=120) == ("", "")
     (peak, gradient), (without, _) = (map(int, path.read_text().split()) for path in (alone, plain))
     assert gradient * 3 < without
     assert peak <= without + 1.05 * gradient
