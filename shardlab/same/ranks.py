@@ -85,18 +85,14 @@ def _judged(job: Job, folder: Path, limit_s: float) -> Answer:
 
 def at_once(ranks: Sequence[Notes]) -> int:
     """How many processes alone fit into memory; 0 if none does."""
-    whole = _parameter_bytes(ranks)
-    needed = 5 * whole  # weights, gradients, twice as much of the optimizer, the gradient before a backward
-    if in_memory(tempfile.gettempdir()):  # what each step and backward is noted by lies in files, here no other place
-        needed += 2 * whole * sum(3 + len(step.backwards) for step in ranks[0].steps)
-    return min(len(ranks), psutil.virtual_memory().available // max(needed, 1))
+    return min(len(ranks), psutil.virtual_memory().available // max(_bytes(ranks)[1], 1))
 
 
 def too_large(ranks: Sequence[Notes], why: str = "") -> Answer:
     """One process does not fit into memory, or has ended for that reason: what ranks have alike is compared."""
-    whole, note = _parameter_bytes(ranks), "ranks agree with one another in weights, in what they step, and in buffers"
+    (whole, needed), note = _bytes(ranks), "ranks agree with one another in weights, in what they step, and in buffers"
     why = why or f"{psutil.virtual_memory().available / 1e9:.3g} GB are free"
-    why = f"one process with all {whole / 1e9:.3g} GB of parameters needs about {5 * whole / 1e9:.3g} GB, and {why}"
+    why = f"one process with all {whole / 1e9:.3g} GB of parameters needs about {needed / 1e9:.3g} GB, and {why}"
     try:
         found = among(ranks)
     except UnlikeError as error:
@@ -111,9 +107,14 @@ def too_large(ranks: Sequence[Notes], why: str = "") -> Answer:
     return Answer([(UNKNOWN, why), ("NEXT", advice), ("NOTE", note)], found.table)
 
 
-def _parameter_bytes(ranks: Sequence[Notes]) -> int:
+def _bytes(ranks: Sequence[Notes]) -> tuple[int, int]:
+    """All parameters, and what a process with them may need."""
     parts = {part.name: part for one in ranks for step in one.steps[:1] for part in step.weights}
-    return sum(prod(part.shape) * part.value.element_size() for part in parts.values())
+    whole = sum(prod(part.shape) * part.value.element_size() for part in parts.values())
+    needed = 5 * whole  # weights, gradients, twice as much of the optimizer, the gradient before a backward
+    if in_memory(tempfile.gettempdir()):  # what each step and backward is noted by lies in files, here no other place
+        needed += 2 * whole * sum(3 + len(step.backwards) for step in ranks[0].steps)
+    return whole, needed
 
 
 def in_memory(folder: str) -> bool:

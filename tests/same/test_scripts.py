@@ -276,6 +276,7 @@ def test_a_model_that_does_not_fit_into_one_process_is_told(monkeypatch):
     with monkeypatch.context() as patched:  # where notes lie in memory too, it does not suffice for two
         patched.setattr("shardlab.same.ranks.in_memory", lambda _: True)
         assert at_once(ranks) == 1
+        assert "needs about 4.4e-05 GB" in str(too_large(ranks))
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=19_000))
     assert at_once(ranks) == 0
     said = too_large(ranks)
