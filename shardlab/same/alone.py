@@ -8,7 +8,6 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from itertools import product
 from typing import Any
 
 import torch
@@ -20,12 +19,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines.any_engine import AnyEngine
+from shardlab.engines.plain_mode import nothing
 from shardlab.launch import RankPool
 from shardlab.recording.global_hooks import replaced
-from shardlab.same.capture import Capture, Enough
-from shardlab.same.notes import Backward, Known, Notes, Part, Step, by_name, kept, place_by_hand, whole
+from shardlab.same.capture import Capture
+from shardlab.same.notes import Backward, Known, Notes, Part, Step, kept
 from shardlab.same.pieces import Pieces, part_of
 from shardlab.same.rows import RowsAgain
+from shardlab.same.steps import Enough
+from shardlab.same.wholes import by_name, place_by_hand, whole
 
 
 class Alone(Capture):
@@ -117,22 +119,21 @@ def in_a_group_of_one() -> Iterator[None]:
     def group(plain: Callable[..., Any], ranks: list[int] | None = None, *args: Any, **kwargs: Any) -> Any:
         return plain(None if ranks is None else [0], *args, **kwargs)
 
-    def ours(plain: Callable[..., None], mesh: Mesh, axes: dict[str, int], **options: Any) -> None:
-        plain(mesh, dict.fromkeys(axes, 1), **options | {"ranks": None})
+    def ours(plain: Callable[..., None], made: Mesh, axes: dict[str, int], **options: Any) -> None:
+        plain(made, dict.fromkeys(axes, 1), **options | {"ranks": None})
 
-    def pool(plain: Callable[..., None], pool: RankPool, _: int, **options: Any) -> None:
-        plain(pool, 1, **options)
-
+    instead: list[tuple[Any, str, Callable[..., Any]]] = [
+        (Mesh, "__init__", ours),
+        (RankPool, "__init__", lambda plain, pool, _, **options: plain(pool, 1, **options)),
+        (FSDPModule, "set_requires_gradient_sync", nothing),  # so that each backward shows what it brings
+        *((owner, "init_device_mesh", mesh) for owner in (device_mesh, dist)),
+        *((owner, "new_group", group) for owner in (distributed_c10d, dist)),
+        *((owner, "save", _saved) for owner in (torch, checkpoint, state_dict_saver)),
+        *((owner, "async_save", _saved) for owner in (checkpoint, state_dict_saver)),
+    ]
     with contextlib.ExitStack() as stack:
-        for owners, names, instead in (
-            ((Mesh,), ("__init__",), ours), ((RankPool,), ("__init__",), pool), ((torch,), ("save",), _saved),
-            # So that each backward shows what it brings.
-            ((FSDPModule,), ("set_requires_gradient_sync",), lambda *_, **__: None),
-            ((device_mesh, dist), ("init_device_mesh",), mesh), ((distributed_c10d, dist), ("new_group",), group),
-            ((checkpoint, state_dict_saver), ("save", "async_save"), _saved),
-        ):  # fmt: skip
-            for owner, name in product(owners, names):
-                stack.enter_context(replaced(owner, name, instead))
+        for one in instead:
+            stack.enter_context(replaced(*one))
         yield
 
 

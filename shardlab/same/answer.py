@@ -6,11 +6,11 @@ from math import hypot, isclose, isnan
 
 import pandas as pd
 import torch
-from torch import Tensor
 
 from shardlab.same.causes import Line, causes, in_forward, named, short
 from shardlab.same.compare import Found, compare
-from shardlab.same.notes import Cleared, Notes, Step, UnlikeError, place_by_hand
+from shardlab.same.notes import Cleared, Notes, Step, UnlikeError, same_tensors
+from shardlab.same.wholes import place_by_hand
 
 SAME, DIFFERENT, UNKNOWN, LOST = "SAME", "DIFFERENT SINCE", "CANNOT BE SAID", "LOST"
 DEAD = "all gradients are 0 in one process too"
@@ -116,11 +116,9 @@ def _apart(ranks: Sequence[Notes]) -> list[Line]:
     trained = {name: [name in one.trainable for one in ranks] for name in shapes[0]}
     if frozen := [name for name, on in trained.items() if any(on) and not all(on)]:
         on = ", ".join(str(rank) for rank, trains in enumerate(trained[frozen[0]]) if not trains)
-        return [
-            (DIFFERENT, f"step 0, in the parameters that train: {frozen[0]} is frozen on rank {on} only"),
-            ("CAUSE", f"{len(frozen)} parameters train on some ranks, and are frozen on others"),
-            ("NEXT", "freeze on all ranks or on none"),
-        ]
+        since = f"step 0, in the parameters that train: {frozen[0]} is frozen on rank {on} only"
+        cause = f"{len(frozen)} parameters train on some ranks, and are frozen on others"
+        return [(DIFFERENT, since), ("CAUSE", cause), ("NEXT", "freeze on all ranks or on none")]
     return []
 
 
@@ -176,10 +174,8 @@ def _ratios(rows: Sequence) -> str:  # type: ignore[type-arg]
 
 def _other_losses(found: Found, ranks: Sequence[Notes], alone: Sequence[Notes], number: int, divided: bool) -> str:
     """Why rows or forwards were others in one process; empty if each loss there was the rank's, or a known share."""
-    theirs, own = (
-        torch.tensor([[each.loss for each in one.steps[number].backwards] for one in some]).double()
-        for some in (ranks, alone)
-    )
+    losses = [[[each.loss for each in one.steps[number].backwards] for one in some] for some in (ranks, alone)]
+    theirs, own = (torch.tensor(some, dtype=torch.float64) for some in losses)
     own = own[:, : theirs.shape[1]]
     known = found.unions[number]
     shares = torch.tensor([[known.weight(r, m) for m in range(own.shape[1])] for r in range(len(ranks))]).double()
@@ -251,11 +247,9 @@ def _notes(found: Found, ranks: Sequence[Notes], divided: bool) -> Iterator[Line
     is_mean_of_sums = not found.by_sum and any(one.is_summed for one in found.unions)
     unseen, uneven = not all(one.is_known for one in found.unions), any(one.uneven for one in found.unions)
     repeated = [] if divided else _repeated(ranks)
-    some = repeated.count(True)
     told = {
-        f"in {some} of {len(repeated)} forwards all ranks are given the same rows: do they draw by one seed?": 0
-        < some
-        < len(repeated),
+        f"in {repeated.count(True)} of {len(repeated)} forwards all ranks are given the same rows: do they draw by "
+        "one seed?": len({*repeated}) == 2,
         f"what is gathered at {lines} brings back no gradient, in one process neither": gathers and lines,
         f"{added}and the ranks' gradients are added: as one process does on all rows": found.by_sum,
         f"{added}of which ranks take the mean: one process on all rows has {len(ranks)} times it": is_mean_of_sums,
@@ -279,12 +273,9 @@ def _repeated(ranks: Sequence[Notes]) -> list[bool]:
     if any(one.caller == "dtensor" and one.backward < len(step.backwards) for step in steps for one in step.messages):
         return []  # those after the last backward are of the gradients' norm
     calls = [[call for step in one.steps for some in step.calls.values() for call in some] for one in ranks]
-    rows = [[given for call in one if (given := [one for one in call.given if one is not None])] for one in calls]
+    given = [[{at: one for at, one in enumerate(call.given) if one is not None} for call in some] for some in calls]
+    rows = [[one for one in some if one] for some in given]
     first, *others = rows
     if any(len(one) != len(first) for one in others):
         return []
-    return [all(_equal(one, other) for other in some) for one, *some in zip(first, *others, strict=True)]
-
-
-def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(some) == len(others) and all(map(torch.equal, some, others))
+    return [all(same_tensors(one, other) for other in some) for one, *some in zip(first, *others, strict=True)]

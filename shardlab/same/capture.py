@@ -7,12 +7,10 @@ goes on as before after it, so that noise that a module draws is the same in the
 """
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import clip_grad
@@ -27,26 +25,14 @@ from shardlab.engines import Engine
 from shardlab.engines.any_engine import AnyEngine
 from shardlab.recording.global_hooks import replaced
 from shardlab.recording.inferred_loop import scalars
-from shardlab.same.messages import Messages
-from shardlab.same.notes import Backward, Cleared, Counted, Known, Notes, Part, Step, kept
-from shardlab.same.pieces import Pieces, inside
+from shardlab.same.losses import counted, without_dropout
+from shardlab.same.notes import Backward, Counted, Known, Notes, kept
+from shardlab.same.pieces import Pieces
 from shardlab.same.rows import Rows, meets
-
-DROPOUTS = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout",
-            "scaled_dot_product_attention")  # fmt: skip
-LOSSES = (F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.binary_cross_entropy,
-          F.binary_cross_entropy_with_logits, F.kl_div, F.huber_loss)  # fmt: skip
-REDUCED = {torch.sum: False, Tensor.sum: False, torch.mean: True, Tensor.mean: True}  # whether by a mean
-MOST = 4  # times the limit, of an optimizer that steps more often than another
-_NUMBERS = (int, float, bool, str, type(None), tuple)
-_ATTENDS = F.scaled_dot_product_attention
+from shardlab.same.steps import Steps, copies
 
 
-class Enough(BaseException):
-    """All steps that were asked for have been noted; no script catches it by accident."""
-
-
-class Capture(TorchFunctionMode):
+class Capture(Steps, TorchFunctionMode):
     """One process of a script; as a mode of torch it is told of every function that is called.
 
     Args:
@@ -61,23 +47,13 @@ class Capture(TorchFunctionMode):
     """Whether gradients are noted as backward leaves them, with what each has brought."""
 
     def __init__(self, rows: Rows, notes: Notes, *, rank: int, limit: int, dropout: bool) -> None:
-        super().__init__()
-        self._rows, self.notes, self._rank, self._limit, self._dropout = rows, notes, rank, limit, dropout
-        self.pieces: list[Pieces] = []  # of each root
-        self.has_engines = False  # of ours, which show gradients at the step alone
-        self.names: dict[int, list[str]] = {}
-        self.step = Step()
-        self._optimizers: list[torch.optim.Optimizer] = []
+        TorchFunctionMode.__init__(self)
+        Steps.__init__(self, notes, limit)
+        self._rows, self._rank, self._dropout = rows, rank, dropout
         self._called = -1  # the root that was called last
         self._waits: nn.Module | None = None  # the module of a root whose buffers are to be noted in this step
         self._is_inside = self._is_on_the_way = self._is_in_backward = False
         self._counted: list[Counted] = []
-        self._held: dict[str, tuple[float, int, bool]] = {}  # norm, backward, whether another optimizer has stepped
-        self._clearing = ""  # line
-        self._stepping: list[torch.optim.Optimizer] = []
-        self.on_step: Callable[[], None] = lambda: None
-        """Called when a step, or a module's parameters, have been noted."""
-        self._messages = Messages(self._name_of, lambda: len(self.step.backwards))
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -90,16 +66,15 @@ class Capture(TorchFunctionMode):
                 (AnyEngine, "clip_grad_norm_", self._around_clip), (Engine, "backward", self._around_verb),
                 (FullyShardedDataParallel, "clip_grad_norm_", self._around_clip),
                 (nn.Module, "zero_grad", self._around_zero),
-                (torch.optim.Optimizer, "zero_grad", self._around_zero), (DataLoader, "__len__", self._around_length),
-                (DataLoader, "__iter__", self._around_iter), (_BaseDataLoaderIter, "__next__", self._around_next),
+                (torch.optim.Optimizer, "zero_grad", self._around_zero), (DataLoader, "__len__", self._rows.length),
+                (DataLoader, "__iter__", self._rows.begin), (_BaseDataLoaderIter, "__next__", self._rows.batch),
                 (torch.amp.GradScaler, "scale", self._around_scale),
             ):  # fmt: skip
                 stack.enter_context(replaced(owner, name, around))
-            for name in () if self._dropout else DROPOUTS:
-                stack.enter_context(replaced(F, name, _drops_nothing))
+            stack.enter_context(contextlib.nullcontext() if self._dropout else without_dropout())
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
-            stack.enter_context(self._messages)
+            stack.enter_context(self._messages.calls)
             stack.enter_context(self)
             yield
 
@@ -115,28 +90,14 @@ class Capture(TorchFunctionMode):
             key = getattr(function, "__name__", str(function)), line_of_caller()
             args, kwargs = self._rows.met(self.step, self._called, key, (args, kwargs))
         made = function(*args, **kwargs)
-        is_loss = torch.is_grad_enabled() and isinstance(made, Tensor) and made.requires_grad and made.numel() == 1
-        if is_loss and function in REDUCED and args[0].numel() > 1:
-            number = args[0].numel()
-            self._counted.append(Counted(number, float(made.detach()) * (number if REDUCED[function] else 1)))
-        elif is_loss and function in LOSSES:
-            self._counted += _counted(function, args, kwargs, made)
+        self._counted += counted(function, args, kwargs, made)
         return made
-
-    def refuse(self, why: str) -> NoReturn:
-        """End the script, which cannot be judged."""
-        self.notes.refused = why
-        raise Enough
 
     # What a single process does otherwise.
 
-    def pieces_of(self, root: nn.Module | AnyEngine, prefix: str) -> Pieces:
-        """What it holds, by names with this prefix."""
-        return Pieces(root, prefix)
-
     def begin(self, pieces: Pieces) -> None:
         """A root is called for the first time in this step."""
-        self.step.weights += _copies(pieces.weights())
+        self.step.weights += copies(pieces.weights())
 
     def begin_inside(self, pieces: Pieces) -> None:
         """So is its module, when DistributedDataParallel has sent the buffers."""
@@ -144,9 +105,6 @@ class Capture(TorchFunctionMode):
 
     def brought(self, backward: Backward, before: Known) -> None:
         """A backward has ended."""
-
-    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step."""
 
     # What is replaced.
 
@@ -204,11 +162,8 @@ class Capture(TorchFunctionMode):
         number = len(self.step.backwards)
         self.step.backwards.append(backward)
         if not self.has_engines:  # which keep gradients elsewhere
-            backward.grew_from = {name: norm for name, (norm, since, _) in self._held.items() if since < 0 < norm}
-        for part in self._gradients():
-            # What the loss of another optimizer brought before stays that.
-            is_of_another = part.name in self._held and self._held[part.name][2]
-            self._held[part.name] = float(part.value.norm()), number, is_of_another
+            backward.grew_from = self._held.kept()
+        self._held.brought(self._gradients(), number)
         self.brought(backward, before)
         return None
 
@@ -230,7 +185,7 @@ class Capture(TorchFunctionMode):
         return norm
 
     def _note_clip(self, max_norm: float, names: list[str]) -> None:
-        self.step.gradients = _copies(self._gradients())
+        self.step.gradients = copies(self._gradients())
         self.step.max_norm, self.step.clipped = float(max_norm), names
 
     def _look_at_clipped(self, before: Known) -> None:
@@ -254,142 +209,11 @@ class Capture(TorchFunctionMode):
         self._look_for_cleared()
         self._clearing = ""
 
-    def _around_length(self, plain: Callable[..., int], loader: DataLoader[Any]) -> int:
-        return self._rows.length(loader, plain(loader))
-
-    def _around_iter(self, plain: Callable[..., Any], loader: DataLoader[Any]) -> Any:
-        made = plain(loader)
-        if isinstance(made, _BaseDataLoaderIter):
-            made._shardlab_loader = loader  # type: ignore[attr-defined]
-        return made
-
-    def _around_next(self, plain: Callable[..., Any], iterator: Any) -> Any:
-        loader = getattr(iterator, "_shardlab_loader", None)
-        return plain(iterator) if loader is None else self._rows.batch(loader, lambda: plain(iterator))
-
     def _around_scale(self, plain: Callable[..., Any], scaler: torch.amp.GradScaler, outputs: Any) -> Any:
         if scaler.is_enabled():
             self.refuse("a GradScaler scales the loss and may skip steps; run the script without it, in float32")
         return plain(scaler, outputs)
 
-    # Steps.
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._stepping.append(optimizer)
-        if len(self._stepping) > 1:
-            return
-        step = self.step
-        if optimizer not in self._optimizers:
-            self._optimizers.append(optimizer)
-        step.optimizer = self._optimizers.index(optimizer)
-        step.line, self._clearing = line_of_caller(), ""
-        groups = optimizer.param_groups
-        step.names = [name for group in groups for one in group["params"] for name in self.names.get(id(one), [""])]
-        self._look_for_cleared()
-        step.stepped = _copies(self._gradients())
-        step.gradients = step.gradients or step.stepped  # or those from before they were clipped
-        step.options = [{key: one for key, one in group.items() if isinstance(one, _NUMBERS)} for group in groups]
-        step.messages = self._messages.taken()
-        every = (one for pieces in self.pieces for one in pieces.unreduced())
-        step.unreduced = {name: float(one.norm()) for name, one in every if name in step.names}
-        self.step_begins(optimizer)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        while self._stepping and self._stepping.pop() is not optimizer:
-            pass  # optimizers inside of this one whose step raised
-        if self._stepping:
-            return
-        for name, (norm, backward, _another) in list(self._held.items()):
-            if name in self.step.names:
-                self._held[name] = norm, -1, False  # stepped; if it stays, the next backward adds to it
-            elif backward >= 0:
-                self._held[name] = norm, backward, True
-        self.notes.steps.append(self.step)
-        self.step = Step()
-        self.on_step()
-
-    def _gradients(self) -> Iterator[Part]:
-        for pieces in self.pieces:
-            yield from pieces.gradients()
-
-    def _look_for_cleared(self) -> None:
-        """Gradients that backward has brought and that are gone, though nobody has stepped them."""
-        held = {name: known for name, known in self._held.items() if known[0] > 0}
-        if not held or self.has_engines:
-            return
-        now = {part.name: float(part.value.norm()) for part in self._gradients()}
-        for name, (norm, backward, is_of_another) in held.items():
-            if now.get(name, 0.0) > 0:
-                continue
-            if backward >= 0:
-                self.step.cleared.append(Cleared(name, norm, backward, self._clearing, is_of_another))
-            del self._held[name]
-
-    def _note_after(self, pieces: Pieces) -> None:
-        names, weights = {name for names in pieces.names.values() for name in names}, list[Part]()
-        for step in self.notes.steps:
-            if wanted := names & set(step.names) - {part.name for part in step.after}:
-                weights = weights or _copies(pieces.weights())
-                step.after += [part for part in weights if part.name in wanted]
-
-    def _end_if_enough(self) -> None:
-        counts = Counter(step.optimizer for step in self.notes.steps).values()
-        if counts and (min(counts) >= self._limit or max(counts) >= MOST * self._limit):
-            raise Enough
-
-    def _number(self, root: nn.Module | AnyEngine) -> int:
-        module = inside(root.module if isinstance(root, AnyEngine) else root)
-        known = [pieces.module for pieces in self.pieces]
-        if module in known:
-            return known.index(module)
-        try:
-            pieces = self.pieces_of(root, f"{len(known)}:" if known else "")
-        except ValueError as error:
-            self.refuse(str(error))
-        self.has_engines |= isinstance(root, AnyEngine)
-        self.pieces.append(pieces)
-        # Weights that two roots share keep the name of the first.
-        self.names = pieces.names | self.names
-        self.notes.trainable += [name for name in pieces.trainable if name not in self.notes.trainable]
-        self.notes.shapes |= {part.name: part.shape for part in pieces.weights()}
-        self.notes.tied += pieces.tied
-        self.on_step()
-        return len(known)
-
-    def _name_of(self, tensor: Tensor) -> tuple[str, ...]:
-        """The gradients, or parameters, that are in the memory of a message."""
-        storage = tensor.untyped_storage().data_ptr()
-        parts = (part for pieces in self.pieces for one in (pieces.gradients(), pieces.weights()) for part in one)
-        return tuple(dict.fromkeys(part.name for part in parts if part.value.untyped_storage().data_ptr() == storage))
-
-    def _note_dtypes(self, made: Any) -> None:
-        kinds = {torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)}
-        kinds |= {one.dtype for one in tensors_in(made)} & {torch.bfloat16, torch.float16}  # as FSDP2 may cast
-        kinds |= {part.value.dtype for pieces in self.pieces for part in pieces.weights()}
-        self.step.dtypes |= {str(kind).removeprefix("torch.") for kind in kinds}
-
 
 def _trains(root: nn.Module | AnyEngine) -> bool:
     return isinstance(root, AnyEngine) or any(param.requires_grad for param in root.parameters())
-
-
-def _copies(parts: Iterator[Part]) -> list[Part]:
-    return [part._replace(value=kept(part.value)) for part in parts]
-
-
-def _drops_nothing(plain: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    if plain is not _ATTENDS:
-        return plain(args[0] if args else kwargs["input"], training=False)
-    args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-    return plain(*args, **{key: one for key, one in kwargs.items() if key != "dropout_p"})
-
-
-def _counted(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Tensor) -> list[Counted]:
-    """How many rows or tokens a loss is of, and their sum."""
-    reduction, target = kwargs.get("reduction", "mean"), args[1] if len(args) > 1 else kwargs["target"]
-    number = target.numel()
-    if function in (F.cross_entropy, F.nll_loss) and not target.is_floating_point():
-        number = int((target != kwargs.get("ignore_index", -100)).sum())
-    if reduction not in ("mean", "sum") or kwargs.get("weight") is not None:
-        return []
-    return [Counted(number, float(made.detach()) * (number if reduction == "mean" else 1))]

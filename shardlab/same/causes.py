@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import hypot, isclose
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +10,9 @@ from torch import Tensor
 from shardlab.same.coefficients import CLOSE, Mixture, mixture
 from shardlab.same.compare import REDUCES, Found, Row
 from shardlab.same.meanings import listed, meaning
-from shardlab.same.notes import Message, Notes, Step, wholes
+from shardlab.same.notes import Message, Notes, Step
 from shardlab.same.union import Gradient
+from shardlab.same.wholes import wholes
 
 LISTED = 3
 _CALLERS = {"ddp": "DDP", "autograd": "DDP", "fsdp": "FSDP"}  # C++ in a backward is DDP
@@ -21,12 +21,8 @@ _OPTIONS = "give the optimizers of all ranks the same options"
 Line = tuple[str, str]
 
 
-class Cause(NamedTuple):
-    """Where a difference comes from, the line of the script, and what to do."""
-
-    reason: str
-    where: str
-    advice: str
+Cause = tuple[str, str, str]
+"""Where a difference comes from, the line of the script, and what to do."""
 
 
 def causes(found: Found, ranks: Sequence[Notes]) -> list[Line]:
@@ -79,7 +75,7 @@ def _of_what_differs_before(_: Found, ranks: Sequence[Notes], rows: Sequence[Row
         advice = "step all parameters on every rank, or send each rank what their owners have stepped"
     who, when = listed(sorted({row.rank for row in rows})), f"step {step}" if step else "the first step"
     reason = f"{kind}: {_some(_names(rows))} of rank {who} are not rank 0's before {when}"
-    return [Cause(reason, f"the first forward of step {step}", advice)]
+    return [(reason, f"the first forward of step {step}", advice)]
 
 
 def _of_norm(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> list[Cause]:
@@ -99,7 +95,7 @@ def _of_norm(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> list[
         reason = f"the norm of its own pieces: rank {row.rank} clips to {used:.4g}, and all of them have {norm:.4g}"
     elif row.what == "clipping":
         reason = f"clipping scales by {row.ratio:.4g} times what the norm of all gradients, {norm:.4g}, asks for"
-    return [Cause(reason, f"before the step at {short(step.line)}", advice)]
+    return [(reason, f"before the step at {short(step.line)}", advice)]
 
 
 def _options_apart(ranks: Sequence[Notes], step: int) -> str:
@@ -122,7 +118,7 @@ def _of_update(_: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> list[Ca
     elif all(row.ratio < 1e-3 for row in rows):
         reason = f"stale weights: {_some(_names(rows))} of rank {listed(on)} are after the step what they were before"
         advice = "step these parameters on that rank, or send it what their owner has stepped"
-    return [Cause(reason, f"after the step at {short(ranks[on[0]].steps[rows[0].step].line)}", advice)]
+    return [(reason, f"after the step at {short(ranks[on[0]].steps[rows[0].step].line)}", advice)]
 
 
 # Gradients.
@@ -145,9 +141,9 @@ def _of_gradients(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> 
         elif not mixed.explains and (times := _of_step_before(found, step, names, on)):
             reason = f"what the step before brought is still in them, {times:.3g} times"
             where = _where(ranks, step, on, names, messages)
-            return [Cause(reason, where, "clear what gradients are added up in, after each step")]
+            return [(reason, where, "clear what gradients are added up in, after each step")]
         only = "" if len(group) == len(names) else f" ({_some(group)})"
-        said.append(Cause(reason + only, _where(ranks, step, on, group, messages), advice))
+        said.append((reason + only, _where(ranks, step, on, group, messages), advice))
     return said
 
 
@@ -158,10 +154,10 @@ def _clipped_apart(found: Found, ranks: Sequence[Notes], step: int) -> list[Caus
     is_clipped = any(one.clipped for one in noted)
     if is_clipped and not _agree(found.ours[step]) and _agree(wholes([one.stepped for one in noted])):
         reason = "clipped before they are reduced: each rank scales its own gradient by the norm of that alone"
-        return [Cause(reason, where, "reduce gradients first, then clip")]
+        return [(reason, where, "reduce gradients first, then clip")]
     if found.clips_by_hand and (norm := _own_norm(noted, found.unions[step].gradient)):
         reason = f"the norm of its own pieces: every rank scales these to a norm of {norm:.4g}"
-        return [Cause(reason, where, _SQUARES)]
+        return [(reason, where, _SQUARES)]
     return []
 
 
@@ -169,13 +165,16 @@ def _divided_apart(found: Found, ranks: Sequence[Notes], step: int, names: Seque
     """What goes wrong with parameters that ranks divide; empty if it is something else."""
     parts = [part for one in ranks for part in one.steps[step].weights]
     places = {name: [part.place for part in parts if part.name == name] for name in names}
-    for one in (message for noted in ranks for message in noted.steps[step].messages if message.op in REDUCES):
-        for name in one.names:
-            known = places.get(name, [])
-            if len(known) == len(ranks) and len({known[rank] for rank in one.ranks}) > 1:
-                reason = f"unlike pieces are added up: ranks {listed(one.ranks)} hold different pieces of {name}"
-                advice = "reduce over the ranks that hold the same piece, and not over the others"
-                return [Cause(reason, _where(ranks, step, one.ranks[0], [name], [one]), advice)]
+    sent = [one for noted in ranks for one in noted.steps[step].messages if one.op in REDUCES]
+    added = [(name, one.ranks, [one]) for one in sent for name in {*one.names} & places.keys()
+             if len(places[name]) == len(ranks) and len({places[name][rank] for rank in one.ranks}) > 1]  # fmt: skip
+    added += [
+        (name, by, in_forward(ranks[by[0]].steps[step])) for name in names if (by := _adds_up(found, ranks, step, name))
+    ]
+    for name, by, messages in added:
+        reason = f"unlike pieces are added up: ranks {listed(by)} hold different pieces of {name}"
+        advice = "reduce over the ranks that hold the same piece, and not over the others"
+        return [(reason, _where(ranks, step, by[0], [name], messages), advice)]
     twins, apart = found.unions[step].twins, list[str]()
     for name, views in found.ours[step].items():
         if name in names and len({*places[name]}) == 1:
@@ -186,7 +185,24 @@ def _divided_apart(found: Found, ranks: Sequence[Notes], step: int, names: Seque
     reason = f"ranks that divide parameters have different gradients of {_some(apart)}: each a part, not added up"
     advice = "add up the gradient of the input over the ranks that divide a layer, in its backward (Megatron's f), "
     advice += "and gradients of parameters that each of them uses on a part of the sequence"
-    return [Cause(reason, _where(ranks, step, 0, apart, []), advice)]
+    return [(reason, _where(ranks, step, 0, apart, []), advice)]
+
+
+def _adds_up(found: Found, ranks: Sequence[Notes], step: int, name: str) -> tuple[int, ...]:
+    """Ranks whose pieces of the right gradient, added up, are what each has; none if it is something else.
+
+    What a hook of a tensor sends lies in no gradient's memory, and no message has its name.
+    """
+    parts = {part.place: (rank, part) for rank, one in enumerate(ranks) for part in one.steps[step].gradients
+             if part.name == name and not part.is_flat}  # fmt: skip
+    every, right = [part for _, part in parts.values()], found.unions[step].gradient.get(name)
+    if right is None or len(every) < 2 or len({part.value.shape for part in every}) > 1:
+        return ()
+    total = torch.stack([part.of(right) for part in every]).sum(0)
+    scales = [scale * total for scale in (1.0, 1 / len(every), 1 / len(ranks))]
+    mine = [part.value.to(total.dtype) for part in every]
+    is_sum = any(all(float((one - scaled).norm()) < CLOSE * float(scaled.norm()) for one in mine) for scaled in scales)
+    return tuple(sorted(rank for rank, _ in parts.values())) if is_sum else ()
 
 
 def _agree(views: dict[str, list[Tensor | None]]) -> bool:

@@ -6,7 +6,8 @@ these with other coefficients: 1 in place of 1/N where the mean is missing, 0 wh
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
+from functools import partial
+from math import isclose, sqrt
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from shardlab.same.union import Gradient, Union
 
 CLOSE = 0.02  # coefficients are numbers of ranks and micro-batches, or 0
+near = partial(isclose, rel_tol=CLOSE)
 
 
 @dataclass(frozen=True)
@@ -70,16 +72,16 @@ def mixture(ours: dict[str, Tensor], expected: Union, names: Sequence[str]) -> M
     return replace(together, of={key: together.of[key[0], 0] for key in mixed.of if (key[0], 0) in together.of})
 
 
+def flat(gradient: Gradient, names: Sequence[str]) -> Tensor:
+    """Of these parameters in a row."""
+    return torch.cat([gradient[name].double().reshape(-1) for name in names])
+
+
 def _mixture(ours: dict[str, Tensor], expected: Union, names: Sequence[str]) -> Mixture:
     keys = list(expected.brought)
-    columns = [
-        torch.cat([
-            expected.brought[key].get(name, torch.zeros_like(ours[name])).double().reshape(-1)
-            for name in names
-        ])
-        for key in keys
-    ]  # fmt: skip
-    mine = torch.cat([ours[name].double().reshape(-1) for name in names])
+    zeros = {name: torch.zeros_like(ours[name]) for name in names}
+    columns = [flat(zeros | expected.brought[key], names) for key in keys]
+    mine = flat(ours, names)
     sizes = [float(column.norm()) for column in columns]
     used = [number for number, size in enumerate(sizes) if size > 0]
     if not used:
@@ -87,9 +89,8 @@ def _mixture(ours: dict[str, Tensor], expected: Union, names: Sequence[str]) -> 
     scaled = torch.stack([columns[number] / sizes[number] for number in used], dim=1)
     solved = torch.linalg.lstsq(scaled, mine, rcond=1e-4, driver="gelsd")
     away = float((scaled @ solved.solution - mine).norm())
-    norm = sqrt(
-        max(float(mine.square().sum()), sum((sizes[number] * expected.share(*keys[number])) ** 2 for number in used))
-    )
+    right = sum((sizes[number] * expected.share(*keys[number])) ** 2 for number in used)
+    norm = sqrt(max(float(mine.square().sum()), right))
     found = {keys[number]: float(solved.solution[place]) / sizes[number] / expected.share(*keys[number])
              for place, number in enumerate(used)}  # fmt: skip
     return Mixture(found, away / norm if norm else 1.0, int(solved.rank) == len(used))

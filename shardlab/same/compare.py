@@ -9,8 +9,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from shardlab.same.notes import Notes, Step, UnlikeError, wholes
+from shardlab.same.notes import Notes, Step, UnlikeError
 from shardlab.same.union import Gradient, Union, union
+from shardlab.same.wholes import wholes
 
 WHAT = ("weights before", "gradient", "norm", "clipping", "weights after", "buffer")
 

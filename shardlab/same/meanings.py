@@ -18,9 +18,8 @@ What two of these would show alike is said as the two.
 """
 
 from collections.abc import Sequence
-from math import isclose
 
-from shardlab.same.coefficients import Mixture
+from shardlab.same.coefficients import Mixture, near
 from shardlab.same.union import Union
 
 Said = tuple[str, str]  # what coefficients mean, and what to do
@@ -31,43 +30,33 @@ def meaning(
 ) -> Said:
     """What coefficients mean, and what to do."""
     twin, num_unlike = expected.twins[rank], len({*expected.twins})
-    own = [key for key in mixed.of if key[0] == twin]
-    others = [key for key in mixed.of if key[0] != twin]
     if not mixed.explains:
-        words = (
-            f"no sum of the ranks' gradients explains them ({mixed.residual:.0%} is left): other rows, other weights, "
-        )
+        words = f"no sum of the ranks' gradients explains them ({mixed.residual:.0%} is left): other rows, other "
         advice = "look at what changes gradients between backward and step; run with --float64 to rule out rounding"
-        return f"{words}or values that were changed one by one", advice
+        return f"{words}weights, or values that were changed one by one", advice
     if mixed.all_near(0.0):
         return "no gradient arrives: it is 0 or None at the step", "look where gradients are cleared, or detached"
-    if expected.is_counted and all(
-        isclose(one * expected.share(*key), expected.twins.count(key[0]) / num_ranks, rel_tol=0.02)
-        for key, one in mixed.of.items()
-    ):
+    share = {key: expected.twins.count(key[0]) / num_ranks for key in mixed.of}
+    if expected.is_counted and all(near(one * expected.share(*key), share[key]) for key, one in mixed.of.items()):
         shares = ", ".join(f"{one:.3g}" for one in expected.weights)
         words = f"a mean of means: every rank's mean weighs the same, and ranks have {shares} of the rows or tokens"
         return words, "sum over rows on each rank, and divide by the number of all ranks' rows, reduced over the ranks"
-    common = mixed.common()
-    if common is not None and times_sent > 1 and isclose(common, num_ranks ** (times_sent - 1), rel_tol=0.02):
-        return f"times {common:.4g}: reduced {times_sent} times", "reduce each gradient once, a tied one too"
-    if common is not None and expected.is_undivided and isclose(common, 1 / num_ranks, rel_tol=0.02):
-        words = f"times {common:.4g}: losses are not divided by the micro-batches, of which one process has "
-        return f"{words}{num_ranks} times as many", "divide each loss by the number of micro-batches in its step"
-    if common is not None:
+    if (common := mixed.common()) is not None:
+        if times_sent > 1 and near(common, num_ranks ** (times_sent - 1)):
+            return f"times {common:.4g}: reduced {times_sent} times", "reduce each gradient once, a tied one too"
+        if expected.is_undivided and near(common, 1 / num_ranks):
+            words = f"times {common:.4g}: losses are not divided by the micro-batches, of which one process has "
+            return f"{words}{num_ranks} times as many", "divide each loss by the number of micro-batches in its step"
         return _factor_said(common, num_ranks, expected.micro_batches, sizes)
     if not mixed.is_unique:
-        words = (
-            "the ranks' gradients are too alike to be told apart: ranks have the same rows, or rows that differ little"
-        )
-        return words, "give each rank rows of its own"
-    if others and mixed.all_near(0.0, others) and (kept := mixed.common(own)) is not None:
-        scaled = "undivided" if isclose(kept, num_unlike, rel_tol=0.02) else f"times {kept / num_unlike:.3g}"
-        return (
-            f"not reduced: rank {rank} steps the gradient of its own rows alone, {scaled}",
-            "reduce these gradients over the ranks before the step: the last backward outside no_sync(), and the "
-            "wrapped model called, not the module inside",
-        )
+        words = "the ranks' gradients are too alike to be told apart: ranks have the same rows, or rows that differ"
+        return f"{words} little", "give each rank rows of its own"
+    others = [key for key in mixed.of if key[0] != twin]
+    if mixed.all_near(0.0, others) and (kept := mixed.common(mixed.of.keys() - others)) is not None:
+        scaled = "undivided" if near(kept, num_unlike) else f"times {kept / num_unlike:.3g}"
+        advice = "reduce these gradients over the ranks before the step: the last backward outside no_sync(), and the "
+        advice += "wrapped model called, not the module inside"
+        return f"not reduced: rank {rank} steps the gradient of its own rows alone, {scaled}", advice
     return _micro_batches_said(mixed, twin, num_unlike) or _ranks_said(mixed, num_ranks)
 
 
@@ -79,21 +68,14 @@ def _micro_batches_said(mixed: Mixture, rank: int, num_ranks: int) -> Said | Non
     alone = {micro for micro, keys in of.items() if mixed.all_near(0.0, [key for key in keys if key[0] != rank])} - lost
     kept = mixed.common([key for key in mixed.of if key[1] not in lost])
     if lost and kept is not None:
-        words = "" if isclose(kept, 1.0, rel_tol=0.02) else f", times {kept:.3g}"
-        return (
-            f"only {_micro_batches(of.keys() - lost, last)} left{words}: what the others brought is lost",
-            "clear gradients once a step, and not before each backward",
-        )
+        words = f"only {_micro_batches(of.keys() - lost, last)} left{'' if near(kept, 1.0) else f', times {kept:.3g}'}"
+        return f"{words}: what the others brought is lost", "clear gradients once a step, and not before each backward"
     if alone and len(alone) <= last:
-        return (
-            f"only {_micro_batches(of.keys() - alone - lost, last)} reduced: of the others, rank {rank} has "
-            "its own alone",
-            "reduce what has been accumulated, once, after the last micro-batch; leave no_sync() before its forward",
-        )
-    if last and all(
-        isclose(one, mixed.of.get((key[0], last), 0.0) * num_ranks ** (last - key[1]), rel_tol=0.05)
-        for key, one in mixed.of.items()
-    ):
+        words = f"only {_micro_batches(of.keys() - alone - lost, last)} reduced: of the others, rank {rank} has "
+        advice = "reduce what has been accumulated, once, after the last micro-batch; leave no_sync() before its "
+        return f"{words}its own alone", f"{advice}forward"
+    again = {key: mixed.of.get((key[0], last), 0.0) * num_ranks ** (last - key[1]) for key in mixed.of}
+    if last and all(abs(one - again[key]) <= 0.05 * abs(again[key]) for key, one in mixed.of.items()):
         words = f"reduced again in every micro-batch: the first one counts {num_ranks}^{last} times"
         return words, "reduce once a step, after the last micro-batch"
     return None
@@ -112,12 +94,10 @@ def _ranks_said(mixed: Mixture, num_ranks: int) -> Said:
     of = {rank: [key for key in mixed.of if key[0] == rank] for rank in range(num_ranks)}
     if missing := [rank for rank, keys in of.items() if mixed.all_near(0.0, keys)]:
         kept = mixed.common([key for key in mixed.of if key[0] not in missing])
-        others_count = "" if kept is None else f", the others count {kept:.3g} times"
-        return (
-            f"the rows of rank {listed(missing)} are missing{others_count}: "
-            "the message goes over a part of the ranks, or that rank sends zeros",
-            "reduce over the group of all ranks that have rows of their own",
-        )
+        words = f"the rows of rank {listed(missing)} are missing"
+        words += "" if kept is None else f", the others count {kept:.3g} times"
+        advice = "reduce over the group of all ranks that have rows of their own"
+        return f"{words}: the message goes over a part of the ranks, or that rank sends zeros", advice
     counts = ", ".join(f"rank {key[0]} micro-batch {key[1]}: {one:.3g}" for key, one in list(mixed.of.items())[:6])
     return f"rows count otherwise than once: {counts}", "compare with what each line before the step multiplies by"
 
@@ -135,7 +115,7 @@ def _factor_said(factor: float, num_ranks: int, micro_batches: int, sizes: Seque
         known.append((size, f"not averaged over an axis of {size} ranks", "divide by its size, too"))
         which = f"averaged over an axis of {size} ranks over which it should not be"
         known.append((1 / size, which, "divide without it"))
-    said = [one[1:] for one in known if one[0] != 1 and isclose(factor, one[0], rel_tol=0.02)]
+    said = [one[1:] for one in known if one[0] != 1 and near(factor, one[0])]
     if not said:
         return f"times {factor:.4g}, all alike", "look what the loss or the gradient is multiplied by"
     return f"times {factor:.4g}: " + ", or ".join(one for one, _ in said), "; or ".join(one for _, one in said)

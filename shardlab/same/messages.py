@@ -13,7 +13,7 @@ from shardlab.vocabulary import Collective
 
 
 class Messages(Observer):
-    """Notes messages while it is entered.
+    """Notes messages.
 
     Args:
         names_of: the parameters or gradients that lie in a tensor's memory.
@@ -25,21 +25,13 @@ class Messages(Observer):
         self._names: tuple[str, ...] = ()
         self._caller = ""
         self._found: list[Message] = []
-        self._calls = TorchCalls(self, self._tag)
-
-    def __enter__(self) -> "Messages":
-        """Begin to listen."""
-        self._calls.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Listen no more."""
-        self._calls.__exit__()
+        self.calls = TorchCalls(self, self._tag)
+        """Messages are noted while this is entered."""
 
     def taken(self) -> list[Message]:
         """Those since the last call."""
-        self._calls.end_waits()
-        self._calls.forget_ended()
+        self.calls.end_waits()
+        self.calls.forget_ended()
         found, self._found = self._found, []
         return found
 

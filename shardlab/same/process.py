@@ -17,9 +17,10 @@ from torch import save  # a process alone saves nothing else
 from shardlab.launch.worker import end_with
 from shardlab.recording.record import as_main
 from shardlab.same.alone import Alone, in_a_group_of_one
-from shardlab.same.capture import Capture, Enough
+from shardlab.same.capture import Capture
 from shardlab.same.notes import Notes
 from shardlab.same.rows import Rows, RowsAgain, joined
+from shardlab.same.steps import Enough
 
 RANK, ALONE, TOGETHER = "rank", "alone", "together"  # the last one with the rows of all ranks at once
 LEFT = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "Socket closed")
@@ -90,19 +91,18 @@ def run(job: Job, folder: Path, kind: str, number: int) -> Notes:
         number: the rank; of a process with all rows at once the dim along which these are put together.
     """
     notes = Notes()
-    capture: Capture
     with contextlib.ExitStack() as stack:
         if kind == RANK:
             rows = Rows(notes, float64=job.float64)
             capture = Capture(rows, notes, rank=number, limit=job.limit, dropout=job.dropout)
+            # Also in between: what a rank has done stays known, where it waits for others without end.
+            capture.on_step = lambda: write(_without_tensors(notes), folder, kind, number)
         else:
             ranks, rank = read(folder, RANK, range(job.ranks)), number if kind == ALONE else 0
             of = ranks if kind == ALONE else [joined(ranks, number)]
             again = RowsAgain(notes, float64=job.float64, ranks=of, rank=rank)
             capture = Alone(again, notes, ranks, rank=rank, limit=job.limit, dropout=job.dropout)
             stack.enter_context(in_a_group_of_one())
-        if kind == RANK:  # also in between: what a rank has done stays known, where it waits for others without end
-            capture.on_step = lambda: write(_without_tensors(notes), folder, kind, number)
         import torch._dynamo  # the forkserver has; a second of CPU for the process that compares
 
         torch._dynamo.config.disable = True  # what is compiled is not seen, and rounds otherwise

@@ -25,6 +25,8 @@ from shardlab.same.process import ALONE, RANK, TOGETHER, Job, main, read, run, w
 
 GRACE_S = 20.0  # for the others, when a rank has ended
 POLL_S = 0.05
+FULL = ("out of memory", "t allocate memory", "MemoryError", "exit code -9")
+"""What a process says that memory has not sufficed for, or is said of it when the system has ended it."""
 
 
 def judged(job: Job, limit_s: float) -> Answer:
@@ -65,11 +67,13 @@ def _judged(job: Job, folder: Path, limit_s: float) -> Answer:
     if (said := early(ranks)) is not None:
         return said
     together = at_once(ranks)
-    if isinstance(together, Answer):
-        return together
-    for first in range(0, job.ranks, together):
+    for first in range(0, job.ranks, together) if together else ():
         _run(job, folder, ALONE, range(first, min(first + together, job.ranks)), limit_s)
-    said = answer(ranks, read(folder, ALONE, range(job.ranks)))
+    alone = read(folder, ALONE, range(job.ranks))
+    full = [one.error for one in alone if any(words in one.error for words in FULL)]
+    if full or not together:
+        return too_large(ranks, *full[:1])
+    said = answer(ranks, alone)
     sends = any(in_forward(step) for one in ranks for step in one.steps)
     for dim in (0, 1) if said.word == UNKNOWN and sends else ():
         _run(job, folder, TOGETHER, [dim], limit_s)
@@ -79,19 +83,16 @@ def _judged(job: Job, folder: Path, limit_s: float) -> Answer:
     return said
 
 
-def at_once(ranks: Sequence[Notes]) -> int | Answer:
-    """How many processes alone fit into memory; if none does, that."""
-    steps = ranks[0].steps
-    parts = {part.name: part for one in ranks for step in one.steps[:1] for part in step.weights}
-    whole = sum(prod(part.shape) * part.value.element_size() for part in parts.values())
-    needed = 5 * whole  # weights, gradients, twice as much of the optimizer, the gradient before a backward
-    if in_memory(tempfile.gettempdir()):  # what each step and backward is noted by lies in files, here no other place
-        needed += 2 * whole * sum(3 + len(step.backwards) for step in steps)
-    free = psutil.virtual_memory().available
-    if needed <= free:
-        return max(1, min(len(ranks), free // max(needed, 1)))
-    why = f"one process with all {whole / 1e9:.3g} GB of parameters needs about {needed / 1e9:.3g} GB to be compared, "
-    note = "ranks agree with one another in weights, in what they step, and in buffers"
+def at_once(ranks: Sequence[Notes]) -> int:
+    """How many processes alone fit into memory; 0 if none does."""
+    return min(len(ranks), psutil.virtual_memory().available // max(_bytes(ranks)[1], 1))
+
+
+def too_large(ranks: Sequence[Notes], why: str = "") -> Answer:
+    """One process does not fit into memory, or has ended for that reason: what ranks have alike is compared."""
+    (whole, needed), note = _bytes(ranks), "ranks agree with one another in weights, in what they step, and in buffers"
+    why = why or f"{psutil.virtual_memory().available / 1e9:.3g} GB are free"
+    why = f"one process with all {whole / 1e9:.3g} GB of parameters needs about {needed / 1e9:.3g} GB, and {why}"
     try:
         found = among(ranks)
     except UnlikeError as error:
@@ -99,9 +100,21 @@ def at_once(ranks: Sequence[Notes]) -> int | Answer:
     if rows := found.different:
         note = f"step {rows[0].step}: {rows[0].what} of {named(rows, found, ranks)} differ between ranks, which is "
         note += "right where they divide these parameters by hand"
-    advice = "take fewer or smaller layers of the same kind; or one axis at a time, of so many ranks"
-    lines = [(UNKNOWN, f"{why}and {free / 1e9:.3g} GB are free"), ("NEXT", advice), ("NOTE", note)]
-    return Answer(lines, found.table)
+    advice = (
+        "take fewer or smaller layers of the same kind, in which a mistake stays the same; and one axis at a time: "
+    )
+    advice += "--ranks 2, with 2 ranks on that axis and 1 on each other"
+    return Answer([(UNKNOWN, why), ("NEXT", advice), ("NOTE", note)], found.table)
+
+
+def _bytes(ranks: Sequence[Notes]) -> tuple[int, int]:
+    """All parameters, and what a process with them may need."""
+    parts = {part.name: part for one in ranks for step in one.steps[:1] for part in step.weights}
+    whole = sum(prod(part.shape) * part.value.element_size() for part in parts.values())
+    needed = 5 * whole  # weights, gradients, twice as much of the optimizer, the gradient before a backward
+    if in_memory(tempfile.gettempdir()):  # what each step and backward is noted by lies in files, here no other place
+        needed += 2 * whole * sum(3 + len(step.backwards) for step in ranks[0].steps)
+    return whole, needed
 
 
 def in_memory(folder: str) -> bool:

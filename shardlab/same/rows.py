@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from shardlab.comm.trees import map_tensors, tensors_in
 from shardlab.same.notes import Call, Notes, Step, UnlikeError
@@ -30,8 +31,20 @@ class Rows:
         self._notes, self._float64 = notes, float64
         self._loaders: dict[int, DataLoader[Any]] = {}  # kept, so that no other gets its identity
 
-    def batch(self, loader: DataLoader[Any], fetch: Callable[[], Any]) -> Any:
+    def begin(self, plain: Callable[..., Any], loader: DataLoader[Any]) -> Any:
+        """Begin to read a loader: what it gives next is known to come from it."""
+        made = plain(loader)
+        if isinstance(made, _BaseDataLoaderIter):
+            made._shardlab_loader = loader  # type: ignore[attr-defined]
+        return made
+
+    def batch(self, plain: Callable[..., Any], iterator: Any) -> Any:
         """What a loader gives next; StopIteration if it gives none."""
+        loader = getattr(iterator, "_shardlab_loader", None)
+        return plain(iterator) if loader is None else self.next_of(loader, lambda: plain(iterator))
+
+    def next_of(self, loader: DataLoader[Any], fetch: Callable[[], Any]) -> Any:
+        """The same of a loader."""
         batches = self._notes.batches[self._number(loader)]
         try:
             given = map_tensors(self._cast, fetch())
@@ -41,9 +54,9 @@ class Rows:
         batches.append(map_tensors(lambda one: one.detach().clone(), given))
         return given
 
-    def length(self, loader: DataLoader[Any], plain: int) -> int:
+    def length(self, plain: Callable[..., int], loader: DataLoader[Any]) -> int:
         """How many batches a loader says to have."""
-        return self._notes.lengths.setdefault(self._number(loader), plain)
+        return self._notes.lengths.setdefault(self._number(loader), plain(loader))
 
     def given(self, step: Step, root: int, value: Any) -> Any:
         """What a module that trains is given."""
@@ -90,21 +103,21 @@ class RowsAgain(Rows):
         self._call = Call()
         self._instead: dict[int, tuple[Tensor, Tensor]] = {}  # by identity: what was given, and what in its place
 
-    def batch(self, loader: DataLoader[Any], fetch: Callable[[], Any]) -> Any:
+    def next_of(self, loader: DataLoader[Any], fetch: Callable[[], Any]) -> Any:
         """As the base, of the rank."""
         number = self._number(loader)
         taken = self._notes.batches[number]
         noted = self._ranks[self._rank].batches
         if number >= len(noted) or len(taken) >= len(noted[number]):
-            return super().batch(loader, fetch)
+            return super().next_of(loader, fetch)
         taken.append(noted[number][len(taken)])
         if isinstance(taken[-1], str) and taken[-1] == _ENDED:
             raise StopIteration
         return map_tensors(torch.clone, taken[-1])
 
-    def length(self, loader: DataLoader[Any], plain: int) -> int:
+    def length(self, plain: Callable[..., int], loader: DataLoader[Any]) -> int:
         """As the base, of the rank."""
-        return self._ranks[self._rank].lengths.get(self._number(loader), plain)
+        return self._ranks[self._rank].lengths.get(self._number(loader)) or plain(loader)
 
     def given(self, step: Step, root: int, value: Any) -> Any:
         """As the base, of the rank."""

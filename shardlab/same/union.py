@@ -13,7 +13,8 @@ from math import isclose
 import torch
 from torch import Tensor
 
-from shardlab.same.notes import Notes, Part, Step, UnlikeError, wholes
+from shardlab.same.notes import Notes, Part, Step, UnlikeError, same_tensors
+from shardlab.same.wholes import wholes
 
 EQUAL = 1e-6
 Gradient = dict[str, Tensor]
@@ -71,9 +72,8 @@ def union(ranks: Sequence[Notes], alone: Sequence[Notes], step: int) -> Union:
         return _in_turn(own[0], of_a_rank[0], len(ranks))
     if [len(one.backwards) for one in own] != of_a_rank:
         ours, others = (", ".join(str(len(one.backwards)) for one in some) for some in (theirs, own))
-        raise UnlikeError(
-            f"step {step} has {ours} backwards on the ranks and {others} in one process, on the same rows"
-        )
+        why = f"step {step} has {ours} backwards on the ranks and {others} in one process, on the same rows"
+        raise UnlikeError(why)
     ratios = [_ratios(one) for one in own]
     known = [one for some in ratios for one in some]
     uneven = any(not isclose(a, b, rel_tol=EQUAL) for some in ratios for a, b in pairwise(some))
@@ -104,9 +104,7 @@ def _in_turn(one: Step, micro_batches: int, num_ranks: int) -> Union:
     }
     weights = [1 / num_ranks] * num_ranks
     counted = [(backward.loss, each) for backward in one.backwards for each in backward.counted]
-    is_undivided = bool(counted) and all(
-        isclose(loss * each.number, each.summed, rel_tol=EQUAL) for loss, each in counted
-    )
+    is_undivided = bool(counted) and all(isclose(at * one.number, one.summed, rel_tol=EQUAL) for at, one in counted)
     gradient, twins = _weighted([_gradient(one.gradients)], [1.0]), list(range(num_ranks))
     return Union(gradient, micro_batches, weights, brought, twins, is_undivided=is_undivided)
 
@@ -154,15 +152,10 @@ def _brought(own: Sequence[Step]) -> dict[tuple[int, int], Gradient]:
 
 
 def _twins(brought: dict[tuple[int, int], Gradient], num_ranks: int) -> list[int]:
-    of_rank = [[gradient for key, gradient in brought.items() if key[0] == rank] for rank in range(num_ranks)]
-    return [next(one for one in range(rank + 1) if _equal(of_rank[one], of_rank[rank])) for rank in range(num_ranks)]
-
-
-def _equal(some: list[Gradient], others: list[Gradient]) -> bool:
-    both = zip(some, others, strict=False)
-    return len(some) == len(others) and all(
-        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in both
-    )
+    of: list[dict[tuple[int, str], Tensor]] = [{} for _ in range(num_ranks)]
+    for (rank, micro), gradient in brought.items():
+        of[rank] |= {(micro, name): value for name, value in gradient.items()}
+    return [next(one for one in range(num_ranks) if same_tensors(of[one], own)) for own in of]
 
 
 def _weighted(parts: Sequence[Gradient], weights: Sequence[float]) -> Gradient:

@@ -9,11 +9,12 @@ from shardlab.launch import RankError
 from shardlab.recording.global_hooks import replaced
 from shardlab.same import watch
 from shardlab.same.answer import answer
-from shardlab.same.capture import _drops_nothing
 from shardlab.same.coefficients import mixture
+from shardlab.same.losses import drops_nothing
 from shardlab.same.meanings import meaning
-from shardlab.same.notes import Backward, Cleared, Counted, Notes, Part, Step, UnlikeError, wholes
+from shardlab.same.notes import Backward, Cleared, Counted, Notes, Part, Step, UnlikeError
 from shardlab.same.union import union
+from shardlab.same.wholes import wholes
 
 
 def part(value, place=None, shape=None, **options):
@@ -142,7 +143,7 @@ def test_what_is_no_sum_of_the_ranks_gradients_is_said_to_be_none():
 def test_nothing_is_dropped_however_torchs_functions_are_called():
     x = torch.randn(1, 2, 4, 8)
     attended = F.scaled_dot_product_attention(x, x, x, is_causal=True)
-    with replaced(F, "scaled_dot_product_attention", _drops_nothing), replaced(F, "dropout", _drops_nothing):
+    with replaced(F, "scaled_dot_product_attention", drops_nothing), replaced(F, "dropout", drops_nothing):
         for made in (
             F.scaled_dot_product_attention(x, x, x, None, 0.9, True),
             F.scaled_dot_product_attention(query=x, key=x, value=x, dropout_p=0.9, is_causal=True),

@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 
 from shardlab.cli import app
 from shardlab.course.same_matrix import same_matrix, verdict
-from shardlab.same.answer import Answer
 from shardlab.same.notes import Notes, Part, Step
 from shardlab.same.process import Job
-from shardlab.same.ranks import at_once, judged
+from shardlab.same.ranks import at_once, judged, too_large
 from tests.launch.helpers import gone_within, start_forked, start_python
 
 SCRIPTS = Path(__file__).parents[1] / "recording" / "scripts"
@@ -174,8 +173,13 @@ class Divided(torch.nn.Module):
     def forward(self, rows):
         return Summed.apply((Copied.apply(self.whole(rows)) @ self.first.T).tanh() @ self.second.T + {bias})
 
+def added(grad):
+    dist.all_reduce(grad := grad.clone())
+    return grad
+
 model = Divided()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{hook}
 for step in range(9):
     model(torch.randn(3, 4)).square().mean().backward()
     {after}
@@ -190,16 +194,76 @@ for step in range(9):
         ({}, "SAME"),
         ({"after": "model.second.grad *= tensor_ranks"}, "gradient of second (1 of 4); ratio 2"),
         ({"after": "dist.all_reduce(model.first.grad)"}, "ranks 0, 1 hold different pieces of first"),
+        ({"hook": "model.first.register_hook(added)"}, "ranks 0, 1 hold different pieces of first"),
         ({"added": "0 and "}, "different gradients of whole.weight, whole.bias: each a part"),
         ({"bias": "1"}, "a bias that each of them adds"),
     ],
 )
 def test_parameters_that_a_script_divides_by_itself_are_put_together(tmp_path, change, said):
-    right = {"after": "", "added": "", "bias": "0"}
+    right = {"after": "", "added": "", "bias": "0", "hook": ""}
     (tmp_path / "train.py").write_text(HAND_DIVIDED.format(**right | change))
     told = judged(Job(tmp_path / "train.py", ("2",), alone=("1",)), 60)
     assert said in str(told)
     assert change or told.word == "SAME", str(told)
+
+
+COUNTED = """
+import sys, weakref, torch, torch.distributed as dist
+from pathlib import Path
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+class Live(TorchDispatchMode):
+    bytes = peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        known = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        if "from_file" not in str(function):
+            for one in (one for one in tree_leaves(made) if isinstance(one, torch.Tensor)):
+                if (storage := one.untyped_storage())._cdata not in known:
+                    self.count(storage.nbytes())
+                    weakref.finalize(storage, self.count, -storage.nbytes())
+        return made
+
+    def count(self, num_bytes):
+        self.bytes += num_bytes
+        self.peak = max(self.peak, self.bytes)
+
+if len(sys.argv) > 2:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+else:
+    dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)])
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+torch.manual_seed(1 + dist.get_rank())
+live = Live()
+try:
+    with live:
+        for step in range(4):
+            for micro in range(2):
+                (model(torch.randn(3, 256)).square().mean() / 2).backward()
+            for param in model.parameters():
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+finally:
+    Path(sys.argv[1]).write_text(f"{live.peak} {sum(param.nbytes for param in model.parameters())}")
+"""
+
+
+def test_one_process_takes_the_memory_of_one_gradient_more_than_the_script(tmp_path):
+    script, alone, plain = tmp_path / "train.py", tmp_path / "alone", tmp_path / "plain"
+    script.write_text(COUNTED)
+    said = judged(Job(script, (str(tmp_path / "ranks"),), alone=(str(alone),)), 60)
+    assert said.word == "SAME", str(said)
+    done = start_python(script, plain, "by itself", cwd=tmp_path)
+    assert done.communicate(timeout=120) == ("", "")
+    (peak, gradient), (without, _) = (map(int, path.read_text().split()) for path in (alone, plain))
+    assert gradient * 3 < without
+    assert peak <= without + 1.05 * gradient
 
 
 def test_a_model_that_does_not_fit_into_one_process_is_told(monkeypatch):
@@ -212,12 +276,23 @@ def test_a_model_that_does_not_fit_into_one_process_is_told(monkeypatch):
     with monkeypatch.context() as patched:  # where notes lie in memory too, it does not suffice for two
         patched.setattr("shardlab.same.ranks.in_memory", lambda _: True)
         assert at_once(ranks) == 1
+        assert "needs about 4.4e-05 GB" in str(too_large(ranks))
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=19_000))
-    said = at_once(ranks)
-    assert isinstance(said, Answer)
-    assert "4e-06 GB of parameters needs about 2e-05 GB" in str(said)
+    assert at_once(ranks) == 0
+    said = too_large(ranks)
+    assert "4e-06 GB of parameters needs about 2e-05 GB, and 1.9e-05 GB are free" in str(said)
     assert "weights before of b (only the replicated ones) on rank 1 only differ" in str(said)
     assert "fewer or smaller layers" in str(said)
+    assert "with 2 ranks on that axis and 1 on each other" in str(said)
+
+
+@pytest.mark.parametrize("end", ["raise torch.OutOfMemoryError('CUDA out of memory')", "os.kill(os.getpid(), 9)"])
+def test_one_process_that_finds_no_memory_is_told(tmp_path, end):
+    step = f"optimizer.step()\n    if dist.get_world_size() == 1: {end}"
+    (tmp_path / "train.py").write_text(LOOP.format(begin="import os", step=step).replace("torch.save", "0 and "))
+    said = judged(Job(tmp_path / "train.py"), 60)
+    assert said.word == "CANNOT BE SAID"
+    assert "needs about 2e-07 GB, and " in str(said)
 
 
 def test_the_command_prints_the_answer_and_leaves_the_scripts_files_to_the_ranks(tmp_path):

@@ -1,0 +1,145 @@
+"""Notes the steps of a script: what its modules hold, what they send, and what optimizers are given and make of it."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from shardlab.comm.callers import line_of_caller
+from shardlab.comm.trees import tensors_in
+from shardlab.engines.any_engine import AnyEngine
+from shardlab.same.held import Held
+from shardlab.same.messages import Messages
+from shardlab.same.notes import Notes, Part, Step, kept
+from shardlab.same.pieces import Pieces, inside
+
+MOST = 4  # times the limit, of an optimizer that steps more often than another
+_NUMBERS = (int, float, bool, str, type(None), tuple)
+
+
+class Enough(BaseException):
+    """All steps that were asked for have been noted; no script catches it by accident."""
+
+
+class Steps:
+    """Steps of one process.
+
+    Args:
+        notes: get them.
+        limit: of each optimizer.
+    """
+
+    def __init__(self, notes: Notes, limit: int) -> None:
+        self.notes, self._limit = notes, limit
+        self.pieces: list[Pieces] = []  # of each root
+        self.has_engines = False  # of ours, which show gradients at the step alone
+        self.names: dict[int, list[str]] = {}
+        self.step = Step()
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._held = Held()
+        self._clearing = ""  # line
+        self._stepping: list[torch.optim.Optimizer] = []
+        self.on_step: Callable[[], None] = lambda: None
+        """Called when a step, or a module's parameters, have been noted."""
+        self._messages = Messages(self._name_of, lambda: len(self.step.backwards))
+
+    def refuse(self, why: str) -> NoReturn:
+        """End the script, which cannot be judged."""
+        self.notes.refused = why
+        raise Enough
+
+    def pieces_of(self, root: nn.Module | AnyEngine, prefix: str) -> Pieces:
+        """What it holds, by names with this prefix."""
+        return Pieces(root, prefix)
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._stepping.append(optimizer)
+        if len(self._stepping) > 1:
+            return
+        step = self.step
+        if optimizer not in self._optimizers:
+            self._optimizers.append(optimizer)
+        step.optimizer = self._optimizers.index(optimizer)
+        step.line, self._clearing = line_of_caller(), ""
+        groups = optimizer.param_groups
+        step.names = [name for group in groups for one in group["params"] for name in self.names.get(id(one), [""])]
+        self._look_for_cleared()
+        step.stepped = copies(self._gradients())
+        step.gradients = step.gradients or step.stepped  # or those from before they were clipped
+        step.options = [{key: one for key, one in group.items() if isinstance(one, _NUMBERS)} for group in groups]
+        step.messages = self._messages.taken()
+        every = (one for pieces in self.pieces for one in pieces.unreduced())
+        step.unreduced = {name: float(one.norm()) for name, one in every if name in step.names}
+        self.step_begins(optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        while self._stepping and self._stepping.pop() is not optimizer:
+            pass  # optimizers inside of this one whose step raised
+        if self._stepping:
+            return
+        self._held.stepped(self.step.names)
+        self.notes.steps.append(self.step)
+        self.step = Step()
+        self.on_step()
+
+    def _gradients(self) -> Iterator[Part]:
+        for pieces in self.pieces:
+            yield from pieces.gradients()
+
+    def _look_for_cleared(self) -> None:
+        """Gradients that backward has brought and that are gone, though nobody has stepped them."""
+        if not self.has_engines:
+            self.step.cleared += self._held.cleared(self._gradients(), self._clearing)
+
+    def _note_after(self, pieces: Pieces) -> None:
+        names, weights = {name for names in pieces.names.values() for name in names}, list[Part]()
+        for step in self.notes.steps:
+            if wanted := names & set(step.names) - {part.name for part in step.after}:
+                weights = weights or copies(pieces.weights())
+                step.after += [part for part in weights if part.name in wanted]
+
+    def _end_if_enough(self) -> None:
+        counts = Counter(step.optimizer for step in self.notes.steps).values()
+        if counts and (min(counts) >= self._limit or max(counts) >= MOST * self._limit):
+            raise Enough
+
+    def _number(self, root: nn.Module | AnyEngine) -> int:
+        module = inside(root.module if isinstance(root, AnyEngine) else root)
+        known = [pieces.module for pieces in self.pieces]
+        if module in known:
+            return known.index(module)
+        try:
+            pieces = self.pieces_of(root, f"{len(known)}:" if known else "")
+        except ValueError as error:
+            self.refuse(str(error))
+        self.has_engines |= isinstance(root, AnyEngine)
+        self.pieces.append(pieces)
+        # Weights that two roots share keep the name of the first.
+        self.names = pieces.names | self.names
+        self.notes.trainable += [name for name in pieces.trainable if name not in self.notes.trainable]
+        self.notes.shapes |= {part.name: part.shape for part in pieces.weights()}
+        self.notes.tied += pieces.tied
+        self.on_step()
+        return len(known)
+
+    def _name_of(self, tensor: Tensor) -> tuple[str, ...]:
+        """The gradients, or parameters, that are in the memory of a message."""
+        storage = tensor.untyped_storage().data_ptr()
+        parts = (part for pieces in self.pieces for one in (pieces.gradients(), pieces.weights()) for part in one)
+        return tuple(dict.fromkeys(part.name for part in parts if part.value.untyped_storage().data_ptr() == storage))
+
+    def _note_dtypes(self, made: Any) -> None:
+        kinds = {torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)}
+        kinds |= {one.dtype for one in tensors_in(made)} & {torch.bfloat16, torch.float16}  # as FSDP2 may cast
+        kinds |= {part.value.dtype for pieces in self.pieces for part in pieces.weights()}
+        self.step.dtypes |= {str(kind).removeprefix("torch.") for kind in kinds}
+
+
+def copies(parts: Iterable[Part]) -> list[Part]:
+    """Pieces with values of their own."""
+    return [part._replace(value=kept(part.value)) for part in parts]
