@@ -109,7 +109,7 @@ def check_no_html_but_tables(path: Path) -> None:
 
 
 def check_a_dozen_imports_at_most(path: Path) -> None:
-    parsed = [node for cell in code_cells(path) for node in ast.parse(cell.source).body]
+    parsed = [node for cell in code_cells(path)[1:] for node in ast.parse(cell.source).body]  # after the drawing
     assert sum(isinstance(node, ast.Import | ast.ImportFrom) for node in parsed) <= 12
 
 
@@ -129,6 +129,12 @@ def check_it_begins_with_a_title_and_a_question_and_ends_with_a_file(path: Path)
     assert "**Question.**" in first.source
     assert "**Prediction.**" in first.source
     assert "**The file that implements it:**" in last.source
+
+
+def check_a_drawing_stands_before_the_first_code(path: Path) -> None:
+    drawn = code_cells(path)[0]
+    assert re.fullmatch(r"from shardlab\.course\.drawings import (\w+)\n\n\1\(\)", drawn.source)
+    assert set(drawn.outputs[0].data) == {"image/svg+xml", "text/plain"}
 
 
 def check_it_ends_with_a_line_to_carry_home_and_two_problems_on_paper(path: Path) -> None:
@@ -170,7 +176,7 @@ def check_no_path_of_a_machine(path: Path) -> None:
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_a_notebook(path: Path) -> None:
     checks = [value for name, value in globals().items() if name.startswith("check_")]
-    assert len(checks) == 15
+    assert len(checks) == 16
     for check in checks:
         check(path)
 
