@@ -4,13 +4,18 @@ Inside a page of HTML that is narrower than 520 px the second layout is shown; i
 never smaller than 12 px. As an image, in JupyterLab, the first is shown whole.
 """
 
+import base64
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import accumulate
 from textwrap import wrap
 
-from shardlab.plots.theme import COLLECTIVE_COLOURS, EXPOSED, ROLE_COLOURS, SPAN_COLOURS
+import plotly.graph_objects as go
+
+from shardlab.plots.show import PNG_WIDTH, png
+from shardlab.plots.theme import COLLECTIVE_COLOURS, EXPOSED, INK, ROLE_COLOURS, SPAN_COLOURS
 from shardlab.vocabulary import Collective, Role, SpanKind
 
 WIDE, NARROW = 640, 360  # in px, of the text's size
@@ -22,8 +27,9 @@ COLOURS = {
     "reduce-scatter": COLLECTIVE_COLOURS[Collective.REDUCE_SCATTER], "compute": SPAN_COLOURS[SpanKind.BACKWARD],
     "wait": EXPOSED, "activation": ROLE_COLOURS[Role.ACTIVATION],
 }  # fmt: skip
+LIGHT = "--ink: #1d2127; --soft: #59616c; --line: #8d95a0; --paper: #ffffff;"
 STYLE = f"""
-.drawing {{ --ink: #1d2127; --soft: #59616c; --line: #8d95a0; --paper: #ffffff; background: var(--paper);
+.drawing {{ {LIGHT} background: var(--paper);
   {" ".join(f"--{name}: {colour};" for name, colour in COLOURS.items())} }}
 @media (prefers-color-scheme: dark) {{
   .drawing {{ --ink: #e8eaed; --soft: #a3abb6; --line: #7d8590; --paper: #111315; --wait: #ff6b69; }}
@@ -189,4 +195,18 @@ class Drawing:
         return pen
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        return {"image/svg+xml": self.svg(), "text/plain": self.takeaway}
+        bundle = {"image/svg+xml": self.svg(), "text/plain": self.takeaway}
+        image = self._png() if os.environ.get("SHARDLAB_PNG") == "1" else None
+        return bundle if image is None else bundle | {"image/png": base64.b64encode(image).decode("ascii")}
+
+    def _png(self) -> bytes | None:
+        """For JupyterLab, which shows no SVG of a notebook that it does not trust; on a page of any colour."""
+        text = self.svg().replace(LIGHT, f"--ink: {INK}; --soft: {INK}; --line: {INK}; --paper: none;")
+        source = f"data:image/svg+xml;base64,{base64.b64encode(text.encode()).decode('ascii')}"
+        whole = {"xref": "paper", "yref": "paper", "x": 0, "y": 1, "sizex": 1, "sizey": 1, "source": source}
+        hidden = {"visible": False}
+        height = PNG_WIDTH * self._layout(WIDE).height / WIDE
+        return png(go.Figure(layout={
+            "images": [whole], "xaxis": hidden, "yaxis": hidden, "height": height, "margin": dict.fromkeys("lrtb", 0),
+            "plot_bgcolor": "rgba(0,0,0,0)",
+        }))  # fmt: skip

@@ -13,6 +13,7 @@ import pytest
 from nbformat import NotebookNode
 from PIL import Image
 
+from shardlab.course import drawings
 from shardlab.plots.theme import plain_words
 from tests.plots.test_plots_colours_and_text import contrast
 
@@ -133,8 +134,12 @@ def check_it_begins_with_a_title_and_a_question_and_ends_with_a_file(path: Path)
 
 def check_a_drawing_stands_before_the_first_code(path: Path) -> None:
     drawn = code_cells(path)[0]
-    assert re.fullmatch(r"from shardlab\.course\.drawings import (\w+)\n\n\1\(\)", drawn.source)
-    assert set(drawn.outputs[0].data) == {"image/svg+xml", "text/plain"}
+    found = re.fullmatch(r"from shardlab\.course\.drawings import (\w+)\n\n\1\(\)", drawn.source)
+    assert found
+    assert tags(drawn) == {"nbval-ignore-output"}, "as a figure's"
+    data = drawn.outputs[0].data
+    assert set(data) == {"image/svg+xml", "image/png", "text/plain"}, "a PNG where a notebook is not trusted"
+    assert data["image/svg+xml"] == getattr(drawings, found[1])().svg(), "python notebooks/build.py draws it anew"
 
 
 def check_it_ends_with_a_line_to_carry_home_and_two_problems_on_paper(path: Path) -> None:
