@@ -1,9 +1,9 @@
 """Slides of a lesson: ``python .site/slides.py 06 [--code] [--out FOLDER]``, by default into ``build/slides``.
 
 One file, which a browser opens from a folder, without a network: a slide for each text of the notebook, and for each of
-its saved figures and drawings; what a cell has printed stands under the text before it. Code is left out, unless
-``--code`` is given, and so is what follows "Exercise". Arrow keys, Page Up and Page Down, or a click turn the slides;
-the address names one.
+its saved figures and drawings; what a cell has printed stands under the text before it, one table on a slide. Code is
+left out, unless ``--code`` is given, and so is what follows "Exercise", but for what to carry home. What is higher than
+the window is made smaller. Arrow keys, Page Up and Page Down, or a click turn the slides; the address names one.
 """
 
 import argparse
@@ -22,6 +22,7 @@ section { display: none; min-height: 100vh; padding: 4vh 6vw; box-sizing: border
   justify-content: center; max-width: 1280px; margin: auto; font-size: clamp(17px, 1.7vw, 26px); overflow-x: auto; }
 section.on { display: flex; }
 section img, section > svg { width: 100%; max-height: 82vh; max-width: 1100px; margin: auto; object-fit: contain; }
+section pre { white-space: pre-wrap; }
 section figcaption { max-width: 1100px; margin: .6rem auto; }
 #place { position: fixed; right: 1rem; bottom: .6rem; color: var(--soft); font-size: 14px; }
 @media print { section { display: flex; break-after: page; } #place { display: none; } }
@@ -35,9 +36,13 @@ const show = to => {
   document.getElementById("place").textContent = `${at + 1} / ${slides.length}`;
   history.replaceState(null, "", `#${at + 1}`);
   scrollTo(0, 0);
+  slides[at].style.zoom = 1;
+  for (let zoom = 0.95; slides[at].getBoundingClientRect().height > innerHeight + 1 && zoom > 0.45; zoom -= 0.05)
+    slides[at].style.zoom = zoom;
 };
 const asked = () => show((parseInt(location.hash.slice(1)) || 1) - 1);
 addEventListener("hashchange", asked);
+addEventListener("resize", asked);
 addEventListener("keydown", event => {
   const turn = {ArrowRight: 1, PageDown: 1, " ": 1, ArrowLeft: -1, PageUp: -1}[event.key];
   if (turn) { event.preventDefault(); show(at + turn); }
@@ -77,17 +82,19 @@ def slides_of(path: Path, *, code: bool = False) -> str:
     """
     notebook = nbformat.read(path, as_version=4)
     slides: list[str] = []
+    exercises = ""
     for cell in notebook.cells:
+        if exercises and not cell.source.startswith("## To carry home"):
+            continue
         if cell.cell_type == "markdown":
-            text, exercises, _ = f"\n{cell.source}".partition("\n## Exercise")  # it may stand inside a cell
+            text, begins, _ = f"\n{cell.source}".partition("\n## Exercise")  # it may stand inside a cell
+            exercises = exercises or begins
             slides.append(markdown(text.strip()))
-            if exercises:
-                break
             continue
         if code:
             slides[-1] += f"<pre>{escape(cell.source)}</pre>"
         for is_picture, body in map(_output, cell.outputs):
-            if is_picture or not slides:
+            if is_picture or not slides or ("<table" in body and "<table" in slides[-1]):
                 slides.append(body)
             else:
                 slides[-1] += body

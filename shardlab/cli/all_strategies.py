@@ -33,7 +33,7 @@ def tell_all(
     console.print(answer_table([model.line, ("PLANNED", each)]))
     forms = {
         "rest_bytes": ("at rest (GB)", 1e9), "peak_bytes": ("peak (GB)", 1e9), "seconds": ("step (s)", 1),
-        "message_seconds": ("lost to messages (s)", 1), "tokens_per_second": ("tokens/s", 1), "mfu": ("MFU (%)", 0.01),
+        "message_seconds": ("lost (s)", 1), "tokens_per_second": ("tokens/s", 1), "mfu": ("MFU (%)", 0.01),
     }  # fmt: skip
     shown = pd.DataFrame({"strategy": [row["strategy"] for row in rows]})
     for name, (head, divisor) in forms.items():
@@ -45,7 +45,8 @@ def tell_all(
     if first.assumed_gigabits and memory is None:
         console.print(f"Links between hosts are not given: {first.assumed_gigabits[1]:g}Gb/s per GPU are assumed.")
     miss = " --strategy fsdp says how far its forecast may miss." if memory is None else ""
-    console.print(f"At rest and at the peak: in tensors, of a GPU.{miss}")
+    lost = " Lost: to messages." if memory is None else ""
+    console.print(f"At rest and at the peak: in tensors, of a GPU.{lost}{miss}")
 
 
 def _row(job: "Job", steps: Sequence["Pair"], memory: float | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """``shardlab exercises``: list them, print them for a class, or mark one."""
 
+import io
 import json as json_text
-import sys
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from shardlab.cli.console import count, table_of
+from shardlab.cli.console import count, progress_bar, table_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,7 +27,7 @@ def exercises(
     ] = None,
     extra: Annotated[Path | None, typer.Option("--with", help="A .py file with exercises of your own.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Print points as CSV: a row for each student.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print points as CSV, a row a student; why on stderr.")] = False,
     sheet: Annotated[bool, typer.Option("--sheet", help="Print tasks and starters as Markdown.")] = False,
     solutions: Annotated[bool, typer.Option("--solutions", help="Print right answers, and why they are.")] = False,
 ) -> None:
@@ -49,8 +49,20 @@ def exercises(
         typer.echo(json_text.dumps(rows, indent=2))
     elif csv:
         typer.echo(_points(rows).reset_index().to_csv(index=False), nl=False)
+        _print_why(rows, Console(highlight=False, stderr=True))
     else:
         _print_marks(rows)
+
+
+class Lines(io.TextIOBase):
+    """Where lines are counted, and nothing is kept."""
+
+    num = 0
+
+    def write(self, text: str) -> int:
+        """Count those that end here."""
+        self.num += text.count("\n")
+        return len(text)
 
 
 def _listed(exercises: "list[Exercise]") -> list[dict[str, Any]]:
@@ -90,13 +102,17 @@ def _on_solution(exercise: "Exercise") -> str:
 
 
 def _marked(folder: Path, exercises: "list[Exercise]") -> list[dict[str, Any]]:
-    from shardlab.course.exercises.grade import grade
+    from shardlab.course.exercises.grade import grade, submissions
 
-    # What submissions print goes to stderr, so that marks on stdout stay readable for machines.
-    with redirect_stdout(sys.stderr):
-        marks = list(grade(folder, exercises))
-    rows = [asdict(mark) for mark in marks]
-    return [row | {"verdict": str(row["verdict"])} for row in rows]
+    # What submissions print is no mark, and may be a million lines.
+    printed, rows = Lines(), []
+    with progress_bar(len(submissions(folder)) * len(exercises)) as advance, redirect_stdout(printed):
+        for mark in grade(folder, exercises):
+            advance(mark.student)
+            rows.append(asdict(mark) | {"verdict": str(mark.verdict)})
+    if printed.num:
+        typer.echo(f"{count(printed.num, 'line')} that submissions printed are not shown.", err=True)
+    return rows
 
 
 def _points(rows: list[dict[str, Any]], value: str = "points") -> "pd.DataFrame":
@@ -112,14 +128,20 @@ def _points(rows: list[dict[str, Any]], value: str = "points") -> "pd.DataFrame"
 
 def _print_marks(rows: list[dict[str, Any]]) -> None:
     """The grid, what each column is, then why something has not passed."""
-    import pandas as pd
-
-    marks, grid = pd.DataFrame(rows), _points(rows, "verdict").replace(SIGNS)
+    grid = _points(rows, "verdict").replace(SIGNS)
     given = [name for name in grid.columns[:-1] if grid[name].ne("").any()]
     numbers = {name: str(number) for number, name in enumerate(given, 1)}
     _print(grid[[*given, "points"]].rename(columns=numbers).reset_index())
     console = Console(highlight=False)
     console.print("".join(f"\n{number}  {name}" for name, number in numbers.items()))
+    _print_why(rows, console)
+
+
+def _print_why(rows: list[dict[str, Any]], console: Console) -> None:
+    """A line for each solution that has not passed, and how many have."""
+    import pandas as pd
+
+    marks = pd.DataFrame(rows)
     # Files that cannot be read, once for all that is not handed in: the last part of its reason says that it is not.
     none = marks[~marks["handed_in"]].drop_duplicates("student")
     files = none.assign(exercise="-", reason=[reason.rpartition("; ")[0] for reason in none["reason"]])
@@ -128,7 +150,7 @@ def _print_marks(rows: list[dict[str, Any]]) -> None:
     wrong = pd.concat([files[files["reason"] != ""], marks[marks["handed_in"] & (marks["verdict"] != "passed")]])
     if len(wrong):
         console.print()
-        _print(wrong.sort_values("student", kind="stable")[["student", "exercise", "reason"]])
+        console.print(table_of(wrong.sort_values("student", kind="stable")[["student", "exercise", "reason"]], "", 1))
     passed, handed_in = int((marks["verdict"] == "passed").sum()), int(marks["handed_in"].sum())
     console.print(f"\n{passed} of {count(handed_in, 'solution')} passed.")
 

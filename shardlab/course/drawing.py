@@ -4,12 +4,18 @@ Inside a page of HTML that is narrower than 520 px the second layout is shown; i
 never smaller than 12 px. As an image, in JupyterLab, the first is shown whole.
 """
 
-from collections.abc import Callable
+import base64
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import accumulate
 from textwrap import wrap
 
-from shardlab.plots.theme import COLLECTIVE_COLOURS, EXPOSED, ROLE_COLOURS, SPAN_COLOURS
+import plotly.graph_objects as go
+
+from shardlab.plots.show import PNG_WIDTH, png
+from shardlab.plots.theme import COLLECTIVE_COLOURS, EXPOSED, INK, ROLE_COLOURS, SPAN_COLOURS
 from shardlab.vocabulary import Collective, Role, SpanKind
 
 WIDE, NARROW = 640, 360  # in px, of the text's size
@@ -19,10 +25,11 @@ COLOURS = {
     "gradient": ROLE_COLOURS[Role.GRADIENT], "optimizer": ROLE_COLOURS[Role.OPTIMIZER_STATE],
     "all-reduce": COLLECTIVE_COLOURS[Collective.ALL_REDUCE], "all-gather": COLLECTIVE_COLOURS[Collective.ALL_GATHER],
     "reduce-scatter": COLLECTIVE_COLOURS[Collective.REDUCE_SCATTER], "compute": SPAN_COLOURS[SpanKind.BACKWARD],
-    "wait": EXPOSED,
+    "wait": EXPOSED, "activation": ROLE_COLOURS[Role.ACTIVATION],
 }  # fmt: skip
+LIGHT = "--ink: #1d2127; --soft: #59616c; --line: #8d95a0; --paper: #ffffff;"
 STYLE = f"""
-.drawing {{ --ink: #1d2127; --soft: #59616c; --line: #8d95a0; --paper: #ffffff; background: var(--paper);
+.drawing {{ {LIGHT} background: var(--paper);
   {" ".join(f"--{name}: {colour};" for name, colour in COLOURS.items())} }}
 @media (prefers-color-scheme: dark) {{
   .drawing {{ --ink: #e8eaed; --soft: #a3abb6; --line: #7d8590; --paper: #111315; --wait: #ff6b69; }}
@@ -35,6 +42,16 @@ html .drawing {{ width: 100%; height: auto; max-width: 760px; aspect-ratio: var(
   html .drawing .wide {{ display: none; }}
   html .drawing .narrow {{ display: inline; }}
 }}"""
+
+
+Span = tuple[float, float, str, str]  # from, to, a colour, words
+
+
+def stacked(parts: Iterable[tuple[str, float]]) -> list[Span]:
+    """Spans one after another, each as long as its part: a colour and a size, which is written on it; none of 0."""
+    held = [(colour, size) for colour, size in parts if size]
+    ends = [*accumulate((size for _, size in held), initial=0.0)]
+    return [(end - size, end, colour, f"{size:g}") for (colour, size), end in zip(held, ends[1:], strict=True)]
 
 
 @dataclass
@@ -93,7 +110,50 @@ class Pen:
         points = " ".join(f"{a:.1f},{b:.1f}" for a, b in ((to_x, to_y), left, right))
         self.marks.append(f'<polygon points="{points}" fill="var(--{colour})"/>')
 
-    def below(self, words: str, *, bold: bool = False, colour: str = "ink") -> None:
+    def panels(
+        self, names: Iterable[str], height: float, *, wide: int, narrow: int
+    ) -> Iterator[tuple[str, float, float]]:
+        """A name, whose words are written in bold, and the left and the top of its panel; so many beside each other."""
+        across, top = narrow if self.is_narrow else wide, self.height
+        for place, name in enumerate(names):
+            left, y = place % across * self.width / across, top + place // across * height
+            for line, words in enumerate(wrap(name, int(self.width / across / LETTER))):
+                self.text(left, y + 14 + 17 * line, words, bold=True)
+            yield name, left, y
+
+    def rows(
+        self, rows: Mapping[str, Sequence[Span]], notes: Mapping[str, str] | None = None, *, names: int = 70,
+        room: int = 0, end: float = 0,
+    ) -> Callable[[float], float]:  # fmt: skip
+        """Named rows of boxes on one scale, under all that has been drawn; what says where a number lies, in px.
+
+        In the layout for a phone a row's name and its note stand above it. A wait is a thin line.
+
+        Args:
+            rows: the spans of each row, by its name.
+            notes: what is said of a row, at the right, by its name.
+            names, room: px for names and for notes, in the wide layout.
+            end: of the scale; 0 for the last span's.
+        """
+        left, y = 0 if self.is_narrow else names, self.height + 8
+        end = end or max(span[1] for spans in rows.values() for span in spans)
+        scale = (self.width - left - (0 if self.is_narrow else room)) / end
+        for name, spans in rows.items():
+            y += 22 if self.is_narrow else 0
+            words_y = y - 6 if self.is_narrow else y + 18
+            self.text(0, words_y, name, bold=True)
+            self.text(self.width, words_y, (notes or {}).get(name, ""), "end", colour="soft")
+            for begin, stop, colour, words in spans:
+                x, width = left + begin * scale, (stop - begin) * scale
+                if colour == "wait":
+                    self.line(x, y + 20, x + width, y + 20, colour, 5)
+                    self.text(x + width / 2, y + 14, words, "middle", colour=colour)
+                else:
+                    self.box(x, y, width, 26, colour, words)
+            y += 34
+        return lambda number: left + number * scale
+
+    def below(self, words: str, *, bold: bool = False, colour: str = "soft") -> None:
         """Lines of words under all that has been drawn, as many as they need."""
         self.height += 6
         for line in wrap(words, int(self.width / LETTER) - 1):
@@ -131,8 +191,22 @@ class Drawing:
     def _layout(self, width: int) -> Pen:
         pen = Pen(width)
         self.draw(pen)
-        pen.below(self.takeaway, bold=True)
+        pen.below(self.takeaway, bold=True, colour="ink")
         return pen
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        return {"image/svg+xml": self.svg(), "text/plain": self.takeaway}
+        bundle = {"image/svg+xml": self.svg(), "text/plain": self.takeaway}
+        image = self._png() if os.environ.get("SHARDLAB_PNG") == "1" else None
+        return bundle if image is None else bundle | {"image/png": base64.b64encode(image).decode("ascii")}
+
+    def _png(self) -> bytes | None:
+        """For JupyterLab, which shows no SVG of a notebook that it does not trust; on a page of any colour."""
+        text = self.svg().replace(LIGHT, f"--ink: {INK}; --soft: {INK}; --line: {INK}; --paper: none;")
+        source = f"data:image/svg+xml;base64,{base64.b64encode(text.encode()).decode('ascii')}"
+        whole = {"xref": "paper", "yref": "paper", "x": 0, "y": 1, "sizex": 1, "sizey": 1, "source": source}
+        hidden = {"visible": False}
+        height = PNG_WIDTH * self._layout(WIDE).height / WIDE
+        return png(go.Figure(layout={
+            "images": [whole], "xaxis": hidden, "yaxis": hidden, "height": height, "margin": dict.fromkeys("lrtb", 0),
+            "plot_bgcolor": "rgba(0,0,0,0)",
+        }))  # fmt: skip

@@ -1,7 +1,7 @@
-"""Nine ideas, drawn: each function is the head of a notebook, and its numbers are those of a tiny example.
+"""Ideas, drawn: each function is the head of a notebook, and its numbers are those of a tiny example.
 
-What the planner, the replay or the clock of the exercises knows comes from there. Of these nine, four divide the layers
-or the tokens (``drawings_of_layers.py``); the others are here.
+What the planner, the replay or the clock of the exercises knows comes from there. Here are those of data parallel, ZeRO
+and FSDP; bytes, ranks over time, and layers and tokens that are divided have files of their own beside.
 """
 
 from shardlab.course.drawing import Drawing, Pen
@@ -11,9 +11,13 @@ from shardlab.course.drawings_of_layers import (
     pipeline_lists,
     two_axes_of_a_mesh,
     zigzag_of_pieces,
-)  # fmt: skip
+)
+from shardlab.course.drawings_of_runs import hidden_part, last_to_come, never_reduced, not_with_the_others, one_or_two
 from shardlab.course.exercises.exercise import VirtualClock
-from shardlab.planner.formulas import ModelStates, model_states
+
+from shardlab.course.drawings_of_bytes import (  # isort: skip
+    STAGES, bytes_of_a_step, fits_and_sends, one_change, states_of, three_prices, what_is_left, who_reads_what,
+)  # fmt: skip
 
 ROWS = 8  # of the weight that is borrowed
 ROOT_KB, BLOCK_KB, BLOCKS = 82, 200, 6
@@ -42,11 +46,9 @@ def ring_states() -> list[list[list[int]]]:
 
 
 def _ring(pen: Pen) -> None:
-    states, across = ring_states(), 2 if pen.is_narrow else 5
-    names = {0: "start", 1: "hop 1", 2: "hop 2", 3: "hop 3", 6: "hop 6"}
-    for place, (hop, name) in enumerate(names.items()):
-        left, top = place % across * (190 if pen.is_narrow else 131), place // across * 178
-        pen.text(left, top + 14, name, bold=True)
+    states, names = ring_states(), {"start": 0, "hop 1": 1, "hop 2": 2, "hop 3": 3, "hop 6": 6}
+    for name, left, top in pen.panels(names, 178, wide=5, narrow=2):
+        hop = names[name]
         for rank, cells in enumerate(states[hop]):
             pen.text(left + 28 * rank + 13, top + 36, f"r{rank}", "middle", colour="soft")
             for cell, number in enumerate(cells):
@@ -56,8 +58,7 @@ def _ring(pen: Pen) -> None:
                 pen.box(left + 28 * rank, top + 44 + 28 * cell, 26, 26, colour, str(number), edge="soft")
     pen.below(
         "Hops 1 to 3: rank r hands ONE number to rank r + 1, which adds its own. Then each rank has one whole sum "
-        "(blue), and in hops 4 to 6 the sums go round.",
-        colour="soft",
+        "(blue), and in hops 4 to 6 the sums go round."
     )
 
 
@@ -93,36 +94,25 @@ def _buckets(pen: Pen) -> None:
         pen.line(end_x, top - 4, end_x, top + 66)
         pen.line(end_x, top + 58, last_x, top + 58, "wait", 5)
         pen.text(end_x + 6, top + 18, f"{exposed:g} ms exposed", colour="wait")
-    pen.below(
-        "Grey: backward of layers 3 to 0, 40 ms. Teal: all-reduce, 32 ms of bytes and 2 ms of latency each.",
-        colour="soft",
-    )
+    pen.below("Grey: backward of layers 3 to 0, 40 ms. Teal: all-reduce, 32 ms of bytes and 2 ms of latency each.")
 
 
 def who_keeps_what() -> Drawing:
     """Notebook 06: what data parallel and the three stages of ZeRO keep on each of four ranks."""
-    kept = ", ".join(f"{bytes_of(name):g}" for name in ("ddp", "zero1", "zero2", "zero3"))
+    kept = ", ".join(f"{bytes_of(name):g}" for name in STAGES.values())
     return Drawing(_who_keeps_what, f"{kept} bytes a parameter: each stage divides one thing more by N.")
 
 
 def bytes_of(strategy: str) -> float:
     """Bytes a parameter on each of four ranks, in fp32 with Adam."""
-    return _states(strategy, RANKS).total_bytes / RANKS
-
-
-def _states(strategy: str, num_params: int) -> ModelStates:
-    return next(states for states in model_states(num_params, RANKS, "fp32") if states.strategy == strategy)
+    return states_of(strategy, RANKS, RANKS).total_bytes / RANKS
 
 
 def _who_keeps_what(pen: Pen) -> None:
     whole = (("parameter", 40), ("gradient", 40), ("optimizer", 80))
-    for place, (name, strategy) in enumerate(
-        {"data parallel": "ddp", "ZeRO-1": "zero1", "ZeRO-2": "zero2", "ZeRO-3": "zero3"}.items()
-    ):
-        row, column = divmod(place, 2) if pen.is_narrow else (0, place)
-        left, top = column * (188 if pen.is_narrow else 163), row * 262
-        pen.text(left, top + 14, name, bold=True)
-        states = _states(strategy, RANKS)
+    for name, left, top in pen.panels(STAGES, 262, wide=4, narrow=2):
+        strategy = STAGES[name]
+        states = states_of(strategy, RANKS, RANKS)
         held = (states.parameter_bytes / 4, states.gradient_bytes / 4, states.optimizer_bytes / 8)
         for rank in range(RANKS):
             x, y = left + 36 * rank, top + 24
@@ -135,8 +125,7 @@ def _who_keeps_what(pen: Pen) -> None:
         pen.text(left, top + 228, f"{bytes_of(strategy):g} bytes", bold=True)
     _step_of_zero1(pen)
     pen.below(
-        "Blue: parameters, 4 bytes each. Orange: gradients, 4. Green: Adam, 8. Dashed: what a rank no longer holds.",
-        colour="soft",
+        "Blue: parameters, 4 bytes each. Orange: gradients, 4. Green: Adam, 8. Dashed: what a rank no longer holds."
     )
 
 
@@ -156,7 +145,7 @@ def _step_of_zero1(pen: Pen) -> None:
 
 def borrow() -> Drawing:
     """Notebook 07: what one of four ranks holds of a weight of 8 rows, from forward to the reduced gradient."""
-    zero2, zero3 = (_states(name, ROWS).wire_elements for name in ("zero2", "zero3"))
+    zero2, zero3 = (states_of(name, ROWS, RANKS).wire_elements for name in ("zero2", "zero3"))
     each = ROWS * (RANKS - 1) // RANKS
     return Drawing(_borrow, f"Three trips of {each} of {ROWS} rows = {zero3:g}; ZeRO-2 makes two, {zero2:g}.")
 
@@ -168,11 +157,8 @@ BORROWED = {  # of rank 0: own rows, gathered rows, rows of the gradient
 
 
 def _borrow(pen: Pen) -> None:
-    columns = 4 if pen.is_narrow else 7
-    for place, (name, rows) in enumerate(BORROWED.items()):
-        left, top = place % columns * (91 if not pen.is_narrow else 90), place // columns * 216
-        for line, word in enumerate(name.split()):
-            pen.text(left, top + 14 + 17 * line, word, bold=True)
+    for name, left, top in pen.panels(BORROWED, 216, wide=7, narrow=4):
+        rows = BORROWED[name]
         for kind, (count, colour) in enumerate(zip(rows, ("parameter", "gathered", "gradient"), strict=True)):
             for row in range(ROWS):
                 if count > row or kind == 0:
@@ -183,8 +169,7 @@ def _borrow(pen: Pen) -> None:
             pen.arrow(out, y, back, y, "reduce-scatter" if name == "reduce" else "all-gather")
     pen.below(
         "Rank 0 of 4. Blue: its own 2 of 8 rows; violet: all 8, gathered; orange: the gradient, whole until it is "
-        "reduced and scattered.",
-        colour="soft",
+        "reduced and scattered."
     )
 
 
@@ -202,9 +187,9 @@ def gathered_kb() -> tuple[int, int]:
 
 
 def _window(pen: Pen) -> None:
-    top, width = 0.0, 46 if pen.is_narrow else 66
-    for name, (now, ahead) in MOMENTS.items():
-        pen.text(0, top + 14, name, bold=True)
+    width = 46 if pen.is_narrow else 66
+    for name, _, top in pen.panels(MOMENTS, 96, wide=1, narrow=1):
+        now, ahead = MOMENTS[name]
         pen.text(pen.width, top + 14, f"computes {now}, gathers {ahead}", "end", colour="soft")
         for number in range(-1, BLOCKS):
             x, colour = (number + 1) * (width + 5), "gathered" if number in (-1, now, ahead) else ""
@@ -213,16 +198,13 @@ def _window(pen: Pen) -> None:
             pen.text(x + width / 2, top + 76, "root" if number < 0 else str(number), "middle")
             if number == now:
                 pen.box(x - 3, top + 21, width + 6, 40, edge="ink")
-        top += 96
-    for name, kb in zip(("FSDP", "ZeRO-3"), gathered_kb(), strict=True):
-        pen.text(0, top + 16, name)
-        pen.box(64, top, kb / gathered_kb()[1] * (pen.width - 150), 22, "gathered")
-        pen.text(pen.width, top + 16, f"{kb:,} kB", "end")
-        top += 30
-    pen.below("Blue: the half that a rank owns. Violet: gathered from the other. Framed: computes now.", colour="soft")
+    bars = zip(("FSDP", "ZeRO-3"), gathered_kb(), strict=True)
+    pen.rows({f"{kb:,} kB": [(0.0, float(kb), "gathered", name)] for name, kb in bars}, names=90)
+    pen.below("Blue: the half that a rank owns. Violet: gathered from the other. Framed: computes now.")
 
 
 DRAWINGS = (
-    ring, buckets, who_keeps_what, borrow, window, column_then_row, two_axes_of_a_mesh, pipeline_lists,
-    zigzag_of_pieces,
+    last_to_come, ring, bytes_of_a_step, buckets, hidden_part, one_or_two, who_keeps_what, borrow, window, three_prices,
+    column_then_row, two_axes_of_a_mesh, who_reads_what, not_with_the_others, what_is_left, fits_and_sends, one_change,
+    never_reduced, pipeline_lists, zigzag_of_pieces,
 )  # fmt: skip

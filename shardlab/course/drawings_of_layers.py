@@ -38,8 +38,7 @@ def _column_then_row(pen: Pen) -> None:
     pen.text(middle - 14, 150 if pen.is_narrow else 142, "all-reduce: Z = Z1 + Z2", "end", colour="all-reduce")
     pen.below(
         "A (4 x 8) is cut by columns, B (8 x 4) by rows, so rank r multiplies its own Y with its own rows of B. Row "
-        "first would need a gather in the middle.",
-        colour="soft",
+        "first would need a gather in the middle."
     )
 
 
@@ -79,10 +78,7 @@ def _two_axes(pen: Pen) -> None:
     if pen.is_narrow:
         sums = [_numbers(cast("dict[str, list[float]]", wanted)["output"]) for wanted in case.wanted[::2]]
         pen.below(f"Across, teal: rows A add up to {sums[0]}, rows B to {sums[1]}.", colour="all-reduce")
-    pen.below(
-        "Green: a norm's weight, which all four have whole: averaged down only, counted once in the norm.",
-        colour="soft",
-    )
+    pen.below("Green: a norm's weight, which all four have whole: averaged down only, counted once in the norm.")
 
 
 def pipeline_lists() -> Drawing:
@@ -101,21 +97,19 @@ def _played(name: str) -> Played:
 
 
 def _pipeline(pen: Pen) -> None:
-    slot, left = (17, 26) if pen.is_narrow else (30, 62)
-    for place, (name, words) in enumerate({"gpipe": "GPipe", "1f1b": "1F1B"}.items()):
-        played, top = _played(name), place * 128
-        pen.text(0, top + 16, words, bold=True)
-        for rank, actions in enumerate(played.schedule.ranks):
-            y = top + 26 + 30 * rank
-            pen.text(0, y + 19, f"r{rank}" if pen.is_narrow else f"rank {rank}", colour="soft")
-            for action in actions:
-                begin, end = played.begins[action], played.ends[action]
-                colour = "parameter" if action.kind is Kind.FORWARD else "gradient"
-                pen.box(left + slot * begin, y, slot * (end - begin), 26, colour, str(action.micro_batch))
+    kinds = {Kind.FORWARD: "parameter", Kind.BACKWARD: "gradient"}
+    for name, words in {"gpipe": "GPipe", "1f1b": "1F1B"}.items():
+        played = _played(name)
+        pen.below(words, bold=True, colour="ink")
+        pen.rows({
+            f"rank {rank}": [
+                (played.begins[one], played.ends[one], kinds[one.kind], str(one.micro_batch)) for one in actions
+            ]
+            for rank, actions in enumerate(played.schedule.ranks)
+        })  # fmt: skip
     pen.below(
         "Blue: forward of a micro-batch, one slot. Orange: its backward, two. Where nothing is drawn a rank idles: "
-        "3(p - 1) slots in both.",
-        colour="soft",
+        "3(p - 1) slots in both."
     )
 
 
@@ -139,9 +133,7 @@ def _pieces_of(rank: int, *, zigzag: bool) -> list[int]:
 
 
 def _zigzag(pen: Pen) -> None:
-    for place, name in enumerate(("contiguous", "zigzag")):
-        left, top = (0, place * 258) if pen.is_narrow else (place * 330, 0)
-        pen.text(left, top + 16, name, bold=True)
+    for name, left, top in pen.panels(("contiguous", "zigzag"), 258, wide=2, narrow=1):
         for rank, colour in enumerate(OF_RANKS):
             for piece in _pieces_of(rank, zigzag=name == "zigzag"):
                 y = top + 26 + 28 * piece
@@ -150,6 +142,5 @@ def _zigzag(pen: Pen) -> None:
                     pen.box(left + 28 + 28 * key, y, 26, 26, colour)
     pen.below(
         "Rows: eight pieces of a sequence, with the rank that has them. Boxes: the pieces of keys that their queries "
-        "see.",
-        colour="soft",
+        "see."
     )

@@ -43,8 +43,8 @@ workload = Workload(Odd, [torch.ones(4, 4, 8)] * 4, lambda model, batch: model(b
 """
 
 
-def said(*words):
-    done = CliRunner().invoke(app, words, env={"COLUMNS": "100"})
+def said(*words, columns="100"):
+    done = CliRunner().invoke(app, words, env={"COLUMNS": columns})
     assert done.exit_code == 0, done.output
     return done.output
 
@@ -114,6 +114,8 @@ def test_all_strategies_stand_in_one_table_with_the_numbers_that_each_has_alone(
         "message_seconds": alone["parts"]["waiting for messages"] + alone["parts"]["slowed by messages"],
     }
     table = said(*words, "all")
+    narrow = said(*words, "all", columns="80")
+    assert all(f"\n{row['strategy']} " in narrow for row in rows), "no name goes on in the next line"
     assert re.search(r"\nddp +128 .*does not fit *\n", table)
     assert re.search(r"\nfsdp +8\.03 .* fits", table)
     assert "Links between hosts are not given: 400Gb/s per GPU are assumed." in " ".join(table.split())

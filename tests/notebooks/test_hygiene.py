@@ -13,6 +13,7 @@ import pytest
 from nbformat import NotebookNode
 from PIL import Image
 
+from shardlab.course import drawings
 from shardlab.plots.theme import plain_words
 from tests.plots.test_plots_colours_and_text import contrast
 
@@ -109,7 +110,7 @@ def check_no_html_but_tables(path: Path) -> None:
 
 
 def check_a_dozen_imports_at_most(path: Path) -> None:
-    parsed = [node for cell in code_cells(path) for node in ast.parse(cell.source).body]
+    parsed = [node for cell in code_cells(path)[1:] for node in ast.parse(cell.source).body]  # after the drawing
     assert sum(isinstance(node, ast.Import | ast.ImportFrom) for node in parsed) <= 12
 
 
@@ -129,6 +130,16 @@ def check_it_begins_with_a_title_and_a_question_and_ends_with_a_file(path: Path)
     assert "**Question.**" in first.source
     assert "**Prediction.**" in first.source
     assert "**The file that implements it:**" in last.source
+
+
+def check_a_drawing_stands_before_the_first_code(path: Path) -> None:
+    drawn = code_cells(path)[0]
+    found = re.fullmatch(r"from shardlab\.course\.drawings import (\w+)\n\n\1\(\)", drawn.source)
+    assert found
+    assert tags(drawn) == {"nbval-ignore-output"}, "as a figure's"
+    data = drawn.outputs[0].data
+    assert set(data) == {"image/svg+xml", "image/png", "text/plain"}, "a PNG where a notebook is not trusted"
+    assert data["image/svg+xml"] == getattr(drawings, found[1])().svg(), "python notebooks/build.py draws it anew"
 
 
 def check_it_ends_with_a_line_to_carry_home_and_two_problems_on_paper(path: Path) -> None:
@@ -170,7 +181,7 @@ def check_no_path_of_a_machine(path: Path) -> None:
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_a_notebook(path: Path) -> None:
     checks = [value for name, value in globals().items() if name.startswith("check_")]
-    assert len(checks) == 15
+    assert len(checks) == 16
     for check in checks:
         check(path)
 

@@ -119,5 +119,7 @@ def test_slides_are_texts_and_pictures_without_code_exercises_or_a_network() -> 
     inside = slides_of(path.with_name("07_zero_3.ipynb"))
     assert "Warm-up" not in inside, "of a cell in which they begin, what is before them has a slide"
     assert "engine.save" in inside
+    assert "<strong>" in inside[inside.index("To carry home") :].partition("</section>")[0]
+    assert "The file that implements it" not in inside
     assert 'src="http' not in page
     assert "<script src" not in page

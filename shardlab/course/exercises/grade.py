@@ -19,6 +19,7 @@ from shardlab.course.exercises.submission import SUFFIXES, module_name, read_sub
 from shardlab.launch import RankDied, RankError, RankHang, RankPool
 
 CLOSE = 0.85  # as near is what a name may have been meant to be
+UNKNOWN = re.compile(r"NameError: name '(\w+)' is not defined")
 STANDS = re.compile(r"^\s+at (.+):(\d+) in ", re.MULTILINE)  # in what a hang says of a rank that computes
 
 
@@ -76,16 +77,20 @@ def grade(
     Raises:
         ValueError: there is no such folder, or it is empty.
     """
-    submissions = _submissions(Path(folder))
+    students = submissions(Path(folder))
     cases = [case for exercise in exercises for case in exercise.cases()]
     with pool_for(cases, timeout_s, limit_s) as pool:
-        for student, files in submissions.items():
+        for student, files in students.items():
             pool.restart()  # what one submission has changed in the ranks is gone
             yield from _marks(student, files, exercises, pool)
 
 
-def _submissions(folder: Path) -> dict[str, list[Path]]:
-    """Files by student, in the order of their names: whatever lies there counts, so that nobody is left out unsaid."""
+def submissions(folder: Path) -> dict[str, list[Path]]:
+    """Files by student, in the order of their names: whatever lies there counts, so that nobody is left out unsaid.
+
+    Raises:
+        ValueError: there is no such folder, or it is empty.
+    """
     if not folder.is_dir():
         raise ValueError(
             f"grade: {folder} is no folder; name one with a .py file, a notebook or a folder for each student"
@@ -137,7 +142,9 @@ def _marks(student: str, files: list[Path], exercises: Sequence[Exercise], pool:
         if name in defined:
             report = examine(exercise, FromFile(defined[name], name), pool)
             passed = report.verdict is Verdict.PASSED
-            reason = ". ".join(filter(None, (f"{report.reason}{_place(report.detail)}", report.mistake)))
+            told = f"{report.reason}{_place(report.detail)}".replace(f"{Path(defined[name]).parent}/", "")
+            because = [troubles[one] for one in UNKNOWN.findall(told) if one in troubles]
+            reason = ". ".join(filter(None, (told, *because, report.mistake)))
             score = asdict(report.score) | {"points": exercise.points} if passed else {}
             yield Mark(student, exercise.name, report.verdict, reason, **score)
         elif name in troubles:
@@ -155,7 +162,13 @@ def _meant(name: str, others: Sequence[str]) -> str:
     own = [other for other in others if re.sub(r"\D", "", other) in ("", digits)]
     by_letters = {other.lower().replace("_", ""): other for other in own}
     close = get_close_matches(name.replace("_", ""), by_letters, 1, CLOSE)
-    return by_letters[close[0]] if close else ""
+    words = _words(name)  # most of them, in another order, are meant too
+    most = [one for one in own if _words(one) <= words and len(_words(one)) > len(words) / 2]
+    return by_letters[close[0]] if close else "".join(most[:1])
+
+
+def _words(name: str) -> set[str]:
+    return {*re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", name).lower().split("_")}
 
 
 def _place(detail: str) -> str:

@@ -1,7 +1,8 @@
 """What a student hands in, read statement by statement, so that a typo costs the function that it stands in.
 
 A submission is a ``.py`` file or a notebook. Of a notebook what defines something is run: imports, functions, classes,
-and names of values that nothing has to be called for. The rest of its cells trains and checks, and is left out.
+and names of values for which nothing has to be called but what Python has for numbers and lists. The rest of its cells
+trains and checks, and is left out.
 """
 
 import ast
@@ -18,6 +19,10 @@ from types import CodeType, ModuleType
 SUFFIXES = (".py", ".ipynb")
 # What may be a statement of its own, where the whole cannot be parsed: with its decorators.
 BEGINS = re.compile(r"^(?:@.*\n)*(?=[^\s#)\]}@])", re.MULTILINE)
+QUICK = {
+    "abs", "bool", "dict", "float", "frozenset", "int", "len", "list", "max", "min", "range", "round", "set", "sorted",
+    "str", "sum", "tuple",
+}  # fmt: skip
 NAMED = re.compile(r"^(?:async +)?(?:def|class) +(\w+)", re.MULTILINE)
 
 
@@ -27,7 +32,7 @@ class Submission:
 
     Attributes:
         module: holds what could be defined.
-        troubles: why something could not, by the function that was meant; '' for what belongs to none.
+        troubles: why something could not, by the name that was meant; '' for the first that defines no function.
     """
 
     module: ModuleType
@@ -50,19 +55,20 @@ def read_submission(path: str) -> Submission:
     sys.path.insert(0, str(Path(path).parent))
     module = sys.modules[module_name(path)] = ModuleType(module_name(path))
     found = Submission(module)
-    for name, place, code in _statements(path):
+    for names, place, code in _statements(path):
         try:
-            if isinstance(code, SyntaxError):
+            if not isinstance(code, CodeType):
                 raise code
             exec(code, vars(module))
         except (Exception, SystemExit) as error:
             words = error.msg if isinstance(error, SyntaxError) else error
-            found.troubles.setdefault(name, f"{place}: {type(error).__name__}: {words}")
+            for name in names:
+                found.troubles.setdefault(name, f"{place}: {type(error).__name__}: {words}")
     return found
 
 
-def _statements(path: str) -> Iterator[tuple[str, str, CodeType | SyntaxError]]:
-    """The function that a statement defines, else '', where it stands, and its code or why there is none."""
+def _statements(path: str) -> Iterator[tuple[list[str], str, CodeType | Exception]]:
+    """The names that a statement defines, where it stands, and its code or why there is none."""
     for source_name, text in _sources(Path(path)):
         # Read by tracebacks, and not from a disk, where a cell is no file.
         linecache.cache[source_name] = (len(text), None, text.splitlines(keepends=True), source_name)
@@ -72,13 +78,14 @@ def _statements(path: str) -> Iterator[tuple[str, str, CodeType | SyntaxError]]:
             try:
                 nodes = ast.parse("\n" * (first_line - 1) + block).body
             except SyntaxError as error:
-                yield name, f"{Path(source_name).name}, line {error.lineno}", error
+                yield [name], f"{Path(source_name).name}, line {error.lineno}", error
                 continue
             for node in nodes:
-                if is_cell and not _defines(node):
-                    continue
-                code = compile(ast.Module([node], []), source_name, "exec")
-                yield getattr(node, "name", ""), f"{Path(source_name).name}, line {node.lineno}", code
+                names, place = _names(node), f"{Path(source_name).name}, line {node.lineno}"
+                if not is_cell or _defines(node):
+                    yield names, place, compile(ast.Module([node], []), source_name, "exec")
+                elif isinstance(node, ast.Assign | ast.AnnAssign):
+                    yield names[:-1], place, RuntimeError("what calls something is not run in a notebook")
 
 
 def _sources(path: Path) -> Iterator[tuple[str, str]]:
@@ -105,8 +112,18 @@ def _blocks(text: str) -> Iterator[tuple[str, int]]:
         yield text, 1
 
 
+def _names(node: ast.stmt) -> list[str]:
+    """What a statement gives a value; of all but a function or class also '', which is last."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    imported = node.names if isinstance(node, ast.Import | ast.ImportFrom) else []
+    stored = [part for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)]
+    return [*(one.asname or one.name.partition(".")[0] for one in imported), *(part.id for part in stored), ""]
+
+
 def _defines(node: ast.stmt) -> bool:
-    """Whether a statement of a cell defines something, and runs nothing for it."""
+    """Whether a statement of a cell defines something, and runs next to nothing for it."""
     if isinstance(node, ast.Assign | ast.AnnAssign):
-        return not any(isinstance(part, ast.Call) for part in ast.walk(node))
+        calls = [part.func for part in ast.walk(node) if isinstance(part, ast.Call)]
+        return all(isinstance(called, ast.Name) and called.id in QUICK for called in calls)
     return isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)

@@ -52,6 +52,18 @@ SUBMISSIONS = {
     "pia.ipynb": ("{", "failed", "pia.ipynb cannot be read: rank 0 raised JSONDecodeError"),
     "quin.ipynb": (["def bucketAssign(*given):\n    return []"], "failed", "did you mean bucketAssign? Then rename it"),
     "rae.py": ("def bucket_asign(sizes:", "failed", "did you mean bucket_asign?"),  # and a typo
+    "sam.py": ("def assignBuckets(sizes, capacity):\n    return []", "failed", "did you mean assignBuckets?"),
+    "sia.py": (  # what is missing is named where its absence is found
+        "import json\nfrom einops import rearrange as turn\ndef buckets_assign(*given):\n    return turn(given)",
+        "failed", "'turn' is not defined. sia.py, line 2: ModuleNotFoundError: No module named 'einops'",
+    ),
+    "sol.ipynb": (  # a value for which Python's own functions are called is one
+        ['LEAST = float("0")', RIGHT.replace("filled = 0", "filled = LEAST")], "passed", "",
+    ),
+    "sui.ipynb": (
+        ["NONE = print()", "def buckets_assign(*given):\n    return NONE"], "failed",
+        "'NONE' is not defined. sui.ipynb, cell 0, line 1: RuntimeError: what calls something is not run in a notebook",
+    ),
     "sue.py": ("if True:\n    buckets = assign = 1", "failed", "there is no function buckets_assign"),
     "tom.ipynb": ("{}", "failed", "tom.ipynb cannot be read: rank 0 raised KeyError"),
     "uma.py": ("", "failed", "there is no function buckets_assign"),
@@ -95,6 +107,8 @@ def test_marks_are_printed_as_json_whatever_submissions_print(tmp_path: Path) ->
     assert done.exit_code == 0, done.output
     marks = {mark["exercise"]: mark for mark in json.loads(done.stdout)}
     assert set(marks) == {*(exercise.name for exercise in LADDER), "class.five"}
+    assert "lines that submissions printed are not shown." in done.stderr
+    assert "I print while I work" not in done.output
     assert marks["class.five"]["verdict"] == marks["buckets.assign"]["verdict"] == "passed"
     assert marks["collectives.ring_all_reduce"]["reason"] == "there is no function collectives_ring_all_reduce"
 
@@ -122,6 +136,7 @@ def test_marks_are_printed_as_a_grid_with_points_and_why(tmp_path: Path) -> None
     assert "there is no function of an exercise" in done.stdout
     assert lines[-1] == "1 of 5 solutions passed."
     done = CliRunner().invoke(app, ["exercises", *two, "--grade", str(tmp_path), "--csv"])
+    assert "1 of 5 solutions passed." in done.stderr
     assert list(csv.reader(done.stdout.splitlines())) == [
         ["student", *two, "points"], ["ada", "1", "0", "1"], ["ben", "0", "", "0"], ["gus", "", "", "0"],
         ["joe", "0", "", "0"], ["quin", "0", "", "0"],
