@@ -36,7 +36,7 @@ class Bucket(GradientBuffer):
         pending: of the collective under way.
     """
 
-    fills_at_once = True  # so that one parameter's gradient alone is in memory twice
+    fills_on_arrival = True  # so that one parameter's gradient alone is in memory twice
     pending: Pending | None = None
 
     def __init__(self, index: int, params: Mapping[str, nn.Parameter], layout: FlatLayout, num_ranks: int) -> None:

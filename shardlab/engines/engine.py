@@ -142,7 +142,7 @@ class Engine(AnyEngine):
     def _before_forward(self) -> None:
         self._check_usable()
         if self.strategy.precision.compute is not None:
-            self._refuse_open("forward")  # parameters are shown in another dtype than the input will have
+            self._refuse_inside_full_params("forward")  # parameters are shown in another dtype than the input will have
         self._ask(Moment.FORWARD)
 
     @untraced
@@ -202,7 +202,7 @@ class Engine(AnyEngine):
     def step(self) -> None:
         """One optimizer step; afterwards all ranks train on with the same model."""
         self.finish_gradients()
-        self._refuse_open("step")
+        self._refuse_inside_full_params("step")
         self._ask_all(Moment.STEP)
         self._ask(Moment.UPDATE)
         try:
@@ -280,7 +280,7 @@ class Engine(AnyEngine):
     def load(self, directory: str | Path, **objects: Stateful) -> Any:
         """See ``AnyEngine``; at the end all ranks have the loaded model."""
         self._check_usable()
-        self._refuse_open("load")
+        self._refuse_inside_full_params("load")
         self._ask_all(Moment.LOAD)
         extra = super().load(directory, **objects)
         with self.strategy.stepping(loads=True):
@@ -299,7 +299,7 @@ class Engine(AnyEngine):
         """
         if self._is_closed:
             return
-        self._refuse_open("close")
+        self._refuse_inside_full_params("close")
         self._ask(Moment.CLOSE)
         self.zero_grad()
         self._give_back()
@@ -378,7 +378,7 @@ class Engine(AnyEngine):
     def _begin(self) -> None:
         """Begin a backward: autograd has accumulated nothing yet."""
         self._refuse_failed()
-        self._refuse_open("backward")
+        self._refuse_inside_full_params("backward")
         move_last(self._last_hooks)
         self._ask(Moment.BACKWARD)
         self._due |= {id(param) for param in self.params.values() if param.requires_grad}
@@ -423,7 +423,7 @@ class Engine(AnyEngine):
         if self._running and torch._C._current_graph_task_id() == _OUTSIDE:
             self._fail(RuntimeError("loss.backward() raised"))
 
-    def _refuse_open(self, verb: str) -> None:
+    def _refuse_inside_full_params(self, verb: str) -> None:
         if self.num_full_blocks and (verb in ("load", "close") or self.strategy.keeps_pieces):
             raise RuntimeError(f"{verb}: it was called inside 'with engine.full_params():'; leave the block first")
 

@@ -322,7 +322,7 @@ class FSDP(Sharded):
         return not act.gathers and not self._missing[unit] and all(map(_TRAINS, unit.params))
 
     def _reduce_in_turn(self, unit: Unit) -> None:
-        """What all ranks have whole, each may call in another order: it waits for what is before it."""
+        """Reduce a unit that all ranks have whole, behind those before it: ranks may call such in any order."""
         self._over.add(unit)
         for one in self._order():
             if one not in self._over | self._sent and any(map(self.is_due, one.params)):
@@ -331,12 +331,12 @@ class FSDP(Sharded):
                 self._reduce(one)
 
     def _order(self) -> list[Unit]:
-        """In which backward passes units; behind them what is whole or was not called, and the root last."""
+        """Of reduction: as backward passes units, then those that are whole or were not called, the root last."""
         gathered = (unit for unit in reversed(self._last_order) if not unit.is_undivided)
         return sorted(dict.fromkeys([*gathered, *reversed(self.units)]), key=lambda unit: unit is self._root)
 
     def _reduce(self, unit: Unit) -> None:
-        """Wait for the sums of units before it: their means are there, or they are summed over the next axis."""
+        """Begin to reduce a unit, behind the sums of earlier ones: of these it makes means, or begins the next axis."""
         for earlier in self._reducing:
             earlier.advance()  # one buffer of a unit at a time, during the backward of the next: bounds the memory
         self._reducing = [earlier for earlier in self._reducing if earlier.state is State.REDUCING] + [unit]

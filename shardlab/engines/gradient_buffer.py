@@ -23,7 +23,7 @@ class GradientBuffer:
         layout: which elements of the buffer each parameter has.
         rank: whose chunk of the layout is this rank's.
         strides: of gradients that lie in the buffer otherwise than contiguous, by name.
-        scale: what gradients are multiplied by on their way into the buffer.
+        scale: what ``fill`` multiplies gradients by, and nothing else: one that is not 1 needs ``fills_on_arrival``.
 
     Attributes:
         scale: likewise, 0-d.
@@ -33,8 +33,8 @@ class GradientBuffer:
         slots: its views, by name, in which parameters lie in one stretch; made together with it.
     """
 
-    fills_at_once = False
-    """Whether a gradient that will be sent moves to the buffer at once, or with all others, in one launch on a GPU."""
+    fills_on_arrival = False
+    """Whether a gradient moves to the buffer when autograd brings it, or with all others, in one launch on a GPU."""
     adds_up = False
     """Whether gradients add up in the buffer inside ``no_sync()``, and not at the parameters."""
     keeps_buffer = True
@@ -70,7 +70,7 @@ class GradientBuffer:
 
     def fill_all(self) -> Tensor:
         """The buffer, ready to be sent: what is still at parameters is moved too; what this rank did not use is 0."""
-        for name in self.params if self.fills_at_once else tuple(self._filled):
+        for name in self.params if self.fills_on_arrival else tuple(self._filled):
             if self.params[name].grad is not None:
                 self.fill(name)
         buffer = self._to_fill()

@@ -66,7 +66,7 @@ class InBuckets(Strategy, Generic[B]):
                 "sent; with reentrant activation checkpointing, write checkpoint(..., use_reentrant=False); where "
                 "full_params() came between two forwards, call backward() for each"
             )
-        if bucket.fills_at_once:
+        if bucket.fills_on_arrival:
             bucket.fill(name)
         self._missing[index].discard(id(param))
         # A complete bucket waits behind one that is not: another rank may complete them the other way round.

@@ -66,7 +66,7 @@ class MeshParts(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """What a strategy is built from.
+    """What the engine hands to ``Strategy.lay_out``.
 
     Attributes:
         module: the user's.
@@ -130,7 +130,7 @@ class Strategy:
     by_unit: ClassVar[bool] = False
     """Whether what it sends follows from the units that forward calls."""
     keeps_pieces = False
-    """Whether unrounded values are in those pieces alone; what is whole beside them is rounded."""
+    """Whether exact values are in the pieces that the optimizer steps alone: sharded, or what is whole is rounded."""
     state_role = Role.OPTIMIZER_STATE
     """What the optimizer's state counts as: offloaded, where it stays in host memory."""
     units: Sequence[Any] = ()

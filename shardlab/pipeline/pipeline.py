@@ -10,7 +10,7 @@
 Tensor parallelism comes first: ``parallelize_module(model, plan, mesh["tensor"])``, then ``Pipeline``. Each tensor rank
 sends what it has of an output to the same tensor rank of the next stage.
 
-What travels between stages is in ``messages.py``. A receive is posted one ahead of the action that needs it, so that
+``messages.py`` lists what travels between stages. A receive is posted one ahead of the action that needs it, so that
 the message moves while this rank computes. Gradients add up over micro-batches inside ``no_sync()``; the last backward
 of a rank sends them over the data axis, as that engine does.
 
@@ -58,7 +58,7 @@ class Pipeline:
         module: this rank's stages, for the engine.
 
     Raises:
-        ValueError: the mesh has no such axis, or not as many ranks as the schedule; a cut that cannot be, or that
+        ValueError: the mesh has no such axis, or not as many ranks as the schedule; an impossible cut, or one that
             leaves a rank without parameters; a schedule in which a rank needs messages in another order than they are
             sent.
     """
@@ -131,18 +131,19 @@ class Pipeline:
             )
         before = {name: buffer._version for name, buffer in self._read_only.items()}
         step = _Step(self, engine, loss_fn, inputs, targets, watch)
-        # The last gradients: of what this rank lends they come from others, behind the last action.
-        last = max(place for place, action in enumerate(self._actions) if action.kind in LAST)
-        last += any(loan.owner == self._comm.rank for loan in self.loans)
+        # The action whose backward sends gradients over the data axes. Where this rank lends a parameter it is none of
+        # them: the last gradient comes in _lent(), behind all actions.
+        sends = max(place for place, action in enumerate(self._actions) if action.kind in LAST)
+        sends += any(loan.owner == self._comm.rank for loan in self.loans)
         kept = engine.strategy.kept_gathered() if keeps_gathered else contextlib.nullcontext()
         with self._lent(engine, step.sent), kept:
             with engine.no_sync():
-                for action in self._actions[:last]:
+                for action in self._actions[:sends]:
                     step.do(action)
-            for action in self._actions[last:]:
+            for action in self._actions[sends:]:
                 step.do(action)
         engine.finish_gradients()  # where the last action has brought none
-        wait_all([*step.sent, *step.under_way.values()])
+        wait_all([*step.sent, *step.unconfirmed.values()])
         for name, buffer in self._read_only.items():
             if buffer._version != before[name]:
                 raise ValueError(f"buffers: forward writes {name!r}, which several stages use; give each one its own")
@@ -194,8 +195,8 @@ class _Step:
     """One run of a rank's actions.
 
     Attributes:
-        sent: other messages on their way.
-        under_way: those with what actions have brought.
+        sent: messages beside them, until the end of the step: shapes, and what is lent.
+        unconfirmed: messages with what actions have brought, until another one says that they have arrived.
         losses: of the micro-batches of the last stage, each over the number of them.
     """
 
@@ -204,9 +205,9 @@ class _Step:
         watch: Watch,
     ) -> None:  # fmt: skip
         self.sent: list[Pending] = []
-        self.under_way: dict[Action, Pending] = {}
+        self.unconfirmed: dict[Action, Pending] = {}
         self.losses: list[Tensor] = []
-        self._of, self._engine, self._loss_fn, self._watch = pipeline, engine, loss_fn, watch
+        self._pipeline, self._engine, self._loss_fn, self._watch = pipeline, engine, loss_fn, watch
         self._inputs, self._targets, self._shapes = inputs, targets, [tuple(one.shape) for one in inputs]
         self._rank_of, self._last = pipeline.schedule.rank_of, pipeline.schedule.num_stages - 1
         self._mail: dict[Action, Tensor] = {}  # from another stage of this rank
@@ -217,7 +218,7 @@ class _Step:
 
     def do(self, action: Action) -> None:
         """Wait for what the action needs, do it, and send what it brings."""
-        need = self._of._needs[action]
+        need = self._pipeline._needs[action]
         received = None if need is None else self._take(need)
         with self._watch(action):
             if action.kind is Kind.BACKWARD_OF_WEIGHTS:
@@ -252,49 +253,49 @@ class _Step:
 
     def _send(self, action: Action, tensor: Tensor) -> None:
         peer = self._rank_of[action.stage + (1 if action.kind is Kind.FORWARD else -1)]
-        if peer == self._of._comm.rank:
+        if peer == self._pipeline._comm.rank:
             self._mail[action] = tensor
             return
         if action.kind is Kind.FORWARD:
             self._tell_like(action, tensor, peer)
-        self.under_way[action] = self._of._comm.send(tensor.contiguous(), peer, tag=action.tag)
+        self.unconfirmed[action] = self._pipeline._comm.send(tensor.contiguous(), peer, tag=action.tag)
 
     def _take(self, need: Action) -> Tensor:
         if need in self._mail:
             return self._mail.pop(need)
         self._post(need)
         tensor, pending = self._posted.pop(need)
-        ahead = self._of._after.get(need)
+        ahead = self._pipeline._after.get(need)
         if ahead is not None and self._like_of(ahead) is not None:
             self._post(ahead)
         pending.wait()
-        for action in self._of._confirmed_by[need]:
-            self.under_way.pop(action).wait()  # at once, and the memory is free
+        for action in self._pipeline._confirmed_by[need]:
+            self.unconfirmed.pop(action).wait()  # at once, and the memory is free
         return tensor
 
     def _post(self, need: Action) -> None:
         """Begin to receive; what a stage's output is like comes before the first of its shape."""
         if need in self._posted:
             return
-        comm, peer = self._of._comm, self._rank_of[need.stage]
+        comm, peer = self._pipeline._comm, self._rank_of[need.stage]
         like = self._like_of(need)
         if like is None:
-            header = torch.empty(2 + _MAX_DIMS, dtype=torch.int64, device=self._of._device)
+            header = torch.empty(2 + _MAX_DIMS, dtype=torch.int64, device=self._pipeline._device)
             comm.recv(header, peer, tag=f"shape of stage {need.stage}").wait()
             which, num_dims, *dims = header.tolist()
             like = Like(tuple(dims[:num_dims]), _DTYPES[which])
-            self._of._like[need.stage, self._shapes[need.micro_batch]] = like
-        tensor = torch.empty(like.shape, dtype=like.dtype, device=self._of._device)
+            self._pipeline._like[need.stage, self._shapes[need.micro_batch]] = like
+        tensor = torch.empty(like.shape, dtype=like.dtype, device=self._pipeline._device)
         self._posted[need] = tensor, comm.recv(tensor, peer, tag=need.tag)
 
     def _like_of(self, need: Action) -> Like | None:
         """What a message is like: the output of a stage, or the gradient of that of the one before."""
-        return self._of._like.get((need.stage - (need.kind is not Kind.FORWARD), self._shapes[need.micro_batch]))
+        return self._pipeline._like.get((need.stage - (need.kind is not Kind.FORWARD), self._shapes[need.micro_batch]))
 
     def _tell_like(self, action: Action, output: Tensor, peer: int) -> None:
         """Tell the next stage's rank what outputs are like, the first time."""
         stage, like = action.stage, Like(tuple(output.shape), output.dtype)
-        known = self._of._like.setdefault((stage, self._shapes[action.micro_batch]), like)
+        known = self._pipeline._like.setdefault((stage, self._shapes[action.micro_batch]), like)
         if known != like:  # the next rank would wait for another message
             raise ValueError(
                 f"stages: stage {stage} gives {like.shape} of {like.dtype}, and {known.shape} of {known.dtype} before; "
@@ -305,5 +306,5 @@ class _Step:
         if output.dtype not in _DTYPES or output.ndim > _MAX_DIMS:
             raise ValueError(f"stages: stage {stage} gives {output.dtype}, {output.ndim} dims; cut elsewhere")
         header = [_DTYPES.index(output.dtype), output.ndim, *output.shape, *[0] * (_MAX_DIMS - output.ndim)]
-        told = torch.tensor(header, device=self._of._device)
-        self.sent.append(self._of._comm.send(told, peer, tag=f"shape of stage {stage}"))
+        told = torch.tensor(header, device=self._pipeline._device)
+        self.sent.append(self._pipeline._comm.send(told, peer, tag=f"shape of stage {stage}"))

@@ -1,7 +1,8 @@
 """Guards beside an engine: one snapshot of all that it owns, compared at the engine's verbs with a table of rules.
 
-Delete this room and every right program still trains, bit for bit the same. What a rule refuses on one rank, all ranks
-refuse in the same verb: the engine keeps the refusal until its next flag.
+With ``guards=False`` every right program trains, bit for bit the same: of the engines' files only the package's own
+``__init__`` imports this room. What a rule refuses on one rank, all ranks refuse in the same verb: the engine keeps the
+refusal until its next flag.
 """
 
 import warnings

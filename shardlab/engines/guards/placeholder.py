@@ -18,9 +18,6 @@ import torch
 from torch import Tensor, nn
 
 _OF_PARAM = frozenset({"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex"})
-# Answered as of the gathered parameter. Of the placeholder itself the device is meta, and what a user makes there is
-# silently computed with as memory without values: torch multiplies by it, and indexes with it.
-_AS_GATHERED = (Tensor.device, Tensor.is_cpu, Tensor.is_cuda, Tensor.is_meta, Tensor.dtype, Tensor.requires_grad)
 _FREEZES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]  # a bool in torch's stubs
 _OF_STUB = _OF_PARAM - {"__get__"} | {
     "data_ptr", "untyped_storage", "storage_offset", "is_contiguous", "get_device", "register_hook",
