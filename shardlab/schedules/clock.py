@@ -1,4 +1,4 @@
-"""How long a schedule takes, who waits for whom, and where it stands still: the lists, run on the one simulator.
+"""How long a schedule takes, who waits for whom, and where it deadlocks: the lists, run on the one simulator.
 
 Each rank's list becomes a program (``partition.step_program``): wait for the message that an action needs, work, issue
 the message that another rank needs. On this clock all receives are posted from the start (``Pipeline`` posts one
@@ -72,7 +72,7 @@ def play(
         worked = [place for place, item in enumerate(hosts[rank].items) if isinstance(item, Work)]
         for action, place in zip(actions, worked, strict=True):
             if place + 1 >= len(hosts[rank].begins_us):
-                raise ValueError(f"schedule: it stands still: {_stuck(schedule, hosts)}")
+                raise ValueError(f"schedule: it deadlocks: {_stuck(schedule, hosts)}")
             begins[action], ends[action] = hosts[rank].begins_us[place : place + 2]
     return Played(schedule, begins, ends, work)
 
@@ -116,7 +116,7 @@ def _program(
         if need is not None and need in sent:
             items.append(Wait(sent[need]))
         elif need is not None and places[need] > place:
-            raise ValueError(f"schedule: it stands still: {action} stands before {need} on rank {rank}, and needs it")
+            raise ValueError(f"schedule: it deadlocks: {action} stands before {need} on rank {rank}, and needs it")
         items.append(Work(work[action]))
         if action in sent:
             items.append(Issue(sent[action]))

@@ -166,7 +166,7 @@ REFUSED = [
     (of_model(lambda: nn.Sequential(nn.Linear(6, 2), Pair(), nn.Linear(2, 64)).double()), "stage 0 gives tuple; cut"),
     (of_model(lambda: nn.Bilinear(6, 6, 3).double()), "model: Bilinear does not say where it may be cut"),
     (with_loss(lambda model, batch: model(*batch).sum()), "loss: with pipe it has to call the model with one tensor"),
-    ({"schedule": ("stands_still.csv",), "micro_batches": 2}, "it stands still: 0B0 of rank 0 waits for 1B0 of rank 1"),
+    ({"schedule": ("stands_still.csv",), "micro_batches": 2}, "it deadlocks: 0B0 of rank 0 waits for 1B0 of rank 1"),
     ({"schedule": ("lacks.csv",), "micro_batches": 2}, "schedule: 1B1 is missing on rank 1"),
     ({"schedule": ("twice.csv",), "micro_batches": 1}, "schedule: 0F0 stands twice on rank 0"),
     ({"schedule": ("right.csv",), "micro_batches": 4}, "micro_batches: 4, and .*right.csv is for 1; set"),

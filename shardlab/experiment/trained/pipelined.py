@@ -96,7 +96,7 @@ def schedules_of(options: CompareOptions) -> dict[str, Schedule]:
     """The schedules of a comparison by name, for ``options.accumulation`` micro-batches; none without stages.
 
     Raises:
-        ValueError: none is given, or one is not known, cannot be read, is of other numbers, or stands still.
+        ValueError: none is given, or one is not known, cannot be read, is of other numbers, or deadlocks.
     """
     if options.pipe > 1 and not options.schedule:
         raise ValueError(f"schedule: none given; at least one is needed of {', '.join(PLANS)}")
@@ -106,7 +106,7 @@ def schedules_of(options: CompareOptions) -> dict[str, Schedule]:
         if name in found:
             raise ValueError(f"schedule: {name} is given twice; name each once")
         found[name] = _read(one, options) if one.endswith(CSV) else _made(one, options)
-        play(found[name], SLOTS)  # which refuses one that stands still
+        play(found[name], SLOTS)  # which refuses one that deadlocks
     return found
 
 

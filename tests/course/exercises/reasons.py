@@ -9,7 +9,7 @@ WRONG = {
         second.backward_first: r"^2 ranks, 3.*result\['schedule'\].*0B0 stands before 0F0 on rank 0",
         second.loses_the_last_batch: r"^2 ranks, 3.*result\['schedule'\].*it has 2 of 3 micro-batches",
         second.forgets_a_backward: r"^2 ranks, 3.*result\['schedule'\].*0B2 is missing on rank 0",
-        second.waits_for_ever: r"^2 ranks, 3.*result\['schedule'\].*it stands still: 0B0 of rank 0 waits for 1B0",
+        second.waits_for_ever: r"^2 ranks, 3.*result\['schedule'\].*it deadlocks: 0B0 of rank 0 waits for 1B0",
         second.all_forwards_first: r"^2 ranks, 3.*result\['micro-batches held'\]: 2 is wanted, 3 was found",
     },
     "pipeline.finish": {
