@@ -26,7 +26,6 @@ class GradientBuffer:
         scale: what ``fill`` multiplies gradients by, and nothing else: one that is not 1 needs ``fills_on_arrival``.
 
     Attributes:
-        scale: likewise, 0-d.
         sum_dtype: in which gradients are summed over the ranks.
         buffer: [padded_numel], in ``sum_dtype``; None where no gradient has come, or where it has been sent and its
             means are elsewhere.
@@ -49,8 +48,8 @@ class GradientBuffer:
         self.layout, first = layout, next(iter(params.values()))
         self.device, self.sum_dtype = first.device, first.dtype  # as they are now: a module may be converted
         self.tensors = TensorLayout(layout, rank, {key: tuple(param.shape) for key, param in params.items()}, strides)
-        # A number of Python's would become a tensor at each gradient. On the CPU, where kernels of a device read it.
-        self.scale = torch.tensor(scale, dtype=torch.promote_types(first.dtype, torch.float32), device="cpu")
+        self.scale = scale
+        self._factor: Tensor | float = scale
         self.buffer: Tensor | None = None
         self.slots: dict[str, Tensor] = {}
         self._filled: set[str] = set()  # parameters whose gradients have been moved to the buffer, and not been sent
@@ -59,12 +58,15 @@ class GradientBuffer:
         """Move a gradient into its slot, times ``scale``, or add it to what is there; its parameter then has none."""
         if not self._filled:
             self._to_fill()
+            # A number of Python's would become a tensor at each gradient. (Kernels of a device read it on the CPU.)
+            dtype = torch.promote_types(self.sum_dtype, torch.float32)
+            self._factor = torch.tensor(self.scale, dtype=dtype, device="cpu")
         param, slot = self.params[name], self.slots[name]
         assert param.grad is not None
         if name in self._filled:
-            slot.add_(param.grad.detach(), alpha=float(self.scale))
+            slot.add_(param.grad.detach(), alpha=self.scale)
         else:
-            torch.mul(param.grad.detach(), self.scale, out=slot)
+            torch.mul(param.grad.detach(), self._factor, out=slot)
         self._filled.add(name)
         param.grad = None
 
@@ -95,6 +97,6 @@ class GradientBuffer:
 
     def drop(self) -> None:
         """The gradients have been sent, or are cleared: forget those that were not sent."""
-        self._filled = set()
+        self._filled, self._factor = set(), self.scale  # no memory is held between two steps
         if not self.keeps_buffer:
             self.buffer, self.slots = None, {}

@@ -98,7 +98,7 @@ def table_of(report: Report) -> pd.DataFrame:
         )
     table = pd.DataFrame(rows)
     if report.case is not None and report.case.traffic is not None:
-        table["messages needed"] = report.case.traffic.most_messages
+        table["messages allowed"] = report.case.traffic.most_messages
         table["bytes needed"] = round(report.case.traffic.most_bytes)
     return table
 

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from hashlib import blake2b
+from itertools import chain
 from math import isclose
 from pathlib import Path
 
@@ -49,8 +50,10 @@ def _without_chance(reason: str) -> str:
 
 def mistake_in(exercise: str, reason: str, case: Case, done: Sequence[Done]) -> str:
     """A sentence on what was thought, or on the ratio of found and wanted; empty where nothing is known."""
-    found = signature(reason, case, done)
-    for of_known, sentence in known().get(exercise, {}).values():
+    found, kind = signature(reason, case, done), exercise.partition(".")[0]
+    # Exercises of a kind share cases and results: what is known of one may be what was thought in another.
+    others = [answers for name, answers in known().items() if name.partition(".")[0] == kind]
+    for of_known, sentence in chain.from_iterable(table.values() for table in (known().get(exercise, {}), *others)):
         if of_known == found:
             return f"You get this when {sentence}"
     ratio = _ratio([plain(wanted) for wanted in case.wanted], [of_rank.result for of_rank in done])

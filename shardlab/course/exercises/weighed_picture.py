@@ -68,6 +68,6 @@ def _targets(done: Sequence[Done], case: Case) -> list[str]:
         "messages": (case.traffic.most_messages if case.traffic else inf, [len(one.messages) for one in done]),
     }
     return [
-        f"{max(taken):,.0f} of {most:,.0f} {words}" if most < inf else f"{max(taken):,.0f} {words}"
+        f"{max(taken):,.0f} {words}" + (f" ({most:,.0f} are allowed)" if most < inf else "")
         for words, (most, taken) in limits.items()
     ]

@@ -20,10 +20,10 @@ from shardlab.course.exercises.mistakes import mistake_in
 from shardlab.course.exercises.picture import held, held_table, moved, moved_table
 from shardlab.course.exercises.values import difference, plain
 from shardlab.course.exercises.weighed_picture import memory, schedule
+from shardlab.engines import ZeRO3
 from shardlab.launch import RankPool, current
 from tests.conftest import Pools
 from tests.course.exercises.right import right_buckets
-from tests.course.exercises.whole import StaysGathered
 from tests.course.exercises.wrong import half_a_ring
 
 
@@ -77,14 +77,14 @@ def test_a_ratio_is_said_where_all_numbers_have_it(pools):
 
 
 def test_where_memory_is_wrong_it_is_drawn_over_time_beside_a_right_answers(capsys):
-    report = check("whole.zero3", StaysGathered)
+    report = check("whole.fsdp", ZeRO3)
     printed = capsys.readouterr().out
-    assert re.search(r"Memory over time: whole.zero3: 7,\d+ B were held at once, and 7,[12]\d\d B by a right", printed)
-    assert "Your schedule: whole.zero3: " in printed
-    figure = memory(report.done, report.done, 7400, "Memory over time")
+    assert re.search(r"Memory over time: whole.fsdp: 6,6\d\d B were held at once, and 6,3\d\d B by a right", printed)
+    assert "Your schedule: whole.fsdp: 927 us (640 are allowed); " in printed
+    figure = memory(report.done, report.done, 6500, "Memory over time")
     assert [max(trace.y) for trace in figure.data] == [done.peak_bytes for done in report.done] * 2
     drawn = schedule(report.done, replace(report.case, most_time_us=700), "Your schedule")
-    assert "of 700 us; " in drawn.layout.title.subtitle.text
+    assert " us (700 are allowed); " in drawn.layout.title.subtitle.text
     assert {bar.name for bar in drawn.data} == {"compute", "message"}
 
 
