@@ -221,7 +221,7 @@ def _rows(model: str, step: int, micro_batch: int, num_ranks: int) -> tuple[Tens
     x = torch.randn(num_rows, 7, generator=generator, dtype=torch.float64)
     x[:, 0] = -x[:, 0].abs()
     if step % 2:
-        x[-1, 0] = 1.0  # used by some ranks in odd steps, by none in even ones
+        x[-(step // 2 % 2), 0] = 1.0  # used by the first or the last rank in odd steps in turns, by none in even ones
     return x, torch.randn(num_rows, 5, generator=generator, dtype=torch.float64)
 
 
