@@ -9,7 +9,7 @@ that the sum over N ranks is the mean without another pass. (``Shards`` divides 
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, promote_types
 
 from shardlab.engines.tensor_layout import Strides, TensorLayout, num_references
 from shardlab.partition.chunks import Layout
@@ -59,8 +59,7 @@ class GradientBuffer:
         if not self._filled:
             self._to_fill()
             # A number of Python's would become a tensor at each gradient. (Kernels of a device read it on the CPU.)
-            dtype = torch.promote_types(self.sum_dtype, torch.float32)
-            self._factor = torch.tensor(self.scale, dtype=dtype, device="cpu")
+            self._factor = torch.tensor(self.scale, dtype=promote_types(self.sum_dtype, torch.float32), device="cpu")
         param, slot = self.params[name], self.slots[name]
         assert param.grad is not None
         if name in self._filled:
@@ -88,9 +87,8 @@ class GradientBuffer:
         # The one from before may still be in use: means are views of it, and so is what a user has kept of them. While
         # gradients are in it that have not been sent, it is none of that.
         if self.buffer is None or not (self._filled or num_references(self.buffer) == self._num_own_references):
-            self.buffer = torch.empty(self.layout.padded_numel, dtype=self.sum_dtype, device=self.device)
-            if self.layout.padding_numel:
-                self.buffer.zero_()  # no gradient is written to the padding
+            made = torch.zeros if self.layout.padding_numel else torch.empty  # no gradient is written to the padding
+            self.buffer = made(self.layout.padded_numel, dtype=self.sum_dtype, device=self.device)
             self.slots = self.tensors.slots(self.buffer)
             self._num_own_references = num_references(self.buffer)
         return self.buffer
