@@ -148,6 +148,7 @@ def zero3_cases() -> list[Case]:
     are contexts: inside, the module computes, with all its parameters. full(keep_changes=...) is one in which a user
     reads them, and writes them where keep_changes is True. Autograd saves weights for backward: it must not keep the
     memory that you free. So free the storage and not the tensor, flat.untyped_storage().resize_(0), and gather into it.
+    What is still gathered behind its forward, or has other memory, is refused as a parameter whose data was replaced.
 
     Hints:
     - The optimizer steps pieces of a shard of this rank's own; after the step nothing is sent.
@@ -167,7 +168,8 @@ def fsdp_cases() -> list[Case]:
     backward, freed after each, and its gradients are scattered when the last has come. While one unit computes, the
     message of the next one is under way. LaidOut(..., hooks=[...]) takes the handles of your hooks.
     In messages of at most 600 bytes, 6500 bytes at the peak and 640 us on the clock of whole_bucketed are enough. Here
-    every rank calls every unit, in the same order; else all would have to send the same messages all the same.
+    every rank calls every unit, in the same order; else all would have to send the same messages all the same. What
+    is written in full() only check_strategy asks.
 
     Hints:
     - register_forward_pre_hook gathers; register_forward_hook frees, and its output's register_hook gathers again.
