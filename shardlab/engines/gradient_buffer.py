@@ -59,7 +59,7 @@ class GradientBuffer:
         if not self._filled:
             self._to_fill()
             # A number of Python's would become a tensor at each gradient. (Kernels of a device read it on the CPU.)
-            self._factor = torch.tensor(self.scale, dtype=promote_types(self.sum_dtype, torch.float32), device="cpu")
+            self._factor = torch.full((), self.scale, dtype=promote_types(self.sum_dtype, torch.float32), device="cpu")
         param, slot = self.params[name], self.slots[name]
         assert param.grad is not None
         if name in self._filled:
