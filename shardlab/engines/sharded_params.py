@@ -240,9 +240,9 @@ class Shards(GradientBuffer):
     def start(self, *, as_stored: bool = False) -> None:
         """Begin to gather into a new buffer, [padded_numel] in ``compute_dtype``; ``as_stored``: in ``stepped``'s."""
         dtype = self.stepped.dtype if as_stored else self.compute_dtype
-        if self.is_undivided and not as_stored and dtype == self.at_rest.dtype and self.at_rest.device == self.device:
-            # No copy; what the user holds as stored is one, or writes would stay.
-            self._gathering = self.at_rest, Pending()
+        if self.is_undivided and not as_stored and dtype == self.stepped.dtype and self.stepped.device == self.device:
+            # No copy, also inside a step; what the user holds as stored is one, or writes would stay.
+            self._gathering = self.stepped, Pending()
             return
         buffer = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
         of_masters = as_stored and self.has_masters
@@ -419,7 +419,7 @@ class Shards(GradientBuffer):
     def gathered_tensors(self) -> list[Tensor]:
         """What is gathered, or is being gathered."""
         gathering = [] if self._gathering is None else [self._gathering[0]]
-        return [tensor for tensor in (*self.storages.values(), *gathering) if tensor is not self.at_rest]
+        return [tensor for tensor in (*self.storages.values(), *gathering) if tensor is not self.stepped]
 
     def holdings(self) -> Iterator[Holding]:
         """What this rank holds of parameters and gradients; each element of a role under one name."""

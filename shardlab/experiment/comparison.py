@@ -181,8 +181,7 @@ def _compare(config: CompareConfig, directory: Path, pool: RankPool, on_progress
     summary = [
         row | against_plan(row["strategy"], records, plans[row["strategy"]]) for row in summarise(records, config.dtype)
     ]
-    firsts = {strategy: str(error).partition("\n")[0] for strategy, error in failed.items()}
-    why_failed = {strategy: said.removeprefix(f"{strategy}: ") for strategy, said in firsts.items()}
+    why_failed = {strategy: _first_line(error).removeprefix(f"{strategy}: ") for strategy, error in failed.items()}
     told = [{"strategy": strategy, "failed": said} for strategy, said in why_failed.items()]
     # The last file: a directory that has it counts as a finished comparison.
     if is_reporter():
@@ -218,6 +217,11 @@ def run_strategies(
         present = [report for report in reports if report is not None]
         _write_manifest(where, {**manifest, **found_by(present, manifest["mesh"], config)})
     return directory, failed
+
+
+def _first_line(error: RankError) -> str:
+    """What a rank raised, and what was noted to it: the advice of an engine."""
+    return "; ".join([str(error).partition("\n")[0], *getattr(error.__cause__, "__notes__", ())])
 
 
 @contextlib.contextmanager

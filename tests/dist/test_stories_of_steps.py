@@ -170,6 +170,20 @@ def a_hook_averages_the_full_state(user):
     return averaging(user, lambda user: list(user.full_state_dict().values()))
 
 
+@story(on=(*NOT_STEPPED_IN_PIECES, "fsdp-no_shard", "fsdp-offload", "fsdp-offload-no_shard"), optimizer=own.Steps)
+def an_optimizer_computes_with_what_it_has_stepped(user):
+    """Not with the copy in host memory, which is older until the step is over."""
+    outputs, row = [], torch.ones_like(user.rows(0)[0][:1])  # the same on all ranks
+
+    @torch.no_grad()
+    def look(_):
+        outputs.append(user(row).clone())
+
+    user.optimizer.after = look
+    twice(user)
+    return dict(enumerate(outputs))
+
+
 # In the middle of it, and after an error.
 
 

@@ -408,9 +408,13 @@ def test_ranks_that_were_off_the_cpu_make_times_uncertain_and_what_no_stream_was
         assert "not known for ddp: streams ran it" in unseen_verdict(replace(result, summary=summary))
 
 
-def test_a_loss_that_compares_rows_with_one_another_is_told(pools, tmp_path):
+@pytest.mark.parametrize("share", [1.0, 1e-3])
+def test_a_loss_that_compares_rows_with_one_another_is_told(pools, tmp_path, share):
     def contrastive(model, batch):
-        return torch.nn.functional.cross_entropy(model(batch) @ batch.T, torch.arange(len(batch)))
+        outputs = model(batch)
+        return outputs.square().mean() + share * torch.nn.functional.cross_entropy(
+            outputs @ batch.T, torch.arange(len(batch))
+        )
 
     rows = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
     workload = Workload(lambda: torch.nn.Linear(4, 4), [rows], contrastive)
@@ -422,10 +426,16 @@ def test_a_loss_that_compares_rows_with_one_another_is_told(pools, tmp_path):
 
 def test_what_fails_on_the_ranks_leaves_a_report_of_the_others(pools, tmp_path):
     class Whole(torch.optim.SGD):
+        shardlab_looks_at = "element"  # it does not
+
         def step(self, closure=None):
             self.param_groups[0]["params"][0].grad.norm()
             super().step(closure)
-            self.param_groups[0]["params"][0].detach().view(3, 4)
+            try:
+                self.param_groups[0]["params"][0].detach().view(3, 4)
+            except RuntimeError as error:
+                error.add_note("Whole looks at whole tensors")
+                raise
 
     workload = Workload(lambda: torch.nn.Linear(4, 3), [torch.ones(4, 4)], lambda model, rows: model(rows).sum(),
                         optimizer=lambda tensors: Whole(tensors, lr=0.1))  # fmt: skip
@@ -433,7 +443,7 @@ def test_what_fails_on_the_ranks_leaves_a_report_of_the_others(pools, tmp_path):
     result = compare(workload, tmp_path / "out", pool=pools(2), strategies=strategies, ranks=2, steps=2)
     assert list(result.summary["strategy"]) == ["single", "ddp"]
     assert list(result.failed) == ["zero3", "fsdp"]
-    assert all(re.match(r"rank \d raised ", why) for why in result.failed.values())
+    assert all(re.match(r"rank \d raised .*; Whole looks at whole tensors$", why) for why in result.failed.values())
     saved, config = load_saved(tmp_path / "out")
     assert saved.failed == result.failed
     said = [sentence for sentence in verdicts(saved) if sentence.startswith("NOT run to the end: zero3: rank")]

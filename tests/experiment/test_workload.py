@@ -196,6 +196,7 @@ def test_a_buffer_of_a_ranks_own_rows_is_named_with_its_step_and_not_called_a_di
     found = compare(trained, tmp_path / "run", ranks=3, steps=4, pool=pools(3), strategies=strategies)
     said = "buffer leave.mean differs between ranks after step 2"
     assert f"which rightly differs: {said}" in alone_verdict(found)
+    assert "not compared with the single process, see below" in dict(answer(found))["CAN I TRUST IT"]
     by_strategy = found.summary.set_index("strategy")
     assert by_strategy["losses_equal"].tolist() == [None, True, True, True, False]
     assert by_strategy.loc["single", "loss_last"] != by_strategy.loc["ddp", "loss_last"]

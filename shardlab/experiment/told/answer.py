@@ -16,7 +16,7 @@ from shardlab.analysis.rows import step_lengths
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.planned.stages_plan import idle_line
 from shardlab.experiment.told import verdicts
-from shardlab.experiment.told.losses import data_are_lost, dead_verdict, norms_apart, trained_on_others
+from shardlab.experiment.told.losses import alone_verdict, data_are_lost, dead_verdict, norms_apart, trained_on_others
 from shardlab.experiment.told.pipelined import bubble_line
 from shardlab.experiment.told.saved_runs import Comparison, config_of
 from shardlab.experiment.told.step_reasons import Reasons, why
@@ -302,6 +302,7 @@ def _trusted(comparison: Comparison, doubt: str) -> Iterable[str]:
         too = ", and gradients by a factor" if hidden else ""
         rounded = {precision_of(run, comparison.records) for run in comparison.records.manifests} - {FULL}
         too += f", within the rounding of {listing(sorted(rounded))}" if rounded and comparison.losses_equal else ""
+        too += ", not compared with the single process, see below" if alone_verdict(comparison) else ""
         yield f"losses {'equal to' if comparison.losses_equal else 'NOT equal: they differ by'} {judged:.1e}{too}"
     if differ := [name for name in ranks_differ(comparison.records) if name in set(table["strategy"])]:
         yield f"ranks of {listing(differ)} differ by design, and so do the losses"

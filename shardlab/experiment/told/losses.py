@@ -14,7 +14,7 @@ from shardlab.experiment.trained.batches import first_other
 from shardlab.vocabulary import MeshAxis
 
 SAME_SUM = 1e-4  # relative
-APART = 1e-3  # of the single process's loss: more than rounding
+APART = 0.1  # of what rounding may make of the single process's loss: more than it makes of a first step
 AGREED = 1e-3  # of the distance to the single process
 BAD_ROWS = "The rows themselves hold inf or NaN: look at the data."
 SAME = 1e-6  # relative: what rounding makes of a loss
@@ -154,7 +154,9 @@ def _divides_rows_badly(comparison: Comparison) -> str:
     first = _first_losses(comparison)
     shared = first[[_data_ranks(comparison, run) > 1 for run in first.index]]
     distance = (shared - first[REFERENCE]).abs().min()
-    if len(shared) < 2 or distance < APART * abs(first[REFERENCE]) or shared.max() - shared.min() > AGREED * distance:
+    rounding = max((summary.tolerance_of_run(run, comparison.records, "float32") for run in shared.index), default=0.0)
+    least = APART * rounding * abs(first[REFERENCE])
+    if len(shared) < 2 or distance < least or shared.max() - shared.min() > AGREED * distance:
         return ""
     return (
         f" From the first step on {', '.join(shared.index)} agree with each other: each rank's loss is of its own "
