@@ -16,6 +16,7 @@ COLUMN_OF: dict[str, str] = {
     Role.PARAMETER: "parameter_bytes", Role.GRADIENT: "gradient_bytes", Role.OPTIMIZER_STATE: "optimizer_bytes",
     Role.MASTER_WEIGHT: "optimizer_bytes", Role.OFFLOADED: "offloaded_bytes",
 }  # fmt: skip
+ALIKE = 0.01  # relative: steps that send so little more are said to be alike
 ROOT, NO_MODULE = "(root)", "(of no one module)"
 
 
@@ -75,11 +76,13 @@ def peaks_of_steps(steps: pd.DataFrame) -> dict[str, int | None]:
     Returns:
         ``peak_bytes``; ``peak_step``, which has it, of equal ones the last; ``least_peak_bytes``, of the steps after
         the first, in which optimizer state is missing; ``unlike_step``, the last of those whose peak is not known
-        although they were unlike all traced ones. None where there is none.
+        although they were unlike all traced ones, or sent more. None where there is none.
     """
     by_step = steps.groupby("step")["peak_bytes"].max().dropna()
+    sent = steps.groupby("step")["wire_bytes"].max()
+    more = sent.index[sent > (1 + ALIKE) * sent[sent.index.isin(by_step.index)].max()]
     ends = steps.sort_values("step").drop_duplicates("rank", keep="last")
-    unlike = ends["unlike_step"].max() if "unlike_step" in ends else None
+    unlike = pd.Series([*(ends["unlike_step"].dropna() if "unlike_step" in ends else ()), *more]).max()
     found = {"unlike_step": None if pd.isna(unlike) else int(unlike)}
     if by_step.empty:
         return {"peak_bytes": None, "peak_step": None, "least_peak_bytes": None, **found}

@@ -206,8 +206,14 @@ class CompareConfig(CompareOptions):
         for strategy in made:
             if strategy.precision.compute is not None:
                 check_batch_norms(self.on_meta, strategy.precision)
+        saves = "save_every" if self.save_every is not None else "resume" if self.resume is not None else ""
         for one in made:
             check_strategy(one)
+            if saves and one.ranks_differ:
+                raise ValueError(
+                    f"{saves}: ranks of {one.name!r} have parameters of their own (ranks_differ), and a checkpoint "
+                    "keeps those of one; leave it out"
+                )
             if len(one.axes) > 2 or len({*one.axes} & DATA_AXES) < len(one.axes):
                 raise ValueError(
                     f"strategies: the axes of {one.name!r} are {', '.join(one.axes)}; compare makes one or two of "

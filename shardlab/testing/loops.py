@@ -4,7 +4,7 @@ And what is wrong with a strategy on one rank, whatever it computes: messages no
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.callers import PAST, num_sent_by_torch
+from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.rank_life import observing_new
 from shardlab.comm.same_on_all_ranks import number_among
@@ -275,7 +276,8 @@ def _silent(engine: Engine, partners: set[int]) -> str:
         if comm.num_ranks > 1 and not partners & set(comm.ranks) - {comm.ranks[comm.rank]}:
             return (
                 f"nothing travelled over axis {str(axis)!r}, which its axes name, so these ranks average nothing; "
-                "reduce over each of self.comms, or leave the axis out"
+                "reduce over each of self.comms, or leave the axis out; where ranks are to train on with parameters of "
+                "their own, as in local SGD, set ranks_differ = True"
             )
     return ""
 
@@ -283,8 +285,8 @@ def _silent(engine: Engine, partners: set[int]) -> str:
 def held_wrong(engine: Engine) -> str:
     """What is wrong with what an engine says that it holds, in a sentence; empty if nothing is.
 
-    Whatever has memory of a parameter, a piece or a gradient must be in one of ``holdings()``, and a holding has the
-    elements that it names.
+    Whatever has memory of a parameter, a piece or a gradient must be in one of ``holdings()``, and whatever else the
+    strategy keeps, scalars apart; and a holding has the elements that it names.
     """
     held = {holding.tensor.untyped_storage().data_ptr() for holding in engine.holdings()}
     for name, tensor in (*engine.params.items(), *engine.step_tensors().items()):
@@ -306,4 +308,31 @@ def held_wrong(engine: Engine) -> str:
                 f"holdings(): {holding.tensor.numel()} elements are said to be elements {start} to {stop} of "
                 f"{holding.name!r}; give the range of the flattened parameter, (start, stop), that the tensor has"
             )
+    known = held | {one.untyped_storage().data_ptr() for one in (*engine.module.buffers(), *engine.params.values())}
+    for place, tensor in _kept(engine.strategy):
+        storage = tensor.untyped_storage()
+        if storage.nbytes() > tensor.element_size() and storage.data_ptr() not in known:
+            return (
+                f"holdings(): {tensor.numel()} elements that {place} keeps from step to step are in none, so that no "
+                "table would count them; after those of super().holdings() yield Holding(Role.COMMUNICATION_BUFFER, "
+                "tensor) too, or their own role"
+            )
     return ""
+
+
+def _kept(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a strategy's attributes lead to, with the attribute's name; not through modules."""
+    seen, found = set[int](), [(f"self.{name}", value) for name, value in vars(strategy).items()]
+    while found:
+        place, one = found.pop()
+        if id(one) in seen or isinstance(one, nn.Module | Communicator | type) or callable(one):
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            yield place, one
+        elif isinstance(one, Mapping):
+            found += [(place, value) for value in one.values()]
+        elif isinstance(one, list | tuple | set):
+            found += [(place, value) for value in one]
+        else:
+            found += [(place, value) for value in getattr(one, "__dict__", {}).values()]

@@ -43,7 +43,8 @@ MEMORY = [
     ({"zero1": (4, 4, 2, None, 6), "ddp": (4, 4, 8, None, 6)},
      f"zero1, 10.0 MB at rest on a rank, 38 % {LESS} optimizer state; no peak was traced"),
     ({"ddp": DDP, "own": (4, 4, 5.6, 20, 6)},
-     "own, 13.6 MB at rest on a rank, 15 % less than ddp, because each of 4 ranks keeps 70 % of the optimizer state; "
+     "own, 13.6 MB at rest on a rank, 15 % less than ddp, because each of 4 ranks keeps 70 % of ddp's bytes of "
+     "optimizer state; "
      "at the peak too, 20.0 MB"),
     ({"ddp": DDP, "bucketed": (4, 4, 8, 34, 6)},
      "all hold the same, 16.0 MB at rest on a rank; at the peak ddp has least, 30.0 MB"),
@@ -240,8 +241,12 @@ def test_one_command_to_try_next():
     assert following(CompareConfig(), {"ddp"}, has_failed=True, doubt="").startswith("shardlab compare --clip 1, or")
     assert "--ranks 2" in following(config, {"ddp"}, has_failed=False, doubt="slept")
     assert "--steps 50" in following(CompareConfig(ranks=2), {"ddp"}, has_failed=False, doubt="slept")
-    two_axes = CompareConfig(("single", HFSDP()), ranks=4)
-    assert "--ranks 4 --steps 50" in following(two_axes, {"hfsdp"}, has_failed=False, doubt="slept"), "2 have no groups"
+    two_axes = CompareConfig(("single", "fsdp"), sharding="hybrid_shard", ranks=4, model="mlp")
+    assert "--model mlp --ranks 4 --steps 50 --strategies single,fsdp, with" in following(
+        two_axes, {"fsdp"}, has_failed=False, doubt="slept"
+    ), "2 have no groups"
+    own = CompareConfig(("single", HFSDP()), ranks=4)
+    assert "the same with steps=50" in following(own, {"hfsdp"}, has_failed=False, doubt="slept"), "no command names it"
     stages = CompareConfig(ranks=4, pipe=4)
     assert following(stages, {"ddp+1f1b"}, has_failed=False, doubt="slept").startswith(
         "shardlab compare --ranks 4 --pipe 4 --steps 50"
@@ -249,7 +254,9 @@ def test_one_command_to_try_next():
     # Records hold the workload's name alone, and the units of fsdp follow from the workload.
     recorded = CompareConfig(ranks=3, strategies=("zero2", "fsdp"))
     object.__setattr__(recorded, "workload", "words")
-    assert "--ranks 1, with" in following(recorded, {"zero2", "fsdp"}, has_failed=False, doubt="slept")
+    assert "--ranks 1 --strategies zero2,fsdp, with" in following(
+        recorded, {"zero2", "fsdp"}, has_failed=False, doubt="slept"
+    )
     for options, words in (
         ({}, "--pipe 2 --schedule 1f1b --batch 32 --micro-batches 16: a smaller bubble"),
         ({"batch": 8}, "--schedule zb-h1 --batch 8 --micro-batches 8: which bubble"),

@@ -232,7 +232,7 @@ def test_an_engine_tells_a_class_and_what_is_none():
 def test_a_misspelt_method_is_refused_and_a_helper_is_not():
     for base, name, meant in (
         (Bucketed, "reduces", "reduce"), (Bucketed, "redcue", "reduce"), (ZeRO1, "devide", "divide"),
-        (Strategy, "layout", "lay_out"),
+        (Strategy, "layout", "lay_out"), (Bucketed, "step", "stepping"),
     ):  # fmt: skip
         with pytest.raises(
             ValueError, match=rf"Typo.{name}\(\) is no method of a strategy, .*; write {meant}\(\), or _{name}"
@@ -241,10 +241,62 @@ def test_a_misspelt_method_is_refused_and_a_helper_is_not():
     for base, name in ((ZeRO3, "scatter"), (ZeRO1, "reduce"), (Bucketed, "divide")):
         with pytest.raises(ValueError, match=rf"nobody calls Other.{name}\(\), which strategies made from .* may have"):
             _built(type("Other", (base,), {name: lambda *_: None}))
+    for name, meant in (("round", "rounds"), ("rank_differ", "ranks_differ")):
+        with pytest.raises(
+            ValueError, match=rf"Typo.{name} is read by nobody; write {meant}, or _{name} if it is your"
+        ):
+            _built(type("Typo", (Bucketed,), {name: True}))
     for name in ("bucketed", "zero1", "zero2", "zero3", "fsdp"):  # ours have names that are alike
         build_engine(name, nn.Linear(2, 1), lambda tensors: torch.optim.SGD(tensors, lr=0.1)).close()
     helpers = {name: lambda self: None for name in ("reduce_all", "compress", "_reduces", "send")}
     _built(type("Right", (Bucketed,), {**helpers, "names": ("a",)}))
+
+
+class Fourth(Bucketed):
+    """Every fourth step sends more."""
+
+    name = "fourth"
+    num_steps = 0
+
+    @contextlib.contextmanager
+    def stepping(self, *, loads=False):
+        with super().stepping(loads=loads):
+            yield
+        self.num_steps += not loads
+        if self.num_steps % 4 == 0:
+            self.comm.all_reduce(torch.zeros(100_000), tag="more").wait()
+
+
+@pytest.mark.parametrize("given", [{"save_every": 1}, {"resume": "runs"}])
+def test_a_checkpoint_keeps_no_ranks_of_their_own(given):
+    with pytest.raises(ValueError, match=rf"{next(iter(given))}: ranks of 'local_sgd' have parameters of their own"):
+        CompareConfig((LocalSGD(),), ranks=2, **given, **SMALL)
+
+
+class Half(Bucketed):
+    """Every gradient is halved."""
+
+    name, rounds = "half", True
+
+    def finish(self, bucket):
+        bucket.pending.wait()
+        bucket.buffer.mul_(0.5)
+        super().finish(bucket)
+
+
+def test_unlike_steps_are_averaged_and_no_reference_and_a_factor_is_told(tmp_path, pools):
+    strategies = (LocalSGD(), "bucketed", Fourth(), Half())
+    comparison = compare(CompareConfig(strategies, ranks=2, steps=5, **SMALL), tmp_path / "run", pool=pools(2))
+    rows, said = comparison.summary.set_index("strategy"), dict(answer(comparison))
+    assert rows.as_planned.tolist() == [None, True, None, True]  # the last steps are like the planned ones
+    assert rows.wire_bytes_per_step["fourth"] == rows.wire_bytes_per_step["bucketed"] + 400_000 / 5
+    assert "; of local_sgd and fourth means over all steps" in said["COST"]
+    assert "fourth 9.2," in said["COST"]
+    assert rows.losses_equal.tolist() == [None, True, True, False]
+    assert set(rows.loss_reference.dropna()) == {"bucketed"}
+    assert rows.norm_ratio["half"] == pytest.approx(0.5, rel=0.01)
+    assert ", and gradients by a factor" in said["CAN I TRUST IT"]
+    assert rows.unlike_step["fourth"] == 3  # only steps 0 and 2 were traced
 
 
 def _built(kind):

@@ -224,6 +224,22 @@ class HoldsNothing(DDP):
         return iter(())
 
 
+class KeepsMore(Bucketed):
+    def lay_out(self, given):
+        self.spare = {"one": [torch.zeros(300), torch.zeros(())]}
+        return super().lay_out(given)
+
+
+class LeavesOutABucket(Bucketed):
+    def make_buckets(self, given):
+        return super().make_buckets(given)[1:]
+
+
+class StepsAsAGenerator(Bucketed):
+    def stepping(self, *, loads=False):
+        yield
+
+
 def test_a_right_strategy_is_equal_and_a_rounded_one_within_its_tolerance():
     assert "equal to one process: 2 models, 5 loops, 2 ranks" in check_strategy(Bucketed, (2,), ("MLP", "Unused"))
     assert "equal to one process" in check_strategy(SixteenBits, (2,), ("MLP",), tolerance=4e-3)
@@ -262,6 +278,13 @@ def test_the_example_of_the_docstring_is_right():
         (BeginsAlone, r"'bucketed' has no 'bucket_bytes'; .* in its own __init__\(\), super\(\).__init__\(\)"),
         (UnitsOfText, "units of 'bucketed' has 'blocks.0'; a unit is a unit.Unit"),
         (HoldsNothing, r"holdings\(\): the parameter of '0.weight' is in none"),
+        (
+            KeepsMore,
+            r"holdings\(\): 300 elements that self.spare keeps from step to step are in none, .* yield Holding",
+        ),
+        (LeavesOutABucket, r"make_buckets\(\) of 'bucketed' leaves out '2.bias'; each parameter is in one bucket"),
+        (StepsAsAGenerator, r"stepping\(\) returned a generator; return a context manager"),
+        (Strategy, r"nothing travelled over axis 'data', .* as in local SGD, set ranks_differ = True"),
         (type("Not", (Strategy,), {"lay_out": lambda *_: None}), r"lay_out\(\) of 'strategy' must return a LaidOut"),
     ],
 )

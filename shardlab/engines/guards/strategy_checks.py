@@ -18,6 +18,8 @@ from shardlab.engines.strategy import Given, LaidOut, Strategy
 from shardlab.vocabulary import class_of
 
 _MISSPELT = 0.8  # of ``difflib``: "redcue" and "reduces" for "reduce", and not "reduce_all"
+_OF_CLASS = 0.9  # the same of what a class says of itself: "round" for "rounds"; there a reader has names of their own
+_CONTEXTS = ("forward", "backward", "stepping", "visiting", "full", "kept_gathered")
 
 _OF_SOME = {"reduce": "Bucketed", "scatter": "ZeRO1 or ZeRO2", "divide": "ZeRO1, ZeRO2 or ZeRO3"}
 
@@ -43,8 +45,15 @@ def _check_methods(kind: type[Strategy]) -> None:
         if one.__module__.startswith("shardlab."):
             continue  # a name of ours may well be like another
         above, own = {name for base in one.__mro__[1:] for name in _public_methods(base)}, _public_methods(one)
+        said = {name for name in dir(Strategy) if not name.startswith("_")} - above
+        for name in vars(one).keys() - own - said:
+            if meant := get_close_matches(name, said, n=1, cutoff=_OF_CLASS):
+                raise ValueError(
+                    f"strategy: {one.__name__}.{name} is read by nobody; write {meant[0]}, or _{name} if it is your own"
+                )
         for name in own - above:
-            if meant := get_close_matches(name, above, n=1, cutoff=_MISSPELT):
+            begun = [method for method in sorted(above) if method.startswith(name)]
+            if meant := get_close_matches(name, above, n=1, cutoff=_MISSPELT) or begun:
                 raise ValueError(
                     f"strategy: {one.__name__}.{name}() is no method of a strategy, so nobody calls it; write "
                     f"{meant[0]}(), or _{name}() if it is a helper of your own"
@@ -69,10 +78,14 @@ def laid_out_by(strategy: Strategy, given: Given) -> LaidOut:
             each parameter, a tensor of the size that its divisions say.
     """
     _check_methods(type(strategy))
-    for name in ("reduce", "scatter"):
+    for name in ("reduce", "scatter", *_CONTEXTS):
         method = getattr(strategy, name, None)
         if method is not None and not method.__module__.startswith("shardlab."):
-            setattr(strategy, name, _returning_pending(name, method))
+            setattr(
+                strategy,
+                name,
+                _returning_context(name, method) if name in _CONTEXTS else _returning_pending(name, method),
+            )
     shapes = {name: param.shape for name, param in given.params.items()}  # before others take the place of meta ones
     try:
         with _checked_divide(strategy):
@@ -88,6 +101,11 @@ def laid_out_by(strategy: Strategy, given: Given) -> LaidOut:
         ) from error
     if not is_laid_out:
         raise ValueError(f"strategy: lay_out() of {strategy.name!r} must return a LaidOut with a tensor per parameter")
+    held = {name for bucket in getattr(strategy, "buckets", ()) for name in getattr(bucket, "params", ())}
+    if held and (left_out := sorted(shapes.keys() - held)):
+        raise ValueError(
+            f"strategy: make_buckets() of {strategy.name!r} leaves out {left_out[0]!r}; each parameter is in one bucket"
+        )
     if wrong := [unit for unit in strategy.units if not hasattr(unit, "shards")]:
         raise ValueError(
             f"strategy: units of {strategy.name!r} has {wrong[0]!r:.40}; a unit is a unit.Unit, and only a "
@@ -128,6 +146,21 @@ def _returning_pending(name: str, method: Callable[..., Any]) -> Callable[..., A
             raise ValueError(
                 f"strategy: {name}() returned {class_of(returned)}; return the Pending that the communicator "
                 "returned, or Pending() where nothing is left to wait for"
+            )
+        return returned
+
+    return checked
+
+
+def _returning_context(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A strategy's own method, in which the engine does something."""
+
+    @functools.wraps(method)
+    def checked(*args: Any, **options: Any) -> Any:
+        if not isinstance(returned := method(*args, **options), contextlib.AbstractContextManager):
+            raise ValueError(
+                f"strategy: {name}() returned {class_of(returned)}; return a context manager, as a function with one "
+                "yield does under @contextlib.contextmanager"
             )
         return returned
 

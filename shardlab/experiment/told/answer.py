@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from shardlab.analysis.rows import step_lengths
+from shardlab.engines import STRATEGIES
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.planned.stages_plan import idle_line
 from shardlab.experiment.told import verdicts
@@ -27,7 +28,8 @@ from shardlab.schedules import PLANS
 from shardlab.vocabulary import Phase
 
 from shardlab.experiment.told.summary import (  # isort: skip
-    FULL, LOSS_TOLERANCE, REFERENCE, counted_steps, not_finite, precision_of, ranks_differ,
+    FULL, LOSS_TOLERANCE, REFERENCE, ROUNDED_LOSS_TOLERANCE, averaged_runs, counted_steps, not_finite, precision_of,
+    ranks_differ,
 )  # fmt: skip
 
 ROLES = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer state"}
@@ -76,11 +78,11 @@ def answer_of_runs(
 ) -> list[Line]:
     """The first four lines, also of runs that were made one after another; ``doubt`` is why times are uncertain."""
     rows, times = side_by_side(summary), quartiles(records.steps)
-    causes, differ = {str(name): reasons[str(name)] for name in rows.index}, ranks_differ(records)
+    causes, averaged = {str(name): reasons[str(name)] for name in rows.index}, averaged_runs(records)
     return [
         Line("LEAST MEMORY", least_memory(rows)),
         Line("FASTEST", fastest(rows, times, doubt) + ("" if doubt else _alone(rows, times))),
-        Line("COST", _cost(rows, records.collectives, differ)),
+        Line("COST", _cost(rows, records.collectives, averaged)),
         Line("WHY", why(causes)),
     ]
 
@@ -154,9 +156,10 @@ def _kept(rows: pd.DataFrame, one: str, other: str) -> str:
         share = held[one] / held[other] if held[other] else 1.0
         if share < 1 - ALIKE:
             is_part = abs(share * ranks - 1) < 0.05  # but for padding
-            fraction = _FRACTIONS.get(ranks, f"1/{ranks}") if is_part else format_percent(share)
+            whole = f"{_FRACTIONS.get(ranks, f'1/{ranks}')} of the" if is_part else ""
+            fraction = whole or f"{format_percent(share)} of {other}'s bytes of"
             roles.setdefault(fraction, []).append(role)
-    shares = [f"{fraction} of the {listing(names)}" for fraction, names in roles.items()]
+    shares = [f"{fraction} {listing(names)}" for fraction, names in roles.items()]
     return f"each of {ranks} ranks keeps {listing(shares)}" if shares else ""
 
 
@@ -214,7 +217,7 @@ def _alone(rows: pd.DataFrame, times: pd.DataFrame) -> str:
     return f"; one process alone is faster with the rows of all, {one['middle']:.3g} ms"
 
 
-def messages(collectives: pd.DataFrame, averaged: Collection[str] = ()) -> "pd.Series[int]":
+def messages(collectives: pd.DataFrame, averaged: Collection[str] = ()) -> "pd.Series[float]":
     """How many collectives the busiest rank issues in the last watched step, by run, without the reported loss.
 
     Args:
@@ -223,7 +226,7 @@ def messages(collectives: pd.DataFrame, averaged: Collection[str] = ()) -> "pd.S
     """
     sent, num_steps = _counted(collectives, averaged)
     by_run = sent.groupby(["run", "rank"]).size().groupby("run").max() / num_steps
-    return by_run.round().astype(int)
+    return by_run.round(2)
 
 
 def sent_by_axis(collectives: pd.DataFrame, averaged: Collection[str] = ()) -> dict[str, dict[str, float]]:
@@ -250,7 +253,7 @@ def _cost(rows: pd.DataFrame, collectives: pd.DataFrame, averaged: Collection[st
 
 
 def cost(
-    rows: pd.DataFrame, counts: Mapping[Any, int], by_axis: Mapping[str, Mapping[str, float]] | None = None
+    rows: pd.DataFrame, counts: Mapping[Any, float], by_axis: Mapping[str, Mapping[str, float]] | None = None
 ) -> str:
     """What a rank sends in a step, as ratios to the least, in how many messages, and over which axes.
 
@@ -273,7 +276,7 @@ def cost(
         size = format_bytes(sent[names[0]])
         much = {"nothing": "nothing", "1.00": f"{'sends' if len(names) == 1 else 'send'} {size} a rank and step"}
         said.append(f"{listing(names)} {much.get(times, f'{times} times as much, {size}')}")
-    numbers = ", ".join(f"{name} {counts.get(str(name), 0)}" for name in rows.index)
+    numbers = ", ".join(f"{name} {counts.get(str(name), 0):.10g}" for name in rows.index)
     parts = [", ".join(said), *([f"messages: {numbers}"] if counts else [])]
     for name, axes in (by_axis or {}).items():
         if name in rows.index:
@@ -292,15 +295,16 @@ def _trusted(comparison: Comparison, doubt: str) -> Iterable[str]:
     if not_finite(comparison.records.steps):
         yield "losses NOT finite"
     elif pd.isna(judged) or len(table) == 1:
-        yield "losses not compared: one strategy ran"
+        if len(table) == 1 or not ranks_differ(comparison.records):
+            yield "losses not compared: one strategy ran"
     elif dead := dead_verdict(comparison):
         yield dead.partition(". ")[0][0].lower() + dead.partition(". ")[0][1:]
     elif not comparison.losses_equal and trained_on_others(comparison.records.manifests):
         yield "losses NOT compared: the data differ, see below"
     else:
-        hidden = judged <= LOSS_TOLERANCE["float32"] and norms_apart(table)
-        too = ", and gradients by a factor" if hidden else ""
         rounded = {precision_of(run, comparison.records) for run in comparison.records.manifests} - {FULL}
+        hidden = judged <= (ROUNDED_LOSS_TOLERANCE if rounded else LOSS_TOLERANCE["float32"]) and norms_apart(table)
+        too = ", and gradients by a factor" if hidden else ""
         too += f", within the rounding of {listing(sorted(rounded))}" if rounded and comparison.losses_equal else ""
         too += ", not compared with the single process, see below" if alone_verdict(comparison) else ""
         yield f"losses {'equal to' if comparison.losses_equal else 'NOT equal: they differ by'} {judged:.1e}{too}"
@@ -328,15 +332,20 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
         doubt: why times are uncertain, if they are.
         place: of the workload, if it is known.
     """
-    of = "" if config.workload is None else f" --workload {place or 'FILE.py:NAME'}"
+    named = "" if config.model == CompareConfig.model else f" --model {config.model}"
+    of = named if config.workload is None else f" --workload {place or 'FILE.py:NAME'}"
     again = of if config.ranks == CompareConfig.ranks else f"{of} --ranks {config.ranks}"
     again += f" --pipe {config.pipe}" if config.pipe > 1 else ""
     if has_failed:
         return f"shardlab compare{again} --clip 1, or a lower learning rate"
     if doubt:
+        if not {config.inside(name) for name in config.strategies} <= STRATEGIES.keys():  # the reader's own, in Python
+            return "the same with steps=50, and nothing beside it: so that times count"
+        is_default = config.strategies == CompareConfig.strategies or config.pipe > 1
+        chosen = "" if is_default else f" --strategies {','.join(config.strategies)}"
         halves = config.ranks > 2 and config.pipe == 1 and not any(map(config.has_two_axes, config.strategies))
         fewer = f"{of} --ranks {config.ranks // 2}" if halves else f"{again} --steps 50"
-        return f"shardlab compare{fewer}, with nothing beside it: so that times count"
+        return f"shardlab compare{fewer}{chosen}, with nothing beside it: so that times count"
     if config.pipe > 1:
         return f"shardlab compare{again}{_smaller_bubble(config)}"
     if "fsdp" not in ran:

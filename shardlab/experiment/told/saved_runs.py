@@ -185,7 +185,7 @@ def against_plan(run: str, records: Records, plan: Plan | str) -> dict[str, Any]
     measured["planned_wire_bytes"] = float(sent.max()) if len(sent) else 0.0
     if not (held and said) and plan.by_rows:
         return {**measured, "as_planned": None, "not_planned": BY_ROWS}
-    if not (held and said) and plan.is_own and _differ(records.collectives[own & (records.collectives["run"] == run)]):
+    if plan.is_own and _differ(records.collectives[own & (records.collectives["run"] == run)]):
         return {**measured, "as_planned": None, "not_planned": _BY_STEP}
     return {**measured, "as_planned": held and said, "not_planned": None}
 

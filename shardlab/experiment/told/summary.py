@@ -26,7 +26,7 @@ EARLY_STEPS, EARLY_TOLERANCE, NORM_TOLERANCE = 3, 1e-6, 5e-5
 JUDGED_STEPS = 10
 UNMOVED = 1e-6  # relative: what rounding makes of numbers that are the same
 LOOK_FOR = "a constant or detached loss, outputs times 0, or a learning rate of 0"
-ROUNDED_LOSS_TOLERANCE = 0.05  # 16-bit compute rounds differently
+ROUNDED_LOSS_TOLERANCE, ROUNDED_NORM_TOLERANCE = 0.05, 0.1  # 16-bit compute rounds differently
 MB = 1e6
 MOVED = "moved_bytes_per_step"
 # Column, its header, its header in a terminal of 80 columns, where the unit stands below, and its divisor.
@@ -66,7 +66,7 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     rest after the last step in which they were sampled; ``peak_bytes`` is the highest moment of the traced steps (on
     CUDA of all), with ``peak_step``, ``least_peak_bytes`` and ``unlike_step`` as ``held_bytes.peaks_of_steps`` says.
     ``wire_bytes_per_step`` is what the algorithm needs the busiest rank to send in the last step, without the reported
-    loss, or the mean over all steps where ranks differ by design, as in local SGD, which sends in some steps only;
+    loss, or the mean over all steps where these send different bytes, as in local SGD, which sends in some steps only;
     ``moved_bytes_per_step`` is what the transport of the busiest rank sends for it, null if not known.
     ``recorder_share`` is the time of recording over the time of the steps, on the rank where it is largest.
     ``max_loss_difference`` is against ``loss_reference``, and null without one; ``losses_equal`` judges the first
@@ -106,12 +106,13 @@ def losses_of(steps: pd.DataFrame) -> "dict[str, pd.Series[float]]":
 def reference_of(records: Records) -> str | None:
     """The run that the losses of the others are compared with: 'single', else the first of several.
 
-    Not 'single' where ranks that share a batch compute something else than one process, such as BatchNorm's statistics.
+    Not 'single' where ranks that share a batch compute something else than one process, such as BatchNorm's statistics;
+    and none whose ranks differ by design.
     """
     names = [str(run) for run in records.steps["run"].unique()]
     if REFERENCE in names and not differs_by_rank(records):
         return REFERENCE
-    names = [name for name in names if name != REFERENCE]
+    names = [name for name in names if name not in (REFERENCE, *ranks_differ(records))]
     return names[0] if len(names) > 1 else None
 
 
@@ -180,6 +181,8 @@ def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: s
     if equal and differences is not None and is_early and _is_on_cpus(run, records):
         early, scale = judged(differences, EARLY_STEPS).max(), max(1.0, float(losses[str(reference)].abs().max()))
         equal = bool(early <= EARLY_TOLERANCE * scale and (ratio is None or abs(ratio - 1) <= NORM_TOLERANCE))
+    if equal and ratio is not None and abs(ratio - 1) > ROUNDED_NORM_TOLERANCE:
+        equal = False
     if equal and why_dead(records.steps):
         equal = None
     return {
@@ -259,7 +262,7 @@ def precision_of(run: str, records: Records) -> str:
 def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
     steps = records.steps[records.steps["run"] == run]
     watched = steps.dropna(subset="wire_bytes")
-    counted = counted_steps(watched, ranks_differ(records))
+    counted = counted_steps(watched, averaged_runs(records))
     held = {str(role): int(num_bytes) for role, num_bytes in rest.loc[run].to_dict().items()}
     return {
         **peaks_of_steps(steps[steps["step"] >= 0]),
@@ -277,6 +280,14 @@ def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
 def ranks_differ(records: Records) -> list[str]:
     """The runs whose ranks hold parameters of their own by design, as in local SGD."""
     return [run for run, manifest in records.manifests.items() if manifest.get("ranks_differ")]
+
+
+def averaged_runs(records: Records) -> list[str]:
+    """The runs of whose messages the mean over all steps counts: these send more in some steps than in others."""
+    steps = records.steps.reindex(columns=["run", "rank", "step", "wire_bytes"])  # fewer in a record of before
+    sent = steps[steps["step"] > 0].groupby(["run", "rank"])["wire_bytes"].agg(["min", "max"])
+    unlike = {str(run) for run, _ in sent.index[sent["max"] > sent["min"]]}
+    return [run for run in records.manifests if run in unlike or run in ranks_differ(records)]
 
 
 def counted_steps(steps: pd.DataFrame, averaged: Collection[str] = ()) -> pd.DataFrame:
