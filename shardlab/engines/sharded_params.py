@@ -137,8 +137,7 @@ class Shards(GradientBuffer):
     _seen = 0  # of the pieces' versions, their sum
     _gathering: tuple[Tensor, Pending] | None = None  # the buffer that is being filled
     _reducing: tuple[Tensor, Tensor, Pending] | None = None  # what is sent, and where the sums will be
-    _num_summed = 0  # axes over which that sum has begun
-    _rests_partial = False  # it is to be summed over the first axis only
+    _sums: Iterator[bool] = iter(())  # the rest of the reduction under way
     _partial: Tensor | None = None  # sums over the first axis alone, of earlier backwards
 
     def __init__(
@@ -347,50 +346,41 @@ class Shards(GradientBuffer):
         Args:
             rests_partial: over the first axis only; later sums are added to it.
         """
-        self._num_summed, self._rests_partial = 0, rests_partial
-        if not self._begin_next_sum(buffer := self.fill_all()):
-            self._reducing = buffer, buffer, Pending()
-
-    def _begin_next_sum(self, sums: Tensor) -> bool:
-        """Begin to sum over the next axis: the axes that divide, then replicas; False where there is none left."""
-        number, tag = self._num_summed, f"gradients of {self.name}"
-        self._num_summed += 1
-        if number < len(self._axes):
-            means_over = self._ways.means_over
-            axis, bounds = self._axes[number], self._chunks[number].cut
-            own = sums[bounds[axis.rank] : bounds[axis.rank + 1]]
-            chunk = own if means_over is not None and number >= means_over else torch.empty_like(own)
-            self._reducing = sums, chunk, self._ways.scatter(axis, sums, chunk, bounds, tag)
-        elif number < len(self._axes) + len(self._ways.replicas):
-            axis = self._ways.replicas[number - len(self._axes)]
-            self._reducing = sums, sums, axis.all_reduce(sums, tag=tag)
-        else:
-            return False
-        return True
+        self._sums = self._sum(self.fill_all(), rests_partial=rests_partial)
+        next(self._sums, False)
 
     def advance(self) -> bool:
-        """Wait for the sum under way, and begin that over the next axis; False where none is under way any more.
+        """Wait for the sum under way, and begin that over the next axis; False where none is under way any more."""
+        return next(self._sums, False)
+
+    def _sum(self, sums: Tensor, *, rests_partial: bool) -> Iterator[bool]:
+        """Sum over the axes that divide, then over replicas; pause behind the beginning of each sum.
 
         The sums of the last axis, [chunk] in ``sum_dtype``, are cast to the dtype of what is stepped and divided by
         the number of ranks: here, and nowhere else on the way of a gradient (of ``bucketed``, which has no ``Shards``,
         ``Bucket`` multiplies). With one dtype that is done in place.
         """
-        if self._reducing is None:
-            return False
-        _, sums, pending = self._reducing
-        pending.wait()
-        if self._partial is not None:
-            sums, self._partial = sums.add_(self._partial), None
-        if self._rests_partial:
-            self._partial, self._reducing = sums, None
-            return False
-        if self._begin_next_sum(sums):
-            return True
-        self._reducing = None
-        ranks = self.layout.num_ranks * prod(axis.num_ranks for axis in self._ways.replicas)
-        means = sums.to(self.stepped.dtype).div_(ranks)
-        self.accept(means)
-        return False
+        tag, replicas = f"gradients of {self.name}", self._ways.replicas
+        for number, axis in enumerate((*self._axes, *replicas)):
+            if number < len(self._axes):
+                bounds, means_over = self._chunks[number].cut, self._ways.means_over
+                start, stop = bounds[axis.rank : axis.rank + 2]
+                is_in_place = means_over is not None and number >= means_over
+                chunk = sums[start:stop] if is_in_place else sums.new_empty(stop - start)
+                pending = self._ways.scatter(axis, sums, chunk, bounds, tag)
+            else:
+                chunk, pending = sums, axis.all_reduce(sums, tag=tag)
+            self._reducing = sums, chunk, pending
+            yield True
+            pending.wait()
+            sums, self._reducing = chunk, None
+            if self._partial is not None:
+                sums, self._partial = sums.add_(self._partial), None
+            if rests_partial:
+                self._partial = sums
+                return
+        ranks = self.layout.num_ranks * prod(axis.num_ranks for axis in replicas)
+        self.accept(sums.to(self.stepped.dtype).div_(ranks))
 
     def accept(self, means: Tensor) -> None:
         """Let the pieces' ``.grad`` be views of ``means``, [chunk] in their dtype, after adding earlier ones to it."""
@@ -407,6 +397,7 @@ class Shards(GradientBuffer):
         if self._reducing is not None:
             self._reducing[2].wait()
         self._reducing = self.means = self._partial = None
+        self._sums = iter(())
 
     def point_pieces_at(self, chunk: Tensor, before: Tensor | None = None) -> None:
         """Let pieces be views of another chunk; those that lie elsewhere than in ``before`` stay there."""
