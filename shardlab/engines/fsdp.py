@@ -96,7 +96,6 @@ class FSDP(Sharded):
         self._sent: set[Unit] = set()  # since the last means
         self._over: set[Unit] = set()  # of whole units: those whose gradients are there, in this backward
         self._reducing: list[Unit] = []  # in the order of sending
-        self._asked: list[Unit] = []  # by autograd, where no program runs
         self._depth: dict[Unit, int] = {}  # of calls of a unit, which may call itself
         self._is_other_graph = False  # made inside full_params(), since the last backward
 
@@ -163,15 +162,6 @@ class FSDP(Sharded):
     def saw_other_graph(self) -> None:
         """The next backward may also come through what plain code has computed: then all stays gathered to its end."""
         self._is_other_graph = True
-
-    def gather_saved(self, unit: Unit) -> None:
-        """Gather; where no program runs, as in torch.autograd.grad, only the last two units stay gathered."""
-        unit.gather()
-        if not self._is_in_backward and self._pass is None:
-            self._asked = [*(one for one in self._asked if one is not unit), unit]
-            for earlier in self._asked[:-2]:
-                earlier.reshard()
-            del self._asked[:-2]
 
     def _before(self, unit: Unit) -> None:
         if self._pass is None:
@@ -264,7 +254,7 @@ class FSDP(Sharded):
     def _output_reached(self, one: Pass, place: int) -> None:
         """Backward has come to an output of the use that ends at ``place`` of the tape."""
         if not self._note_backward():
-            return  # torch.autograd.grad: what it needs is gathered when it asks
+            return  # torch.autograd.grad: what it needs is gathered when it asks, and stays until the next pass ends
         program = self._running.get(one) or self._start(one)
         self._run(program, program.until(place))
 

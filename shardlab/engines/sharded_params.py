@@ -65,13 +65,6 @@ from shardlab.partition.chunks import Layout
 from shardlab.partition.nested import chunk_in, nested
 from shardlab.vocabulary import Role
 
-Scatter = Callable[[Communicator, Tensor, Tensor, tuple[int, ...], str], Pending]
-
-
-def reduce_scatter(axis: Communicator, buffer: Tensor, chunk: Tensor, bounds: tuple[int, ...], tag: str) -> Pending:
-    """Begin to sum ``buffer`` over an axis, and to put this rank's part, by ``bounds``, into ``chunk``."""
-    return axis.reduce_scatter(buffer, chunk, bounds=bounds, tag=tag)
-
 
 class Ways(NamedTuple):
     """How shards are stored and moved.
@@ -87,7 +80,7 @@ class Ways(NamedTuple):
         means_over: likewise, those over which the means of gradients are divided in memory: what is summed over them
             comes into a chunk of its own. Over the others it comes into this rank's part of what was sent, which stays
             in memory with the means in it; 0: that is the whole buffer of gradients.
-        scatter: begins to sum a buffer over an axis and to scatter it; see ``reduce_scatter``.
+        scatter: begins to sum a buffer over an axis and to scatter it; takes what ``Communicator.reduce_scatter`` does.
     """
 
     precision: Precision
@@ -95,7 +88,7 @@ class Ways(NamedTuple):
     axes: Sequence[Communicator] = ()
     rests_over: int | None = None
     means_over: int | None = None
-    scatter: Scatter = reduce_scatter
+    scatter: Callable[..., Pending] = Communicator.reduce_scatter
 
 
 class Shards(GradientBuffer):
@@ -367,7 +360,7 @@ class Shards(GradientBuffer):
                 start, stop = bounds[axis.rank : axis.rank + 2]
                 is_in_place = means_over is not None and number >= means_over
                 chunk = sums[start:stop] if is_in_place else sums.new_empty(stop - start)
-                pending = self._ways.scatter(axis, sums, chunk, bounds, tag)
+                pending = self._ways.scatter(axis, sums, chunk, bounds=bounds, tag=tag)
             else:
                 chunk, pending = sums, axis.all_reduce(sums, tag=tag)
             self._reducing = sums, chunk, pending

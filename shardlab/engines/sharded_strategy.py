@@ -39,7 +39,7 @@ class Sharded(Strategy):
     def saving_by_reference(self) -> contextlib.AbstractContextManager[None]:
         """Inside, autograd keeps no gathered parameter in memory."""
         self.note_writes()
-        return saved_by_reference(self.at, lambda shards: self.gather_saved(self._unit_of_shards[shards]))
+        return saved_by_reference(self.at, lambda shards: self._unit_of_shards[shards].gather())
 
     @contextlib.contextmanager
     def kept_gathered(self) -> Iterator[None]:
@@ -53,10 +53,6 @@ class Sharded(Strategy):
             for unit in self.units:
                 unit.num_holders -= 1
                 unit.reshard()
-
-    def gather_saved(self, unit: Unit) -> None:
-        """A node of autograd asks for what it has saved of a unit, and is about to compute with it."""
-        unit.gather()
 
     @contextlib.contextmanager
     def stepping(self, *, loads: bool = False) -> Iterator[None]:
@@ -154,8 +150,4 @@ class ModuleHook:
         return self._hook(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return nothing
+        return ModuleHook, (nothing,)
