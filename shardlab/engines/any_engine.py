@@ -31,39 +31,6 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...  # noqa: D102
 
 
-@contextlib.contextmanager
-def _forward_is(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """Inside, the first call of ``module`` runs ``function`` instead of ``forward``; calls inside that one do not.
-
-    Torch's own way to treat a method as forward, ``register_fsdp_forward_method``, works with its FSDP2 only.
-
-    Raises:
-        ValueError: ``function`` cannot be called.
-    """
-    if not callable(function):
-        raise ValueError(
-            f"function: {class_of(function)} cannot be called; give a method or a function, for example "
-            "engine.call(engine.module.encode, x)"
-        )
-    own = vars(module).get("forward")  # of the instance, not of its class
-
-    def restore() -> None:
-        vars(module).pop("forward", None)
-        if own is not None:
-            vars(module)["forward"] = own
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        # First: ``function`` may call the module, which must then run its own forward.
-        restore()
-        return function(*args, **kwargs)
-
-    vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        restore()
-
-
 class AnyEngine(ABC):
     """A strategy around a plain module: ``Engine``, or one of ``engines.peers``.
 
@@ -117,8 +84,30 @@ class AnyEngine(ABC):
         Raises:
             ValueError: ``function`` cannot be called.
         """
-        with _forward_is(self.module, function):
+        if not callable(function):
+            raise ValueError(
+                f"function: {class_of(function)} cannot be called; give a method or a function, for example "
+                "engine.call(engine.module.encode, x)"
+            )
+        # Torch's own way, ``register_fsdp_forward_method``, works with its FSDP2 only.
+        own_attributes = vars(self.module)  # of the instance, not of its class
+        own = own_attributes.get("forward")
+
+        def restore() -> None:
+            own_attributes.pop("forward", None)
+            if own is not None:
+                own_attributes["forward"] = own
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # First: ``function`` may call the module, which must then run its own forward.
+            restore()
+            return function(*args, **kwargs)
+
+        own_attributes["forward"] = forward
+        try:
             return self(*args, **kwargs)
+        finally:
+            restore()
 
     @abstractmethod
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -411,12 +400,6 @@ class AnyEngine(ABC):
         tensor = () if self.tensor_comm is None else (self.tensor_comm,)
         return {name: shards.get(name, ()) + (tensor if name in self.slices else ()) for name in self.params}
 
-    def owners(self) -> dict[str, tuple[int, ...]]:
-        """The ranks that step (a piece of) each parameter, in the module's order."""
-        if not self.divisions():
-            return dict.fromkeys(self.params, tuple(range(self.comm.num_ranks)))
-        return owners_in(self.divisions(), self.params, (self.sharded_over or self.comm).num_ranks)
-
     def owned(self) -> dict[str, tuple[int, int]]:
         """The elements (start, stop) that this rank steps of each flattened parameter it steps anything of."""
         return dict(self._spans)
@@ -426,11 +409,6 @@ class AnyEngine(ABC):
         if self._keeps_pieces:
             return {name: (self.step_tensors().by_name(name), *span) for name, span in self.owned().items()}
         return {name: (param, 0, param.numel()) for name, param in self.params.items()}
-
-    @property
-    def padding_bytes(self) -> int:
-        """Bytes of padding in one copy of the parameters."""
-        return sum(division.layout.padding_numel * division.element_size for division in self.divisions())
 
     def live_tensors(self) -> dict[Role, list[Tensor]]:
         """The engine's long-lived tensors by role; a storage that appears in two roles belongs to the first.
@@ -456,16 +434,6 @@ class AnyEngine(ABC):
             for key, value in self.optimizer.state.get(tensor, {}).items():
                 if isinstance(value, Tensor):
                     yield of_state(key, value, name if name in spans else "", spans.get(name, (0, 0)))
-
-
-def owners_in(divisions: Iterable[Division], names: Iterable[str], num_ranks: int) -> dict[str, tuple[int, ...]]:
-    """The ranks that have (a piece of) each parameter, in the order of ``names``."""
-    holders: dict[str, list[int]] = {name: [] for name in names}
-    for division in divisions:
-        for rank in range(num_ranks):
-            for name in division.pieces_of(rank):
-                holders[name].append(rank)
-    return {name: tuple(ranks) for name, ranks in holders.items()}
 
 
 def owned_in(divisions: Iterable[Division], names: Iterable[str]) -> dict[str, tuple[int, int]]:

@@ -505,11 +505,6 @@ class Engine(AnyEngine):
         finally:
             self._ask(Moment.INSTALLED)
 
-    @property
-    def units(self) -> tuple[Any, ...]:
-        """What is gathered together, in the module's order: units of FSDP, buckets of ZeRO-3; else nothing."""
-        return tuple(self.strategy.units)
-
     def _cast_buffers(self) -> None:
         if (dtype := self.strategy.precision.buffers) is not None:
             # By ``.data``, since two modules that share a buffer must go on sharing it.

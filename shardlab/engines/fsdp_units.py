@@ -38,26 +38,21 @@ class ShardingRow(NamedTuple):
     """A row of the table.
 
     Attributes:
-        shard_axis: the axis to shard parameters over; None if they are not sharded.
-        replica_axis: the axis to replicate shards over; None if they are not replicated.
+        axes: those that gradients are averaged over, outer first.
+        is_sharded: whether parameters are, over the last of these axes; else they are replicated over all.
         reshards_after_forward: whether full parameters are freed between forward and backward.
     """
 
-    shard_axis: MeshAxis | None
-    replica_axis: MeshAxis | None
+    axes: tuple[MeshAxis, ...]
+    is_sharded: bool
     reshards_after_forward: bool
-
-    @property
-    def axes(self) -> tuple[MeshAxis, ...]:
-        """The axes that gradients are averaged over, outer first."""
-        return tuple(axis for axis in (self.replica_axis, self.shard_axis) if axis is not None)
 
 
 SHARDINGS: Mapping[str, ShardingRow] = {
-    vocabulary.Sharding.FULL_SHARD: ShardingRow(MeshAxis.DATA, None, True),
-    vocabulary.Sharding.SHARD_GRAD_OP: ShardingRow(MeshAxis.DATA, None, False),
-    vocabulary.Sharding.NO_SHARD: ShardingRow(None, MeshAxis.DATA, False),
-    vocabulary.Sharding.HYBRID_SHARD: ShardingRow(MeshAxis.SHARD, MeshAxis.REPLICA, True),
+    vocabulary.Sharding.FULL_SHARD: ShardingRow((MeshAxis.DATA,), True, True),
+    vocabulary.Sharding.SHARD_GRAD_OP: ShardingRow((MeshAxis.DATA,), True, False),
+    vocabulary.Sharding.NO_SHARD: ShardingRow((MeshAxis.DATA,), False, False),
+    vocabulary.Sharding.HYBRID_SHARD: ShardingRow((MeshAxis.REPLICA, MeshAxis.SHARD), True, True),
 }
 
 LAYOUTS: Mapping[str, Callable[[list[ParamSpec], int], Layout]] = {
@@ -96,7 +91,7 @@ class ShardingOptions:
             if value not in allowed:
                 raise ValueError(f"{field}: {value!r} is not one of {', '.join(allowed)}")
         own = {"replicate_below": self.replicate_below > 0, "partition": self.partition is not Partition.ELEMENTS}
-        for field in (field for field, is_set in own.items() if is_set and self.row.shard_axis is None):
+        for field in (field for field, is_set in own.items() if is_set and not self.row.is_sharded):
             raise ValueError(f"{field}: with sharding='no_shard' every rank has all parameters; leave it out")
         if self.partition is not Partition.ELEMENTS and self.layout == "dim0":
             raise ValueError(
@@ -111,7 +106,7 @@ class ShardingOptions:
 
     def is_sharded(self, param: Tensor) -> bool:
         """Whether ranks hold different elements of a parameter."""
-        return self.row.shard_axis is not None and param.numel() >= self.replicate_below
+        return self.row.is_sharded and param.numel() >= self.replicate_below
 
 
 def build_units(given: Given, options: ShardingOptions, at: dict[int, tuple[Shards, str]]) -> list[Unit]:
@@ -158,13 +153,12 @@ def _shards(
         name = unit if len(kinds) == 1 else f"{unit} part {place}"
         comm, ways = _ways(next(iter(alike.values())), given, options)
         layout = _layout(alike, comm.num_ranks, options, owners)
-        slots = {key: alike[key] for key in layout.names}
         make: Callable[..., Shards] = Shards
         if options.offload != Offload.NONE:
             make = partial(OffloadedShards, options.offload == Offload.ALL)
         elif options.kept is not None and comm.num_ranks > 1:
             make = partial(options.kept, given.comms[-1])
-        made.append(make(name, slots, layout, comm, ways, at))
+        made.append(make(name, alike, layout, comm, ways, at))
     return made
 
 

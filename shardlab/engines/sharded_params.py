@@ -98,7 +98,7 @@ class Shards(GradientBuffer):
 
     Args:
         name: in the tags of the messages.
-        params: full parameters by name, in the layout's slot order.
+        params: full parameters by name, of which it takes those of the layout.
         layout: which rank has which elements.
         comm: the ranks of the layout.
         ways: how they are stored and moved.
@@ -147,7 +147,7 @@ class Shards(GradientBuffer):
         self.storages: dict[str, Tensor] = {}
         self._addresses: dict[int, str] = {}  # of these
         self.watchers: list[Callable[[bool], None]] = []
-        self._stubs = {} if self.is_resident else {key: self._stub(param) for key, param in params.items()}
+        self._stubs = {} if self.is_resident else {key: self._stub(param) for key, param in self.params.items()}
         self._at.update({stub.untyped_storage().data_ptr(): (self, key) for key, stub in self._stubs.items()})
         self.show_at_rest()
 

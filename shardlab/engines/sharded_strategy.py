@@ -20,6 +20,7 @@ class Sharded(Strategy):
     """Parameters, gradients and optimizer state are sharded; ``make_units`` says how."""
 
     steps_pieces = keeps_pieces = True
+    units: Sequence[Unit] = ()
 
     def lay_out(self, given: Given) -> LaidOut:
         """Shard the parameters, which frees the full ones; the optimizer steps pieces of the shards."""

@@ -134,7 +134,7 @@ class Strategy:
     state_role = Role.OPTIMIZER_STATE
     """What the optimizer's state counts as: offloaded, where it stays in host memory."""
     units: Sequence[Any] = ()
-    """What is gathered together, in the module's order."""
+    """What is gathered together, in the module's order: units of FSDP, buckets of ZeRO-3; else nothing."""
     partition = Partition.ELEMENTS
     """'elements' cuts parameters; else each has one owner, whose optimizer may look at it whole."""
     axes: tuple[str, ...] = (MeshAxis.DATA,)

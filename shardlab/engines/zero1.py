@@ -63,10 +63,7 @@ class ZeRO1(InBuckets[Shards]):
         # All parameters are at rest on every rank; and a bucket asks this strategy how its gradients are sent.
         ways = ways._replace(rests_over=0, scatter=self.scatter)
         layouts = bucket_layouts(self.params, comm.num_ranks, self.bucket_bytes, self.partition)
-        return [
-            Shards(f"bucket {index}", {name: self.params[name] for name in layout.names}, layout, comm, ways)
-            for index, layout in enumerate(layouts)
-        ]
+        return [Shards(f"bucket {index}", self.params, layout, comm, ways) for index, layout in enumerate(layouts)]
 
     def divide(self, given: Given) -> tuple[Communicator, Ways]:
         """Over which ranks what is stepped is divided, and how; ``make_buckets`` adds the rest.

@@ -62,9 +62,8 @@ class ZeRO3(Sharded):
         comm, ways = self.divide(given)
         units = []
         for index, layout in enumerate(bucket_layouts(self.params, comm.num_ranks, self.bucket_bytes, self.partition)):
-            params = {name: self.params[name] for name in layout.names}
-            shards = Shards(f"bucket {index}", params, layout, comm, ways, self.at)
-            units.append(Unit(f"bucket {index}", [shards]))
+            shards = Shards(f"bucket {index}", self.params, layout, comm, ways, self.at)
+            units.append(Unit(shards.name, [shards]))
         return units
 
     def divide(self, given: Given) -> tuple[Communicator, Ways]:

@@ -41,6 +41,8 @@ from shardlab.engines.step_tensors import tensors_of
 from shardlab.vocabulary import MeshAxis
 
 _TRAINS = attrgetter("requires_grad")
+LOCAL = (GradientState.LOCAL, GradientState.MEANS_AND_LOCAL)
+"""Where some gradients are this rank's own sums, which are still to be reduced."""
 
 
 class Guards:
@@ -337,7 +339,7 @@ class Guards:
             self._snapshots[kind].remember(field, _gathered(engine) if is_gathered else None)
         gradients = self._snapshots["parameter"]
         if moment in AFTER_GRADIENTS:
-            self._tensors.are_behind = engine.gradient_state.are_local and not self._is_plain
+            self._tensors.are_behind = engine.gradient_state in LOCAL and not self._is_plain
             if engine.gradient_state in self._judged:
                 gradients.remember_gradients()
             else:
@@ -352,7 +354,7 @@ class Guards:
         for name, param in engine.params.items():
             piece = pieces.by_name(name)
             is_given = id(param) in others
-            is_local = engine.gradient_state.are_local and (is_given or id(piece) in others)
+            is_local = engine.gradient_state in LOCAL and (is_given or id(piece) in others)
             if engine.num_data_ranks > 1 and (is_local or (engine._running and is_given)):
                 raise RuntimeError(
                     f"{kind}.step(): gradients of {name!r} are not averaged over the ranks yet, inside a backward or "
