@@ -60,6 +60,7 @@ class AnyEngine(ABC):
         inner = (MeshAxis.CONTEXT,) if MeshAxis.CONTEXT in self.mesh.axes else ()
         self.data_comms = (*(self.mesh[axis] for axis in axes[:-1]), self.mesh.flatten(axes[-1], *inner))
         self.num_data_ranks = prod(comm.num_ranks for comm in self.data_comms)  # each with its own rows
+        self.data_rank = number_among(self.data_comms)[0]  # this rank's number among them, from 0
         self.comm = self.data_comms[-1]  # the innermost, over which strategies that shard do so
         self.slices = slices_of(model)  # of a tensor-parallel model, by parameter name
         self.tensor_comm: Communicator | None = None
@@ -181,11 +182,6 @@ class AnyEngine(ABC):
             f"{type(self).__name__}: an engine is not copied or pickled, since its hooks and communicators belong to "
             "this process; copy engine.full_state_dict() or, inside 'with engine.full_params():', the module"
         )
-
-    @property
-    def data_rank(self) -> int:
-        """This rank's number among those that gradients are averaged over, from 0."""
-        return number_among(self.data_comms)[0]
 
     @property
     def comms(self) -> tuple[Communicator, ...]:

@@ -96,7 +96,6 @@ class FSDP(Sharded):
         self._sent: set[Unit] = set()  # since the last means
         self._over: set[Unit] = set()  # of whole units: those whose gradients are there, in this backward
         self._reducing: list[Unit] = []  # in the order of sending
-        self._depth: dict[Unit, int] = {}  # of calls of a unit, which may call itself
         self._is_other_graph = False  # made inside full_params(), since the last backward
 
     def make_units(self, given: Given) -> list[Unit]:
@@ -111,7 +110,6 @@ class FSDP(Sharded):
             wait_for_copies(self.device)  # the host may read its shards from here on
         self._root = next((unit for unit in self.units if unit.name == ROOT), None)
         self._last_order = list(self.units)  # of the last forward; before it, a guess
-        self._depth = dict.fromkeys(self.units, 0)
         return replace(laid_out, hooks=[hook for unit in self.units for hook in self._watch(unit)])
 
     def _watch(self, unit: Unit) -> list[RemovableHandle]:
@@ -153,7 +151,6 @@ class FSDP(Sharded):
                 self._last_order = this.order
         finally:
             self._pass = None
-            self._depth = dict.fromkeys(self.units, 0)
             for unit in self.units:
                 # What is prefetched, and was not called, nothing else would free.
                 if this.reshards or not has_ended or unit.state is State.GATHERING:
@@ -178,7 +175,7 @@ class FSDP(Sharded):
                     self._run(program, program.until(places.pop()))
             unit.gather()  # checkpointing computes it again: it stays until the program has passed it
             return
-        self._depth[unit] += 1
+        self._pass.open.append(unit)
         unit.gather()
         self._pass.order.append(unit)
         if self._pass.is_taped:
@@ -192,12 +189,12 @@ class FSDP(Sharded):
     def _after(self, unit: Unit, output: Any) -> Any:
         if self._pass is None:
             return output
-        self._depth[unit] -= 1
+        self._pass.open.remove(unit)
         # Before the reshard: an output that is a parameter is copied while its values are there.
         output = self.without_parameters(output)
         if self._pass.is_taped:
             self._tape_end(unit, self._pass, output)
-        if self._pass.reshards and not self._depth[unit]:
+        if self._pass.reshards and unit not in self._pass.open:
             unit.reshard()
         return output
 

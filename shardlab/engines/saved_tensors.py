@@ -50,11 +50,11 @@ def saved_by_reference(at: Mapping[int, tuple[Shards, str]], gather: Callable[[S
         if storage not in shards.storages:
             of_stubs.append(storage)  # not raised here, where C++ calls
             return _packed_as_it_is(saved)
-        if _address(shards.storages[storage]) != _address(saved):
-            # share_memory() has moved the parameters, and what is there now is something else.
+        # share_memory() has moved the parameters, and what is there now is something else. Or the strides do not say
+        # all, as of view_as_complex(): then the whole storage stays in memory.
+        is_moved = _address(shards.storages[storage]) != _address(saved)
+        if is_moved or saved.dtype != shards.compute_dtype or saved.is_conj() or saved.is_neg():
             return _packed_as_it_is(saved)
-        if saved.dtype != shards.compute_dtype or saved.is_conj() or saved.is_neg():
-            return _packed_as_it_is(saved)  # as view_as_complex(): strides do not say all; it stays in memory
         start = int(saved.storage_offset())
         return _Reference(shards, storage, shards.version, saved.size(), saved.stride(), start)
 

@@ -108,6 +108,9 @@ class Shards(GradientBuffer):
     Attributes:
         is_undivided: whether every rank has everything, also of what is stepped.
         is_resident: whether parameters show their values all the time: all of them are at rest on every rank.
+        is_split: whether what is stepped is a part of what is at rest, or lies beside it.
+        has_masters: whether it lies beside, unrounded.
+        division: how the parameters are divided.
         compute_dtype: of the parameters in forward and backward.
         sum_dtype: in which gradients are summed over the ranks.
         at_rest: what this rank keeps of the parameters between passes: [chunk], or [padded_numel] where they are
@@ -142,7 +145,9 @@ class Shards(GradientBuffer):
         self.is_undivided = layout.num_ranks == 1
         self.is_resident, self.keeps_buffer = ways.rests_over == 0, ways.means_over == 0
         super().__init__(params, layout, self._divide(ways))
+        self.is_split = self.is_resident or self._depth_at_rest < len(self._axes)
         self._store(ways.precision)
+        self.division = Division(layout, comm, self.stepped.element_size(), self._chunk_of)
         self.gathered: dict[str, Tensor] = {}
         self.storages: dict[str, Tensor] = {}
         self._addresses: dict[int, str] = {}  # of these
@@ -170,6 +175,7 @@ class Shards(GradientBuffer):
         self.compute_dtype, self.sum_dtype = precision.compute_dtype_of(chunk), precision.reduce_dtype_of(chunk)
         self.adds_up = self.is_resident and self.sum_dtype.itemsize > self.compute_dtype.itemsize
         self.at_rest, self.stepped = self._stored(chunk)
+        self.has_masters = self.stepped.dtype != self.at_rest.dtype
         # By ``.data``, so that a piece has a version of its own.
         self.pieces = {
             key: self.tensors.piece_of(key, self.stepped).data.requires_grad_(param.requires_grad)
@@ -205,21 +211,6 @@ class Shards(GradientBuffer):
         if self.compute_dtype == chunk.dtype:
             return chunk, chunk[own]
         return chunk.to(self.compute_dtype), chunk[own].clone()
-
-    @property
-    def is_split(self) -> bool:
-        """Whether what is stepped is a part of what is at rest, or lies beside it."""
-        return self._depth_at_rest < len(self._axes) or self.is_resident
-
-    @property
-    def has_masters(self) -> bool:
-        """Whether what is stepped lies beside the parameters at rest, unrounded."""
-        return self.stepped.dtype != self.at_rest.dtype
-
-    @property
-    def division(self) -> Division:
-        """How the parameters are divided."""
-        return Division(self.layout, self.comm, self.stepped.element_size(), self._chunk_of)
 
     def _step_of(self, axis: Communicator) -> int:
         """From one rank of an axis to the next, among all ranks of the layout."""

@@ -43,10 +43,16 @@ class Sharded(Strategy):
         return saved_by_reference(self.at, lambda shards: self._unit_of_shards[shards].gather())
 
     @contextlib.contextmanager
-    def kept_gathered(self) -> Iterator[None]:
-        """Inside, all units are gathered; at the end they are resharded, unless an outer call still needs them."""
+    def kept_gathered(self, *, as_stored: bool = False) -> Iterator[None]:
+        """Inside, all units are gathered; at the end they are resharded, unless an outer call still needs them.
+
+        Args:
+            as_stored: in the dtype that is stepped, and not in the one to compute in.
+        """
         for unit in self.units:
-            unit.gather()
+            if as_stored and not unit.is_as_stored:
+                unit.reshard()
+            unit.gather(as_stored=as_stored)
             unit.num_holders += 1
         try:
             yield
@@ -86,28 +92,17 @@ class Sharded(Strategy):
     @contextlib.contextmanager
     def full(self, *, keep_changes: bool) -> Iterator[None]:
         """Inside, all units are gathered, in the dtype they are stored in."""
-        held: list[Unit] = []
         versions = {one: _writes(one) for one in self._unit_of_shards}
         try:
-            for unit in self.units:
-                if not unit.is_as_stored:
-                    unit.reshard()
-                unit.gather(as_stored=True)
-                unit.num_holders += 1
-                held.append(unit)
-            # What plain code saves for a backward, which may come when this is sharded again.
-            with saved_as_it_is(self.saw_other_graph):
+            # What plain code saves is for a backward that may come when this is sharded again.
+            with self.kept_gathered(as_stored=True), saved_as_it_is(self.saw_other_graph):
                 yield
-            # Not after an error: half of a change must not reach the shards.
-            if keep_changes:
-                for one in self._unit_of_shards:
-                    one.check_replaced()
-                for one in self._unit_of_shards:
-                    one.write_back()
+                if keep_changes:  # not after an error: half of a change must not reach the shards
+                    for one in self._unit_of_shards:
+                        one.check_replaced()
+                    for one in self._unit_of_shards:
+                        one.write_back()
         finally:
-            for unit in held:
-                unit.num_holders -= 1
-                unit.reshard()
             for one, version in versions.items():
                 if _writes(one) != version:  # a forward inside may have saved what is lost now
                     one.outdate()

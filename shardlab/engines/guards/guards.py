@@ -27,6 +27,7 @@ from shardlab.engines.guards.model_checks import (
     check_stepped,
     check_tensor_axis,
     check_types,
+    tensors_of,
 )
 from shardlab.engines.guards.optimizer_fit import check_fits
 from shardlab.engines.guards.ownership import Claim, check_free
@@ -37,7 +38,6 @@ from shardlab.engines.guards.strategy_checks import check_strategy, laid_out_by
 from shardlab.engines.guards.which_rules import AFTER_GRADIENTS, remembered, where_of
 from shardlab.engines.moments import GradientState, Moment
 from shardlab.engines.sharded_params import Shards
-from shardlab.engines.step_tensors import tensors_of
 from shardlab.vocabulary import MeshAxis
 
 _TRAINS = attrgetter("requires_grad")
