@@ -20,7 +20,7 @@ from shardlab.engines.hpz import HPZ
 from shardlab.engines.peers import TorchDDP, TorchFSDP2, TorchTP, TorchZeRO1
 from shardlab.engines.peers.base import Peer
 from shardlab.engines.precision import Precision
-from shardlab.engines.sharded_params import Ways
+from shardlab.engines.sharded_params import Placements
 from shardlab.engines.single import Single
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.engines.strategy import Given, LaidOut, Strategy
@@ -36,7 +36,7 @@ Engine.guard_class = Guards
 
 __all__ = [
     "DDP", "FSDP", "HFSDP", "HPZ", "STRATEGIES", "AnyEngine", "Bucketed", "Division", "Engine", "Given", "Holding",
-    "LaidOut", "OptimizerFn", "Precision", "Single", "StepTensors", "Strategy", "Ways", "ZeRO1", "ZeRO2", "ZeRO3",
+    "LaidOut", "OptimizerFn", "Placements", "Precision", "Single", "StepTensors", "Strategy", "ZeRO1", "ZeRO2", "ZeRO3",
     "build_engine", "engine_options", "zero_in_groups",
 ]  # fmt: skip
 

@@ -49,7 +49,7 @@ class AnyEngine(ABC):
     optimizer: torch.optim.Optimizer
     _step_tensors: StepTensors
     _divisions: Sequence[Division] = ()
-    _keeps_pieces = False
+    _full_gathers = False
     """Whether what is loaded and handed back are the stepped pieces, and not whole parameters."""
 
     def __init__(
@@ -173,7 +173,7 @@ class AnyEngine(ABC):
     def __exit__(self, exc_type: object, *exc: object) -> None:
         if exc_type is None:
             self.close()
-        elif not self._keeps_pieces:  # no gather after an error: the other ranks may never join it
+        elif not self._full_gathers:  # no gather after an error: the other ranks may never join it
             with contextlib.suppress(RuntimeError, ValueError):  # what is refused too
                 self.close()
 
@@ -402,7 +402,7 @@ class AnyEngine(ABC):
 
     def resident_params(self) -> dict[str, tuple[Tensor, int, int]]:
         """What a checkpoint is loaded into: the part this rank keeps of each parameter, and which elements it has."""
-        if self._keeps_pieces:
+        if self._full_gathers:
             return {name: (self.step_tensors().by_name(name), *span) for name, span in self.owned().items()}
         return {name: (param, 0, param.numel()) for name, param in self.params.items()}
 

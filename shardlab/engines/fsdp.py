@@ -130,7 +130,7 @@ class FSDP(Sharded):
 
     # Forward: gather, reshard, and write the tape.
 
-    def forward(self) -> AbstractContextManager[None]:
+    def in_forward(self) -> AbstractContextManager[None]:
         """Inside, units are gathered and resharded by their own forwards, which write the tape."""
         # Called by the module's own forward, or computed again by checkpointing: that is a part of another pass.
         is_inner = self._pass is not None or self._is_in_backward
@@ -213,7 +213,7 @@ class FSDP(Sharded):
     # Backward: the program.
 
     @contextlib.contextmanager
-    def backward(self, *, sends: bool) -> Iterator[None]:
+    def in_backward(self, *, sends: bool) -> Iterator[None]:
         """Begin the program, where one forward waits, and at the end do what is left of all.
 
         Its acts are done in between, by the hooks that call ``_run``: an output's (``_output_reached``), a parameter's
@@ -236,7 +236,7 @@ class FSDP(Sharded):
         finally:
             for program in self._running.values():
                 self._run(program, len(program.acts))  # after an error too: the others wait in it
-            if self.rests_partial and not sends:
+            if self.sends_in_no_sync and not sends:
                 self._reduce_all()
             self._waiting = [one for one in self._waiting if one not in self._running]
             self._running, self._is_in_backward, self._is_other_graph = {}, False, False
@@ -276,7 +276,7 @@ class FSDP(Sharded):
             # Sent it may be by another forward's program, for both.
             elif is_last and not self._holds_to_the_end and unit not in self._sent:
                 # The root is the last of all to be reduced.
-                if not (self._sends or self.rests_partial) or unit is self._root:
+                if not (self._sends or self.sends_in_no_sync) or unit is self._root:
                     unit.reshard()
                 elif unit.is_undivided:
                     self._reduce_in_turn(unit)
@@ -327,7 +327,7 @@ class FSDP(Sharded):
         for earlier in self._reducing:
             earlier.advance()  # one buffer of a unit at a time, during the backward of the next: bounds the memory
         self._reducing = [earlier for earlier in self._reducing if earlier.state is State.REDUCING] + [unit]
-        unit.reduce(self.is_due, rests_partial=not self._sends)
+        unit.reduce(self.is_due, first_axis_only=not self._sends)
         self._sent.add(unit)
 
     def _reduce_all(self) -> None:

@@ -20,7 +20,7 @@ from shardlab import vocabulary
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.offload import OffloadedShards
 from shardlab.engines.precision import Precision
-from shardlab.engines.sharded_params import Shards, Ways
+from shardlab.engines.sharded_params import ByAddress, Placements, Shards
 from shardlab.engines.strategy import Given
 from shardlab.engines.unit import Unit
 from shardlab.meta_device import InitFn, materialize
@@ -109,7 +109,7 @@ class ShardingOptions:
         return self.row.is_sharded and param.numel() >= self.replicate_below
 
 
-def build_units(given: Given, options: ShardingOptions, at: dict[int, tuple[Shards, str]]) -> list[Unit]:
+def build_units(given: Given, options: ShardingOptions, at: ByAddress) -> list[Unit]:
     """Shard a module unit by unit, so that no rank needs memory for more than one unit of a model on the meta device.
 
     Args:
@@ -140,8 +140,7 @@ def _owners(given: Given, options: ShardingOptions) -> Mapping[str, int]:
 
 
 def _shards(
-    unit: str, params: Params, given: Given, options: ShardingOptions, owners: Mapping[str, int], at: dict[int,
-    tuple[Shards, str]],
+    unit: str, params: Params, given: Given, options: ShardingOptions, owners: Mapping[str, int], at: ByAddress,
 ) -> list[Shards]:  # fmt: skip
     """Those of one unit, by kind, in the module's order, which is the same on every rank."""
     kinds: dict[Hashable, dict[str, nn.Parameter]] = {}
@@ -151,28 +150,28 @@ def _shards(
     made = []
     for place, alike in enumerate(kinds.values()):
         name = unit if len(kinds) == 1 else f"{unit} part {place}"
-        comm, ways = _ways(next(iter(alike.values())), given, options)
+        comm, placements = _placements(next(iter(alike.values())), given, options)
         layout = _layout(alike, comm.num_ranks, options, owners)
         make: Callable[..., Shards] = Shards
         if options.offload != Offload.NONE:
             make = partial(OffloadedShards, options.offload == Offload.ALL)
         elif options.kept is not None and comm.num_ranks > 1:
             make = partial(options.kept, given.comms[-1])
-        made.append(make(name, alike, layout, comm, ways, at))
+        made.append(make(name, alike, layout, comm, placements, at))
     return made
 
 
-def _ways(param: nn.Parameter, given: Given, options: ShardingOptions) -> tuple[Communicator, Ways]:
+def _placements(param: nn.Parameter, given: Given, options: ShardingOptions) -> tuple[Communicator, Placements]:
     """The ranks a parameter is divided over, and how its shards are stored and moved."""
     # Inner axis first, as gradients are summed: over the shard group, then replicas.
     inner_first, precision = given.comms[::-1], options.precision
     if not options.is_sharded(param):
-        return Communicator(None, None, (0,), 0, MeshAxis.SHARD), Ways(precision, inner_first)
+        return Communicator(None, None, (0,), 0, MeshAxis.SHARD), Placements(precision, inner_first)
     if options.divides == "nothing":
-        return given.comms[-1], Ways(precision, given.comms[:-1])
+        return given.comms[-1], Placements(precision, given.comms[:-1])
     over_all = given.mesh.flatten(*(comm.axis for comm in given.comms))
     is_state = options.divides == "state"
-    return over_all, Ways(precision, axes=inner_first, rests_over=1) if is_state else Ways(precision)
+    return over_all, Placements(precision, axes=inner_first, rests_over=1) if is_state else Placements(precision)
 
 
 def _layout(params: Params, num_ranks: int, options: ShardingOptions, owners: Mapping[str, int]) -> Layout:

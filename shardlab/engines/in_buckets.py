@@ -43,7 +43,7 @@ class InBuckets(Strategy, Generic[B]):
         raise NotImplementedError
 
     @contextlib.contextmanager
-    def backward(self, *, sends: bool) -> Iterator[None]:
+    def in_backward(self, *, sends: bool) -> Iterator[None]:
         """Expect a gradient of all that trains now; none of the buckets has been sent."""
         # Of each bucket, whose gradients have not come.
         self._missing = [{id(param) for param in one.params.values() if param.requires_grad} for one in self.buckets]

@@ -9,13 +9,13 @@ with the same counters: every tensor has a version, and shards raise theirs when
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardlab.engines.sharded_params import Shards
+from shardlab.engines.sharded_params import ByAddress, Shards
 
 
 class _AsItIs(NamedTuple):
@@ -33,7 +33,7 @@ class _Reference(NamedTuple):
 
 
 @contextlib.contextmanager
-def saved_by_reference(at: Mapping[int, tuple[Shards, str]], gather: Callable[[Shards], None]) -> Iterator[None]:
+def saved_by_reference(at: ByAddress, gather: Callable[[Shards], None]) -> Iterator[None]:
     """Inside, autograd saves gathered parameters by reference; what has changed since is an error in backward.
 
     Args:

@@ -20,7 +20,7 @@ step, zero_grad: SHARDED          optimizer, engine    stub              None   
 
 Three chunks, each a part of the one before it: what this rank keeps of the parameters between passes (``at_rest``; in
 zero1 and zero2 that is all of them), of the means of gradients, and what it steps. Which axes divide each is a row
-(``Ways``); the verb follows from two of them:
+(``Placements``); the verb follows from two of them:
 
 =================  ==========  =====  =======  ====================================================================
 strategy           parameters  means  stepped  what travels
@@ -65,8 +65,11 @@ from shardlab.partition.chunks import Layout
 from shardlab.partition.nested import chunk_in, nested
 from shardlab.vocabulary import Role
 
+ByAddress = dict[int, tuple["Shards", str]]
+"""Whose gathered parameters lie in a storage, and which of its ``storages`` that is, or whose stub."""
 
-class Ways(NamedTuple):
+
+class Placements(NamedTuple):
     """How shards are stored and moved.
 
     Attributes:
@@ -101,9 +104,8 @@ class Shards(GradientBuffer):
         params: full parameters by name, of which it takes those of the layout.
         layout: which rank has which elements.
         comm: the ranks of the layout.
-        ways: how they are stored and moved.
-        at: whose gathered parameters lie in a storage, and which of its ``storages`` that is, or whose stub; by the
-            storage's address. None where nobody looks that up.
+        placements: how they are stored and moved.
+        at: of these and of others, by the address of the storage. None where nobody looks that up.
 
     Attributes:
         is_undivided: whether every rank has everything, also of what is stepped.
@@ -137,16 +139,16 @@ class Shards(GradientBuffer):
     _partial: Tensor | None = None  # sums over the first axis alone, of earlier backwards
 
     def __init__(
-        self, name: str, params: Mapping[str, nn.Parameter], layout: Layout, comm: Communicator, ways: Ways, at:
-        "dict[int, tuple[Shards, str]] | None" = None,
+        self, name: str, params: Mapping[str, nn.Parameter], layout: Layout, comm: Communicator, placements: Placements,
+        at: ByAddress | None = None,
     ) -> None:  # fmt: skip
         self.name, self.layout, self.comm = name, layout, comm
-        self._ways, self._at = ways, {} if at is None else at
+        self._placements, self._at = placements, {} if at is None else at
         self.is_undivided = layout.num_ranks == 1
-        self.is_resident, self.keeps_buffer = ways.rests_over == 0, ways.means_over == 0
-        super().__init__(params, layout, self._divide(ways))
+        self.is_resident, self.keeps_buffer = placements.rests_over == 0, placements.means_over == 0
+        super().__init__(params, layout, self._divide(placements))
         self.is_split = self.is_resident or self._depth_at_rest < len(self._axes)
-        self._store(ways.precision)
+        self._store(placements.precision)
         self.division = Division(layout, comm, self.stepped.element_size(), self._chunk_of)
         self.gathered: dict[str, Tensor] = {}
         self.storages: dict[str, Tensor] = {}
@@ -156,9 +158,9 @@ class Shards(GradientBuffer):
         self._at.update({stub.untyped_storage().data_ptr(): (self, key) for key, stub in self._stubs.items()})
         self.show_at_rest()
 
-    def _divide(self, ways: Ways) -> int:
+    def _divide(self, placements: Placements) -> int:
         """Find this rank's chunks, one inside the other, axis by axis; the last, whose number this is, it steps."""
-        self._axes = () if self.is_undivided else tuple(ways.axes) or (self.comm,)
+        self._axes = () if self.is_undivided else tuple(placements.axes) or (self.comm,)
         # Of each rank of the communicator, which is in the order of the mesh, and not in that of the chunks.
         steps = [(self._step_of(axis), axis.num_ranks) for axis in self._axes]
         ranks = range(self.layout.num_ranks)
@@ -166,7 +168,7 @@ class Shards(GradientBuffer):
         rank = self._chunk_of[self.comm.rank] if self._axes else 0
         self._chunks = nested(self.layout, rank, [axis.num_ranks for axis in self._axes])
         # How many axes divide what is at rest.
-        self._depth_at_rest = len(self._axes) if ways.rests_over is None else min(ways.rests_over, len(self._axes))
+        self._depth_at_rest = len(self._axes[: placements.rests_over])
         return rank
 
     def _store(self, precision: Precision) -> None:
@@ -320,38 +322,38 @@ class Shards(GradientBuffer):
     # Gradients.
 
     @unrefused
-    def reduce(self, *, rests_partial: bool = False) -> None:
+    def reduce(self, *, first_axis_only: bool = False) -> None:
         """Begin to sum this rank's gradients over the ranks; ``advance`` ends it, and makes means of the sums.
 
         Gradients are moved, unscaled, into one buffer, [padded_numel] in ``sum_dtype``: no parameter has one
         afterwards, and what this rank did not use is 0. Beside the buffer, until the sums are there, a chunk is in
-        memory into which they come, unless their place is in the buffer (``Ways.means_over``).
+        memory into which they come, unless their place is in the buffer (``Placements.means_over``).
 
         Args:
-            rests_partial: over the first axis only; later sums are added to it.
+            first_axis_only: over the first axis only; later sums are added to it.
         """
-        self._sums = self._sum(self.fill_all(), rests_partial=rests_partial)
+        self._sums = self._sum(self.fill_all(), first_axis_only=first_axis_only)
         next(self._sums, False)
 
     def advance(self) -> bool:
         """Wait for the sum under way, and begin that over the next axis; False where none is under way any more."""
         return next(self._sums, False)
 
-    def _sum(self, sums: Tensor, *, rests_partial: bool) -> Iterator[bool]:
+    def _sum(self, sums: Tensor, *, first_axis_only: bool) -> Iterator[bool]:
         """Sum over the axes that divide, then over replicas; pause behind the beginning of each sum.
 
         The sums of the last axis, [chunk] in ``sum_dtype``, are cast to the dtype of what is stepped and divided by
         the number of ranks: here, and nowhere else on the way of a gradient (of ``bucketed``, which has no ``Shards``,
         ``Bucket`` multiplies). With one dtype that is done in place.
         """
-        tag, replicas = f"gradients of {self.name}", self._ways.replicas
+        tag, replicas = f"gradients of {self.name}", self._placements.replicas
         for number, axis in enumerate((*self._axes, *replicas)):
             if number < len(self._axes):
-                bounds, means_over = self._chunks[number].cut, self._ways.means_over
+                bounds, means_over = self._chunks[number].cut, self._placements.means_over
                 start, stop = bounds[axis.rank : axis.rank + 2]
                 is_in_place = means_over is not None and number >= means_over
                 chunk = sums[start:stop] if is_in_place else sums.new_empty(stop - start)
-                pending = self._ways.scatter(axis, sums, chunk, bounds=bounds, tag=tag)
+                pending = self._placements.scatter(axis, sums, chunk, bounds=bounds, tag=tag)
             else:
                 chunk, pending = sums, axis.all_reduce(sums, tag=tag)
             self._reducing = sums, chunk, pending
@@ -360,7 +362,7 @@ class Shards(GradientBuffer):
             sums, self._reducing = chunk, None
             if self._partial is not None:
                 sums, self._partial = sums.add_(self._partial), None
-            if rests_partial:
+            if first_axis_only:
                 self._partial = sums
                 return
         ranks = self.layout.num_ranks * prod(axis.num_ranks for axis in replicas)

@@ -11,7 +11,7 @@ from shardlab.comm.trees import map_tensors
 from shardlab.engines.holdings import Holding
 from shardlab.engines.plain_mode import nothing
 from shardlab.engines.saved_tensors import saved_as_it_is, saved_by_reference
-from shardlab.engines.sharded_params import Shards
+from shardlab.engines.sharded_params import ByAddress, Shards
 from shardlab.engines.strategy import Given, LaidOut, Strategy
 from shardlab.engines.unit import Unit
 
@@ -19,14 +19,14 @@ from shardlab.engines.unit import Unit
 class Sharded(Strategy):
     """Parameters, gradients and optimizer state are sharded; ``make_units`` says how."""
 
-    steps_pieces = keeps_pieces = True
+    steps_pieces = full_gathers = True
     units: Sequence[Unit] = ()
 
     def lay_out(self, given: Given) -> LaidOut:
         """Shard the parameters, which frees the full ones; the optimizer steps pieces of the shards."""
         super().lay_out(given)
         self.device, self._note_backward = given.device, given.note_backward
-        self.at: dict[int, tuple[Shards, str]] = {}
+        self.at: ByAddress = {}
         self.units = self.make_units(given)
         self._unit_of = {id(param): unit for unit in self.units for param in unit.params}  # hashing one calls Python
         self._unit_of_shards = {one: unit for unit in self.units for one in unit.shards}

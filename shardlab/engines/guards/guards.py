@@ -110,7 +110,7 @@ class Guards:
             self._check_model(engine)
             check_free(engine.module, engine.strategy)
             scripted = [name for name, one in engine.module.named_modules() if isinstance(one, torch.jit.ScriptModule)]
-            if scripted and engine.strategy.keeps_pieces:
+            if scripted and engine.strategy.full_gathers:
                 raise ValueError(
                     f"model: {scripted[0] or 'the model'!r} is TorchScript, which computes with parameters of its own, "
                     "and these are sharded; use the module it was made from, or ddp, bucketed, zero1 or zero2"
@@ -200,7 +200,7 @@ class Guards:
                     raise
                 raise ValueError(f"optimizer_fn: {error}; {FROZEN.format(name=frozen[0])}") from error
             check_fits(optimizer, None if over is None else partition, is_sliced=is_sliced)
-            if engine.strategy.keeps_pieces and before != [param._version for param in engine.params.values()]:
+            if engine.strategy.full_gathers and before != [param._version for param in engine.params.values()]:
                 raise ValueError("optimizer_fn: it writes into parameters; write before the engine is built")
             return optimizer
 

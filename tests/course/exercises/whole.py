@@ -92,7 +92,7 @@ class StaysGathered(ZeRO3):
 
     stays = None
 
-    def forward(self):
+    def in_forward(self):
         if self.stays is None:
             self.stays = contextlib.ExitStack()
             self.stays.enter_context(self.kept_gathered())
