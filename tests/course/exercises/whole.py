@@ -96,7 +96,7 @@ class StaysGathered(ZeRO3):
         if self.stays is None:
             self.stays = contextlib.ExitStack()
             self.stays.enter_context(self.kept_gathered())
-        return super().forward()
+        return super().in_forward()
 
     def make_means(self):
         super().make_means()
