@@ -52,9 +52,9 @@ class EveryMicroBatch(Bucketed):
     name = "every_micro_batch"
 
     @contextlib.contextmanager
-    def backward(self, *, sends: bool) -> Iterator[None]:
+    def in_backward(self, *, sends: bool) -> Iterator[None]:
         """As the base, and sent in any case."""
-        with super().backward(sends=True):
+        with super().in_backward(sends=True):
             yield
         if not sends:  # else the engine does so
             self.make_means()

@@ -20,7 +20,7 @@ from shardlab.engines.hpz import HPZ
 from shardlab.engines.peers import TorchDDP, TorchFSDP2, TorchTP, TorchZeRO1
 from shardlab.engines.peers.base import Peer
 from shardlab.engines.precision import Precision
-from shardlab.engines.sharded_params import Ways
+from shardlab.engines.sharded_params import Placements
 from shardlab.engines.single import Single
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
 from shardlab.engines.strategy import Given, LaidOut, Strategy
@@ -36,7 +36,7 @@ Engine.guard_class = Guards
 
 __all__ = [
     "DDP", "FSDP", "HFSDP", "HPZ", "STRATEGIES", "AnyEngine", "Bucketed", "Division", "Engine", "Given", "Holding",
-    "LaidOut", "OptimizerFn", "Precision", "Single", "StepTensors", "Strategy", "Ways", "ZeRO1", "ZeRO2", "ZeRO3",
+    "LaidOut", "OptimizerFn", "Placements", "Precision", "Single", "StepTensors", "Strategy", "ZeRO1", "ZeRO2", "ZeRO3",
     "build_engine", "engine_options", "zero_in_groups",
 ]  # fmt: skip
 
@@ -80,23 +80,24 @@ def build_engine(
     Raises:
         ValueError: an unknown strategy, or an option it does not take; the message lists what is allowed.
     """
-    if not isinstance(name, str):
-        check_strategy(name)
-    if isinstance(name, Strategy):
+    if isinstance(name, str):
+        allowed = engine_options(name)
+        if unknown := sorted(set(options) - set(allowed)):
+            raise ValueError(f"options: {name!r} takes {', '.join(allowed) or 'none'}, not {', '.join(unknown)}")
+        kind = STRATEGIES[name]
+        if issubclass(kind, Peer):
+            if broadcast_buffers:
+                always = "does that before forwards anyway" if kind.broadcasts_buffers else "cannot"
+                raise ValueError(f"broadcast_buffers: {name!r} {always}; leave it out, or take one of our strategies")
+            return kind(model, optimizer_fn, mesh, **options)
+        strategy = kind(**options)
+    else:
+        strategy = name
+        check_strategy(strategy)
         if options:
             own, takes = type(name).__name__, ", ".join(inspect.signature(type(name)).parameters)
             raise ValueError(
                 f"options: {', '.join(options)} beside a {own} that is made already; options are given where it is "
                 f"made, and {own}(...) takes {takes or 'none'}"
             )
-        return Engine(model, optimizer_fn, mesh, name, guards=guards, broadcast_buffers=broadcast_buffers)
-    allowed = engine_options(name)
-    if unknown := sorted(set(options) - set(allowed)):
-        raise ValueError(f"options: {name!r} takes {', '.join(allowed) or 'none'}, not {', '.join(unknown)}")
-    kind = STRATEGIES[name]
-    if issubclass(kind, Peer):
-        if broadcast_buffers:
-            always = "does that before forwards anyway" if kind.broadcasts_buffers else "cannot"
-            raise ValueError(f"broadcast_buffers: {name!r} {always}; leave it out, or take one of our strategies")
-        return kind(model, optimizer_fn, mesh, **options)
-    return Engine(model, optimizer_fn, mesh, kind(**options), guards=guards, broadcast_buffers=broadcast_buffers)
+    return Engine(model, optimizer_fn, mesh, strategy, guards=guards, broadcast_buffers=broadcast_buffers)

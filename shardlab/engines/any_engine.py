@@ -31,39 +31,6 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...  # noqa: D102
 
 
-@contextlib.contextmanager
-def _forward_is(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """Inside, the first call of ``module`` runs ``function`` instead of ``forward``; calls inside that one do not.
-
-    Torch's own way to treat a method as forward, ``register_fsdp_forward_method``, works with its FSDP2 only.
-
-    Raises:
-        ValueError: ``function`` cannot be called.
-    """
-    if not callable(function):
-        raise ValueError(
-            f"function: {class_of(function)} cannot be called; give a method or a function, for example "
-            "engine.call(engine.module.encode, x)"
-        )
-    own = vars(module).get("forward")  # of the instance, not of its class
-
-    def restore() -> None:
-        vars(module).pop("forward", None)
-        if own is not None:
-            vars(module)["forward"] = own
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        # First: ``function`` may call the module, which must then run its own forward.
-        restore()
-        return function(*args, **kwargs)
-
-    vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        restore()
-
-
 class AnyEngine(ABC):
     """A strategy around a plain module: ``Engine``, or one of ``engines.peers``.
 
@@ -82,7 +49,7 @@ class AnyEngine(ABC):
     optimizer: torch.optim.Optimizer
     _step_tensors: StepTensors
     _divisions: Sequence[Division] = ()
-    _keeps_pieces = False
+    _full_gathers = False
     """Whether what is loaded and handed back are the stepped pieces, and not whole parameters."""
 
     def __init__(
@@ -93,6 +60,7 @@ class AnyEngine(ABC):
         inner = (MeshAxis.CONTEXT,) if MeshAxis.CONTEXT in self.mesh.axes else ()
         self.data_comms = (*(self.mesh[axis] for axis in axes[:-1]), self.mesh.flatten(axes[-1], *inner))
         self.num_data_ranks = prod(comm.num_ranks for comm in self.data_comms)  # each with its own rows
+        self.data_rank = number_among(self.data_comms)[0]  # this rank's number among them, from 0
         self.comm = self.data_comms[-1]  # the innermost, over which strategies that shard do so
         self.slices = slices_of(model)  # of a tensor-parallel model, by parameter name
         self.tensor_comm: Communicator | None = None
@@ -117,8 +85,30 @@ class AnyEngine(ABC):
         Raises:
             ValueError: ``function`` cannot be called.
         """
-        with _forward_is(self.module, function):
+        if not callable(function):
+            raise ValueError(
+                f"function: {class_of(function)} cannot be called; give a method or a function, for example "
+                "engine.call(engine.module.encode, x)"
+            )
+        # Torch's own way, ``register_fsdp_forward_method``, works with its FSDP2 only.
+        own_attributes = vars(self.module)  # of the instance, not of its class
+        own = own_attributes.get("forward")
+
+        def restore() -> None:
+            own_attributes.pop("forward", None)
+            if own is not None:
+                own_attributes["forward"] = own
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # First: ``function`` may call the module, which must then run its own forward.
+            restore()
+            return function(*args, **kwargs)
+
+        own_attributes["forward"] = forward
+        try:
             return self(*args, **kwargs)
+        finally:
+            restore()
 
     @abstractmethod
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -183,7 +173,7 @@ class AnyEngine(ABC):
     def __exit__(self, exc_type: object, *exc: object) -> None:
         if exc_type is None:
             self.close()
-        elif not self._keeps_pieces:  # no gather after an error: the other ranks may never join it
+        elif not self._full_gathers:  # no gather after an error: the other ranks may never join it
             with contextlib.suppress(RuntimeError, ValueError):  # what is refused too
                 self.close()
 
@@ -192,11 +182,6 @@ class AnyEngine(ABC):
             f"{type(self).__name__}: an engine is not copied or pickled, since its hooks and communicators belong to "
             "this process; copy engine.full_state_dict() or, inside 'with engine.full_params():', the module"
         )
-
-    @property
-    def data_rank(self) -> int:
-        """This rank's number among those that gradients are averaged over, from 0."""
-        return number_among(self.data_comms)[0]
 
     @property
     def comms(self) -> tuple[Communicator, ...]:
@@ -411,26 +396,15 @@ class AnyEngine(ABC):
         tensor = () if self.tensor_comm is None else (self.tensor_comm,)
         return {name: shards.get(name, ()) + (tensor if name in self.slices else ()) for name in self.params}
 
-    def owners(self) -> dict[str, tuple[int, ...]]:
-        """The ranks that step (a piece of) each parameter, in the module's order."""
-        if not self.divisions():
-            return dict.fromkeys(self.params, tuple(range(self.comm.num_ranks)))
-        return owners_in(self.divisions(), self.params, (self.sharded_over or self.comm).num_ranks)
-
     def owned(self) -> dict[str, tuple[int, int]]:
         """The elements (start, stop) that this rank steps of each flattened parameter it steps anything of."""
         return dict(self._spans)
 
     def resident_params(self) -> dict[str, tuple[Tensor, int, int]]:
         """What a checkpoint is loaded into: the part this rank keeps of each parameter, and which elements it has."""
-        if self._keeps_pieces:
+        if self._full_gathers:
             return {name: (self.step_tensors().by_name(name), *span) for name, span in self.owned().items()}
         return {name: (param, 0, param.numel()) for name, param in self.params.items()}
-
-    @property
-    def padding_bytes(self) -> int:
-        """Bytes of padding in one copy of the parameters."""
-        return sum(division.layout.padding_numel * division.element_size for division in self.divisions())
 
     def live_tensors(self) -> dict[Role, list[Tensor]]:
         """The engine's long-lived tensors by role; a storage that appears in two roles belongs to the first.
@@ -456,16 +430,6 @@ class AnyEngine(ABC):
             for key, value in self.optimizer.state.get(tensor, {}).items():
                 if isinstance(value, Tensor):
                     yield of_state(key, value, name if name in spans else "", spans.get(name, (0, 0)))
-
-
-def owners_in(divisions: Iterable[Division], names: Iterable[str], num_ranks: int) -> dict[str, tuple[int, ...]]:
-    """The ranks that have (a piece of) each parameter, in the order of ``names``."""
-    holders: dict[str, list[int]] = {name: [] for name in names}
-    for division in divisions:
-        for rank in range(num_ranks):
-            for name in division.pieces_of(rank):
-                holders[name].append(rank)
-    return {name: tuple(ranks) for name, ranks in holders.items()}
 
 
 def owned_in(divisions: Iterable[Division], names: Iterable[str]) -> dict[str, tuple[int, int]]:

@@ -28,7 +28,7 @@ class Bucket(GradientBuffer):
 
     Args:
         index: of it among the buckets, which is the order of their collectives.
-        params: by name, in slot order.
+        params: by name, of which it takes those of the layout.
         layout: of one rank: which elements of the buffer each parameter has.
         num_ranks: N.
 
@@ -40,7 +40,7 @@ class Bucket(GradientBuffer):
     pending: Pending | None = None
 
     def __init__(self, index: int, params: Mapping[str, nn.Parameter], layout: FlatLayout, num_ranks: int) -> None:
-        strides = {name: _strides(param) for name, param in params.items()}
+        strides = {name: _strides(params[name]) for name in layout.names}
         super().__init__(params, layout, 0, strides, scale=1 / num_ranks)
         self.index = index
 
@@ -69,10 +69,7 @@ class Bucketed(InBuckets[Bucket]):
     def make_buckets(self, given: Given) -> list[Bucket]:
         """One buffer for each group of parameters, in the order in which backward makes their gradients."""
         layouts = bucket_layouts(self.params, 1, self.bucket_bytes, self.partition)
-        return [
-            Bucket(index, {name: self.params[name] for name in layout.names}, layout, self.num_ranks)
-            for index, layout in enumerate(layouts)
-        ]
+        return [Bucket(index, self.params, layout, self.num_ranks) for index, layout in enumerate(layouts)]
 
     def send(self, bucket: Bucket) -> None:
         """Fill the buffer with what is still at parameters, and begin to reduce it."""

@@ -76,7 +76,7 @@ class Engine(AnyEngine):
         self._due: set[int] = set()  # ids of those trained in a backward since zero_grad(); may be frozen by now
         self._running = self._sends = False  # a backward, and whether it communicates
         self.num_full_blocks = 0  # full_params() blocks
-        self._strategy_backward = contextlib.ExitStack()  # strategy.backward(), while one runs
+        self._strategy_backward = contextlib.ExitStack()  # strategy.in_backward(), while one runs
         self._ask(Moment.MODEL)
         # All of its ranks train on the same rows. So the data axes do what they do with a whole model, with smaller
         # parameters; only what concerns the whole model crosses the tensor axis too: norms, full state, checkpoints.
@@ -105,7 +105,7 @@ class Engine(AnyEngine):
         guards, strategy = self._guards, self.strategy
         laid_out: LaidOut = strategy.lay_out(given) if guards is None else guards.laid_out(strategy, given)
         self._divisions, self._hooks = laid_out.divisions, list(laid_out.hooks)
-        self._keeps_pieces = strategy.keeps_pieces
+        self._full_gathers = strategy.full_gathers
         self._step_tensors, self._stepped = StepTensors(laid_out.stepped), tuple(laid_out.stepped.values())
         self._flag = Flag(self.data_comms, self.mesh.device, self.params.values(), self._stepped, self._is_due)
         return laid_out
@@ -128,7 +128,7 @@ class Engine(AnyEngine):
         self._before_forward()
         args, kwargs = cast_floating((args, kwargs), self.strategy.precision.compute)
         try:
-            with self.strategy.forward():
+            with self.strategy.in_forward():
                 output = self.module(*args, **kwargs)
         except Exception as error:
             if self._guards is not None:
@@ -252,7 +252,7 @@ class Engine(AnyEngine):
                 without an error; otherwise they are lost. Every rank must write the same values; nothing checks that.
         """
         self._check_usable()
-        self._ask_all(Moment.FULL, sends=self.strategy.keeps_pieces)
+        self._ask_all(Moment.FULL, sends=self.strategy.full_gathers)
         self.num_full_blocks += 1
         try:
             with self.strategy.full(keep_changes=keep_changes):
@@ -370,7 +370,7 @@ class Engine(AnyEngine):
         except RuntimeError as error:
             self._fail(error)  # here: of a plain backward the next verb would, and until then the other ranks wait
             raise
-        if has_gradient and (self._sync or param.grad is None or self.strategy.rests_partial):
+        if has_gradient and (self._sync or param.grad is None or self.strategy.sends_in_no_sync):
             # Else it is at the parameter, where the user may clear it.
             self._flag.moved.add(id(param))
 
@@ -385,13 +385,13 @@ class Engine(AnyEngine):
         self._flag.begin(sends=self._sync)
         self.num_backwards += 1
         self.gradient_state, self._running, self._sends = self.gradient_state.with_local, True, self._sync
-        self._strategy_backward.enter_context(self.strategy.backward(sends=self._sync))
+        self._strategy_backward.enter_context(self.strategy.in_backward(sends=self._sync))
 
     @untraced
     def _end(self) -> None:
         """End a backward: autograd has brought all that this rank has. If it communicates, its means are made here."""
         try:
-            # Leaves strategy.backward(), which may do a part of its work only now (FSDP: what is left of its program).
+            # Leaves strategy.in_backward(), which may do a part of its work only now (FSDP: the rest of its program).
             self._strategy_backward.close()
         finally:
             self._running = False
@@ -424,7 +424,7 @@ class Engine(AnyEngine):
             self._fail(RuntimeError("loss.backward() raised"))
 
     def _refuse_inside_full_params(self, verb: str) -> None:
-        if self.num_full_blocks and (verb in ("load", "close") or self.strategy.keeps_pieces):
+        if self.num_full_blocks and (verb in ("load", "close") or self.strategy.full_gathers):
             raise RuntimeError(f"{verb}: it was called inside 'with engine.full_params():'; leave the block first")
 
     def _refuse_failed(self) -> None:
@@ -504,11 +504,6 @@ class Engine(AnyEngine):
                 self.optimizer.load_state_dict(state)
         finally:
             self._ask(Moment.INSTALLED)
-
-    @property
-    def units(self) -> tuple[Any, ...]:
-        """What is gathered together, in the module's order: units of FSDP, buckets of ZeRO-3; else nothing."""
-        return tuple(self.strategy.units)
 
     def _cast_buffers(self) -> None:
         if (dtype := self.strategy.precision.buffers) is not None:

@@ -96,8 +96,6 @@ class FSDP(Sharded):
         self._sent: set[Unit] = set()  # since the last means
         self._over: set[Unit] = set()  # of whole units: those whose gradients are there, in this backward
         self._reducing: list[Unit] = []  # in the order of sending
-        self._asked: list[Unit] = []  # by autograd, where no program runs
-        self._depth: dict[Unit, int] = {}  # of calls of a unit, which may call itself
         self._is_other_graph = False  # made inside full_params(), since the last backward
 
     def make_units(self, given: Given) -> list[Unit]:
@@ -112,7 +110,6 @@ class FSDP(Sharded):
             wait_for_copies(self.device)  # the host may read its shards from here on
         self._root = next((unit for unit in self.units if unit.name == ROOT), None)
         self._last_order = list(self.units)  # of the last forward; before it, a guess
-        self._depth = dict.fromkeys(self.units, 0)
         return replace(laid_out, hooks=[hook for unit in self.units for hook in self._watch(unit)])
 
     def _watch(self, unit: Unit) -> list[RemovableHandle]:
@@ -133,7 +130,7 @@ class FSDP(Sharded):
 
     # Forward: gather, reshard, and write the tape.
 
-    def forward(self) -> AbstractContextManager[None]:
+    def in_forward(self) -> AbstractContextManager[None]:
         """Inside, units are gathered and resharded by their own forwards, which write the tape."""
         # Called by the module's own forward, or computed again by checkpointing: that is a part of another pass.
         is_inner = self._pass is not None or self._is_in_backward
@@ -154,7 +151,6 @@ class FSDP(Sharded):
                 self._last_order = this.order
         finally:
             self._pass = None
-            self._depth = dict.fromkeys(self.units, 0)
             for unit in self.units:
                 # What is prefetched, and was not called, nothing else would free.
                 if this.reshards or not has_ended or unit.state is State.GATHERING:
@@ -163,15 +159,6 @@ class FSDP(Sharded):
     def saw_other_graph(self) -> None:
         """The next backward may also come through what plain code has computed: then all stays gathered to its end."""
         self._is_other_graph = True
-
-    def gather_saved(self, unit: Unit) -> None:
-        """Gather; where no program runs, as in torch.autograd.grad, only the last two units stay gathered."""
-        unit.gather()
-        if not self._is_in_backward and self._pass is None:
-            self._asked = [*(one for one in self._asked if one is not unit), unit]
-            for earlier in self._asked[:-2]:
-                earlier.reshard()
-            del self._asked[:-2]
 
     def _before(self, unit: Unit) -> None:
         if self._pass is None:
@@ -188,7 +175,7 @@ class FSDP(Sharded):
                     self._run(program, program.until(places.pop()))
             unit.gather()  # checkpointing computes it again: it stays until the program has passed it
             return
-        self._depth[unit] += 1
+        self._pass.open.append(unit)
         unit.gather()
         self._pass.order.append(unit)
         if self._pass.is_taped:
@@ -202,12 +189,12 @@ class FSDP(Sharded):
     def _after(self, unit: Unit, output: Any) -> Any:
         if self._pass is None:
             return output
-        self._depth[unit] -= 1
+        self._pass.open.remove(unit)
         # Before the reshard: an output that is a parameter is copied while its values are there.
         output = self.without_parameters(output)
         if self._pass.is_taped:
             self._tape_end(unit, self._pass, output)
-        if self._pass.reshards and not self._depth[unit]:
+        if self._pass.reshards and unit not in self._pass.open:
             unit.reshard()
         return output
 
@@ -226,7 +213,7 @@ class FSDP(Sharded):
     # Backward: the program.
 
     @contextlib.contextmanager
-    def backward(self, *, sends: bool) -> Iterator[None]:
+    def in_backward(self, *, sends: bool) -> Iterator[None]:
         """Begin the program, where one forward waits, and at the end do what is left of all.
 
         Its acts are done in between, by the hooks that call ``_run``: an output's (``_output_reached``), a parameter's
@@ -249,7 +236,7 @@ class FSDP(Sharded):
         finally:
             for program in self._running.values():
                 self._run(program, len(program.acts))  # after an error too: the others wait in it
-            if self.rests_partial and not sends:
+            if self.sends_in_no_sync and not sends:
                 self._reduce_all()
             self._waiting = [one for one in self._waiting if one not in self._running]
             self._running, self._is_in_backward, self._is_other_graph = {}, False, False
@@ -264,7 +251,7 @@ class FSDP(Sharded):
     def _output_reached(self, one: Pass, place: int) -> None:
         """Backward has come to an output of the use that ends at ``place`` of the tape."""
         if not self._note_backward():
-            return  # torch.autograd.grad: what it needs is gathered when it asks
+            return  # torch.autograd.grad: what it needs is gathered when it asks, and stays until the next pass ends
         program = self._running.get(one) or self._start(one)
         self._run(program, program.until(place))
 
@@ -289,7 +276,7 @@ class FSDP(Sharded):
             # Sent it may be by another forward's program, for both.
             elif is_last and not self._holds_to_the_end and unit not in self._sent:
                 # The root is the last of all to be reduced.
-                if not (self._sends or self.rests_partial) or unit is self._root:
+                if not (self._sends or self.sends_in_no_sync) or unit is self._root:
                     unit.reshard()
                 elif unit.is_undivided:
                     self._reduce_in_turn(unit)
@@ -340,7 +327,7 @@ class FSDP(Sharded):
         for earlier in self._reducing:
             earlier.advance()  # one buffer of a unit at a time, during the backward of the next: bounds the memory
         self._reducing = [earlier for earlier in self._reducing if earlier.state is State.REDUCING] + [unit]
-        unit.reduce(self.is_due, rests_partial=not self._sends)
+        unit.reduce(self.is_due, first_axis_only=not self._sends)
         self._sent.add(unit)
 
     def _reduce_all(self) -> None:

@@ -41,6 +41,7 @@ class Pass:
         tape: what backward has to do, in the order of forward: an act that is over where a unit's forward began, an
             act that gathers where it ended.
         order: the units, in the order in which their forwards began.
+        open: those whose forwards run now; one that calls itself more than once.
         untaped: of units through which no gradient comes, where on the tape their forwards would stand.
     """
 
@@ -48,6 +49,7 @@ class Pass:
         self.is_taped, self.reshards = is_taped, reshards
         self.tape: list[Act] = []
         self.order: list[Unit] = []
+        self.open: list[Unit] = []
         self.untaped: dict[Unit, list[int]] = {}
 
 

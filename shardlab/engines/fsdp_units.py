@@ -20,7 +20,7 @@ from shardlab import vocabulary
 from shardlab.comm.communicator import Communicator
 from shardlab.engines.offload import OffloadedShards
 from shardlab.engines.precision import Precision
-from shardlab.engines.sharded_params import Shards, Ways
+from shardlab.engines.sharded_params import ByAddress, Placements, Shards
 from shardlab.engines.strategy import Given
 from shardlab.engines.unit import Unit
 from shardlab.meta_device import InitFn, materialize
@@ -38,26 +38,21 @@ class ShardingRow(NamedTuple):
     """A row of the table.
 
     Attributes:
-        shard_axis: the axis to shard parameters over; None if they are not sharded.
-        replica_axis: the axis to replicate shards over; None if they are not replicated.
+        axes: those that gradients are averaged over, outer first.
+        is_sharded: whether parameters are, over the last of these axes; else they are replicated over all.
         reshards_after_forward: whether full parameters are freed between forward and backward.
     """
 
-    shard_axis: MeshAxis | None
-    replica_axis: MeshAxis | None
+    axes: tuple[MeshAxis, ...]
+    is_sharded: bool
     reshards_after_forward: bool
-
-    @property
-    def axes(self) -> tuple[MeshAxis, ...]:
-        """The axes that gradients are averaged over, outer first."""
-        return tuple(axis for axis in (self.replica_axis, self.shard_axis) if axis is not None)
 
 
 SHARDINGS: Mapping[str, ShardingRow] = {
-    vocabulary.Sharding.FULL_SHARD: ShardingRow(MeshAxis.DATA, None, True),
-    vocabulary.Sharding.SHARD_GRAD_OP: ShardingRow(MeshAxis.DATA, None, False),
-    vocabulary.Sharding.NO_SHARD: ShardingRow(None, MeshAxis.DATA, False),
-    vocabulary.Sharding.HYBRID_SHARD: ShardingRow(MeshAxis.SHARD, MeshAxis.REPLICA, True),
+    vocabulary.Sharding.FULL_SHARD: ShardingRow((MeshAxis.DATA,), True, True),
+    vocabulary.Sharding.SHARD_GRAD_OP: ShardingRow((MeshAxis.DATA,), True, False),
+    vocabulary.Sharding.NO_SHARD: ShardingRow((MeshAxis.DATA,), False, False),
+    vocabulary.Sharding.HYBRID_SHARD: ShardingRow((MeshAxis.REPLICA, MeshAxis.SHARD), True, True),
 }
 
 LAYOUTS: Mapping[str, Callable[[list[ParamSpec], int], Layout]] = {
@@ -96,7 +91,7 @@ class ShardingOptions:
             if value not in allowed:
                 raise ValueError(f"{field}: {value!r} is not one of {', '.join(allowed)}")
         own = {"replicate_below": self.replicate_below > 0, "partition": self.partition is not Partition.ELEMENTS}
-        for field in (field for field, is_set in own.items() if is_set and self.row.shard_axis is None):
+        for field in (field for field, is_set in own.items() if is_set and not self.row.is_sharded):
             raise ValueError(f"{field}: with sharding='no_shard' every rank has all parameters; leave it out")
         if self.partition is not Partition.ELEMENTS and self.layout == "dim0":
             raise ValueError(
@@ -111,10 +106,10 @@ class ShardingOptions:
 
     def is_sharded(self, param: Tensor) -> bool:
         """Whether ranks hold different elements of a parameter."""
-        return self.row.shard_axis is not None and param.numel() >= self.replicate_below
+        return self.row.is_sharded and param.numel() >= self.replicate_below
 
 
-def build_units(given: Given, options: ShardingOptions, at: dict[int, tuple[Shards, str]]) -> list[Unit]:
+def build_units(given: Given, options: ShardingOptions, at: ByAddress) -> list[Unit]:
     """Shard a module unit by unit, so that no rank needs memory for more than one unit of a model on the meta device.
 
     Args:
@@ -145,8 +140,7 @@ def _owners(given: Given, options: ShardingOptions) -> Mapping[str, int]:
 
 
 def _shards(
-    unit: str, params: Params, given: Given, options: ShardingOptions, owners: Mapping[str, int], at: dict[int,
-    tuple[Shards, str]],
+    unit: str, params: Params, given: Given, options: ShardingOptions, owners: Mapping[str, int], at: ByAddress,
 ) -> list[Shards]:  # fmt: skip
     """Those of one unit, by kind, in the module's order, which is the same on every rank."""
     kinds: dict[Hashable, dict[str, nn.Parameter]] = {}
@@ -156,29 +150,28 @@ def _shards(
     made = []
     for place, alike in enumerate(kinds.values()):
         name = unit if len(kinds) == 1 else f"{unit} part {place}"
-        comm, ways = _ways(next(iter(alike.values())), given, options)
+        comm, placements = _placements(next(iter(alike.values())), given, options)
         layout = _layout(alike, comm.num_ranks, options, owners)
-        slots = {key: alike[key] for key in layout.names}
         make: Callable[..., Shards] = Shards
         if options.offload != Offload.NONE:
             make = partial(OffloadedShards, options.offload == Offload.ALL)
         elif options.kept is not None and comm.num_ranks > 1:
             make = partial(options.kept, given.comms[-1])
-        made.append(make(name, slots, layout, comm, ways, at))
+        made.append(make(name, alike, layout, comm, placements, at))
     return made
 
 
-def _ways(param: nn.Parameter, given: Given, options: ShardingOptions) -> tuple[Communicator, Ways]:
+def _placements(param: nn.Parameter, given: Given, options: ShardingOptions) -> tuple[Communicator, Placements]:
     """The ranks a parameter is divided over, and how its shards are stored and moved."""
     # Inner axis first, as gradients are summed: over the shard group, then replicas.
     inner_first, precision = given.comms[::-1], options.precision
     if not options.is_sharded(param):
-        return Communicator(None, None, (0,), 0, MeshAxis.SHARD), Ways(precision, inner_first)
+        return Communicator(None, None, (0,), 0, MeshAxis.SHARD), Placements(precision, inner_first)
     if options.divides == "nothing":
-        return given.comms[-1], Ways(precision, given.comms[:-1])
+        return given.comms[-1], Placements(precision, given.comms[:-1])
     over_all = given.mesh.flatten(*(comm.axis for comm in given.comms))
     is_state = options.divides == "state"
-    return over_all, Ways(precision, axes=inner_first, rests_over=1) if is_state else Ways(precision)
+    return over_all, Placements(precision, axes=inner_first, rests_over=1) if is_state else Placements(precision)
 
 
 def _layout(params: Params, num_ranks: int, options: ShardingOptions, owners: Mapping[str, int]) -> Layout:

@@ -19,7 +19,7 @@ class GradientBuffer:
     """The gradients of some parameters, which travel together.
 
     Args:
-        params: by name, in slot order, of one dtype and device.
+        params: by name, of one dtype and device; those of the layout are taken, in its order.
         layout: which elements of the buffer each parameter has.
         rank: whose chunk of the layout is this rank's.
         strides: of gradients that lie in the buffer otherwise than contiguous, by name.
@@ -44,10 +44,11 @@ class GradientBuffer:
         self, params: Mapping[str, nn.Parameter], layout: Layout, rank: int, strides: Mapping[str, Strides] | None =
         None, scale: float = 1.0,
     ) -> None:  # fmt: skip
-        self.params: Mapping[str, nn.Parameter] = dict(params)
-        self.layout, first = layout, next(iter(params.values()))
+        self.params: Mapping[str, nn.Parameter] = {name: params[name] for name in layout.names}
+        self.layout, first = layout, params[layout.names[0]]
         self.device, self.sum_dtype = first.device, first.dtype  # as they are now: a module may be converted
-        self.tensors = TensorLayout(layout, rank, {key: tuple(param.shape) for key, param in params.items()}, strides)
+        shapes = {key: tuple(param.shape) for key, param in self.params.items()}
+        self.tensors = TensorLayout(layout, rank, shapes, strides)
         self.scale = scale
         self._factor: Tensor | float = scale
         self.buffer: Tensor | None = None

@@ -28,7 +28,7 @@ class HFSDP(FSDP):
     """Parameters sharded over the axis ``shard``, optimizer state over ``replica`` too. Options as ``FSDP``."""
 
     name = "hfsdp"
-    rests_partial = True
+    sends_in_no_sync = True
     divides = "state"
     kept: type[Shards] | None = None
 

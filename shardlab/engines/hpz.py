@@ -76,6 +76,6 @@ class HPZ(HFSDP):
     """
 
     name = "hpz"
-    rests_partial = False
+    sends_in_no_sync = False
     divides = "parameters"
     kept = HostShards

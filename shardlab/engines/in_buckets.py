@@ -35,7 +35,6 @@ class InBuckets(Strategy, Generic[B]):
         self._bucket_of = {  # the number of a parameter's bucket, and its name
             id(param): (index, name) for index, one in enumerate(self.buckets) for name, param in one.params.items()
         }
-        self._missing: list[set[int]] = []  # of each bucket, whose gradients have not come
         self._num_sent = 0
         return laid_out
 
@@ -44,8 +43,9 @@ class InBuckets(Strategy, Generic[B]):
         raise NotImplementedError
 
     @contextlib.contextmanager
-    def backward(self, *, sends: bool) -> Iterator[None]:
+    def in_backward(self, *, sends: bool) -> Iterator[None]:
         """Expect a gradient of all that trains now; none of the buckets has been sent."""
+        # Of each bucket, whose gradients have not come.
         self._missing = [{id(param) for param in one.params.values() if param.requires_grad} for one in self.buckets]
         self._num_sent = 0
         yield

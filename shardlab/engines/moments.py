@@ -34,11 +34,6 @@ class GradientState(Enum):
     FAILED = auto()
 
     @property
-    def are_local(self) -> bool:
-        """Whether some are this rank's own sums, which are still to be reduced."""
-        return self in (GradientState.LOCAL, GradientState.MEANS_AND_LOCAL)
-
-    @property
     def with_local(self) -> "GradientState":
         """What they are from the beginning of a backward on, which adds this rank's own, until these are reduced."""
         has_means = self in (GradientState.MEANS, GradientState.MEANS_AND_LOCAL)

@@ -50,10 +50,13 @@ class OffloadedShards(Shards):
 
     Args:
         with_state: whether gradients and the optimizer's state are there too.
+
+    Attributes:
+        visits: whether the pieces are on the device during a step alone.
     """
 
     def __init__(self, with_state: bool, *args: Any, **named: Any) -> None:
-        self._with_state = with_state
+        self.visits = not with_state
         self._arriving: Tensor | None = None  # means on their way to host memory
         super().__init__(*args, **named)
 
@@ -67,7 +70,7 @@ class OffloadedShards(Shards):
 
     def accept(self, means: Tensor) -> None:
         """As ``Shards.accept``; where gradients stay in host memory they are first sent there, see ``arrive``."""
-        if self._with_state:
+        if not self.visits:
             self._arriving = in_host_memory(means)
             return
         # Torch refuses a gradient on another device than the piece's data, which is in host memory outside a step.
@@ -90,11 +93,6 @@ class OffloadedShards(Shards):
 
     # A step of what stays in host memory and is stepped on the device.
 
-    @property
-    def visits(self) -> bool:
-        """Whether the pieces are on the device during a step alone."""
-        return not self._with_state
-
     def visit(self) -> None:
         """Copy the shard to the device, for a step."""
         self.stepped = torch.empty(self.at_rest.shape, dtype=self.at_rest.dtype, device=self.device)
@@ -110,7 +108,7 @@ class OffloadedShards(Shards):
     def holdings(self) -> Iterator[Holding]:
         """As ``Shards``, under a role of its own first: a storage counts in the first role that is said of it."""
         yield Holding(Role.OFFLOADED, self.at_rest)
-        if self._with_state:
+        if not self.visits:
             chunks = (self.means, self._arriving)
             yield from (Holding(Role.OFFLOADED, chunk) for chunk in chunks if chunk is not None)
         yield from super().holdings()

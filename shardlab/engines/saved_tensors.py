@@ -9,13 +9,13 @@ with the same counters: every tensor has a version, and shards raise theirs when
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardlab.engines.sharded_params import Shards
+from shardlab.engines.sharded_params import ByAddress, Shards
 
 
 class _AsItIs(NamedTuple):
@@ -27,16 +27,13 @@ class _Reference(NamedTuple):
     shards: Shards
     storage: str  # which of theirs
     version: int  # of the shards
-    dtype: torch.dtype  # another than the parameters' where this is view_as_complex() of one
     size: torch.Size
     stride: tuple[int, ...]
-    start_bytes: int  # in the storage
-    is_conj: bool
-    is_neg: bool
+    start: int  # in the storage
 
 
 @contextlib.contextmanager
-def saved_by_reference(at: Mapping[int, tuple[Shards, str]], gather: Callable[[Shards], None]) -> Iterator[None]:
+def saved_by_reference(at: ByAddress, gather: Callable[[Shards], None]) -> Iterator[None]:
     """Inside, autograd saves gathered parameters by reference; what has changed since is an error in backward.
 
     Args:
@@ -49,27 +46,31 @@ def saved_by_reference(at: Mapping[int, tuple[Shards, str]], gather: Callable[[S
         found = at.get(_address(saved))
         if found is None:
             return _packed_as_it_is(saved)
-        start_bytes = int(saved.storage_offset()) * saved.element_size()
         shards, storage = found
         if storage not in shards.storages:
             of_stubs.append(storage)  # not raised here, where C++ calls
             return _packed_as_it_is(saved)
-        if _address(shards.storages[storage]) != _address(saved):
-            # share_memory() has moved the parameters, and what is there now is something else.
+        # share_memory() has moved the parameters, and what is there now is something else. Or the strides do not say
+        # all, as of view_as_complex(): then the whole storage stays in memory.
+        is_moved = _address(shards.storages[storage]) != _address(saved)
+        if is_moved or saved.dtype != shards.compute_dtype or saved.is_conj() or saved.is_neg():
             return _packed_as_it_is(saved)
-        return _Reference(
-            shards, storage, shards.version, saved.dtype, saved.size(), saved.stride(), start_bytes, saved.is_conj(),
-            saved.is_neg(),
-        )  # fmt: skip
+        start = int(saved.storage_offset())
+        return _Reference(shards, storage, shards.version, saved.size(), saved.stride(), start)
 
     def unpack(packed: _AsItIs | _Reference) -> Tensor:
         if isinstance(packed, _AsItIs):
             return _unpacked_as_it_is(packed)
         # Before the gather: the versions are the same on all ranks, so all refuse and none waits in it.
         if packed.shards.version != packed.version:
-            raise _changed(packed)
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"parameters of {packed.shards.name} have changed between forward and backward, by step(), by loading "
+                "a state or by hand. Call backward() before the change, or forward again after it"
+            )
         gather(packed.shards)
-        return _view(packed.shards.storages[packed.storage].to(packed.shards.compute_dtype), packed)
+        storage = packed.shards.storages[packed.storage].to(packed.shards.compute_dtype)
+        return storage.as_strided(packed.size, packed.stride, packed.start)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
@@ -99,7 +100,12 @@ def _packed_as_it_is(saved: Tensor) -> _AsItIs:
 
 def _unpacked_as_it_is(packed: _AsItIs) -> Tensor:
     if packed.tensor._version != packed.version:
-        raise _overwritten(packed)
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {list(packed.tensor.shape)} and {packed.tensor.dtype} is at version {packed.tensor._version}; "
+            f"expected version {packed.version} instead. Compute out of place (x = x + 1, not x += 1), or change a "
+            "clone()"
+        )
     return packed.tensor
 
 
@@ -111,38 +117,10 @@ def _address(saved: Tensor) -> int:
         return 0
 
 
-def _view(storage: Tensor, saved: _Reference) -> Tensor:
-    """The part of a gathered parameter that was saved."""
-    start = saved.start_bytes // saved.dtype.itemsize
-    if saved.dtype == storage.dtype:
-        view = storage.as_strided(saved.size, saved.stride, start)
-    else:
-        view = storage.new_empty(0, dtype=saved.dtype).set_(storage.untyped_storage(), start, saved.size, saved.stride)
-    # The bits in which a lazy conjugate and a lazy minus differ from the memory they are views of.
-    view = view.conj() if saved.is_conj else view
-    return -view if saved.is_neg else view
-
-
 def stub_used(name: str) -> RuntimeError:
     """The error where C++ has computed with a parameter that is not gathered: it asks nothing of Python."""
     return RuntimeError(
         f"parameter {name!r} is sharded: code that bypasses its module, as TorchScript does, has computed with it "
         "where it is not gathered; choose larger FSDP units, as wrap='root', or compute inside 'with "
         "engine.full_params():'"
-    )
-
-
-def _overwritten(packed: _AsItIs) -> RuntimeError:
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-        f"shape {list(packed.tensor.shape)} and {packed.tensor.dtype} is at version {packed.tensor._version}; expected "
-        f"version {packed.version} instead. Compute out of place (x = x + 1, not x += 1), or change a clone()"
-    )
-
-
-def _changed(reference: _Reference) -> RuntimeError:
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: parameters of "
-        f"{reference.shards.name} have changed between forward and backward, by step(), by loading a state or by hand. "
-        "Call backward() before the change, or forward again after it"
     )

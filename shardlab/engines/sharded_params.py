@@ -20,7 +20,7 @@ step, zero_grad: SHARDED          optimizer, engine    stub              None   
 
 Three chunks, each a part of the one before it: what this rank keeps of the parameters between passes (``at_rest``; in
 zero1 and zero2 that is all of them), of the means of gradients, and what it steps. Which axes divide each is a row
-(``Ways``); the verb follows from two of them:
+(``Placements``); the verb follows from two of them:
 
 =================  ==========  =====  =======  ====================================================================
 strategy           parameters  means  stepped  what travels
@@ -65,15 +65,11 @@ from shardlab.partition.chunks import Layout
 from shardlab.partition.nested import chunk_in, nested
 from shardlab.vocabulary import Role
 
-Scatter = Callable[[Communicator, Tensor, Tensor, tuple[int, ...], str], Pending]
+ByAddress = dict[int, tuple["Shards", str]]
+"""Whose gathered parameters lie in a storage, and which of its ``storages`` that is, or whose stub."""
 
 
-def reduce_scatter(axis: Communicator, buffer: Tensor, chunk: Tensor, bounds: tuple[int, ...], tag: str) -> Pending:
-    """Begin to sum ``buffer`` over an axis, and to put this rank's part, by ``bounds``, into ``chunk``."""
-    return axis.reduce_scatter(buffer, chunk, bounds=bounds, tag=tag)
-
-
-class Ways(NamedTuple):
+class Placements(NamedTuple):
     """How shards are stored and moved.
 
     Attributes:
@@ -87,7 +83,7 @@ class Ways(NamedTuple):
         means_over: likewise, those over which the means of gradients are divided in memory: what is summed over them
             comes into a chunk of its own. Over the others it comes into this rank's part of what was sent, which stays
             in memory with the means in it; 0: that is the whole buffer of gradients.
-        scatter: begins to sum a buffer over an axis and to scatter it; see ``reduce_scatter``.
+        scatter: begins to sum a buffer over an axis and to scatter it; takes what ``Communicator.reduce_scatter`` does.
     """
 
     precision: Precision
@@ -95,7 +91,7 @@ class Ways(NamedTuple):
     axes: Sequence[Communicator] = ()
     rests_over: int | None = None
     means_over: int | None = None
-    scatter: Scatter = reduce_scatter
+    scatter: Callable[..., Pending] = Communicator.reduce_scatter
 
 
 class Shards(GradientBuffer):
@@ -105,16 +101,18 @@ class Shards(GradientBuffer):
 
     Args:
         name: in the tags of the messages.
-        params: full parameters by name, in the layout's slot order.
+        params: full parameters by name, of which it takes those of the layout.
         layout: which rank has which elements.
         comm: the ranks of the layout.
-        ways: how they are stored and moved.
-        at: whose gathered parameters lie in a storage, and which of its ``storages`` that is, or whose stub; by the
-            storage's address. None where nobody looks that up.
+        placements: how they are stored and moved.
+        at: of these and of others, by the address of the storage. None where nobody looks that up.
 
     Attributes:
         is_undivided: whether every rank has everything, also of what is stepped.
         is_resident: whether parameters show their values all the time: all of them are at rest on every rank.
+        is_split: whether what is stepped is a part of what is at rest, or lies beside it.
+        has_masters: whether it lies beside, unrounded.
+        division: how the parameters are divided.
         compute_dtype: of the parameters in forward and backward.
         sum_dtype: in which gradients are summed over the ranks.
         at_rest: what this rank keeps of the parameters between passes: [chunk], or [padded_numel] where they are
@@ -137,31 +135,32 @@ class Shards(GradientBuffer):
     _seen = 0  # of the pieces' versions, their sum
     _gathering: tuple[Tensor, Pending] | None = None  # the buffer that is being filled
     _reducing: tuple[Tensor, Tensor, Pending] | None = None  # what is sent, and where the sums will be
-    _num_summed = 0  # axes over which that sum has begun
-    _rests_partial = False  # it is to be summed over the first axis only
+    _sums: Iterator[bool] = iter(())  # the rest of the reduction under way
     _partial: Tensor | None = None  # sums over the first axis alone, of earlier backwards
 
     def __init__(
-        self, name: str, params: Mapping[str, nn.Parameter], layout: Layout, comm: Communicator, ways: Ways, at:
-        "dict[int, tuple[Shards, str]] | None" = None,
+        self, name: str, params: Mapping[str, nn.Parameter], layout: Layout, comm: Communicator, placements: Placements,
+        at: ByAddress | None = None,
     ) -> None:  # fmt: skip
         self.name, self.layout, self.comm = name, layout, comm
-        self._ways, self._at = ways, {} if at is None else at
+        self._placements, self._at = placements, {} if at is None else at
         self.is_undivided = layout.num_ranks == 1
-        self.is_resident, self.keeps_buffer = ways.rests_over == 0, ways.means_over == 0
-        super().__init__(params, layout, self._divide(ways))
-        self._store(ways.precision)
+        self.is_resident, self.keeps_buffer = placements.rests_over == 0, placements.means_over == 0
+        super().__init__(params, layout, self._divide(placements))
+        self.is_split = self.is_resident or self._depth_at_rest < len(self._axes)
+        self._store(placements.precision)
+        self.division = Division(layout, comm, self.stepped.element_size(), self._chunk_of)
         self.gathered: dict[str, Tensor] = {}
         self.storages: dict[str, Tensor] = {}
         self._addresses: dict[int, str] = {}  # of these
         self.watchers: list[Callable[[bool], None]] = []
-        self._stubs = {} if self.is_resident else {key: self._stub(param) for key, param in params.items()}
+        self._stubs = {} if self.is_resident else {key: self._stub(param) for key, param in self.params.items()}
         self._at.update({stub.untyped_storage().data_ptr(): (self, key) for key, stub in self._stubs.items()})
         self.show_at_rest()
 
-    def _divide(self, ways: Ways) -> int:
+    def _divide(self, placements: Placements) -> int:
         """Find this rank's chunks, one inside the other, axis by axis; the last, whose number this is, it steps."""
-        self._axes = () if self.is_undivided else tuple(ways.axes) or (self.comm,)
+        self._axes = () if self.is_undivided else tuple(placements.axes) or (self.comm,)
         # Of each rank of the communicator, which is in the order of the mesh, and not in that of the chunks.
         steps = [(self._step_of(axis), axis.num_ranks) for axis in self._axes]
         ranks = range(self.layout.num_ranks)
@@ -169,7 +168,7 @@ class Shards(GradientBuffer):
         rank = self._chunk_of[self.comm.rank] if self._axes else 0
         self._chunks = nested(self.layout, rank, [axis.num_ranks for axis in self._axes])
         # How many axes divide what is at rest.
-        self._depth_at_rest = len(self._axes) if ways.rests_over is None else min(ways.rests_over, len(self._axes))
+        self._depth_at_rest = len(self._axes[: placements.rests_over])
         return rank
 
     def _store(self, precision: Precision) -> None:
@@ -178,6 +177,7 @@ class Shards(GradientBuffer):
         self.compute_dtype, self.sum_dtype = precision.compute_dtype_of(chunk), precision.reduce_dtype_of(chunk)
         self.adds_up = self.is_resident and self.sum_dtype.itemsize > self.compute_dtype.itemsize
         self.at_rest, self.stepped = self._stored(chunk)
+        self.has_masters = self.stepped.dtype != self.at_rest.dtype
         # By ``.data``, so that a piece has a version of its own.
         self.pieces = {
             key: self.tensors.piece_of(key, self.stepped).data.requires_grad_(param.requires_grad)
@@ -213,21 +213,6 @@ class Shards(GradientBuffer):
         if self.compute_dtype == chunk.dtype:
             return chunk, chunk[own]
         return chunk.to(self.compute_dtype), chunk[own].clone()
-
-    @property
-    def is_split(self) -> bool:
-        """Whether what is stepped is a part of what is at rest, or lies beside it."""
-        return self._depth_at_rest < len(self._axes) or self.is_resident
-
-    @property
-    def has_masters(self) -> bool:
-        """Whether what is stepped lies beside the parameters at rest, unrounded."""
-        return self.stepped.dtype != self.at_rest.dtype
-
-    @property
-    def division(self) -> Division:
-        """How the parameters are divided."""
-        return Division(self.layout, self.comm, self.stepped.element_size(), self._chunk_of)
 
     def _step_of(self, axis: Communicator) -> int:
         """From one rank of an axis to the next, among all ranks of the layout."""
@@ -337,60 +322,51 @@ class Shards(GradientBuffer):
     # Gradients.
 
     @unrefused
-    def reduce(self, *, rests_partial: bool = False) -> None:
+    def reduce(self, *, first_axis_only: bool = False) -> None:
         """Begin to sum this rank's gradients over the ranks; ``advance`` ends it, and makes means of the sums.
 
         Gradients are moved, unscaled, into one buffer, [padded_numel] in ``sum_dtype``: no parameter has one
         afterwards, and what this rank did not use is 0. Beside the buffer, until the sums are there, a chunk is in
-        memory into which they come, unless their place is in the buffer (``Ways.means_over``).
+        memory into which they come, unless their place is in the buffer (``Placements.means_over``).
 
         Args:
-            rests_partial: over the first axis only; later sums are added to it.
+            first_axis_only: over the first axis only; later sums are added to it.
         """
-        self._num_summed, self._rests_partial = 0, rests_partial
-        if not self._begin_next_sum(buffer := self.fill_all()):
-            self._reducing = buffer, buffer, Pending()
-
-    def _begin_next_sum(self, sums: Tensor) -> bool:
-        """Begin to sum over the next axis: the axes that divide, then replicas; False where there is none left."""
-        number, tag = self._num_summed, f"gradients of {self.name}"
-        self._num_summed += 1
-        if number < len(self._axes):
-            means_over = self._ways.means_over
-            axis, bounds = self._axes[number], self._chunks[number].cut
-            own = sums[bounds[axis.rank] : bounds[axis.rank + 1]]
-            chunk = own if means_over is not None and number >= means_over else torch.empty_like(own)
-            self._reducing = sums, chunk, self._ways.scatter(axis, sums, chunk, bounds, tag)
-        elif number < len(self._axes) + len(self._ways.replicas):
-            axis = self._ways.replicas[number - len(self._axes)]
-            self._reducing = sums, sums, axis.all_reduce(sums, tag=tag)
-        else:
-            return False
-        return True
+        self._sums = self._sum(self.fill_all(), first_axis_only=first_axis_only)
+        next(self._sums, False)
 
     def advance(self) -> bool:
-        """Wait for the sum under way, and begin that over the next axis; False where none is under way any more.
+        """Wait for the sum under way, and begin that over the next axis; False where none is under way any more."""
+        return next(self._sums, False)
+
+    def _sum(self, sums: Tensor, *, first_axis_only: bool) -> Iterator[bool]:
+        """Sum over the axes that divide, then over replicas; pause behind the beginning of each sum.
 
         The sums of the last axis, [chunk] in ``sum_dtype``, are cast to the dtype of what is stepped and divided by
         the number of ranks: here, and nowhere else on the way of a gradient (of ``bucketed``, which has no ``Shards``,
         ``Bucket`` multiplies). With one dtype that is done in place.
         """
-        if self._reducing is None:
-            return False
-        _, sums, pending = self._reducing
-        pending.wait()
-        if self._partial is not None:
-            sums, self._partial = sums.add_(self._partial), None
-        if self._rests_partial:
-            self._partial, self._reducing = sums, None
-            return False
-        if self._begin_next_sum(sums):
-            return True
-        self._reducing = None
-        ranks = self.layout.num_ranks * prod(axis.num_ranks for axis in self._ways.replicas)
-        means = sums.to(self.stepped.dtype).div_(ranks)
-        self.accept(means)
-        return False
+        tag, replicas = f"gradients of {self.name}", self._placements.replicas
+        for number, axis in enumerate((*self._axes, *replicas)):
+            if number < len(self._axes):
+                bounds, means_over = self._chunks[number].cut, self._placements.means_over
+                start, stop = bounds[axis.rank : axis.rank + 2]
+                is_in_place = means_over is not None and number >= means_over
+                chunk = sums[start:stop] if is_in_place else sums.new_empty(stop - start)
+                pending = self._placements.scatter(axis, sums, chunk, bounds=bounds, tag=tag)
+            else:
+                chunk, pending = sums, axis.all_reduce(sums, tag=tag)
+            self._reducing = sums, chunk, pending
+            yield True
+            pending.wait()
+            sums, self._reducing = chunk, None
+            if self._partial is not None:
+                sums, self._partial = sums.add_(self._partial), None
+            if first_axis_only:
+                self._partial = sums
+                return
+        ranks = self.layout.num_ranks * prod(axis.num_ranks for axis in replicas)
+        self.accept(sums.to(self.stepped.dtype).div_(ranks))
 
     def accept(self, means: Tensor) -> None:
         """Let the pieces' ``.grad`` be views of ``means``, [chunk] in their dtype, after adding earlier ones to it."""
@@ -407,6 +383,7 @@ class Shards(GradientBuffer):
         if self._reducing is not None:
             self._reducing[2].wait()
         self._reducing = self.means = self._partial = None
+        self._sums = iter(())
 
     def point_pieces_at(self, chunk: Tensor, before: Tensor | None = None) -> None:
         """Let pieces be views of another chunk; those that lie elsewhere than in ``before`` stay there."""

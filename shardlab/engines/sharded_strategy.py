@@ -11,7 +11,7 @@ from shardlab.comm.trees import map_tensors
 from shardlab.engines.holdings import Holding
 from shardlab.engines.plain_mode import nothing
 from shardlab.engines.saved_tensors import saved_as_it_is, saved_by_reference
-from shardlab.engines.sharded_params import Shards
+from shardlab.engines.sharded_params import ByAddress, Shards
 from shardlab.engines.strategy import Given, LaidOut, Strategy
 from shardlab.engines.unit import Unit
 
@@ -19,13 +19,14 @@ from shardlab.engines.unit import Unit
 class Sharded(Strategy):
     """Parameters, gradients and optimizer state are sharded; ``make_units`` says how."""
 
-    steps_pieces = keeps_pieces = True
+    steps_pieces = full_gathers = True
+    units: Sequence[Unit] = ()
 
     def lay_out(self, given: Given) -> LaidOut:
         """Shard the parameters, which frees the full ones; the optimizer steps pieces of the shards."""
         super().lay_out(given)
         self.device, self._note_backward = given.device, given.note_backward
-        self.at: dict[int, tuple[Shards, str]] = {}
+        self.at: ByAddress = {}
         self.units = self.make_units(given)
         self._unit_of = {id(param): unit for unit in self.units for param in unit.params}  # hashing one calls Python
         self._unit_of_shards = {one: unit for unit in self.units for one in unit.shards}
@@ -39,13 +40,19 @@ class Sharded(Strategy):
     def saving_by_reference(self) -> contextlib.AbstractContextManager[None]:
         """Inside, autograd keeps no gathered parameter in memory."""
         self.note_writes()
-        return saved_by_reference(self.at, lambda shards: self.gather_saved(self._unit_of_shards[shards]))
+        return saved_by_reference(self.at, lambda shards: self._unit_of_shards[shards].gather())
 
     @contextlib.contextmanager
-    def kept_gathered(self) -> Iterator[None]:
-        """Inside, all units are gathered; at the end they are resharded, unless an outer call still needs them."""
+    def kept_gathered(self, *, as_stored: bool = False) -> Iterator[None]:
+        """Inside, all units are gathered; at the end they are resharded, unless an outer call still needs them.
+
+        Args:
+            as_stored: in the dtype that is stepped, and not in the one to compute in.
+        """
         for unit in self.units:
-            unit.gather()
+            if as_stored and not unit.is_as_stored:
+                unit.reshard()
+            unit.gather(as_stored=as_stored)
             unit.num_holders += 1
         try:
             yield
@@ -53,10 +60,6 @@ class Sharded(Strategy):
             for unit in self.units:
                 unit.num_holders -= 1
                 unit.reshard()
-
-    def gather_saved(self, unit: Unit) -> None:
-        """A node of autograd asks for what it has saved of a unit, and is about to compute with it."""
-        unit.gather()
 
     @contextlib.contextmanager
     def stepping(self, *, loads: bool = False) -> Iterator[None]:
@@ -89,28 +92,17 @@ class Sharded(Strategy):
     @contextlib.contextmanager
     def full(self, *, keep_changes: bool) -> Iterator[None]:
         """Inside, all units are gathered, in the dtype they are stored in."""
-        held: list[Unit] = []
         versions = {one: _writes(one) for one in self._unit_of_shards}
         try:
-            for unit in self.units:
-                if not unit.is_as_stored:
-                    unit.reshard()
-                unit.gather(as_stored=True)
-                unit.num_holders += 1
-                held.append(unit)
-            # What plain code saves for a backward, which may come when this is sharded again.
-            with saved_as_it_is(self.saw_other_graph):
+            # What plain code saves is for a backward that may come when this is sharded again.
+            with self.kept_gathered(as_stored=True), saved_as_it_is(self.saw_other_graph):
                 yield
-            # Not after an error: half of a change must not reach the shards.
-            if keep_changes:
-                for one in self._unit_of_shards:
-                    one.check_replaced()
-                for one in self._unit_of_shards:
-                    one.write_back()
+                if keep_changes:  # not after an error: half of a change must not reach the shards
+                    for one in self._unit_of_shards:
+                        one.check_replaced()
+                    for one in self._unit_of_shards:
+                        one.write_back()
         finally:
-            for unit in held:
-                unit.num_holders -= 1
-                unit.reshard()
             for one, version in versions.items():
                 if _writes(one) != version:  # a forward inside may have saved what is lost now
                     one.outdate()
@@ -154,8 +146,4 @@ class ModuleHook:
         return self._hook(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return nothing
+        return ModuleHook, (nothing,)

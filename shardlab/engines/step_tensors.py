@@ -113,8 +113,3 @@ def over_pieces(
             f"optimizer: {kind.__name__} makes state in its constructor, of whole parameters, and this rank steps "
             "pieces; make it in step()"
         ) from error
-
-
-def tensors_of(optimizer: torch.optim.Optimizer) -> set[int]:
-    """The identities of what an optimizer steps."""
-    return {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}

@@ -123,18 +123,18 @@ class Strategy:
     """Whether messages round what they carry: losses then need not be those of one process to the last digits."""
     ranks_differ: ClassVar[bool] = False
     """Whether ranks train on with parameters of their own, by design, as in local SGD: they are not compared then."""
-    rests_partial: ClassVar[bool] = False
+    sends_in_no_sync: ClassVar[bool] = False
     """Whether backwards inside ``no_sync()`` send too: sums over some of the axes, to which later ones are added."""
     is_alone: ClassVar[bool] = False
     """Whether it trains in one process, on the rows of all ranks."""
     by_unit: ClassVar[bool] = False
     """Whether what it sends follows from the units that forward calls."""
-    keeps_pieces = False
-    """Whether exact values are in the pieces that the optimizer steps alone: sharded, or what is whole is rounded."""
+    full_gathers = False
+    """Whether ``full()`` gathers: exact values are in the stepped pieces alone, sharded or beside what is rounded."""
     state_role = Role.OPTIMIZER_STATE
     """What the optimizer's state counts as: offloaded, where it stays in host memory."""
     units: Sequence[Any] = ()
-    """What is gathered together, in the module's order."""
+    """What is gathered together, in the module's order: units of FSDP, buckets of ZeRO-3; else nothing."""
     partition = Partition.ELEMENTS
     """'elements' cuts parameters; else each has one owner, whose optimizer may look at it whole."""
     axes: tuple[str, ...] = (MeshAxis.DATA,)
@@ -147,11 +147,11 @@ class Strategy:
         self.num_ranks = prod(comm.num_ranks for comm in given.comms)
         return LaidOut(given.params)
 
-    def forward(self) -> AbstractContextManager[None]:
+    def in_forward(self) -> AbstractContextManager[None]:
         """Inside, the module's forward runs."""
         return contextlib.nullcontext()
 
-    def backward(self, *, sends: bool) -> AbstractContextManager[None]:
+    def in_backward(self, *, sends: bool) -> AbstractContextManager[None]:
         """Inside, a backward runs; ``sends`` is False inside ``no_sync()``. Left after an error too."""
         return contextlib.nullcontext()
 
@@ -162,8 +162,8 @@ class Strategy:
     def grad_ready(self, param: nn.Parameter, *, sends: bool) -> None:
         """Autograd has added this rank's gradient of ``param`` to ``param.grad``, and nobody has averaged it yet.
 
-        Called inside ``backward``, where autograd has come to the parameter: in an order of this rank's own, never for
-        a parameter that this rank's loss did not use, once for one that it used, and once for each part where its
+        Called inside ``in_backward``, where autograd has come to the parameter: in an order of this rank's own, never
+        for a parameter that this rank's loss did not use, once for one that it used, and once for each part where its
         gradient comes in parts (reentrant checkpointing). ``param.grad`` has the parameter's shape and dtype; it is
         None where a hook of the user's has dropped it.
 

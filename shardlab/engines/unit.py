@@ -71,12 +71,12 @@ class Unit:
         for one in self.shards:
             one.show_at_rest()
 
-    def reduce(self, is_due: Callable[[nn.Parameter], bool], *, rests_partial: bool = False) -> None:
+    def reduce(self, is_due: Callable[[nn.Parameter], bool], *, first_axis_only: bool = False) -> None:
         """Reshard, and begin to reduce the gradients of the kinds in which one is due; see ``Shards.reduce``."""
         self.reshard()  # first, so that the buffer does not come on top of the parameters
         due = [one for one in self.shards if any(map(is_due, one.params.values()))]
         for one in due:
-            one.reduce(rests_partial=rests_partial)
+            one.reduce(first_axis_only=first_axis_only)
         if due and self.state is State.SHARDED:
             self.state = State.REDUCING
 

@@ -19,61 +19,31 @@ from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending, wait_all
 from shardlab.engines.holdings import Holding
 from shardlab.engines.in_buckets import InBuckets
-from shardlab.engines.precision import Precision, parse_precision
-from shardlab.engines.sharded_params import Shards, Ways
+from shardlab.engines.sharded_params import Shards
 from shardlab.engines.strategy import Given, LaidOut
-from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES, bucket_layouts
-from shardlab.partition.chunks import parse_partition
-from shardlab.vocabulary import Partition
+from shardlab.engines.zero import ZeRO
 
 
-class ZeRO1(InBuckets[Shards]):
-    """Replicated parameters; each rank steps its pieces of them.
-
-    Args:
-        bucket_bytes: capacity of a bucket in bytes.
-        partition: 'elements', or whole parameters by 'round_robin', 'contiguous', 'balanced'.
-        precision: 'full', 'bf16', 'fp16' or a ``Precision``. The optimizer steps master weights; gradients add up in
-            the dtype they are reduced in, also inside ``no_sync()``, unless they are computed in one with more bits.
-    """
+class ZeRO1(ZeRO, InBuckets[Shards]):
+    """Replicated parameters; each rank steps its pieces of them. Options as ``ZeRO``."""
 
     name = "zero1"
     steps_pieces = True
     means_over: int | None = 0
-    """See ``Ways``: means stay in the buffer, each rank's in its own chunk."""
-
-    def __init__(
-        self, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, partition: Partition | str = Partition.ELEMENTS, precision:
-        Precision | str = "full",
-    ) -> None:  # fmt: skip
-        super().__init__(bucket_bytes=bucket_bytes)
-        self.partition, self.precision = parse_partition(partition), parse_precision(precision)
 
     def lay_out(self, given: Given) -> LaidOut:
         """The parameters become views of flat buffers, and the optimizer steps this rank's pieces of them."""
         super().lay_out(given)
         self._num_full_blocks = 0  # full_params() blocks
-        self.keeps_pieces = any(one.has_masters for one in self.buckets)
+        self.full_gathers = any(one.has_masters for one in self.buckets)
         pieces = {name: piece for one in self.buckets for name, piece in one.pieces.items()}
         return LaidOut({name: pieces[name] for name in self.params}, [one.division for one in self.buckets])
 
     def make_buckets(self, given: Given) -> list[Shards]:
         """Shards whose parameters are whole at rest, cut as ``divide`` says."""
-        comm, ways = self.divide(given)
+        comm, placements = self.divide(given)
         # All parameters are at rest on every rank; and a bucket asks this strategy how its gradients are sent.
-        ways = ways._replace(rests_over=0, scatter=self.scatter)
-        layouts = bucket_layouts(self.params, comm.num_ranks, self.bucket_bytes, self.partition)
-        return [
-            Shards(f"bucket {index}", {name: self.params[name] for name in layout.names}, layout, comm, ways)
-            for index, layout in enumerate(layouts)
-        ]
-
-    def divide(self, given: Given) -> tuple[Communicator, Ways]:
-        """Over which ranks what is stepped is divided, and how; ``make_buckets`` adds the rest.
-
-        A strategy of two axes has one of its own: this one reduces over the last axis alone.
-        """
-        return self.comm, Ways(self.precision, means_over=self.means_over)
+        return self.make_shards(comm, placements._replace(rests_over=0, scatter=self.scatter))
 
     def send(self, bucket: Shards) -> None:
         """``Shards.reduce`` fills the buffer, and calls ``scatter`` over the first axis."""

@@ -20,7 +20,7 @@ BUCKETS_IN_FLIGHT = 2
 
 
 class ZeRO2(ZeRO1):
-    """Replicated parameters, sharded gradients and optimizer state. Arguments as ``ZeRO1``."""
+    """Replicated parameters, sharded gradients and optimizer state. Options as ``ZeRO``."""
 
     name = "zero2"
     means_over = None

@@ -20,35 +20,19 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardlab.comm.communicator import Communicator
-from shardlab.engines.precision import Precision, parse_precision
-from shardlab.engines.sharded_params import Shards, Ways
 from shardlab.engines.sharded_strategy import ModuleHook, Sharded
 from shardlab.engines.strategy import Given, LaidOut
 from shardlab.engines.unit import Unit
-from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES, bucket_layouts
-from shardlab.partition.chunks import parse_partition
-from shardlab.vocabulary import Partition
+from shardlab.engines.zero import ZeRO
 
 
-class ZeRO3(Sharded):
-    """Sharded parameters, gradients and optimizer state; synchronous.
+class ZeRO3(ZeRO, Sharded):
+    """Sharded parameters, gradients and optimizer state; synchronous. The shards are the master weights.
 
-    Args:
-        bucket_bytes: parameters gathered in one message, in bytes.
-        partition: 'elements', or whole parameters by 'round_robin', 'contiguous', 'balanced'.
-        precision: 'full', 'bf16', 'fp16' or a ``Precision``. The shards are the master weights; inside ``no_sync()``
-            gradients add up in the compute dtype.
+    Options as ``ZeRO``.
     """
 
     name = "zero3"
-
-    def __init__(
-        self, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, partition: Partition | str = Partition.ELEMENTS, precision:
-        Precision | str = "full",
-    ) -> None:  # fmt: skip
-        self.bucket_bytes = bucket_bytes
-        self.partition, self.precision = parse_partition(partition), parse_precision(precision)
 
     def lay_out(self, given: Given) -> LaidOut:
         """The parameters are sharded, bucket by bucket; an output that is one of them is copied."""
@@ -59,26 +43,17 @@ class ZeRO3(Sharded):
 
     def make_units(self, given: Given) -> list[Unit]:
         """Bucket by bucket."""
-        comm, ways = self.divide(given)
-        units = []
-        for index, layout in enumerate(bucket_layouts(self.params, comm.num_ranks, self.bucket_bytes, self.partition)):
-            params = {name: self.params[name] for name in layout.names}
-            shards = Shards(f"bucket {index}", params, layout, comm, ways, self.at)
-            units.append(Unit(f"bucket {index}", [shards]))
-        return units
-
-    def divide(self, given: Given) -> tuple[Communicator, Ways]:
-        """Over which ranks, and how."""
-        return self.comm, Ways(self.precision)
+        comm, placements = self.divide(given)
+        return [Unit(one.name, [one]) for one in self.make_shards(comm, placements, self.at)]
 
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
+    def in_forward(self) -> Iterator[None]:
         """Inside, all buckets are gathered."""
         with self.kept_gathered(), self.saving_by_reference():
             yield
 
     @contextlib.contextmanager
-    def backward(self, *, sends: bool) -> Iterator[None]:
+    def in_backward(self, *, sends: bool) -> Iterator[None]:
         """Inside, all buckets are gathered again."""
         self.note_writes()
         with self.kept_gathered():

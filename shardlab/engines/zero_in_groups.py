@@ -25,7 +25,7 @@ Source: Rajbhandari et al., arXiv 1910.02054, section 5; Zhang et al., MiCS, arX
 from typing import Any
 
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.sharded_params import Ways
+from shardlab.engines.sharded_params import Placements
 from shardlab.engines.strategy import Given, Strategy
 from shardlab.engines.zero1 import ZeRO1
 from shardlab.engines.zero3 import ZeRO3
@@ -59,7 +59,7 @@ class _InGroups(Strategy):
         super().__init__(**options)
         self.stages, self.name = (outer, inner), f"zero_{outer}x{inner}"  # type: ignore[misc]
 
-    def divide(self, given: Given) -> tuple[Communicator, Ways]:
+    def divide(self, given: Given) -> tuple[Communicator, Placements]:
         """Over the axes that the stages cut; see the table."""
         # The inner axis first where stages are equal: it has the fast links, and leaves less for the other.
         by_axis = sorted(zip(self.stages[::-1], given.comms[::-1], strict=True), key=lambda one: -one[0])
@@ -70,7 +70,7 @@ class _InGroups(Strategy):
             comm = cut[0] if cut else Communicator(None, None, (0,), 0, MeshAxis.SHARD)
         replicas = [comm for stage, comm in by_axis if not stage]
         rests_over, means_over = (sum(stage >= least for stage in self.stages) for least in (3, 2))
-        return comm, Ways(self.precision, replicas, cut, rests_over, means_over)
+        return comm, Placements(self.precision, replicas, cut, rests_over, means_over)
 
 
 class ReplicatedInGroups(_InGroups, ZeRO1):

@@ -17,7 +17,7 @@ from torch import nn
 
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.any_engine import owned_in, owners_in
+from shardlab.engines.any_engine import owned_in
 from shardlab.engines.guards.clipping import guard_groups, is_clipping
 from shardlab.engines.guards.model_checks import check_separate
 from shardlab.engines.guards.optimizer_fit import check_fits
@@ -153,7 +153,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def owners(self) -> dict[str, tuple[int, ...]]:
         """The ranks that step a piece of each parameter, in the order the parameters were given."""
-        return owners_in(self._divisions, self._named, self._comm.num_ranks)
+        holders: dict[str, list[int]] = {name: [] for name in self._named}
+        for division in self._divisions:
+            for rank in range(self._comm.num_ranks):
+                for name in division.pieces_of(rank):
+                    holders[name].append(rank)
+        return {name: tuple(ranks) for name, ranks in holders.items()}
 
     def owned(self) -> dict[str, tuple[int, int]]:
         """The elements (start, stop) that this rank steps of each flattened parameter it steps anything of."""

@@ -81,9 +81,9 @@ def did(engine: AnyEngine) -> Did:
     """What this rank has done, without its buffers; communicates nothing."""
     checksum, whole, is_torchs = None, {}, _is_torchs(engine)
     ranks_differ = isinstance(engine, Engine) and engine.strategy.ranks_differ
-    if not is_torchs and not ranks_differ and (engine.sharded_over is None or not engine._keeps_pieces):
+    if not is_torchs and not ranks_differ and (engine.sharded_over is None or not engine._full_gathers):
         # Equal on all data ranks: the parameters, or what no_shard steps in their place.
-        equal = engine.step_tensors() if engine._keeps_pieces else engine.params.values()
+        equal = engine.step_tensors() if engine._full_gathers else engine.params.values()
         # A strategy of the reader's own may have freed what it gathers again.
         if all(one.untyped_storage().nbytes() >= one.nbytes for one in equal):
             checksum = sum(map(_sum_of_bits, equal)) % 2**64

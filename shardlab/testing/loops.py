@@ -294,7 +294,7 @@ def held_wrong(engine: Engine) -> str:
             if one is None or one.untyped_storage().data_ptr() in held:
                 continue
             # What stands for a sharded parameter has one element, however large that is.
-            is_placeholder = engine.strategy.keeps_pieces and one is engine.params[name] and one.numel() == 1
+            is_placeholder = engine.strategy.full_gathers and one is engine.params[name] and one.numel() == 1
             if not is_placeholder and one.untyped_storage().nbytes() >= one.nbytes > 0:
                 role = "PARAMETER" if what == "the parameter" else "GRADIENT"
                 return (

@@ -124,7 +124,7 @@ def engine_of(
 
 def shards_of(engine: Engine) -> list[Shards]:
     """All shards of an engine whose parameters are sharded, unit by unit."""
-    return [shards for unit in engine.units for shards in unit.shards]
+    return [shards for unit in engine.strategy.units for shards in unit.shards]
 
 
 def own_batch(engine: Engine, kind: str = "MLP", step: int = 0, micro_batch: int = 0) -> tuple[Tensor, ...]:

@@ -100,7 +100,7 @@ def _zeroed_too_early(engine):
 
 
 def _never_reshards(engine):
-    for unit in engine.units:
+    for unit in engine.strategy.units:
         unit.reshard = lambda: None
     return engine
 

@@ -137,7 +137,7 @@ def gathered_everywhere(rank, num_ranks, options):
                 engine.zero_grad()
         for hook in hooks:
             hook.remove()
-        units = [[shards.layout for shards in unit.shards] for unit in engine.units[:2]]
+        units = [[shards.layout for shards in unit.shards] for unit in engine.strategy.units[:2]]
         padded = [8 * sum(layout.padded_numel for layout in layouts) for layouts in units]
         return max(watch.seen), watch.seen[-1], padded, 8 * sum(layout.numel for layouts in units for layout in layouts)
 

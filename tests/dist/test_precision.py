@@ -30,9 +30,9 @@ def bytes_and_wire(rank, precision):
     with Mesh({"data": 2}) as mesh:
         engine = build_engine("fsdp", cases.seeded(Deep), adamw, mesh, precision=precision, wrap="root")
         x, y = rows(rank, 2, 0)
-        engine.units[0].gather()
+        engine.strategy.units[0].gather()
         gathered = bytes_by_role(engine.live_tensors())[Role.GATHERED_PARAMETER]
-        engine.units[0].reshard()
+        engine.strategy.units[0].reshard()
         with mesh.observed_by(log):
             engine.backward(cases.loss_of(engine(x), y))
             engine.step()

@@ -202,9 +202,9 @@ class UnitsOfText(Bucketed):
 
 
 class SendsOnce(DDP):
-    def backward(self, *, sends):
+    def in_backward(self, *, sends):
         self.begun = getattr(self, "begun", 0) + sends
-        return super().backward(sends=sends)
+        return super().in_backward(sends=sends)
 
     def make_means(self):
         if self.begun == 1:

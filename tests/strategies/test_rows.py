@@ -9,7 +9,7 @@ from torch import nn
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import DDP, HFSDP, HPZ, Engine, ZeRO1, build_engine, zero_in_groups
 from shardlab.engines.precision import Precision
-from shardlab.engines.sharded_params import Ways
+from shardlab.engines.sharded_params import Placements
 from shardlab.engines.zero_in_groups import STAGES
 from shardlab.experiment import CompareConfig
 from shardlab.launch import RankError
@@ -223,14 +223,14 @@ class OverPartOfAnAxis(ZeRO1):
 
     def divide(self, given):
         outer, inner = given.mesh.split("data", inner=2)
-        return inner, Ways(self.precision, replicas=(outer,), means_over=0)
+        return inner, Placements(self.precision, replicas=(outer,), means_over=0)
 
 
 class OverTooFew(ZeRO1):
     name, axes = "over_too_few", ("replica", "shard")
 
     def divide(self, given):
-        return given.comms[1], Ways(self.precision, axes=given.comms)
+        return given.comms[1], Placements(self.precision, axes=given.comms)
 
 
 class DividesByText(ZeRO1):
@@ -245,7 +245,10 @@ class DividesByText(ZeRO1):
     [
         (OverPartOfAnAxis, r"divides what is stepped over 'data.inner', a part of one of its axes; name two axes"),
         (OverTooFew, r"divided over 2 ranks, and its axes have 4; for both axes divide over given.mesh.flatten"),
-        (DividesByText, r"divide\(\) of 'by_text' returned \(.*'all'\); return the ranks, a communicator, and Ways"),
+        (
+            DividesByText,
+            r"divide\(\) of 'by_text' returned \(.*'all'\); return the ranks, a communicator, and Placements",
+        ),
     ],
 )
 def test_a_division_that_no_axis_says_is_refused(make, told):

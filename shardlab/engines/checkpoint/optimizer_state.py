@@ -169,7 +169,9 @@ def _laid_as(piece: Tensor, value: Any) -> Any:
 
 def _is_cut(engine: AnyEngine, name: str) -> bool:
     """Whether several ranks have parts of a parameter."""
-    return name in engine.slices or bool(engine.spread_over()[name] and len(engine.owners()[name]) > 1)
+    spread = [division for division in engine.divisions() if division.is_spread and name in division.layout.names]
+    holders = [rank for one in spread for rank in range(one.comm.num_ranks) if name in one.pieces_of(rank)]
+    return name in engine.slices or len(holders) > 1
 
 
 def _cut(engine: AnyEngine, name: str, value: Any, piece: Tensor, start: int, stop: int) -> Any:

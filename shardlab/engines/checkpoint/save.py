@@ -45,7 +45,6 @@ from shardlab.engines.checkpoint.held_stretches import (
 from shardlab.engines.checkpoint.manifest import Manifest, Row, encode
 from shardlab.engines.checkpoint.optimizer_state import named_groups
 from shardlab.engines.checkpoint.rng import rng_state
-from shardlab.engines.step_tensors import tensors_of
 from shardlab.vocabulary import MeshAxis
 
 _OF_STAGES = ("groups", "parameters", "buffers", "module_state")
@@ -136,7 +135,8 @@ def _check_objects(engine: AnyEngine, objects: Mapping[str, Stateful]) -> None:
     pieces = {id(tensor) for tensor in engine.step_tensors()} - whole
     several = engine.sharded_over is not None and engine.sharded_over.num_ranks > 1
     for name, thing in objects.items():
-        if isinstance(thing, torch.optim.Optimizer) and several and pieces & tensors_of(thing):
+        groups = thing.param_groups if isinstance(thing, torch.optim.Optimizer) and several else []
+        if any(id(tensor) in pieces for group in groups for tensor in group["params"]):
             raise ValueError(
                 f"objects: {name!r} is an optimizer over pieces of the parameters, of which each rank has its own; "
                 "a checkpoint has the state of engine.optimizer; write state_dict() of others yourself, on every rank"

@@ -27,6 +27,7 @@ from shardlab.engines.guards.model_checks import (
     check_stepped,
     check_tensor_axis,
     check_types,
+    tensors_of,
 )
 from shardlab.engines.guards.optimizer_fit import check_fits
 from shardlab.engines.guards.ownership import Claim, check_free
@@ -37,10 +38,11 @@ from shardlab.engines.guards.strategy_checks import check_strategy, laid_out_by
 from shardlab.engines.guards.which_rules import AFTER_GRADIENTS, remembered, where_of
 from shardlab.engines.moments import GradientState, Moment
 from shardlab.engines.sharded_params import Shards
-from shardlab.engines.step_tensors import tensors_of
 from shardlab.vocabulary import MeshAxis
 
 _TRAINS = attrgetter("requires_grad")
+LOCAL = (GradientState.LOCAL, GradientState.MEANS_AND_LOCAL)
+"""Where some gradients are this rank's own sums, which are still to be reduced."""
 
 
 class Guards:
@@ -108,7 +110,7 @@ class Guards:
             self._check_model(engine)
             check_free(engine.module, engine.strategy)
             scripted = [name for name, one in engine.module.named_modules() if isinstance(one, torch.jit.ScriptModule)]
-            if scripted and engine.strategy.keeps_pieces:
+            if scripted and engine.strategy.full_gathers:
                 raise ValueError(
                     f"model: {scripted[0] or 'the model'!r} is TorchScript, which computes with parameters of its own, "
                     "and these are sharded; use the module it was made from, or ddp, bucketed, zero1 or zero2"
@@ -198,7 +200,7 @@ class Guards:
                     raise
                 raise ValueError(f"optimizer_fn: {error}; {FROZEN.format(name=frozen[0])}") from error
             check_fits(optimizer, None if over is None else partition, is_sliced=is_sliced)
-            if engine.strategy.keeps_pieces and before != [param._version for param in engine.params.values()]:
+            if engine.strategy.full_gathers and before != [param._version for param in engine.params.values()]:
                 raise ValueError("optimizer_fn: it writes into parameters; write before the engine is built")
             return optimizer
 
@@ -337,7 +339,7 @@ class Guards:
             self._snapshots[kind].remember(field, _gathered(engine) if is_gathered else None)
         gradients = self._snapshots["parameter"]
         if moment in AFTER_GRADIENTS:
-            self._tensors.are_behind = engine.gradient_state.are_local and not self._is_plain
+            self._tensors.are_behind = engine.gradient_state in LOCAL and not self._is_plain
             if engine.gradient_state in self._judged:
                 gradients.remember_gradients()
             else:
@@ -352,7 +354,7 @@ class Guards:
         for name, param in engine.params.items():
             piece = pieces.by_name(name)
             is_given = id(param) in others
-            is_local = engine.gradient_state.are_local and (is_given or id(piece) in others)
+            is_local = engine.gradient_state in LOCAL and (is_given or id(piece) in others)
             if engine.num_data_ranks > 1 and (is_local or (engine._running and is_given)):
                 raise RuntimeError(
                     f"{kind}.step(): gradients of {name!r} are not averaged over the ranks yet, inside a backward or "

@@ -13,7 +13,6 @@ from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.transports.base import MismatchError
 from shardlab.engines.precision import Precision
-from shardlab.engines.step_tensors import tensors_of
 from shardlab.engines.strategy import Strategy
 from shardlab.partition.slices import SLICES, TensorSlice
 from shardlab.vocabulary import MeshAxis, class_of
@@ -206,6 +205,11 @@ def check_optimizer(optimizer: object, given: Iterable[Tensor]) -> None:
             "engine.step() takes none; use an optimizer that steps once for each backward, such as AdamW"
         )
     check_stepped(optimizer, {id(tensor) for tensor in given})
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The identities of what an optimizer steps."""
+    return {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
 
 
 def check_stepped(optimizer: torch.optim.Optimizer, given: Collection[int]) -> None:

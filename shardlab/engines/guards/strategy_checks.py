@@ -13,13 +13,13 @@ from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending
 from shardlab.engines.any_engine import owned_in
 from shardlab.engines.precision import Precision
-from shardlab.engines.sharded_params import Ways
+from shardlab.engines.sharded_params import Placements
 from shardlab.engines.strategy import Given, LaidOut, Strategy
 from shardlab.vocabulary import class_of
 
 _MISSPELT = 0.8  # of ``difflib``: "redcue" and "reduces" for "reduce", and not "reduce_all"
 _OF_CLASS = 0.9  # the same of what a class says of itself: "round" for "rounds"; there a reader has names of their own
-_CONTEXTS = ("forward", "backward", "stepping", "visiting", "full", "kept_gathered")
+_CONTEXTS = ("in_forward", "in_backward", "stepping", "visiting", "full", "kept_gathered")
 
 _OF_SOME = {"reduce": "Bucketed", "scatter": "ZeRO1 or ZeRO2", "divide": "ZeRO1, ZeRO2 or ZeRO3"}
 
@@ -141,8 +141,8 @@ def _returning_pending(name: str, method: Callable[..., Any]) -> Callable[..., A
     """A strategy's own method, which must return what can be waited for."""
 
     @functools.wraps(method)
-    def checked(*args: Any) -> Pending:
-        if not isinstance(returned := method(*args), Pending):
+    def checked(*args: Any, **named: Any) -> Pending:
+        if not isinstance(returned := method(*args, **named), Pending):
             raise ValueError(
                 f"strategy: {name}() returned {class_of(returned)}; return the Pending that the communicator "
                 "returned, or Pending() where nothing is left to wait for"
@@ -177,7 +177,7 @@ def _checked_divide(strategy: Any) -> Iterator[None]:
     def checked(given: Given) -> Any:
         found = divide(given)
         match found:
-            case (Communicator() as comm, Ways(precision=Precision(), replicas=replicas, axes=axes)):
+            case (Communicator() as comm, Placements(precision=Precision(), replicas=replicas, axes=axes)):
                 if all(isinstance(one, Communicator) for some in (replicas, axes) for one in some):
                     if axes and (product := prod(axis.num_ranks for axis in axes)) != comm.num_ranks:
                         raise ValueError(
@@ -187,7 +187,7 @@ def _checked_divide(strategy: Any) -> Iterator[None]:
                     return found
         raise ValueError(
             f"strategy: divide() of {strategy.name!r} returned {found!r:.80}; return the ranks, a communicator, and "
-            "Ways of them, as in (self.comm, Ways(self.precision))"
+            "Placements of them, as in (self.comm, Placements(self.precision))"
         )
 
     strategy.divide = checked

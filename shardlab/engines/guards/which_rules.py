@@ -44,9 +44,9 @@ def where_of(engine: Engine) -> set[Where]:
         Where.ALL: True,
         Where.PIECES: strategy.steps_pieces,
         Where.FLAT: is_flat,
-        Where.SPREAD: is_late or (is_flat and (engine.num_data_ranks > 1 or strategy.keeps_pieces)),
-        Where.NOT_IN_PLACE: strategy.keeps_pieces,
-        Where.ELSEWHERE: strategy.rests_partial or (strategy.keeps_pieces and not is_sharded),
+        Where.SPREAD: is_late or (is_flat and (engine.num_data_ranks > 1 or strategy.full_gathers)),
+        Where.NOT_IN_PLACE: strategy.full_gathers,
+        Where.ELSEWHERE: strategy.sends_in_no_sync or (strategy.full_gathers and not is_sharded),
         Where.SHARDED: is_sharded,
         Where.SLICED: MeshAxis.PIPE in engine.mesh.axes or any(one.num_ranks > 1 for one in engine.slices.values()),
     }

@@ -205,7 +205,7 @@ class _Watch:
         self._engine, self.phase, self._on_gpu = engine, log.phase, on_gpu
         self.held: dict[Role, int] = {}
         self.gathered_bytes = 0
-        for unit in engine.units:
+        for unit in engine.strategy.units:
             for shards in unit.shards:
                 shards.watchers.append(self._look)
 
@@ -219,7 +219,7 @@ class _Watch:
     def _look(self, shown: bool) -> None:
         if shown:  # before something is freed there is most
             return
-        shards = (one for unit in self._engine.units for one in unit.shards)
+        shards = (one for unit in self._engine.strategy.units for one in unit.shards)
         gathered = [tensor for one in shards for tensor in one.gathered_tensors()]
         num_bytes = bytes_by_role({Role.GATHERED_PARAMETER: gathered})[Role.GATHERED_PARAMETER]
         self.gathered_bytes = max(self.gathered_bytes, num_bytes)

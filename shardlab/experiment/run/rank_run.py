@@ -320,7 +320,8 @@ def run_strategy(
             if config.save_every and ((step + 1) % config.save_every == 0 or step + 1 == config.steps):
                 run.save(checkpoint_directory(directory.parents[1], strategy))
         run.recorder.write_shards(run.shards)
-        share, padding_bytes, lost = run.recorder.cost_share, run.engine.padding_bytes, run.finite.lost
+        padding_bytes = sum(one.layout.padding_numel * one.element_size for one in run.engine.divisions())
+        share, lost = run.recorder.cost_share, run.finite.lost
         return RankReport(
             share, padding_bytes, lost, known, run.drew, run.batches, run.other_batch, buffers, run.first, run.has_loss
         )

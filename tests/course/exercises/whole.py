@@ -92,11 +92,11 @@ class StaysGathered(ZeRO3):
 
     stays = None
 
-    def forward(self):
+    def in_forward(self):
         if self.stays is None:
             self.stays = contextlib.ExitStack()
             self.stays.enter_context(self.kept_gathered())
-        return super().forward()
+        return super().in_forward()
 
     def make_means(self):
         super().make_means()
