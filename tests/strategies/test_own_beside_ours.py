@@ -194,7 +194,7 @@ def test_ranks_that_differ_by_design_are_no_disagreement_and_bytes_are_a_mean(tm
     assert "where undeclared means that, set ranks_differ = True" in said["CAN I TRUST IT"]
     assert "in local_sgd after" not in said["CAN I TRUST IT"]
     assert "ranks of local_sgd differ by design, and so do the losses" in said["CAN I TRUST IT"]
-    assert "of local_sgd means over all steps" in said["COST"]
+    assert "of local_sgd and undeclared means over all steps" in said["COST"]
     assert len(set(pools(2).run(agrees))) == 2
 
 
