@@ -151,7 +151,8 @@ def plan(
     else:
         found = _of_params(params, ranks, precision or "mixed", on, per_host)
         kept = f" --precision {precision}" if precision else ""
-        command = f"shardlab forecast --params {params} --ranks {ranks} --gpu {gpu or 'h100'}{kept}"
+        card = gpu if on is not None and on.peaks else "h100"
+        command = f"shardlab forecast --params {params} --ranks {ranks} --gpu {card}{kept}"
         found = found._replace(time=f"not in this plan: {command} says it, the peak, what to try, and how sure that is")
     return _tell(found, ranks, on, gpu, json=json, out=out)
 

@@ -141,7 +141,7 @@ def _tell_published(console: Console, published: "pd.DataFrame") -> None:
         f"slower than the fastest in the median, {regrets[-1]:.1%} at most.",
         soft_wrap=True,
     )
-    worst = published.loc[published["error"].abs().idxmax()]
+    worst = published.iloc[int(published["error"].abs().argmax())]
     console.print(f"The worst of all is {worst['name']} ({worst['machine']}), missed by {worst['error']:+.1%}.")
     peaks = published["peak_error"].abs().dropna()
     console.print(f"Bytes at the peak of {len(peaks)} published steps are missed by {peaks.max():.1%} at most.")
