@@ -17,7 +17,7 @@ card cannot say stays as the table has it: links between cards, contention, prod
 A test measures other cards than ``CudaCard``, whose seconds are told.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
@@ -74,12 +74,13 @@ class CudaCard:
         left, right = (
             torch.randn(*shape, device="cuda", dtype=DTYPES[precision]) for shape in ((rows, inner), (inner, columns))
         )
-        before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+        # Not allow_tf32, which torch refuses to read beside this one.
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         try:
             return _seconds(lambda: left @ right)
         finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
+            torch.set_float32_matmul_precision(before)
 
     def attention(self, precision: str, sequences: int, heads: int, tokens: int, dim: int) -> float:
         """Seconds of causal attention in one kernel, forward and backward."""
@@ -134,14 +135,19 @@ def _as_graph(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def _kernels(call: Callable[[], object]) -> int:
-    """How many kernels a call launches."""
+    """How many kernels a call launches.
+
+    Raises:
+        RuntimeError: the profiler sees none, as where a container may not use it.
+    """
     call()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         call()
         torch.cuda.synchronize()
-    on_device = [event for event in seen.events() if str(event.device_type).endswith("CUDA")]
-    return max(1, len(on_device))
+    if not (count := sum(str(event.device_type).endswith("CUDA") for event in seen.events())):
+        raise RuntimeError("the profiler sees no kernel")
+    return count
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -167,10 +173,14 @@ def _in_a_row(call: Callable[[], object], at_least: float) -> float:
 
 @dataclass(frozen=True)
 class CardTimes:
-    """What was measured: a card, and how far products of single shapes are from what is forecast of them."""
+    """What was measured: a card, and how far products of single shapes are from what is forecast of them.
+
+    ``failed`` has the ways to launch that did not run, with the reason: what is usual is taken for them.
+    """
 
     gpu: Gpu
     worst_product: float
+    failed: Mapping[str, str]
 
 
 def calibrate_card(device: CudaCard, on_progress: Callable[[str], None] = lambda _: None) -> CardTimes:
@@ -189,7 +199,14 @@ def calibrate_card(device: CudaCard, on_progress: Callable[[str], None] = lambda
     fractions = {name: median(of) / peaks[name] for name, of in rates.items()}
     attention = done("attention", _attention_flops() / device.attention(first, *ATTENTION))
     _, _, tokens, dim = ATTENTION
-    host = {kind: done(f"launches, {kind}", _each(*device.launches(kind))) for kind in LAUNCHES}
+    host, failed = dict[str, float](), dict[str, str]()
+    for kind in LAUNCHES:  # what was measured before is kept where there is no compiler, or a capture is refused
+        try:
+            seconds, kernels = device.launches(kind)
+            host[kind] = seconds / kernels
+        except RuntimeError as error:
+            failed[kind] = f"{type(error).__name__}: {error}".splitlines()[0]
+        on_progress(f"launches, {kind}")
     of_peak = "the maker's peaks" if known.peaks else "peaks are the largest rates that were measured"
     gpu = replace(
         known, name=f"{known.name}, measured", source=f"measured on {device.name}; {of_peak}", peaks=peaks,
@@ -197,7 +214,7 @@ def calibrate_card(device: CudaCard, on_progress: Callable[[str], None] = lambda
         product_fraction=fractions[first], product_fractions=fractions,
         attention_fraction=attention / peaks[first] / attention_share(dim, tokens), host_seconds=host,
     )  # fmt: skip
-    return CardTimes(gpu, max(abs(rate / median(of) - 1) for of in rates.values() for rate in of))
+    return CardTimes(gpu, max(abs(rate / median(of) - 1) for of in rates.values() for rate in of), failed)
 
 
 def _known(device: CudaCard, copied: float) -> Gpu:
@@ -230,7 +247,3 @@ def _rates(device: CudaCard, precision: str, bandwidth: float, on_progress: Call
 def _attention_flops() -> float:
     sequences, heads, tokens, dim = ATTENTION
     return 3.5 * 4 * sequences * heads * tokens**2 * dim / 2
-
-
-def _each(seconds: float, kernels: int) -> float:
-    return seconds / kernels

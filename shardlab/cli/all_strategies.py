@@ -9,7 +9,7 @@ from rich.console import Console
 
 from shardlab.cli.console import answer_table, table_of
 from shardlab.cli.counted_model import CountedModel
-from shardlab.cli.job_words import in_digits, planned, rates, verdict
+from shardlab.cli.job_words import MARK, in_digits, in_seconds, planned, rates, verdict
 
 if TYPE_CHECKING:
     from shardlab.forecast.job import Job
@@ -38,12 +38,14 @@ def tell_all(
     shown = pd.DataFrame({"strategy": [row["strategy"] for row in rows]})
     for name, (head, divisor) in forms.items():
         if name in rows[0]:
-            shown[head] = [in_digits(row[name] / divisor, 3) for row in rows]
+            shown[head] = [in_seconds(row) if name == "seconds" else in_digits(row[name] / divisor, 3) for row in rows]
     shown["fits"] = ["perhaps" if "unless" in row["fits"] else row["fits"].removeprefix("it ").partition(",")[0]
                      for row in rows]  # fmt: skip
     console.print(table_of(shown, "", 2, right=[*dict(forms.values())]))
     if first.assumed_gigabits and memory is None:
         console.print(f"Links between hosts are not given: {first.assumed_gigabits[1]:g}Gb/s per GPU are assumed.")
+    if any(row.get("warnings") for row in rows):
+        console.print(MARK)
     miss = " --strategy fsdp says how far its forecast may miss." if memory is None else ""
     lost = " Lost: to messages." if memory is None else ""
     console.print(f"At rest and at the peak: in tensors, of a GPU.{lost}{miss}")
@@ -60,4 +62,5 @@ def _row(job: "Job", steps: Sequence["Pair"], memory: float | None) -> dict[str,
         return row
     found = forecast_of(job, steps)
     lost = sum(found.parts.get(part, 0.0) for part in LOST)
-    return {**row, "seconds": found.seconds, "message_seconds": lost, **rates(job, found.seconds)}
+    row |= {"seconds": found.seconds, "most_seconds": found.most_seconds, "warnings": [*found.warnings]}
+    return {**row, "message_seconds": lost, **rates(job, found.seconds)}

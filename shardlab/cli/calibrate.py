@@ -82,6 +82,8 @@ def _calibrate_card(out: Path) -> None:
         ("CARD", f"{gpu.name}: {gpu.source}"),
         ("REACHES", ", ".join(f"{share:.0%} of the peak in {name}" for name, share in reached.items())),
         ("A KERNEL", f"costs the host {host}"),
+        *(("NOT MEASURED", f"{kind} launches, for which what is usual is taken: {why}") for kind, why in
+          found.failed.items()),
         ("SHAPES", f"products of single shapes are up to {found.worst_product:.0%} from what they all say"),
         ("NEXT", f"shardlab forecast --config config.json --ranks 1 --gpu {out}"),
     ]))  # fmt: skip

@@ -12,6 +12,7 @@ from rich.console import Console
 from shardlab.forecast.model_config import Decoder, decoder_of, model_type_of, read_config
 
 APART = 0.005  # of the parameters: by how much transformers may count others before it is said
+ROUND = 0.05  # likewise, by how much a round number such as 7B may differ from the model that it stands for
 FACTORS = {"K": 3, "M": 6, "B": 9, "T": 12}  # powers of ten
 LIKE_LLAMA: Mapping[str, Any] = {"head_dim": 128, "vocab": 32000, "seq_len": 4096, "gated": True}  # arXiv 2307.09288
 
@@ -54,18 +55,24 @@ class CountedModel:
 
     @classmethod
     def like_llama(cls, num_params: float, seq_len: int) -> "CountedModel":
-        """The decoder of about so many parameters: as many layers as heads, and an MLP 8/3 as wide as the residual."""
+        """The decoder of about so many parameters: as many layers as heads, or about so many, and an MLP 8/3 as wide.
 
-        def of(heads: int) -> Decoder:
+        From 16 on eight divides the heads, so that tensor parallelism does.
+        """
+
+        def of(heads: int, layers: int) -> Decoder:
             hidden = LIKE_LLAMA["head_dim"] * heads
             ffn = 256 * -(-hidden // 96)
-            alike = dict.fromkeys(("layers", "heads", "kv_heads"), heads)
-            sizes = {"hidden": hidden, "ffn": ffn, **alike, **LIKE_LLAMA}
+            sizes = {"hidden": hidden, "ffn": ffn, "layers": layers, "heads": heads, "kv_heads": heads, **LIKE_LLAMA}
             sizes |= {"layer_numel": hidden * (4 * hidden + 3 * ffn + 2)}
             sizes |= {"root_numel": hidden * (2 * sizes["vocab"] + 1), "seq_len": seq_len or sizes["seq_len"]}
             return Decoder("like Llama", sizes, {}, learns_positions=False)
 
-        found = min(map(of, range(1, 1000)), key=lambda one: abs(one.num_params - num_params))
+        numbers = (*range(1, 16), *range(16, 1000, 8))
+        found = min((of(heads, heads) for heads in numbers), key=lambda one: abs(one.num_params - num_params))
+        if abs(found.num_params / num_params - 1) > ROUND:
+            layers = (num_params - found.sizes["root_numel"]) / found.sizes["layer_numel"]
+            found = of(found.sizes["heads"], max(1, round(layers)))
         if found.num_params > 2 * num_params:
             raise ValueError(f"params: {num_params:g} is given; the smallest like Llama has {found.num_params:,}")
         note = "Its sizes are assumed, with a vocabulary of {vocab:,}; --config takes those of a file."

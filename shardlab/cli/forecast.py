@@ -12,7 +12,7 @@ from rich.console import Console
 from shardlab.cli.all_strategies import tell_all
 from shardlab.cli.console import answer_table, count, table_of
 from shardlab.cli.counted_model import CountedModel
-from shardlab.cli.job_words import in_digits, memory_of, planned, rates, verdict
+from shardlab.cli.job_words import DOES_NOT_FIT, in_digits, memory_of, planned, rates, verdict, would_do
 from shardlab.planner.formulas import precision_named
 from shardlab.planner.setup import STRATEGIES
 
@@ -167,7 +167,8 @@ def _tell_memory(model: CountedModel, job: "Job", gpu: str, memory: float, *, js
         return
     Console(highlight=False).print(answer_table([
         model.line, ("PLANNED", planned(job, gpu)), ("MEMORY", memory_of(job, memory)),
-        ("TIME", f"not known: of {gpu} the memory is known and no speed; name a card, such as h100"),
+        ("TIME", f"not known: of {gpu} the memory is known and no speed; name a card, such as h100, or measure yours: "
+                 "shardlab calibrate --device cuda, and then --gpu card.json"),
     ]))  # fmt: skip
 
 
@@ -188,11 +189,11 @@ def _tell_forecast(model: CountedModel, job: "Job", steps: Sequence[Step], *, js
     console.print(answer_table([
         model.line,
         ("PLANNED", planned(job, job.card.name)),
-        ("TIME", _time(job, found, miss.share)),
+        ("TIME", time_of(job, found, miss.share)),
         ("MEMORY", memory_of(job, job.card.memory_bytes)),
-        ("MISSES BY", said_of(miss)),
-        *(("WARNING", warning) for warning in found.warnings),
         ("TRY NEXT", _next(job, found.seconds, steps)),
+        *(("WARNING", warning) for warning in found.warnings),
+        ("MISSES BY", said_of(miss)),
         ("NOT IN IT", " ".join(found.not_modelled)),
     ]))  # fmt: skip
     parts = pd.Series(found.parts)
@@ -213,23 +214,30 @@ def said_of(miss: "Miss") -> str:
 
 
 def _next(job: "Job", seconds: float, steps: Sequence[Step]) -> str:
-    """What one option would gain."""
-    from shardlab.forecast.search import next_to_try
+    """What one option would gain; of a step that no option makes fit, how many cards would do."""
+    from shardlab.forecast.peak import peak_bytes
+    from shardlab.forecast.predict import doubts_of
+    from shardlab.forecast.search import cards_for, next_to_try
 
     others = "shardlab search tries all ways"
     if (found := next_to_try(job, steps)) is None:
+        if verdict(peak_bytes(job), job.card.memory_bytes) == DOES_NOT_FIT:
+            return f"no single option makes it fit. What would do: {would_do(cards_for(job))}; {others}"
         return others
     option, way = found
     change = way.seconds / seconds - 1
     gain = f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}"
     batch = f" --batch {job.sequences}" if way.job.accumulation != job.accumulation else ""
-    return f"{option}{batch}: {gain}, {way.seconds:.2g} s a step, and fits, {way.peak_bytes / 1e9:.3g} GB; {others}"
+    warned = ", with a warning" if [*doubts_of(way.job, way.parts, is_measured=bool(steps))] else ""
+    said = f"{gain}, {way.seconds:.2g} s a step, and fits, {way.peak_bytes / 1e9:.3g} GB{warned}"
+    return f"{option}{batch}: {said}; {others}"
 
 
-def _time(job: "Job", found: "Forecast", share: float | None) -> str:
-    """Seconds, tokens and MFU, as ranges: by how much the forecast may miss, and of links that are not known."""
-    miss = share or 0.0
-    ends = found.seconds / (1 + miss), found.most_seconds / (1 - min(miss, 0.9))
+def time_of(job: "Job", found: "Forecast", share: float | None) -> str:
+    """Seconds, tokens and MFU as ranges: of what is missed, of links that are not known, and of what is warned of."""
+    from shardlab.forecast.region import OUTSIDE, range_of
+
+    ends = range_of(found, share)
     seconds, tokens, daily, shares = (
         " to ".join(dict.fromkeys(in_digits(of(end), 2) for end in ends))
         for of in (
@@ -237,12 +245,13 @@ def _time(job: "Job", found: "Forecast", share: float | None) -> str:
             lambda end: 100 * job.mfu(end),
         )
     )  # fmt: skip
-    notes = "; how far this may miss is not known" if share is None else ""
+    notes = f"; {OUTSIDE}: see MISSES BY" if share is None else ""
     if job.assumed_gigabits and found.most_seconds > 1.005 * found.seconds:
         least, most = job.assumed_gigabits
         notes = f"; links between hosts of {most:g} to {least:g}Gb/s per GPU{notes}"
+    fits = verdict(found.peak_bytes, job.card.memory_bytes)
     said = f"{seconds} s a step, {tokens} tokens a second, {daily} billion a day, {shares} % of the peak (MFU)"
-    return f"{'about ' if share is None else ''}{said}{notes}"
+    return f"{fits}; if it did, " * (fits == DOES_NOT_FIT) + f"{'about ' if share is None else ''}{said}{notes}"
 
 
 def _job_of(given: Mapping[str, Any], ranks: int, batch: int | None) -> "Job":

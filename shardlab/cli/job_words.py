@@ -1,11 +1,16 @@
 """What is said of a job in words: how it is trained, whether it fits, and how much it does in a second."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from shardlab.cli.console import count
 
 if TYPE_CHECKING:
     from shardlab.forecast.job import Job
+
+
+DOES_NOT_FIT = "it does not fit"
+MARK = "* Warned of: it may take longer, by as much as shardlab forecast says of it alone, and why."
 
 
 def planned(job: "Job", gpu: str) -> str:
@@ -29,7 +34,7 @@ def verdict(peak_bytes: float, room: float) -> str:
 
     least, most = RESERVED
     if least * peak_bytes > room:
-        return "it does not fit"
+        return DOES_NOT_FIT
     if peak_bytes > USABLE * room:
         return f"it hardly fits, with less than {1 - USABLE:.0%} left for libraries and the allocator"
     if most * peak_bytes < room:
@@ -50,6 +55,21 @@ def _of_logits(job: "Job", room: float) -> str:
         f"; {logits / 1e9:.3g} GB of it are logits, {job.tokens:,} tokens x {job.vocab:,} words: a chunked loss, which "
         "makes them for some tokens at a time, would save most of these"
     )
+
+
+def in_seconds(row: Mapping[str, Any]) -> str:
+    """Seconds of a row of a table, with a mark where something is warned of."""
+    return in_digits(row["seconds"], 3) + (" *" if row["warnings"] else "  ")
+
+
+def would_do(enough: "Job | None") -> str:
+    """How many cards would do, and how such a step is trained."""
+    from shardlab.forecast.peak import peak_bytes
+
+    if enough is None:
+        return "no number of cards: one sequence alone needs more than a card has; give shorter ones by --seq-len"
+    cards, peak = enough.data * enough.tensor, peak_bytes(enough) / 1e9
+    return f"{count(cards, 'card')}, with a sequence for each: {enough.way} needs {peak:.3g} GB of tensors"
 
 
 def rates(job: "Job", seconds: float) -> dict[str, float]:

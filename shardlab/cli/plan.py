@@ -87,6 +87,7 @@ class Found(NamedTuple):
     stages: "pd.DataFrame | None" = None
     hosts: "pd.DataFrame | None" = None
     per_host: int = 0
+    time: str = ""
 
 
 def plan(
@@ -149,6 +150,10 @@ def plan(
         found = _of_workload(workload, ranks, names_in(strategies), how, on, forecasts)
     else:
         found = _of_params(params, ranks, precision or "mixed", on, per_host)
+        kept = f" --precision {precision}" if precision else ""
+        card = gpu if on is not None and on.peaks else "h100"
+        command = f"shardlab forecast --params {params} --ranks {ranks} --gpu {card}{kept}"
+        found = found._replace(time=f"not in this plan: {command} says it, the peak, what to try, and how sure that is")
     return _tell(found, ranks, on, gpu, json=json, out=out)
 
 
@@ -232,6 +237,7 @@ def _tell(found: Found, ranks: int, gpu: Gpu | None, card: str, *, json: bool, o
     said: list[tuple[str, str]] = [("MODEL", HALF.format(dtype=found.half))] if found.half else []
     memory_bytes = None if gpu is None else gpu.memory_bytes
     said += answer_of_plan(found.rows, ranks, memory_bytes, found.collectives, found.stages)
+    said[-1:-1] = [("TIME", found.time)] if found.time else []
     page = None if out is None else _page(found, said, gpu, card, out)
     if json:
         print_json(found.rows, said, found.layers, found.stages)

@@ -9,12 +9,12 @@ from rich.console import Console
 
 from shardlab.cli.console import answer_table, count, table_of
 from shardlab.cli.counted_model import CountedModel
-from shardlab.cli.job_words import rates
+from shardlab.cli.job_words import MARK, in_seconds, rates, would_do
 from shardlab.planner.formulas import precision_named
 
 from shardlab.cli.forecast import (  # isort: skip
     CARD, AsJson, AsyncTp, Attention, Batch, Card, Compiled, Config, CudaGraph, Fp8, Kept, Measured, Network,
-    Params, Ranks, SeqLen, Step, memory_alone, run_as, said_of, step_in,
+    Params, Ranks, SeqLen, Step, memory_alone, run_as, said_of, step_in, time_of,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -62,10 +62,13 @@ def _tell(
 ) -> None:  # fmt: skip
     import pandas as pd
 
+    from shardlab.forecast.predict import doubts_of
+
     rows = pd.DataFrame([
         {
-            "way": one.name, "seconds": one.seconds, "peak_bytes": one.peak_bytes,
+            "way": one.job.way, "seconds": one.seconds, "peak_bytes": one.peak_bytes,
             **rates(one.job, one.seconds), "fits": one.fits, "is_tied": one.is_tied, "why_not": one.why_not,
+            "warnings": [doubt.said for doubt in doubts_of(one.job, one.parts, is_measured=bool(steps))],
         }
         for one in found
     ])  # fmt: skip
@@ -77,24 +80,27 @@ def _tell(
     console = Console(highlight=False)
     console.print(answer_table([model.line, *_found(found, enough, steps)]))
     shown = rows.head(SHOWN).assign(
-        seconds=rows["seconds"].map("{:.3g}".format), peak_bytes=(rows["peak_bytes"] / 1e9).map("{:.3g}".format),
+        seconds=rows.apply(in_seconds, axis=1), peak_bytes=(rows["peak_bytes"] / 1e9).map("{:.3g}".format),
         tokens_per_second=rows["tokens_per_second"].map("{:,.0f}".format), mfu=rows["mfu"].map("{:.0%}".format),
-    ).drop(columns=["tokens_per_day", "fits", "is_tied"])  # fmt: skip
+    ).drop(columns=["tokens_per_day", "fits", "is_tied", "warnings"])  # fmt: skip
     names = {"seconds": "step (s)", "peak_bytes": "peak (GB)", "tokens_per_second": "tokens/s", "mfu": "MFU",
              "why_not": "why not"}  # fmt: skip
     console.print(table_of(shown.rename(columns=names), "", 2, right=["step (s)", "peak (GB)", "tokens/s", "MFU"]))
+    if rows["warnings"].head(SHOWN).any():
+        console.print(MARK)
 
 
 def _found(found: Sequence["Found"], enough: "Job | None", steps: Sequence[Step]) -> Iterator[tuple[str, str]]:
     """Lines: the fastest that fits, its ties, and how far it may miss, or what would do; how many were tried."""
+    from shardlab.forecast.predict import forecast_of
     from shardlab.forecast.region import expected_miss
     from shardlab.forecast.search import RESERVE, miss_of, options_of
 
     fits, (best, *_) = [one for one in found if one.fits], found
     ties = [one for one in fits[1:] if one.is_tied]
     if not fits:
-        yield "FASTEST THAT FITS", f"none of {count(len(found), 'way')}; the smallest, {best.name}, {best.why_not}"
-        yield "WOULD DO", _would_do(enough)
+        yield "FASTEST THAT FITS", f"none of {count(len(found), 'way')}; the smallest, {best.job.way}, {best.why_not}"
+        yield "WOULD DO", would_do(enough)
     else:
         yield "FASTEST THAT FITS", _in_short(best)
     if ties:
@@ -103,7 +109,10 @@ def _found(found: Sequence["Found"], enough: "Job | None", steps: Sequence[Step]
         miss = miss_of(best.job, steps)
         yield "AS FAST", f"{count(len(ties), 'way')}, within the {miss:.0%} by which a forecast may miss{other}"
     if fits:
-        yield "MISSES BY", said_of(expected_miss(best.job, steps))
+        step, known = forecast_of(best.job, steps), expected_miss(best.job, steps)
+        yield "TIME", time_of(best.job, step, known.share)
+        yield from (("WARNING", warning) for warning in step.warnings)
+        yield "MISSES BY", said_of(known)
     tight = sum(one.why_not.startswith("tight") for one in found)
     tried = f"{count(len(found), 'way')}: {len(fits)} fit, with {RESERVE - 1:.0%} on top that the allocator may reserve"
     yield "TRIED", f"{tried}; {tight} are tight, without that; {len(found) - len(fits) - tight} do not fit"
@@ -112,15 +121,4 @@ def _found(found: Sequence["Found"], enough: "Job | None", steps: Sequence[Step]
 
 
 def _in_short(one: "Found") -> str:
-    return f"{one.name}: {one.seconds:.3g} s a step, {one.peak_bytes / 1e9:.3g} GB at the peak"
-
-
-def _would_do(enough: "Job | None") -> str:
-    from shardlab.forecast.peak import peak_bytes
-
-    if enough is None:
-        return "no number of cards: one sequence alone needs more than a card has; give shorter ones by --seq-len"
-    return (
-        f"{enough.data * enough.tensor} cards, with a sequence for each: {enough.way} needs "
-        f"{peak_bytes(enough) / 1e9:.3g} GB of tensors"
-    )
+    return f"{one.job.way}: {one.seconds:.3g} s a step, {one.peak_bytes / 1e9:.3g} GB at the peak"

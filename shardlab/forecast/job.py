@@ -102,9 +102,11 @@ class Job:
         is_needed = self.data * self.tensor > self.links.per_host
         return self.card.usual_gigabits if is_needed and self.links.is_assumed else None
 
-    def linked_by(self, gigabits: float) -> "Job":
-        """The same with a link between hosts of so many Gb/s per GPU."""
-        return replace(self, network=", ".join(filter(None, (self.network, f"{gigabits:g}Gb/s per GPU"))))
+    @cached_property
+    def slowest(self) -> "Job":
+        """The same over the least that is usual between hosts, where nobody said what is there."""
+        least = f"{self.assumed_gigabits[0]:g}Gb/s per GPU" if self.assumed_gigabits else None
+        return replace(self, network=", ".join(filter(None, (self.network, least)))) if least else self
 
     @property
     def way(self) -> str:

@@ -8,17 +8,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from shardlab.forecast.architectures import KEYS, Architecture, architectures
 
 OTHER_PARTS = re.compile(r"expert|text_config|(^|_)(moe|vision|audio|mamba|ssm)(_|$)")  # in a key's name
-# A file without model_type is of one of these if it has nothing but their sizes and such an activation.
-BY_HAND = {
-    "llama": ("hidden_act", ("silu", "swish")), "gpt2": ("activation_function", ("gelu_new", "gelu", "relu")),
-}  # fmt: skip
 MODULE = "plan its module instead: shardlab plan --workload FILE.py:NAME"
 MAY_BE_NULL = ("kv_heads", "head_dim")  # and where the class does without: the MLP's width, positions
 ONLY = {"is_encoder_decoder": False, "add_cross_attention": False, "use_bidirectional_attention": False}
@@ -89,8 +84,7 @@ def model_type_of(found: Mapping[str, Any]) -> str:
     """
     table, classes = architectures(), found.get("architectures")
     named = [str(name) for name in classes] if isinstance(classes, list) else []
-    kind = str(found.get("model_type") or "") or next(_guesses(found, named), "")
-    if not (kind or named):
+    if not (kind := str(found.get("model_type") or "")):
         raise ValueError('lacks model_type, such as "llama", and nobody can know how its layers are built')
     other = next(_other_parts(found), "")
     has = f" with {other}" if other else ""
@@ -112,16 +106,6 @@ def model_type_of(found: Mapping[str, Any]) -> str:
                 f"architectures if it is meant, or {MODULE}"
             )
     return kind
-
-
-def _guesses(found: Mapping[str, Any], named: list[str]) -> Iterator[str]:
-    """Rows that a file without model_type is of: of the classes that it names, or plainly by its keys."""
-    yield from (kind for kind, row in architectures().items() if row.causal_lm.lower() in map(str.lower, named))
-    for kind, (activation, allowed) in BY_HAND.items():
-        names = {size: set(architectures()[kind].keys_of(size)) for size in KEYS}
-        has_all = all(names[size] & set(found) for size in ("hidden", "layers", "heads", "vocab"))
-        if has_all and set(found) <= {activation, *chain(*names.values())} and found.get(activation) in allowed:
-            yield kind
 
 
 def _other_parts(found: Any, above: str = "") -> Iterator[str]:

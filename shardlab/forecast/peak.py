@@ -132,9 +132,8 @@ def _activations(job: Job) -> tuple[float, float]:
     whole = activation_bytes(
         sizes, job.tensor, sequence_parallel=job.sequence_parallel, recompute="selective" if drops_scores else "none"
     )
-    if (
-        job.kernel == "op-by-op" and not drops_scores
-    ):  # softmax in 32 bits and its copy in 16: 6, and no mask of dropout
+    if job.kernel == "op-by-op" and not drops_scores:
+        # The softmax in 32 bits and its copy in 16: 6, and no mask of dropout.
         whole += job.tokens * job.seq_len * job.heads / job.tensor
     # The formula's MLP keeps what enters and leaves a GELU, 16 h; a gated one both inputs, SiLU's result, the product.
     mlp = (8 if job.is_gated else 4) * job.ffn - 16 * job.hidden

@@ -108,10 +108,11 @@ def validate_published() -> pd.DataFrame:
 
     Returns:
         ``laboratory``, ``machine``, ``name``, ``source``, ``hardware``, ``tp``, ``calibration`` (whether the row was
-        given to the forecasts of its machine), ``held_out``, ``measured_seconds``, ``predicted_seconds``, ``error``,
-        ``constant_rate_error``, ``roofline_error``, ``raw_error`` (without a calibration), ``peak_error`` (of bytes
-        allocated at the peak; NaN where they are not known), ``warned`` (whether the forecast warns of the allocator),
-        ``host_bound`` (whether the device waits for its host).
+        given to the forecasts of its machine), ``held_out``, ``measured_seconds``, ``predicted_seconds``,
+        ``least_seconds`` and ``most_seconds`` (with what the forecast warns of), ``error``, ``constant_rate_error``,
+        ``roofline_error``, ``raw_error`` (without a calibration), ``peak_error`` (of bytes allocated at the peak; NaN
+        where they are not known), ``warned`` (whether the forecast warns of the allocator), ``host_bound`` (whether the
+        device waits for its host).
     """
     found = []
     for step in published_steps():
@@ -126,7 +127,8 @@ def validate_published() -> pd.DataFrame:
             "laboratory": step.laboratory, "machine": step.machine, "name": step.name, "source": step.source,
             "hardware": step.job.hardware, "tp": step.job.tensor, "calibration": step.calibrates,
             "held_out": step.held_out, "measured_seconds": step.seconds,
-            "predicted_seconds": forecast.seconds, **dict(zip(("error", *TOYS), misses, strict=True)),
+            "predicted_seconds": forecast.seconds, "least_seconds": forecast.least_seconds,
+            "most_seconds": forecast.most_seconds, **dict(zip(("error", *TOYS), misses, strict=True)),
             "raw_error": error_of(step, is_calibrated=False), "peak_error": forecast.peak_bytes / step.peak_bytes - 1,
             "warned": may_retry(step.job), "host_bound": waits_for_host(forecast.parts),
         })  # fmt: skip

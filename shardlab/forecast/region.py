@@ -16,7 +16,7 @@ these one laboratory has published enough: so nothing is known of them yet.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import log, nan
+from math import isnan, log, nan
 from statistics import median
 from typing import Any
 
@@ -24,13 +24,14 @@ import pandas as pd
 
 from shardlab.forecast.calibration import checked, fitted
 from shardlab.forecast.job import Job
-from shardlab.forecast.predict import FAR, may_retry, waits_for_host
-from shardlab.forecast.published import TOYS, PublishedStep, calibration_of, error_of, published_steps
+from shardlab.forecast.predict import FAR, MOST_SENT, may_retry, sent_share, waits_for_host
+from shardlab.forecast.published import TOYS, Pair, PublishedStep, calibration_of, error_of, published_steps
 from shardlab.forecast.step_model import Factors, Step, step_parts
 
 # What 9 of 10 published steps are missed by at most without a calibration, whatever they are like. To forecast all of
 # them again would make each answer wait for seconds.
 USUAL_MISS = 0.15
+OUTSIDE = "outside of what is known"
 LEAST_STEPS, LEAST_LABORATORIES = 8, 2  # the worst of n others is exceeded by one in n + 1
 # By how much a job may be missed at least where measured steps are less like it: of a laboratory that is left out, such
 # steps were missed by 12.5 % at most.
@@ -54,6 +55,7 @@ KINDS: tuple[Callable[[Job], str], ...] = (
     lambda job: {"tf32": "32 bits", "fp8": "8 bits"}.get(job.precision, "16 bits"),
     lambda job: "an assumed network" if job.assumed_gigabits else "a known network",
     lambda job: "a nearly full memory" if may_retry(job) else "room in its memory",
+    lambda job: "messages that compute hides" if sent_share(job) <= MOST_SENT else "messages beside little compute",
     lambda job: "a device that waits for its host" if _is_host_bound(job) else "a device that is busy",
 )
 # What has to be alike, and by which factor it may differ. The first is the work of a kernel.
@@ -79,13 +81,12 @@ class Miss:
 
 
 def expected_miss(
-    job: Job, calibration: Sequence[tuple[Mapping[str, Any], float]] = (),
-    known: Callable[[PublishedStep], bool] | None = None,
+    job: Job, calibration: Sequence[Pair] = (), known: Callable[[PublishedStep], bool] | None = None,
 ) -> Miss:  # fmt: skip
     """By how much ``forecast_of(job, calibration)`` may miss, as those steps say that are ``known``: None for all."""
     pairs = checked(calibration, job)
     if pairs and (why_not := _does_not_calibrate(pairs, job)):
-        return Miss(None, f"nothing known: {why_not}")
+        return Miss(None, f"{OUTSIDE}: {why_not}")
     here, is_calibrated = Place.of(job), bool(pairs)
     measured = _measured(is_calibrated=is_calibrated)
     apart = {step: here.apart(place) for step, place in measured.items() if known is None or known(step)}
@@ -97,16 +98,26 @@ def expected_miss(
         return Miss(None, _unknown(job, nearest, like))
     errors = [abs(error_of(step, is_calibrated=is_calibrated)) for step in like]
     worst, machines = max(errors), len({step.machine for step in like})
+    error = error_of(nearest, is_calibrated=is_calibrated)
     akin = " but for card or size" if is_akin else ""
     said = (
         f"{len(like)} measured steps like this one{akin}, of {machines} machine{'s' * (machines > 1)}, were missed by "
         f"{worst:.0%} at most, {median(errors):.0%} in the median; the nearest, {nearest.title}, is forecast "
-        f"{_by(error_of(nearest, is_calibrated=is_calibrated))}"
+        f"{abs(error):.1%} too {'long' if error > 0 else 'short'}"
     )
     machine, least = ("", ELSEWHERE * is_akin) if is_calibrated else _most_different(here, known)
     if machine and least > worst:
         said += f". Without a measured step of yours it may be {least:.0%}, by which {machine} is missed in the median"
     return Miss(max(worst, least), said)
+
+
+def range_of(found: Any, share: float | None) -> tuple[float, float]:
+    """Least and most seconds of a step, as its forecast or row of ``validate_published`` says, missed by this share.
+
+    Where that is not known, None or NaN, by ``USUAL_MISS``.
+    """
+    miss = USUAL_MISS if share is None or isnan(share) else min(share, 0.9)
+    return found.least_seconds / (1 + miss), found.most_seconds / (1 - miss)
 
 
 def _say_enough(like: Sequence[PublishedStep]) -> bool:
@@ -143,7 +154,8 @@ def by_laboratory(validated: pd.DataFrame) -> pd.DataFrame:
         ``laboratory``, ``tp``, ``steps`` that calibrate nothing; ``median``, ``p90`` and ``worst`` of their errors, and
         the same with ``raw_`` (without a calibration), ``constant_rate_`` and ``roofline_`` in front; ``known`` (of how
         many of them the steps of all other laboratories say an error) and ``held`` (how many of these are missed by no
-        more), ``known_by_machines`` and ``held_by_machines`` (the same with those of all other machines).
+        more), ``known_by_machines`` and ``held_by_machines`` (the same with those of all other machines); ``in_range``
+        (how many took no less and no more than the range that is said of them, knowing no step of the laboratory).
     """
     owners: dict[str, Callable[[PublishedStep], str]] = {
         "": lambda step: step.laboratory, "_by_machines": lambda step: step.machine,
@@ -153,9 +165,11 @@ def by_laboratory(validated: pd.DataFrame) -> pd.DataFrame:
     for name, owner in owners.items():
         rows[f"known{name}"] = [_share_without(step, owner) for step in published_steps()]
         rows[f"held{name}"] = rows["error"] <= rows[f"known{name}"]
+    ends = [range_of(row, share) for row, share in zip(rows.itertuples(), rows["known"].to_list(), strict=True)]
+    rows["in_range"] = rows["measured_seconds"].between([least for least, _ in ends], [most for _, most in ends])
     measures: dict[str, Any] = {"median": "median", "p90": lambda of: of.quantile(0.9), "worst": "max"}
     return rows[~rows["calibration"]].groupby(["laboratory", "tp"], as_index=False).agg(
-        steps=("error", "size"),
+        steps=("error", "size"), in_range=("in_range", "sum"),
         **{f"{front}{name}": (column, of) for front, column in columns.items() for name, of in measures.items()},
         **{f"{what}{name}": (f"{what}{name}", how) for name in owners for what, how in HOW.items()},
     )  # fmt: skip
@@ -214,18 +228,13 @@ def _most_different(here: Place, known: Callable[[PublishedStep], bool] | None) 
 def _unknown(job: Job, nearest: PublishedStep, like: Sequence[PublishedStep]) -> str:
     if like:
         laboratories = ", ".join(sorted({step.laboratory for step in like}))
-        few = (
-            f"only {len(like)} measured {'steps are' if len(like) > 1 else 'step is'} like this one, of {laboratories}"
-        )
-        return f"nothing known: {few}; the nearest is {nearest.title}"
+        many = "steps are" if len(like) > 1 else "step is"
+        few = f"only {len(like)} measured {many} like this one, of {laboratories}"
+        return f"{OUTSIDE}: {few}; the nearest is {nearest.title}"
     kinds = [(kind(nearest.job), kind(job)) for kind in KINDS]
     differences = [f"{theirs} (here {ours})" for theirs, ours in kinds if theirs != ours]
     for name, (size, reach) in REACHES.items():
         times = size(nearest.job) / size(job)
         if not 1 / reach <= times <= reach:
-            differences.append(f"{times:.3g} times the {name}")
-    return f"nothing known: the nearest measured step, {nearest.title}, differs: {', '.join(differences)}"
-
-
-def _by(error: float) -> str:
-    return f"{abs(error):.1%} too {'long' if error > 0 else 'short'}"
+            differences.append(f"{times:.3g} times the {name}" if times > 1 else f"1/{1 / times:.3g} of the {name}")
+    return f"{OUTSIDE}: the nearest measured step, {nearest.title}, differs: {', '.join(differences)}"

@@ -11,6 +11,7 @@ most ``NEAR`` slower than the fastest, which forecasts of two ways of one job ca
 least memory is first, and of equal memory the simplest. What is slower by no more than a forecast misses is a tie.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import log
@@ -63,11 +64,6 @@ class Found:
     is_tied: bool = False
 
     @property
-    def name(self) -> str:
-        """In a few words."""
-        return self.job.way
-
-    @property
     def seconds(self) -> float:
         """Of a step."""
         return self.parts.total()
@@ -100,8 +96,8 @@ def search(sizes: Mapping[str, Any], ranks: int, sequences: int, **options: Any)
     factors = fitted(checked(calibration, jobs[0]))  # all are on the same cards and network
     found = [Found(job, step_parts(job, factors), peak_bytes(job)) for job in jobs]
     fits = ranked([one for one in found if one.fits])
-    rest = sorted((one for one in found if not one.fits), key=lambda one: one.peak_bytes)
-    too_large = [replace(one, why_not=_too_large(one)) for one in rest]
+    found.sort(key=lambda one: one.peak_bytes)
+    too_large = [replace(one, why_not=_too_large(one)) for one in found if not one.fits]
     if not fits:
         return too_large
     best = fits[0]
@@ -116,14 +112,25 @@ def next_to_try(job: Job, calibration: Sequence[Pair] = ()) -> tuple[str, Found]
     The same sequences make a step. A job that fits itself gains if it is faster by more than ``NEAR``.
     """
     factors = fitted(checked(calibration, job))
-    given = {name: value for name, value in asdict(job).items() if name not in (*OPTIONS, "data", "accumulation")}
-    ways = {job: "", **{way: _only_option(job, way) for way in _jobs(given, job.data * job.tensor, job.sequences, {})}}
+    others = _jobs(_given(job), job.data * job.tensor, job.sequences, {})
+    ways = {job: "", **{way: _only_option(job, way) for way in others}}
     ways |= {} if job.compiled else {replace(job, compiled=True): "--compiled"}
     found = [Found(way, step_parts(way, factors), peak_bytes(way)) for way in ways if way is job or ways[way]]
     here, fits = found[0], [way for way in found[1:] if way.fits]
     best = min(fits, key=lambda way: way.seconds, default=here)
     gains = not here.fits or best.seconds * (1 + NEAR) < here.seconds
     return (ways[best.job], best) if best is not here and gains else None
+
+
+def cards_for(job: Job) -> Job | None:
+    """The smallest way to train what a job trains on as many cards, or on the fewest, as ``cards_that_would_do``."""
+    given, ranks = _given(job), job.data * job.tensor
+    return _smallest(given, ranks, {}) or cards_that_would_do(given, ranks)
+
+
+def _given(job: Job) -> dict[str, Any]:
+    """What is not a way to train it."""
+    return {name: value for name, value in asdict(job).items() if name not in (*OPTIONS, "data", "accumulation")}
 
 
 def _only_option(job: Job, way: Job) -> str:
@@ -189,19 +196,10 @@ def cards_that_would_do(sizes: Mapping[str, Any], ranks: int, **options: Any) ->
 
     Cards are counted by whole hosts, where there are several. None where no number of them is enough.
     """
-    many, few = ranks, ranks
-    while (found := _smallest(sizes, many := 2 * many, options)) is None:
-        few = many
-        if many > MOST_CARDS:
-            return None
-    host = found.links.per_host
-    step = 1 if many <= host else host
-    few, many = few // step, -(-many // step)
-    while many - few > 1:
-        middle = (few + many) // 2
-        smaller = _smallest(sizes, middle * step, options)
-        few, many, found = (middle, many, found) if smaller is None else (few, middle, smaller)
-    return found
+    host = next(_jobs(sizes, ranks, ranks, options)).links.per_host
+    counts = [many for many in range(ranks + 1, MOST_CARDS + 1) if many <= host or many % host == 0]
+    place = bisect_left(counts, True, key=lambda many: _smallest(sizes, many, options) is not None)
+    return _smallest(sizes, counts[place], options) if place < len(counts) else None
 
 
 def _smallest(sizes: Mapping[str, Any], ranks: int, options: Mapping[str, Any]) -> Job | None:

@@ -40,6 +40,7 @@ from functools import cache, lru_cache
 from shardlab.forecast.job import Job
 from shardlab.forecast.replay import Replay, Schedule, Unit, host_is_behind, replay
 from shardlab.forecast.transformer import ATTENTION, KERNELS, MEMORY, PRODUCTS, Costs, Parts
+from shardlab.planner.rows import BEFORE_A_PASS
 from shardlab.vocabulary import Collective, MeshAxis
 
 RECOMPUTED, COPIES, TENSOR = "recomputation", "copies of units", "tensor-parallel messages"
@@ -167,6 +168,15 @@ class Step:
         """Whether the device may: False needs no replay."""
         layers, root = self.units
         return host_is_behind([*layers[:1], root])
+
+    @property
+    def sent_share(self) -> float:
+        """Seconds of a layer's messages in a micro-batch, one by one, over those of its compute alone."""
+        row, sizes, layer = self.job.row, self.job.sizes, self.units[0][0]
+        sent = [*row.gathered(BEFORE_A_PASS, sizes) * (1 + row.regathers), *row.reduced(sizes)]
+        size = {Collective.ALL_GATHER: layer.gathered_bytes}
+        seconds = sum(self.message_seconds(op, at, size.get(op, layer.reduced_bytes) * part) for op, at, part in sent)
+        return seconds / (layer.forward_seconds + layer.backward_seconds)
 
     def replayed(self, micro_batches: int) -> Replay:
         """The step with so many micro-batches."""

@@ -49,6 +49,7 @@ SPLIT_INNER = 4096
 # Rates against FlashAttention 2, forward and backward; stored scores are products and memory-bound work.
 FLASH_RATES = {"flash-1": (0.64, 0.46), "flash-2": (1.0, 1.0)}
 PRODUCTS, ATTENTION, MEMORY = "matrix products", "attention", "memory-bound work"
+Size = tuple[float, float, float]
 KERNELS = {"gpt": 14, "llama": 40, "compiled": 14}  # of a layer in forward; backward has twice as many
 
 
@@ -66,7 +67,7 @@ class Parts(dict[str, float]):
         return sum(self.values())
 
 
-def layer_products(job: Job) -> Iterator[tuple[float, float, float]]:
+def layer_products(job: Job) -> Iterator[Size]:
     """Rows, inner and columns of a layer's matrix products on a tensor rank."""
     h, ffn, heads, part = job.hidden, job.ffn, job.heads_width, 1 / job.tensor
     yield job.tokens, h, heads * (1 + 2 * job.kv_share) * part
@@ -139,9 +140,7 @@ class Costs:
         seconds = flops * job.seq_len / self.product_rate + score_bytes * scores / self.bandwidth
         return Parts({ATTENTION: times * seconds})
 
-    def products(
-        self, sizes: Iterable[tuple[float, float, float]], backward: bool, *, of_layer: bool = True
-    ) -> float:  # fmt: skip
+    def products(self, sizes: Iterable[Size], backward: bool, *, of_layer: bool = True) -> float:
         """Of matrix products, or of those for the gradients of their inputs and of their weights."""
         if backward:
             sizes = [size for m, k, n in sizes for size in ((m, n, k), (k, m, n))]

@@ -1,11 +1,14 @@
 """A card is measured by its seconds: from those of the formulas the numbers of a card come back."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from shardlab.bench import calibrate_card as calibrating
 from shardlab.bench.calibrate_card import ITEMSIZES, calibrate_card, parts
 from shardlab.cli import app
 from shardlab.forecast import predict_step
@@ -120,6 +123,44 @@ def test_the_command_says_and_writes_what_was_measured(tmp_path, monkeypatch):
     for words in ("h100-sxm, measured", "60% of the peak in bf16 products", "20 us eager, 10 us compiled, 2 us graph"):
         assert words in done.output
     assert Gpu.read("card.json").host_seconds["eager"] == pytest.approx(20e-6)
+
+
+def test_where_nothing_compiles_the_rest_is_kept_and_that_is_said(tmp_path, monkeypatch):
+    class Bare(ToldCard):
+        def launches(self, kind):
+            if kind == "compiled":
+                raise RuntimeError("Cannot find a working triton installation\nand more")
+            return super().launches(kind)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shardlab.bench.calibrate_card.CudaCard", lambda: Bare("NVIDIA H100 80GB HBM3", SLOW_H100))
+    done = CliRunner().invoke(app, ["calibrate", "--device", "cuda"], env={"COLUMNS": "200"})
+    said = "compiled launches, for which what is usual is taken: RuntimeError: Cannot find a working triton"
+    assert (done.exit_code, said in done.output) == (0, True), done.output
+    assert "20 us eager, 2 us graph" in done.output
+    assert [*Gpu.read("card.json").host_seconds] == ["eager", "graph"]
+
+
+def test_a_product_in_32_bits_has_tensor_cores_while_it_is_measured_alone(monkeypatch):
+    """On the CPU, where all but the card's name is as on a card."""
+    device, seen, randn = object.__new__(calibrating.CudaCard), [], torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *shape, device, dtype: randn(*shape, dtype=dtype))
+    monkeypatch.setattr(
+        calibrating, "_seconds", lambda call: seen.append((torch.get_float32_matmul_precision(), call().dtype))
+    )
+    before = torch.get_float32_matmul_precision()
+    for precision in ("bf16", "tf32"):
+        device.product(precision, 2, 3, 4)
+    assert seen == [("highest", torch.bfloat16), ("high", torch.float32)]
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_a_profiler_that_sees_no_kernel_is_no_kernel_that_takes_all_the_time(monkeypatch):
+    seen = SimpleNamespace(events=lambda: [SimpleNamespace(device_type="DeviceType.CPU")])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(calibrating, "profile", lambda activities: nullcontext(seen))
+    with pytest.raises(RuntimeError, match="the profiler sees no kernel"):
+        calibrating._kernels(lambda: None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -21,11 +21,12 @@ from shardlab.forecast.search import (
 from shardlab.forecast.step_model import Factors, step_parts
 
 LLAMA = {
-    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192, "hidden_act": "silu",
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192,
+    "hidden_act": "silu",
 }  # fmt: skip
 GPT2 = {
-    "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024,
+    "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024,
     "activation_function": "gelu_new",
 }  # fmt: skip
 
@@ -106,7 +107,7 @@ def test_what_is_slower_by_less_than_a_forecast_misses_is_a_tie():
     found = search(LLAMA2_7B, 8, 64, hardware="h100")
     fits, miss = [one for one in found if one.fits], miss_of(found[0].job, ())
     ties = [one for one in fits if one.is_tied]
-    assert {one.name for one in ties} == {one.name for one in fits[: len(ties)]}
+    assert {one.job.way for one in ties} == {one.job.way for one in fits[: len(ties)]}
     assert 1 < len(ties) < len(fits)
     assert ties[-1].seconds <= (1 + miss) * fits[0].seconds < fits[len(ties)].seconds
 
