@@ -26,6 +26,8 @@ class Message:
         line: where the call stands.
         axis: of the mesh; empty where it has only one.
         is_waited_for: whether the rank has waited for its end.
+        phase: of the step, where one is weighed: 'forward', 'backward', with all to the optimizer's step, or 'step'.
+        computed_us: what the rank had computed on the virtual clock when it was sent, and when the rank waited for it.
     """
 
     op: str
@@ -34,6 +36,8 @@ class Message:
     line: str = ""
     axis: str = ""
     is_waited_for: bool = True
+    phase: str = ""
+    computed_us: tuple[float, float] = (0.0, 0.0)
 
     @classmethod
     def around_a_ring(cls, op: Collective, num_bytes: int, num_ranks: int, axis: str = "") -> "Message":
@@ -87,6 +91,9 @@ class Measured:
         fault: what the attempt itself has found wrong, in words; empty if nothing.
         held: bytes that this rank held, one after another: memory over time, for the picture.
         spans: what the rank and its link did on the virtual clock, likewise.
+        at_rest: bytes by role that the rank held between steps.
+        factor: by which its means are not those of one process; 0 if they are no multiple.
+        keeps_own: whether they are a multiple of this rank's own gradients.
     """
 
     result: object
@@ -96,6 +103,9 @@ class Measured:
     fault: str = ""
     held: tuple[float, ...] = ()
     spans: tuple[tuple[str, float, float], ...] = ()
+    at_rest: Mapping[str, int] = field(default_factory=dict)
+    factor: float = 0
+    keeps_own: bool = False
 
 
 class VirtualClock:
@@ -117,6 +127,11 @@ class VirtualClock:
         self._latency_us, self._bytes_per_us = latency_us, bytes_per_us
         self.now_us = self.exposed_us = self._link_free_us = 0.0
         self.spans: list[tuple[str, float, float]] = []
+
+    @property
+    def computed_us(self) -> float:
+        """How long the rank has computed."""
+        return sum(end - start for what, start, end in self.spans if what == "compute")
 
     def compute(self, time_us: float) -> None:
         """The rank is busy for so long; messages that are under way go on."""

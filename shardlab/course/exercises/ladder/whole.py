@@ -163,22 +163,24 @@ def zero3_cases() -> list[Case]:
 def fsdp_cases() -> list[Case]:
     """whole_fsdp: as whole_zero3, unit by unit, and the next one ahead of time.
 
-    Units are the children of given.module that have parameters; keep yours under another name than self.units, which
-    is for units of the library's own kind. A unit is gathered in one message before its forward and again before its
-    backward, freed after each, and its gradients are scattered when the last has come. While one unit computes, the
-    message of the next one is under way. LaidOut(..., hooks=[...]) takes the handles of your hooks.
-    In messages of at most 600 bytes, 6500 bytes at the peak and 640 us on the clock of whole_bucketed are enough. Here
-    every rank calls every unit, in the same order; else all would have to send the same messages all the same. What
-    is written in full() only check_strategy asks.
+    Units are the children of given.module that have parameters, one behind the other; keep yours under another name
+    than self.units, which is for units of the library's own kind. A unit is gathered in one message before its forward
+    and again before its backward, freed after each, and its gradients are scattered when the last has come. While one
+    unit computes, the message of the next one is under way. LaidOut(..., hooks=[...]) takes the handles of your hooks.
+    In messages of at most 600 bytes, 6500 bytes at the peak and 640 us on the clock of whole_bucketed are enough. The
+    rows of some ranks skip a unit of the second model, and another unit is used by none: each rank sends the messages
+    of all units, in the same order. What is written in full() only check_strategy asks.
 
     Hints:
     - register_forward_pre_hook gathers; register_forward_hook frees, and its output's register_hook gathers again.
     - Start the next unit's gather before this one computes: in forward of the one behind it, in backward before it.
     - grad_ready() counts the gradients of a unit: with the last one it frees the unit and starts the reduce_scatter.
+    - List all messages of a forward and of a backward before it begins, in forward() and backward(sends=...). Whoever
+      comes to one sends what stands before it first, and at the end what is left: zeros for what was not used.
     """
     three = {Collective.ALL_GATHER: UNITS * 2, Collective.REDUCE_SCATTER: UNITS}
     at_rest = {"parameter": BYTES // NUM_RANKS, "gradient": BYTES // NUM_RANKS, "optimizer_state": BYTES}
-    return _cases(three, 12, at_rest, largest=600, peak=6500, time_us=640, models=("MLP",))
+    return _cases(three, 12, at_rest, largest=600, peak=6500, time_us=640, models=("MLP", "Skips"))
 
 
 AS_ONE = """from torch import nn
@@ -241,7 +243,7 @@ WHOLE = (
     _whole("zero1", zero1_cases),
     _whole("zero2", zero2_cases),
     _whole("zero3", zero3_cases, num_wrong=4),
-    _whole("fsdp", fsdp_cases, num_wrong=4),
+    _whole("fsdp", fsdp_cases),
     Exercise.of(
         "whole.tensor", tensor_cases, AS_ONE, "guide/exercises", attempt=tried_block, points=3,
         shown_inputs=lambda *_: "", num_references=2, num_wrong=7,
