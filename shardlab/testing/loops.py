@@ -295,11 +295,10 @@ def held_wrong(engine: Engine) -> str:
             is_placeholder = engine.strategy.keeps_pieces and one is engine.params[name] and one.numel() == 1
             if not is_placeholder and one.untyped_storage().nbytes() >= one.nbytes > 0:
                 role = "PARAMETER" if what == "the parameter" else "GRADIENT"
-                if role == "PARAMETER" and one is not engine.params[name]:
+                if what == "the parameter" and one is not engine.params[name]:
                     return (
-                        f"the piece of {name!r} that the optimizer steps is no view of a parameter, nor of anything "
-                        "else in holdings(), so what is stepped reaches nothing: cut it from what is held without a "
-                        "copy; a copy that is meant, such as a master weight, belongs in holdings() too"
+                        f"the piece of {name!r} that the optimizer steps is no view of a parameter, nor of anything in "
+                        "holdings(): cut it without a copy, or yield a copy that is meant there (a master weight)"
                     )
                 return (
                     f"holdings(): {what} of {name!r} is in none, so that no table would count it; after those of "

@@ -123,8 +123,7 @@ class Skips(nn.Sequential):
         hidden, chosen = torch.tanh(first(x)), x[:, :1] > 0
         if bool(chosen.any()):
             hidden = torch.where(chosen, torch.tanh(sometimes(hidden)), hidden)
-        output: Tensor = last(hidden)
-        return output
+        return torch.as_tensor(last(hidden))
 
 
 class SmallGPT(GPT):

@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import getdoc
 from math import inf, prod
+from pathlib import Path
 from typing import Any
 
 from shardlab.comm import BaseMesh, Communicator
 from shardlab.course.exercises.values import numbers_in
 from shardlab.partition.ring_cost import ring_wire_bytes
-from shardlab.vocabulary import Collective
+from shardlab.vocabulary import Collective, Role
 
 Function = Callable[..., Any]
 Attempt = Callable[..., object]
@@ -103,7 +104,7 @@ class Measured:
     fault: str = ""
     held: tuple[float, ...] = ()
     spans: tuple[tuple[str, float, float], ...] = ()
-    at_rest: Mapping[str, int] = field(default_factory=dict)
+    at_rest: Mapping[Role, int] = field(default_factory=dict)
     factor: float = 0
     keeps_own: bool = False
 
@@ -250,21 +251,31 @@ class Exercise:
             raise ValueError(f"name: {self.name!r} was given; write words with dots between them, as 'zero1.owners'")
 
     @classmethod
-    def of(cls, name: str, cases: Callable[[], Sequence[Case]], starter: str, notebook: str, **more: Any) -> "Exercise":
-        """One whose task stands in the docstring of ``cases``, before a list of hints.
+    def of(cls, name: str, cases: Callable[[], Sequence[Case]], notebook: str, **more: Any) -> "Exercise":
+        """One of ours: its task stands in the docstring of ``cases``, before a list of hints.
 
         Args:
-            name: see above, as ``cases``, ``starter``, ``notebook`` and the rest.
+            name: see above, as ``cases``, ``notebook`` and the rest; the starter stands under it in ``starters.md``.
             cases: makes the cases.
-            starter: source to begin with.
             notebook: where it belongs.
             more: the other fields.
         """
         task, _, hints = (getdoc(cases) or "").partition("\n\nHints:\n- ")
         lines = tuple(" ".join(hint.split("\n  ")) for hint in hints.split("\n- "))
-        return cls(name, task, starter, cases, lines, notebook, **more)
+        return cls(name, task, code_in(said_under(name, "starters.md")), cases, lines, notebook, **more)
 
     @property
     def function_name(self) -> str:
         """What the learner's function is called in a file."""
         return self.name.replace(".", "_")
+
+
+def said_under(name: str, file: str) -> str:
+    """What ``starters.md`` or ``solutions.md`` has under an exercise's name, as Markdown; '' if it is none of ours."""
+    text = (Path(__file__).parent / "ladder" / file).read_text()
+    return text.partition(f"## {name}\n")[2].partition("\n## ")[0].strip()
+
+
+def code_in(text: str) -> str:
+    """The code of Markdown that has one block."""
+    return text.partition("```python\n")[2].removesuffix("```")

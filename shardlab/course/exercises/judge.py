@@ -5,7 +5,7 @@ counted by an observer of the communicator, not by asking it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import zip_longest
 from math import inf, isnan
@@ -182,10 +182,8 @@ def examine(
         done, reason, verdict = run_case(exercise, function, case, pool)
         if reason := reason or _wrong(case, done, exercise.result_words):
             first, _, rest = f"{case.words}: {reason}".partition("\n")
-            mistake = ""
-            if verdict is Verdict.FAILED:
-                mistake = mistake_in(exercise.name, first, case, done, _facts(exercise, function, case, done, pool))
-            return Report(exercise.name, verdict, first, rest.strip(), case, done, score, mistake)
+            report = Report(exercise.name, verdict, first, rest.strip(), case, done, score)
+            return replace(report, mistake=_mistake(exercise, function, report, pool))
         score = score.plus(done, counts=case.traffic is not None)
         on_case(case.words)
     if not any(map(_shows_something, cases)):
@@ -193,14 +191,16 @@ def examine(
     return Report(exercise.name, Verdict.PASSED, case=case, done=done, score=score)
 
 
-def _facts(exercise: Exercise, function: Function, case: Case, done: Sequence[Done], pool: RankPool) -> list[str]:
-    """What was measured of a whole strategy's step; where its numbers are wrong, it is weighed all the same."""
-    if not done or not exercise.name.startswith(WEIGHED):
-        return []
-    if case.traffic is not None:
-        return facts_of(done, case, COSTS)
-    weighed = exercise.cases()[-1]
-    return facts_of(run_case(exercise, function, weighed, pool)[0], weighed, NUMBERS)
+def _mistake(exercise: Exercise, function: Function, report: Report, pool: RankPool) -> str:
+    """What was thought; of a whole strategy whose numbers are wrong, a step is weighed all the same."""
+    if report.verdict is not Verdict.FAILED or report.case is None:
+        return ""
+    case, done, facts = report.case, report.done, COSTS
+    if exercise.name.startswith(WEIGHED) and done and case.traffic is None:
+        case, facts = exercise.cases()[-1], NUMBERS
+        done = run_case(exercise, function, case, pool)[0]
+    found = facts_of(done, case, facts) if exercise.name.startswith(WEIGHED) else ()
+    return mistake_in(exercise.name, report.reason, report.case, report.done, found)
 
 
 def _shows_something(case: Case) -> bool:

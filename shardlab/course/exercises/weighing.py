@@ -147,12 +147,11 @@ def _factor(engine: Engine, ranks: Sequence[int]) -> float:
     """What the first means of an engine are, as a multiple of the gradient on the rows of ranks; 0 if they are none."""
     alone, stepped = model(), engine.step_tensors()
     torch.stack([_loss(alone, rank) for rank in ranks]).mean().backward()
-    found, wanted = [torch.zeros(1, dtype=torch.float64)], [torch.zeros(1, dtype=torch.float64)]
+    found, wanted = [], []
     for name, (start, stop) in engine.owned().items():
-        here, there = stepped.by_name(name).grad, alone.get_parameter(name).grad
-        assert there is not None
-        wanted.append(there.flatten()[start:stop])
-        found.append(torch.zeros_like(wanted[-1]) if here is None else here.flatten())
-    one, other = torch.cat(found), torch.cat(wanted)
+        gradient = stepped.by_name(name).grad
+        wanted.append(alone.get_parameter(name).grad.flatten()[start:stop])  # type: ignore[union-attr]
+        found.append(torch.zeros_like(wanted[-1]) if gradient is None else gradient.flatten())
+    one, other = (torch.cat([*parts, torch.zeros(1)]).double() for parts in (found, wanted))
     factor = float(one @ other / (other @ other))
     return round(factor, 9) if torch.allclose(one, factor * other) else 0.0

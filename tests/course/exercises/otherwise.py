@@ -6,6 +6,7 @@ By exercise: the mistake's name in ``mistakes.toml``, and what stands in the sol
 from collections.abc import Callable, Mapping
 
 from shardlab.course import LADDER, Exercise
+from shardlab.course.exercises.exercise import code_in
 from shardlab.course.exercises.ladder import solution_of
 
 
@@ -16,7 +17,7 @@ def named(name: str) -> Exercise:
 
 def printed(exercise: Exercise, changes: Mapping[str, str] | None = None) -> Callable[..., object]:
     """The solution that teachers read, or what it is with texts in the place of others."""
-    source = solution_of(exercise).partition("```python\n")[2].removesuffix("```")
+    source = code_in(solution_of(exercise))
     for before, after in (changes or {}).items():
         assert before in source, before
         source = source.replace(before, after)
@@ -87,7 +88,8 @@ self.comm.all_reduce(full, tag="gradients").wait()
     "whole.fsdp": [
         ("sums", {"            mean /= self.num_ranks\n": ""}),
         ("skips_units", {
-            "while message in": "if message in", "self.messages.pop(0)": "self.messages.pop(self.messages.index(message))",
+            "while message in": "if message in",
+            "self.messages.pop(0)": "self.messages.pop(self.messages.index(message))",
         }),
         ("no_prefetch", {"        self._send_until((Unit.start, ahead))\n": ""}),
         ("no_prefetch_in_backward", {"self._use(place, place - 1)": "self._use(place, place)"}),

@@ -14,32 +14,6 @@ BUCKETS = (208, 576, 576, 384)  # of it: at most 600 bytes each, from the last l
 PARAMETERS = (384, 64, 512, 64, 512, 64, 128, 16)
 UNITS = (448, 576, 576, 144)
 
-ALONE = """from shardlab.engines import Strategy
-
-class whole_ddp(Strategy):
-    name = "whole_ddp"
-
-    def make_means(self):
-        pass  # your code: now each rank steps with its own gradients
-"""
-AS_DDP = """import torch
-from shardlab.engines import {imports}
-
-class {name}(Strategy):
-    name = "{name}"
-
-    def make_means(self):  # your code: this is ddp by another name, which its bytes or its time give away
-        for param in self.params.values():
-            if self.is_due(param):
-                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-                self.comm.all_reduce(param.grad, tag="a gradient").wait()
-                param.grad /= self.num_ranks
-"""
-
-SHARDED = """Division, Holding, LaidOut, Strategy
-from shardlab.partition import ParamSpec, flat_layout
-from shardlab.vocabulary import Role"""
-
 
 def tried(function: Function, mesh: Any, *asked: Any) -> object:
     """Train a model by its name, or weigh a step within limits."""
@@ -183,18 +157,6 @@ def fsdp_cases() -> list[Case]:
     return _cases(three, 12, at_rest, largest=600, peak=6500, time_us=640, models=("MLP", "Skips"))
 
 
-AS_ONE = """from torch import nn
-
-class whole_tensor(nn.Module):
-    def __init__(self, block, comm):
-        super().__init__()
-        self.block, self.comm = block, comm  # your code: now every rank has all of it
-
-    def forward(self, x):
-        return self.block(x)
-"""
-
-
 def tensor_cases() -> list[Case]:
     """whole_tensor(block, comm): a subclass of nn.Module that does the work of block, divided over the ranks of comm.
 
@@ -227,25 +189,19 @@ def tensor_cases() -> list[Case]:
     ]  # fmt: skip
 
 
-def _whole(
-    name: str, cases: Callable[[], list[Case]], starter: str = AS_DDP, num_wrong: int = 3, imports: str = SHARDED
-) -> Exercise:
-    starter = starter.format(name=f"whole_{name}", imports=imports)
+def _whole(name: str, cases: Callable[[], list[Case]], num_wrong: int = 3, **more: Any) -> Exercise:
     return Exercise.of(
-        f"whole.{name}", cases, starter, "guide/exercises", attempt=tried, points=3,
-        shown_inputs=lambda *_: "", num_references=1, num_wrong=num_wrong,
+        f"whole.{name}", cases, "guide/exercises", points=3, shown_inputs=lambda *_: "", num_wrong=num_wrong,
+        **{"attempt": tried, "num_references": 1} | more,
     )  # fmt: skip
 
 
 WHOLE = (
-    _whole("ddp", ddp_cases, ALONE),
-    _whole("bucketed", bucketed_cases, num_wrong=4, imports="Strategy"),
+    _whole("ddp", ddp_cases),
+    _whole("bucketed", bucketed_cases, 4),
     _whole("zero1", zero1_cases),
     _whole("zero2", zero2_cases),
-    _whole("zero3", zero3_cases, num_wrong=4),
+    _whole("zero3", zero3_cases, 4),
     _whole("fsdp", fsdp_cases),
-    Exercise.of(
-        "whole.tensor", tensor_cases, AS_ONE, "guide/exercises", attempt=tried_block, points=3,
-        shown_inputs=lambda *_: "", num_references=2, num_wrong=7,
-    ),
-)  # fmt: skip
+    _whole("tensor", tensor_cases, 7, attempt=tried_block, num_references=2),
+)
