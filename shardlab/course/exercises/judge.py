@@ -230,8 +230,9 @@ def run_case(
             named = ", ".join(map(str, late))
             return (), f"rank {named} had no time to call your function; run it again", Verdict.BLOCKED
         # A TypeError is of the function itself: it holds what cannot be sent to a rank.
-        first, _, trace = str(error).strip().partition("\n")
-        return (), first if __file__ in trace else f"{first}\n{trace}", Verdict.FAILED  # none of its lines led there
+        first, _, rest = str(error).strip().partition("\n")
+        is_ours = isinstance(error, RankError) and __file__ in rest  # none of the function's lines led there
+        return (), first if is_ours else f"{first}\n{rest}", Verdict.FAILED
     return tuple(of_rank for of_rank in done if of_rank is not None), "", Verdict.FAILED
 
 
