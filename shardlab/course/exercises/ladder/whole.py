@@ -122,7 +122,7 @@ def zero3_cases() -> list[Case]:
     are contexts: inside, the module computes, with all its parameters. full(keep_changes=...) is one in which a user
     reads them, and writes them where keep_changes is True. Autograd saves weights for backward: it must not keep the
     memory that you free. So free the storage and not the tensor, flat.untyped_storage().resize_(0), and gather into it.
-    What is still gathered behind its forward, or has other memory, is refused as a parameter whose data was replaced.
+    What is still gathered after forward, or after backward, is refused.
 
     Hints:
     - The optimizer steps pieces of a shard of this rank's own; after the step nothing is sent.
