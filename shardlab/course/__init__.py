@@ -53,13 +53,9 @@ if TYPE_CHECKING:
     from shardlab.course.widgets.workbench import workbench
     from shardlab.data_sets import batch
     from shardlab.experiment.comparison import PRELOAD
-    from shardlab.experiment.planned.run_plan import (
-        RunPlan,
-        fit_of,
-        kept_for_backward,
-        readable_fit,
-        saved_for_backward,
-    )
+    from shardlab.experiment.planned.run_plan import (  # isort: skip
+        RunPlan, fit_of, kept_for_backward, readable_fit, saved_for_backward,
+    )  # fmt: skip
     from shardlab.forecast import Layer, activation_bytes
     from shardlab.launch import RankDied, RankError, RankHang, current
     from shardlab.partition.owned_bytes import Ownership

@@ -1,7 +1,8 @@
 """A picture of an idea, made of boxes, arrows and words: one SVG for light and dark pages, with a layout for phones.
 
 Inside a page of HTML that is narrower than 520 px the second layout is shown; its words, as those of the first, are
-never smaller than 12 px. As an image, in JupyterLab, the first is shown whole.
+never smaller than 12 px. As an image, in JupyterLab, the first is shown whole, light or dark as JupyterLab's theme is
+and not as the system's: an image takes the color-scheme of the page that it stands in.
 """
 
 import base64

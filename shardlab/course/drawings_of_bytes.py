@@ -133,7 +133,8 @@ def _who_reads_what(pen: Pen) -> None:
     pen.rows({"read": [(begin, end, OF_RANKS[rank], f"{end - begin}") for begin, end, rank in pieces]})
     top = pen.height - 28
     for begin, end, rank in pieces:
-        pen.arrow(at((begin + end) / 2), foot, at((begin + end) / 2), top, OF_RANKS[rank])
+        x = at(begin + (end - begin) * (2 / 3 if pen.is_narrow else 1 / 2))  # beside the word 'read'
+        pen.arrow(x, foot, x, top, OF_RANKS[rank])
     for rank, piece in enumerate(readers):
         left, right = at(piece[0][0]), at(piece[-1][1])
         pen.box(left, top, right - left, 26, edge="ink")

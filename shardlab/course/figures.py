@@ -191,14 +191,8 @@ def mesh_map(axes: Mapping[str, int], hosts: int = 1) -> go.Figure:
     columns, rows = ([f"{name} {place}" for place in range(size)] for name, size in ((inner, width), (outer, height)))
     figure.update_xaxes(range=[-0.6, width - 0.4], side="top", tickvals=list(range(width)), ticktext=columns, **plain)
     # Equal scales: neighbours are equally near in both directions.
-    figure.update_yaxes(
-        range=[height - 0.4, -0.6],
-        tickvals=list(range(height)),
-        ticktext=rows,
-        scaleanchor="x",
-        scaleratio=0.6,
-        **plain,
-    )
+    alike = plain | {"scaleanchor": "x", "scaleratio": 0.6}
+    figure.update_yaxes(range=[height - 0.4, -0.6], tickvals=list(range(height)), ticktext=rows, **alike)
     return finish(figure, f"A mesh of {grid.size} ranks, {shape}: {'; '.join(parts[::-1])}.")
 
 

@@ -52,13 +52,8 @@ def virtual_steps(variants: Mapping[str, CompareConfig]) -> Records:
             advance(name)
     tables = {table: pd.concat([_one_step(table, *one) for one in found], ignore_index=True) for table in TABLES}
     known = {
-        name: {
-            "run": name,
-            "source": "predicted",
-            "ranks": config.ranks,
-            "config": config.as_dict(config.strategies[0]),
-        }
-        for name, config in variants.items()
+        name: {"run": name, "source": "predicted", "ranks": one.ranks, "config": one.as_dict(one.strategies[0])}
+        for name, one in variants.items()
     }
     return Records(**tables, manifests=known)
 

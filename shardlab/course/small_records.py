@@ -160,18 +160,12 @@ def run_interleaved(variants: Mapping[str, CompareConfig], pool: RankPool, direc
     with ExitStack() as stack:
         where = directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for name, config in variants.items():
-            write_manifest(
-                where / name, {"run": name, "ranks": config.ranks, "config": config.as_dict(config.strategies[0])}
-            )
+            options = config.as_dict(config.strategies[0])
+            write_manifest(where / name, {"run": name, "ranks": config.ranks, "config": options})
         steps = next(iter(variants.values())).steps
         with cell_bar(f"training {len(variants)} variants in turn", steps) as advance:
-            pool.run(
-                _train_interleaved,
-                dict(variants),
-                where,
-                perf_counter_ns(),
-                on_message=lambda _, said: advance(str(said)),
-            )
+            began_ns = perf_counter_ns()
+            pool.run(_train_interleaved, dict(variants), where, began_ns, on_message=lambda _, said: advance(str(said)))
         return load_runs(where / name for name in variants)
 
 

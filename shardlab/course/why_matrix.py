@@ -157,36 +157,25 @@ INJECTED: Mapping[str, Injected] = {
     "slow loader": Injected("input wait", workload={"data": _batches(0.12)}),
     "slow optimizer": Injected("optimizer step", workload={"optimizer": _slow_adamw}),
     "every micro-batch": Injected(
-        REPEATED,
-        {"link": "1Gbps,50us", "accumulation": 4, "strategies": (EveryMicroBatch(),)},
-        engines=("bucketed",),
+        REPEATED, {"link": "1Gbps,50us", "accumulation": 4, "strategies": (EveryMicroBatch(),)}, engines=("bucketed",),
         keeps=("link", "accumulation"),
     ),
     "recomputation": Injected("recomputation", workload={"model": lambda: Blocks(recomputes=True)}, rows=MANY_ROWS),
     "low bandwidth": Injected("bandwidth", {"link": "150Mbps,50us"}),
     "high latency": Injected("latency of many small messages", {"link": "10Gbps,15ms"}),
     "small buckets": Injected(
-        "latency of many small messages",
-        {"link": "10Gbps,3ms", "bucket_mib": 0.06},
-        engines=ENGINES[:-1],
+        "latency of many small messages", {"link": "10Gbps,3ms", "bucket_mib": 0.06}, engines=ENGINES[:-1],
         keeps=("link",),
     ),
     "prefetch 0": Injected(
-        "late gather (prefetch too short)",
-        {"link": "600Mbps,50us", "prefetch": 0},
-        engines=("fsdp",),
-        rows=MANY_ROWS,
+        "late gather (prefetch too short)", {"link": "600Mbps,50us", "prefetch": 0}, engines=("fsdp",), rows=MANY_ROWS,
         keeps=("link",),
     ),
     "uneven units": Injected(
-        "uneven units",
-        {"link": "1Gbps,50us", "wrap": UNEVEN},
-        {"model": lambda: Blocks(together=13)},
-        ("fsdp",),
-        MANY_ROWS,
-        keeps=("link", "model"),
+        "uneven units", {"link": "1Gbps,50us", "wrap": UNEVEN}, {"model": lambda: Blocks(together=13)}, ("fsdp",),
+        MANY_ROWS, keeps=("link", "model"),
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,21 @@ class MLP(nn.Sequential):
         super().__init__(nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 5))
 
 
+class Skips(nn.Sequential):
+    """Layers in a row, of which no rank calls the second, and the third only rows whose first feature says so."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(7, 9), nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From [B, 7] to [B, 5]."""
+        first, _, sometimes, last = self
+        hidden, chosen = torch.tanh(first(x)), x[:, :1] > 0
+        if bool(chosen.any()):
+            hidden = torch.where(chosen, torch.tanh(sometimes(hidden)), hidden)
+        return torch.as_tensor(last(hidden))
+
+
 class SmallGPT(GPT):
     """The package's own model, tiny."""
 
@@ -149,3 +164,5 @@ MODELS: dict[str, type[nn.Module]] = {
     kind.__name__: kind for kind in (MLP, SmallGPT, Uneven, Tied, Frozen, Unused, NonContiguous, FewElements)
 }
 """By name."""
+WITH_SKIPS = MODELS | {"Skips": Skips}
+"""Also one of which ranks call other parts: strategies that gather by what forward calls, as FSDP, refuse it."""

@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import getdoc
 from math import inf, prod
+from pathlib import Path
 from typing import Any
 
 from shardlab.comm import BaseMesh, Communicator
 from shardlab.course.exercises.values import numbers_in
 from shardlab.partition.ring_cost import ring_wire_bytes
-from shardlab.vocabulary import Collective
+from shardlab.vocabulary import Collective, Role
 
 Function = Callable[..., Any]
 Attempt = Callable[..., object]
@@ -26,6 +27,8 @@ class Message:
         line: where the call stands.
         axis: of the mesh; empty where it has only one.
         is_waited_for: whether the rank has waited for its end.
+        phase: of the step, where one is weighed: 'forward', 'backward', with all to the optimizer's step, or 'step'.
+        computed_us: what the rank had computed on the virtual clock when it was sent, and when the rank waited for it.
     """
 
     op: str
@@ -34,6 +37,8 @@ class Message:
     line: str = ""
     axis: str = ""
     is_waited_for: bool = True
+    phase: str = ""
+    computed_us: tuple[float, float] = (0.0, 0.0)
 
     @classmethod
     def around_a_ring(cls, op: Collective, num_bytes: int, num_ranks: int, axis: str = "") -> "Message":
@@ -87,6 +92,9 @@ class Measured:
         fault: what the attempt itself has found wrong, in words; empty if nothing.
         held: bytes that this rank held, one after another: memory over time, for the picture.
         spans: what the rank and its link did on the virtual clock, likewise.
+        at_rest: bytes by role that the rank held between steps.
+        factor: by which its means are not those of one process; 0 if they are no multiple.
+        keeps_own: whether they are a multiple of this rank's own gradients.
     """
 
     result: object
@@ -96,6 +104,9 @@ class Measured:
     fault: str = ""
     held: tuple[float, ...] = ()
     spans: tuple[tuple[str, float, float], ...] = ()
+    at_rest: Mapping[Role, int] = field(default_factory=dict)
+    factor: float = 0
+    keeps_own: bool = False
 
 
 class VirtualClock:
@@ -117,6 +128,11 @@ class VirtualClock:
         self._latency_us, self._bytes_per_us = latency_us, bytes_per_us
         self.now_us = self.exposed_us = self._link_free_us = 0.0
         self.spans: list[tuple[str, float, float]] = []
+
+    @property
+    def computed_us(self) -> float:
+        """How long the rank has computed."""
+        return sum(end - start for what, start, end in self.spans if what == "compute")
 
     def compute(self, time_us: float) -> None:
         """The rank is busy for so long; messages that are under way go on."""
@@ -235,21 +251,31 @@ class Exercise:
             raise ValueError(f"name: {self.name!r} was given; write words with dots between them, as 'zero1.owners'")
 
     @classmethod
-    def of(cls, name: str, cases: Callable[[], Sequence[Case]], starter: str, notebook: str, **more: Any) -> "Exercise":
-        """One whose task stands in the docstring of ``cases``, before a list of hints.
+    def of(cls, name: str, cases: Callable[[], Sequence[Case]], notebook: str, **more: Any) -> "Exercise":
+        """One of ours: its task stands in the docstring of ``cases``, before a list of hints.
 
         Args:
-            name: see above, as ``cases``, ``starter``, ``notebook`` and the rest.
+            name: see above, as ``cases``, ``notebook`` and the rest; the starter stands under it in ``starters.md``.
             cases: makes the cases.
-            starter: source to begin with.
             notebook: where it belongs.
             more: the other fields.
         """
         task, _, hints = (getdoc(cases) or "").partition("\n\nHints:\n- ")
         lines = tuple(" ".join(hint.split("\n  ")) for hint in hints.split("\n- "))
-        return cls(name, task, starter, cases, lines, notebook, **more)
+        return cls(name, task, code_in(said_under(name, "starters.md")), cases, lines, notebook, **more)
 
     @property
     def function_name(self) -> str:
         """What the learner's function is called in a file."""
         return self.name.replace(".", "_")
+
+
+def said_under(name: str, file: str) -> str:
+    """What ``starters.md`` or ``solutions.md`` has under an exercise's name, as Markdown; '' if it is none of ours."""
+    text = (Path(__file__).parent / "ladder" / file).read_text()
+    return text.partition(f"## {name}\n")[2].partition("\n## ")[0].strip()
+
+
+def code_in(text: str) -> str:
+    """The code of Markdown that has one block."""
+    return text.partition("```python\n")[2].removesuffix("```")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from shardlab.course.exercises.exercise import Case, Done, Exercise, Function
+from shardlab.course.exercises.exercise import Case, Done, Exercise, Function, code_in
 from shardlab.course.exercises.judge import LIMIT_S, TIMEOUT_S, Report, Verdict, examine, pool_for, run_case
 from shardlab.course.exercises.ladder import LADDER, solution_of
 from shardlab.course.exercises.picture import differ, held, held_table, moved, moved_table
@@ -78,7 +78,7 @@ def check(exercise: Named, function: Function, *, timeout_s: float = TIMEOUT_S, 
 
 def _done_right(exercise: Exercise, report: Report, pool: RankPool) -> tuple[Done, ...]:
     """What a right answer comes to in the case that failed, where memory was wrong; empty if there is none."""
-    case, source = report.case, solution_of(exercise).partition("```python\n")[2].removesuffix("```")
+    case, source = report.case, code_in(solution_of(exercise))
     if case is None or report.verdict is not Verdict.FAILED or not source:
         return ()
     if not any(done.held and (done.fault or done.peak_bytes > case.most_peak_bytes) for done in report.done):

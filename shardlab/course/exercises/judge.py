@@ -5,7 +5,7 @@ counted by an observer of the communicator, not by asking it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import zip_longest
 from math import inf, isnan
@@ -14,6 +14,7 @@ from pathlib import Path
 from shardlab.comm import CollectiveEvent, Observer
 from shardlab.comm.mesh import Mesh
 from shardlab.course.exercises.exercise import Attempt, Case, Done, Exercise, Function, Measured, Message
+from shardlab.course.exercises.facts import COSTS, NUMBERS, facts_of
 from shardlab.course.exercises.mistakes import mistake_in
 from shardlab.course.exercises.traffic import wrong_traffic
 from shardlab.course.exercises.values import differences, numbers_in, plain, told_apart
@@ -23,6 +24,7 @@ from shardlab.trace.observed import wire_bytes
 TIMEOUT_S = 5.0  # in one collective
 LIMIT_S = 20.0  # of one case
 _BEGUN = "begun"  # what a rank says just before it calls the learner's function
+WEIGHED = "whole."  # exercises whose last case weighs a step
 OWN_FOLDER = str(Path(__file__).parent)
 
 
@@ -100,27 +102,32 @@ class Report:
 
 
 class MessageLog(Observer):
-    """An observer that keeps what a rank sends and receives, and over which axis, if there are several."""
+    """An observer that keeps what a rank sends and receives, and over which axis, if there are several.
+
+    Attributes:
+        phase: of the step, in which the next message is sent; whoever weighs a step sets it.
+    """
 
     def __init__(self, *, with_axis: bool = False) -> None:
-        self._events: list[CollectiveEvent] = []
+        self._events: list[tuple[CollectiveEvent, str]] = []
         self._with_axis = with_axis
+        self.phase = ""
 
     @property
     def messages(self) -> list[Message]:
         """In the order of the calls, and whether each has been waited for by now."""
-        return [self._message(event) for event in self._events]
+        return [self._message(*each) for each in self._events]
 
-    def _message(self, event: CollectiveEvent) -> Message:
+    def _message(self, event: CollectiveEvent, phase: str) -> Message:
         # A message that the exercise sends for the learner has no line of the learner's.
         line = "" if event.source_line.startswith(OWN_FOLDER) else event.source_line
         axis = event.axis if self._with_axis else ""
         waited = not isnan(event.wait_end_ns)
-        return Message(str(event.op), event.num_bytes, wire_bytes(event), line, axis, waited)
+        return Message(str(event.op), event.num_bytes, wire_bytes(event), line, axis, waited, phase)
 
     def issued(self, event: CollectiveEvent) -> None:
         """Keep it."""
-        self._events.append(event)
+        self._events.append((event, self.phase))
 
 
 def on_rank(
@@ -175,13 +182,25 @@ def examine(
         done, reason, verdict = run_case(exercise, function, case, pool)
         if reason := reason or _wrong(case, done, exercise.result_words):
             first, _, rest = f"{case.words}: {reason}".partition("\n")
-            mistake = mistake_in(exercise.name, first, case, done) if verdict is Verdict.FAILED else ""
-            return Report(exercise.name, verdict, first, rest.strip(), case, done, score, mistake)
+            report = Report(exercise.name, verdict, first, rest.strip(), case, done, score)
+            return replace(report, mistake=_mistake(exercise, function, report, pool))
         score = score.plus(done, counts=case.traffic is not None)
         on_case(case.words)
     if not any(map(_shows_something, cases)):
         return Report(exercise.name, Verdict.BLOCKED, "every wanted result is 0, as of a function that does nothing")
     return Report(exercise.name, Verdict.PASSED, case=case, done=done, score=score)
+
+
+def _mistake(exercise: Exercise, function: Function, report: Report, pool: RankPool) -> str:
+    """What was thought; of a whole strategy whose numbers are wrong, a step is weighed all the same."""
+    if report.verdict is not Verdict.FAILED or report.case is None:
+        return ""
+    case, done, facts = report.case, report.done, COSTS
+    if exercise.name.startswith(WEIGHED) and done and case.traffic is None:
+        case, facts = exercise.cases()[-1], NUMBERS
+        done = run_case(exercise, function, case, pool)[0]
+    found = facts_of(done, case, facts) if exercise.name.startswith(WEIGHED) else ()
+    return mistake_in(exercise.name, report.reason, report.case, report.done, found)
 
 
 def _shows_something(case: Case) -> bool:
@@ -211,7 +230,9 @@ def run_case(
             named = ", ".join(map(str, late))
             return (), f"rank {named} had no time to call your function; run it again", Verdict.BLOCKED
         # A TypeError is of the function itself: it holds what cannot be sent to a rank.
-        return (), str(error).strip(), Verdict.FAILED
+        first, _, rest = str(error).strip().partition("\n")
+        is_ours = isinstance(error, RankError) and __file__ in rest  # none of the function's lines led there
+        return (), first if is_ours else f"{first}\n{rest}", Verdict.FAILED
     return tuple(of_rank for of_rank in done if of_rank is not None), "", Verdict.FAILED
 
 

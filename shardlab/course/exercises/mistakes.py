@@ -1,13 +1,14 @@
 """What was thought: a failure that a known mistake comes to as well, number by number, is said in words.
 
-``mistakes.toml`` has for each exercise the wrong answers of its tests: by the answer's name a signature of its failure,
-and what one has thought who writes it. A signature is of behaviour alone: the case, what differs first and, where ranks
-came to results, all of these. Of a failure that is not known at least a ratio is said, where all numbers have the same.
+``mistakes.toml`` has for each exercise what one has thought who fails in a way, which is told by one of three: a
+signature, which is of behaviour alone (the case, what differs first and, where ranks came to results, all of these); a
+fact that was measured of a step (``facts.py``); words of the reason. Of a failure that is not known at least a ratio is
+said, where all numbers have the same.
 """
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from hashlib import blake2b
 from itertools import chain
@@ -28,7 +29,7 @@ CLOSE = 1e-9
 
 @cache
 def known() -> dict[str, dict[str, tuple[str, str]]]:
-    """Signature and sentence of each wrong answer, by exercise and by the answer's name."""
+    """By what it is told and a sentence, of each mistake by exercise and by a name for it."""
     return tomllib.loads(Path(__file__).with_name("mistakes.toml").read_text())
 
 
@@ -48,13 +49,25 @@ def _without_chance(reason: str) -> str:
     return MISMATCH.sub("MismatchError", RAISED.sub("", PLACE.sub("", reason)))
 
 
-def mistake_in(exercise: str, reason: str, case: Case, done: Sequence[Done]) -> str:
-    """A sentence on what was thought, or on the ratio of found and wanted; empty where nothing is known."""
+def mistake_in(exercise: str, reason: str, case: Case, done: Sequence[Done], facts: Collection[str] = ()) -> str:
+    """A sentence on what was thought, or on the ratio of found and wanted; empty where nothing is known.
+
+    Args:
+        exercise: its name.
+        reason: of the failure, one line.
+        case: in which it failed.
+        done: what each rank came to.
+        facts: what was measured of a step (``facts.py``); the first that is known decides.
+    """
     found, kind = signature(reason, case, done), exercise.partition(".")[0]
+    own = dict((*known().get(kind, {}).values(), *known().get(exercise, {}).values()))
+    for told_by in (found, *(words for words in own if words in reason), *facts):
+        if told_by in own:
+            return f"You get this when {own[told_by]}"
     # Exercises of a kind share cases and results: what is known of one may be what was thought in another.
-    others = [answers for name, answers in known().items() if name.partition(".")[0] == kind]
-    for of_known, sentence in chain.from_iterable(table.values() for table in (known().get(exercise, {}), *others)):
-        if of_known == found:
+    others = (answers.values() for name, answers in known().items() if name.partition(".")[0] == kind)
+    for told_by, sentence in chain.from_iterable(others):
+        if told_by == found:
             return f"You get this when {sentence}"
     ratio = _ratio([plain(wanted) for wanted in case.wanted], [of_rank.result for of_rank in done])
     return _in_words(ratio, len(done)) if ratio else ""

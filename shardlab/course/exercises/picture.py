@@ -34,10 +34,8 @@ def moved_table(report: Report) -> pd.DataFrame:
     """One row per message: side, rank, message, op, bytes, axis."""
     assert report.case is not None
     traffic = report.case.traffic
-    sides: dict[str, Sequence[Sequence[Message]]] = {
-        "attempt": [done.messages for done in report.done],
-        "wanted": traffic.wanted if traffic else [],
-    }
+    found: list[Sequence[Message]] = [done.messages for done in report.done]
+    sides = {"attempt": found, "wanted": traffic.wanted if traffic else []}
     rows = [
         (side, rank, number, message.op, message.num_bytes, message.axis)
         for side, by_rank in sides.items()

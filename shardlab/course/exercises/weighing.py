@@ -6,17 +6,18 @@ layer's forward ``FORWARD_US``, so that what was sent early hides behind them on
 exact, and differs between ranks by the step counters of Adam, 4 bytes for each piece that the rank steps.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardlab.comm import BaseMesh, CollectiveEvent
 from shardlab.comm.mesh import Mesh
-from shardlab.course.exercises.exercise import Measured, VirtualClock
+from shardlab.course.exercises.exercise import Measured, Message, VirtualClock
 from shardlab.course.exercises.judge import MessageLog
 from shardlab.course.exercises.weighing_block import too_much
 from shardlab.engines import Engine, Strategy
@@ -48,16 +49,23 @@ class _Timed(MessageLog):
         super().__init__()
         self._clock = clock
         self._ends_us: dict[int, float] = {}
+        self._computed_us: dict[int, list[float]] = {}
 
     def issued(self, event: CollectiveEvent) -> None:
         """As the base."""
         if event.tag not in OF_ENGINE:
             super().issued(event)
             self._ends_us[id(event)] = self._clock.send(wire_bytes(event))
+            self._computed_us[id(event)] = [self._clock.computed_us]
 
     def waited(self, event: CollectiveEvent) -> None:
         """The rank goes on when the message has ended."""
+        self._computed_us.get(id(event), []).append(self._clock.computed_us)
         self._clock.wait(self._ends_us.pop(id(event), 0.0))
+
+    def _message(self, event: CollectiveEvent, phase: str) -> Message:
+        sent_us, *waited_us = self._computed_us[id(event)]
+        return replace(super()._message(event, phase), computed_us=(sent_us, next(iter(waited_us), sent_us)))
 
 
 def not_a_strategy(make: Make) -> str:
@@ -95,13 +103,18 @@ def weigh(make: Make, mesh: BaseMesh, most_at_rest: Mapping[str, int], largest: 
     strategy = make()
     if hasattr(strategy, "bucket_bytes"):
         strategy.bucket_bytes = BUCKET_BYTES
+    log = _Timed(clock)
     with Engine(module, partial(torch.optim.Adam, lr=0.01), mesh, strategy) as engine:
-        _step(engine)
-        log, clock.now_us = _Timed(clock), 0.0
+        _backward(engine, log)
+        factor, keeps_own = (_factor(engine, ranks) for ranks in (range(engine.num_data_ranks), [engine.data_rank]))
+        engine.step()
+        engine.optimizer.register_step_post_hook(lambda *_: setattr(log, "phase", "step"))
+        clock.now_us = 0.0
         clock.spans.clear()
         with mesh.observed_by(log), MemoryLedger(engine.live_tensors()) as ledger:
             before = len(ledger.held_bytes())
-            _step(engine)
+            _backward(engine, log)
+            engine.step()
         held = bytes_by_role(engine.live_tensors())
     faults = too_much(held, most_at_rest) + [
         f"a message of {message.num_bytes} B, and {largest} B are allowed"
@@ -110,12 +123,35 @@ def weigh(make: Make, mesh: BaseMesh, most_at_rest: Mapping[str, int], largest: 
     ]
     moments = tuple(ledger.held_bytes()[before - 1 :])
     fault = next(iter(faults), "")
-    return Measured(None, max(moments), clock.now_us, tuple(log.messages), fault, moments, tuple(clock.spans))
+    return Measured(
+        None, max(moments), clock.now_us, tuple(log.messages), fault, moments, tuple(clock.spans), held, factor,
+        bool(keeps_own),
+    )  # fmt: skip
 
 
-def _step(engine: Engine) -> None:
+def _backward(engine: Engine, log: MessageLog) -> None:
     """Gradients of the step before are dropped first, so that those of this one are there at its end."""
     engine.zero_grad()
-    rows = torch.linspace(-1, 1, 4 * WIDTHS[0], dtype=torch.float64).view(4, -1) + engine.data_rank
-    engine.backward(engine(rows).square().mean())
-    engine.step()
+    log.phase = "forward"
+    loss = _loss(engine, engine.data_rank)
+    log.phase = "backward"
+    engine.backward(loss)
+
+
+def _loss(module: Callable[[Tensor], Tensor], rank: int) -> Tensor:
+    rows = torch.linspace(-1, 1, 4 * WIDTHS[0], dtype=torch.float64).view(4, -1) + rank
+    return module(rows).square().mean()
+
+
+def _factor(engine: Engine, ranks: Sequence[int]) -> float:
+    """What the first means of an engine are, as a multiple of the gradient on the rows of ranks; 0 if they are none."""
+    alone, stepped = model(), engine.step_tensors()
+    torch.stack([_loss(alone, rank) for rank in ranks]).mean().backward()
+    found, wanted = [], []
+    for name, (start, stop) in engine.owned().items():
+        gradient = stepped.by_name(name).grad
+        wanted.append(alone.get_parameter(name).grad.flatten()[start:stop])  # type: ignore[union-attr]
+        found.append(torch.zeros_like(wanted[-1]) if gradient is None else gradient.flatten())
+    one, other = (torch.cat([*parts, torch.zeros(1)]).double() for parts in (found, wanted))
+    factor = float(one @ other / (other @ other))
+    return round(factor, 9) if torch.allclose(one, factor * other) else 0.0

@@ -76,19 +76,20 @@ def tried_block(make: MakeBlock, mesh: BaseMesh, most_at_rest: Mapping[str, int]
     with MemoryLedger({}) as ledger:
         stack = _Stack(lambda block: make(block, comm))
         optimizer = torch.optim.Adam(stack.parameters(), lr=0.01)
-        _step(stack, optimizer)  # the optimizer's state is there
+        _step(stack, optimizer, log)  # the optimizer's state is there
         gc.collect()
         before = len(ledger.held_bytes())
         with mesh.observed_by(log):
-            _step(stack, optimizer)
+            _step(stack, optimizer, log)
         gc.collect()
     params = list(stack.parameters())
     state = [each for param in params for each in optimizer.state[param].values() if each.dim()]
     grads = [param.grad for param in params if param.grad is not None]
     ledger.classify({Role.PARAMETER: params, Role.GRADIENT: grads, Role.OPTIMIZER_STATE: state})
     held = ledger.held_bytes()[before - 1 :]
-    fault = next(iter(too_much(ledger.moments()[-1].by_role, most_at_rest)), "")
-    return Measured(None, max(held), counted=tuple(log.messages), fault=fault, held=tuple(held))
+    at_rest = ledger.moments()[-1].by_role
+    fault = next(iter(too_much(at_rest, most_at_rest)), "")
+    return Measured(None, max(held), counted=tuple(log.messages), fault=fault, held=tuple(held), at_rest=at_rest)
 
 
 def too_much(held: Mapping[Role, int], most_at_rest: Mapping[str, int]) -> list[str]:
@@ -105,7 +106,11 @@ def _rows() -> Tensor:
     return torch.linspace(-1, 1, ROWS * WIDTH, dtype=torch.float64).view(ROWS, WIDTH).requires_grad_()
 
 
-def _step(stack: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _step(stack: nn.Module, optimizer: torch.optim.Optimizer, log: MessageLog) -> None:
     optimizer.zero_grad()
-    stack(_rows()).square().mean().backward()
+    log.phase = "forward"
+    loss = stack(_rows()).square().mean()
+    log.phase = "backward"
+    loss.backward()
+    del loss
     optimizer.step()

@@ -69,9 +69,7 @@ VIEWS: dict[str, Callable[[RunHistory, str], go.Figure]] = {
     "communication: exposed and hidden": lambda history, _: _overlap(history.records()),
     "bytes sent": lambda history, _: plots.wire_volume(_traffic(history), runs=history.labels()),
     "change from the run before": _change,
-    "one run: timeline": lambda history, run: plots.collective_timeline(
-        _traffic(history), history.records().spans, run=run
-    ),
+    "one run: timeline": lambda of, run: plots.collective_timeline(_traffic(of), of.records().spans, run=run),
     "one run: memory over a step": _course,
     "one run: who sends to whom": lambda history, run: plots.traffic_matrix(_traffic(history), run=run),
     "one run: who holds which slice": lambda history, run: plots.shard_map(history.records().shards, run=run),

@@ -32,7 +32,7 @@ from shardlab.engines.guards.model_checks import (
 from shardlab.engines.guards.optimizer_fit import check_fits
 from shardlab.engines.guards.ownership import Claim, check_free
 from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading, sharded_parameter
-from shardlab.engines.guards.rules import FROZEN, HALF_STEPPED, LOST, REPLACED, RULES, Rule, Where
+from shardlab.engines.guards.rules import FROZEN, GATHERED, HALF_STEPPED, LOST, REPLACED, RULES, Rule, Where
 from shardlab.engines.guards.snapshot import Snapshot
 from shardlab.engines.guards.strategy_checks import check_strategy, laid_out_by
 from shardlab.engines.guards.which_rules import AFTER_GRADIENTS, remembered, where_of
@@ -43,6 +43,7 @@ from shardlab.vocabulary import MeshAxis
 _TRAINS = attrgetter("requires_grad")
 LOCAL = (GradientState.LOCAL, GradientState.MEANS_AND_LOCAL)
 """Where some gradients are this rank's own sums, which are still to be reduced."""
+_BEHIND = {Moment.BACKWARD: "after forward", Moment.STEP: "after backward"}
 
 
 class Guards:
@@ -222,6 +223,7 @@ class Guards:
         self._choose_rules(engine)
         pieces = dict(self._tensors.items()) if strategy.steps_pieces else {}
         self._snapshots = {"parameter": Snapshot(engine.params), "piece": Snapshot(pieces)}
+        self._freed = {name for name, param in engine.params.items() if param.numel() and not param.data_ptr()}
         if Where.SHARDED in self._where:
             modules = [module for module in engine.module.modules() if module._parameters]
             self._hooks = [module.register_load_state_dict_pre_hook(refuse_loading) for module in modules]
@@ -283,6 +285,8 @@ class Guards:
                 for name in self._snapshots[rule.of].changed(rule.change):
                     if rule.where is not Where.SLICED or name in engine.slices or self._is_stage:
                         text = rule.text.format(name=name)
+                        if rule.text is LOST and name in self._freed and engine.params[name].data_ptr():
+                            text = GATHERED.format(name=name, when=_BEHIND.get(moment, "where nothing computes"))
                         if moment is not Moment.BACKWARD or rule.change not in ("gradient", "gradient_version"):
                             self._has_moved |= (rule.of, rule.change) == ("piece", "place")
                             return text

@@ -54,6 +54,7 @@ LOST = (
     "parameter {name!r}: its data was replaced by .data =, by module.to() or the like, and the engine keeps what was "
     "there; " + _KEEP + ", and leave it before engine.step(), or convert the module before the engine is built"
 )
+GATHERED = "parameter {name!r} is still gathered {when}; free it there, as when the engine was built"
 FROZEN = (
     "it is given frozen parameters too, such as {name!r}, since they may be unfrozen later; leave them out with "
     "tensors.where(lambda name: model.get_parameter(name).requires_grad)"

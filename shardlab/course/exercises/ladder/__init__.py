@@ -1,8 +1,6 @@
 """The exercises in their order: what is built in one is the ground of a later one."""
 
-from pathlib import Path
-
-from shardlab.course.exercises.exercise import Exercise
+from shardlab.course.exercises.exercise import Exercise, said_under
 from shardlab.course.exercises.ladder.hidden_time import BREAK_EVEN, LINK, OVERLAP
 from shardlab.course.exercises.ladder.mesh import COLUMN_ROW, TWO_AXES
 from shardlab.course.exercises.ladder.messages import BUCKETS, HOOKS, RING
@@ -20,5 +18,4 @@ LADDER = (
 
 def solution_of(exercise: Exercise) -> str:
     """A right answer and why it is one, as Markdown; '' for an exercise that is none of these."""
-    text = Path(__file__).with_name("solutions.md").read_text()
-    return text.partition(f"## {exercise.name}\n")[2].partition("\n## ")[0].strip()
+    return said_under(exercise.name, "solutions.md")

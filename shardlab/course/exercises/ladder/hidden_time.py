@@ -27,11 +27,6 @@ INTERVALS: dict[str, tuple[Intervals, Intervals, Intervals]] = {  # messages, co
     "bounds that are no whole numbers, in any order": ([(3.5, 9.2718), (0.5, 4)], [(6, 8), (1, 3.7321)], [(6.5, 7)]),
 }
 
-OVERLAP_STARTER = """def overlap_exposed(messages, compute, waits):
-    hidden = 0.0  # your code: now everything is exposed, and what overlaps counts twice
-    return hidden, sum(end - start for start, end in messages) - hidden
-"""
-
 
 def overlap_cases() -> list[Case]:
     """overlap_exposed(messages, compute, waits): on one rank, the time of communication as (hidden, exposed).
@@ -56,7 +51,7 @@ def _wanted(messages: Intervals, compute: Intervals, waits: Intervals) -> list[f
 
 
 OVERLAP = Exercise.of(
-    "overlap.exposed", overlap_cases, OVERLAP_STARTER, "04_overlap_defined",
+    "overlap.exposed", overlap_cases, "04_overlap_defined",
     attempt=call_without_ranks, drawn_words="hidden, then exposed time", num_references=2, num_wrong=5,
 )  # fmt: skip
 
@@ -70,10 +65,6 @@ LINKS: dict[str, tuple[Layers, float, float]] = {  # layers, latency in us, byte
     "a link that keeps up with every layer": ([(100, 800)] * 4, 10, 20),
     "a link that never keeps up": ([(100, 4000)] * 5, 50, 20),
 }
-
-LINK_STARTER = """def link_smallest_bucket(layers, latency_us, bytes_per_us):
-    return 1  # your code: the smallest bucket, but its latency may be longer than a layer computes
-"""
 
 
 def link_cases() -> list[Case]:
@@ -137,7 +128,7 @@ def backward(
 
 
 LINK = Exercise.of(
-    "link.smallest_bucket", link_cases, LINK_STARTER, "04_overlap_defined", num_references=1, num_wrong=5,
+    "link.smallest_bucket", link_cases, "04_overlap_defined", num_references=1, num_wrong=5,
     attempt=backward, drawn=lambda result: numbers_in(result["messages wait"]),
     drawn_words="how long a message waits for the one before it (us)",
 )  # fmt: skip
@@ -154,10 +145,6 @@ STEPS: dict[str, Step] = {
     "only latency": (300, 10, [4] * 40, 50, 100),
     "one row is enough": (500, 5, [100], 10, 10),
 }
-
-BREAK_EVEN_STARTER = """def scaling_break_even(fixed_us, row_us, sizes, latency_us, bytes_per_us):
-    return 1  # your code: with few rows two ranks wait for messages longer than they gain
-"""
 
 
 def break_even_cases() -> list[Case]:
@@ -215,7 +202,7 @@ def play(function: Function, _comm: Communicator, *step: Any) -> Measured:
 
 
 BREAK_EVEN = Exercise.of(
-    "scaling.break_even", break_even_cases, BREAK_EVEN_STARTER, "05_why_are_two_slower_than_one", attempt=play,
+    "scaling.break_even", break_even_cases, "05_why_are_two_slower_than_one", attempt=play,
     num_references=1, num_wrong=5, drawn=lambda result: [result["gain"], result["gain with a row less"]],
     drawn_words="rows a second of two ranks over one: with these rows, and with a row less",
 )  # fmt: skip

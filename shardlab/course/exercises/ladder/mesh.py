@@ -13,15 +13,6 @@ ROWS, WIDTH, INNER = 2, 3, 6
 NAMES = ("column", "column_bias", "row", "row_bias")
 RANKS = {"2 ranks": 2, "3 ranks": 3, "1 rank": 1}
 
-COLUMN_ROW_STARTER = """import torch
-
-
-def tensor_column_row(comm, x, weights, grad):
-    hidden = torch.relu(x @ weights["column"].T + weights["column_bias"])
-    output = hidden @ weights["row"].T + weights["row_bias"]  # your code: now each rank has a term of the sum
-    return {"output": output}
-"""
-
 
 def column_row_cases() -> list[Case]:
     """tensor_column_row(comm, x, weights, grad): relu(x A^T + a) B^T + b divided among ranks, forward and backward.
@@ -78,7 +69,7 @@ def _divided(values: dict[str, Tensor], num_ranks: int) -> list[dict[str, Tensor
 
 
 COLUMN_ROW = Exercise.of(
-    "tensor.column_row", column_row_cases, COLUMN_ROW_STARTER, "10_tensor_parallel",
+    "tensor.column_row", column_row_cases, "10_tensor_parallel",
     drawn_words="an element of the output, then of the gradients", num_references=1, num_wrong=6,
 )  # fmt: skip
 
@@ -89,12 +80,6 @@ MESHES = {
     "1 data x 2 tensor": {"data": 1, "tensor": 2},
 }
 NUMEL = {"output": 3, "slice": 2, "whole": 2, "norm": 1}
-
-TWO_AXES_STARTER = """def mesh_who_reduces(mesh, parts):
-    for part in parts.values():
-        mesh["data"].all_reduce(part).wait()  # your code: is it this axis for each of them, and a sum?
-    return {**parts, "norm": 0.0}
-"""
 
 
 def two_axes_cases() -> list[Case]:
@@ -150,6 +135,6 @@ def _wanted(
 
 
 TWO_AXES = Exercise.of(
-    "mesh.who_reduces", two_axes_cases, TWO_AXES_STARTER, "11_two_dimensions",
+    "mesh.who_reduces", two_axes_cases, "11_two_dimensions",
     drawn_words="an element of output, slice, whole and norm", num_references=1, num_wrong=6,
 )  # fmt: skip

@@ -18,10 +18,6 @@ from shardlab.vocabulary import Collective
 
 RING_SIZES = ((2, 8), (3, 7), (4, 3), (1, 5))  # ranks, elements
 
-RING_STARTER = """def collectives_ring_all_reduce(comm, x):
-    pass  # your code: the next rank around the ring is (comm.rank + 1) % comm.num_ranks
-"""
-
 
 def ring_cases() -> list[Case]:
     """collectives_ring_all_reduce(comm, x): add up x over all ranks, in place, with comm.send and comm.recv alone.
@@ -67,7 +63,7 @@ def _messages(rank: int, sizes: list[int]) -> list[Message]:
 
 
 RING = Exercise.of(
-    "collectives.ring_all_reduce", ring_cases, RING_STARTER, "01_collectives_by_hand", num_references=1, num_wrong=6,
+    "collectives.ring_all_reduce", ring_cases, "01_collectives_by_hand", num_references=1, num_wrong=6,
     attempt=call_in_place, drawn_words="an element of x", result_words="x after the call",
 )  # fmt: skip
 
@@ -79,10 +75,6 @@ BUCKETS_SIZES = {  # bytes of each parameter's gradient, in the order of forward
     "the last bucket is not full": ((8, 16, 8, 16, 8), 32),
     "no parameters": ((), 100),
 }
-
-BUCKETS_STARTER = """def buckets_assign(sizes, capacity):
-    return [[index] for index in range(len(sizes))]  # your code: fewer messages
-"""
 
 
 def buckets_cases() -> list[Case]:
@@ -117,7 +109,7 @@ def bucket_of_each(buckets: list[list[int]]) -> list[float]:
 
 
 BUCKETS = Exercise.of(
-    "buckets.assign", buckets_cases, BUCKETS_STARTER, "03_data_parallel", num_references=1, num_wrong=5,
+    "buckets.assign", buckets_cases, "03_data_parallel", num_references=1, num_wrong=5,
     attempt=call_without_ranks, drawn=bucket_of_each, drawn_words="the bucket of a parameter",
 )  # fmt: skip
 
@@ -128,13 +120,6 @@ USED = {  # for each rank, whether each of its micro-batches uses the right bran
     "rank 0 does not use the right branch": [[False], [True]],
     "rank 0 uses it in the first of 2 micro-batches only": [[True, False], [True, True]],
 }
-
-HOOKS_STARTER = """def data_parallel_hooks(comm, model, num_micro_batches):
-    def finish():
-        pass  # your code
-
-    return finish
-"""
 
 
 class Branches(nn.Module):
@@ -248,7 +233,7 @@ def _those(used: Sequence[bool]) -> str:
 
 
 HOOKS = Exercise.of(
-    "data_parallel.hooks", hooks_cases, HOOKS_STARTER, "03_data_parallel", num_references=2, num_wrong=7,
+    "data_parallel.hooks", hooks_cases, "03_data_parallel", num_references=2, num_wrong=7,
     attempt=train, drawn=lambda result: numbers_in(result["gradients"]), drawn_words="an element of the gradients",
     shown_inputs=lambda _, used, __: f"num_micro_batches {len(used)}; right is used in micro-batches: {_those(used)}",
 )  # fmt: skip

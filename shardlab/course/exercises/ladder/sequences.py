@@ -13,11 +13,6 @@ from shardlab.course.exercises.values import numbers_in
 
 LENGTHS = {"2 ranks, 8 tokens": (8, 2), "3 ranks, 12 tokens": (12, 3), "4 ranks, 32 tokens": (32, 4)}
 
-PARTS_STARTER = """def context_parts(seq_len, num_ranks, rank):
-    each = seq_len // num_ranks
-    return list(range(rank * each, (rank + 1) * each))  # your code: each token once, but the last rank has most to do
-"""
-
 
 def parts_cases() -> list[Case]:
     """context_parts(seq_len, num_ranks, rank): the positions of the tokens that a rank has, as a list.
@@ -57,15 +52,9 @@ def divide(function: Function, _comm: Communicator, seq_len: int, num_ranks: int
 
 
 PARTS = Exercise.of(
-    "context.parts", parts_cases, PARTS_STARTER, "19_long_sequences", attempt=divide, num_references=2, num_wrong=4,
+    "context.parts", parts_cases, "19_long_sequences", attempt=divide, num_references=2, num_wrong=4,
     drawn=lambda result: numbers_in(result["pairs"]), drawn_words="pairs that a rank computes",
 )  # fmt: skip
-
-
-MERGE_STARTER = """def context_merge(one, other):
-    (output, log_sum), (other_output, _) = one, other
-    return {"output": (output + other_output) / 2, "log_sum": log_sum}  # your code: as if both parts weighed the same
-"""
 
 
 def merge_cases() -> list[Case]:
@@ -98,7 +87,7 @@ def _merge_case(words: str, scores: Tensor, values: Tensor) -> Case:
 
 
 MERGE = Exercise.of(
-    "context.merge", merge_cases, MERGE_STARTER, "19_long_sequences", attempt=call_without_ranks, num_references=1,
+    "context.merge", merge_cases, "19_long_sequences", attempt=call_without_ranks, num_references=1,
     num_wrong=4, drawn=lambda result: _row(result["output"]), drawn_words="the outputs",
 )  # fmt: skip
 

@@ -18,10 +18,6 @@ NORM_SHARDS = {  # of each rank, and the norm
     "2-norm, 1 rank": (2.0, [[[3.0], [-4.0]]], 5.0),
 }
 
-NORM_STARTER = """def clip_global_norm(comm, shards, norm_type):
-    return torch.nn.utils.get_total_norm(shards, norm_type)  # your code: of this rank alone
-"""
-
 
 def norm_cases() -> list[Case]:
     """clip_global_norm(comm, shards, norm_type): the norm over all elements of all ranks, the same on every rank.
@@ -48,7 +44,7 @@ def _norm_case(words: str, norm_type: float, shards: list[list[list[float]]], no
 
 
 NORM = Exercise.of(
-    "clip.global_norm", norm_cases, f"import torch\n\n\n{NORM_STARTER}", "06_zero_1_and_2",
+    "clip.global_norm", norm_cases, "06_zero_1_and_2",
     num_references=1, num_wrong=6,
 )  # fmt: skip
 
@@ -62,10 +58,6 @@ SIZES = {  # bytes of each layer, budget, prefetch
     "one unit ahead, a large layer": ([16, 80, 16, 16, 16, 48], 128, 1),
     "all fit": ([16, 16, 16], 64, 0),
 }
-
-UNITS_STARTER = """def fsdp_units(sizes, budget, prefetch):
-    return [[index] for index in range(len(sizes))]  # your code: within the budget, but a message for every layer
-"""
 
 
 def units_cases() -> list[Case]:
@@ -126,7 +118,7 @@ def gather_units(function: Function, comm: Communicator, sizes: Sequence[int], b
 
 
 UNITS = Exercise.of(
-    "fsdp.units", units_cases, UNITS_STARTER, "08_fsdp_units", num_references=1, num_wrong=5,
+    "fsdp.units", units_cases, "08_fsdp_units", num_references=1, num_wrong=5,
     attempt=gather_units, drawn_words="the layers in the order in which they are gathered",
 )  # fmt: skip
 
@@ -140,10 +132,6 @@ UNSCALE_SHARDS: dict[str, list[list[list[float]]]] = {  # of each rank
     "rank 0 has no shards": [[], [[1024.0], [inf]]],
     "1 rank": [[[2048.0, -1024.0]]],
 }
-
-UNSCALE_STARTER = """def precision_unscale(comm, shards, scale):
-    return [shard / scale for shard in shards], scale  # your code: and if one of them is not finite, on another rank?
-"""
 
 
 def unscale_cases() -> list[Case]:
@@ -174,6 +162,6 @@ def _unscale_case(words: str, shards: list[list[list[float]]]) -> Case:
 
 
 UNSCALE = Exercise.of(
-    "precision.unscale", unscale_cases, UNSCALE_STARTER, "09_precision_offload_checkpointing",
+    "precision.unscale", unscale_cases, "09_precision_offload_checkpointing",
     drawn_words="an element of the gradients, if there are any, then the scale", num_references=1, num_wrong=5,
 )  # fmt: skip

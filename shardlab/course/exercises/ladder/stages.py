@@ -17,12 +17,6 @@ from shardlab.vocabulary import Collective
 SLOTS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}
 SIZES = {"2 ranks, 3 micro-batches": (2, 3), "4 ranks, 8 micro-batches": (4, 8), "4 ranks, 2 micro-batches": (4, 2)}
 
-SCHEDULE_STARTER = """def pipeline_schedule(num_ranks, num_micro_batches, rank):
-    forwards = [f"{rank}F{number}" for number in range(num_micro_batches)]
-    backwards = [f"{rank}B{number}" for number in range(num_micro_batches)]
-    return forwards + backwards  # your code: right, but it holds all micro-batches at once
-"""
-
 
 def schedule_cases() -> list[Case]:
     """pipeline_schedule(num_ranks, num_micro_batches, rank): what a rank of a pipeline does, in order.
@@ -100,16 +94,10 @@ def _read(lists: Sequence[Any], num_micro_batches: int) -> Schedule:
 
 
 SCHEDULE = Exercise.of(
-    "pipeline.schedule", schedule_cases, SCHEDULE_STARTER, "18_pipelines", attempt=do_schedule, num_references=1,
+    "pipeline.schedule", schedule_cases, "18_pipelines", attempt=do_schedule, num_references=1,
     num_wrong=5, drawn=lambda result: numbers_in([result["idle slots"], result["micro-batches held"]]),
     drawn_words="idle slots, then micro-batches held at once",
 )  # fmt: skip
-
-
-FINISH_STARTER = """def pipeline_finish(comm, sums, num_micro_batches):
-    norm = sum(gradient.square().sum() for gradient in sums).sqrt()  # your code: of one stage, and of sums
-    return {"gradients": sums, "norm": norm}
-"""
 
 
 def finish_cases() -> list[Case]:
@@ -138,6 +126,6 @@ def _finish_case(words: str, num_ranks: int, num_micro_batches: int) -> Case:
 
 
 FINISH = Exercise.of(
-    "pipeline.finish", finish_cases, FINISH_STARTER, "18_pipelines", num_references=1, num_wrong=4,
+    "pipeline.finish", finish_cases, "18_pipelines", num_references=1, num_wrong=4,
     drawn=lambda result: numbers_in(result["norm"]), drawn_words="the norm",
 )  # fmt: skip

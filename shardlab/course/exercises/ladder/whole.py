@@ -14,32 +14,6 @@ BUCKETS = (208, 576, 576, 384)  # of it: at most 600 bytes each, from the last l
 PARAMETERS = (384, 64, 512, 64, 512, 64, 128, 16)
 UNITS = (448, 576, 576, 144)
 
-ALONE = """from shardlab.engines import Strategy
-
-class whole_ddp(Strategy):
-    name = "whole_ddp"
-
-    def make_means(self):
-        pass  # your code: now each rank steps with its own gradients
-"""
-AS_DDP = """import torch
-from shardlab.engines import {imports}
-
-class {name}(Strategy):
-    name = "{name}"
-
-    def make_means(self):  # your code: this is ddp by another name, which its bytes or its time give away
-        for param in self.params.values():
-            if self.is_due(param):
-                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-                self.comm.all_reduce(param.grad, tag="a gradient").wait()
-                param.grad /= self.num_ranks
-"""
-
-SHARDED = """Division, Holding, LaidOut, Strategy
-from shardlab.partition import ParamSpec, flat_layout
-from shardlab.vocabulary import Role"""
-
 
 def tried(function: Function, mesh: Any, *asked: Any) -> object:
     """Train a model by its name, or weigh a step within limits."""
@@ -148,7 +122,7 @@ def zero3_cases() -> list[Case]:
     in_backward(sends=...) are contexts: inside, the module computes, with all its parameters. full(keep_changes=...)
     is one in which a user reads them, and writes them where keep_changes is True. Autograd saves weights for backward: it must not keep the
     memory that you free. So free the storage and not the tensor, flat.untyped_storage().resize_(0), and gather into it.
-    What is still gathered behind its forward, or has other memory, is refused as a parameter whose data was replaced.
+    What is still gathered after forward, or after backward, is refused.
 
     Hints:
     - The optimizer steps pieces of a shard of this rank's own; after the step nothing is sent.
@@ -163,34 +137,24 @@ def zero3_cases() -> list[Case]:
 def fsdp_cases() -> list[Case]:
     """whole_fsdp: as whole_zero3, unit by unit, and the next one ahead of time.
 
-    Units are the children of given.module that have parameters; keep yours under another name than self.units, which
-    is for units of the library's own kind. A unit is gathered in one message before its forward and again before its
-    backward, freed after each, and its gradients are scattered when the last has come. While one unit computes, the
-    message of the next one is under way. LaidOut(..., hooks=[...]) takes the handles of your hooks.
-    In messages of at most 600 bytes, 6500 bytes at the peak and 640 us on the clock of whole_bucketed are enough. Here
-    every rank calls every unit, in the same order; else all would have to send the same messages all the same. What
-    is written in full() only check_strategy asks.
+    Units are the children of given.module that have parameters, one behind the other; keep yours under another name
+    than self.units, which is for units of the library's own kind. A unit is gathered in one message before its forward
+    and again before its backward, freed after each, and its gradients are scattered when the last has come. While one
+    unit computes, the message of the next one is under way. LaidOut(..., hooks=[...]) takes the handles of your hooks.
+    In messages of at most 600 bytes, 6500 bytes at the peak and 640 us on the clock of whole_bucketed are enough. The
+    rows of some ranks skip a unit of the second model, and another unit is used by none: each rank sends the messages
+    of all units, in the same order. What is written in full() only check_strategy asks.
 
     Hints:
     - register_forward_pre_hook gathers; register_forward_hook frees, and its output's register_hook gathers again.
     - Start the next unit's gather before this one computes: in forward of the one behind it, in backward before it.
     - grad_ready() counts the gradients of a unit: with the last one it frees the unit and starts the reduce_scatter.
+    - List all messages of a forward and of a backward before it begins, in forward() and backward(sends=...). Whoever
+      comes to one sends what stands before it first, and at the end what is left: zeros for what was not used.
     """
     three = {Collective.ALL_GATHER: UNITS * 2, Collective.REDUCE_SCATTER: UNITS}
     at_rest = {"parameter": BYTES // NUM_RANKS, "gradient": BYTES // NUM_RANKS, "optimizer_state": BYTES}
-    return _cases(three, 12, at_rest, largest=600, peak=6500, time_us=640, models=("MLP",))
-
-
-AS_ONE = """from torch import nn
-
-class whole_tensor(nn.Module):
-    def __init__(self, block, comm):
-        super().__init__()
-        self.block, self.comm = block, comm  # your code: now every rank has all of it
-
-    def forward(self, x):
-        return self.block(x)
-"""
+    return _cases(three, 12, at_rest, largest=600, peak=6500, time_us=640, models=("MLP", "Skips"))
 
 
 def tensor_cases() -> list[Case]:
@@ -225,25 +189,19 @@ def tensor_cases() -> list[Case]:
     ]  # fmt: skip
 
 
-def _whole(
-    name: str, cases: Callable[[], list[Case]], starter: str = AS_DDP, num_wrong: int = 3, imports: str = SHARDED
-) -> Exercise:
-    starter = starter.format(name=f"whole_{name}", imports=imports)
+def _whole(name: str, cases: Callable[[], list[Case]], num_wrong: int = 3, **more: Any) -> Exercise:
     return Exercise.of(
-        f"whole.{name}", cases, starter, "guide/exercises", attempt=tried, points=3,
-        shown_inputs=lambda *_: "", num_references=1, num_wrong=num_wrong,
+        f"whole.{name}", cases, "guide/exercises", points=3, shown_inputs=lambda *_: "", num_wrong=num_wrong,
+        **{"attempt": tried, "num_references": 1} | more,
     )  # fmt: skip
 
 
 WHOLE = (
-    _whole("ddp", ddp_cases, ALONE),
-    _whole("bucketed", bucketed_cases, num_wrong=4, imports="Strategy"),
+    _whole("ddp", ddp_cases),
+    _whole("bucketed", bucketed_cases, 4),
     _whole("zero1", zero1_cases),
     _whole("zero2", zero2_cases),
-    _whole("zero3", zero3_cases, num_wrong=4),
-    _whole("fsdp", fsdp_cases, num_wrong=4),
-    Exercise.of(
-        "whole.tensor", tensor_cases, AS_ONE, "guide/exercises", attempt=tried_block, points=3,
-        shown_inputs=lambda *_: "", num_references=2, num_wrong=7,
-    ),
-)  # fmt: skip
+    _whole("zero3", zero3_cases, 4),
+    _whole("fsdp", fsdp_cases),
+    _whole("tensor", tensor_cases, 7, attempt=tried_block, num_references=2),
+)

@@ -24,10 +24,6 @@ OWNERS_SIZES = {
     "1 rank": (1, {"weight": 3, "bias": 1}),
 }
 
-OWNERS_STARTER = """def zero1_owners(sizes, num_ranks, rank):
-    return {name: (0, size) for name, size in sizes.items()}  # your code: here every rank owns everything
-"""
-
 
 def owners_cases() -> list[Case]:
     """zero1_owners(sizes, num_ranks, rank): the ranges that rank owns, as {name: (start, stop)}.
@@ -74,7 +70,7 @@ def _held(ranges: Mapping[str, Any], sizes: Mapping[str, int]) -> Tensor:
 
 
 OWNERS = Exercise.of(
-    "zero1.owners", owners_cases, OWNERS_STARTER, "06_zero_1_and_2", num_references=1, num_wrong=5,
+    "zero1.owners", owners_cases, "06_zero_1_and_2", num_references=1, num_wrong=5,
     attempt=step_what_is_owned, drawn=lambda result: result["held"].tolist(),
     drawn_words="an element, 1 where the rank owns it",
 )  # fmt: skip
@@ -88,14 +84,6 @@ ZERO3_SIZES = {
     "2 ranks, 1 unit": (2, 1),
     "2 ranks, no units": (2, 0),
 }
-
-ZERO3_STARTER = """def zero3_forward(units, x):
-    for unit in units:
-        unit.gather()
-    for unit in units:
-        x = unit.use(x)  # your code: now all units are gathered at once, and none is freed
-    return x
-"""
 
 
 class Unit:
@@ -202,7 +190,7 @@ def _gathered_after_each(events: Sequence[str]) -> list[float]:
 
 
 ZERO3 = Exercise.of(
-    "zero3.forward", zero3_cases, ZERO3_STARTER, "07_zero_3", num_references=1, num_wrong=5,
+    "zero3.forward", zero3_cases, "07_zero_3", num_references=1, num_wrong=5,
     attempt=forward, drawn=lambda result: _gathered_after_each(result["events"]),
     drawn_words="the number of gathered units after an event",
 )  # fmt: skip
@@ -220,10 +208,6 @@ CASES = {  # the ranks that saved, in the order of saved, and how many read
     "4 to 2, the last saved first": (range(3, -1, -1), 2, FEW),
     "2 to 4, with a rank that holds nothing": (range(2), 4, FEW),
 }
-
-RESHARD_STARTER = """def checkpoint_reshard(saved, sizes, num_ranks, rank):
-    return saved[rank % len(saved)]  # your code: here a rank reads one old file, which holds other ranges
-"""
 
 
 def reshard_cases() -> list[Case]:
@@ -274,7 +258,7 @@ def _ranges_in(saved: list[Saved]) -> str:
 
 
 RESHARD = Exercise.of(
-    "checkpoint.reshard", reshard_cases, RESHARD_STARTER, "12_checkpoints_that_reshard", num_references=1, num_wrong=5,
+    "checkpoint.reshard", reshard_cases, "12_checkpoints_that_reshard", num_references=1, num_wrong=5,
     attempt=call_without_ranks, drawn=lambda result: numbers_in([values for _, values in result.values()]),
     drawn_words="an element that the rank holds",
     shown_inputs=lambda saved, sizes, num_ranks, rank: f"{_ranges_in(saved)}; {sizes}; {num_ranks}; {rank}",
