@@ -123,6 +123,7 @@ def test_who_does_not_come_is_named_and_a_late_message_still_counts(pair):
     assert expected.wait() <= time.perf_counter_ns()
     assert first.tolist() == [7, 7]
     there._peer.close()
+    assert not here.expect(1, first).has_come()
     for call in (here.expect(1, first).wait, lambda: here.send(1, first)):
         with pytest.raises(RuntimeError, match="Connection closed by peer: rank 1 of the group has gone"):
             call()

@@ -38,12 +38,14 @@ class Expected:
         return self.sent_ns
 
     def has_come(self) -> bool:
-        """Read what is there, unless somebody else reads."""
+        """Read what is there, unless somebody else reads; that the other rank has gone is told to whoever waits."""
         if not self.sent_ns and self._owner.reads.acquire(blocking=False):
-            with contextlib.suppress(BlockingIOError):
-                while not self.sent_ns:
-                    self._owner.read(socket.MSG_DONTWAIT)
-            self._owner.reads.release()
+            try:
+                with contextlib.suppress(OSError, RuntimeError):
+                    while not self.sent_ns:
+                        self._owner.read(socket.MSG_DONTWAIT)
+            finally:
+                self._owner.reads.release()
         return bool(self.sent_ns)
 
 
