@@ -23,7 +23,7 @@ import torch
 from shardlab.comm.events import CollectiveEvent, DeviceEvent, Observers
 from shardlab.comm.failures import Failures
 from shardlab.comm.streams import CUDA, Streams, mark
-from shardlab.comm.transports.base import Job, Message, Start
+from shardlab.comm.transports.base import Arrival, Job, Message, Start
 
 
 class _Entry:
@@ -44,11 +44,15 @@ class _Entry:
         self.event.start_ns = perf_counter_ns()
         try:
             with torch.inference_mode():
-                self.job = start()
+                job = start()
         except Exception as error:  # as in run()
-            self.error, self.job = error, _nothing
+            self.error, job = error, _nothing
         self.begun = True
         self._tell_started()
+        if job is None:
+            self.end()
+        else:
+            self.job = job
 
     def run(self) -> None:
         """Do what is left of the job, in the queue's thread."""
@@ -63,15 +67,20 @@ class _Entry:
                 CUDA.current_stream().synchronize()  # the job may have copied; the caller reads on another stream
         except BaseException as error:  # a thread must not lose it: wait() raises it in the caller
             self.error = error
+        self.end()
+
+    def end(self, ended_ns: float | None = None) -> None:
+        """Tell that it has ended; ``ended_ns``: when, if not now."""
         if self.error is not None:  # it may also have come from begin()
             self._failures.note(self.event, self.error)
         # Observers first: whoever has waited finds the collective's end in the records.
-        self.event.end_ns = perf_counter_ns()
+        self.event.end_ns = perf_counter_ns() if ended_ns is None else max(ended_ns, self.event.start_ns)
         for observer in self.observers:
             observer.completed(self.event)
         self.under_way.release()
 
     def wait(self) -> None:
+        """Return at its end; raise its error."""
         with self.under_way:
             pass
         if self.error is not None:
@@ -81,6 +90,50 @@ class _Entry:
     def _tell_started(self) -> None:
         for observer in self.observers:
             observer.started(self.event)
+
+
+class _Awaited(_Entry):
+    """A receive that ends in the caller's thread: to wake one that then wakes the caller takes twice as long."""
+
+    def __init__(self, message: Message, event: CollectiveEvent, observers: Observers, failures: Failures) -> None:
+        super().__init__(_nothing, event, observers, None, failures)
+        self._message, self._takes = message, threading.Lock()
+
+    def post(self, arrival: Arrival) -> None:
+        """It may come from now on."""
+        self._arrival, self.event.look = arrival, self._look
+        self.event.start_ns = perf_counter_ns()
+        self._tell_started()
+
+    def take(self) -> None:
+        """Wait until it has come, unless somebody else has."""
+        with self._takes:
+            self._take()
+
+    def wait(self) -> None:
+        self.take()
+        super().wait()
+
+    def _look(self) -> None:
+        if self._takes.acquire(blocking=False):
+            try:
+                if self._arrival.has_come():
+                    self._take()
+            finally:
+                self._takes.release()
+
+    def _take(self) -> None:
+        if not self.under_way.locked():
+            return
+        came_ns = None
+        try:
+            came_ns = self._arrival.wait()
+            if self._message.after is not None:
+                self._message.after()
+        except Exception as error:  # an interrupt leaves it under way: somebody may wait again
+            self.error = error
+        self.event.look = None  # it holds the memory, and whoever records holds the event
+        self.end(came_ns)
 
 
 class ThreadQueue:
@@ -95,6 +148,7 @@ class ThreadQueue:
     def __init__(self, name: str, device: torch.device, failures: Failures) -> None:
         self._device, self._failures = device, failures
         self._sends: dict[int, ThreadQueue] = {}  # by the rank that receives
+        self._awaited: list[_Awaited] = []
         # The thread gets the queue and not ``self``: it would otherwise keep this object, and so itself, alive. Nor any
         # error: that has the frames of whoever was told of it, and these have the mesh.
         self._queue: SimpleQueue[_Entry | None] = SimpleQueue()
@@ -115,6 +169,8 @@ class ThreadQueue:
         # (Work of a CUDA stream that the tensor still waits for may only be waited for by the thread.)
         if start is not None and ready is None and not (waits and self._last_under_way.locked()):
             entry.begin(start)
+            if not entry.under_way.locked():
+                return entry.wait
         # Even one that has begun goes through the queue: the end of each is told in the order of issue.
         self._last_under_way = entry.under_way
         self._queue.put(entry)
@@ -128,6 +184,11 @@ class ThreadQueue:
         them.
         """
         queue = self
+        if (arrival := message.transport.arrival_of(message)) is not None:
+            entry = _Awaited(message, event, observers, self._failures)
+            entry.post(arrival)
+            self._awaited = [one for one in (*self._awaited, entry) if one.under_way.locked()]
+            return entry.wait
         if message.is_send:
             # In one thread each rank of a ring would send first, and no rank would ever come to receive. And a send
             # waits for its receiver, which may first need what another rank does with the next send.
@@ -140,6 +201,8 @@ class ThreadQueue:
 
     def close(self) -> None:
         """End the threads after the jobs that are queued; raise the first error of the mesh that nobody was told of."""
+        for entry in self._awaited:
+            entry.take()
         for queue in (*self._sends.values(), self):
             # The marker goes behind all entries; after the join no job can touch a group that is about to be destroyed.
             queue._abandon()

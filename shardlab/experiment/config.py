@@ -20,7 +20,7 @@ from shardlab.experiment.directory import check_resume
 from shardlab.experiment.options import CompareOptions
 from shardlab.experiment.trained.batches import divide, first_batch
 from shardlab.experiment.trained.named_workload import builtin, workload_at
-from shardlab.experiment.trained.tensor import TORCH_TP, with_plan
+from shardlab.experiment.trained.tensor import TORCH_TP, divided_layers, with_plan
 from shardlab.experiment.trained.workload import Workload
 from shardlab.field_types import check_types
 from shardlab.launch.placement import check_ranks
@@ -272,8 +272,9 @@ class CompareConfig(CompareOptions):
         if self.trained.divides_rows:
             batch = divide(batch, 0, self.data_ranks).batch
         rounds = any(one.precision.compute is not None for one in map(self.strategy, self.strategies) if one)
+        layers = divided_layers(self, self.trained)
         self.__dict__["staged"] = {
-            name: staged(self.trained, self.on_meta, schedule, self.begins, batch, rounds=rounds)
+            name: staged(self.trained, self.on_meta, schedule, self.begins, batch, rounds=rounds, divided=layers)
             for name, schedule in self.schedules.items()
         }
 

@@ -53,13 +53,8 @@ class Loan(NamedTuple):
         return f"tied {self.name}"
 
     @property
-    def num_gradient_bytes(self) -> int:
-        """Of that message: with a number that says whether the borrower has used it."""
-        return self.param.nbytes + self.param.itemsize
-
-    @property
     def gradient_tag(self) -> str:
-        """Of the message with its gradient."""
+        """Of the message with its gradient, and one more number: whether the borrower has used it."""
         return f"gradient of tied {self.name}"
 
 
@@ -109,4 +104,5 @@ def messages_of(schedule: Schedule, outputs: Sequence[Like], loans: Sequence[Loa
         for action, way in schedule.sent().items()
     ]
     lent = [Sent(one.owner, one.to, one.value_tag, one.param.nbytes) for one in loans]
-    return [*lent, *between, *(Sent(one.to, one.owner, one.gradient_tag, one.num_gradient_bytes) for one in loans)]
+    back = [Sent(one.to, one.owner, one.gradient_tag, one.param.nbytes + one.param.itemsize) for one in loans]
+    return [*lent, *between, *back]

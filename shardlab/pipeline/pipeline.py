@@ -56,6 +56,7 @@ class Pipeline:
         cut: the names of the parts of each stage.
         loans: parameters that stages of several ranks use.
         module: this rank's stages, for the engine.
+        has_loss: whether the last stage is one of them.
 
     Raises:
         ValueError: the mesh has no such axis, or not as many ranks as the schedule; an impossible cut, or one that
@@ -69,6 +70,7 @@ class Pipeline:
             raise ValueError(f"schedule: it is for {len(schedule.ranks)} ranks, and axis 'pipe' has {size}")
         self.cut: Cut = cut(model, schedule.num_stages, begins)
         self._actions, self._device, rank_of = schedule.ranks[self._comm.rank], mesh.device, schedule.rank_of
+        self.has_loss = rank_of[schedule.num_stages - 1] == self._comm.rank
         self.loans = loans_of(model, self.cut, rank_of)
         modules = [self._module(model, rank) for rank in range(size)]
         if idle := [rank for rank, module in enumerate(modules) if not list(module.parameters())]:
@@ -83,11 +85,6 @@ class Pipeline:
         self._check_order()
         self._confirmed_by = schedule.confirmed_by(self._comm.rank)
         self._like: dict[tuple[int, tuple[int, ...]], Like] = {}  # of a stage's output, by a micro-batch's shape
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether this rank has the last stage."""
-        return self.schedule.rank_of[self.schedule.num_stages - 1] == self._comm.rank
 
     def expect(self, shape: tuple[int, ...], outputs: Sequence[Like]) -> None:
         """Say what stages but the last give for micro-batches of a shape, so that ranks need not tell each other."""
@@ -152,17 +149,14 @@ class Pipeline:
     @contextlib.contextmanager
     def _lent(self, engine: Engine, sent: list[Pending]) -> Iterator[None]:
         """Inside, this rank has the values of parameters that others own; at the end their owners get gradients."""
-        comm = self._comm
+        comm, device = self._comm, self._device
         own = [loan for loan in self.loans if loan.owner == comm.rank]
-        borrowed = [
-            (loan, torch.empty_like(loan.param, device=self._device)) for loan in self.loans if loan.to == comm.rank
-        ]
+        borrowed = [(loan, torch.empty_like(loan.param, device=device)) for loan in self.loans if loan.to == comm.rank]
+        if own and engine.strategy.precision.compute is not None:
+            raise ValueError(TIED.format(own[0].name))
         with engine.full_params() if own else contextlib.nullcontext():
             values = [engine.params[loan.name].detach().clone() for loan in own]
-        for loan, value in zip(own, values, strict=True):
-            if engine.strategy.precision.compute is not None:
-                raise ValueError(TIED.format(loan.name))
-            sent.append(comm.send(value, loan.to, tag=loan.value_tag))
+        sent += [comm.send(value, loan.to, tag=loan.value_tag) for loan, value in zip(own, values, strict=True)]
         for loan, value in borrowed:
             comm.recv(value, loan.owner, tag=loan.value_tag).wait()
             lend(self.module, loan.used_as, value.requires_grad_(loan.param.requires_grad))
@@ -172,7 +166,7 @@ class Pipeline:
             gradient = torch.cat([gradient.flatten(), gradient.new_tensor([value.grad is not None])])
             sent.append(comm.send(gradient, loan.owner, tag=loan.gradient_tag))
             lend(self.module, loan.used_as, None)
-        told = [torch.empty(value.numel() + 1, dtype=value.dtype, device=self._device) for value in values]
+        told = [torch.empty(value.numel() + 1, dtype=value.dtype, device=device) for value in values]
         for loan, gradient in zip(own, told, strict=True):
             comm.recv(gradient, loan.to, tag=loan.gradient_tag).wait()
         # What nobody used has no gradient, as in one process, and no zeros, by which an optimizer would step it.
@@ -263,20 +257,17 @@ class _Step:
     def _take(self, need: Action) -> Tensor:
         if need in self._mail:
             return self._mail.pop(need)
-        self._post(need)
-        tensor, pending = self._posted.pop(need)
+        tensor, pending = self._posted.pop(need) if need in self._posted else self._post(need)
         ahead = self._pipeline._after.get(need)
         if ahead is not None and self._like_of(ahead) is not None:
-            self._post(ahead)
+            self._posted[ahead] = self._post(ahead)
         pending.wait()
         for action in self._pipeline._confirmed_by[need]:
             self.unconfirmed.pop(action).wait()  # at once, and the memory is free
         return tensor
 
-    def _post(self, need: Action) -> None:
+    def _post(self, need: Action) -> tuple[Tensor, Pending]:
         """Begin to receive; what a stage's output is like comes before the first of its shape."""
-        if need in self._posted:
-            return
         comm, peer = self._pipeline._comm, self._rank_of[need.stage]
         like = self._like_of(need)
         if like is None:
@@ -286,7 +277,7 @@ class _Step:
             like = Like(tuple(dims[:num_dims]), _DTYPES[which])
             self._pipeline._like[need.stage, self._shapes[need.micro_batch]] = like
         tensor = torch.empty(like.shape, dtype=like.dtype, device=self._pipeline._device)
-        self._posted[need] = tensor, comm.recv(tensor, peer, tag=need.tag)
+        return tensor, comm.recv(tensor, peer, tag=need.tag)
 
     def _like_of(self, need: Action) -> Like | None:
         """What a message is like: the output of a stage, or the gradient of that of the one before."""

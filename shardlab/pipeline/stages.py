@@ -71,19 +71,14 @@ def cut(
         return tuple(tuple(names[first:stop]) for first, stop in pairwise([0, *places, len(names)]))
     if costs is None:
         costs = {name: sum(param.numel() for _, param in params_of(model, [name])) for name in names}
-    elif missing := [name for name in names if not 0 <= costs.get(name, -1) < inf]:
+    if missing := [name for name in names if not 0 <= costs.get(name, -1) < inf]:
         raise ValueError(f"costs: part {missing[0]!r} has none from 0; give one for each of {', '.join(names)}")
-    else:  # in whole billionths of the largest
-        costs = {name: round(1e9 * cost / (max(costs.values()) or 1)) for name, cost in costs.items()}
-    return _balanced([int(costs[name]) for name in names], names, num_stages)
-
-
-def _balanced(costs: Sequence[int], parts: Sequence[str], num_stages: int) -> Cut:
-    # Each part counts one more than it costs, so that none of the stages is left without a part.
-    specs = [ParamSpec(name, (1 + cost,), 1) for name, cost in zip(parts, costs, strict=True)]
+    unit = (max(costs.values()) or 1) / 1e9
+    # Each part counts one unit more than it costs, so that none of the stages is left without a part.
+    specs = [ParamSpec(name, (1 + round(costs[name] / unit),), 1) for name in names]
     owners = assign_owners(specs, num_stages, Partition.CONTIGUOUS)
     return tuple(
-        tuple(name for name, owner in zip(parts, owners, strict=True) if owner == stage) for stage in range(num_stages)
+        tuple(name for name, owner in zip(names, owners, strict=True) if owner == stage) for stage in range(num_stages)
     )
 
 

@@ -19,14 +19,12 @@ Sources: Huang et al., arXiv 1811.06965, section 2.3 (GPipe); Narayanan et al., 
 interleaved); Qi et al., arXiv 2401.10241, section 2 (ZB-H1).
 """
 
-import csv
-import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 _TEXT = re.compile(r"(\d+)(F|B|I|W)(\d+)")
@@ -115,17 +113,12 @@ def zb_h1(num_ranks: int, num_micro_batches: int, rank: int) -> Actions:
 
     So the last W fill the time in which 1F1B waits at the end.
     """
-    actions: list[Action] = []
-    late = 0
+    actions, late = list[Action](), list(_each(W, rank, num_micro_batches))
     for action in one_forward_one_backward(num_ranks, num_micro_batches, rank):
-        if action.kind is F:
-            actions.append(action)
-            continue
-        actions.append(action._replace(kind=I))
-        if action.micro_batch >= rank:
-            actions.append(Action(W, rank, late))
-            late += 1
-    return (*actions, *_each(W, rank, num_micro_batches)[late:])
+        actions.append(action._replace(kind=I) if action.kind is B else action)
+        if action.kind is B and action.micro_batch >= rank:
+            actions.append(late.pop(0))
+    return (*actions, *late)
 
 
 def _each(kind: Kind, stage: int, num_micro_batches: int) -> Actions:
@@ -161,7 +154,8 @@ class Schedule:
     ranks: tuple[Actions, ...]
 
     def __post_init__(self) -> None:
-        _check_stages(self.rank_of)
+        if (stages := list(self.rank_of)) != list(range(max(1, len(stages)))):
+            raise ValueError(f"schedule: its stages are {stages}; number them 0, 1, 2, ... without a gap")
         for rank, actions in enumerate(self.ranks):
             _check_rank(rank, actions, self.num_micro_batches)
 
@@ -172,8 +166,8 @@ class Schedule:
         Raises:
             ValueError: a cell is no action, or the actions are no schedule.
         """
-        lines = csv.reader(io.StringIO(text))
-        return cls(tuple(tuple(Action.parse(cell) for cell in line if cell.strip()) for line in lines if any(line)))
+        lines = [line.split(",") for line in text.splitlines() if line.strip()]
+        return cls(tuple(tuple(Action.parse(cell) for cell in line if cell.strip()) for line in lines))
 
     def to_csv(self) -> str:
         """A line for each rank."""
@@ -201,12 +195,8 @@ class Schedule:
 
     def in_flight(self, rank: int) -> int:
         """The most inputs of stages that a rank holds at once: from forward until the last of backward."""
-        held = most = 0
-        for action in self.ranks[rank]:
-            held += action.kind is F
-            most = max(most, held)
-            held -= action.kind in LAST
-        return most
+        changes = ((action.kind is F) - (action.kind in LAST) for action in self.ranks[rank])
+        return max(accumulate(changes), default=0)
 
     def needs(self, action: Action) -> Action | None:
         """The action of another stage whose message this one waits for; None if it needs none."""
@@ -241,16 +231,10 @@ class Schedule:
         return found
 
 
-def _check_stages(rank_of: Mapping[int, int]) -> None:
-    if not rank_of or list(rank_of) != list(range(len(rank_of))):
-        raise ValueError(f"schedule: its stages are {list(rank_of)}; number them 0, 1, 2, ... without a gap")
-
-
 def _check_rank(rank: int, actions: Actions, num_micro_batches: int) -> None:
     places = {action: place for place, action in enumerate(actions)}
-    if len(places) < len(actions):
-        twice = next(action for place, action in enumerate(actions) if places[action] != place)
-        raise ValueError(f"schedule: {twice} stands twice on rank {rank}")
+    if twice := [action for place, action in enumerate(actions) if places[action] != place]:
+        raise ValueError(f"schedule: {twice[0]} stands twice on rank {rank}")
     for stage in sorted({action.stage for action in actions}):
         for number in range(num_micro_batches):
             forward, whole, first, second = (Action(kind, stage, number) for kind in Kind)
@@ -285,8 +269,7 @@ def make_schedule(plan: str | Plan, num_ranks: int, num_micro_batches: int, **op
     for field, number in (("ranks", num_ranks), ("micro_batches", num_micro_batches), *options.items()):
         if number < 1:
             raise ValueError(f"{field}: {number} is too small; give at least 1")
-    if isinstance(plan, str):
-        if plan not in PLANS:
-            raise ValueError(f"schedule: {plan!r} is not one of {', '.join(PLANS)}")
-        plan = PLANS[plan]
-    return Schedule(tuple(tuple(plan(num_ranks, num_micro_batches, rank, **options)) for rank in range(num_ranks)))
+    if isinstance(plan, str) and plan not in PLANS:
+        raise ValueError(f"schedule: {plan!r} is not one of {', '.join(PLANS)}")
+    make = PLANS[plan] if isinstance(plan, str) else plan
+    return Schedule(tuple(tuple(make(num_ranks, num_micro_batches, rank, **options)) for rank in range(num_ranks)))

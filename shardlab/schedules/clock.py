@@ -66,8 +66,7 @@ def play(
     of = seconds if callable(seconds) else lambda action: seconds[action.kind]
     work = {action: of(action) for actions in schedule.ranks for action in actions}
     hosts = run_programs(programs(schedule, work, transfer_seconds), late)
-    begins: dict[Action, float] = {}
-    ends: dict[Action, float] = {}
+    begins, ends = dict[Action, float](), dict[Action, float]()
     for rank, actions in enumerate(schedule.ranks):
         worked = [place for place, item in enumerate(hosts[rank].items) if isinstance(item, Work)]
         for action, place in zip(actions, worked, strict=True):
@@ -93,8 +92,7 @@ def programs(
 
 def _sent(schedule: Schedule, transfer_seconds: Seconds) -> dict[Action, Message]:
     """The message of each action whose result another rank needs; a link's messages one after another."""
-    last: dict[tuple[int, int], Message] = {}
-    messages: dict[Action, Message] = {}
+    messages, last = dict[Action, Message](), dict[tuple[int, int], Message]()
     for action, way in schedule.sent().items():
         phase = Phase.FORWARD if action.kind is Kind.FORWARD else Phase.BACKWARD
         seconds = dict.fromkeys(way, transfer_seconds(action))

@@ -18,6 +18,7 @@ from shardlab.experiment.told.saved_runs import load_saved
 from shardlab.records.store import Records
 from shardlab.records.tables import MEMORY, SHARDS
 from shardlab.schedules import make_schedule, play
+from shardlab.tensor_parallel import Column, Row
 from tests.analysis.made_pipeline import AXES, even, recorded
 
 
@@ -74,6 +75,51 @@ def test_stages_that_compute_in_16_bits_send_what_is_planned(pools, tmp_path):
     assert table["as_planned"].all()
     assert 0 < table.loc["zero1+zb-h1", "max_loss_difference"] < 0.05
     assert found.losses_equal
+
+
+IN_PARTS = replace(WORKLOAD, tp_plan={"0": Column(), "2": Row()})
+GPT = {**BASE, "ranks": 4, "tp": 2, "text": "grammar", "seq_len": 16, "dtype": "float64", "clip": 1.0}
+
+
+@pytest.mark.parametrize(("strategy", "plan"), [("zero1", "1f1b"), ("fsdp", "interleaved")])
+def test_stages_of_divided_layers_train_as_one_process(pools, tmp_path, strategy, plan):
+    """Pipe and tensor on one mesh, with a tied embedding; each tensor rank sends to the same one of the next stage."""
+    options = {**GPT, "schedule": (plan,), "micro_batches": 2, "batch": 4}
+    config = CompareConfig(**options, strategies=("single", strategy))
+    found = compare(config, tmp_path / "run", pool=pools(4))
+    table, run = found.summary.set_index("strategy"), f"{strategy}+{plan}"
+    assert not found.failed
+    assert table["max_loss_difference"].max() < 1e-10
+    assert (table["norm_ratio"] - 1).abs().max() < 1e-10
+    assert table["as_planned"].all()
+    comparison, config = load_saved(tmp_path / "run")
+    assert config.mesh_axes(run) == {"pipe": 2, "data": 1, "tensor": 2}
+    assert write_report(comparison, config).stat().st_size > 10_000
+
+
+def test_a_cut_may_find_the_tensor_between_two_divided_layers_in_parts(pools, tmp_path):
+    """Then ranks tell each other what comes, and whether all was as planned is not known."""
+    options = {**BASE, "ranks": 4, "tp": 2, "schedule": "gpipe", "micro_batches": 2, "begins": "2"}
+    found = compare(IN_PARTS, tmp_path / "run", pool=pools(4), strategies=("single", "ddp"), **options)
+    assert not found.failed
+    assert found.summary["max_loss_difference"].max() < 1e-10
+
+
+def test_stages_go_on_from_their_checkpoint(pools, tmp_path):
+    options = {**BASE, "ranks": 4, "schedule": ("1f1b", "zb-h1"), "micro_batches": 4, "strategies": ("single", "fsdp")}
+    whole = compare(WORKLOAD, tmp_path / "whole", pool=pools(4), **options | {"steps": 6})
+    compare(WORKLOAD, tmp_path / "first", pool=pools(4), **options, save_every=4)
+    resumed = compare(
+        WORKLOAD, tmp_path / "rest", pool=pools(4), **options | {"steps": 6}, resume=str(tmp_path / "first")
+    )
+    assert not resumed.failed
+    assert resumed.summary["as_planned"].all()
+    losses, rest = (
+        one.records.steps.pivot_table(index="step", columns="run", values="loss") for one in (whole, resumed)
+    )
+    assert list(rest.index) == [4, 5]
+    assert (losses.loc[rest.index] - rest).abs().max().max() < 1e-12
+    assert (losses.sub(losses["single"], axis=0)).abs().max().max() < 1e-12
 
 
 def test_the_plan_of_stages_is_that_of_the_formulas():
@@ -150,8 +196,11 @@ REFUSED = [
     ({"schedule": ()}, "schedule: none given; at least one is needed of gpipe, 1f1b, interleaved, zb-h1"),
     ({"schedule": ("interleaved",), "micro_batches": 3}, "micro_batches: interleaved takes a multiple of its 2"),
     ({"ranks": 8, "pipe": 8}, "stages: 8 of a model with 7 parts; give 1 to 7"),
-    ({"tp": 2, "ranks": 4}, "tp: not with pipe: a comparison divides no layers of stages; in a script"),
-    ({"resume": "runs/x"}, "resume: not with pipe: .*; leave one of them out"),
+    ({"tp": 2, "ranks": 2}, "pipe: 2, with tp 2, does not divide 2 ranks; take 4 or a multiple"),
+    (
+        {"workload": IN_PARTS, "tp": 2, "ranks": 4, "begins": "3"},
+        "tp: no layer of rank 1 of the pipeline is divided; cut elsewhere, by 'begins', among 0, 2",
+    ),
     ({"precision": "fp16", "strategies": ("zero1",)}, "precision: 'fp16' scales the loss.*take 'bf16' or 'full'"),
     (
         of_model(tied) | {"precision": "bf16", "strategies": ("zero1",)},

@@ -5,7 +5,7 @@ without. A stage has no loss of its own, so the workload's is called twice: on t
 model, on the last one with what the model would have returned.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,6 @@ MICRO_BATCHES_PER_RANK = 4
 CSV = ".csv"
 SLOTS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_OF_INPUT: 1.0, Kind.BACKWARD_OF_WEIGHTS: 1.0}
 """Of equal stages: backward takes twice as long as forward."""
-REFUSED = {
-    "tp": "a comparison divides no layers of stages; in a script parallelize_module comes first, then Pipeline",
-    "resume": "a comparison goes on without stages only; in a script engine.load reads what save_every has written",
-}  # fmt: skip
-
 
 AUTOCAST = (
     "loss: it calls the model under autocast, which ends where a stage does; with pipe call autocast in the model's "
@@ -49,7 +44,7 @@ class Staged:
         schedule: what each rank does.
         begins: see ``pipeline.cut``.
         given: shape of what a micro-batch gives to the first stage.
-        outputs: what the stages but the last give; empty where that depends on values.
+        outputs: what the stages but the last give; empty where that depends on values or on the division of layers.
     """
 
     schedule: Schedule
@@ -81,11 +76,11 @@ def check_pipe(options: CompareOptions) -> None:
             if getattr(options, field) != getattr(CompareOptions, field):
                 raise ValueError(f"{field}: only with stages; set pipe to 2 or more, or leave it out")
         return
-    if options.ranks % options.pipe:
-        raise ValueError(f"pipe: {options.pipe} does not divide {options.ranks} ranks; take a divisor")
-    for field, why in REFUSED.items():
-        if getattr(options, field) != getattr(CompareOptions, field):
-            raise ValueError(f"{field}: not with pipe: {why}; leave one of them out")
+    if options.ranks % (parts := options.pipe * max(options.tp, 1)):
+        beside = f", with tp {options.tp}," if options.tp > 1 else ""
+        raise ValueError(
+            f"pipe: {options.pipe}{beside} does not divide {options.ranks} ranks; take {parts} or a multiple of it"
+        )
     if options.precision == "fp16":
         raise ValueError("precision: 'fp16' scales the loss, which stages do not; with pipe take 'bf16' or 'full'")
     if options.accumulation not in (1, options.micro_batches or 1):
@@ -138,7 +133,8 @@ def runs_of(strategies: Iterable[str], schedules: Iterable[str], is_alone: Calla
 
 
 def staged(
-    workload: Workload, model: nn.Module, schedule: Schedule, begins: tuple[str, ...], batch: Any, *, rounds: bool
+    workload: Workload, model: nn.Module, schedule: Schedule, begins: tuple[str, ...], batch: Any, *, rounds: bool,
+    divided: Collection[str] = (),
 ) -> Staged:  # fmt: skip
     """A schedule on a workload's model, tried without memory.
 
@@ -149,16 +145,25 @@ def staged(
         begins: see ``pipeline.cut``.
         batch: a micro-batch of a data rank.
         rounds: whether a strategy computes in another dtype than the parameters'.
+        divided: names of the layers that tensor ranks divide.
 
     Raises:
-        ValueError: see ``Pipeline``, ``outputs_of`` and ``given_by``; a weight is tied over stages that round.
+        ValueError: see ``Pipeline``, ``outputs_of`` and ``given_by``; a weight is tied over stages that round; of
+            divided layers a rank has none.
     """
     found, stages = Staged(schedule, begins), cut(model, schedule.num_stages, begins)
     for place in range(len(schedule.ranks)):
-        found.module_of(model, place)
+        layers = [name for name, _ in found.module_of(model, place).named_modules()]
+        if divided and not {*layers} & {*divided}:
+            raise ValueError(
+                f"tp: no layer of rank {place} of the pipeline is divided; cut elsewhere, by 'begins', among "
+                f"{', '.join(divided)}"
+            )
     if rounds and (loans := loans_of(model, stages, schedule.rank_of)):
         raise ValueError(TIED.format(loans[0].name))
     given = given_by(workload.loss, batch, model)
+    if divided:  # a cut between two layers may find the tensor between them in parts, so ranks tell each other
+        return replace(found, given=tuple(given.shape))
     try:
         outputs = outputs_of(model, stages, given.to("meta"))
     except ValueError:

@@ -69,6 +69,13 @@ def divided(model: nn.Module, workload: Workload, mesh: BaseMesh) -> nn.Module:
     return parallelize_module(model, workload.tp_plan, mesh[MeshAxis.TENSOR])
 
 
+def divided_layers(options: CompareOptions, workload: Workload) -> tuple[str, ...]:
+    """The names of those that tensor ranks divide, by the plan of a workload that has been checked."""
+    plan = workload.tp_plan if options.tp > 1 else {}
+    assert isinstance(plan, Mapping)
+    return tuple(checked(plan, workload.on_meta(), options.tp)) if plan else ()
+
+
 def loss_of(workload: Workload, mesh: BaseMesh, *, is_divided: bool) -> LossFn:
     """The loss of the whole or of the divided model."""
     if is_divided and workload.tp_loss is not None:
