@@ -232,7 +232,8 @@ def test_an_engine_tells_a_class_and_what_is_none():
 def test_a_misspelt_method_is_refused_and_a_helper_is_not():
     for base, name, meant in (
         (Bucketed, "reduces", "reduce"), (Bucketed, "redcue", "reduce"), (ZeRO1, "devide", "divide"),
-        (Strategy, "layout", "lay_out"), (Bucketed, "step", "stepping"), (ZeRO3, "backward", "in_backward"), (Strategy, "forward", "in_forward"),
+        (Strategy, "layout", "lay_out"), (Bucketed, "step", "stepping"),
+        (ZeRO3, "backward", "in_backward"), (Strategy, "forward", "in_forward"),
     ):  # fmt: skip
         with pytest.raises(
             ValueError, match=rf"Typo.{name}\(\) is no method of a strategy, .*; write {meant}\(\), or _{name}"
