@@ -146,9 +146,10 @@ def zero3_cases() -> list[Case]:
     At rest a rank holds 1/N of parameters, gradients and optimizer state, and at the peak 7400 bytes of all are
     enough: gathered parameters are freed after forward, and before gradients travel. in_forward() and
     in_backward(sends=...) are contexts: inside, the module computes, with all its parameters. full(keep_changes=...)
-    is one in which a user reads them, and writes them where keep_changes is True. Autograd saves weights for backward: it must not keep the
-    memory that you free. So free the storage and not the tensor, flat.untyped_storage().resize_(0), and gather into it.
-    What is still gathered behind its forward, or has other memory, is refused as a parameter whose data was replaced.
+    is one in which a user reads them, and writes them where keep_changes is True. Autograd saves weights for backward:
+    it must not keep the memory that you free. So free the storage and not the tensor,
+    flat.untyped_storage().resize_(0), and gather into it. What is still gathered behind its forward, or has other
+    memory, is refused as a parameter whose data was replaced.
 
     Hints:
     - The optimizer steps pieces of a shard of this rank's own; after the step nothing is sent.
