@@ -95,13 +95,13 @@ class _Entry:
 class _Awaited(_Entry):
     """A receive that ends in the caller's thread: to wake one that then wakes the caller takes twice as long."""
 
-    def __init__(self, message: Message, event: CollectiveEvent, observers: Observers, failures: Failures) -> None:
+    def __init__(self, event: CollectiveEvent, observers: Observers, failures: Failures) -> None:
         super().__init__(_nothing, event, observers, None, failures)
-        self._message, self._takes = message, threading.Lock()
+        self._takes = threading.Lock()
 
-    def post(self, arrival: Arrival) -> None:
-        """It may come from now on."""
-        self._arrival, self.event.look = arrival, self._look
+    def post(self, arrival: Arrival, after: Job | None) -> None:
+        """It may come from now on; ``after`` is done once it has."""
+        self._arrival, self._after, self.event.look = arrival, after or _nothing, self._look
         self.event.start_ns = perf_counter_ns()
         self._tell_started()
 
@@ -117,7 +117,7 @@ class _Awaited(_Entry):
     def _look(self) -> None:
         if self._takes.acquire(blocking=False):
             try:
-                if self._arrival.has_come():
+                if self.under_way.locked() and self._arrival.has_come():
                     self._take()
             finally:
                 self._takes.release()
@@ -128,11 +128,11 @@ class _Awaited(_Entry):
         came_ns = None
         try:
             came_ns = self._arrival.wait()
-            if self._message.after is not None:
-                self._message.after()
+            self._after()
         except Exception as error:  # an interrupt leaves it under way: somebody may wait again
             self.error = error
-        self.event.look = None  # it holds the memory, and whoever records holds the event
+        self.event.look = None
+        del self._arrival, self._after  # the memory: whoever records holds the event, and the queue this
         self.end(came_ns)
 
 
@@ -185,8 +185,8 @@ class ThreadQueue:
         """
         queue = self
         if (arrival := message.transport.arrival_of(message)) is not None:
-            entry = _Awaited(message, event, observers, self._failures)
-            entry.post(arrival)
+            entry = _Awaited(event, observers, self._failures)
+            entry.post(arrival, message.after)
             self._awaited = [one for one in (*self._awaited, entry) if one.under_way.locked()]
             return entry.wait
         if message.is_send:
