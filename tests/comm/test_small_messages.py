@@ -2,6 +2,7 @@
 
 import socket
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -119,6 +120,12 @@ def test_who_does_not_come_is_named_and_a_late_message_still_counts(pair):
         with pytest.raises(RuntimeError, match=r"message: rank 1 of the group has not come within 0.1 s"):
             expected.wait()
         assert not expected.has_come()
+    waiting = here.expect(2, torch.zeros(3, dtype=torch.uint8))
+    held = weakref.ref(waiting)
+    assert not waiting.has_come()
+    here._expected[2].clear()
+    del waiting
+    assert held() is None, "a look leaves nothing that holds the memory"
     there.send(1, first + 7)
     assert expected.wait() <= time.perf_counter_ns()
     assert first.tolist() == [7, 7]

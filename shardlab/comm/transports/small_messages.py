@@ -91,7 +91,9 @@ class SmallMessages:
         try:
             self._peer.sendmsg([_HEAD.pack(number, perf_counter_ns()), _memory_of(tensor)], (), flags)
         except BlockingIOError as error:
-            raise error if flags else self._late() from error
+            if flags:
+                raise  # and not from itself: such a cycle would hold the memory
+            raise self._late() from error
         except OSError as error:
             raise self._gone() from error
 
@@ -115,7 +117,9 @@ class SmallMessages:
         try:
             size = self._peer.recv_into(self._room, 0, flags)
         except BlockingIOError as error:
-            raise error if flags else self._late() from error
+            if flags:
+                raise  # and not from itself: such a cycle would hold the memory
+            raise self._late() from error
         except OSError as error:
             raise self._gone() from error
         if not size:
