@@ -27,6 +27,7 @@ class _Reference(NamedTuple):
     shards: Shards
     storage: str  # which of theirs
     version: int  # of the shards
+    dtype: torch.dtype  # another than the parameters' where this is view_as_complex() of one
     size: torch.Size
     stride: tuple[int, ...]
     start: int  # in the storage
@@ -51,12 +52,11 @@ def saved_by_reference(at: ByAddress, gather: Callable[[Shards], None]) -> Itera
             of_stubs.append(storage)  # not raised here, where C++ calls
             return _packed_as_it_is(saved)
         # share_memory() has moved the parameters, and what is there now is something else. Or the strides do not say
-        # all, as of view_as_complex(): then the whole storage stays in memory.
-        is_moved = _address(shards.storages[storage]) != _address(saved)
-        if is_moved or saved.dtype != shards.compute_dtype or saved.is_conj() or saved.is_neg():
+        # all, as of a lazy conjugate: then the whole storage stays in memory.
+        if _address(shards.storages[storage]) != _address(saved) or saved.is_conj() or saved.is_neg():
             return _packed_as_it_is(saved)
         start = int(saved.storage_offset())
-        return _Reference(shards, storage, shards.version, saved.size(), saved.stride(), start)
+        return _Reference(shards, storage, shards.version, saved.dtype, saved.size(), saved.stride(), start)
 
     def unpack(packed: _AsItIs | _Reference) -> Tensor:
         if isinstance(packed, _AsItIs):
@@ -70,7 +70,8 @@ def saved_by_reference(at: ByAddress, gather: Callable[[Shards], None]) -> Itera
             )
         gather(packed.shards)
         storage = packed.shards.storages[packed.storage].to(packed.shards.compute_dtype)
-        return storage.as_strided(packed.size, packed.stride, packed.start)
+        view = storage.new_empty(0, dtype=packed.dtype)
+        return view.set_(storage.untyped_storage(), packed.start, packed.size, packed.stride)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

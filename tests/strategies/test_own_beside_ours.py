@@ -242,7 +242,9 @@ def test_a_misspelt_method_is_refused_and_a_helper_is_not():
     for base, name in ((ZeRO3, "scatter"), (ZeRO1, "reduce"), (Bucketed, "divide")):
         with pytest.raises(ValueError, match=rf"nobody calls Other.{name}\(\), which strategies made from .* may have"):
             _built(type("Other", (base,), {name: lambda *_: None}))
-    for name, meant in (("round", "rounds"), ("rank_differ", "ranks_differ")):
+    for name, meant in (
+        ("round", "rounds"), ("rank_differ", "ranks_differ"), ("rests_partial", "sends_in_no_sync"),
+    ):  # fmt: skip
         with pytest.raises(
             ValueError, match=rf"Typo.{name} is read by nobody; write {meant}, or _{name} if it is your"
         ):

@@ -19,6 +19,7 @@ from shardlab.vocabulary import class_of
 
 _MISSPELT = 0.8  # of ``difflib``: "redcue" and "reduces" for "reduce", and not "reduce_all"
 _OF_CLASS = 0.9  # the same of what a class says of itself: "round" for "rounds"; there a reader has names of their own
+_RENAMED = {"keeps_pieces": "full_gathers", "rests_partial": "sends_in_no_sync"}
 _CONTEXTS = ("in_forward", "in_backward", "stepping", "visiting", "full", "kept_gathered")
 
 _OF_SOME = {"reduce": "Bucketed", "scatter": "ZeRO1 or ZeRO2", "divide": "ZeRO1, ZeRO2 or ZeRO3"}
@@ -47,7 +48,7 @@ def _check_methods(kind: type[Strategy]) -> None:
         above, own = {name for base in one.__mro__[1:] for name in _public_methods(base)}, _public_methods(one)
         said = {name for name in dir(Strategy) if not name.startswith("_")} - above
         for name in vars(one).keys() - own - said:
-            if meant := get_close_matches(name, said, n=1, cutoff=_OF_CLASS):
+            if meant := get_close_matches(_RENAMED.get(name, name), said, n=1, cutoff=_OF_CLASS):
                 raise ValueError(
                     f"strategy: {one.__name__}.{name} is read by nobody; write {meant[0]}, or _{name} if it is your own"
                 )
