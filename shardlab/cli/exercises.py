@@ -84,7 +84,7 @@ def _print_list(rows: list[dict[str, Any]], json: bool) -> None:
     names = {"references": "right", "wrong_solutions": "wrong"}  # so that it fits into 80 columns
     _print(pd.DataFrame(rows).drop(columns="function").rename(columns=names))
     typer.echo(
-        f"Write each as a function: {rows[0]['name']} as {rows[0]['function']}.\n"
+        f"Write each as a function: {rows[0]['name']} as {rows[0]['function']}; --sheet prints what is asked.\n"
         "Every exercise is checked with right solutions, which must pass, and wrong ones, which must not."
     )
 

@@ -34,7 +34,6 @@ class CollectiveEvent:
         scratch_bytes: bytes the transport holds between start and end beside the caller's buffers.
         storage: identity of the buffer's storage while it is alive, so that a memory ledger can tell what it is.
         source_line: ``file:line`` of the caller outside the library; empty until an observer asks (``callers.locate``).
-        look: looks whether it has ended, and tells the observers; None where they are told anyway.
         torch_moves: bytes this rank sends where a group of torch's own runs it (``partition.ring_cost``), else None.
         ranks: the global ranks of the group.
         device_times: events at begin and end, where a stream ran it: whoever records resolves them after the step.
@@ -58,7 +57,6 @@ class CollectiveEvent:
     bounds: tuple[int, ...] | None = None
     scratch_bytes: int = 0
     storage: int = 0
-    look: Callable[[], None] | None = None
     torch_moves: float | None = None
     ranks: tuple[int, ...] = ()
     issue_ns: float = field(default_factory=perf_counter_ns)

@@ -20,15 +20,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from shardlab.comm.async_queues import StreamQueue, ThreadQueue
 from shardlab.comm.base_mesh import BaseMesh, Groups, groups_along
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.failures import Failures
 from shardlab.comm.observed_group import Process
 from shardlab.comm.rank_life import retire
 from shardlab.comm.signed_messages import all_gather_bytes
-from shardlab.comm.stream_queue import StreamQueue
 from shardlab.comm.streams import mark_of
-from shardlab.comm.thread_queue import ThreadQueue
 from shardlab.comm.transports.base import Queue, Transport
 from shardlab.comm.transports.choice import check_transport, transport_of
 from shardlab.comm.transports.nccl import NcclTransport

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardlab.comm.async_queues import Running
 from shardlab.comm.events import CollectiveEvent, DeviceEvent, Observers
-from shardlab.comm.stream_queue import Running
 from shardlab.comm.streams import CUDA, DeviceStream, Streams, mark
 
 T = TypeVar("T")

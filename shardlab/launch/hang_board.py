@@ -116,14 +116,6 @@ class BoardWriter(Observer):
             else:
                 self._write(oldest, CallState.ISSUED)
 
-    def look_at_messages(self) -> None:
-        """Have those noticed that have come: the caller computes, and will not wait for them for a while."""
-        with self._lock:
-            in_flight = list(self._in_flight.values())
-        for event in in_flight:
-            if (look := event.look) is not None:  # it may end meanwhile
-                look()
-
     def look_at_streams(self) -> None:
         """Mark collectives that have ended on their stream: the host runs on, and may never query or wait for them."""
         with self._lock:

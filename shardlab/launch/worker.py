@@ -168,7 +168,6 @@ def _end_soon(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
 def _watch(life: Connection, board: BoardWriter) -> None:
     stack, forkserver_pid = StackWatch(main_thread().ident or 0), os.getppid()
     while not life.poll(_LOOK_EVERY_S) and os.getppid() == forkserver_pid:
-        board.look_at_messages()
         board.seen(stack.look())
     _cut()
 

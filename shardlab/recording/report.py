@@ -109,7 +109,7 @@ def answer_of_record(recorded: Comparison) -> list[Line]:
     held, number = rows[[*ROLES, "buffer_bytes"]].sum(axis=1).iloc[0], messages(records.collectives).max()
     peak, last = rows["peak_bytes"].iloc[0], late(records)
     most = "no peak was traced" if pd.isna(peak) else f"at the peak {format_bytes(peak)}{steps_differ(rows)}"
-    sends = f"{format_bytes(sent)} a rank and step; messages: {number}{_again(records)}" if sent else "nothing"
+    sends = f"{format_bytes(sent)} a rank and step; messages: {number:g}{_again(records)}" if sent else "nothing"
     looks = f"shardlab trace {recorded.directory} -o timeline.json: each rank's timeline, for ui.perfetto.dev"
     again = f"shardlab diff {recorded.directory} OTHER: what a change has changed, from a record of the changed script"
     return [

@@ -316,7 +316,7 @@ def held_wrong(engine: Engine) -> str:
     known = held | {one.untyped_storage().data_ptr() for one in (*engine.module.buffers(), *engine.params.values())}
     for place, tensor in _kept(engine.strategy):
         storage = tensor.untyped_storage()
-        if storage.nbytes() > tensor.element_size() and storage.data_ptr() not in known:
+        if tensor.numel() and storage.nbytes() > tensor.element_size() and storage.data_ptr() not in known:
             return (
                 f"holdings(): {tensor.numel()} elements that {place} keeps from step to step are in none, so that no "
                 "table would count them; after those of super().holdings() yield Holding(Role.COMMUNICATION_BUFFER, "

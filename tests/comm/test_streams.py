@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm import events
+from shardlab.comm.async_queues import StreamQueue
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import CollectiveEvent, Pending
-from shardlab.comm.stream_queue import StreamQueue
 from shardlab.comm.streams import mark
 from shardlab.comm.transports.nccl import NcclTransport
 from shardlab.launch.hang_board import Board, BoardWriter, CallState

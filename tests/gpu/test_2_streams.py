@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardlab.comm.async_queues import StreamQueue
 from shardlab.comm.communicator import Communicator
-from shardlab.comm.stream_queue import StreamQueue
 from shardlab.comm.streams import CUDA, mark
 from shardlab.comm.torch_engine_groups import TorchGroup
 from shardlab.comm.transports.nccl import NcclTransport

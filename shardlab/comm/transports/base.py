@@ -42,18 +42,8 @@ class Message(NamedTuple):
             self.after()
 
 
-Start = Callable[[], Job | None]
-"""Begins what a job would do and returns at once what waits for its end; None if that has come."""
-
-
-class Arrival(Protocol):
-    """A receive for whose end whoever receives waits in its own thread."""
-
-    def wait(self) -> float:
-        """Return once it has come: since when it has been there, in nanoseconds of ``perf_counter_ns``."""
-
-    def has_come(self) -> bool:
-        """Look, without waiting."""
+Start = Callable[[], Job]
+"""Begins what a job would do and returns at once what waits for its end."""
 
 
 class MismatchError(RuntimeError):
@@ -76,10 +66,6 @@ class Transport(ABC):
 
     def start_of(self, message: Message) -> Start | None:
         """Likewise, of a message."""
-        return None
-
-    def arrival_of(self, message: Message) -> Arrival | None:
-        """Post a receive that no thread has to wait for; None, the default: only the queue's can."""
         return None
 
     @abstractmethod

@@ -18,7 +18,7 @@ the ranks, pair by pair, so that it is deterministic.
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -84,7 +84,7 @@ class GlooTransport(Transport):
         """Send every other rank its tensor and receive the one it has for this rank; empty ones are skipped."""
         # Receives are posted first, so that nothing that arrives has to be buffered.
         works = [
-            call(as_bytes(tensor), group=self._group, tag=number_of(what, tensor), **{peer: rank})
+            call(as_bytes(tensor), group=self._group, tag=_number(what, tensor), **{peer: rank})
             for call, peer, tensors in ((dist.irecv, "group_src", incoming), (dist.isend, "group_dst", outgoing))
             for rank, tensor in enumerate(tensors)
             if rank != self._rank and tensor.numel()
@@ -101,7 +101,7 @@ class GlooTransport(Transport):
         """Copy bytes, so every dtype travels, down the same binomial tree as gloo's own broadcast."""
         if not tensor.numel():
             return
-        number = number_of(f"{Collective.BROADCAST} from {src}", tensor)
+        number = _number(f"{Collective.BROADCAST} from {src}", tensor)
         place = (self._rank - src) % self._num_ranks  # counted from the root
         if place:  # its parent is at the place without the highest bit
             parent = place - (1 << place.bit_length() - 1)
@@ -118,21 +118,22 @@ class GlooTransport(Transport):
 
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send bytes."""
-        self._begin(Message(self, True, tensor, dst))()
+        self.start_of(Message(self, True, tensor, dst))()()
 
     def recv(self, tensor: Tensor, src: int) -> None:
         """Receive bytes."""
-        self._begin(Message(self, False, tensor, src))()
+        self.start_of(Message(self, False, tensor, src))()()
 
     def start_of(self, message: Message) -> Start:
         """gloo's own thread moves it."""
-        return partial(self._begin, message)
-
-    def _begin(self, message: Message) -> Job:
         call, peer = (dist.isend, "group_dst") if message.is_send else (dist.irecv, "group_src")
-        number = number_of(Collective.SEND, message.tensor)
-        work = call(as_bytes(message.tensor), group=self._group, tag=number, **{peer: message.peer})
-        return partial(message.travel, partial(_wait, [work]))
+        number = _number(Collective.SEND, message.tensor)
+
+        def start() -> Job:
+            work = call(as_bytes(message.tensor), group=self._group, tag=number, **{peer: message.peer})
+            return partial(message.travel, partial(_wait, [work]))
+
+        return start
 
     def barrier(self) -> None:
         """An all-reduce of one element, which gloo does faster than its own barrier."""
@@ -152,18 +153,13 @@ def add_in_order(versions: list[Tensor], output: Tensor, room: Tensor, add: Call
         total = add(total, version, out=output if number == len(others) else room)
 
 
-def number_of(what: str, tensor: Tensor) -> int:
+def _number(what: str, tensor: Tensor) -> int:
     """By which gloo matches messages: those that differ wait and are reported, and nobody takes another's bytes.
 
     ``what`` is the collective with all that its ranks share. Never 0, the number of a script's own ``dist.send``; below
     2**31, as torch demands.
     """
-    return _number(what, tensor.numel(), tensor.dtype)
-
-
-@lru_cache(4096)  # asked for at each message
-def _number(what: str, numel: int, dtype: torch.dtype) -> int:
-    return 1 + (zlib.crc32(f"{what} of {numel} {dtype}".encode()) >> 2)
+    return 1 + (zlib.crc32(f"{what} of {tensor.numel()} {tensor.dtype}".encode()) >> 2)
 
 
 def _wait(works: Iterable[dist.Work | None]) -> None:

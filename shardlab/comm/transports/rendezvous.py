@@ -76,8 +76,7 @@ def share_buffers(group: dist.ProcessGroup, timeout: timedelta, half_bytes: int 
         assert sockets is not None
         listener.settimeout(timeout.total_seconds())
         sockets = dict(sorted({**sockets, **_accepted(rank, listener, own, num_ranks)}.items()))
-    buffers, apart = _exchange_buffers(rank, sockets, 2 * half_bytes)
-    return SharedBuffers(rank, buffers, sockets, apart, timeout)
+    return SharedBuffers(rank, _exchange_buffers(rank, sockets, 2 * half_bytes), sockets, timeout)
 
 
 def _listen() -> tuple[socket.socket | None, _Endpoint]:
@@ -149,34 +148,24 @@ def _is_own_user(peer: socket.socket) -> bool:
     return bool(user == os.geteuid())
 
 
-def _exchange_buffers(
-    rank: int, sockets: Mapping[int, socket.socket], num_bytes: int
-) -> tuple[dict[int, mmap.mmap], dict[int, socket.socket]]:
-    """Make this rank's buffer, pass its descriptor to all others and map theirs; and one more socket to each."""
-    buffers: dict[int, mmap.mmap] = {}
-    apart: dict[int, socket.socket] = {}
+def _exchange_buffers(rank: int, sockets: Mapping[int, socket.socket], num_bytes: int) -> dict[int, mmap.mmap]:
+    """Make this rank's buffer, pass its descriptor to all others and map theirs."""
+    buffers = {}
     own = os.memfd_create("shardlab", os.MFD_CLOEXEC)
     os.ftruncate(own, num_bytes)
     # All sends before any receive: otherwise each rank's wait would come on top of the last one's.
-    for other, peer in sockets.items():
+    for peer in sockets.values():
         peer.settimeout(None)
-        if other < rank:
-            socket.send_fds(peer, [b"buffer"], [own])
-            continue
-        apart[other], theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            socket.send_fds(peer, [b"buffer"], [own, theirs.fileno()])
+        socket.send_fds(peer, [b"buffer"], [own])
     for other, peer in sockets.items():
-        _, received, _, _ = socket.recv_fds(peer, len(b"buffer"), 2)
+        _, received, _, _ = socket.recv_fds(peer, len(b"buffer"), 1)
         if not received:
             os.close(own)
             raise RuntimeError(f"shared memory: rank {other} of the group has gone while ranks exchanged their buffers")
         buffers[other] = _mapped(received[0], num_bytes)
-        if other < rank:
-            apart[other] = socket.socket(fileno=received[1])
     # After the sends: mapping closes the descriptor that they pass on.
     buffers[rank] = _mapped(own, num_bytes)
-    return buffers, apart
+    return buffers
 
 
 def _mapped(descriptor: int, num_bytes: int) -> mmap.mmap:

@@ -11,8 +11,7 @@ collective its rank is in, so ranks in two different ones get an error and not e
 
 All-reduce, reduce-scatter and all-gather work this way, in segments that stay in the cache. They move as many bytes as
 a ring, but through no socket: about half of gloo's processor time, and a third to two thirds of its time. They sum as
-``gloo`` does: in the order of the ranks, pair by pair. Small messages between two ranks have a socket of their own
-(``small_messages``). Broadcast, all-to-all and larger messages, which are rare, use gloo.
+``gloo`` does: in the order of the ranks, pair by pair. Broadcast, all-to-all, send and recv, which are rare, use gloo.
 """
 
 import mmap
@@ -22,7 +21,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -30,9 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.comm.transports.base import Arrival, Bounds, Message, MismatchError, Reduction, Start
-from shardlab.comm.transports.gloo import GlooTransport, add_in_order, as_bytes, number_of
-from shardlab.comm.transports.small_messages import MOST_BYTES, SmallMessages
+from shardlab.comm.transports.base import Bounds, MismatchError, Reduction
+from shardlab.comm.transports.gloo import GlooTransport, add_in_order
 from shardlab.partition.uneven import chunk_bounds
 from shardlab.vocabulary import Collective, HostTransport, dtype_name
 
@@ -77,16 +74,13 @@ class SharedBuffers:
         rank: this process's position in the group.
         memory: the buffers by rank, all of one size.
         sockets: a connected socket to every other rank.
-        apart: likewise, for messages between two ranks.
         timeout: how long a rank waits for the others.
     """
 
     def __init__(
-        self, rank: int, memory: Mapping[int, mmap.mmap], sockets: Mapping[int, socket.socket],
-        apart: Mapping[int, socket.socket], timeout: timedelta,
-    ) -> None:  # fmt: skip
+        self, rank: int, memory: Mapping[int, mmap.mmap], sockets: Mapping[int, socket.socket], timeout: timedelta
+    ) -> None:
         self.rank = rank
-        self.small = {other: SmallMessages(peer, other, timeout) for other, peer in apart.items()}
         self._memory, self._sockets = dict(memory), dict(sockets)
         self._timeout_s = timeout.total_seconds()
         self._half = 0  # the one that this rank writes
@@ -95,7 +89,7 @@ class SharedBuffers:
         for peer in self._sockets.values():
             peer.settimeout(self._timeout_s)
         # Also where nobody closes them: a rank ends, or an engine is dropped after an error.
-        self._end = weakref.finalize(self, close_all, (*sockets.values(), *apart.values()))
+        self._end = weakref.finalize(self, close_all, tuple(self._sockets.values()))
 
     def length(self, dtype: torch.dtype) -> int:
         """Elements that one half of a buffer holds."""
@@ -220,35 +214,6 @@ class SharedMemoryTransport(GlooTransport):
         """Over gloo, as a broadcast."""
         self._shared.synchronize(Call.of(Collective.ALL_TO_ALL, buffer, ""))
         super().all_to_all(output, buffer)
-
-    def send(self, tensor: Tensor, dst: int) -> None:
-        """Send bytes."""
-        if tensor.nbytes > MOST_BYTES:
-            super().send(tensor, dst)
-        else:
-            self._shared.small[dst].send(number_of(Collective.SEND, tensor), as_bytes(tensor))
-
-    def recv(self, tensor: Tensor, src: int) -> None:
-        """Receive bytes."""
-        arrival = self.arrival_of(Message(self, False, tensor, src))
-        if arrival is None:
-            super().recv(tensor, src)
-        else:
-            arrival.wait()
-
-    def start_of(self, message: Message) -> Start:
-        """A small one is sent at once."""
-        if message.tensor.nbytes > MOST_BYTES:
-            return super().start_of(message)
-        number = number_of(Collective.SEND, message.tensor)
-        return partial(self._shared.small[message.peer].start_send, number, as_bytes(message.tensor))
-
-    def arrival_of(self, message: Message) -> Arrival | None:
-        """Of a small one."""
-        if message.is_send or message.tensor.nbytes > MOST_BYTES:
-            return None
-        number = number_of(Collective.SEND, message.tensor)
-        return self._shared.small[message.peer].expect(number, as_bytes(message.tensor))
 
     def barrier(self) -> None:
         """One synchronisation of the buffers."""

@@ -82,9 +82,11 @@ COSTS: Facts = {
     "gathers all at once": lambda step: step.at_once() >= 1 / 2,
     "waits for each gather": lambda step: step.waits(GATHERS),
     "waits for each gather in backward": lambda step: step.waits(GATHERS, "backward"),
+    "waits for each gather in forward": lambda step: step.waits(GATHERS, "forward"),
     "waits for each reduction": lambda step: step.waits(REDUCTIONS),
     "every reduction is late": lambda step: step.late() >= 1,
     "most reductions are late": lambda step: step.late() > 1 / 2,
+    "too much is gathered": lambda step: step.has_too_much(Role.GATHERED_PARAMETER),
     "the peak is too high": lambda step: step.done.peak_bytes > step.case.most_peak_bytes,
 }  # fmt: skip
 

@@ -25,7 +25,7 @@ from shardlab.testing.check import try_loops
 from shardlab.testing.loops import LOOPS, OF_ENGINE
 from shardlab.trace.memory_by_role import MemoryLedger, bytes_by_role
 from shardlab.trace.observed import wire_bytes
-from shardlab.vocabulary import class_of
+from shardlab.vocabulary import Role, class_of
 
 WIDTHS = (6, 8, 8, 8, 2)
 BUCKET_BYTES = 600
@@ -92,14 +92,25 @@ def weigh(make: Make, mesh: BaseMesh, most_at_rest: Mapping[str, int], largest: 
     Args:
         make: returns a new strategy.
         mesh: of the ranks.
-        most_at_rest: bytes by role that may be held when the optimizer has stepped.
+        most_at_rest: bytes by role that may be held when the optimizer has stepped; of gathered parameters those that
+            may be while a layer computes.
         largest: bytes that a message may have.
     """
-    module, clock = model(), VirtualClock(LATENCY_US, BYTES_PER_US)
+    module, clock, gathered = model(), VirtualClock(LATENCY_US, BYTES_PER_US), [0]
+
+    def computed(*_: object) -> None:
+        storages = (param.untyped_storage() for param in module.parameters())
+        gathered.append(sum({one.data_ptr(): one.nbytes() for one in storages}.values()))
+
+    def came(_: Tensor) -> None:
+        clock.compute(GRADIENT_US)
+        computed()
+
     for layer in (each for each in module if isinstance(each, nn.Linear)):
         layer.register_forward_pre_hook(lambda *_: clock.compute(FORWARD_US))
+        layer.register_forward_hook(computed)
         for param in layer.parameters():  # before the engine's own hooks: the gradient comes, and then it may travel
-            param.register_post_accumulate_grad_hook(lambda _: clock.compute(GRADIENT_US))
+            param.register_post_accumulate_grad_hook(came)
     strategy = make()
     if hasattr(strategy, "bucket_bytes"):
         strategy.bucket_bytes = BUCKET_BYTES
@@ -111,11 +122,12 @@ def weigh(make: Make, mesh: BaseMesh, most_at_rest: Mapping[str, int], largest: 
         engine.optimizer.register_step_post_hook(lambda *_: setattr(log, "phase", "step"))
         clock.now_us = 0.0
         clock.spans.clear()
+        gathered.clear()
         with mesh.observed_by(log), MemoryLedger(engine.live_tensors()) as ledger:
             before = len(ledger.held_bytes())
             _backward(engine, log)
             engine.step()
-        held = bytes_by_role(engine.live_tensors())
+        held = {**bytes_by_role(engine.live_tensors()), Role.GATHERED_PARAMETER: max(gathered)}
     faults = too_much(held, most_at_rest) + [
         f"a message of {message.num_bytes} B, and {largest} B are allowed"
         for message in log.messages

@@ -94,8 +94,9 @@ def tried_block(make: MakeBlock, mesh: BaseMesh, most_at_rest: Mapping[str, int]
 
 def too_much(held: Mapping[Role, int], most_at_rest: Mapping[str, int]) -> list[str]:
     """A sentence for each role of which more is held than is enough."""
+    when = {str(Role.GATHERED_PARAMETER): "at once"}
     return [
-        f"{role.replace('_', ' ')} of {held.get(Role(role), 0)} B at rest, and {most} B are enough"
+        f"{role.replace('_', ' ')} of {held.get(Role(role), 0)} B {when.get(role, 'at rest')}, and {most} B are enough"
         for role, most in most_at_rest.items()
         if held.get(Role(role), 0) > most
     ]

@@ -81,7 +81,7 @@ def laid_out_by(strategy: Strategy, given: Given) -> LaidOut:
     _check_methods(type(strategy))
     for name in ("reduce", "scatter", *_CONTEXTS):
         method = getattr(strategy, name, None)
-        if method is not None and not method.__module__.startswith("shardlab."):
+        if method is not None and not str(method.__module__).startswith("shardlab."):
             setattr(
                 strategy,
                 name,

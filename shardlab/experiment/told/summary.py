@@ -10,6 +10,7 @@ import pandas as pd
 from shardlab.analysis.held_bytes import at_rest, peaks_of_steps
 from shardlab.analysis.overlap import hidden_share
 from shardlab.analysis.rows import step_lengths, timed_steps
+from shardlab.engines import STRATEGIES
 from shardlab.experiment.told.pipelined import bubble_of, bubbles
 from shardlab.records.store import Records
 from shardlab.vocabulary import Phase, Role
@@ -283,11 +284,12 @@ def ranks_differ(records: Records) -> list[str]:
 
 
 def averaged_runs(records: Records) -> list[str]:
-    """The runs of whose messages the mean over all steps counts: these send more in some steps than in others."""
+    """The runs of whose messages the mean over all steps counts: the reader's own, where these send unlike bytes."""
     steps = records.steps.reindex(columns=["run", "rank", "step", "wire_bytes"])  # fewer in a record of before
     sent = steps[steps["step"] > 0].groupby(["run", "rank"])["wire_bytes"].agg(["min", "max"])
-    unlike = {str(run) for run, _ in sent.index[sent["max"] > sent["min"]]}
-    return [run for run in records.manifests if run in unlike or run in ranks_differ(records)]
+    unlike = {str(run) for run, _ in sent.index[sent["max"] > sent["min"]]} - STRATEGIES.keys()
+    own = {run for run, manifest in records.manifests.items() if "recorded" not in manifest}  # of no script
+    return [run for run in records.manifests if run in unlike & own or run in ranks_differ(records)]
 
 
 def counted_steps(steps: pd.DataFrame, averaged: Collection[str] = ()) -> pd.DataFrame:

@@ -72,13 +72,13 @@ self.comm.all_reduce(full, tag="gradients").wait()
     ],
     "whole.zero3": [
         ("sums", {"        mean /= self.num_ranks\n": ""}),
-        ("not_freed", {"    def forward(self):\n        return self._gathered()": """\
+        ("not_freed", {"    def in_forward(self):\n        return self._gathered()": """\
     @contextlib.contextmanager
-    def forward(self):
+    def in_forward(self):
         self.flat.untyped_storage().resize_(self.num_bytes)
         self.comm.all_gather(self.flat, self.shard, tag="parameters").wait()
         yield"""}),
-        ("empty", {"    def backward(self, *, sends):\n        return self._gathered()\n": ""}),
+        ("empty", {"    def in_backward(self, *, sends):\n        return self._gathered()\n": ""}),
         ("gathers_again", {"    def make_means(self):\n": """\
     def make_means(self):
         with self._gathered():
@@ -92,6 +92,11 @@ self.comm.all_reduce(full, tag="gradients").wait()
             "self.messages.pop(0)": "self.messages.pop(self.messages.index(message))",
         }),
         ("no_prefetch", {"        self._send_until((Unit.start, ahead))\n": ""}),
+        ("no_prefetch_in_forward", {"self._use(at, at + 1)": "self._use(at, at)"}),
+        ("too_much_gathered", {
+            "        self._units[place].free()\n        if output": "        if output",
+            "            unit.free()  # where this rank skipped it\n": "            pass\n",
+        }),
         ("no_prefetch_in_backward", {"self._use(place, place - 1)": "self._use(place, place)"}),
         ("all_at_once", {"(Unit.start, ahead)": "(Unit.start, len(self._units) - 1)"}),
         ("late", {" + [(Unit.reduce, place)] * sends": ""}),

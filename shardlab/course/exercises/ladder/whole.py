@@ -142,19 +142,21 @@ def fsdp_cases() -> list[Case]:
     than self.units, which is for units of the library's own kind. A unit is gathered in one message before its forward
     and again before its backward, freed after each, and its gradients are scattered when the last has come. While one
     unit computes, the message of the next one is under way. LaidOut(..., hooks=[...]) takes the handles of your hooks.
-    In messages of at most 600 bytes, 6500 bytes at the peak and 640 us on the clock of whole_bucketed are enough. The
-    rows of some ranks skip a unit of the second model, and another unit is used by none: each rank sends the messages
-    of all units, in the same order. What is written in full() only check_strategy asks.
+    In messages of at most 600 bytes, 6500 bytes at the peak, 1216 of parameters while a unit computes, and 640 us on
+    the clock of whole_bucketed are enough. The rows of some ranks skip a unit of the second model, and another unit is
+    used by none: each rank sends the messages of all units, in the same order. What is written in full() only
+    check_strategy asks.
 
     Hints:
     - register_forward_pre_hook gathers; register_forward_hook frees, and its output's register_hook gathers again.
     - Start the next unit's gather before this one computes: in forward of the one behind it, in backward before it.
     - grad_ready() counts the gradients of a unit: with the last one it frees the unit and starts the reduce_scatter.
-    - List all messages of a forward and of a backward before it begins, in forward() and backward(sends=...). Whoever
-      comes to one sends what stands before it first, and at the end what is left: zeros for what was not used.
+    - List all messages of a forward and of a backward before it begins, in in_forward() and in_backward(sends=...).
+      Whoever comes to one sends what stands before it first, and at the end what is left: zeros for what was not used.
     """
     three = {Collective.ALL_GATHER: UNITS * 2, Collective.REDUCE_SCATTER: UNITS}
     at_rest = {"parameter": BYTES // NUM_RANKS, "gradient": BYTES // NUM_RANKS, "optimizer_state": BYTES}
+    at_rest["gathered_parameter"] = 2 * max(UNITS) + 64  # two units, and what stands for the others
     return _cases(three, 12, at_rest, largest=600, peak=6500, time_us=640, models=("MLP", "Skips"))
 
 

@@ -1,13 +1,20 @@
-"""Collectives beside the compute, by a thread: it takes job after job, first in, first out.
+"""Where collectives run beside the compute: one queue per communicator, first in, first out.
 
-Transports are written as plain blocking code. The thread sleeps in gloo, not in Python, so backward goes on; when a job
-began and ended is known exactly, and a sleep in a job (an emulated link) burns no CPU. Where nothing is under way and
-the transport can, the caller begins the collective itself: on busy cores it costs more to wake a thread.
+Transports are written as plain blocking code. A queue makes them asynchronous:
+
+* ``ThreadQueue``: one thread takes job after job. The thread sleeps in gloo, not in Python, so backward goes on; when a
+  job began and ended is known exactly, and a sleep in a job (an emulated link) burns no CPU. Where nothing is under
+  way and the transport can, the caller begins the collective itself: on busy cores it costs more to wake a thread.
+* ``StreamQueue``: NCCL's calls only enqueue work, so the queue is a CUDA stream, and two CUDA events are its clock.
+  Whether a collective has ended its end event is asked, and never waited for.
 """
 
 import contextlib
 import threading
 import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 from time import perf_counter_ns
 
@@ -15,8 +22,8 @@ import torch
 
 from shardlab.comm.events import CollectiveEvent, DeviceEvent, Observers
 from shardlab.comm.failures import Failures
-from shardlab.comm.streams import CUDA
-from shardlab.comm.transports.base import Arrival, Job, Message, Start
+from shardlab.comm.streams import CUDA, Streams, mark
+from shardlab.comm.transports.base import Job, Message, Start
 
 
 class _Entry:
@@ -37,15 +44,11 @@ class _Entry:
         self.event.start_ns = perf_counter_ns()
         try:
             with torch.inference_mode():
-                job = start()
+                self.job = start()
         except Exception as error:  # as in run()
-            self.error, job = error, _nothing
+            self.error, self.job = error, _nothing
         self.begun = True
         self._tell_started()
-        if job is None:
-            self.end()
-        else:
-            self.job = job
 
     def run(self) -> None:
         """Do what is left of the job, in the queue's thread."""
@@ -60,20 +63,15 @@ class _Entry:
                 CUDA.current_stream().synchronize()  # the job may have copied; the caller reads on another stream
         except BaseException as error:  # a thread must not lose it: wait() raises it in the caller
             self.error = error
-        self.end()
-
-    def end(self, ended_ns: float | None = None) -> None:
-        """Tell that it has ended; ``ended_ns``: when, if not now."""
         if self.error is not None:  # it may also have come from begin()
             self._failures.note(self.event, self.error)
         # Observers first: whoever has waited finds the collective's end in the records.
-        self.event.end_ns = perf_counter_ns() if ended_ns is None else max(ended_ns, self.event.start_ns)
+        self.event.end_ns = perf_counter_ns()
         for observer in self.observers:
             observer.completed(self.event)
         self.under_way.release()
 
     def wait(self) -> None:
-        """Return at its end; raise its error."""
         with self.under_way:
             pass
         if self.error is not None:
@@ -83,50 +81,6 @@ class _Entry:
     def _tell_started(self) -> None:
         for observer in self.observers:
             observer.started(self.event)
-
-
-class _Awaited(_Entry):
-    """A receive that ends in the caller's thread: to wake one that then wakes the caller takes twice as long."""
-
-    def __init__(self, event: CollectiveEvent, observers: Observers, failures: Failures) -> None:
-        super().__init__(_nothing, event, observers, None, failures)
-        self._takes = threading.Lock()
-
-    def post(self, arrival: Arrival, after: Job | None) -> None:
-        """It may come from now on; ``after`` is done once it has."""
-        self._arrival, self._after, self.event.look = arrival, after or _nothing, self._look
-        self.event.start_ns = perf_counter_ns()
-        self._tell_started()
-
-    def take(self) -> None:
-        """Wait until it has come, unless somebody else has."""
-        with self._takes:
-            self._take()
-
-    def wait(self) -> None:
-        self.take()
-        super().wait()
-
-    def _look(self) -> None:
-        if self._takes.acquire(blocking=False):
-            try:
-                if self.under_way.locked() and self._arrival.has_come():
-                    self._take()
-            finally:
-                self._takes.release()
-
-    def _take(self) -> None:
-        if not self.under_way.locked():
-            return
-        came_ns = None
-        try:
-            came_ns = self._arrival.wait()
-            self._after()
-        except Exception as error:  # an interrupt leaves it under way: somebody may wait again
-            self.error = error
-        self.event.look = None
-        del self._arrival, self._after  # the memory: whoever records holds the event, and the queue this
-        self.end(came_ns)
 
 
 class ThreadQueue:
@@ -141,7 +95,6 @@ class ThreadQueue:
     def __init__(self, name: str, device: torch.device, failures: Failures) -> None:
         self._device, self._failures = device, failures
         self._sends: dict[int, ThreadQueue] = {}  # by the rank that receives
-        self._awaited: list[_Awaited] = []
         # The thread gets the queue and not ``self``: it would otherwise keep this object, and so itself, alive. Nor any
         # error: that has the frames of whoever was told of it, and these have the mesh.
         self._queue: SimpleQueue[_Entry | None] = SimpleQueue()
@@ -162,8 +115,6 @@ class ThreadQueue:
         # (Work of a CUDA stream that the tensor still waits for may only be waited for by the thread.)
         if start is not None and ready is None and not (waits and self._last_under_way.locked()):
             entry.begin(start)
-            if not entry.under_way.locked():
-                return entry.wait
         # Even one that has begun goes through the queue: the end of each is told in the order of issue.
         self._last_under_way = entry.under_way
         self._queue.put(entry)
@@ -177,11 +128,6 @@ class ThreadQueue:
         them.
         """
         queue = self
-        if (arrival := message.transport.arrival_of(message)) is not None:
-            entry = _Awaited(event, observers, self._failures)
-            entry.post(arrival, message.after)
-            self._awaited = [one for one in (*self._awaited, entry) if one.under_way.locked()]
-            return entry.wait
         if message.is_send:
             # In one thread each rank of a ring would send first, and no rank would ever come to receive. And a send
             # waits for its receiver, which may first need what another rank does with the next send.
@@ -194,14 +140,134 @@ class ThreadQueue:
 
     def close(self) -> None:
         """End the threads after the jobs that are queued; raise the first error of the mesh that nobody was told of."""
-        for entry in self._awaited:
-            entry.take()
         for queue in (*self._sends.values(), self):
             # The marker goes behind all entries; after the join no job can touch a group that is about to be destroyed.
             queue._abandon()
             queue._thread.join()
         if (error := self._failures.take_untold()) is not None:
             raise error
+
+
+class Running:
+    """Collectives that a stream has been given, in the order of issue, until their end has been told."""
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[CollectiveEvent, Observers]] = deque()
+
+    def add(self, event: CollectiveEvent, observers: Observers) -> None:
+        """One more; first those that have ended meanwhile are told."""
+        self.tell_ended()
+        self._entries.append((event, observers))
+        for observer in observers:
+            observer.started(event)
+
+    def tell_ended(self) -> None:
+        """Tell the observers what has ended; waits for nothing."""
+        while self._entries and self._entries[0][0].has_ended_on_stream:
+            event, observers = self._entries.popleft()
+            for observer in observers:
+                observer.completed(event)
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """A message that has been issued and has not left."""
+
+    message: Message
+    event: CollectiveEvent
+    observers: Observers
+
+
+class StreamQueue:
+    """A CUDA stream beside the compute stream, for transports whose calls only enqueue (NCCL).
+
+    Args:
+        device: of the streams.
+        streams: CUDA's.
+    """
+
+    def __init__(self, device: torch.device, streams: Streams = CUDA) -> None:
+        self._streams = streams
+        self._stream = streams.Stream(device)
+        self._running = Running()
+        self._held: list[_Held] = []
+
+    def submit(self, job: Job, event: CollectiveEvent, observers: Observers, start: Start | None = None) -> Job:
+        """Enqueue ``job`` behind everything that the current stream has been given so far; ``start`` is not needed."""
+        # Before the collective: a rank may need a held message before it comes to the collective itself.
+        self._let_travel(self._held)
+        # The buffers are still being computed on the current stream.
+        self._stream.wait_stream(self._streams.current_stream())
+        end = self._enqueue(job, [(event, observers)])
+
+        def wait() -> None:
+            # The host goes on. The buffers may be freed: the current stream uses their memory again behind the event.
+            self._streams.current_stream().wait_event(end)
+            self._running.tell_ended()
+
+        return wait
+
+    def submit_message(self, message: Message, event: CollectiveEvent, observers: Observers) -> Job:
+        """Hold a message until somebody waits for it or a collective is issued: what is held may travel together.
+
+        A stream does one thing after another. Two ranks that both send first and then receive would each wait for the
+        other's receive, which stands behind its send.
+        """
+        self._stream.wait_stream(self._streams.current_stream())  # now: what comes later does not change the buffer
+        held = _Held(message, event, observers)
+        self._held.append(held)
+
+        def wait() -> None:
+            if held in self._held:
+                self._let_travel(_together(self._held, held))
+            assert event.device_times is not None
+            self._streams.current_stream().wait_event(event.device_times[1])
+            self._running.tell_ended()
+
+        return wait
+
+    def close(self) -> None:
+        """Wait for the stream."""
+        self._let_travel(self._held)
+        # The host waits: the group may be destroyed after this, and only now have all end events been passed.
+        self._stream.synchronize()
+        self._running.tell_ended()
+
+    def _let_travel(self, leaving: Sequence[_Held]) -> None:
+        if not leaving:
+            return
+        messages = [held.message for held in leaving]
+        self._held = [held for held in self._held if held not in leaving]
+
+        def job() -> None:
+            messages[0].transport.exchange(messages)
+            for message in messages:
+                if message.after is not None:
+                    message.after()
+
+        self._enqueue(job, [(held.event, held.observers) for held in leaving])
+
+    def _enqueue(self, job: Job, told: Sequence[tuple[CollectiveEvent, Observers]]) -> DeviceEvent:
+        with self._streams.stream(self._stream):
+            begin = mark(self._streams)
+            job()
+            end = mark(self._streams)
+        for event, observers in told:
+            event.device_times = (begin, end)
+            self._running.add(event, observers)
+        return end
+
+
+def _together(held: Sequence[_Held], waited: _Held) -> list[_Held]:
+    """What has to leave with the message that is waited for.
+
+    Messages that are grouped end together. So a receive takes along all sends, which the other side may need first,
+    and no receive behind it, for which the other side may need this one first. A send takes along all.
+    """
+    if waited.message.is_send:
+        return list(held)
+    place = held.index(waited)
+    return [one for at, one in enumerate(held) if at <= place or one.message.is_send]
 
 
 def _end_of_current_stream() -> DeviceEvent:
