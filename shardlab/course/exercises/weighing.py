@@ -128,11 +128,8 @@ def weigh(make: Make, mesh: BaseMesh, most_at_rest: Mapping[str, int], largest: 
             _backward(engine, log)
             engine.step()
         held = {**bytes_by_role(engine.live_tensors()), Role.GATHERED_PARAMETER: max(gathered)}
-    faults = too_much(held, most_at_rest) + [
-        f"a message of {message.num_bytes} B, and {largest} B are allowed"
-        for message in log.messages
-        if message.num_bytes > largest
-    ]
+    large = [message.num_bytes for message in log.messages if message.num_bytes > largest]
+    faults = [f"a message of {size} B, and {largest} B are allowed" for size in large] + too_much(held, most_at_rest)
     moments = tuple(ledger.held_bytes()[before - 1 :])
     fault = next(iter(faults), "")
     return Measured(

@@ -131,7 +131,7 @@ WRONG_WHOLE = {
     "whole.bucketed": {
         DDP: "^2 ranks, weighed: rank 0 took 778 us on the virtual clock, and 620 are enough",
         WaitsAtOnce: "^2 ranks, weighed: rank 0 took 738 us on the virtual clock",
-        OneBucket: "^2 ranks, weighed: rank 0: gathered parameter of 1744 B at once, and 1216 B are enough",
+        OneBucket: "^2 ranks, weighed: rank 0: a message of 1744 B, and 600 B are allowed",
         SumsOfBuckets: "^3 ranks, trained on MLP: rank 0: a plain loop: after step 0, parameter",
     },
     "whole.zero1": {
@@ -153,7 +153,7 @@ WRONG_WHOLE = {
     "whole.fsdp": {
         ZeRO2: "^2 ranks, weighed: rank 0: parameter of 1744 B at rest",
         ZeRO3: "^2 ranks, weighed: rank 0: gathered parameter of 1744 B at once, and 1216 B are enough",
-        OneUnit: "^2 ranks, weighed: rank 0: gathered parameter of 1744 B at once, and 1216 B are enough",
+        OneUnit: "^2 ranks, weighed: rank 0: a message of 1744 B, and 600 B are allowed",
     },
     "whole.tensor": WRONG_TENSOR,
 }
