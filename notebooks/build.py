@@ -22,6 +22,7 @@ FOLDER = Path(__file__).resolve().parent
 MAX_BYTES = 500_000
 KERNELSPEC = {"name": "python3", "display_name": "Python 3", "language": "python"}
 CELL_TIMEOUT_S = 300
+KEPT = ("tags", "jupyter")
 
 
 def main() -> int:
@@ -71,10 +72,10 @@ def complaint_of(notebook: NotebookNode) -> str:
 
 
 def clean(notebook: NotebookNode) -> None:
-    """Keep of the metadata the kernel's name and the cells' tags."""
+    """Keep of the metadata the kernel's name, the cells' tags, and which cell's source is folded: that with imports."""
     notebook.metadata = NotebookNode(kernelspec=KERNELSPEC, language_info={"name": "python"})
     for cell in notebook.cells:
-        cell.metadata = NotebookNode({key: value for key, value in cell.metadata.items() if key == "tags"})
+        cell.metadata = NotebookNode({key: value for key, value in cell.metadata.items() if key in KEPT})
         for output in cell.get("outputs", []):
             if "metadata" in output:
                 output.metadata = NotebookNode()

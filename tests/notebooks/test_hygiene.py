@@ -55,7 +55,7 @@ def check_metadata_is_the_kernel_and_tags(path: Path) -> None:
         "language_info": {"name": "python"},
     }
     for cell in notebook.cells:
-        assert set(cell.metadata) <= {"tags"}
+        assert set(cell.metadata) <= {"tags", "jupyter"}
         assert tags(cell) <= NOT_COMPARED | {"nbval-raises-exception"}
     assert not [data for data in (o.get("data", {}) for o in outputs(path)) if any("widget" in mime for mime in data)]
 
@@ -142,6 +142,13 @@ def check_a_drawing_stands_before_the_first_code(path: Path) -> None:
     assert data["image/svg+xml"] == getattr(drawings, found[1])().svg(), "python notebooks/build.py draws it anew"
 
 
+def check_imports_stand_behind_the_drawing_and_are_folded(path: Path) -> None:
+    folded = [cell for cell in code_cells(path) if "jupyter" in cell.metadata]
+    assert folded == [code_cells(path)[1]]
+    assert folded[0].metadata == {"jupyter": {"source_hidden": True}}
+    assert all(isinstance(line, ast.Import | ast.ImportFrom) for line in ast.parse(folded[0].source).body)
+
+
 def check_it_ends_with_a_line_to_carry_home_and_two_problems_on_paper(path: Path) -> None:
     told = read(path).cells[-2].source
     assert re.match(r"## To carry home\n\n\*\*[^*]+\*\*\n\n## On paper\n", told)
@@ -181,7 +188,7 @@ def check_no_path_of_a_machine(path: Path) -> None:
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_a_notebook(path: Path) -> None:
     checks = [value for name, value in globals().items() if name.startswith("check_")]
-    assert len(checks) == 16
+    assert len(checks) == 17
     for check in checks:
         check(path)
 
