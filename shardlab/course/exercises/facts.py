@@ -49,7 +49,7 @@ class Step:
         return bool(found) and all(sent == waited for sent, waited in found)
 
     def has_too_much(self, role: Role) -> bool:
-        """Whether more is held at rest than is enough."""
+        """Whether more is held at rest than is enough; of gathered parameters, at once."""
         return role in self.most_at_rest and self.done.at_rest.get(role, 0) > self.most_at_rest[role]
 
     def is_strange(self) -> bool:

@@ -79,14 +79,7 @@ def laid_out_by(strategy: Strategy, given: Given) -> LaidOut:
             each parameter, a tensor of the size that its divisions say.
     """
     _check_methods(type(strategy))
-    for name in ("reduce", "scatter", *_CONTEXTS):
-        method = getattr(strategy, name, None)
-        if method is not None and not str(method.__module__).startswith("shardlab."):
-            setattr(
-                strategy,
-                name,
-                _returning_context(name, method) if name in _CONTEXTS else _returning_pending(name, method),
-            )
+    _check_what_methods_return(strategy)
     shapes = {name: param.shape for name, param in given.params.items()}  # before others take the place of meta ones
     try:
         with _checked_divide(strategy):
@@ -136,6 +129,15 @@ def _check_axes(strategy: Strategy, laid_out: LaidOut, given: Given) -> None:
                 f"strategy: lay_out() of {strategy.name!r} divides what is stepped over {division.comm.axis!r}, a part "
                 "of one of its axes; name two axes, axes = ('replica', 'shard'), and divide over one or both"
             )
+
+
+def _check_what_methods_return(strategy: Strategy) -> None:
+    """From now on, at each call of a method of the reader's own."""
+    checks = dict.fromkeys(("reduce", "scatter"), _returning_pending) | dict.fromkeys(_CONTEXTS, _returning_context)
+    for name, check in checks.items():
+        method = getattr(strategy, name, None)
+        if method is not None and not str(method.__module__).startswith("shardlab."):
+            setattr(strategy, name, check(name, method))
 
 
 def _returning_pending(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
