@@ -22,7 +22,7 @@ Source: Narayanan et al., arXiv 2104.04473, section 2.2.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -239,11 +239,12 @@ class _Step:
     def _backward(self, action: Action, received: Tensor | None) -> Tensor | None:
         _, stage, number = action
         given, output = self._held.pop((stage, number))
+        if stage:
+            # Sent from inside autograd: what the engine does at the end of a backward, the next rank need not wait for.
+            given.register_post_accumulate_grad_hook(lambda one: self._send(action, cast("Tensor", one.grad)))
         if output.requires_grad:  # else nothing that led to it trains
             self._engine.backward(output, gradient=received)
-        if not stage:
-            return None
-        return torch.zeros_like(given) if given.grad is None else given.grad
+        return torch.zeros_like(given) if stage and given.grad is None else None
 
     def _send(self, action: Action, tensor: Tensor) -> None:
         peer = self._rank_of[action.stage + (1 if action.kind is Kind.FORWARD else -1)]
