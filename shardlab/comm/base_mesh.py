@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm.communicator import Communicator
-from shardlab.comm.events import Observer
+from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.observed_group import Process
 from shardlab.vocabulary import MeshAxis
 
@@ -154,6 +154,14 @@ class BaseMesh:
         """This rank's communicators of some groups; here for a mesh of one rank."""
         assert len(self.ranks) == 1
         return {name: Communicator(None, None, (self._rank,), 0, name) for name in groups}
+
+    def take_dropped(self) -> CollectiveEvent | None:
+        """The first message since the last call, over any axis, part or product, for which nobody can wait any more."""
+        found = []
+        for communicator in (*self.communicators, *self._parts.values()):
+            found += communicator.dropped
+            communicator.dropped.clear()
+        return min(found, key=lambda event: event.issue_ns, default=None)
 
     @contextlib.contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:

@@ -233,7 +233,8 @@ class Communicator(ObservedGroup):
             finish = queue.submit_message(job, event, self._observers)
         else:
             finish = queue.submit(job, event, self._observers, start)
-        return Pending(finish, keep=keep, event=event, observers=self._observers, mark=self._mark)
+        dropped = None if buffer is None else self.dropped  # a barrier brings nothing
+        return Pending(finish, keep=keep, event=event, observers=self._observers, mark=self._mark, dropped=dropped)
 
     def _peer(self, rank: int, field: str) -> Transport:
         if self._transport is None or rank == self.rank or not 0 <= rank < self.num_ranks:

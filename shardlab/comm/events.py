@@ -113,18 +113,25 @@ class Pending:
         event: of the collective.
         observers: told when it has been waited for.
         mark: of the stream that computes; None on the CPU.
+        dropped: gets the event where nobody has called ``wait()``, and nobody can any more.
     """
 
     def __init__(
         self, finish: Callable[[], None] | None = None, *, keep: tuple[Tensor, ...] = (),
         event: CollectiveEvent | None = None, observers: Observers = (), mark: Mark | None = None,
+        dropped: list[CollectiveEvent] | None = None,
     ) -> None:  # fmt: skip
         self._finish = finish
         self._keep = keep  # a buffer freed in flight would be written into after its reuse
         self._event = event
         self._observers = observers
         self._mark = mark
+        self._dropped = dropped
         self._now_ns = perf_counter_ns
+
+    def __del__(self) -> None:
+        if self._dropped is not None and self._event is not None:
+            self._dropped.append(self._event)
 
     @property
     def has_ended(self) -> bool:
@@ -135,6 +142,7 @@ class Pending:
         """Return when the result may be used; raise the collective's error if it failed."""
         if self._finish is None:
             return
+        self._dropped = None
         began_ns = self._now_ns()
         if self._mark is None or self._event is None:
             self._finish()

@@ -46,6 +46,9 @@ class ObservedGroup:
         ranks: the global ranks of the group, in group order.
         rank: this process's position in ``ranks``.
         axis: the axis' name, which every event carries.
+
+    Attributes:
+        dropped: messages of which nobody has kept, or waited for, what the verb returned.
     """
 
     def __init__(self, transport: Transport | None, ranks: Sequence[int], rank: int, axis: str) -> None:
@@ -58,6 +61,7 @@ class ObservedGroup:
         self._transport = transport
         self._observers: Observers = Process.observers
         self._seq = 0
+        self.dropped: list[CollectiveEvent] = []
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """How it is pickled.

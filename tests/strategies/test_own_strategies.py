@@ -1,15 +1,17 @@
 """A strategy of the reader's own: checked on nasty models, compared with ours, refused by name."""
 
 import contextlib
+import re
 import textwrap
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from shardlab.comm import Pending, wait_all
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import DDP, FSDP, Bucketed, LaidOut, Strategy, ZeRO1, ZeRO3, strategy
+from shardlab.engines import DDP, FSDP, Bucketed, Engine, LaidOut, Strategy, ZeRO1, ZeRO3, strategy
 from shardlab.experiment import CompareConfig, compare
 from shardlab.launch import RankError
 from shardlab.testing import check_strategy
@@ -268,7 +270,7 @@ def test_the_example_of_the_docstring_is_right():
         (FrozenNotBroadcast, r"saved, loaded .*, rank 0: after step 2, parameter '\S+' differs"),
         (FrozenForEver, r"saved, loaded .*, rank 0: after step 2, parameter '\S+' differs"),
         (HiddenBucketSize, r"saved, loaded .*, rank 0: after step 2, parameter '\S+' differs"),
-        (NotWaited, r"16 messages were never waited for, first the all_reduce 'gradients of bucket 0'"),
+        (NotWaited, r"all_reduce 'gradients of bucket 0', sent at .*py:\d+: nobody has waited for it, and nobody can"),
         (NotWaitedOnItsOwnMesh, "never waited for, first the all_reduce 'a copy'"),
         (PastAll, "it sends by torch.distributed itself, which nobody counts"),
         (Dead, "nothing is trained: '0.weight' and all other parameters stay what they were"),
@@ -360,3 +362,42 @@ def test_compare_takes_it_beside_ours(pools, tmp_path):
 def test_a_name_of_ours_is_refused():
     with pytest.raises(ValueError, match="a strategy of your own is named 'bucketed', as one of ours"):
         CompareConfig(strategies=("single", Bucketed()), ranks=2)
+
+
+class DropsItsGather(Bucketed):
+    """The one of ``reduce`` is waited for; what it sends after the step is not."""
+
+    @contextlib.contextmanager
+    def stepping(self, *, loads=False):
+        with super().stepping(loads=loads):
+            yield
+        self.comm.all_gather(torch.zeros(4), tag="stepped pieces")
+
+
+def _steps_of(rank, make, *, guards):
+    """What three steps raise, on this rank."""
+    with Mesh({"data": 2}) as mesh:
+        engine = Engine(nn.Linear(4, 1), lambda tensors: torch.optim.SGD(tensors, lr=0.1), mesh, make(), guards=guards)
+        for _ in range(3):
+            try:
+                engine.backward(engine(torch.ones(2, 4)).sum())
+                engine.step()
+            except RuntimeError as error:
+                return engine.num_steps, str(error)
+            engine.zero_grad()
+        return engine.num_steps, ""
+
+
+@pytest.mark.parametrize(
+    ("make", "num_steps", "told"),
+    [
+        (NotWaited, 0, r"all_reduce 'gradients of bucket 0', sent at \S+py:\d+: nobody has waited for it, .* keep"),
+        (DropsItsGather, 1, "all_gather 'stepped pieces', sent at .*: nobody has waited for it"),
+        (Bucketed, 3, "^$"),
+    ],
+)
+def test_a_message_that_nobody_can_wait_for_is_refused_on_all_ranks(make, num_steps, told, pools):
+    for steps, error in pools(2).run(_steps_of, make, guards=True):
+        assert steps == num_steps
+        assert re.search(told, error)
+    assert pools(2).run(_steps_of, make, guards=False) == [(3, ""), (3, "")]

@@ -32,7 +32,7 @@ from shardlab.engines.guards.model_checks import (
 from shardlab.engines.guards.optimizer_fit import check_fits
 from shardlab.engines.guards.ownership import Claim, check_free
 from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading, sharded_parameter
-from shardlab.engines.guards.rules import FROZEN, GATHERED, HALF_STEPPED, LOST, REPLACED, RULES, Rule, Where
+from shardlab.engines.guards.rules import DROPPED, FROZEN, GATHERED, HALF_STEPPED, LOST, REPLACED, RULES, Rule, Where
 from shardlab.engines.guards.snapshot import Snapshot
 from shardlab.engines.guards.strategy_checks import check_strategy, laid_out_by
 from shardlab.engines.guards.which_rules import AFTER_GRADIENTS, remembered, where_of
@@ -275,7 +275,10 @@ class Guards:
             return LOST.format(name=lost)
         if moment in (Moment.FORWARD, Moment.STEP, Moment.FULL, Moment.SAVE) and (name := self._taken_out(engine)):
             return REPLACED.format(name=name)
+        if moment in (Moment.STEP, Moment.STEPPED) and (dropped := engine.mesh.take_dropped()) is not None:
+            return DROPPED.format(op=dropped.op, tag=dropped.tag, line=dropped.source_line or "a place nobody observed")
         if moment is Moment.ZERO_GRAD:
+            engine.mesh.take_dropped()  # after an error or an interrupt they are no fault
             self._marked.clear()
         elif self._marked and moment in (Moment.BACKWARD, Moment.REDUCE):
             for name in self._snapshots["parameter"].changed("gradient"):

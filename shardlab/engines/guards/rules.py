@@ -55,6 +55,10 @@ LOST = (
     "there; " + _KEEP + ", and leave it before engine.step(), or convert the module before the engine is built"
 )
 GATHERED = "parameter {name!r} is still gathered {when}; free it there, as when the engine was built"
+DROPPED = (
+    "{op} {tag!r}, sent at {line}: nobody has waited for it, and nobody can any more; keep the Pending that the "
+    "communicator returns, and call its wait() before what it brings is used"
+)
 FROZEN = (
     "it is given frozen parameters too, such as {name!r}, since they may be unfrozen later; leave them out with "
     "tensors.where(lambda name: model.get_parameter(name).requires_grad)"
