@@ -6,7 +6,8 @@ the class of optimizer), and that its files are as they were written; the error 
 one rank reads each file: CRC-32 runs at 1.5 GB/s of a core, and the page cache has the file when it is read again.
 
 Bytes read per rank for P fp32 parameters with Adam: ZeRO-3 and FSDP 12P/N, ZeRO-1 and ZeRO-2 4P + 8P/N, the others 12P;
-before that 12P/N for the checksums. The wire carries only a few words.
+before that 12P/N for the checksums. At another tensor-parallel size a rank reads what is sliced whole. The wire carries
+only a few words.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
