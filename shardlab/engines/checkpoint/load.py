@@ -61,11 +61,11 @@ def load_checkpoint(engine: AnyEngine, directory: Path, objects: Mapping[str, St
 
 
 def _names(engine: AnyEngine) -> dict[str, list[str]]:
-    """What this engine's part of a checkpoint has, by kind: all of it, or that of a pipeline's stage."""
+    """What this engine's part of a checkpoint has, by field of a manifest: all of it, or that of a pipeline's stage."""
     module = engine.module
     return {
         "parameters": list(engine.params), "buffers": list(persistent_buffers(module)),
-        "module state": list(with_extra_state(module)),
+        "module_state": list(with_extra_state(module)),
     }  # fmt: skip
 
 
@@ -152,13 +152,9 @@ def _restore_optimizer(engine: AnyEngine, files: ShardFiles, manifest: Manifest)
 
 def _check_model(engine: AnyEngine, manifest: Manifest, stages: Sequence[Mapping[str, list[str]]]) -> None:
     """Check that parameters and buffers have the same names and shapes, and parameters the same dtypes."""
-    known = (
-        ("parameters", manifest.parameters),
-        ("buffers", manifest.buffers),
-        ("module state", manifest.module_state),
-    )
-    for what, saved in known:
-        _check_names(what, saved, [name for stage in stages for name in stage[what]])
+    for field in stages[0]:
+        own_names = [name for stage in stages for name in stage[field]]
+        _check_names(field.replace("_", " "), getattr(manifest, field), own_names)
     tensors = engine.step_tensors()
     for name in engine.params:
         own = described(whole_shape_of(engine, name), tensors.by_name(name))

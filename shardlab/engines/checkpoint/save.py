@@ -42,7 +42,7 @@ from shardlab.engines.checkpoint.held_stretches import (
     whole_shape_of,
     with_extra_state,
 )
-from shardlab.engines.checkpoint.manifest import Manifest, Row, encode
+from shardlab.engines.checkpoint.manifest import FORMAT, Row, encode
 from shardlab.engines.checkpoint.optimizer_state import named_groups
 from shardlab.engines.checkpoint.rng import rng_state
 from shardlab.vocabulary import MeshAxis
@@ -105,28 +105,26 @@ def _of_all_stages(heads: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _head(engine: AnyEngine, extra: Any, objects: Mapping[str, Stateful]) -> dict[str, Any]:
-    """The encoded manifest, without what each rank adds."""
+    """The encoded ``Manifest``, without what each rank adds."""
     check_mesh(engine)
     tensors = engine.step_tensors()
     _check_objects(engine, objects)
     parameters = {name: described(whole_shape_of(engine, name), tensors.by_name(name)) for name in engine.params}
     buffers = {name: described(value.shape, value) for name, value in persistent_buffers(engine.module).items()}
-    return Manifest(
-        strategy=engine.name,
-        num_ranks=number_among(comms_of(engine))[1],
-        num_steps=engine.num_steps,
-        optimizer=type(engine.optimizer).__name__,
-        groups=named_groups(engine),
-        parameters=parameters,
-        buffers=buffers,
-        values={},
-        module_state={name: module.get_extra_state() for name, module in with_extra_state(engine.module).items()},
-        objects={name: thing.state_dict() for name, thing in objects.items()},
-        rng=[],
-        extra=extra,
-        rows=[],
-        checksums={},
-    ).to_json()
+    head = {
+        "format": FORMAT,
+        "strategy": engine.name,
+        "num_ranks": number_among(comms_of(engine))[1],
+        "num_steps": engine.num_steps,
+        "optimizer": type(engine.optimizer).__name__,
+        "groups": named_groups(engine),
+        "parameters": parameters,
+        "buffers": buffers,
+        "module_state": {name: module.get_extra_state() for name, module in with_extra_state(engine.module).items()},
+        "objects": {name: thing.state_dict() for name, thing in objects.items()},
+        "extra": extra,
+    }
+    return {key: encode(value, key) for key, value in head.items()}
 
 
 def _check_objects(engine: AnyEngine, objects: Mapping[str, Stateful]) -> None:
