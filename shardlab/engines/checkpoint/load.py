@@ -30,12 +30,7 @@ from shardlab.engines.checkpoint.held_stretches import (
     with_extra_state,
 )
 from shardlab.engines.checkpoint.manifest import Manifest, read_manifest
-from shardlab.engines.checkpoint.optimizer_state import (
-    check_state_shape,
-    check_state_value,
-    install_state,
-    named_groups,
-)
+from shardlab.engines.checkpoint.optimizer_state import check_state, install_state, named_groups
 from shardlab.engines.checkpoint.reading import ShardFiles
 from shardlab.engines.checkpoint.rng import restore_rng
 from shardlab.engines.checkpoint.save import check_mesh, comms_of, stages_of
@@ -186,10 +181,9 @@ def _check_optimizer(engine: AnyEngine, manifest: Manifest) -> None:
                 f"{_listed(differing)}"
             )
     for name in engine.params:
-        for key, rows in manifest.tensors_of(Kind.STATE, name).items():
-            check_state_shape(engine, name, key, tuple(rows[0].shape))
-        for key, value in manifest.values.get(name, {}).items():
-            check_state_value(engine, name, key, value)
+        saved_as = manifest.tensors_of(Kind.STATE, name).items()
+        tensors = {key: torch.empty(rows[0].shape, device="meta") for key, rows in saved_as}
+        check_state(engine, name, {**tensors, **manifest.values.get(name, {})})
 
 
 def _kind(value: Any) -> Any:

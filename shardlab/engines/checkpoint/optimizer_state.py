@@ -5,7 +5,6 @@ numbers are the same on all ranks, and the same as those of a plain optimizer wi
 """
 
 from collections.abc import Callable, Mapping
-from math import prod
 from typing import Any
 
 import torch
@@ -97,30 +96,13 @@ def load_full_optimizer_state_dict(engine: AnyEngine, state: Mapping[str, Any]) 
     }
     # Before the first piece is cut, so that a refusal changes nothing.
     for name, found in by_name.items():
-        for key, value in found.items():
-            if isinstance(value, Tensor):
-                check_state_shape(engine, name, key, tuple(value.shape))
-            else:
-                check_state_value(engine, name, key, value)
+        check_state(engine, name, found)
 
     def piece_of(name: str, piece: Tensor, start: int, stop: int) -> dict[str, Any]:
         return {key: _cut(engine, name, value, piece, start, stop) for key, value in by_name[name].items()}
 
     named = [{**other, "params": group["params"]} for group, other in zip(groups, given, strict=True)]
     install_state(engine, named, piece_of)
-
-
-def check_state_value(engine: AnyEngine, name: str, key: str, value: Any) -> None:
-    """Check that state that is no tensor can be loaded.
-
-    Raises:
-        ValueError: it contains tensors of a whole parameter, and the engine has pieces.
-    """
-    if has_large_tensors(value) and _is_cut(engine, name):
-        raise ValueError(
-            f"optimizer state: {key!r} of parameter {name!r} is {class_of(value)} of tensors, and this engine cuts the "
-            "parameter into pieces; use a partition of whole parameters"
-        )
 
 
 def install_state(
@@ -146,18 +128,21 @@ def install_state(
     engine.install_optimizer_state({"state": state, "param_groups": [_numbered(group, numbers) for group in groups]})
 
 
-def check_state_shape(engine: AnyEngine, name: str, key: str, shape: tuple[int, ...]) -> None:
-    """Refuse state that cannot be cut as its parameter is; all ranks decide alike.
+def check_state(engine: AnyEngine, name: str, state: Mapping[str, Any]) -> None:
+    """Refuse state of a parameter that cannot be cut as the parameter is; all ranks decide alike.
 
     Raises:
-        ValueError: the parameter is in pieces, and the state has neither its shape nor a single element.
+        ValueError: the parameter is in pieces, and some state has neither its shape nor a single element.
     """
     full = whole_shape_of(engine, name)
-    if _is_cut(engine, name) and shape != full and prod(shape) != 1:
-        raise ValueError(
-            f"optimizer state: {key!r} of parameter {name!r} has shape {shape} and the parameter {full}, but this "
-            "engine cuts the parameter into pieces; use a partition of whole parameters"
-        )
+    for key, value in state.items() if _is_cut(engine, name) else ():
+        is_whole = isinstance(value, Tensor) and tuple(value.shape) == full
+        if not is_whole and has_large_tensors(value):
+            shape = f"has shape {tuple(value.shape)} and the parameter {full}" if isinstance(value, Tensor) else ""
+            raise ValueError(
+                f"optimizer state: {key!r} of parameter {name!r} {shape or f'is {class_of(value)} of tensors'}, but "
+                "this engine cuts the parameter into pieces; use a partition of whole parameters"
+            )
 
 
 def _laid_as(piece: Tensor, value: Any) -> Any:
