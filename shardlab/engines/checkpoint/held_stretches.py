@@ -188,9 +188,16 @@ def whole_shape_of(engine: AnyEngine, name: str) -> tuple[int, ...]:
     return engine.slices[name].full_shape if name in engine.slices else shape_of(engine, name)
 
 
-def described(shape: tuple[int, ...], tensor: Tensor) -> dict[str, Any]:
-    """What the manifest says about a parameter or buffer of this shape; ``tensor`` is a part of it."""
-    return {"shape": list(shape), "dtype": dtype_name(tensor.dtype)}
+def described_parameters(engine: AnyEngine) -> dict[str, dict[str, Any]]:
+    """What the manifest says about the parameters of the whole model, by name."""
+    dtypes = {name: dtype_name(tensor.dtype) for name, tensor in engine.step_tensors().items()}
+    return {name: {"shape": list(whole_shape_of(engine, name)), "dtype": dtypes[name]} for name in engine.params}
+
+
+def described_buffers(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Likewise about the buffers."""
+    buffers = persistent_buffers(module).items()
+    return {name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)} for name, value in buffers}
 
 
 def with_extra_state(module: nn.Module) -> dict[str, nn.Module]:

@@ -13,14 +13,8 @@ from torch import Tensor
 from shardlab.comm.same_on_all_ranks import all_or_none, share_json
 from shardlab.comm.slices import cut
 from shardlab.engines.any_engine import AnyEngine
+from shardlab.engines.checkpoint import held_stretches
 from shardlab.engines.checkpoint.gather import gather_whole
-from shardlab.engines.checkpoint.held_stretches import (
-    TensorShard,
-    has_large_tensors,
-    state_shards,
-    state_values,
-    whole_shape_of,
-)
 from shardlab.engines.checkpoint.manifest import decode, encode
 from shardlab.vocabulary import class_of
 
@@ -45,11 +39,11 @@ def full_optimizer_state_dict(engine: AnyEngine) -> dict[str, Any]:
     """See ``Engine.full_optimizer_state_dict``."""
     groups = named_groups(engine)
     numbers = _numbers(groups)
-    shards: list[TensorShard] = []
+    shards: list[held_stretches.TensorShard] = []
 
     def own_values() -> Any:
-        shards.extend(state_shards(engine))
-        return encode(state_values(engine), "optimizer state")
+        shards.extend(held_stretches.state_shards(engine))
+        return encode(held_stretches.state_values(engine), "optimizer state")
 
     # Numbers and text are sent as JSON, tensors in a few large messages. What one rank refuses is refused by all: only
     # those that hold a parameter's first element have values.
@@ -134,10 +128,10 @@ def check_state(engine: AnyEngine, name: str, state: Mapping[str, Any]) -> None:
     Raises:
         ValueError: the parameter is in pieces, and some state has neither its shape nor a single element.
     """
-    full = whole_shape_of(engine, name)
+    full = held_stretches.whole_shape_of(engine, name)
     for key, value in state.items() if _is_cut(engine, name) else ():
         is_whole = isinstance(value, Tensor) and tuple(value.shape) == full
-        if not is_whole and has_large_tensors(value):
+        if not is_whole and held_stretches.has_large_tensors(value):
             shape = f"has shape {tuple(value.shape)} and the parameter {full}" if isinstance(value, Tensor) else ""
             raise ValueError(
                 f"optimizer state: {key!r} of parameter {name!r} {shape or f'is {class_of(value)} of tensors'}, but "
@@ -162,7 +156,7 @@ def _is_cut(engine: AnyEngine, name: str) -> bool:
 def _cut(engine: AnyEngine, name: str, value: Any, piece: Tensor, start: int, stop: int) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if tuple(value.shape) != whole_shape_of(engine, name):
+    if tuple(value.shape) != held_stretches.whole_shape_of(engine, name):
         return value.detach().clone()
     if name in engine.slices:
         value = cut(value, engine.slices[name])
