@@ -19,17 +19,8 @@ import torch
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.same_on_all_ranks import all_or_none, number_among, share_json, share_texts
 from shardlab.engines.any_engine import AnyEngine, Stateful
+from shardlab.engines.checkpoint import directory as versions
 from shardlab.engines.checkpoint import held_stretches
-from shardlab.engines.checkpoint.directory import (
-    MANIFEST,
-    begun,
-    checksum,
-    identity,
-    partial_folder,
-    publish,
-    write_json,
-    write_tensors,
-)
 from shardlab.engines.checkpoint.manifest import FORMAT, Row, encode
 from shardlab.engines.checkpoint.optimizer_state import named_groups
 from shardlab.engines.checkpoint.rng import rng_state
@@ -48,9 +39,9 @@ def save_checkpoint(engine: AnyEngine, directory: Path, extra: Any, objects: Map
     head |= _of_all_stages(share_json(stages_of(engine), device, {key: head[key] for key in _OF_STAGES}))
     with ExitStack() as held:
         # The first rank chooses the folder's name and makes it; the others must not write before it exists.
-        name = all_or_none(comms, device, lambda: held.enter_context(begun(directory)) if is_first else "")
+        name = all_or_none(comms, device, lambda: held.enter_context(versions.begun(directory)) if is_first else "")
         version = share_texts(comms, device, name)[0]
-        folder = partial_folder(directory, version)
+        folder = versions.partial_folder(directory, version)
         part = all_or_none(comms, device, lambda: _write_part(engine, folder, shards))
         # Every rank's file is on disk now; only then may the first rank publish the version.
         parts = share_json(comms, device, part)
@@ -157,9 +148,9 @@ def _write_part(engine: AnyEngine, folder: Path, shards: list[held_stretches.Ten
     checksums = {}
     if shards:
         tensors = {row.tensor_name: shard.tensor for row, shard in zip(rows, shards, strict=True)}
-        write_tensors(folder / file, tensors)
+        versions.write_tensors(folder / file, tensors)
         # Read back from the file: a checksum of what was written, not of what should have been.
-        checksums[file] = checksum(folder / file)
+        checksums[file] = versions.checksum(folder / file)
     part = {
         "checksums": checksums,
         "rows": [row.to_json() for row in rows],
@@ -197,11 +188,11 @@ def _finish(
         "checksums": {file: found for part in parts for file, found in part["checksums"].items()},
     }
     # The manifest is the last file of a version, so it names only files that are on disk.
-    write_json(partial_folder(directory, version) / MANIFEST, whole)
+    versions.write_json(versions.partial_folder(directory, version) / versions.MANIFEST, whole)
     # Before the version is published: from then on another run may load and replace it.
-    written, known = identity(partial_folder(directory, version)), engine.own_checkpoints
+    written, known = versions.identity(versions.partial_folder(directory, version)), engine.own_checkpoints
     assert written is not None
-    publish(directory, version, [folder for folder in known if identity(folder) == known[folder]])
+    versions.publish(directory, version, [folder for folder in known if versions.identity(folder) == known[folder]])
     # Only those that are gone: one that somebody was reading is removed by a later save.
     for folder in [folder for folder in known if not folder.is_dir()]:
         del known[folder]
