@@ -124,12 +124,6 @@ class _MemoryTransport(Transport):
 
         output.copy_(self._meeting.exchange(self._rank, buffer, take))
 
-    def send(self, tensor: Tensor, dst: int) -> None:
-        raise RuntimeError("send: threads meet in collectives of all of them only; start ranks for messages of two")
-
-    def recv(self, tensor: Tensor, src: int) -> None:
-        raise RuntimeError("recv: threads meet in collectives of all of them only; start ranks for messages of two")
-
     def barrier(self) -> None:
         self._meeting.barrier.wait()
 
