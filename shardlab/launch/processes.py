@@ -69,7 +69,7 @@ class RankOutput:
     def pump(self) -> None:
         """Print every whole line that has come; returns at once."""
         read = self._read() if self.is_open else b""
-        self._unended += read
+        self._unended.extend(read)
         if b"\n" in read:  # only then: at every read a long line would be copied whole
             *lines, self._unended = self._unended.split(b"\n")
             self._print(lines)
