@@ -132,10 +132,12 @@ def check_state(engine: AnyEngine, name: str, state: Mapping[str, Any]) -> None:
     for key, value in state.items() if _is_cut(engine, name) else ():
         is_whole = isinstance(value, Tensor) and tuple(value.shape) == full
         if not is_whole and held_stretches.has_large_tensors(value):
-            shape = f"has shape {tuple(value.shape)} and the parameter {full}" if isinstance(value, Tensor) else ""
+            what = f"is {class_of(value)} of tensors"
+            if isinstance(value, Tensor):
+                what = f"has shape {tuple(value.shape)} and the parameter {full}"
             raise ValueError(
-                f"optimizer state: {key!r} of parameter {name!r} {shape or f'is {class_of(value)} of tensors'}, but "
-                "this engine cuts the parameter into pieces; use a partition of whole parameters"
+                f"optimizer state: {key!r} of parameter {name!r} {what}, but this engine cuts the parameter into "
+                "pieces; use a partition of whole parameters"
             )
 
 
