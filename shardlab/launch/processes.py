@@ -47,8 +47,7 @@ _IF_PARENT_HAS = {
     "shardlab.engines": ("shardlab.engines", "torch._dynamo"),  # which torch imports with the first optimizer
     "shardlab.experiment.run.rank_run": ("shardlab.experiment.run.rank_run", "torch._dynamo"),
 }
-# A pipe holds 64 KiB unless told otherwise: so much is certain to take all that was written before the call.
-_MOST_BYTES = 1 << 20
+_PIPE_BYTES = 1 << 16  # so much a pipe holds unless told otherwise: all that was written before a read
 
 
 class RankOutput:
@@ -88,7 +87,7 @@ class RankOutput:
 
     def _read(self) -> bytes:
         try:
-            read = os.read(self._pipe.fileno(), _MOST_BYTES)
+            read = os.read(self._pipe.fileno(), _PIPE_BYTES)
         except BlockingIOError:
             return b""
         self.is_open = bool(read)  # else the rank and all that wrote for it are gone
