@@ -1,6 +1,6 @@
 """Continuing from a checkpoint, whatever strategy and number of ranks wrote it: ``engine.load(directory)``.
 
-A rank reads the element ranges it needs and nothing else (``shard_files`` recuts what was saved). Before the first
+A rank reads the element ranges it needs and nothing else (``reading`` recuts what was saved). Before the first
 tensor changes, all ranks have checked what the checkpoint must have in common with the engine (names, shapes, dtypes,
 the class of optimizer), and that its files are as they were written; the error names the first difference. For that,
 one rank reads each file: CRC-32 runs at 1.5 GB/s of a core, and the page cache has the file when it is read again.
