@@ -8,7 +8,6 @@
 
 import contextlib
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Self
@@ -184,8 +183,7 @@ class BaseMesh:
         """End the communicators; their process groups go when the next mesh is built.
 
         In a ``finally`` clause the exception that is under way stays, and gets a note of what would be raised here. An
-        ``except`` clause looks the same from here, and may drop that exception: so a warning says it too, or a line on
-        stderr where warnings are errors.
+        ``except`` clause looks the same from here, and may drop that exception: so a line on stderr says it too.
 
         Raises:
             Exception: what a collective raised, where nobody has waited for one that failed.
@@ -203,7 +201,7 @@ class BaseMesh:
         if under_way is not None:
             for note in notes:
                 under_way.add_note(note)
-                _warn(note)  # the handler may never look at the exception
+                sys.stderr.write(f"{note}\n")  # the handler may never look at the exception
         elif errors:
             for note in notes[1:]:
                 errors[0].add_note(note)
@@ -222,14 +220,6 @@ class BaseMesh:
         # After an error the other ranks may never come, so waiting for what is queued could last for ever.
         if exc_type is None:
             self._close(None)  # an error whose handler this block is in is not on its way
-
-
-def _warn(note: str) -> None:
-    """Warn whoever called ``close()``."""
-    try:
-        warnings.warn(note, RuntimeWarning, stacklevel=4)
-    except RuntimeWarning:  # raised where warnings are errors, it would take the place of the one under way
-        sys.stderr.write(f"{note}\n")
 
 
 def groups_along(axes: Mapping[str, int], ranks: Sequence[int], *along: str) -> Groups:

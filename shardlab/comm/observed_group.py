@@ -52,8 +52,6 @@ class ObservedGroup:
     """
 
     def __init__(self, transport: Transport | None, ranks: Sequence[int], rank: int, axis: str) -> None:
-        if (transport is None) != (len(ranks) == 1):
-            raise ValueError(f"transport: a group of {len(ranks)} ranks needs {'none' if len(ranks) == 1 else 'one'}")
         self.axis = axis
         self.ranks = tuple(ranks)
         self.num_ranks = len(self.ranks)

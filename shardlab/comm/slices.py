@@ -1,6 +1,6 @@
 """Slices of full tensors: each rank cuts its own, and all ranks of the tensor axis merge theirs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,13 @@ def cut(full: Tensor, slice_: TensorSlice) -> Tensor:
     return torch.cat(parts, slice_.dim)
 
 
+def put(part: Tensor, dim: int, ranges: Sequence[Sequence[int]], full: Tensor) -> None:
+    """Write a slice, which has these ranges along ``dim``, to its place in a full tensor."""
+    widths = [stop - start for start, stop in ranges]
+    for (start, _), width, piece in zip(ranges, widths, part.split(widths, dim), strict=True):
+        full.narrow(dim, start, width).copy_(piece)
+
+
 def merge(own: Tensor, slice_: TensorSlice, comm: Communicator, *, tag: str = "") -> Tensor:
     """The full tensor on every rank, a copy; sends S(N-1)/N of its S elements a rank; blocking.
 
@@ -36,10 +43,7 @@ def merge(own: Tensor, slice_: TensorSlice, comm: Communicator, *, tag: str = ""
     comm.all_gather(buffer, own.detach().reshape(-1), tag=tag).wait()
     full = own.new_empty(slice_.full_shape)
     for rank, part in enumerate(buffer.view(comm.num_ranks, *own.shape)):
-        place = 0
-        for start, stop in slice_.of_rank(rank).ranges:
-            full.narrow(slice_.dim, start, stop - start).copy_(part.narrow(slice_.dim, place, stop - start))
-            place += stop - start
+        put(part, slice_.dim, slice_.of_rank(rank).ranges, full)
     return full
 
 

@@ -10,8 +10,8 @@ hold a copy of the whole buffer in a reduce-scatter and an all-gather, as torch'
 2.13): that is their ``scratch_bytes``. What they send is in ``partition.ring_cost``.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial, partialmethod
 from time import perf_counter_ns
@@ -152,14 +152,10 @@ def operations() -> Iterator[tuple[str, Any, Verb]]:
                 yield name, op.default, verb
 
 
-@contextlib.contextmanager
-def kernels(namespace: str) -> Iterator[torch.library.Library]:
+def kernels(namespace: str) -> AbstractContextManager[torch.library.Library]:
     """Kernels of ours for torch's operations; they go when the context is left."""
-    library = torch.library.Library(namespace, "IMPL")
-    try:
-        yield library
-    finally:
-        library._destroy()
+    # Private: a library that is made in public stays for ever.
+    return torch.library._scoped_library(namespace, "IMPL")
 
 
 def announce(

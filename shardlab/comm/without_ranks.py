@@ -7,6 +7,7 @@ for tensors without memory, and its observers see each message of a step before 
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -48,30 +49,25 @@ def on_threads(num_ranks: int, function: Callable[[Communicator], T], axis: str)
         Exception: that of the first thread that failed; the others are released from their collectives.
     """
     meeting = _Meeting(num_ranks)
-    results: list[Any] = [None] * num_ranks
-    errors: list[Exception] = []
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> T:
         transport = None if num_ranks == 1 else _MemoryTransport(meeting, rank)
         comm = Communicator(transport, _AtOnce(), range(num_ranks), rank, axis)
         # Not those of this process: its hang board would show a collective that no rank is in.
         comm._observers = ()
         try:
-            results[rank] = function(comm)
-        except threading.BrokenBarrierError:  # another thread has failed, and says why
-            return
-        except Exception as error:
-            errors.append(error)
+            return function(comm)
+        except Exception:
             meeting.barrier.abort()
+            raise
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
+    with ThreadPoolExecutor(num_ranks) as threads:
+        ranks = [threads.submit(run, rank) for rank in range(num_ranks)]
+    for error in (rank.exception() for rank in ranks):
+        # Where a barrier is broken another thread has failed, and says why.
+        if error is not None and not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    return [rank.result() for rank in ranks]
 
 
 class _Meeting:
@@ -127,12 +123,6 @@ class _MemoryTransport(Transport):
             return torch.cat([other.chunk(len(buffers))[self._rank] for other in buffers])
 
         output.copy_(self._meeting.exchange(self._rank, buffer, take))
-
-    def send(self, tensor: Tensor, dst: int) -> None:
-        raise RuntimeError("send: threads meet in collectives of all of them only; start ranks for messages of two")
-
-    def recv(self, tensor: Tensor, src: int) -> None:
-        raise RuntimeError("recv: threads meet in collectives of all of them only; start ranks for messages of two")
 
     def barrier(self) -> None:
         self._meeting.barrier.wait()

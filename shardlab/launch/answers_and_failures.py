@@ -242,10 +242,7 @@ def _is_aftermath(failure: Failure | Death) -> bool:
 
 
 def _original(failure: Failure) -> BaseException | None:
-    if failure.exception is None:
-        return None
     try:
-        original = unpack(failure.exception)
+        return None if failure.exception is None else unpack(failure.exception)
     except Exception:  # its class may not be importable here; the traceback text says it all anyway
         return None
-    return original if isinstance(original, BaseException) else None

@@ -49,9 +49,6 @@ class Placement:
     staged: bool = False
     banner: str | None = None
 
-    def __post_init__(self) -> None:
-        assert len(self.devices) == self.world_size, "one device per rank"
-
 
 def place(world_size: int, device: str = "auto") -> Placement:
     """Choose devices and backend for ``world_size`` ranks on this machine. CUDA is not initialised here.

@@ -5,8 +5,8 @@ starts new processes where these have ended.
 
 Ranks are forked from Python's own forkserver, one small process per parent, free of CUDA and of threads, which ends
 with its parent. It has imported torch once, so that a rank is up in hundredths of a second. It and Python's resource
-tracker have a session of their own: what a terminal or Jupyter sends to the parent's process group is not for them,
-since they outlive the parent by a moment, to remove what it has left.
+tracker have a session of their own: what a terminal or Jupyter sends to the parent's process group is not for them.
+(At shutdown ipykernel would wait for the tracker, which ignores it.)
 """
 
 import multiprocessing
@@ -38,7 +38,7 @@ from shardlab.launch.messages import Stop, Task
 
 _REAP_S = 2.0
 _SPAWN_IN_THIS_SESSION = util.spawnv_passfds
-_ALWAYS = ("torch", "shardlab.launch.worker", "shardlab.launch.left_folders")
+_ALWAYS = ("torch", "shardlab.launch.worker")
 # Without preloading, each rank would import these when it builds an optimizer or a table: 0.5 to 2 s of CPU time.
 # The forkserver preloads them if the parent uses them too; if not, its first start takes only the import of torch.
 _IF_PARENT_HAS = {
@@ -47,9 +47,7 @@ _IF_PARENT_HAS = {
     "shardlab.engines": ("shardlab.engines", "torch._dynamo"),  # which torch imports with the first optimizer
     "shardlab.experiment.run.rank_run": ("shardlab.experiment.run.rank_run", "torch._dynamo"),
 }
-# A pipe holds 64 KiB unless told otherwise: so much is certain to take all that was written before the call.
-_MAX_BYTES_PER_CALL = 1 << 20
-_CHUNK_BYTES = 1 << 16
+_PIPE_BYTES = 1 << 16  # so much a pipe holds unless told otherwise: all that was written before a read
 
 
 class RankOutput:
@@ -58,7 +56,7 @@ class RankOutput:
     def __init__(self, rank: int, pipe: Connection) -> None:
         self._prefix = f"[rank {rank}] "
         self._pipe = pipe
-        self._unended: list[bytes] = []  # of the last line, whose end has not come
+        self._unended = bytearray()  # the last line, whose end has not come
         self.num_bytes = 0  # that have come
         self.is_open = True
         os.set_blocking(pipe.fileno(), False)
@@ -69,46 +67,34 @@ class RankOutput:
 
     def pump(self) -> None:
         """Print every whole line that has come; returns at once."""
-        if not self.is_open:
-            return
-        *lines, rest = self._read().split(b"\n")
-        if lines:
-            lines[0] = self._take_unended() + lines[0]
+        read = self._read() if self.is_open else b""
+        self._unended.extend(read)
+        if b"\n" in read:  # only then: at every read a long line would be copied whole
+            *lines, self._unended = self._unended.split(b"\n")
             self._print(lines)
-        if rest:
-            # Joined only when its end has come: at every read it would be copied whole.
-            self._unended.append(rest)
 
     def finish(self) -> None:
         """Print all that has come, also a last line without a newline."""
         self.pump()
         if self._unended:
-            self._print([self._take_unended()])
+            self._print([self._unended])
+            self._unended = bytearray()
 
     def close(self) -> None:
         """Close the pipe."""
         self.is_open = False
         self._pipe.close()
 
-    def _take_unended(self) -> bytes:
-        parts, self._unended = self._unended, []
-        return b"".join(parts)
-
     def _read(self) -> bytes:
-        chunks: list[bytes] = []
-        while sum(map(len, chunks)) < _MAX_BYTES_PER_CALL:
-            try:
-                chunk = os.read(self._pipe.fileno(), _CHUNK_BYTES)
-            except BlockingIOError:
-                break
-            if not chunk:
-                self.is_open = False  # the rank and all that wrote for it are gone
-                break
-            chunks.append(chunk)
-        self.num_bytes += sum(map(len, chunks))
-        return b"".join(chunks)
+        try:
+            read = os.read(self._pipe.fileno(), _PIPE_BYTES)
+        except BlockingIOError:
+            return b""
+        self.is_open = bool(read)  # else the rank and all that wrote for it are gone
+        self.num_bytes += len(read)
+        return read
 
-    def _print(self, lines: list[bytes]) -> None:
+    def _print(self, lines: list[bytearray]) -> None:
         texts = [line.decode(errors="replace").rstrip("\r") for line in lines]
         # A progress bar redraws its line after a carriage return: its last state is the line.
         shown = [f"{self._prefix}{text.rpartition(chr(13))[2]}\n" for text in texts]
@@ -164,7 +150,6 @@ class RankProcesses:
         # The ranks' own, in their environment, which other users cannot read; unless the user has set one.
         self._environ = {SECRET: secrets.token_hex(), **os.environ}
         self._ended = False
-        # If this process is killed, the forkserver removes the folders named after its pid (``left_folders``).
         self.directory = Path(tempfile.mkdtemp(prefix=f"shardlab-{os.getpid()}-"))
         self.board = Board(self.directory / "board", options.placement.world_size)
         self.ranks: list[RankProcess] = []

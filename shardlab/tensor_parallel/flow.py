@@ -97,16 +97,13 @@ def flow_of(module: nn.Module, run: Run) -> Flow:
             hook.remove()
     names: dict[Tensor, str] = {param: name for name, param in module.named_parameters()}
     inputs[END] = [summed(result).grad_fn]
-    found = {name: [set(_reached(node, outputs)) for node in nodes] for name, nodes in inputs.items()}
-    feeders = {
-        name: frozenset(x for ends in calls for x in [end for end in ends if isinstance(end, str)] or [START])
-        for name, calls in found.items()
-    }
-    between = {
-        name: frozenset(names[end] for ends in calls for end in ends if isinstance(end, Tensor) and end in names)
-        for name, calls in found.items()
-    }
-    dropped = [name for name in found if name != END and isinstance(module.get_submodule(name), DROPOUTS)]
+    feeders: dict[str, frozenset[str]] = dict.fromkeys(inputs, frozenset())
+    between = dict(feeders)
+    for name, node in ((name, node) for name, nodes in inputs.items() for node in nodes):
+        ends = list(_reached(node, outputs))
+        feeders[name] |= {end for end in ends if isinstance(end, str)} or {START}
+        between[name] |= {names[end] for end in ends if isinstance(end, Tensor) and end in names}
+    dropped = [name for name in inputs if name != END and isinstance(module.get_submodule(name), DROPOUTS)]
     dropouts = {name: feeders.pop(name) for name in dropped}
     return Flow(feeders, between, dropouts)
 

@@ -182,13 +182,9 @@ def _lost(module: nn.Module, kind: type[nn.Module]) -> str:
             "parametrize.remove_parametrizations), or give the module no style"
         )
     # Private: torch has no public way to ask for hooks.
-    of_module = (
-        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
-        module._state_dict_hooks, module._state_dict_pre_hooks,
-        module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks,
-    )  # fmt: skip
+    of_module = any(hooks for kind, hooks in vars(module).items() if kind.endswith("_hooks"))
     of_params = any(param._backward_hooks or param._post_accumulate_grad_hooks for param in module.parameters())
-    if not any(of_module) and not of_params:
+    if not of_module and not of_params:
         return ""
     where = " on parameters" if of_params else ""
     return f"hooks{where}, which its parallel form would not have; register them afterwards"

@@ -16,14 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from shardlab.tensor_parallel.divisible_regions import (
-    Form,
-    Region,
-    alike_together,
-    merged,
-    regions_of,
-    without_numbers,
-)
+from shardlab.tensor_parallel.divisible_regions import Form, Region, alike_together, merged, regions_of, without_numbers
 from shardlab.tensor_parallel.flow import DROPOUTS, END, Flow, Run, is_layer
 from shardlab.tensor_parallel.plan import Plan, checked, matched, matched_names
 from shardlab.tensor_parallel.plan_trial import PlanTrial, RunDivided, said

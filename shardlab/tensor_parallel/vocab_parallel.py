@@ -57,7 +57,8 @@ class VocabParallelEmbedding(nn.Module):
         self.tensor_slices: dict[str, TensorSlice] = {"weight": rows}
         self.start, self.stop = rows.ranges[0]
         self.weight = sliced(embedding.weight, rows)
-        self.padding_idx = embedding.padding_idx
+        padding = -1 if embedding.padding_idx is None else embedding.padding_idx
+        self.own_padding = padding - self.start if self.start <= padding < self.stop else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Embeddings (..., H) of int64 tokens (...), or their part along ``sequence_dim``.
@@ -69,7 +70,7 @@ class VocabParallelEmbedding(nn.Module):
         # A token outside the vocabulary stays outside the slice, so that the look-up refuses it.
         own = torch.where(elsewhere, 0, tokens - self.start)
         # Tokens of other ranks have looked up the first row here, and must add nothing to the sum.
-        term = functional.embedding(own, self.weight, self._own_padding()).masked_fill(elsewhere.unsqueeze(-1), 0)
+        term = functional.embedding(own, self.weight, self.own_padding).masked_fill(elsewhere.unsqueeze(-1), 0)
         tag = f"output of {self.name}"
         if self.sequence_dim is None:
             return reduce(term, self.comm, tag=tag)
@@ -78,10 +79,6 @@ class VocabParallelEmbedding(nn.Module):
     def extra_repr(self) -> str:
         """Full sizes and the share."""
         return f"{self.num_embeddings} / {self.comm.num_ranks}, {self.embedding_dim}"
-
-    def _own_padding(self) -> int | None:
-        inside = self.padding_idx is not None and self.start <= self.padding_idx < self.stop
-        return self.padding_idx - self.start if inside and self.padding_idx is not None else None
 
 
 def check_embedding(name: str, embedding: nn.Embedding, num_ranks: int) -> None:

@@ -5,8 +5,8 @@
     made.at_peak()                     # bytes alive at the highest moment, by the line that made them
     made.save("peak.pickle")           # for https://pytorch.org/memory_viz
 
-On CUDA it is torch's own recording, of every block of the caching allocator. On the CPU torch has none: a dispatch mode
-sees the storages that operations of this thread make, by weak references also when they are freed, and writes the same
+On CUDA it is torch's own recording, of every block of the caching allocator. On the CPU torch has none: a
+``MemoryLedger`` sees the storages that operations of this thread make, and when they are freed, and writes the same
 form. Neither lists what was allocated before the block. Recording makes a step several times slower: do not time it.
 """
 
@@ -14,7 +14,6 @@ import contextlib
 import os
 import pickle
 import sys
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -25,17 +24,20 @@ from typing import Any
 
 import pandas as pd
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode  # no public way to see every operation
 
 from shardlab.comm.callers import callers
 from shardlab.comm.trees import tensors_in
+from shardlab.trace import memory_by_role
+from shardlab.trace.memory_by_role import PLAIN, MemoryLedger, has_storage
+from shardlab.vocabulary import Role
 
 MAX_ENTRIES = 1_000_000  # of CUDA: then the oldest are lost
 MAX_FRAMES = 40
 ALLOC, FREE = "alloc", "free_completed"
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-# Torch's wrappers of a dispatch mode, which stand in every stack.
-_OWN = (__file__, *(_TORCH + name for name in ("_compile.py", "_dynamo/eval_frame.py", "utils/_python_dispatch.py")))
+# Of a dispatch mode, which stand in every stack.
+_WRAPPERS = ("_compile.py", "_dynamo/eval_frame.py", "utils/_python_dispatch.py")
+_OWN = (__file__, memory_by_role.__file__, *(_TORCH + name for name in _WRAPPERS))
 
 Entry = dict[str, Any]
 """As in torch's snapshots: action, addr, size, stream, time_us, and frames, innermost first."""
@@ -129,50 +131,30 @@ def _where(frames: Sequence[dict[str, Any]]) -> str:
     return "" if frame is None else f"{frame['filename']}:{frame['line']}"
 
 
-class _HostAllocations(TorchDispatchMode):
-    """Writes an entry for every storage on the CPU that an operation of this thread makes, and one when it goes."""
+class _HostAllocations(MemoryLedger):
+    """Writes an entry for every storage on the CPU that an operation of this thread makes, and two when it goes."""
 
     def __init__(self, entries: list[Entry]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._entries = entries
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by serial number: addresses are used again
-        self._serials: dict[int, int] = {}  # of a storage seen so far that is alive
-        self._count = 0
+        super().__init__({})
+        self._entries, self._operation, self._is_on_cpu = entries, "", True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and note new storages among its results."""
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a tensor made of others (DTensor) dispatches again with the plain ones inside
-        given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs)) if _is_plain(tensor)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(result):
-            if _is_plain(tensor) and tensor.device.type == "cpu":
-                storage = tensor.untyped_storage()
-                # A view of something that was there before is no allocation.
-                if storage._cdata not in given and storage._cdata not in self._serials:
-                    self._note(storage, str(func))
-        return result
+        """Run the operation; a view of what it was given is no allocation."""
+        given = [one for one in tensors_in((args, kwargs)) if type(one) in PLAIN and has_storage(one)]
+        self._operation = ""  # which these were not made by
+        self.hold({Role.OTHER: given})
+        self._operation = str(func)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _note(self, storage: torch.UntypedStorage, operation: str) -> None:
-        self._count += 1
-        key, serial, num_bytes = storage._cdata, self._count, storage.nbytes()
-        self._serials[key] = serial
-        self._entries.append(_entry(ALLOC, serial, num_bytes, [_frame("", 0, operation), *_stack()]))
-        recorder = weakref.ref(self)  # tensors outlive the block, which must not keep the recorder
+    def _enter_storage(self, storage: torch.UntypedStorage) -> int:
+        self._is_on_cpu = storage.device.type == "cpu"
+        return super()._enter_storage(storage)
 
-        def freed(_: object) -> None:
-            if (alive := recorder()) is not None:
-                alive._forget(key, serial, num_bytes)
-
-        self._alive[serial] = weakref.ref(storage, freed)
-
-    def _forget(self, key: int, serial: int, num_bytes: int) -> None:
-        del self._serials[key], self._alive[serial]
-        self._entries += [_entry(action, serial, num_bytes, []) for action in ("free_requested", FREE)]
-
-
-def _is_plain(tensor: Any) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
+    def _note(self, serial: int, num_bytes: int) -> None:
+        if num_bytes < 0:
+            self._entries += [_entry(action, serial, -num_bytes, []) for action in ("free_requested", FREE)]
+        elif num_bytes and self._operation and self._is_on_cpu:
+            self._entries.append(_entry(ALLOC, serial, num_bytes, [_frame("", 0, self._operation), *_stack()]))
 
 
 def _entry(action: str, serial: int, num_bytes: int, frames: list[dict[str, Any]]) -> Entry:

@@ -166,7 +166,7 @@ class MemoryLedger(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         """Begin to log, also storages that are resized in place, which no operation shows (torch's FSDP2 does it)."""
-        resize = torch.UntypedStorage.resize_
+        self._resize = resize = torch.UntypedStorage.resize_
 
         def logged(storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
             result: torch.UntypedStorage = resize(storage, num_bytes)
@@ -179,7 +179,7 @@ class MemoryLedger(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        del torch.UntypedStorage.resize_  # torch's own is that of the class above
+        setattr(torch.UntypedStorage, "resize_", self._resize)  # noqa: B010
         # Weak references still report what is freed, but from now on that is not part of the step.
         self._closed = True
 

@@ -129,7 +129,7 @@ class Recorder:
         self._cpu = CpuReadings(self._clock.cpu_time() if watched else None, earlier)
         self.spent(began_ns)
         # After the recorder's own preparations, which are no part of the step.
-        begin = self._mark(always=True)
+        begin = self.mark()
         self._begin, self._end = begin if since is None else since, None
         try:
             with self._tracing:
@@ -140,7 +140,7 @@ class Recorder:
         finally:
             # Without a call of ``at_rest()``, after an error for example, the step lasts until here.
             if self._end is None:
-                self._end = self._mark(always=True)
+                self._end = self.mark()
             self._open.clear()
 
     def look_at_data(self) -> None:
@@ -218,22 +218,23 @@ class Recorder:
     def begin_span(self, unit: str, kind: SpanKind) -> None:
         """A unit starts to compute; forward inside of backward is recomputation."""
         recomputes = kind is SpanKind.FORWARD and self._phase is Phase.BACKWARD
-        self._open[unit, kind] = (SpanKind.RECOMPUTE if recomputes else kind, self._mark())
+        self._open[unit, kind] = (SpanKind.RECOMPUTE if recomputes else kind, self.mark(always=False))
         self._tell_ledger()
 
     def end_span(self, unit: str, kind: SpanKind) -> None:
         """A unit has ended; ignored if it never began."""
         if (begun := self._open.pop((unit, kind), None)) is not None:
-            self._spans.append((unit, *begun, self._mark()))
+            self._spans.append((unit, *begun, self.mark(always=False)))
             self._tell_ledger()
 
     def add_span(self, unit: str, kind: SpanKind, begin: Mark, end: Mark) -> None:
         """A unit was at work between two marks; also before the running step was entered, see ``step``."""
         self._spans.append((unit, kind, begin, end))
 
-    def mark(self) -> Mark:
-        """The time, and a reading of the CPU time."""
-        return self._mark(always=True)
+    def mark(self, *, always: bool = True) -> Mark:
+        """Mark the time and read the CPU time; unless ``always``, the reading is skipped if the last one is recent."""
+        self._cpu.read(always=always)
+        return self._clock.mark()
 
     def spent(self, since_ns: int) -> None:
         """Count the time from ``since_ns`` until now as time spent recording."""
@@ -247,7 +248,7 @@ class Recorder:
         Returns:
             When the clock was stopped.
         """
-        self._end = self._mark(always=True)
+        self._end = self.mark()
         began_ns = perf_counter_ns()
         if self._ledger is not None or self._reads:
             live = self._live()
@@ -333,11 +334,6 @@ class Recorder:
     def write_shards(self, rows: list[Row]) -> None:
         """Write table ``shards``: who holds which slice."""
         self._writer.append(self._step, {SHARDS.name: observed.columns_of(rows)})
-
-    def _mark(self, *, always: bool = False) -> Mark:
-        """Mark the time and read the CPU time; unless ``always``, the reading is skipped if the last one is recent."""
-        self._cpu.read(always=always)
-        return self._clock.mark()
 
     def _dispatch_ns(self) -> float:
         if self._ledger is None or self._device.type != "cpu":  # on a stream the host's time is beside the compute's

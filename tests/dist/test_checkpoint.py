@@ -24,7 +24,6 @@ from shardlab.comm import coalesced as packing
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.checkpoint import directory as directory_module
-from shardlab.engines.checkpoint import save as save_module
 from shardlab.engines.checkpoint.manifest import decode, encode, read_manifest
 from shardlab.engines.checkpoint.reading import ShardFiles
 from shardlab.launch.rank_errors import RankDied
@@ -380,7 +379,7 @@ def test_a_rank_reads_what_it_holds_and_every_element_is_written_once(pools, tmp
 
 # What is replaced, on which rank, at which of its calls; and which checkpoint counts afterwards: 2 steps, or 4.
 KILLS = {
-    "before the manifest": (save_module, "write_json", 0, 2),
+    "before the manifest": (directory_module, "write_json", 0, 2),
     "half of a file written": (directory_module, "save_file", 1, 2),
     "renamed, not yet latest": (directory_module, "sync", 0, 2),
     "latest, old one not yet removed": (directory_module.shutil, "rmtree", 0, 4),
@@ -436,7 +435,8 @@ def fails_to_write(rank, directory):
         engine.save(directory)
         before = directory_module.latest(directory)
         full_disk = OSError(28, "No space left on device") if rank == 1 else None
-        writes = mock.patch.object(save_module, "write_tensors", wraps=save_module.write_tensors, side_effect=full_disk)
+        plain = directory_module.write_tensors
+        writes = mock.patch.object(directory_module, "write_tensors", wraps=plain, side_effect=full_disk)
         with writes, pytest.raises(RuntimeError) as caught:
             engine.save(directory)
         with pytest.raises(ValueError, match=r"extra\.f: .*not function"):

@@ -84,13 +84,15 @@ class Transport(ABC):
     def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
         """Send part j of ``buffer`` to rank j; part i of ``output`` comes from rank i; equal parts."""
 
-    @abstractmethod
+    # Of messages between two ranks a transport has what its queue calls: ``send`` and ``recv``, or ``exchange``.
+
     def send(self, tensor: Tensor, dst: int) -> None:
         """Send to one rank."""
+        raise NotImplementedError(f"send: over {self.name} ranks meet in collectives only; start ranks for messages")
 
-    @abstractmethod
     def recv(self, tensor: Tensor, src: int) -> None:
         """Receive from one rank."""
+        raise NotImplementedError(f"recv: over {self.name} ranks meet in collectives only; start ranks for messages")
 
     def exchange(self, messages: "Sequence[Message]") -> None:
         """Send and receive several messages at once, whatever the order in which the other ranks name theirs."""

@@ -56,14 +56,6 @@ class NcclTransport(Transport):
         """Copy bytes."""
         dist.all_to_all_single(as_bytes(output), as_bytes(buffer), group=self._group)
 
-    def send(self, tensor: Tensor, dst: int) -> None:
-        """Send to one rank."""
-        self.exchange([Message(self, True, tensor, dst)])
-
-    def recv(self, tensor: Tensor, src: int) -> None:
-        """Receive from one rank."""
-        self.exchange([Message(self, False, tensor, src)])
-
     def exchange(self, messages: Sequence[Message]) -> None:
         """In one grouped call, for NCCL has one stream for both ways: a send would keep the receive behind it waiting.
 

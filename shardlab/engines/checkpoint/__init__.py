@@ -1,6 +1,6 @@
 """Checkpoints and full state dicts, as functions over an ``AnyEngine``.
 
-Read shards, directory, manifest, rng, save, shard_files, load; then gather, module_state, optimizer_state.
+Read held_stretches, directory, manifest, rng, save, reading, load; then gather, module_state, optimizer_state.
 No engine imports this package; ``shardlab.engines`` gives it to them.
 """
 

@@ -56,6 +56,11 @@ class TensorShard:
     tensor: Tensor
     slice_: TensorSlice | None = None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is a part of a parameter, or of a slice of one."""
+        return self.slice_ is not None or self.stop - self.start < prod(self.shape)
+
     def part(self, index: int, number: int) -> "TensorShard | None":
         """One of ``number`` nearly equal parts; None if it has no element."""
         bounds = chunk_bounds(self.stop - self.start, number)
@@ -67,20 +72,15 @@ class TensorShard:
 
 def parameter_shards(engine: AnyEngine) -> Iterator[TensorShard]:
     """The pieces this rank steps: master weights, if there are any."""
-    for name, piece, start, stop in _pieces(engine):
-        shape = shape_of(engine, name)
-        yield TensorShard(Kind.PARAMETER, name, "", shape, start, stop, _flat(piece), engine.slices.get(name))
+    return (shard for _, shard in _pieces(engine))
 
 
 def gradient_shards(engine: AnyEngine) -> Iterator[TensorShard]:
     """The gradients of the pieces this rank steps; nothing for a parameter that no rank used."""
-    for name, piece, start, stop in _pieces(engine):
+    for piece, shard in _pieces(engine):
         if (gradient := piece.grad) is not None:
             dense = gradient.to_dense() if gradient.is_sparse else gradient
-            slice_ = engine.slices.get(name)
-            yield TensorShard(
-                Kind.GRADIENT, name, "gradient", shape_of(engine, name), start, stop, _flat(dense), slice_
-            )
+            yield replace(shard, kind=Kind.GRADIENT, key="gradient", tensor=_flat(dense))
 
 
 def state_shards(engine: AnyEngine) -> Iterator[TensorShard]:
@@ -89,19 +89,18 @@ def state_shards(engine: AnyEngine) -> Iterator[TensorShard]:
     Raises:
         ValueError: state of a slice, or of a piece, has neither its shape nor a single element; a key is no str.
     """
-    for name, piece, start, stop in _pieces(engine):
-        slice_ = engine.slices.get(name)
-        is_part = slice_ is not None or stop - start < prod(shape_of(engine, name))
+    for piece, shard in _pieces(engine):
+        name = shard.name
         for key, value in engine.optimizer.state.get(piece, {}).items():
             if not isinstance(value, Tensor):
                 continue
             if not isinstance(key, str):
                 raise ValueError(f"optimizer state: a tensor of {name!r} has the key {key!r}; give it a str, as 'step'")
             if value.shape == piece.shape:
-                yield TensorShard(Kind.STATE, name, key, shape_of(engine, name), start, stop, _flat(value), slice_)
-            elif is_part and value.numel() != 1:
+                yield replace(shard, kind=Kind.STATE, key=key, tensor=_flat(value))
+            elif shard.is_cut and value.numel() != 1:
                 raise _uncut(name, key, f"a tensor of shape {tuple(value.shape)}", piece)
-            elif start == 0:
+            elif shard.start == 0:
                 yield TensorShard(Kind.STATE, name, key, tuple(value.shape), 0, value.numel(), _flat(value).clone())
 
 
@@ -114,15 +113,14 @@ def state_values(engine: AnyEngine) -> dict[str, dict[str, Any]]:
     """
     _check_belongs(engine.optimizer)
     values: dict[str, dict[str, Any]] = {}
-    for name, piece, start, stop in _pieces(engine):
+    for piece, shard in _pieces(engine):
         state = engine.optimizer.state.get(piece, {})
         found = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-        if name in engine.slices or stop - start < prod(shape_of(engine, name)):
-            for key, value in found.items():
-                if has_large_tensors(value) or any(tensor.shape == piece.shape for tensor in tensors_in(value)):
-                    raise _uncut(name, key, f"{class_of(value)} of tensors", piece)
-        if found and start == 0:
-            values[name] = found
+        for key, value in found.items() if shard.is_cut else ():
+            if has_large_tensors(value) or any(tensor.shape == piece.shape for tensor in tensors_in(value)):
+                raise _uncut(shard.name, key, f"{class_of(value)} of tensors", piece)
+        if found and shard.start == 0:
+            values[shard.name] = found
     return values
 
 
@@ -190,9 +188,16 @@ def whole_shape_of(engine: AnyEngine, name: str) -> tuple[int, ...]:
     return engine.slices[name].full_shape if name in engine.slices else shape_of(engine, name)
 
 
-def described(shape: tuple[int, ...], tensor: Tensor) -> dict[str, Any]:
-    """What the manifest says about a parameter or buffer of this shape; ``tensor`` is a part of it."""
-    return {"shape": list(shape), "dtype": dtype_name(tensor.dtype)}
+def described_parameters(engine: AnyEngine) -> dict[str, dict[str, Any]]:
+    """What the manifest says about the parameters of the whole model, by name."""
+    dtypes = {name: dtype_name(tensor.dtype) for name, tensor in engine.step_tensors().items()}
+    return {name: {"shape": list(whole_shape_of(engine, name)), "dtype": dtypes[name]} for name in engine.params}
+
+
+def described_buffers(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Likewise about the buffers."""
+    buffers = persistent_buffers(module).items()
+    return {name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)} for name, value in buffers}
 
 
 def with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
@@ -201,12 +206,14 @@ def with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
     return {name: part for name, part in module.named_modules() if type(part).get_extra_state is not plain}
 
 
-def _pieces(engine: AnyEngine) -> Iterator[tuple[str, Tensor, int, int]]:
-    """Name, piece and elements of what this rank steps, without parameters that have no elements."""
+def _pieces(engine: AnyEngine) -> Iterator[tuple[Tensor, TensorShard]]:
+    """What this rank steps, without parameters that have no elements: each piece, and as a shard of its parameter."""
     tensors = engine.step_tensors()
     for name, (start, stop) in engine.owned().items():
         if start < stop:
-            yield name, tensors.by_name(name), start, stop
+            piece, shape = tensors.by_name(name), shape_of(engine, name)
+            slice_ = engine.slices.get(name)
+            yield piece, TensorShard(Kind.PARAMETER, name, "", shape, start, stop, _flat(piece), slice_)
 
 
 def _uncut(name: str, key: str, what: str, piece: Tensor) -> ValueError:

@@ -1,12 +1,13 @@
 """Continuing from a checkpoint, whatever strategy and number of ranks wrote it: ``engine.load(directory)``.
 
-A rank reads the element ranges it needs and nothing else (``shard_files`` recuts what was saved). Before the first
+A rank reads the element ranges it needs and nothing else (``reading`` recuts what was saved). Before the first
 tensor changes, all ranks have checked what the checkpoint must have in common with the engine (names, shapes, dtypes,
 the class of optimizer), and that its files are as they were written; the error names the first difference. For that,
 one rank reads each file: CRC-32 runs at 1.5 GB/s of a core, and the page cache has the file when it is read again.
 
 Bytes read per rank for P fp32 parameters with Adam: ZeRO-3 and FSDP 12P/N, ZeRO-1 and ZeRO-2 4P + 8P/N, the others 12P;
-before that 12P/N for the checksums. The wire carries only a few words.
+before that 12P/N for the checksums. At another tensor-parallel size a rank reads what is sliced whole. The wire carries
+only a few words.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,21 +21,10 @@ from torch import Tensor
 
 from shardlab.comm.same_on_all_ranks import all_or_none, number_among, share_json, share_texts
 from shardlab.engines.any_engine import AnyEngine, Stateful
+from shardlab.engines.checkpoint import held_stretches
 from shardlab.engines.checkpoint.directory import MANIFEST, checksum, identity, reading, replaced_by
-from shardlab.engines.checkpoint.held_stretches import (
-    Kind,
-    described,
-    persistent_buffers,
-    whole_shape_of,
-    with_extra_state,
-)
 from shardlab.engines.checkpoint.manifest import Manifest, read_manifest
-from shardlab.engines.checkpoint.optimizer_state import (
-    check_state_shape,
-    check_state_value,
-    install_state,
-    named_groups,
-)
+from shardlab.engines.checkpoint.optimizer_state import check_state, install_state, named_groups
 from shardlab.engines.checkpoint.reading import ShardFiles
 from shardlab.engines.checkpoint.rng import restore_rng
 from shardlab.engines.checkpoint.save import check_mesh, comms_of, stages_of
@@ -60,11 +50,11 @@ def load_checkpoint(engine: AnyEngine, directory: Path, objects: Mapping[str, St
 
 
 def _names(engine: AnyEngine) -> dict[str, list[str]]:
-    """What this engine's part of a checkpoint has, by kind: all of it, or that of a pipeline's stage."""
+    """What this engine's part of a checkpoint has, by field of a manifest: all of it, or that of a pipeline's stage."""
     module = engine.module
     return {
-        "parameters": list(engine.params), "buffers": list(persistent_buffers(module)),
-        "module state": list(with_extra_state(module)),
+        "parameters": list(engine.params), "buffers": list(held_stretches.persistent_buffers(module)),
+        "module_state": list(held_stretches.with_extra_state(module)),
     }  # fmt: skip
 
 
@@ -103,7 +93,7 @@ def _check_files(folder: Path, manifest: Manifest, number: int, num_ranks: int) 
 
 
 def _restore_objects(engine: AnyEngine, folder: Path, manifest: Manifest, objects: Mapping[str, Stateful]) -> None:
-    for name, module in with_extra_state(engine.module).items():
+    for name, module in held_stretches.with_extra_state(engine.module).items():
         module.set_extra_state(manifest.module_state[name])
     for name, thing in objects.items():
         try:
@@ -116,12 +106,12 @@ def _restore(engine: AnyEngine, folder: Path, manifest: Manifest) -> None:
     with ShardFiles(folder) as files, torch.no_grad():
         for name, (tensor, start, stop) in engine.resident_params().items():
             if start < stop:
-                rows = manifest.tensors_of(Kind.PARAMETER, name).get("", [])
+                rows = manifest.tensors_of(held_stretches.Kind.PARAMETER, name).get("", [])
                 read = files.read(rows, start, stop, engine.slices.get(name))
                 tensor.detach().copy_(read.view(tensor.shape))
-        for name, buffer in persistent_buffers(engine.module).items():
+        for name, buffer in held_stretches.persistent_buffers(engine.module).items():
             if buffer.numel():
-                rows = manifest.tensors_of(Kind.BUFFER, name).get("", [])
+                rows = manifest.tensors_of(held_stretches.Kind.BUFFER, name).get("", [])
                 buffer.copy_(files.read(rows, 0, buffer.numel()).view(buffer.shape))
         _restore_optimizer(engine, files, manifest)
     engine.num_steps = manifest.num_steps
@@ -135,9 +125,9 @@ def _restore(engine: AnyEngine, folder: Path, manifest: Manifest) -> None:
 def _restore_optimizer(engine: AnyEngine, files: ShardFiles, manifest: Manifest) -> None:
     def state_of(name: str, piece: Tensor, start: int, stop: int) -> dict[str, Any]:
         state = dict(manifest.values.get(name, {}))
-        for key, rows in manifest.tensors_of(Kind.STATE, name).items():
+        for key, rows in manifest.tensors_of(held_stretches.Kind.STATE, name).items():
             shape = tuple(rows[0].shape)
-            if shape == whole_shape_of(engine, name):
+            if shape == held_stretches.whole_shape_of(engine, name):
                 state[key] = files.read(rows, start, stop, engine.slices.get(name)).view(piece.shape)
             else:
                 state[key] = files.read(rows, 0, prod(shape)).view(shape)
@@ -151,21 +141,14 @@ def _restore_optimizer(engine: AnyEngine, files: ShardFiles, manifest: Manifest)
 
 def _check_model(engine: AnyEngine, manifest: Manifest, stages: Sequence[Mapping[str, list[str]]]) -> None:
     """Check that parameters and buffers have the same names and shapes, and parameters the same dtypes."""
-    known = (
-        ("parameters", manifest.parameters),
-        ("buffers", manifest.buffers),
-        ("module state", manifest.module_state),
-    )
-    for what, saved in known:
-        _check_names(what, saved, [name for stage in stages for name in stage[what]])
-    tensors = engine.step_tensors()
-    for name in engine.params:
-        own = described(whole_shape_of(engine, name), tensors.by_name(name))
+    for field in stages[0]:
+        own_names = [name for stage in stages for name in stage[field]]
+        _check_names(field.replace("_", " "), getattr(manifest, field), own_names)
+    for name, own in held_stretches.described_parameters(engine).items():
         _check_same(f"parameters: {name!r}", manifest.parameters[name], own)
-    for name, buffer in persistent_buffers(engine.module).items():
-        # Buffers may have another dtype: mixed precision may keep them in fewer bits.
-        saved = manifest.buffers[name]
-        _check_same(f"buffers: {name!r}", saved, {"shape": list(buffer.shape), "dtype": saved["dtype"]})
+    for name, own in held_stretches.described_buffers(engine.module).items():
+        del own["dtype"]  # of which they may have another: mixed precision may keep them in fewer bits
+        _check_same(f"buffers: {name!r}", manifest.buffers[name], own)
 
 
 def _check_optimizer(engine: AnyEngine, manifest: Manifest) -> None:
@@ -189,10 +172,9 @@ def _check_optimizer(engine: AnyEngine, manifest: Manifest) -> None:
                 f"{_listed(differing)}"
             )
     for name in engine.params:
-        for key, rows in manifest.tensors_of(Kind.STATE, name).items():
-            check_state_shape(engine, name, key, tuple(rows[0].shape))
-        for key, value in manifest.values.get(name, {}).items():
-            check_state_value(engine, name, key, value)
+        saved_as = manifest.tensors_of(held_stretches.Kind.STATE, name).items()
+        tensors = {key: torch.empty(rows[0].shape, device="meta") for key, rows in saved_as}
+        check_state(engine, name, {**tensors, **manifest.values.get(name, {})})
 
 
 def _kind(value: Any) -> Any:
@@ -215,9 +197,9 @@ def _check_names(what: str, saved: Mapping[str, Any], own: Sequence[str]) -> Non
 
 
 def _check_same(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    for field in ("shape", "dtype"):
-        if saved[field] != own[field]:
-            raise ValueError(f"{what} has {field} {saved[field]} in the checkpoint and {own[field]} in the model")
+    for field, value in own.items():
+        if saved[field] != value:
+            raise ValueError(f"{what} has {field} {saved[field]} in the checkpoint and {value} in the model")
 
 
 def _listed(names: list[str]) -> str:

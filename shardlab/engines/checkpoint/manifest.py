@@ -12,7 +12,7 @@ import base64
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -113,12 +113,6 @@ class Manifest:
     def tensors_of(self, kind: Kind, name: str) -> Mapping[str, list[Row]]:
         """The rows of one parameter's (or buffer's) tensors, by key."""
         return self._index.get((kind, name), {})
-
-    def to_json(self) -> dict[str, Any]:
-        """The form that is written, with floats, tuples and tensors encoded."""
-        whole = {field.name: getattr(self, field.name) for field in fields(self)}
-        whole["rows"] = [row.to_json() for row in self.rows]
-        return {"format": FORMAT, **{key: encode(value, key) for key, value in whole.items()}}
 
 
 def read_manifest(folder: Path) -> Manifest:

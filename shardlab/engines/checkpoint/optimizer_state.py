@@ -5,7 +5,6 @@ numbers are the same on all ranks, and the same as those of a plain optimizer wi
 """
 
 from collections.abc import Callable, Mapping
-from math import prod
 from typing import Any
 
 import torch
@@ -14,14 +13,8 @@ from torch import Tensor
 from shardlab.comm.same_on_all_ranks import all_or_none, share_json
 from shardlab.comm.slices import cut
 from shardlab.engines.any_engine import AnyEngine
+from shardlab.engines.checkpoint import held_stretches
 from shardlab.engines.checkpoint.gather import gather_whole
-from shardlab.engines.checkpoint.held_stretches import (
-    TensorShard,
-    has_large_tensors,
-    state_shards,
-    state_values,
-    whole_shape_of,
-)
 from shardlab.engines.checkpoint.manifest import decode, encode
 from shardlab.vocabulary import class_of
 
@@ -46,11 +39,11 @@ def full_optimizer_state_dict(engine: AnyEngine) -> dict[str, Any]:
     """See ``Engine.full_optimizer_state_dict``."""
     groups = named_groups(engine)
     numbers = _numbers(groups)
-    shards: list[TensorShard] = []
+    shards: list[held_stretches.TensorShard] = []
 
     def own_values() -> Any:
-        shards.extend(state_shards(engine))
-        return encode(state_values(engine), "optimizer state")
+        shards.extend(held_stretches.state_shards(engine))
+        return encode(held_stretches.state_values(engine), "optimizer state")
 
     # Numbers and text are sent as JSON, tensors in a few large messages. What one rank refuses is refused by all: only
     # those that hold a parameter's first element have values.
@@ -97,30 +90,13 @@ def load_full_optimizer_state_dict(engine: AnyEngine, state: Mapping[str, Any]) 
     }
     # Before the first piece is cut, so that a refusal changes nothing.
     for name, found in by_name.items():
-        for key, value in found.items():
-            if isinstance(value, Tensor):
-                check_state_shape(engine, name, key, tuple(value.shape))
-            else:
-                check_state_value(engine, name, key, value)
+        check_state(engine, name, found)
 
     def piece_of(name: str, piece: Tensor, start: int, stop: int) -> dict[str, Any]:
         return {key: _cut(engine, name, value, piece, start, stop) for key, value in by_name[name].items()}
 
     named = [{**other, "params": group["params"]} for group, other in zip(groups, given, strict=True)]
     install_state(engine, named, piece_of)
-
-
-def check_state_value(engine: AnyEngine, name: str, key: str, value: Any) -> None:
-    """Check that state that is no tensor can be loaded.
-
-    Raises:
-        ValueError: it contains tensors of a whole parameter, and the engine has pieces.
-    """
-    if has_large_tensors(value) and _is_cut(engine, name):
-        raise ValueError(
-            f"optimizer state: {key!r} of parameter {name!r} is {class_of(value)} of tensors, and this engine cuts the "
-            "parameter into pieces; use a partition of whole parameters"
-        )
 
 
 def install_state(
@@ -146,18 +122,23 @@ def install_state(
     engine.install_optimizer_state({"state": state, "param_groups": [_numbered(group, numbers) for group in groups]})
 
 
-def check_state_shape(engine: AnyEngine, name: str, key: str, shape: tuple[int, ...]) -> None:
-    """Refuse state that cannot be cut as its parameter is; all ranks decide alike.
+def check_state(engine: AnyEngine, name: str, state: Mapping[str, Any]) -> None:
+    """Refuse state of a parameter that cannot be cut as the parameter is; all ranks decide alike.
 
     Raises:
-        ValueError: the parameter is in pieces, and the state has neither its shape nor a single element.
+        ValueError: the parameter is in pieces, and some state has neither its shape nor a single element.
     """
-    full = whole_shape_of(engine, name)
-    if _is_cut(engine, name) and shape != full and prod(shape) != 1:
-        raise ValueError(
-            f"optimizer state: {key!r} of parameter {name!r} has shape {shape} and the parameter {full}, but this "
-            "engine cuts the parameter into pieces; use a partition of whole parameters"
-        )
+    full = held_stretches.whole_shape_of(engine, name)
+    for key, value in state.items() if _is_cut(engine, name) else ():
+        is_whole = isinstance(value, Tensor) and tuple(value.shape) == full
+        if not is_whole and held_stretches.has_large_tensors(value):
+            what = f"is {class_of(value)} of tensors"
+            if isinstance(value, Tensor):
+                what = f"has shape {tuple(value.shape)} and the parameter {full}"
+            raise ValueError(
+                f"optimizer state: {key!r} of parameter {name!r} {what}, but this engine cuts the parameter into "
+                "pieces; use a partition of whole parameters"
+            )
 
 
 def _laid_as(piece: Tensor, value: Any) -> Any:
@@ -177,7 +158,7 @@ def _is_cut(engine: AnyEngine, name: str) -> bool:
 def _cut(engine: AnyEngine, name: str, value: Any, piece: Tensor, start: int, stop: int) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if tuple(value.shape) != whole_shape_of(engine, name):
+    if tuple(value.shape) != held_stretches.whole_shape_of(engine, name):
         return value.detach().clone()
     if name in engine.slices:
         value = cut(value, engine.slices[name])

@@ -8,7 +8,7 @@ Bytes on disk for P fp32 parameters with Adam: 12P over all ranks, whatever the 
 carries only a few words and the manifest's rows. All ranks share the directory.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -19,30 +19,9 @@ import torch
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.same_on_all_ranks import all_or_none, number_among, share_json, share_texts
 from shardlab.engines.any_engine import AnyEngine, Stateful
-from shardlab.engines.checkpoint.directory import (
-    MANIFEST,
-    begun,
-    checksum,
-    identity,
-    partial_folder,
-    publish,
-    write_json,
-    write_tensors,
-)
-from shardlab.engines.checkpoint.held_stretches import (
-    Kind,
-    TensorShard,
-    buffer_shards,
-    described,
-    is_counter,
-    parameter_shards,
-    persistent_buffers,
-    state_shards,
-    state_values,
-    whole_shape_of,
-    with_extra_state,
-)
-from shardlab.engines.checkpoint.manifest import Manifest, Row, encode
+from shardlab.engines.checkpoint import directory as versions
+from shardlab.engines.checkpoint import held_stretches
+from shardlab.engines.checkpoint.manifest import FORMAT, Row, encode
 from shardlab.engines.checkpoint.optimizer_state import named_groups
 from shardlab.engines.checkpoint.rng import rng_state
 from shardlab.vocabulary import MeshAxis
@@ -60,9 +39,9 @@ def save_checkpoint(engine: AnyEngine, directory: Path, extra: Any, objects: Map
     head |= _of_all_stages(share_json(stages_of(engine), device, {key: head[key] for key in _OF_STAGES}))
     with ExitStack() as held:
         # The first rank chooses the folder's name and makes it; the others must not write before it exists.
-        name = all_or_none(comms, device, lambda: held.enter_context(begun(directory)) if is_first else "")
+        name = all_or_none(comms, device, lambda: held.enter_context(versions.begun(directory)) if is_first else "")
         version = share_texts(comms, device, name)[0]
-        folder = partial_folder(directory, version)
+        folder = versions.partial_folder(directory, version)
         part = all_or_none(comms, device, lambda: _write_part(engine, folder, shards))
         # Every rank's file is on disk now; only then may the first rank publish the version.
         parts = share_json(comms, device, part)
@@ -105,28 +84,24 @@ def _of_all_stages(heads: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _head(engine: AnyEngine, extra: Any, objects: Mapping[str, Stateful]) -> dict[str, Any]:
-    """The encoded manifest, without what each rank adds."""
+    """The encoded ``Manifest``, without what each rank adds."""
     check_mesh(engine)
-    tensors = engine.step_tensors()
     _check_objects(engine, objects)
-    parameters = {name: described(whole_shape_of(engine, name), tensors.by_name(name)) for name in engine.params}
-    buffers = {name: described(value.shape, value) for name, value in persistent_buffers(engine.module).items()}
-    return Manifest(
-        strategy=engine.name,
-        num_ranks=number_among(comms_of(engine))[1],
-        num_steps=engine.num_steps,
-        optimizer=type(engine.optimizer).__name__,
-        groups=named_groups(engine),
-        parameters=parameters,
-        buffers=buffers,
-        values={},
-        module_state={name: module.get_extra_state() for name, module in with_extra_state(engine.module).items()},
-        objects={name: thing.state_dict() for name, thing in objects.items()},
-        rng=[],
-        extra=extra,
-        rows=[],
-        checksums={},
-    ).to_json()
+    extra_state = held_stretches.with_extra_state(engine.module)
+    head = {
+        "format": FORMAT,
+        "strategy": engine.name,
+        "num_ranks": number_among(comms_of(engine))[1],
+        "num_steps": engine.num_steps,
+        "optimizer": type(engine.optimizer).__name__,
+        "groups": named_groups(engine),
+        "parameters": held_stretches.described_parameters(engine),
+        "buffers": held_stretches.described_buffers(engine.module),
+        "module_state": {name: module.get_extra_state() for name, module in extra_state.items()},
+        "objects": {name: thing.state_dict() for name, thing in objects.items()},
+        "extra": extra,
+    }
+    return {key: encode(value, key) for key, value in head.items()}
 
 
 def _check_objects(engine: AnyEngine, objects: Mapping[str, Stateful]) -> None:
@@ -143,7 +118,7 @@ def _check_objects(engine: AnyEngine, objects: Mapping[str, Stateful]) -> None:
             )
 
 
-def _own_shards(engine: AnyEngine) -> list[TensorShard]:
+def _own_shards(engine: AnyEngine) -> list[held_stretches.TensorShard]:
     """What this rank writes: its part of what several ranks hold, and on the first rank the buffers."""
     spread = engine.spread_over()
     # Along axes that a parameter is not spread over, ranks have copies of the same piece.
@@ -153,9 +128,9 @@ def _own_shards(engine: AnyEngine) -> list[TensorShard]:
         )
         for name, axes in spread.items()
     }
-    held = [*parameter_shards(engine), *state_shards(engine)]
+    held = [*held_stretches.parameter_shards(engine), *held_stretches.state_shards(engine)]
     parts = [part for shard in held if (part := shard.part(*copies[shard.name])) is not None]
-    buffers = buffer_shards(engine.module) if number_among(engine.comms)[0] == 0 else ()
+    buffers = held_stretches.buffer_shards(engine.module) if number_among(engine.comms)[0] == 0 else ()
     shards = parts + [shard for shard in buffers if shard.stop > shard.start]
     for shard in shards:
         if shard.tensor.dtype == torch.complex128:
@@ -166,20 +141,20 @@ def _own_shards(engine: AnyEngine) -> list[TensorShard]:
     return shards
 
 
-def _write_part(engine: AnyEngine, folder: Path, shards: list[TensorShard]) -> dict[str, Any]:
+def _write_part(engine: AnyEngine, folder: Path, shards: list[held_stretches.TensorShard]) -> dict[str, Any]:
     """Write this rank's file, and return what it adds to the manifest, encoded."""
     file = f"rank-{number_among(comms_of(engine))[0]:05d}.safetensors"
     rows = [Row.of(shard, file) for shard in shards]
     checksums = {}
     if shards:
         tensors = {row.tensor_name: shard.tensor for row, shard in zip(rows, shards, strict=True)}
-        write_tensors(folder / file, tensors)
+        versions.write_tensors(folder / file, tensors)
         # Read back from the file: a checksum of what was written, not of what should have been.
-        checksums[file] = checksum(folder / file)
+        checksums[file] = versions.checksum(folder / file)
     part = {
         "checksums": checksums,
         "rows": [row.to_json() for row in rows],
-        "values": state_values(engine),
+        "values": held_stretches.state_values(engine),
         # The ranks of a tensor axis draw the same numbers, so one state is enough for them.
         "rng": rng_state(engine.mesh.device) if engine.tensor_comm is None or engine.tensor_comm.rank == 0 else None,
     }
@@ -191,20 +166,14 @@ def _with_counters(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows, with one row for each counter, whatever it looked like where a piece has one element."""
     states: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
-        if row["kind"] == Kind.STATE and row["ranges"] is None:
+        if row["kind"] == held_stretches.Kind.STATE and row["ranges"] is None:
             states.setdefault((row["name"], row["key"]), []).append(row)
-    counters = {
-        key for key, same in states.items() if is_counter([(row["shape"], row["start"], row["stop"]) for row in same])
-    }
-
-    def kept() -> Iterator[dict[str, Any]]:
-        for row in rows:
-            if row["kind"] != Kind.STATE or row["ranges"] is not None or (row["name"], row["key"]) not in counters:
-                yield row
-            elif row["start"] == 0:
-                yield {**row, "shape": [1]}
-
-    return list(kept())
+    for same in states.values():
+        if held_stretches.is_counter([(row["shape"], row["start"], row["stop"]) for row in same]):
+            for row in same:
+                row["shape"] = [1]
+    # What is one number has one row, that of the first element.
+    return [row for row in rows if row["shape"] != [1] or row["start"] == 0]
 
 
 def _finish(
@@ -219,11 +188,11 @@ def _finish(
         "checksums": {file: found for part in parts for file, found in part["checksums"].items()},
     }
     # The manifest is the last file of a version, so it names only files that are on disk.
-    write_json(partial_folder(directory, version) / MANIFEST, whole)
+    versions.write_json(versions.partial_folder(directory, version) / versions.MANIFEST, whole)
     # Before the version is published: from then on another run may load and replace it.
-    written, known = identity(partial_folder(directory, version)), engine.own_checkpoints
+    written, known = versions.identity(versions.partial_folder(directory, version)), engine.own_checkpoints
     assert written is not None
-    publish(directory, version, [folder for folder in known if identity(folder) == known[folder]])
+    versions.publish(directory, version, [folder for folder in known if versions.identity(folder) == known[folder]])
     # Only those that are gone: one that somebody was reading is removed by a later save.
     for folder in [folder for folder in known if not folder.is_dir()]:
         del known[folder]

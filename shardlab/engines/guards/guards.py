@@ -16,19 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm.same_on_all_ranks import all_or_none
 from shardlab.engines.engine import Engine
+from shardlab.engines.guards import model_checks
 from shardlab.engines.guards.clipping import GuardedTensors, guard_groups
-from shardlab.engines.guards.model_checks import (
-    advise,
-    check_batch_norms,
-    check_model,
-    check_optimizer,
-    check_rows,
-    check_sparse,
-    check_stepped,
-    check_tensor_axis,
-    check_types,
-    tensors_of,
-)
 from shardlab.engines.guards.optimizer_fit import check_fits
 from shardlab.engines.guards.ownership import Claim, check_free
 from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading, sharded_parameter
@@ -66,7 +55,7 @@ class Guards:
 
     def __init__(self, model: object, mesh: object, optimizer_fn: object, strategy: object) -> None:
         check_strategy(strategy)
-        check_types(model, mesh, optimizer_fn)
+        model_checks.check_types(model, mesh, optimizer_fn)
         self._to_raise: Exception | None = None  # what was refused, until the next flag
         self._claim: Claim | None = None
         self._optimizer: torch.optim.Optimizer | None = None  # that a step has checked
@@ -103,7 +92,7 @@ class Guards:
         """Say of an error of a forward what may have caused it: what was refused before, or see ``advise``."""
         if (refusal := self.refused()) is not None:
             raise refusal from error
-        advise(error, engine.strategy, engine.module)
+        model_checks.advise(error, engine.strategy, engine.module)
 
     def _look(self, moment: Moment, engine: Engine) -> None:
         """Refuse what must not be at this moment; then remember what is."""
@@ -142,10 +131,10 @@ class Guards:
 
     def _check_step(self, engine: Engine) -> None:
         if engine.optimizer is not self._optimizer:
-            check_optimizer(engine.optimizer, engine.step_tensors())
+            model_checks.check_optimizer(engine.optimizer, engine.step_tensors())
             self._optimizer = engine.optimizer
         # A group may have been added: of a tensor that the engine does not know nobody averages the gradients.
-        check_stepped(engine.optimizer, self._stepped)
+        model_checks.check_stepped(engine.optimizer, self._stepped)
         if engine.strategy.precision.compute is torch.float16 and not engine.loss_is_scaled:
             warnings.warn(
                 "precision: float16 without a GradScaler loses gradients below 6e-8; use engine.backward("
@@ -156,20 +145,20 @@ class Guards:
     @staticmethod
     def _check_model(engine: Engine) -> None:
         strategy, device = engine.strategy, engine.mesh.device
-        check_rows(engine.mesh, strategy.axes, engine.name)
+        model_checks.check_rows(engine.mesh, strategy.axes, engine.name)
         if strategy.is_alone and engine.num_data_ranks > 1:
             raise ValueError(
                 f"mesh: {engine.name!r} trains in one process, but the data axis has {engine.num_data_ranks} ranks; "
                 "use Mesh.alone(), or another strategy"
             )
         if engine.num_data_ranks > 1:
-            check_sparse(engine.module)
-        check_tensor_axis(engine.mesh, engine.module, engine.slices)
-        check_model(
+            model_checks.check_sparse(engine.module)
+        model_checks.check_tensor_axis(engine.mesh, engine.module, engine.slices)
+        model_checks.check_model(
             engine.module, device, engine.num_data_ranks, may_be_meta=strategy.allocates,
             moves_params=strategy.steps_pieces,
         )  # fmt: skip
-        check_batch_norms(engine.module, strategy.precision)
+        model_checks.check_batch_norms(engine.module, strategy.precision)
 
     def optimizer(
         self, build: Callable[[Callable[[torch.optim.Optimizer], None]], torch.optim.Optimizer], params:
@@ -194,7 +183,7 @@ class Guards:
         def fitting() -> torch.optim.Optimizer:
             before = [param._version for param in engine.params.values()]
             try:
-                optimizer = build(lambda made: check_optimizer(made, params.values()))
+                optimizer = build(lambda made: model_checks.check_optimizer(made, params.values()))
             except ValueError as error:
                 frozen = [name for name, param in engine.params.items() if not param.requires_grad]
                 if not frozen or str(error).startswith("optimizer"):  # or it has been said what to do
@@ -357,7 +346,7 @@ class Guards:
     @staticmethod
     def _before_others_step(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
         """Refuse an optimizer that steps the module's parameters, too early or in the place of pieces of them."""
-        others, pieces, kind = tensors_of(optimizer), engine.step_tensors(), type(optimizer).__name__
+        others, pieces, kind = model_checks.tensors_of(optimizer), engine.step_tensors(), type(optimizer).__name__
         for name, param in engine.params.items():
             piece = pieces.by_name(name)
             is_given = id(param) in others

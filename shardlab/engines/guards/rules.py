@@ -93,9 +93,7 @@ RULES = (
         "engine.step_tensors(): the piece of {name!r} was frozen or thawed, which has no effect; write "
         "model.get_parameter({name!r}).requires_grad_(...), on all ranks",
     ),
-    Rule(
-        "parameter", "place", _VERBS | {Moment.LOAD}, Where.FLAT, LOST,
-    ),
+    Rule("parameter", "place", _VERBS | {Moment.LOAD}, Where.FLAT, LOST),
     Rule(
         "parameter", "version", _VERBS | {Moment.FORWARDED, *BACKWARD_OVER}, Where.NOT_IN_PLACE,
         "parameter {name!r}: it was written to, which does not reach what this rank keeps of it; " + _KEEP + ", or use "

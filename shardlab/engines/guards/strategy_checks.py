@@ -1,8 +1,8 @@
 """What is wrong with what a strategy has made of a model, told before anything is trained."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from math import prod
 from typing import Any
@@ -20,9 +20,14 @@ from shardlab.vocabulary import class_of
 _MISSPELT = 0.8  # of ``difflib``: "redcue" and "reduces" for "reduce", and not "reduce_all"
 _OF_CLASS = 0.9  # the same of what a class says of itself: "round" for "rounds"; there a reader has names of their own
 _RENAMED = {"keeps_pieces": "full_gathers", "rests_partial": "sends_in_no_sync"}
-_CONTEXTS = ("in_forward", "in_backward", "stepping", "visiting", "full", "kept_gathered")
-
 _OF_SOME = {"reduce": "Bucketed", "scatter": "ZeRO1 or ZeRO2", "divide": "ZeRO1, ZeRO2 or ZeRO3"}
+_CONTEXTS = ("in_forward", "in_backward", "stepping", "visiting", "full", "kept_gathered")
+_PENDING = "the Pending that the communicator returned, or Pending() where nothing is left to wait for"
+_CONTEXT = "a context manager, as a function with one yield does under @contextlib.contextmanager"
+_RETURNED: dict[str, tuple[type, str]] = {
+    **dict.fromkeys(("reduce", "scatter"), (Pending, _PENDING)),
+    **dict.fromkeys(_CONTEXTS, (AbstractContextManager, _CONTEXT)),
+}
 
 
 def check_strategy(strategy: object) -> None:
@@ -82,8 +87,7 @@ def laid_out_by(strategy: Strategy, given: Given) -> LaidOut:
     _check_what_methods_return(strategy)
     shapes = {name: param.shape for name, param in given.params.items()}  # before others take the place of meta ones
     try:
-        with _checked_divide(strategy):
-            laid_out = strategy.lay_out(given)
+        laid_out = strategy.lay_out(given)
         is_laid_out = isinstance(laid_out, LaidOut) and laid_out.stepped.keys() == shapes.keys()
         _ = strategy.num_ranks if is_laid_out else None  # which the base's lay_out() has set
     except AttributeError as error:
@@ -133,71 +137,45 @@ def _check_axes(strategy: Strategy, laid_out: LaidOut, given: Given) -> None:
 
 def _check_what_methods_return(strategy: Strategy) -> None:
     """From now on, at each call of a method of the reader's own."""
-    checks = dict.fromkeys(("reduce", "scatter"), _returning_pending) | dict.fromkeys(_CONTEXTS, _returning_context)
-    for name, check in checks.items():
+    checks = {name: functools.partial(_check_returned, name, *wanted) for name, wanted in _RETURNED.items()}
+    for name, check in {**checks, "divide": functools.partial(_check_division, strategy.name)}.items():
         method = getattr(strategy, name, None)
         if method is not None and not str(method.__module__).startswith("shardlab."):
-            setattr(strategy, name, check(name, method))
+            setattr(strategy, name, _checked(method, check))
 
 
-def _returning_pending(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A strategy's own method, which must return what can be waited for."""
-
-    @functools.wraps(method)
-    def checked(*args: Any, **named: Any) -> Pending:
-        if not isinstance(returned := method(*args, **named), Pending):
-            raise ValueError(
-                f"strategy: {name}() returned {class_of(returned)}; return the Pending that the communicator "
-                "returned, or Pending() where nothing is left to wait for"
-            )
-        return returned
-
-    return checked
-
-
-def _returning_context(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A strategy's own method, in which the engine does something."""
+def _checked(method: Callable[..., Any], check: Callable[[Any], None]) -> Callable[..., Any]:
+    """A strategy's own method, with a check of what it returns."""
 
     @functools.wraps(method)
     def checked(*args: Any, **options: Any) -> Any:
-        if not isinstance(returned := method(*args, **options), contextlib.AbstractContextManager):
-            raise ValueError(
-                f"strategy: {name}() returned {class_of(returned)}; return a context manager, as a function with one "
-                "yield does under @contextlib.contextmanager"
-            )
+        returned = method(*args, **options)
+        check(returned)
         return returned
 
     return checked
 
 
-@contextlib.contextmanager
-def _checked_divide(strategy: Any) -> Iterator[None]:
-    """Inside, what the strategy's ``divide()`` returns is refused if nothing can be cut by it."""
-    if (divide := getattr(strategy, "divide", None)) is None:
-        yield
-        return
+def _check_returned(method: str, kind: type, advice: str, returned: object) -> None:
+    if not isinstance(returned, kind):
+        raise ValueError(f"strategy: {method}() returned {class_of(returned)}; return {advice}")
 
-    def checked(given: Given) -> Any:
-        found = divide(given)
-        match found:
-            case (Communicator() as comm, Placements(precision=Precision(), replicas=replicas, axes=axes)):
-                if all(isinstance(one, Communicator) for some in (replicas, axes) for one in some):
-                    if axes and (product := prod(axis.num_ranks for axis in axes)) != comm.num_ranks:
-                        raise ValueError(
-                            f"strategy: what is stepped is divided over {comm.num_ranks} ranks, and its axes have "
-                            f"{product}; for both axes divide over given.mesh.flatten(...) of them"
-                        )
-                    return found
-        raise ValueError(
-            f"strategy: divide() of {strategy.name!r} returned {found!r:.80}; return the ranks, a communicator, and "
-            "Placements of them, as in (self.comm, Placements(self.precision))"
-        )
 
-    strategy.divide = checked
-    try:
-        yield
-    finally:
-        del strategy.divide
+def _check_division(strategy: str, returned: object) -> None:
+    """Refuse what nothing can be cut by."""
+    match returned:
+        case (Communicator() as comm, Placements(precision=Precision(), replicas=replicas, axes=axes)):
+            if all(isinstance(one, Communicator) for some in (replicas, axes) for one in some):
+                if axes and (product := prod(axis.num_ranks for axis in axes)) != comm.num_ranks:
+                    raise ValueError(
+                        f"strategy: what is stepped is divided over {comm.num_ranks} ranks, and its axes have "
+                        f"{product}; for both axes divide over given.mesh.flatten(...) of them"
+                    )
+                return
+    raise ValueError(
+        f"strategy: divide() of {strategy!r} returned {returned!r:.80}; return the ranks, a communicator, and "
+        "Placements of them, as in (self.comm, Placements(self.precision))"
+    )
 
 
 def _check_sizes(strategy: Strategy, laid_out: LaidOut, shapes: Mapping[str, torch.Size]) -> None:

@@ -151,19 +151,24 @@ class Peer(AnyEngine):
     def holdings(self) -> Iterator[Holding]:
         """As the base."""
         # Parameters first: what follows may be a view of one, and must not count as a second copy.
-        yield from self._parameter_holdings()
-        yield from self._gradient_holdings()
-        yield from self._state_holdings()
-        yield from (Holding(Role.OTHER, buffer) for buffer in self.module.buffers())
-
-    def _parameter_holdings(self) -> Iterator[Holding]:
         for name, param in self.params.items():
-            yield Holding(Role.PARAMETER, param, name, (0, param.numel()))
-
-    def _gradient_holdings(self) -> Iterator[Holding]:
+            yield from self._pieces(Role.PARAMETER, param, name)
         for name, param in self.params.items():
             if param.grad is not None:
-                yield Holding(Role.GRADIENT, param.grad, name, (0, param.numel()))
+                yield from self._pieces(Role.GRADIENT, param.grad, name)
+        for name, param in self.params.items():
+            for key, value in self._state_of(param).items():
+                if isinstance(value, Tensor):
+                    yield from self._pieces(Role.OTHER if key == "step" else Role.OPTIMIZER_STATE, value, name)
+        yield from (Holding(Role.OTHER, buffer) for buffer in self.module.buffers())
+
+    def _pieces(self, role: Role, tensor: Tensor, name: str) -> Iterator[Holding]:
+        """What this rank has of a tensor that lies as the parameter of this name does; a step counter is no such."""
+        of_param = () if role is Role.OTHER else (name, (0, self.params[name].numel()))
+        yield Holding(role, tensor, *of_param)
+
+    def _state_of(self, param: Tensor) -> dict[str, Any]:
+        return self.optimizer.state.get(param, {})  # type: ignore[no-any-return]
 
     @abstractmethod
     def _prepare(self) -> None:

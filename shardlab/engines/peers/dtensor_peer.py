@@ -68,31 +68,15 @@ class DTensorPeer(Peer):
     def _refuse_ranges(self, method: str) -> NoReturn:
         raise NotImplementedError(f"{method}: a piece of strategy {self.name!r} may be many ranges; use holdings()")
 
-    def _parameter_holdings(self) -> Iterator[Holding]:
-        for name, param in self.params.items():
-            yield from _pieces(Role.PARAMETER, param, param, name)
-
-    def _gradient_holdings(self) -> Iterator[Holding]:
-        for name, param in self.params.items():
-            if param.grad is not None:
-                yield from _pieces(Role.GRADIENT, param.grad, param, name)
-
-    def _state_holdings(self) -> Iterator[Holding]:
-        for name, param in self.params.items():
-            for key, value in self.optimizer.state.get(param, {}).items():
-                if isinstance(value, Tensor):
-                    yield from _pieces(Role.OTHER if key == "step" else Role.OPTIMIZER_STATE, value, param, name)
-
-
-def _pieces(role: Role, tensor: Tensor, param: Tensor, name: str) -> Iterator[Holding]:
-    """What this rank has of a tensor that is distributed like its parameter: one piece for each range of elements."""
-    own = local(tensor)
-    if role is Role.OTHER or own.shape != local(param).shape:
-        yield Holding(role, own)
-        return
-    spans = ranges(param)
-    for span, part in zip(spans, own.reshape(-1).chunk(len(spans)) if spans else (), strict=True):
-        yield Holding(role, part, name, span)
+    def _pieces(self, role: Role, tensor: Tensor, name: str) -> Iterator[Holding]:
+        """One piece for each range of elements, if the tensor is distributed like its parameter."""
+        own, param = local(tensor), self.params[name]
+        if role is Role.OTHER or own.shape != local(param).shape:
+            yield Holding(role, own)
+            return
+        spans = ranges(param)
+        for span, part in zip(spans, own.reshape(-1).chunk(len(spans)) if spans else (), strict=True):
+            yield Holding(role, part, name, span)
 
 
 def device_mesh(group: dist.ProcessGroup, device_type: str) -> "DeviceMesh":

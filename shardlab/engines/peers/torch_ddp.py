@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardlab.comm import BaseMesh
-from shardlab.engines.any_engine import of_state
 from shardlab.engines.holdings import Holding
 from shardlab.engines.peers.base import STATE_IS_TORCHS, Peer
 from shardlab.engines.step_tensors import OptimizerFn
@@ -154,13 +153,9 @@ class TorchZeRO1(TorchDDP):
         mine = [name for name, (rank,) in self.owners().items() if rank == self.comm.rank]
         return {name: (0, self.params[name].numel()) for name in mine}
 
-    def _state_holdings(self) -> Iterator[Holding]:
+    def _state_of(self, param: Tensor) -> dict[str, Any]:
         """The state of the optimizer inside torch's."""
-        state = self.optimizer.optim.state  # type: ignore[attr-defined]
-        for name, param in self.params.items():
-            for key, value in state.get(param, {}).items():
-                if isinstance(value, Tensor):
-                    yield of_state(key, value, name, (0, param.numel()))
+        return self.optimizer.optim.state.get(param, {})  # type: ignore[attr-defined, no-any-return]
 
     def _zero(self, plain: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The same optimizer, built by torch over each owner's parameters."""
