@@ -4,6 +4,7 @@ import json as json_text
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 import typer
 from rich.console import Console
 
@@ -22,8 +23,6 @@ def tell_all(
     model: CountedModel, jobs: Sequence["Job"], steps: Sequence["Pair"], gpu: str, memory: float | None, *, json: bool
 ) -> None:
     """Memory and time of all strategies; memory alone, where the card's speed is not known."""
-    import pandas as pd
-
     rows = [_row(job, steps, memory) for job in jobs]
     if json:
         typer.echo(json_text.dumps({**model.as_json(), "strategies": rows}, indent=2))

@@ -7,14 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import pandas as pd
 import typer
 from rich.console import Console
 
 from shardlab.cli.console import count, progress_bar, table_of
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from shardlab.course import Exercise
 
 SIGNS = {"passed": "+", "failed": "x", "blocked": "?"}  # in the grid; nothing for what was not handed in
@@ -76,8 +75,6 @@ def _listed(exercises: "list[Exercise]") -> list[dict[str, Any]]:
 
 
 def _print_list(rows: list[dict[str, Any]], json: bool) -> None:
-    import pandas as pd
-
     if json:
         typer.echo(json_text.dumps(rows, indent=2))
         return
@@ -115,10 +112,8 @@ def _marked(folder: Path, exercises: "list[Exercise]") -> list[dict[str, Any]]:
     return rows
 
 
-def _points(rows: list[dict[str, Any]], value: str = "points") -> "pd.DataFrame":
+def _points(rows: list[dict[str, Any]], value: str = "points") -> pd.DataFrame:
     """A row for each student, a column for each exercise; empty where nothing was handed in; at the end the sum."""
-    import pandas as pd
-
     marks = pd.DataFrame(rows)
     cells = marks[value].astype(object).where(marks["handed_in"], "")
     grid = marks.assign(cells=cells).pivot(index="student", columns="exercise", values="cells")
@@ -139,8 +134,6 @@ def _print_marks(rows: list[dict[str, Any]]) -> None:
 
 def _print_why(rows: list[dict[str, Any]], console: Console) -> None:
     """A line for each solution that has not passed, and how many have."""
-    import pandas as pd
-
     marks = pd.DataFrame(rows)
     # Files that cannot be read, once for all that is not handed in: the last part of its reason says that it is not.
     none = marks[~marks["handed_in"]].drop_duplicates("student")
@@ -155,5 +148,5 @@ def _print_why(rows: list[dict[str, Any]], console: Console) -> None:
     console.print(f"\n{passed} of {count(handed_in, 'solution')} passed.")
 
 
-def _print(table: "pd.DataFrame") -> None:
+def _print(table: pd.DataFrame) -> None:
     Console(highlight=False).print(table_of(table, "", 1))

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import pandas as pd
 import typer
 from rich.console import Console
 
@@ -173,8 +174,6 @@ def _tell_memory(model: CountedModel, job: "Job", gpu: str, memory: float, *, js
 
 
 def _tell_forecast(model: CountedModel, job: "Job", steps: Sequence[Step], *, json: bool) -> None:
-    import pandas as pd
-
     from shardlab.forecast.peak import rest_bytes
     from shardlab.forecast.predict import forecast_of
     from shardlab.forecast.region import expected_miss

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import pandas as pd
 import typer
 from rich.console import Console
 
@@ -17,9 +18,6 @@ from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.planner.formulas import model_states, over_hosts, precision_named
 from shardlab.planner.gpu import Gpu
 from shardlab.planner.setup import STRATEGIES
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 OF_PARAMS = partial(typer.Option, rich_help_panel="Of a number of parameters")
 OF_WORKLOAD = partial(typer.Option, rich_help_panel="Of a workload")
@@ -78,14 +76,14 @@ class Found(NamedTuple):
     """What a plan says: a title, a row for each strategy, how layers are divided, what is sent, notes, the dtype."""
 
     title: str
-    rows: "pd.DataFrame"
+    rows: pd.DataFrame
     note: str
-    layers: "pd.DataFrame | None" = None
-    collectives: "pd.DataFrame | None" = None
+    layers: pd.DataFrame | None = None
+    collectives: pd.DataFrame | None = None
     note_on_gpu: str = "Left: memory without what is at rest."
     half: str = ""
-    stages: "pd.DataFrame | None" = None
-    hosts: "pd.DataFrame | None" = None
+    stages: pd.DataFrame | None = None
+    hosts: pd.DataFrame | None = None
     per_host: int = 0
     time: str = ""
 
@@ -158,8 +156,6 @@ def plan(
 
 
 def _of_params(params: str, ranks: int, precision: str, gpu: Gpu | None, per_host: int) -> Found:
-    import pandas as pd
-
     number, each = number_of_params(params), precision_named(precision)
     kept = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in asdict(each).items())
     rows = pd.DataFrame([asdict(row) for row in model_states(number, ranks, precision)])
@@ -178,10 +174,8 @@ def _of_params(params: str, ranks: int, precision: str, gpu: Gpu | None, per_hos
 
 def _of_workload(
     place: str, ranks: int, names: tuple[str, ...], options: dict[str, Any], gpu: Gpu | None,
-    forecasts: Callable[..., tuple["pd.DataFrame", "pd.DataFrame | None", str]] | None,
+    forecasts: Callable[..., tuple[pd.DataFrame, pd.DataFrame | None, str]] | None,
 ) -> Found:  # fmt: skip
-    import pandas as pd
-
     from shardlab.experiment.config import CompareConfig
     from shardlab.experiment.planned.plan import plan_all, row_of, table_of, to_plan
     from shardlab.experiment.planned.run_plan import RunPlan
@@ -218,7 +212,7 @@ def _of_workload(
     return Found(title, rows, note, layers, collectives, on_gpu, half, stages)
 
 
-def _about_gpu(rows: "pd.DataFrame") -> str:
+def _about_gpu(rows: pd.DataFrame) -> str:
     """What the columns of a plan for a GPU count."""
     about_rows = "Rows: of a micro-batch, by what autograd keeps for each"
     if rows["rows_that_fit"].isna().any():
@@ -255,7 +249,7 @@ def _tell(found: Found, ranks: int, gpu: Gpu | None, card: str, *, json: bool, o
         console.print(f"Page: {page}", soft_wrap=True)
 
 
-def _tables(found: Found, card: str) -> dict[tuple[str, str], "pd.DataFrame"]:
+def _tables(found: Found, card: str) -> dict[tuple[str, str], pd.DataFrame]:
     """By title and note: what a rank holds and sends; and what that leaves of a GPU."""
     rows = found.rows
     if "precision" in rows:

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
+import pandas as pd
 import typer
 from rich.console import Console
 
@@ -13,8 +14,6 @@ from shardlab.cli.calibrate import CALIBRATION
 from shardlab.cli.console import progress_bar, table_of
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from shardlab.forecast.machine import Machine
 
 MISSES = ("median", "p90", "worst")
@@ -62,7 +61,7 @@ def validate(
         console.print(said, soft_wrap=True)
 
 
-def _validated(machine: "Machine", calibration: Path) -> "pd.DataFrame":
+def _validated(machine: "Machine", calibration: Path) -> pd.DataFrame:
     """Steps that are forecast and run here, and how the calibrated machine differs; the calibration keeps the steps."""
     from shardlab.bench.calibrate import differs_here
     from shardlab.bench.validated_here import configurations, validate_here
@@ -76,11 +75,11 @@ def _validated(machine: "Machine", calibration: Path) -> "pd.DataFrame":
     return here
 
 
-def _sets(published: "pd.DataFrame") -> dict[str, "pd.DataFrame"]:
+def _sets(published: pd.DataFrame) -> dict[str, pd.DataFrame]:
     return {"published": published[~published["held_out"]], "held_out": published[published["held_out"]]}
 
 
-def _misses(published: "pd.DataFrame", here: "pd.DataFrame | None") -> dict[str, Any]:
+def _misses(published: pd.DataFrame, here: pd.DataFrame | None) -> dict[str, Any]:
     from shardlab.bench.validated_here import regret_of
     from shardlab.forecast.published import summary
     from shardlab.forecast.region import by_laboratory
@@ -97,7 +96,7 @@ def _misses(published: "pd.DataFrame", here: "pd.DataFrame | None") -> dict[str,
     return found | {"regret": regret_of(here), "differs": here.attrs["differs"], "rows": here.to_dict("records")}
 
 
-def _tell_set(console: Console, name: str, rows: "pd.DataFrame") -> None:
+def _tell_set(console: Console, name: str, rows: pd.DataFrame) -> None:
     """Print a table of misses, beside the toys."""
     from shardlab.forecast.published import summary
 
@@ -112,7 +111,7 @@ def _tell_set(console: Console, name: str, rows: "pd.DataFrame") -> None:
         console.print("A toy is better than this forecast in its 90th percentile or its worst case.", style="bold")
 
 
-def _tell_published(console: Console, published: "pd.DataFrame") -> None:
+def _tell_published(console: Console, published: pd.DataFrame) -> None:
     for name, rows in _sets(published).items():
         _tell_set(console, name, rows)
     from shardlab.forecast.published import summary
@@ -147,7 +146,7 @@ def _tell_published(console: Console, published: "pd.DataFrame") -> None:
     console.print(f"Bytes at the peak of {len(peaks)} published steps are missed by {peaks.max():.1%} at most.")
 
 
-def _tell_here(console: Console, here: "pd.DataFrame") -> None:
+def _tell_here(console: Console, here: pd.DataFrame) -> None:
     from shardlab.bench.validated_here import regret_of
 
     if differs := here.attrs["differs"]:
