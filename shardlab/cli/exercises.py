@@ -41,7 +41,7 @@ def exercises(
         typer.echo("\n\n".join(map(_on_solution if solutions else _on_sheet, known)))
         return
     if grade is None:
-        _print_list(_listed(known), json)
+        _print_list(known, json)
         return
     rows = _marked(grade, known)
     if json:
@@ -64,17 +64,14 @@ class Lines(io.TextIOBase):
         return len(text)
 
 
-def _listed(exercises: "list[Exercise]") -> list[dict[str, Any]]:
-    return [
+def _print_list(exercises: "list[Exercise]", json: bool) -> None:
+    rows = [
         {
             "name": exercise.name, "notebook": exercise.notebook, "function": exercise.function_name,
             "references": exercise.num_references, "wrong_solutions": exercise.num_wrong,
         }
         for exercise in exercises
     ]  # fmt: skip
-
-
-def _print_list(rows: list[dict[str, Any]], json: bool) -> None:
     if json:
         typer.echo(json_text.dumps(rows, indent=2))
         return

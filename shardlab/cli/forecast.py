@@ -10,10 +10,9 @@ import pandas as pd
 import typer
 from rich.console import Console
 
-from shardlab.cli.all_strategies import tell_all
 from shardlab.cli.console import answer_table, count, table_of
 from shardlab.cli.counted_model import CountedModel
-from shardlab.cli.job_words import DOES_NOT_FIT, in_digits, memory_of, planned, rates, verdict, would_do
+from shardlab.cli.job_words import DOES_NOT_FIT, in_digits, memory_of, planned, rates, tell_all, verdict, would_do
 from shardlab.planner.formulas import precision_named
 from shardlab.planner.setup import STRATEGIES
 

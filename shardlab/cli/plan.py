@@ -138,11 +138,10 @@ def plan(
     if out is not None:
         _make(out)
     if workload:
-        how: dict[str, Any] = {"sharding": sharding, "precision": precision or "full", "tp": tp}
-        how |= ({"wrap": wrap} if wrap else {}) | ({"bucket_mib": bucket_mib} if bucket_mib != BUCKET_MIB else {})
-        how |= {"pipe": pipe} if pipe > 1 else {}
-        how |= {field: names_in(text) for field, text in (("schedule", schedule), ("begins", begins)) if text}
-        how |= {"micro_batches": micro_batches} if micro_batches else {}
+        how: dict[str, Any] = {"sharding": sharding, "precision": precision or "full", "tp": tp, "pipe": pipe}
+        named = {"wrap": wrap, "schedule": names_in(schedule), "begins": names_in(begins), "micro_batches": micro_batches}
+        how |= {field: value for field, value in named.items() if value}
+        how |= {"bucket_mib": bucket_mib} if bucket_mib != BUCKET_MIB else {}
         machine = machine_for(calibration, ranks, names_in(strategies) or STRATEGIES)
         forecasts = partial(with_forecasts, machine=machine) if peak or calibration else None
         found = _of_workload(workload, ranks, names_in(strategies), how, on, forecasts)
@@ -176,7 +175,7 @@ def _of_workload(
     place: str, ranks: int, names: tuple[str, ...], options: dict[str, Any], gpu: Gpu | None,
     forecasts: Callable[..., tuple[pd.DataFrame, pd.DataFrame | None, str]] | None,
 ) -> Found:  # fmt: skip
-    from shardlab.experiment.config import CompareConfig
+    from shardlab.experiment.config import CompareConfig, takes
     from shardlab.experiment.planned.plan import plan_all, row_of, table_of, to_plan
     from shardlab.experiment.planned.run_plan import RunPlan
     from shardlab.experiment.planned.stages_plan import stages_of
@@ -200,7 +199,9 @@ def _of_workload(
     sent = [found.collectives for found in plans.values() if found.collectives is not None]
     reasons = dict.fromkeys(found.why for found in plans.values() if found.collectives is None)
     unknown = "".join(f" Of {listing([n for n, one in plans.items() if one.why == why])}: {why}." for why in reasons)
-    note = f"{PER_RANK}{_buckets(names, options)}{unknown}{KEPT_HERE if 'precision' in rows else ''}"
+    size = options.get("bucket_mib", BUCKET_MIB)
+    buckets = f" Buckets of {size:g} MiB." if any(map(takes("bucket_bytes"), names)) else ""
+    note = f"{PER_RANK}{buckets}{unknown}{KEPT_HERE if 'precision' in rows else ''}"
     if forecasts is not None:
         config = to_plan(workload, ranks, names, device="cpu", steps=CompareConfig.steps, **options)
         rows, stages, said = forecasts(rows, stages, plans, config)
@@ -286,11 +287,3 @@ def _make(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"out: {out} cannot be made: {error.strerror}; name a directory") from None
-
-
-def _buckets(names: tuple[str, ...], options: dict[str, Any]) -> str:
-    """How large the buckets are, which decides the number of messages; empty without any."""
-    from shardlab.experiment.config import takes
-
-    size = options.get("bucket_mib", BUCKET_MIB)
-    return f" Buckets of {size:g} MiB." if any(map(takes("bucket_bytes"), names)) else ""
