@@ -139,9 +139,9 @@ def plan(
         _make(out)
     if workload:
         how: dict[str, Any] = {"sharding": sharding, "precision": precision or "full", "tp": tp, "pipe": pipe}
-        named = {"wrap": wrap, "schedule": names_in(schedule), "begins": names_in(begins), "micro_batches": micro_batches}
-        how |= {field: value for field, value in named.items() if value}
-        how |= {"bucket_mib": bucket_mib} if bucket_mib != BUCKET_MIB else {}
+        how |= ({"wrap": wrap} if wrap else {}) | ({"bucket_mib": bucket_mib} if bucket_mib != BUCKET_MIB else {})
+        how |= {field: names_in(text) for field, text in (("schedule", schedule), ("begins", begins)) if text}
+        how |= {"micro_batches": micro_batches} if micro_batches else {}
         machine = machine_for(calibration, ranks, names_in(strategies) or STRATEGIES)
         forecasts = partial(with_forecasts, machine=machine) if peak or calibration else None
         found = _of_workload(workload, ranks, names_in(strategies), how, on, forecasts)
