@@ -134,7 +134,7 @@ class Hooks:
             )
             _own(hooks, self._stack)
         if not any(_is_compiled(module) for module in root.modules()):
-            units = {unit: name for name, unit in watched_modules(_inside(root)).items()}
+            units = {unit: name for name, unit in watched_modules(inside(root)).items()}
             self._units.update(units)
             self._hook_units(units)
 
@@ -239,10 +239,12 @@ def replaced(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None
         setattr(owner, name, plain)
 
 
-def _inside(root: nn.Module) -> nn.Module:
+def inside(root: nn.Module) -> nn.Module:
     """The user's module inside DistributedDataParallel and the like."""
-    while isinstance(root, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        root = root.module
+    while isinstance(root, nn.parallel.DistributedDataParallel | nn.DataParallel) or hasattr(root, "_orig_mod"):
+        wrapped = root.module if hasattr(root, "module") else root._orig_mod
+        assert isinstance(wrapped, nn.Module)
+        root = wrapped
     return root
 
 

@@ -11,10 +11,11 @@ from shardlab.comm.callers import line_of_caller, locate
 from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.trees import tensors_in
 from shardlab.engines.any_engine import AnyEngine
+from shardlab.recording.global_hooks import inside
 from shardlab.recording.script_collectives import TorchCalls
 from shardlab.recording.torch_callers import Caller
 from shardlab.same.notes import Cleared, Message, Notes, Part, Step, kept
-from shardlab.same.pieces import Pieces, inside
+from shardlab.same.pieces import Pieces
 from shardlab.vocabulary import Collective
 
 MOST = 4  # times the limit, of an optimizer that steps more often than another
