@@ -270,7 +270,7 @@ class CompareConfig(CompareOptions):
             return
         if self.trained.takes_mesh:
             raise ValueError("loss: it sends over the mesh, and with pipe only the last stage has it; leave pipe out")
-        batch = first_batch(self.trained, self.data_ranks, self.seed, self.global_batch // self.accumulation)
+        batch = self.first_batch()
         if self.trained.divides_rows:
             batch = divide(batch, 0, self.data_ranks).batch
         rounds = any(one.precision.compute is not None for one in map(self.strategy, self.strategies) if one)
@@ -296,7 +296,7 @@ class CompareConfig(CompareOptions):
     @cached_property
     def trained(self) -> Workload:
         """What is trained: the workload, or that of the built-in model."""
-        return self.workload or builtin(self, self.global_batch // self.accumulation)
+        return self.workload or builtin(self, self.micro_batch_rows)
 
     @cached_property
     def on_meta(self) -> nn.Module:
@@ -382,6 +382,15 @@ class CompareConfig(CompareOptions):
     def global_batch(self) -> int:
         """Sequences in one step, over all ranks and micro-batches."""
         return self.batch or SEQUENCES_PER_RANK * self.data_ranks * self.accumulation
+
+    @property
+    def micro_batch_rows(self) -> int:
+        """Sequences in one micro-batch, over all ranks."""
+        return self.global_batch // self.accumulation
+
+    def first_batch(self) -> Any:
+        """The first batch, see ``batches.first_batch``."""
+        return first_batch(self.trained, self.data_ranks, self.seed, self.micro_batch_rows)
 
     @property
     def resumed_rows(self) -> int | None:

@@ -203,7 +203,7 @@ def _name(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else dtype_name(dtype)
 
 
-_ROLES = {
+ROLES = {
     "parameter_bytes": (Role.PARAMETER,), "gradient_bytes": (Role.GRADIENT,),
     "optimizer_bytes": (Role.OPTIMIZER_STATE, Role.MASTER_WEIGHT), "offloaded_bytes": (Role.OFFLOADED,),
 }  # fmt: skip
@@ -232,24 +232,12 @@ def plan(
         ValueError: an option has an invalid value, a strategy cannot be planned, or the data's first batch cannot be
             read here.
     """
-    plans = plans_of(workload, ranks, strategies, **options)
+    plans = plan_all(to_plan(workload, ranks, strategies, **options))
     return table_of([row_of(strategy, found) for strategy, found in plans.items()])
 
 
-def plans_of(
-    workload: Workload | str,
-    ranks: int,
-    strategies: Sequence[str | Strategy] | str | Strategy = STRATEGIES,
-    *,
-    told: Callable[[str], object] = str,
-    **options: Any,
-) -> dict[str, Plan]:
-    """The tables behind ``plan``, by strategy; arguments and errors are its, ``told`` is that of ``plan_runs``."""
-    return plan_all(to_plan(workload, ranks, strategies, **options), told)
-
-
 def plan_all(config: CompareConfig, told: Callable[[str], object] = str) -> dict[str, Plan]:
-    """What ``plan_runs`` finds, where all can be planned."""
+    """The tables behind ``plan``, by strategy, with its errors; ``told`` is that of ``plan_runs``."""
     return {strategy: _planned(strategy, found) for strategy, found in plan_runs(config, told).items()}
 
 
@@ -282,7 +270,7 @@ def row_of(strategy: str, planned: Plan) -> dict[str, Any]:
         by_axis = sent.groupby(["axis", "rank"])["wire_bytes"].sum().groupby("axis").max().to_dict()
     return {
         "strategy": strategy, "precision": planned.precision,
-        **{name: _largest(held[held.index.isin(roles, level="role")]) for name, roles in _ROLES.items()},
+        **{name: _largest(held[held.index.isin(roles, level="role")]) for name, roles in ROLES.items()},
         "rest_bytes": _largest(held), "wire_bytes_per_step": num_bytes, "messages_per_step": messages,
         **({f"{axis}_wire_bytes": size for axis, size in by_axis.items()} if len(by_axis) > 1 else {}),
     }  # fmt: skip

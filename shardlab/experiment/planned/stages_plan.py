@@ -6,11 +6,11 @@ from typing import Any
 import pandas as pd
 
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.planned.plan import Plan
+from shardlab.experiment.planned.plan import ROLES, Plan
 from shardlab.experiment.trained.pipelined import SLOTS
 from shardlab.plots.text import format_percent
 from shardlab.schedules import play
-from shardlab.vocabulary import Collective, MeshAxis, Role
+from shardlab.vocabulary import Collective, MeshAxis
 
 COLUMNS = ["strategy", "rank", "stages", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "in_flight", "idle",
            "messages", "sent_bytes"]  # fmt: skip
@@ -45,12 +45,8 @@ def stages_of(config: CompareConfig, plans: Mapping[str, Plan]) -> pd.DataFrame:
 
 
 def _held(memory: pd.DataFrame, rank: int) -> dict[str, int]:
-    held = memory[memory["rank"] == rank].groupby("role")["bytes"].sum()
-    state = held.reindex([Role.OPTIMIZER_STATE, Role.MASTER_WEIGHT]).sum()
-    return {
-        "parameter_bytes": int(held.get(Role.PARAMETER, 0)), "gradient_bytes": int(held.get(Role.GRADIENT, 0)),
-        "optimizer_bytes": int(state),
-    }  # fmt: skip
+    held = memory[memory["rank"] == rank]
+    return {name: int(held.loc[held["role"].isin(roles), "bytes"].sum()) for name, roles in ROLES.items()}
 
 
 def _sent(collectives: pd.DataFrame | None, rank: int) -> dict[str, float | None]:

@@ -4,7 +4,7 @@ Whatever a rank calls stands here: what ``comparison`` imports besides, pictures
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -105,7 +105,8 @@ class RankRun:
         self.other_batch: int | None = None
         self._first_counts, self._first_weight = dict[str, float](), 1.0
         self._config, workload = config, config.trained
-        self._batches = self.batches_anew()
+        self.shares = self.batches_anew()
+        """What is trained on next."""
         scheduler = None if workload.scheduler is None else workload.scheduler(engine.optimizer)
         if scheduler is not None and not hasattr(scheduler, "step"):
             raise ValueError(f"scheduler: it returned {type(scheduler).__name__}; return a learning rate scheduler")
@@ -124,14 +125,8 @@ class RankRun:
 
     def batches_anew(self) -> Iterator[Share]:
         """The rank's batches from the first on."""
-        rows = self._config.global_batch // self._config.accumulation
-        return batches_of(
-            self._config.trained, self.engine.data_rank, self.engine.num_data_ranks, self._config.seed, rows
-        )
-
-    def take_batches(self, read: Callable[[Iterator[Share]], Iterator[Share]]) -> None:
-        """Read the batches by ``read``."""
-        self._batches = read(self._batches)
+        config, engine = self._config, self.engine
+        return batches_of(config.trained, engine.data_rank, engine.num_data_ranks, config.seed, config.micro_batch_rows)
 
     def live_tensors(self) -> LiveTensors:
         """The engine's tensors by role, for the recorder, which asks when it reads memory."""
@@ -168,7 +163,7 @@ class RankRun:
         return "batches" if self._config.trained.divides_rows else f"batches of rank 0 of {self.engine.num_data_ranks}"
 
     def _next_share(self) -> Share:
-        share = next(self._batches)
+        share = next(self.shares)
         self.batches += [] if share.checksum is None else [share.checksum]
         return share
 

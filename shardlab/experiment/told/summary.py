@@ -243,16 +243,16 @@ def judged(differences: "pd.Series[float]", num_steps: int = JUDGED_STEPS) -> "p
     return first
 
 
-def tolerance_of(dtype: str, precision: str = FULL) -> float:
-    """How far losses of a model of this dtype, computed in this precision, may differ and be called equal."""
-    return LOSS_TOLERANCE.get(dtype, ROUNDED_LOSS_TOLERANCE) if precision == FULL else ROUNDED_LOSS_TOLERANCE
-
-
 def tolerance_of_run(run: str, records: Records, dtype: str) -> float:
-    """The same of a run: that of the coarsest of its parameters, or of ``dtype`` if its record names none."""
+    """How far losses of a run may differ and be called equal.
+
+    By the coarsest of its parameters, or by ``dtype`` if its record names none, and by what it computes in.
+    """
     described: Mapping[str, Any] = records.manifests[run].get("workload") or {}
     dtypes = [name for name in described.get("dtypes", []) if "float" in name] or [dtype]
-    return max(tolerance_of(name, precision_of(run, records)) for name in dtypes)
+    if precision_of(run, records) != FULL:
+        return ROUNDED_LOSS_TOLERANCE
+    return max(LOSS_TOLERANCE.get(name, ROUNDED_LOSS_TOLERANCE) for name in dtypes)
 
 
 def precision_of(run: str, records: Records) -> str:
