@@ -257,15 +257,15 @@ def _planned(strategy: str, planned: Plan | str) -> Plan:
 
 def row_of(strategy: str, planned: Plan) -> dict[str, Any]:
     """A row of ``plan``'s table."""
-    by_rank, sent = by_column(planned.memory, ["rank"]), planned.collectives
-    held: dict[Any, int] = by_rank.drop(columns="other_bytes").max().to_dict()
+    at_rest, sent = by_column(planned.memory, ["rank"]), planned.collectives
+    held: dict[Any, int] = at_rest.drop(columns="other_bytes").max().to_dict()
     num_bytes, messages, by_axis = (None, None, {}) if sent is None else (0.0, 0, {})
     if sent is not None and len(sent):
         by_rank = sent.groupby("rank")
         num_bytes, messages = float(by_rank["wire_bytes"].sum().max()), int(by_rank.size().max())
         by_axis = sent.groupby(["axis", "rank"])["wire_bytes"].sum().groupby("axis").max().to_dict()
     return {
-        "strategy": strategy, "precision": planned.precision, **held, "rest_bytes": int(by_rank.sum(axis=1).max()),
+        "strategy": strategy, "precision": planned.precision, **held, "rest_bytes": int(at_rest.sum(axis=1).max()),
         "wire_bytes_per_step": num_bytes, "messages_per_step": messages,
         **({f"{axis}_wire_bytes": size for axis, size in by_axis.items()} if len(by_axis) > 1 else {}),
     }  # fmt: skip
