@@ -66,9 +66,8 @@ def record(
     # Called by main, when the command line has been dealt with: what the script raises is no error of an option.
     prepared = Script(script, tuple(arguments or ()), out or directory_by_date(), overwrite, watch_every)
     if out is None and is_reporter():
-        Console(stderr=True, highlight=False).print(
-            f"records go to {prepared.directory}; then: shardlab report {prepared.directory}", soft_wrap=True
-        )
+        said = f"records go to {prepared.directory}; then: shardlab report {prepared.directory}"
+        Console(stderr=True, highlight=False).print(said, soft_wrap=True)
     return prepared
 
 
@@ -134,9 +133,8 @@ def modules(
     if json:
         print_json(own)
         return
-    _print_modules(
-        own.set_index("module"), set(table["module"]), f"{records.shards['run'].iloc[0]}, rank {chosen}, at rest"
-    )
+    title = f"{records.shards['run'].iloc[0]}, rank {chosen}, at rest"
+    _print_modules(own.set_index("module"), set(table["module"]), title)
 
 
 def diff(

@@ -62,11 +62,8 @@ class Hooks:
     def __enter__(self) -> "Hooks":
         """Begin to listen."""
         self._look()
-        for hook in (
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ):
-            self._stack.callback(hook.remove)
+        self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
         # Private: scripts that import ``clip_grad_norm_`` by name have it from before.
         self._stack.enter_context(replaced(clip_grad, "_get_total_norm", self._around_norm))
         scaler = torch.amp.GradScaler

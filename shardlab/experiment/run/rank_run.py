@@ -286,15 +286,15 @@ def run_strategy(
     with contextlib.ExitStack() as stack:
         if alone:
             # Those of all ranks, but no more than cores: threads that share one wait for each other in every layer.
-            stack.enter_context(_threads(min(torch.get_num_threads() * config.ranks, num_cores())))
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(min(torch.get_num_threads() * config.ranks, num_cores()))
         mesh = stack.enter_context(mesh_of(config, strategy))
         stack.enter_context(seeded(f"{config.seed}/{rank}"))  # dropout, for example, draws the same in every run
         writer = RunWriter(directory, rank, strategy, source_of(mesh))
         run = stack.enter_context(recorded_run(config, strategy, mesh, writer, own_origin_ns(origins)))
         if config.ranks > 1 and isinstance(run.engine, Engine):
             stack.enter_context(run.loss.sends_over_its_mesh())
-        resumed = config.resume is not None
-        first = run.resume(checkpoint_directory(Path(str(config.resume)), strategy)) if resumed else 0
+        first = 0 if config.resume is None else run.resume(checkpoint_directory(Path(config.resume), strategy))
         # Not the first step or two, in which optimizer state is still being allocated.
         traced = min(first + 2, config.steps - 1)
         known, buffers = dict[int, Did](), dict[int, dict[str, int]]()
@@ -316,10 +316,10 @@ def run_strategy(
                 run.save(checkpoint_directory(directory.parents[1], strategy))
         run.recorder.write_shards(run.shards)
         padding_bytes = sum(one.layout.padding_numel * one.element_size for one in run.engine.divisions())
-        share, lost = run.recorder.cost_share, run.finite.lost
         return RankReport(
-            share, padding_bytes, lost, known, run.drew, run.batches, run.other_batch, buffers, run.first, run.has_loss
-        )
+            run.recorder.cost_share, padding_bytes, run.finite.lost, known, run.drew, run.batches, run.other_batch,
+            buffers, run.first, run.has_loss,
+        )  # fmt: skip
 
 
 class _OverTheLink(Observer):
@@ -404,13 +404,3 @@ def _random_states(device: torch.device) -> tuple[object, ...]:
 def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on the device; the host goes on, which from memory that is not pinned it cannot."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-@contextlib.contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

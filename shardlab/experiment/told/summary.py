@@ -179,7 +179,8 @@ def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: s
     ratio = None if reference is None else _norm_ratio(records.steps, run, reference)
     # A run that goes on from a checkpoint carries differences from before.
     is_early = int(own.index.min()) == 0 and tolerance <= LOSS_TOLERANCE["float32"]
-    if equal and differences is not None and is_early and _is_on_cpus(run, records):
+    is_on_cpus = all(str(device).startswith("cpu") for device in records.manifests[run]["devices"])
+    if equal and differences is not None and is_early and is_on_cpus:
         early, scale = judged(differences, EARLY_STEPS).max(), max(1.0, float(losses[str(reference)].abs().max()))
         equal = bool(early <= EARLY_TOLERANCE * scale and (ratio is None or abs(ratio - 1) <= NORM_TOLERANCE))
     if equal and ratio is not None and abs(ratio - 1) > ROUNDED_NORM_TOLERANCE:
@@ -194,10 +195,6 @@ def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: s
         "losses_equal": False if failed else None if differ else equal,
         "norm_ratio": ratio,
     }  # fmt: skip
-
-
-def _is_on_cpus(run: str, records: Records) -> bool:
-    return all(str(device).startswith("cpu") for device in records.manifests[run]["devices"])
 
 
 def _norm_ratio(steps: pd.DataFrame, run: str, reference: str) -> float | None:

@@ -162,15 +162,16 @@ def staged(
     if rounds and (loans := loans_of(model, stages, schedule.rank_of)):
         raise ValueError(TIED.format(loans[0].name))
     given = given_by(workload.loss, batch, model)
+    found = replace(found, given=tuple(given.shape))
     if divided:  # a cut between two layers may find the tensor between them in parts, so ranks tell each other
-        return replace(found, given=tuple(given.shape))
+        return found
     try:
         outputs = outputs_of(model, stages, given.to("meta"))
     except ValueError:
         raise
     except Exception:  # what is computed depends on values: then ranks tell each other what comes
-        return replace(found, given=tuple(given.shape))
-    return replace(found, given=tuple(given.shape), outputs=tuple(outputs))
+        return found
+    return replace(found, outputs=tuple(outputs))
 
 
 def outputs_of(model: nn.Module, stages: Cut, given: Tensor) -> list[Like]:

@@ -194,19 +194,18 @@ def seeded(seed: int | str) -> Iterator[None]:
 
 
 def _check_data(data: Any) -> None:
-    if isinstance(data, Dataset) or not callable(data):
-        if isinstance(data, str | bytes) or not (isinstance(data, Dataset) or hasattr(data, "__iter__")):
-            raise TypeError(
-                f"data: {data!r:.80} is neither a Dataset, nor an iterable of batches, nor a function of (rank, ranks, "
-                "seed) that returns one"
-            )
-        if hasattr(data, "__next__"):
-            raise ValueError(
-                "data: an iterator can be read only once, and each strategy reads it; give the function that makes it, "
-                "of (rank, ranks, seed)"
-            )
-        return
-    _require_function("data", data, "of (rank, ranks, seed) that returns batches", 3)
+    if callable(data) and not isinstance(data, Dataset):
+        _require_function("data", data, "of (rank, ranks, seed) that returns batches", 3)
+    elif isinstance(data, str | bytes) or not (isinstance(data, Dataset) or hasattr(data, "__iter__")):
+        raise TypeError(
+            f"data: {data!r:.80} is neither a Dataset, nor an iterable of batches, nor a function of (rank, ranks, "
+            "seed) that returns one"
+        )
+    elif hasattr(data, "__next__"):
+        raise ValueError(
+            "data: an iterator can be read only once, and each strategy reads it; give the function that makes it, of "
+            "(rank, ranks, seed)"
+        )
 
 
 def _require_function(field: str, function: Any, what: str, num_args: int) -> None:
