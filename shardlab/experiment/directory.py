@@ -127,9 +127,7 @@ def write_page(path: Path, page: str) -> Path:
     """
     part = path.with_name(REPORT[1])
     try:
-        part.unlink(missing_ok=True)
-        with part.open("x") as file:  # which follows no link
-            file.write(page)
+        part.write_text(page)
         part.replace(path)
     except OSError as error:
         with suppress(OSError):
