@@ -61,14 +61,15 @@ def record(
     The output, the errors and the exit code are the script's own. Then: shardlab report DIR.
     """
     from shardlab.experiment import is_reporter
-    from shardlab.recording.record import Script, directory_by_date
+    from shardlab.recording.record import directory_by_date, recorded_script
 
     # Called by main, when the command line has been dealt with: what the script raises is no error of an option.
-    prepared = Script(script, tuple(arguments or ()), out or directory_by_date(), overwrite, watch_every)
+    directory = out or directory_by_date()
+    run = recorded_script(script, arguments or (), directory, overwrite=overwrite, watch_every=watch_every)
     if out is None and is_reporter():
-        said = f"records go to {prepared.directory}; then: shardlab report {prepared.directory}"
+        said = f"records go to {directory}; then: shardlab report {directory}"
         Console(stderr=True, highlight=False).print(said, soft_wrap=True)
-    return prepared
+    return run
 
 
 def report(directory: Directory, json: AsJson = False) -> None:

@@ -143,9 +143,6 @@ def another(directory: Path) -> str:
     return f"{what}; name a new or an empty directory, or overwrite it (--overwrite, overwrite=True)"
 
 
-SAME = ("seed", "accumulation", "rows")  # what decides which rows a step trains on
-
-
 def checkpoint_directory(directory: Path, strategy: str) -> Path:
     """Where ``compare`` writes the checkpoints of one strategy."""
     return directory / "checkpoints" / strategy
@@ -187,12 +184,12 @@ def _check_one(options: CompareOptions, directory: Path, strategy: str, wanted: 
         )
     with reading(directory) as folder:
         manifest = read_manifest(folder)
-    for field in SAME:
+    for field, needed in wanted.items():
         given = manifest.extra[field]
-        if wanted[field] is not None and given != wanted[field]:
+        if needed is not None and given != needed:
             what = "batch" if field == "rows" else field
             raise ValueError(
-                f"{what}: {wanted[field]}, but {strategy} in {options.resume} was trained with {given}; set {what} to "
+                f"{what}: {needed}, but {strategy} in {options.resume} was trained with {given}; set {what} to "
                 "that, so that the steps go on"
             )
     if manifest.num_steps >= options.steps:

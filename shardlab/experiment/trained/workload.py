@@ -186,6 +186,29 @@ class Workload:
         return module.to(device)
 
 
+class InPlaceOf:
+    """What a loss takes for the module: it has the module's attributes, and is called as a function.
+
+    Args:
+        module: whose attributes.
+        function: called in its place.
+        method: what takes the place of each of its methods; by default the method itself.
+    """
+
+    def __init__(
+        self, module: nn.Module, function: Callable[..., Any], method: Callable[[Any], Any] = lambda own: own
+    ) -> None:
+        self._module, self._function, self._method = module, function, method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self._function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return self._method(value) if inspect.ismethod(value) else value
+
+
 @contextmanager
 def seeded(seed: int | str) -> Iterator[None]:
     """Inside, torch, NumPy and ``random`` draw from ``seed``; outside they go on as if nothing had been drawn."""
