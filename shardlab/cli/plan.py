@@ -19,16 +19,8 @@ from shardlab.planner.formulas import model_states, over_hosts, precision_named
 from shardlab.planner.gpu import Gpu
 from shardlab.planner.setup import STRATEGIES
 
-OF_PARAMS = partial(typer.Option, rich_help_panel="Of a number of parameters")
-OF_WORKLOAD = partial(typer.Option, rich_help_panel="Of a workload")
-OF_ALL = ("ranks", "precision", "gpu", "out", "json")
-TAKES = {  # besides these
-    "params": ("per_host",),
-    "workload": (
-        "strategies", "tp", "sharding", "wrap", "bucket_mib", "peak", "calibration", "pipe", "schedule", "begins",
-        "micro_batches",
-    ),
-}  # fmt: skip
+PANELS = {"params": "Of a number of parameters", "workload": "Of a workload"}
+OF_PARAMS, OF_WORKLOAD = (partial(typer.Option, rich_help_panel=panel) for panel in PANELS.values())
 BUCKET_MIB = DEFAULT_BUCKET_BYTES / 2**20
 KEPT_HERE = (
     " * takes no precision, and keeps the dtype of the model. Of the others parameters travel in 16 bits; gradients "
@@ -129,10 +121,12 @@ def plan(
     if ranks < 1:
         given = f"{ranks} was given" if ranks else "none were given"
         raise ValueError(f"ranks: {given}; give 1 or more, for example --ranks 8")
-    kind = "params" if params else "workload"
-    refuse_others(context, {kind, *OF_ALL, *TAKES[kind]}, f"not of --{kind}")
+    kind, others = ("params", PANELS["workload"]) if params else ("workload", PANELS["params"])
+    options = context.command.params
+    allowed = {option.name for option in options if getattr(option, "rich_help_panel", None) != others}
+    refuse_others(context, allowed, f"not of --{kind}")
     if pipe > 1:
-        refuse_others(context, {kind, *OF_ALL, *TAKES[kind]} - {"gpu", "calibration"}, NOT_OF_STAGES)
+        refuse_others(context, allowed - {"gpu", "calibration"}, NOT_OF_STAGES)
     # Before the work: what was given may be misspelled, or not be there.
     on = Gpu.parse(gpu) if gpu else None
     if out is not None:

@@ -159,23 +159,23 @@ def against_plan(run: str, records: Records, plan: Plan | str) -> dict[str, Any]
     order, equal the plan; null, with the reason, where they may differ because of the rows.
     """
     rest = _last(records.memory, run, records.memory["where"] == "rest")
-    measured: dict[str, Any] = {"rest_bytes": _most(rest)}
-    unknown = {"planned_wire_bytes": None, "as_planned": None}
+    unknown = dict.fromkeys(("planned_rest_bytes", "planned_wire_bytes", "as_planned", "not_planned"))
+    found: dict[str, Any] = {"rest_bytes": _most(rest), **unknown}
     if isinstance(plan, str):
-        return {**measured, "planned_rest_bytes": None, **unknown, "not_planned": plan}
-    measured["planned_rest_bytes"] = _most(plan.memory)
+        return found | {"not_planned": plan}
+    found["planned_rest_bytes"] = _most(plan.memory)
     if plan.collectives is None:
-        return {**measured, **unknown, "not_planned": plan.why}
+        return found | {"not_planned": plan.why}
     sent = plan.collectives.groupby("rank")["wire_bytes"].sum()
     held = _held(plan.memory) == _held(rest)
     own = records.collectives["phase"] != Phase.METRICS
     said = _said(plan.collectives) == _said(_last(records.collectives, run, own, like=records.steps))
-    measured["planned_wire_bytes"] = float(sent.max()) if len(sent) else 0.0
+    found["planned_wire_bytes"] = float(sent.max()) if len(sent) else 0.0
     if not (held and said) and plan.by_rows:
-        return {**measured, "as_planned": None, "not_planned": BY_ROWS}
+        return found | {"not_planned": BY_ROWS}
     if plan.is_own and _differ(records.collectives[own & (records.collectives["run"] == run)]):
-        return {**measured, "as_planned": None, "not_planned": _BY_STEP}
-    return {**measured, "as_planned": held and said, "not_planned": None}
+        return found | {"not_planned": _BY_STEP}
+    return found | {"as_planned": held and said}
 
 
 def _differ(collectives: pd.DataFrame) -> bool:
