@@ -297,8 +297,7 @@ def counted_steps(steps: pd.DataFrame, averaged: Collection[str] = ()) -> pd.Dat
         averaged: runs of which the mean over all steps counts.
     """
     last = steps["step"] == steps.groupby("run")["step"].transform("max")
-    chosen: pd.DataFrame = steps[last | steps["run"].isin(list(averaged))]
-    return chosen
+    return steps[last | steps["run"].isin(list(averaged))]
 
 
 def _moved(records: Records, run: str, steps: "pd.Series[int]") -> float | None:
