@@ -53,7 +53,7 @@ OperationSeconds = Callable[[Any, tuple[Any, ...], Any], float]
 
 def dry_run(
     config: CompareConfig, strategy: str, clock: ToldClock, operation_seconds: OperationSeconds, rank: int = 0,
-    host_seconds: float = 0.0, *, others: bool = False, traces_memory: bool = True,
+    host_seconds: float = 0.0, *, traces_memory: bool = True,
 ) -> Records:  # fmt: skip
     """The records of the first two steps of one rank of a strategy, with source 'predicted'.
 
@@ -66,8 +66,8 @@ def dry_run(
         operation_seconds: what operations cost.
         rank: which rank.
         host_seconds: of a step: what the engine's own code takes beside operations.
-        others: run the later steps too that have larger or smaller batches, for their peaks; their times do not count.
-        traces_memory: find the peaks, which takes about as long as all else.
+        traces_memory: find the peaks, which takes about as long as all else; those of later steps too that have larger
+            or smaller batches, whose times do not count.
 
     Raises:
         RuntimeError: the step depends on values.
@@ -84,7 +84,7 @@ def dry_run(
         writer = RunWriter(directory, rank, strategy, "predicted")
         with recorded_run(config, strategy, mesh, writer, 0, clock) as run:
             run.shares = mode.with_values(run.shares)
-            later = other_steps(mode.with_values(run.batches_anew()), config) if others else []
+            later = other_steps(mode.with_values(run.batches_anew()), config) if traces_memory else []
             numbers = [*range(STEPS), *later]
             for step, before in zip(numbers, [-1, *numbers], strict=False):
                 run.pass_over(step - before - 1)

@@ -353,9 +353,8 @@ def engine_of(
 ) -> tuple[AnyEngine, Pipeline | None]:
     """The engine of a run, around a new model or this rank's stages; with the workload's optimizer, if no other."""
     workload, strategy, staged = config.trained, config.inside(run), config.staged_of(run)
-    given, options = _own(config, strategy), dict[str, Any]()
-    if given is None:
-        options = config.engine_options(engine_options(strategy))
+    given = _own(config, strategy)
+    options = config.engine_options(engine_options(strategy)) if given is None else {}
     model = workload.build(config.seed)
     if given is None and "init_fn" in engine_options(strategy) and config.tp == 1 and staged is None:
         # It makes what is on the meta device itself, unit by unit, so that no rank ever holds all of it.
