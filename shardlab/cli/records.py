@@ -271,14 +271,10 @@ def _texts(row: Mapping[Hashable, Any]) -> dict[str, str]:
     return {"quantity": row["quantity"], "first": texts[0], "second": texts[1], "difference": texts[2], "ratio": ratio}
 
 
-def print_json(
-    table: pd.DataFrame, said: Iterable[tuple[str, str]] = (), layers: pd.DataFrame | None = None, stages: pd.DataFrame
-    | None = None,
-) -> None:  # fmt: skip
-    """Print rows as JSON, and the answer where there is one; missing, infinite and NaN values are null."""
-    rows, modules = _rows_of(table), {} if layers is None else {"modules": _rows_of(layers)}
-    modules |= {} if stages is None else {"stages": _rows_of(stages)}
-    found = {"answer": dict(said), "strategies": rows, **modules} if said else rows
+def print_json(table: pd.DataFrame, said: Iterable[tuple[str, str]] = (), **others: pd.DataFrame | None) -> None:
+    """Print rows as JSON, and ``others`` with the answer where there is one; missing, infinite and NaN values are null."""
+    rows, beside = _rows_of(table), {name: _rows_of(one) for name, one in others.items() if one is not None}
+    found = {"answer": dict(said), "strategies": rows, **beside} if said else rows
     typer.echo(json_text.dumps(found, indent=2, allow_nan=False))
 
 

@@ -113,10 +113,9 @@ class CompareConfig(CompareOptions):
 
     def _check_pipe(self) -> None:
         """Make the schedules of the axis of stages."""
-        given: Any = self.schedule
-        object.__setattr__(self, "schedule", (given,) if isinstance(given, str) else tuple(given))
-        begins: Any = self.begins
-        object.__setattr__(self, "begins", (begins,) if isinstance(begins, str) else tuple(begins))
+        for field in ("schedule", "begins"):
+            given: Any = getattr(self, field)
+            object.__setattr__(self, field, (given,) if isinstance(given, str) else tuple(given))
         check_pipe(self)
         if self.pipe > 1:
             number = self.micro_batches or MICRO_BATCHES_PER_RANK * self.pipe

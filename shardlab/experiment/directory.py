@@ -165,13 +165,11 @@ def check_resume(options: CompareOptions, rows: int | None) -> None:
         ValueError: a strategy's state is torch's own, there is no checkpoint, it has all the steps already, or its run
             had other batches.
     """
-    if options.save_every is not None or options.resume is not None:
-        field = "resume" if options.save_every is None else "save_every"
-        for name in options.strategies:
-            if why := getattr(STRATEGIES.get(name), "no_checkpoints", ""):
-                raise ValueError(f"{field}: strategy {name!r} {why}; leave it out")
-    if options.resume is not None:
-        for name in options.strategies:
+    field = "save_every" if options.save_every is not None else "resume" if options.resume is not None else ""
+    for name in options.strategies if field else ():
+        if why := getattr(STRATEGIES.get(name), "no_checkpoints", ""):
+            raise ValueError(f"{field}: strategy {name!r} {why}; leave it out")
+        if options.resume is not None:
             _check_one(options, checkpoint_directory(Path(options.resume), name), name, same_options(options, rows))
 
 

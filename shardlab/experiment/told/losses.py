@@ -34,10 +34,8 @@ def verdict(comparison: Comparison) -> str:
     if comparison.losses_equal:
         return ""
     is_single = (reference := summary.reference_of(comparison.records)) == REFERENCE
-    sentence = trained_on_others(comparison.records.manifests)
-    if not sentence and is_single:
-        sentence = _looks_like_sums(comparison)
-    if sentence:
+    sums = _looks_like_sums(comparison) if is_single else ""
+    if sentence := trained_on_others(comparison.records.manifests) or sums:
         return sentence
     steps = min(JUDGED_STEPS, int(comparison.summary["steps"].max()))
     origin = "the single process" if is_single else f"{reference}, the first strategy on several ranks"
