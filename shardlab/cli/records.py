@@ -272,7 +272,7 @@ def _texts(row: Mapping[Hashable, Any]) -> dict[str, str]:
 
 
 def print_json(table: pd.DataFrame, said: Iterable[tuple[str, str]] = (), **others: pd.DataFrame | None) -> None:
-    """Print rows as JSON, and ``others`` with the answer where there is one; missing, infinite and NaN values are null."""
+    """Print rows as JSON, and with an answer that and ``others``; missing, infinite and NaN values are null."""
     rows, beside = _rows_of(table), {name: _rows_of(one) for name, one in others.items() if one is not None}
     found = {"answer": dict(said), "strategies": rows, **beside} if said else rows
     typer.echo(json_text.dumps(found, indent=2, allow_nan=False))
