@@ -105,10 +105,9 @@ class RunPlan:
             ValueError: the GPU is not understood.
         """
         gpu = Gpu.parse(gpu) if isinstance(gpu, str) else gpu
+        whole = dict.fromkeys(("gathered_bytes", "row_bytes", "rows_that_fit"), "Int64")
         table = table_of([self._row(strategy, gpu) for strategy in self.plans])
-        return table.astype({"gathered_bytes": "Int64", "row_bytes": "Int64", "rows_that_fit": "Int64"}).astype(
-            {"sending_ms": float, "logits_share": float}
-        )
+        return table.astype({**whole, "sending_ms": "float64", "logits_share": "float64"})
 
     def _row(self, strategy: str, gpu: Gpu) -> dict[str, Any]:
         planned, kept = self.plans[strategy], self.kept[strategy]
