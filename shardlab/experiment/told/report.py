@@ -124,7 +124,6 @@ def memory_tables(records: Records) -> dict[str, pd.DataFrame]:
 def _figures(comparison: Comparison) -> dict[str, go.Figure]:
     """The first two are those of the first screen; losses, which should coincide, come last."""
     records = comparison.records
-    traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
     _, *at_the_peak = memory_figures(records).items()
     figures = {
         HELD: plots.memory_by_role(records.memory, with_peak=True), SPLIT: plots.step_parts(_parts(records)),
@@ -132,7 +131,7 @@ def _figures(comparison: Comparison) -> dict[str, go.Figure]:
     }  # fmt: skip
     if (records.memory["where"] == "process").any():
         figures[PROCESS] = plots.held_by_process(records.memory)
-    figures |= time_figures(records, traffic, list(comparison.summary["strategy"]))
+    figures |= time_figures(records, list(comparison.summary["strategy"]))
     figures["Every strategy trains on the same rows."] = plots.loss_curves(records.steps)
     reference = reference_of(records)
     if reference is not None and records.steps["run"].nunique() > 1:
@@ -188,14 +187,14 @@ def memory_figures(records: Records) -> dict[str, go.Figure]:
     return figures
 
 
-def time_figures(records: Records, traffic: pd.DataFrame, runs: list[str] | None = None) -> dict[str, go.Figure]:
-    """What is hidden, what is sent, and how long steps take.
+def time_figures(records: Records, runs: list[str] | None = None) -> dict[str, go.Figure]:
+    """What is hidden, what is sent beside the reported loss, and how long steps take.
 
     Args:
         records: of one run or several.
-        traffic: their collectives, without those that report the loss.
         runs: in this order; None for one run.
     """
+    traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
     return {
         HIDDEN: plots.overlap_bars(overlap(*in_timed_steps(records.collectives, records.spans, records.steps))),
         "Bytes sent by one rank in one step, by the ring formula.": plots.wire_volume(traffic, runs=runs),
