@@ -171,10 +171,8 @@ def stragglers(
 
 def _of_last_rank(rows: pd.DataFrame, times: Mapping[Key, Intervals]) -> list[float]:
     """For how long ``times`` of the last rank lie in the time that each row's rank waited for it."""
-    keys = zip(
-        *(rows[name] for name in ("run", "source", "last_rank", "step", "start_us", "straggler_us")), strict=True
-    )
+    names = ["run", "source", "last_rank", "step", "start_us", "straggler_us"]
     return [
         total(intersect([(start, start + late)], times.get((str(run), str(source), int(last), int(step)), NONE)))
-        for run, source, last, step, start, late in keys
+        for run, source, last, step, start, late in rows[names].itertuples(index=False, name=None)
     ]

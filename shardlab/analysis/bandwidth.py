@@ -45,9 +45,8 @@ def wire_bytes(collectives: pd.DataFrame, by: Sequence[str] = ("op",)) -> pd.Dat
     """
     COLLECTIVES.check(collectives)
     groups = collectives.groupby([*KEYS, *by], sort=True)
-    return groups.agg(
-        wire_bytes=("wire_bytes", "sum"), bytes=("bytes", "sum"), num_collectives=("seq", "size")
-    ).reset_index()
+    sums = groups.agg(wire_bytes=("wire_bytes", "sum"), bytes=("bytes", "sum"), num_collectives=("seq", "size"))
+    return sums.reset_index()
 
 
 def bandwidth(collectives: pd.DataFrame) -> pd.DataFrame:

@@ -33,9 +33,13 @@ def at_rest(memory: pd.DataFrame) -> pd.DataFrame:
         ValueError: a column is missing.
     """
     MEMORY.check(memory)
-    rows = memory[memory["where"] == REST]
-    rows = rows[rows["step"] == rows.groupby(RUN)["step"].transform("max")]
+    rows = _of_last_step(memory[memory["where"] == REST], RUN)
     return rows.groupby([*RUN, "step", "role"], sort=False)["bytes"].max().reset_index()
+
+
+def _of_last_step(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """Of each run, or of each rank of one, the rows of the last step that has some."""
+    return rows[rows["step"] == rows.groupby(keys)["step"].transform("max")]
 
 
 def peak(memory: pd.DataFrame) -> pd.DataFrame:
@@ -160,8 +164,7 @@ def allocator_items(memory: pd.DataFrame) -> pd.DataFrame:
         ValueError: a column is missing.
     """
     MEMORY.check(memory)
-    rows = memory[(memory["where"] == REST) & memory["reserved_bytes"].notna()]
-    rows = rows[rows["step"] == rows.groupby(RUN)["step"].transform("max")]
+    rows = _of_last_step(memory[(memory["where"] == REST) & memory["reserved_bytes"].notna()], RUN)
     items = []
     for (run, source), own in rows.groupby(RUN, sort=False):
         most = own["reserved_bytes"].max()
@@ -189,8 +192,7 @@ def process_items(memory: pd.DataFrame) -> pd.DataFrame:
     MEMORY.check(memory)
     moment = [*RANK, "step"]
     known = memory.loc[memory["where"] == PROCESS, moment].drop_duplicates()
-    rows = memory[memory["where"].isin((REST, PROCESS))].merge(known, on=moment)
-    rows = rows[rows["step"] == rows.groupby(RUN)["step"].transform("max")]
+    rows = _of_last_step(memory[memory["where"].isin((REST, PROCESS))].merge(known, on=moment), RUN)
     most = rows.groupby(RANK, sort=False)["resident_bytes"].max().reset_index()
     most = most.loc[most.groupby(RUN, sort=False)["resident_bytes"].idxmax(), RANK]
     chosen = rows.merge(most, on=RANK)
@@ -237,10 +239,10 @@ def module_bytes(shards: pd.DataFrame, held: pd.DataFrame, depth: int | None = N
     SHARDS.check(shards)
     if depth is not None and depth < 1:
         raise ValueError(f"depth: {depth} is below 1")
-    last = shards[shards["step"] == shards.groupby(RANK)["step"].transform("max")]
+    last = _of_last_step(shards, RANK)
     modules = [".".join(str(name).split(".")[:-1][:depth]) or ROOT for name in last["parameter"]]
-    named = _by_column(last.assign(module=modules))
-    whole = _by_column(held.assign(module=NO_MODULE))
+    named = by_column(last.assign(module=modules), [*RANK, "module"])
+    whole = by_column(held.assign(module=NO_MODULE), [*RANK, "module"])
     named = _with_offloaded(named, whole.droplevel("module"))
     rest = whole - named.groupby(RANK).sum().reindex(whole.droplevel("module").index).to_numpy()
     table = pd.concat([named, rest.fillna(whole)])
@@ -264,13 +266,17 @@ def held_at_rest(memory: pd.DataFrame) -> pd.DataFrame:
     Args:
         memory: table ``memory``.
     """
-    rows = memory[memory["where"] == REST]
-    last = rows["step"] == rows.groupby(RANK)["step"].transform("max")
-    return rows.loc[last, [*RANK, "role", "bytes"]]
+    return _of_last_step(memory[memory["where"] == REST], RANK)[[*RANK, "role", "bytes"]]
 
 
-def _by_column(rows: pd.DataFrame) -> pd.DataFrame:
+def by_column(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """Bytes by the columns of ``COLUMN_OF`` and ``other_bytes``, a row for each value of ``keys``.
+
+    Args:
+        rows: with ``keys``, ``role`` and ``bytes``.
+        keys: names of columns.
+    """
     columns = rows["role"].astype(str).map(lambda role: COLUMN_OF.get(role, "other_bytes"))
-    sums = rows.assign(column=columns).groupby([*RANK, "module", "column"], sort=False)["bytes"].sum()
+    sums = rows.assign(column=columns).groupby([*keys, "column"], sort=False)["bytes"].sum()
     kept = [*dict.fromkeys(COLUMN_OF.values()), "other_bytes"]
     return sums.unstack(fill_value=0).reindex(columns=kept, fill_value=0).rename_axis(columns=None).astype("int64")

@@ -84,9 +84,8 @@ def _ranks(rows: pd.DataFrame, mesh: Mapping[str, int], run: str) -> list[int]:
 def _sizes_of_parts(rows: pd.DataFrame, mesh: Mapping[str, int]) -> dict[str, int]:
     """The size of the inner part of each axis that is cut: of ``data``, ``data.inner``."""
     inner = rows[rows["axis"].astype(str).isin([f"{axis}.inner" for axis in mesh])]
-    return {
-        str(axis).removesuffix(".inner"): int(size) for axis, size in inner.groupby("axis")["group_size"].max().items()
-    }
+    sizes = inner.groupby("axis")["group_size"].max()
+    return {str(axis).removesuffix(".inner"): int(size) for axis, size in sizes.items()}
 
 
 def _groups(mesh: Mapping[str, int], ranks: list[int], parts: Mapping[str, int]) -> dict[tuple[str, int], str]:
@@ -101,10 +100,8 @@ def _groups(mesh: Mapping[str, int], ranks: list[int], parts: Mapping[str, int])
     for number in range(1, len(mesh) + 1):
         for axes in combinations(range(len(mesh)), number):
             size = prod(grid.shape[axis] for axis in axes)
-            label(
-                "_".join(list(mesh)[axis] for axis in axes),
-                np.moveaxis(grid, axes, range(-number, 0)).reshape(-1, size),
-            )
+            along = np.moveaxis(grid, axes, range(-number, 0)).reshape(-1, size)
+            label("_".join(list(mesh)[axis] for axis in axes), along)
     for axis, inner in parts.items():
         lines = np.moveaxis(grid, list(mesh).index(axis), -1).reshape(-1, mesh[axis] // inner, inner)
         label(f"{axis}.inner", lines.reshape(-1, inner))
@@ -162,12 +159,10 @@ def _check_same(rows: pd.DataFrame) -> None:
     if len(wrong):
         key = dict(zip(SAME, wrong.index[0], strict=True))
         differing = rows[(rows[SAME] == pd.Series(key)).all(axis=1)]
-        issued = "; ".join(
-            f"rank {row.rank} {row.op} of {row.bytes} bytes ({row.tag})" for row in differing.itertuples()
-        )
+        calls = (f"rank {row.rank} {row.op} of {row.bytes} bytes ({row.tag})" for row in differing.itertuples())
         raise ValueError(
             f"collectives: in step {key['step']} of run {key['run']} the ranks {key['group']} on axis {key['axis']} "
-            f"did not issue the same collectives; number {key['place']} is: {issued}"
+            f"did not issue the same collectives; number {key['place']} is: {'; '.join(calls)}"
         )
 
 

@@ -179,8 +179,7 @@ def step_lengths(steps: pd.DataFrame) -> "pd.Series[float]":
 def traced(steps: pd.DataFrame) -> "pd.Series[bool]":
     """For each row, whether memory was traced in its step on some rank: the others have waited for that one."""
     of_rank = steps["traced_memory"].fillna(False).astype(bool)
-    found: pd.Series[bool] = of_rank.groupby([steps["run"], steps["step"]]).transform("any")
-    return found
+    return of_rank.groupby([steps["run"], steps["step"]]).transform("any")
 
 
 def in_steps(table: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:

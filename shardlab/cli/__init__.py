@@ -13,18 +13,16 @@ from rich.console import Console
 from rich.table import Table
 
 from shardlab.cli.bench import bench
-from shardlab.cli.calibrate import calibrate
+from shardlab.cli.calibrate import calibrate, validate
 from shardlab.cli.compare import compare
 from shardlab.cli.console import BAD_INPUT, bad_input, complain
-from shardlab.cli.diff import diff
 from shardlab.cli.exercises import exercises
 from shardlab.cli.forecast import forecast
 from shardlab.cli.plan import plan
-from shardlab.cli.records import SCRIPT_ARGUMENTS, modules, record, report, trace
+from shardlab.cli.records import SCRIPT_ARGUMENTS, diff, modules, record, report, trace
 from shardlab.cli.same import same
 from shardlab.cli.search import search
 from shardlab.cli.step_times import what_if
-from shardlab.cli.validate import validate
 from shardlab.installed import __version__, data_path
 
 app = typer.Typer(
@@ -83,18 +81,13 @@ def main() -> None:
         if (usage := getattr(error, "format_message", None)) is not None:
             complain(usage())
             sys.exit(BAD_INPUT)
-        if not _is_rank_failure(error):
-            raise
-        complain(str(error))
-        sys.exit(1)
+        if isinstance(error, RuntimeError):
+            from shardlab.launch import RankError, RankHang
+
+            # Its message holds the traceback of the rank that failed, to which the parent's own would add nothing.
+            if isinstance(error, RankError | RankHang):
+                complain(str(error))
+                sys.exit(1)
+        raise
     # The script of 'record' runs out here, since its exceptions are none of a command.
     sys.exit(done() if callable(done) else done or 0)
-
-
-def _is_rank_failure(error: Exception) -> bool:
-    """Whether the message holds the traceback of the rank that failed, so that the parent's own would add nothing."""
-    if not isinstance(error, RuntimeError):
-        return False
-    from shardlab.launch import RankError, RankHang
-
-    return isinstance(error, RankError | RankHang)

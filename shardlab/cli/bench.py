@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import pandas as pd
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -143,8 +144,6 @@ def _write(rows: Iterable[Any], json: Path | None) -> None:
 
 def _print_cells(cells: Sequence[tuple[str, str, str]], rows: str, title: str, said: str) -> None:
     """A table of (row, column, word), in the order in which rows first come, and a sentence below."""
-    import pandas as pd
-
     table = pd.DataFrame(cells, columns=[rows, "column", "word"])
     shown = table.pivot(index=rows, columns="column", values="word").reindex(table[rows].unique())
     console = Console(highlight=False)
@@ -153,8 +152,6 @@ def _print_cells(cells: Sequence[tuple[str, str, str]], rows: str, title: str, s
 
 
 def _table(workload: "Workload", rows: Sequence["BenchRow"]) -> Table:
-    import pandas as pd
-
     size = f"{workload.model}, {workload.rows} x {workload.seq_len} tokens a rank"
     title = f"{workload.name}: {size}, {count(rows[0].ranks, 'rank')}, {rows[0].rounds} rounds"
     quartiles = [f"{row.ratio_q1:.2f}-{row.ratio_q3:.2f}" for row in rows]

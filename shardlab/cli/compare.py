@@ -73,11 +73,8 @@ def _with_progress(config: "CompareConfig", directory: Path) -> "Comparison":
 
     quiet = not experiment.is_reporter()
     console = Console(stderr=True, quiet=quiet, highlight=False)
-    console.print(
-        f"{count(config.ranks, 'rank')}, {count(config.steps, 'step')} of {config.title} each; "
-        f"records go to {directory}",
-        soft_wrap=True,
-    )
+    each = f"{count(config.ranks, 'rank')}, {count(config.steps, 'step')} of {config.title} each"
+    console.print(f"{each}; records go to {directory}", soft_wrap=True)
     try:
         with progress_bar(len(config.strategies) * config.steps, quiet=quiet) as advance:
             said = "{0.strategy}, loss {0.loss:.4f}".format
@@ -89,7 +86,6 @@ def _with_progress(config: "CompareConfig", directory: Path) -> "Comparison":
         console.print(f"interrupted: the ranks have ended; the records so far are in {directory}", soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None
     except (RankError, RankHang):
-        console.print(
-            f"the ranks have failed; if steps were finished, 'shardlab report {directory}' shows them", soft_wrap=True
-        )
+        rest = f"if steps were finished, 'shardlab report {directory}' shows them"
+        console.print(f"the ranks have failed; {rest}", soft_wrap=True)
         raise

@@ -2,17 +2,14 @@
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING
 
+import pandas as pd
 import typer
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 BAD_INPUT, INTERRUPTED = 2, 130  # exit codes
 
@@ -62,10 +59,8 @@ def progress_bar(
         yield lambda done: progress.update(task, advance=1, description=done)
 
 
-def table_of(shown: "pd.DataFrame", title: str, gap: int, right: Collection[str] = ()) -> Table:
+def table_of(shown: pd.DataFrame, title: str, gap: int, right: Collection[str] = ()) -> Table:
     """A table; numbers and the columns ``right`` are aligned right, ``gap`` more than one space between columns."""
-    import pandas as pd
-
     from shardlab.plots.text import column_text
 
     table = Table(
@@ -98,8 +93,8 @@ def count(number: int, noun: str) -> str:
 
 
 def in_units(
-    rows: "pd.DataFrame", sizes: dict[str, str], others: dict[str, str], *, add_up: bool = False
-) -> "pd.DataFrame":
+    rows: pd.DataFrame, sizes: dict[str, str], others: dict[str, str], *, add_up: bool = False
+) -> pd.DataFrame:
     """The first column, bytes in units and other numbers, without columns that say nothing.
 
     Args:

@@ -1,20 +1,19 @@
 """``shardlab exercises``: list them, print them for a class, or mark one."""
 
-import io
 import json as json_text
+import os
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import pandas as pd
 import typer
 from rich.console import Console
 
 from shardlab.cli.console import count, progress_bar, table_of
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from shardlab.course import Exercise
 
 SIGNS = {"passed": "+", "failed": "x", "blocked": "?"}  # in the grid; nothing for what was not handed in
@@ -42,7 +41,7 @@ def exercises(
         typer.echo("\n\n".join(map(_on_solution if solutions else _on_sheet, known)))
         return
     if grade is None:
-        _print_list(_listed(known), json)
+        _print_list(known, json)
         return
     rows = _marked(grade, known)
     if json:
@@ -54,30 +53,14 @@ def exercises(
         _print_marks(rows)
 
 
-class Lines(io.TextIOBase):
-    """Where lines are counted, and nothing is kept."""
-
-    num = 0
-
-    def write(self, text: str) -> int:
-        """Count those that end here."""
-        self.num += text.count("\n")
-        return len(text)
-
-
-def _listed(exercises: "list[Exercise]") -> list[dict[str, Any]]:
-    return [
+def _print_list(exercises: "list[Exercise]", json: bool) -> None:
+    rows = [
         {
             "name": exercise.name, "notebook": exercise.notebook, "function": exercise.function_name,
             "references": exercise.num_references, "wrong_solutions": exercise.num_wrong,
         }
         for exercise in exercises
     ]  # fmt: skip
-
-
-def _print_list(rows: list[dict[str, Any]], json: bool) -> None:
-    import pandas as pd
-
     if json:
         typer.echo(json_text.dumps(rows, indent=2))
         return
@@ -104,21 +87,17 @@ def _on_solution(exercise: "Exercise") -> str:
 def _marked(folder: Path, exercises: "list[Exercise]") -> list[dict[str, Any]]:
     from shardlab.course.exercises.grade import grade, submissions
 
+    rows, total = [], len(submissions(folder)) * len(exercises)
     # What submissions print is no mark, and may be a million lines.
-    printed, rows = Lines(), []
-    with progress_bar(len(submissions(folder)) * len(exercises)) as advance, redirect_stdout(printed):
+    with progress_bar(total) as advance, Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
         for mark in grade(folder, exercises):
             advance(mark.student)
             rows.append(asdict(mark) | {"verdict": str(mark.verdict)})
-    if printed.num:
-        typer.echo(f"{count(printed.num, 'line')} that submissions printed are not shown.", err=True)
     return rows
 
 
-def _points(rows: list[dict[str, Any]], value: str = "points") -> "pd.DataFrame":
+def _points(rows: list[dict[str, Any]], value: str = "points") -> pd.DataFrame:
     """A row for each student, a column for each exercise; empty where nothing was handed in; at the end the sum."""
-    import pandas as pd
-
     marks = pd.DataFrame(rows)
     cells = marks[value].astype(object).where(marks["handed_in"], "")
     grid = marks.assign(cells=cells).pivot(index="student", columns="exercise", values="cells")
@@ -139,8 +118,6 @@ def _print_marks(rows: list[dict[str, Any]]) -> None:
 
 def _print_why(rows: list[dict[str, Any]], console: Console) -> None:
     """A line for each solution that has not passed, and how many have."""
-    import pandas as pd
-
     marks = pd.DataFrame(rows)
     # Files that cannot be read, once for all that is not handed in: the last part of its reason says that it is not.
     none = marks[~marks["handed_in"]].drop_duplicates("student")
@@ -155,5 +132,5 @@ def _print_why(rows: list[dict[str, Any]], console: Console) -> None:
     console.print(f"\n{passed} of {count(handed_in, 'solution')} passed.")
 
 
-def _print(table: "pd.DataFrame") -> None:
+def _print(table: pd.DataFrame) -> None:
     Console(highlight=False).print(table_of(table, "", 1))

@@ -6,13 +6,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import pandas as pd
 import typer
 from rich.console import Console
 
-from shardlab.cli.all_strategies import tell_all
 from shardlab.cli.console import answer_table, count, table_of
 from shardlab.cli.counted_model import CountedModel
-from shardlab.cli.job_words import DOES_NOT_FIT, in_digits, memory_of, planned, rates, verdict, would_do
+from shardlab.cli.job_words import DOES_NOT_FIT, in_digits, memory_of, planned, rates, tell_all, verdict, would_do
 from shardlab.planner.formulas import precision_named
 from shardlab.planner.setup import STRATEGIES
 
@@ -173,8 +173,6 @@ def _tell_memory(model: CountedModel, job: "Job", gpu: str, memory: float, *, js
 
 
 def _tell_forecast(model: CountedModel, job: "Job", steps: Sequence[Step], *, json: bool) -> None:
-    import pandas as pd
-
     from shardlab.forecast.peak import rest_bytes
     from shardlab.forecast.predict import forecast_of
     from shardlab.forecast.region import expected_miss

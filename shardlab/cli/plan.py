@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import pandas as pd
 import typer
 from rich.console import Console
 
@@ -18,19 +19,8 @@ from shardlab.planner.formulas import model_states, over_hosts, precision_named
 from shardlab.planner.gpu import Gpu
 from shardlab.planner.setup import STRATEGIES
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-OF_PARAMS = partial(typer.Option, rich_help_panel="Of a number of parameters")
-OF_WORKLOAD = partial(typer.Option, rich_help_panel="Of a workload")
-OF_ALL = ("ranks", "precision", "gpu", "out", "json")
-TAKES = {  # besides these
-    "params": ("per_host",),
-    "workload": (
-        "strategies", "tp", "sharding", "wrap", "bucket_mib", "peak", "calibration", "pipe", "schedule", "begins",
-        "micro_batches",
-    ),
-}  # fmt: skip
+PANELS = {"params": "Of a number of parameters", "workload": "Of a workload"}
+OF_PARAMS, OF_WORKLOAD = (partial(typer.Option, rich_help_panel=panel) for panel in PANELS.values())
 BUCKET_MIB = DEFAULT_BUCKET_BYTES / 2**20
 KEPT_HERE = (
     " * takes no precision, and keeps the dtype of the model. Of the others parameters travel in 16 bits; gradients "
@@ -78,14 +68,14 @@ class Found(NamedTuple):
     """What a plan says: a title, a row for each strategy, how layers are divided, what is sent, notes, the dtype."""
 
     title: str
-    rows: "pd.DataFrame"
+    rows: pd.DataFrame
     note: str
-    layers: "pd.DataFrame | None" = None
-    collectives: "pd.DataFrame | None" = None
+    layers: pd.DataFrame | None = None
+    collectives: pd.DataFrame | None = None
     note_on_gpu: str = "Left: memory without what is at rest."
     half: str = ""
-    stages: "pd.DataFrame | None" = None
-    hosts: "pd.DataFrame | None" = None
+    stages: pd.DataFrame | None = None
+    hosts: pd.DataFrame | None = None
     per_host: int = 0
     time: str = ""
 
@@ -131,18 +121,19 @@ def plan(
     if ranks < 1:
         given = f"{ranks} was given" if ranks else "none were given"
         raise ValueError(f"ranks: {given}; give 1 or more, for example --ranks 8")
-    kind = "params" if params else "workload"
-    refuse_others(context, {kind, *OF_ALL, *TAKES[kind]}, f"not of --{kind}")
+    kind, others = ("params", PANELS["workload"]) if params else ("workload", PANELS["params"])
+    options = context.command.params
+    allowed = {option.name for option in options if getattr(option, "rich_help_panel", None) != others}
+    refuse_others(context, allowed, f"not of --{kind}")
     if pipe > 1:
-        refuse_others(context, {kind, *OF_ALL, *TAKES[kind]} - {"gpu", "calibration"}, NOT_OF_STAGES)
+        refuse_others(context, allowed - {"gpu", "calibration"}, NOT_OF_STAGES)
     # Before the work: what was given may be misspelled, or not be there.
     on = Gpu.parse(gpu) if gpu else None
     if out is not None:
         _make(out)
     if workload:
-        how: dict[str, Any] = {"sharding": sharding, "precision": precision or "full", "tp": tp}
+        how: dict[str, Any] = {"sharding": sharding, "precision": precision or "full", "tp": tp, "pipe": pipe}
         how |= ({"wrap": wrap} if wrap else {}) | ({"bucket_mib": bucket_mib} if bucket_mib != BUCKET_MIB else {})
-        how |= {"pipe": pipe} if pipe > 1 else {}
         how |= {field: names_in(text) for field, text in (("schedule", schedule), ("begins", begins)) if text}
         how |= {"micro_batches": micro_batches} if micro_batches else {}
         machine = machine_for(calibration, ranks, names_in(strategies) or STRATEGIES)
@@ -158,8 +149,6 @@ def plan(
 
 
 def _of_params(params: str, ranks: int, precision: str, gpu: Gpu | None, per_host: int) -> Found:
-    import pandas as pd
-
     number, each = number_of_params(params), precision_named(precision)
     kept = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in asdict(each).items())
     rows = pd.DataFrame([asdict(row) for row in model_states(number, ranks, precision)])
@@ -178,11 +167,9 @@ def _of_params(params: str, ranks: int, precision: str, gpu: Gpu | None, per_hos
 
 def _of_workload(
     place: str, ranks: int, names: tuple[str, ...], options: dict[str, Any], gpu: Gpu | None,
-    forecasts: Callable[..., tuple["pd.DataFrame", "pd.DataFrame | None", str]] | None,
+    forecasts: Callable[..., tuple[pd.DataFrame, pd.DataFrame | None, str]] | None,
 ) -> Found:  # fmt: skip
-    import pandas as pd
-
-    from shardlab.experiment.config import CompareConfig
+    from shardlab.experiment.config import CompareConfig, takes
     from shardlab.experiment.planned.plan import plan_all, row_of, table_of, to_plan
     from shardlab.experiment.planned.run_plan import RunPlan
     from shardlab.experiment.planned.stages_plan import stages_of
@@ -206,7 +193,9 @@ def _of_workload(
     sent = [found.collectives for found in plans.values() if found.collectives is not None]
     reasons = dict.fromkeys(found.why for found in plans.values() if found.collectives is None)
     unknown = "".join(f" Of {listing([n for n, one in plans.items() if one.why == why])}: {why}." for why in reasons)
-    note = f"{PER_RANK}{_buckets(names, options)}{unknown}{KEPT_HERE if 'precision' in rows else ''}"
+    size = options.get("bucket_mib", BUCKET_MIB)
+    buckets = f" Buckets of {size:g} MiB." if any(map(takes("bucket_bytes"), names)) else ""
+    note = f"{PER_RANK}{buckets}{unknown}{KEPT_HERE if 'precision' in rows else ''}"
     if forecasts is not None:
         config = to_plan(workload, ranks, names, device="cpu", steps=CompareConfig.steps, **options)
         rows, stages, said = forecasts(rows, stages, plans, config)
@@ -218,7 +207,7 @@ def _of_workload(
     return Found(title, rows, note, layers, collectives, on_gpu, half, stages)
 
 
-def _about_gpu(rows: "pd.DataFrame") -> str:
+def _about_gpu(rows: pd.DataFrame) -> str:
     """What the columns of a plan for a GPU count."""
     about_rows = "Rows: of a micro-batch, by what autograd keeps for each"
     if rows["rows_that_fit"].isna().any():
@@ -240,7 +229,7 @@ def _tell(found: Found, ranks: int, gpu: Gpu | None, card: str, *, json: bool, o
     said[-1:-1] = [("TIME", found.time)] if found.time else []
     page = None if out is None else _page(found, said, gpu, card, out)
     if json:
-        print_json(found.rows, said, found.layers, found.stages)
+        print_json(found.rows, said, modules=found.layers, stages=found.stages)
         return
     console = Console(highlight=False)
     console.print(answer_table(said))
@@ -255,7 +244,7 @@ def _tell(found: Found, ranks: int, gpu: Gpu | None, card: str, *, json: bool, o
         console.print(f"Page: {page}", soft_wrap=True)
 
 
-def _tables(found: Found, card: str) -> dict[tuple[str, str], "pd.DataFrame"]:
+def _tables(found: Found, card: str) -> dict[tuple[str, str], pd.DataFrame]:
     """By title and note: what a rank holds and sends; and what that leaves of a GPU."""
     rows = found.rows
     if "precision" in rows:
@@ -292,11 +281,3 @@ def _make(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"out: {out} cannot be made: {error.strerror}; name a directory") from None
-
-
-def _buckets(names: tuple[str, ...], options: dict[str, Any]) -> str:
-    """How large the buckets are, which decides the number of messages; empty without any."""
-    from shardlab.experiment.config import takes
-
-    size = options.get("bucket_mib", BUCKET_MIB)
-    return f" Buckets of {size:g} MiB." if any(map(takes("bucket_bytes"), names)) else ""

@@ -1,7 +1,7 @@
-"""``shardlab record``, and the commands on records that exist: ``report``, ``trace`` and ``modules``."""
+"""``shardlab record``, and the commands on records that exist: ``report``, ``trace``, ``modules`` and ``diff``."""
 
 import json as json_text
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from enum import StrEnum
 from math import inf
 from pathlib import Path
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 ROOMY = 100  # columns of a terminal in which the table gets wider gaps
 DISPENSABLE = ("overlap", "max_loss_difference", "exposed_comm_ms")  # left out in a narrow terminal, in this order
 UNBOUNDED = 1000
+LOSSES_DIFFER = 1  # an exit code
 NOTE = (
     "Times are medians; bytes are maxima over ranks, at rest; the peak is the highest of the traced steps. Exposed: "
     "communication without compute at the same time; hidden: the share behind compute. Single trains on the rows of "
@@ -60,15 +61,15 @@ def record(
     The output, the errors and the exit code are the script's own. Then: shardlab report DIR.
     """
     from shardlab.experiment import is_reporter
-    from shardlab.recording.record import Script, directory_by_date
+    from shardlab.recording.record import directory_by_date, recorded_script
 
     # Called by main, when the command line has been dealt with: what the script raises is no error of an option.
-    prepared = Script(script, tuple(arguments or ()), out or directory_by_date(), overwrite, watch_every)
+    directory = out or directory_by_date()
+    run = recorded_script(script, arguments or (), directory, overwrite=overwrite, watch_every=watch_every)
     if out is None and is_reporter():
-        Console(stderr=True, highlight=False).print(
-            f"records go to {prepared.directory}; then: shardlab report {prepared.directory}", soft_wrap=True
-        )
-    return prepared
+        said = f"records go to {directory}; then: shardlab report {directory}"
+        Console(stderr=True, highlight=False).print(said, soft_wrap=True)
+    return run
 
 
 def report(directory: Directory, json: AsJson = False) -> None:
@@ -133,9 +134,37 @@ def modules(
     if json:
         print_json(own)
         return
-    _print_modules(
-        own.set_index("module"), set(table["module"]), f"{records.shards['run'].iloc[0]}, rank {chosen}, at rest"
-    )
+    title = f"{records.shards['run'].iloc[0]}, rank {chosen}, at rest"
+    _print_modules(own.set_index("module"), set(table["module"]), title)
+
+
+def diff(
+    first: Annotated[Path, typer.Argument(help="A comparison, or one run.", show_default=False)],
+    second: Annotated[Path, typer.Argument(help="The other one.", show_default=False)],
+    json: AsJson = False,
+) -> None:
+    """Compare two comparisons or runs: every number of each strategy, and whether the losses are equal."""
+    from shardlab.experiment import load_saved
+    from shardlab.experiment.told.differences import differences, losses_compared, readable, set_otherwise
+    from shardlab.recording.report import is_recorded, load_recorded
+
+    if is_recorded(first) or is_recorded(second):
+        one, other = (load_recorded(path) if is_recorded(path) else load_saved(path)[0] for path in (first, second))
+        lines, are_equal = ["Losses were not compared: a script was recorded, and its data are not known."], True
+    else:
+        saved = load_saved(first), load_saved(second)
+        (one, _), (other, _) = saved
+        losses = losses_compared(*saved)
+        lines, are_equal = [*set_otherwise(*saved), *(said for _, said in losses)], all(equal for equal, _ in losses)
+    table = differences(one.summary, other.summary)
+    if json:
+        print_json(table)
+    else:
+        _print_quantities(readable(table))
+        for line in lines:
+            Console(highlight=False).print(line, soft_wrap=True)
+    if not are_equal:
+        raise typer.Exit(LOSSES_DIFFER)
 
 
 def print_result(comparison: "Comparison", config: "CompareConfig", report: Path) -> None:
@@ -224,14 +253,28 @@ def _print_modules(held: pd.DataFrame, modules: set[str], title: str) -> None:
         console.print(f"This rank holds nothing of {', '.join(elsewhere)}: other ranks do.")
 
 
-def print_json(
-    table: pd.DataFrame, said: Iterable[tuple[str, str]] = (), layers: pd.DataFrame | None = None, stages: pd.DataFrame
-    | None = None,
-) -> None:  # fmt: skip
-    """Print rows as JSON, and the answer where there is one; missing, infinite and NaN values are null."""
-    rows, modules = _rows_of(table), {} if layers is None else {"modules": _rows_of(layers)}
-    modules |= {} if stages is None else {"stages": _rows_of(stages)}
-    found = {"answer": dict(said), "strategies": rows, **modules} if said else rows
+def _print_quantities(readable: pd.DataFrame) -> None:
+    console = Console(highlight=False)
+    for strategy, rows in readable.groupby("strategy", sort=False):
+        texts = pd.DataFrame([_texts(row) for row in rows.to_dict("records")])
+        console.print(table_of(texts, str(strategy), 2, right=("first", "second", "difference", "ratio")))
+
+
+def _texts(row: Mapping[Hashable, Any]) -> dict[str, str]:
+    """A quantity of both runs as text. Each row has its own format, and losses need many digits."""
+    from shardlab.plots.text import column_text
+
+    values = [row["first"], row["second"], row["difference"]]
+    is_loss = str(row["quantity"]).endswith("loss")
+    texts = [f"{value:.7f}" for value in values] if is_loss else column_text(pd.Series(values, dtype="float64"))
+    (ratio,) = column_text(pd.Series([row["ratio"]], dtype="float64"))
+    return {"quantity": row["quantity"], "first": texts[0], "second": texts[1], "difference": texts[2], "ratio": ratio}
+
+
+def print_json(table: pd.DataFrame, said: Iterable[tuple[str, str]] = (), **others: pd.DataFrame | None) -> None:
+    """Print rows as JSON, and with an answer that and ``others``; missing, infinite and NaN values are null."""
+    rows, beside = _rows_of(table), {name: _rows_of(one) for name, one in others.items() if one is not None}
+    found = {"answer": dict(said), "strategies": rows, **beside} if said else rows
     typer.echo(json_text.dumps(found, indent=2, allow_nan=False))
 
 

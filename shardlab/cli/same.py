@@ -38,15 +38,8 @@ def same(
     if env is not None and ranks not in (None, env.world_size):
         raise ValueError(f"ranks: {ranks} is given, but torchrun started {env.world_size}; leave --ranks out")
     number = env.world_size if env is not None else 2 if ranks is None else ranks
-    job = Job(
-        script,
-        tuple(arguments or ()),
-        number,
-        steps,
-        float64,
-        dropout,
-        None if alone is None else tuple(shlex.split(alone)),
-    )
+    of_one = None if alone is None else tuple(shlex.split(alone))
+    job = Job(script, tuple(arguments or ()), number, steps, float64, dropout, of_one)
 
     def run() -> int:
         """Called by main, when the command line has been dealt with: under torchrun the script runs here."""
@@ -54,14 +47,12 @@ def same(
         from shardlab.same.ranks import judged, judged_under_torchrun
 
         said = judged(job, limit_s) if env is None else judged_under_torchrun(job, env, limit_s)
-        code = 0
-        if said is not None:
-            code = 0 if said.word == SAME else DIFFERENT
-            if json:
-                rows = json_text.loads(said.table.to_json(orient="records"))
-                typer.echo(json_text.dumps({"answer": said.lines, "rows": rows}, indent=2))
-            else:
-                Console(highlight=False).print(answer_table(said.lines))
+        code = 0 if said is None or said.word == SAME else DIFFERENT
+        if said is not None and json:
+            rows = json_text.loads(said.table.to_json(orient="records"))
+            typer.echo(json_text.dumps({"answer": said.lines, "rows": rows}, indent=2))
+        elif said is not None:
+            Console(highlight=False).print(answer_table(said.lines))
         if env is not None:  # the group that the script has left open may wait for others at exit
             sys.stdout.flush()
             os._exit(code)

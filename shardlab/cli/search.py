@@ -4,6 +4,7 @@ import json as json_text
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 import typer
 from rich.console import Console
 
@@ -60,8 +61,6 @@ def search(
 def _tell(
     model: CountedModel, found: Sequence["Found"], enough: "Job | None", steps: Sequence[Step], *, json: bool
 ) -> None:  # fmt: skip
-    import pandas as pd
-
     from shardlab.forecast.predict import doubts_of
 
     rows = pd.DataFrame([

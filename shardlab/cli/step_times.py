@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import pandas as pd
 import typer
 from rich.console import Console
 
@@ -14,8 +15,6 @@ from shardlab.cli.console import answer_table, progress_bar
 from shardlab.installed import num_cores
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from shardlab.experiment.config import CompareConfig
     from shardlab.experiment.planned.forecast import StepForecast
     from shardlab.experiment.planned.plan import Plan
@@ -23,12 +22,10 @@ if TYPE_CHECKING:
 
 
 def with_forecasts(
-    rows: "pd.DataFrame", stages: "pd.DataFrame | None", plans: Mapping[str, "Plan"], config: "CompareConfig",
+    rows: pd.DataFrame, stages: pd.DataFrame | None, plans: Mapping[str, "Plan"], config: "CompareConfig",
     machine: "Machine | None",
-) -> tuple["pd.DataFrame", "pd.DataFrame | None", str]:  # fmt: skip
+) -> tuple[pd.DataFrame, pd.DataFrame | None, str]:  # fmt: skip
     """The rows of a plan with bytes at the peak, those of a calibrated machine with times; and how to take them."""
-    import pandas as pd
-
     from shardlab.analysis.held_bytes import peaks_of_steps
     from shardlab.experiment.planned.forecast import StepForecast, forecast_step
 

@@ -91,8 +91,8 @@ def prepare(config: CompareConfig, directory: Path, *, overwrite: bool = False) 
         ValueError: see ``directory.claim``; or the data are too few, see ``batches.check_enough``.
     """
     if config.workload is not None:
-        rows, num_batches = config.global_batch // config.accumulation, config.steps * config.accumulation
-        check_enough(config.workload, config.data_ranks, rows, num_batches)
+        num_batches = config.steps * config.accumulation
+        check_enough(config.workload, config.data_ranks, config.micro_batch_rows, num_batches)
     # One process alone: a second could find, or remove, what the first has begun to write.
     if is_reporter():
         claim(directory, overwrite=overwrite, resume=config.resume)

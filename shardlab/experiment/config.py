@@ -2,11 +2,11 @@
 
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import NoneType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -58,6 +58,14 @@ class CompareConfig(CompareOptions):
         ValueError: a field has an invalid value; the message names the field and the allowed values.
     """
 
+    # Set by the checks; the configuration that a record has is made without.
+    staged: ClassVar[Mapping[str, Staged]] = {}
+    """By name, schedules on the model."""
+    own_strategies: ClassVar[Mapping[str, Strategy]] = {}
+    """Strategies of the reader's own among ``strategies``, by name."""
+    place: ClassVar[str | None] = None
+    """Where the workload is, FILE.py:NAME, if it was named so."""
+
     def __post_init__(self) -> None:
         """Check every field."""
         given: Any = self.model
@@ -70,6 +78,7 @@ class CompareConfig(CompareOptions):
         # First: the other checks compare and divide, and would say less of a wrong type.
         # These are checked where they are parsed.
         check_types(self, besides=("strategies", "schedule", "begins", "workload", "wrap"))
+        self._check_numbers()
         self._check_pipe()
         self._check_strategies()
         if self.workload is None:
@@ -77,7 +86,6 @@ class CompareConfig(CompareOptions):
             _one_of("dtype", self.dtype, DTYPES)
         else:
             self._check_workload()
-        self._check_numbers()
         check_ranks(self.ranks, self.device, self.strategies, self.transport, self.link)
         self._check_batch()
         # After the batch has been checked: a built-in workload is made from its rows.
@@ -93,7 +101,8 @@ class CompareConfig(CompareOptions):
             load_text(self.text, self.seq_len)
 
     def _check_numbers(self) -> None:
-        for field in ("ranks", "steps", "batch", "seq_len", "accumulation", "shard_group", "tp", "save_every"):
+        whole = ("ranks", "steps", "batch", "seq_len", "accumulation", "shard_group", "tp", "pipe", "micro_batches")
+        for field in (*whole, "save_every"):
             if (number := getattr(self, field)) is not None and number < 1:
                 raise ValueError(f"{field}: {number} is below 1")
         for field in ("learning_rate", "bucket_mib", "timeout_s", "clip"):
@@ -104,19 +113,15 @@ class CompareConfig(CompareOptions):
 
     def _check_pipe(self) -> None:
         """Make the schedules of the axis of stages."""
-        given: Any = self.schedule
-        object.__setattr__(self, "schedule", (given,) if isinstance(given, str) else tuple(given))
-        begins: Any = self.begins
-        object.__setattr__(self, "begins", (begins,) if isinstance(begins, str) else tuple(begins))
-        for field in ("pipe", "micro_batches", "ranks"):
-            if (number := getattr(self, field)) is not None and number < 1:
-                raise ValueError(f"{field}: {number} is below 1")
+        for field in ("schedule", "begins"):
+            given: Any = getattr(self, field)
+            object.__setattr__(self, field, (given,) if isinstance(given, str) else tuple(given))
         check_pipe(self)
         if self.pipe > 1:
             number = self.micro_batches or MICRO_BATCHES_PER_RANK * self.pipe
             for field in ("micro_batches", "accumulation"):
                 object.__setattr__(self, field, number)
-            if self.strategies == _default("strategies"):
+            if self.strategies == CompareOptions.strategies:
                 object.__setattr__(self, "strategies", ("single", "ddp"))
         self.__dict__["schedules"] = schedules_of(self)
 
@@ -161,10 +166,10 @@ class CompareConfig(CompareOptions):
         if not isinstance(self.workload, Workload):
             raise ValueError(f"workload: {self.workload!r:.80} is no Workload, nor the place of one, FILE.py:NAME")
         for field in BUILTIN_FIELDS:
-            if getattr(self, field) != _default(field):
+            if getattr(self, field) != getattr(CompareOptions, field):
                 raise ValueError(f"{field}: only for the built-in models; {self.workload} says it itself; leave it out")
         dtypes = [dtype_name(param.dtype) for param in self.on_meta.parameters() if param.is_floating_point()]
-        if self.dtype not in (_default("dtype"), dtypes[0]):
+        if self.dtype not in (CompareOptions.dtype, dtypes[0]):
             _one_of("dtype", self.dtype, DTYPES)
             raise ValueError(
                 f"dtype: {self.dtype!r}, but the parameters of {self.workload} are {dtypes[0]}; make the model double "
@@ -188,11 +193,8 @@ class CompareConfig(CompareOptions):
     def _check_taken(self) -> None:
         """Refuse options that no strategy takes: a record must not claim what had no effect."""
         for field, option in ENGINE_FIELDS.items():
-            if (
-                field != "shard_group"
-                and getattr(self, field) != _default(field)
-                and not any(self._has_use(field, one) for one in self.strategies)
-            ):
+            is_given = field != "shard_group" and getattr(self, field) != getattr(CompareOptions, field)
+            if is_given and not any(self._has_use(field, one) for one in self.strategies):
                 takers = ", ".join(filter(takes(option), STRATEGIES))
                 raise ValueError(
                     f"{field}: only for {takers}, and the strategies are {', '.join(self.strategies)}; leave it out"
@@ -203,11 +205,10 @@ class CompareConfig(CompareOptions):
         if self.wrap_policy != AUTO:
             wrapped_modules(self.on_meta, self.wrap_policy)
         made = [one for one in map(self.strategy, self.strategies) if one is not None]
-        for strategy in made:
-            if strategy.precision.compute is not None:
-                check_batch_norms(self.on_meta, strategy.precision)
         saves = "save_every" if self.save_every is not None else "resume" if self.resume is not None else ""
         for one in made:
+            if one.precision.compute is not None:
+                check_batch_norms(self.on_meta, one.precision)
             check_strategy(one)
             if saves and one.ranks_differ:
                 raise ValueError(
@@ -219,8 +220,8 @@ class CompareConfig(CompareOptions):
                     f"strategies: the axes of {one.name!r} are {', '.join(one.axes)}; compare makes one or two of "
                     f"{', '.join(sorted(DATA_AXES))}, outer first"
                 )
-        if any(len(one.axes) == 2 for one in made):
-            self._check_groups(next(one.name for one in made if len(one.axes) == 2))
+        if over_two := [one.name for one in made if len(one.axes) == 2]:
+            self._check_groups(over_two[0])
         elif self.shard_group is not None:
             raise ValueError(
                 "shard_group: no strategy here has two axes; take fsdp with sharding=hybrid_shard, or one of your own "
@@ -268,7 +269,7 @@ class CompareConfig(CompareOptions):
             return
         if self.trained.takes_mesh:
             raise ValueError("loss: it sends over the mesh, and with pipe only the last stage has it; leave pipe out")
-        batch = first_batch(self.trained, self.data_ranks, self.seed, self.global_batch // self.accumulation)
+        batch = self.first_batch()
         if self.trained.divides_rows:
             batch = divide(batch, 0, self.data_ranks).batch
         rounds = any(one.precision.compute is not None for one in map(self.strategy, self.strategies) if one)
@@ -283,11 +284,6 @@ class CompareConfig(CompareOptions):
         """By name, those of the axis of stages; set by the check of it, and read again of a record's configuration."""
         return schedules_of(self)
 
-    @cached_property
-    def staged(self) -> dict[str, Staged]:
-        """By name, schedules on the model; set by the check of it."""
-        return {}
-
     def inside(self, run: str) -> str:
         """The strategy of a run, which with stages is named after its schedule too."""
         return run.rpartition(AND)[0] if run.rpartition(AND)[2] in self.schedules and AND in run else run
@@ -297,19 +293,9 @@ class CompareConfig(CompareOptions):
         return self.staged[run.rpartition(AND)[2]] if self.inside(run) != run else None
 
     @cached_property
-    def own_strategies(self) -> dict[str, Strategy]:
-        """Strategies of the reader's own among ``strategies``, by name; set by the check of these."""
-        return {}
-
-    @cached_property
-    def place(self) -> str | None:
-        """Where the workload is, FILE.py:NAME, if it was named so; set by the check of it."""
-        return None
-
-    @cached_property
     def trained(self) -> Workload:
         """What is trained: the workload, or that of the built-in model."""
-        return self.workload or builtin(self, self.global_batch // self.accumulation)
+        return self.workload or builtin(self, self.micro_batch_rows)
 
     @cached_property
     def on_meta(self) -> nn.Module:
@@ -328,7 +314,7 @@ class CompareConfig(CompareOptions):
     @property
     def wrap_policy(self) -> WrapPolicy:
         """Which modules are units: what was chosen here, or else by the workload."""
-        if self.wrap == _default("wrap"):
+        if self.wrap == CompareOptions.wrap:
             return self.trained.wrap
         return parse_wrap(self.wrap) if isinstance(self.wrap, str) else self.wrap
 
@@ -342,12 +328,8 @@ class CompareConfig(CompareOptions):
         """Ranks in a shard group of hybrid_shard."""
         return self.shard_group if self.shard_group is not None else _largest_divisor(self.data_ranks)
 
-    def strategy(self, name: str) -> Strategy | None:
-        """The strategy of a name, with the options that it takes; None of torch's own."""
-        return self._made(name, ())
-
-    def _made(self, name: str, without: tuple[str, ...]) -> Strategy | None:
-        """The same, without some options."""
+    def strategy(self, name: str, without: tuple[str, ...] = ()) -> Strategy | None:
+        """The strategy of a name, with the options that it takes, or ``without`` some; None of torch's own."""
         name = self.inside(name)
         if name in self.own_strategies:
             return self.own_strategies[name]
@@ -371,14 +353,13 @@ class CompareConfig(CompareOptions):
             return {"data": 1}
         stages = {} if self.pipe == 1 else {MeshAxis.PIPE.value: self.pipe}
         tensor = {} if self.tp == 1 else {"tensor": self.tp}
-        axes = self._axes(strategy)
-        if len(axes) == 2:
-            return {**stages, axes[0]: self.data_ranks // self.shards, axes[1]: self.shards, **tensor}
-        return {**stages, axes[0]: self.data_ranks, **tensor}
+        *outer, inner = self._axes(strategy)
+        size = self.shards if outer else self.data_ranks
+        return {**stages, **dict.fromkeys(outer, self.data_ranks // size), inner: size, **tensor}
 
     def _axes(self, strategy: str) -> tuple[str, ...]:
         """Those over which a strategy averages, outer first."""
-        made = self._made(strategy, ("wrap",))  # which needs the workload, of which records keep the name alone
+        made = self.strategy(strategy, ("wrap",))  # which needs the workload, of which records keep the name alone
         return (MeshAxis.DATA,) if made is None else made.axes
 
     def has_two_axes(self, strategy: str) -> bool:
@@ -402,6 +383,15 @@ class CompareConfig(CompareOptions):
         return self.batch or SEQUENCES_PER_RANK * self.data_ranks * self.accumulation
 
     @property
+    def micro_batch_rows(self) -> int:
+        """Sequences in one micro-batch, over all ranks."""
+        return self.global_batch // self.accumulation
+
+    def first_batch(self) -> Any:
+        """The first batch, see ``batches.first_batch``."""
+        return first_batch(self.trained, self.data_ranks, self.seed, self.micro_batch_rows)
+
+    @property
     def resumed_rows(self) -> int | None:
         """Rows of a global batch, which a resumed run must share; None where data come in batches of their own."""
         return self.global_batch if self.workload is None or self.workload.is_dataset else None
@@ -421,9 +411,9 @@ class CompareConfig(CompareOptions):
 
     def alone(self, strategy: str, **changes: Any) -> "CompareConfig":
         """Of one run, without what its strategy has no use for, and with some fields changed."""
-        unused = {field: _default(field) for field in ENGINE_FIELDS if not self._has_use(field, strategy)}
+        unused = {name: getattr(CompareOptions, name) for name in ENGINE_FIELDS if not self._has_use(name, strategy)}
         if self.pipe > 1:
-            unused["accumulation"] = _default("accumulation")  # micro_batches says it
+            unused["accumulation"] = CompareOptions.accumulation  # micro_batches says it
         one: Any = self.own_strategies.get(strategy, strategy)
         return replace(self, strategies=(one,), **unused | changes)
 
@@ -433,9 +423,8 @@ class CompareConfig(CompareOptions):
         own = self.own_strategies.get(strategy)
         if own is None:
             return takes(ENGINE_FIELDS[field])(strategy)
-        return (field == "shard_group" and len(own.axes) == 2) or (
-            field == "bucket_mib" and self._takes_buckets(strategy)
-        )
+        has_buckets = field == "bucket_mib" and self._takes_buckets(strategy)
+        return has_buckets or (field == "shard_group" and len(own.axes) == 2)
 
     def _takes_buckets(self, strategy: str) -> bool:
         """Whether a strategy of the reader's own has the default size of buckets, in whose place comes ours."""
@@ -475,10 +464,6 @@ class CompareConfig(CompareOptions):
 def takes(option: str) -> Callable[[str], bool]:
     """Whether a strategy takes an engine option."""
     return lambda strategy: strategy in STRATEGIES and option in engine_options(strategy)
-
-
-def _default(name: str) -> Any:
-    return next(field.default for field in fields(CompareConfig) if field.name == name)
 
 
 def _largest_divisor(number: int) -> int:

@@ -127,9 +127,7 @@ def write_page(path: Path, page: str) -> Path:
     """
     part = path.with_name(REPORT[1])
     try:
-        part.unlink(missing_ok=True)
-        with part.open("x") as file:  # which follows no link
-            file.write(page)
+        part.write_text(page)
         part.replace(path)
     except OSError as error:
         with suppress(OSError):
@@ -143,9 +141,6 @@ def another(directory: Path) -> str:
     is_cut_off = (directory / "records").is_dir() and not (directory / "summary.json").is_file()
     what = "another run, which did not finish" if is_cut_off or any(directory.glob("rank*.journal")) else "another run"
     return f"{what}; name a new or an empty directory, or overwrite it (--overwrite, overwrite=True)"
-
-
-SAME = ("seed", "accumulation", "rows")  # what decides which rows a step trains on
 
 
 def checkpoint_directory(directory: Path, strategy: str) -> Path:
@@ -170,13 +165,11 @@ def check_resume(options: CompareOptions, rows: int | None) -> None:
         ValueError: a strategy's state is torch's own, there is no checkpoint, it has all the steps already, or its run
             had other batches.
     """
-    if options.save_every is not None or options.resume is not None:
-        field = "resume" if options.save_every is None else "save_every"
-        for name in options.strategies:
-            if why := getattr(STRATEGIES.get(name), "no_checkpoints", ""):
-                raise ValueError(f"{field}: strategy {name!r} {why}; leave it out")
-    if options.resume is not None:
-        for name in options.strategies:
+    field = "save_every" if options.save_every is not None else "resume" if options.resume is not None else ""
+    for name in options.strategies if field else ():
+        if why := getattr(STRATEGIES.get(name), "no_checkpoints", ""):
+            raise ValueError(f"{field}: strategy {name!r} {why}; leave it out")
+        if options.resume is not None:
             _check_one(options, checkpoint_directory(Path(options.resume), name), name, same_options(options, rows))
 
 
@@ -189,12 +182,12 @@ def _check_one(options: CompareOptions, directory: Path, strategy: str, wanted: 
         )
     with reading(directory) as folder:
         manifest = read_manifest(folder)
-    for field in SAME:
+    for field, needed in wanted.items():
         given = manifest.extra[field]
-        if wanted[field] is not None and given != wanted[field]:
+        if needed is not None and given != needed:
             what = "batch" if field == "rows" else field
             raise ValueError(
-                f"{what}: {wanted[field]}, but {strategy} in {options.resume} was trained with {given}; set {what} to "
+                f"{what}: {needed}, but {strategy} in {options.resume} was trained with {given}; set {what} to "
                 "that, so that the steps go on"
             )
     if manifest.num_steps >= options.steps:

@@ -62,11 +62,8 @@ class Hooks:
     def __enter__(self) -> "Hooks":
         """Begin to listen."""
         self._look()
-        for hook in (
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ):
-            self._stack.callback(hook.remove)
+        self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
         # Private: scripts that import ``clip_grad_norm_`` by name have it from before.
         self._stack.enter_context(replaced(clip_grad, "_get_total_norm", self._around_norm))
         scaler = torch.amp.GradScaler
@@ -134,7 +131,7 @@ class Hooks:
             )
             _own(hooks, self._stack)
         if not any(_is_compiled(module) for module in root.modules()):
-            units = {unit: name for name, unit in watched_modules(_inside(root)).items()}
+            units = {unit: name for name, unit in watched_modules(inside(root)).items()}
             self._units.update(units)
             self._hook_units(units)
 
@@ -239,10 +236,12 @@ def replaced(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None
         setattr(owner, name, plain)
 
 
-def _inside(root: nn.Module) -> nn.Module:
+def inside(root: nn.Module) -> nn.Module:
     """The user's module inside DistributedDataParallel and the like."""
-    while isinstance(root, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        root = root.module
+    while isinstance(root, nn.parallel.DistributedDataParallel | nn.DataParallel) or hasattr(root, "_orig_mod"):
+        wrapped = root.module if hasattr(root, "module") else root._orig_mod
+        assert isinstance(wrapped, nn.Module)
+        root = wrapped
     return root
 
 

@@ -81,7 +81,8 @@ class Loop:
         self._clock: Clock
         self.num_steps = 0
         """Steps that were written."""
-        self._step = BEFORE_TRAINING
+        self.step = BEFORE_TRAINING
+        """The step that runs or has ended last; -1 before the first."""
         self._in_step = contextlib.ExitStack()
         self._in_phase = contextlib.ExitStack()
         self._phase = Phase.SETUP
@@ -98,14 +99,9 @@ class Loop:
         self._models: frozenset[int] = frozenset()
 
     @property
-    def step(self) -> int:
-        """The step that runs or has ended last; -1 before the first."""
-        return self._step
-
-    @property
     def moment(self) -> Moment:
         """The step that runs or has ended last, and the backward in it."""
-        return Moment(self._step, self._num_backwards, self._models)
+        return Moment(self.step, self._num_backwards, self._models)
 
     @contextlib.contextmanager
     def forward(self, root: object, given: Any) -> Iterator[None]:
@@ -186,21 +182,21 @@ class Loop:
             self._stepped = False
             self._pass_late()
         self._learning_rate = learning_rate
-        if self._step != BEFORE_TRAINING:
+        if self.step != BEFORE_TRAINING:
             self._recorder.called(id(optimizer), (), can_trace=False)  # a GAN's halves may begin alike
         self._enter(Phase.STEP, SpanKind.OPTIMIZER)
 
     def optimizer_ends(self) -> None:
         """It has returned."""
         self._enter(Phase.DATA)
-        if self._step == BEFORE_TRAINING:  # an optimizer that steps before any forward or backward
+        if self.step == BEFORE_TRAINING:  # an optimizer that steps before any forward or backward
             return
         self._since = self._recorder.at_rest()
         self._in_step.close()
         if self._recorder.traces:  # it has read all memory, which takes so long that the next step begins anew
             self._since = None
         self._stepped = True
-        if not self._is_watched and self._record.watches(self._step + 1):
+        if not self._is_watched and self._record.watches(self.step + 1):
             self._record.watch(on=True)
             self._since = self._clock.mark()  # what that took belongs to no step
 
@@ -246,23 +242,23 @@ class Loop:
         """Begin the next step if the last one has ended, or the first."""
         if self._stepped:
             self._cut()
-        elif self._step != BEFORE_TRAINING:
+        elif self.step != BEFORE_TRAINING:
             return
         self._in_phase.close()
         if not self._is_open:
             self._recorder, self._clock = self._record.open()
             self._is_open = True
             self._pass_late()  # what came before training
-        since, self._thread = None if self._record.reads(self._step) else self._since, get_ident()
+        since, self._thread = None if self._record.reads(self.step) else self._since, get_ident()
         if since is None:  # what was fetched before its forward is no part of the step
             self._fetched.clear()
-        self._step += 1
+        self.step += 1
         self._num_backwards = 0
-        traces, self._is_watched = self._record.traces(self._step), self._record.watches(self._step)
+        traces, self._is_watched = self._record.traces(self.step), self._record.watches(self.step)
         if not self._is_watched:  # only now: the step before went on as long as another optimizer could follow
             self._record.watch(on=False)
         self._in_step.enter_context(
-            self._recorder.step(self._step, trace_memory=traces, since=since, watched=self._is_watched)
+            self._recorder.step(self.step, trace_memory=traces, since=since, watched=self._is_watched)
         )
         self._pass_late()
 

@@ -1,6 +1,6 @@
 """``record``: opens a directory, listens while the block runs, and closes the record, also after an error.
 
-``Script`` is a file that is run inside ``record`` as ``python SCRIPT ARGS`` would run it.
+``recorded_script`` is a file that is run inside ``record`` as ``python SCRIPT ARGS`` would run it.
 What a rank must know for that it knows without asking the others: its number, the directory, the origin of time.
 """
 
@@ -13,7 +13,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from importlib.machinery import SourceFileLoader
@@ -335,9 +334,12 @@ def directory_by_date() -> Path:
     return Path("runs") / datetime.fromtimestamp(int(began)).strftime("%Y%m%d-%H%M%S")
 
 
-@dataclass(frozen=True)
-class Script:
-    """A script and where its record goes.
+def recorded_script(
+    path: Path, arguments: Sequence[str], directory: Path, *, overwrite: bool, watch_every: int
+) -> Callable[[], None]:
+    """Check before anything runs; the call runs the script as ``__main__``, and records it.
+
+    What it raises, also ``SystemExit``, leaves as it is.
 
     Args:
         path: of the script.
@@ -349,25 +351,17 @@ class Script:
     Raises:
         ValueError: there is no such script, the directory is not empty, or ``watch_every`` is no number of steps.
     """
+    if not path.is_file():
+        raise ValueError(f"script: {path} is not a file; name a Python script, then its arguments")
+    check_steps(TRACED_STEP, watch_every)
+    claim(directory, Place.here(), overwrite=overwrite)
 
-    path: Path
-    arguments: Sequence[str]
-    directory: Path
-    overwrite: bool
-    watch_every: int
+    def run() -> None:
+        main = as_main(path, arguments)
+        with record(directory, watch_every=watch_every, overwrite=overwrite):
+            main()
 
-    def __post_init__(self) -> None:
-        """Check before anything runs."""
-        if not self.path.is_file():
-            raise ValueError(f"script: {self.path} is not a file; name a Python script, then its arguments")
-        check_steps(TRACED_STEP, self.watch_every)
-        claim(self.directory, Place.here(), overwrite=self.overwrite)
-
-    def __call__(self) -> None:
-        """Run it as ``__main__``. What it raises, also ``SystemExit``, leaves as it is."""
-        run = as_main(self.path, self.arguments)
-        with record(self.directory, watch_every=self.watch_every, overwrite=self.overwrite):
-            run()
+    return run
 
 
 def as_main(path: Path, arguments: Sequence[str]) -> Callable[[], None]:

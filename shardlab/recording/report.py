@@ -203,7 +203,7 @@ def _tables(recorded: Comparison) -> dict[str, pd.DataFrame]:
 def _figures(recorded: Comparison) -> dict[str, go.Figure]:
     records = recorded.records
     traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
-    memory, times = memory_figures(records), time_figures(records, traffic)
+    memory, times = memory_figures(records), time_figures(records)
     (held, at_rest_figure), (length, step_times_figure) = next(iter(memory.items())), list(times.items())[-1]
     figures = {held: at_rest_figure, length: step_times_figure}
     figures["When it computes and when it communicates."] = collective_timeline(

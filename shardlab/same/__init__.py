@@ -2,7 +2,7 @@
 
 ``shardlab same SCRIPT`` runs a script on ranks (``ranks``, ``process``), where its steps are noted (``capture``,
 ``rows``, ``pieces``), and again in one process (``alone``); compares both (``union``, ``compare``); and says what
-differs, and why (``coefficients``, ``meanings``, ``causes``, ``answer``). ``watch`` does the same inside a loop.
+differs, and why (``coefficients``, ``causes``, ``answer``). ``watch`` does the same inside a loop.
 """
 
 from typing import TYPE_CHECKING

@@ -7,9 +7,8 @@ from math import hypot, isclose
 import torch
 from torch import Tensor
 
-from shardlab.same.coefficients import CLOSE, Mixture, mixture
+from shardlab.same.coefficients import CLOSE, Mixture, listed, meaning, mixture
 from shardlab.same.compare import REDUCES, Found, Row
-from shardlab.same.meanings import listed, meaning
 from shardlab.same.notes import Message, Notes, Step
 from shardlab.same.union import Gradient
 from shardlab.same.wholes import wholes

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public way to a shard's place
 
 from shardlab.engines.any_engine import AnyEngine
+from shardlab.recording.global_hooks import inside
 from shardlab.same.notes import Part, Place
 
 
@@ -142,15 +143,6 @@ class Pieces:
                 spans.append(span)
             if not handle._use_orig_params:
                 yield id(flat), (flat, spans)
-
-
-def inside(root: nn.Module) -> nn.Module:
-    """The user's module inside DistributedDataParallel and the like."""
-    while isinstance(root, nn.parallel.DistributedDataParallel | nn.DataParallel) or hasattr(root, "_orig_mod"):
-        wrapped = root.module if hasattr(root, "module") else root._orig_mod
-        assert isinstance(wrapped, nn.Module)
-        root = wrapped
-    return root
 
 
 def plain_name(name: str) -> str:

@@ -100,10 +100,8 @@ def too_large(ranks: Sequence[Notes], why: str = "") -> Answer:
     if rows := found.different:
         note = f"step {rows[0].step}: {rows[0].what} of {named(rows, found, ranks)} differ between ranks, which is "
         note += "right where they divide these parameters by hand"
-    advice = (
-        "take fewer or smaller layers of the same kind, in which a mistake stays the same; and one axis at a time: "
-    )
-    advice += "--ranks 2, with 2 ranks on that axis and 1 on each other"
+    advice = "take fewer or smaller layers of the same kind, in which a mistake stays the same; and one axis at a "
+    advice += "time: --ranks 2, with 2 ranks on that axis and 1 on each other"
     return Answer([(UNKNOWN, why), ("NEXT", advice), ("NOTE", note)], found.table)
 
 

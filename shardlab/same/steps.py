@@ -1,19 +1,22 @@
 """Notes the steps of a script: what its modules hold, what they send, and what optimizers are given and make of it."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from shardlab.comm.callers import line_of_caller
+from shardlab.comm.callers import line_of_caller, locate
+from shardlab.comm.events import CollectiveEvent, Observer
 from shardlab.comm.trees import tensors_in
 from shardlab.engines.any_engine import AnyEngine
-from shardlab.same.held import Held
-from shardlab.same.messages import Messages
-from shardlab.same.notes import Notes, Part, Step, kept
-from shardlab.same.pieces import Pieces, inside
+from shardlab.recording.global_hooks import inside
+from shardlab.recording.script_collectives import TorchCalls
+from shardlab.recording.torch_callers import Caller
+from shardlab.same.notes import Cleared, Message, Notes, Part, Step, kept
+from shardlab.same.pieces import Pieces
+from shardlab.vocabulary import Collective
 
 MOST = 4  # times the limit, of an optimizer that steps more often than another
 _NUMBERS = (int, float, bool, str, type(None), tuple)
@@ -21,6 +24,81 @@ _NUMBERS = (int, float, bool, str, type(None), tuple)
 
 class Enough(BaseException):
     """All steps that were asked for have been noted; no script catches it by accident."""
+
+
+class Held:
+    """Gradients that backwards have brought, by name: until an optimizer steps them, somebody clears them, or both.
+
+    They are known from one step to the next.
+    """
+
+    def __init__(self) -> None:
+        # Norm, backward (-1 when it has been stepped), whether another optimizer has stepped since.
+        self._known: dict[str, tuple[float, int, bool]] = {}
+
+    def kept(self) -> dict[str, float]:
+        """Norms of those that were stepped, and that nobody has cleared: the next backward adds to them."""
+        return {name: norm for name, (norm, backward, _) in self._known.items() if backward < 0 < norm}
+
+    def brought(self, parts: Iterable[Part], backward: int) -> None:
+        """Gradients as a backward leaves them."""
+        for part in parts:
+            # What the loss of another optimizer brought before stays that.
+            is_of_another = part.name in self._known and self._known[part.name][2]
+            self._known[part.name] = float(part.value.norm()), backward, is_of_another
+
+    def stepped(self, names: Collection[str]) -> None:
+        """An optimizer has stepped these."""
+        for name, (norm, backward, _) in self._known.items():
+            if name in names or backward >= 0:
+                self._known[name] = (norm, -1, False) if name in names else (norm, backward, True)
+
+    def cleared(self, parts: Iterable[Part], line: str) -> list[Cleared]:
+        """Those that are gone, though nobody has stepped them; ``parts`` are all that are there."""
+        held = {name: known for name, known in self._known.items() if known[0] > 0}
+        if not held:
+            return []
+        now = {part.name: float(part.value.norm()) for part in parts}
+        gone = {name: known for name, known in held.items() if not now.get(name, 0.0) > 0}
+        for name in gone:
+            del self._known[name]
+        return [
+            Cleared(name, norm, number, line, another) for name, (norm, number, another) in gone.items() if number >= 0
+        ]
+
+
+class Messages(Observer):
+    """Notes what a script sends before a step, with the line that sends it and the gradients that are in it.
+
+    Args:
+        names_of: the parameters or gradients that lie in a tensor's memory.
+        backward: how many there were in this step.
+    """
+
+    def __init__(self, names_of: Callable[[Tensor], tuple[str, ...]], backward: Callable[[], int]) -> None:
+        self._names_of, self._backward = names_of, backward
+        self._names: tuple[str, ...] = ()
+        self._caller = ""
+        self._found: list[Message] = []
+        self.calls = TorchCalls(self, self._tag)
+        """Messages are noted while this is entered."""
+
+    def taken(self) -> list[Message]:
+        """Those since the last call."""
+        self.calls.end_waits()
+        self.calls.forget_ended()
+        found, self._found = self._found, []
+        return found
+
+    def issued(self, event: CollectiveEvent) -> None:
+        """As the base."""
+        line, number = locate(event), self._backward()
+        self._found.append(Message(str(event.op), self._caller, line, event.ranks, event.dtype, self._names, number))
+
+    def _tag(self, op: Collective, caller: Caller, tensors: Sequence[Tensor]) -> str:
+        self._caller = caller.name
+        self._names = tuple(name for tensor in tensors for name in self._names_of(tensor)) if not caller.name else ()
+        return caller.name or "the script"
 
 
 class Steps:

@@ -120,9 +120,7 @@ def test_the_peak_is_that_of_the_longest_batch_wherever_it_comes(pools, tmp_path
             row = done.summary.set_index("strategy").loc[strategy]
             assert row["peak_step"] == place // accumulation
             assert row["peak_bytes"] > 3 * row["least_peak_bytes"]
-            foretold, measured = (
-                peak_of(records, strategy) for records in (dry(config, strategy, others=True), done.records)
-            )
+            foretold, measured = (peak_of(records, strategy) for records in (dry(config, strategy), done.records))
             assert sum(foretold.values()) == sum(measured.values())
             # What the first batch has left when tracing began at the second is told apart better.
             assert foretold == measured or place % accumulation

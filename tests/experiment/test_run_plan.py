@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from shardlab import Mesh, Workload, build_engine
 from shardlab.cli import app
 from shardlab.course.gathered_units import watch_gathered
-from shardlab.experiment.planned.plan import plans_of
+from shardlab.experiment.planned.plan import plan_all, to_plan
 from shardlab.experiment.planned.run_plan import RunPlan, kept_for_backward, readable_fit, saved_for_backward
 from shardlab.models import GPT, GPTConfig, next_token_loss
 from shardlab.partition.ring_cost import Link
@@ -102,7 +102,7 @@ def gathered_in_an_engine(rank: int, model: Any, options: dict) -> int:
 
 def gathered_in_the_plan(model: Any, strategy: str, ranks: int, options: dict) -> int | None:
     workload = Workload(model, Tokens(), loss)
-    return plans_of(workload, ranks, strategy, **options)[strategy].gathered_bytes
+    return plan_all(to_plan(workload, ranks, strategy, **options))[strategy].gathered_bytes
 
 
 @pytest.mark.parametrize("model", [gpt, Uneven])

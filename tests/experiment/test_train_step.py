@@ -96,6 +96,6 @@ def test_a_loader_ends_with_its_run_and_not_with_a_cycle(tmp_path):
     config = CompareConfig(workload=Workload(model, loader, mse), strategies=("fsdp",), ranks=1)
     with recorded_run(config, "fsdp", Mesh.alone(), RunWriter(tmp_path, 0, "fsdp", "measured"), 0) as run:
         run.step(0)
-    held = [weakref.ref(run._batches), weakref.ref(loader)]
+    held = [weakref.ref(run.shares), weakref.ref(loader)]
     del run, config, loader
     assert [one() for one in held] == [None, None]

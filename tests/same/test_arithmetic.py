@@ -9,9 +9,8 @@ from shardlab.launch import RankError
 from shardlab.recording.global_hooks import replaced
 from shardlab.same import watch
 from shardlab.same.answer import answer
-from shardlab.same.coefficients import mixture
-from shardlab.same.losses import drops_nothing
-from shardlab.same.meanings import meaning
+from shardlab.same.capture import drops_nothing
+from shardlab.same.coefficients import meaning, mixture
 from shardlab.same.notes import Backward, Cleared, Counted, Notes, Part, Step, UnlikeError
 from shardlab.same.union import union
 from shardlab.same.wholes import wholes

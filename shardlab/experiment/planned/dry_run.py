@@ -33,7 +33,7 @@ from shardlab.dry.messages import DryRun, Log, Places
 from shardlab.dry.without_values import WithoutValues
 from shardlab.engines import Division, Engine
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.planned.known_workload import PlannedWorkload, first_batch, first_forward
+from shardlab.experiment.planned.known_workload import PlannedWorkload, first_forward
 from shardlab.experiment.run.rank_run import engine_of, recorded_run, step_of
 from shardlab.experiment.trained.batches import DataEndedError, Share, batches_of, divide
 from shardlab.experiment.trained.tensor import loss_of
@@ -53,7 +53,7 @@ OperationSeconds = Callable[[Any, tuple[Any, ...], Any], float]
 
 def dry_run(
     config: CompareConfig, strategy: str, clock: ToldClock, operation_seconds: OperationSeconds, rank: int = 0,
-    host_seconds: float = 0.0, *, others: bool = False, traces_memory: bool = True,
+    host_seconds: float = 0.0, *, traces_memory: bool = True,
 ) -> Records:  # fmt: skip
     """The records of the first two steps of one rank of a strategy, with source 'predicted'.
 
@@ -66,8 +66,8 @@ def dry_run(
         operation_seconds: what operations cost.
         rank: which rank.
         host_seconds: of a step: what the engine's own code takes beside operations.
-        others: run the later steps too that have larger or smaller batches, for their peaks; their times do not count.
-        traces_memory: find the peaks, which takes about as long as all else.
+        traces_memory: find the peaks, which takes about as long as all else; those of later steps too that have larger
+            or smaller batches, whose times do not count.
 
     Raises:
         RuntimeError: the step depends on values.
@@ -78,13 +78,13 @@ def dry_run(
 
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        are_alike = not first_forward(config, config.on_meta, first_batch(config)).by_rows
+        are_alike = not first_forward(config, config.on_meta, config.first_batch()).by_rows
         mesh = stack.enter_context(ForetoldMesh(config.mesh_axes(strategy), rank, clock, are_alike=are_alike))
         mode = stack.enter_context(WithoutValues(ran))
         writer = RunWriter(directory, rank, strategy, "predicted")
         with recorded_run(config, strategy, mesh, writer, 0, clock) as run:
-            run.take_batches(mode.with_values)
-            later = other_steps(mode.with_values(run.batches_anew()), config) if others else []
+            run.shares = mode.with_values(run.shares)
+            later = other_steps(mode.with_values(run.batches_anew()), config) if traces_memory else []
             numbers = [*range(STEPS), *later]
             for step, before in zip(numbers, [-1, *numbers], strict=False):
                 run.pass_over(step - before - 1)
@@ -232,7 +232,7 @@ def _pieces(division: Division, place: int) -> Hashable:
 def _last_steps(config: CompareConfig) -> Iterator[Iterator[Any]]:
     """The micro-batches of each data rank in the last step."""
     workload, ranks = config.trained, config.data_ranks
-    rows, last = config.global_batch // config.accumulation, config.steps * config.accumulation
+    rows, last = config.micro_batch_rows, config.steps * config.accumulation
     first = last - config.accumulation
     if workload.divides_rows:
         # Read once, since every rank gets its rows of the same batches.

@@ -97,18 +97,10 @@ def forecast_step(
     def scratch(num_bytes: int, num_ranks: int) -> int:
         return (num_ranks - 1) * min(SEGMENT_BYTES, num_bytes // num_ranks) if config.transport == "gloo" else 0
 
-    wire = Wire(
-        of_message,
-        costs.slows_compute,
-        costs.slowed_by_compute,
-        costs.meeting,
-        emulated=link is not None,
-        scratch_bytes=scratch,
-    )
+    slows = costs.slows_compute, costs.slowed_by_compute
+    wire = Wire(of_message, *slows, costs.meeting, emulated=link is not None, scratch_bytes=scratch)
     host = costs.host.get(strategy, 0.0) * config.accumulation * steered_by(config, strategy)
-    records = dry_run(
-        config, strategy, ToldClock(wire), of_operation, rank, host, others=traces_memory, traces_memory=traces_memory
-    )  # fmt: skip
+    records = dry_run(config, strategy, ToldClock(wire), of_operation, rank, host, traces_memory=traces_memory)
     peak_bytes = int(records.steps["peak_bytes"].max()) if traces_memory else 0
     return StepForecast(seconds_in(records.steps), peak_bytes, records, True in outside, frozenset(unmeasured))
 

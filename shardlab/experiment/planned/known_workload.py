@@ -16,7 +16,6 @@ from shardlab.engines.any_engine import of_state
 from shardlab.engines.autograd_nodes import may_nest, nodes_below
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.trained import batches
 from shardlab.experiment.trained.batches import divide, rows_of
 from shardlab.experiment.trained.workload import Workload, seeded
 from shardlab.planner.setup import SGD, Optimizer
@@ -67,9 +66,9 @@ class PlannedWorkload:
         """That of a configuration.
 
         Raises:
-            ValueError: see ``optimizer_of`` and ``first_batch``.
+            ValueError: see ``optimizer_of`` and ``batches.first_batch``.
         """
-        module, batch = config.on_meta, first_batch(config)
+        module, batch = config.on_meta, config.first_batch()
         tried = first_forward(config, module, batch)
         if config.trained.divides_rows:
             batch = divide(batch, 0, min(config.data_ranks, rows_of(batch))).batch
@@ -136,12 +135,6 @@ def _kept(tensor: Tensor, state: Mapping[str, Any]) -> Optimizer | None:
         else:
             return None
     return Optimizer(values, counters, scalars)
-
-
-def first_batch(config: CompareConfig) -> Any:
-    """The first batch, see ``batches.first_batch``."""
-    rows = config.global_batch // config.accumulation
-    return batches.first_batch(config.trained, config.data_ranks, config.seed, rows)
 
 
 def first_forward(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from shardlab import planner
+from shardlab.analysis.held_bytes import by_column
 from shardlab.dry.messages import DryRun
 from shardlab.engines import Strategy
 from shardlab.engines.precision import parse_precision
@@ -33,7 +34,7 @@ from shardlab.planner.memory import on_tensor_ranks
 from shardlab.planner.setup import STRATEGIES, Optimizer
 from shardlab.records.tables import MEMORY
 from shardlab.units import units_of
-from shardlab.vocabulary import Role, dtype_name
+from shardlab.vocabulary import dtype_name
 
 BY_ROWS = "what is used or sent depends on the rows, so bytes and messages may differ from the plan's"
 _BY_OPTIMIZER = "the optimizer's state has other shapes than the parameters, or grows after its first step"
@@ -203,12 +204,6 @@ def _name(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else dtype_name(dtype)
 
 
-_ROLES = {
-    "parameter_bytes": (Role.PARAMETER,), "gradient_bytes": (Role.GRADIENT,),
-    "optimizer_bytes": (Role.OPTIMIZER_STATE, Role.MASTER_WEIGHT), "offloaded_bytes": (Role.OFFLOADED,),
-}  # fmt: skip
-
-
 def plan(
     workload: Workload | str,
     ranks: int,
@@ -232,24 +227,12 @@ def plan(
         ValueError: an option has an invalid value, a strategy cannot be planned, or the data's first batch cannot be
             read here.
     """
-    plans = plans_of(workload, ranks, strategies, **options)
+    plans = plan_all(to_plan(workload, ranks, strategies, **options))
     return table_of([row_of(strategy, found) for strategy, found in plans.items()])
 
 
-def plans_of(
-    workload: Workload | str,
-    ranks: int,
-    strategies: Sequence[str | Strategy] | str | Strategy = STRATEGIES,
-    *,
-    told: Callable[[str], object] = str,
-    **options: Any,
-) -> dict[str, Plan]:
-    """The tables behind ``plan``, by strategy; arguments and errors are its, ``told`` is that of ``plan_runs``."""
-    return plan_all(to_plan(workload, ranks, strategies, **options), told)
-
-
 def plan_all(config: CompareConfig, told: Callable[[str], object] = str) -> dict[str, Plan]:
-    """What ``plan_runs`` finds, where all can be planned."""
+    """The tables behind ``plan``, by strategy, with its errors; ``told`` is that of ``plan_runs``."""
     return {strategy: _planned(strategy, found) for strategy, found in plan_runs(config, told).items()}
 
 
@@ -274,16 +257,16 @@ def _planned(strategy: str, planned: Plan | str) -> Plan:
 
 def row_of(strategy: str, planned: Plan) -> dict[str, Any]:
     """A row of ``plan``'s table."""
-    held, sent = planned.memory.groupby(["role", "rank"])["bytes"].sum(), planned.collectives
+    at_rest, sent = by_column(planned.memory, ["rank"]), planned.collectives
+    held: dict[Any, int] = at_rest.drop(columns="other_bytes").max().to_dict()
     num_bytes, messages, by_axis = (None, None, {}) if sent is None else (0.0, 0, {})
     if sent is not None and len(sent):
         by_rank = sent.groupby("rank")
         num_bytes, messages = float(by_rank["wire_bytes"].sum().max()), int(by_rank.size().max())
         by_axis = sent.groupby(["axis", "rank"])["wire_bytes"].sum().groupby("axis").max().to_dict()
     return {
-        "strategy": strategy, "precision": planned.precision,
-        **{name: _largest(held[held.index.isin(roles, level="role")]) for name, roles in _ROLES.items()},
-        "rest_bytes": _largest(held), "wire_bytes_per_step": num_bytes, "messages_per_step": messages,
+        "strategy": strategy, "precision": planned.precision, **held, "rest_bytes": int(at_rest.sum(axis=1).max()),
+        "wire_bytes_per_step": num_bytes, "messages_per_step": messages,
         **({f"{axis}_wire_bytes": size for axis, size in by_axis.items()} if len(by_axis) > 1 else {}),
     }  # fmt: skip
 
@@ -292,8 +275,3 @@ def table_of(rows: list[dict[str, Any]]) -> pd.DataFrame:
     """The rows as a table of numbers, some of which may be missing; without ``precision`` where it is full in all."""
     table = pd.DataFrame(rows).astype({"wire_bytes_per_step": float, "messages_per_step": "Int64"})
     return table.drop(columns="precision") if (table["precision"] == "full").all() else table
-
-
-def _largest(held: "pd.Series[int]") -> int:
-    """Of the ranks' sums."""
-    return int(held.groupby("rank").sum().max()) if len(held) else 0

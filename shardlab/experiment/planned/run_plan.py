@@ -9,7 +9,7 @@ Nothing is computed: the model is made without memory, and one forward of it is 
 and a type but no numbers. So a model of 7 billion parameters takes seconds on a laptop.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import nan
@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from shardlab.comm.trees import cast_floating, map_tensors, tensors_in
 from shardlab.engines.autograd_nodes import nodes_below
 from shardlab.engines.precision import Precision, parse_precision
-from shardlab.experiment.planned.plan import Plan, plans_of, row_of, table_of
+from shardlab.experiment.planned.plan import Plan, plan_all, row_of, table_of, to_plan
 from shardlab.experiment.trained.batches import batches_of, divide, rows_of
 from shardlab.experiment.trained.named_workload import workload_at
 from shardlab.experiment.trained.workload import Workload, seeded
@@ -64,21 +64,23 @@ class RunPlan:
 
     @classmethod
     def of(
-        cls, workload: Workload | str, ranks: int, strategies: tuple[str, ...] | str = STRATEGIES, **options: Any
-    ) -> "RunPlan":
+        cls, workload: Workload | str, ranks: int, strategies: tuple[str, ...] | str = STRATEGIES, *,
+        told: Callable[[str], object] = str, **options: Any,
+    ) -> "RunPlan":  # fmt: skip
         """Plan a workload.
 
         Args:
             workload: what is trained, or the place of it, FILE.py:NAME.
             ranks: number of ranks; they need not fit on this machine.
             strategies: names of ours.
+            told: see ``plan_runs``.
             options: other fields of ``CompareConfig``.
 
         Raises:
             ValueError: an option has an invalid value, or a strategy cannot be planned.
         """
         known = workload_at(workload) if isinstance(workload, str) else workload
-        plans = plans_of(known, ranks, strategies, **options)
+        plans = plan_all(to_plan(known, ranks, strategies, **options), told)
         # What autograd keeps is not counted of divided layers, which one process does not have.
         alone = {name for name, row in ROWS.items() if row.alone}
         whole = {name: plan.precision for name, plan in plans.items() if options.get("tp", 1) == 1 or name in alone}
@@ -103,10 +105,9 @@ class RunPlan:
             ValueError: the GPU is not understood.
         """
         gpu = Gpu.parse(gpu) if isinstance(gpu, str) else gpu
+        whole = dict.fromkeys(("gathered_bytes", "row_bytes", "rows_that_fit"), "Int64")
         table = table_of([self._row(strategy, gpu) for strategy in self.plans])
-        return table.astype({"gathered_bytes": "Int64", "row_bytes": "Int64", "rows_that_fit": "Int64"}).astype(
-            {"sending_ms": float, "logits_share": float}
-        )
+        return table.astype({**whole, "sending_ms": "float64", "logits_share": "float64"})
 
     def _row(self, strategy: str, gpu: Gpu) -> dict[str, Any]:
         planned, kept = self.plans[strategy], self.kept[strategy]

@@ -5,12 +5,13 @@ from typing import Any
 
 import pandas as pd
 
+from shardlab.analysis.held_bytes import by_column
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.planned.plan import Plan
 from shardlab.experiment.trained.pipelined import SLOTS
 from shardlab.plots.text import format_percent
 from shardlab.schedules import play
-from shardlab.vocabulary import Collective, MeshAxis, Role
+from shardlab.vocabulary import Collective, MeshAxis
 
 COLUMNS = ["strategy", "rank", "stages", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "in_flight", "idle",
            "messages", "sent_bytes"]  # fmt: skip
@@ -29,28 +30,19 @@ def stages_of(config: CompareConfig, plans: Mapping[str, Plan]) -> pd.DataFrame:
         are equal, backward takes twice as long as forward and messages take no time), ``messages`` sent to other stages
         in a step, and ``sent_bytes`` in them; missing where messages are not known.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[Any, Any]] = []
     for run, plan in plans.items():
         if (staged := config.staged_of(run)) is None:
             continue
-        schedule, played = staged.schedule, play(staged.schedule, SLOTS)
+        schedule, played, held = staged.schedule, play(staged.schedule, SLOTS), by_column(plan.memory, ["rank"])
         for place, idle in enumerate(played.idle):
             rank = place * config.data_ranks
             own = [str(stage) for stage, of_rank in schedule.rank_of.items() if of_rank == place]
             rows.append(
-                {"strategy": run, "rank": rank, "stages": ", ".join(own), **_held(plan.memory, rank),
+                {"strategy": run, "rank": rank, "stages": ", ".join(own), **held.loc[rank].to_dict(),
                  "in_flight": schedule.in_flight(place), "idle": idle / played.seconds, **_sent(plan.collectives, rank)}
             )  # fmt: skip
     return pd.DataFrame(rows, columns=COLUMNS).astype({"messages": "Int64", "sent_bytes": "Float64"})
-
-
-def _held(memory: pd.DataFrame, rank: int) -> dict[str, int]:
-    held = memory[memory["rank"] == rank].groupby("role")["bytes"].sum()
-    state = held.reindex([Role.OPTIMIZER_STATE, Role.MASTER_WEIGHT]).sum()
-    return {
-        "parameter_bytes": int(held.get(Role.PARAMETER, 0)), "gradient_bytes": int(held.get(Role.GRADIENT, 0)),
-        "optimizer_bytes": int(state),
-    }  # fmt: skip
 
 
 def _sent(collectives: pd.DataFrame | None, rank: int) -> dict[str, float | None]:

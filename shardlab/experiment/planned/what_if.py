@@ -131,12 +131,8 @@ def _with_stages(records: Records, config: CompareConfig, run: str, changes: dic
     )
     steps = pipelined_steps(collectives, spans, config.mesh_axes(run))
     recorded = seconds_in(own)
-    around, again, changed = (
-        median(times) / 1e6
-        for times in zip(
-            *((one.done.seconds, one.foretold().seconds, one.foretold(other).seconds) for one in steps), strict=True
-        )
-    )
+    times = [(one.done.seconds, one.foretold().seconds, one.foretold(other).seconds) for one in steps]
+    around, again, changed = (median(some) / 1e6 for some in zip(*times, strict=True))
     return WhatIf(recorded, recorded - around + again, recorded - around + changed)
 
 

@@ -39,6 +39,7 @@ def found_by(reports: list[RankReport], mesh: dict[str, int], config: CompareCon
     """What a manifest says after the run."""
     shares, num_tensor_ranks = [report.recorder_share for report in reports], mesh.get(MeshAxis.TENSOR, 1)
     by_stage = _by_stage(len(reports), mesh)
+    differ = (first_that_differ([reports[rank].buffers for rank in one], num_tensor_ranks) for one in by_stage)
     last = [report for report in reports if report.has_loss]
     return {
         "padding_bytes": max(report.padding_bytes for report in reports),
@@ -53,8 +54,7 @@ def found_by(reports: list[RankReport], mesh: dict[str, int], config: CompareCon
         "batches": of_all_ranks(
             [reports[rank].batches for rank in by_stage[0][::num_tensor_ranks]], config.trained.divides_rows
         ),
-        "other_batch": reports[0].other_batch,
-        "own_buffers": next(filter(None, (_own_buffers(reports, one, num_tensor_ranks) for one in by_stage)), "")
+        "own_buffers": next(filter(None, differ), "")
         or (broadcast_said(reports[0].buffers) if config.broadcast_buffers else ""),
         "first_losses": _first_losses([report.first for report in last[::num_tensor_ranks]]),
     }
@@ -64,10 +64,6 @@ def _by_stage(num_ranks: int, mesh: dict[str, int]) -> list[range]:
     """The ranks that train the same parameters."""
     size = num_ranks // mesh.get(MeshAxis.PIPE, 1)
     return [range(first, first + size) for first in range(0, num_ranks, size)]
-
-
-def _own_buffers(reports: list[RankReport], ranks: range, num_tensor_ranks: int) -> str:
-    return first_that_differ([reports[rank].buffers for rank in ranks], num_tensor_ranks)
 
 
 def _first_losses(found: list[FirstLoss | None]) -> dict[str, Any]:

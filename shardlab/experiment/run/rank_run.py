@@ -4,7 +4,7 @@ Whatever a rank calls stands here: what ``comparison`` imports besides, pictures
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from shardlab.experiment.run.pipeline_step import PipelineStep
 from shardlab.experiment.run.rank_checks import FiniteCheck, FirstLoss, WatchedLoss, counts_of, sums_of
 from shardlab.experiment.run.shard_rows import shard_rows
 from shardlab.experiment.run.train_step import LossFn, StepResult, TrainStep
-from shardlab.experiment.trained.batches import NUM_BATCHES, Share, batches_of, first_other, size_of
+from shardlab.experiment.trained.batches import NUM_BATCHES, Share, batches_of, size_of
 from shardlab.experiment.trained.tensor import divided, loss_of
 from shardlab.experiment.trained.workload import seeded
 from shardlab.installed import num_cores
@@ -65,7 +65,6 @@ class RankReport:
         did: what the rank had called, and its parameters' checksum, after some of the steps.
         drew: whether a step drew random numbers, as dropout does.
         batches: checksums of the first ones, see ``batches``.
-        other_batch: the first of them that is not what the checkpoint it went on from was trained on; None if all are.
         buffers: checksums after the first steps, and after some of the later ones, see ``rank_checks``.
         first: of its first micro-batch.
         has_loss: whether it computes the loss, as the ranks of a pipeline's last stage do.
@@ -77,7 +76,6 @@ class RankReport:
     did: dict[int, Did]
     drew: bool
     batches: list[int] = field(default_factory=list)
-    other_batch: int | None = None
     buffers: dict[int, dict[str, int]] = field(default_factory=dict)
     first: FirstLoss | None = None
     has_loss: bool = True
@@ -102,10 +100,10 @@ class RankRun:
         self.drew = False
         """Whether a step drew random numbers. Data do not count: they draw apart from training, see ``batches``."""
         self.batches: list[int] = []  # those that were passed over too
-        self.other_batch: int | None = None
         self._first_counts, self._first_weight = dict[str, float](), 1.0
         self._config, workload = config, config.trained
-        self._batches = self.batches_anew()
+        self.shares = self.batches_anew()
+        """What is trained on next."""
         scheduler = None if workload.scheduler is None else workload.scheduler(engine.optimizer)
         if scheduler is not None and not hasattr(scheduler, "step"):
             raise ValueError(f"scheduler: it returned {type(scheduler).__name__}; return a learning rate scheduler")
@@ -124,14 +122,8 @@ class RankRun:
 
     def batches_anew(self) -> Iterator[Share]:
         """The rank's batches from the first on."""
-        rows = self._config.global_batch // self._config.accumulation
-        return batches_of(
-            self._config.trained, self.engine.data_rank, self.engine.num_data_ranks, self._config.seed, rows
-        )
-
-    def take_batches(self, read: Callable[[Iterator[Share]], Iterator[Share]]) -> None:
-        """Read the batches by ``read``."""
-        self._batches = read(self._batches)
+        config, engine = self._config, self.engine
+        return batches_of(config.trained, engine.data_rank, engine.num_data_ranks, config.seed, config.micro_batch_rows)
 
     def live_tensors(self) -> LiveTensors:
         """The engine's tensors by role, for the recorder, which asks when it reads memory."""
@@ -141,7 +133,7 @@ class RankRun:
     def save(self, directory: Path) -> None:
         """Write a checkpoint; collective."""
         extra = same_options(self._config, self._config.resumed_rows)
-        self.engine.save(directory, extra={**extra, self._whose_batches: self.batches}, **self._objects)
+        self.engine.save(directory, extra=extra, **self._objects)
 
     def resume(self, directory: Path) -> int:
         """Resume from a checkpoint and skip the batches that it was trained on; collective.
@@ -150,11 +142,8 @@ class RankRun:
             Number of the next step.
         """
         # Before the batches are passed over: only the checkpoint says how many there were.
-        extra = self.engine.load(directory, **self._objects)
+        self.engine.load(directory, **self._objects)
         self.pass_over(self.engine.num_steps)
-        # Of rank 0, which has written them; another rank may have had other rows.
-        if self.engine.data_rank == 0:
-            self.other_batch = first_other(extra.get(self._whose_batches, []), self.batches)
         return self.engine.num_steps
 
     def pass_over(self, steps: int) -> None:
@@ -162,13 +151,8 @@ class RankRun:
         for _ in range(steps * self._config.accumulation):
             self._next_share()
 
-    @property
-    def _whose_batches(self) -> str:
-        """What a checkpoint calls the checksums: those of a rank's own rows are none for another number of ranks."""
-        return "batches" if self._config.trained.divides_rows else f"batches of rank 0 of {self.engine.num_data_ranks}"
-
     def _next_share(self) -> Share:
-        share = next(self._batches)
+        share = next(self.shares)
         self.batches += [] if share.checksum is None else [share.checksum]
         return share
 
@@ -291,15 +275,15 @@ def run_strategy(
     with contextlib.ExitStack() as stack:
         if alone:
             # Those of all ranks, but no more than cores: threads that share one wait for each other in every layer.
-            stack.enter_context(_threads(min(torch.get_num_threads() * config.ranks, num_cores())))
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(min(torch.get_num_threads() * config.ranks, num_cores()))
         mesh = stack.enter_context(mesh_of(config, strategy))
         stack.enter_context(seeded(f"{config.seed}/{rank}"))  # dropout, for example, draws the same in every run
         writer = RunWriter(directory, rank, strategy, source_of(mesh))
         run = stack.enter_context(recorded_run(config, strategy, mesh, writer, own_origin_ns(origins)))
         if config.ranks > 1 and isinstance(run.engine, Engine):
             stack.enter_context(run.loss.sends_over_its_mesh())
-        resumed = config.resume is not None
-        first = run.resume(checkpoint_directory(Path(str(config.resume)), strategy)) if resumed else 0
+        first = 0 if config.resume is None else run.resume(checkpoint_directory(Path(config.resume), strategy))
         # Not the first step or two, in which optimizer state is still being allocated.
         traced = min(first + 2, config.steps - 1)
         known, buffers = dict[int, Did](), dict[int, dict[str, int]]()
@@ -321,10 +305,10 @@ def run_strategy(
                 run.save(checkpoint_directory(directory.parents[1], strategy))
         run.recorder.write_shards(run.shards)
         padding_bytes = sum(one.layout.padding_numel * one.element_size for one in run.engine.divisions())
-        share, lost = run.recorder.cost_share, run.finite.lost
         return RankReport(
-            share, padding_bytes, lost, known, run.drew, run.batches, run.other_batch, buffers, run.first, run.has_loss
-        )
+            run.recorder.cost_share, padding_bytes, run.finite.lost, known, run.drew, run.batches, buffers, run.first,
+            run.has_loss,
+        )  # fmt: skip
 
 
 class _OverTheLink(Observer):
@@ -358,9 +342,8 @@ def engine_of(
 ) -> tuple[AnyEngine, Pipeline | None]:
     """The engine of a run, around a new model or this rank's stages; with the workload's optimizer, if no other."""
     workload, strategy, staged = config.trained, config.inside(run), config.staged_of(run)
-    given, options = _own(config, strategy), dict[str, Any]()
-    if given is None:
-        options = config.engine_options(engine_options(strategy))
+    given = _own(config, strategy)
+    options = config.engine_options(engine_options(strategy)) if given is None else {}
     model = workload.build(config.seed)
     if given is None and "init_fn" in engine_options(strategy) and config.tp == 1 and staged is None:
         # It makes what is on the meta device itself, unit by unit, so that no rank ever holds all of it.
@@ -409,13 +392,3 @@ def _random_states(device: torch.device) -> tuple[object, ...]:
 def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on the device; the host goes on, which from memory that is not pinned it cannot."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-@contextlib.contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

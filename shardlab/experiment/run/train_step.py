@@ -1,7 +1,6 @@
 """The training step, the same for every strategy."""
 
 import contextlib
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardlab.engines import AnyEngine
+from shardlab.experiment.trained.workload import InPlaceOf
 from shardlab.optimizers.grad_scaler import GradScaler
 from shardlab.vocabulary import Phase, SpanKind
 
@@ -74,7 +74,9 @@ class TrainStep:
     ) -> None:  # fmt: skip
         if accumulation < 1:
             raise ValueError(f"accumulation: {accumulation} is below 1")
-        self.engine, self.loss, self._model = engine, loss, _Model(engine)
+        self.engine, self.loss = engine, loss
+        # A method may compute with parameters that only the engine can gather.
+        self._model = InPlaceOf(engine.module, engine, lambda method: partial(engine.call, method))
         self.accumulation, self.max_norm = accumulation, max_norm
         self.scheduler, self.scaler, self.recorder = scheduler, scaler, recorder
         self.reports_norm = False
@@ -152,21 +154,6 @@ class TrainStep:
 
     def _phase(self, phase: Phase, kind: SpanKind | None = None, unit: str = "") -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self.recorder is None else self.recorder.phase(phase, kind, unit)
-
-
-class _Model:
-    """What a loss takes for the module: it is called through the engine, and has the module's attributes."""
-
-    def __init__(self, engine: AnyEngine) -> None:
-        self._engine = engine
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._engine(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._engine.module, name)
-        # A method may compute with parameters that only the engine can gather.
-        return partial(self._engine.call, value) if inspect.ismethod(value) else value
 
 
 def weighed(loss: Tensor, weight: float) -> Tensor:

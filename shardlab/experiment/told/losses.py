@@ -34,10 +34,8 @@ def verdict(comparison: Comparison) -> str:
     if comparison.losses_equal:
         return ""
     is_single = (reference := summary.reference_of(comparison.records)) == REFERENCE
-    sentence = trained_on_others(comparison.records.manifests)
-    if not sentence and is_single:
-        sentence = _looks_like_sums(comparison)
-    if sentence:
+    sums = _looks_like_sums(comparison) if is_single else ""
+    if sentence := trained_on_others(comparison.records.manifests) or sums:
         return sentence
     steps = min(JUDGED_STEPS, int(comparison.summary["steps"].max()))
     origin = "the single process" if is_single else f"{reference}, the first strategy on several ranks"
@@ -194,19 +192,6 @@ def trained_on_others(manifests: Manifests) -> str:
     return (
         f"The DATA differ, so losses are not compared: from step {min(others.values())} on {', '.join(others)} trained "
         f"on other rows than {first}; {_ADVICE}{_WHOLE}."
-    )
-
-
-def resumed_verdict(comparison: Comparison) -> str:
-    """One sentence if runs went on from a checkpoint that was trained on other rows; else empty."""
-    manifests = comparison.records.manifests
-    known = {run: manifest.get("other_batch") for run, manifest in manifests.items()}
-    others = {run: _step(place, manifests[run]) for run, place in known.items() if place is not None}
-    if not others:
-        return ""
-    return (
-        f"The DATA differ from those that were trained on before the checkpoint, from step {min(others.values())} on, "
-        f"so {', '.join(others)} did not go on as one long run would; {_ADVICE}."
     )
 
 

@@ -28,6 +28,9 @@ from shardlab.experiment.told.verdicts import transports_of, verdicts
 from shardlab.records.store import Records
 from shardlab.vocabulary import Phase, Role
 
+HELD = "What a rank's engine holds between two steps, and the most in one."
+SPLIT = "Means; whiskers: quartiles. Off the CPU beside communication counts as exposed."
+PROCESS = "All that a rank's process holds: tensors, and what torch does not own."
 HIDDEN = "Exposed communication lengthens the step; hidden communication slows compute if no core is idle."
 PEAK = (
     "Where the peak of the traced steps was: step and rank, the unit that computed, and the live bytes at that moment "
@@ -102,9 +105,8 @@ def _tables(comparison: Comparison) -> dict[str, pd.DataFrame]:
     tables = {caption: readable_summary(comparison.summary)}
     planned = comparison.summary.dropna(subset="as_planned")
     if len(planned):
-        tables["Planned without running, and measured: bytes at rest and bytes sent in a step, maxima over ranks."] = (
-            readable_summary(planned, PLANNED)
-        )
+        beside = "Planned without running, and measured: bytes at rest and bytes sent in a step, maxima over ranks."
+        tables[beside] = readable_summary(planned, PLANNED)
     if len(comparison.bubbles):
         tables[BUBBLES] = readable_bubbles(comparison.bubbles)
     tables[REASONS] = reasons_table(comparison.reasons)
@@ -122,21 +124,14 @@ def memory_tables(records: Records) -> dict[str, pd.DataFrame]:
 def _figures(comparison: Comparison) -> dict[str, go.Figure]:
     """The first two are those of the first screen; losses, which should coincide, come last."""
     records = comparison.records
-    traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
+    _, *at_the_peak = memory_figures(records).items()
     figures = {
-        "What a rank's engine holds between two steps, and the most in one.": plots.memory_by_role(
-            records.memory, with_peak=True
-        ),
-        "Means; whiskers: quartiles. Off the CPU beside communication counts as exposed.": plots.step_parts(
-            _parts(records)
-        ),
-        **dict(list(memory_figures(records).items())[1:]),
-    }
+        HELD: plots.memory_by_role(records.memory, with_peak=True), SPLIT: plots.step_parts(_parts(records)),
+        **dict(at_the_peak),
+    }  # fmt: skip
     if (records.memory["where"] == "process").any():
-        figures["All that a rank's process holds: tensors, and what torch does not own."] = plots.held_by_process(
-            records.memory
-        )
-    figures |= time_figures(records, traffic, list(comparison.summary["strategy"]))
+        figures[PROCESS] = plots.held_by_process(records.memory)
+    figures |= time_figures(records, list(comparison.summary["strategy"]))
     figures["Every strategy trains on the same rows."] = plots.loss_curves(records.steps)
     reference = reference_of(records)
     if reference is not None and records.steps["run"].nunique() > 1:
@@ -160,9 +155,8 @@ def _parts(records: Records) -> pd.DataFrame:
     for run, manifest in records.manifests.items():
         if run == REFERENCE and len(records.manifests) > 1:
             continue  # trains on the rows of all ranks
-        collectives, spans, steps = (
-            table[table["run"] == run] for table in (records.collectives, records.spans, records.steps)
-        )
+        tables = (records.collectives, records.spans, records.steps)
+        collectives, spans, steps = (table[table["run"] == run] for table in tables)
         watched = timed_steps(steps).dropna(subset="wire_bytes")
         if len(watched):
             split.append(step_split(*in_timed_steps(collectives, spans, steps), watched, manifest.get("mesh")))
@@ -188,20 +182,19 @@ def memory_figures(records: Records) -> dict[str, go.Figure]:
     """What each rank holds between two steps, and at the peak."""
     figures = {"What each rank holds between two steps.": plots.memory_by_role(records.memory)}
     if (records.memory["where"] == "peak").any():
-        figures["The peak of a step, on the rank where it is highest."] = plots.memory_by_role(
-            records.memory, where="peak"
-        )
+        figure = plots.memory_by_role(records.memory, where="peak")
+        figures["The peak of a step, on the rank where it is highest."] = figure
     return figures
 
 
-def time_figures(records: Records, traffic: pd.DataFrame, runs: list[str] | None = None) -> dict[str, go.Figure]:
-    """What is hidden, what is sent, and how long steps take.
+def time_figures(records: Records, runs: list[str] | None = None) -> dict[str, go.Figure]:
+    """What is hidden, what is sent beside the reported loss, and how long steps take.
 
     Args:
         records: of one run or several.
-        traffic: their collectives, without those that report the loss.
         runs: in this order; None for one run.
     """
+    traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
     return {
         HIDDEN: plots.overlap_bars(overlap(*in_timed_steps(records.collectives, records.spans, records.steps))),
         "Bytes sent by one rank in one step, by the ring formula.": plots.wire_volume(traffic, runs=runs),

@@ -18,14 +18,10 @@ from shardlab.experiment.planned.plan import BY_ROWS, Plan
 from shardlab.experiment.told.pipelined import bubbles
 from shardlab.experiment.told.step_reasons import Reasons, reasons
 from shardlab.experiment.told.summary import COLUMNS, summarise
-from shardlab.field_types import check_types
 from shardlab.records.store import Records, load_runs, run_directories, whole_steps
 from shardlab.vocabulary import Phase, Role
 
-NEEDED: dict[str, Any] = {
-    "config": dict, "versions": dict, "devices": list, "backend": str | None, "ranks": int, "mesh": dict | None,
-    "padding_bytes": int | None, "recorder_share": float | None,
-}  # fmt: skip
+NEEDED = ("config", "versions", "devices", "backend", "ranks", "mesh", "padding_bytes", "recorder_share")
 
 
 @dataclass(frozen=True)
@@ -123,10 +119,9 @@ def check_steps(records: Records, directory: Path, runs: Iterable[str] = ()) -> 
 def check_complete(records: Records, by: str) -> None:
     """Raise ValueError unless the manifests have what the report of a command needs."""
     for run, manifest in records.manifests.items():
-        kinds = NEEDED | {name: dict for name in ("not_finite", "workload") if name in manifest}
-        if wrong := [name for name, kind in kinds.items() if not isinstance(manifest.get(name, ...), kind)]:
+        if missing := [name for name in NEEDED if name not in manifest]:
             raise ValueError(
-                f"run: {run}'s manifest has no right {', '.join(wrong)}, so {by!r} did not write it; load_run reads it"
+                f"run: {run}'s manifest has no {', '.join(missing)}, so {by!r} did not write it; load_run reads it"
             )
 
 
@@ -144,18 +139,11 @@ def config_of(records: Records) -> CompareConfig:
                 f"run: {run} is the record of a script, which has no options to change or to read; 'shardlab report' "
                 "says what takes its time and what one change would gain. Give what 'shardlab compare' has written"
             )
-        if not manifest["config"].get("strategies"):
-            raise ValueError(f"run: the configuration in the manifest of {run} is damaged: it names no strategies")
         known |= manifest["config"]
     config = object.__new__(CompareConfig)
     for one in fields(CompareConfig):
         value = known.get(one.name, one.default)
         object.__setattr__(config, one.name, tuple(value) if isinstance(value, list) else value)
-    try:
-        # These are checked with the manifest.
-        check_types(config, besides=("strategies", "schedule", "begins", "workload", "wrap"))
-    except ValueError as error:
-        raise ValueError(f"run: the configuration in the manifests is damaged: {error}") from None
     return config
 
 
@@ -171,23 +159,23 @@ def against_plan(run: str, records: Records, plan: Plan | str) -> dict[str, Any]
     order, equal the plan; null, with the reason, where they may differ because of the rows.
     """
     rest = _last(records.memory, run, records.memory["where"] == "rest")
-    measured: dict[str, Any] = {"rest_bytes": _most(rest)}
-    unknown = {"planned_wire_bytes": None, "as_planned": None}
+    unknown = dict.fromkeys(("planned_rest_bytes", "planned_wire_bytes", "as_planned", "not_planned"))
+    found: dict[str, Any] = {"rest_bytes": _most(rest), **unknown}
     if isinstance(plan, str):
-        return {**measured, "planned_rest_bytes": None, **unknown, "not_planned": plan}
-    measured["planned_rest_bytes"] = _most(plan.memory)
+        return found | {"not_planned": plan}
+    found["planned_rest_bytes"] = _most(plan.memory)
     if plan.collectives is None:
-        return {**measured, **unknown, "not_planned": plan.why}
+        return found | {"not_planned": plan.why}
     sent = plan.collectives.groupby("rank")["wire_bytes"].sum()
     held = _held(plan.memory) == _held(rest)
     own = records.collectives["phase"] != Phase.METRICS
     said = _said(plan.collectives) == _said(_last(records.collectives, run, own, like=records.steps))
-    measured["planned_wire_bytes"] = float(sent.max()) if len(sent) else 0.0
+    found["planned_wire_bytes"] = float(sent.max()) if len(sent) else 0.0
     if not (held and said) and plan.by_rows:
-        return {**measured, "as_planned": None, "not_planned": BY_ROWS}
+        return found | {"not_planned": BY_ROWS}
     if plan.is_own and _differ(records.collectives[own & (records.collectives["run"] == run)]):
-        return {**measured, "as_planned": None, "not_planned": _BY_STEP}
-    return {**measured, "as_planned": held and said, "not_planned": None}
+        return found | {"not_planned": _BY_STEP}
+    return found | {"as_planned": held and said}
 
 
 def _differ(collectives: pd.DataFrame) -> bool:

@@ -179,7 +179,8 @@ def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: s
     ratio = None if reference is None else _norm_ratio(records.steps, run, reference)
     # A run that goes on from a checkpoint carries differences from before.
     is_early = int(own.index.min()) == 0 and tolerance <= LOSS_TOLERANCE["float32"]
-    if equal and differences is not None and is_early and _is_on_cpus(run, records):
+    is_on_cpus = all(str(device).startswith("cpu") for device in records.manifests[run]["devices"])
+    if equal and differences is not None and is_early and is_on_cpus:
         early, scale = judged(differences, EARLY_STEPS).max(), max(1.0, float(losses[str(reference)].abs().max()))
         equal = bool(early <= EARLY_TOLERANCE * scale and (ratio is None or abs(ratio - 1) <= NORM_TOLERANCE))
     if equal and ratio is not None and abs(ratio - 1) > ROUNDED_NORM_TOLERANCE:
@@ -194,10 +195,6 @@ def _training(run: str, losses: dict[str, pd.Series], records: Records, dtype: s
         "losses_equal": False if failed else None if differ else equal,
         "norm_ratio": ratio,
     }  # fmt: skip
-
-
-def _is_on_cpus(run: str, records: Records) -> bool:
-    return all(str(device).startswith("cpu") for device in records.manifests[run]["devices"])
 
 
 def _norm_ratio(steps: pd.DataFrame, run: str, reference: str) -> float | None:
@@ -243,16 +240,16 @@ def judged(differences: "pd.Series[float]", num_steps: int = JUDGED_STEPS) -> "p
     return first
 
 
-def tolerance_of(dtype: str, precision: str = FULL) -> float:
-    """How far losses of a model of this dtype, computed in this precision, may differ and be called equal."""
-    return LOSS_TOLERANCE.get(dtype, ROUNDED_LOSS_TOLERANCE) if precision == FULL else ROUNDED_LOSS_TOLERANCE
-
-
 def tolerance_of_run(run: str, records: Records, dtype: str) -> float:
-    """The same of a run: that of the coarsest of its parameters, or of ``dtype`` if its record names none."""
+    """How far losses of a run may differ and be called equal.
+
+    By the coarsest of its parameters, or by ``dtype`` if its record names none, and by what it computes in.
+    """
     described: Mapping[str, Any] = records.manifests[run].get("workload") or {}
     dtypes = [name for name in described.get("dtypes", []) if "float" in name] or [dtype]
-    return max(tolerance_of(name, precision_of(run, records)) for name in dtypes)
+    if precision_of(run, records) != FULL:
+        return ROUNDED_LOSS_TOLERANCE
+    return max(LOSS_TOLERANCE.get(name, ROUNDED_LOSS_TOLERANCE) for name in dtypes)
 
 
 def precision_of(run: str, records: Records) -> str:
@@ -300,8 +297,7 @@ def counted_steps(steps: pd.DataFrame, averaged: Collection[str] = ()) -> pd.Dat
         averaged: runs of which the mean over all steps counts.
     """
     last = steps["step"] == steps.groupby("run")["step"].transform("max")
-    chosen: pd.DataFrame = steps[last | steps["run"].isin(list(averaged))]
-    return chosen
+    return steps[last | steps["run"].isin(list(averaged))]
 
 
 def _moved(records: Records, run: str, steps: "pd.Series[int]") -> float | None:

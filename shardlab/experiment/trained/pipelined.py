@@ -17,7 +17,7 @@ from shardlab.comm import BaseMesh
 from shardlab.comm.foretold import Costs, ForetoldMesh, ToldClock, Wire
 from shardlab.engines.precision import Precision
 from shardlab.experiment.options import CompareOptions
-from shardlab.experiment.trained.workload import Workload
+from shardlab.experiment.trained.workload import InPlaceOf, Workload
 from shardlab.pipeline import Like, Pipeline, cut, loans_of
 from shardlab.pipeline.messages import TIED
 from shardlab.pipeline.stages import Cut, module_of
@@ -162,15 +162,16 @@ def staged(
     if rounds and (loans := loans_of(model, stages, schedule.rank_of)):
         raise ValueError(TIED.format(loans[0].name))
     given = given_by(workload.loss, batch, model)
+    found = replace(found, given=tuple(given.shape))
     if divided:  # a cut between two layers may find the tensor between them in parts, so ranks tell each other
-        return replace(found, given=tuple(given.shape))
+        return found
     try:
         outputs = outputs_of(model, stages, given.to("meta"))
     except ValueError:
         raise
     except Exception:  # what is computed depends on values: then ranks tell each other what comes
-        return replace(found, given=tuple(given.shape))
-    return replace(found, given=tuple(given.shape), outputs=tuple(outputs))
+        return found
+    return replace(found, outputs=tuple(outputs))
 
 
 def outputs_of(model: nn.Module, stages: Cut, given: Tensor) -> list[Like]:
@@ -213,7 +214,7 @@ def given_by(loss: Callable[..., Any], batch: Any, module: nn.Module) -> Tensor:
         raise _Called(args, kwargs)
 
     try:
-        loss(_InPlaceOf(module, model), batch)
+        loss(InPlaceOf(module, model), batch)
     except _Called as called:
         if len(called.given) == 1 and not called.named and isinstance(called.given[0], Tensor):
             return called.given[0]
@@ -233,17 +234,4 @@ def loss_of_output(loss: Callable[..., Any], batch: Any, module: nn.Module, outp
             raise ValueError("loss: it calls the model twice; with pipe it may call it once")
         return left.pop()
 
-    return loss(_InPlaceOf(module, model), batch)
-
-
-class _InPlaceOf:
-    """What a loss takes for the module: it has the module's attributes, and is called as a function."""
-
-    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
-        self._module, self._function = module, function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+    return loss(InPlaceOf(module, model), batch)

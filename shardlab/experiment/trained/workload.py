@@ -186,6 +186,29 @@ class Workload:
         return module.to(device)
 
 
+class InPlaceOf:
+    """What a loss takes for the module: it has the module's attributes, and is called as a function.
+
+    Args:
+        module: whose attributes.
+        function: called in its place.
+        method: what takes the place of each of its methods; by default the method itself.
+    """
+
+    def __init__(
+        self, module: nn.Module, function: Callable[..., Any], method: Callable[[Any], Any] = lambda own: own
+    ) -> None:
+        self._module, self._function, self._method = module, function, method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self._function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return self._method(value) if inspect.ismethod(value) else value
+
+
 @contextmanager
 def seeded(seed: int | str) -> Iterator[None]:
     """Inside, torch, NumPy and ``random`` draw from ``seed``; outside they go on as if nothing had been drawn."""
@@ -194,19 +217,18 @@ def seeded(seed: int | str) -> Iterator[None]:
 
 
 def _check_data(data: Any) -> None:
-    if isinstance(data, Dataset) or not callable(data):
-        if isinstance(data, str | bytes) or not (isinstance(data, Dataset) or hasattr(data, "__iter__")):
-            raise TypeError(
-                f"data: {data!r:.80} is neither a Dataset, nor an iterable of batches, nor a function of (rank, ranks, "
-                "seed) that returns one"
-            )
-        if hasattr(data, "__next__"):
-            raise ValueError(
-                "data: an iterator can be read only once, and each strategy reads it; give the function that makes it, "
-                "of (rank, ranks, seed)"
-            )
-        return
-    _require_function("data", data, "of (rank, ranks, seed) that returns batches", 3)
+    if callable(data) and not isinstance(data, Dataset):
+        _require_function("data", data, "of (rank, ranks, seed) that returns batches", 3)
+    elif isinstance(data, str | bytes) or not (isinstance(data, Dataset) or hasattr(data, "__iter__")):
+        raise TypeError(
+            f"data: {data!r:.80} is neither a Dataset, nor an iterable of batches, nor a function of (rank, ranks, "
+            "seed) that returns one"
+        )
+    elif hasattr(data, "__next__"):
+        raise ValueError(
+            "data: an iterator can be read only once, and each strategy reads it; give the function that makes it, of "
+            "(rank, ranks, seed)"
+        )
 
 
 def _require_function(field: str, function: Any, what: str, num_args: int) -> None:

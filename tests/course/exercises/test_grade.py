@@ -107,7 +107,6 @@ def test_marks_are_printed_as_json_whatever_submissions_print(tmp_path: Path) ->
     assert done.exit_code == 0, done.output
     marks = {mark["exercise"]: mark for mark in json.loads(done.stdout)}
     assert set(marks) == {*(exercise.name for exercise in LADDER), "class.five"}
-    assert "lines that submissions printed are not shown." in done.stderr
     assert "I print while I work" not in done.output
     assert marks["class.five"]["verdict"] == marks["buckets.assign"]["verdict"] == "passed"
     assert marks["collectives.ring_all_reduce"]["reason"] == "there is no function collectives_ring_all_reduce"
