@@ -226,8 +226,6 @@ class Exercise:
         result_words: what is compared, in the verdict.
         shown_inputs: a rank's inputs in words, where their values would not say what the learner's function gets.
         points: in a class, of an answer that passes.
-        num_references: right solutions that its tests hold.
-        num_wrong: wrong solutions that its tests hold.
     """
 
     name: str
@@ -242,8 +240,6 @@ class Exercise:
     result_words: str = "result"
     shown_inputs: Callable[..., str] | None = None
     points: int = 1
-    num_references: int = 0
-    num_wrong: int = 0
 
     def __post_init__(self) -> None:
         """Check that the name is also that of a function."""

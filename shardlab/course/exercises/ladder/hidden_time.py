@@ -51,8 +51,8 @@ def _wanted(messages: Intervals, compute: Intervals, waits: Intervals) -> list[f
 
 
 OVERLAP = Exercise.of(
-    "overlap.exposed", overlap_cases, "04_overlap_defined",
-    attempt=call_without_ranks, drawn_words="hidden, then exposed time", num_references=2, num_wrong=5,
+    "overlap.exposed", overlap_cases, "04_overlap_defined", attempt=call_without_ranks,
+    drawn_words="hidden, then exposed time",
 )  # fmt: skip
 
 
@@ -128,8 +128,8 @@ def backward(
 
 
 LINK = Exercise.of(
-    "link.smallest_bucket", link_cases, "04_overlap_defined", num_references=1, num_wrong=5,
-    attempt=backward, drawn=lambda result: numbers_in(result["messages wait"]),
+    "link.smallest_bucket", link_cases, "04_overlap_defined", attempt=backward,
+    drawn=lambda result: numbers_in(result["messages wait"]),
     drawn_words="how long a message waits for the one before it (us)",
 )  # fmt: skip
 
@@ -203,6 +203,6 @@ def play(function: Function, _comm: Communicator, *step: Any) -> Measured:
 
 BREAK_EVEN = Exercise.of(
     "scaling.break_even", break_even_cases, "05_why_are_two_slower_than_one", attempt=play,
-    num_references=1, num_wrong=5, drawn=lambda result: [result["gain"], result["gain with a row less"]],
+    drawn=lambda result: [result["gain"], result["gain with a row less"]],
     drawn_words="rows a second of two ranks over one: with these rows, and with a row less",
 )  # fmt: skip

@@ -70,7 +70,7 @@ def _divided(values: dict[str, Tensor], num_ranks: int) -> list[dict[str, Tensor
 
 COLUMN_ROW = Exercise.of(
     "tensor.column_row", column_row_cases, "10_tensor_parallel",
-    drawn_words="an element of the output, then of the gradients", num_references=1, num_wrong=6,
+    drawn_words="an element of the output, then of the gradients",
 )  # fmt: skip
 
 
@@ -136,5 +136,5 @@ def _wanted(
 
 TWO_AXES = Exercise.of(
     "mesh.who_reduces", two_axes_cases, "11_two_dimensions",
-    drawn_words="an element of output, slice, whole and norm", num_references=1, num_wrong=6,
+    drawn_words="an element of output, slice, whole and norm",
 )  # fmt: skip

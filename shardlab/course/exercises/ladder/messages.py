@@ -63,8 +63,8 @@ def _messages(rank: int, sizes: list[int]) -> list[Message]:
 
 
 RING = Exercise.of(
-    "collectives.ring_all_reduce", ring_cases, "01_collectives_by_hand", num_references=1, num_wrong=6,
-    attempt=call_in_place, drawn_words="an element of x", result_words="x after the call",
+    "collectives.ring_all_reduce", ring_cases, "01_collectives_by_hand", attempt=call_in_place,
+    drawn_words="an element of x", result_words="x after the call",
 )  # fmt: skip
 
 
@@ -109,8 +109,8 @@ def bucket_of_each(buckets: list[list[int]]) -> list[float]:
 
 
 BUCKETS = Exercise.of(
-    "buckets.assign", buckets_cases, "03_data_parallel", num_references=1, num_wrong=5,
-    attempt=call_without_ranks, drawn=bucket_of_each, drawn_words="the bucket of a parameter",
+    "buckets.assign", buckets_cases, "03_data_parallel", attempt=call_without_ranks, drawn=bucket_of_each,
+    drawn_words="the bucket of a parameter",
 )  # fmt: skip
 
 
@@ -233,7 +233,7 @@ def _those(used: Sequence[bool]) -> str:
 
 
 HOOKS = Exercise.of(
-    "data_parallel.hooks", hooks_cases, "03_data_parallel", num_references=2, num_wrong=7,
-    attempt=train, drawn=lambda result: numbers_in(result["gradients"]), drawn_words="an element of the gradients",
+    "data_parallel.hooks", hooks_cases, "03_data_parallel", attempt=train,
+    drawn=lambda result: numbers_in(result["gradients"]), drawn_words="an element of the gradients",
     shown_inputs=lambda _, used, __: f"num_micro_batches {len(used)}; right is used in micro-batches: {_those(used)}",
 )  # fmt: skip

@@ -52,7 +52,7 @@ def divide(function: Function, _comm: Communicator, seq_len: int, num_ranks: int
 
 
 PARTS = Exercise.of(
-    "context.parts", parts_cases, "19_long_sequences", attempt=divide, num_references=2, num_wrong=4,
+    "context.parts", parts_cases, "19_long_sequences", attempt=divide,
     drawn=lambda result: numbers_in(result["pairs"]), drawn_words="pairs that a rank computes",
 )  # fmt: skip
 
@@ -87,8 +87,8 @@ def _merge_case(words: str, scores: Tensor, values: Tensor) -> Case:
 
 
 MERGE = Exercise.of(
-    "context.merge", merge_cases, "19_long_sequences", attempt=call_without_ranks, num_references=1,
-    num_wrong=4, drawn=lambda result: _row(result["output"]), drawn_words="the outputs",
+    "context.merge", merge_cases, "19_long_sequences", attempt=call_without_ranks,
+    drawn=lambda result: _row(result["output"]), drawn_words="the outputs",
 )  # fmt: skip
 
 

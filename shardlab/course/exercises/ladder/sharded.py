@@ -43,10 +43,7 @@ def _norm_case(words: str, norm_type: float, shards: list[list[list[float]]], no
     return Case(words, inputs, (norm,) * num_ranks, traffic)
 
 
-NORM = Exercise.of(
-    "clip.global_norm", norm_cases, "06_zero_1_and_2",
-    num_references=1, num_wrong=6,
-)  # fmt: skip
+NORM = Exercise.of("clip.global_norm", norm_cases, "06_zero_1_and_2")
 
 
 Units = Sequence[Sequence[int]]
@@ -118,8 +115,8 @@ def gather_units(function: Function, comm: Communicator, sizes: Sequence[int], b
 
 
 UNITS = Exercise.of(
-    "fsdp.units", units_cases, "08_fsdp_units", num_references=1, num_wrong=5,
-    attempt=gather_units, drawn_words="the layers in the order in which they are gathered",
+    "fsdp.units", units_cases, "08_fsdp_units", attempt=gather_units,
+    drawn_words="the layers in the order in which they are gathered",
 )  # fmt: skip
 
 
@@ -163,5 +160,5 @@ def _unscale_case(words: str, shards: list[list[list[float]]]) -> Case:
 
 UNSCALE = Exercise.of(
     "precision.unscale", unscale_cases, "09_precision_offload_checkpointing",
-    drawn_words="an element of the gradients, if there are any, then the scale", num_references=1, num_wrong=5,
+    drawn_words="an element of the gradients, if there are any, then the scale",
 )  # fmt: skip

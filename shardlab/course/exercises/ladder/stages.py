@@ -94,8 +94,8 @@ def _read(lists: Sequence[Any], num_micro_batches: int) -> Schedule:
 
 
 SCHEDULE = Exercise.of(
-    "pipeline.schedule", schedule_cases, "18_pipelines", attempt=do_schedule, num_references=1,
-    num_wrong=5, drawn=lambda result: numbers_in([result["idle slots"], result["micro-batches held"]]),
+    "pipeline.schedule", schedule_cases, "18_pipelines", attempt=do_schedule,
+    drawn=lambda result: numbers_in([result["idle slots"], result["micro-batches held"]]),
     drawn_words="idle slots, then micro-batches held at once",
 )  # fmt: skip
 
@@ -126,6 +126,6 @@ def _finish_case(words: str, num_ranks: int, num_micro_batches: int) -> Case:
 
 
 FINISH = Exercise.of(
-    "pipeline.finish", finish_cases, "18_pipelines", num_references=1, num_wrong=4,
+    "pipeline.finish", finish_cases, "18_pipelines",
     drawn=lambda result: numbers_in(result["norm"]), drawn_words="the norm",
 )  # fmt: skip

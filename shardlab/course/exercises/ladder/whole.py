@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from math import inf
 from typing import Any
 
-from shardlab.course.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic
+from shardlab.course.exercises.exercise import Attempt, Case, Exercise, Function, Measured, Message, Traffic
 from shardlab.course.exercises.weighing_block import INNER, NUM_BLOCKS, ROWS, WIDTH, trained, tried_block
 from shardlab.vocabulary import Collective
 
@@ -192,19 +192,12 @@ def tensor_cases() -> list[Case]:
     ]  # fmt: skip
 
 
-def _whole(name: str, cases: Callable[[], list[Case]], num_wrong: int = 3, **more: Any) -> Exercise:
-    return Exercise.of(
-        f"whole.{name}", cases, "guide/exercises", points=3, shown_inputs=lambda *_: "", num_wrong=num_wrong,
-        **{"attempt": tried, "num_references": 1} | more,
-    )  # fmt: skip
+def _whole(cases: Callable[[], list[Case]], attempt: Attempt = tried) -> Exercise:
+    name = f"whole.{cases.__name__.removesuffix('_cases')}"
+    return Exercise.of(name, cases, "guide/exercises", attempt=attempt, points=3, shown_inputs=lambda *_: "")
 
 
 WHOLE = (
-    _whole("ddp", ddp_cases),
-    _whole("bucketed", bucketed_cases, 4),
-    _whole("zero1", zero1_cases),
-    _whole("zero2", zero2_cases),
-    _whole("zero3", zero3_cases, 4),
-    _whole("fsdp", fsdp_cases),
-    _whole("tensor", tensor_cases, 7, attempt=tried_block, num_references=2),
+    *map(_whole, (ddp_cases, bucketed_cases, zero1_cases, zero2_cases, zero3_cases, fsdp_cases)),
+    _whole(tensor_cases, tried_block),
 )

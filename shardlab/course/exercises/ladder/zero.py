@@ -70,9 +70,8 @@ def _held(ranges: Mapping[str, Any], sizes: Mapping[str, int]) -> Tensor:
 
 
 OWNERS = Exercise.of(
-    "zero1.owners", owners_cases, "06_zero_1_and_2", num_references=1, num_wrong=5,
-    attempt=step_what_is_owned, drawn=lambda result: result["held"].tolist(),
-    drawn_words="an element, 1 where the rank owns it",
+    "zero1.owners", owners_cases, "06_zero_1_and_2", attempt=step_what_is_owned,
+    drawn=lambda result: result["held"].tolist(), drawn_words="an element, 1 where the rank owns it",
 )  # fmt: skip
 
 
@@ -190,8 +189,8 @@ def _gathered_after_each(events: Sequence[str]) -> list[float]:
 
 
 ZERO3 = Exercise.of(
-    "zero3.forward", zero3_cases, "07_zero_3", num_references=1, num_wrong=5,
-    attempt=forward, drawn=lambda result: _gathered_after_each(result["events"]),
+    "zero3.forward", zero3_cases, "07_zero_3", attempt=forward,
+    drawn=lambda result: _gathered_after_each(result["events"]),
     drawn_words="the number of gathered units after an event",
 )  # fmt: skip
 
@@ -258,8 +257,8 @@ def _ranges_in(saved: list[Saved]) -> str:
 
 
 RESHARD = Exercise.of(
-    "checkpoint.reshard", reshard_cases, "12_checkpoints_that_reshard", num_references=1, num_wrong=5,
-    attempt=call_without_ranks, drawn=lambda result: numbers_in([values for _, values in result.values()]),
+    "checkpoint.reshard", reshard_cases, "12_checkpoints_that_reshard", attempt=call_without_ranks,
+    drawn=lambda result: numbers_in([values for _, values in result.values()]),
     drawn_words="an element that the rank holds",
     shown_inputs=lambda saved, sizes, num_ranks, rank: f"{_ranges_in(saved)}; {sizes}; {num_ranks}; {rank}",
 )  # fmt: skip
