@@ -104,9 +104,9 @@ def _names(run: str, records: Records, moved: pd.DataFrame) -> Iterator[Event]:
         for place, tid in enumerate(sorted(set(rows["tid"].tolist()))):
             axes[tid] = f"{axis} axis" if place == 0 else f"{axis} axis ({place + 1})"
     for pid in sorted({int(rank) for rank in [*records.spans["rank"], *records.collectives["rank"]]}):
-        yield from process(pid, f"rank {pid} ({run})")
+        yield from named("process", pid, 0, f"rank {pid} ({run})", pid)
         for tid, name in {**NAMES, **axes}.items():
-            yield from thread(pid, tid, name)
+            yield from named("thread", pid, tid, name, tid)
 
 
 def _steps(records: Records) -> Iterator[Event]:
@@ -219,14 +219,10 @@ def flow(name: str, number: int, start: tuple[int, int, float], end: tuple[int, 
     return [{"ph": "s", **both, **first}, {"ph": "f", "bp": "e", **both, **last}]
 
 
-def process(pid: int, name: str) -> list[Event]:
-    """The name of a process and its position among the others."""
-    return [_metadata("process_name", pid, 0, name=name), _metadata("process_sort_index", pid, 0, sort_index=pid)]
-
-
-def thread(pid: int, tid: int, name: str) -> list[Event]:
-    """The name of a thread and its position among the others."""
-    return [_metadata("thread_name", pid, tid, name=name), _metadata("thread_sort_index", pid, tid, sort_index=tid)]
+def named(kind: str, pid: int, tid: int, name: str, place: int) -> Iterator[Event]:
+    """The name of a process or a thread, and its place among the others."""
+    for what, args in (("name", {"name": name}), ("sort_index", {"sort_index": place})):
+        yield {"ph": "M", "name": f"{kind}_{what}", "pid": pid, "tid": tid, "ts": 0, "args": args}
 
 
 def in_order(events: Iterable[Event]) -> list[Event]:
@@ -248,10 +244,6 @@ def write_json(trace: Mapping[str, Any], path: Path | str) -> Path:
     except OSError as error:
         raise ValueError(f"output: {path} cannot be written: {error.strerror}") from error
     return path
-
-
-def _metadata(kind: str, pid: int, tid: int, /, **args: Any) -> Event:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args}
 
 
 def run_of(records: Records, run: str | None) -> tuple[str, Records]:

@@ -90,13 +90,9 @@ def _done_right(exercise: Exercise, report: Report, pool: RankPool) -> tuple[Don
 
 def table_of(report: Report) -> pd.DataFrame:
     """One row per rank of the case that failed: messages and bytes sent, beside what is enough."""
-    rows = []
-    for rank, done in enumerate(report.done):
-        sent = [message for message in done.messages if message.is_sent]
-        rows.append(
-            {"rank": rank, "messages sent": len(sent), "bytes sent": round(sum(each.sent_bytes for each in sent))}
-        )
-    table = pd.DataFrame(rows)
+    sent = [[message.sent_bytes for message in done.messages if message.is_sent] for done in report.done]
+    columns = {"rank": range(len(sent)), "messages sent": map(len, sent), "bytes sent": map(round, map(sum, sent))}
+    table = pd.DataFrame({name: list(values) for name, values in columns.items()})
     if report.case is not None and report.case.traffic is not None:
         table["messages allowed"] = report.case.traffic.most_messages
         table["bytes needed"] = round(report.case.traffic.most_bytes)

@@ -57,20 +57,16 @@ def held(table: pd.DataFrame, title: str, words: str) -> go.Figure:
     low, high = table["value"].min(), table["value"].max()
     for column, side in enumerate(SIDES, 1):
         rows = table[table["side"] == side]
-        figure.add_trace(
-            go.Heatmap(
-                x=rows["place"], y=rows["rank"], z=rows["value"], zmin=low, zmax=high, colorscale=list(SCALE),
-                showscale=column == 2, xgap=2, ygap=4, name=side,
-                hovertemplate="rank %{y}, number %{x}: %{z}<extra></extra>",
-            ),
-            row=1, col=column,
+        figure.add_heatmap(
+            x=rows["place"], y=rows["rank"], z=rows["value"], zmin=low, zmax=high, colorscale=list(SCALE),
+            showscale=column == 2, xgap=2, ygap=4, name=side, row=1, col=column,
+            hovertemplate="rank %{y}, number %{x}: %{z}<extra></extra>",
         )  # fmt: skip
     wrong = table[table["differs"]]
     marker = {"symbol": "x", "size": 11, "color": "#ffffff", "line": {"color": "#000000", "width": 1}}
-    figure.add_trace(
-        go.Scatter(x=wrong["place"], y=wrong["rank"], mode="markers", marker=marker, name="differs", hoverinfo="skip"),
-        row=1, col=1,
-    )  # fmt: skip
+    figure.add_scatter(
+        x=wrong["place"], y=wrong["rank"], mode="markers", marker=marker, name="differs", hoverinfo="skip", row=1, col=1
+    )
     figure.update_layout(showlegend=False)
     num_columns = int(table["place"].max()) + 1
     figure.update_xaxes(title_text="column", matches="x", tick0=0, dtick=-(-num_columns // MOST_TICKS))
@@ -80,26 +76,22 @@ def held(table: pd.DataFrame, title: str, words: str) -> go.Figure:
 def moved(table: pd.DataFrame, title: str) -> go.Figure:
     """The messages of each rank one behind the other, as long as their bytes."""
     figure = two_halves(title, "the messages of each rank in order, as long as their buffers")
-    seen: set[str] = set()
+    seen, line = set[str](), {"color": "rgba(255,255,255,0.6)", "width": 1}
     for column, side in enumerate(SIDES, 1):
         rows = table[table["side"] == side]
         for number, of_number in rows.groupby("message"):
             for op, of_op in of_number.groupby("op"):
-                figure.add_trace(_bars(of_op, str(op), f"message {number}", str(op) not in seen), row=1, col=column)
+                figure.add_bar(
+                    x=of_op["bytes"], y=of_op["rank"], orientation="h", name=str(op), legendgroup=str(op),
+                    showlegend=op not in seen, row=1, col=column, text=of_op["axis"], textposition="inside",
+                    marker={"color": COLLECTIVE_COLOURS[Collective(op)], "line": line}, insidetextanchor="middle",
+                    hovertemplate=f"rank %{{y}}, message {number}: {op} of %{{x}} B %{{text}}<extra></extra>",
+                )  # fmt: skip
                 seen.add(str(op))
     figure.update_layout(barmode="stack", legend_traceorder="normal")
     figure.update_xaxes(title_text="bytes", matches="x")
     counts = [f"{side} {sum(table['side'] == side)}" for side in SIDES]
     return _with_ranks(figure, table, f"{title}: messages and receptions, {' and '.join(counts)}.")
-
-
-def _bars(rows: pd.DataFrame, op: str, name: str, showlegend: bool) -> go.Bar:
-    return go.Bar(
-        x=rows["bytes"], y=rows["rank"], orientation="h", name=op, legendgroup=op, showlegend=showlegend,
-        marker={"color": COLLECTIVE_COLOURS[Collective(op)], "line": {"color": "rgba(255,255,255,0.6)", "width": 1}},
-        text=rows["axis"], textposition="inside", insidetextanchor="middle",
-        hovertemplate=f"rank %{{y}}, {name}: {op} of %{{x}} B %{{text}}<extra></extra>",
-    )  # fmt: skip
 
 
 def _numbers(exercise: Exercise, result: object) -> list[float]:

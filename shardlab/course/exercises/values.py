@@ -137,12 +137,5 @@ def _of_sequences(wanted: Sequence[object], found: object, place: str) -> str:
     first = next(filter(None, differences), "")
     if first or len(wanted) == len(found):
         return first
-    items = "item" if len(wanted) == 1 else "items"
-    return (
-        f"{place}: {len(wanted)} {items} {_verb(wanted, 'is', 'are')} wanted, "
-        f"{len(found)} {_verb(found, 'was', 'were')} found"
-    )
-
-
-def _verb(values: Sequence[object], one: str, many: str) -> str:
-    return one if len(values) == 1 else many
+    items, were = "item is" if len(wanted) == 1 else "items are", "was" if len(found) == 1 else "were"
+    return f"{place}: {len(wanted)} {items} wanted, {len(found)} {were} found"

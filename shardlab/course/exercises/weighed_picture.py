@@ -23,10 +23,9 @@ def memory(found: Sequence[Done], wanted: Sequence[Done], most_bytes: float, tit
         for rank, of_rank in enumerate(done):
             line = {"color": RANKS[rank % len(RANKS)], "shape": "hv"}
             held = [*of_rank.held, *of_rank.held[-1:]]  # the last value once more, so that it has a width
-            figure.add_trace(
-                go.Scatter(y=held, mode="lines", line=line, name=f"rank {rank}", showlegend=column == 1),
-                row=1, col=column,
-            )  # fmt: skip
+            figure.add_scatter(
+                y=held, mode="lines", line=line, name=f"rank {rank}", showlegend=column == 1, row=1, col=column
+            )
         figure.add_annotation(
             text=f"at most {highest:,.0f} B", x=1, y=highest, xref=f"x{column} domain".replace("x1", "x"), yref="y",
             xanchor="right", yanchor="bottom", showarrow=False,
@@ -45,12 +44,10 @@ def schedule(done: Sequence[Done], case: Case, title: str) -> go.Figure:
     figure = new_figure(title, said)
     for kind, colour in KINDS.items():
         rows = [(rank, start, end) for rank, one in enumerate(done) for what, start, end in one.spans if what == kind]
-        figure.add_trace(
-            go.Bar(
-                y=[f"rank {rank}, {kind}" for rank, _, _ in rows], base=[start for _, start, _ in rows],
-                x=[end - start for _, start, end in rows], orientation="h", name=kind,
-                marker={"color": colour, "line": {"color": "rgba(255,255,255,0.6)", "width": 1}},
-            )
+        figure.add_bar(
+            y=[f"rank {rank}, {kind}" for rank, _, _ in rows], base=[start for _, start, _ in rows],
+            x=[end - start for _, start, end in rows], orientation="h", name=kind,
+            marker={"color": colour, "line": {"color": "rgba(255,255,255,0.6)", "width": 1}},
         )  # fmt: skip
     if case.most_time_us < inf:
         figure.add_vline(x=case.most_time_us, line=DASHED)
