@@ -113,15 +113,11 @@ def bytes_between(grouped: pd.DataFrame) -> NDArray[np.float64]:
     sums = grouped.groupby(["group", "rank", grouped["op"] == Collective.ALL_TO_ALL])["wire_bytes"].sum()
     for key, num_bytes in sums.items():
         group, rank, to_all = cast("tuple[str, int, bool]", key)
-        for other in (others := _receivers(members[group], rank, to_all=to_all)):
-            sent[rank, other] += num_bytes / len(others)
+        place = members[group].index(rank)
+        after = members[group][place + 1 :] + members[group][:place]  # around the ring
+        to = after if to_all else after[:1]
+        sent[rank, to] += num_bytes / max(1, len(to))
     return sent
-
-
-def _receivers(members: list[int], rank: int, *, to_all: bool) -> list[int]:
-    place = members.index(rank)
-    after = members[place + 1 :] + members[:place]
-    return after if to_all else after[:1]
 
 
 def _cells(sent: NDArray[np.float64], names: list[str]) -> go.Heatmap:

@@ -6,6 +6,7 @@ And what is wrong with a strategy on one rank, whatever it computes: messages no
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,9 +92,9 @@ def train(mesh: BaseMesh, make: Callable[[], Strategy], model: str, loop: Loop, 
     trained, unwaited, rank = Trained(), Unwaited(), number_among(mesh.communicators)[0]
     parts = [(make, range(STEPS))]
     if loop.resumes:
-        ours = _ours(make().axes)
+        ours = partial(_ours, make().axes)
         parts = [(make, range(OF_OURS)), (ours, range(OF_OURS, OF_OURS + 1)), (make, range(OF_OURS + 1, STEPS))]
-    with unwaited.observing(mesh):
+    with mesh.observed_by(unwaited), observing_new(unwaited):  # and in meshes that are made inside
         for part, (strategy, steps) in enumerate(parts):
             # Ranks that start different must end equal; and a checkpoint must replace all that a model starts with.
             module = _built(model, seed=100 * part + rank, loop=loop)
@@ -170,15 +171,11 @@ def _step(engine: Engine, model: str, loop: Loop, step: int, trained: Trained, p
     trained.states.append(engine.full_state_dict())
 
 
-def _ours(axes: tuple[str, ...]) -> Callable[[], Strategy]:
+def _ours(axes: tuple[str, ...]) -> Strategy:
     """One of our strategies that divides otherwise than most, over some axes."""
-
-    def made() -> Strategy:
-        strategy = ZeRO1() if len(axes) == 1 else FSDP(sharding="hybrid_shard", wrap="root")
-        strategy.axes = axes
-        return strategy
-
-    return made
+    strategy = ZeRO1() if len(axes) == 1 else FSDP(sharding="hybrid_shard", wrap="root")
+    strategy.axes = axes
+    return strategy
 
 
 def _in_buckets(strategy: Strategy, module: nn.Module) -> Strategy:
@@ -252,12 +249,6 @@ class Unwaited(Observer):
     def waited(self, event: CollectiveEvent) -> None:
         """As the base."""
         self._under_way.pop(id(event), None)
-
-    @contextlib.contextmanager
-    def observing(self, mesh: BaseMesh) -> Iterator[None]:
-        """Inside, the messages of a mesh count, and those of meshes that are made."""
-        with mesh.observed_by(self), observing_new(self):
-            yield
 
     def told(self) -> str:
         """The first of them, in a sentence; empty if all were waited for."""
