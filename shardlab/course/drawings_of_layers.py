@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from shardlab.context import positions_of
-from shardlab.course.drawing import Drawing, Pen
+from shardlab.course.drawing import Pen, drawing
 from shardlab.course.exercises.ladder.mesh import TWO_AXES
 from shardlab.schedules import Kind, Played, make_schedule, play
 
@@ -12,12 +12,9 @@ RANKS = 4
 STAGES, MICRO_BATCHES = 3, 4
 
 
-def column_then_row() -> Drawing:
+@drawing
+def column_then_row(pen: Pen) -> str:
     """Notebook 10: the two layers of an MLP on two tensor-parallel ranks."""
-    return Drawing(_column_then_row, "Nothing between, one all-reduce of b x 4 after; one more in backward.")
-
-
-def _column_then_row(pen: Pen) -> None:
     step = 176 if pen.is_narrow else 132
     for rank, colour in enumerate(("parameter", "optimizer")):
         top, unit = rank * step, 15
@@ -40,11 +37,7 @@ def _column_then_row(pen: Pen) -> None:
         "A (4 x 8) is cut by columns, B (8 x 4) by rows, so rank r multiplies its own Y with its own rows of B. Row "
         "first would need a gather in the middle."
     )
-
-
-def two_axes_of_a_mesh() -> Drawing:
-    """Notebook 11: four ranks, tensor parallel across and data parallel down; the numbers are those of the exercise."""
-    return Drawing(_two_axes, "Outputs add up across, gradients are averaged down; what all have is counted once.")
+    return "Nothing between, one all-reduce of b x 4 after; one more in backward."
 
 
 def _numbers(vector: object) -> str:
@@ -52,7 +45,9 @@ def _numbers(vector: object) -> str:
     return f"[{', '.join(numbers)}]"
 
 
-def _two_axes(pen: Pen) -> None:
+@drawing
+def two_axes_of_a_mesh(pen: Pen) -> str:
+    """Notebook 11: four ranks, tensor parallel across and data parallel down; the numbers are those of the exercise."""
     case = TWO_AXES.cases()[0]
     width, across, down = (150, 210, 178) if pen.is_narrow else (220, 400, 158)
     for place, ((parts,), wanted) in enumerate(zip(case.inputs, case.wanted, strict=True)):
@@ -79,24 +74,16 @@ def _two_axes(pen: Pen) -> None:
         sums = [_numbers(cast("dict[str, list[float]]", wanted)["output"]) for wanted in case.wanted[::2]]
         pen.below(f"Across, teal: rows A add up to {sums[0]}, rows B to {sums[1]}.", colour="all-reduce")
     pen.below("Green: a norm's weight, which all four have whole: averaged down only, counted once in the norm.")
-
-
-def pipeline_lists() -> Drawing:
-    """Notebook 18: two schedules of one pipeline, as the clock plays them."""
-    gpipe, other = (_played(name) for name in ("gpipe", "1f1b"))
-    held = [max(map(one.schedule.in_flight, range(STAGES))) for one in (gpipe, other)]
-    return Drawing(
-        _pipeline,
-        f"{gpipe.seconds:g} slots, and {other.seconds:g}: 1F1B is no faster. It holds {held[1]} micro-batches, not "
-        f"{held[0]}.",
-    )
+    return "Outputs add up across, gradients are averaged down; what all have is counted once."
 
 
 def _played(name: str) -> Played:
     return play(make_schedule(name, STAGES, MICRO_BATCHES), {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0})
 
 
-def _pipeline(pen: Pen) -> None:
+@drawing
+def pipeline_lists(pen: Pen) -> str:
+    """Notebook 18: two schedules of one pipeline, as the clock plays them."""
     kinds = {Kind.FORWARD: "parameter", Kind.BACKWARD: "gradient"}
     for name, words in {"gpipe": "GPipe", "1f1b": "1F1B"}.items():
         played = _played(name)
@@ -111,16 +98,16 @@ def _pipeline(pen: Pen) -> None:
         "Blue: forward of a micro-batch, one slot. Orange: its backward, two. Where nothing is drawn a rank idles: "
         "3(p - 1) slots in both."
     )
+    gpipe, other = (_played(name) for name in ("gpipe", "1f1b"))
+    held = [max(map(one.schedule.in_flight, range(STAGES))) for one in (gpipe, other)]
+    return (
+        f"{gpipe.seconds:g} slots, and {other.seconds:g}: 1F1B is no faster. It holds {held[1]} micro-batches, not "
+        f"{held[0]}."
+    )
 
 
 PIECES = 2 * RANKS
 OF_RANKS = ("parameter", "optimizer", "gradient", "gathered")
-
-
-def zigzag_of_pieces() -> Drawing:
-    """Notebook 19: who computes which part of causal attention, in contiguous parts and in a zigzag."""
-    one, other = (boxes_of_ranks(zigzag=zigzag) for zigzag in (False, True))
-    return Drawing(_zigzag, f"Contiguous: {', '.join(map(str, one))} boxes. In a zigzag each rank has {other[0]}.")
 
 
 def boxes_of_ranks(*, zigzag: bool) -> list[int]:
@@ -132,7 +119,9 @@ def _pieces_of(rank: int, *, zigzag: bool) -> list[int]:
     return [int(piece) for piece in positions_of(PIECES, RANKS, rank, zigzag=zigzag)]
 
 
-def _zigzag(pen: Pen) -> None:
+@drawing
+def zigzag_of_pieces(pen: Pen) -> str:
+    """Notebook 19: who computes which part of causal attention, in contiguous parts and in a zigzag."""
     for name, left, top in pen.panels(("contiguous", "zigzag"), 258, wide=2, narrow=1):
         for rank, colour in enumerate(OF_RANKS):
             for piece in _pieces_of(rank, zigzag=name == "zigzag"):
@@ -144,3 +133,5 @@ def _zigzag(pen: Pen) -> None:
         "Rows: eight pieces of a sequence, with the rank that has them. Boxes: the pieces of keys that their queries "
         "see."
     )
+    one, other = (boxes_of_ranks(zigzag=zigzag) for zigzag in (False, True))
+    return f"Contiguous: {', '.join(map(str, one))} boxes. In a zigzag each rank has {other[0]}."

@@ -3,7 +3,7 @@
 from math import hypot
 
 from shardlab.analysis.intervals import intersect, subtract, total
-from shardlab.course.drawing import Drawing, Pen, Span
+from shardlab.course.drawing import Pen, Span, drawing
 from shardlab.course.drawings_of_layers import RANKS
 
 COMES_MS, SUM_MS = (20.0, 10.0, 60.0, 40.0), 10.0
@@ -13,17 +13,9 @@ CALLED = (3, 2, 3, 3)  # collectives, by each rank
 GRADIENTS = ((4.0, 0.0), (0.0, 3.0))  # of each rank's rows
 
 
-def last_to_come() -> Drawing:
+@drawing
+def last_to_come(pen: Pen) -> str:
     """Notebook 00: four ranks bring a number each, and one of them is late."""
-    said = " + ".join(map(str, range(RANKS)))
-    return Drawing(
-        _last_to_come,
-        f"{said} = {sum(range(RANKS))}, on all four, at {max(COMES_MS) + SUM_MS:g} ms: a collective ends when its last "
-        "rank has come.",
-    )
-
-
-def _last_to_come(pen: Pen) -> None:
     last = max(COMES_MS)
     rows: dict[str, list[Span]] = {
         f"rank {rank}": [
@@ -34,19 +26,16 @@ def _last_to_come(pen: Pen) -> None:
     }  # fmt: skip
     pen.rows(rows)
     pen.below("Grey: a rank's own work, and its number. Red: it waits. Teal: the sum of all four.")
-
-
-def hidden_part() -> Drawing:
-    """Notebook 04: which part of two messages lies over compute."""
-    hidden, exposed = total(intersect(MESSAGES_MS, COMPUTE_MS)), total(subtract(MESSAGES_MS, COMPUTE_MS))
-    return Drawing(
-        _hidden_part,
-        f"{hidden:g} of {total(MESSAGES_MS):g} ms are hidden: overlap {100 * hidden / total(MESSAGES_MS):g} %. "
-        f"Exposed: {exposed:g} ms.",
+    said = " + ".join(map(str, range(RANKS)))
+    return (
+        f"{said} = {sum(range(RANKS))}, on all four, at {max(COMES_MS) + SUM_MS:g} ms: a collective ends when its last "
+        "rank has come."
     )
 
 
-def _hidden_part(pen: Pen) -> None:
+@drawing
+def hidden_part(pen: Pen) -> str:
+    """Notebook 04: which part of two messages lies over compute."""
     pieces = {
         "messages": (MESSAGES_MS, "all-reduce"), "compute": (COMPUTE_MS, "compute"),
         "hidden": (intersect(MESSAGES_MS, COMPUTE_MS).tolist(), "all-reduce"),
@@ -57,15 +46,8 @@ def _hidden_part(pen: Pen) -> None:
     for moment in COMPUTE_MS[0]:
         pen.line(at(moment), 4, at(moment), pen.height, width=1)
     pen.below("One rank over 24 ms. What is right or left of both lines is not hidden.")
-
-
-def one_or_two() -> Drawing:
-    """Notebook 05: a step of one rank and of two, for three batches."""
-    return Drawing(
-        _one_or_two,
-        f"Two are faster with more than {2 * EXPOSED_MS / ROW_MS:g} rows: half of them then take longer than what is "
-        "exposed.",
-    )
+    moved, hidden, exposed = (total(pieces[name][0]) for name in ("messages", "hidden", "exposed"))
+    return f"{hidden:g} of {moved:g} ms are hidden: overlap {100 * hidden / moved:g} %. Exposed: {exposed:g} ms."
 
 
 def step_of(batch: int, num_ranks: int) -> list[Span]:
@@ -75,26 +57,24 @@ def step_of(batch: int, num_ranks: int) -> list[Span]:
     return [*parts, (computed, computed + EXPOSED_MS, "wait", f"{EXPOSED_MS:g}")] if num_ranks > 1 else parts
 
 
-def _one_or_two(pen: Pen) -> None:
+@drawing
+def one_or_two(pen: Pen) -> str:
+    """Notebook 05: a step of one rank and of two, for three batches."""
     longest = step_of(16, 1)[-1][1]
     for batch in (8, 12, 16):
         rows = {f"{batch} rows, {'1 rank' if num == 1 else '2 ranks'}": step_of(batch, num) for num in (1, 2)}
         pen.height += 8
         pen.rows(rows, {name: f"{spans[-1][1]:g} ms" for name, spans in rows.items()}, names=152, room=60, end=longest)
     pen.below(f"Green: {FIXED_MS:g} ms whatever the rows. Grey: {ROW_MS:g} ms a row. Red: exposed messages.")
-
-
-def not_with_the_others() -> Drawing:
-    """Notebook 13: three ranks wait in a collective, and the fourth never comes to it."""
-    late = CALLED.index(min(CALLED))
-    return Drawing(
-        _not_with_the_others,
-        f"{CALLED.count(max(CALLED))} ranks wait in number {max(CALLED)}, and time out. To blame is rank {late}, which "
-        "is not there.",
+    return (
+        f"Two are faster with more than {2 * EXPOSED_MS / ROW_MS:g} rows: half of them then take longer than what is "
+        "exposed."
     )
 
 
-def _not_with_the_others(pen: Pen) -> None:
+@drawing
+def not_with_the_others(pen: Pen) -> str:
+    """Notebook 13: three ranks wait in a collective, and the fourth never comes to it."""
     number, rows = max(CALLED), {}
     for rank, called in enumerate(CALLED):
         done = [(10.0 * one, 10.0 * one + 8, "all-reduce", str(one + 1)) for one in range(number - 1)]
@@ -102,15 +82,10 @@ def _not_with_the_others(pen: Pen) -> None:
         rows[f"rank {rank}"] = [*done, waits if called == number else (waits[0], 62, "compute", "computes on and on")]
     pen.rows(rows)
     pen.below("Teal: collectives that all four have called, by their number.")
-
-
-def never_reduced() -> Drawing:
-    """Notebook 17: two ranks that each step with their own gradient."""
-    (ratio, cosine), (other, its) = map(ratio_and_cosine, GRADIENTS)
-    return Drawing(
-        _never_reduced,
-        f"Never reduced: {ratio:g} and {other:g} times as long, cosines {cosine:g} and {its:g}. The loss falls all the "
-        "same.",
+    late = CALLED.index(min(CALLED))
+    return (
+        f"{CALLED.count(max(CALLED))} ranks wait in number {max(CALLED)}, and time out. To blame is rank {late}, which "
+        "is not there."
     )
 
 
@@ -127,7 +102,9 @@ def ratio_and_cosine(gradient: tuple[float, float]) -> tuple[float, float]:
     return hypot(*gradient) / hypot(*mean), product / hypot(*gradient) / hypot(*mean)
 
 
-def _never_reduced(pen: Pen) -> None:
+@drawing
+def never_reduced(pen: Pen) -> str:
+    """Notebook 17: two ranks that each step with their own gradient."""
     unit, x = 34 if pen.is_narrow else 50, 24.0
     y = 16.0 + 3 * unit
     for name, (right, up), colour in (
@@ -138,3 +115,8 @@ def _never_reduced(pen: Pen) -> None:
         pen.arrow(x, y, to_x, to_y, colour)
         pen.text(to_x + 8, to_y + 5, f"{name}: [{right:g}, {up:g}], norm {hypot(right, up):g}", colour=colour)
     pen.below("The gradient of one process is the mean over all rows, of both ranks.")
+    (ratio, cosine), (other, its) = map(ratio_and_cosine, GRADIENTS)
+    return (
+        f"Never reduced: {ratio:g} and {other:g} times as long, cosines {cosine:g} and {its:g}. The loss falls all the "
+        "same."
+    )

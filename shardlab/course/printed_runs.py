@@ -66,14 +66,9 @@ def told(
     """
     found = outcome(pool, program, *args)
     sys.stdout.write(found.text + "\n")
-    answers = {
-        "rank": (rank, (found.rank,)),
-        "collective": (collective, (found.collective,)),
-        "line": (line, found.lines),
-    }
-    given = {name: answer for name, answer in answers.items() if answer[0] is not ...}
-    if given and found.is_error:
-        words = (_marked(name, *answer) for name, answer in given.items())
+    wanted = ("rank", rank, [found.rank]), ("collective", collective, [found.collective]), ("line", line, found.lines)
+    words = [_marked(*answer) for answer in wanted if answer[1] is not ...]
+    if words and found.is_error:
         sys.stdout.write(f"Your answer: {'; '.join(words)}.\n")
     return found
 

@@ -34,7 +34,7 @@ from shardlab.comm import CollectiveEvent, Communicator, Observer
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import AnyEngine
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.run.rank_run import RankRun, mesh_of, recorded_run, source_of
+from shardlab.experiment.run.rank_run import mesh_of, recorded_run, source_of
 from shardlab.experiment.run.train_step import TrainStep
 from shardlab.experiment.trained.batches import size_of
 from shardlab.experiment.trained.workload import LossFn
@@ -148,7 +148,7 @@ def run_interleaved(variants: Mapping[str, CompareConfig], pool: RankPool, direc
 
     Args:
         variants: configurations by the name of their run in the tables. Each has one strategy (not 'single') and the
-            pool's ranks and device, and neither resumes nor saves; all have the same number of steps.
+            pool's ranks and device; all have the same number of steps. There are no checkpoints.
         pool: the ranks.
         directory: where the records stay; None uses a temporary directory.
 
@@ -171,11 +171,13 @@ def run_interleaved(variants: Mapping[str, CompareConfig], pool: RankPool, direc
 
 def _train_interleaved(rank: int, variants: dict[str, CompareConfig], directory: Path, origin_ns: int) -> None:
     with ExitStack() as stack:
+        turns = []
         # Every rank makes the meshes and engines in the same order, because making them is collective.
-        turns = [
-            stack.enter_context(_recorded_turn(name, config, directory / name, rank, origin_ns))
-            for name, config in variants.items()
-        ]
+        for name, config in variants.items():
+            # Each variant has its own mesh, so that its recorder sees its collectives only.
+            mesh = stack.enter_context(mesh_of(config, config.strategies[0]))
+            writer = RunWriter(directory / name, rank, name, source_of(mesh))
+            turns.append(stack.enter_context(recorded_run(config, config.strategies[0], mesh, writer, origin_ns)))
         for step in range(next(iter(variants.values())).steps):
             for turn in turns:
                 turn.step(step)
@@ -183,22 +185,10 @@ def _train_interleaved(rank: int, variants: dict[str, CompareConfig], directory:
                 current().emit(f"step {step}")
 
 
-@contextmanager
-def _recorded_turn(name: str, config: CompareConfig, directory: Path, rank: int, origin_ns: int) -> Iterator[RankRun]:
-    # Each variant has its own mesh, so that its recorder sees its collectives only.
-    with mesh_of(config, config.strategies[0]) as mesh:
-        writer = RunWriter(directory, rank, name, source_of(mesh))
-        with recorded_run(config, config.strategies[0], mesh, writer, origin_ns) as run:
-            yield run
-
-
 def _check(variants: Mapping[str, CompareConfig], pool: RankPool) -> None:
     for name, config in variants.items():
         if len(config.strategies) != 1 or config.is_alone(config.strategies[0]):
             raise ValueError(f"variants: {name!r} needs one strategy that runs on all ranks, not {config.strategies}")
-        for field in ("resume", "save_every"):
-            if (given := getattr(config, field)) is not None:
-                raise ValueError(f"variants: {name!r} has {field}={given!r}, but here are no checkpoints; leave it out")
         check_pool(pool, config.ranks, config.device, by=f"variants[{name!r}]")
     if len({config.steps for config in variants.values()}) != 1:
         raise ValueError("variants: give one or more, all with the same number of steps, since they are interleaved")

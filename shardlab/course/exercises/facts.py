@@ -52,10 +52,6 @@ class Step:
         """Whether more is held at rest than is enough; of gathered parameters, at once."""
         return role in self.most_at_rest and self.done.at_rest.get(role, 0) > self.most_at_rest[role]
 
-    def is_strange(self) -> bool:
-        """Whether a verb was used that a right answer does not use."""
-        return not {one.op for one in self.done.messages} <= {one.op for one in self.wanted}
-
 
 Facts = Mapping[str, Callable[[Step], bool]]
 NUMBERS: Facts = {
@@ -75,7 +71,7 @@ COSTS: Facts = {
     "too much besides": lambda step: step.has_too_much(Role.OTHER),
     "a message is too large": lambda step: any(one.num_bytes > step.largest for one in step.done.messages),
     "all-reduces as many bytes": lambda step: step.times(REDUCTIONS[1:], step.sent(REDUCTIONS[:1])) >= 1,
-    "a strange verb": lambda step: step.is_strange(),
+    "a strange verb": lambda step: not {one.op for one in step.done.messages} <= {one.op for one in step.wanted},
     "reduces more": lambda step: step.times(REDUCTIONS, step.sent(REDUCTIONS)) > 1,
     "gathers less": lambda step: step.times(GATHERS, step.sent(GATHERS)) < 1,
     "gathers more": lambda step: step.times(GATHERS, step.sent(GATHERS)) > 1,

@@ -94,11 +94,9 @@ def shortened(value: object) -> str:
 def _of_tensors(wanted: Tensor, found: object, place: str) -> str:
     if not isinstance(found, Tensor):
         return f"{place}: a tensor of {wanted.numel()} elements is wanted, {shortened(found)} was found"
-    for name in ("shape", "dtype"):
-        of_wanted, of_found = (getattr(tensor, name) for tensor in (wanted, found))
-        if of_wanted != of_found:
-            words = [str(list(each)) if name == "shape" else str(each) for each in (of_wanted, of_found)]
-            return f"{place}: {name} {words[0]} is wanted, {words[1]} was found"
+    for name, one, other in (("shape", [*wanted.shape], [*found.shape]), ("dtype", wanted.dtype, found.dtype)):
+        if one != other:
+            return f"{place}: {name} {one} is wanted, {other} was found"
     wrong = wrong_elements(wanted, found).flatten().nonzero().flatten().tolist()
     if not wrong:
         return ""
@@ -123,8 +121,7 @@ def _of_mappings(wanted: Mapping[object, object], found: object, place: str) -> 
         return f"{place}: {missing[0]!r} is missing; it should be {shortened(wanted[missing[0]])}"
     if others := [key for key in found if key not in wanted]:
         return f"{place}: {others[0]!r} should not be there; it is {shortened(found[others[0]])}"
-    differences = (difference(value, found[key], f"{place}[{key!r}]") for key, value in wanted.items())
-    return next(filter(None, differences), "")
+    return next(filter(None, differences(wanted, found, place)), "")
 
 
 def _of_sequences(wanted: Sequence[object], found: object, place: str) -> str:
