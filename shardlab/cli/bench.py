@@ -100,7 +100,7 @@ def _why(ranks: int, json: Path | None) -> None:
 
 def _same(ranks: int, json: Path | None) -> None:
     """Print what `same` says of broken scripts, and of right ones."""
-    from shardlab.course.same_matrix import cells, same_matrix, verdict
+    from shardlab.course.same_scripts import cells, same_matrix, verdict
 
     total = len(cells(ranks))
     rows = _measured(same_matrix(ranks), total, lambda row: f"{row.story}, {row.kind}", json)
