@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from shardlab.course.on_a_clock import virtual_steps
     from shardlab.course.printed_runs import outcome, terminal, told
-    from shardlab.course.recorded_pipeline import bubbles, played_of, record_pipeline
+    from shardlab.course.recorded_steps import bubbles, played_of, record_pipeline, trace_step
     from shardlab.course.same_scripts import TEMPLATES, judged_text
     from shardlab.course.sharded_layer import sharded_linear
     from shardlab.course.small_records import (  # isort: skip
-        collectives_table, link_for, log_collectives, message_sweep, run_interleaved, trace_step,
+        collectives_table, link_for, log_collectives, message_sweep, run_interleaved,
     )  # fmt: skip
     from shardlab.course.widgets.explorer import memory_explorer
     from shardlab.course.widgets.history import RunHistory

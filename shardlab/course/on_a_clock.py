@@ -10,6 +10,7 @@ takes what its link says for a ring, one after another, and slows nobody. The le
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -45,8 +46,8 @@ def virtual_steps(variants: Mapping[str, CompareConfig]) -> Records:
         for name, config in variants.items():
             if len(config.strategies) != 1 or config.link is None:
                 raise ValueError(f"variants: {name!r} needs one strategy and a link, as in link='1Gbps,500us'")
-            link = Link.parse(config.link)
-            ran = two_steps(replace(config, steps=2), config.strategies[0], lambda _, link=link: link)
+            over_it = partial(_same, Link.parse(config.link))
+            ran = two_steps(replace(config, steps=2), config.strategies[0], over_it)
             found.append((name, config.ranks, ran))
             advance(name)
     tables = {table: pd.concat([_one_step(table, *one) for one in found], ignore_index=True) for table in TABLES}
@@ -55,6 +56,10 @@ def virtual_steps(variants: Mapping[str, CompareConfig]) -> Records:
         for name, one in variants.items()
     }
     return Records(**tables, manifests=known)
+
+
+def _same(link: Link, _: CollectiveEvent) -> Link:
+    return link
 
 
 def two_steps(config: CompareConfig, strategy: Any, link_of: Callable[[CollectiveEvent], Link]) -> Records:

@@ -1,4 +1,4 @@
-"""Records that a cell makes: the collectives of a few lines, one step of any engine, trainings in turn, sweeps.
+"""Records that a cell makes: the collectives of a few lines, trainings in turn, sweeps.
 
     def ranks_do(rank):
         with Mesh({"data": 2}, device=current().device) as mesh, log_collectives(mesh, rank) as log:
@@ -7,12 +7,6 @@
 
     table = collectives_table(pool.run(ranks_do))
 
-    def on_rank(rank):
-        with Mesh({"data": 2}, device=current().device) as mesh, build_engine(...) as engine:
-            return trace_step(rank, "mine", engine, loss, batch)
-
-    show(memory_over_step(pool.run(on_rank)[0].memory))
-
 A laptop has slow phases of up to a factor of two. If variants run one after the other, their order decides which looks
 fast; if they are interleaved, the phases affect all alike. Each variant has its own mesh, model, optimizer and records;
 only the ranks are shared.
@@ -20,36 +14,28 @@ only the ranks are shared.
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any
 
 import pandas as pd
 import torch
 
 from shardlab.comm import CollectiveEvent, Communicator, Observer
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import AnyEngine
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.run.rank_run import mesh_of, recorded_run, source_of
-from shardlab.experiment.run.train_step import TrainStep
-from shardlab.experiment.trained.batches import size_of
-from shardlab.experiment.trained.workload import LossFn
 from shardlab.launch import RankPool, current
 from shardlab.launch.cell_bar import cell_bar
 from shardlab.launch.pool import check_pool
 from shardlab.partition.ring_cost import Link
 from shardlab.records.entries import in_us
-from shardlab.records.store import Records, RunWriter, load_run, load_runs, write_manifest
+from shardlab.records.store import Records, RunWriter, load_runs, write_manifest
 from shardlab.records.tables import COLLECTIVES
 from shardlab.trace.clock import clock_for
 from shardlab.trace.observed import Row, collective_columns
-from shardlab.trace.recorder import Recorder
-from shardlab.trace.units import watch_units
-from shardlab.units import AUTO
 from shardlab.vocabulary import Phase, SpanKind
 
 SINCE_BOOT_NS = 0
@@ -101,39 +87,6 @@ def collectives_table(rows_of_ranks: Iterable[list[Row]]) -> pd.DataFrame:
     rows = [row for rows in rows_of_ranks for row in rows]
     origin_us = min((row["issue_us"] for row in rows if isfinite(row["issue_us"])), default=0.0)
     return COLLECTIVES.frame([row | {name: row[name] - origin_us for name in TIMES} for row in rows])
-
-
-def trace_step(rank: int, run: str, engine: AnyEngine, loss: LossFn, batch: Any) -> Records:
-    """Train two steps on one batch and record both; memory is traced by role in the second.
-
-    The first step allocates the optimizer state. Every rank of the mesh must call this.
-
-    Args:
-        rank: rank of this process, for the tables.
-        run: name of the run in the tables.
-        engine: any strategy.
-        loss: (model, batch) -> the mean loss over the rows.
-        batch: of this rank.
-
-    Returns:
-        The tables of this rank. Times count from the boot, so those of all ranks of a host are comparable.
-    """
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        write_manifest(Path(folder), {"run": run})
-        writer = stack.enter_context(closing(RunWriter(Path(folder), rank, run, source_of(engine.mesh))))
-        recorder = Recorder(writer, clock_for(engine.mesh.device), SINCE_BOOT_NS, device=engine.mesh.device)
-        recorder.live_tensors = engine.live_tensors
-        stack.enter_context(engine.mesh.observed_by(recorder))
-        for hook in watch_units(engine.module, recorder, getattr(engine, "wrap", AUTO)):
-            stack.callback(hook.remove)
-        train_step = TrainStep(engine, loss, recorder=recorder)
-        for step in (0, 1):
-            with recorder.step(step, trace_memory=step == 1):
-                result = train_step(batch)
-            assert result is not None, "no accumulation, so every call is a step"
-            recorder.finish_step(result.loss, result.grad_norm, result.learning_rate, size_of(batch))
-        writer.close()  # turns the journal into tables, and the folder is gone after the return
-        return load_run(folder)
 
 
 Op = Callable[[Communicator, torch.Tensor], object]

@@ -8,9 +8,8 @@ import pandas as pd
 from shardlab.course.exercises.exercise import Case, Done, Exercise, Function, code_in
 from shardlab.course.exercises.judge import LIMIT_S, TIMEOUT_S, Report, Verdict, examine, pool_for, run_case
 from shardlab.course.exercises.ladder import LADDER, solution_of
-from shardlab.course.exercises.picture import differ, held, held_table, moved, moved_table
+from shardlab.course.exercises.picture import differ, held, held_table, memory, moved, moved_table, schedule
 from shardlab.course.exercises.values import plain
-from shardlab.course.exercises.weighed_picture import memory, schedule
 from shardlab.launch import RankPool
 from shardlab.launch.cell_bar import cell_bar
 from shardlab.plots.show import is_in_a_cell, show

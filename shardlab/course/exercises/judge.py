@@ -14,8 +14,7 @@ from pathlib import Path
 from shardlab.comm import CollectiveEvent, Observer
 from shardlab.comm.mesh import Mesh
 from shardlab.course.exercises.exercise import Attempt, Case, Done, Exercise, Function, Measured, Message
-from shardlab.course.exercises.facts import COSTS, NUMBERS, facts_of
-from shardlab.course.exercises.mistakes import mistake_in
+from shardlab.course.exercises.mistakes import COSTS, NUMBERS, facts_of, mistake_in
 from shardlab.course.exercises.traffic import wrong_traffic
 from shardlab.course.exercises.values import differences, numbers_in, plain, told_apart
 from shardlab.launch import RankDied, RankError, RankHang, RankPool, current
