@@ -1,22 +1,18 @@
 """Ideas, drawn: each function is the head of a notebook, and its numbers are those of a tiny example.
 
 What the planner, the replay or the clock of the exercises knows comes from there. Here are those of data parallel, ZeRO
-and FSDP; bytes, ranks over time, and layers and tokens that are divided have files of their own beside.
+and FSDP; bytes have a file of their own beside, and so have ranks: what is divided over them, and what they do.
 """
 
 from shardlab.course.drawing import Pen, drawing
-from shardlab.course.drawings_of_layers import (
-    RANKS,
-    column_then_row,
-    pipeline_lists,
-    two_axes_of_a_mesh,
-    zigzag_of_pieces,
-)
-from shardlab.course.drawings_of_runs import hidden_part, last_to_come, never_reduced, not_with_the_others, one_or_two
 from shardlab.course.exercises.exercise import VirtualClock
 
 from shardlab.course.drawings_of_bytes import (  # isort: skip
     STAGES, bytes_of_a_step, fits_and_sends, one_change, states_of, three_prices, what_is_left, who_reads_what,
+)  # fmt: skip
+from shardlab.course.drawings_of_ranks import (  # isort: skip
+    RANKS, column_then_row, hidden_part, last_to_come, never_reduced, not_with_the_others, one_or_two, pipeline_lists,
+    two_axes_of_a_mesh, zigzag_of_pieces,
 )  # fmt: skip
 
 ROWS = 8  # of the weight that is borrowed

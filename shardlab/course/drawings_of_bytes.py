@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from shardlab.course.drawing import Pen, drawing, stacked
-from shardlab.course.drawings_of_layers import OF_RANKS
+from shardlab.course.drawings_of_ranks import OF_RANKS
 from shardlab.partition.chunks import even_bounds
 from shardlab.planner.formulas import PRECISIONS, ModelStates, model_states
 

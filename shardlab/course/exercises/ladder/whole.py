@@ -5,7 +5,10 @@ from math import inf
 from typing import Any
 
 from shardlab.course.exercises.exercise import Attempt, Case, Exercise, Function, Measured, Message, Traffic
-from shardlab.course.exercises.weighing_block import INNER, NUM_BLOCKS, ROWS, WIDTH, trained, tried_block
+
+from shardlab.course.exercises.weighing import (  # isort: skip
+    INNER, NUM_BLOCKS, ROWS, WIDTH, not_a_strategy, train, trained, tried_block, weigh,
+)  # fmt: skip
 from shardlab.vocabulary import Collective
 
 NUM_RANKS = 2
@@ -17,9 +20,6 @@ UNITS = (448, 576, 576, 144)
 
 def tried(function: Function, mesh: Any, *asked: Any) -> object:
     """Train a model by its name, or weigh a step within limits."""
-    # Here, so that ranks of other exercises need no engines.
-    from shardlab.course.exercises.weighing import not_a_strategy, train, weigh
-
     if fault := not_a_strategy(function):
         return Measured(None, fault=fault)
     return train(function, mesh, *asked) if len(asked) == 1 else weigh(function, mesh, *asked)
