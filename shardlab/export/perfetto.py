@@ -115,7 +115,7 @@ def _steps(records: Records) -> Iterator[Event]:
     for (rank, step), times in step_times(records.spans, records.collectives).items():
         facts = {str(name): value for name, value in known.get((rank, step), {}).items() if pd.notna(value)}
         title = f"step {step}" if step >= 0 else "before the first step"
-        yield complete(title, "step", (rank, STEPS), times, **_plain(facts))
+        yield complete(title, "step", (rank, STEPS), times, **facts)
 
 
 def _compute(spans: pd.DataFrame) -> Iterator[Event]:
@@ -136,7 +136,7 @@ def _communication(rows: Rows) -> Iterator[Event]:
         args = {name: row[name] for name in DETAILS if pd.notna(row[name])}
         args |= {} if np.isnan(row["speed"]) else {"bus_gb_per_s": round(row["speed"], 6)}
         times = row["start_us"], row["end_us"]
-        yield complete(row["tag"] or row["op"], row["op"], (row["pid"], row["tid"]), times, **_plain(args))
+        yield complete(row["tag"] or row["op"], row["op"], (row["pid"], row["tid"]), times, **args)
 
 
 def _waits(rows: Rows) -> Iterator[Event]:
@@ -193,11 +193,6 @@ def _between_ranks(moved: pd.DataFrame, axes: Mapping[str, int] | None) -> Itera
 def _inside(start: float, end: float) -> float:
     """The last moment inside a slice: at its end the next slice may have begun."""
     return max(start, end - NS_US)
-
-
-def _plain(args: Mapping[str, Any]) -> dict[str, Any]:
-    """numpy's numbers as Python's, which ``json`` can write."""
-    return {name: value.item() if isinstance(value, np.generic) else value for name, value in args.items()}
 
 
 def complete(name: str, category: str, place: tuple[int, int], times: tuple[float, float], /, **args: Any) -> Event:

@@ -21,7 +21,7 @@ from shardlab.comm.rank_life import observing_new
 from shardlab.comm.same_on_all_ranks import number_among
 from shardlab.engines import FSDP, Engine, Strategy, ZeRO1
 from shardlab.testing.nasty_models import WITH_SKIPS, SmallGPT
-from shardlab.vocabulary import FLAG
+from shardlab.vocabulary import FLAG, Role
 
 ROWS_PER_RANK = 2
 STEPS = 4
@@ -281,21 +281,20 @@ def held_wrong(engine: Engine) -> str:
     """
     held = {holding.tensor.untyped_storage().data_ptr() for holding in engine.holdings()}
     for name, tensor in (*engine.params.items(), *engine.step_tensors().items()):
-        for what, one in (("the parameter", tensor), ("the gradient", tensor.grad)):
+        for role, one in ((Role.PARAMETER, tensor), (Role.GRADIENT, tensor.grad)):
             if one is None or one.untyped_storage().data_ptr() in held:
                 continue
             # What stands for a sharded parameter has one element, however large that is.
             is_placeholder = engine.strategy.full_gathers and one is engine.params[name] and one.numel() == 1
             if not is_placeholder and one.untyped_storage().nbytes() >= one.nbytes > 0:
-                role = "PARAMETER" if what == "the parameter" else "GRADIENT"
-                if what == "the parameter" and one is not engine.params[name]:
+                if role is Role.PARAMETER and one is not engine.params[name]:
                     return (
                         f"the piece of {name!r} that the optimizer steps is no view of a parameter, nor of anything in "
                         "holdings(): cut it without a copy, or yield a copy that is meant there (a master weight)"
                     )
                 return (
-                    f"holdings(): {what} of {name!r} is in none, so that no table would count it; after those of "
-                    f"super().holdings() yield Holding(Role.{role}, tensor, {name!r}, (start, stop)) too"
+                    f"holdings(): the {role} of {name!r} is in none, so that no table would count it; after those of "
+                    f"super().holdings() yield Holding(Role.{role.name}, tensor, {name!r}, (start, stop)) too"
                 )
     for holding in engine.holdings():
         start, stop = holding.span

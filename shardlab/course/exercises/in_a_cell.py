@@ -103,11 +103,8 @@ def _say(exercise: Exercise, report: Report) -> None:
         sys.stdout.write(f"{exercise.name}: passed. {report.score}".rstrip() + "\n")
         _show_schedule(exercise, report)
         return
-    sys.stdout.write(f"{exercise.name}: {report.verdict}. {report.reason}\n")
-    if report.mistake:
-        sys.stdout.write(report.mistake + "\n")
-    if report.detail:
-        sys.stdout.write(report.detail + "\n")
+    said = [f"{exercise.name}: {report.verdict}. {report.reason}", report.mistake, report.detail]
+    sys.stdout.write("".join(f"{line}\n" for line in said if line))
     if report.case is not None:
         sys.stdout.write(inputs_of(exercise, report.case))
     if not report.done:
