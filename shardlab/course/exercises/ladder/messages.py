@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from shardlab.comm import CollectiveEvent, Communicator, Observer
+from shardlab.comm import Communicator
 
 from shardlab.course.exercises.exercise import (  # isort: skip
     Case, Exercise, Function, Message, Traffic, call_in_place, call_without_ranks,
 )  # fmt: skip
+from shardlab.course.exercises.judge import MessageLog
 from shardlab.course.exercises.values import numbers_in
 from shardlab.partition.buckets import assign_buckets
 from shardlab.partition.chunks import ParamSpec
@@ -184,13 +185,15 @@ def train(
     function: Function, comm: Communicator, rank: int, used: Sequence[bool], is_all_used: bool
 ) -> dict[str, object]:
     """The micro-batches of one step with the learner's hooks."""
-    model, seen = Branches(), _Seen()
-    with comm.observed_by(seen):
+    model, log = Branches(), MessageLog()
+    with comm.observed_by(log):
         finish = function(comm, model, len(used))
         for micro_batch, uses_right in enumerate(used):
-            loss, sent_before = model(_rows(rank, micro_batch), uses_right).mean(), seen.num_bytes
+            loss, sent_before = model(_rows(rank, micro_batch), uses_right).mean(), len(log.messages)
             loss.backward()
-        during_backward, waits = seen.num_bytes - sent_before, seen.num_waits > 0
+        sent = log.messages
+    during_backward = sum(message.num_bytes for message in sent[sent_before:])
+    waits = any(message.is_waited_for for message in sent)
     if returns_function := callable(finish):  # a return is easily forgotten
         finish()
     gradients = {name: param.grad for name, param in model.named_parameters()}
@@ -201,19 +204,6 @@ def train(
     num_bytes = sum(param.nbytes for param in model.parameters())
     sends = during_backward >= num_bytes or f"{during_backward} of {num_bytes} B"
     return result | {"sends during backward": sends}
-
-
-class _Seen(Observer):
-    """An observer: how many bytes were sent, and how often somebody waited."""
-
-    def __init__(self) -> None:
-        self.num_bytes = self.num_waits = 0
-
-    def issued(self, event: CollectiveEvent) -> None:
-        self.num_bytes += event.num_bytes
-
-    def waited(self, event: CollectiveEvent) -> None:
-        self.num_waits += 1
 
 
 def _those(used: Sequence[bool]) -> str:
