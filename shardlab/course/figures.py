@@ -10,7 +10,6 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from shardlab.analysis.rows import require_columns
 from shardlab.plots import theme
 from shardlab.plots.text import emulated_note, format_bytes, format_count, format_us, joined, listing, tick
 
@@ -40,11 +39,7 @@ def message_times(messages: pd.DataFrame) -> go.Figure:
         messages: columns ``op`` (a collective, or any name), ``bytes``, ``time_us``, ``fitted_us``
             (from ``analysis.with_fit``); sizes and times above zero. An optional column ``source`` says whether the
             link was emulated.
-
-    Raises:
-        ValueError: a column is missing.
     """
-    require_columns(messages, ("op", "bytes", "time_us", "fitted_us"), "messages")
     note = joined(emulated_note(messages), "marks: measured; lines: latency + bytes / bandwidth")
     figure, parts = theme.new_figure("Time of a message against its size", note), []
     curves = _by(messages, "op", "bytes")
@@ -76,11 +71,7 @@ def bucket_curve(buckets: pd.DataFrame) -> go.Figure:
     Args:
         buckets: columns ``bucket_bytes``, ``step_us``, ``exposed_comm_us``, ``run``; the median of rows with the same
             run and size is drawn.
-
-    Raises:
-        ValueError: a column is missing.
     """
-    require_columns(buckets, ("bucket_bytes", "step_us", "exposed_comm_us", "run"), "buckets")
     medians = buckets.groupby(["run", "bucket_bytes"], sort=False)[["step_us", "exposed_comm_us"]].median()
     note = joined(emulated_note(buckets), "medians" * (len(medians) < len(buckets)), "the ring marks the shortest step")
     figure = theme.new_figure("Step time against bucket size", note).update_layout(height=560)
@@ -118,11 +109,7 @@ def throughput(table: pd.DataFrame) -> go.Figure:
     Args:
         table: columns ``run``, ``source`` ('predicted' is drawn as a line, everything else as markers), ``rows``
             (sequences of one rank in a step), ``tokens_per_s``; both numbers above zero.
-
-    Raises:
-        ValueError: a column is missing.
     """
-    require_columns(table, ("run", "source", "rows", "tokens_per_s"), "table")
     kinds = [kind for kind in dict.fromkeys(map(str, table["source"])) if kind not in (PREDICTED, "emulated")]
     marked = " and ".join(kinds) or "measured"
     note = joined(emulated_note(table), f"marks: {marked}; lines: predicted")
