@@ -15,7 +15,6 @@ that time in the model but in no unit shows too.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,29 +41,8 @@ RANK_GAP = 0.35
 MAX_NAMED = 200  # with more bars none is wide enough for its name
 Row = Mapping[str, Any]
 Describe = Callable[[Row], str]
-
-
-@dataclass(frozen=True)
-class Tracks:
-    """Positions of the tracks: ``positions[(rank, track)]`` are its rows from top to bottom, as y downward from 0."""
-
-    positions: dict[tuple[int, str], list[float]]
-    num_rows: int
-
-    def of_compute(self) -> dict[int, float]:
-        """The y of each rank's track of compute."""
-        return {rank: rows[0] for (rank, track), rows in self.positions.items() if track == COMPUTE}
-
-    def labels(self) -> tuple[list[float], list[str]]:
-        """Tick positions and names; the first track of a rank shows the rank's name too."""
-        named: set[int] = set()
-        ticks, names = [], []
-        for (rank, track), rows in self.positions.items():
-            ticks.append(float(np.mean(rows)))
-            words = track if track == COMPUTE else f"{track} axis"
-            names.append(words if rank in named else f"<b>rank {rank}</b>  {words}")
-            named.add(rank)
-        return ticks, names
+Tracks = dict[tuple[int, str], list[float]]
+"""By rank and track the rows of it from top to bottom, as y downward from 0."""
 
 
 def collective_timeline(
@@ -95,8 +73,9 @@ def collective_timeline(
     tracks, places = lay_out(moved, worked)
     figure = theme.new_figure(f"Timeline of step {step}: {name}")
     levels = drawn_levels(worked)
-    _draw_compute(figure, levels, tracks, (begin, window))
-    _draw_waits(figure, moved, tracks, (begin, window))
+    compute = {rank: rows[0] for (rank, track), rows in tracks.items() if track == COMPUTE}
+    _draw_compute(figure, levels, compute, (begin, window))
+    _draw_waits(figure, moved, compute, (begin, window))
     _draw_collectives(figure, moved.assign(y=places), (begin, window))
     _axes(figure, tracks)
     if until_ms is not None:
@@ -116,9 +95,9 @@ def _note(figure: go.Figure, levels: pd.DataFrame, moved: pd.DataFrame) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def _draw_compute(figure: go.Figure, spans: pd.DataFrame, tracks: Tracks, extent: tuple[float, float]) -> None:
+def _draw_compute(figure: go.Figure, spans: pd.DataFrame, y: dict[int, float], extent: tuple[float, float]) -> None:
     """One trace per kind for the units, and one for the pale background that surrounds them."""
-    spans = spans.assign(y=spans["rank"].astype("int64").map(tracks.of_compute()).astype("float64"))
+    spans = spans.assign(y=spans["rank"].astype("int64").map(y).astype("float64"))
     for ground in (True, False):
         for kind, colour in theme.SPAN_COLOURS.items():
             rows = spans[(spans["kind"] == str(kind)) & (spans["ground"] == ground)]
@@ -131,12 +110,12 @@ def _draw_compute(figure: go.Figure, spans: pd.DataFrame, tracks: Tracks, extent
                 figure.add_trace(trace)
 
 
-def _draw_waits(figure: go.Figure, moved: pd.DataFrame, tracks: Tracks, extent: tuple[float, float]) -> None:
+def _draw_waits(figure: go.Figure, moved: pd.DataFrame, y: dict[int, float], extent: tuple[float, float]) -> None:
     waits = moved[(moved["wait_end_us"] > moved["wait_start_us"]).fillna(False)]
-    if not len(waits) or not (rows := tracks.of_compute()):
+    if not len(waits) or not y:
         return
     waits = waits.assign(
-        y=waits["rank"].astype("int64").map(rows), start_us=waits["wait_start_us"], end_us=waits["wait_end_us"]
+        y=waits["rank"].astype("int64").map(y), start_us=waits["wait_start_us"], end_us=waits["wait_end_us"]
     )
     drawn = grouped(waits, "tag", lambda row: f"<b>rank {row['rank']} waits</b> for {row['tag']}{_took(row)}", extent)
     figure.add_trace(strips(drawn, WAITS, theme.EXPOSED))
@@ -162,15 +141,22 @@ def _draw_collectives(figure: go.Figure, moved: pd.DataFrame, extent: tuple[floa
 
 
 def _axes(figure: go.Figure, tracks: Tracks) -> None:
-    ticks, names = tracks.labels()
-    bottom = max(row for rows in tracks.positions.values() for row in rows)
-    height = max(16.0, min(44.0, 1100 / tracks.num_rows))
-    figure.update_layout(barmode="overlay", height=round(220 + height * tracks.num_rows), legend_font_size=13)
+    """A tick in the middle of each track; the first of a rank has the rank's name too."""
+    names, named, num_rows = list[str](), set[int](), sum(map(len, tracks.values()))
+    for rank, track in tracks:
+        words = track if track == COMPUTE else f"{track} axis"
+        names.append(words if rank in named else f"<b>rank {rank}</b>  {words}")
+        named.add(rank)
+    height = max(16.0, min(44.0, 1100 / num_rows))
+    figure.update_layout(barmode="overlay", height=round(220 + height * num_rows), legend_font_size=13)
     figure.update_layout(uniformtext={"minsize": 11, "mode": "hide"})  # names that do not fit are left out
     figure.update_xaxes(title_text="time in the step (ms)", rangemode="tozero", zeroline=False)
-    figure.update_yaxes(tickvals=ticks, ticktext=names, range=[bottom + 0.6, -0.6], showgrid=False, zeroline=False)
-    for rank in sorted({rank for rank, _ in tracks.positions})[1:]:
-        top = min(rows[0] for (owner, _), rows in tracks.positions.items() if owner == rank)
+    figure.update_yaxes(
+        tickvals=[float(np.mean(rows)) for rows in tracks.values()], ticktext=names, showgrid=False, zeroline=False,
+        range=[max(map(max, tracks.values())) + 0.6, -0.6],
+    )  # fmt: skip
+    for rank in sorted(named)[1:]:
+        top = min(rows[0] for (owner, _), rows in tracks.items() if owner == rank)
         figure.add_hline(y=top - 0.5 - 0.175, line={"color": theme.GRID, "width": 1})
 
 
@@ -214,20 +200,18 @@ def lay_out(collectives: pd.DataFrame, spans: pd.DataFrame) -> tuple[Tracks, NDA
     ranks = sorted({int(rank) for rank in [*spans["rank"], *collectives["rank"]]})
     axes = [str(axis) for axis in collectives["axis"].drop_duplicates()]
     has_compute = len(spans) > 0
-    places, y, num_rows = np.zeros(len(collectives)), 0.0, 0
-    positions: dict[tuple[int, str], list[float]] = {}
+    places, y, tracks = np.zeros(len(collectives)), 0.0, Tracks()
     for rank in ranks:
         here = (collectives["rank"] == rank).to_numpy(dtype=np.bool_)
         mine = [axis for axis in axes if (here & (collectives["axis"] == axis).to_numpy(dtype=np.bool_)).any()]
         for track in ([COMPUTE] if has_compute else []) + mine:
             where = np.flatnonzero(here & (collectives["axis"] == track).to_numpy(dtype=np.bool_))
             rows = concurrent_rows(collectives[["start_us", "end_us"]].iloc[where], MAX_ROWS)
-            count = int(rows.max(initial=0)) + 1
             places[where] = y + rows
-            positions[rank, track] = [y + row for row in range(count)]
-            y, num_rows = y + count, num_rows + count
+            tracks[rank, track] = [y + row for row in range(int(rows.max(initial=0)) + 1)]
+            y += len(tracks[rank, track])
         y += RANK_GAP
-    return Tracks(positions, num_rows), places
+    return tracks, places
 
 
 def grouped(rows: pd.DataFrame, what: str, describe: Describe, extent: tuple[float, float]) -> pd.DataFrame:
