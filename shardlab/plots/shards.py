@@ -43,7 +43,7 @@ def shard_map(shards: pd.DataFrame, run: str | None = None, role: str = "paramet
     ranks = sorted(int(rank) for rank in set(rows["rank"]))
     for rank in ranks:
         figure.add_trace(_slices(rows[rows["rank"] == rank], extents, rank, divisor))
-    _shard_axes(figure, extents, ranks, (divisor, unit))
+    _shard_axes(figure, extents, ranks, divisor, unit)
     return finish(figure, _shard_summary(rows, role, _end(extents)))
 
 
@@ -80,9 +80,8 @@ def _slices(rows: pd.DataFrame, extents: pd.DataFrame, rank: int, divisor: float
     )  # fmt: skip
 
 
-def _shard_axes(figure: go.Figure, extents: pd.DataFrame, ranks: list[int], unit: tuple[float, str]) -> None:
+def _shard_axes(figure: go.Figure, extents: pd.DataFrame, ranks: list[int], divisor: float, unit: str) -> None:
     """Ranks downward; borders of parameters as lines; names above the parameters that are wide enough."""
-    divisor, name = unit
     end, overhang = _end(extents), 0.0
     for begin in extents["begin"][1:]:
         figure.add_vline(x=begin / divisor, line={"color": GRID, "width": 1})
@@ -99,7 +98,7 @@ def _shard_axes(figure: go.Figure, extents: pd.DataFrame, ranks: list[int], unit
                 overhang = max(overhang, float(LETTER_PX * len(str(parameter)) - beside))
     figure.update_layout(barmode="overlay", height=max(346, 246 + 40 * len(ranks)), showlegend=False)
     figure.update_layout(margin_t=150, margin_r=24 + overhang)
-    figure.update_xaxes(title_text=f"element ({name})" if name else "element", range=[0, end / divisor],
+    figure.update_xaxes(title_text=f"element ({unit})" if unit else "element", range=[0, end / divisor],
                         showgrid=False)  # fmt: skip
     figure.update_yaxes(tickvals=ranks, ticktext=[f"rank {rank}" for rank in ranks], showgrid=False,
                         range=[max(ranks) + 0.5, min(ranks) - 0.5])  # fmt: skip
