@@ -10,7 +10,7 @@ from shardlab.course.exercises.exercise import Case, Exercise, Message, Traffic
 from shardlab.vocabulary import Collective
 
 ROWS, WIDTH, INNER = 2, 3, 6
-NAMES = ("column", "column_bias", "row", "row_bias")
+SHAPES = {"column": (INNER, WIDTH), "column_bias": (INNER,), "row": (WIDTH, INNER), "row_bias": (WIDTH,)}
 RANKS = {"2 ranks": (2,), "3 ranks": (3,), "1 rank": (1,)}
 
 
@@ -28,7 +28,8 @@ def column_row_case(words: str, num_ranks: int) -> Case:
     - Of y = h B^T the gradients are grad.T @ h for B and grad @ B for h; where relu gave 0, h passes none on.
     - Every rank used all of x, for its own features: the gradient of x is a sum over ranks, the second message.
     """
-    x, grad, full = _numbers(ROWS, WIDTH), _numbers(ROWS, WIDTH).flip(0) + 1, _weights()
+    x, grad = _numbers(ROWS, WIDTH), _numbers(ROWS, WIDTH).flip(0) + 1
+    full = {name: _numbers(*shape) for name, shape in SHAPES.items()}
     found = _whole(x, full, grad)
     shares, wanted = _divided(full, num_ranks), tuple(_divided(found, num_ranks))
     message = Message.around_a_ring(Collective.ALL_REDUCE, x.nbytes, num_ranks)
@@ -39,11 +40,6 @@ def column_row_case(words: str, num_ranks: int) -> Case:
 def _numbers(*shape: int) -> Tensor:
     """Of both signs, so that relu has something to cut off."""
     return torch.sin(torch.arange(torch.Size(shape).numel(), dtype=torch.float64) + len(shape)).view(shape)
-
-
-def _weights() -> dict[str, Tensor]:
-    shapes = ((INNER, WIDTH), (INNER,), (WIDTH, INNER), (WIDTH,))
-    return {name: _numbers(*shape) for name, shape in zip(NAMES, shapes, strict=True)}
 
 
 def _whole(x: Tensor, weights: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
