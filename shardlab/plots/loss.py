@@ -76,7 +76,7 @@ def loss_difference(steps: pd.DataFrame, reference: str = "single") -> go.Figure
     given, differences = differences, _thinned(differences, "difference")
     note = theme.thinning_note(len(given), len(differences), "steps: the extremes of each stretch,")
     figure = theme.new_figure(title, subtitle(steps, note or "absolute difference at each step"))
-    floor = _zero_floor(differences["difference"])
+    floor = _difference_axis(figure, differences["difference"])
     labels = labels_of(differences)
     colours = theme.run_colours(labels)
     for place, label in enumerate(labels):
@@ -95,7 +95,6 @@ def loss_difference(steps: pd.DataFrame, reference: str = "single") -> go.Figure
             hovertemplate=f"<b>{label}</b><br>step %{{x}}<br>difference %{{hovertext}}<extra></extra>",
         )  # fmt: skip
     figure.update_xaxes(title_text="step", tickformat="d", **_whole_steps(steps))
-    _difference_axis(figure, differences["difference"], floor)
     largest = given.groupby("label", sort=False)["difference"].max()
     parts = [f"{label} {'exactly 0' if value == 0 else significant(value)}" for label, value in largest.items()]
     return theme.finish(figure, f"Largest difference of the loss from {reference} at any step: {listing(parts)}.")
@@ -120,15 +119,10 @@ def _differences(losses: pd.DataFrame, reference: str) -> pd.DataFrame:
     return rows.assign(difference=(rows["loss"] - rows["base"]).abs())
 
 
-def _zero_floor(differences: pd.Series) -> float:
-    """Where zeros are drawn: one decade below the smallest other difference."""
-    positive = differences[differences > 0]
-    return float(10 ** (np.floor(np.log10(positive.min())) - 1)) if len(positive) else 1e-16
-
-
-def _difference_axis(figure: go.Figure, differences: pd.Series, floor: float) -> None:
-    """A logarithmic axis; the line at which zeros are drawn is labelled 'exactly 0'."""
+def _difference_axis(figure: go.Figure, differences: pd.Series) -> float:
+    """A logarithmic axis; where zeros are drawn, on a line labelled 'exactly 0': a decade below all others."""
     positive = differences[differences > 0].tolist()
+    floor = float(10 ** (np.floor(np.log10(min(positive))) - 1)) if positive else 1e-16
     axis = theme.log_axis(positive or [floor], _scientific)
     if (differences == 0).any():
         figure.add_hline(y=floor, line={"color": theme.GRID, "width": 2, "dash": "dash"})
@@ -136,6 +130,7 @@ def _difference_axis(figure: go.Figure, differences: pd.Series, floor: float) ->
         axis["tickvals"], axis["ticktext"] = zip((floor, "exactly 0"), *above, strict=True)
         axis["range"][0] = np.log10(floor) - 0.3
     figure.update_yaxes(title_text="|difference|", **axis)
+    return floor
 
 
 def _scientific(value: float) -> str:

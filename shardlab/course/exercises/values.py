@@ -97,7 +97,9 @@ def _of_tensors(wanted: Tensor, found: object, place: str) -> str:
     for name, one, other in (("shape", [*wanted.shape], [*found.shape]), ("dtype", wanted.dtype, found.dtype)):
         if one != other:
             return f"{place}: {name} {one} is wanted, {other} was found"
-    wrong = wrong_elements(wanted, found).flatten().nonzero().flatten().tolist()
+    relative = RELATIVE.get(wanted.dtype, RELATIVE_OF_OTHERS)
+    is_close = torch.isclose(found, wanted, rtol=relative, atol=1e-12, equal_nan=True)
+    wrong = (~is_close).flatten().nonzero().flatten().tolist()
     if not wrong:
         return ""
     element, size = wrong[0], wanted.element_size()
@@ -106,12 +108,6 @@ def _of_tensors(wanted: Tensor, found: object, place: str) -> str:
         f"{place}, element {element} (bytes {element * size} to {(element + 1) * size - 1}): "
         f"{is_wanted} is wanted, {was_found} was found; {len(wrong)} of {wanted.numel()} elements differ"
     )
-
-
-def wrong_elements(wanted: Tensor, found: Tensor) -> Tensor:
-    """Where two tensors of one shape and dtype differ by more than rounding."""
-    relative = RELATIVE.get(wanted.dtype, RELATIVE_OF_OTHERS)
-    return ~torch.isclose(found, wanted, rtol=relative, atol=1e-12, equal_nan=True)
 
 
 def _of_mappings(wanted: Mapping[object, object], found: object, place: str) -> str:
