@@ -91,8 +91,8 @@ def _why(ranks: int, json: Path | None) -> None:
     """Print which cause is named for each that is put in, and whether the change that it names gains what it says."""
     from shardlab.course.why_matrix import num_cells, verdict, why_matrix
 
-    total = num_cells((ranks,))
-    rows = _measured(why_matrix(ranks=(ranks,)), total, lambda row: f"{row.injected} in {row.engine}", json)
+    total = num_cells()
+    rows = _measured(why_matrix(ranks), total, lambda row: f"{row.injected} in {row.engine}", json)
     words = ["right" if row.is_right else row.named if row.has_effect else "no effect" for row in rows]
     cells = [(row.injected, row.engine, word) for row, word in zip(rows, words, strict=True)]
     _print_cells(cells, "put in", f"The cause that is named, {count(ranks, 'rank')}", verdict(rows))
@@ -101,7 +101,7 @@ def _why(ranks: int, json: Path | None) -> None:
 
 def _same(ranks: int, json: Path | None) -> None:
     """Print what `same` says of broken scripts, and of right ones."""
-    from shardlab.course.same_matrix import cells, same_matrix, verdict
+    from shardlab.course.same_scripts import cells, same_matrix, verdict
 
     total = len(cells(ranks))
     rows = _measured(same_matrix(ranks), total, lambda row: f"{row.story}, {row.kind}", json)

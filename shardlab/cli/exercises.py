@@ -55,17 +55,13 @@ def exercises(
 
 def _print_list(exercises: "list[Exercise]", json: bool) -> None:
     rows = [
-        {
-            "name": exercise.name, "notebook": exercise.notebook, "function": exercise.function_name,
-            "references": exercise.num_references, "wrong_solutions": exercise.num_wrong,
-        }
+        {"name": exercise.name, "notebook": exercise.notebook, "function": exercise.function_name}
         for exercise in exercises
-    ]  # fmt: skip
+    ]
     if json:
         typer.echo(json_text.dumps(rows, indent=2))
         return
-    names = {"references": "right", "wrong_solutions": "wrong"}  # so that it fits into 80 columns
-    _print(pd.DataFrame(rows).drop(columns="function").rename(columns=names))
+    _print(pd.DataFrame(rows).drop(columns="function"))
     typer.echo(
         f"Write each as a function: {rows[0]['name']} as {rows[0]['function']}; --sheet prints what is asked.\n"
         "Every exercise is checked with right solutions, which must pass, and wrong ones, which must not."

@@ -10,7 +10,6 @@ import pandas as pd
 import plotly.graph_objects as go
 from torch import nn
 
-from shardlab.analysis.rows import require_columns
 from shardlab.partition.slices import TensorSlice
 from shardlab.plots.text import format_count, format_percent, listing
 from shardlab.plots.theme import ALL_RANKS, RANKS, finish, new_figure
@@ -72,9 +71,8 @@ def weight_slices(table: pd.DataFrame, head_dims: Mapping[str, int] | None = Non
             borders of heads.
 
     Raises:
-        ValueError: a column is missing, or ``head_dims`` names a parameter that is not divided.
+        ValueError: ``head_dims`` names a parameter that is not divided.
     """
-    require_columns(table, COLUMNS, "table", "it comes from weights_table")
     figure = new_figure(WEIGHTS, WEIGHTS_NOTE)
     places, bottom = _placed(table.drop_duplicates("parameter"))
     rows = table.join(places[["left", "top", "scale"]], on="parameter")
@@ -104,10 +102,9 @@ def _placed(whole: pd.DataFrame) -> tuple[pd.DataFrame, float]:
     tallest = float(whole["inputs"].max())
     gap, strip, label = tallest * 0.3, max(1.0, tallest * 0.045), tallest * LABEL_PX / HEIGHT_PX
     modules = list(whole.groupby(whole["parameter"].str.rpartition(".")[0], sort=False))
-    names = [len(str(module).rpartition(".")[2]) for module, _ in modules]
     widths = [
-        max(float(rows["outputs"].max()) + gap, tallest * 0.036 * letters)
-        for (_, rows), letters in zip(modules, names, strict=True)
+        max(float(rows["outputs"].max()) + gap, tallest * 0.036 * len(str(module).rpartition(".")[2]))
+        for module, rows in modules
     ]
     places, left, top, bottom = [], 0.0, label, 0.0
     for (module, rows), width in zip(modules, widths, strict=True):

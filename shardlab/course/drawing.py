@@ -9,6 +9,7 @@ import base64
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from html import escape
 from itertools import accumulate
 from textwrap import wrap
@@ -166,23 +167,25 @@ class Drawing:
     """A drawing with the line to carry home; a notebook shows it at the end of a cell.
 
     Attributes:
-        draw: puts it on the pen, in the layout of the pen's width.
-        takeaway: the bold line at its end.
+        draw: puts it on the pen, in the layout of the pen's width, and returns the bold line at its end.
     """
 
-    draw: Callable[[Pen], None]
-    takeaway: str
+    draw: Callable[[Pen], str]
+
+    @property
+    def takeaway(self) -> str:
+        """The bold line at its end."""
+        return self.draw(Pen(WIDE))
 
     def svg(self) -> str:
         """Both layouts in one SVG."""
         wide, narrow = (self._layout(width) for width in (WIDE, NARROW))
-        ratios = "; ".join(
-            f"--{name}: {pen.width} / {pen.height:g}" for name, pen in (("wide", wide), ("narrow", narrow))
-        )
+        pens = {"wide": wide, "narrow": narrow}
+        ratios = "; ".join(f"--{name}: {pen.width} / {pen.height:g}" for name, pen in pens.items())
         inner = "".join(
             f'<svg class="{name}" viewBox="-4 -2 {pen.width + 8} {pen.height + 4:g}" width="100%" height="100%">'
             f"{''.join(pen.marks)}</svg>"
-            for name, pen in (("wide", wide), ("narrow", narrow))
+            for name, pen in pens.items()
         )
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" class="drawing" role="img" aria-label="{escape(self.takeaway)}" '
@@ -191,8 +194,7 @@ class Drawing:
 
     def _layout(self, width: int) -> Pen:
         pen = Pen(width)
-        self.draw(pen)
-        pen.below(self.takeaway, bold=True, colour="ink")
+        pen.below(self.draw(pen), bold=True, colour="ink")
         return pen
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
@@ -211,3 +213,8 @@ class Drawing:
             "images": [whole], "xaxis": hidden, "yaxis": hidden, "height": height, "margin": dict.fromkeys("lrtb", 0),
             "plot_bgcolor": "rgba(0,0,0,0)",
         }))  # fmt: skip
+
+
+def drawing(draw: Callable[[Pen], str]) -> Callable[[], Drawing]:
+    """What a notebook calls: the drawing, under the name of the function that draws it."""
+    return wraps(draw)(partial(Drawing, draw))

@@ -1,34 +1,24 @@
 """Ideas, drawn: each function is the head of a notebook, and its numbers are those of a tiny example.
 
 What the planner, the replay or the clock of the exercises knows comes from there. Here are those of data parallel, ZeRO
-and FSDP; bytes, ranks over time, and layers and tokens that are divided have files of their own beside.
+and FSDP; bytes have a file of their own beside, and so have ranks: what is divided over them, and what they do.
 """
 
-from shardlab.course.drawing import Drawing, Pen
-from shardlab.course.drawings_of_layers import (
-    RANKS,
-    column_then_row,
-    pipeline_lists,
-    two_axes_of_a_mesh,
-    zigzag_of_pieces,
-)
-from shardlab.course.drawings_of_runs import hidden_part, last_to_come, never_reduced, not_with_the_others, one_or_two
+from shardlab.course.drawing import Pen, drawing
 from shardlab.course.exercises.exercise import VirtualClock
 
 from shardlab.course.drawings_of_bytes import (  # isort: skip
     STAGES, bytes_of_a_step, fits_and_sends, one_change, states_of, three_prices, what_is_left, who_reads_what,
+)  # fmt: skip
+from shardlab.course.drawings_of_ranks import (  # isort: skip
+    RANKS, column_then_row, hidden_part, last_to_come, never_reduced, not_with_the_others, one_or_two, pipeline_lists,
+    two_axes_of_a_mesh, zigzag_of_pieces,
 )  # fmt: skip
 
 ROWS = 8  # of the weight that is borrowed
 ROOT_KB, BLOCK_KB, BLOCKS = 82, 200, 6
 BACKWARD_MS, BYTES_MS, LATENCY_MS = 40.0, 32.0, 2.0
 SENT_AS = {"8 messages": (8, False), "1 message": (1, False), "4 buckets": (4, True)}
-
-
-def ring() -> Drawing:
-    """Notebook 01: an all-reduce around a ring."""
-    hops, sent = 2 * (RANKS - 1), 2 * (RANKS - 1) / RANKS
-    return Drawing(_ring, f"{hops} hops, a quarter each: 2(N - 1)/N of the vector, {sent:g} of it here.")
 
 
 def ring_states() -> list[list[list[int]]]:
@@ -45,7 +35,9 @@ def ring_states() -> list[list[list[int]]]:
     return states
 
 
-def _ring(pen: Pen) -> None:
+@drawing
+def ring(pen: Pen) -> str:
+    """Notebook 01: an all-reduce around a ring."""
     states, names = ring_states(), {"start": 0, "hop 1": 1, "hop 2": 2, "hop 3": 3, "hop 6": 6}
     for name, left, top in pen.panels(names, 178, wide=5, narrow=2):
         hop = names[name]
@@ -60,11 +52,8 @@ def _ring(pen: Pen) -> None:
         "Hops 1 to 3: rank r hands ONE number to rank r + 1, which adds its own. Then each rank has one whole sum "
         "(blue), and in hops 4 to 6 the sums go round."
     )
-
-
-def buckets() -> Drawing:
-    """Notebook 03: the same bytes in 8 messages, in one, and in four."""
-    return Drawing(_buckets, "Same bytes. What counts is right of the line.")
+    hops, sent = 2 * (RANKS - 1), 2 * (RANKS - 1) / RANKS
+    return f"{hops} hops, a quarter each: 2(N - 1)/N of the vector, {sent:g} of it here."
 
 
 def sent_at(num_messages: int, *, early: bool) -> tuple[list[tuple[float, float]], float]:
@@ -79,7 +68,9 @@ def sent_at(num_messages: int, *, early: bool) -> tuple[list[tuple[float, float]
     return sent, clock.exposed_us
 
 
-def _buckets(pen: Pen) -> None:
+@drawing
+def buckets(pen: Pen) -> str:
+    """Notebook 03: the same bytes in 8 messages, in one, and in four."""
     left = 0 if pen.is_narrow else 114
     scale = (pen.width - left - 2) / 90
     for place, (name, (count, early)) in enumerate(SENT_AS.items()):
@@ -95,12 +86,7 @@ def _buckets(pen: Pen) -> None:
         pen.line(end_x, top + 58, last_x, top + 58, "wait", 5)
         pen.text(end_x + 6, top + 18, f"{exposed:g} ms exposed", colour="wait")
     pen.below("Grey: backward of layers 3 to 0, 40 ms. Teal: all-reduce, 32 ms of bytes and 2 ms of latency each.")
-
-
-def who_keeps_what() -> Drawing:
-    """Notebook 06: what data parallel and the three stages of ZeRO keep on each of four ranks."""
-    kept = ", ".join(f"{bytes_of(name):g}" for name in STAGES.values())
-    return Drawing(_who_keeps_what, f"{kept} bytes a parameter: each stage divides one thing more by N.")
+    return "Same bytes. What counts is right of the line."
 
 
 def bytes_of(strategy: str) -> float:
@@ -108,7 +94,9 @@ def bytes_of(strategy: str) -> float:
     return states_of(strategy, RANKS, RANKS).total_bytes / RANKS
 
 
-def _who_keeps_what(pen: Pen) -> None:
+@drawing
+def who_keeps_what(pen: Pen) -> str:
+    """Notebook 06: what data parallel and the three stages of ZeRO keep on each of four ranks."""
     whole = (("parameter", 40), ("gradient", 40), ("optimizer", 80))
     for name, left, top in pen.panels(STAGES, 262, wide=4, narrow=2):
         strategy = STAGES[name]
@@ -127,6 +115,8 @@ def _who_keeps_what(pen: Pen) -> None:
     pen.below(
         "Blue: parameters, 4 bytes each. Orange: gradients, 4. Green: Adam, 8. Dashed: what a rank no longer holds."
     )
+    kept = ", ".join(f"{bytes_of(name):g}" for name in STAGES.values())
+    return f"{kept} bytes a parameter: each stage divides one thing more by N."
 
 
 def _step_of_zero1(pen: Pen) -> None:
@@ -143,20 +133,15 @@ def _step_of_zero1(pen: Pen) -> None:
         pen.box(column * each, top + 22 + 36 * row, each - 8, 30, colour, name)
 
 
-def borrow() -> Drawing:
-    """Notebook 07: what one of four ranks holds of a weight of 8 rows, from forward to the reduced gradient."""
-    zero2, zero3 = (states_of(name, ROWS, RANKS).wire_elements for name in ("zero2", "zero3"))
-    each = ROWS * (RANKS - 1) // RANKS
-    return Drawing(_borrow, f"Three trips of {each} of {ROWS} rows = {zero3:g}; ZeRO-2 makes two, {zero2:g}.")
-
-
 BORROWED = {  # of rank 0: own rows, gathered rows, rows of the gradient
     "own": (2, 0, 0), "gather": (2, 8, 0), "forward": (2, 8, 0), "free": (2, 0, 0), "gather again": (2, 8, 0),
     "backward": (2, 8, 8), "reduce": (2, 0, 2),
 }  # fmt: skip
 
 
-def _borrow(pen: Pen) -> None:
+@drawing
+def borrow(pen: Pen) -> str:
+    """Notebook 07: what one of four ranks holds of a weight of 8 rows, from forward to the reduced gradient."""
     for name, left, top in pen.panels(BORROWED, 216, wide=7, narrow=4):
         rows = BORROWED[name]
         for kind, (count, colour) in enumerate(zip(rows, ("parameter", "gathered", "gradient"), strict=True)):
@@ -171,11 +156,9 @@ def _borrow(pen: Pen) -> None:
         "Rank 0 of 4. Blue: its own 2 of 8 rows; violet: all 8, gathered; orange: the gradient, whole until it is "
         "reduced and scattered."
     )
-
-
-def window() -> Drawing:
-    """Notebook 08: which blocks FSDP holds gathered, with one of them ahead."""
-    return Drawing(_window, "The root and two blocks, however deep the model is.")
+    zero2, zero3 = (states_of(name, ROWS, RANKS).wire_elements for name in ("zero2", "zero3"))
+    each = ROWS * (RANKS - 1) // RANKS
+    return f"Three trips of {each} of {ROWS} rows = {zero3:g}; ZeRO-2 makes two, {zero2:g}."
 
 
 MOMENTS = {"forward of 1": (1, 2), "forward of 4": (4, 5), "backward of 3": (3, 2)}  # what computes, what is ahead
@@ -186,7 +169,9 @@ def gathered_kb() -> tuple[int, int]:
     return ROOT_KB + 2 * BLOCK_KB, ROOT_KB + BLOCKS * BLOCK_KB
 
 
-def _window(pen: Pen) -> None:
+@drawing
+def window(pen: Pen) -> str:
+    """Notebook 08: which blocks FSDP holds gathered, with one of them ahead."""
     width = 46 if pen.is_narrow else 66
     for name, _, top in pen.panels(MOMENTS, 96, wide=1, narrow=1):
         now, ahead = MOMENTS[name]
@@ -201,6 +186,7 @@ def _window(pen: Pen) -> None:
     bars = zip(("FSDP", "ZeRO-3"), gathered_kb(), strict=True)
     pen.rows({f"{kb:,} kB": [(0.0, float(kb), "gathered", name)] for name, kb in bars}, names=90)
     pen.below("Blue: the half that a rank owns. Violet: gathered from the other. Framed: computes now.")
+    return "The root and two blocks, however deep the model is."
 
 
 DRAWINGS = (

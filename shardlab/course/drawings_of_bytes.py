@@ -2,8 +2,8 @@
 
 from itertools import pairwise
 
-from shardlab.course.drawing import Drawing, Pen, stacked
-from shardlab.course.drawings_of_layers import OF_RANKS
+from shardlab.course.drawing import Pen, drawing, stacked
+from shardlab.course.drawings_of_ranks import OF_RANKS
 from shardlab.partition.chunks import even_bounds
 from shardlab.planner.formulas import PRECISIONS, ModelStates, model_states
 
@@ -32,13 +32,6 @@ def held(strategy: str, num_params: float, num_ranks: int) -> dict[str, float]:
     return dict(zip(("parameter", "gradient", "optimizer"), kinds, strict=True))
 
 
-def bytes_of_a_step() -> Drawing:
-    """Notebook 02: what one process holds of three layers, from step to step."""
-    rest, *others = (sum(parts.values()) for parts in over_a_step().values())
-    said = f"{rest:g} MB at rest, {rest / LAYERS:g} bytes a parameter. The peak, {max(others):g}, is where all "
-    return Drawing(_bytes_of_a_step, said + "activations are kept.")
-
-
 def over_a_step() -> dict[str, dict[str, float]]:
     """MB by colour, at rest and after each layer of forward and backward."""
     whole, moments = held("ddp", LAYERS, 1), {"rest": (LAYERS, 0)}
@@ -50,7 +43,9 @@ def over_a_step() -> dict[str, dict[str, float]]:
     }
 
 
-def _bytes_of_a_step(pen: Pen) -> None:
+@drawing
+def bytes_of_a_step(pen: Pen) -> str:
+    """Notebook 02: what one process holds of three layers, from step to step."""
     moments = over_a_step()
     floor = 3 * max(sum(parts.values()) for parts in moments.values()) + 44
     for name, left, top in pen.panels(moments, floor + 12, wide=7, narrow=4):
@@ -65,15 +60,9 @@ def _bytes_of_a_step(pen: Pen) -> None:
         "Blue: parameters. Green: Adam. Orange: gradients, cleared before forward. Sand: activations, kept from a "
         "layer's forward (F) to its backward (B)."
     )
-
-
-def three_prices() -> Drawing:
-    """Notebook 09: what rounding, host memory and recomputation save on a rank of FSDP."""
-    whole, *less = (sum(parts.values()) for parts, _ in held_by_option().values())
-    return Drawing(
-        _three_prices,
-        f"{whole:g} MB become {', '.join(f'{one:g}' for one in less)}: each saves another part, at another price.",
-    )
+    rest, *others = (sum(parts.values()) for parts in moments.values())
+    said = f"{rest:g} MB at rest, {rest / LAYERS:g} bytes a parameter. The peak, {max(others):g}, is where all "
+    return said + "activations are kept."
 
 
 def held_by_option() -> dict[str, tuple[dict[str, float], str]]:
@@ -90,7 +79,9 @@ def held_by_option() -> dict[str, tuple[dict[str, float], str]]:
     }  # fmt: skip
 
 
-def _three_prices(pen: Pen) -> None:
+@drawing
+def three_prices(pen: Pen) -> str:
+    """Notebook 09: what rounding, host memory and recomputation save on a rank of FSDP."""
     options = held_by_option()
     pen.rows(
         {name: stacked(parts.items()) for name, (parts, _) in options.items()},
@@ -101,16 +92,8 @@ def _three_prices(pen: Pen) -> None:
         "Blue, orange, green: a rank's half of parameters, gradients, Adam. Violet: gathered. Sand: activations. At "
         "the right: the price."
     )
-
-
-def who_reads_what() -> Drawing:
-    """Notebook 12: which files the ranks of another number read."""
-    files = [len(pieces) for pieces in read_by_rank()]
-    return Drawing(
-        _who_reads_what,
-        f"{WRITERS} wrote {NUMBERS // WRITERS} each, {READERS} read {NUMBERS // READERS} each, from "
-        f"{', '.join(map(str, files))} files: the manifest says where each number is.",
-    )
+    whole, *less = (sum(parts.values()) for parts, _ in options.values())
+    return f"{whole:g} MB become {', '.join(f'{one:g}' for one in less)}: each saves another part, at another price."
 
 
 def read_by_rank() -> list[list[tuple[int, int, int]]]:
@@ -123,7 +106,9 @@ def read_by_rank() -> list[list[tuple[int, int, int]]]:
     ]  # fmt: skip
 
 
-def _who_reads_what(pen: Pen) -> None:
+@drawing
+def who_reads_what(pen: Pen) -> str:
+    """Notebook 12: which files the ranks of another number read."""
     written, readers = list(pairwise(even_bounds(NUMBERS, WRITERS))), read_by_rank()
     files = [(begin, end, OF_RANKS[rank], f"file {rank}") for rank, (begin, end) in enumerate(written)]
     at = pen.rows({"saved": files})
@@ -139,12 +124,10 @@ def _who_reads_what(pen: Pen) -> None:
         left, right = at(piece[0][0]), at(piece[-1][1])
         pen.box(left, top, right - left, 26, edge="ink")
         pen.text((left + right) / 2, top + 44, f"rank {rank}", "middle")
-
-
-def what_is_left() -> Drawing:
-    """Notebook 14: how many rows fit beside what is at rest."""
-    fitting = ", ".join(f"{rows_left(strategy)}" for strategy in STAGES.values())
-    return Drawing(_what_is_left, f"{fitting} rows: what is at rest is divided by N, a row's activations are not.")
+    return (
+        f"{WRITERS} wrote {NUMBERS // WRITERS} each, {READERS} read {NUMBERS // READERS} each, from "
+        f"{', '.join(str(len(piece)) for piece in readers)} files: the manifest says where each number is."
+    )
 
 
 def rows_left(strategy: str) -> int:
@@ -152,7 +135,9 @@ def rows_left(strategy: str) -> int:
     return max(0, int((GPU_GB - states_of(strategy, BILLIONS, GPUS).total_bytes) // ROW_GB))
 
 
-def _what_is_left(pen: Pen) -> None:
+@drawing
+def what_is_left(pen: Pen) -> str:
+    """Notebook 14: how many rows fit beside what is at rest."""
     rows = {
         name: stacked((held(strategy, BILLIONS, GPUS) | {"activation": ROW_GB * rows_left(strategy)}).items())
         for name, strategy in STAGES.items()
@@ -164,19 +149,13 @@ def _what_is_left(pen: Pen) -> None:
         f"{BILLIONS} billion parameters in float32 with Adam, {GPUS} GPUs of {GPU_GB:g} GB (the line). Sand: "
         f"activations, {ROW_GB:g} GB a row."
     )
+    fitting = ", ".join(f"{rows_left(strategy)}" for strategy in STAGES.values())
+    return f"{fitting} rows: what is at rest is divided by N, a row's activations are not."
 
 
-def fits_and_sends() -> Drawing:
+@drawing
+def fits_and_sends(pen: Pen) -> str:
     """Notebook 15: what each strategy holds and sends on two ranks, and a limit."""
-    fitting = [name for name, strategy in STAGES.items() if states_of(strategy, 1, 2).total_bytes <= LIMIT]
-    best = min(fitting, key=lambda name: states_of(STAGES[name], 1, 2).wire_bytes)
-    return Drawing(
-        _fits_and_sends,
-        f"{' and '.join(fitting)} fit, and {best} sends least. That much follows from shapes; a run tells the time.",
-    )
-
-
-def _fits_and_sends(pen: Pen) -> None:
     rows, begin = {}, states_of("ddp", 1, 2).total_bytes + 2
     for name, strategy in STAGES.items():
         sent = states_of(strategy, 1, 2).wire_bytes
@@ -187,11 +166,9 @@ def _fits_and_sends(pen: Pen) -> None:
         f"Two ranks, bytes a parameter. Blue, orange, green: held at rest; the line: a limit of {LIMIT:g}. Teal: sent "
         "in a step."
     )
-
-
-def one_change() -> Drawing:
-    """Notebook 16: what one change of the settings changes."""
-    return Drawing(_one_change, "One change at a time: its bytes are known before the run, its time after it.")
+    fitting = [name for name, strategy in STAGES.items() if states_of(strategy, 1, 2).total_bytes <= LIMIT]
+    best = min(fitting, key=lambda name: states_of(STAGES[name], 1, 2).wire_bytes)
+    return f"{' and '.join(fitting)} fit, and {best} sends least. That much follows from shapes; a run tells the time."
 
 
 def bytes_and_messages() -> dict[str, tuple[float, float, int]]:
@@ -204,7 +181,9 @@ def bytes_and_messages() -> dict[str, tuple[float, float, int]]:
     return found
 
 
-def _one_change(pen: Pen) -> None:
+@drawing
+def one_change(pen: Pen) -> str:
+    """Notebook 16: what one change of the settings changes."""
     found, (left, step) = bytes_and_messages(), (118, 61) if pen.is_narrow else (150, 120)
     titles = ("holds", "sends", "msgs" if pen.is_narrow else "messages", "time")
     for column, title in enumerate(titles):
@@ -216,3 +195,4 @@ def _one_change(pen: Pen) -> None:
             pen.box(left + column * step, y, step - 8, 26, colour if number != before else "", f"{number:g}")
         pen.box(left + 3 * step, y, step - 8, 26, words="run it")
     pen.below("A rank's bytes for a parameter, and its messages of parameters and gradients. Filled: changed.")
+    return "One change at a time: its bytes are known before the run, its time after it."

@@ -10,19 +10,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from shardlab.analysis.rows import require_columns
+from shardlab.plots import theme
 from shardlab.plots.text import emulated_note, format_bytes, format_count, format_us, joined, listing, tick
-from shardlab.plots.theme import (
-    AXIS_COLOURS,
-    COLLECTIVE_COLOURS,
-    INK,
-    SYMBOLS,
-    finish,
-    log_axis,
-    new_figure,
-    nothing,
-    run_colours,
-)
 
 PREDICTED = "predicted"
 NAMED_CHANGE = 0.5  # percent: smaller changes count as none
@@ -50,15 +39,11 @@ def message_times(messages: pd.DataFrame) -> go.Figure:
         messages: columns ``op`` (a collective, or any name), ``bytes``, ``time_us``, ``fitted_us``
             (from ``analysis.with_fit``); sizes and times above zero. An optional column ``source`` says whether the
             link was emulated.
-
-    Raises:
-        ValueError: a column is missing.
     """
-    require_columns(messages, ("op", "bytes", "time_us", "fitted_us"), "messages")
     note = joined(emulated_note(messages), "marks: measured; lines: latency + bytes / bandwidth")
-    figure, parts = new_figure("Time of a message against its size", note), []
+    figure, parts = theme.new_figure("Time of a message against its size", note), []
     curves = _by(messages, "op", "bytes")
-    colours = run_colours(curves) | COLLECTIVE_COLOURS
+    colours = theme.run_colours(curves) | theme.COLLECTIVE_COLOURS
     for place, (op, rows) in enumerate(curves.items()):
         sent, ends = rows["bytes"].to_numpy(dtype=np.float64), rows.iloc[[0, -1]].to_dict("records")
         # The model is affine, so interpolating between its values is exact; on logarithmic axes it is a curve.
@@ -67,17 +52,17 @@ def message_times(messages: pd.DataFrame) -> go.Figure:
         figure.add_scatter(x=sizes, y=fitted, mode="lines", line_color=colours[op], showlegend=False, hoverinfo="skip")
         figure.add_scatter(
             x=sent, y=rows["time_us"].to_numpy(), mode="markers", name=op.replace("_", " "),
-            marker={"color": colours[op], "symbol": SYMBOLS[place % len(SYMBOLS)], "size": 10},
+            marker={"color": colours[op], "symbol": theme.SYMBOLS[place % len(theme.SYMBOLS)], "size": 10},
             text=[format_us(time) for time in rows["time_us"]], customdata=sent / rows["time_us"].to_numpy() / 1e3,
             hovertemplate=f"<b>{op}</b><br>%{{x:.3s}}B in %{{text}}<br>%{{customdata:.3g}} GB/s<extra></extra>",
         )  # fmt: skip
         words = [f"{format_us(row['time_us'])} for {format_bytes(row['bytes'])}" for row in ends]
         parts.append(f"{op} {' and '.join(words)}")
     times = [*messages["time_us"], *messages["fitted_us"]]
-    figure.update_xaxes(log_axis(messages["bytes"].tolist(), lambda size: tick(format_bytes(size))))
-    figure.update_yaxes(log_axis(times, lambda time: tick(format_us(time))), title_text="time of a message")
+    figure.update_xaxes(theme.log_axis(messages["bytes"].tolist(), lambda size: tick(format_bytes(size))))
+    figure.update_yaxes(theme.log_axis(times, lambda time: tick(format_us(time))), title_text="time of a message")
     figure.update_xaxes(title_text="size of a message")
-    return finish(figure, f"Time of a message: {listing(parts)}.")
+    return theme.finish(figure, f"Time of a message: {listing(parts)}.")
 
 
 def bucket_curve(buckets: pd.DataFrame) -> go.Figure:
@@ -86,22 +71,18 @@ def bucket_curve(buckets: pd.DataFrame) -> go.Figure:
     Args:
         buckets: columns ``bucket_bytes``, ``step_us``, ``exposed_comm_us``, ``run``; the median of rows with the same
             run and size is drawn.
-
-    Raises:
-        ValueError: a column is missing.
     """
-    require_columns(buckets, ("bucket_bytes", "step_us", "exposed_comm_us", "run"), "buckets")
     medians = buckets.groupby(["run", "bucket_bytes"], sort=False)[["step_us", "exposed_comm_us"]].median()
     note = joined(emulated_note(buckets), "medians" * (len(medians) < len(buckets)), "the ring marks the shortest step")
-    figure = new_figure("Step time against bucket size", note).update_layout(height=560)
+    figure = theme.new_figure("Step time against bucket size", note).update_layout(height=560)
     figure, parts = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08, figure=figure), []
     curves = _by(medians.reset_index(), "run", "bucket_bytes")
-    for place, (run, colour) in enumerate(run_colours(curves).items()):
+    for place, (run, colour) in enumerate(theme.run_colours(curves).items()):
         for row, column in ((1, "step_us"), (2, "exposed_comm_us")):
             figure.add_scatter(
                 x=curves[run]["bucket_bytes"].to_numpy(), y=(curves[run][column] / 1e3).to_numpy(), name=run,
                 mode="lines+markers", line_color=colour, legendgroup=run, showlegend=row == 1,
-                marker={"size": 9, "symbol": SYMBOLS[place % len(SYMBOLS)]}, row=row, col=1,
+                marker={"size": 9, "symbol": theme.SYMBOLS[place % len(theme.SYMBOLS)]}, row=row, col=1,
                 hovertemplate=f"<b>{run}</b><br>bucket %{{x:.3s}}B<br>%{{y:.3g}} ms<extra></extra>",
             )  # fmt: skip
         best = curves[run].sort_values("step_us", kind="stable").iloc[0]
@@ -118,7 +99,8 @@ def bucket_curve(buckets: pd.DataFrame) -> go.Figure:
     figure.update_xaxes(title_text="bucket size (bytes, logarithmic)", row=2)
     for row, words in ((1, "step (ms)"), (2, "exposed (ms)")):
         figure.update_yaxes(title_text=words, rangemode="tozero", row=row)
-    return finish(figure, f"{'; '.join(parts)}. Sizes from {format_bytes(tried[0])} to {format_bytes(tried[-1])}.")
+    parts[-1] += f". Sizes from {format_bytes(tried[0])} to {format_bytes(tried[-1])}."
+    return theme.finish(figure, "; ".join(parts))
 
 
 def throughput(table: pd.DataFrame) -> go.Figure:
@@ -127,19 +109,15 @@ def throughput(table: pd.DataFrame) -> go.Figure:
     Args:
         table: columns ``run``, ``source`` ('predicted' is drawn as a line, everything else as markers), ``rows``
             (sequences of one rank in a step), ``tokens_per_s``; both numbers above zero.
-
-    Raises:
-        ValueError: a column is missing.
     """
-    require_columns(table, ("run", "source", "rows", "tokens_per_s"), "table")
     kinds = [kind for kind in dict.fromkeys(map(str, table["source"])) if kind not in (PREDICTED, "emulated")]
     marked = " and ".join(kinds) or "measured"
     note = joined(emulated_note(table), f"marks: {marked}; lines: predicted")
-    figure, parts = new_figure("Throughput against the batch of a rank", note), []
+    figure, parts = theme.new_figure("Throughput against the batch of a rank", note), []
     is_line = table["source"] == PREDICTED
     lines, marks = (_by(rows, "run", "rows") for rows in (table[is_line], table[~is_line]))
-    for place, (run, colour) in enumerate(run_colours(map(str, table["run"])).items()):
-        symbol = {"symbol": SYMBOLS[place % len(SYMBOLS)], "size": 11}
+    for place, (run, colour) in enumerate(theme.run_colours(map(str, table["run"])).items()):
+        symbol = {"symbol": theme.SYMBOLS[place % len(theme.SYMBOLS)], "size": 11}
         for curves, mode, kind in ((lines, "lines", PREDICTED), (marks, "markers", marked)):
             if run in curves:
                 figure.add_scatter(
@@ -155,9 +133,9 @@ def throughput(table: pd.DataFrame) -> go.Figure:
             )
     sizes = sorted((table if is_line.all() else table[~is_line])["rows"].unique())
     figure.update_xaxes(type="log", title_text="rows of a rank in a step (logarithmic)", tickvals=sizes, ticktext=sizes)
-    figure.update_yaxes(log_axis(table["tokens_per_s"].tolist(), lambda speed: tick(format_count(speed))))
+    figure.update_yaxes(theme.log_axis(table["tokens_per_s"].tolist(), lambda speed: tick(format_count(speed))))
     figure.update_yaxes(title_text="tokens a second, all ranks")
-    return finish(figure, f"Tokens a second: {listing(parts)}.")
+    return theme.finish(figure, f"Tokens a second: {listing(parts)}.")
 
 
 def mesh_map(axes: Mapping[str, int], hosts: int = 1) -> go.Figure:
@@ -170,12 +148,12 @@ def mesh_map(axes: Mapping[str, int], hosts: int = 1) -> go.Figure:
     (outer, height), (inner, width) = axes.items()
     grid = np.arange(height * width).reshape(height, width)
     shape = " x ".join(f"{name} {size}" for name, size in axes.items())
-    figure, parts = new_figure("The mesh", f"{shape}; a band is a group"), []
+    figure, parts = theme.new_figure("The mesh", f"{shape}; a band is a group"), []
     for name, groups in ((outer, grid.T.tolist()), (inner, grid.tolist())):
         drawn = [rank for group in groups for rank in (*group, None)]  # None: the band ends
         x = [None if rank is None else rank % width for rank in drawn]
         y = [None if rank is None else rank // width for rank in drawn]
-        line = {"color": AXIS_COLOURS.get(name, INK), "width": 26}
+        line = {"color": theme.AXIS_COLOURS.get(name, theme.INK), "width": 26}
         figure.add_scatter(x=x, y=y, mode="lines", line=line, name=f"{name} groups", hoverinfo="skip")
         parts.append(f"{name} groups {listing([','.join(map(str, group)) for group in groups])}")
     places, per_host = list(product(range(height), range(width))), prod(axes.values()) // hosts
@@ -193,7 +171,7 @@ def mesh_map(axes: Mapping[str, int], hosts: int = 1) -> go.Figure:
     # Equal scales: neighbours are equally near in both directions.
     alike = plain | {"scaleanchor": "x", "scaleratio": 0.6}
     figure.update_yaxes(range=[height - 0.4, -0.6], tickvals=list(range(height)), ticktext=rows, **alike)
-    return finish(figure, f"A mesh of {grid.size} ranks, {shape}: {'; '.join(parts[::-1])}.")
+    return theme.finish(figure, f"A mesh of {grid.size} ranks, {shape}: {'; '.join(parts[::-1])}.")
 
 
 def run_difference(before: "pd.Series[Any]", after: "pd.Series[Any]", names: tuple[str, str]) -> go.Figure:
@@ -213,22 +191,22 @@ def run_difference(before: "pd.Series[Any]", after: "pd.Series[Any]", names: tup
     is_moved = (table["before"] != table["after"]) & ~(table["percent"].abs() < NAMED_CHANGE)
     moved, same = table[is_moved], listing(table.loc[~is_moved, "cost"].tolist())
     if moved.empty:
-        return nothing(title, f"nothing changed: {same}")
-    figure = new_figure(title, f"unchanged: {same}" if len(moved) < len(table) else "left: less; right: more")
+        return theme.nothing(title, f"nothing changed: {same}")
+    figure = theme.new_figure(title, f"unchanged: {same}" if len(moved) < len(table) else "left: less; right: more")
     words = [
         f"{change:+.0f} %".replace("-", "\u2212") if not isnan(change) else "not known" for change in moved["percent"]
     ]
     lengths = moved["percent"].fillna(0.0)
     figure.add_bar(
         x=lengths.to_numpy(), y=moved["cost"].tolist(), orientation="h", text=words, textposition="outside",
-        cliponaxis=False, marker_color=run_colours([after["strategy"]])[after["strategy"]],
+        cliponaxis=False, marker_color=theme.run_colours([after["strategy"]])[after["strategy"]],
         customdata=moved[["before", "after"]].to_numpy().tolist(),
         hovertemplate="%{y}<br>%{customdata[0]} → %{customdata[1]}<extra></extra>",
     )  # fmt: skip
-    figure.add_vline(x=0, line={"color": INK, "width": 1.5}).update_layout(height=200 + 44 * len(moved))
+    figure.add_vline(x=0, line={"color": theme.INK, "width": 1.5}).update_layout(height=200 + 44 * len(moved))
     beside = 0.3 * max(10.0, float(lengths.abs().max()))
     bounds = [min(0.0, float(lengths.min())) - beside, max(0.0, float(lengths.max())) + beside]
     figure.update_xaxes(title_text="change", range=bounds, ticksuffix=" %")
     figure.update_yaxes(autorange="reversed", showgrid=False)
     said = [f"{row['cost']} {row['before']} to {row['after']}" for row in moved.to_dict("records")]
-    return finish(figure, f"{title}: {listing(said)}.")
+    return theme.finish(figure, f"{title}: {listing(said)}.")

@@ -6,7 +6,7 @@ show(gathered_over_a_step(pd.DataFrame(samples), limit_bytes, "Gathered"))
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any
 
@@ -43,14 +43,10 @@ def watch_gathered(engine: Engine) -> Iterator[list[dict[str, Any]]]:
         row = {"sample": next(numbers), "moment": moment}
         rows.extend({**row, "unit": unit, "bytes": held} for unit, held in gathered_by_unit(engine).items())
 
-    hooks: list[RemovableHandle] = []
-    for unit in units_in(engine):
-        _watch(unit, sample, hooks)
-    try:
+    with ExitStack() as hooks:  # removed after an error too: one would hold the rows and run in every later step
+        for unit in units_in(engine):
+            _watch(unit, sample, hooks)
         yield rows
-    finally:
-        for hook in hooks:  # also after an error: a hook would hold the rows and run in every later step
-            hook.remove()
     sample("end")
 
 
@@ -86,7 +82,7 @@ def units_in(engine: Engine) -> Sequence[Unit]:
     return engine.strategy.units
 
 
-def _watch(unit: Unit, sample: Any, hooks: list[RemovableHandle]) -> None:
+def _watch(unit: Unit, sample: Any, hooks: ExitStack) -> None:
     owed: dict[nn.Parameter, RemovableHandle] = {}
 
     def after_forward(_: nn.Module, __: Any, output: Any) -> None:
@@ -99,7 +95,7 @@ def _watch(unit: Unit, sample: Any, hooks: list[RemovableHandle]) -> None:
         for param in unit.params:
             if param.requires_grad and param not in owed:
                 owed[param] = param.register_post_accumulate_grad_hook(after_gradient)
-                hooks.append(owed[param])
+                hooks.callback(owed[param].remove)
 
     def after_gradient(param: nn.Parameter) -> None:
         owed.pop(param).remove()
@@ -107,8 +103,8 @@ def _watch(unit: Unit, sample: Any, hooks: list[RemovableHandle]) -> None:
             sample(f"{unit.name} backward done")
 
     assert unit.module is not None
-    hooks.append(unit.module.register_forward_pre_hook(lambda *_: sample(f"{unit.name} forward")))
-    hooks.append(unit.module.register_forward_hook(after_forward))
+    hooks.callback(unit.module.register_forward_pre_hook(lambda *_: sample(f"{unit.name} forward")).remove)
+    hooks.callback(unit.module.register_forward_hook(after_forward).remove)
 
 
 def gathered_over_a_step(

@@ -14,7 +14,6 @@ import psutil
 
 from shardlab.analysis import attribution
 from shardlab.analysis.overlap import hidden_by_run
-from shardlab.analysis.rows import require_columns
 from shardlab.experiment.told.verdicts import busy_verdict
 from shardlab.plots.text import format_bytes, format_percent, format_us, listing, tick
 from shardlab.records.store import Records
@@ -305,7 +304,6 @@ def floor_verdict(split: pd.DataFrame, alone: str) -> str:
         split: of ``analysis.step_split``: ``run``, ``compute_us``, ``off_cpu_us``; the same rows a rank in each run.
         alone: the run of one rank.
     """
-    require_columns(split, ("run", "compute_us", "off_cpu_us"), "split")
     compute = (split["compute_us"] + split["off_cpu_us"]).groupby(split["run"], sort=False).median()
     ratios = (compute / compute[alone]).drop(alone)
     words = listing([f"{ratio:.2f} times with {run}" for run, ratio in ratios.items()])

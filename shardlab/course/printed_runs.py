@@ -66,14 +66,9 @@ def told(
     """
     found = outcome(pool, program, *args)
     sys.stdout.write(found.text + "\n")
-    answers = {
-        "rank": (rank, (found.rank,)),
-        "collective": (collective, (found.collective,)),
-        "line": (line, found.lines),
-    }
-    given = {name: answer for name, answer in answers.items() if answer[0] is not ...}
-    if given and found.is_error:
-        words = (_marked(name, *answer) for name, answer in given.items())
+    wanted = ("rank", rank, [found.rank]), ("collective", collective, [found.collective]), ("line", line, found.lines)
+    words = [_marked(*answer) for answer in wanted if answer[1] is not ...]
+    if words and found.is_error:
         sys.stdout.write(f"Your answer: {'; '.join(words)}.\n")
     return found
 
@@ -98,9 +93,11 @@ def _of_table(first: str, table: str, waiting: Sequence[int], dead: int | None =
     collectives = [row["collective"].partition(" ")[0] for row in rows if row["state"] == "waiting"]
     found = [_PLACE.fullmatch(row["source line"]) for row in rows if row["state"] == "waiting"]
     absent = [number for number in range(len(rows)) if number not in waiting]
+    # The only rank that does not wait, or the only one that does.
+    odd = next((ranks[0] for ranks in (absent, waiting) if len(ranks) == 1), ALL)
     return Told(
         f"{first}\n{_drawn(rows)}",
-        dead if dead is not None else _odd_one(waiting, absent),
+        odd if dead is None else dead,
         collectives[0] if collectives else "",
         tuple(sorted({int(place["line"]) for place in found if place})),
     )
@@ -126,14 +123,6 @@ def _calls(places: str) -> dict[int, str]:
     """By rank, of ``rank 0 in all_reduce 'loss' of 4 float32, rank 1 in ...``."""
     _, *parts = re.split(r"(?:^|, )rank (\d+) in ", places)
     return {int(rank): call for rank, call in zip(parts[::2], parts[1::2], strict=True)}
-
-
-def _odd_one(waiting: Sequence[int], absent: Sequence[int]) -> int | str:
-    """The only rank that waits, or the only one that does not."""
-    for ranks in (absent, waiting):
-        if len(ranks) == 1:
-            return ranks[0]
-    return ALL
 
 
 def _rows(table: str) -> list[dict[str, str]]:

@@ -31,11 +31,7 @@ def sharded_linear(x: Tensor, weight_shard: Tensor, bias_shard: Tensor | None, c
 
     Returns:
         [..., O]. Gradients of the shards are means over the ranks; they have no gradients of their own.
-
-    Raises:
-        ValueError: shapes that do not fit each other, before anything is sent.
     """
-    _check(x, weight_shard, bias_shard)
     result: Tensor = _ShardedLinear.apply(x, weight_shard, bias_shard, comm)  # type: ignore[no-untyped-call]
     return result
 
@@ -63,18 +59,6 @@ class _ShardedLinear(torch.autograd.Function):
         grad_weight = _reduce_scatter(full_grad, ctx.comm, "weight")
         grad_bias = _reduce_scatter(rows.sum(0).to(weight_shard.dtype), ctx.comm, "bias") if ctx.has_bias else None
         return grad_x, grad_weight, grad_bias, None
-
-
-def _check(x: Tensor, weight_shard: Tensor, bias_shard: Tensor | None) -> None:
-    if weight_shard.dim() != 2:
-        raise ValueError(f"weight_shard: shape {tuple(weight_shard.shape)} is given; it must be (out / ranks, in)")
-    rows, in_features = weight_shard.shape
-    if x.dim() == 0 or x.shape[-1] != in_features:
-        raise ValueError(f"x: shape {tuple(x.shape)} is given; with this weight_shard it must be (..., {in_features})")
-    if bias_shard is not None and bias_shard.shape != (rows,):
-        raise ValueError(
-            f"bias_shard: shape {tuple(bias_shard.shape)} is given; beside this weight_shard it is ({rows},)"
-        )
 
 
 def _gather(shard: Tensor, comm: Communicator, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Records that a cell makes: the collectives of a few lines, one step of any engine, trainings in turn, sweeps.
+"""Records that a cell makes: the collectives of a few lines, trainings in turn, sweeps.
 
     def ranks_do(rank):
         with Mesh({"data": 2}, device=current().device) as mesh, log_collectives(mesh, rank) as log:
@@ -7,12 +7,6 @@
 
     table = collectives_table(pool.run(ranks_do))
 
-    def on_rank(rank):
-        with Mesh({"data": 2}, device=current().device) as mesh, build_engine(...) as engine:
-            return trace_step(rank, "mine", engine, loss, batch)
-
-    show(memory_over_step(pool.run(on_rank)[0].memory))
-
 A laptop has slow phases of up to a factor of two. If variants run one after the other, their order decides which looks
 fast; if they are interleaved, the phases affect all alike. Each variant has its own mesh, model, optimizer and records;
 only the ranks are shared.
@@ -20,36 +14,28 @@ only the ranks are shared.
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any
 
 import pandas as pd
 import torch
 
 from shardlab.comm import CollectiveEvent, Communicator, Observer
 from shardlab.comm.mesh import Mesh
-from shardlab.engines import AnyEngine
 from shardlab.experiment.config import CompareConfig
-from shardlab.experiment.run.rank_run import RankRun, mesh_of, recorded_run, source_of
-from shardlab.experiment.run.train_step import TrainStep
-from shardlab.experiment.trained.batches import size_of
-from shardlab.experiment.trained.workload import LossFn
+from shardlab.experiment.run.rank_run import mesh_of, recorded_run, source_of
 from shardlab.launch import RankPool, current
 from shardlab.launch.cell_bar import cell_bar
 from shardlab.launch.pool import check_pool
 from shardlab.partition.ring_cost import Link
 from shardlab.records.entries import in_us
-from shardlab.records.store import Records, RunWriter, load_run, load_runs, write_manifest
+from shardlab.records.store import Records, RunWriter, load_runs, write_manifest
 from shardlab.records.tables import COLLECTIVES
 from shardlab.trace.clock import clock_for
 from shardlab.trace.observed import Row, collective_columns
-from shardlab.trace.recorder import Recorder
-from shardlab.trace.units import watch_units
-from shardlab.units import AUTO
 from shardlab.vocabulary import Phase, SpanKind
 
 SINCE_BOOT_NS = 0
@@ -103,39 +89,6 @@ def collectives_table(rows_of_ranks: Iterable[list[Row]]) -> pd.DataFrame:
     return COLLECTIVES.frame([row | {name: row[name] - origin_us for name in TIMES} for row in rows])
 
 
-def trace_step(rank: int, run: str, engine: AnyEngine, loss: LossFn, batch: Any) -> Records:
-    """Train two steps on one batch and record both; memory is traced by role in the second.
-
-    The first step allocates the optimizer state. Every rank of the mesh must call this.
-
-    Args:
-        rank: rank of this process, for the tables.
-        run: name of the run in the tables.
-        engine: any strategy.
-        loss: (model, batch) -> the mean loss over the rows.
-        batch: of this rank.
-
-    Returns:
-        The tables of this rank. Times count from the boot, so those of all ranks of a host are comparable.
-    """
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        write_manifest(Path(folder), {"run": run})
-        writer = stack.enter_context(closing(RunWriter(Path(folder), rank, run, source_of(engine.mesh))))
-        recorder = Recorder(writer, clock_for(engine.mesh.device), SINCE_BOOT_NS, device=engine.mesh.device)
-        recorder.live_tensors = engine.live_tensors
-        stack.enter_context(engine.mesh.observed_by(recorder))
-        for hook in watch_units(engine.module, recorder, getattr(engine, "wrap", AUTO)):
-            stack.callback(hook.remove)
-        train_step = TrainStep(engine, loss, recorder=recorder)
-        for step in (0, 1):
-            with recorder.step(step, trace_memory=step == 1):
-                result = train_step(batch)
-            assert result is not None, "no accumulation, so every call is a step"
-            recorder.finish_step(result.loss, result.grad_norm, result.learning_rate, size_of(batch))
-        writer.close()  # turns the journal into tables, and the folder is gone after the return
-        return load_run(folder)
-
-
 Op = Callable[[Communicator, torch.Tensor], object]
 NUM_WARM_UPS = 2
 ELEMENT_BYTES = 4  # float32
@@ -148,7 +101,7 @@ def run_interleaved(variants: Mapping[str, CompareConfig], pool: RankPool, direc
 
     Args:
         variants: configurations by the name of their run in the tables. Each has one strategy (not 'single') and the
-            pool's ranks and device, and neither resumes nor saves; all have the same number of steps.
+            pool's ranks and device; all have the same number of steps. There are no checkpoints.
         pool: the ranks.
         directory: where the records stay; None uses a temporary directory.
 
@@ -171,11 +124,13 @@ def run_interleaved(variants: Mapping[str, CompareConfig], pool: RankPool, direc
 
 def _train_interleaved(rank: int, variants: dict[str, CompareConfig], directory: Path, origin_ns: int) -> None:
     with ExitStack() as stack:
+        turns = []
         # Every rank makes the meshes and engines in the same order, because making them is collective.
-        turns = [
-            stack.enter_context(_recorded_turn(name, config, directory / name, rank, origin_ns))
-            for name, config in variants.items()
-        ]
+        for name, config in variants.items():
+            # Each variant has its own mesh, so that its recorder sees its collectives only.
+            mesh = stack.enter_context(mesh_of(config, config.strategies[0]))
+            writer = RunWriter(directory / name, rank, name, source_of(mesh))
+            turns.append(stack.enter_context(recorded_run(config, config.strategies[0], mesh, writer, origin_ns)))
         for step in range(next(iter(variants.values())).steps):
             for turn in turns:
                 turn.step(step)
@@ -183,22 +138,10 @@ def _train_interleaved(rank: int, variants: dict[str, CompareConfig], directory:
                 current().emit(f"step {step}")
 
 
-@contextmanager
-def _recorded_turn(name: str, config: CompareConfig, directory: Path, rank: int, origin_ns: int) -> Iterator[RankRun]:
-    # Each variant has its own mesh, so that its recorder sees its collectives only.
-    with mesh_of(config, config.strategies[0]) as mesh:
-        writer = RunWriter(directory, rank, name, source_of(mesh))
-        with recorded_run(config, config.strategies[0], mesh, writer, origin_ns) as run:
-            yield run
-
-
 def _check(variants: Mapping[str, CompareConfig], pool: RankPool) -> None:
     for name, config in variants.items():
         if len(config.strategies) != 1 or config.is_alone(config.strategies[0]):
             raise ValueError(f"variants: {name!r} needs one strategy that runs on all ranks, not {config.strategies}")
-        for field in ("resume", "save_every"):
-            if (given := getattr(config, field)) is not None:
-                raise ValueError(f"variants: {name!r} has {field}={given!r}, but here are no checkpoints; leave it out")
         check_pool(pool, config.ranks, config.device, by=f"variants[{name!r}]")
     if len({config.steps for config in variants.values()}) != 1:
         raise ValueError("variants: give one or more, all with the same number of steps, since they are interleaved")

@@ -119,10 +119,6 @@ def _loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor((model(batch) - 1.0).square().mean())
 
 
-def _slow_rank() -> Callable[[], nn.Module]:
-    return faulty(Blocks, *(Straggler(rank=SLOW_RANK, step=step, seconds=0.12) for step in range(STEPS)))
-
-
 @dataclass(frozen=True)
 class Injected:
     """Something wrong on purpose.
@@ -151,9 +147,10 @@ class Injected:
         return replace(self, options=next(kept), workload=next(kept))
 
 
+LATE = [Straggler(rank=SLOW_RANK, step=step, seconds=0.12) for step in range(STEPS)]
 INJECTED: Mapping[str, Injected] = {
     HEALTHY: Injected(BALANCED),
-    "slow rank": Injected("straggler", workload={"model": _slow_rank()}),
+    "slow rank": Injected("straggler", workload={"model": faulty(Blocks, *LATE)}),
     "slow loader": Injected("input wait", workload={"data": _batches(0.12)}),
     "slow optimizer": Injected("optimizer step", workload={"optimizer": _slow_adamw}),
     "every micro-batch": Injected(
@@ -206,9 +203,9 @@ class WhyRow:
     change: str
 
 
-def num_cells(ranks: tuple[int, ...] = (2, 3)) -> int:
-    """How many there are."""
-    return len(ranks) * sum(len(one.engines) for one in INJECTED.values())
+def num_cells() -> int:
+    """How many there are on a number of ranks."""
+    return sum(len(one.engines) for one in INJECTED.values())
 
 
 def verdict(rows: Sequence[WhyRow]) -> str:
@@ -228,21 +225,20 @@ def verdict(rows: Sequence[WhyRow]) -> str:
 
 
 def why_matrix(
-    engines: tuple[str, ...] = ENGINES, ranks: tuple[int, ...] = (2, 3), injected: tuple[str, ...] = tuple(INJECTED)
+    ranks: int, engines: tuple[str, ...] = ENGINES, injected: tuple[str, ...] = tuple(INJECTED)
 ) -> Iterator[WhyRow]:
     """Each cause in each strategy that it fits; a row when its cell is done.
 
     Raises:
         ValueError: one rank alone has no messages, and nobody to wait for.
     """
-    if min(ranks) < 2:
-        raise ValueError(f"ranks: {min(ranks)} is given; at least 2 are needed, for messages and a slow rank")
-    for count in ranks:
-        with RankPool(count, device="cpu", preload=PRELOAD) as pool:
-            for name in injected:
-                for engine in engines:
-                    if engine in INJECTED[name].engines:
-                        yield _cell(pool, engine, name)
+    if ranks < 2:
+        raise ValueError(f"ranks: {ranks} is given; at least 2 are needed, for messages and a slow rank")
+    with RankPool(ranks, device="cpu", preload=PRELOAD) as pool:
+        for name in injected:
+            for engine in engines:
+                if engine in INJECTED[name].engines:
+                    yield _cell(pool, engine, name)
 
 
 def _cell(pool: RankPool, engine: str, name: str) -> WhyRow:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardlab.vocabulary import Collective
 
@@ -40,41 +40,30 @@ _TYPES = {
 }  # fmt: skip
 
 
-class Library(NamedTuple):
-    """A library that communicates.
-
-    Attributes:
-        source: where its kernels are named.
-        names: a part of the names of those that communicate.
-        stays: a part of the names of those that do not, though they have a part of ``names``.
-    """
-
-    source: str
-    names: str
-    stays: str = r"(?!)"
-
-
-LIBRARIES = (
-    Library("NCCL, src/device and src/device/symmetric; RCCL; MSCCL and MSCCL++", "nccl|rccl|msccl"),
-    Library("HCCL, in traces of torch_npu: hcom_allReduce__...; oneCCL, src/sycl_kernels", "hccl|hcom_|oneccl"),
-    # MSCCL++, FlashInfer, TensorRT-LLM, QuickReduce, AITER, Triton kernels by hand. What inductor has fused
-    # (triton_...) is named after its neighbours, and computes.
-    Library("any kernel named after a collective", "all_?reduce|reduce_?scatter|all_?gather|all_?to_?all", "^triton_"),
-    Library("torch, csrc/distributed/c10d/symm_mem",
-            r"symmetric_memory|multimem_|barrier_kernel$|(put|wait)_signal_kernel"),
-    Library("DeepEP, csrc/kernels, whatever the namespace around it",
-            r"deep_ep::|\bep::|::(inter|intra)node(_ll)?::", "layout|epilogue"),
-    Library("DeepEP, branch hybrid-ep, csrc/hybrid_ep", "hybrid_ep", "permut|scan|preprocess"),
-    Library("NVSHMEM, rocSHMEM and Intel SHMEM, device and stream APIs", "nvshmem|roc_?shmem|ishmem"),
-    Library("MORI, src/ops/dispatch_combine", r"mori::|\bEp(Dispatch|Combine)"),
-    Library("pplx-kernels, csrc/all_to_all; TensorRT-LLM, moeAlltoAllKernels", r"\b_?a2a_|moea2a|mnnvl"),
-    Library("Transformer Engine, comm_gemm_overlap/userbuffers", "userbuffers"),
-    Library("vLLM and SGLang, csrc/custom_all_reduce.cuh; QuickReduce",
-            "cross_?device_?(reduce|store|load)|quick_?reduce"),
-    Library("FlashInfer and TensorRT-LLM, one-shot with Lamport flags", "lamport", "initiali[sz]e"),
-    Library("copies between two devices, as CUPTI and rocprofiler name them", "^memcpy ptop|^copypeertopeer"),
-)  # fmt: skip
-_KNOWN = [(re.compile(one.names, re.IGNORECASE), re.compile(one.stays, re.IGNORECASE)) for one in LIBRARIES]
+# A part of the names of kernels that communicate; of those that do not, though they have it.
+LIBRARIES = {
+    "nccl|rccl|msccl": "",  # NCCL, src/device and src/device/symmetric; RCCL; MSCCL and MSCCL++
+    "hccl|hcom_|oneccl": "",  # HCCL, in traces of torch_npu: hcom_allReduce__...; oneCCL, src/sycl_kernels
+    # Any kernel named after a collective: MSCCL++, FlashInfer, TensorRT-LLM, QuickReduce, AITER, Triton kernels by
+    # hand. What inductor has fused (triton_...) is named after its neighbours, and computes.
+    "all_?reduce|reduce_?scatter|all_?gather|all_?to_?all": "^triton_",
+    # torch, csrc/distributed/c10d/symm_mem
+    r"symmetric_memory|multimem_|barrier_kernel$|(put|wait)_signal_kernel": "",
+    # DeepEP, csrc/kernels, whatever the namespace around it
+    r"deep_ep::|\bep::|::(inter|intra)node(_ll)?::": "layout|epilogue",
+    "hybrid_ep": "permut|scan|preprocess",  # DeepEP, branch hybrid-ep, csrc/hybrid_ep
+    "nvshmem|roc_?shmem|ishmem": "",  # NVSHMEM, rocSHMEM and Intel SHMEM, device and stream APIs
+    r"mori::|\bEp(Dispatch|Combine)": "",  # MORI, src/ops/dispatch_combine
+    r"\b_?a2a_|moea2a|mnnvl": "",  # pplx-kernels, csrc/all_to_all; TensorRT-LLM, moeAlltoAllKernels
+    "userbuffers": "",  # Transformer Engine, comm_gemm_overlap/userbuffers
+    # vLLM and SGLang, csrc/custom_all_reduce.cuh; QuickReduce
+    "cross_?device_?(reduce|store|load)|quick_?reduce": "",
+    "lamport": "initiali[sz]e",  # FlashInfer and TensorRT-LLM, one-shot with Lamport flags
+    "^memcpy ptop|^copypeertopeer": "",  # copies between two devices, as CUPTI and rocprofiler name them
+}
+_KNOWN = [
+    (re.compile(names, re.IGNORECASE), re.compile(stays or "(?!)", re.IGNORECASE)) for names, stays in LIBRARIES.items()
+]
 # Libraries of one device: ATen, whose index_put and dispatch move nothing between ranks, and others.
 _COMPUTES = re.compile(
     r"^(at|at_cuda_detail|cub|thrust|cutlass|cute|cudnn|flash|rocprim|ck|ck_tile|xformers)::"

@@ -104,9 +104,9 @@ def _names(run: str, records: Records, moved: pd.DataFrame) -> Iterator[Event]:
         for place, tid in enumerate(sorted(set(rows["tid"].tolist()))):
             axes[tid] = f"{axis} axis" if place == 0 else f"{axis} axis ({place + 1})"
     for pid in sorted({int(rank) for rank in [*records.spans["rank"], *records.collectives["rank"]]}):
-        yield from process(pid, f"rank {pid} ({run})")
+        yield from named("process", pid, 0, f"rank {pid} ({run})", pid)
         for tid, name in {**NAMES, **axes}.items():
-            yield from thread(pid, tid, name)
+            yield from named("thread", pid, tid, name, tid)
 
 
 def _steps(records: Records) -> Iterator[Event]:
@@ -115,7 +115,7 @@ def _steps(records: Records) -> Iterator[Event]:
     for (rank, step), times in step_times(records.spans, records.collectives).items():
         facts = {str(name): value for name, value in known.get((rank, step), {}).items() if pd.notna(value)}
         title = f"step {step}" if step >= 0 else "before the first step"
-        yield complete(title, "step", (rank, STEPS), times, **_plain(facts))
+        yield complete(title, "step", (rank, STEPS), times, **facts)
 
 
 def _compute(spans: pd.DataFrame) -> Iterator[Event]:
@@ -136,7 +136,7 @@ def _communication(rows: Rows) -> Iterator[Event]:
         args = {name: row[name] for name in DETAILS if pd.notna(row[name])}
         args |= {} if np.isnan(row["speed"]) else {"bus_gb_per_s": round(row["speed"], 6)}
         times = row["start_us"], row["end_us"]
-        yield complete(row["tag"] or row["op"], row["op"], (row["pid"], row["tid"]), times, **_plain(args))
+        yield complete(row["tag"] or row["op"], row["op"], (row["pid"], row["tid"]), times, **args)
 
 
 def _waits(rows: Rows) -> Iterator[Event]:
@@ -195,11 +195,6 @@ def _inside(start: float, end: float) -> float:
     return max(start, end - NS_US)
 
 
-def _plain(args: Mapping[str, Any]) -> dict[str, Any]:
-    """numpy's numbers as Python's, which ``json`` can write."""
-    return {name: value.item() if isinstance(value, np.generic) else value for name, value in args.items()}
-
-
 def complete(name: str, category: str, place: tuple[int, int], times: tuple[float, float], /, **args: Any) -> Event:
     """A slice: ``place`` is (pid, tid), ``times`` are beginning and end in microseconds."""
     start, end = times
@@ -219,14 +214,10 @@ def flow(name: str, number: int, start: tuple[int, int, float], end: tuple[int, 
     return [{"ph": "s", **both, **first}, {"ph": "f", "bp": "e", **both, **last}]
 
 
-def process(pid: int, name: str) -> list[Event]:
-    """The name of a process and its position among the others."""
-    return [_metadata("process_name", pid, 0, name=name), _metadata("process_sort_index", pid, 0, sort_index=pid)]
-
-
-def thread(pid: int, tid: int, name: str) -> list[Event]:
-    """The name of a thread and its position among the others."""
-    return [_metadata("thread_name", pid, tid, name=name), _metadata("thread_sort_index", pid, tid, sort_index=tid)]
+def named(kind: str, pid: int, tid: int, name: str, place: int) -> Iterator[Event]:
+    """The name of a process or a thread, and its place among the others."""
+    for what, args in (("name", {"name": name}), ("sort_index", {"sort_index": place})):
+        yield {"ph": "M", "name": f"{kind}_{what}", "pid": pid, "tid": tid, "ts": 0, "args": args}
 
 
 def in_order(events: Iterable[Event]) -> list[Event]:
@@ -248,10 +239,6 @@ def write_json(trace: Mapping[str, Any], path: Path | str) -> Path:
     except OSError as error:
         raise ValueError(f"output: {path} cannot be written: {error.strerror}") from error
     return path
-
-
-def _metadata(kind: str, pid: int, tid: int, /, **args: Any) -> Event:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args}
 
 
 def run_of(records: Records, run: str | None) -> tuple[str, Records]:

@@ -31,6 +31,10 @@ COMMUNICATION = ("c10d::", "c10d_functional::", "_c10d_functional::", "record_pa
 # Operators whose shapes are those of one rank's chunk, not of the whole buffer.
 REDUCE_SCATTER_OF_LIST = "c10d::reduce_scatter_"
 OF_LISTS = ("c10d::allgather_", REDUCE_SCATTER_OF_LIST, "c10d::gather_", "c10d::scatter_")
+MARKS = {  # what names of slices begin with, inside of which a thread does a kind of work
+    SpanKind.OPTIMIZER: "Optimizer.step", SpanKind.BACKWARD: "autograd::engine::evaluate",
+    SpanKind.DATA: "enumerate(DataLoader)",
+}  # fmt: skip
 PHASES = {
     SpanKind.OPTIMIZER: Phase.STEP, SpanKind.BACKWARD: Phase.BACKWARD, SpanKind.DATA: Phase.DATA,
     SpanKind.FORWARD: Phase.FORWARD,
@@ -41,12 +45,9 @@ class Kinds:
     """The kind of work that a thread does at a time."""
 
     def __init__(self, trace: RankTrace) -> None:
-        marks = {
-            SpanKind.OPTIMIZER: [one for one in trace.slices if one.name.startswith("Optimizer.step")],
-            SpanKind.BACKWARD: [one for one in trace.slices if one.name.startswith("autograd::engine::evaluate")],
-            SpanKind.DATA: [one for one in trace.slices if one.name.startswith("enumerate(DataLoader)")],
+        self._marks = {
+            kind: _by_thread(one for one in trace.slices if one.name.startswith(name)) for kind, name in MARKS.items()
         }
-        self._marks = {kind: _by_thread(slices) for kind, slices in marks.items()}
 
     def at(self, thread: tuple[str, str], time_us: float) -> SpanKind:
         """The kind of work that ``thread`` does at ``time_us``."""

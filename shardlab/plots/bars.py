@@ -13,16 +13,7 @@ from numpy.typing import NDArray
 
 from shardlab.analysis import at_rest, peak, process_items
 from shardlab.analysis.rows import labelled, labels_of, require_columns
-from shardlab.plots.text import (
-    SOURCE_NOTES,
-    byte_listing,
-    byte_scale,
-    format_bytes,
-    format_count,
-    joined,
-    listing,
-    subtitle,
-)
+from shardlab.plots.text import byte_listing, byte_scale, format_bytes, format_count, joined, listing, subtitle
 from shardlab.plots.theme import INK, PART_COLOURS, PATTERNS, ROLE_COLOURS, finish, new_figure, nothing
 from shardlab.records.tables import MEMORY
 from shardlab.vocabulary import Role
@@ -196,7 +187,7 @@ def memory_on_gpu(plans: pd.DataFrame, memory_bytes: float | None, rows: int = 1
     missing = "" if len(unknown) == len(held) else f": not known of {listing(unknown)}"
     drawn = f"without activations{missing}" if unknown else f"activations of {rows} row{'' if rows == 1 else 's'}"
     card = "" if memory_bytes is None else f"GPU: {format_bytes(memory_bytes)}"
-    figure = new_figure(ON_GPU, joined(SOURCE_NOTES["predicted"], drawn, card))
+    figure = new_figure(ON_GPU, joined("predicted, not run", drawn, card))
     stacked_bars(figure, bars, "role", ROLE_COLOURS, "bytes")
     totals = bars.groupby("label", sort=False)["bytes"].sum()
     said = f"{ON_GPU}: {byte_listing(totals)}."

@@ -76,15 +76,25 @@ def loss_difference(steps: pd.DataFrame, reference: str = "single") -> go.Figure
     given, differences = differences, _thinned(differences, "difference")
     note = theme.thinning_note(len(given), len(differences), "steps: the extremes of each stretch,")
     figure = theme.new_figure(title, subtitle(steps, note or "absolute difference at each step"))
-    floor = _zero_floor(differences["difference"])
+    floor = _difference_axis(figure, differences["difference"])
     labels = labels_of(differences)
     colours = theme.run_colours(labels)
     for place, label in enumerate(labels):
-        # later markers are smaller, so that runs with the same difference all stay visible
-        style = (colours[label], theme.SYMBOLS[place % len(theme.SYMBOLS)], max(7, 14 - 3 * place))
-        figure.add_trace(_difference_trace(differences[differences["label"] == label], label, style, floor))
+        rows = differences[differences["label"] == label]
+        difference, shape = rows["difference"].to_numpy(), theme.SYMBOLS[place % len(theme.SYMBOLS)]
+        zero = difference == 0
+        figure.add_scatter(
+            x=rows["step"].to_numpy(), y=np.where(zero, floor, difference), name=label, mode="lines+markers",
+            line={"color": colours[label], "width": 1.5, "dash": theme.dash(label)},
+            marker={
+                # Later ones are smaller, so that runs with the same difference all stay visible.
+                "symbol": np.where(zero, f"{shape}-open", shape).tolist(), "size": max(7, 14 - 3 * place),
+                "line": {"color": colours[label], "width": 2},
+            },
+            hovertext=["exactly 0" if value == 0 else f"{value:.3e}" for value in difference],
+            hovertemplate=f"<b>{label}</b><br>step %{{x}}<br>difference %{{hovertext}}<extra></extra>",
+        )  # fmt: skip
     figure.update_xaxes(title_text="step", tickformat="d", **_whole_steps(steps))
-    _difference_axis(figure, differences["difference"], floor)
     largest = given.groupby("label", sort=False)["difference"].max()
     parts = [f"{label} {'exactly 0' if value == 0 else significant(value)}" for label, value in largest.items()]
     return theme.finish(figure, f"Largest difference of the loss from {reference} at any step: {listing(parts)}.")
@@ -109,29 +119,10 @@ def _differences(losses: pd.DataFrame, reference: str) -> pd.DataFrame:
     return rows.assign(difference=(rows["loss"] - rows["base"]).abs())
 
 
-def _zero_floor(differences: pd.Series) -> float:
-    """Where zeros are drawn: one decade below the smallest other difference."""
-    positive = differences[differences > 0]
-    return float(10 ** (np.floor(np.log10(positive.min())) - 1)) if len(positive) else 1e-16
-
-
-def _difference_trace(rows: pd.DataFrame, label: str, style: tuple[str, str, int], floor: float) -> go.Scatter:
-    colour, shape, size = style
-    difference = rows["difference"].to_numpy()
-    zero = difference == 0
-    symbol = [f"{shape}-open" if is_zero else shape for is_zero in zero]
-    return go.Scatter(
-        x=rows["step"].to_numpy(), y=np.where(zero, floor, difference), name=label, mode="lines+markers",
-        line={"color": colour, "width": 1.5, "dash": theme.dash(label)},
-        marker={"symbol": symbol, "size": size, "line": {"color": colour, "width": 2}},
-        hovertext=["exactly 0" if is_zero else f"{value:.3e}" for value, is_zero in zip(difference, zero, strict=True)],
-        hovertemplate=f"<b>{label}</b><br>step %{{x}}<br>difference %{{hovertext}}<extra></extra>",
-    )  # fmt: skip
-
-
-def _difference_axis(figure: go.Figure, differences: pd.Series, floor: float) -> None:
-    """A logarithmic axis; the line at which zeros are drawn is labelled 'exactly 0'."""
+def _difference_axis(figure: go.Figure, differences: pd.Series) -> float:
+    """A logarithmic axis; where zeros are drawn, on a line labelled 'exactly 0': a decade below all others."""
     positive = differences[differences > 0].tolist()
+    floor = float(10 ** (np.floor(np.log10(min(positive))) - 1)) if positive else 1e-16
     axis = theme.log_axis(positive or [floor], _scientific)
     if (differences == 0).any():
         figure.add_hline(y=floor, line={"color": theme.GRID, "width": 2, "dash": "dash"})
@@ -139,6 +130,7 @@ def _difference_axis(figure: go.Figure, differences: pd.Series, floor: float) ->
         axis["tickvals"], axis["ticktext"] = zip((floor, "exactly 0"), *above, strict=True)
         axis["range"][0] = np.log10(floor) - 0.3
     figure.update_yaxes(title_text="|difference|", **axis)
+    return floor
 
 
 def _scientific(value: float) -> str:

@@ -45,10 +45,7 @@ def memory_over_step(
     figure = new_figure(
         title, subtitle(table, thinning_note(len(table), len(drawn), "moments") or "live bytes by role")
     )
-    for role in (role for role in ROLE_COLOURS if role in drawn.columns and (drawn[role] > 0).any()):
-        figure.add_trace(_area(times_ms, drawn[role].to_numpy(dtype=np.float64), role, divisor))
-    figure.add_trace(_total(times_ms, drawn, divisor))
-    figure.add_trace(_peak(times_ms, drawn, divisor))
+    _stack(figure, times_ms, drawn, divisor)
     _name_phases(figure, times_ms, drawn["phase"])
     predicted = _at_rest(memory, key, "predicted")
     if predicted is not None:
@@ -60,31 +57,27 @@ def memory_over_step(
     return finish(figure, _summary(table, _at_rest(memory, key, str(key["source"])), predicted))
 
 
-def _area(times_ms: np.ndarray, held: np.ndarray, role: str, divisor: float) -> go.Scatter:
-    return go.Scatter(
-        x=times_ms, y=held / divisor, mode="lines", stackgroup="roles", name=role.replace("_", " "),
-        line={"width": 0, "shape": "hv", "color": ROLE_COLOURS[role]}, fillcolor=ROLE_COLOURS[role],
-        customdata=[format_bytes(value) for value in held], hovertemplate="%{customdata}",
-    )  # fmt: skip
-
-
-def _total(times_ms: np.ndarray, drawn: pd.DataFrame, divisor: float) -> go.Scatter:
-    """An invisible line whose hover gives the sum, the unit and the phase."""
-    words = [
-        f"<b>{format_bytes(float(row['bytes']))}</b> in {row['unit']}, {row['phase']}"
-        for row in drawn[["bytes", "unit", "phase"]].to_dict("records")
-    ]
-    return go.Scatter(
-        x=times_ms, y=drawn["bytes"].to_numpy(dtype=np.float64) / divisor, mode="lines", name="all",
-        line={"width": 0, "shape": "hv"}, customdata=words, hovertemplate="%{customdata}", showlegend=False,
-    )  # fmt: skip
-
-
-def _peak(times_ms: np.ndarray, drawn: pd.DataFrame, divisor: float) -> go.Scatter:
-    """A label at the peak, which may last for less than a pixel."""
+def _stack(figure: go.Figure, times_ms: np.ndarray, drawn: pd.DataFrame, divisor: float) -> None:
+    """An area for each role; an invisible line whose hover gives the sum, the unit and the phase; the peak's label."""
+    for role, colour in ROLE_COLOURS.items():
+        if role in drawn.columns and (drawn[role] > 0).any():
+            held = drawn[role].to_numpy(dtype=np.float64)
+            figure.add_scatter(
+                x=times_ms, y=held / divisor, mode="lines", stackgroup="roles", name=role.replace("_", " "),
+                line={"width": 0, "shape": "hv", "color": colour}, fillcolor=colour,
+                customdata=[format_bytes(value) for value in held], hovertemplate="%{customdata}",
+            )  # fmt: skip
     totals = drawn["bytes"].to_numpy(dtype=np.float64)
-    place = int(totals.argmax())
-    return go.Scatter(
+    figure.add_scatter(
+        x=times_ms, y=totals / divisor, mode="lines", name="all", line={"width": 0, "shape": "hv"}, showlegend=False,
+        customdata=[
+            f"<b>{format_bytes(total)}</b> in {unit}, {phase}"
+            for total, unit, phase in zip(totals, drawn["unit"], drawn["phase"], strict=True)
+        ],
+        hovertemplate="%{customdata}",
+    )  # fmt: skip
+    place = int(totals.argmax())  # which may last for less than a pixel
+    figure.add_scatter(
         x=[times_ms[place]], y=[totals[place] / divisor], mode="text", name="peak",
         text=[f"{format_bytes(totals[place])}<br>\u25bc"], textposition="top center", cliponaxis=False,
         hoverinfo="skip", showlegend=False,

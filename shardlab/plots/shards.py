@@ -35,16 +35,31 @@ def shard_map(shards: pd.DataFrame, run: str | None = None, role: str = "paramet
     if role not in roles:
         raise ValueError(f"role: {role!r} is not one of {', '.join(roles)}")
     extents = _extents(rows)
+    end = int(extents["numel"].sum())
     rows = rows[(rows["role"] == role) & (rows["step"] == rows["step"].max())]
     rows = rows.drop_duplicates(["rank", "parameter", "start", "stop"])
     words = f"Who holds which slice of the {role.replace('_', ' ')}s: {rows['label'].iloc[0]}"
-    figure = new_figure(words.replace("states:", "state:"), subtitle(rows, f"{format_count(_end(extents))} elements"))
-    divisor, unit = scale(_end(extents), COUNT_UNITS)
+    figure = new_figure(words.replace("states:", "state:"), subtitle(rows, f"{format_count(end)} elements"))
+    divisor, unit = scale(end, COUNT_UNITS)
     ranks = sorted(int(rank) for rank in set(rows["rank"]))
     for rank in ranks:
-        figure.add_trace(_slices(rows[rows["rank"] == rank], extents, rank, divisor))
-    _shard_axes(figure, extents, ranks, (divisor, unit))
-    return finish(figure, _shard_summary(rows, role, _end(extents)))
+        own = rows[rows["rank"] == rank]
+        begin = own["parameter"].map(extents["begin"]).to_numpy(dtype=np.float64)
+        start, stop = (own[name].to_numpy(dtype=np.float64) for name in ("start", "stop"))
+        figure.add_bar(
+            base=(begin + start) / divisor, x=(stop - start) / divisor, y=[rank] * len(own), width=0.72,
+            orientation="h", name=f"rank {rank}",
+            marker={"color": RANKS[rank % len(RANKS)], "line": gaps(stop - start, end)},
+            hovertext=[
+                f"<b>{row['parameter']}</b> ({row['shape']})<br>rank {rank}: elements {row['start']:,} to "
+                f"{row['stop']:,}<br>{row['stop'] - row['start']:,} elements, {format_bytes(row['bytes'])}"
+                + (f"<br>bucket {row['bucket']}" if row["bucket"] >= 0 else "")
+                for row in own.to_dict("records")
+            ],
+            hovertemplate="%{hovertext}<extra></extra>",
+        )  # fmt: skip
+    _shard_axes(figure, extents, ranks, divisor, unit)
+    return finish(figure, _shard_summary(rows, role, end))
 
 
 def _extents(rows: pd.DataFrame) -> pd.DataFrame:
@@ -59,31 +74,9 @@ def _extents(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"begin": numel.cumsum() - numel, "numel": numel}).astype("int64")
 
 
-def _end(extents: pd.DataFrame) -> int:
-    return int(extents["numel"].sum())
-
-
-def _slices(rows: pd.DataFrame, extents: pd.DataFrame, rank: int, divisor: float) -> go.Bar:
-    begin = rows["parameter"].map(extents["begin"]).to_numpy(dtype=np.float64)
-    start, stop = rows["start"].to_numpy(dtype=np.float64), rows["stop"].to_numpy(dtype=np.float64)
-    return go.Bar(
-        base=(begin + start) / divisor, x=(stop - start) / divisor, y=[rank] * len(rows), width=0.72,
-        orientation="h", name=f"rank {rank}",
-        marker={"color": RANKS[rank % len(RANKS)], "line": gaps(stop - start, _end(extents))},
-        hovertext=[
-            f"<b>{row['parameter']}</b> ({row['shape']})<br>rank {rank}: elements {row['start']:,} to {row['stop']:,}"
-            f"<br>{row['stop'] - row['start']:,} elements, {format_bytes(row['bytes'])}"
-            + (f"<br>bucket {row['bucket']}" if row["bucket"] >= 0 else "")
-            for row in rows.to_dict("records")
-        ],
-        hovertemplate="%{hovertext}<extra></extra>",
-    )  # fmt: skip
-
-
-def _shard_axes(figure: go.Figure, extents: pd.DataFrame, ranks: list[int], unit: tuple[float, str]) -> None:
+def _shard_axes(figure: go.Figure, extents: pd.DataFrame, ranks: list[int], divisor: float, unit: str) -> None:
     """Ranks downward; borders of parameters as lines; names above the parameters that are wide enough."""
-    divisor, name = unit
-    end, overhang = _end(extents), 0.0
+    end, overhang = int(extents["numel"].sum()), 0.0
     for begin in extents["begin"][1:]:
         figure.add_vline(x=begin / divisor, line={"color": GRID, "width": 1})
     for parameter, extent in extents.iterrows():
@@ -99,7 +92,7 @@ def _shard_axes(figure: go.Figure, extents: pd.DataFrame, ranks: list[int], unit
                 overhang = max(overhang, float(LETTER_PX * len(str(parameter)) - beside))
     figure.update_layout(barmode="overlay", height=max(346, 246 + 40 * len(ranks)), showlegend=False)
     figure.update_layout(margin_t=150, margin_r=24 + overhang)
-    figure.update_xaxes(title_text=f"element ({name})" if name else "element", range=[0, end / divisor],
+    figure.update_xaxes(title_text=f"element ({unit})" if unit else "element", range=[0, end / divisor],
                         showgrid=False)  # fmt: skip
     figure.update_yaxes(tickvals=ranks, ticktext=[f"rank {rank}" for rank in ranks], showgrid=False,
                         range=[max(ranks) + 0.5, min(ranks) - 0.5])  # fmt: skip

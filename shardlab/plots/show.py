@@ -43,34 +43,10 @@ HEAD = f"""<!doctype html>
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">"""
-_CSS = Path(__file__).with_name("report.css")
+_CSS, _SCRIPT = (Path(__file__).with_name(name) for name in ("report.css", "report.js"))
 _PLOTLY = Path(__file__).with_name("plotly-basic.min.js.gz")
 BASIC = {"bar", "pie", "scatter"}  # the kinds of traces that it draws
 TITLE_PX = 68
-SCRIPT = """
-(async () => {
-const unpacked = name => {
-  const packed = Uint8Array.from(atob(document.getElementById(name).textContent), letter => letter.charCodeAt(0));
-  return new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
-};
-const library = document.createElement("script");
-library.textContent = await unpacked("plotly");
-document.head.append(library);
-const figures = JSON.parse(await unpacked("figures"));
-const config = {responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"],
-  toImageButtonOptions: {format: "svg"}};
-const draw = place => {
-  const plot = document.getElementById(`figure-${place}`);
-  if (!plot.data) Plotly.newPlot(plot, figures[place].data, figures[place].layout, config);
-};
-figures.forEach((_, place) => { if (!document.getElementById(`figure-${place}`).closest("[hidden]")) draw(place); });
-document.querySelectorAll(".choices select").forEach(select => select.addEventListener("change", () => {
-  select.closest(".choices").querySelectorAll(".choice").forEach(
-    choice => { choice.hidden = !choice.querySelector(`#figure-${select.value}`); });
-  draw(Number(select.value));
-}));
-})();
-"""
 
 
 def plain_json(figure: go.Figure) -> dict[str, Any]:
@@ -182,7 +158,7 @@ def report_page(
         '<dl class="answer">', *(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in answer), "</dl>",
         "</header>" if answer else f"{told}</header>", *sections, f"<section>{told}</section>" if answer else "",
         "</main>", _packed("figures", gzip.compress(data.encode(), mtime=0)), _packed("plotly", _PLOTLY.read_bytes()),
-        f"<script>{SCRIPT}</script>" if figures else "",
+        f"<script>\n{_SCRIPT.read_text()}</script>" if figures else "",
         "</body></html>",
     ]  # fmt: skip
     return "\n".join(lines)

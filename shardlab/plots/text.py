@@ -110,8 +110,7 @@ def source_note(frame: pd.DataFrame) -> str:
     notes = []
     for source, note in SOURCE_NOTES.items():
         runs = frame.loc[frame["source"] == source, "run"]
-        everywhere = len(runs) == len(frame)
-        names = "" if everywhere else f" ({', '.join(str(run) for run in runs.drop_duplicates())})"
+        names = "" if len(runs) == len(frame) else f" ({', '.join(str(run) for run in runs.drop_duplicates())})"
         notes += [note + names] if len(runs) else []
     return "; ".join(notes)
 
@@ -133,17 +132,16 @@ def averaged(frame: pd.DataFrame, average: str) -> str:
         frame: rows with ``label``, ``step`` and optionally ``rank``.
         average: 'mean' or 'median'.
     """
-    names, counts = [], []
+    several, single = [], []
     for column in ("rank", "step"):
         if column in frame.columns and len(frame):
             each = frame.groupby("label")[column].nunique()
-            one = frame[column].nunique() == 1
-            names.append(f"{column} {frame[column].iloc[0]}" if one else f"one {column} each")
-            several = f"{each.max()} {column}s" if each.min() == each.max() else f"all {column}s of each"
-            counts.append(several if each.max() > 1 else "")
-    over = " and ".join(count for count in counts if count)
-    single = [name for name, count in zip(names, counts, strict=True) if not count]
-    return ", ".join([f"{average} over {over}", *single] if over else single)
+            if each.max() > 1:
+                several.append(f"{each.max()} {column}s" if each.min() == each.max() else f"all {column}s of each")
+            else:
+                is_one = frame[column].nunique() == 1
+                single.append(f"{column} {frame[column].iloc[0]}" if is_one else f"one {column} each")
+    return ", ".join([f"{average} over {' and '.join(several)}", *single] if several else single)
 
 
 def emulated_note(frame: pd.DataFrame) -> str:

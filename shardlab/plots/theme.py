@@ -228,7 +228,6 @@ def dash(name: str) -> str:
 INK_OF_PAGE = f"var(--jp-content-font-color1,var(--vscode-editor-foreground,{INK}))"
 CLEAR = "rgba(0,0,0,0)"
 Json = dict[str, Any]
-_BEGIN, _END = f'<span style="color:{INK_OF_PAGE}">', "</span>"
 
 
 def on_any_page(content: Json) -> Json:
@@ -242,13 +241,8 @@ def on_any_page(content: Json) -> Json:
     return {"data": [_inked_words(trace) for trace in content["data"]], "layout": layout | ground}
 
 
-def plain_words(text: str) -> str:
-    """The text as it was before."""
-    return text.removeprefix(_BEGIN).removesuffix(_END) if text.startswith(_BEGIN) else text
-
-
 def _inked(text: str) -> str:
-    return f"{_BEGIN}{text}{_END}"
+    return f'<span style="color:{INK_OF_PAGE}">{text}</span>'
 
 
 def _inked_title(name: str, part: Any) -> Any:

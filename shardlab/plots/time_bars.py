@@ -50,7 +50,7 @@ def step_times(steps: pd.DataFrame) -> go.Figure:
     medians = []
     for place, label in enumerate(labels):
         times_us = timed.loc[timed["label"] == label, "step_us"].to_numpy(dtype=np.float64)
-        _draw(figure, label, (place, colours[label]), times_us)
+        _draw(figure, label, place, colours[label], times_us)
         medians.append(f"{label} {format_us(np.median(times_us))}")
     figure.update_layout(height=max(340, 190 + 62 * len(labels)), showlegend=False)
     figure.update_xaxes(title_text="time of a step (ms)", rangemode="tozero")
@@ -61,9 +61,8 @@ def step_times(steps: pd.DataFrame) -> go.Figure:
     return finish(figure, f"Median time of a step: {listing(medians)}.")
 
 
-def _draw(figure: go.Figure, label: str, style: tuple[int, str], times_us: NDArray[np.float64]) -> None:
+def _draw(figure: go.Figure, label: str, place: int, colour: str, times_us: NDArray[np.float64]) -> None:
     """The quartile bar with the median, and a dot below it for each step."""
-    place, colour = style
     low, median, high = np.quantile(times_us, [0.25, 0.5, 0.75]) / 1e3
     dots = times_us[:: -(-len(times_us) // MAX_DOTS)] / 1e3
     figure.add_scatter(

@@ -15,7 +15,6 @@ that time in the model but in no unit shows too.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,34 +41,8 @@ RANK_GAP = 0.35
 MAX_NAMED = 200  # with more bars none is wide enough for its name
 Row = Mapping[str, Any]
 Describe = Callable[[Row], str]
-
-
-@dataclass(frozen=True)
-class Tracks:
-    """Positions of the tracks: ``positions[(rank, track)]`` are its rows from top to bottom, as y downward from 0."""
-
-    positions: dict[tuple[int, str], list[float]]
-    num_rows: int
-
-    @property
-    def bottom(self) -> float:
-        """The largest y."""
-        return max(row for rows in self.positions.values() for row in rows)
-
-    def of_compute(self) -> dict[int, float]:
-        """The y of each rank's track of compute."""
-        return {rank: rows[0] for (rank, track), rows in self.positions.items() if track == COMPUTE}
-
-    def labels(self) -> tuple[list[float], list[str]]:
-        """Tick positions and names; the first track of a rank shows the rank's name too."""
-        named: set[int] = set()
-        ticks, names = [], []
-        for (rank, track), rows in self.positions.items():
-            ticks.append(float(np.mean(rows)))
-            words = track if track == COMPUTE else f"{track} axis"
-            names.append(words if rank in named else f"<b>rank {rank}</b>  {words}")
-            named.add(rank)
-        return ticks, names
+Tracks = dict[tuple[int, str], list[float]]
+"""By rank and track the rows of it from top to bottom, as y downward from 0."""
 
 
 def collective_timeline(
@@ -95,12 +68,14 @@ def collective_timeline(
     moved, worked, both = one_step_of_run(collectives, spans, run, step)
     name, step = str(both["label"].iloc[0]), int(both["step"].iloc[0])
     measures = overlap(moved, worked)
-    begin, window = _extent(moved, worked)
+    begin = float(np.nanmin([moved["issue_us"].min(), worked["start_us"].min()]))
+    window = float(np.nanmax([moved["end_us"].max(), worked["end_us"].max()])) - begin
     tracks, places = lay_out(moved, worked)
     figure = theme.new_figure(f"Timeline of step {step}: {name}")
     levels = drawn_levels(worked)
-    _draw_compute(figure, levels, tracks, (begin, window))
-    _draw_waits(figure, moved, tracks, (begin, window))
+    compute = {rank: rows[0] for (rank, track), rows in tracks.items() if track == COMPUTE}
+    _draw_compute(figure, levels, compute, (begin, window))
+    _draw_waits(figure, moved, compute, (begin, window))
     _draw_collectives(figure, moved.assign(y=places), (begin, window))
     _axes(figure, tracks)
     if until_ms is not None:
@@ -120,16 +95,9 @@ def _note(figure: go.Figure, levels: pd.DataFrame, moved: pd.DataFrame) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def _extent(moved: pd.DataFrame, worked: pd.DataFrame) -> tuple[float, float]:
-    """(beginning, length) of the step over all ranks, in microseconds."""
-    begin = min(float(value) for value in (moved["issue_us"].min(), worked["start_us"].min()) if pd.notna(value))
-    end = max(float(value) for value in (moved["end_us"].max(), worked["end_us"].max()) if pd.notna(value))
-    return begin, end - begin
-
-
-def _draw_compute(figure: go.Figure, spans: pd.DataFrame, tracks: Tracks, extent: tuple[float, float]) -> None:
+def _draw_compute(figure: go.Figure, spans: pd.DataFrame, y: dict[int, float], extent: tuple[float, float]) -> None:
     """One trace per kind for the units, and one for the pale background that surrounds them."""
-    spans = spans.assign(y=spans["rank"].astype("int64").map(tracks.of_compute()).astype("float64"))
+    spans = spans.assign(y=spans["rank"].astype("int64").map(y).astype("float64"))
     for ground in (True, False):
         for kind, colour in theme.SPAN_COLOURS.items():
             rows = spans[(spans["kind"] == str(kind)) & (spans["ground"] == ground)]
@@ -142,14 +110,15 @@ def _draw_compute(figure: go.Figure, spans: pd.DataFrame, tracks: Tracks, extent
                 figure.add_trace(trace)
 
 
-def _draw_waits(figure: go.Figure, moved: pd.DataFrame, tracks: Tracks, extent: tuple[float, float]) -> None:
+def _draw_waits(figure: go.Figure, moved: pd.DataFrame, y: dict[int, float], extent: tuple[float, float]) -> None:
     waits = moved[(moved["wait_end_us"] > moved["wait_start_us"]).fillna(False)]
-    if not len(waits) or not (rows := tracks.of_compute()):
+    if not len(waits) or not y:
         return
     waits = waits.assign(
-        y=waits["rank"].astype("int64").map(rows), start_us=waits["wait_start_us"], end_us=waits["wait_end_us"]
+        y=waits["rank"].astype("int64").map(y), start_us=waits["wait_start_us"], end_us=waits["wait_end_us"]
     )
-    figure.add_trace(strips(grouped(waits, "tag", describe_wait, extent), WAITS, theme.EXPOSED))
+    drawn = grouped(waits, "tag", lambda row: f"<b>rank {row['rank']} waits</b> for {row['tag']}{_took(row)}", extent)
+    figure.add_trace(strips(drawn, WAITS, theme.EXPOSED))
 
 
 def _draw_collectives(figure: go.Figure, moved: pd.DataFrame, extent: tuple[float, float]) -> None:
@@ -159,7 +128,8 @@ def _draw_collectives(figure: go.Figure, moved: pd.DataFrame, extent: tuple[floa
     queued = moved[moved["start_us"] > moved["issue_us"]]
     queued = queued.assign(start_us=queued["issue_us"], end_us=queued["start_us"])
     if len(queued):
-        figure.add_trace(strips(grouped(queued, "tag", describe_queue, extent), QUEUED, theme.QUEUED))
+        drawn = grouped(queued, "tag", lambda row: f"<b>queued</b>: {row['tag']}{_took(row)}", extent)
+        figure.add_trace(strips(drawn, QUEUED, theme.QUEUED))
     speeds = bandwidth(moved.drop(columns="y"))["bus_gb_per_s"]
     moved = moved.assign(bus_gb_per_s=speeds)
     for op, colour in theme.COLLECTIVE_COLOURS.items():
@@ -171,16 +141,22 @@ def _draw_collectives(figure: go.Figure, moved: pd.DataFrame, extent: tuple[floa
 
 
 def _axes(figure: go.Figure, tracks: Tracks) -> None:
-    ticks, names = tracks.labels()
-    height = max(16.0, min(44.0, 1100 / tracks.num_rows))
-    figure.update_layout(barmode="overlay", height=round(220 + height * tracks.num_rows), legend_font_size=13)
+    """A tick in the middle of each track; the first of a rank has the rank's name too."""
+    names, named, num_rows = list[str](), set[int](), sum(map(len, tracks.values()))
+    for rank, track in tracks:
+        words = track if track == COMPUTE else f"{track} axis"
+        names.append(words if rank in named else f"<b>rank {rank}</b>  {words}")
+        named.add(rank)
+    height = max(16.0, min(44.0, 1100 / num_rows))
+    figure.update_layout(barmode="overlay", height=round(220 + height * num_rows), legend_font_size=13)
     figure.update_layout(uniformtext={"minsize": 11, "mode": "hide"})  # names that do not fit are left out
     figure.update_xaxes(title_text="time in the step (ms)", rangemode="tozero", zeroline=False)
     figure.update_yaxes(
-        tickvals=ticks, ticktext=names, range=[tracks.bottom + 0.6, -0.6], showgrid=False, zeroline=False
-    )
-    for rank in sorted({rank for rank, _ in tracks.positions})[1:]:
-        top = min(rows[0] for (owner, _), rows in tracks.positions.items() if owner == rank)
+        tickvals=[float(np.mean(rows)) for rows in tracks.values()], ticktext=names, showgrid=False, zeroline=False,
+        range=[max(map(max, tracks.values())) + 0.6, -0.6],
+    )  # fmt: skip
+    for rank in sorted(named)[1:]:
+        top = min(rows[0] for (owner, _), rows in tracks.items() if owner == rank)
         figure.add_hline(y=top - 0.5 - 0.175, line={"color": theme.GRID, "width": 1})
 
 
@@ -224,20 +200,18 @@ def lay_out(collectives: pd.DataFrame, spans: pd.DataFrame) -> tuple[Tracks, NDA
     ranks = sorted({int(rank) for rank in [*spans["rank"], *collectives["rank"]]})
     axes = [str(axis) for axis in collectives["axis"].drop_duplicates()]
     has_compute = len(spans) > 0
-    places, y, num_rows = np.zeros(len(collectives)), 0.0, 0
-    positions: dict[tuple[int, str], list[float]] = {}
+    places, y, tracks = np.zeros(len(collectives)), 0.0, Tracks()
     for rank in ranks:
         here = (collectives["rank"] == rank).to_numpy(dtype=np.bool_)
         mine = [axis for axis in axes if (here & (collectives["axis"] == axis).to_numpy(dtype=np.bool_)).any()]
         for track in ([COMPUTE] if has_compute else []) + mine:
             where = np.flatnonzero(here & (collectives["axis"] == track).to_numpy(dtype=np.bool_))
             rows = concurrent_rows(collectives[["start_us", "end_us"]].iloc[where], MAX_ROWS)
-            count = int(rows.max(initial=0)) + 1
             places[where] = y + rows
-            positions[rank, track] = [y + row for row in range(count)]
-            y, num_rows = y + count, num_rows + count
+            tracks[rank, track] = [y + row for row in range(int(rows.max(initial=0)) + 1)]
+            y += len(tracks[rank, track])
         y += RANK_GAP
-    return Tracks(positions, num_rows), places
+    return tracks, places
 
 
 def grouped(rows: pd.DataFrame, what: str, describe: Describe, extent: tuple[float, float]) -> pd.DataFrame:
@@ -262,25 +236,21 @@ def grouped(rows: pd.DataFrame, what: str, describe: Describe, extent: tuple[flo
         is_short = places["end"] - places["start"] < column
         places["group"] = places["group"].where(~is_short, -1 - places["start"] // column)
     same = places.groupby(["y", "group"], sort=False)
-    merged = pd.DataFrame(
-        {"start": same["start"].min(), "end": same["end"].max(), "count": same.size(), "place": same["place"].first()}
-    )
+    merged = same.agg(start=("start", "min"), end=("end", "max"), count=("place", "size"), place=("place", "first"))
     counts = merged["count"].tolist()
     first: list[Any] = rows.iloc[merged["place"]].to_dict("records")
     many = "<b>{} merged</b>: zoomed out too far to tell them apart"
     return pd.DataFrame({
         "y": merged.index.get_level_values("y"), "start": merged["start"].to_numpy() / 1e3,
         "length": (merged["end"] - merged["start"]).to_numpy() / 1e3, "count": counts,
-        "name": [written(str(row[what])) if count == 1 else "" for row, count in zip(first, counts, strict=True)],
+        # 'bucket 0' of 'gradients of bucket 0', since the colour says what moves.
+        "name": [
+            str(row[what]).rpartition(" of ")[2] if count == 1 else "" for row, count in zip(first, counts, strict=True)
+        ],
         "text": [
             describe(row) if count == 1 else many.format(count) for row, count in zip(first, counts, strict=True)
         ],
     })  # fmt: skip
-
-
-def written(name: str) -> str:
-    """The part of a name that a bar shows: 'bucket 0' of 'gradients of bucket 0', since the colour says what moves."""
-    return name.rpartition(" of ")[2]
 
 
 def bars(merged: pd.DataFrame, name: str, colour: str, width: float) -> go.Bar:
@@ -310,17 +280,7 @@ def kind_in_words(kind: str) -> str:
 def describe_span(row: Row) -> str:
     """Hover text of a unit that computes, or that is off the CPU."""
     kind = kind_in_words(row["kind"])
-    return f"<b>{row['unit'] or 'model'}</b>: {kind}, rank {row['rank']}<br>{_length(row, 'start_us', 'end_us')}"
-
-
-def describe_wait(row: Row) -> str:
-    """Hover text of a rank that waits."""
-    return f"<b>rank {row['rank']} waits</b> for {row['tag']}<br>{_length(row, 'start_us', 'end_us')}"
-
-
-def describe_queue(row: Row) -> str:
-    """Hover text of the time from the issue of a collective to its start."""
-    return f"<b>queued</b>: {row['tag']}<br>{_length(row, 'start_us', 'end_us')}"
+    return f"<b>{row['unit'] or 'model'}</b>: {kind}, rank {row['rank']}{_took(row)}"
 
 
 def describe_collective(row: Row) -> str:
@@ -346,6 +306,10 @@ def _sent(row: Row) -> str:
     return f"sends {format_bytes(needed)}"
 
 
+def _took(row: Row) -> str:
+    return f"<br>{_length(row, 'start_us', 'end_us')}"
+
+
 def _length(row: Row, start: str, end: str) -> str:
     return format_us(float(row[end]) - float(row[start]))
 
@@ -356,14 +320,11 @@ def drawn_levels(spans: pd.DataFrame) -> pd.DataFrame:
     Args:
         spans: rows of table ``spans`` of one step; the level is chosen for each kind, over all ranks.
     """
-    kept = []
-    for _, kind_rows in spans.groupby("kind", sort=False):
-        parts = [_with_depth(rows) for _, rows in kind_rows.groupby("rank", sort=False)]
-        rows = pd.concat(parts)
-        level = _level(rows)
-        solid = (rows["depth"] == level) | ((rows["depth"] < level) & rows["leaf"])
-        kept.append(rows[rows["depth"] <= level].assign(ground=~solid[rows["depth"] <= level]))
-    return pd.concat(kept) if kept else spans.assign(depth=0, leaf=True, ground=False)
+    if not len(spans):
+        return spans.assign(ground=False)
+    rows = pd.concat([_with_depth(own) for _, own in spans.groupby(["kind", "rank"], sort=False)])
+    level = rows["kind"].map({kind: _level(own) for kind, own in rows.groupby("kind")})
+    return rows.assign(ground=(rows["depth"] < level) & ~rows["leaf"])[rows["depth"] <= level]
 
 
 def _with_depth(rows: pd.DataFrame) -> pd.DataFrame:
@@ -380,8 +341,7 @@ def _with_depth(rows: pd.DataFrame) -> pd.DataFrame:
             around.pop()
         depth[index] = len(around)
         around.append(end)
-    leaf = np.append(depth[1:] <= depth[:-1], True) if len(rows) else np.zeros(0, dtype=np.bool_)
-    return rows.assign(depth=depth, leaf=leaf)
+    return rows.assign(depth=depth, leaf=np.append(depth[1:] <= depth[:-1], True))
 
 
 def _level(rows: pd.DataFrame) -> int:

@@ -90,7 +90,16 @@ def traffic_matrix(
     names = [str(rank) for rank in range(len(sent))]
     note = "each row's rank sends to the column's rank; a dot is the rank itself"
     figure = new_figure(f"{MATRIX}: {label}, step {step}", subtitle(rows, note))
-    figure.add_trace(_cells(sent, names))
+    divisor, unit = byte_scale(float(sent.max()))
+    is_written = len(names) <= MAX_WRITTEN
+    figure.add_heatmap(
+        z=np.where(sent > 0, sent / divisor, np.nan), x=names, y=names, xgap=2, ygap=2, zmin=0,
+        zmax=float(sent.max()) / divisor or 1.0, colorscale=SHADES, showscale=not is_written,
+        colorbar={"title": {"text": unit, "side": "top"}, "outlinewidth": 0, "thickness": 14, "len": 0.9},
+        text=[[format_bytes(value) if value else "" for value in row] for row in sent],
+        texttemplate="%{text}" if is_written else None, textfont={"color": "#000000"},
+        hovertemplate="rank %{y} sends rank %{x}<br><b>%{text}</b><extra></extra>", hoverongaps=False,
+    )  # fmt: skip
     _axes(figure, names)
     return finish(figure, _matrix_summary(sent, label, step))
 
@@ -113,28 +122,11 @@ def bytes_between(grouped: pd.DataFrame) -> NDArray[np.float64]:
     sums = grouped.groupby(["group", "rank", grouped["op"] == Collective.ALL_TO_ALL])["wire_bytes"].sum()
     for key, num_bytes in sums.items():
         group, rank, to_all = cast("tuple[str, int, bool]", key)
-        for other in (others := _receivers(members[group], rank, to_all=to_all)):
-            sent[rank, other] += num_bytes / len(others)
+        place = members[group].index(rank)
+        after = members[group][place + 1 :] + members[group][:place]  # around the ring
+        to = after if to_all else after[:1]
+        sent[rank, to] += num_bytes / max(1, len(to))
     return sent
-
-
-def _receivers(members: list[int], rank: int, *, to_all: bool) -> list[int]:
-    place = members.index(rank)
-    after = members[place + 1 :] + members[:place]
-    return after if to_all else after[:1]
-
-
-def _cells(sent: NDArray[np.float64], names: list[str]) -> go.Heatmap:
-    divisor, unit = byte_scale(float(sent.max()))
-    words = [[format_bytes(value) if value else "" for value in row] for row in sent]
-    return go.Heatmap(
-        z=np.where(sent > 0, sent / divisor, np.nan), x=names, y=names, xgap=2, ygap=2, zmin=0,
-        zmax=float(sent.max()) / divisor or 1.0, colorscale=SHADES,
-        colorbar={"title": {"text": unit, "side": "top"}, "outlinewidth": 0, "thickness": 14, "len": 0.9},
-        text=words, texttemplate="%{text}" if len(names) <= MAX_WRITTEN else None, textfont={"color": "#000000"},
-        showscale=len(names) > MAX_WRITTEN,
-        hovertemplate="rank %{y} sends rank %{x}<br><b>%{text}</b><extra></extra>", hoverongaps=False,
-    )  # fmt: skip
 
 
 def _axes(figure: go.Figure, names: list[str]) -> None:

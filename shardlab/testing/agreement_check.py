@@ -79,7 +79,9 @@ class Did:
 
 def did(engine: AnyEngine) -> Did:
     """What this rank has done, without its buffers; communicates nothing."""
-    checksum, whole, is_torchs = None, {}, _is_torchs(engine)
+    checksum, whole = None, {}
+    # Torch's FSDP keeps each rank's pieces inside of the parameters.
+    is_torchs = any(hasattr(param, "to_local") for param in engine.params.values())
     ranks_differ = isinstance(engine, Engine) and engine.strategy.ranks_differ
     if not is_torchs and not ranks_differ and (engine.sharded_over is None or not engine._full_gathers):
         # Equal on all data ranks: the parameters, or what no_shard steps in their place.
@@ -208,11 +210,6 @@ def _usual(values: Sequence[Any]) -> tuple[Any, int, dict[int, Any]]:
     usual = max(values, key=lambda value: number_of[repr(value)])
     others = {rank: value for rank, value in enumerate(values) if value != usual}
     return usual, len(values) - len(others), others
-
-
-def _is_torchs(engine: AnyEngine) -> bool:
-    """Whether each rank's pieces are inside of the parameters, as torch's FSDP keeps them."""
-    return any(hasattr(param, "to_local") for param in engine.params.values())
 
 
 def _sizes_of_whole(engine: AnyEngine) -> dict[str, tuple[float, float]]:

@@ -6,6 +6,7 @@ And what is wrong with a strategy on one rank, whatever it computes: messages no
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from shardlab.comm.rank_life import observing_new
 from shardlab.comm.same_on_all_ranks import number_among
 from shardlab.engines import FSDP, Engine, Strategy, ZeRO1
 from shardlab.testing.nasty_models import WITH_SKIPS, SmallGPT
-from shardlab.vocabulary import FLAG
+from shardlab.vocabulary import FLAG, Role
 
 ROWS_PER_RANK = 2
 STEPS = 4
@@ -91,9 +92,9 @@ def train(mesh: BaseMesh, make: Callable[[], Strategy], model: str, loop: Loop, 
     trained, unwaited, rank = Trained(), Unwaited(), number_among(mesh.communicators)[0]
     parts = [(make, range(STEPS))]
     if loop.resumes:
-        ours = _ours(make().axes)
+        ours = partial(_ours, make().axes)
         parts = [(make, range(OF_OURS)), (ours, range(OF_OURS, OF_OURS + 1)), (make, range(OF_OURS + 1, STEPS))]
-    with unwaited.observing(mesh):
+    with mesh.observed_by(unwaited), observing_new(unwaited):  # and in meshes that are made inside
         for part, (strategy, steps) in enumerate(parts):
             # Ranks that start different must end equal; and a checkpoint must replace all that a model starts with.
             module = _built(model, seed=100 * part + rank, loop=loop)
@@ -170,15 +171,11 @@ def _step(engine: Engine, model: str, loop: Loop, step: int, trained: Trained, p
     trained.states.append(engine.full_state_dict())
 
 
-def _ours(axes: tuple[str, ...]) -> Callable[[], Strategy]:
+def _ours(axes: tuple[str, ...]) -> Strategy:
     """One of our strategies that divides otherwise than most, over some axes."""
-
-    def made() -> Strategy:
-        strategy = ZeRO1() if len(axes) == 1 else FSDP(sharding="hybrid_shard", wrap="root")
-        strategy.axes = axes
-        return strategy
-
-    return made
+    strategy = ZeRO1() if len(axes) == 1 else FSDP(sharding="hybrid_shard", wrap="root")
+    strategy.axes = axes
+    return strategy
 
 
 def _in_buckets(strategy: Strategy, module: nn.Module) -> Strategy:
@@ -253,12 +250,6 @@ class Unwaited(Observer):
         """As the base."""
         self._under_way.pop(id(event), None)
 
-    @contextlib.contextmanager
-    def observing(self, mesh: BaseMesh) -> Iterator[None]:
-        """Inside, the messages of a mesh count, and those of meshes that are made."""
-        with mesh.observed_by(self), observing_new(self):
-            yield
-
     def told(self) -> str:
         """The first of them, in a sentence; empty if all were waited for."""
         first = next(iter(self._under_way.values()), None)
@@ -290,21 +281,20 @@ def held_wrong(engine: Engine) -> str:
     """
     held = {holding.tensor.untyped_storage().data_ptr() for holding in engine.holdings()}
     for name, tensor in (*engine.params.items(), *engine.step_tensors().items()):
-        for what, one in (("the parameter", tensor), ("the gradient", tensor.grad)):
+        for role, one in ((Role.PARAMETER, tensor), (Role.GRADIENT, tensor.grad)):
             if one is None or one.untyped_storage().data_ptr() in held:
                 continue
             # What stands for a sharded parameter has one element, however large that is.
             is_placeholder = engine.strategy.full_gathers and one is engine.params[name] and one.numel() == 1
             if not is_placeholder and one.untyped_storage().nbytes() >= one.nbytes > 0:
-                role = "PARAMETER" if what == "the parameter" else "GRADIENT"
-                if what == "the parameter" and one is not engine.params[name]:
+                if role is Role.PARAMETER and one is not engine.params[name]:
                     return (
                         f"the piece of {name!r} that the optimizer steps is no view of a parameter, nor of anything in "
                         "holdings(): cut it without a copy, or yield a copy that is meant there (a master weight)"
                     )
                 return (
-                    f"holdings(): {what} of {name!r} is in none, so that no table would count it; after those of "
-                    f"super().holdings() yield Holding(Role.{role}, tensor, {name!r}, (start, stop)) too"
+                    f"holdings(): the {role} of {name!r} is in none, so that no table would count it; after those of "
+                    f"super().holdings() yield Holding(Role.{role.name}, tensor, {name!r}, (start, stop)) too"
                 )
     for holding in engine.holdings():
         start, stop = holding.span

@@ -20,8 +20,7 @@ class Uneven(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """From [B, 7] to [B, 5]."""
-        output: Tensor = self.last(torch.tanh(self.first(x)) * self.scale)
-        return output
+        return torch.as_tensor(self.last(torch.tanh(self.first(x)) * self.scale))
 
 
 class Tied(nn.Module):
@@ -36,8 +35,7 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """From [B, 7] to [B, 5]."""
-        output: Tensor = self.head(self.decoder(torch.tanh(self.encoder(x))))
-        return output
+        return torch.as_tensor(self.head(self.decoder(torch.tanh(self.encoder(x)))))
 
 
 class Frozen(nn.Module):
@@ -52,8 +50,7 @@ class Frozen(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """From [B, 7] to [B, 5]."""
-        output: Tensor = self.last(torch.tanh(self.first(x) + self.shift))
-        return output
+        return torch.as_tensor(self.last(torch.tanh(self.first(x) + self.shift)))
 
 
 class Weights(nn.Linear):
@@ -93,8 +90,7 @@ class Transposed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """From [B, inputs] to [B, outputs]."""
-        output: Tensor = x @ self.weight + self.bias
-        return output
+        return x @ self.weight + self.bias
 
 
 class NonContiguous(nn.Sequential):

@@ -15,7 +15,7 @@ def test_small_buckets_and_a_reduction_in_every_micro_batch_are_named_and_mended
     wrong = ("small buckets", "every micro-batch")
     for name in wrong:
         monkeypatch.setitem(INJECTED, name, replace(INJECTED[name], rows=FEW_ROWS))
-    rows = list(why_matrix(("bucketed",), (2,), wrong))
+    rows = list(why_matrix(2, ("bucketed",), wrong))
     assert [(row.engine, row.ranks, row.injected) for row in rows] == [("bucketed", 2, name) for name in wrong]
     for row in rows:
         assert row.named == INJECTED[row.injected].cause

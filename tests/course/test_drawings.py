@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardlab.analysis import overlap, waits
-from shardlab.course import drawings, drawings_of_bytes, drawings_of_layers, drawings_of_runs
+from shardlab.course import drawings, drawings_of_bytes, drawings_of_ranks
 from shardlab.course.drawings import DRAWINGS, MOMENTS
 from shardlab.forecast.replay import Schedule, Unit, replay
 from shardlab.partition.chunks import ParamSpec
@@ -71,8 +71,8 @@ def test_the_window_of_fsdp_is_that_of_the_replay():
 
 
 def test_a_zigzag_divides_the_boxes_of_a_causal_mask():
-    assert drawings_of_layers.boxes_of_ranks(zigzag=False) == [3, 7, 11, 15]
-    assert drawings_of_layers.boxes_of_ranks(zigzag=True) == [9] * 4
+    assert drawings_of_ranks.boxes_of_ranks(zigzag=False) == [3, 7, 11, 15]
+    assert drawings_of_ranks.boxes_of_ranks(zigzag=True) == [9] * 4
 
 
 def test_two_axes_are_those_of_the_exercise():
@@ -82,8 +82,8 @@ def test_two_axes_are_those_of_the_exercise():
 
 
 def test_who_comes_earlier_waits_for_the_last():
-    comes = drawings_of_runs.COMES_MS
-    end = max(comes) + drawings_of_runs.SUM_MS
+    comes = drawings_of_ranks.COMES_MS
+    end = max(comes) + drawings_of_ranks.SUM_MS
     found = waits(collectives(*(collective(r, 0, (ms, ms, end), group_size=4) for r, ms in enumerate(comes))))
     assert (found["straggler_us"] == [40, 50, 0, 20]).all()
     drawn = drawings.last_to_come().svg()
@@ -93,15 +93,15 @@ def test_who_comes_earlier_waits_for_the_last():
 
 
 def test_what_is_hidden_is_that_of_the_analysis():
-    moved = [collective(0, seq, (begin, begin, end)) for seq, (begin, end) in enumerate(drawings_of_runs.MESSAGES_MS)]
-    worked = [span(0, "block", "backward", *times) for times in drawings_of_runs.COMPUTE_MS]
+    moved = [collective(0, seq, (begin, begin, end)) for seq, (begin, end) in enumerate(drawings_of_ranks.MESSAGES_MS)]
+    worked = [span(0, "block", "backward", *times) for times in drawings_of_ranks.COMPUTE_MS]
     (row,) = overlap(collectives(*moved), spans(*worked)).to_dict("records")
     assert (row["overlap"], row["exposed_us"]) == (0.55, 9)
     assert drawings.hidden_part().takeaway == "11 of 20 ms are hidden: overlap 55 %. Exposed: 9 ms."
 
 
 def test_two_are_faster_with_more_rows_than_the_drawing_says():
-    times = {rows: [drawings_of_runs.step_of(rows, num)[-1][1] for num in (1, 2)] for rows in range(2, 40, 2)}
+    times = {rows: [drawings_of_ranks.step_of(rows, num)[-1][1] for num in (1, 2)] for rows in range(2, 40, 2)}
     assert [rows for rows, (one, two) in times.items() if two < one] == [*range(14, 40, 2)]
     assert times[12] == [56, 56]
     assert "more than 12 rows" in drawings.one_or_two().takeaway
@@ -114,9 +114,9 @@ def test_who_is_to_blame_is_the_one_that_called_fewest():
 
 
 def test_gradients_that_are_never_reduced():
-    mean = torch.tensor(drawings_of_runs.mean_gradient())
-    for own in drawings_of_runs.GRADIENTS:
-        ratio, cosine = drawings_of_runs.ratio_and_cosine(own)
+    mean = torch.tensor(drawings_of_ranks.mean_gradient())
+    for own in drawings_of_ranks.GRADIENTS:
+        ratio, cosine = drawings_of_ranks.ratio_and_cosine(own)
         assert ratio == pytest.approx(float(torch.tensor(own).norm() / mean.norm()))
         assert cosine == pytest.approx(float(torch.cosine_similarity(torch.tensor(own), mean, dim=0)))
         assert cosine > 0, "a small step along it lowers the loss of all rows"

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from shardlab.comm.mesh import Mesh
-from shardlab.course.recorded_pipeline import bubbles, played_of, record_pipeline
+from shardlab.course.recorded_steps import bubbles, played_of, record_pipeline
 from shardlab.engines import build_engine
 from shardlab.pipeline import Pipeline
 from shardlab.plots import collective_timeline

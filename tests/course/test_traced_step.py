@@ -4,7 +4,7 @@ import torch
 
 from shardlab import Mesh, build_engine
 from shardlab.analysis import peak
-from shardlab.course.small_records import trace_step
+from shardlab.course.recorded_steps import trace_step
 from shardlab.models import GPT, GPTConfig, next_token
 from shardlab.vocabulary import Role, SpanKind
 

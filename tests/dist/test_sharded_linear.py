@@ -69,29 +69,3 @@ def test_any_leading_dims_no_bias_and_autocast(pools):
             for found, expected in pools(2).run(of_any_shape, leading, has_bias, dtype):
                 assert dtype is None or found[0].dtype == dtype
                 torch.testing.assert_close(found, expected, atol=tolerance[0], rtol=tolerance[1])
-
-
-def refused(rank):
-    log, messages = Log(), []
-    with Mesh({"data": 2}) as mesh, mesh.observed_by(log):
-        for x, weight, bias in (
-            ((2, 4), (3, 5), (3,)),
-            ((2, 5), (3, 5), (6,)),
-            ((), (3, 5), (3,)),
-            ((2, 5), (3,), (3,)),
-        ):
-            with pytest.raises(ValueError, match="is given") as error:
-                sharded_linear(torch.ones(x), torch.ones(weight), torch.ones(bias), mesh.data)
-            messages.append(str(error.value))
-    return messages, len(log.events)
-
-
-def test_shapes_that_do_not_fit_are_refused_before_anything_is_sent(pools):
-    for messages, num_sent in pools(2).run(refused):
-        assert messages == [
-            "x: shape (2, 4) is given; with this weight_shard it must be (..., 5)",
-            "bias_shard: shape (6,) is given; beside this weight_shard it is (3,)",
-            "x: shape () is given; with this weight_shard it must be (..., 5)",
-            "weight_shard: shape (3,) is given; it must be (out / ranks, in)",
-        ]
-        assert num_sent == 0

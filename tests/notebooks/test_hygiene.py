@@ -14,7 +14,6 @@ from nbformat import NotebookNode
 from PIL import Image
 
 from shardlab.course import drawings
-from shardlab.plots.theme import plain_words
 from tests.plots.test_plots_colours_and_text import contrast
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
@@ -199,7 +198,7 @@ ROW = re.compile(r"^(\S.*?)((?:  +[\d.,-]+)+) *$", re.MULTILINE)
 
 def figures(path: Path, title: str) -> list[NotebookNode]:
     drawn = [output.data[PLOTLY] for output in outputs(path) if PLOTLY in output.get("data", {})]
-    return [one for one in drawn if plain_words(one["layout"]["title"]["text"]).startswith(title)]
+    return [one for one in drawn if f">{title}" in one["layout"]["title"]["text"]]
 
 
 def bars(figure: NotebookNode) -> dict[str, dict[str, int]]:

@@ -6,7 +6,7 @@ import numpy as np
 
 from shardlab.plots import theme
 from shardlab.plots.show import plain_json
-from shardlab.plots.theme import on_any_page, plain_words
+from shardlab.plots.theme import on_any_page
 from shardlab.records.tables import ProcessPart
 from shardlab.vocabulary import Collective, MeshAxis, Role, SpanKind
 
@@ -97,7 +97,6 @@ def test_a_figure_in_a_notebook_has_no_paper_and_reads_on_light_and_dark_pages()
         assert re.fullmatch(
             rf'<span style="color:var\(--jp-content-font-color1,.*{theme.INK}\)\)">{re.escape(plain)}</span>', text
         )
-        assert plain_words(text) == plain == plain_words(plain)
     assert (beside["text"][1], within["text"]) == ("", ["within"]), "what stands on a bar has a colour of its own"
 
 

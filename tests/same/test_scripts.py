@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from shardlab.cli import app
-from shardlab.course.same_matrix import same_matrix, verdict
+from shardlab.course.same_scripts import same_matrix, verdict
 from shardlab.same.notes import Notes, Part, Step
 from shardlab.same.process import Job
 from shardlab.same.ranks import at_once, judged, too_large

@@ -3,14 +3,10 @@
 None of them raises an error, and the loss of each falls. They are stories of the matrix (``course.same_scripts``).
 """
 
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 
-from shardlab.course.same_scripts import BROKEN
+from shardlab.course.same_scripts import BROKEN, judged_text
 from shardlab.same.answer import Answer
-from shardlab.same.process import Job
-from shardlab.same.ranks import judged
 
 PROGRAMS = (
     ("not divided by ranks", "by hand", "dist.all_reduce"),
@@ -23,8 +19,6 @@ PROGRAMS = (
     ("stepped weights are overwritten", "by hand", "dist.broadcast"),
 )
 """Story, kind of script, and a part of the line at fault."""
-
-LIMIT_S = 60.0
 
 
 def broken_program(number: int) -> str:
@@ -63,14 +57,6 @@ def mended(number: int, lines: Mapping[int, str]) -> Answer:
     if unknown := sorted(set(lines) - set(text)):
         raise ValueError(f"lines: {unknown[0]} is given; program {number} has lines 1 to {len(text)}")
     return judged_text("\n".join((text | dict(lines)).values()) + "\n")
-
-
-def judged_text(text: str, ranks: int = 2) -> Answer:
-    """What ``same`` says of a program."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "train.py"
-        path.write_text(text)
-        return judged(Job(path, ranks=ranks), LIMIT_S)
 
 
 def _found(number: int) -> tuple[str, str, str]:

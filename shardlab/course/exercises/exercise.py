@@ -1,6 +1,6 @@
 """What an exercise is: cases with inputs and wanted results for each rank, and how much may be sent for them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import getdoc
 from math import inf, prod
@@ -226,8 +226,6 @@ class Exercise:
         result_words: what is compared, in the verdict.
         shown_inputs: a rank's inputs in words, where their values would not say what the learner's function gets.
         points: in a class, of an answer that passes.
-        num_references: right solutions that its tests hold.
-        num_wrong: wrong solutions that its tests hold.
     """
 
     name: str
@@ -242,8 +240,6 @@ class Exercise:
     result_words: str = "result"
     shown_inputs: Callable[..., str] | None = None
     points: int = 1
-    num_references: int = 0
-    num_wrong: int = 0
 
     def __post_init__(self) -> None:
         """Check that the name is also that of a function."""
@@ -251,17 +247,22 @@ class Exercise:
             raise ValueError(f"name: {self.name!r} was given; write words with dots between them, as 'zero1.owners'")
 
     @classmethod
-    def of(cls, name: str, cases: Callable[[], Sequence[Case]], notebook: str, **more: Any) -> "Exercise":
-        """One of ours: its task stands in the docstring of ``cases``, before a list of hints.
+    def of(
+        cls, name: str, made: Callable[..., Any], notebook: str, table: Mapping[str, Iterable[Any]] | None = None,
+        **more: Any,
+    ) -> "Exercise":  # fmt: skip
+        """One of ours: its task stands in the docstring of ``made``, before a list of hints.
 
         Args:
-            name: see above, as ``cases``, ``notebook`` and the rest; the starter stands under it in ``starters.md``.
-            cases: makes the cases.
+            name: see above, as ``notebook`` and the rest; the starter stands under it in ``starters.md``.
+            made: makes a case of its words and of what the table has beside them; all cases without a table.
             notebook: where it belongs.
+            table: what differs, by the words of each case.
             more: the other fields.
         """
-        task, _, hints = (getdoc(cases) or "").partition("\n\nHints:\n- ")
+        task, _, hints = (getdoc(made) or "").partition("\n\nHints:\n- ")
         lines = tuple(" ".join(hint.split("\n  ")) for hint in hints.split("\n- "))
+        cases = made if table is None else lambda: [made(words, *row) for words, row in table.items()]
         return cls(name, task, code_in(said_under(name, "starters.md")), cases, lines, notebook, **more)
 
     @property

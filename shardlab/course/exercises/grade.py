@@ -110,8 +110,10 @@ def submissions(folder: Path) -> dict[str, list[Path]]:
 
 def _read(rank: int, path: str) -> tuple[list[str], dict[str, str]]:
     """What a file defines, and its troubles; on one rank."""
-    found = read_submission(path) if rank == 0 else None
-    return ([], {}) if found is None else (found.functions, found.troubles)
+    if rank > 0:
+        return [], {}
+    found = read_submission(path)
+    return [name for name, value in vars(found.module).items() if callable(value)], found.troubles
 
 
 def _marks(student: str, files: list[Path], exercises: Sequence[Exercise], pool: RankPool) -> Iterator[Mark]:

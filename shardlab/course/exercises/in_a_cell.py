@@ -8,9 +8,8 @@ import pandas as pd
 from shardlab.course.exercises.exercise import Case, Done, Exercise, Function, code_in
 from shardlab.course.exercises.judge import LIMIT_S, TIMEOUT_S, Report, Verdict, examine, pool_for, run_case
 from shardlab.course.exercises.ladder import LADDER, solution_of
-from shardlab.course.exercises.picture import differ, held, held_table, moved, moved_table
+from shardlab.course.exercises.picture import differ, held, held_table, memory, moved, moved_table, schedule
 from shardlab.course.exercises.values import plain
-from shardlab.course.exercises.weighed_picture import memory, schedule
 from shardlab.launch import RankPool
 from shardlab.launch.cell_bar import cell_bar
 from shardlab.plots.show import is_in_a_cell, show
@@ -90,13 +89,9 @@ def _done_right(exercise: Exercise, report: Report, pool: RankPool) -> tuple[Don
 
 def table_of(report: Report) -> pd.DataFrame:
     """One row per rank of the case that failed: messages and bytes sent, beside what is enough."""
-    rows = []
-    for rank, done in enumerate(report.done):
-        sent = [message for message in done.messages if message.is_sent]
-        rows.append(
-            {"rank": rank, "messages sent": len(sent), "bytes sent": round(sum(each.sent_bytes for each in sent))}
-        )
-    table = pd.DataFrame(rows)
+    sent = [[message.sent_bytes for message in done.messages if message.is_sent] for done in report.done]
+    columns = {"rank": range(len(sent)), "messages sent": map(len, sent), "bytes sent": map(round, map(sum, sent))}
+    table = pd.DataFrame({name: list(values) for name, values in columns.items()})
     if report.case is not None and report.case.traffic is not None:
         table["messages allowed"] = report.case.traffic.most_messages
         table["bytes needed"] = round(report.case.traffic.most_bytes)
@@ -108,11 +103,8 @@ def _say(exercise: Exercise, report: Report) -> None:
         sys.stdout.write(f"{exercise.name}: passed. {report.score}".rstrip() + "\n")
         _show_schedule(exercise, report)
         return
-    sys.stdout.write(f"{exercise.name}: {report.verdict}. {report.reason}\n")
-    if report.mistake:
-        sys.stdout.write(report.mistake + "\n")
-    if report.detail:
-        sys.stdout.write(report.detail + "\n")
+    said = [f"{exercise.name}: {report.verdict}. {report.reason}", report.mistake, report.detail]
+    sys.stdout.write("".join(f"{line}\n" for line in said if line))
     if report.case is not None:
         sys.stdout.write(inputs_of(exercise, report.case))
     if not report.done:

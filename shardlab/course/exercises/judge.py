@@ -14,8 +14,7 @@ from pathlib import Path
 from shardlab.comm import CollectiveEvent, Observer
 from shardlab.comm.mesh import Mesh
 from shardlab.course.exercises.exercise import Attempt, Case, Done, Exercise, Function, Measured, Message
-from shardlab.course.exercises.facts import COSTS, NUMBERS, facts_of
-from shardlab.course.exercises.mistakes import mistake_in
+from shardlab.course.exercises.mistakes import COSTS, NUMBERS, facts_of, mistake_in
 from shardlab.course.exercises.traffic import wrong_traffic
 from shardlab.course.exercises.values import differences, numbers_in, plain, told_apart
 from shardlab.launch import RankDied, RankError, RankHang, RankPool, current
@@ -23,7 +22,6 @@ from shardlab.trace.observed import wire_bytes
 
 TIMEOUT_S = 5.0  # in one collective
 LIMIT_S = 20.0  # of one case
-_BEGUN = "begun"  # what a rank says just before it calls the learner's function
 WEIGHED = "whole."  # exercises whose last case weighs a step
 OWN_FOLDER = str(Path(__file__).parent)
 
@@ -139,7 +137,7 @@ def on_rank(
     with Mesh(dict(axes or {"data": num_ranks}), ranks=range(num_ranks), device="cpu") as mesh:
         if not mesh.is_member:
             return None
-        current().emit(_BEGUN)
+        current().emit("begun")
         with mesh.observed_by(log):
             result = attempt(function, mesh if axes else mesh.data, *inputs[rank])
         found = result if isinstance(result, Measured) else Measured(result)

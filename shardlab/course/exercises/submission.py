@@ -38,11 +38,6 @@ class Submission:
     module: ModuleType
     troubles: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def functions(self) -> list[str]:
-        """The names of what can be called."""
-        return [name for name, value in vars(self.module).items() if callable(value)]
-
 
 def module_name(path: str) -> str:
     """Of a submission: the same one at each import, and none of a library."""

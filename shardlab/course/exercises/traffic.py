@@ -1,6 +1,6 @@
 """What is wrong with the messages of a case, in words: verbs, number, bytes, and whether they were waited for."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from shardlab.course.exercises.exercise import Done, Message, Traffic
 from shardlab.course.exercises.values import told_apart
@@ -9,10 +9,8 @@ from shardlab.course.exercises.values import told_apart
 def wrong_traffic(traffic: Traffic, done: Sequence[Done]) -> str:
     """What is wrong with the messages of a case, in words; empty if nothing is."""
     for rank, of_rank in enumerate(done):
-        checks: tuple[Callable[[int, Done, Traffic], str], ...] = (_wrong_verb, _too_many, _too_large)
-        for check in checks:
-            if words := check(rank, of_rank, traffic):
-                return words
+        if words := _wrong_on(rank, of_rank, traffic):
+            return words
     total = sum(message.sent_bytes for of_rank in done for message in of_rank.messages)
     if total < traffic.least_bytes:
         sent, needed = told_apart(total, traffic.least_bytes)
@@ -35,27 +33,18 @@ def _not_waited_for(done: Sequence[Done]) -> str:
     return ""
 
 
-def _wrong_verb(rank: int, done: Done, traffic: Traffic) -> str:
+def _wrong_on(rank: int, done: Done, traffic: Traffic) -> str:
+    """A verb that is not allowed, else too many messages, else too many bytes."""
     for number, message in enumerate(done.messages):
         if message.op not in traffic.ops:
             allowed = " and ".join(traffic.ops) or "no message"
             return f"rank {rank}, message {number} is {_words(message)}; allowed: {allowed}"
-    return ""
-
-
-def _too_many(rank: int, done: Done, traffic: Traffic) -> str:
-    sent = [message for message in done.messages if message.is_sent]
-    if len(sent) <= traffic.most_messages:
-        return ""
-    first, enough = sent[traffic.most_messages], traffic.most_messages
-    return (
-        f"rank {rank} sent {len(sent)} messages where {enough} {'is' if enough == 1 else 'are'} enough; "
-        f"message {done.messages.index(first)} is the first too many: {_words(first)}"
-    )
-
-
-def _too_large(rank: int, done: Done, traffic: Traffic) -> str:
-    sent = [message for message in done.messages if message.is_sent]
+    sent, most = [message for message in done.messages if message.is_sent], traffic.most_messages
+    if len(sent) > most:
+        return (
+            f"rank {rank} sent {len(sent)} messages where {most} {'is' if most == 1 else 'are'} enough; "
+            f"message {done.messages.index(sent[most])} is the first too many: {_words(sent[most])}"
+        )
     total = sum(message.sent_bytes for message in sent)
     if total <= traffic.most_bytes:
         return ""

@@ -94,12 +94,12 @@ def shortened(value: object) -> str:
 def _of_tensors(wanted: Tensor, found: object, place: str) -> str:
     if not isinstance(found, Tensor):
         return f"{place}: a tensor of {wanted.numel()} elements is wanted, {shortened(found)} was found"
-    for name in ("shape", "dtype"):
-        of_wanted, of_found = (getattr(tensor, name) for tensor in (wanted, found))
-        if of_wanted != of_found:
-            words = [str(list(each)) if name == "shape" else str(each) for each in (of_wanted, of_found)]
-            return f"{place}: {name} {words[0]} is wanted, {words[1]} was found"
-    wrong = wrong_elements(wanted, found).flatten().nonzero().flatten().tolist()
+    for name, one, other in (("shape", [*wanted.shape], [*found.shape]), ("dtype", wanted.dtype, found.dtype)):
+        if one != other:
+            return f"{place}: {name} {one} is wanted, {other} was found"
+    relative = RELATIVE.get(wanted.dtype, RELATIVE_OF_OTHERS)
+    is_close = torch.isclose(found, wanted, rtol=relative, atol=1e-12, equal_nan=True)
+    wrong = (~is_close).flatten().nonzero().flatten().tolist()
     if not wrong:
         return ""
     element, size = wrong[0], wanted.element_size()
@@ -110,12 +110,6 @@ def _of_tensors(wanted: Tensor, found: object, place: str) -> str:
     )
 
 
-def wrong_elements(wanted: Tensor, found: Tensor) -> Tensor:
-    """Where two tensors of one shape and dtype differ by more than rounding."""
-    relative = RELATIVE.get(wanted.dtype, RELATIVE_OF_OTHERS)
-    return ~torch.isclose(found, wanted, rtol=relative, atol=1e-12, equal_nan=True)
-
-
 def _of_mappings(wanted: Mapping[object, object], found: object, place: str) -> str:
     if not isinstance(found, Mapping):
         return f"{place}: a dict is wanted, {shortened(found)} was found"
@@ -123,8 +117,7 @@ def _of_mappings(wanted: Mapping[object, object], found: object, place: str) -> 
         return f"{place}: {missing[0]!r} is missing; it should be {shortened(wanted[missing[0]])}"
     if others := [key for key in found if key not in wanted]:
         return f"{place}: {others[0]!r} should not be there; it is {shortened(found[others[0]])}"
-    differences = (difference(value, found[key], f"{place}[{key!r}]") for key, value in wanted.items())
-    return next(filter(None, differences), "")
+    return next(filter(None, differences(wanted, found, place)), "")
 
 
 def _of_sequences(wanted: Sequence[object], found: object, place: str) -> str:
@@ -137,12 +130,5 @@ def _of_sequences(wanted: Sequence[object], found: object, place: str) -> str:
     first = next(filter(None, differences), "")
     if first or len(wanted) == len(found):
         return first
-    items = "item" if len(wanted) == 1 else "items"
-    return (
-        f"{place}: {len(wanted)} {items} {_verb(wanted, 'is', 'are')} wanted, "
-        f"{len(found)} {_verb(found, 'was', 'were')} found"
-    )
-
-
-def _verb(values: Sequence[object], one: str, many: str) -> str:
-    return one if len(values) == 1 else many
+    items, were = "item is" if len(wanted) == 1 else "items are", "was" if len(found) == 1 else "were"
+    return f"{place}: {len(wanted)} {items} wanted, {len(found)} {were} found"

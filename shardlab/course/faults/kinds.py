@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from time import sleep
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -50,6 +50,10 @@ class Fault:
                 raise ValueError(f"{name}: {value!r} is given; allowed values are integers from 0")
         if self.phase not in self.phases:
             raise ValueError(f"phase: {self.phase!r} is given; allowed values are {', '.join(self.phases)}")
+        for name in ("seconds", "resend_s"):
+            value = getattr(self, name, 1.0)
+            if not (isinstance(value, int | float) and 0 < value < float("inf")):
+                raise ValueError(f"{name}: {value!r} is given; allowed values are seconds above 0")
 
     def __str__(self) -> str:
         return f"{type(self).__name__} on rank {self.rank} in the {self.phase} of step {self.step}"
@@ -91,10 +95,6 @@ class Straggler(AtLayer):
     """The rank sleeps. Attributes: seconds."""
 
     seconds: float = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_seconds(seconds=self.seconds)
 
     def strike(self, tensor: Tensor) -> None:
         """Sleep."""
@@ -164,10 +164,6 @@ class SlowLink(OnLink):
 
     seconds: float = 0.05
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_seconds(seconds=self.seconds)
-
     def delay_s(self, event: CollectiveEvent) -> float:
         """The same for all."""
         return self.seconds
@@ -187,7 +183,6 @@ class LossyLink(OnLink):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_seconds(resend_s=self.resend_s)
         if not 0 <= self.lost <= 0.9:
             raise ValueError(f"lost: {self.lost!r} is given; allowed values are shares from 0 to 0.9")
 
@@ -198,9 +193,3 @@ class LossyLink(OnLink):
         while random.random() < self.lost:
             delay_s += self.resend_s
         return delay_s
-
-
-def _check_seconds(**fields: Any) -> None:
-    for name, value in fields.items():
-        if not (isinstance(value, int | float) and 0 < value < float("inf")):
-            raise ValueError(f"{name}: {value!r} is given; allowed values are seconds above 0")

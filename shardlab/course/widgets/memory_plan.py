@@ -121,11 +121,12 @@ class MemoryPlan:
         held = held.astype("float64")
         total, state = held.sum(axis=1), held["optimizer_state"] + held["master_weight"]
         divisor, unit = byte_scale(float(total.max()))
+        sent = [planner.sent_bytes(self._described[0], self._setup(str(name))) / divisor for name in held.index]
         table = pd.DataFrame({
             "strategy": held.index, f"parameters ({unit})": held["parameter"] / divisor,
             f"gradients ({unit})": held["gradient"] / divisor, f"optimizer ({unit})": state / divisor,
             f"total ({unit})": total / divisor, "saving (%)": 100 * (1 - total / total["ddp"]),
-            f"sent ({unit}/step)": [self._sent(name) / divisor for name in held.index],
+            f"sent ({unit}/step)": sent,
         })  # fmt: skip
         return table.reset_index(drop=True)
 
@@ -134,9 +135,6 @@ class MemoryPlan:
             planner.predicted_memory(self._described[0], setup, ranks=[0], run=run) for run, setup in setups.items()
         ]
         return MEMORY.frame(pd.concat(tables, ignore_index=True))
-
-    def _sent(self, strategy: str) -> float:
-        return planner.sent_bytes(self._described[0], self._setup(strategy))
 
     def _setup(self, strategy: str, ranks: int | None = None, group: int | None = None) -> planner.Setup:
         hybrid = strategy in ROWS and row_of(strategy, self.sharding).outer is not None

@@ -48,9 +48,10 @@ class Board:
         """Put an action, such as '2F0', behind those of its rank; the reason where it cannot be, else empty."""
         action = Action.parse(text)
         if not (refusal := self.why_not(action)):
-            starts = [self.free(action.stage), *(self._ends[needed] for needed, _ in self._needs(action))]
-            self._ends[action] = max(starts) + SLOTS[action.kind]
-            self.lists[action.stage].append(action)
+            own = self.lists[action.stage]
+            before = [*own[-1:], *(needed for needed, _ in self._needs(action))]
+            self._ends[action] = max((self._ends[one] for one in before), default=0) + SLOTS[action.kind]
+            own.append(action)
             self._order.append(action)
         return refusal
 
@@ -60,10 +61,6 @@ class Board:
             action = self._order.pop()
             self.lists[action.stage].pop()
             del self._ends[action]
-
-    def free(self, rank: int) -> int:
-        """The slot from which a rank has nothing to do yet."""
-        return self._ends[self.lists[rank][-1]] if self.lists[rank] else 0
 
     @property
     def is_complete(self) -> bool:

@@ -17,9 +17,8 @@ from shardlab.course import LADDER, Case, Exercise, Measured, Verdict, VirtualCl
 from shardlab.course.exercises.exercise import Done
 from shardlab.course.exercises.judge import Score, examine
 from shardlab.course.exercises.mistakes import mistake_in
-from shardlab.course.exercises.picture import held, held_table, moved, moved_table
+from shardlab.course.exercises.picture import held, held_table, memory, moved, moved_table, schedule
 from shardlab.course.exercises.values import difference, plain
-from shardlab.course.exercises.weighed_picture import memory, schedule
 from shardlab.engines import ZeRO3
 from shardlab.launch import RankPool, current
 from tests.conftest import Pools

@@ -163,14 +163,12 @@ def test_a_sheet_has_the_tasks_and_no_solution_and_solutions_say_why() -> None:
     assert "owned[name]" not in sheet
 
 
-def test_the_list_names_every_exercise_with_its_solutions() -> None:
+def test_the_list_names_every_exercise_with_its_notebook() -> None:
     rows = json.loads(CliRunner().invoke(app, ["exercises", "--json"]).stdout)
     assert [row["name"] for row in rows] == [exercise.name for exercise in LADDER]
     notebooks = Path(__file__).parents[3] / "notebooks"
     for row in rows:
         assert [*notebooks.glob(f"{row['notebook']}.*")], "a notebook, or a page of the guide"
-        assert row["references"] >= 1
-        assert row["wrong_solutions"] >= 3
     lines = CliRunner().invoke(app, ["exercises"], env={"COLUMNS": "80"}).stdout.splitlines()
     assert [line.split()[0] for line in lines[2:-2]] == [exercise.name for exercise in LADDER]
 

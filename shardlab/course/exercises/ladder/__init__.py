@@ -4,9 +4,8 @@ from shardlab.course.exercises.exercise import Exercise, said_under
 from shardlab.course.exercises.ladder.hidden_time import BREAK_EVEN, LINK, OVERLAP
 from shardlab.course.exercises.ladder.mesh import COLUMN_ROW, TWO_AXES
 from shardlab.course.exercises.ladder.messages import BUCKETS, HOOKS, RING
-from shardlab.course.exercises.ladder.sequences import MERGE, PARTS
 from shardlab.course.exercises.ladder.sharded import NORM, UNITS, UNSCALE
-from shardlab.course.exercises.ladder.stages import FINISH, SCHEDULE
+from shardlab.course.exercises.ladder.stages_and_sequences import FINISH, MERGE, PARTS, SCHEDULE
 from shardlab.course.exercises.ladder.whole import WHOLE
 from shardlab.course.exercises.ladder.zero import OWNERS, RESHARD, ZERO3
 

@@ -16,6 +16,7 @@ from shardlab.vocabulary import Collective
 
 Intervals = Sequence[tuple[float, float]]
 
+# One for each way in which definitions differ.
 INTERVALS: dict[str, tuple[Intervals, Intervals, Intervals]] = {  # messages, compute, waits
     "two messages at once": ([(0, 10), (2, 4)], [(0, 5)], []),
     "a gap in which nothing is sent": ([(0, 4), (16, 20)], [(4, 16)], []),
@@ -28,7 +29,7 @@ INTERVALS: dict[str, tuple[Intervals, Intervals, Intervals]] = {  # messages, co
 }
 
 
-def overlap_cases() -> list[Case]:
+def overlap_case(words: str, messages: Intervals, compute: Intervals, waits: Intervals) -> Case:
     """overlap_exposed(messages, compute, waits): on one rank, the time of communication as (hidden, exposed).
 
     Each argument is a list of (start, end), in any order; intervals of one list may overlap and lie inside each other.
@@ -41,23 +42,19 @@ def overlap_cases() -> list[Case]:
     - A moment t lies in a list if any(start <= t < end for start, end in intervals).
     - hidden: the pieces in messages and in compute and not in waits; exposed: all others in messages.
     """
-    # One for each way in which definitions differ.
-    return [Case(words, (lists,), (_wanted(*lists),)) for words, lists in INTERVALS.items()]
-
-
-def _wanted(messages: Intervals, compute: Intervals, waits: Intervals) -> list[float]:
     hidden = total(intersect(messages, subtract(compute, waits)))
-    return [hidden, total(messages) - hidden]
+    return Case(words, ((messages, compute, waits),), ([hidden, total(messages) - hidden],))
 
 
 OVERLAP = Exercise.of(
-    "overlap.exposed", overlap_cases, "04_overlap_defined",
-    attempt=call_without_ranks, drawn_words="hidden, then exposed time", num_references=2, num_wrong=5,
+    "overlap.exposed", overlap_case, "04_overlap_defined", INTERVALS, attempt=call_without_ranks,
+    drawn_words="hidden, then exposed time",
 )  # fmt: skip
 
 
 Layers = Sequence[tuple[float, int]]  # microseconds of backward, bytes of gradients
 
+# Equal layers with a last bucket that is not full, unequal ones, and links that are fast, slow or far.
 LINKS: dict[str, tuple[Layers, float, float]] = {  # layers, latency in us, bytes per us
     "only the latency is too long": ([(100, 8)] * 6, 240, 1000),
     "layers that differ": ([(300, 400), (20, 4000), (200, 800), (200, 800), (50, 1600), (250, 400)], 100, 20),
@@ -67,7 +64,7 @@ LINKS: dict[str, tuple[Layers, float, float]] = {  # layers, latency in us, byte
 }
 
 
-def link_cases() -> list[Case]:
+def link_case(words: str, layers: Layers, latency_us: float, bytes_per_us: float) -> Case:
     """link_smallest_bucket(layers, latency_us, bytes_per_us): of how many layers a bucket must be.
 
     layers is a list of (time_us, num_bytes) in the order of backward: a layer computes for time_us, and leaves
@@ -81,11 +78,6 @@ def link_cases() -> list[Case]:
     - Try k = 1, 2, 3, ... and return the first with which no bucket is ready before the message of the last one ended.
     - The last bucket may be smaller: then it is ready sooner, while the message before it may still be out.
     """
-    # Equal layers with a last bucket that is not full, unequal ones, and links that are fast, slow or far.
-    return [_case(words, *link) for words, link in LINKS.items()]
-
-
-def _case(words: str, layers: Layers, latency_us: float, bytes_per_us: float) -> Case:
     link = (list(layers), latency_us, bytes_per_us)
     best = next(k for k in range(1, len(layers) + 1) if not any(_queued_us(k, *link)))
     sizes = [sum(num_bytes for _, num_bytes in bucket) for bucket in _buckets(best, layers)]
@@ -128,8 +120,8 @@ def backward(
 
 
 LINK = Exercise.of(
-    "link.smallest_bucket", link_cases, "04_overlap_defined", num_references=1, num_wrong=5,
-    attempt=backward, drawn=lambda result: numbers_in(result["messages wait"]),
+    "link.smallest_bucket", link_case, "04_overlap_defined", LINKS, attempt=backward,
+    drawn=lambda result: numbers_in(result["messages wait"]),
     drawn_words="how long a message waits for the one before it (us)",
 )  # fmt: skip
 
@@ -137,6 +129,7 @@ LINK = Exercise.of(
 Step = tuple[float, float, list[int], float, float]  # us without rows, us a row, bytes, latency, bytes a us
 
 MOST_ROWS = 10_000
+# Nothing to hide, something, a queue, a tie, many small messages, and much that does not depend on rows.
 STEPS: dict[str, Step] = {
     "one bucket": (100, 50, [4000], 20, 2),
     "four buckets": (100, 50, [1000] * 4, 20, 2),
@@ -147,7 +140,7 @@ STEPS: dict[str, Step] = {
 }
 
 
-def break_even_cases() -> list[Case]:
+def break_even_case(words: str, *step: Any) -> Case:
     """scaling_break_even(fixed_us, row_us, sizes, latency_us, bytes_per_us): the fewest rows that two ranks need.
 
     With b rows a rank computes for fixed_us + b * row_us in a step; the first third is forward, the rest backward.
@@ -162,8 +155,7 @@ def break_even_cases() -> list[Case]:
     - Go through the buckets with two numbers: how many bytes are full, and when the message before has ended.
     - A bucket is full at compute / 3 + compute * 2 / 3 * (bytes so far) / (all bytes).
     """
-    # Nothing to hide, something, a queue, a tie, many small messages, and much that does not depend on rows.
-    return [Case(words, (step,), (_found(_fewest(step), step).result,)) for words, step in STEPS.items()]
+    return Case(words, (step,), (_found(_fewest(step), step).result,))
 
 
 def _fewest(step: Step) -> int:
@@ -202,7 +194,7 @@ def play(function: Function, _comm: Communicator, *step: Any) -> Measured:
 
 
 BREAK_EVEN = Exercise.of(
-    "scaling.break_even", break_even_cases, "05_why_are_two_slower_than_one", attempt=play,
-    num_references=1, num_wrong=5, drawn=lambda result: [result["gain"], result["gain with a row less"]],
+    "scaling.break_even", break_even_case, "05_why_are_two_slower_than_one", STEPS, attempt=play,
+    drawn=lambda result: [result["gain"], result["gain with a row less"]],
     drawn_words="rows a second of two ranks over one: with these rows, and with a row less",
 )  # fmt: skip

@@ -10,11 +10,11 @@ from shardlab.course.exercises.exercise import Case, Exercise, Message, Traffic
 from shardlab.vocabulary import Collective
 
 ROWS, WIDTH, INNER = 2, 3, 6
-NAMES = ("column", "column_bias", "row", "row_bias")
-RANKS = {"2 ranks": 2, "3 ranks": 3, "1 rank": 1}
+SHAPES = {"column": (INNER, WIDTH), "column_bias": (INNER,), "row": (WIDTH, INNER), "row_bias": (WIDTH,)}
+RANKS = {"2 ranks": (2,), "3 ranks": (3,), "1 rank": (1,)}
 
 
-def column_row_cases() -> list[Case]:
+def column_row_case(words: str, num_ranks: int) -> Case:
     """tensor_column_row(comm, x, weights, grad): relu(x A^T + a) B^T + b divided among ranks, forward and backward.
 
     x, shape (2, 3), and grad, the gradient of the output, are whole on every rank. weights is a dict: "column" has this
@@ -28,12 +28,8 @@ def column_row_cases() -> list[Case]:
     - Of y = h B^T the gradients are grad.T @ h for B and grad @ B for h; where relu gave 0, h passes none on.
     - Every rank used all of x, for its own features: the gradient of x is a sum over ranks, the second message.
     """
-    # Two ranks, three, and one.
-    return [_column_row_case(words, num_ranks) for words, num_ranks in RANKS.items()]
-
-
-def _column_row_case(words: str, num_ranks: int) -> Case:
-    x, grad, full = _numbers(ROWS, WIDTH), _numbers(ROWS, WIDTH).flip(0) + 1, _weights()
+    x, grad = _numbers(ROWS, WIDTH), _numbers(ROWS, WIDTH).flip(0) + 1
+    full = {name: _numbers(*shape) for name, shape in SHAPES.items()}
     found = _whole(x, full, grad)
     shares, wanted = _divided(full, num_ranks), tuple(_divided(found, num_ranks))
     message = Message.around_a_ring(Collective.ALL_REDUCE, x.nbytes, num_ranks)
@@ -44,11 +40,6 @@ def _column_row_case(words: str, num_ranks: int) -> Case:
 def _numbers(*shape: int) -> Tensor:
     """Of both signs, so that relu has something to cut off."""
     return torch.sin(torch.arange(torch.Size(shape).numel(), dtype=torch.float64) + len(shape)).view(shape)
-
-
-def _weights() -> dict[str, Tensor]:
-    shapes = ((INNER, WIDTH), (INNER,), (WIDTH, INNER), (WIDTH,))
-    return {name: _numbers(*shape) for name, shape in zip(NAMES, shapes, strict=True)}
 
 
 def _whole(x: Tensor, weights: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
@@ -69,20 +60,17 @@ def _divided(values: dict[str, Tensor], num_ranks: int) -> list[dict[str, Tensor
 
 
 COLUMN_ROW = Exercise.of(
-    "tensor.column_row", column_row_cases, "10_tensor_parallel",
-    drawn_words="an element of the output, then of the gradients", num_references=1, num_wrong=6,
+    "tensor.column_row", column_row_case, "10_tensor_parallel", RANKS,
+    drawn_words="an element of the output, then of the gradients",
 )  # fmt: skip
 
 
-MESHES = {
-    "2 data x 2 tensor": {"data": 2, "tensor": 2},
-    "2 data x 1 tensor": {"data": 2, "tensor": 1},
-    "1 data x 2 tensor": {"data": 1, "tensor": 2},
-}
+# Both axes, and each of them alone.
+MESHES = {"2 data x 2 tensor": (2, 2), "2 data x 1 tensor": (2, 1), "1 data x 2 tensor": (1, 2)}
 NUMEL = {"output": 3, "slice": 2, "whole": 2, "norm": 1}
 
 
-def two_axes_cases() -> list[Case]:
+def two_axes_case(words: str, data: int, tensor: int) -> Case:
     """mesh_who_reduces(mesh, parts): every rank's share of a step in which tensor and data parallel meet.
 
     mesh["tensor"] and mesh["data"] are communicators: .num_ranks, and .all_reduce(tensor).wait() for a sum in place.
@@ -98,12 +86,8 @@ def two_axes_cases() -> list[Case]:
     - A mean over the rows divides by the number of data ranks, not by that of all ranks.
     - For the norm add up squares: those of the slice over the tensor axis; those of the whole are here already.
     """
-    # Both axes, and each of them alone.
-    return [_two_axes_case(words, axes) for words, axes in MESHES.items()]
-
-
-def _two_axes_case(words: str, axes: Mapping[str, int]) -> Case:
-    parts = {(row, column): _parts(row, column) for row in range(axes["data"]) for column in range(axes["tensor"])}
+    axes = {"data": data, "tensor": tensor}
+    parts = {(row, column): _parts(row, column) for row in range(data) for column in range(tensor)}
     wanted = tuple(_wanted(parts, row, column, axes) for row, column in parts)
     axis_of = {"output": "tensor", "slice": "data", "whole": "data", "norm": "tensor"}
     messages = [
@@ -135,6 +119,6 @@ def _wanted(
 
 
 TWO_AXES = Exercise.of(
-    "mesh.who_reduces", two_axes_cases, "11_two_dimensions",
-    drawn_words="an element of output, slice, whole and norm", num_references=1, num_wrong=6,
+    "mesh.who_reduces", two_axes_case, "11_two_dimensions", MESHES,
+    drawn_words="an element of output, slice, whole and norm",
 )  # fmt: skip

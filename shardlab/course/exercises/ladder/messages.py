@@ -5,21 +5,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from shardlab.comm import CollectiveEvent, Communicator, Observer
+from shardlab.comm import Communicator
 
 from shardlab.course.exercises.exercise import (  # isort: skip
     Case, Exercise, Function, Message, Traffic, call_in_place, call_without_ranks,
 )  # fmt: skip
+from shardlab.course.exercises.judge import MessageLog
 from shardlab.course.exercises.values import numbers_in
 from shardlab.partition.buckets import assign_buckets
 from shardlab.partition.chunks import ParamSpec
 from shardlab.partition.uneven import chunk_sizes
 from shardlab.vocabulary import Collective
 
-RING_SIZES = ((2, 8), (3, 7), (4, 3), (1, 5))  # ranks, elements
+# Ranks and elements, any length: divisible, not divisible, fewer elements than ranks; and one rank alone.
+RING_SIZES = {
+    "2 ranks, 8 elements": (2, 8), "3 ranks, 7 elements": (3, 7), "4 ranks, 3 elements": (4, 3),
+    "1 rank, 5 elements": (1, 5),
+}  # fmt: skip
 
 
-def ring_cases() -> list[Case]:
+def ring_case(words: str, num_ranks: int, numel: int) -> Case:
     """collectives_ring_all_reduce(comm, x): add up x over all ranks, in place, with comm.send and comm.recv alone.
 
     x is a vector of any length, comm.rank this rank's number, comm.num_ranks the number N of ranks. Divide x into N
@@ -34,13 +39,7 @@ def ring_cases() -> list[Case]:
     - After N - 1 steps rank r holds the finished chunk (r + 1) % N. Go on with k: the same chunks follow; copy now.
     - Start the send, then wait for the receive, then for the send: if all ranks wait for a receive first, none sends.
     """
-    # Any length: divisible, not divisible, fewer elements than ranks; and one rank alone.
-    return [_ring_case(num_ranks, numel) for num_ranks, numel in RING_SIZES]
-
-
-def _ring_case(num_ranks: int, numel: int) -> Case:
     inputs = [torch.arange(numel, dtype=torch.float64) * 10**rank + rank for rank in range(num_ranks)]
-    words = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}, {numel} elements"
     wanted = torch.stack(inputs).sum(0)
     traffic = _traffic(num_ranks, numel, wanted.element_size())
     return Case(words, tuple((x,) for x in inputs), (wanted,) * num_ranks, traffic)
@@ -63,12 +62,14 @@ def _messages(rank: int, sizes: list[int]) -> list[Message]:
 
 
 RING = Exercise.of(
-    "collectives.ring_all_reduce", ring_cases, "01_collectives_by_hand", num_references=1, num_wrong=6,
-    attempt=call_in_place, drawn_words="an element of x", result_words="x after the call",
+    "collectives.ring_all_reduce", ring_case, "01_collectives_by_hand", RING_SIZES, attempt=call_in_place,
+    drawn_words="an element of x", result_words="x after the call",
 )  # fmt: skip
 
 
-BUCKETS_SIZES = {  # bytes of each parameter's gradient, in the order of forward, and of a full bucket
+# Full, exactly full, half empty, too large, none: bytes of each parameter's gradient, in the order of forward, and of a
+# full bucket.
+BUCKETS_SIZES: dict[str, tuple[tuple[int, ...], int]] = {
     "four parameters, two buckets": ((40, 60, 70, 30), 100),
     "one parameter is larger than a bucket": ((20, 20, 300, 20), 64),
     "all fit exactly": ((50, 50), 100),
@@ -77,7 +78,7 @@ BUCKETS_SIZES = {  # bytes of each parameter's gradient, in the order of forward
 }
 
 
-def buckets_cases() -> list[Case]:
+def buckets_case(words: str, sizes: Sequence[int], capacity: int) -> Case:
     """buckets_assign(sizes, capacity): the indices of the parameters, bucket by bucket, as a list of lists.
 
     sizes are bytes of the gradients in the order in which forward uses the parameters; backward makes the gradients in
@@ -90,16 +91,9 @@ def buckets_cases() -> list[Case]:
     - Keep the bucket that is open and its bytes. Is there none, or would it be too full? Then open a new one.
     - With bytes == capacity a bucket is full, not too full: compare with >, after adding.
     """
-    # Full, exactly full, half empty, too large, none.
-    return [
-        Case(words, ((list(sizes), capacity),), (_wanted(sizes, capacity),))
-        for words, (sizes, capacity) in BUCKETS_SIZES.items()
-    ]
-
-
-def _wanted(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     specs = [ParamSpec(str(index), (size,), 1) for index, size in enumerate(sizes)]
-    return [list(bucket) for bucket in assign_buckets(specs, capacity)]
+    wanted = [list(bucket) for bucket in assign_buckets(specs, capacity)]
+    return Case(words, ((list(sizes), capacity),), (wanted,))
 
 
 def bucket_of_each(buckets: list[list[int]]) -> list[float]:
@@ -109,16 +103,17 @@ def bucket_of_each(buckets: list[list[int]]) -> list[float]:
 
 
 BUCKETS = Exercise.of(
-    "buckets.assign", buckets_cases, "03_data_parallel", num_references=1, num_wrong=5,
-    attempt=call_without_ranks, drawn=bucket_of_each, drawn_words="the bucket of a parameter",
+    "buckets.assign", buckets_case, "03_data_parallel", BUCKETS_SIZES, attempt=call_without_ranks,
+    drawn=bucket_of_each, drawn_words="the bucket of a parameter",
 )  # fmt: skip
 
 
+# All used, accumulation, unused on one rank, unused in the last micro-batch on one rank.
 USED = {  # for each rank, whether each of its micro-batches uses the right branch
-    "1 micro-batch": [[True], [True]],
-    "2 micro-batches": [[True, True], [True, True]],
-    "rank 0 does not use the right branch": [[False], [True]],
-    "rank 0 uses it in the first of 2 micro-batches only": [[True, False], [True, True]],
+    "1 micro-batch": ([True], [True]),
+    "2 micro-batches": ([True, True], [True, True]),
+    "rank 0 does not use the right branch": ([False], [True]),
+    "rank 0 uses it in the first of 2 micro-batches only": ([True, False], [True, True]),
 }
 
 
@@ -140,7 +135,7 @@ class Branches(nn.Module):
         return left + self.right(middle) ** 2 if uses_right else left
 
 
-def hooks_cases() -> list[Case]:
+def hooks_case(words: str, *used: list[bool]) -> Case:
     """data_parallel_hooks(comm, model, num_micro_batches): register hooks on the parameters of model; return finish.
 
     In the check, model has three layers: trunk, left and right. (In assemble they are a GPT's: trunk the embeddings,
@@ -159,11 +154,6 @@ def hooks_cases() -> list[Case]:
     - In each hook, send the next parameters of the order for as long as they are ready; finish sends all that is left.
     - A parameter without grad on this rank gets zeros before it is sent: another rank may have used it.
     """
-    # All used, accumulation, unused on one rank, unused in the last micro-batch on one rank.
-    return [_hooks_case(words, used) for words, used in USED.items()]
-
-
-def _hooks_case(words: str, used: list[list[bool]]) -> Case:
     gradients = [_gradients(rank, used[rank]) for rank in range(len(used))]
     mean = {name: torch.stack([of_rank[name] for of_rank in gradients]).mean(0) for name in gradients[0]}
     messages = [
@@ -195,13 +185,15 @@ def train(
     function: Function, comm: Communicator, rank: int, used: Sequence[bool], is_all_used: bool
 ) -> dict[str, object]:
     """The micro-batches of one step with the learner's hooks."""
-    model, seen = Branches(), _Seen()
-    with comm.observed_by(seen):
+    model, log = Branches(), MessageLog()
+    with comm.observed_by(log):
         finish = function(comm, model, len(used))
         for micro_batch, uses_right in enumerate(used):
-            loss, sent_before = model(_rows(rank, micro_batch), uses_right).mean(), seen.num_bytes
+            loss, sent_before = model(_rows(rank, micro_batch), uses_right).mean(), len(log.messages)
             loss.backward()
-        during_backward, waits = seen.num_bytes - sent_before, seen.num_waits > 0
+        sent = log.messages
+    during_backward = sum(message.num_bytes for message in sent[sent_before:])
+    waits = any(message.is_waited_for for message in sent)
     if returns_function := callable(finish):  # a return is easily forgotten
         finish()
     gradients = {name: param.grad for name, param in model.named_parameters()}
@@ -214,26 +206,13 @@ def train(
     return result | {"sends during backward": sends}
 
 
-class _Seen(Observer):
-    """An observer: how many bytes were sent, and how often somebody waited."""
-
-    def __init__(self) -> None:
-        self.num_bytes = self.num_waits = 0
-
-    def issued(self, event: CollectiveEvent) -> None:
-        self.num_bytes += event.num_bytes
-
-    def waited(self, event: CollectiveEvent) -> None:
-        self.num_waits += 1
-
-
 def _those(used: Sequence[bool]) -> str:
     """Which micro-batches use the right branch."""
     return ", ".join(str(number) for number, uses_right in enumerate(used) if uses_right) or "none"
 
 
 HOOKS = Exercise.of(
-    "data_parallel.hooks", hooks_cases, "03_data_parallel", num_references=2, num_wrong=7,
-    attempt=train, drawn=lambda result: numbers_in(result["gradients"]), drawn_words="an element of the gradients",
+    "data_parallel.hooks", hooks_case, "03_data_parallel", USED, attempt=train,
+    drawn=lambda result: numbers_in(result["gradients"]), drawn_words="an element of the gradients",
     shown_inputs=lambda _, used, __: f"num_micro_batches {len(used)}; right is used in micro-batches: {_those(used)}",
 )  # fmt: skip

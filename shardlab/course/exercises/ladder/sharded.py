@@ -11,7 +11,8 @@ from shardlab.comm import Communicator
 from shardlab.course.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic
 from shardlab.vocabulary import Collective
 
-NORM_SHARDS = {  # of each rank, and the norm
+# The three norms, with a rank that holds nothing, and one rank alone.
+NORM_SHARDS: dict[str, tuple[float, list[list[list[float]]], float]] = {  # of each rank, and the norm
     "2-norm, 3 ranks, one without shards": (2.0, [[[3.0], [0.0, 4.0]], [], [[12.0]]], 13.0),
     "inf-norm, 3 ranks, one without shards": (inf, [[[1.0, -7.0], [2.0]], [], [[5.0]]], 7.0),
     "1-norm, 2 ranks": (1.0, [[[1.0, -2.0]], [[-3.0], [4.0]]], 10.0),
@@ -19,7 +20,7 @@ NORM_SHARDS = {  # of each rank, and the norm
 }
 
 
-def norm_cases() -> list[Case]:
+def norm_case(words: str, norm_type: float, shards: list[list[list[float]]], norm: float) -> Case:
     """clip_global_norm(comm, shards, norm_type): the norm over all elements of all ranks, the same on every rank.
 
     Return a number, or a tensor with one element. shards is this rank's list of float64 tensors, which may be empty;
@@ -31,11 +32,6 @@ def norm_cases() -> list[Case]:
     - Of an inf-norm nothing adds up: the largest counts, and a negative element may be the largest in absolute value.
     - A rank without shards sends a zero: all ranks take part in every collective, with the same dtype (float64).
     """
-    # The three norms, with a rank that holds nothing, and one rank alone.
-    return [_norm_case(words, *values) for words, values in NORM_SHARDS.items()]
-
-
-def _norm_case(words: str, norm_type: float, shards: list[list[list[float]]], norm: float) -> Case:
     num_ranks = len(shards)
     one_number = Message.around_a_ring(Collective.ALL_REDUCE, 8, num_ranks)
     inputs = tuple(([torch.tensor(one, dtype=torch.float64) for one in of_rank], norm_type) for of_rank in shards)
@@ -43,14 +39,12 @@ def _norm_case(words: str, norm_type: float, shards: list[list[list[float]]], no
     return Case(words, inputs, (norm,) * num_ranks, traffic)
 
 
-NORM = Exercise.of(
-    "clip.global_norm", norm_cases, "06_zero_1_and_2",
-    num_references=1, num_wrong=6,
-)  # fmt: skip
+NORM = Exercise.of("clip.global_norm", norm_case, "06_zero_1_and_2", NORM_SHARDS)
 
 
 Units = Sequence[Sequence[int]]
 
+# Without prefetch a greedy choice is enough; with prefetch, giving each unit half the budget is not.
 SIZES = {  # bytes of each layer, budget, prefetch
     "no prefetch": ([48, 16, 32, 64, 16, 16], 96, 0),
     "no prefetch, one layer fills the budget": ([96, 16, 80], 96, 0),
@@ -60,7 +54,7 @@ SIZES = {  # bytes of each layer, budget, prefetch
 }
 
 
-def units_cases() -> list[Case]:
+def units_case(words: str, sizes: Sequence[int], budget: int, prefetch: int) -> Case:
     """fsdp_units(sizes, budget, prefetch): which layers make up each unit, as a list of lists of indices.
 
     sizes are the bytes of the layers' weights in the order of forward. A unit is a run of neighbouring layers, gathered
@@ -75,11 +69,6 @@ def units_cases() -> list[Case]:
     - n layers can be cut in 2 ** (n - 1) ways. Try them all, few cuts first, and take the first that fits:
       itertools.combinations gives the places of the cuts.
     """
-    # Without prefetch a greedy choice is enough; with prefetch, giving each unit half the budget is not.
-    return [_units_case(words, *layers) for words, layers in SIZES.items()]
-
-
-def _units_case(words: str, sizes: Sequence[int], budget: int, prefetch: int) -> Case:
     units = next(units for units in _cuts(len(sizes)) if max(_held_bytes(units, sizes, prefetch)) <= budget)
     num_bytes = [sum(sizes[index] for index in unit) for unit in units]
     sent = [Message.around_a_ring(Collective.ALL_GATHER, size, 2) for size in num_bytes]
@@ -118,23 +107,24 @@ def gather_units(function: Function, comm: Communicator, sizes: Sequence[int], b
 
 
 UNITS = Exercise.of(
-    "fsdp.units", units_cases, "08_fsdp_units", num_references=1, num_wrong=5,
-    attempt=gather_units, drawn_words="the layers in the order in which they are gathered",
+    "fsdp.units", units_case, "08_fsdp_units", SIZES, attempt=gather_units,
+    drawn_words="the layers in the order in which they are gathered",
 )  # fmt: skip
 
 
 SCALE = 1024.0
-UNSCALE_SHARDS: dict[str, list[list[list[float]]]] = {  # of each rank
-    "an inf on rank 1": [[[1024.0]], [[3.0, inf]]],
-    "all are finite": [[[1024.0, 2048.0], [0.0]], [[-512.0]]],
-    "a NaN on rank 0": [[[nan, 1.0], [2.0]], [[1024.0]], [[8.0]]],
-    "+inf and -inf on two ranks": [[[inf]], [[-inf]]],
-    "rank 0 has no shards": [[], [[1024.0], [inf]]],
-    "1 rank": [[[2048.0, -1024.0]]],
+# Nothing wrong, inf and NaN on one rank, both signs, no shards, one rank.
+UNSCALE_SHARDS: dict[str, tuple[list[list[float]], ...]] = {  # of each rank
+    "an inf on rank 1": ([[1024.0]], [[3.0, inf]]),
+    "all are finite": ([[1024.0, 2048.0], [0.0]], [[-512.0]]),
+    "a NaN on rank 0": ([[nan, 1.0], [2.0]], [[1024.0]], [[8.0]]),
+    "+inf and -inf on two ranks": ([[inf]], [[-inf]]),
+    "rank 0 has no shards": ([], [[1024.0], [inf]]),
+    "1 rank": ([[2048.0, -1024.0]],),
 }
 
 
-def unscale_cases() -> list[Case]:
+def unscale_case(words: str, *shards: list[list[float]]) -> Case:
     """precision_unscale(comm, shards, scale): undo the scaling of the loss, on all ranks or on none.
 
     shards is this rank's list of float64 gradients of a loss that was multiplied by scale; it may be empty. If every
@@ -147,11 +137,6 @@ def unscale_cases() -> list[Case]:
     - A rank that skips alone no longer steps with the others. Send 1.0 if something is wrong here.
     - With reduction="max" everybody ends with 1.0 if anybody had it. Do not add up the gradients: inf - inf is NaN.
     """
-    # Nothing wrong, inf and NaN on one rank, both signs, no shards, one rank.
-    return [_unscale_case(words, shards) for words, shards in UNSCALE_SHARDS.items()]
-
-
-def _unscale_case(words: str, shards: list[list[list[float]]]) -> Case:
     tensors = [[torch.tensor(shard, dtype=torch.float64) for shard in of_rank] for of_rank in shards]
     is_finite = all(bool(shard.isfinite().all()) for of_rank in tensors for shard in of_rank)
     num_ranks = len(shards)
@@ -162,6 +147,6 @@ def _unscale_case(words: str, shards: list[list[list[float]]]) -> Case:
 
 
 UNSCALE = Exercise.of(
-    "precision.unscale", unscale_cases, "09_precision_offload_checkpointing",
-    drawn_words="an element of the gradients, if there are any, then the scale", num_references=1, num_wrong=5,
+    "precision.unscale", unscale_case, "09_precision_offload_checkpointing", UNSCALE_SHARDS,
+    drawn_words="an element of the gradients, if there are any, then the scale",
 )  # fmt: skip

@@ -4,8 +4,11 @@ from collections.abc import Callable, Mapping
 from math import inf
 from typing import Any
 
-from shardlab.course.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic
-from shardlab.course.exercises.weighing_block import INNER, NUM_BLOCKS, ROWS, WIDTH, trained, tried_block
+from shardlab.course.exercises.exercise import Attempt, Case, Exercise, Function, Measured, Message, Traffic
+
+from shardlab.course.exercises.weighing import (  # isort: skip
+    INNER, NUM_BLOCKS, ROWS, WIDTH, not_a_strategy, train, trained, tried_block, weigh,
+)  # fmt: skip
 from shardlab.vocabulary import Collective
 
 NUM_RANKS = 2
@@ -17,9 +20,6 @@ UNITS = (448, 576, 576, 144)
 
 def tried(function: Function, mesh: Any, *asked: Any) -> object:
     """Train a model by its name, or weigh a step within limits."""
-    # Here, so that ranks of other exercises need no engines.
-    from shardlab.course.exercises.weighing import not_a_strategy, train, weigh
-
     if fault := not_a_strategy(function):
         return Measured(None, fault=fault)
     return train(function, mesh, *asked) if len(asked) == 1 else weigh(function, mesh, *asked)
@@ -192,19 +192,12 @@ def tensor_cases() -> list[Case]:
     ]  # fmt: skip
 
 
-def _whole(name: str, cases: Callable[[], list[Case]], num_wrong: int = 3, **more: Any) -> Exercise:
-    return Exercise.of(
-        f"whole.{name}", cases, "guide/exercises", points=3, shown_inputs=lambda *_: "", num_wrong=num_wrong,
-        **{"attempt": tried, "num_references": 1} | more,
-    )  # fmt: skip
+def _whole(cases: Callable[[], list[Case]], attempt: Attempt = tried) -> Exercise:
+    name = f"whole.{cases.__name__.removesuffix('_cases')}"
+    return Exercise.of(name, cases, "guide/exercises", attempt=attempt, points=3, shown_inputs=lambda *_: "")
 
 
 WHOLE = (
-    _whole("ddp", ddp_cases),
-    _whole("bucketed", bucketed_cases, 4),
-    _whole("zero1", zero1_cases),
-    _whole("zero2", zero2_cases),
-    _whole("zero3", zero3_cases, 4),
-    _whole("fsdp", fsdp_cases),
-    _whole("tensor", tensor_cases, 7, attempt=tried_block, num_references=2),
+    *map(_whole, (ddp_cases, bucketed_cases, zero1_cases, zero2_cases, zero3_cases, fsdp_cases)),
+    _whole(tensor_cases, tried_block),
 )

@@ -17,6 +17,7 @@ from shardlab.partition.flat import flat_layout
 from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.vocabulary import Collective
 
+# Borders inside and between parameters, a rank without anything, an empty parameter, one rank.
 OWNERS_SIZES = {
     "3 ranks, sizes that do not divide": (3, {"weight": 7, "bias": 3, "scale": 1, "head": 8}),
     "4 ranks, 5 elements": (4, {"weight": 5}),
@@ -25,7 +26,7 @@ OWNERS_SIZES = {
 }
 
 
-def owners_cases() -> list[Case]:
+def owners_case(words: str, num_ranks: int, sizes: dict[str, int]) -> Case:
     """zero1_owners(sizes, num_ranks, rank): the ranges that rank owns, as {name: (start, stop)}.
 
     sizes is {name: number of elements}. The parameters lie end to end in this order, and every rank owns an equal chunk
@@ -38,11 +39,7 @@ def owners_cases() -> list[Case]:
     - Walk along the line with an offset: a parameter lies at offset to offset + numel.
     - What two ranges share is max(starts) to min(stops), if the first is smaller; subtract the offset.
     """
-    # Borders inside and between parameters, a rank without anything, an empty parameter, one rank.
-    return [
-        Case(words, ((sizes,),) * num_ranks, tuple(_wanted(sizes, num_ranks, rank) for rank in range(num_ranks)))
-        for words, (num_ranks, sizes) in OWNERS_SIZES.items()
-    ]
+    return Case(words, ((sizes,),) * num_ranks, tuple(_wanted(sizes, num_ranks, rank) for rank in range(num_ranks)))
 
 
 def _wanted(sizes: Mapping[str, int], num_ranks: int, rank: int) -> dict[str, object]:
@@ -70,14 +67,14 @@ def _held(ranges: Mapping[str, Any], sizes: Mapping[str, int]) -> Tensor:
 
 
 OWNERS = Exercise.of(
-    "zero1.owners", owners_cases, "06_zero_1_and_2", num_references=1, num_wrong=5,
-    attempt=step_what_is_owned, drawn=lambda result: result["held"].tolist(),
-    drawn_words="an element, 1 where the rank owns it",
+    "zero1.owners", owners_case, "06_zero_1_and_2", OWNERS_SIZES, attempt=step_what_is_owned,
+    drawn=lambda result: result["held"].tolist(), drawn_words="an element, 1 where the rank owns it",
 )  # fmt: skip
 
 
 NUMEL = 12  # of a unit: divides by 1, 2 and 3
 USE_US, LATENCY_US, BYTES_PER_US = 100, 40, 2  # on the virtual clock a unit is used for longer than a gather takes
+# Several units, two, one and none.
 ZERO3_SIZES = {
     "2 ranks, 4 units": (2, 4),
     "3 ranks, 2 units": (3, 2),
@@ -129,7 +126,7 @@ def weights(number: int) -> Tensor:
     return torch.arange(NUMEL, dtype=torch.float64) / NUMEL + number
 
 
-def zero3_cases() -> list[Case]:
+def zero3_case(words: str, num_ranks: int, num_units: int) -> Case:
     """zero3_forward(units, x): send x through all units in order and return it.
 
     Every rank holds a shard of each unit. unit.gather() starts to gather its weights, unit.use(x) waits for them and
@@ -143,11 +140,6 @@ def zero3_cases() -> list[Case]:
     - In the loop: start the next unit if there is one, then use this one, then free it.
     - The third unit may start only when the first one is freed: after free(), before the second one is used.
     """
-    # Several units, two, one and none.
-    return [_zero3_case(words, *sizes) for words, sizes in ZERO3_SIZES.items()]
-
-
-def _zero3_case(words: str, num_ranks: int, num_units: int) -> Case:
     inputs = [torch.linspace(-1, 1, NUMEL, dtype=torch.float64) + rank for rank in range(num_ranks)]
     message = Message.around_a_ring(Collective.ALL_GATHER, NUMEL * 8, num_ranks)
     traffic = Traffic.of([[message] * num_units] * num_ranks)
@@ -190,8 +182,8 @@ def _gathered_after_each(events: Sequence[str]) -> list[float]:
 
 
 ZERO3 = Exercise.of(
-    "zero3.forward", zero3_cases, "07_zero_3", num_references=1, num_wrong=5,
-    attempt=forward, drawn=lambda result: _gathered_after_each(result["events"]),
+    "zero3.forward", zero3_case, "07_zero_3", ZERO3_SIZES, attempt=forward,
+    drawn=lambda result: _gathered_after_each(result["events"]),
     drawn_words="the number of gathered units after an event",
 )  # fmt: skip
 
@@ -200,6 +192,7 @@ Saved = dict[str, tuple[int, Tensor]]
 
 RESHARD_SIZES = {"weight": 7, "bias": 3, "scale": 1, "head": 8}
 FEW = {"weight": 4, "bias": 1}  # too few for all of four ranks
+# Fewer ranks, one, more ranks, the same number, another order; one input for each new rank.
 CASES = {  # the ranks that saved, in the order of saved, and how many read
     "4 to 3": (range(4), 3, RESHARD_SIZES),
     "3 to 1": (range(3), 1, RESHARD_SIZES),
@@ -210,7 +203,7 @@ CASES = {  # the ranks that saved, in the order of saved, and how many read
 }
 
 
-def reshard_cases() -> list[Case]:
+def reshard_case(words: str, before: range, after: int, sizes: Mapping[str, int]) -> Case:
     """checkpoint_reshard(saved, sizes, num_ranks, rank): what rank holds of a checkpoint that others have saved.
 
     saved has a dict for each rank that saved, in any order: {name: (start, values)}, where values are the elements of
@@ -223,11 +216,6 @@ def reshard_cases() -> list[Case]:
     - Each of these ranges may lie in several of the old dicts: take what each of them shares with it.
     - Make an empty vector of the range, and copy every shared part to its place, minus the range's start.
     """
-    # Fewer ranks, one, more ranks, the same number, another order; one input for each new rank.
-    return [_reshard_case(words, *of_case) for words, of_case in CASES.items()]
-
-
-def _reshard_case(words: str, before: range, after: int, sizes: Mapping[str, int]) -> Case:
     saved = [_pieces(sizes, len(before), rank) for rank in before]
     wanted = tuple(_pieces(sizes, after, rank) for rank in range(after))
     return Case(words, tuple((saved, dict(sizes), after, rank) for rank in range(after)), wanted)
@@ -258,8 +246,8 @@ def _ranges_in(saved: list[Saved]) -> str:
 
 
 RESHARD = Exercise.of(
-    "checkpoint.reshard", reshard_cases, "12_checkpoints_that_reshard", num_references=1, num_wrong=5,
-    attempt=call_without_ranks, drawn=lambda result: numbers_in([values for _, values in result.values()]),
+    "checkpoint.reshard", reshard_case, "12_checkpoints_that_reshard", CASES, attempt=call_without_ranks,
+    drawn=lambda result: numbers_in([values for _, values in result.values()]),
     drawn_words="an element that the rank holds",
     shown_inputs=lambda saved, sizes, num_ranks, rank: f"{_ranges_in(saved)}; {sizes}; {num_ranks}; {rank}",
 )  # fmt: skip

@@ -1,4 +1,7 @@
-"""Exercises of the notebook on pipelines: a schedule, and what is left to do at the end of a step."""
+"""Exercises of notebooks 18 and 19: a pipeline's schedule, and the end of its step; a sequence in parts, and attention.
+
+What is attended to in two parts is put together; parts are equal work.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardlab.comm import BaseMesh
-from shardlab.course.exercises.exercise import Case, Exercise, Function, Message, Traffic
+from shardlab.comm import BaseMesh, Communicator
+from shardlab.context import positions_of
+from shardlab.course.exercises.exercise import Case, Exercise, Function, Message, Traffic, call_without_ranks
 from shardlab.course.exercises.values import numbers_in
 from shardlab.engines import DDP, Engine
 from shardlab.pipeline import Pipeline
@@ -18,7 +22,7 @@ SLOTS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}
 SIZES = {"2 ranks, 3 micro-batches": (2, 3), "4 ranks, 8 micro-batches": (4, 8), "4 ranks, 2 micro-batches": (4, 2)}
 
 
-def schedule_cases() -> list[Case]:
+def schedule_case(words: str, num_ranks: int, num_micro_batches: int) -> Case:
     """pipeline_schedule(num_ranks, num_micro_batches, rank): what a rank of a pipeline does, in order.
 
     Rank r has stage r. An action is a text: "2F0" is the forward of stage 2 for micro-batch 0, "2B0" its backward. The
@@ -33,18 +37,13 @@ def schedule_cases() -> list[Case]:
     - Rank r begins with p - r forwards, or m where there are fewer: so long it takes until its first gradient comes.
     - Then in turns: one backward, one forward, until the forwards are used up; then the backwards that are left.
     """
-    return [
-        Case(words, ((num_ranks, number),) * num_ranks, _wanted(num_ranks, number), axes={"pipe": num_ranks, "data": 1})
-        for words, (num_ranks, number) in SIZES.items()
-    ]
-
-
-def _wanted(num_ranks: int, num_micro_batches: int) -> tuple[object, ...]:
     schedule = make_schedule("1f1b", num_ranks, num_micro_batches)
     model, inputs, targets = _problem(num_ranks, num_micro_batches)
     nn.functional.mse_loss(model(inputs), targets).backward()
     gradients = [_gradients(layer) for layer in model]
-    return tuple(_found(schedule, rank, gradients[rank]) for rank in range(num_ranks))
+    wanted = tuple(_found(schedule, rank, gradients[rank]) for rank in range(num_ranks))
+    inputs_of_ranks = ((num_ranks, num_micro_batches),) * num_ranks
+    return Case(words, inputs_of_ranks, wanted, axes={"pipe": num_ranks, "data": 1})
 
 
 def _problem(num_ranks: int, num_micro_batches: int) -> tuple[nn.Sequential, Tensor, Tensor]:
@@ -94,13 +93,13 @@ def _read(lists: Sequence[Any], num_micro_batches: int) -> Schedule:
 
 
 SCHEDULE = Exercise.of(
-    "pipeline.schedule", schedule_cases, "18_pipelines", attempt=do_schedule, num_references=1,
-    num_wrong=5, drawn=lambda result: numbers_in([result["idle slots"], result["micro-batches held"]]),
+    "pipeline.schedule", schedule_case, "18_pipelines", SIZES, attempt=do_schedule,
+    drawn=lambda result: numbers_in([result["idle slots"], result["micro-batches held"]]),
     drawn_words="idle slots, then micro-batches held at once",
 )  # fmt: skip
 
 
-def finish_cases() -> list[Case]:
+def finish_case(words: str, num_ranks: int, num_micro_batches: int) -> Case:
     """pipeline_finish(comm, sums, num_micro_batches): what is left to do when all backwards are over.
 
     sums is the list of this stage's gradients, float64 vectors, each the sum over the micro-batches of the gradients of
@@ -111,10 +110,6 @@ def finish_cases() -> list[Case]:
     - All micro-batches have as many rows: the mean over rows is the mean over micro-batches of their means.
     - A norm is the root of a sum of squares, and squares add up over stages: comm.all_reduce(squares).wait().
     """
-    return [_finish_case(f"{num_ranks} stages", num_ranks, 4) for num_ranks in (2, 3)]
-
-
-def _finish_case(words: str, num_ranks: int, num_micro_batches: int) -> Case:
     sums = [[torch.arange(1.0, 3 + rank, dtype=torch.float64) * (-1) ** rank] for rank in range(num_ranks)]
     means = [[gradient / num_micro_batches for gradient in own] for own in sums]
     norm = torch.cat([gradient for own in means for gradient in own]).norm()
@@ -126,6 +121,81 @@ def _finish_case(words: str, num_ranks: int, num_micro_batches: int) -> Case:
 
 
 FINISH = Exercise.of(
-    "pipeline.finish", finish_cases, "18_pipelines", num_references=1, num_wrong=4,
+    "pipeline.finish", finish_case, "18_pipelines", {"2 stages": (2, 4), "3 stages": (3, 4)},
     drawn=lambda result: numbers_in(result["norm"]), drawn_words="the norm",
 )  # fmt: skip
+
+
+LENGTHS = {"2 ranks, 8 tokens": (8, 2), "3 ranks, 12 tokens": (12, 3), "4 ranks, 32 tokens": (32, 4)}
+
+
+def parts_case(words: str, seq_len: int, num_ranks: int) -> Case:
+    """context_parts(seq_len, num_ranks, rank): the positions of the tokens that a rank has, as a list.
+
+    Attention is causal: the query at position t sees the t + 1 keys at positions 0 to t, and each of them is a pair
+    that its rank computes. Divide the tokens so that each is on one rank, and all ranks compute equally many pairs.
+    2 num_ranks divides seq_len.
+
+    Hints:
+    - Cut the sequence into 2 num_ranks pieces. The first piece has the least work, the last one the most.
+    - Rank 0 takes the first and the last piece, rank 1 the second and the last but one.
+    """
+    parts = [positions_of(seq_len, num_ranks, rank, zigzag=True).tolist() for rank in range(num_ranks)]
+    return Case(words, ((seq_len, num_ranks),), ({"tokens": "each once", "pairs": _pairs(parts)},))
+
+
+def _pairs(parts: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(position + 1 for position in part) for part in parts]
+
+
+def divide(function: Function, _comm: Communicator, seq_len: int, num_ranks: int) -> object:
+    """The learner's parts, counted."""
+    parts = [function(seq_len, num_ranks, rank) for rank in range(num_ranks)]
+    try:
+        numbers = [[int(position) for position in part] for part in parts]
+    except TypeError:
+        return {"tokens": "no list of positions came back", "pairs": None}
+    found = sorted(position for part in numbers for position in part)
+    wrong = sorted(set(found) ^ set(range(seq_len))) or [one for one in set(found) if found.count(one) > 1]
+    return {"tokens": f"not once: {wrong[0]}" if wrong else "each once", "pairs": _pairs(numbers)}
+
+
+PARTS = Exercise.of(
+    "context.parts", parts_case, "19_long_sequences", LENGTHS, attempt=divide,
+    drawn=lambda result: numbers_in(result["pairs"]), drawn_words="pairs that a rank computes",
+)  # fmt: skip
+
+
+def merge_case(words: str, added: float, first_unseen: int) -> Case:
+    """context_merge(one, other): attention to all keys, from that to each of two parts of them.
+
+    Each part is a pair (output, log_sum): output is [queries, d], float64, the values' mean with softmax weights over
+    the keys of that part alone; log_sum is [queries, 1], the logarithm of the sum of exp(score) over the same keys, and
+    minus infinity where a query sees none of them (its output is 0). Return a dict with "output" and "log_sum" of both
+    parts together, as if there had been one softmax. Scores may be large: exp(1000) is no number.
+
+    Hints:
+    - A part's share of the weight is exp(log_sum) / (exp(log_sum) + exp(other_log_sum)), = exp(log_sum - both).
+    - both = torch.logaddexp(log_sum, other_log_sum) is the new log_sum, and never leaves the range of numbers.
+    """
+    generator = torch.Generator().manual_seed(0)
+    scores, values = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((2, 5), (5, 3)))
+    scores += added
+    scores[0, first_unseen:] = -torch.inf
+    whole, *parts = (
+        (scores[:, keys].softmax(-1).nan_to_num() @ values[keys], scores[:, keys].logsumexp(-1, keepdim=True))
+        for keys in (slice(None), slice(3), slice(3, None))
+    )
+    return Case(words, (tuple(parts),), ({"output": whole[0], "log_sum": whole[1]},))
+
+
+MERGE = Exercise.of(
+    "context.merge", merge_case, "19_long_sequences",
+    {"3 and 2 keys": (0, 5), "scores around 1000": (1000, 5), "a query that sees one part": (0, 3)},
+    attempt=call_without_ranks,
+    drawn=lambda result: _row(result["output"]), drawn_words="the outputs",
+)  # fmt: skip
+
+
+def _row(output: Any) -> list[float]:
+    return list(numbers_in(torch.as_tensor(output).flatten()))

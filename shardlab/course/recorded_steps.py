@@ -1,4 +1,10 @@
-"""A pipeline's step, recorded: which stage worked on which micro-batch when, and how much of the time ranks idled.
+"""Steps of an engine made by hand, recorded: one of any engine, and a pipeline's with how much of the time ranks idled.
+
+    def on_rank(rank):
+        with Mesh({"data": 2}, device=current().device) as mesh, build_engine(...) as engine:
+            return trace_step(rank, "mine", engine, loss, batch)
+
+    show(memory_over_step(pool.run(on_rank)[0].memory))
 
     def on_rank(rank, schedule):
         with Mesh({"pipe": 2, "data": 1}) as mesh:
@@ -13,28 +19,64 @@ What is work and what is waiting, and how a step is foretold, says ``shardlab.wh
 """
 
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from math import nan
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from torch import Tensor
 
-from shardlab.engines import Engine
+from shardlab.engines import AnyEngine, Engine
 from shardlab.experiment.run.pipeline_step import PHASES
 from shardlab.experiment.run.rank_run import source_of
+from shardlab.experiment.run.train_step import TrainStep
+from shardlab.experiment.trained.batches import size_of
+from shardlab.experiment.trained.workload import LossFn
 from shardlab.pipeline import Pipeline
 from shardlab.pipeline.pipeline import Loss
 from shardlab.records.store import Records, RunWriter, load_run, write_manifest
 from shardlab.schedules import Action, Kind, Played
 from shardlab.trace.clock import clock_for
 from shardlab.trace.recorder import Recorder
+from shardlab.trace.units import watch_units
+from shardlab.units import AUTO
 from shardlab.vocabulary import Phase, SpanKind
 from shardlab.why.pipelined import PipelinedStep, pipelined_steps
 
-WARM_UPS = 1
 SINCE_BOOT_NS = 0
+
+
+def trace_step(rank: int, run: str, engine: AnyEngine, loss: LossFn, batch: Any) -> Records:
+    """Train two steps on one batch and record both; memory is traced by role in the second.
+
+    The first step allocates the optimizer state. Every rank of the mesh must call this.
+
+    Args:
+        rank: rank of this process, for the tables.
+        run: name of the run in the tables.
+        engine: any strategy.
+        loss: (model, batch) -> the mean loss over the rows.
+        batch: of this rank.
+
+    Returns:
+        The tables of this rank. Times count from the boot, so those of all ranks of a host are comparable.
+    """
+
+    def train(recorder: Recorder) -> None:
+        recorder.live_tensors = engine.live_tensors
+        train_step = TrainStep(engine, loss, recorder=recorder)
+        with ExitStack() as stack:
+            for hook in watch_units(engine.module, recorder, getattr(engine, "wrap", AUTO)):
+                stack.callback(hook.remove)
+            for step in (0, 1):
+                with recorder.step(step, trace_memory=step == 1):
+                    result = train_step(batch)
+                assert result is not None, "no accumulation, so every call is a step"
+                recorder.finish_step(result.loss, result.grad_norm, result.learning_rate, size_of(batch))
+
+    return _record(rank, run, engine, train)
 
 
 def record_pipeline(
@@ -54,25 +96,34 @@ def record_pipeline(
     Returns:
         The tables of this rank, with times since the boot.
     """
+
+    def train(recorder: Recorder) -> None:
+        def watch(action: Action) -> AbstractContextManager[None]:
+            return recorder.phase(*PHASES[action.kind is Kind.FORWARD], str(action))
+
+        with recorder.step(1):
+            loss = pipeline.run(engine, loss_fn, inputs, targets, watch=watch)
+            with recorder.phase(Phase.STEP, SpanKind.OPTIMIZER):
+                engine.step()
+        recorder.finish_step(nan if loss is None else loss.item(), nan, engine.learning_rate, len(inputs))
+
+    pipeline.run(engine, loss_fn, inputs, targets)
+    engine.step()
+    engine.zero_grad()
+    records = _record(rank, run, engine, train)
+    engine.zero_grad()
+    return records
+
+
+def _record(rank: int, run: str, engine: AnyEngine, train: Callable[[Recorder], None]) -> Records:
+    """What the recorder that ``train`` gets has written of this rank."""
     with tempfile.TemporaryDirectory() as folder:
         write_manifest(Path(folder), {"run": run})
+        # Closed before it is read: that turns the journal into tables.
         with closing(RunWriter(Path(folder), rank, run, source_of(engine.mesh))) as writer:
             recorder = Recorder(writer, clock_for(engine.mesh.device), SINCE_BOOT_NS, device=engine.mesh.device)
-
-            def watch(action: Action) -> AbstractContextManager[None]:
-                return recorder.phase(*PHASES[action.kind is Kind.FORWARD], str(action))
-
-            for _ in range(WARM_UPS):
-                pipeline.run(engine, loss_fn, inputs, targets)
-                engine.step()
-                engine.zero_grad()
             with engine.mesh.observed_by(recorder):
-                with recorder.step(WARM_UPS):
-                    loss = pipeline.run(engine, loss_fn, inputs, targets, watch=watch)
-                    with recorder.phase(Phase.STEP, SpanKind.OPTIMIZER):
-                        engine.step()
-                recorder.finish_step(nan if loss is None else loss.item(), nan, engine.learning_rate, len(inputs))
-            engine.zero_grad()
+                train(recorder)
         return load_run(folder)
 
 
