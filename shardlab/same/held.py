@@ -17,11 +17,12 @@ class Held:
         return {name: norm for name, (norm, backward, _) in self._known.items() if backward < 0 < norm}
 
     def brought(self, parts: Iterable[Part], backward: int) -> None:
-        """Gradients as a backward leaves them."""
+        """Gradients as a backward leaves them; it has brought nothing of one that it leaves as it was."""
         for part in parts:
             # What the loss of another optimizer brought before stays that.
-            is_of_another = part.name in self._known and self._known[part.name][2]
-            self._known[part.name] = float(part.value.norm()), backward, is_of_another
+            before, _, is_of_another = self._known.get(part.name, (0.0, 0, False))
+            if (norm := float(part.value.norm())) != before:
+                self._known[part.name] = norm, backward, is_of_another
 
     def stepped(self, names: Collection[str]) -> None:
         """An optimizer has stepped these."""

@@ -65,6 +65,8 @@ class Steps:
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
         step.optimizer = self._optimizers.index(optimizer)
+        if self.notes.steps and self.notes.steps[-1].optimizer != step.optimizer and not step.backwards:
+            self._share(self.notes.steps[-1])
         step.line, self._clearing = line_of_caller(), ""
         groups = optimizer.param_groups
         step.names = [name for group in groups for one in group["params"] for name in self.names.get(id(one), [""])]
@@ -72,10 +74,18 @@ class Steps:
         step.stepped = copies(self._gradients())
         step.gradients = step.gradients or step.stepped  # or those from before they were clipped
         step.options = [{key: one for key, one in group.items() if isinstance(one, _NUMBERS)} for group in groups]
-        step.messages = self._messages.taken()
+        step.messages = step.messages + self._messages.taken()
         every = (one for pieces in self.pieces for one in pieces.unreduced())
         step.unreduced = {name: float(one.norm()) for name, one in every if name in step.names}
         self.step_begins(optimizer)
+
+    def _share(self, before: Step) -> None:
+        """The optimizer before has stepped a part of what its backwards brought, and this one steps another part."""
+        step = self.step
+        step.backwards, step.messages = before.backwards, before.messages
+        if before.clipped and not step.clipped:
+            step.gradients, step.clipped, step.scale = before.gradients, before.clipped, before.scale
+            step.norm, step.max_norm = before.norm, before.max_norm
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         while self._stepping and self._stepping.pop() is not optimizer:
