@@ -4,7 +4,8 @@
 
 What one rank sends says what all send: the same messages in the same order, over groups that follow from the mesh. They
 differ where chunks are uneven. Then what a rank sends of them follows from their bounds; and if such a group is not all
-ranks, what it holds may travel on over another axis, so each kind of rank runs once.
+ranks, what it holds may travel on over another axis, so each kind of rank runs once. Where ranks send to single others,
+each place in their group is a kind of its own.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from shardlab.dry.without_values import WithoutValues
 from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.records.tables import COLLECTIVES
 from shardlab.tensor_parallel.rng import generators_seeded
-from shardlab.vocabulary import Phase, SpanKind
+from shardlab.vocabulary import Collective, Phase, SpanKind
 
 T = TypeVar("T")
 Places = dict[str, dict[int, int]]
@@ -117,6 +118,8 @@ class DryRun(Generic[T]):
         self._first = first[1]
         apart = [one.event for one in first[0] if one.is_uneven and one.event.group_size < self.num_ranks]
         self._chunks = list(dict.fromkeys((str(event.axis), event.bounds or ()) for event in apart))
+        between_two = [one.event for one in first[0] if one.event.op in (Collective.SEND, Collective.RECV)]
+        self._apart = sorted({str(event.axis) for event in between_two})
         self._known = {self._kind(0): first}
 
     def of_rank(self, rank: int) -> tuple[list[Sent], T]:
@@ -156,8 +159,11 @@ class DryRun(Generic[T]):
 
     def _kind(self, rank: int) -> Hashable:
         members = ((self._places[axis][rank], bounds) for axis, bounds in self._chunks)
-        return self._kinds(rank, self._first, self._places), *(
-            bounds[member + 1] - bounds[member] for member, bounds in members
+        of_chunks = (bounds[member + 1] - bounds[member] for member, bounds in members)
+        return (
+            self._kinds(rank, self._first, self._places),
+            *of_chunks,
+            *(self._places[axis][rank] for axis in self._apart),
         )
 
     def _table(self, sent: Sequence[Sent], ranks: Sequence[int], run: str) -> pd.DataFrame:

@@ -23,7 +23,7 @@ from shardlab.engines.plain_mode import nothing
 from shardlab.launch import RankPool
 from shardlab.recording.global_hooks import replaced
 from shardlab.same.capture import Capture
-from shardlab.same.notes import Backward, Known, Notes, Part, Step, kept
+from shardlab.same.notes import Backward, Known, Notes, Part, Step, factor, kept
 from shardlab.same.pieces import Pieces, part_of
 from shardlab.same.rows import RowsAgain
 from shardlab.same.steps import Enough
@@ -91,8 +91,12 @@ class Alone(Capture):
         """Give the optimizer what the ranks stepped."""
         step, theirs = self.step, self._theirs()
         if self._latest and not self.has_engines:
+            # What this optimizer does not step may be scaled later, or belong to another loss.
+            if step.gradients is not self._latest:
+                step.scale = factor(self._latest, [part for part in step.gradients if part.name in step.names])
             step.gradients = self._latest
-        _write(self._gradients(), [one.stepped for one in theirs], self._rank)
+        own = (part for part in self._gradients() if part.name in step.names)
+        _write(own, [one.stepped for one in theirs], self._rank)
         options = theirs[self._rank].options
         if len(options) == len(optimizer.param_groups):
             for group, given in zip(optimizer.param_groups, options, strict=True):

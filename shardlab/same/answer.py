@@ -47,7 +47,8 @@ def answer(ranks: Sequence[Notes], alone: Sequence[Notes], *, is_together: bool 
     """
     if (said := early(ranks)) is not None:
         return said
-    if lines := _unfit(alone, "in one process: ") or _ended(alone, "in one process: "):
+    where = f"in one process{' with the rows of all ranks at once' if is_together else ''}: "
+    if lines := _unfit(alone, where) or _ended(alone, where):
         return Answer(lines)
     shapes = {part.name: part.shape for one in alone for step in one.steps for part in (*step.gradients, *step.after)}
     divided, found = False, Found()
@@ -63,7 +64,7 @@ def answer(ranks: Sequence[Notes], alone: Sequence[Notes], *, is_together: bool 
         lines = [*lost, ("NOTE", f"what is left is the same: {lines[0][1]}"), *lines[1:]]
     elif lost:
         lines = [*lost, ("NOTE", f"nothing is left: {DEAD}")] if lines[0][1] == DEAD else lines + lost
-    return Answer([*lines, *_notes(found, ranks, divided)], found.table)
+    return Answer([*lines, *_notes(found, ranks, alone, divided)], found.table)
 
 
 def early(ranks: Sequence[Notes]) -> Answer | None:
@@ -181,7 +182,7 @@ def _other_losses(found: Found, ranks: Sequence[Notes], alone: Sequence[Notes], 
     shares = torch.tensor([[known.weight(r, m) for m in range(own.shape[1])] for r in range(len(ranks))]).double()
     may_be = [own * scale for scale in (1.0, len(ranks), len(ranks) ** 2, 1 / len(ranks), shares, shares * len(ranks))]
     if found.is_together:  # the loss of all rows at once
-        theirs, may_be = theirs.sum(0), [own[0], own[0] * len(ranks)]
+        theirs, may_be = theirs.sum(0), [own[0] * len(ranks) ** power for power in (0, 1, 2)]
     else:  # or a loss that ranks have reduced before backward
         may_be += [own.sum(0).expand_as(own), own.mean(0).expand_as(own)]
     tolerance = max(found.band.same, 1e-6) if found.band.same else found.band.different
@@ -217,7 +218,7 @@ def _lost(ranks: Sequence[Notes], divided: bool) -> Iterator[Line]:
             yield LOST, f"step {number}: {_norm_of(list(step.unreduced.items()), rank)}, {why}"
             break
     if not divided and _same_rows(ranks):
-        yield LOST, f"all {len(ranks)} ranks are given the same rows: {len(ranks) - 1} of {len(ranks)} are repeated"
+        yield LOST, f"all {len(ranks)} ranks are given the same rows: {len(ranks) - 1} of {len(ranks)} add nothing"
     stepped = {name for _, _, step in every for name in step.names}
     if stepped and (left := [name for name in ranks[0].trainable if name not in stepped]):
         yield LOST, f"{len(left)} parameters train and no optimizer steps them, first {left[0]!r}"
@@ -235,11 +236,12 @@ def _cleared(step: Step, ranks: Sequence[Notes], number: int, *, of_another: boo
     return [one for one in wanted if not (of_another and one.name in stepped)]
 
 
-def _notes(found: Found, ranks: Sequence[Notes], divided: bool) -> Iterator[Line]:
+def _notes(found: Found, ranks: Sequence[Notes], alone: Sequence[Notes], divided: bool) -> Iterator[Line]:
     """What one process would do alike, and what is told as what it is."""
     every = [(step, number) for one in ranks for number, step in enumerate(one.steps)]
     discarded = {each.name for step, number in every for each in _cleared(step, ranks, number, of_another=True)}
-    kept = [number for step, number in every if step.backwards and step.backwards[0].grew_from]
+    # Of what another optimizer steps the gradients may be cleared before its next backward.
+    kept = [number for step, number in every for one in step.backwards[:1] if one.grew_from.keys() & set(step.names)]
     sent = next(filter(None, (in_forward(step) for step in ranks[0].steps)), [])
     gathers = found.is_together and all(one.op == "all_gather" for one in sent)
     lines = ", ".join(dict.fromkeys(short(one.line) for one in sent))
@@ -257,8 +259,19 @@ def _notes(found: Found, ranks: Sequence[Notes], divided: bool) -> Iterator[Line
         "micro-batches with unequal numbers of rows or tokens weigh the same, in one process too": uneven,
         f"gradients of the step before are still there in step {min(kept, default=0)}: nothing clears them": kept,
         f"gradients of {len(discarded)} parameters, brought by another optimizer's loss, are discarded": discarded,
+        _other_options(ranks[0], alone[0]): True,
     }
-    yield from (("NOTE", text) for text, holds in told.items() if holds)
+    yield from (("NOTE", text) for text, holds in told.items() if holds and text)
+
+
+def _other_options(rank: Notes, alone: Notes) -> str:
+    """An option by which one process would have stepped and ranks do not, as after a scheduler's step for each rank."""
+    for number, steps in enumerate(zip(rank.steps, alone.steps, strict=False)):
+        for theirs, own in zip(*(one.options for one in steps), strict=False):
+            for key in (one for one in theirs if one in own and own[one] != theirs[one]):
+                known = f"{key} is {theirs[key]} on rank 0 and {own[key]} in one process in step {number}"
+                return f"{known}: it depends on the number of ranks, and steps are compared with that of rank 0"
+    return ""
 
 
 def _same_rows(ranks: Sequence[Notes]) -> bool:

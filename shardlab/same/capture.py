@@ -93,7 +93,8 @@ class Capture(Steps, TorchFunctionMode):
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A function of torch is called, with gradients or without."""
         kwargs = kwargs or {}
-        if self._is_on_the_way and not self._is_in_backward and meets((args, kwargs)):
+        sends = str(getattr(function, "__module__", "")).startswith("torch.distributed")  # into memory, not rows
+        if self._is_on_the_way and not self._is_in_backward and not sends and meets((args, kwargs)):
             key = getattr(function, "__name__", str(function)), line_of_caller()
             args, kwargs = self._rows.met(self.step, self._called, key, (args, kwargs))
         made = function(*args, **kwargs)

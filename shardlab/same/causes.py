@@ -124,7 +124,8 @@ def _of_update(_: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> list[Ca
 
 
 def _of_gradients(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> list[Cause]:
-    step, names, on = rows[0].step, _names(rows), min(row.rank for row in rows)
+    step, names, apart = rows[0].step, _names(rows), sorted({row.rank for row in rows})
+    on = apart[0]
     if known := _clipped_apart(found, ranks, step) or _divided_apart(found, ranks, step, names):
         return known
     said, expected, sent = list[Cause](), found.unions[step], ranks[on].steps[step].messages
@@ -137,6 +138,11 @@ def _of_gradients(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> 
             messages = in_forward(ranks[on].steps[step])
             reason = "what ranks exchange in forward brings back no gradient, or another one than in one process"
             advice = "exchange by torch.distributed.nn.functional, which has a backward; let each row's loss count once"
+        elif not mixed.explains and len(apart) < len(ranks) and any(one.op == "reduce" for one in messages):
+            reason = f"reduce gives the sum to one rank alone, and leaves something else on rank {listed(apart)}"
+            return [
+                (reason, _where(ranks, step, on, names[:1], messages), "call all_reduce, or step on that rank alone")
+            ]
         elif not mixed.explains and (times := _of_step_before(found, step, names, on)):
             reason = f"what the step before brought is still in them, {times:.3g} times"
             where = _where(ranks, step, on, names, messages)

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import hypot, inf, isclose, isnan, nan, sqrt
+from math import hypot, inf, isclose, nan, sqrt
 from typing import NamedTuple
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from shardlab.same.notes import Notes, Step, UnlikeError
+from shardlab.same.notes import Notes, Step, UnlikeError, factor
 from shardlab.same.union import Gradient, Union, union
 from shardlab.same.wholes import wholes
 
@@ -133,6 +133,10 @@ def among(ranks: Sequence[Notes]) -> Found:
 
 
 def _compare_step(found: Found, number: int, steps: Sequence[Step], own: Sequence[Step], expected: Union) -> None:
+    scales = [one.scale for one in own]
+    is_common = isclose(min(scales), max(scales), rel_tol=1e-5 if found.band.same else 1e-2)
+    if is_common and scales[0] != 1.0:
+        expected = expected.scaled(scales[0])
     found.unions.append(expected)
     first, num_ranks = wholes([one.weights for one in steps]), len(steps)
     begins = {name: next(one for one in views if one is not None) for name, views in first.items()}
@@ -146,10 +150,9 @@ def _compare_step(found: Found, number: int, steps: Sequence[Step], own: Sequenc
     found.ours.append(ours)
     names = {name for one in steps for name in one.names}
     wanted = {name: value for name, value in expected.gradient.items() if name in names}
-    clipped_by_hand = _factor(own) if not any(one.clipped for one in own) else None
-    if clipped_by_hand is not None:
+    if not is_common:
         found.clips_by_hand = True
-        wanted = _clipped_by_hand(wanted, expected.gradient, own, clipped_by_hand)
+        wanted = _clipped_by_hand(wanted, expected.gradient, own)
     rows = list(_rows(number, "gradient", ours, wanted, num_ranks))
     if expected.is_summed and rows and all(isclose(row.ratio, num_ranks, rel_tol=found.band.different) for row in rows):
         found.by_sum = True
@@ -228,10 +231,9 @@ def _norms(number: int, steps: Sequence[Step], expected: Gradient, scale: int) -
         norm = scale * hypot(*(_norm(expected[name]) for name in {*step.clipped} & expected.keys()))
         if own.norm is not None:
             yield _ratio(number, "norm", rank, own.norm, norm)
-        factor = (_factor([own]) or [1.0 if not own.clipped else nan])[0]
-        wanted = min(1.0, step.max_norm / (norm + 1e-6))
-        if not isnan(factor):
-            yield _ratio(number, "clipping", rank, factor, wanted)
+        scaled = factor(own.gradients, own.stepped)
+        if scaled != 1.0 or not own.clipped:
+            yield _ratio(number, "clipping", rank, scaled, min(1.0, step.max_norm / (norm + 1e-6)))
 
 
 def _ratio(number: int, what: str, rank: int, ours: float, expected: float) -> Row:
@@ -239,30 +241,17 @@ def _ratio(number: int, what: str, rank: int, ours: float, expected: float) -> R
     return Row(number, what, "", rank, ours / (expected or ours or 1.0), 1.0, away, away / (expected or inf))
 
 
-def _factor(steps: Sequence[Step]) -> list[float] | None:
-    """By what each has scaled its gradients before the step; None if it has not."""
-    found = []
-    for step in steps:
-        before, after = ({part.key: part.value for part in some} for some in (step.gradients, step.stepped))
-        both = [(before[key], after[key]) for key in before.keys() & after.keys()]
-        size = sum(_norm(one) ** 2 for one, _ in both)
-        if not size:
-            return None
-        is_scaled = not all(map(torch.equal, *zip(*both, strict=True)))
-        found.append(sum(float((one.double() * other).sum()) for one, other in both) / size if is_scaled else 1.0)
-    return found if any(not isclose(one, 1.0, rel_tol=1e-6) for one in found) else None
-
-
-def _clipped_by_hand(gradient: Gradient, every: Gradient, own: Sequence[Step], factors: Sequence[float]) -> Gradient:
+def _clipped_by_hand(gradient: Gradient, every: Gradient, own: Sequence[Step]) -> Gradient:
     """The gradient scaled as the script scales that of one process: to a largest norm, if that is what it does.
 
     Raises:
         UnlikeError: it is not.
     """
-    norms = [hypot(*(_norm(part.value) for part in one.gradients)) for one in own]
-    largest = [factor * norm for factor, norm in zip(factors, norms, strict=True) if factor < 1 - 1e-6]
-    if max(factors) > 1 + 1e-6 or not isclose(min(largest), max(largest), rel_tol=1e-4):
-        why = "between backward and step the script changes gradients otherwise than to a largest norm, so that what "
-        raise UnlikeError(f"{why}one process would step on all rows is not known")
+    norms = [one.scale * hypot(*(_norm(part.value) for part in one.gradients)) for one in own]
+    largest = [norm for norm, one in zip(norms, own, strict=True) if one.scale < 1]
+    is_clip = all(one.scale <= 1 and not one.clipped for one in own)
+    if not is_clip or not isclose(min(largest), max(largest), rel_tol=1e-4):
+        why = "between backward and step the script changes gradients otherwise than by one number or to a largest "
+        raise UnlikeError(f"{why}norm, so that what one process would step on all rows is not known")
     norm = hypot(*map(_norm, every.values()))
     return {name: value * min(1.0, largest[0] / norm) for name, value in gradient.items()}

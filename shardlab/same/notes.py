@@ -6,8 +6,9 @@ the whole, so that nothing is sent: wholes are put together where all files are.
 """
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isclose
 from typing import Any, NamedTuple
 
 import torch
@@ -72,6 +73,17 @@ def kept(tensor: Tensor) -> Tensor:
 def same_tensors(some: Mapping[Any, Tensor], others: Mapping[Any, Tensor]) -> bool:
     """Whether they have the same keys, and equal tensors."""
     return some.keys() == others.keys() and all(torch.equal(one, others[key]) for key, one in some.items())
+
+
+def factor(before: Sequence[Part], after: Sequence[Part]) -> float:
+    """By what pieces have been multiplied, by least squares; exactly 1 where that is next to nothing."""
+    known = {part.key: part.value for part in before}
+    both = [(known[part.key], part.value) for part in after if part.key in known]
+    size = sum(float(one.double().square().sum()) for one, _ in both)
+    if not size or all(one.equal(other) for one, other in both):
+        return 1.0
+    found = sum(float((one.double() * other).sum()) for one, other in both) / size
+    return 1.0 if isclose(found, 1.0, rel_tol=1e-6) else found
 
 
 @dataclass
@@ -161,12 +173,13 @@ class Step:
         weights: of each module, when it was first called.
         buffers: likewise, by name.
         calls: of each module, by its number.
-        backwards: in order.
+        backwards: in order; where another optimizer has just stepped a part of what they brought, those of its step.
         gradients: before they were clipped or stepped.
         stepped: just before the step.
         norm: by which they were clipped; None if it is not known here.
         max_norm: that clipping allowed; None without.
         clipped: names of the parameters of which that is the norm.
+        scale: by what a single process multiplies what backwards have brought, before torch's clipping or the step.
         options: of the optimizer's groups.
         after: weights that this optimizer has stepped, when a module was called next.
         line: of the step.
@@ -187,6 +200,7 @@ class Step:
     norm: float | None = None
     max_norm: float | None = None
     clipped: list[str] = field(default_factory=list)
+    scale: float = 1.0
     options: list[dict[str, Any]] = field(default_factory=list)
     after: list[Part] = field(default_factory=list)
     line: str = ""

@@ -80,6 +80,8 @@ def _judged(job: Job, folder: Path, limit_s: float) -> Answer:
         again = answer(ranks, read(folder, TOGETHER, [dim]) * job.ranks, is_together=True)
         if again.word != UNKNOWN:
             return again
+        # What ends a process on the rows of one rank may only be that it has not those of all.
+        said = again if dim == 0 and any(one.error for one in alone) else said
     return said
 
 

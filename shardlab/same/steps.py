@@ -41,11 +41,12 @@ class Held:
         return {name: norm for name, (norm, backward, _) in self._known.items() if backward < 0 < norm}
 
     def brought(self, parts: Iterable[Part], backward: int) -> None:
-        """Gradients as a backward leaves them."""
+        """Gradients as a backward leaves them; it has brought nothing of one that it leaves as it was."""
         for part in parts:
             # What the loss of another optimizer brought before stays that.
-            is_of_another = part.name in self._known and self._known[part.name][2]
-            self._known[part.name] = float(part.value.norm()), backward, is_of_another
+            before, _, is_of_another = self._known.get(part.name, (0.0, 0, False))
+            if (norm := float(part.value.norm())) != before:
+                self._known[part.name] = norm, backward, is_of_another
 
     def stepped(self, names: Collection[str]) -> None:
         """An optimizer has stepped these."""
@@ -143,6 +144,8 @@ class Steps:
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
         step.optimizer = self._optimizers.index(optimizer)
+        if self.notes.steps and self.notes.steps[-1].optimizer != step.optimizer and not step.backwards:
+            self._share(self.notes.steps[-1])
         step.line, self._clearing = line_of_caller(), ""
         groups = optimizer.param_groups
         step.names = [name for group in groups for one in group["params"] for name in self.names.get(id(one), [""])]
@@ -150,10 +153,18 @@ class Steps:
         step.stepped = copies(self._gradients())
         step.gradients = step.gradients or step.stepped  # or those from before they were clipped
         step.options = [{key: one for key, one in group.items() if isinstance(one, _NUMBERS)} for group in groups]
-        step.messages = self._messages.taken()
+        step.messages = step.messages + self._messages.taken()
         every = (one for pieces in self.pieces for one in pieces.unreduced())
         step.unreduced = {name: float(one.norm()) for name, one in every if name in step.names}
         self.step_begins(optimizer)
+
+    def _share(self, before: Step) -> None:
+        """The optimizer before has stepped a part of what its backwards brought, and this one steps another part."""
+        step = self.step
+        step.backwards, step.messages = before.backwards, before.messages
+        if before.clipped and not step.clipped:
+            step.gradients, step.clipped, step.scale = before.gradients, before.clipped, before.scale
+            step.norm, step.max_norm = before.norm, before.max_norm
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         while self._stepping and self._stepping.pop() is not optimizer:

@@ -6,7 +6,7 @@ number of ranks, the single process takes those of all ranks by itself.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import isclose
 
@@ -53,6 +53,14 @@ class Union:
     def weight(self, rank: int, micro: int) -> float:
         """What a micro-batch of a rank counts."""
         return self.by_micro.get((rank, micro), self.weights[rank])
+
+    def scaled(self, by: float) -> "Union":
+        """The same of a script that multiplies gradients by a number after backward; sums over rows are no longer."""
+        gradient, *brought = (
+            {name: value * by for name, value in one.items()} for one in (self.gradient, *self.brought.values())
+        )
+        known = dict(zip(self.brought, brought, strict=True))
+        return replace(self, gradient=gradient, brought=known, is_summed=False, is_undivided=False)
 
     def share(self, rank: int, micro: int) -> float:
         """The weight of a rank's micro-batch and of those with the same rows."""

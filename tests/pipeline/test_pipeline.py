@@ -274,6 +274,12 @@ def test_a_cut_is_balanced_by_what_parts_cost():
             cut(gpt(), 2, costs=wrong)
 
 
+def leaves_out_a_layer():
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    model.parts = lambda: {"0": ("0",), "2": ("2",)}
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "num_stages", "begins", "told"),
     [
@@ -281,6 +287,7 @@ def test_a_cut_is_balanced_by_what_parts_cost():
         (gpt, 2, ("blocks.9",), "begins: blocks.9 cannot begin stages 1 to 1; give so many of blocks.0"),
         (gpt, 3, ("blocks.1", "blocks.0"), "begins: blocks.1, blocks.0 cannot begin stages 1 to 2"),
         (lambda: nn.Linear(2, 2), 1, (), "model: Linear does not say where it may be cut"),
+        (leaves_out_a_layer, 2, (), "model: '1.weight' is in none of the parts 0, 2, so stages would leave out what"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(make, num_stages, begins, told):

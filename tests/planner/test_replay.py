@@ -237,3 +237,16 @@ def test_a_slower_link_is_never_faster_and_everything_runs_in_turn(some, strateg
         assert all(end <= start for (_, end), (start, _) in pairwise(own))
     waited = found.exposed_seconds + found.slowed_seconds + sum(work.us for work, *_ in found.computed) / 1e6
     assert waited == pytest.approx(found.seconds)
+
+
+def test_ranks_that_send_to_single_others_are_each_planned():
+    def step(mesh, log):
+        with log.step():
+            if mesh["data"].rank:
+                mesh["data"].send(torch.ones(8), 0, tag="to 0").wait()
+            else:
+                for rank in (1, 2):
+                    mesh["data"].recv(torch.empty(8), rank, tag="to 0").wait()
+
+    sent = DryRun(step, {"data": 3}).messages().groupby("rank")["wire_bytes"].agg(["size", "sum"])
+    assert sent.to_numpy().tolist() == [[2, 0], [1, 32], [1, 32]]

@@ -11,7 +11,8 @@ from shardlab.same import watch
 from shardlab.same.answer import answer
 from shardlab.same.capture import drops_nothing
 from shardlab.same.coefficients import meaning, mixture
-from shardlab.same.notes import Backward, Cleared, Counted, Notes, Part, Step, UnlikeError
+from shardlab.same.notes import Backward, Cleared, Counted, Message, Notes, Part, Step, UnlikeError
+from shardlab.same.steps import Held
 from shardlab.same.union import union
 from shardlab.same.wholes import wholes
 
@@ -178,3 +179,63 @@ def test_a_loop_that_is_watched(pools):
     assert "added over 2 ranks and not divided" in wrong
     with pytest.raises(RankError, match="optimizer: it steps no parameter of the model"):
         pools(2).run(loop, 1.0, True)
+
+
+def test_an_option_that_depends_on_the_number_of_ranks_is_told_though_steps_are_the_same():
+    alone, ranks = ([noted([row[0]]) for row in ROWS] for _ in range(2))
+    for one in ranks:
+        one.steps[0].stepped = one.steps[0].gradients = [part([0.5, 0, 0.5, 0])]
+    for lr, notes in ((0.1, alone), (0.2, ranks)):
+        for one in notes:
+            one.steps[0].options = [{"lr": lr, "momentum": 0.9}]
+    said = str(answer(ranks, alone))
+    assert said.startswith("SAME")
+    assert "lr is 0.2 on rank 0 and 0.1 in one process in step 0" in said
+    assert "momentum is" not in said
+
+
+def test_what_a_script_multiplies_all_gradients_by_after_backward_is_no_difference():
+    alone, ranks = ([noted(rows) for rows in ROWS] for _ in range(2))
+    for one, mine in zip(alone, ranks, strict=True):
+        one.steps[0].scale = 0.5
+        mine.steps[0].stepped = mine.steps[0].gradients = [part([0.25] * 4)]
+    assert answer(ranks, alone).word == "SAME"
+    for mine in ranks:
+        mine.steps[0].stepped = mine.steps[0].gradients = [part([0.5] * 4)]
+    assert "times 2: added over 2 ranks and not divided" in str(answer(ranks, alone))
+    alone[0].steps[0].scale = 2.0
+    assert "otherwise than by one number or to a largest norm" in str(answer(ranks, alone))
+
+
+def test_a_reduce_to_one_rank_is_named():
+    alone, ranks = ([noted([row[0]]) for row in ROWS] for _ in range(2))
+    for one, gradient in zip(ranks, ([0.5, 0, 0.5, 0], [0.5, 3, 0.5, 0]), strict=True):
+        step = one.steps[0]
+        step.stepped = step.gradients = [part(gradient)]
+        step.messages = [Message("reduce", "", "train.py:3", (0, 1), "float64", ("w",), 1)]
+    said = answer(ranks, alone).lines
+    assert ("CAUSE", "reduce gives the sum to one rank alone, and leaves something else on rank 1") in said
+    assert [word for word, _ in said].count("CAUSE") == 1
+
+
+def test_losses_times_ranks_are_known_where_one_process_has_all_rows_at_once():
+    alone, ranks = [noted([[1.0, 1.0]])] * 2, [noted([[2.0, 2.0]], loss=2.0) for _ in range(2)]
+    assert "times 2: added over 2 ranks and not divided" in str(answer(ranks, alone, is_together=True))
+
+
+def test_a_gradient_that_a_backward_leaves_as_it_was_is_neither_brought_by_it_nor_lost():
+    held = Held()
+    held.brought([part([1.0])], 0)
+    held.stepped(["w"])
+    assert held.kept() == {"w": 1.0}
+    held.brought([part([1.0])], 0)  # of another optimizer's loss
+    held.stepped(["other"])
+    assert held.cleared([], "train.py:1") == []
+
+
+def test_gradients_that_another_optimizer_clears_later_are_not_said_to_stay():
+    ranks = [noted([row[0]]) for row in ROWS]
+    for name, told in (("other", False), ("w", True)):
+        for one in ranks:
+            one.steps[0].backwards[0].grew_from = {name: 1.0}
+        assert ("nothing clears them" in str(answer(ranks, ranks))) == told

@@ -134,6 +134,57 @@ def test_a_wrapper_that_one_process_does_without_changes_no_names(tmp_path):
     assert said.word == "SAME", str(said)
 
 
+TWO_TOWERS = """
+import torch, torch.distributed as dist
+from torch.nn.functional import cross_entropy, normalize
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.empty_like(x) for _ in range(world)]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts)
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient.chunk(world)[rank]
+class Towers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = torch.nn.Linear(6, 4), torch.nn.Linear(5, 4)
+    def forward(self, x, y):
+        return normalize(self.left(x), dim=-1), normalize(self.right(y), dim=-1)
+torch.manual_seed(0)
+model = Towers()
+matrices = torch.optim.SGD([one for one in model.parameters() if one.ndim > 1], lr=0.1, momentum=0.9)
+others = torch.optim.AdamW([one for one in model.parameters() if one.ndim == 1], lr=0.01)
+torch.manual_seed(1 + rank)
+for step in range(5):
+    for _ in range(2):
+        x, y = model(torch.randn(8, 6), torch.randn(8, 5))
+        logits = {features} * 5
+        cross_entropy(logits, torch.arange({labels})).backward()
+    for param in model.parameters():
+        dist.all_reduce(param.grad)
+        param.grad /= 2 * world
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    matrices.step()
+    others.step()
+    model.zero_grad()
+"""
+OWN, ALL = ("x @ y.T", "8"), ("Gather.apply(x) @ Gather.apply(y).T", "8 * world")
+
+
+@pytest.mark.parametrize(("features", "labels"), [OWN, ALL])
+def test_gradients_may_be_scaled_after_backward_and_stepped_by_two_optimizers(tmp_path, features, labels):
+    """``ALL`` as CLIP gathers embeddings: into a list, in a function with a backward of its own."""
+    (tmp_path / "train.py").write_text(TWO_TOWERS.format(features=features, labels=labels))
+    said = judged(Job(tmp_path / "train.py", float64=True), 60)
+    assert said.word == "SAME", str(said)
+
+
 HAND_DIVIDED = """
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
