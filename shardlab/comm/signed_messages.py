@@ -35,11 +35,16 @@ def signature(words: str, message: bytes = b"") -> bytes:
     return hmac.digest(told.encode() if told else _of_user(), words.encode() + b"\0" + message, "sha256")
 
 
-def _checked(words: str, told: bytes) -> bytes:
-    """The message behind its signature.
+def signed(words: str, message: bytes) -> bytes:
+    """The message behind its signature."""
+    return signature(words, message) + message
+
+
+def checked(words: str, told: bytes) -> bytes:
+    """The message that ``signed`` was given.
 
     Raises:
-        RuntimeError: that is not of this secret, or not of these words.
+        RuntimeError: its signature is not of this secret, or not of these words.
     """
     message = told[_SIZE:]
     if not hmac.compare_digest(told[:_SIZE], signature(words, message)):
@@ -64,7 +69,7 @@ def all_gather_bytes(message: bytes, group: dist.ProcessGroup | None = None) -> 
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    own = torch.frombuffer(bytearray(signature(f"rank {rank}", message) + message), dtype=torch.uint8)
+    own = torch.frombuffer(bytearray(signed(f"rank {rank}", message)), dtype=torch.uint8)
     size = torch.tensor([own.numel()], device=device)
     sizes = [torch.empty_like(size) for _ in range(num_ranks)]
     dist.all_gather(sizes, size, group=group)
@@ -75,7 +80,7 @@ def all_gather_bytes(message: bytes, group: dist.ProcessGroup | None = None) -> 
     parts = [torch.empty_like(padded) for _ in range(num_ranks)]
     dist.all_gather(parts, padded, group=group)
     told = [part[:length].cpu().numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
-    return [_checked(f"rank {other}", each) for other, each in enumerate(told)]
+    return [checked(f"rank {other}", each) for other, each in enumerate(told)]
 
 
 @cache

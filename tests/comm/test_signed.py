@@ -1,13 +1,17 @@
 """What ranks are told over sockets by somebody who is no rank: nothing of it runs."""
 
+import base64
+import io
 import os
 import stat
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from shardlab.comm import signed_messages as signed
+from shardlab.engines.checkpoint import module_state
 from tests.launch.helpers import script_env
 
 # gloo takes anybody for a rank. Here one member of the group is none; where root runs the tests, it is another user's.
@@ -55,6 +59,14 @@ def test_no_rank_runs_what_another_user_sends(tmp_path):
     )
     assert not (tmp_path / "taken over").exists()
     assert ran.stdout.count("rank 1: a message came without the signature of a rank") == 3, ran
+
+
+def test_extra_state_that_no_rank_has_written_is_not_unpickled(monkeypatch):
+    monkeypatch.setenv(signed.SECRET, "of these ranks")
+    assert module_state._unpickled(module_state._pickled({"a": 1})) == {"a": 1}
+    torch.save({"a": 1}, file := io.BytesIO())
+    with pytest.raises(RuntimeError, match="without the signature of a rank"):
+        module_state._unpickled(base64.b64encode(file.getvalue()).decode())
 
 
 @pytest.fixture

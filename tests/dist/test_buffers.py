@@ -192,21 +192,21 @@ def test_torchs_engines_broadcast_as_they_do():
             build_engine(name, nn.Linear(2, 2), momentum, broadcast_buffers=True)
 
 
-class Unsendable(nn.Linear):
+class Unpicklable(nn.Linear):
     def get_extra_state(self):
         return lambda: None
 
 
-def unsendable(rank):
+def unpicklable(rank):
     with (
         Mesh({"data": 2}) as mesh,
-        build_engine("bucketed", Unsendable(3, 3), cases.OPTIMIZERS["sgd"], mesh) as engine,
+        build_engine("bucketed", Unpicklable(3, 3), cases.OPTIMIZERS["sgd"], mesh) as engine,
     ):
-        with pytest.raises(ValueError, match=r"full_state_dict\._extra_state: .*not function \(on rank 0\)") as caught:
+        with pytest.raises(RuntimeError, match=r"pickle.*on rank 0|on rank 0.*pickle") as caught:
             engine.full_state_dict()
         return str(caught.value)
 
 
 def test_extra_state_that_cannot_be_sent_is_refused_on_every_rank(pools):
-    first, second = pools(2).run(unsendable)
+    first, second = pools(2).run(unpicklable)
     assert first == second

@@ -3,7 +3,9 @@
 Parameters are equal on all ranks. Buffers and extra state need not be, so the first data rank's are sent to the others.
 """
 
+import base64
 import contextlib
+import io
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,12 +15,12 @@ from torch import Tensor, nn
 
 from shardlab.comm.coalesced import broadcast_coalesced
 from shardlab.comm.communicator import Communicator
-from shardlab.comm.same_on_all_ranks import all_or_none, share_json
+from shardlab.comm.same_on_all_ranks import all_or_none, share_texts
+from shardlab.comm.signed_messages import checked, signed
 from shardlab.comm.slices import cut_state, merge_state
 from shardlab.engines.any_engine import AnyEngine
-from shardlab.engines.checkpoint.manifest import decode, encode
 
-_EXTRA_STATE = "_extra_state"  # torch's suffix for what get_extra_state() returned
+_EXTRA_STATE = "_extra_state"  # torch's suffix for what get_extra_state() returned: any type, of any size
 
 
 def full_state_dict(engine: AnyEngine) -> dict[str, Any]:
@@ -63,7 +65,7 @@ def first_ranks_own(engine: AnyEngine, state: dict[str, Any]) -> dict[str, Any]:
         state: copies, by name; the broadcast writes to tensors among them.
 
     Raises:
-        ValueError: the first rank's extra state is of a type that a checkpoint does not hold; on all ranks.
+        RuntimeError: the first rank's extra state cannot be pickled; on all ranks.
     """
     # Parameters are not sent: every engine keeps them equal, and they are most of the bytes.
     parameters = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}
@@ -97,7 +99,17 @@ def _of_first(comms: Sequence[Communicator], device: torch.device, values: dict[
     if all(comm.num_ranks == 1 for comm in comms):
         return values
     is_first = all(comm.rank == 0 for comm in comms)
-    # As checkpoints have it: nothing of what another rank says is run.
-    encoded = all_or_none(comms, device, lambda: encode(values, "full_state_dict") if is_first else None)
-    found: dict[str, Any] = decode(share_json(comms, device, encoded)[0])
+    pickled = all_or_none(comms, device, lambda: _pickled(values) if is_first else "")
+    found: dict[str, Any] = _unpickled(share_texts(comms, device, pickled)[0])
     return values if is_first else found
+
+
+def _pickled(values: dict[str, Any]) -> str:
+    file = io.BytesIO()
+    torch.save(values, file)
+    return base64.b64encode(signed(_EXTRA_STATE, file.getvalue())).decode()
+
+
+def _unpickled(text: str) -> Any:
+    # It may hold any class of the user's; its signature says that a rank wrote it.
+    return torch.load(io.BytesIO(checked(_EXTRA_STATE, base64.b64decode(text))), weights_only=False)
