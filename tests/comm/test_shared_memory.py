@@ -129,6 +129,18 @@ def apart(rank, transports):
         return names(rank, transports)
 
 
+def cloned(rank, transports):
+    """As if the ranks were on two copies of one virtual machine: the same name, and nobody under the address."""
+    plain = rendezvous._listen
+
+    def elsewhere():
+        listener, endpoint = plain()
+        return listener, endpoint._replace(address=endpoint.address + "-there")
+
+    with mock.patch.object(rendezvous, "_listen", plain if rank else elsewhere):
+        return names(rank, transports)
+
+
 def visited(rank):
     """A stranger connects to rank 0 before rank 1 does, and answers with a secret of its own."""
     plain, strangers = rendezvous._connected, []
@@ -165,10 +177,11 @@ def test_another_user_gets_no_memory(monkeypatch):
             assert rendezvous._rank_of(here, own) == expected
 
 
-def test_ranks_that_share_no_memory_use_gloo(pools):
-    assert pools(2).run(apart, (None,)) == [["gloo"]] * 2
+@pytest.mark.parametrize("somewhere", [apart, cloned])
+def test_ranks_that_share_no_memory_use_gloo(pools, somewhere):
+    assert pools(2).run(somewhere, (None,)) == [["gloo"]] * 2
     with pytest.raises(RankError, match="transport: 'shared_memory' needs all ranks of an axis on one host"):
-        pools(2).run(apart, ("shared_memory",))
+        pools(2).run(somewhere, ("shared_memory",))
 
 
 def going_on_after_a_mismatch(rank):

@@ -4,6 +4,9 @@ The memory has no name (``memfd_create``), and the Unix sockets are in the kerne
 process, nothing stays behind. Any process of the host may connect to such a socket. So a rank takes a connection only
 from a process of its own user, by the kernel's word (``SO_PEERCRED``), that signs its hello with the ranks' secret
 (``comm.signed_messages``). What ranks tell each other over their group, where another user may listen, is no secret.
+
+Two hosts may look like one: a cloned virtual machine has the same boot id. Then a rank cannot be reached under its
+address, and all ranks of the group use gloo instead.
 """
 
 import contextlib
@@ -19,10 +22,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from shardlab.comm.signed_messages import all_gather_bytes, signature
-from shardlab.comm.transports.shared_memory import SharedBuffers
+from shardlab.comm.transports.shared_memory import SharedBuffers, close_all
 
 HALF_BYTES = 2 * 1024**2  # of a buffer: smaller ones synchronise more often, larger ones leave the cache
 _HELLO = struct.Struct("=I32s")  # rank in the group, its signature for this listener
@@ -62,9 +66,16 @@ def share_buffers(group: dist.ProcessGroup, timeout: timedelta, half_bytes: int 
         endpoints = [_Endpoint(*json.loads(told)) for told in all_gather_bytes(json.dumps(own).encode(), group)]
         if listener is None or len({endpoint.host for endpoint in endpoints}) > 1:
             return None
+        sockets = _connected(rank, endpoints)
+        # Before anybody accepts: a rank would wait for a connection that another could not make.
+        missing = torch.tensor([int(sockets is None)], device="cpu")  # whatever a script has set as default
+        dist.all_reduce(missing, group=group)
+        if missing.item():
+            close_all((sockets or {}).values())
+            return None
+        assert sockets is not None
         listener.settimeout(timeout.total_seconds())
-        sockets = _connected(rank, endpoints) | _accepted(rank, listener, own, num_ranks)
-        sockets = dict(sorted(sockets.items()))
+        sockets = dict(sorted({**sockets, **_accepted(rank, listener, own, num_ranks)}.items()))
     return SharedBuffers(rank, _exchange_buffers(rank, sockets, 2 * half_bytes), sockets, timeout)
 
 
@@ -87,17 +98,21 @@ def _host() -> str:
     return f"{kernel} {Path('/proc/self/ns/net').readlink()}"
 
 
-def _connected(rank: int, endpoints: list[_Endpoint]) -> dict[int, socket.socket]:
-    """A socket to every rank before this one."""
+def _connected(rank: int, endpoints: list[_Endpoint]) -> dict[int, socket.socket] | None:
+    """A socket to every rank before this one; None if one of them is not there after all."""
     sockets: dict[int, socket.socket] = {}
     # Every listener exists by now, so connecting never waits for the other rank to accept.
     for other in range(rank):
         sockets[other] = peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         peer.settimeout(_HELLO_S)
-        peer.connect(endpoints[other].address)
-        if not _is_own_user(peer):
-            raise PermissionError(f"shared memory: rank {other} of the group belongs to another user")
-        peer.send(endpoints[other].hello(rank))
+        try:
+            peer.connect(endpoints[other].address)
+            if not _is_own_user(peer):
+                raise PermissionError(f"rank {other} belongs to another user")
+            peer.send(endpoints[other].hello(rank))
+        except OSError:
+            close_all(sockets.values())
+            return None
     return sockets
 
 
