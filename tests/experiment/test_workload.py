@@ -21,7 +21,7 @@ from shardlab.comm.autograd_collectives import all_gather
 from shardlab.experiment.planned.known_workload import optimizer_of
 from shardlab.experiment.told.answer import answer
 from shardlab.experiment.told.differences import losses_compared
-from shardlab.experiment.told.losses import alone_verdict, verdict
+from shardlab.experiment.told.losses import alone_verdict, resumed_verdict, verdict
 from shardlab.experiment.told.saved_runs import load_saved
 from shardlab.experiment.told.verdicts import plan_verdict
 from shardlab.experiment.trained.batches import batches_of, check_enough, divide, rows_of
@@ -338,7 +338,7 @@ def test_numpys_generator_is_seeded_for_the_model_and_the_data_and_when_a_run_go
     long = compare(trained, tmp_path / "long", steps=4, **options)
     compare(trained, tmp_path / "first", steps=2, save_every=2, **options)
     rest = compare(trained, tmp_path / "rest", steps=4, resume=str(tmp_path / "first"), **options)
-    assert (long.losses_equal, rest.losses_equal) == (True, True)
+    assert (long.losses_equal, rest.losses_equal, resumed_verdict(rest)) == (True, True, "")
     losses = [found.records.steps.set_index(["run", "rank", "step"])["loss"] for found in (rest, long)]
     pd.testing.assert_series_equal(losses[0], losses[1].loc[losses[0].index], rtol=0, atol=1e-12)
     assert np.random.get_state()[1].tolist() == before
@@ -357,6 +357,8 @@ def test_data_that_differ_are_said_and_not_the_losses_alone(pools, tmp_path, kin
     assert "losses NOT compared: the data differ, see below" in dict(answer(found))["CAN I TRUST IT"]
     if kind == "function":
         return
+    rest = compare(trained, tmp_path / "rest", steps=4, resume=str(tmp_path / "first"), **options)
+    assert "The DATA differ from those that were trained on before the checkpoint, from step 0" in resumed_verdict(rest)
     compare(trained, tmp_path / "again", steps=1, **options)
     saved = load_saved(tmp_path / "first"), load_saved(tmp_path / "again")
     assert verdict(saved[0][0]) == verdict(found)

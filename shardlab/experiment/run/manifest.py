@@ -54,6 +54,7 @@ def found_by(reports: list[RankReport], mesh: dict[str, int], config: CompareCon
         "batches": of_all_ranks(
             [reports[rank].batches for rank in by_stage[0][::num_tensor_ranks]], config.trained.divides_rows
         ),
+        "other_batch": reports[0].other_batch,
         "own_buffers": next(filter(None, differ), "")
         or (broadcast_said(reports[0].buffers) if config.broadcast_buffers else ""),
         "first_losses": _first_losses([report.first for report in last[::num_tensor_ranks]]),

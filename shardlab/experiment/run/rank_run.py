@@ -26,7 +26,7 @@ from shardlab.experiment.run.pipeline_step import PipelineStep
 from shardlab.experiment.run.rank_checks import FiniteCheck, FirstLoss, WatchedLoss, counts_of, sums_of
 from shardlab.experiment.run.shard_rows import shard_rows
 from shardlab.experiment.run.train_step import LossFn, StepResult, TrainStep
-from shardlab.experiment.trained.batches import NUM_BATCHES, Share, batches_of, size_of
+from shardlab.experiment.trained.batches import NUM_BATCHES, Share, batches_of, first_other, size_of
 from shardlab.experiment.trained.tensor import divided, loss_of
 from shardlab.experiment.trained.workload import seeded
 from shardlab.installed import num_cores
@@ -65,6 +65,7 @@ class RankReport:
         did: what the rank had called, and its parameters' checksum, after some of the steps.
         drew: whether a step drew random numbers, as dropout does.
         batches: checksums of the first ones, see ``batches``.
+        other_batch: the first of them that is not what the checkpoint it went on from was trained on; None if all are.
         buffers: checksums after the first steps, and after some of the later ones, see ``rank_checks``.
         first: of its first micro-batch.
         has_loss: whether it computes the loss, as the ranks of a pipeline's last stage do.
@@ -76,6 +77,7 @@ class RankReport:
     did: dict[int, Did]
     drew: bool
     batches: list[int] = field(default_factory=list)
+    other_batch: int | None = None
     buffers: dict[int, dict[str, int]] = field(default_factory=dict)
     first: FirstLoss | None = None
     has_loss: bool = True
@@ -100,6 +102,7 @@ class RankRun:
         self.drew = False
         """Whether a step drew random numbers. Data do not count: they draw apart from training, see ``batches``."""
         self.batches: list[int] = []  # those that were passed over too
+        self.other_batch: int | None = None
         self._first_counts, self._first_weight = dict[str, float](), 1.0
         self._config, workload = config, config.trained
         self.shares = self.batches_anew()
@@ -133,7 +136,7 @@ class RankRun:
     def save(self, directory: Path) -> None:
         """Write a checkpoint; collective."""
         extra = same_options(self._config, self._config.resumed_rows)
-        self.engine.save(directory, extra=extra, **self._objects)
+        self.engine.save(directory, extra={**extra, self._whose_batches: self.batches}, **self._objects)
 
     def resume(self, directory: Path) -> int:
         """Resume from a checkpoint and skip the batches that it was trained on; collective.
@@ -142,14 +145,22 @@ class RankRun:
             Number of the next step.
         """
         # Before the batches are passed over: only the checkpoint says how many there were.
-        self.engine.load(directory, **self._objects)
+        extra = self.engine.load(directory, **self._objects)
         self.pass_over(self.engine.num_steps)
+        # Of rank 0, which has written them; another rank may have had other rows.
+        if self.engine.data_rank == 0:
+            self.other_batch = first_other(extra.get(self._whose_batches, []), self.batches)
         return self.engine.num_steps
 
     def pass_over(self, steps: int) -> None:
         """Read the batches of so many steps, and do not train on them."""
         for _ in range(steps * self._config.accumulation):
             self._next_share()
+
+    @property
+    def _whose_batches(self) -> str:
+        """What a checkpoint calls the checksums: those of a rank's own rows are none for another number of ranks."""
+        return "batches" if self._config.trained.divides_rows else f"batches of rank 0 of {self.engine.num_data_ranks}"
 
     def _next_share(self) -> Share:
         share = next(self.shares)
@@ -306,8 +317,8 @@ def run_strategy(
         run.recorder.write_shards(run.shards)
         padding_bytes = sum(one.layout.padding_numel * one.element_size for one in run.engine.divisions())
         return RankReport(
-            run.recorder.cost_share, padding_bytes, run.finite.lost, known, run.drew, run.batches, buffers, run.first,
-            run.has_loss,
+            run.recorder.cost_share, padding_bytes, run.finite.lost, known, run.drew, run.batches, run.other_batch,
+            buffers, run.first, run.has_loss,
         )  # fmt: skip
 
 

@@ -195,6 +195,19 @@ def trained_on_others(manifests: Manifests) -> str:
     )
 
 
+def resumed_verdict(comparison: Comparison) -> str:
+    """One sentence if runs went on from a checkpoint that was trained on other rows; else empty."""
+    manifests = comparison.records.manifests
+    known = {run: manifest.get("other_batch") for run, manifest in manifests.items()}
+    others = {run: _step(place, manifests[run]) for run, place in known.items() if place is not None}
+    if not others:
+        return ""
+    return (
+        f"The DATA differ from those that were trained on before the checkpoint, from step {min(others.values())} on, "
+        f"so {', '.join(others)} did not go on as one long run would; {_ADVICE}."
+    )
+
+
 def _step(batch: int, manifest: Mapping[str, Any]) -> int:
     return batch // int(manifest["config"].get("accumulation", 1))
 

@@ -6,7 +6,7 @@ import pandas as pd
 
 from shardlab.analysis.rows import in_timed_steps, timed_steps
 from shardlab.engines import STRATEGIES
-from shardlab.experiment.told.losses import SAME_SUM, alone_verdict, gradients_verdict, verdict
+from shardlab.experiment.told.losses import SAME_SUM, alone_verdict, gradients_verdict, resumed_verdict, verdict
 from shardlab.experiment.told.saved_runs import Comparison
 from shardlab.plots.text import format_percent
 from shardlab.records.store import Records
@@ -19,8 +19,8 @@ def verdicts(comparison: Comparison) -> list[str]:
     """What the lines of the answer leave out, in sentences: what is wrong, in detail, and what else to know."""
     # The worst first: where strategies are missing, what follows says little.
     said = (
-        failed_verdict(comparison), verdict(comparison), gradients_verdict(comparison), alone_verdict(comparison),
-        plan_verdict(comparison), traffic_verdict(comparison), transport_verdict(comparison),
+        failed_verdict(comparison), resumed_verdict(comparison), verdict(comparison), gradients_verdict(comparison),
+        alone_verdict(comparison), plan_verdict(comparison), traffic_verdict(comparison), transport_verdict(comparison),
         buckets_verdict(comparison), unseen_verdict(comparison),
     )  # fmt: skip
     return [sentence for sentence in said if sentence]
