@@ -63,6 +63,10 @@ def _next(comparison: Comparison, config: CompareConfig, doubt: str) -> str:
         return "look at the data, whose rows hold inf or NaN: neither clipping nor a lower learning rate helps"
     described = next(iter(comparison.records.manifests.values())).get("workload") or {}
     failed = bool(not_finite(comparison.records.steps))
+    if comparison.failed:
+        return f"see below what {listing(list(comparison.failed))} raised, and what it says to change"
+    if not failed and len(comparison.summary) > 1 and not comparison.losses_equal:
+        return "see below why losses are not equal: before that is known no other number says much"
     ran = {*comparison.summary["strategy"]}
     return following(config, ran, has_failed=failed, doubt=doubt, place=described.get("place"))
 
