@@ -254,6 +254,8 @@ def test_one_command_to_try_next():
     assert following(stages, {"ddp+1f1b"}, has_failed=False, doubt="slept").startswith(
         "shardlab compare --ranks 4 --pipe 4 --steps 50"
     ), "2 are no 4 stages"
+    divided = CompareConfig(("single", "ddp"), ranks=4, tp=2)
+    assert "--ranks 4 --tp 2 --steps 50" in following(divided, {"ddp"}, has_failed=False, doubt="slept")
     # Records hold the workload's name alone, and the units of fsdp follow from the workload.
     recorded = CompareConfig(ranks=3, strategies=("zero2", "fsdp"))
     object.__setattr__(recorded, "workload", "words")
