@@ -348,7 +348,9 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
             return "the same with steps=50, and nothing beside it: so that times count"
         is_default = config.strategies == CompareConfig.strategies or config.pipe > 1
         chosen = "" if is_default else f" --strategies {','.join(config.strategies)}"
-        halves = config.ranks > 2 and config.pipe == config.tp == 1 and not any(map(config.has_two_axes, config.strategies))
+        halves = (
+            config.ranks > 2 and config.pipe == config.tp == 1 and not any(map(config.has_two_axes, config.strategies))
+        )
         fewer = f"{of} --ranks {config.ranks // 2}" if halves else f"{again} --steps 50"
         return f"shardlab compare{fewer}{chosen}, with nothing beside it: so that times count"
     if config.pipe > 1:
