@@ -35,12 +35,12 @@ def test_scripts_of_torchs_tutorials_are_the_same(script, ranks, word):
 @pytest.mark.parametrize(
     ("ranks", "kind", "stories"),
     [
-        (2, "by hand", ("a rank skips a step", "frozen on one rank", "gathered without a gradient")),
+        (2, "by hand", ("a rank skips a step", "gathered without a gradient", "a buffer that nobody clears")),
         (2, "DDP", ("cleared in each micro-batch", "not given to the optimizer", "learning rates that differ")),
         (2, "FSDP2", ("a mean of means", "buffers that drift", "no micro-batch syncs")),
         (2, "FSDP1", ("as it is", "the norm of own pieces")),
         (2, "ZeRO", ("as it is", "a rank does not clip")),
-        (3, "by hand", ("reduced in every micro-batch", "nobody sends stepped weights")),
+        (3, "by hand", ("reduced in every micro-batch", "nobody sends stepped weights", "frozen on one rank")),
         (4, "by hand", ("divided by one axis of two",)),
         (2, "DDP", ("uneven rows, counted over ranks", "unused", "bf16", "gathered with a gradient")),
     ],
