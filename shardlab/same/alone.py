@@ -93,14 +93,23 @@ class Alone(Capture):
         if self._latest and not self.has_engines:
             # What this optimizer does not step may be scaled later, or belong to another loss.
             if step.gradients is not self._latest:
-                step.scale = factor(self._latest, [part for part in step.gradients if part.name in step.names])
+                own = [part for part in step.gradients if part.name in step.names]
+                by = factor(self._latest, own)
+                # What is clipped and no multiple, as where a buffer adds up steps, is judged by what backward brought.
+                step.scale = by if not step.clipped or _is_multiple(self._latest, own, by) else 1.0
             step.gradients = self._latest
-        own = (part for part in self._gradients() if part.name in step.names)
-        _write(own, [one.stepped for one in theirs], self._rank)
+        stepped = (part for part in self._gradients() if part.name in step.names)
+        _write(stepped, [one.stepped for one in theirs], self._rank)
         options = theirs[self._rank].options
         if len(options) == len(optimizer.param_groups):
             for group, given in zip(optimizer.param_groups, options, strict=True):
                 group.update(given)
+
+
+def _is_multiple(before: Iterable[Part], after: Iterable[Part], by: float) -> bool:
+    known = {part.key: part.value for part in before}
+    both = [(known[part.key] * by, part.value) for part in after if part.key in known]
+    return all(float((one - other).norm()) <= 1e-3 * float(other.norm()) for one, other in both)
 
 
 def _write(parts: Iterable[Part], ranks: Sequence[Iterable[Part]], rank: int) -> None:

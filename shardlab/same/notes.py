@@ -134,6 +134,7 @@ class Message(NamedTuple):
 
     Attributes:
         names: of the parameters whose gradients or weights are in its memory, where the script itself sends them.
+        numel: elements of the whole buffer.
     """
 
     op: str
@@ -143,6 +144,7 @@ class Message(NamedTuple):
     dtype: str
     names: tuple[str, ...]
     backward: int
+    numel: int = 1
 
 
 @dataclass

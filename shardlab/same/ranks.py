@@ -74,7 +74,8 @@ def _judged(job: Job, folder: Path, limit_s: float) -> Answer:
     if full or not together:
         return too_large(ranks, *full[:1])
     said = answer(ranks, alone)
-    sends = any(in_forward(step) for one in ranks for step in one.steps)
+    # One number is a count of rows or tokens, which a script does not count again for the rows of all ranks.
+    sends = any(sent.numel > 1 for one in ranks for step in one.steps for sent in in_forward(step))
     for dim in (0, 1) if said.word == UNKNOWN and sends else ():
         _run(job, folder, TOGETHER, [dim], limit_s)
         again = answer(ranks, read(folder, TOGETHER, [dim]) * job.ranks, is_together=True)

@@ -94,7 +94,8 @@ class Messages(Observer):
     def issued(self, event: CollectiveEvent) -> None:
         """As the base."""
         line, number = locate(event), self._backward()
-        self._found.append(Message(str(event.op), self._caller, line, event.ranks, event.dtype, self._names, number))
+        sent = str(event.op), self._caller, line, event.ranks, event.dtype, self._names, number, event.numel
+        self._found.append(Message(*sent))
 
     def _tag(self, op: Collective, caller: Caller, tensors: Sequence[Tensor]) -> str:
         self._caller = caller.name

@@ -199,6 +199,20 @@ def test_after_a_mismatch_nobody_waits_for_more(pools):
         assert "meets" in first
 
 
+def of_other_sizes(rank):
+    with pytest.raises(MismatchError) as caught:
+        transport().all_reduce(torch.ones(8 + rank), "sum")
+    return str(caught.value)
+
+
+def test_of_unequal_sizes_it_is_said_what_to_change(pools):
+    first, _ = pools(2).run(of_other_sizes)
+    assert first == (
+        "all_reduce of 8 float32 on rank 0 of the group meets all_reduce of 9 float32 on rank 1; give tensors of one "
+        "size, and of rows as many on each rank"
+    )
+
+
 def late(rank):
     shared = transport(timeout=timedelta(seconds=0.2))
     if rank == 0:

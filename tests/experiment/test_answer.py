@@ -233,6 +233,9 @@ def test_can_i_trust_it(tmp_path, monkeypatch, changed, loss, doubt, said):
     found = answer(Comparison(table, records, tmp_path), CompareConfig(ranks=4))
     assert found[2].text == "ddp and zero1 send 6.00 MB a rank and step; messages: ddp 1, zero1 1"
     assert found[4].text == said
+    assert found[5].text.startswith("see below why losses are not equal") == ("NOT equal" in said)
+    failed = answer(Comparison(table, records, tmp_path, {"fsdp": "rank 0 raised ValueError"}), CompareConfig(ranks=4))
+    assert failed[5].text == "see below what fsdp raised, and what it says to change"
 
 
 def test_one_command_to_try_next():
@@ -251,6 +254,8 @@ def test_one_command_to_try_next():
     assert following(stages, {"ddp+1f1b"}, has_failed=False, doubt="slept").startswith(
         "shardlab compare --ranks 4 --pipe 4 --steps 50"
     ), "2 are no 4 stages"
+    divided = CompareConfig(("single", "ddp"), ranks=4, tp=2)
+    assert "--ranks 4 --tp 2 --steps 50" in following(divided, {"ddp"}, has_failed=False, doubt="slept")
     # Records hold the workload's name alone, and the units of fsdp follow from the workload.
     recorded = CompareConfig(ranks=3, strategies=("zero2", "fsdp"))
     object.__setattr__(recorded, "workload", "words")

@@ -35,12 +35,12 @@ def test_scripts_of_torchs_tutorials_are_the_same(script, ranks, word):
 @pytest.mark.parametrize(
     ("ranks", "kind", "stories"),
     [
-        (2, "by hand", ("a rank skips a step", "frozen on one rank", "gathered without a gradient")),
+        (2, "by hand", ("a rank skips a step", "gathered without a gradient", "a buffer that nobody clears")),
         (2, "DDP", ("cleared in each micro-batch", "not given to the optimizer", "learning rates that differ")),
         (2, "FSDP2", ("a mean of means", "buffers that drift", "no micro-batch syncs")),
         (2, "FSDP1", ("as it is", "the norm of own pieces")),
         (2, "ZeRO", ("as it is", "a rank does not clip")),
-        (3, "by hand", ("reduced in every micro-batch", "nobody sends stepped weights")),
+        (3, "by hand", ("reduced in every micro-batch", "nobody sends stepped weights", "frozen on one rank")),
         (4, "by hand", ("divided by one axis of two",)),
         (2, "DDP", ("uneven rows, counted over ranks", "unused", "bf16", "gathered with a gradient")),
     ],
@@ -183,6 +183,35 @@ def test_gradients_may_be_scaled_after_backward_and_stepped_by_two_optimizers(tm
     (tmp_path / "train.py").write_text(TWO_TOWERS.format(features=features, labels=labels))
     said = judged(Job(tmp_path / "train.py", float64=True), 60)
     assert said.word == "SAME", str(said)
+
+
+COUNTS_ROWS = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    torch.manual_seed(step * world + rank)
+    known = (torch.arange(4) < 2 + step * rank).float()
+    number = known.sum()
+    dist.all_reduce(number)
+    (((model(torch.randn(4, 4)).square().sum(1)) * known).sum() / number * world).backward()
+    for param in model.parameters():
+        dist.all_reduce(param.grad)
+        param.grad /= world
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_count_that_one_process_makes_of_other_rows_makes_no_right_script_different(tmp_path):
+    """In step 0 each rank has as many as the single process counts, and both at once have twice as many."""
+    (tmp_path / "train.py").write_text(COUNTS_ROWS)
+    said = judged(Job(tmp_path / "train.py"), 60)
+    assert said.word == "CANNOT BE SAID"
+    assert "in step 1 the loss of rank 1 is 0.8 times" in str(said)
 
 
 HAND_DIVIDED = """

@@ -127,6 +127,8 @@ class SharedBuffers:
                 self._mismatch = f"{call} on rank {self.rank} of the group meets {other} on rank {rank}"
                 if str(other) == str(call):
                     self._mismatch += ", with another reduction, other bounds, another root or end of the tag"
+                elif str(other._replace(numel=call.numel)) == str(call):
+                    self._mismatch += "; give tensors of one size, and of rows as many on each rank"
                 raise MismatchError(self._mismatch)
         # Every rank read the other half before it sent the message that has come: it may be overwritten now.
         self._half = 1 - self._half

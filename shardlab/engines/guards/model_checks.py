@@ -100,7 +100,8 @@ def _check_params(params: Mapping[str, nn.Parameter], device: torch.device) -> N
     if not params:
         raise ValueError("model: it has no parameters; give a module that has some to train")
     if complex_names := [name for name, param in params.items() if param.is_complex()]:
-        raise ValueError(f"model: parameters {complex_names} are complex; only real ones are supported")
+        advice = "make each a real one with a last dim of 2, of which forward takes torch.view_as_complex"
+        raise ValueError(f"model: parameters {complex_names} are complex; only real ones are supported: {advice}")
     for name, param in params.items():
         if is_lazy(param):
             raise ValueError(f"model: {name!r} has no shape yet; run one forward of the model, then build the engine")

@@ -63,6 +63,10 @@ def _next(comparison: Comparison, config: CompareConfig, doubt: str) -> str:
         return "look at the data, whose rows hold inf or NaN: neither clipping nor a lower learning rate helps"
     described = next(iter(comparison.records.manifests.values())).get("workload") or {}
     failed = bool(not_finite(comparison.records.steps))
+    if comparison.failed:
+        return f"see below what {listing(list(comparison.failed))} raised, and what it says to change"
+    if not failed and len(comparison.summary) > 1 and not comparison.losses_equal:
+        return "see below why losses are not equal: before that is known no other number says much"
     ran = {*comparison.summary["strategy"]}
     return following(config, ran, has_failed=failed, doubt=doubt, place=described.get("place"))
 
@@ -336,6 +340,7 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
     of = named if config.workload is None else f" --workload {place or 'FILE.py:NAME'}"
     again = of if config.ranks == CompareConfig.ranks else f"{of} --ranks {config.ranks}"
     again += f" --pipe {config.pipe}" if config.pipe > 1 else ""
+    again += f" --tp {config.tp}" if config.tp > 1 else ""
     if has_failed:
         return f"shardlab compare{again} --clip 1, or a lower learning rate"
     if doubt:
@@ -343,7 +348,9 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
             return "the same with steps=50, and nothing beside it: so that times count"
         is_default = config.strategies == CompareConfig.strategies or config.pipe > 1
         chosen = "" if is_default else f" --strategies {','.join(config.strategies)}"
-        halves = config.ranks > 2 and config.pipe == 1 and not any(map(config.has_two_axes, config.strategies))
+        halves = (
+            config.ranks > 2 and config.pipe == config.tp == 1 and not any(map(config.has_two_axes, config.strategies))
+        )
         fewer = f"{of} --ranks {config.ranks // 2}" if halves else f"{again} --steps 50"
         return f"shardlab compare{fewer}{chosen}, with nothing beside it: so that times count"
     if config.pipe > 1:
