@@ -48,15 +48,21 @@ def names_in(text: str) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def progress_bar(
-    total: int, *, first: str = "starting the ranks", quiet: bool = False
+    total: int, *, first: str = "starting the ranks", quiet: bool = False, works_here: bool = False
 ) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr that begins with ``first``; calling what it yields advances it by one and says what was done."""
+    """A bar on stderr that begins with ``first``; calling what it yields advances it by one and says what was done.
+
+    Where this process itself ``works_here`` and lists its objects, no thread draws meanwhile: a tuple that is listed
+    while another thread makes it raises there.
+    """
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True, quiet=quiet), transient=True) as progress:
+    console = Console(stderr=True, quiet=quiet)
+    with Progress(*columns, console=console, transient=True, auto_refresh=not works_here) as progress:
         task = progress.add_task(first, total=total)
-        yield lambda done: progress.update(task, advance=1, description=done)
+        progress.refresh()
+        yield lambda done: progress.update(task, advance=1, description=done, refresh=True)
 
 
 def table_of(shown: pd.DataFrame, title: str, gap: int, right: Collection[str] = ()) -> Table:

@@ -181,7 +181,7 @@ def _of_workload(
     names, layers, stages, workload = names or STRATEGIES, None, None, workload_at(place)
     if options["tp"] > 1:
         workload, layers = shown_plan(workload, options["tp"])
-    with progress_bar(len(names), first="a step without values") as told:
+    with progress_bar(len(names), first="a step without values", works_here=True) as told:
         if gpu is None:
             config = to_plan(workload, ranks, names, **options)
             plans = plan_all(config, told)

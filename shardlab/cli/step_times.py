@@ -30,7 +30,7 @@ def with_forecasts(
     from shardlab.experiment.planned.forecast import StepForecast, forecast_step
 
     found: dict[str, list[StepForecast]] = {}  # of a rank for each place in the pipeline
-    with progress_bar(len(plans), first="steps without values") as advance:
+    with progress_bar(len(plans), first="steps without values", works_here=True) as advance:
         for name, plan in plans.items():
             places = 1 if config.staged_of(name) is None else config.pipe
             with suppress(RuntimeError):  # it needs values

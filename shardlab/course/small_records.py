@@ -142,6 +142,9 @@ def _check(variants: Mapping[str, CompareConfig], pool: RankPool) -> None:
     for name, config in variants.items():
         if len(config.strategies) != 1 or config.is_alone(config.strategies[0]):
             raise ValueError(f"variants: {name!r} needs one strategy that runs on all ranks, not {config.strategies}")
+        for field in ("resume", "save_every"):
+            if (given := getattr(config, field)) is not None:
+                raise ValueError(f"variants: {name!r} has {field}={given!r}, but here are no checkpoints; leave it out")
         check_pool(pool, config.ranks, config.device, by=f"variants[{name!r}]")
     if len({config.steps for config in variants.values()}) != 1:
         raise ValueError("variants: give one or more, all with the same number of steps, since they are interleaved")

@@ -76,6 +76,7 @@ def test_a_link_that_was_found_can_be_emulated(pools: Pools) -> None:
 def test_what_cannot_take_turns_is_refused(pools: Pools) -> None:
     for variants, words in (
         ({}, "give one or more"),
+        ({"a": replace(BASE, save_every=2)}, "'a' has save_every=2, but here are no checkpoints; leave it out"),
         ({"a": replace(BASE, strategies=("single",), bucket_mib=1.0)}, "'a' needs one strategy"),
         ({"a": replace(BASE, strategies=("ddp", "bucketed"))}, "'a' needs one strategy"),
         ({"a": replace(BASE, ranks=1)}, r"variants\['a'\]\.ranks is 1"),
