@@ -24,6 +24,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -229,13 +230,26 @@ def _answer(rank: int, task: Task, board: BoardWriter) -> Answer | Failure:
     sys.path[:] = task.sys_path
     try:
         os.chdir(task.folder)  # a relative path means the same here as where it was written
-        fn, args, kwargs = unpack(task.call)
-        return Answer(pack(fn(rank, *args, **kwargs), f"the result of rank {rank}"))
+        return Answer(_call(rank, task.call))
     except _EndedByParent:
         raise
     except BaseException as error:  # sys.exit() in a rank is an answer too: the caller must hear of it
         board.failed(failed_call(error.__traceback__))
         return _failure(rank, error)
+
+
+def _call(rank: int, call: Payload) -> Payload:
+    fn, args, kwargs = unpack(call)
+    pid = os.getpid()
+    try:
+        result = fn(rank, *args, **kwargs)
+    finally:
+        if os.getpid() != pid:  # a child that os.fork has made in the call: the rank answers, and takes the next one
+            if (error := sys.exception()) is not None:
+                traceback.print_exception(error)
+            _flush_output()
+            os._exit(error is not None)
+    return pack(result, f"the result of rank {rank}")
 
 
 def _failure(rank: int, error: BaseException) -> Failure:

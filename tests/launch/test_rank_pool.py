@@ -4,6 +4,7 @@ import functools
 import multiprocessing
 import os
 import random
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,18 +121,15 @@ def test_loader_with_workers_reads_what_a_cell_defines(pools):
     assert pools(2).run(pairs) == expected
 
 
-def test_child_of_a_fork_does_not_emit(pools):
-    def fork(rank):
+def test_child_of_a_fork_neither_answers_nor_takes_a_call(pools):
+    def fork(rank, leave):
         pid = os.fork()
-        if pid == 0:
-            try:
-                current().emit(1)
-            except RuntimeError:
-                os._exit(3)
-            os._exit(0)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return leave() if pid == 0 else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-    assert pools(2).run(fork) == [3] * 2
+    leaves = {lambda: "child": 0, lambda: sys.exit(3): 1, lambda: 1 / 0: 1, lambda: current().emit(1): 1}
+    for leave, status in leaves.items():
+        assert pools(2).run(fork, leave) == [status] * 2
+        assert [pools(2).run(lambda rank: os.getpid()) for _ in range(2)] == [list(pools(2).pids)] * 2
 
 
 def test_after_the_group_is_destroyed_calls_go_on_and_a_mesh_says_why_not():
