@@ -5,8 +5,8 @@ starts new processes where these have ended.
 
 Ranks are forked from Python's own forkserver, one small process per parent, free of CUDA and of threads, which ends
 with its parent. It has imported torch once, so that a rank is up in hundredths of a second. It and Python's resource
-tracker have a session of their own: what a terminal or Jupyter sends to the parent's process group is not for them.
-(At shutdown ipykernel would wait for the tracker, which ignores it.)
+tracker have a session of their own: what a terminal or Jupyter sends to the parent's process group is not for them,
+since they outlive the parent by a moment, to remove what it has left.
 """
 
 import multiprocessing
@@ -38,7 +38,7 @@ from shardlab.launch.messages import Stop, Task
 
 _REAP_S = 2.0
 _SPAWN_IN_THIS_SESSION = util.spawnv_passfds
-_ALWAYS = ("torch", "shardlab.launch.worker")
+_ALWAYS = ("torch", "shardlab.launch.worker", "shardlab.launch.left_folders")
 # Without preloading, each rank would import these when it builds an optimizer or a table: 0.5 to 2 s of CPU time.
 # The forkserver preloads them if the parent uses them too; if not, its first start takes only the import of torch.
 _IF_PARENT_HAS = {
@@ -150,6 +150,7 @@ class RankProcesses:
         # The ranks' own, in their environment, which other users cannot read; unless the user has set one.
         self._environ = {SECRET: secrets.token_hex(), **os.environ}
         self._ended = False
+        # If this process is killed, the forkserver removes the folders named after its pid (``left_folders``).
         self.directory = Path(tempfile.mkdtemp(prefix=f"shardlab-{os.getpid()}-"))
         self.board = Board(self.directory / "board", options.placement.world_size)
         self.ranks: list[RankProcess] = []

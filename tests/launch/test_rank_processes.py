@@ -1,4 +1,4 @@
-"""No process or pipe of ours stays behind, whatever ends the parent."""
+"""No process, pipe or file of ours stays behind, whatever ends the parent."""
 
 import gc
 import os
@@ -87,10 +87,12 @@ def start_busy_script(start_script):
 
 
 @pytest.mark.parametrize("end", ["terminated", "its forkserver first", "its group"])
-def test_parent_killed(start_script, end):
+def test_parent_killed(start_script, tmp_path, monkeypatch, end):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     script = start_busy_script(start_script)
     family = descendants(script.pid)
     assert len(family) == 10  # forkserver, resource tracker, four ranks, their four children
+    assert list(tmp_path.glob("shardlab-*"))
     # At shutdown ipykernel ends all of its group, and waits for those that ignore it until Jupyter ends the kernel.
     assert script.pid not in {os.getpgid(one.pid) for one in family if one.name() != "sleep"}
     [server] = [one for one in family if one.ppid() == script.pid and one.children()]
@@ -103,6 +105,7 @@ def test_parent_killed(start_script, end):
         script.send_signal(signal.SIGTERM if end == "terminated" else signal.SIGKILL)
     script.wait()
     assert gone_within(family, 20)
+    assert end == "its forkserver first" or not list(tmp_path.glob("shardlab-*"))  # which it would have removed
 
 
 def test_interrupted_from_the_terminal(start_script):
