@@ -127,7 +127,9 @@ def write_page(path: Path, page: str) -> Path:
     """
     part = path.with_name(REPORT[1])
     try:
-        part.write_text(page)
+        part.unlink(missing_ok=True)
+        with part.open("x") as file:  # which follows no link
+            file.write(page)
         part.replace(path)
     except OSError as error:
         with suppress(OSError):

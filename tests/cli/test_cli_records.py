@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -226,6 +227,11 @@ def one_line(*arguments):
     return " ".join(done.stderr.split())
 
 
+def edit_manifest(mine, **changes):
+    path = mine / "records" / "zero1" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def without_steps(mine, run="*"):
     for path in mine.glob(f"records/{run}/steps.*"):
         pd.read_parquet(path).iloc[:0].to_parquet(path)
@@ -233,7 +239,8 @@ def without_steps(mine, run="*"):
 
 def test_a_report_is_written_through_no_link_and_stays_where_there_is_no_room(mine, monkeypatch):
     (mine.parent / "theirs.html").write_text("theirs")
-    (mine / "report.html").symlink_to(mine.parent / "theirs.html")
+    for name in ("report.html", "report.html.part"):
+        (mine / name).symlink_to(mine.parent / "theirs.html")
     assert shardlab("report", mine).exit_code == 0
     assert (mine.parent / "theirs.html").read_text() == "theirs"
     assert not (mine / "report.html").is_symlink()
@@ -250,12 +257,26 @@ def test_a_report_is_written_through_no_link_and_stays_where_there_is_no_room(mi
     assert not (mine / "report.html.part").exists()
 
 
+CHANGED = (
+    (partial(edit_manifest, config={}), "zero1 is damaged: it names no strategies"),
+    (
+        partial(edit_manifest, config={"strategies": ["zero1"], "steps": "4"}),
+        "configuration in the manifests is damaged: steps: '4' was given; it must be a whole number",
+    ),
+    (partial(edit_manifest, devices=3), "zero1's manifest has no right devices, so 'compare' did not"),
+    (partial(edit_manifest, not_finite=1, workload=3), "zero1's manifest has no right not_finite, workload, so"),
+    (without_steps, "no rank has finished a step, so there is nothing to report"),
+)
+
+
 @pytest.mark.parametrize("is_finished", [True, False])
-def test_a_report_without_a_finished_step_is_one_line(mine, is_finished):
-    without_steps(mine)
-    if not is_finished:
-        (mine / "summary.json").unlink()
-    assert "no rank has finished a step, so there is nothing to report" in one_line("report", mine)
+def test_a_report_of_records_that_were_changed_is_one_line(finished, tmp_path, is_finished):
+    for number, (spoil, words) in enumerate(CHANGED):
+        mine = shutil.copytree(finished, tmp_path / str(number))
+        spoil(mine)
+        if not is_finished:
+            (mine / "summary.json").unlink()
+        assert words in one_line("report", mine)
 
 
 def test_what_cannot_be_read_is_one_line(mine, tmp_path):

@@ -18,10 +18,14 @@ from shardlab.experiment.planned.plan import BY_ROWS, Plan
 from shardlab.experiment.told.pipelined import bubbles
 from shardlab.experiment.told.step_reasons import Reasons, reasons
 from shardlab.experiment.told.summary import COLUMNS, summarise
+from shardlab.field_types import check_types
 from shardlab.records.store import Records, load_runs, run_directories, whole_steps
 from shardlab.vocabulary import Phase, Role
 
-NEEDED = ("config", "versions", "devices", "backend", "ranks", "mesh", "padding_bytes", "recorder_share")
+NEEDED: dict[str, Any] = {
+    "config": dict, "versions": dict, "devices": list, "backend": str | None, "ranks": int, "mesh": dict | None,
+    "padding_bytes": int | None, "recorder_share": float | None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -119,9 +123,10 @@ def check_steps(records: Records, directory: Path, runs: Iterable[str] = ()) -> 
 def check_complete(records: Records, by: str) -> None:
     """Raise ValueError unless the manifests have what the report of a command needs."""
     for run, manifest in records.manifests.items():
-        if missing := [name for name in NEEDED if name not in manifest]:
+        kinds = NEEDED | {name: dict for name in ("not_finite", "workload") if name in manifest}
+        if wrong := [name for name, kind in kinds.items() if not isinstance(manifest.get(name, ...), kind)]:
             raise ValueError(
-                f"run: {run}'s manifest has no {', '.join(missing)}, so {by!r} did not write it; load_run reads it"
+                f"run: {run}'s manifest has no right {', '.join(wrong)}, so {by!r} did not write it; load_run reads it"
             )
 
 
@@ -139,11 +144,18 @@ def config_of(records: Records) -> CompareConfig:
                 f"run: {run} is the record of a script, which has no options to change or to read; 'shardlab report' "
                 "says what takes its time and what one change would gain. Give what 'shardlab compare' has written"
             )
+        if not manifest["config"].get("strategies"):
+            raise ValueError(f"run: the configuration in the manifest of {run} is damaged: it names no strategies")
         known |= manifest["config"]
     config = object.__new__(CompareConfig)
     for one in fields(CompareConfig):
         value = known.get(one.name, one.default)
         object.__setattr__(config, one.name, tuple(value) if isinstance(value, list) else value)
+    try:
+        # These are checked with the manifest.
+        check_types(config, besides=("strategies", "schedule", "begins", "workload", "wrap"))
+    except ValueError as error:
+        raise ValueError(f"run: the configuration in the manifests is damaged: {error}") from None
     return config
 
 
