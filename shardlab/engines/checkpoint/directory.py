@@ -240,7 +240,9 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: it is not JSON, or not what was written.
     """
     raw = path.read_bytes()
-    written: dict[str, Any] = json.loads(raw)
+    written = json.loads(raw)
+    if not isinstance(written, dict):
+        raise ValueError(f"it holds {type(written).__name__}, not an object")
     body = raw.rpartition(_SEAL.encode())[0]
     if "checksum" in written and written["checksum"] != f"{zlib.crc32(body):08x}":
         raise ValueError("its checksum says that it was changed after it was written")
