@@ -123,9 +123,7 @@ class Pipeline:
                 raise ValueError(f"inputs: {len(inputs)} rows and {len(targets)} targets; {number} must divide both")
             inputs, targets = inputs.chunk(number), targets.chunk(number)
         elif not len(inputs) == len(targets) == number:
-            raise ValueError(
-                f"inputs: {len(inputs)} micro-batches, and targets of {len(targets)}; the schedule has {number}"
-            )
+            raise ValueError(f"inputs: {len(inputs)} micro-batches, targets of {len(targets)}; schedule of {number}")
         before = {name: buffer._version for name, buffer in self._read_only.items()}
         step = _Step(self, engine, loss_fn, inputs, targets, watch)
         # The action whose backward sends gradients over the data axes. Where this rank lends a parameter it is none of

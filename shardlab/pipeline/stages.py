@@ -62,10 +62,7 @@ def cut(
     names = list(parts_of(model))
     used = {id(param) for _, param in params_of(model, names)}
     if left := [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in used]:
-        raise ValueError(
-            f"model: {left[0]!r} is in none of the parts {', '.join(names)}, so stages would leave out what uses it; "
-            "name in parts() all that forward runs, and all modules that each part uses"
-        )
+        raise ValueError(f"model: {left[0]!r} is in no part; name in parts() all that forward runs, and what each uses")
     if not 1 <= num_stages <= len(names):
         raise ValueError(f"stages: {num_stages} of a model with {len(names)} parts; give 1 to {len(names)}")
     if begins:

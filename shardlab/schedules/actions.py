@@ -83,9 +83,8 @@ def gpipe(num_ranks: int, num_micro_batches: int, rank: int) -> Actions:  # noqa
 
 def one_forward_one_backward(num_ranks: int, num_micro_batches: int, rank: int) -> Actions:
     """As many forwards as there are stages from here on, then backwards and forwards in turns."""
-    return _in_turns(
-        _each(F, rank, num_micro_batches), _each(B, rank, num_micro_batches), min(num_ranks - rank, num_micro_batches)
-    )
+    forwards, backwards = (_each(kind, rank, num_micro_batches) for kind in (F, B))
+    return _in_turns(forwards, backwards, min(num_ranks - rank, num_micro_batches))
 
 
 def interleaved(num_ranks: int, num_micro_batches: int, rank: int, stages_per_rank: int = 2) -> Actions:
