@@ -287,7 +287,7 @@ def leaves_out_a_layer():
         (gpt, 2, ("blocks.9",), "begins: blocks.9 cannot begin stages 1 to 1; give so many of blocks.0"),
         (gpt, 3, ("blocks.1", "blocks.0"), "begins: blocks.1, blocks.0 cannot begin stages 1 to 2"),
         (lambda: nn.Linear(2, 2), 1, (), "model: Linear does not say where it may be cut"),
-        (leaves_out_a_layer, 2, (), r"model: '1.weight' is in no part; name in parts\(\) all that forward runs"),
+        (leaves_out_a_layer, 2, (), "model: '1.weight' is in no part; name in parts() all that forward runs"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(make, num_stages, begins, told):
