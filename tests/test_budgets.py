@@ -34,7 +34,8 @@ ROOMS = {
 # that are recognised, memory over time and schedules that are drawn (course 130), marks that are never silent (35),
 # small steps that take no longer than torch's (comm 14, engines 25): messages that begin in the caller's thread, views
 # of a buffer that are made once; what is warned of in every table of forecasts, and cards that would do (cli 34), ways
-# to launch that a card refuses (bench 7).
+# to launch that a card refuses (bench 7); messages that nobody can wait for (comm 17), gradients scaled after backward
+# and several optimizers after one backward (same 45).
 WHOLE = 37_336
 
 NO_CODE = {
