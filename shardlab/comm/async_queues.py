@@ -5,6 +5,7 @@ Transports are written as plain blocking code. A queue makes them asynchronous:
 * ``ThreadQueue``: one thread takes job after job. The thread sleeps in gloo, not in Python, so backward goes on; when a
   job began and ended is known exactly, and a sleep in a job (an emulated link) burns no CPU. Where nothing is under
   way and the transport can, the caller begins the collective itself: on busy cores it costs more to wake a thread.
+  A letter (``transports.letters``) goes past the thread altogether.
 * ``StreamQueue``: NCCL's calls only enqueue work, so the queue is a CUDA stream, and two CUDA events are its clock.
   Whether a collective has ended its end event is asked, and never waited for.
 """
@@ -23,7 +24,7 @@ import torch
 from shardlab.comm.events import CollectiveEvent, DeviceEvent, Observers
 from shardlab.comm.failures import Failures
 from shardlab.comm.streams import CUDA, Streams, mark
-from shardlab.comm.transports.base import Job, Message, Start
+from shardlab.comm.transports.base import Came, Job, Message, Start
 
 
 class _Entry:
@@ -127,6 +128,8 @@ class ThreadQueue:
         a caller who computes, while the other rank waits. They do so in the order of the calls, by which ranks pair
         them.
         """
+        if (post := message.transport.letter_of(message)) is not None:
+            return _letter(post(), message, event, observers)
         queue = self
         if message.is_send:
             # In one thread each rank of a ring would send first, and no rank would ever come to receive. And a send
@@ -275,6 +278,23 @@ def _end_of_current_stream() -> DeviceEvent:
     event: DeviceEvent = CUDA.Event(blocking=True)  # whoever waits for it sleeps: several ranks share the cores
     event.record()
     return event
+
+
+def _letter(came: Came, message: Message, event: CollectiveEvent, observers: Observers) -> Job:
+    """The wait for a letter: its observers are told that it began and has come when this rank looks."""
+    event.start_ns = event.issue_ns
+
+    def wait() -> None:
+        event.wait_start_ns = perf_counter_ns()
+        for observer in observers:
+            observer.started(event)
+        event.end_ns = came()
+        if message.after is not None:
+            message.after()
+        for observer in observers:
+            observer.completed(event)
+
+    return wait
 
 
 def _nothing() -> None:

@@ -109,6 +109,7 @@ class ObservedGroup:
     def announce(
         self, op: Collective, buffers: Sequence[Tensor], tag: str, *, own_chunk_bytes: int | None = None,
         bounds: tuple[int, ...] | None = None, scratch_bytes: int = 0, transport: str | None = None, parts: int = 1,
+        is_letter: bool = False,
     ) -> CollectiveEvent:  # fmt: skip
         """Tell the observers of a collective that is issued now, by a verb or by torch itself (``script_collectives``).
 
@@ -121,6 +122,7 @@ class ObservedGroup:
             scratch_bytes: what the transport holds meanwhile.
             transport: what sends it, if not this communicator's transport.
             parts: how many such buffers make the whole, where a rank has only its part.
+            is_letter: see ``CollectiveEvent``.
         """
         assert self._transport is not None
         event = CollectiveEvent(
@@ -130,6 +132,7 @@ class ObservedGroup:
             transport=transport or self._transport.name, emulated=self._transport.emulated,
             own_chunk_bytes=own_chunk_bytes, bounds=bounds, scratch_bytes=scratch_bytes,
             storage=buffers[0].untyped_storage()._cdata if buffers else 0, ranks=self.ranks,
+            is_letter=is_letter,
         )  # fmt: skip
         self._seq += 1
         for observer in self._observers:

@@ -16,6 +16,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from math import isnan
 from pathlib import Path
 from threading import Lock
 from time import perf_counter_ns
@@ -45,7 +46,7 @@ class CallState(IntEnum):
 
 @dataclass(frozen=True)
 class BoardRow:
-    """One slot as read. ``since_ns`` is when the collective was issued, by ``time.perf_counter_ns``.
+    """One slot as read. ``since_ns`` is when the collective was issued, or a letter waited for (``perf_counter_ns``).
 
     ``numel`` and ``dtype`` are those of the whole buffer; 0 and empty where the collective has none, or where it was
     called past the communicator. ``group`` begins with the ranks of the group, which is enough to tell it from the
@@ -96,11 +97,18 @@ class BoardWriter(Observer):
     def issued(self, event: CollectiveEvent) -> None:
         """Show the collective unless an older one is still in flight."""
         locate(event)
+        if event.is_letter and isnan(event.wait_start_ns):
+            return  # it may come and go unseen
         with self._lock:
             # The event itself is held, so that no other can get its id meanwhile.
             self._in_flight[id(event)] = event
             if len(self._in_flight) == 1:
                 self._write(event, CallState.ISSUED)
+
+    def started(self, event: CollectiveEvent) -> None:
+        """A letter is shown from here on, when this rank waits for it."""
+        if event.is_letter:
+            self.issued(event)
 
     def completed(self, event: CollectiveEvent) -> None:
         """Show the next oldest in flight, or this one as completed."""
@@ -162,7 +170,8 @@ class BoardWriter(Observer):
         group = ",".join(map(str, call.ranks))
         texts = (call.op, call.axis, call.dtype, call.tag, group, call.source_line[-_LINE_BYTES:])
         # Cut to size by the struct.
-        self._put(_BODY.pack(call.seq, int(call.issue_ns), call.numel, state, *map(str.encode, texts)))
+        since_ns = call.wait_start_ns if isinstance(call, CollectiveEvent) and call.is_letter else call.issue_ns
+        self._put(_BODY.pack(call.seq, int(since_ns), call.numel, state, *map(str.encode, texts)))
 
     def _put(self, body: bytes) -> None:
         start = self._offset + _VERSION.size

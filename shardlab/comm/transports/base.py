@@ -34,6 +34,11 @@ class Message(NamedTuple):
     peer: int
     after: Job | None = None
 
+    @property
+    def is_letter(self) -> bool:
+        """Whether it needs no thread (``letters``)."""
+        return self.transport.letter_of(self) is not None
+
     def travel(self, wait: Job | None = None) -> None:
         """Go alone; ``wait``: it has begun, and this waits for its end."""
         move = self.transport.send if self.is_send else self.transport.recv
@@ -41,6 +46,9 @@ class Message(NamedTuple):
         if self.after is not None:
             self.after()
 
+
+Came = Callable[[], int]
+"""Waits for a letter; when it came, in nanoseconds of ``time.perf_counter_ns``."""
 
 Start = Callable[[], Job]
 """Begins what a job would do and returns at once what waits for its end."""
@@ -66,6 +74,10 @@ class Transport(ABC):
 
     def start_of(self, message: Message) -> Start | None:
         """Likewise, of a message."""
+        return None
+
+    def letter_of(self, message: Message) -> Callable[[], Came] | None:
+        """What begins a message that needs no thread (``letters``); None, the default: its queue runs it."""
         return None
 
     @abstractmethod

@@ -1,5 +1,7 @@
 """How ranks of one host come to share memory: sockets between each two of them, through which they pass descriptors.
 
+Two more for each two of them are for letters, one for each way (``letters``).
+
 The memory has no name (``memfd_create``), and the Unix sockets are in the kernel's abstract namespace: whatever ends a
 process, nothing stays behind. Any process of the host may connect to such a socket. So a rank takes a connection only
 from a process of its own user, by the kernel's word (``SO_PEERCRED``), that signs its hello with the ranks' secret
@@ -32,6 +34,8 @@ HALF_BYTES = 2 * 1024**2  # of a buffer: smaller ones synchronise more often, la
 _HELLO = struct.Struct("=I32s")  # rank in the group, its signature for this listener
 _CREDENTIALS = struct.Struct("=iII")  # process, user and group, as the kernel gives them
 _BACKLOG = 128  # of connections: room for some that do not belong here
+_Memory = dict[int, mmap.mmap]
+_Letters = dict[int, tuple[socket.socket, socket.socket]]
 _HELLO_S = 5.0  # a stranger may connect and say nothing
 
 
@@ -76,7 +80,8 @@ def share_buffers(group: dist.ProcessGroup, timeout: timedelta, half_bytes: int 
         assert sockets is not None
         listener.settimeout(timeout.total_seconds())
         sockets = dict(sorted({**sockets, **_accepted(rank, listener, own, num_ranks)}.items()))
-    return SharedBuffers(rank, _exchange_buffers(rank, sockets, 2 * half_bytes), sockets, timeout)
+    memory, letters = _exchange(rank, sockets, 2 * half_bytes)
+    return SharedBuffers(rank, memory, sockets, letters, timeout)
 
 
 def _listen() -> tuple[socket.socket | None, _Endpoint]:
@@ -148,24 +153,27 @@ def _is_own_user(peer: socket.socket) -> bool:
     return bool(user == os.geteuid())
 
 
-def _exchange_buffers(rank: int, sockets: Mapping[int, socket.socket], num_bytes: int) -> dict[int, mmap.mmap]:
-    """Make this rank's buffer, pass its descriptor to all others and map theirs."""
-    buffers = {}
+def _exchange(rank: int, sockets: Mapping[int, socket.socket], num_bytes: int) -> tuple[_Memory, _Letters]:
+    """Make this rank's buffer and sockets for its letters, pass their descriptors to all others and take theirs."""
+    buffers, letters, outgoing = {}, {}, {}
     own = os.memfd_create("shardlab", os.MFD_CLOEXEC)
     os.ftruncate(own, num_bytes)
     # All sends before any receive: otherwise each rank's wait would come on top of the last one's.
-    for peer in sockets.values():
-        peer.settimeout(None)
-        socket.send_fds(peer, [b"buffer"], [own])
     for other, peer in sockets.items():
-        _, received, _, _ = socket.recv_fds(peer, len(b"buffer"), 1)
+        peer.settimeout(None)
+        outgoing[other], theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            socket.send_fds(peer, [b"buffer"], [own, theirs.fileno()])
+    for other, peer in sockets.items():
+        _, received, _, _ = socket.recv_fds(peer, len(b"buffer"), 2)
         if not received:
             os.close(own)
             raise RuntimeError(f"shared memory: rank {other} of the group has gone while ranks exchanged their buffers")
         buffers[other] = _mapped(received[0], num_bytes)
+        letters[other] = outgoing[other], socket.socket(fileno=received[1])
     # After the sends: mapping closes the descriptor that they pass on.
     buffers[rank] = _mapped(own, num_bytes)
-    return buffers
+    return buffers, letters
 
 
 def _mapped(descriptor: int, num_bytes: int) -> mmap.mmap:

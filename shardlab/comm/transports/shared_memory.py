@@ -11,7 +11,8 @@ collective its rank is in, so ranks in two different ones get an error and not e
 
 All-reduce, reduce-scatter and all-gather work this way, in segments that stay in the cache. They move as many bytes as
 a ring, but through no socket: about half of gloo's processor time, and a third to two thirds of its time. They sum as
-``gloo`` does: in the order of the ranks, pair by pair. Broadcast, all-to-all, send and recv, which are rare, use gloo.
+``gloo`` does: in the order of the ranks, pair by pair. Small messages go by ``letters``; large ones, broadcasts and
+all-to-all, which are rare, use gloo.
 """
 
 import mmap
@@ -21,6 +22,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -28,8 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.comm.transports.base import Bounds, MismatchError, Reduction
+from shardlab.comm.transports.base import Bounds, Came, Message, MismatchError, Reduction
 from shardlab.comm.transports.gloo import GlooTransport, add_in_order
+from shardlab.comm.transports.letters import LARGEST_BYTES, Inbox, Outbox
 from shardlab.partition.uneven import chunk_bounds
 from shardlab.vocabulary import Collective, HostTransport, dtype_name
 
@@ -74,16 +77,24 @@ class SharedBuffers:
         rank: this process's position in the group.
         memory: the buffers by rank, all of one size.
         sockets: a connected socket to every other rank.
+        letters: sockets for letters to every other rank, and for those from there.
         timeout: how long a rank waits for the others.
+
+    Attributes:
+        outboxes: by rank; see ``letters``.
+        inboxes: likewise.
     """
 
     def __init__(
-        self, rank: int, memory: Mapping[int, mmap.mmap], sockets: Mapping[int, socket.socket], timeout: timedelta
-    ) -> None:
+        self, rank: int, memory: Mapping[int, mmap.mmap], sockets: Mapping[int, socket.socket],
+        letters: Mapping[int, tuple[socket.socket, socket.socket]], timeout: timedelta,
+    ) -> None:  # fmt: skip
         self.rank = rank
         self._memory, self._sockets = dict(memory), dict(sockets)
         self._timeout_s = timeout.total_seconds()
         self._half = 0  # the one that this rank writes
+        self.outboxes = {other: Outbox(one, other, self._timeout_s) for other, (one, _) in letters.items()}
+        self.inboxes = {other: Inbox(one, other, self._timeout_s) for other, (_, one) in letters.items()}
         self._mismatch = ""  # what has met; from then on nobody can say who is where
         self._half_bytes = len(memory[rank]) // 2
         for peer in self._sockets.values():
@@ -136,6 +147,8 @@ class SharedBuffers:
     def close(self) -> None:
         """Close the sockets and the memory; whoever still waits for this rank gets an error."""
         self._end()
+        for end in (*self.outboxes.values(), *self.inboxes.values()):
+            end.close()
         self._memory.clear()  # a tensor that views it keeps it mapped
 
     def _receive(self, rank: int, peer: socket.socket, call: Call) -> bytes:
@@ -216,6 +229,13 @@ class SharedMemoryTransport(GlooTransport):
         """Over gloo, as a broadcast."""
         self._shared.synchronize(Call.of(Collective.ALL_TO_ALL, buffer, ""))
         super().all_to_all(output, buffer)
+
+    def letter_of(self, message: Message) -> Callable[[], Came] | None:
+        """Small ones go as letters, of whose size both ranks know."""
+        if message.tensor.nbytes > LARGEST_BYTES:
+            return None
+        shared, peer = self._shared, message.peer
+        return partial(shared.outboxes[peer].send if message.is_send else shared.inboxes[peer].expect, message.tensor)
 
     def barrier(self) -> None:
         """One synchronisation of the buffers."""
