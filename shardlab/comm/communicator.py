@@ -187,7 +187,7 @@ class Communicator(ObservedGroup):
         """
         flat = _flattened(tensor)
         message = Message(self._peer(dst, "dst"), True, flat, dst)
-        return self._submit(Collective.SEND, flat, message, tag, keep=(flat,), is_letter=message.is_letter)
+        return self._submit(Collective.SEND, flat, message, tag, keep=(flat,))
 
     def recv(self, tensor: Tensor, src: int, *, tag: str = "") -> Pending:
         """Receive from group rank ``src`` into ``tensor``; as for ``send``, somebody has to wait for it.
@@ -201,7 +201,7 @@ class Communicator(ObservedGroup):
         flat = _flattened(tensor)
         # The queue copies back, once the message has come: before that there is nothing in ``flat`` to copy.
         message = Message(self._peer(src, "src"), False, flat, src, partial(_copy_back, flat, tensor))
-        return self._submit(Collective.RECV, flat, message, tag, keep=(tensor, flat), is_letter=message.is_letter)
+        return self._submit(Collective.RECV, flat, message, tag, keep=(tensor, flat))
 
     def barrier(self, *, tag: str = "") -> Pending:
         """Complete when every rank of the group has issued it."""
@@ -219,7 +219,7 @@ class Communicator(ObservedGroup):
     def _submit(
         self, op: Collective, buffer: Tensor | None, job: Job | Message, tag: str, *,
         own_chunk_bytes: int | None = None, bounds: Bounds | None = None, scratch_bytes: int = 0,
-        keep: tuple[Tensor, ...] = (), start: Start | None = None, is_letter: bool = False,
+        keep: tuple[Tensor, ...] = (), start: Start | None = None,
     ) -> Pending:  # fmt: skip
         queue = self._queue
         if queue is None or self._transport is None or self._is_closed:
@@ -228,7 +228,7 @@ class Communicator(ObservedGroup):
         # Announced before it is queued: the board must show a collective that the transport never comes back from.
         event = self.announce(
             op, buffers, tag, own_chunk_bytes=own_chunk_bytes, bounds=bounds, scratch_bytes=scratch_bytes,
-            is_letter=is_letter,
+            is_letter=isinstance(job, Message) and job.transport.letter_of(job) is not None,
         )  # fmt: skip
         if isinstance(job, Message):
             finish = queue.submit_message(job, event, self._observers)

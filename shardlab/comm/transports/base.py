@@ -34,11 +34,6 @@ class Message(NamedTuple):
     peer: int
     after: Job | None = None
 
-    @property
-    def is_letter(self) -> bool:
-        """Whether it needs no thread (``letters``)."""
-        return self.transport.letter_of(self) is not None
-
     def travel(self, wait: Job | None = None) -> None:
         """Go alone; ``wait``: it has begun, and this waits for its end."""
         move = self.transport.send if self.is_send else self.transport.recv
