@@ -192,7 +192,8 @@ class Communicator(ObservedGroup):
     def recv(self, tensor: Tensor, src: int, *, tag: str = "") -> Pending:
         """Receive from group rank ``src`` into ``tensor``; as for ``send``, somebody has to wait for it.
 
-        Length and dtype must be those of the sent tensor: over gloo any other waits until the timeout.
+        Length and dtype must be those of the sent tensor. Over gloo any other waits until the timeout, and so does a
+        large one for a small one (``transports.letters``).
 
         Raises:
             ValueError: no other rank; a tensor that gradients are to flow through.
