@@ -84,7 +84,7 @@ def plan(
     context: typer.Context,
     params: Annotated[str, typer.Option(help="Parameters of a model: 7.5B, 350M or 7.5e9.")] = "",
     workload: Annotated[str, typer.Option(help="Instead: FILE.py:NAME or PACKAGE.MODULE:NAME.")] = "",
-    ranks: Annotated[int, typer.Option(help="Number of ranks; by default that of --tp.", show_default=False)] = 0,
+    ranks: Annotated[int | None, typer.Option(help="Number of ranks; by default that of --tp or --pipe.")] = None,
     precision: Annotated[
         str,
         typer.Option(
@@ -117,10 +117,11 @@ def plan(
     """Predict what each strategy holds and sends, of a number of parameters or a workload; no rank starts."""
     if bool(params) == bool(workload):
         raise ValueError("params, workload: give one of them: --params 7.5B, or --workload train.py:workload")
-    ranks = ranks or (tp if tp > 1 else 0) or (pipe if pipe > 1 else 0)
+    ranks = max(tp, pipe) if ranks is None and max(tp, pipe) > 1 else ranks
+    if ranks is None:
+        raise ValueError("ranks: none were given; give 1 or more, for example --ranks 8")
     if ranks < 1:
-        given = f"{ranks} was given" if ranks else "none were given"
-        raise ValueError(f"ranks: {given}; give 1 or more, for example --ranks 8")
+        raise ValueError(f"ranks: {ranks} was given; give 1 or more, for example --ranks 8")
     kind, others = ("params", PANELS["workload"]) if params else ("workload", PANELS["params"])
     options = context.command.params
     allowed = {option.name for option in options if getattr(option, "rich_help_panel", None) != others}

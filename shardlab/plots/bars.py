@@ -142,9 +142,10 @@ def _tick_peaks(figure: go.Figure, moments: pd.DataFrame, divisor: float) -> Non
     peaks = moments.groupby("label", sort=False)["bytes"].sum().astype("float64")
     if not len(peaks):
         return
+    # Texts lie to the left of their ticks: at the right end is the toolbar.
     figure.add_scatter(
         x=peaks / divisor, y=list(peaks.index), mode="markers+text", name="peak of a step", cliponaxis=False,
-        text=[format_bytes(size) for size in peaks], textposition="top center", textfont={"size": 12},
+        text=[format_bytes(size) for size in peaks], textposition="top left", textfont={"size": 12},
         marker={"symbol": "line-ns", "size": 22, "line": {"color": INK, "width": 3}},
         customdata=[[format_bytes(size)] for size in peaks],
         hovertemplate="<b>%{y}</b><br>peak of a step: %{customdata[0]}<extra></extra>",

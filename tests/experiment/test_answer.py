@@ -245,7 +245,7 @@ def test_one_command_to_try_next():
     assert "--ranks 2" in following(config, {"ddp"}, has_failed=False, doubt="slept")
     assert "--steps 50" in following(CompareConfig(ranks=2), {"ddp"}, has_failed=False, doubt="slept")
     two_axes = CompareConfig(("single", "fsdp"), sharding="hybrid_shard", ranks=4, model="mlp")
-    assert "--model mlp --ranks 4 --steps 50 --strategies single,fsdp, with" in following(
+    assert "--model mlp --ranks 4 --sharding hybrid_shard --steps 50 --strategies single,fsdp, with" in following(
         two_axes, {"fsdp"}, has_failed=False, doubt="slept"
     ), "2 have no groups"
     own = CompareConfig(("single", HFSDP()), ranks=4)
@@ -256,6 +256,14 @@ def test_one_command_to_try_next():
     ), "2 are no 4 stages"
     divided = CompareConfig(("single", "ddp"), ranks=4, tp=2)
     assert "--ranks 4 --tp 2 --steps 50" in following(divided, {"ddp"}, has_failed=False, doubt="slept")
+    chosen = CompareConfig(("ddp",), ranks=2, accumulation=4, clip=1.0, link="1Gbps,5us", broadcast_buffers=True)
+    kept = "--broadcast-buffers --link 1Gbps,5us"
+    assert f"--accumulation 4 --clip 1.0 {kept} --strategies zero1,zero3,fsdp" in following(chosen, {"ddp"}, **of)
+    assert f"--accumulation 4 {kept} --clip 0.1, or" in following(chosen, {"ddp"}, has_failed=True, doubt="")
+    sharded = CompareConfig(("fsdp",), ranks=4, pipe=2, schedule=("1f1b", "zb-h1"), link="1Gbps,5us")
+    assert following(sharded, {"fsdp+1f1b"}, **of).startswith(
+        "shardlab compare --ranks 4 --pipe 2 --strategies fsdp --link 1Gbps,5us --schedule 1f1b,zb-h1"
+    )
     # Records hold the workload's name alone, and the units of fsdp follow from the workload.
     recorded = CompareConfig(ranks=3, strategies=("zero2", "fsdp"))
     object.__setattr__(recorded, "workload", "words")

@@ -35,6 +35,10 @@ from shardlab.experiment.told.summary import (  # isort: skip
 ROLES = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer state"}
 ALIKE = 0.01  # relative: what differs by less is said to be the same
 FEWEST_STEPS = 4  # of which quartiles say something
+_KEPT = (
+    "accumulation", "text", "seq_len", "dtype", "learning_rate", "clip", "partition", "sharding", "layout", "precision",
+    "offload", "broadcast_buffers", "sequence_parallel", "link", "transport",
+)  # fmt: skip
 _FRACTIONS = {2: "half", 3: "a third", 4: "a quarter"}
 
 
@@ -338,11 +342,18 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
     """
     named = "" if config.model == CompareConfig.model else f" --model {config.model}"
     of = named if config.workload is None else f" --workload {place or 'FILE.py:NAME'}"
-    again = of if config.ranks == CompareConfig.ranks else f"{of} --ranks {config.ranks}"
-    again += f" --pipe {config.pipe}" if config.pipe > 1 else ""
-    again += f" --tp {config.tp}" if config.tp > 1 else ""
+    stages = {config.inside(name): None for name in config.strategies}  # each may be trained under several schedules
+    kept = f" --pipe {config.pipe}" if config.pipe > 1 else ""
+    kept += f" --tp {config.tp}" if config.tp > 1 else ""
+    if config.pipe > 1 and not stages.keys() <= {REFERENCE, "ddp"}:
+        kept += f" --strategies {','.join(stages)}"
+    # Not what follows from the number of ranks: a record does not say whether it was chosen.
+    for name in _KEPT[config.pipe > 1 :]:
+        if (value := getattr(config, name)) != getattr(CompareConfig, name) and not (has_failed and name == "clip"):
+            kept += f" --{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+    again = f"{of}{'' if config.ranks == CompareConfig.ranks else f' --ranks {config.ranks}'}{kept}"
     if has_failed:
-        return f"shardlab compare{again} --clip 1, or a lower learning rate"
+        return f"shardlab compare{again} --clip {(config.clip or 10) / 10:g}, or a lower learning rate"
     if doubt:
         if not {config.inside(name) for name in config.strategies} <= STRATEGIES.keys():  # the reader's own, in Python
             return "the same with steps=50, and nothing beside it: so that times count"
@@ -351,7 +362,7 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
         halves = (
             config.ranks > 2 and config.pipe == config.tp == 1 and not any(map(config.has_two_axes, config.strategies))
         )
-        fewer = f"{of} --ranks {config.ranks // 2}" if halves else f"{again} --steps 50"
+        fewer = f"{of} --ranks {config.ranks // 2}{kept}" if halves else f"{again} --steps 50"
         return f"shardlab compare{fewer}{chosen}, with nothing beside it: so that times count"
     if config.pipe > 1:
         return f"shardlab compare{again}{_smaller_bubble(config)}"
