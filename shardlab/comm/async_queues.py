@@ -290,7 +290,8 @@ def _letter(came: Came, message: Message, event: CollectiveEvent, observers: Obs
             observer.started(event)
         event.end_ns = came()
         if message.after is not None:
-            message.after()
+            with torch.inference_mode():  # as in ``_serve``
+                message.after()
         for observer in observers:
             observer.completed(event)
 
