@@ -119,8 +119,7 @@ def plan(
         raise ValueError("params, workload: give one of them: --params 7.5B, or --workload train.py:workload")
     ranks = ranks or (tp if tp > 1 else 0) or (pipe if pipe > 1 else 0)
     if ranks < 1:
-        given = f"{ranks} was given" if ranks else "none were given"
-        raise ValueError(f"ranks: {given}; give 1 or more, for example --ranks 8")
+        raise ValueError(f"ranks: {ranks or 'none or 0'} is given; give 1 or more, for example --ranks 8")
     kind, others = ("params", PANELS["workload"]) if params else ("workload", PANELS["params"])
     options = context.command.params
     allowed = {option.name for option in options if getattr(option, "rich_help_panel", None) != others}

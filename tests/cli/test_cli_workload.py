@@ -125,7 +125,7 @@ PLANS = (
     (("--params", "7B", "--workload", PLACE), "give one of them"),
     (("--params", "7B", "--tp", 2, "--wrap", "4"), "tp, wrap: not of --params; leave them out"),
     (("--workload", "nowhere.py:x", "--tp", 2, "--gpu", "h900"), "gpu: 'h900' is not understood; write a card"),
-    (("--workload", PLACE, "--tp", 1, "--ranks", 0), "ranks: none were given"),
+    (("--workload", PLACE, "--tp", 1, "--ranks", 0), "ranks: none or 0 is given"),
     (("--workload", PLACE, "--precision", "int8"), "precision:"),
     (("--workload", PLACE, "--strategies", "torch_ddp"), "'torch_ddp' cannot be planned"),
     (("--params", "7B", "--out", "train.py"), "out: train.py cannot be made: File exists; name a directory"),

@@ -435,6 +435,9 @@ def test_messages_longer_than_those_of_published_steps_are_warned_of_and_the_ran
     assert max(sent_share(one.job) for one in published_steps()) == pytest.approx(0.57, abs=0.005)
     assert sent_share(Job(**row | {"seq_len": tokens})) > MOST_SENT
     assert not predict_step(**row | {"seq_len": tokens, "strategy": "zero1"}).warnings
+    # In no_sync() one of 16 micro-batches reduces.
+    each, once = (sent_share(Job(**row | {"seq_len": tokens, "no_sync": no_sync})) for no_sync in (False, True))
+    assert 0.6 < once / each < 0.75
 
 
 def test_the_range_that_is_said_of_a_published_step_holds_what_it_took():

@@ -77,7 +77,7 @@ def test_all_numbers_of_the_paper():
 def test_bad_input_names_the_field():
     for arguments, message in (
         *(((params, 4, "mixed"), "params: .* must be") for params in (0, -5e9, float("nan"), float("inf"), 1.5)),
-        ((7.5e9, 0, "mixed"), "ranks: (0 is too small; it must be at least 1|none were given; give 1 or more)"),
+        ((7.5e9, 0, "mixed"), "ranks: (0 is too small; it must be at least 1|none or 0 is given; give 1 or more)"),
         ((7.5e9, 4, "half"), "precision: 'half' is not one of mixed, fp32"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -117,5 +117,5 @@ def test_plan_reads_counts_as_papers_write_them_and_shows_a_unit_that_fits():
     assert "\n1,100,000 parameters" in shown
     assert "MB MB/step" in " ".join(shown.split())
     for text in ("7.5Q", "B", "many"):
-        with pytest.raises(ValueError, match=f"params: '{text}' is not a number, optionally followed by K, M, B, T"):
+        with pytest.raises(ValueError, match=f"params: '{text}' is given; it must be a number above 0, optionally followed by K, M, B, T"):
             planned(text)
