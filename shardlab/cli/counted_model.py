@@ -122,7 +122,7 @@ def number_of_params(text: str) -> float:
     except InvalidOperation:
         found = nan
     if not (isfinite(found) and found > 0):
-        raise ValueError(f"params: {text!r} is given; it must be a number above 0, optionally followed by {', '.join(FACTORS)}")
+        raise ValueError(f"params: {text!r} is given; it must be a number above 0, or one with {', '.join(FACTORS)}")
     return found
 
 
