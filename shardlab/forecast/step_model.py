@@ -173,14 +173,10 @@ class Step:
     def sent_share(self) -> float:
         """Seconds of a layer's messages in a micro-batch, one by one, over those of its compute alone, on average."""
         row, sizes, layer = self.job.row, self.job.sizes, self.units[0][0]
-        gathered, reduced = (
-            sum(self.message_seconds(op, at, num_bytes * part) for op, at, part in sent)
-            for sent, num_bytes in (
-                (row.gathered(BEFORE_A_PASS, sizes), layer.gathered_bytes), (row.reduced(sizes), layer.reduced_bytes)
-            )
-        )  # fmt: skip
         passes = self.job.accumulation if self.job.keeps_whole_gradients else 1  # for one reduction
-        seconds = (1 + row.regathers) * gathered + reduced / passes
+        sent = [(one, layer.gathered_bytes, 1 + row.regathers) for one in row.gathered(BEFORE_A_PASS, sizes)]
+        sent += [(one, layer.reduced_bytes, 1 / passes) for one in row.reduced(sizes)]
+        seconds = sum(times * self.message_seconds(op, at, whole * part) for (op, at, part), whole, times in sent)
         return seconds / (layer.forward_seconds + layer.backward_seconds)
 
     def replayed(self, micro_batches: int) -> Replay:

@@ -118,6 +118,6 @@ def test_plan_reads_counts_as_papers_write_them_and_shows_a_unit_that_fits():
     assert "MB MB/step" in " ".join(shown.split())
     for text in ("7.5Q", "B", "many"):
         with pytest.raises(
-            ValueError, match=f"params: '{text}' is given; it must be a number above 0, or one with K, M"
+            ValueError, match=f"params: '{text}' is given; it must be a number above 0, or one with K"
         ):
             planned(text)
