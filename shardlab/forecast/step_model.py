@@ -174,7 +174,7 @@ class Step:
         """Seconds of a layer's messages in a micro-batch, one by one, over those of its compute alone, on average."""
         row, sizes, layer = self.job.row, self.job.sizes, self.units[0][0]
         passes = self.job.accumulation if self.job.keeps_whole_gradients else 1  # for one reduction
-        sent = [(one, layer.gathered_bytes, 1 + row.regathers) for one in row.gathered(BEFORE_A_PASS, sizes)]
+        sent = [(one, layer.gathered_bytes, 1.0 + row.regathers) for one in row.gathered(BEFORE_A_PASS, sizes)]
         sent += [(one, layer.reduced_bytes, 1 / passes) for one in row.reduced(sizes)]
         seconds = sum(times * self.message_seconds(op, at, whole * part) for (op, at, part), whole, times in sent)
         return seconds / (layer.forward_seconds + layer.backward_seconds)
