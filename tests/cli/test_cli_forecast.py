@@ -113,7 +113,7 @@ def test_who_has_four_h100_and_13b_reads_time_memory_what_to_try_and_how_sure_th
 
 
 def test_what_no_option_makes_fit_is_told_the_cards_that_would_do():
-    text = " ".join(said("forecast", "--params", "7B", "--ranks", "1", "--gpu", "4090").split())
+    text = " ".join(said("forecast", "--params", "7B", "--ranks", "1", "--gpu", "rtx4090").split())
     words = "TRY NEXT no single option makes it fit. What would do: 6 cards, with a sequence for each: fsdp, tp 2, "
     assert words in text
     # Several options together may do on as many.
