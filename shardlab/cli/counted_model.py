@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from importlib import import_module
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from shardlab.forecast.model_config import Decoder, decoder_of, model_type_of, r
 APART = 0.005  # of the parameters: by how much transformers may count others before it is said
 ROUND = 0.05  # likewise, by how much a round number such as 7B may differ from the model that it stands for
 FACTORS = {"K": 3, "M": 6, "B": 9, "T": 12}  # powers of ten
+MOST_PARAMS = 2e14  # of a model like Llama: about 1,000 layers of 1,000 heads
 LIKE_LLAMA: Mapping[str, Any] = {"head_dim": 128, "vocab": 32000, "seq_len": 4096, "gated": True}  # arXiv 2307.09288
 
 
@@ -43,6 +45,8 @@ class CountedModel:
             if decoder.learns_positions:
                 raise ValueError(f"seq-len: {seq_len} is given; {config} has a table of {positions}; give at most that")
             notes.append(f"Rows of {seq_len:,} tokens are longer than the {positions:,} that it was made for.")
+        if not seq_len:
+            notes.append(f"Rows have all its {positions:,} positions; --seq-len gives others.")
         sizes = {**decoder.sizes, "seq_len": seq_len or positions}
         return cls(config, replace(decoder, sizes=sizes), tuple(notes))
 
@@ -68,6 +72,8 @@ class CountedModel:
             sizes |= {"root_numel": hidden * (2 * sizes["vocab"] + 1), "seq_len": seq_len or sizes["seq_len"]}
             return Decoder("like Llama", sizes, {}, learns_positions=False)
 
+        if num_params > MOST_PARAMS:
+            raise ValueError(f"params: {num_params:g} is given; at most {MOST_PARAMS:g} are allowed")
         numbers = (*range(1, 16), *range(16, 1000, 8))
         found = min((of(heads, heads) for heads in numbers), key=lambda one: abs(one.num_params - num_params))
         if abs(found.num_params / num_params - 1) > ROUND:
@@ -112,9 +118,12 @@ def number_of_params(text: str) -> float:
     factor = FACTORS.get(text[-1:].upper())
     try:
         # As a decimal, because 1.1 * 10**9 is not a whole number in binary floating point.
-        return float(Decimal(text) if factor is None else Decimal(text[:-1]).scaleb(factor))
+        found = float(Decimal(text) if factor is None else Decimal(text[:-1]).scaleb(factor))
     except InvalidOperation:
-        raise ValueError(f"params: {text!r} is not a number, optionally followed by {', '.join(FACTORS)}") from None
+        found = nan
+    if not (isfinite(found) and found > 0):
+        raise ValueError(f"params: {text!r} is given; it must be a number above 0, or one with {', '.join(FACTORS)}")
+    return found
 
 
 def difference(config: Path, num_params: int) -> str:

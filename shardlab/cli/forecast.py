@@ -92,6 +92,8 @@ def forecast(
 ) -> None:
     """Say how long a step of a transformer takes on GPUs that are not here, and what it holds at its peak.
 
+    All parameters are trained, and there are no stages: LoRA and pipelines are not forecast.
+
     For example: shardlab forecast --params 13B --ranks 4 --gpu h100
     """
     precision_named(precision)  # before anything is read
@@ -188,9 +190,9 @@ def _tell_forecast(model: CountedModel, job: "Job", steps: Sequence[Step], *, js
         model.line,
         ("PLANNED", planned(job, job.card.name)),
         ("TIME", time_of(job, found, miss.share)),
+        *(("WARNING", warning) for warning in found.warnings),
         ("MEMORY", memory_of(job, job.card.memory_bytes)),
         ("TRY NEXT", _next(job, found.seconds, steps)),
-        *(("WARNING", warning) for warning in found.warnings),
         ("MISSES BY", said_of(miss)),
         ("NOT IN IT", " ".join(found.not_modelled)),
     ]))  # fmt: skip
@@ -208,7 +210,8 @@ def said_of(miss: "Miss") -> str:
 
     if miss.share is not None:
         return f"up to {miss.share:.0%}: {miss.reason}"
-    return f"{miss.reason}. Of all published steps, like it or not, 9 of 10 were missed by {USUAL_MISS:.0%} at most"
+    usual = f"9 of 10 were missed by {USUAL_MISS:.0%} at most, each laboratory counting alike"
+    return f"{miss.reason}. Of all published steps, like it or not, {usual}"
 
 
 def _next(job: "Job", seconds: float, steps: Sequence[Step]) -> str:
@@ -227,7 +230,7 @@ def _next(job: "Job", seconds: float, steps: Sequence[Step]) -> str:
     gain = f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}"
     batch = f" --batch {job.sequences}" if way.job.accumulation != job.accumulation else ""
     warned = ", with a warning" if [*doubts_of(way.job, way.parts, is_measured=bool(steps))] else ""
-    said = f"{gain}, {way.seconds:.2g} s a step, and fits, {way.peak_bytes / 1e9:.3g} GB{warned}"
+    said = f"{gain}, {in_digits(way.seconds, 2)} s a step, and fits, {way.peak_bytes / 1e9:.3g} GB{warned}"
     return f"{option}{batch}: {said}; {others}"
 
 
@@ -243,7 +246,7 @@ def time_of(job: "Job", found: "Forecast", share: float | None) -> str:
             lambda end: 100 * job.mfu(end),
         )
     )  # fmt: skip
-    notes = f"; {OUTSIDE}: see MISSES BY" if share is None else ""
+    notes = f"; {OUTSIDE}: see {'WARNING' if found.warnings else 'MISSES BY'}" if share is None else ""
     if job.assumed_gigabits and found.most_seconds > 1.005 * found.seconds:
         least, most = job.assumed_gigabits
         notes = f"; links between hosts of {most:g} to {least:g}Gb/s per GPU{notes}"
@@ -259,6 +262,8 @@ def _job_of(given: Mapping[str, Any], ranks: int, batch: int | None) -> "Job":
     tensor, micro_batch = given["tensor"], given["micro_batch"]
     if ranks % tensor:
         raise ValueError(f"tp: {tensor} is given; it must divide {count(ranks, 'rank')}")
+    if (heads := given["heads"]) % tensor or given["ffn"] % tensor:
+        raise ValueError(f"tp: {tensor} is given; it must divide {heads} heads and the MLP's width, {given['ffn']}")
     data = ranks // tensor
     sequences = batch or data * micro_batch
     if sequences % (data * micro_batch):

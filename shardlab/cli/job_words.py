@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from shardlab.forecast.published import Pair
 
 DOES_NOT_FIT = "it does not fit"
-MARK = "* Warned of: it may take longer, by as much as shardlab forecast says of it alone, and why."
+MARK = "* Warned of: a range, to what that may cost; shardlab forecast says why, of one way alone."
+RANGES = "Where a step is a range, tokens/s and MFU are without what is warned of, over the fastest links."
 LOST = ("waiting for messages", "slowed by messages")  # parts of a step
 
 
@@ -68,8 +69,18 @@ def _of_logits(job: "Job", room: float) -> str:
 
 
 def in_seconds(row: Mapping[str, Any]) -> str:
-    """Seconds of a row of a table, with a mark where something is warned of."""
-    return in_digits(row["seconds"], 3) + (" *" if row["warnings"] else "  ")
+    """Seconds of a row of a table: a range where something is warned of, with a mark, or where links are not known."""
+    ends = [in_digits(row[f"{end}_seconds"], 2) for end in ("least", "most")]
+    said = in_digits(row["seconds"], 3) if ends[0] == ends[1] else " to ".join(ends)
+    return said + (" *" if row["warnings"] else "  ")
+
+
+def print_marks(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Say what the mark and the ranges of a table mean, if it has any."""
+    said = "".join(map(in_seconds, rows))
+    for sign, meaning in {" *": MARK, " to ": RANGES}.items():
+        if sign in said:
+            console.print(meaning)
 
 
 def would_do(enough: "Job | None") -> str:
@@ -117,9 +128,9 @@ def tell_all(
                      for row in rows]  # fmt: skip
     console.print(table_of(shown, "", 2, right=[*dict(forms.values())]))
     if first.assumed_gigabits and memory is None:
-        console.print(f"Links between hosts are not given: {first.assumed_gigabits[1]:g}Gb/s per GPU are assumed.")
-    if any(row.get("warnings") for row in rows):
-        console.print(MARK)
+        least, most = first.assumed_gigabits
+        console.print(f"Links between hosts are not given: {most:g} to {least:g}Gb/s per GPU are assumed.")
+    print_marks(console, rows if memory is None else [])
     miss = " --strategy fsdp says how far its forecast may miss." if memory is None else ""
     lost = " Lost: to messages." if memory is None else ""
     console.print(f"At rest and at the peak: in tensors, of a GPU.{lost}{miss}")
@@ -136,5 +147,5 @@ def _row(job: "Job", steps: Sequence["Pair"], memory: float | None) -> dict[str,
         return row
     found = forecast_of(job, steps)
     lost = sum(found.parts.get(part, 0.0) for part in LOST)
-    row |= {"seconds": found.seconds, "most_seconds": found.most_seconds, "warnings": [*found.warnings]}
+    row |= {name: getattr(found, name) for name in ("seconds", "least_seconds", "most_seconds", "warnings")}
     return {**row, "message_seconds": lost, **rates(job, found.seconds)}

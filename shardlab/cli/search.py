@@ -10,7 +10,7 @@ from rich.console import Console
 
 from shardlab.cli.console import answer_table, count, table_of
 from shardlab.cli.counted_model import CountedModel
-from shardlab.cli.job_words import MARK, in_seconds, rates, would_do
+from shardlab.cli.job_words import in_seconds, print_marks, rates, would_do
 from shardlab.planner.formulas import precision_named
 
 from shardlab.cli.forecast import (  # isort: skip
@@ -42,7 +42,10 @@ def search(
     measured: Measured = None,
     json: AsJson = False,
 ) -> None:
-    """Try all ways to train a transformer on so many GPUs, and rank those that fit by the time of a step."""
+    """Try all ways to train a transformer on so many GPUs, and rank those that fit by the time of a step.
+
+    All parameters are trained, and there are no stages: LoRA and pipelines are not tried.
+    """
     from shardlab.forecast import search as ways
 
     precision_named(precision)  # before anything is read
@@ -61,7 +64,7 @@ def search(
 def _tell(
     model: CountedModel, found: Sequence["Found"], enough: "Job | None", steps: Sequence[Step], *, json: bool
 ) -> None:  # fmt: skip
-    from shardlab.forecast.predict import doubts_of
+    from shardlab.forecast.predict import doubts_of, forecast_of
 
     rows = pd.DataFrame([
         {
@@ -78,15 +81,15 @@ def _tell(
         return
     console = Console(highlight=False)
     console.print(answer_table([model.line, *_found(found, enough, steps)]))
+    ranges = [vars(forecast_of(one.job, steps)) for one in found[:SHOWN]]
     shown = rows.head(SHOWN).assign(
-        seconds=rows.apply(in_seconds, axis=1), peak_bytes=(rows["peak_bytes"] / 1e9).map("{:.3g}".format),
+        seconds=[*map(in_seconds, ranges)], peak_bytes=(rows["peak_bytes"] / 1e9).map("{:.3g}".format),
         tokens_per_second=rows["tokens_per_second"].map("{:,.0f}".format), mfu=rows["mfu"].map("{:.0%}".format),
     ).drop(columns=["tokens_per_day", "fits", "is_tied", "warnings"])  # fmt: skip
     names = {"seconds": "step (s)", "peak_bytes": "peak (GB)", "tokens_per_second": "tokens/s", "mfu": "MFU",
              "why_not": "why not"}  # fmt: skip
     console.print(table_of(shown.rename(columns=names), "", 2, right=["step (s)", "peak (GB)", "tokens/s", "MFU"]))
-    if rows["warnings"].head(SHOWN).any():
-        console.print(MARK)
+    print_marks(console, ranges)
 
 
 def _found(found: Sequence["Found"], enough: "Job | None", steps: Sequence[Step]) -> Iterator[tuple[str, str]]:

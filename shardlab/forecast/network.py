@@ -3,7 +3,8 @@
 A network is hierarchical: ranks of a host are joined inside it, and each GPU has its share of the links between hosts.
 
     seconds of a ring over N ranks      rounds (N - 1) hop + bytes that a rank sends / bandwidth
-    bandwidth inside a host             what the maker says of one direction x efficiency of the number of GPUs
+    bandwidth inside a host             what the maker says of one direction x efficiency of the number of GPUs; on four
+                                        GPUs without a switch x the share of its links that join a GPU to the group
     between hosts                       ranks of the group on a host x link of a GPU x efficiency of the chunk
 
 A ring enters a host through one GPU and leaves it through another, as many rings as there are GPUs: so between hosts a
@@ -12,7 +13,7 @@ that is faster, a tree, whose hops grow with the logarithm of N.
 
 Sources: stas00/ml-engineering (network page) for rings of H200 and B200.
 meta-pytorch/autoparallel: cost_models/nccl_cost_model.py (PR #365) for hops and efficiency by chunk, measured on H100;
-voipmonitor/rtx6kpro for a ring over PCIe 5.
+voipmonitor/rtx6kpro for a ring over PCIe 5; NVIDIA/nccl-tests issue 331 for hosts of four A100 without a switch.
 """
 
 import re
@@ -41,6 +42,9 @@ INSIDE = {
     "pcie4": 25e9,  # half of PCIe 5, since its lanes have half the rate
     "pcie5": 50e9,  # a ring over 8 RTX PRO 6000 reaches 37.6 to 41.1 GB/s (voipmonitor/rtx6kpro)
 }
+# On boards of so many GPUs with these links no switch joins them: each has a third of its links to each other one. Two
+# A100 of such a board have 100 GB/s for each other, and reach 72 (NVIDIA/nccl-tests issue 331), of 300.
+UNSWITCHED, WITHOUT_SWITCH = 4, ("nvlink3", "nvlink4")
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class Network:
 
     ``inside`` is what the maker says of a GPU's link inside a host, ``between`` of that between hosts, and ``factor``
     by how much everything between hosts is faster than the constants above say. Whether the link between hosts
-    ``is_assumed``, since nobody said it, changes no time.
+    ``is_assumed``, since nobody said it, changes no time. Unless it ``is_switched``, a GPU has as many of its links to
+    each other one of its host, and a group of some of them has no others.
     """
 
     per_host: int
@@ -57,6 +62,7 @@ class Network:
     between: float
     factor: float = 1.0
     is_assumed: bool = field(default=False, compare=False)
+    is_switched: bool = True
 
     def seconds(self, op: Collective, num_bytes: float, ranks: int, per_host: int) -> float:
         """Seconds of a collective of ``num_bytes``, the whole buffer, over ranks, of which so many share a host."""
@@ -65,6 +71,8 @@ class Network:
         spans_hosts = ranks > per_host
         factor = self.factor if spans_hosts else 1.0
         bandwidth = self.inside * _share(INSIDE_EFFICIENCY, min(ranks, self.per_host))
+        if not self.is_switched and (neighbours := min(ranks, per_host) - 1):
+            bandwidth *= neighbours / (self.per_host - 1)
         if spans_hosts:
             bandwidth = min(bandwidth, per_host * self.between * _share(CHUNKS, num_bytes / ranks) * factor)
         hops = float(ranks - 1)
@@ -96,10 +104,11 @@ def network_of(text: str | None, gpu: Gpu) -> Network:
         ValueError: a part is not understood, comes twice or is not above 0; the message says what is allowed.
     """
     found: dict[str, float] = {}
-    for part in (text or "").split(",") if text is not None else ():
-        name, value = _part(part.strip(), gpu)
+    parts = [part.strip() for part in text.split(",")] if text is not None else []
+    for part in parts:
+        name, value = _part(part, gpu)
         if name in found or not value > 0:
-            raise ValueError(f"network: {part.strip()!r} comes twice or is 0; write {_FORM}")
+            raise ValueError(f"network: {part!r} comes twice or is 0; write {_FORM}")
         found[name] = value
     per_host = int(found.get("per host", 8))
     between = found.get("per GPU", gpu.between_gigabits * GIGABIT)
@@ -108,7 +117,11 @@ def network_of(text: str | None, gpu: Gpu) -> Network:
             raise ValueError(f"network: {text!r} has two links between hosts; write {_FORM}")
         between = found["of host"] / per_host
     is_assumed = not {"per GPU", "of host"} & set(found)
-    return Network(per_host, found.get("inside", INSIDE[gpu.inside]), between, is_assumed=is_assumed)
+    inside = found.get("inside", INSIDE[gpu.inside])
+    # Inside a host a rate in numbers is that of any two GPUs, whatever joins them.
+    by_rate = any((rate := _RATE.fullmatch(part)) and not rate[3] for part in parts)
+    is_switched = by_rate or per_host != UNSWITCHED or inside not in map(INSIDE.get, WITHOUT_SWITCH)
+    return Network(per_host, inside, between, is_assumed=is_assumed, is_switched=is_switched)
 
 
 def _part(part: str, gpu: Gpu) -> tuple[str, float]:

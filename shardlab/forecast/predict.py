@@ -187,7 +187,8 @@ def _sentences(job: Job, pairs: Sequence[tuple[Job, float]], factors: Factors) -
         "besides launching kernels are not in the seconds; the allocator's reserve and the libraries' own memory are "
         "not in the bytes.",
         f"Layers are taken to be written as in {'Llama' if job.is_gated else 'GPT'}"
-        f"{', compiled' if job.compiled else ''}, with attention {job.kernel}.",
+        f"{', compiled' if job.compiled else ''}, with attention {job.kernel}. All parameters are trained, and there "
+        "are no stages: LoRA and pipelines are not forecast.",
     ]
     if job.assumed_gigabits:
         least, most = job.assumed_gigabits
@@ -198,6 +199,11 @@ def _sentences(job: Job, pairs: Sequence[tuple[Job, float]], factors: Factors) -
         )
     elif job.network is None and job.data * job.tensor > 1:
         found.append(f"The network is not known: GPUs of one host, {job.card.inside} between them, are assumed.")
+    if not job.links.is_switched:
+        found.append(
+            "Hosts of four GPUs are taken to have no switch, so that two GPUs have a third of their links for each "
+            "other; where there is one, give both directions in numbers, such as 900GB/s, for the link's name."
+        )
     if job.accumulation > 1 and not job.row.alone:
         found.append(
             "Only the last micro-batch reduces gradients, which until then are whole on every rank: the others run in "
@@ -212,7 +218,7 @@ def _sentences(job: Job, pairs: Sequence[tuple[Job, float]], factors: Factors) -
             without = peak_bytes(replace(job, sequence_parallel=False)) / 1e9
             sums = f". Sequence parallelism divides norms and residuals; without it the peak is {without:.3g} GB"
         beside = "go in parts, beside products" if job.async_tensor else "are not split or overlapped"
-        found.append(f"Tensor-parallel messages {beside}{sums}.")
+        found.append(f"Tensor-parallel messages {beside}, and gather an input once for all products of it{sums}.")
     return [*found, *_on_pairs(job, pairs, factors)]
 
 

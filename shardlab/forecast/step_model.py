@@ -171,11 +171,12 @@ class Step:
 
     @property
     def sent_share(self) -> float:
-        """Seconds of a layer's messages in a micro-batch, one by one, over those of its compute alone."""
+        """Seconds of a layer's messages in a micro-batch, one by one, over those of its compute alone, on average."""
         row, sizes, layer = self.job.row, self.job.sizes, self.units[0][0]
-        sent = [*row.gathered(BEFORE_A_PASS, sizes) * (1 + row.regathers), *row.reduced(sizes)]
-        size = {Collective.ALL_GATHER: layer.gathered_bytes}
-        seconds = sum(self.message_seconds(op, at, size.get(op, layer.reduced_bytes) * part) for op, at, part in sent)
+        passes = self.job.accumulation if self.job.keeps_whole_gradients else 1  # for one reduction
+        sent = [(one, layer.gathered_bytes, 1.0 + row.regathers) for one in row.gathered(BEFORE_A_PASS, sizes)]
+        sent += [(one, layer.reduced_bytes, 1 / passes) for one in row.reduced(sizes)]
+        seconds = sum(times * self.message_seconds(op, at, whole * part) for (op, at, part), whole, times in sent)
         return seconds / (layer.forward_seconds + layer.backward_seconds)
 
     def replayed(self, micro_batches: int) -> Replay:

@@ -83,7 +83,7 @@ class Gpu:
         """A GPU from the name of a card (``cards``), or from its memory, with bandwidth and latency of its link or not.
 
         For example ``h100``, ``24GB``, ``24GB,32GB/s,10us`` or ``card.json``, of one that was measured. Of a name case
-        does not matter, nor whether its parts are joined by ``-``, ``_`` or a space.
+        does not matter, nor whether its parts are joined by ``-``, ``_``, a space or nothing.
 
         Raises:
             ValueError: a part is not understood; the message names it.
@@ -191,9 +191,13 @@ def named(name: str) -> Gpu | None:
     """
     if name.endswith(".json"):
         return Gpu.read(name)
-    plain = re.sub(r"[\s_-]+", "-", name.strip().lower())
-    names = (own for own, line in _lines().items() if plain in (own, *line["other_names"].split()))
+    plain = _joined(name)
+    names = (own for own, line in _lines().items() if plain in map(_joined, (own, *line["other_names"].split())))
     return next((cards()[own] for own in names), None)
+
+
+def _joined(name: str) -> str:
+    return re.sub(r"[\s_-]+", "", name.lower())
 
 
 def memory_bytes(text: str) -> float:

@@ -100,8 +100,9 @@ def test_who_has_four_h100_and_13b_reads_time_memory_what_to_try_and_how_sure_th
     assert titles == ["MODEL", "PLANNED", "TIME", "MEMORY", "TRY NEXT", "MISSES BY", "NOT IN IT"]
     text = " ".join(text.split())
     for words in (
-        "TIME it does not fit; if it did, about 0.83 to 1.1 s a step, ", "; outside of what is known: see MISSES BY",
+        "TIME it does not fit; if it did, about 0.76 to 1.3 s a step, ", "; outside of what is known: see MISSES BY",
         "TRY NEXT --tp 4 --batch 4: 5% slower, 1 s a step, and fits, 60.4 GB", "MISSES BY outside of what is known: ",
+        "LoRA and pipelines are not forecast",
     ):  # fmt: skip
         assert words in text
     of_plan = " ".join(said("plan", "--params", "13B", "--ranks", "4", "--gpu", "h100", "--precision", "fp32").split())
@@ -112,7 +113,7 @@ def test_who_has_four_h100_and_13b_reads_time_memory_what_to_try_and_how_sure_th
 
 
 def test_what_no_option_makes_fit_is_told_the_cards_that_would_do():
-    text = " ".join(said("forecast", "--params", "7B", "--ranks", "1", "--gpu", "4090").split())
+    text = " ".join(said("forecast", "--params", "7B", "--ranks", "1", "--gpu", "rtx4090").split())
     words = "TRY NEXT no single option makes it fit. What would do: 6 cards, with a sequence for each: fsdp, tp 2, "
     assert words in text
     # Several options together may do on as many.
@@ -142,16 +143,16 @@ def test_what_is_warned_of_is_marked_in_tables_too():
     way = ("--recompute", "full", "--batch", "128", "--micro-batch", "16")
     assert "WARNING Beside the peak" in " ".join(said("forecast", *words, *way).split())
     table = said("forecast", *words, *way, "--strategy", "all")
-    assert re.search(r"\nfsdp .* [\d.]+ \* ", table)
-    assert not re.search(r"\nzero1 .* [\d.]+ \* ", table)
-    assert "* Warned of: it may take longer" in table
+    assert re.search(r"\nfsdp .* ([\d.]+) to ([\d.]+) \* ", table)
+    assert not re.search(r"\nzero1 .*( to |\*)", table)
+    assert "* Warned of: a range, to what that may cost" in table
     found = json.loads(said("search", *words, "--batch", "128", "--json"))["ways"]
     assert {why.partition(" ")[0] for way in found for why in way["warnings"]} >= {"Beside", "A"}
 
 
 def test_what_is_not_known_is_a_range_or_no_error(config):
     text = " ".join(said("forecast", "--config", config, "--ranks", "64", "--recompute", "full").split())
-    assert "TIME about 1.2 to 1.9 s a step, 430,000 to 280,000 tokens" in text
+    assert "TIME about 1.1 to 2.1 s a step, 470,000 to 250,000 tokens" in text
     assert "links between hosts of 400 to 100Gb/s per GPU; outside of what is known: see MISSES BY" in text
     assert "MISSES BY outside of what is known: the nearest measured step, MPT" in text
     found = json.loads(said("forecast", "--config", config, "--ranks", "8", "--tp", "8", "--json"))
@@ -174,7 +175,9 @@ def test_all_strategies_stand_in_one_table_with_the_numbers_that_each_has_alone(
     assert all(f"\n{row['strategy']} " in narrow for row in rows), "no name goes on in the next line"
     assert re.search(r"\nddp +128 .*does not fit *\n", table)
     assert re.search(r"\nfsdp +8\.03 .* fits", table)
-    assert "Links between hosts are not given: 400Gb/s per GPU are assumed." in " ".join(table.split())
+    assert "Links between hosts are not given: 400 to 100Gb/s per GPU are assumed." in " ".join(table.split())
+    ends = [f"{alone[f'{end}_seconds']:.2g}" for end in ("least", "most")]
+    assert re.search(rf"\nzero2 .* {' to '.join(ends)} ", table)
     assert " s a step" not in said(*words, "all", "--gpu", "24GB")
     done = CliRunner().invoke(app, [*words[:4], "1", "--strategy", "all"])
     assert "strategy: all is given, and on one data rank they are alike" in " ".join(done.output.split())
@@ -213,7 +216,7 @@ def test_what_to_try_next_fits_or_is_faster_and_is_the_forecast_of_its_options(c
 
 def test_a_nearly_full_memory_is_a_warning(config):
     text = " ".join(said("forecast", "--config", config, "--ranks", "8", "--seq-len", "9216").split())
-    assert "WARNING Beside the peak" in text
+    assert re.search("outside of what is known: see WARNING WARNING Beside the peak .* MEMORY ", text)
     assert "WARNING" not in said("forecast", "--config", config, "--ranks", "8", "--seq-len", "4096")
 
 
@@ -264,7 +267,9 @@ def searched_once(monkeypatch):
 
 def test_a_search_names_the_fastest_and_why_others_fall_out(config, searched_once):
     text = said("search", "--config", config, "--ranks", "64", "--batch", "128")
-    assert [line.split("  ")[0] for line in text.splitlines()[:2]] == ["MODEL", "FASTEST THAT FITS"]
+    titles = [line.split("  ")[0] for line in text.splitlines() if re.match("[A-Z]{2}", line)]
+    assert titles[:2] == ["MODEL", "FASTEST THAT FITS"]
+    assert "--seq-len gives others" in text
     for words in ("AS FAST", "by which a forecast may miss", "slower", "may reserve;"):
         assert words in " ".join(text.split())
     found = json.loads(said("search", "--config", config, "--ranks", "64", "--batch", "128", "--json"))
@@ -283,7 +288,7 @@ def test_a_search_takes_the_options_of_a_forecast(config, searched_once):
     assert (same["seconds"], same["peak_bytes"]) == (found["seconds"], found["peak_bytes"])
     assert same["arguments"]["compiled"]
     assert "MISSES BY outside of what is known: " in text
-    assert "9 of 10 were missed by 1" in text
+    assert "9 of 10 were missed by 26% at most, each laboratory counting alike" in text
 
 
 def test_a_search_without_a_way_says_how_many_cards_would_do(config, searched_once):
@@ -413,6 +418,7 @@ def test_bad_input_is_refused(config):
         (["plan", "--workload", "train.py:workload", "--params", "7B"], "params, workload: give one of them"),
         (["forecast", *of_it, "64", "--gpu", "abacus"], "gpu: 'abacus' is not understood; write a card"),
         (["forecast", *of_it, "6", "--tp", "4"], "tp: 4 is given; it must divide 6 ranks"),
+        (["forecast", *of_it, "12", "--tp", "3"], "tp: 3 is given; it must divide 32 heads and the MLP's width, 14336"),
         (["forecast", *of_it, "64", "--batch", "65"], "batch: 65 sequences is given; 64 data ranks"),
         (["search", *of_it, "8", "--precision", "bf16"], "precision: 'bf16' is not one of mixed, fp32"),
         (["forecast", *of_it, "8", "--precision", "bf16"], "precision: 'bf16' is not one of mixed, fp32"),
@@ -420,7 +426,11 @@ def test_bad_input_is_refused(config):
         (["forecast", *of_it, "8", "--strategy", "zero9"], "strategy: 'zero9' is not one of"),
         (["forecast", *of_it, "8", "--params", "13B"], "config, params: give one of them: --config config.json, or"),
         (["search", "--ranks", "8"], "config, params: give one of them: --config config.json, or --params 13B"),
-        (["forecast", "--params", "13X", "--ranks", "8"], "params: '13X' is not a number"),
+        (["forecast", "--params", "13X", "--ranks", "8"], "params: '13X' is given; it must be a number above 0"),
+        (["forecast", "--params", "0B", "--ranks", "8"], "params: '0B' is given; it must be a number above 0"),
+        (["forecast", "--params", "nan", "--ranks", "8"], "params: 'nan' is given; it must be a number above 0"),
+        (["plan", "--params", "infB", "--ranks", "8"], "params: 'infB' is given; it must be a number above 0"),
+        (["forecast", "--params", "300T", "--ranks", "8"], "params: 3e+14 is given; at most 2e+14 are allowed"),
         (["forecast", "--params", "1M", "--ranks", "8"], "params: 1e+06 is given; the smallest like Llama has"),
         (["validate", "--calibration", "nowhere.json"], "calibration: nowhere.json cannot be read"),
     ):

@@ -1,7 +1,8 @@
 """A forecast of step time: what it adds up to, how it moves with its arguments, what it refuses, how far it misses."""
 
 import re
-from dataclasses import asdict, fields
+from collections import Counter
+from dataclasses import asdict, fields, replace
 from math import isnan
 
 import pytest
@@ -235,6 +236,44 @@ def test_a_ring_between_hosts_has_the_links_of_all_its_gpus():
     assert network.seconds(Collective.ALL_GATHER, 64e9, 1, 1) == 0
 
 
+def test_two_of_four_gpus_without_a_switch_have_a_third_of_their_links_for_each_other():
+    """Two A100 of four reach 72 GB/s (NVIDIA/nccl-tests, issue 331); with a switch two have as much as all."""
+    a100 = Gpu.preset("a100-80gb")
+    for text, ranks, per_host, share in (
+        ("4 per host", 2, 2, 1 / 3), ("4 per host", 3, 3, 2 / 3), ("4 per host", 4, 4, 1), ("4 per host", 2, 1, 1),
+        ("4 per host, nvlink", 2, 2, 1 / 3), ("4 per host, 600GB/s", 2, 2, 1), ("8 per host", 2, 2, 1),
+        ("4 per host, pcie4", 2, 2, 1),
+    ):  # fmt: skip
+        network = network_of(text, a100)
+        least, seconds = (
+            of.seconds(Collective.ALL_GATHER, 1e9, ranks, per_host) - (ranks - 1) * HOP_SECONDS
+            for of in (replace(network, is_switched=True), network)
+        )
+        assert least == pytest.approx(share * seconds)
+    pair = network_of("4 per host", a100).seconds(Collective.ALL_GATHER, 1e9, 2, 2)
+    assert 1e9 / 2 / pair == pytest.approx(72e9, rel=0.2)
+
+
+# Tensor ranks, sharding ranks and seconds a step: Llama3 8B on hosts of 4 H200 (KempnerInstitute/KempnerForge,
+# benchmarks/mfu_scaling), no rows of the table. On one GPU it took 3.13.
+OF_FOUR_H200 = {(2, 1): 2.49, (2, 2): 2.52}
+
+
+@pytest.mark.parametrize(("tensor", "data"), OF_FOUR_H200)
+def test_tensor_parallelism_on_two_of_four_gpus_costs_what_it_was_measured_to(tensor, data):
+    row = {"hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256, "seq_len": 4096}
+    row |= {"recompute": "full", "hardware": "h200", "compiled": True, "no_sync": True, "states": "pure-bf16"}
+    alone = row | {"micro_batch": 2, "accumulation": 4, "data": 1, "strategy": "single"}
+    row |= {"micro_batch": 4, "accumulation": 2, "data": data, "tensor": tensor, "network": "4 per host"}
+    row |= {"strategy": "fsdp" if data > 1 else "single"}
+    found = predict_step(**row, calibration=[(alone, 3.13)])
+    # Their queries, keys and values gather an input three times.
+    assert -0.15 < found.seconds / OF_FOUR_H200[tensor, data] - 1 < 0
+    assert "Hosts of four GPUs are taken to have no switch" in " ".join(found.not_modelled)
+    switched = predict_step(**row | {"network": "4 per host, 900GB/s"}, calibration=[(alone, 3.13)])
+    assert switched.seconds < 0.75 * OF_FOUR_H200[tensor, data]
+
+
 @pytest.mark.parametrize(
     ("text", "network"),
     [
@@ -370,8 +409,13 @@ def test_published_steps_are_met_better_than_by_toys():
 
 
 def test_what_nine_of_ten_published_steps_are_missed_by_is_said_where_nothing_is_known():
-    misses = sorted(abs(error_of(step, is_calibrated=False)) for step in published_steps())
-    assert misses[9 * len(misses) // 10] == pytest.approx(USUAL_MISS, abs=0.005)
+    """Each laboratory counts alike: two thirds of the steps are of one."""
+    misses = {step: abs(error_of(step, is_calibrated=False)) for step in published_steps()}
+    steps = Counter(step.laboratory for step in misses)
+    beyond = sum(1 / steps[step.laboratory] for step, miss in misses.items() if miss > USUAL_MISS)
+    assert beyond <= 0.1 * len(steps) < beyond + 1 / steps["Selene"]
+    known = [expected_miss(step.job).share for step in published_steps()]
+    assert max(share for share in known if share is not None) < USUAL_MISS
 
 
 # Tokens of a micro-batch and tokens a second and GPU, 13B on 8 A100 of 40 GB: llm-foundry, benchmarking/torch2.md.
@@ -391,10 +435,13 @@ def test_messages_longer_than_those_of_published_steps_are_warned_of_and_the_ran
     assert max(sent_share(one.job) for one in published_steps()) == pytest.approx(0.57, abs=0.005)
     assert sent_share(Job(**row | {"seq_len": tokens})) > MOST_SENT
     assert not predict_step(**row | {"seq_len": tokens, "strategy": "zero1"}).warnings
+    # In no_sync() one of 16 micro-batches reduces.
+    each, once = (sent_share(Job(**row | {"seq_len": tokens, "no_sync": no_sync})) for no_sync in (False, True))
+    assert 0.6 < once / each < 0.75
 
 
 def test_the_range_that_is_said_of_a_published_step_holds_what_it_took():
-    """All with a measured step of their machine; without one nine of ten, but for H100 of 500 W and ZeRO-3."""
+    """All with a measured step of their machine; without one all but three."""
     found = by_laboratory(validate_published())
     assert (found["in_range"] == found["steps"]).all()
     outside = []
@@ -405,8 +452,7 @@ def test_the_range_that_is_said_of_a_published_step_holds_what_it_took():
         outside += [] if least <= step.seconds <= most else [step.machine]
         if may_retry(step.job):
             assert told.seconds < step.seconds < told.most_seconds == RETRIES * told.seconds
-    assert len(outside) <= 20
-    assert sum(name.startswith(("torchtitan H100 500 W", "Selene")) for name in outside) >= len(outside) - 2
+    assert sorted(outside) == ["Selene A100 ZeRO-3", "Selene A100 ZeRO-3", "llm-foundry A100 80GB"]
 
 
 def test_with_little_room_for_its_layers_a_forecast_warns_of_the_allocator():

@@ -117,5 +117,5 @@ def test_plan_reads_counts_as_papers_write_them_and_shows_a_unit_that_fits():
     assert "\n1,100,000 parameters" in shown
     assert "MB MB/step" in " ".join(shown.split())
     for text in ("7.5Q", "B", "many"):
-        with pytest.raises(ValueError, match=f"params: '{text}' is not a number, optionally followed by K, M, B, T"):
+        with pytest.raises(ValueError, match=f"params: '{text}' is given; it must be a number above 0, or one with K"):
             planned(text)
