@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardlab.comm.communicator import Communicator
+from shardlab.comm.modes_in_backward import backward_in
 from shardlab.context.attention import attention
 from shardlab.context.parts import positions_of, require_way
 
@@ -46,6 +47,7 @@ class ContextParallel(TorchFunctionMode):
         super().__init__()
         require_way(way, zigzag=zigzag)
         self._comm, self._way, self._zigzag, self._num_computed = comm, way, zigzag, 0
+        self._seq_lens: set[int] = set()  # that were divided
 
     def __enter__(self) -> Self:
         self._num_computed = 0  # of this block: one object serves many steps
@@ -59,6 +61,7 @@ class ContextParallel(TorchFunctionMode):
 
     def positions(self, seq_len: int) -> Tensor:
         """Where this rank's tokens are in a sequence of ``seq_len``, int64."""
+        self._seq_lens.add(seq_len)
         return positions_of(seq_len, self._comm.num_ranks, self._comm.rank, zigzag=self._zigzag)
 
     def part(self, whole: Tensor, dim: int = 1) -> Tensor:
@@ -71,6 +74,8 @@ class ContextParallel(TorchFunctionMode):
         """As it is, but for attention."""
         if func is functional.multi_head_attention_forward:
             raise ValueError(_NO_ATTENTION)
+        if func is Tensor.backward and args[0].requires_grad:
+            return backward_in(self, *args, **(kwargs or {}))
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         return self._attention(*args, **(kwargs or {}))
@@ -83,6 +88,11 @@ class ContextParallel(TorchFunctionMode):
             raise ValueError(
                 f"attention: with a mask {attn_mask is not None}, dropout_p={dropout_p}, scale={scale}, "
                 f"is_causal={is_causal}; over ranks it is causal, without a mask, dropout and a scale of its own"
+            )
+        if self._seq_lens and (found := query.shape[-2] * self._comm.num_ranks) not in self._seq_lens:
+            raise ValueError(
+                f"attention: of {found} tokens on all ranks, and part() has divided {sorted(self._seq_lens)}; over "
+                "ranks it is of whole sequences, without windows, and without tokens that the model adds"
             )
         if key.shape[1] != query.shape[1] and not enable_gqa:
             raise ValueError(

@@ -240,8 +240,10 @@ class _Step:
         if stage:
             # Sent from inside autograd: what the engine does at the end of a backward, the next rank need not wait for.
             given.register_post_accumulate_grad_hook(lambda one: self._send(action, cast("Tensor", one.grad)))
+        late = self._late.get((stage, number))  # also of a checkpoint, which runs forward again
         if output.requires_grad:  # else nothing that led to it trains
-            self._engine.backward(output, gradient=received)
+            with contextlib.nullcontext() if late is None else late_weights(late):
+                self._engine.backward(output, gradient=received)
         return torch.zeros_like(given) if stage and given.grad is None else None
 
     def _send(self, action: Action, tensor: Tensor) -> None:

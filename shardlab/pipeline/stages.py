@@ -36,7 +36,7 @@ def parts_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """
     if callable(parts := getattr(model, "parts", None)):
         return dict(parts())
-    if isinstance(model, nn.Sequential):
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         return {name: (name,) for name in model._modules}  # named_children() leaves out a module that is there twice
     raise ValueError(
         f"model: {type(model).__name__} does not say where it may be cut; give an nn.Sequential, or a model with a "
@@ -56,9 +56,12 @@ def cut(
         costs: by part, such as measured seconds, instead of numbers of parameters.
 
     Raises:
-        ValueError: there are fewer parts than stages, ``begins`` does not fit, a part has no cost, or a parameter that
-            trains is in no part.
+        ValueError: there are fewer parts than stages, ``begins`` does not fit, a part has no cost, a parameter that
+            trains is in no part, or the model has hooks of its own.
     """
+    # Private: there is no public way to ask.
+    if model._forward_pre_hooks or model._forward_hooks or model._backward_pre_hooks or model._backward_hooks:
+        raise ValueError("model: it has hooks of its own, and stages call its parts alone; register them on a part")
     names = list(parts_of(model))
     used = {id(param) for _, param in params_of(model, names)}
     if left := [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in used]:

@@ -280,6 +280,17 @@ def leaves_out_a_layer():
     return model
 
 
+class Residual(nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def doubled():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.register_forward_hook(lambda _module, _given, output: output * 2)
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "num_stages", "begins", "told"),
     [
@@ -287,6 +298,8 @@ def leaves_out_a_layer():
         (gpt, 2, ("blocks.9",), "begins: blocks.9 cannot begin stages 1 to 1; give so many of blocks.0"),
         (gpt, 3, ("blocks.1", "blocks.0"), "begins: blocks.1, blocks.0 cannot begin stages 1 to 2"),
         (lambda: nn.Linear(2, 2), 1, (), "model: Linear does not say where it may be cut"),
+        (lambda: Residual(nn.Linear(2, 2), nn.Linear(2, 2)), 2, (), "model: Residual does not say where it may be cut"),
+        (doubled, 2, (), "model: it has hooks of its own, and stages call its parts alone; register them on a part"),
         (leaves_out_a_layer, 2, (), "model: '1.weight' is in no part; name in parts() all that forward runs"),
     ],
 )
