@@ -14,6 +14,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import DDP, FSDP, Bucketed, ZeRO1, ZeRO2, ZeRO3, build_engine
 from shardlab.launch import RankError
 from shardlab.models import GPT, GPTConfig
+from shardlab.optimizers import GradScaler
 from shardlab.pipeline import Like, Pipeline, cut, loans_of, messages_of, parts_of
 from shardlab.pipeline.stages import params_of
 from shardlab.schedules import Schedule, make_schedule
@@ -249,6 +250,24 @@ def clipped_by_torch(_, make, how):
             pipeline.run(engine, loss_fn, inputs[0], targets[0])
             nn.utils.clip_grad_norm_(engine.step_tensors() if how == "tensors" else engine.module.parameters(), 0.1)
             engine.finish_gradients()
+
+
+def scaled(rank, make):
+    """The scale, and whether the engine has stepped, where only the first stage overflows."""
+    with Mesh({"pipe": 2, "data": 1}) as mesh:
+        pipeline = Pipeline(gpt(), make_schedule("1f1b", 2, 2), mesh)
+        with build_engine(make(), pipeline.module, sgd, mesh) as engine:
+            scaler = GradScaler(init_scale=4.0)
+            inputs, targets = (every[0] for every in rows(1, 2))
+            if rank == 0:
+                next(pipeline.module.parameters()).register_hook(lambda gradient: gradient * torch.inf)
+            pipeline.run(engine, lambda logits, wanted: scaler.scale(loss_fn(logits, wanted)), inputs, targets)
+            return scaler.step(engine), scaler.get_scale()
+
+
+@pytest.mark.parametrize("make", [DDP, ZeRO2])
+def test_an_overflow_in_one_stage_makes_all_skip_the_step(pools, make):
+    assert pools(2).run(scaled, make) == [(False, 2.0)] * 2
 
 
 @pytest.mark.parametrize(("make", "how"), [(DDP, "tensors"), (ZeRO1, "tensors"), (DDP, "parameters")])
