@@ -7,8 +7,8 @@
 
 Takes what ``torch.amp.GradScaler`` takes, with an engine in the place of an optimizer. The scale doubles after 2000
 good steps and halves after an overflow. An overflow may show only in one rank's pieces, or in one stage of a pipeline,
-so the ranks agree: if any has an inf or a nan, every rank skips the step. ``step()`` changes the scale at once, so each engine has a scaler of its
-own, and ``update()`` may follow or not.
+so the ranks agree: if any has an inf or a nan, every rank skips the step. ``step()`` changes the scale at once, so each
+engine has a scaler of its own, and ``update()`` may follow or not.
 Source: Micikevicius et al., arXiv 1710.03740, section 3.2.
 """
 

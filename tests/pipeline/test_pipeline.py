@@ -252,6 +252,23 @@ def clipped_by_torch(_, make, how):
             engine.finish_gradients()
 
 
+class ByTheNorm(torch.optim.SGD):
+    """Steps by the norm of all gradients that it is given."""
+
+    shardlab_looks_at = "model"
+
+
+def stepped_by_the_norm(_):
+    with Mesh({"pipe": 2, "data": 1}) as mesh:
+        module = Pipeline(gpt(), make_schedule("1f1b", 2, 2), mesh).module
+        build_engine("ddp", module, lambda tensors: ByTheNorm(tensors, lr=0.1), mesh)
+
+
+def test_an_optimizer_that_looks_at_the_whole_model_is_refused_in_a_stage(pools):
+    with pytest.raises(RankError, match=r"ByTheNorm looks at the whole model, .*; use bucketed or ddp, and no pipeline"):
+        pools(2).run(stepped_by_the_norm)
+
+
 def scaled(rank, make):
     """The scale, and whether the engine has stepped, where only the first stage overflows."""
     with Mesh({"pipe": 2, "data": 1}) as mesh:
