@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from shardlab.comm.modes_in_backward import backward_in
+from shardlab.comm.modes_in_backward import BACKWARDS, backward_in
 
 Late = list[tuple[GradientEdge, Tensor, Tensor]]
 """Of linear layers, in the order of backward: where the weight's gradient belongs, input, gradient of the output."""
@@ -50,7 +50,7 @@ class late_weights(TorchFunctionMode):  # noqa: N801, used as a function: ``with
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """As it is, but for linear layers, also of a checkpoint in backward."""
-        if func is Tensor.backward:
+        if func in BACKWARDS:
             return backward_in(self, *args, **(kwargs or {}))
         return (self._linear if func is functional.linear else func)(*args, **(kwargs or {}))
 

@@ -160,6 +160,15 @@ def test_a_checkpoint_computes_attention_again_among_ranks(pools, way, zigzag, u
         torch.testing.assert_close(own, x.grad[:, :, places], atol=1e-12, rtol=0)
 
 
+def test_a_backward_behind_the_block_that_would_compute_attention_again_is_refused(pools):
+    with pytest.raises(RankError, match="a checkpoint with use_reentrant=True computes attention again in it"):
+        pools(2).run(attend, recomputed, {"way": "ring"}, 4)
+
+
+def recomputed(x):
+    return checkpoint(causal, x.requires_grad_(), use_reentrant=True)
+
+
 def attend(_, model, over, seq_len):
     with Mesh({"context": 2}) as mesh:
         own = ContextParallel(mesh["context"], **over)

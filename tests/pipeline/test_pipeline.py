@@ -265,7 +265,9 @@ def stepped_by_the_norm(_):
 
 
 def test_an_optimizer_that_looks_at_the_whole_model_is_refused_in_a_stage(pools):
-    with pytest.raises(RankError, match=r"ByTheNorm looks at the whole model, .*; use bucketed or ddp, and no pipeline"):
+    with pytest.raises(
+        RankError, match=r"ByTheNorm looks at the whole model, .*; use bucketed or ddp, and no pipeline"
+    ):
         pools(2).run(stepped_by_the_norm)
 
 
