@@ -49,8 +49,13 @@ def attention(
         zigzag: whether parts are as in ``positions_of(..., zigzag=True)``.
 
     Raises:
-        ValueError: as ``require_fit``.
+        ValueError: other dims, keys of other tokens than the queries; as ``require_fit``.
     """
+    if not q_basd.ndim == k_bgsd.ndim == 4 or q_basd.shape[2] != k_bgsd.shape[2]:
+        raise ValueError(
+            f"attention: queries {tuple(q_basd.shape)} and keys {tuple(k_bgsd.shape)}; over ranks both are (batch, "
+            "heads, tokens, elements of a head), of the same tokens"
+        )
     require_fit(
         way, comm.num_ranks, seq_len=q_basd.shape[2] * comm.num_ranks, heads=q_basd.shape[1],
         kv_heads=k_bgsd.shape[1], zigzag=zigzag,
@@ -96,8 +101,10 @@ def _ring(given: _Given) -> Tensor:
         theirs_s = given.positions((comm.rank - hop) % comm.num_ranks)
         if found is None:
             found = _block(q_basd, travelling, own_s, theirs_s)
-        elif int(own_s.max()) < int(theirs_s.min()):  # no query sees any of it; but its gradient travels back as all do
-            found = found[0] + travelling[..., :0].sum(), found[1]
+        elif int(own_s.max()) < int(theirs_s.min()):
+            # No query sees any of it; but its gradient travels back as all do. And autograd keeps something of it, so
+            # that a checkpoint, which computes up to what was kept last, sends on all ranks as much, and as early.
+            found = found[0] + travelling[..., :0].clone().square().sum(), found[1]
         else:
             found = _merged(found, _block(q_basd, travelling, own_s, theirs_s))
         if ahead is not None:

@@ -6,9 +6,9 @@
     stepped = scaler.step(engine)
 
 Takes what ``torch.amp.GradScaler`` takes, with an engine in the place of an optimizer. The scale doubles after 2000
-good steps and halves after an overflow. An overflow may show only in one rank's pieces, so the ranks agree: if any has
-an inf or a nan, every rank skips the step. ``step()`` changes the scale at once, so each engine has a scaler of its
-own, and ``update()`` may follow or not.
+good steps and halves after an overflow. An overflow may show only in one rank's pieces, or in one stage of a pipeline,
+so the ranks agree: if any has an inf or a nan, every rank skips the step. ``step()`` changes the scale at once, so each
+engine has a scaler of its own, and ``update()`` may follow or not.
 Source: Micikevicius et al., arXiv 1710.03740, section 3.2.
 """
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardlab.engines.any_engine import AnyEngine
+from shardlab.vocabulary import MeshAxis
 
 
 class GradScaler:
@@ -104,7 +105,8 @@ class GradScaler:
                 flag = torch.maximum(flag, (~torch.isfinite(tensor.grad)).any().to(flag))
         engine.means_changed()  # as they are now
         # Every rank joins, whatever it found itself: a rank that skipped this alone would leave the others waiting.
-        for comm in engine.comms:
+        stages = (engine.mesh[MeshAxis.PIPE],) if MeshAxis.PIPE in engine.mesh.axes else ()
+        for comm in (*engine.comms, *stages):
             comm.all_reduce(flag, reduction="max", tag="overflow").wait()
         self._overflow, self._num_backwards = bool(flag.item()), engine.num_backwards
         return not self._overflow

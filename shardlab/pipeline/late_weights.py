@@ -2,8 +2,8 @@
 
 Inside ``late_weights`` a linear layer's backward brings the gradient of its input alone, and notes what the weight's
 is made of: its input and the gradient of its output. ``backward_of_weights`` multiplies them, later, and hands the
-products to autograd at the parameters themselves, so that hooks on gradients run as ever. Gradients of biases, norms
-and embeddings, a small part of the work, come with the first half.
+products to autograd at the parameters themselves, so that hooks on gradients run; in the first half they are called
+with None. Gradients of biases, norms and embeddings, a small part of the work, come with the first half.
 Source: Qi et al., arXiv 2401.10241, section 2.
 """
 
@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from shardlab.comm.modes_in_backward import BACKWARDS, backward_in
 
 Late = list[tuple[GradientEdge, Tensor, Tensor]]
 """Of linear layers, in the order of backward: where the weight's gradient belongs, input, gradient of the output."""
@@ -47,7 +49,9 @@ class late_weights(TorchFunctionMode):  # noqa: N801, used as a function: ``with
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """As it is, but for linear layers."""
+        """As it is, but for linear layers, also of a checkpoint in backward."""
+        if func in BACKWARDS:
+            return backward_in(self, *args, **(kwargs or {}))
         return (self._linear if func is functional.linear else func)(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -61,6 +65,7 @@ class late_weights(TorchFunctionMode):  # noqa: N801, used as a function: ``with
 
 def backward_of_weights(late: Late) -> None:
     """The second half: the gradients of the weights, added to those that are there."""
-    products = [gradient.flatten(0, -2).T @ given.flatten(0, -2) for _, given, gradient in late]
+    rows = ((torch.atleast_2d(one).flatten(0, -2) for one in pair) for _, *pair in late)
+    products = [gradient.T @ given for given, gradient in rows]
     if products:
         torch.autograd.backward([edge for edge, _, _ in late], products)

@@ -48,14 +48,9 @@ class Loan(NamedTuple):
     used_as: tuple[str, ...]
 
     @property
-    def value_tag(self) -> str:
-        """Of the message with its value."""
+    def tag(self) -> str:
+        """Of the message with its value; ``gradient of`` stands before it in that of its gradient."""
         return f"tied {self.name}"
-
-    @property
-    def gradient_tag(self) -> str:
-        """Of the message with its gradient, and one more number: whether the borrower has used it."""
-        return f"gradient of tied {self.name}"
 
 
 def loans_of(model: nn.Module, stages: Cut, rank_of: Mapping[int, int]) -> list[Loan]:
@@ -103,6 +98,7 @@ def messages_of(schedule: Schedule, outputs: Sequence[Like], loans: Sequence[Loa
         Sent(*way, action.tag, sizes[action.stage - (action.kind is not Kind.FORWARD)])
         for action, way in schedule.sent().items()
     ]
-    lent = [Sent(one.owner, one.to, one.value_tag, one.param.nbytes) for one in loans]
-    back = [Sent(one.to, one.owner, one.gradient_tag, one.param.nbytes + one.param.itemsize) for one in loans]
+    lent = [Sent(one.owner, one.to, one.tag, one.param.nbytes) for one in loans]
+    # With one more number: whether the borrower has used it.
+    back = [Sent(one.to, one.owner, f"gradient of {one.tag}", one.param.nbytes + one.param.itemsize) for one in loans]
     return [*lent, *between, *back]

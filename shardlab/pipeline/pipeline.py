@@ -154,19 +154,19 @@ class Pipeline:
             raise ValueError(TIED.format(own[0].name))
         with engine.full_params() if own else contextlib.nullcontext():
             values = [engine.params[loan.name].detach().clone() for loan in own]
-        sent += [comm.send(value, loan.to, tag=loan.value_tag) for loan, value in zip(own, values, strict=True)]
+        sent += [comm.send(value, loan.to, tag=loan.tag) for loan, value in zip(own, values, strict=True)]
         for loan, value in borrowed:
-            comm.recv(value, loan.owner, tag=loan.value_tag).wait()
+            comm.recv(value, loan.owner, tag=loan.tag).wait()
             lend(self.module, loan.used_as, value.requires_grad_(loan.param.requires_grad))
         yield
         for loan, value in borrowed:
             gradient = torch.zeros_like(value) if value.grad is None else value.grad
             gradient = torch.cat([gradient.flatten(), gradient.new_tensor([value.grad is not None])])
-            sent.append(comm.send(gradient, loan.owner, tag=loan.gradient_tag))
+            sent.append(comm.send(gradient, loan.owner, tag=f"gradient of {loan.tag}"))
             lend(self.module, loan.used_as, None)
         told = [torch.empty(value.numel() + 1, dtype=value.dtype, device=device) for value in values]
         for loan, gradient in zip(own, told, strict=True):
-            comm.recv(gradient, loan.to, tag=loan.gradient_tag).wait()
+            comm.recv(gradient, loan.to, tag=f"gradient of {loan.tag}").wait()
         # What nobody used has no gradient, as in one process, and no zeros, by which an optimizer would step it.
         due = [place for place, gradient in enumerate(told) if gradient[-1]]
         edges = [GradientEdge(gradient_node(engine.params[own[place].name]), 0) for place in due]
@@ -240,8 +240,10 @@ class _Step:
         if stage:
             # Sent from inside autograd: what the engine does at the end of a backward, the next rank need not wait for.
             given.register_post_accumulate_grad_hook(lambda one: self._send(action, cast("Tensor", one.grad)))
+        late = self._late.get((stage, number))  # also of a checkpoint, which runs forward again
         if output.requires_grad:  # else nothing that led to it trains
-            self._engine.backward(output, gradient=received)
+            with contextlib.nullcontext() if late is None else late_weights(late):
+                self._engine.backward(output, gradient=received)
         return torch.zeros_like(given) if stage and given.grad is None else None
 
     def _send(self, action: Action, tensor: Tensor) -> None:

@@ -36,7 +36,7 @@ def parts_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """
     if callable(parts := getattr(model, "parts", None)):
         return dict(parts())
-    if isinstance(model, nn.Sequential):
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         return {name: (name,) for name in model._modules}  # named_children() leaves out a module that is there twice
     raise ValueError(
         f"model: {type(model).__name__} does not say where it may be cut; give an nn.Sequential, or a model with a "
@@ -56,9 +56,12 @@ def cut(
         costs: by part, such as measured seconds, instead of numbers of parameters.
 
     Raises:
-        ValueError: there are fewer parts than stages, ``begins`` does not fit, a part has no cost, or a parameter that
-            trains is in no part.
+        ValueError: there are fewer parts than stages, ``begins`` does not fit, a part has no cost, a parameter that
+            trains is in no part, or the model has hooks of its own.
     """
+    # Private: there is no public way to ask.
+    if model._forward_pre_hooks or model._forward_hooks or model._backward_pre_hooks or model._backward_hooks:
+        raise ValueError("model: it has hooks of its own, and stages call its parts alone; register them on a part")
     names = list(parts_of(model))
     used = {id(param) for _, param in params_of(model, names)}
     if left := [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in used]:
@@ -72,7 +75,7 @@ def cut(
                 f"begins: {', '.join(begins)} cannot begin stages 1 to {num_stages - 1}; give so many of "
                 f"{', '.join(names[1:])}, in this order"
             )
-        return tuple(tuple(names[first:stop]) for first, stop in pairwise([0, *places, len(names)]))
+        return _from(places, names)
     if costs is None:
         costs = {name: sum(param.numel() for _, param in params_of(model, [name])) for name in names}
     if missing := [name for name in names if not 0 <= costs.get(name, -1) < inf]:
@@ -81,9 +84,11 @@ def cut(
     # Each part counts one unit more than it costs, so that none of the stages is left without a part.
     specs = [ParamSpec(name, (1 + round(costs[name] / unit),), 1) for name in names]
     owners = assign_owners(specs, num_stages, Partition.CONTIGUOUS)
-    return tuple(
-        tuple(name for name, owner in zip(names, owners, strict=True) if owner == stage) for stage in range(num_stages)
-    )
+    return _from(map(owners.index, range(1, num_stages)), names)
+
+
+def _from(places: Iterable[int], names: Sequence[str]) -> Cut:
+    return tuple(tuple(names[first:stop]) for first, stop in pairwise([0, *places, len(names)]))
 
 
 def params_of(model: nn.Module, parts: Iterable[str]) -> list[tuple[str, nn.Parameter]]:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 _TEXT = re.compile(r"(\d+)(F|B|I|W)(\d+)")
@@ -125,9 +125,8 @@ def _each(kind: Kind, stage: int, num_micro_batches: int) -> Actions:
 
 
 def _by_round(kind: Kind, rounds: range, stages: Sequence[int], num_ranks: int) -> Actions:
-    return tuple(
-        Action(kind, stage, first + place) for first in rounds for stage in stages for place in range(num_ranks)
-    )
+    places = product(rounds, stages, range(num_ranks))
+    return tuple(Action(kind, stage, first + place) for first, stage, place in places)
 
 
 def _in_turns(forwards: Actions, backwards: Actions, ahead: int) -> Actions:

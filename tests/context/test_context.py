@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from shardlab.comm.mesh import Mesh
 from shardlab.context import ContextParallel, attention, messages_of, positions_of, share_of_work
@@ -143,6 +144,31 @@ def test_what_each_way_sends_and_the_work_of_the_busiest_rank():
     assert positions_of(8, 2, 0, zigzag=True).tolist() == [0, 1, 6, 7]
 
 
+def gradient_of_recomputed(_, x, way, zigzag, use_reentrant):
+    with Mesh({"context": 3}) as mesh, ContextParallel(mesh["context"], way, zigzag=zigzag) as over:
+        own = over.part(x, 2).requires_grad_()
+        checkpoint(causal, own, use_reentrant=use_reentrant).square().sum().backward()
+        return over.positions(x.shape[2]), own.grad
+
+
+@pytest.mark.parametrize(("way", "zigzag"), WAYS)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_computes_attention_again_among_ranks(pools, way, zigzag, use_reentrant):
+    x = torch.sin(torch.arange(72, dtype=torch.float64)).view(1, 3, 12, 2).requires_grad_()
+    causal(x).square().sum().backward()
+    for places, own in pools(3).run(gradient_of_recomputed, x.detach(), way, zigzag, use_reentrant):
+        torch.testing.assert_close(own, x.grad[:, :, places], atol=1e-12, rtol=0)
+
+
+def test_a_backward_behind_the_block_that_would_compute_attention_again_is_refused(pools):
+    with pytest.raises(RankError, match="a checkpoint with use_reentrant=True computes attention again in it"):
+        pools(2).run(attend, recomputed, {"way": "ring"}, 4)
+
+
+def recomputed(x):
+    return checkpoint(causal, x.requires_grad_(), use_reentrant=True)
+
+
 def attend(_, model, over, seq_len):
     with Mesh({"context": 2}) as mesh:
         own = ContextParallel(mesh["context"], **over)
@@ -159,6 +185,20 @@ def without_a_mask(x):
     return functional.scaled_dot_product_attention(x, x, x)
 
 
+def in_windows(x):
+    windows = x.unflatten(2, (2, -1)).transpose(1, 2).flatten(0, 1)
+    return functional.scaled_dot_product_attention(windows, windows, windows, is_causal=True)
+
+
+def without_a_batch(x):
+    return functional.scaled_dot_product_attention(x[0], x[0], x[0], is_causal=True)
+
+
+def after_a_prefix(x):
+    keys = torch.cat([x[:, :, :1], x], 2)
+    return functional.scaled_dot_product_attention(x, keys, keys, is_causal=True)
+
+
 def by_hand(x):
     return (x @ x.mT).softmax(-1) @ x
 
@@ -172,6 +212,9 @@ def of_a_layer(x):
     [
         (without_a_mask, {"way": "ring"}, 4, "over ranks it is causal, without a mask"),
         (without_a_mask, {"way": "ring", "zigzag": True}, 6, "seq_len: 6 tokens do not divide into 4 pieces"),
+        (in_windows, {"way": "ulysses"}, 4, r"attention: of 2 tokens on all ranks, and part\(\) has divided \[4\]"),
+        (without_a_batch, {"way": "ulysses"}, 4, r"queries \(2, 2, 2\) and keys .*; over ranks both are \(batch"),
+        (after_a_prefix, {"way": "ulysses"}, 4, r"keys \(1, 2, 3, 2\); over ranks both are .*, of the same tokens"),
         (by_hand, {"way": "ring"}, 4, "and attention written by hand, would see this rank's part alone"),
         (of_a_layer, {"way": "ring"}, 4, "nn.MultiheadAttention, and attention written by hand, would see"),
         (without_a_mask, {"way": "ulysses", "zigzag": True}, 4, "zigzag: ulysses computes whole sequences"),

@@ -73,6 +73,8 @@ def test_stages_that_compute_in_16_bits_send_what_is_planned(pools, tmp_path):
     found = compare(WORKLOAD, tmp_path / "run", pool=pools(2), strategies=("single", "zero1"), **options)
     table = found.summary.set_index("strategy")
     assert table["as_planned"].all()
+    cost = next(line.text for line in answer(found) if line.title == "COST")
+    assert cost.endswith("messages: zero1+zb-h1 4")  # sent, and as many received
     assert 0 < table.loc["zero1+zb-h1", "max_loss_difference"] < 0.05
     assert found.losses_equal
 

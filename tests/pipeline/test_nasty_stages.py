@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import DDP, FSDP, Bucketed, ZeRO1, build_engine
@@ -53,6 +54,22 @@ def tied_and_unused():
     return nn.Sequential(*layers)
 
 
+class Recomputed(nn.Module):
+    """Half of it runs again in backward, and a layer that is given one row without a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)), nn.Linear(5, 5)
+        self.query = nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        return x + checkpoint(self.inner, x, use_reentrant=False) + self.outer(self.query)
+
+
+def recomputed():
+    return nn.Sequential(*(Recomputed() for _ in range(3)), nn.Linear(5, 3))
+
+
 def norm_in_two_places():
     norm = nn.BatchNorm1d(5)
     return nn.Sequential(nn.Linear(5, 5), norm, nn.Linear(5, 5), norm, nn.Linear(5, 3))
@@ -66,6 +83,7 @@ MODELS = {
     "a stage without parameters": (with_an_empty_stage, ("1", "3", "5")),
     "a weight of several stages that nobody uses": (tied_and_unused, ("1", "2", "3")),
     "a module in several stages": (called_twice, ("2", "3", "4")),
+    "activations that are computed again": (recomputed, ("1", "2", "3")),
 }
 
 
@@ -121,6 +139,7 @@ def one_process(name, num_data_ranks):
         ("a weight of several stages that nobody uses", {"pipe": 4, "data": 1}, "1f1b", ZeRO1),
         ("a module in several stages", {"pipe": 2, "data": 2}, "", FSDP),
         ("a module in several stages", {"pipe": 4, "data": 1}, "zb-h1", ZeRO1),
+        ("activations that are computed again", {"pipe": 4, "data": 1}, "zb-h1", FSDP),
     ],
 )
 def test_equal_to_one_process(pools, name, axes, plan, make):

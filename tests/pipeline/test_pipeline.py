@@ -14,6 +14,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.engines import DDP, FSDP, Bucketed, ZeRO1, ZeRO2, ZeRO3, build_engine
 from shardlab.launch import RankError
 from shardlab.models import GPT, GPTConfig
+from shardlab.optimizers import GradScaler
 from shardlab.pipeline import Like, Pipeline, cut, loans_of, messages_of, parts_of
 from shardlab.pipeline.stages import params_of
 from shardlab.schedules import Schedule, make_schedule
@@ -251,6 +252,43 @@ def clipped_by_torch(_, make, how):
             engine.finish_gradients()
 
 
+class ByTheNorm(torch.optim.SGD):
+    """Steps by the norm of all gradients that it is given."""
+
+    shardlab_looks_at = "model"
+
+
+def stepped_by_the_norm(_):
+    with Mesh({"pipe": 2, "data": 1}) as mesh:
+        module = Pipeline(gpt(), make_schedule("1f1b", 2, 2), mesh).module
+        build_engine("ddp", module, lambda tensors: ByTheNorm(tensors, lr=0.1), mesh)
+
+
+def test_an_optimizer_that_looks_at_the_whole_model_is_refused_in_a_stage(pools):
+    with pytest.raises(
+        RankError, match=r"ByTheNorm looks at the whole model, .*; use bucketed or ddp, and no pipeline"
+    ):
+        pools(2).run(stepped_by_the_norm)
+
+
+def scaled(rank, make):
+    """The scale, and whether the engine has stepped, where only the first stage overflows."""
+    with Mesh({"pipe": 2, "data": 1}) as mesh:
+        pipeline = Pipeline(gpt(), make_schedule("1f1b", 2, 2), mesh)
+        with build_engine(make(), pipeline.module, sgd, mesh) as engine:
+            scaler = GradScaler(init_scale=4.0)
+            inputs, targets = (every[0] for every in rows(1, 2))
+            if rank == 0:
+                next(pipeline.module.parameters()).register_hook(lambda gradient: gradient * torch.inf)
+            pipeline.run(engine, lambda logits, wanted: scaler.scale(loss_fn(logits, wanted)), inputs, targets)
+            return scaler.step(engine), scaler.get_scale()
+
+
+@pytest.mark.parametrize("make", [DDP, ZeRO2])
+def test_an_overflow_in_one_stage_makes_all_skip_the_step(pools, make):
+    assert pools(2).run(scaled, make) == [(False, 2.0)] * 2
+
+
 @pytest.mark.parametrize(("make", "how"), [(DDP, "tensors"), (ZeRO1, "tensors"), (DDP, "parameters")])
 def test_torchs_clipping_of_a_stage_alone_is_refused(pools, make, how):
     with pytest.raises(RankError, match=r"(another|a different) norm on each rank"):
@@ -280,6 +318,17 @@ def leaves_out_a_layer():
     return model
 
 
+class Residual(nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def doubled():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.register_forward_hook(lambda _module, _given, output: output * 2)
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "num_stages", "begins", "told"),
     [
@@ -287,6 +336,8 @@ def leaves_out_a_layer():
         (gpt, 2, ("blocks.9",), "begins: blocks.9 cannot begin stages 1 to 1; give so many of blocks.0"),
         (gpt, 3, ("blocks.1", "blocks.0"), "begins: blocks.1, blocks.0 cannot begin stages 1 to 2"),
         (lambda: nn.Linear(2, 2), 1, (), "model: Linear does not say where it may be cut"),
+        (lambda: Residual(nn.Linear(2, 2), nn.Linear(2, 2)), 2, (), "model: Residual does not say where it may be cut"),
+        (doubled, 2, (), "model: it has hooks of its own, and stages call its parts alone; register them on a part"),
         (leaves_out_a_layer, 2, (), "model: '1.weight' is in no part; name in parts() all that forward runs"),
     ],
 )

@@ -27,7 +27,7 @@ from shardlab.engines.guards.strategy_checks import check_strategy, laid_out_by
 from shardlab.engines.guards.which_rules import AFTER_GRADIENTS, remembered, where_of
 from shardlab.engines.moments import GradientState, Moment
 from shardlab.engines.sharded_params import Shards
-from shardlab.vocabulary import MeshAxis
+from shardlab.vocabulary import MeshAxis, Partition
 
 _TRAINS = attrgetter("requires_grad")
 LOCAL = (GradientState.LOCAL, GradientState.MEANS_AND_LOCAL)
@@ -177,7 +177,10 @@ class Guards:
         for unit in engine.strategy.units:
             for shards in unit.shards:
                 self._watch(shards)
-        over, partition = engine.sharded_over, engine.strategy.partition
+        over = engine.sharded_over
+        partition = None if over is None else engine.strategy.partition
+        if partition is None and MeshAxis.PIPE in engine.mesh.axes and engine.mesh[MeshAxis.PIPE].num_ranks > 1:
+            partition = Partition.CONTIGUOUS  # a stage is whole parameters
         is_sliced = any(one.num_ranks > 1 for one in engine.slices.values())
 
         def fitting() -> torch.optim.Optimizer:
@@ -189,7 +192,7 @@ class Guards:
                 if not frozen or str(error).startswith("optimizer"):  # or it has been said what to do
                     raise
                 raise ValueError(f"optimizer_fn: {error}; {FROZEN.format(name=frozen[0])}") from error
-            check_fits(optimizer, None if over is None else partition, is_sliced=is_sliced)
+            check_fits(optimizer, partition, is_sliced=is_sliced)
             if engine.strategy.full_gathers and before != [param._version for param in engine.params.values()]:
                 raise ValueError("optimizer_fn: it writes into parameters; write before the engine is built")
             return optimizer

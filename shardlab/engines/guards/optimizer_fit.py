@@ -5,7 +5,7 @@ looks at            exact where a rank steps
 ==================  ==================================================
 one element         any pieces
 the whole tensor    whole parameters: a partition other than 'elements'
-the whole model     the whole model: ddp, bucketed, fsdp no_shard
+the whole model     the whole model: ddp, bucketed, fsdp no_shard; no pipeline
 ==================  ==================================================
 
 Torch's own are known. Any other says so itself, in its class or on the instance: ``shardlab_looks_at = "element"``,
@@ -64,7 +64,8 @@ def check_fits(optimizer: torch.optim.Optimizer, partition: Partition | None, *,
 
     Args:
         optimizer: the user's.
-        partition: 'elements' cuts parameters, the others give whole ones to ranks; None where each rank steps all.
+        partition: 'elements' cuts parameters, the others give whole ones to ranks, as a pipeline does; None where each
+            rank steps all.
         is_sliced: whether some parameters are slices of tensor parallelism.
 
     Raises:
@@ -74,7 +75,9 @@ def check_fits(optimizer: torch.optim.Optimizer, partition: Partition | None, *,
         return
     kind, found = type(optimizer).__name__, looks_at(optimizer)
     if found is LooksAt.MODEL:
-        raise ValueError(f"optimizer: {kind} looks at the whole model, so it cannot be sharded; use bucketed or ddp")
+        raise ValueError(
+            f"optimizer: {kind} looks at the whole model, so it cannot be sharded; use bucketed or ddp, and no pipeline"
+        )
     if found is LooksAt.TENSOR and is_sliced:
         raise ValueError(
             f"optimizer: {kind} looks at more than one element at a time, and the model's parameters are slices over "

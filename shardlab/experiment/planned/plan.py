@@ -34,7 +34,7 @@ from shardlab.planner.memory import on_tensor_ranks
 from shardlab.planner.setup import STRATEGIES, Optimizer
 from shardlab.records.tables import MEMORY
 from shardlab.units import units_of
-from shardlab.vocabulary import dtype_name
+from shardlab.vocabulary import Collective, dtype_name
 
 BY_ROWS = "what is used or sent depends on the rows, so bytes and messages may differ from the plan's"
 _BY_OPTIMIZER = "the optimizer's state has other shapes than the parameters, or grows after its first step"
@@ -258,6 +258,7 @@ def _planned(strategy: str, planned: Plan | str) -> Plan:
 def row_of(strategy: str, planned: Plan) -> dict[str, Any]:
     """A row of ``plan``'s table."""
     at_rest, sent = by_column(planned.memory, ["rank"]), planned.collectives
+    sent = None if sent is None else sent[sent["op"] != str(Collective.RECV)]
     held: dict[Any, int] = at_rest.drop(columns="other_bytes").max().to_dict()
     num_bytes, messages, by_axis = (None, None, {}) if sent is None else (0.0, 0, {})
     if sent is not None and len(sent):

@@ -25,7 +25,7 @@ from shardlab.planner.rows import ROWS
 from shardlab.plots.text import format_bytes, format_percent, listing
 from shardlab.records.store import Records
 from shardlab.schedules import PLANS
-from shardlab.vocabulary import Phase
+from shardlab.vocabulary import Collective, Phase
 
 from shardlab.experiment.told.summary import (  # isort: skip
     FULL, LOSS_TOLERANCE, REFERENCE, ROUNDED_LOSS_TOLERANCE, averaged_runs, counted_steps, not_finite, precision_of,
@@ -226,7 +226,7 @@ def _alone(rows: pd.DataFrame, times: pd.DataFrame) -> str:
 
 
 def messages(collectives: pd.DataFrame, averaged: Collection[str] = ()) -> "pd.Series[float]":
-    """How many collectives the busiest rank issues in the last watched step, by run, without the reported loss.
+    """How many messages the busiest rank sends in the last watched step, by run, without the reported loss.
 
     Args:
         collectives: table ``collectives``.
@@ -249,6 +249,7 @@ def sent_by_axis(collectives: pd.DataFrame, averaged: Collection[str] = ()) -> d
 def _counted(collectives: pd.DataFrame, averaged: Collection[str]) -> "tuple[pd.DataFrame, pd.Series[int]]":
     """Of each run the collectives of the steps that count, and of how many."""
     sent = collectives[(collectives["phase"] != str(Phase.METRICS)) & (collectives["step"] >= 0)]
+    sent = sent[sent["op"] != str(Collective.RECV)]  # a message counts where it is sent
     sent = counted_steps(sent, averaged)
     return sent, sent.groupby("run")["step"].nunique()
 
