@@ -168,21 +168,22 @@ class Rank:
 
     def until_change_us(self) -> float:
         """Until the host has done what it does, or the first message of a queue starts, has moved, or ends."""
-        pace, least_us = 1 + self._slowed, self.left_us * self._pace if self.left_us > 0 else inf
+        now_us, pace = self.now_us, 1 + self._slowed
+        least_us = self.left_us * self._pace(self._moving()) if self.left_us > 0 else inf
         for queue in self.queues.values():
-            if queue:
-                least_us = min(least_us, queue[0].next_us(self.now_us, pace))
+            if queue and (us := queue[0].next_us(now_us, pace)) < least_us:
+                least_us = us
         return max(0.0, least_us)
 
     def go_to(self, now_us: float) -> None:
         """Let time go on, no farther than to the next change."""
-        us, slowed = now_us - self.now_us, self._slowed
+        us = now_us - self.now_us
         if us == 0:
             return
-        done = us / self._pace
-        for queue in self.queues.values():
-            if queue and queue[0].left_us > 0:
-                queue[0].move(us / (1 + slowed), slowed)
+        slowed, moving = self._slowed, self._moving()
+        done = us / self._pace(moving)
+        for transfer in moving:
+            transfer.move(us / (1 + slowed), slowed)
         self.left_us = _less(self.left_us, done)
         self.now_us = now_us
 
@@ -204,11 +205,11 @@ class Rank:
     def _slowed(self) -> float:
         return self.contention.message if self.works and self.left_us > 0 else 0.0
 
-    @property
-    def _pace(self) -> float:
-        slows = self.works and self.contention.work > 0
-        moving = slows and any(queue and queue[0].left_us > 0 for queue in self.queues.values())
-        return 1 + self.contention.work if moving else 1.0
+    def _moving(self) -> list[Transfer]:
+        return [queue[0] for queue in self.queues.values() if queue and queue[0].left_us > 0]
+
+    def _pace(self, moving: list[Transfer]) -> float:
+        return 1 + self.contention.work if moving and self.works else 1.0
 
     def _ends(self, queue: deque[Transfer]) -> bool:
         """Let the first messages of a queue start and end; whether one has ended."""
@@ -276,7 +277,10 @@ class Host(Rank):
 
     def started(self, transfer: Transfer) -> None:
         """It is met when it has started everywhere."""
-        self._meet(transfer.of)
+        if len(transfer.of.transfer_us) > 1:
+            self._meet(transfer.of)
+        else:
+            super().started(transfer)
 
     def do_due(self) -> None:
         """Let all happen that happens now."""
@@ -329,9 +333,10 @@ def run_programs(
     for rank, order in _orders(programs).items():
         hosts[rank] = Host(rank, programs[rank], next_us[rank], order, meet, contention)
     while next_us and (now := next_us[rank := min(next_us, key=next_us.__getitem__)]) < inf:
-        hosts[rank].go_to(now)
-        hosts[rank].do_due()
-        next_us[rank] = now + hosts[rank].until_change_us()
+        host = hosts[rank]
+        host.go_to(now)
+        host.do_due()
+        next_us[rank] = now + host.until_change_us()
     return hosts
 
 
