@@ -177,8 +177,7 @@ class Rank:
 
     def go_to(self, now_us: float) -> None:
         """Let time go on, no farther than to the next change."""
-        us = now_us - self.now_us
-        if us == 0:
+        if (us := now_us - self.now_us) == 0:
             return
         slowed, moving = self._slowed, self._moving()
         done = us / self._pace(moving)
@@ -189,12 +188,8 @@ class Rank:
 
     def do_due(self) -> None:
         """Let all happen that happens now; what ends in one queue may let another go on."""
-        has_ended = True
-        while has_ended:
-            has_ended = False
-            for queue in self.queues.values():
-                if queue and self._ends(queue):
-                    has_ended = True
+        while True in [self._ends(queue) for queue in self.queues.values() if queue]:
+            pass
 
     def advance(self) -> None:
         """Go to the next change."""
@@ -216,17 +211,13 @@ class Rank:
         now_us, has_ended = self.now_us, False
         while queue:
             first = queue[0]
+            if first.ready_us == inf > first.issued_us and (first.after is None or first.after.ended_us < inf):
+                first.ready_us = now_us
+            if first.next_us(now_us, 1.0) > TINY_US:
+                break
             if first.started_us == inf:
-                if first.ready_us == inf:
-                    if first.issued_us == inf or (first.after is not None and first.after.ended_us == inf):
-                        break
-                    first.ready_us = now_us
-                if first.ready_us + first.dispatch_us - now_us > TINY_US:
-                    break
                 first.started_us = now_us
                 self.started(first)
-            elif first.next_us(now_us, 1.0) > TINY_US:
-                break
             else:
                 first.ended_us, has_ended = now_us, True
                 queue.popleft()
@@ -333,10 +324,9 @@ def run_programs(
     for rank, order in _orders(programs).items():
         hosts[rank] = Host(rank, programs[rank], next_us[rank], order, meet, contention)
     while next_us and (now := next_us[rank := min(next_us, key=next_us.__getitem__)]) < inf:
-        host = hosts[rank]
-        host.go_to(now)
-        host.do_due()
-        next_us[rank] = now + host.until_change_us()
+        hosts[rank].go_to(now)
+        hosts[rank].do_due()
+        next_us[rank] = now + hosts[rank].until_change_us()
     return hosts
 
 
