@@ -19,16 +19,20 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 Pools = Callable[[int], "RankPool"]
 
 # What each rank would import: with any optimizer, with a table, with a function of a test, with a strategy, and the
-# text of the grammar. What is imported before the fork is also never searched for cycles after a call.
+# text of the grammar, an exercise. What is imported before the fork is also never searched for cycles after a call.
 PRELOAD = [
     "torch._dynamo", "pandas", "pytest", "shardlab.experiment.run.rank_run", "shardlab.recording.record",
-    "shardlab.same.process", "tests.drawn_grammar",
+    "shardlab.same.process", "shardlab.course.exercises.ladder", "shardlab.testing.check", "tests.drawn_grammar",
 ]  # fmt: skip
+
+
+gc.disable()  # until all is imported: it stays, so searching it for cycles meanwhile finds none
 
 
 def pytest_collection_finish() -> None:
     """What was imported stays: searching it for tensors took a tenth of a second in each step without values."""
     gc.freeze()
+    gc.enable()
 
 
 def rank_processes() -> list[psutil.Process]:

@@ -18,7 +18,7 @@ longer, and a message beside work (``Contention``). What a record says has happe
 so it is run without. Times are microseconds.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
@@ -168,29 +168,28 @@ class Rank:
 
     def until_change_us(self) -> float:
         """Until the host has done what it does, or the first message of a queue starts, has moved, or ends."""
-        pace = 1 + self._slowed
-        heads = [queue[0].next_us(self.now_us, pace) for queue in self.queues.values() if queue]
-        if self.left_us > 0:
-            heads.append(self.left_us * self._pace)
-        return max(0.0, min(heads, default=inf))
+        now_us, pace = self.now_us, 1 + self._slowed
+        least_us = self.left_us * self._pace(self._moving()) if self.left_us > 0 else inf
+        for queue in self.queues.values():
+            if queue and (us := queue[0].next_us(now_us, pace)) < least_us:
+                least_us = us
+        return max(0.0, least_us)
 
     def go_to(self, now_us: float) -> None:
         """Let time go on, no farther than to the next change."""
-        us, slowed, done = now_us - self.now_us, self._slowed, (now_us - self.now_us) / self._pace
-        for queue in self.queues.values():
-            if queue and queue[0].left_us > 0:
-                queue[0].move(us / (1 + slowed), slowed)
+        if (us := now_us - self.now_us) == 0:
+            return
+        slowed, moving = self._slowed, self._moving()
+        done = us / self._pace(moving)
+        for transfer in moving:
+            transfer.move(us / (1 + slowed), slowed)
         self.left_us = _less(self.left_us, done)
         self.now_us = now_us
 
     def do_due(self) -> None:
         """Let all happen that happens now; what ends in one queue may let another go on."""
-        went_on = True
-        while went_on:
-            went_on = False
-            for queue in self.queues.values():
-                while queue and self._goes_on(queue):
-                    went_on = True
+        while True in [self._ends(queue) for queue in self.queues.values() if queue]:
+            pass
 
     def advance(self) -> None:
         """Go to the next change."""
@@ -201,30 +200,31 @@ class Rank:
     def _slowed(self) -> float:
         return self.contention.message if self.works and self.left_us > 0 else 0.0
 
-    @property
-    def _pace(self) -> float:
-        slows = self.works and self.contention.work > 0
-        moving = slows and any(queue and queue[0].left_us > 0 for queue in self.queues.values())
-        return 1 + self.contention.work if moving else 1.0
+    def _moving(self) -> list[Transfer]:
+        return [queue[0] for queue in self.queues.values() if queue and queue[0].left_us > 0]
 
-    def _goes_on(self, queue: deque[Transfer]) -> bool:
-        """Whether the first message of a queue starts or ends."""
-        first = queue[0]
-        if first.ready_us == inf and first.issued_us < inf and (first.after is None or first.after.ended_us < inf):
-            first.ready_us = self.now_us
-        due_us = first.next_us(self.now_us, 1.0)
-        if due_us > TINY_US:
-            return False
-        if first.started_us == inf:
-            first.started_us = self.now_us
-            self.started(first)
-            return True
-        first.ended_us = self.now_us
-        queue.popleft()
-        if queue:
-            queue[0].before = first
-        self.ended(first)
-        return True
+    def _pace(self, moving: list[Transfer]) -> float:
+        return 1 + self.contention.work if moving and self.works else 1.0
+
+    def _ends(self, queue: deque[Transfer]) -> bool:
+        """Let the first messages of a queue start and end; whether one has ended."""
+        now_us, has_ended = self.now_us, False
+        while queue:
+            first = queue[0]
+            if first.ready_us == inf > first.issued_us and (first.after is None or first.after.ended_us < inf):
+                first.ready_us = now_us
+            if first.next_us(now_us, 1.0) > TINY_US:
+                break
+            if first.started_us == inf:
+                first.started_us = now_us
+                self.started(first)
+            else:
+                first.ended_us, has_ended = now_us, True
+                queue.popleft()
+                if queue:
+                    queue[0].before = first
+                self.ended(first)
+        return has_ended
 
 
 def _less(left_us: float, us: float = 0.0) -> float:
@@ -268,33 +268,34 @@ class Host(Rank):
 
     def started(self, transfer: Transfer) -> None:
         """It is met when it has started everywhere."""
-        self._meet(transfer.of)
+        if len(transfer.of.transfer_us) > 1:
+            self._meet(transfer.of)
+        else:
+            super().started(transfer)
 
     def do_due(self) -> None:
         """Let all happen that happens now."""
         super().do_due()
-        while self._does_more():
-            pass
+        while not self.left_us:
+            if len(self.begins_us) == self._place:
+                self.begins_us.append(self.now_us)
+            if self._place == len(self.items) or not self._begins(self.items[self._place]):
+                break
+            self._place += 1
 
-    def _does_more(self) -> bool:
-        """Whether the host goes on to its next item."""
-        if self.left_us > 0:
-            return False
-        if len(self.begins_us) == self._place:
-            self.begins_us.append(self.now_us)
-        if self._place == len(self.items):
-            return False
-        item = self.items[self._place]
+    def _begins(self, item: Item) -> bool:
+        """Whether the host does an item; else it waits."""
         if isinstance(item, Work):
             self.left_us, self.works = _less(item.us), True
-        elif isinstance(item, Issue):
-            self.transfers[item.message].issued_us = self.now_us
+            return True
+        transfer = self.transfers[item.message]
+        if isinstance(item, Issue):
+            transfer.issued_us = self.now_us
             super().do_due()
-        elif self.transfers[item.message].ended_us < inf:
-            self.left_us, self.works = _less(item.wake_us), False
-        else:
+            return True
+        if transfer.ended_us == inf:
             return False
-        self._place += 1
+        self.left_us, self.works = _less(item.wake_us), False
         return True
 
 
@@ -310,10 +311,10 @@ def run_programs(
     """
     next_us = dict.fromkeys(programs, 0.0) if begin_us is None else dict(begin_us)
     hosts: dict[int, Host] = {}
-    num_started, now = Counter[Message](), 0.0
+    num_started, now = dict[Message, int](), 0.0
 
     def meet(message: Message) -> None:
-        num_started[message] += 1
+        num_started[message] = num_started.get(message, 0) + 1
         if num_started[message] == len(message.transfer_us):
             for rank in message.transfer_us:
                 hosts[rank].go_to(now)
@@ -322,8 +323,7 @@ def run_programs(
 
     for rank, order in _orders(programs).items():
         hosts[rank] = Host(rank, programs[rank], next_us[rank], order, meet, contention)
-    while (now := min(next_us.values(), default=inf)) < inf:
-        rank = min(next_us, key=next_us.__getitem__)
+    while next_us and (now := next_us[rank := min(next_us, key=next_us.__getitem__)]) < inf:
         hosts[rank].go_to(now)
         hosts[rank].do_due()
         next_us[rank] = now + hosts[rank].until_change_us()

@@ -21,10 +21,10 @@ are left out of the statistics. On CUDA the ledger knows tensors only, the alloc
 
 import gc
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, count, groupby
+from math import inf
 from time import perf_counter_ns
 from typing import Any, Self
 
@@ -218,17 +218,17 @@ class MemoryLedger(TorchDispatchMode):
     def moments(self) -> list[Moment]:
         """The course of the step: the highest and the last moment of each stretch in one unit and phase, in order."""
         found: list[Moment] = []
-        held: Counter[Role] = Counter(dict.fromkeys(Role, 0))
+        held, now_bytes = dict.fromkeys(Role, 0), 0  # in all, on the device
         counting = ((change, role) for change in self._log if (role := self._role_of(change.key)) is not None)
         for (phase, unit), changes in groupby(counting, key=lambda pair: (pair[0].phase, pair[0].unit)):
-            highest: Moment | None = None
+            most_bytes, is_highest, time_ns = -inf, False, 0
             for change, role in changes:
                 held[role] += change.num_bytes
-                last = Moment(change.time_ns, phase, unit, dict(held))
-                if highest is None or last.num_bytes > highest.num_bytes:
-                    highest = last
-            assert highest is not None
-            found += [highest] if highest is last else [highest, last]
+                now_bytes += change.num_bytes if role is not Role.OFFLOADED else 0
+                time_ns, is_highest = change.time_ns, now_bytes > most_bytes
+                if is_highest:  # only of these the roles are needed
+                    most_bytes, highest = now_bytes, Moment(time_ns, phase, unit, dict(held))
+            found += [highest] if is_highest else [highest, Moment(time_ns, phase, unit, dict(held))]
         return found
 
     def held_bytes(self) -> list[int]:

@@ -85,7 +85,7 @@ def test_the_next_way_to_try_differs_in_one_option_and_gains_until_nothing_does(
 
 
 def test_both_ways_of_accumulating_are_tried_where_gradients_are_sharded():
-    found = search(LLAMA2_7B, 16, 128, hardware="4090")
+    found = search(LLAMA2_7B, 16, 32, hardware="4090")
     ways = {(one.job.strategy, one.job.no_sync) for one in found if one.job.accumulation > 1}
     assert ways == {
         ("ddp", True), ("bucketed", True), ("zero1", True),
@@ -99,7 +99,7 @@ def test_both_ways_of_accumulating_are_tried_where_gradients_are_sharded():
     whole = 2 * once.job.num_params  # gradients in 16 bits, of which 15 of 16 parts are kept besides
     assert once.peak_bytes - each.peak_bytes == pytest.approx(15 / 16 * whole)
     assert once.peak_bytes > 34e9
-    assert each.seconds > once.seconds  # eight reductions for one
+    assert each.seconds > once.seconds  # two reductions for one
     assert RESERVE * found[0].peak_bytes < 24 * 2**30
 
 

@@ -82,7 +82,7 @@ def _done_right(exercise: Exercise, report: Report, pool: RankPool) -> tuple[Don
         return ()
     if not any(done.held and (done.fault or done.peak_bytes > case.most_peak_bytes) for done in report.done):
         return ()
-    namespace: dict[str, Any] = {}
+    namespace: dict[str, Any] = {"__name__": "__main__"}  # as in a cell, or each function is looked for in all modules
     exec(compile(source, "solution", "exec"), namespace)
     return run_case(exercise, namespace[exercise.function_name], case, pool)[0]
 

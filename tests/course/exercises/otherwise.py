@@ -21,8 +21,16 @@ def printed(exercise: Exercise, changes: Mapping[str, str] | None = None) -> Cal
     for before, after in (changes or {}).items():
         assert before in source, before
         source = source.replace(before, after)
-    exec(compile(source, "solution", "exec"), namespace := {})
-    return namespace[exercise.function_name]
+    return defined(source, exercise.function_name)
+
+
+def defined(source: str, name: str) -> Callable[..., object]:
+    """What a cell with this text defines under a name.
+
+    In a namespace without ``__name__`` functions have no module, and cloudpickle looks for each in all modules.
+    """
+    exec(compile(source, "solution", "exec"), namespace := {"__name__": "__main__"})
+    return namespace[name]
 
 
 OTHERWISE = {

@@ -12,7 +12,7 @@ from shardlab.course.exercises.ladder import WHOLE
 from shardlab.course.exercises.mistakes import known, signature
 from shardlab.launch import RankPool
 from tests.course.exercises import wrong
-from tests.course.exercises.otherwise import COPIES, OTHERWISE, UNKNOWN, named, printed
+from tests.course.exercises.otherwise import COPIES, OTHERWISE, UNKNOWN, defined, named, printed
 from tests.course.exercises.reasons import WRONG
 from tests.course.exercises.right import RIGHT
 from tests.course.exercises.whole import TOLD
@@ -29,8 +29,7 @@ def ranks() -> Iterator[RankPool]:
 
 @BY_NAME
 def test_what_is_not_yet_a_solution_fails(ranks: RankPool, exercise: Exercise) -> None:
-    exec(compile(exercise.starter, "starter", "exec"), namespace := {})
-    for function in (namespace[exercise.function_name], lambda *_: None):
+    for function in (defined(exercise.starter, exercise.function_name), lambda *_: None):
         report = examine(exercise, function, ranks)
         assert report.verdict is Verdict.FAILED
         assert report.reason
