@@ -46,9 +46,7 @@ class late_weights(TorchFunctionMode):  # noqa: N801, used as a function: ``with
         super().__init__()
         self._late = late
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """As it is, but for linear layers, also of a checkpoint in backward."""
         if func in BACKWARDS:
             return backward_in(self, *args, **(kwargs or {}))

@@ -44,9 +44,7 @@ def parts_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     )
 
 
-def cut(
-    model: nn.Module, num_stages: int, begins: Sequence[str] = (), costs: Mapping[str, float] | None = None
-) -> Cut:  # fmt: skip
+def cut(model: nn.Module, num_stages: int, begins: Sequence[str] = (), costs: Mapping[str, float] | None = None) -> Cut:
     """Divide a model's parts into stages.
 
     Args:
