@@ -7,7 +7,7 @@ with None. Gradients of biases, norms and embeddings, a small part of the work, 
 Source: Qi et al., arXiv 2401.10241, section 2.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
