@@ -281,14 +281,16 @@ def _end_of_current_stream() -> DeviceEvent:
 
 
 def _letter(came: Came, message: Message, event: CollectiveEvent, observers: Observers) -> Job:
-    """The wait for a letter: its observers are told that it began and has come when this rank looks."""
+    """The wait for a letter: observers are told where this rank has to wait for it, and that it has come."""
     event.start_ns = event.issue_ns
 
-    def wait() -> None:
+    def waits() -> None:
         event.wait_start_ns = perf_counter_ns()
         for observer in observers:
             observer.started(event)
-        event.end_ns = came()
+
+    def wait() -> None:
+        event.end_ns = came(waits)
         if message.after is not None:
             with torch.inference_mode():  # as in ``_serve``
                 message.after()

@@ -36,8 +36,8 @@ class CollectiveEvent:
         source_line: ``file:line`` of the caller outside the library; empty until an observer asks (``callers.locate``).
         torch_moves: bytes this rank sends where a group of torch's own runs it (``partition.ring_cost``), else None.
         ranks: the global ranks of the group.
-        is_letter: whether nobody sees its end before this rank waits for it (``transports.letters``); only then
-            observers are told that it has started, and that it has completed.
+        is_letter: whether nobody sees its end before this rank waits for it (``transports.letters``). Only then
+            observers are told that it has completed, and before, if it had not come yet, that it has started.
         device_times: events at begin and end, where a stream ran it: whoever records resolves them after the step.
         device_issue: event of the stream that computed, where it came to the issue.
         device_wait: where a stream waited: (its arrival, its going on), or (the collective's start, its arrival, its

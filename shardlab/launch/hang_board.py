@@ -106,7 +106,7 @@ class BoardWriter(Observer):
                 self._write(event, CallState.ISSUED)
 
     def started(self, event: CollectiveEvent) -> None:
-        """A letter is shown from here on, when this rank waits for it."""
+        """A letter is shown from here on, where this rank waits for one that has not come."""
         if event.is_letter:
             self.issued(event)
 

@@ -9,6 +9,7 @@ import torch
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.transports.letters import LARGEST_BYTES, Inbox, Outbox
+from shardlab.engines.plain_mode import nothing
 from shardlab.launch import RankHang, RankPool
 from tests.comm.test_communicator import Log
 
@@ -120,21 +121,21 @@ def test_what_a_rank_has_sent_before_it_went_is_there(boxes):
     outbox.send(torch.ones(4))
     outbox.close()
     tensor = torch.zeros(4)
-    inbox.expect(tensor)()
+    inbox.expect(tensor)(nothing)
     assert tensor.sum() == 4
     for _ in range(2):
         with pytest.raises(RuntimeError, match="Connection closed by peer: rank 0 of the group has gone"):
-            inbox.expect(tensor)()
+            inbox.expect(tensor)(nothing)
 
 
 def test_a_rank_that_does_not_come_ends_the_wait(boxes):
     outbox, inbox = boxes
     sent = outbox.send(torch.ones(4))
     with pytest.raises(RuntimeError, match="rank 1 of the group has not come within"):
-        sent()
-    assert inbox.expect(torch.ones(4))() == sent()
+        sent(nothing)
+    assert inbox.expect(torch.ones(4))(nothing) == sent(nothing)
     with pytest.raises(RuntimeError, match="rank 0 of the group has not come within"):
-        inbox.expect(torch.ones(4))()
+        inbox.expect(torch.ones(4))(nothing)
 
 
 def computes_behind_a_send(rank):

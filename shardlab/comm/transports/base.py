@@ -42,8 +42,9 @@ class Message(NamedTuple):
             self.after()
 
 
-Came = Callable[[], int]
-"""Waits for a letter; when it came, in nanoseconds of ``time.perf_counter_ns``."""
+Came = Callable[[Job], int]
+"""Waits for a letter, and before that calls what it is given, unless the letter has come; when it came, in nanoseconds
+of ``time.perf_counter_ns``."""
 
 Start = Callable[[], Job]
 """Begins what a job would do and returns at once what waits for its end."""

@@ -14,14 +14,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from threading import Thread
 from time import perf_counter_ns
 
 import torch
 from torch import Tensor
 
-from shardlab.comm.transports.base import Came, MismatchError
+from shardlab.comm.transports.base import Came, Job, MismatchError
 from shardlab.vocabulary import dtype_name
 
 LARGEST_BYTES = 64 * 1024
@@ -84,13 +84,14 @@ class _End:
             pass  # the next read says that the other rank has gone
         return True
 
-    def _read(self, *buffers: memoryview | bytearray) -> int:
+    def _read(self, waits: Job, *buffers: memoryview | bytearray) -> int:
         """Wait for a message; how long it is."""
         try:
             while True:
                 try:
                     length, _, flags, _ = self._end.recvmsg_into(buffers)
                 except BlockingIOError:
+                    waits()
                     if not self._is_ready(select.POLLIN):
                         raise RuntimeError(
                             f"message: rank {self._other} of the group has not come within {self._timeout_s:g} s"
@@ -131,10 +132,10 @@ class Outbox(_End):
         self._write(write)
         return partial(self._wait, letter)
 
-    def _wait(self, letter: _Letter) -> int:
+    def _wait(self, letter: _Letter, waits: Job) -> int:
         since = bytearray(_EXPECTED.size)
         while not letter.expected_ns:
-            self._read(since)
+            self._read(waits, since)
             (self._unexpected.popleft().expected_ns,) = _EXPECTED.unpack(since)
         if not letter.written_ns and self._writer is not None:
             self._writer.join()
@@ -157,11 +158,11 @@ class Inbox(_End):
         self._write(partial(self._end.send, _EXPECTED.pack(letter.expected_ns)))
         return partial(self._wait, letter)
 
-    def _wait(self, letter: _Letter) -> int:
+    def _wait(self, letter: _Letter, waits: Job) -> int:
         head = bytearray(_HEAD.size)
         while not letter.written_ns:  # those before it come first
             first, tensor = self._unread[0]
-            is_whole = self._read(head, _bytes(tensor)) == _HEAD.size + tensor.nbytes
+            is_whole = self._read(waits, head, _bytes(tensor)) == _HEAD.size + tensor.nbytes
             written_ns, *kind = _HEAD.unpack(head)
             if not is_whole or kind != _kind(tensor):
                 theirs = f"{kind[0]} {kind[1].rstrip(bytes(1)).decode()}"
@@ -175,7 +176,12 @@ class Inbox(_End):
 
 
 def _kind(tensor: Tensor) -> list[int | bytes]:
-    return [tensor.numel(), dtype_name(tensor.dtype).encode().ljust(_DTYPE_LENGTH, b"\0")]
+    return [tensor.numel(), _packed(tensor.dtype)]
+
+
+@cache
+def _packed(dtype: torch.dtype) -> bytes:
+    return dtype_name(dtype).encode().ljust(_DTYPE_LENGTH, b"\0")
 
 
 def _bytes(tensor: Tensor) -> memoryview:

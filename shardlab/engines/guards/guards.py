@@ -7,7 +7,7 @@ refusal until its next flag.
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from operator import attrgetter
+from operator import attrgetter, is_
 
 import torch
 from torch import nn
@@ -210,7 +210,8 @@ class Guards:
         self._tensors = engine._step_tensors = GuardedTensors(dict(engine.step_tensors().items()), are_parts=are_parts)
         kinds = ("_modules", "_parameters")  # TorchScript has something else there
         homes = [vars(module).get(kind) for module in engine.module.modules() for kind in kinds]
-        self._homes = [(home, *item) for home in homes if isinstance(home, dict) for item in home.items()]
+        there = [(home, *item) for home in homes if isinstance(home, dict) for item in home.items()]
+        self._homes, self._keys, self._there = ([one[place] for one in there] for place in range(3))
         self._stepped: set[int] = {id(tensor) for _, tensor in self._tensors.items()}
         self._choose_rules(engine)
         pieces = dict(self._tensors.items()) if strategy.steps_pieces else {}
@@ -290,10 +291,7 @@ class Guards:
 
     def _taken_out(self, engine: Engine) -> str:
         """The name of a parameter that the module has lost, by an assignment, or as parametrizations do."""
-        for home, key, param in self._homes:
-            if home.get(key) is not param:
-                break
-        else:
+        if all(map(is_, map(dict.get, self._homes, self._keys), self._there)):  # at each forward: no loop of Python
             return ""
         left = set(engine.module.parameters())  # under other names, as after pruning
         return next((name for name, param in engine.params.items() if param not in left), "")
