@@ -12,6 +12,7 @@ A stage has its parameters under the whole model's names, so that checkpoints an
 
 import copy
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import pairwise
@@ -82,7 +83,7 @@ def cut(model: nn.Module, num_stages: int, begins: Sequence[str] = (), costs: Ma
     # Each part counts one unit more than it costs, so that none of the stages is left without a part.
     specs = [ParamSpec(name, (1 + round(costs[name] / unit),), 1) for name in names]
     owners = assign_owners(specs, num_stages, Partition.CONTIGUOUS)
-    return _from(map(owners.index, range(1, num_stages)), names)
+    return _from([bisect_left(owners, stage) for stage in range(1, num_stages)], names)
 
 
 def _from(places: Iterable[int], names: Sequence[str]) -> Cut:

@@ -34,7 +34,8 @@ def refused(tmp_path, name, *words, command="forecast"):
 
 def test_the_number_of_parameters_stands_first(forecast):
     text = forecast("gemma-2b")
-    assert text.startswith("MODEL 2,506,172,416 parameters: gemma, 18 layers. PLANNED")
+    rows = "Rows have all its 8,192 positions; --seq-len gives others."
+    assert text.startswith(f"MODEL 2,506,172,416 parameters: gemma, 18 layers. {rows} PLANNED")
     assert "5.01 GB at rest, " in text
     found = json.loads(forecast("gemma-2b", "--json"))
     assert next(iter(found.items())) == ("num_params", 2_506_172_416)
@@ -82,5 +83,5 @@ def test_a_module_of_transformers_with_other_parameters_is_said(forecast, monkey
     text = forecast("llama-7b", "--gpu", "24GB")
     assert ("transformers 5 " in text) == bool(words)
     assert words in text
-    notes = json.loads(forecast("llama-7b", "--gpu", "24GB", "--json"))["notes"]
+    notes = json.loads(forecast("llama-7b", "--gpu", "24GB", "--seq-len", "2048", "--json"))["notes"]
     assert [words in note for note in notes] == [True] * bool(words)
