@@ -24,7 +24,8 @@ import torch
 from shardlab.comm.events import CollectiveEvent, DeviceEvent, Observers
 from shardlab.comm.failures import Failures
 from shardlab.comm.streams import CUDA, Streams, mark
-from shardlab.comm.transports.base import Came, Job, Message, Start
+from shardlab.comm.transports.base import Job, Message, Start
+from shardlab.comm.transports.letters import awaited
 
 
 class _Entry:
@@ -129,7 +130,7 @@ class ThreadQueue:
         them.
         """
         if (post := message.transport.letter_of(message)) is not None:
-            return _letter(post(), message, event, observers)
+            return awaited(post(), message, event, observers)
         queue = self
         if message.is_send:
             # In one thread each rank of a ring would send first, and no rank would ever come to receive. And a send
@@ -278,26 +279,6 @@ def _end_of_current_stream() -> DeviceEvent:
     event: DeviceEvent = CUDA.Event(blocking=True)  # whoever waits for it sleeps: several ranks share the cores
     event.record()
     return event
-
-
-def _letter(came: Came, message: Message, event: CollectiveEvent, observers: Observers) -> Job:
-    """The wait for a letter: observers are told where this rank has to wait for it, and that it has come."""
-    event.start_ns = event.issue_ns
-
-    def waits() -> None:
-        event.wait_start_ns = perf_counter_ns()
-        for observer in observers:
-            observer.started(event)
-
-    def wait() -> None:
-        event.end_ns = came(waits)
-        if message.after is not None:
-            with torch.inference_mode():  # as in ``_serve``
-                message.after()
-        for observer in observers:
-            observer.completed(event)
-
-    return wait
 
 
 def _nothing() -> None:

@@ -138,6 +138,20 @@ def test_a_rank_that_does_not_come_ends_the_wait(boxes):
         inbox.expect(torch.ones(4))(nothing)
 
 
+def test_behind_a_letter_that_nobody_had_room_for_none_is_taken_in_its_place(boxes):
+    outbox, inbox = boxes
+    for number in range(MANY):
+        outbox.send(torch.full((LARGEST,), float(number)))
+    time.sleep(0.3)  # longer than a writer waits
+    tensor, got = torch.empty(LARGEST), []
+    with pytest.raises(RuntimeError, match="rank 0 of the group has gone"):
+        while True:
+            inbox.expect(tensor)(nothing)
+            got.append(float(tensor[0]))
+    assert 0 < len(got) < MANY
+    assert got == [float(number) for number in range(len(got))]
+
+
 def computes_behind_a_send(rank):
     with Mesh({"data": 2}) as mesh:
         if rank == 0:

@@ -103,7 +103,8 @@ def test_the_caller_begins_messages_whatever_is_under_way(pools, transport, nume
     is_letter = transport == "shared_memory" and numel == ELEMENTS
     for got, calls in pools(2).run(who_begins_messages, transport, numel):
         assert got == [0, 1, 2]
-        assert by_whom(calls, "started") == ["caller"] * 3 or (is_letter and len(by_whom(calls, "started")) < 3)
+        started = by_whom(calls, "started")  # of a letter only where it has not come when the rank looks
+        assert started == ["caller"] * (len(started) if is_letter else 3)
         assert by_whom(calls, "completed") == ["caller" if is_letter else "queue"] * 3
 
 

@@ -21,7 +21,8 @@ from time import perf_counter_ns
 import torch
 from torch import Tensor
 
-from shardlab.comm.transports.base import Came, Job, MismatchError
+from shardlab.comm.events import CollectiveEvent, Observers
+from shardlab.comm.transports.base import Came, Job, Message, MismatchError
 from shardlab.vocabulary import dtype_name
 
 LARGEST_BYTES = 64 * 1024
@@ -72,7 +73,10 @@ class _End:
             before.join()
         while not self._has_written(write):
             if not self._is_ready(select.POLLOUT):
-                return  # whoever waits for it is told
+                # What is written later would be taken for this one. Whoever waits, here or there, is told.
+                with contextlib.suppress(OSError):
+                    self._end.shutdown(socket.SHUT_RDWR)
+                return
 
     @staticmethod
     def _has_written(write: Callable[[], object]) -> bool:
@@ -173,6 +177,26 @@ class Inbox(_End):
             self._unread.popleft()
             first.written_ns = written_ns
         return letter.came_ns
+
+
+def awaited(came: Came, message: Message, event: CollectiveEvent, observers: Observers) -> Job:
+    """The wait for a letter: observers are told where this rank has to wait for it, and that it has come."""
+    event.start_ns = event.issue_ns
+
+    def waits() -> None:
+        event.wait_start_ns = perf_counter_ns()
+        for observer in observers:
+            observer.started(event)
+
+    def wait() -> None:
+        event.end_ns = came(waits)
+        if message.after is not None:
+            with torch.inference_mode():  # as a queue's thread does
+                message.after()
+        for observer in observers:
+            observer.completed(event)
+
+    return wait
 
 
 def _kind(tensor: Tensor) -> list[int | bytes]:

@@ -165,7 +165,7 @@ def _exchange(rank: int, sockets: Mapping[int, socket.socket], num_bytes: int) -
         with theirs:
             socket.send_fds(peer, [b"buffer"], [own, theirs.fileno()])
     for other, peer in sockets.items():
-        _, received, _, _ = socket.recv_fds(peer, len(b"buffer"), 2)
+        _, received, _, _ = socket.recv_fds(peer, len(b"buffer"), 2, socket.MSG_CMSG_CLOEXEC)
         if not received:
             os.close(own)
             raise RuntimeError(f"shared memory: rank {other} of the group has gone while ranks exchanged their buffers")

@@ -8,6 +8,7 @@ show the same lines. A signal that is missing is named, and is no zero; what tim
 
 from collections.abc import Collection, Iterable, Mapping
 from math import ceil, isnan, nan
+from shlex import quote
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -351,7 +352,7 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
     # Not what follows from the number of ranks: a record does not say whether it was chosen.
     for name in _KEPT[config.pipe > 1 :]:
         if (value := getattr(config, name)) != getattr(CompareConfig, name) and not (has_failed and name == "clip"):
-            kept += f" --{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+            kept += f" --{name.replace('_', '-')}" + ("" if value is True else f" {quote(str(value))}")
     again = f"{of}{'' if config.ranks == CompareConfig.ranks else f' --ranks {config.ranks}'}{kept}"
     if has_failed:
         return f"shardlab compare{again} --clip {(config.clip or 10) / 10:g}, or a lower learning rate"
