@@ -175,6 +175,10 @@ class Engine(AnyEngine):
                 self._fail(error)
             raise
 
+    def looked_at_once(self) -> contextlib.AbstractContextManager[None]:
+        """Inside ``no_sync()``: guards look before and behind the block, not at each forward and backward in it."""
+        return contextlib.nullcontext() if self._guards is None else self._guards.looking_once(self)
+
     def finish_gradients(self) -> None:
         """Return when the gradients are means over the data axes; collective unless they are means already.
 
@@ -443,9 +447,8 @@ class Engine(AnyEngine):
             raised: what this rank raises.
             used: behind a reduction, ``_used_here()`` of before it.
         """
-        refused = self._refused()
-        raised = raised or refused
-        if self._flag.send(raised, used):
+        refused = self._refused()  # told once, also where something else is raised
+        if self._flag.send(raised or refused, used):
             self._read_flag()
 
     def _read_flag(self) -> None:

@@ -132,7 +132,7 @@ class Pipeline:
         sends += any(loan.owner == self._comm.rank for loan in self.loans)
         kept = engine.strategy.kept_gathered() if keeps_gathered else contextlib.nullcontext()
         with self._lent(engine, step.sent), kept:
-            with engine.no_sync():
+            with engine.no_sync(), engine.looked_at_once():
                 for action in self._actions[:sends]:
                     step.do(action)
             for action in self._actions[sends:]:

@@ -12,6 +12,7 @@ from torch import nn
 from shardlab.comm.callers import locate
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import DDP, FSDP, Bucketed, ZeRO1, ZeRO2, ZeRO3, build_engine
+from shardlab.engines.moments import Moment
 from shardlab.launch import RankError
 from shardlab.models import GPT, GPTConfig
 from shardlab.optimizers import GradScaler
@@ -269,6 +270,29 @@ def test_an_optimizer_that_looks_at_the_whole_model_is_refused_in_a_stage(pools)
         RankError, match=r"ByTheNorm looks at the whole model, .*; use bucketed or ddp, and no pipeline"
     ):
         pools(2).run(stepped_by_the_norm)
+
+
+def twice(_, m, make):
+    """The norm of one run's gradients, of two runs' sum, and when guards have looked in the second run."""
+    with Mesh({"pipe": 2, "data": 2}) as mesh:
+        pipeline = Pipeline(gpt(), make_schedule("1f1b", 2, m), mesh)
+        inputs, targets = (every[mesh["data"].rank] for every in rows(2, m))
+        with build_engine(make(), pipeline.module, sgd, mesh) as engine:
+            pipeline.run(engine, loss_fn, inputs, targets)
+            once = engine.clip_grad_norm_(1e9)
+            moments, ask = [], engine._guards.ask
+            engine._guards.ask = lambda moment, one: (moments.append(moment), ask(moment, one))
+            pipeline.run(engine, loss_fn, inputs, targets)
+            return once.item(), engine.clip_grad_norm_(1e9).item(), moments
+
+
+@pytest.mark.parametrize(("make", "m"), [(DDP, 1), (ZeRO2, 1), (ZeRO1, 3)])
+def test_a_second_run_adds_to_the_means_and_guards_look_once(pools, make, m):
+    for once, both, moments in pools(4).run(twice, m, make):
+        assert both == pytest.approx(2 * once, abs=1e-12)
+        # Before the block and behind it, and at the backward that sends.
+        assert moments.count(Moment.BACKWARD) <= 2
+        assert moments.count(Moment.BACKWARD_ENDED) == (m > 1)
 
 
 def scaled(rank, make):

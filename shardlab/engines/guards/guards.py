@@ -6,7 +6,8 @@ refusal until its next flag.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from operator import attrgetter, is_
 
 import torch
@@ -58,6 +59,7 @@ class Guards:
         model_checks.check_types(model, mesh, optimizer_fn)
         self._to_raise: Exception | None = None  # what was refused, until the next flag
         self._claim: Claim | None = None
+        self._looks_once = False
         self._optimizer: torch.optim.Optimizer | None = None  # that a step has checked
         self._placeholders: dict[str, PlaceholderGradient] = {}
         self._lost = ""  # a sharded parameter whose data was replaced while it was gathered
@@ -73,6 +75,8 @@ class Guards:
             ValueError: at ``MODEL`` and ``BUILT``: what cannot be trained.
             RuntimeError: a rule of the table, where there is one rank alone.
         """
+        if self._looks_once and moment in (Moment.FORWARD, Moment.BACKWARD):
+            self.quiet = {*self.quiet, moment}
         try:
             with torch._C.DisableTorchFunctionSubclass():  # as ``unrefused``
                 self._look(moment, engine)
@@ -82,6 +86,22 @@ class Guards:
             if moment is Moment.FORWARD and not torch.is_grad_enabled():
                 warnings.warn(str(refusal), stacklevel=7)  # there may be no exchange any more
             self._to_raise = self._to_raise or refusal
+
+    @contextmanager
+    def looking_once(self, engine: Engine) -> Iterator[None]:
+        """See ``Engine.looked_at_once``."""
+        if Where.SHARDED in self._where:  # each pass gathers anew, which writes into parameters
+            yield
+            return
+        quiet, self._looks_once = self.quiet, True
+        self.quiet = {*quiet, Moment.FORWARDED, Moment.BACKWARD_ENDED}
+        try:
+            yield
+        finally:
+            had_backward = Moment.BACKWARD in self.quiet
+            self.quiet, self._looks_once = quiet, False
+            if had_backward and engine.gradient_state in LOCAL:
+                self.ask(Moment.BACKWARD_ENDED, engine)
 
     def refused(self) -> Exception | None:
         """What was refused since this was asked last."""
