@@ -89,7 +89,7 @@ def _played(name: str) -> Played:
 @drawing
 def pipeline_lists(pen: Pen) -> str:
     """Notebook 18: two schedules of one pipeline, as the clock plays them."""
-    kinds = {Kind.FORWARD: "parameter", Kind.BACKWARD: "gradient"}
+    kinds = {Kind.FORWARD: "parameter", Kind.BACKWARD: "optimizer"}  # as in ``schedule_chart``
     for name, words in {"gpipe": "GPipe", "1f1b": "1F1B"}.items():
         played = _played(name)
         pen.below(words, bold=True, colour="ink")
@@ -100,7 +100,7 @@ def pipeline_lists(pen: Pen) -> str:
             for rank, actions in enumerate(played.schedule.ranks)
         })  # fmt: skip
     pen.below(
-        "Blue: forward of a micro-batch, one slot. Orange: its backward, two. Where nothing is drawn a rank idles: "
+        "Blue: forward of a micro-batch, one slot. Green: its backward, two. Where nothing is drawn a rank idles: "
         "3(p - 1) slots in both."
     )
     gpipe, other = (_played(name) for name in ("gpipe", "1f1b"))
