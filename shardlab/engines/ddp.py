@@ -9,7 +9,7 @@ did not use is sent as zeros, since others may have used it.
 import torch
 from torch import nn
 
-from shardlab.comm.events import Pending
+from shardlab.comm.events import Pending, wait_all
 from shardlab.engines.strategy import Strategy
 
 
@@ -24,9 +24,7 @@ class DDP(Strategy):
             return
         due = [(name, param) for name, param in self.params.items() if self.is_due(param)]
         # All are issued before the first is waited for, in the module's order on every rank, used here or not.
-        pending = [self._send(name, param) for name, param in due]
-        for collective in pending:
-            collective.wait()
+        wait_all([self._send(name, param) for name, param in due])
         for _, param in due:
             assert param.grad is not None
             param.grad.div_(self.num_ranks)

@@ -133,8 +133,7 @@ class FSDP(Sharded):
     def in_forward(self) -> AbstractContextManager[None]:
         """Inside, units are gathered and resharded by their own forwards, which write the tape."""
         # Called by the module's own forward, or computed again by checkpointing: that is a part of another pass.
-        is_inner = self._pass is not None or self._is_in_backward
-        return self.saving_by_reference() if is_inner else self._one_pass()
+        return self.saving_by_reference() if self._pass is not None or self._is_in_backward else self._one_pass()
 
     @contextlib.contextmanager
     def _one_pass(self) -> Iterator[None]:

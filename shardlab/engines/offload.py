@@ -109,6 +109,5 @@ class OffloadedShards(Shards):
         """As ``Shards``, under a role of its own first: a storage counts in the first role that is said of it."""
         yield Holding(Role.OFFLOADED, self.at_rest)
         if not self.visits:
-            chunks = (self.means, self._arriving)
-            yield from (Holding(Role.OFFLOADED, chunk) for chunk in chunks if chunk is not None)
+            yield from (Holding(Role.OFFLOADED, one) for one in (self.means, self._arriving) if one is not None)
         yield from super().holdings()
