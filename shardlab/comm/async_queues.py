@@ -215,11 +215,15 @@ class StreamQueue:
         """Hold a message until somebody waits for it or a collective is issued: what is held may travel together.
 
         A stream does one thing after another. Two ranks that both send first and then receive would each wait for the
-        other's receive, which stands behind its send.
+        other's receive, which stands behind its send. What is ``in_order`` is not held.
         """
+        if message.in_order:
+            self._let_travel(self._held)  # as before a collective
         self._stream.wait_stream(self._streams.current_stream())  # now: what comes later does not change the buffer
         held = _Held(message, event, observers)
         self._held.append(held)
+        if message.in_order:
+            self._let_travel([held])
 
         def wait() -> None:
             if held in self._held:

@@ -179,17 +179,18 @@ class Communicator(ObservedGroup):
         job = partial(transport.all_to_all, output, buffer)
         return self._submit(Collective.ALL_TO_ALL, buffer, job, tag, keep=(output, buffer))
 
-    def send(self, tensor: Tensor, dst: int, *, tag: str = "") -> Pending:
+    def send(self, tensor: Tensor, dst: int, *, tag: str = "", in_order: bool = False) -> Pending:
         """Send ``tensor`` to group rank ``dst``.
 
         It may not leave before somebody waits for it, or for another message that it then travels with: NCCL, which
-        does one thing after another, has to be told of all that must happen at the same time.
+        does one thing after another, has to be told of all that must happen at the same time. Unless all messages of
+        the group stand in one order, in which each rank calls for its own: then ``in_order`` lets each leave at once.
         """
         flat = _flattened(tensor)
-        message = Message(self._peer(dst, "dst"), True, flat, dst)
+        message = Message(self._peer(dst, "dst"), True, flat, dst, in_order=in_order)
         return self._submit(Collective.SEND, flat, message, tag, keep=(flat,))
 
-    def recv(self, tensor: Tensor, src: int, *, tag: str = "") -> Pending:
+    def recv(self, tensor: Tensor, src: int, *, tag: str = "", in_order: bool = False) -> Pending:
         """Receive from group rank ``src`` into ``tensor``; as for ``send``, somebody has to wait for it.
 
         Length and dtype must be those of the sent tensor. Over gloo any other waits until the timeout, and so does a
@@ -201,7 +202,7 @@ class Communicator(ObservedGroup):
         tensor = base.without_graph("tensor", tensor)
         flat = _flattened(tensor)
         # The queue copies back, once the message has come: before that there is nothing in ``flat`` to copy.
-        message = Message(self._peer(src, "src"), False, flat, src, partial(_copy_back, flat, tensor))
+        message = Message(self._peer(src, "src"), False, flat, src, partial(_copy_back, flat, tensor), in_order)
         return self._submit(Collective.RECV, flat, message, tag, keep=(tensor, flat))
 
     def barrier(self, *, tag: str = "") -> Pending:

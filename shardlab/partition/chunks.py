@@ -46,8 +46,7 @@ def even_bounds(numel: int, num_ranks: int) -> tuple[int, ...]:
     """
     require_count("numel", numel, 0)
     require_count("num_ranks", num_ranks, 1)
-    size = -(-numel // num_ranks)
-    return tuple(rank * size for rank in range(num_ranks + 1))
+    return tuple(rank * -(-numel // num_ranks) for rank in range(num_ranks + 1))
 
 
 @dataclass(frozen=True)

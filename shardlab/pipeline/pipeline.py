@@ -11,8 +11,10 @@ Tensor parallelism comes first: ``parallelize_module(model, plan, mesh["tensor"]
 sends what it has of an output to the same tensor rank of the next stage.
 
 ``messages.py`` lists what travels between stages. A receive is posted one ahead of the action that needs it, so that
-the message moves while this rank computes. Gradients add up over micro-batches inside ``no_sync()``; the last backward
-of a rank sends them over the data axis, as that engine does.
+the message moves while this rank computes. Over NCCL, where a message keeps those behind it waiting, each rank sends
+and receives in one order of all messages, that in which a clock would bring them (``clock.in_time``).
+Gradients add up over micro-batches inside ``no_sync()``; the last backward of a rank sends them over the data axis, as
+that engine does.
 
 A rank holds, for each micro-batch under way in each of its stages, the input and what autograd saves: as many as
 ``Schedule.in_flight`` says. What it has sent it holds until another message says that it has arrived.
@@ -20,8 +22,8 @@ Source: Narayanan et al., arXiv 2104.04473, section 2.2.
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -30,12 +32,14 @@ from torch.autograd.graph import GradientEdge
 
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.events import Pending, wait_all
+from shardlab.comm.transports.nccl import NcclTransport
 from shardlab.engines.autograd_nodes import gradient_node
 from shardlab.engines.engine import Engine
 from shardlab.pipeline.late_weights import Late, backward_of_weights, late_weights
 from shardlab.pipeline.messages import TIED, Like, loans_of
 from shardlab.pipeline.stages import Cut, cut, lend, module_of
 from shardlab.schedules.actions import LAST, Action, Kind, Schedule
+from shardlab.schedules.clock import in_time
 from shardlab.vocabulary import MeshAxis
 
 _DTYPES, _MAX_DIMS = (torch.float32, torch.float64, torch.bfloat16, torch.float16), 8
@@ -60,8 +64,7 @@ class Pipeline:
 
     Raises:
         ValueError: the mesh has no such axis, or not as many ranks as the schedule; an impossible cut, or one that
-            leaves a rank without parameters; a schedule in which a rank needs messages in another order than they are
-            sent.
+            leaves a rank without parameters; a schedule in which ranks wait for each other without end.
     """
 
     def __init__(self, model: nn.Module, schedule: Schedule, mesh: BaseMesh, begins: tuple[str, ...] = ()) -> None:
@@ -79,10 +82,11 @@ class Pipeline:
         # Written in forward they would differ by rank, or be written in another order than by one process.
         stages = [set(module_of(model, {0: names}).buffers()) for names in self.cut]
         self._read_only = {n: one for n, one in self.module.named_buffers() if sum(one in own for own in stages) > 1}
-        self._needs, sent = {action: schedule.needs(action) for action in self._actions}, schedule.sent()
-        self._remote = [need for need in self._needs.values() if need in sent]
-        self._after = dict(pairwise(self._remote))
-        self._check_order()
+        self._needs = {action: schedule.needs(action) for action in self._actions}
+        own = [one for one, way in in_time(schedule).items() if self._comm.rank in way]
+        self._received = [one for one in own if one not in self._actions]
+        # Over NCCL a message keeps those behind it waiting; elsewhere a receive need not wait for what this rank sends.
+        self._order = own if self._comm.transport == NcclTransport.name else self._received
         self._confirmed_by = schedule.confirmed_by(self._comm.rank)
         self._like: dict[tuple[int, tuple[int, ...]], Like] = {}  # of a stage's output, by a micro-batch's shape
 
@@ -173,15 +177,6 @@ class Pipeline:
         if due:
             torch.autograd.backward(edges, [told[place][:-1].view_as(values[place]) for place in due])
 
-    def _check_order(self) -> None:
-        """Messages from one rank to another have no names: they come as they are sent."""
-        for peer, actions in enumerate(self.schedule.ranks):
-            needed = [need for need in self._remote if self.schedule.rank_of[need.stage] == peer]
-            sent = [action for action in actions if action in set(needed)]
-            if wrong := [pair for pair in zip(needed, sent, strict=True) if pair[0] != pair[1]]:
-                first, other = wrong[0]
-                raise ValueError(f"schedule: rank {self._comm.rank} needs {first} first, and rank {peer} sends {other}")
-
 
 class _Step:
     """One run of a rank's actions.
@@ -204,6 +199,7 @@ class _Step:
         self._rank_of, self._last = pipeline.schedule.rank_of, pipeline.schedule.num_stages - 1
         self._mail: dict[Action, Tensor] = {}  # from another stage of this rank
         self._posted: dict[Action, tuple[Tensor, Pending]] = {}
+        self._due = deque(pipeline._order)  # messages that this rank still has to post
         self._held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # input and output, until its backward
         halved = [action[1:] for action in pipeline._actions if action.kind is Kind.BACKWARD_OF_WEIGHTS]
         self._late: dict[tuple[int, int], Late] = {one: [] for one in halved}  # until the backward of weights
@@ -251,34 +247,40 @@ class _Step:
         if peer == self._pipeline._comm.rank:
             self._mail[action] = tensor
             return
+        self._post_to(action)
         if action.kind is Kind.FORWARD:
             self._tell_like(action, tensor, peer)
-        self.unconfirmed[action] = self._pipeline._comm.send(tensor.contiguous(), peer, tag=action.tag)
+        self.unconfirmed[action] = self._pipeline._comm.send(tensor.contiguous(), peer, tag=action.tag, in_order=True)
 
     def _take(self, need: Action) -> Tensor:
         if need in self._mail:
             return self._mail.pop(need)
-        tensor, pending = self._posted.pop(need) if need in self._posted else self._post(need)
-        ahead = self._pipeline._after.get(need)
-        if ahead is not None and self._like_of(ahead) is not None:
-            self._posted[ahead] = self._post(ahead)
+        self._post_to(need)
+        tensor, pending = self._posted.pop(need)
+        if self._due and self._due[0] in self._pipeline._received and self._like_of(self._due[0]) is not None:
+            self._post_to(self._due[0])
         pending.wait()
         for action in self._pipeline._confirmed_by[need]:
             self.unconfirmed.pop(action).wait()  # at once, and the memory is free
         return tensor
 
+    def _post_to(self, action: Action) -> None:
+        """Post the receives up to a message in the rank's order."""
+        while action in self._due:
+            if (one := self._due.popleft()) in self._pipeline._received:
+                self._posted[one] = self._post(one)
+
     def _post(self, need: Action) -> tuple[Tensor, Pending]:
         """Begin to receive; what a stage's output is like comes before the first of its shape."""
         comm, peer = self._pipeline._comm, self._rank_of[need.stage]
-        like = self._like_of(need)
-        if like is None:
+        if (like := self._like_of(need)) is None:
             header = torch.empty(2 + _MAX_DIMS, dtype=torch.int64, device=self._pipeline._device)
-            comm.recv(header, peer, tag=f"shape of stage {need.stage}").wait()
+            comm.recv(header, peer, tag=f"shape of stage {need.stage}", in_order=True).wait()
             which, num_dims, *dims = header.tolist()
             like = Like(tuple(dims[:num_dims]), _DTYPES[which])
             self._pipeline._like[need.stage, self._shapes[need.micro_batch]] = like
         tensor = torch.empty(like.shape, dtype=like.dtype, device=self._pipeline._device)
-        return tensor, comm.recv(tensor, peer, tag=need.tag)
+        return tensor, comm.recv(tensor, peer, tag=need.tag, in_order=True)
 
     def _like_of(self, need: Action) -> Like | None:
         """What a message is like: the output of a stage, or the gradient of that of the one before."""
@@ -299,4 +301,4 @@ class _Step:
             raise ValueError(f"stages: stage {stage} gives {output.dtype}, {output.ndim} dims; cut elsewhere")
         header = [_DTYPES.index(output.dtype), output.ndim, *output.shape, *[0] * (_MAX_DIMS - output.ndim)]
         told = torch.tensor(header, device=self._pipeline._device)
-        self.sent.append(self._pipeline._comm.send(told, peer, tag=f"shape of stage {stage}"))
+        self.sent.append(self._pipeline._comm.send(told, peer, tag=f"shape of stage {stage}", in_order=True))

@@ -193,8 +193,7 @@ class Schedule:
 
     def in_flight(self, rank: int) -> int:
         """The most inputs of stages that a rank holds at once: from forward until the last of backward."""
-        changes = ((action.kind is F) - (action.kind in LAST) for action in self.ranks[rank])
-        return max(accumulate(changes), default=0)
+        return max(accumulate((action.kind is F) - (action.kind in LAST) for action in self.ranks[rank]), default=0)
 
     def needs(self, action: Action) -> Action | None:
         """The action of another stage whose message this one waits for; None if it needs none."""
@@ -208,10 +207,9 @@ class Schedule:
 
     def sent(self) -> dict[Action, tuple[int, int]]:
         """The actions whose result another rank needs: from which rank, to which; a rank's own in its order."""
-        every = [action for actions in self.ranks for action in actions]
-        needed = {need: self.rank_of[action.stage] for action in every if (need := self.needs(action)) is not None}
-        ways = {action: (self.rank_of[action.stage], to) for action in every if (to := needed.get(action)) is not None}
-        return {action: way for action, way in ways.items() if way[0] != way[1]}
+        every = [(rank, action) for rank, actions in enumerate(self.ranks) for action in actions]
+        needed = {need: rank for rank, action in every if (need := self.needs(action)) is not None}
+        return {action: (rank, to) for rank, action in every if (to := needed.get(action, rank)) != rank}
 
     def confirmed_by(self, rank: int) -> dict[Action, Actions]:
         """For each message that a rank receives, which of its own the sender had taken before, since it sent the last.

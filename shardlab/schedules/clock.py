@@ -76,6 +76,19 @@ def play(
     return Played(schedule, begins, ends, work)
 
 
+def in_time(schedule: Schedule) -> dict[Action, tuple[int, int]]:
+    """``Schedule.sent()``, as the actions end where each takes as long.
+
+    Ranks that send and receive in this order, one message after another, never wait for each other in a circle: what a
+    rank needs before it can send stands before.
+
+    Raises:
+        ValueError: see ``play``.
+    """
+    ends = play(schedule, dict.fromkeys(Kind, 1.0)).ends
+    return dict(sorted(schedule.sent().items(), key=lambda pair: ends[pair[0]]))
+
+
 def programs(
     schedule: Schedule, work: Mapping[Action, float], transfer_seconds: Seconds | float = 0.0
 ) -> dict[int, tuple[Item, ...]]:
@@ -108,12 +121,11 @@ def _program(
     actions = schedule.ranks[rank]
     needs = {action: need for action in actions if (need := schedule.needs(action)) is not None}
     items: list[Item] = [Issue(sent[need]) for need in needs.values() if need in sent]
-    places = {action: place for place, action in enumerate(actions)}
     for place, action in enumerate(actions):
         need = needs.get(action)
         if need is not None and need in sent:
             items.append(Wait(sent[need]))
-        elif need is not None and places[need] > place:
+        elif need is not None and need in actions[place:]:
             raise ValueError(f"schedule: it deadlocks: {action} stands before {need} on rank {rank}, and needs it")
         items.append(Work(work[action]))
         if action in sent:

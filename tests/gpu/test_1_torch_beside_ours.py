@@ -51,6 +51,14 @@ def test_what_ranks_send_to_try_nccl_is_not_left_reserved(comparison):
     assert cached["fsdp"] < 100e6
 
 
+def test_stages_send_in_one_order(tmp_path):
+    schedules = ("gpipe", "1f1b", "zb-h1")
+    config = CompareConfig(strategies=("single", "ddp", "fsdp"), ranks=2, pipe=2, schedule=schedules, device="cuda")
+    comparison = compare(config, tmp_path / "run")
+    assert comparison.losses_equal
+    assert comparison.summary["as_planned"].all()
+
+
 def test_a_script_with_ddp_is_recorded(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

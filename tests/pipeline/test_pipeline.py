@@ -3,14 +3,17 @@
 import copy
 import re
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from shardlab.comm.async_queues import StreamQueue
 from shardlab.comm.callers import locate
 from shardlab.comm.mesh import Mesh
+from shardlab.comm.transports.nccl import NcclTransport
 from shardlab.engines import DDP, FSDP, Bucketed, ZeRO1, ZeRO2, ZeRO3, build_engine
 from shardlab.engines.moments import Moment
 from shardlab.launch import RankError
@@ -19,6 +22,7 @@ from shardlab.optimizers import GradScaler
 from shardlab.pipeline import Like, Pipeline, cut, loans_of, messages_of, parts_of
 from shardlab.pipeline.stages import params_of
 from shardlab.schedules import Schedule, make_schedule
+from tests.comm.device_streams import Device
 
 CONFIG = GPTConfig(vocab_size=11, seq_len=6, num_layers=3, num_heads=2, hidden=8, tied=False)
 
@@ -133,6 +137,57 @@ def test_equal_to_one_process_with_the_messages_of_the_plan(pools, num_ranks, ax
         assert sent == [(one.tag, one.num_bytes) for one in plan if one.rank == rank]
         taken = [event[2:] for event in events if event[:2] == ("pipe", "recv")]
         assert sorted(taken) == sorted((one.tag, one.num_bytes) for one in plan if one.to == rank)
+
+
+class OneByOne(NcclTransport):
+    """Gloo in the place of NCCL: here even the host waits for the other end of each message."""
+
+    def exchange(self, messages):
+        self.log.append(" ".join("send" if one.is_send else "recv" for one in messages))
+        super().exchange(messages)
+
+
+def one_by_one(_, schedule, tied):
+    """As ``trained``, with DDP; and what this rank has done in the second step, in order."""
+    log = []
+
+    def watch(action):
+        return nullcontext(log.append(str(action)))
+
+    with Mesh({"pipe": len(schedule.ranks), "data": 1}) as mesh:
+        comm = mesh["pipe"]
+        comm._queue.close()
+        comm._transport, comm._queue = OneByOne(comm._transport._group), StreamQueue(mesh.device, Device())
+        comm._transport.log = log
+        pipeline, (inputs, targets) = Pipeline(gpt(tied), schedule, mesh), rows(1, schedule.num_micro_batches)
+        with build_engine("ddp", pipeline.module, sgd, mesh) as engine:
+            for _ in range(2):
+                log.clear()
+                pipeline.run(engine, loss_fn, inputs[0], targets[0], watch=watch)
+                told = list(log)
+                engine.clip_grad_norm_(0.1)
+                engine.step()
+                engine.zero_grad()
+            return engine.full_state_dict(), told
+
+
+@pytest.mark.parametrize(
+    ("schedule", "tied", "order"),
+    [
+        (make_schedule("gpipe", 2, 3), False, "0F0 send 0F1 send 0F2 send recv recv 0B0 recv 0B1 0B2"),
+        (make_schedule("1f1b", 3, 4), False, "0F0 send 0F1 send 0F2 send recv 0B0 0F3 send recv recv 0B1 recv 0B2 0B3"),
+        (make_schedule("interleaved", 2, 4, stages_per_rank=2), True, ""),
+        (make_schedule("zb-h1", 4, 5), True, ""),
+        (Schedule.from_csv("0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1\n"), False, "0F0 send 0F1 send recv recv 0B0 0B1"),
+    ],
+)
+def test_where_a_message_keeps_others_waiting_each_leaves_at_once_and_none_waits_for_ever(pools, schedule, tied, order):
+    wanted, _ = one_process(1, schedule.num_micro_batches, tied)
+    answers = pools(len(schedule.ranks)).run(one_by_one, schedule, tied)
+    for state, _ in answers:
+        for name, value in state.items():
+            torch.testing.assert_close(value, wanted[name], atol=1e-12, rtol=0, msg=name)
+    assert " ".join(answers[0][1]) == order or tied
 
 
 @pytest.mark.parametrize(("keeps", "elements"), [(False, 2 * 3 + 1), (True, 2)])
@@ -379,7 +434,10 @@ def refused(_, schedule):
     ("schedule", "told"),
     [
         (make_schedule("1f1b", 3, 3), "schedule: it is for 3 ranks, and axis 'pipe' has 2"),
-        (Schedule.from_csv("0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1\n"), "rank 1 needs 0F1 first, and rank 0 sends 0F0"),
+        (
+            Schedule.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"),
+            "it deadlocks: 0B0 of rank 0 waits for 1B0 of rank 1",
+        ),
     ],
 )
 def test_a_schedule_that_ranks_cannot_do_is_refused(pools, schedule, told):

@@ -26,13 +26,17 @@ Job = Callable[[], None]
 
 
 class Message(NamedTuple):
-    """A send to ``peer``, or a receive from it, of a flat tensor; ``after`` is done once it has come."""
+    """A send to ``peer``, or a receive from it, of a flat tensor.
+
+    ``after`` is done once it has come; ``in_order``: see ``Communicator.send``.
+    """
 
     transport: "Transport"
     is_send: bool
     tensor: Tensor
     peer: int
     after: Job | None = None
+    in_order: bool = False
 
     def travel(self, wait: Job | None = None) -> None:
         """Go alone; ``wait``: it has begun, and this waits for its end."""
