@@ -25,6 +25,10 @@ from shardlab.cli.search import search
 from shardlab.cli.step_times import what_if
 from shardlab.installed import __version__, data_path
 
+NO_ADAPTERS = (
+    "lora: no command adds adapters to a model, and forecast and search train all parameters; add and freeze them in a "
+    "module of your own, which plan and compare take as --workload FILE.py:NAME"
+)
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -79,7 +83,7 @@ def main() -> None:
     except Exception as error:
         # An error of Click, of which newer versions of Typer have their own copy.
         if (usage := getattr(error, "format_message", None)) is not None:
-            complain(usage())
+            complain(NO_ADAPTERS if getattr(error, "option_name", "") == "--lora" else usage())
             sys.exit(BAD_INPUT)
         if isinstance(error, RuntimeError):
             from shardlab.launch import RankError, RankHang

@@ -30,6 +30,7 @@ CASES = {  # options, and words of what is said; each field's own refusals are t
     "no units": (["--strategies", "fsdp", "--wrap", "0"], ["wrap", "'0'", "auto, root", "encoder.*,decoder.*"]),
     "not a number": (["--ranks", "x"], ["--ranks", "integer"]),
     "unknown option": (["--rank", "2"], ["No such option", "--rank"]),
+    "adapters": (["--lora", "8"], ["error: lora: no command adds adapters", "--workload FILE.py:NAME"]),
     "an argument": (["four"], ["four"]),
     "half a use": (["--ranks"], ["--ranks"]),
 }

@@ -61,6 +61,13 @@ def test_least_memory(table, said):
     assert least_memory(rows(**table)) == said
 
 
+def test_master_weights_are_no_optimizer_state():
+    """In 16 bits zero1 keeps a copy in 32 beside its moments; of ddp, which takes no precision, there is none."""
+    table = rows(ddp=DDP, zero1=(2, 4, 3, 18, 5), fsdp=(1, 1, 2, 13, 7)).assign(precision=["full", "bf16", "bf16"])
+    assert "67 % of zero1's bytes of optimizer state and master weights;" in least_memory(table.drop("ddp"))
+    assert f"{ALL};" in least_memory(table)
+
+
 def test_what_is_at_rest_has_the_buffers_in_it():
     """As the table beside it; what is offloaded is named apart."""
     table = rows(ddp=DDP, fsdp=FSDP).assign(rest_bytes=[18 * MB, 7 * MB], offloaded_bytes=[0, MB])

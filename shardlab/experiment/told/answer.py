@@ -87,6 +87,7 @@ def answer_of_runs(
 ) -> list[Line]:
     """The first four lines, also of runs that were made one after another; ``doubt`` is why times are uncertain."""
     rows, times = side_by_side(summary), quartiles(records.steps)
+    rows["precision"] = [precision_of(str(name), records) for name in rows.index]
     causes, averaged = {str(name): reasons[str(name)] for name in rows.index}, averaged_runs(records)
     return [
         Line("LEAST MEMORY", least_memory(rows)),
@@ -160,7 +161,9 @@ def _kept(rows: pd.DataFrame, one: str, other: str) -> str:
     """Which share a rank keeps of what: 'each of 4 ranks keeps a quarter of the gradients and optimizer state'."""
     roles: dict[str, list[str]] = {}
     ranks = rows["ranks"].astype(int)[one]
-    for column, role in ROLES.items():
+    has_masters = "precision" in rows and rows["precision"][other] != FULL
+    masters = {"optimizer_bytes": "optimizer state and master weights"} if has_masters else {}
+    for column, role in {**ROLES, **masters}.items():
         held = rows[column].astype("float64")
         share = held[one] / held[other] if held[other] else 1.0
         if share < 1 - ALIKE:
