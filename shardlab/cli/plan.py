@@ -45,14 +45,15 @@ OTHERS_ON_GPU = {"rows_that_fit": "rows (that fit)", "sending_ms": "sending (ms/
 SIZES_OF_HOSTS = {"rest_bytes": "at rest", "inside_bytes": "sent inside", "across_bytes": "a host sends"}
 OVER_HOSTS = (
     "zero_OxI: stage O across hosts, I inside them; 0 divides nothing, 1 optimizer state, 2 gradients too, 3 "
-    "parameters too. zero_0x3 is FSDP's hybrid_shard, zero_2x3 HFSDP; ddp and fsdp are one ring through all hosts. hpz, "
-    "of ZeRO++, is fsdp that from forward to the step, so not at rest, keeps another copy of parameters, divided inside "
-    "each host. At rest and sent inside its host: of a rank; a host sends: all its ranks, across hosts, in a step."
+    "parameters too. zero_0x3 is FSDP's hybrid_shard, zero_2x3 HFSDP; ddp and fsdp are one ring through all hosts. "
+    "hpz, of ZeRO++, is fsdp that from forward to the step, so not at rest, keeps another copy of parameters, divided "
+    "inside each host. At rest and sent inside its host: of a rank; a host sends: all its ranks, across hosts, in a "
+    "step."
 )
 OF_STAGES = (
     "Of the first data rank of each place in the pipeline; the peak of the one that holds most. Idle: of the time of "
     "the schedule, if stages are equal, backward takes twice as long as forward, and messages no time. Held: the most "
-    "micro-batches at once. Messages and bytes go to other stages, in a step."
+    "micro-batches at once, of each of its stages. Messages and bytes go to other stages, in a step."
 )
 OTHERS_OF_STAGES = {
     "rank": "rank", "stages": "stages", "in_flight": "held", "idle_percent": "idle (%)", "messages": "messages",

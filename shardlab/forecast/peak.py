@@ -3,7 +3,8 @@
     model states          ``formulas.model_states``, sharded as the strategy says; gradients that add up over
                           micro-batches in ``no_sync()`` are whole
     activations           ``activation_bytes`` a layer, for the MLP's form, shared keys and values, no dropout;
-                          2 b s h where it is recomputed; selectively, also attention and every second product
+                          2 b s h where it is recomputed; selectively, also attention and every second product;
+                          a norm keeps its input in 16 bits, as a fused one does: see ``norm_copies_bytes``
     sequence parallel     norms and residuals in parts; 4 b s h of an input that is gathered, and of its gradient
     gathered parameters   root and two layers; all of zero3 and shard_grad_op
     logits                10 bytes each: in 16 bits, and in 32 bits with a gradient; 4 where one kernel makes the loss;
@@ -105,14 +106,25 @@ def peak_bytes(job: Job) -> float:
     elif job.row.by_unit:
         found += (job.root_params / job.tensor + 2 * layer) * job.itemsize
     whole, kept = _activations(job)
-    logits = logits_bytes(job)
-    again = job.layers if job.recompute in ("full", "selective") and job.recomputed else job.recomputed
+    logits, again = logits_bytes(job), _layers_again(job)
     computed = again * kept + (job.layers - again) * whole + max(logits, whole if again else 0)
     if job.residual_ranks > 1:
         computed += 2 * job.tokens * job.hidden * job.itemsize
     if job.row.parameters and not job.row.by_unit and not job.keeps_whole_gradients:
         computed = max(computed, whole_gradients)
     return found + computed
+
+
+def _layers_again(job: Job) -> float:
+    return job.layers if job.recompute in ("full", "selective") and job.recomputed else job.recomputed
+
+
+def norm_copies_bytes(job: Job) -> float:
+    """Bytes beside the peak's that both norms of the layers keep where each operation in 32 bits is one of autograd's.
+
+    For an element of the residual that is the input in 32 bits, in the place of 16, and the normalised one in 16.
+    """
+    return 8 * job.tokens * job.hidden / job.residual_ranks * (job.layers - _layers_again(job))
 
 
 def logits_bytes(job: Job) -> float:

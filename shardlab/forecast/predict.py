@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from shardlab.forecast.calibration import checked, fitted
 from shardlab.forecast.job import Job
-from shardlab.forecast.peak import peak_bytes, room_bytes
+from shardlab.forecast.peak import norm_copies_bytes, peak_bytes, room_bytes
 from shardlab.forecast.step_model import HOST_BOUND, Factors, Step, step_parts
 
 # Reserved over allocated bytes, least and most: OpenTau PR #273 (batch 40); Megatron-LM issue #150 (fsdp2 on 16 GPUs).
@@ -190,6 +190,11 @@ def _sentences(job: Job, pairs: Sequence[tuple[Job, float]], factors: Factors) -
         f"{', compiled' if job.compiled else ''}, with attention {job.kernel}. All parameters are trained, and there "
         "are no stages: LoRA and pipelines are not forecast.",
     ]
+    if job.written == "llama" and (norms := norm_copies_bytes(job)):
+        found.append(
+            "Norms keep what fused ones keep; written operation by operation in 32 bits, as in transformers, they keep "
+            f"{norms / 1e9:.3g} GB more at the peak."
+        )
     if job.assumed_gigabits:
         least, most = job.assumed_gigabits
         found.append(

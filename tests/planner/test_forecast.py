@@ -6,13 +6,14 @@ from dataclasses import asdict, fields, replace
 from math import isnan
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.forecast import predict_step, validate_published
 from shardlab.forecast.job import Job
 from shardlab.forecast.network import GIGABIT, HOP_SECONDS, Network, network_of
-from shardlab.forecast.peak import peak_bytes, rest_bytes
+from shardlab.forecast.peak import norm_copies_bytes, peak_bytes, rest_bytes
 from shardlab.forecast.predict import HOST, MESSAGES, MOST_SENT, RESERVED, RETRIES, may_retry, sent_share
 from shardlab.forecast.published import TOYS, calibration_of, error_of, published_steps, summary
 from shardlab.forecast.region import USUAL_MISS, _share_without, by_laboratory, expected_miss, range_of
@@ -138,6 +139,45 @@ def test_recomputation_costs_less_than_a_third_of_compute_and_saves_memory():
     compute = full.seconds - full.parts[WAITED] - full.parts[RECOMPUTED]
     assert 0.18 < full.parts[RECOMPUTED] / compute < 0.25
     assert full.peak_bytes < half.peak_bytes < none.peak_bytes
+
+
+def test_a_layer_like_llama_keeps_what_autograd_keeps_of_one():
+    """Written as in transformers, with norms in 32 bits: counted where autograd saves tensors."""
+    h, ffn, heads, tokens = 64, 160, 4, 32
+    q, k, v, o, gate, up, down = (torch.zeros(*size, dtype=torch.bfloat16, requires_grad=True)
+                                  for size in ((h, h),) * 4 + ((ffn, h),) * 2 + ((h, ffn),))  # fmt: skip
+    norms = torch.ones(2, h, dtype=torch.bfloat16, requires_grad=True)
+    trained = {one.untyped_storage().data_ptr() for one in (q, k, v, o, gate, up, down, norms)}
+    kept = {}
+
+    def norm(x, weight):
+        x = x.float()
+        return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)).bfloat16()
+
+    def keep(tensor):
+        if (storage := tensor.untyped_storage()).data_ptr() not in trained:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x = torch.randn(1, tokens, h, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = norm(x, norms[0])
+        parts = ((y @ w.T).view(1, tokens, heads, -1).transpose(1, 2) for w in (q, k, v))
+        scored = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        x = x + scored.transpose(1, 2).reshape(1, tokens, h) @ o.T
+        y = norm(x, norms[1])
+        x = x + (torch.nn.functional.silu(y @ gate.T) * (y @ up.T)) @ down.T
+    sizes = {"hidden": h, "heads": heads, "kv_heads": heads, "ffn": ffn, "vocab": 1, "seq_len": tokens}
+    one, two = (Job(**sizes, layers=number, micro_batch=1, data=1, strategy="ddp", layer_numel=1, root_numel=1)
+                for number in (1, 2))  # fmt: skip
+    states = rest_bytes(two) - rest_bytes(one)
+    numbers_a_token = 4 * (2 + heads)  # of the norms, and of attention
+    assert sum(kept.values()) - numbers_a_token * tokens == pytest.approx(
+        peak_bytes(two) - peak_bytes(one) - states + norm_copies_bytes(one)
+    )
+    said = predict_step(**SMALL, gated=True).not_modelled
+    assert any("written operation by operation in 32 bits" in one for one in said)
+    assert not any("32 bits" in one for one in predict_step(**SMALL, gated=True, compiled=True).not_modelled)
 
 
 def test_the_peak_has_the_states_of_the_formulas():
