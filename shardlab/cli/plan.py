@@ -53,7 +53,8 @@ OVER_HOSTS = (
 OF_STAGES = (
     "Of the first data rank of each place in the pipeline; the peak of the one that holds most. Idle: of the time of "
     "the schedule, if stages are equal, backward takes twice as long as forward, and messages no time. Held: the most "
-    "micro-batches at once, of each of its stages. Messages and bytes go to other stages, in a step."
+    "micro-batches at once; one that two stages of a rank hold counts twice. Messages and bytes go to other stages, in "
+    "a step."
 )
 OTHERS_OF_STAGES = {
     "rank": "rank", "stages": "stages", "in_flight": "held", "idle_percent": "idle (%)", "messages": "messages",
