@@ -4,6 +4,8 @@ What the planner, the replay or the clock of the exercises knows comes from ther
 and FSDP; bytes have a file of their own beside, and so have ranks: what is divided over them, and what they do.
 """
 
+from itertools import pairwise
+
 from shardlab.course.drawing import Pen, drawing
 from shardlab.course.exercises.exercise import VirtualClock
 
@@ -18,6 +20,7 @@ from shardlab.course.drawings_of_ranks import (  # isort: skip
 ROWS = 8  # of the weight that is borrowed
 ROOT_KB, BLOCK_KB, BLOCKS = 82, 200, 6
 BACKWARD_MS, BYTES_MS, LATENCY_MS = 40.0, 32.0, 2.0
+SENT_IN = {"32 bits": (32.0, False), "16 bits, waits": (16.0, True), "16 bits": (16.0, False)}  # ms of bytes
 SENT_AS = {"8 messages": (8, False), "1 message": (1, False), "4 buckets": (4, True)}
 
 
@@ -87,6 +90,43 @@ def buckets(pen: Pen) -> str:
         pen.text(end_x + 6, top + 18, f"{exposed:g} ms exposed", colour="wait")
     pen.below("Grey: backward of layers 3 to 0, 40 ms. Teal: all-reduce, 32 ms of bytes and 2 ms of latency each.")
     return "Same bytes. What counts is right of the line."
+
+
+def sent_in(bytes_ms: float, *, waits: bool) -> VirtualClock:
+    """Four buckets that are sent as backward goes on; each is waited for at once, or all when it has ended."""
+    clock = VirtualClock(LATENCY_MS, 1.0)
+    for _ in range(4):
+        clock.compute(BACKWARD_MS / 4)
+        end = clock.send(bytes_ms / 4)
+        clock.wait(end if waits else 0)
+    clock.wait(end)
+    return clock
+
+
+@drawing
+def half_the_bytes(pen: Pen) -> str:
+    """Notebook 20: what half of the bytes is worth, and when not."""
+    left = 0 if pen.is_narrow else 124
+    scale = (pen.width - left - 2) / 92
+    for place, (name, (bytes_ms, waits)) in enumerate(SENT_IN.items()):
+        top = place * (108 if pen.is_narrow else 86) + (24 if pen.is_narrow else 0)
+        clock = sent_in(bytes_ms, waits=waits)
+        pen.text(0, top - 6 if pen.is_narrow else top + 30, name, bold=True)
+        said = f"{clock.exposed_us:g} ms exposed"
+        pen.text(pen.width, top - 6 if pen.is_narrow else top + 18, said, "end", colour="wait")
+        for what, begin, end in clock.spans:
+            y, height, colour = (top, 26, "compute") if what == "compute" else (top + 30, 22, "all-reduce")
+            pen.box(left + begin * scale, y, (end - begin) * scale, height, colour)
+        computed = [(begin, end) for what, begin, end in clock.spans if what == "compute"]
+        for (_, begin), (end, _) in pairwise([*computed, (clock.now_us, clock.now_us)]):
+            if begin < end:
+                pen.line(left + begin * scale, top + 58, left + end * scale, top + 58, "wait", 5)
+    pen.below(
+        "Grey: backward of four layers, 40 ms. Teal: all-reduce of their gradients, 32 or 16 ms of bytes and 2 ms of "
+        "latency each. Red: the rank waits."
+    )
+    whole, waited, hidden = (sent_in(ms, waits=waits).exposed_us for ms, waits in SENT_IN.values())
+    return f"Half the bytes: {hidden:g} ms exposed, not {whole:g}; {waited:g} if each message is waited for at once."
 
 
 def bytes_of(strategy: str) -> float:
@@ -192,5 +232,5 @@ def window(pen: Pen) -> str:
 DRAWINGS = (
     last_to_come, ring, bytes_of_a_step, buckets, hidden_part, one_or_two, who_keeps_what, borrow, window, three_prices,
     column_then_row, two_axes_of_a_mesh, who_reads_what, not_with_the_others, what_is_left, fits_and_sends, one_change,
-    never_reduced, pipeline_lists, zigzag_of_pieces,
+    never_reduced, pipeline_lists, zigzag_of_pieces, half_the_bytes,
 )  # fmt: skip

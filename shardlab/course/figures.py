@@ -40,7 +40,7 @@ def message_times(messages: pd.DataFrame) -> go.Figure:
             (from ``analysis.with_fit``); sizes and times above zero. An optional column ``source`` says whether the
             link was emulated.
     """
-    note = joined(emulated_note(messages), "marks: measured; lines: latency + bytes / bandwidth")
+    note = joined(emulated_note(messages), "marks: measured; lines: fixed cost + bytes / bandwidth")
     figure, parts = theme.new_figure("Time of a message against its size", note), []
     curves = _by(messages, "op", "bytes")
     colours = theme.run_colours(curves) | theme.COLLECTIVE_COLOURS

@@ -46,6 +46,11 @@ def test_buckets_expose_what_the_clock_says():
     assert drawings.sent_at(4, early=True)[0] == [(10, 20), (20, 30), (30, 40), (40, 50)]
 
 
+def test_half_the_bytes_help_where_nobody_waits_for_each():
+    exposed = [drawings.sent_in(ms, waits=waits).exposed_us for ms, waits in drawings.SENT_IN.values()]
+    assert exposed == [10, 24, 6]
+
+
 def test_bytes_and_trips_are_those_of_the_planner():
     assert drawings.who_keeps_what().takeaway.startswith("16, 10, 7, 4 bytes a parameter")
     assert drawings.borrow().takeaway == "Three trips of 6 of 8 rows = 18; ZeRO-2 makes two, 12."

@@ -58,6 +58,8 @@ def idle_line(stages: pd.DataFrame) -> str:
     found: dict[str, str] = {}
     for run, own in stages.groupby("strategy", sort=False):
         share, held = format_percent(float(own["idle"].mean())), ", ".join(map(str, own["in_flight"]))
-        found.setdefault(str(run).rpartition("+")[2], f"{share} (micro-batches held by rank: {held})")
+        parts = 1 + int(own["stages"].str.count(",").max())
+        of = f", each of 1/{parts} of its layers" if parts > 1 else ""
+        found.setdefault(str(run).rpartition("+")[2], f"{share} (micro-batches held by rank{of}: {held})")
     said = ", ".join(f"{name} {share}" for name, share in found.items())
     return f"{said}: idle, if stages are equal, backward takes twice as long as forward, and messages no time"
