@@ -251,7 +251,8 @@ def time_of(job: "Job", found: "Forecast", share: float | None) -> str:
         least, most = job.assumed_gigabits
         notes = f"; links between hosts of {most:g} to {least:g}Gb/s per GPU{notes}"
     fits = verdict(found.peak_bytes, job.card.memory_bytes)
-    said = f"{seconds} s a step, {tokens} tokens a second, {daily} billion a day, {shares} % of the peak (MFU)"
+    peak = "peak of bf16" if job.precision == "fp8" else "peak"  # part of a step in 8 bits is in 16
+    said = f"{seconds} s a step, {tokens} tokens a second, {daily} billion a day, {shares} % of the {peak} (MFU)"
     return f"{fits}; if it did, " * (fits == DOES_NOT_FIT) + f"{'about ' if share is None else ''}{said}{notes}"
 
 

@@ -87,6 +87,7 @@ def test_a_config_gets_time_and_memory_and_what_was_left_out(config):
     ):  # fmt: skip
         assert part in text
     assert "TIME 1.1 to 1.7 s a step, 57,000 to 38,000 tokens a second" in text
+    assert "% of the peak of bf16 (MFU)" in " ".join(said(*words, "--fp8").split())
     found = json.loads(said(*words, "--json"))
     assert sum(found["parts"].values()) == pytest.approx(found["seconds"])
     assert found["most_seconds"] == found["seconds"]
