@@ -372,7 +372,9 @@ def test_hardware_has_the_names_that_people_use(name):
 
 def test_every_preset_is_complete():
     for name in (name for name, row in cards().items() if row.peaks):
-        assert re.search("best product|fractions as h100", cards()[name].source)
+        assert re.search("best product|fractions as [ah]100", cards()[name].source)
+    for name in ("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA H100 PCIe"):  # as torch says it
+        assert Gpu.preset(name).inside.startswith("pcie")
         assert predict_step(**SMALL, hardware=name).seconds > 0
 
 
