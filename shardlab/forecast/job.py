@@ -144,8 +144,8 @@ class Job:
 
     @property
     def kv_share(self) -> float:
-        """Heads of keys and values against those of queries."""
-        return self.kv_heads / self.heads
+        """Heads of keys and values against those of queries; each tensor rank has one at least."""
+        return max(self.kv_heads, self.tensor) / self.heads
 
     @property
     def heads_width(self) -> int:
@@ -167,7 +167,13 @@ class Job:
         if self.layer_numel is not None:
             return self.layer_numel
         mlp = (3 if self.is_gated else 2) * self.hidden * self.ffn
-        return self.hidden * self.heads_width * (2 + 2 * self.kv_share) + mlp + 2 * self.hidden
+        return self.hidden * self.heads_width * (2 + 2 * self.kv_heads / self.heads) + mlp + 2 * self.hidden
+
+    @property
+    def held_layer_params(self) -> float:
+        """Those of a layer, and the copies that ranks have of keys' and values' weights where these are fewer."""
+        copies = self.kv_share - self.kv_heads / self.heads
+        return self.layer_params + 2 * self.hidden * self.heads_width * copies
 
     @property
     def root_params(self) -> float:
@@ -180,6 +186,11 @@ class Job:
     def num_params(self) -> float:
         """Elements of the whole model."""
         return self.layers * self.layer_params + self.root_params
+
+    @property
+    def held_params(self) -> float:
+        """Elements that all tensor ranks together have of it."""
+        return self.layers * self.held_layer_params + self.root_params
 
     @property
     def itemsize(self) -> int:

@@ -96,7 +96,7 @@ def rest_bytes(job: Job) -> float:
 
 def peak_bytes(job: Job) -> float:
     """Bytes in tensors where a rank has most: in the loss, or in the first layer of backward."""
-    params, layer = job.num_params / job.tensor, job.layer_params / job.tensor
+    params, layer = job.held_params / job.tensor, job.held_layer_params / job.tensor
     states, whole_gradients = _states(job), params * job.kept.gradient
     found = states.total_bytes
     if job.keeps_whole_gradients:
@@ -134,7 +134,7 @@ def logits_bytes(job: Job) -> float:
 
 def _states(job: Job) -> ModelStates:
     """Of parameters, gradients and optimizer state at rest."""
-    return states_of(job.strategy, job.row, round(job.num_params / job.tensor), job.sizes, job.kept)
+    return states_of(job.strategy, job.row, round(job.held_params / job.tensor), job.sizes, job.kept)
 
 
 def _activations(job: Job) -> tuple[float, float]:

@@ -137,7 +137,7 @@ def forecast_of(job: Job, calibration: Sequence[tuple[Mapping[str, Any], float]]
 
 def may_retry(job: Job) -> bool:
     """Whether a step that fits has so little room that the allocator may ask again."""
-    gathered = job.layer_params / job.tensor * job.itemsize
+    gathered = job.held_layer_params / job.tensor * job.itemsize
     return job.row.by_unit and job.shards > 1 and 0 <= room_bytes(job) < ROOM_BYTES + ROOM_LAYERS * gathered
 
 

@@ -100,7 +100,7 @@ class Step:
         if backward:
             found.add({RECOMPUTED: self.again_seconds(costs)})
         found.add({TENSOR: self.tensor_seconds(2 + 2 * share, found[PRODUCTS])})
-        return self.with_copies(found, job.layer_params, backward)
+        return self.with_copies(found, job.held_layer_params, backward)
 
     def again_seconds(self, costs: Costs) -> float:
         """Of what runs forward again in the backward of a layer."""
@@ -159,7 +159,7 @@ class Step:
         job = self.job
         matrices = 5 if job.is_gated else 4  # query, key and value together
         host = [self.host_seconds(backward) for backward in (False, True)]
-        units = [self.unit(f"layer {n}", self.layer, job.layer_params, matrices, host) for n in range(job.layers)]
+        units = [self.unit(f"layer {n}", self.layer, job.held_layer_params, matrices, host) for n in range(job.layers)]
         hooks = [self.hooks_seconds(backward) / self.host_factor for backward in (False, True)]
         return units, self.unit("root", self.head, job.root_params, 2 if job.is_gated else 1, hooks)
 
@@ -191,7 +191,7 @@ class Step:
     @property
     def optimizer_seconds(self) -> float:
         """Of the optimizer's step."""
-        return self.job.num_params / self.job.tensor / self.job.shards * self.job.kept.total * MOVED / self.bandwidth
+        return self.job.held_params / self.job.tensor / self.job.shards * self.job.kept.total * MOVED / self.bandwidth
 
     def message_seconds(self, op: Collective, axis: MeshAxis, num_bytes: float) -> float:
         """Of a message over an axis."""

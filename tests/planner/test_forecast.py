@@ -180,6 +180,14 @@ def test_a_layer_like_llama_keeps_what_autograd_keeps_of_one():
     assert not any("32 bits" in one for one in predict_step(**SMALL, gated=True, compiled=True).not_modelled)
 
 
+def test_each_tensor_rank_has_a_head_of_keys_and_values():
+    """Of one head that all share each rank has a copy: what it computes, holds and sends is that of a head for each."""
+    shared, own = (SMALL | {"tensor": 4, "data": 2, "kv_heads": kv_heads} for kv_heads in (1, 4))
+    assert predict_step(**shared).peak_bytes == predict_step(**own).peak_bytes
+    assert predict_step(**shared).parts == predict_step(**own).parts
+    assert Job(**shared).num_params < Job(**own).num_params
+
+
 def test_the_peak_has_the_states_of_the_formulas():
     params = round(Job(**GPT_7B).num_params)
     for strategy, like in (("ddp", "ddp"), ("zero1", "zero1"), ("zero2", "zero2"), ("fsdp", "zero3")):
