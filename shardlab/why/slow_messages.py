@@ -254,5 +254,5 @@ def repeated_in_words(rows: pd.DataFrame, num_steps: int) -> str:
     """
     what = rows.groupby(["step", "axis", "op", "tag"])
     count, times = round(what.ngroups / num_steps), 1 + round(what.size().median())
-    size = rows["bytes"].sum() / num_steps / 1e6
+    size = rows["wire_bytes"].sum() / num_steps / 1e6  # as SENT counts
     return f"each of {count} reductions of gradients is sent {times} times a step, {size:.3g} MB of it before the last"

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from shardlab.partition.ring_cost import ring_wire_bytes
 from shardlab.records.tables import COLLECTIVES, SPANS, STEPS
 from tests.analysis.hand_made import NAN, STEP, collective, span
 
@@ -119,7 +120,7 @@ class Loop:
         rows = []
         for rank, start in enumerate(starts):
             more = {"step": self.step, "op": op, "tag": tag, "phase": phase, "bytes": size, "group_size": self.ranks}
-            more["axis"] = axis
+            more |= {"axis": axis, "wire_bytes": ring_wire_bytes(op, size, self.ranks)}
             rows.append(collective(rank, self.seq, (self.now[rank], start, end), **more))
             self.free[rank] = end
         self.seq += 1

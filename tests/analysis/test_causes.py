@@ -174,7 +174,7 @@ def test_reductions_of_every_micro_batch_are_a_cause_and_those_of_the_last_are_t
     loop = Loop(ranks=ranks, sizes=(100_000,) * 4, us_per_byte=0.1, micro_batches=micro_batches, reduces_in_each=True)
     first = causes(*loop.tables())[0]
     assert first.name == "every micro-batch communicates", first
-    more = (micro_batches - 1) * 0.4
+    more = (micro_batches - 1) * 0.4 * 2 * (ranks - 1) / ranks  # as a ring sends them
     assert first.evidence == (
         f"each of 4 reductions of gradients is sent {micro_batches} times a step, {more:.3g} MB of it before the last"
     )
