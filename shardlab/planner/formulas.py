@@ -181,10 +181,10 @@ def over_hosts(num_params: int, num_ranks: int, per_host: int, precision: Precis
 
 
 def _over_hosts(params: int, hosts: int, per_host: int, each: Precision) -> Iterator[OverHosts]:
-    ranks = hosts * per_host
+    ranks, is_inside, is_across = hosts * per_host, per_host > 1, hosts > 1
     for name in ("ddp", "fsdp"):  # one ring through all hosts: each hop carries all
         flat = states_of(name, ROWS[name], params, {MeshAxis.DATA: ranks}, each)
-        yield _row(flat, flat.wire_bytes, flat.wire_bytes if hosts > 1 else 0)
+        yield _row(flat, is_inside * flat.wire_bytes, is_across * flat.wire_bytes)
     sizes = {MeshAxis.REPLICA: hosts, MeshAxis.SHARD: per_host}
     for outer, inner in product((0, *STAGES), repeat=2):
         row = Row(inner, outer)
@@ -194,7 +194,7 @@ def _over_hosts(params: int, hosts: int, per_host: int, each: Precision) -> Iter
     over_all, in_host = params * (ranks - 1) / ranks, params * (per_host - 1) / per_host
     once = over_all * (each.parameter + each.gradient)
     of_all = states_of("hpz", ROWS["fsdp"], params, {MeshAxis.DATA: ranks}, each)
-    yield _row(of_all, once + in_host * each.parameter, once if hosts > 1 else 0)
+    yield _row(of_all, is_inside * once + in_host * each.parameter, is_across * once)
 
 
 def _row(kept: ModelStates, inside: float | Fraction, across: float | Fraction) -> OverHosts:

@@ -15,6 +15,11 @@ def test_seven_billion_on_eight_hosts_of_eight():
     assert rows["zero_3x3"].rest_bytes == rows["fsdp"].rest_bytes == 7e9 * 16 / 64
 
 
+def test_where_each_rank_is_a_host_nothing_is_sent_inside():
+    assert {row.inside_bytes for row in over_hosts(7 * 10**9, 4, 1, "mixed")} == {0}
+    assert {row.across_bytes for row in over_hosts(7 * 10**9, 4, 4, "mixed")} == {0}
+
+
 def test_hosts_have_equally_many_ranks():
     with pytest.raises(ValueError, match="per-host: 6 ranks a host do not divide 64 ranks"):
         over_hosts(10, 64, 6, "mixed")
