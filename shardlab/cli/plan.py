@@ -166,7 +166,11 @@ def _of_params(params: str, ranks: int, precision: str, gpu: Gpu | None, per_hos
     )
     hosts = pd.DataFrame(map(asdict, over_hosts(int(number), ranks, per_host, each))) if per_host else None
     title = f"{number:,.0f} parameters, {count(ranks, 'rank')}, {precision} precision, Adam"
-    return Found(title, rows, note, hosts=hosts, per_host=per_host)
+    found = Found(title, rows, note, hosts=hosts, per_host=per_host)
+    if gpu is None or gpu.link is None or gpu.name:
+        return found
+    said = "Its link counts with --workload alone: of a number of parameters no messages are known."
+    return found._replace(note_on_gpu=f"{found.note_on_gpu} {said}")
 
 
 def _of_workload(

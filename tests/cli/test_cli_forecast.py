@@ -110,6 +110,7 @@ def test_who_has_four_h100_and_13b_reads_time_memory_what_to_try_and_how_sure_th
     command = "shardlab forecast --params 13B --ranks 4 --gpu h100 --precision fp32"
     assert f"TIME not in this plan: {command} says it, the peak, what to try, and how sure that is NEXT" in of_plan
     of_memory = " ".join(said("plan", "--params", "13B", "--ranks", "4", "--gpu", "24GB,32GB/s,10us").split())
+    assert "Its link counts with --workload alone" in of_memory
     assert "shardlab forecast --params 13B --ranks 4 --gpu h100 says it" in of_memory  # of a memory no time is known
 
 
