@@ -53,8 +53,8 @@ OVER_HOSTS = (
 OF_STAGES = (
     "Of the first data rank of each place in the pipeline; the peak of the one that holds most. Idle: of the time of "
     "the schedule, if stages are equal, backward takes twice as long as forward, and messages no time. Held: the most "
-    "micro-batches at once; one that two stages of a rank hold counts twice. Messages and bytes go to other stages, in "
-    "a step."
+    "micro-batches at once; in one of two stages of a rank it is half of one. Messages and bytes go to other stages, "
+    "in a step."
 )
 OTHERS_OF_STAGES = {
     "rank": "rank", "stages": "stages", "in_flight": "held", "idle_percent": "idle (%)", "messages": "messages",
@@ -261,7 +261,9 @@ def _tables(found: Found, card: str) -> dict[tuple[str, str], pd.DataFrame]:
     if "left_bytes" in rows:
         tables[f"On a GPU of {card}", found.note_on_gpu] = in_units(rows, SIZES_ON_GPU, OTHERS_ON_GPU)
     if found.stages is not None:
-        shown = found.stages.assign(idle_percent=(100 * found.stages["idle"]).round(1))
+        shown = found.stages.assign(
+            idle_percent=(100 * found.stages["idle"]).round(1), in_flight=found.stages["in_flight"].map("{:g}".format)
+        )
         tables["Stages", OF_STAGES] = in_units(shown, SIZES_OF_STAGES, OTHERS_OF_STAGES)
     if found.hosts is not None:
         tables[f"Over hosts of {count(found.per_host, 'rank')}", OVER_HOSTS] = in_units(found.hosts, SIZES_OF_HOSTS, {})

@@ -28,7 +28,7 @@ def schedule_chart(played: Played, unit: str = "") -> go.Figure:
         unit: of its times, for the axis.
     """
     ranks, num_ranks = played.schedule.ranks, len(played.schedule.ranks)
-    held = ", ".join(str(played.schedule.in_flight(rank)) for rank in range(num_ranks))
+    held = ", ".join(f"{played.schedule.held(rank):g}" for rank in range(num_ranks))
     said = f"{format_percent(played.bubble)} of the ranks' time is idle; micro-batches held at once, by rank: {held}"
     figure = new_figure(TITLE, said)
     for kind, (name, colour) in STYLE.items():

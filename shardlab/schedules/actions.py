@@ -195,6 +195,10 @@ class Schedule:
         """The most inputs of stages that a rank holds at once: from forward until the last of backward."""
         return max(accumulate((action.kind is F) - (action.kind in LAST) for action in self.ranks[rank]), default=0)
 
+    def held(self, rank: int) -> float:
+        """The most micro-batches that a rank holds at once; in one of its v stages, all equal, it is 1/v of one."""
+        return self.in_flight(rank) * len(self.ranks) / self.num_stages
+
     def needs(self, action: Action) -> Action | None:
         """The action of another stage whose message this one waits for; None if it needs none."""
         kind, stage, number = action

@@ -221,10 +221,10 @@ def found(record: Recorded) -> Iterator[Found]:
 def _bubble(record: Recorded, steps: list[PipelinedStep], base: Steps) -> Iterator[Found]:
     measured, foretold = medians(steps)
     schedule, held = steps[0].done.schedule, range(len(steps[0].ranks))
-    most = max(schedule.in_flight(rank) for rank in held)
+    most = max(map(schedule.held, held))
     said = (
         f"ranks wait for other stages for {100 * measured:.0f} % of the schedule's time, by its list "
-        f"{100 * foretold:.0f} %; a rank holds at most {most} micro-batches"
+        f"{100 * foretold:.0f} %; a rank holds at most {most:g} micro-batches"
     )
 
     def with_list(other: Schedule) -> Steps:

@@ -7,7 +7,6 @@ import pytest
 
 from shardlab.engines import HFSDP
 from shardlab.experiment import CompareConfig, Comparison
-from shardlab.experiment.planned.stages_plan import idle_line
 from shardlab.installed import data_path
 from shardlab.records.store import Records
 from tests.analysis.hand_made import collective, collectives, spans
@@ -67,15 +66,6 @@ def test_master_weights_are_no_optimizer_state():
     table = rows(ddp=DDP, zero1=(2, 4, 3, 18, 5), fsdp=(1, 1, 2, 13, 7)).assign(precision=["full", "bf16", "bf16"])
     assert "67 % of zero1's bytes of optimizer state and master weights;" in least_memory(table.drop("ddp"))
     assert f"{ALL};" in least_memory(table)
-
-
-def test_what_interleaved_stages_hold_is_said_to_be_of_one_of_them():
-    stages = {"strategy": ["ddp+1f1b", "ddp+interleaved"], "stages": ["0", "0, 2"], "idle": 0.1, "in_flight": [2, 5]}
-    said = idle_line(pd.DataFrame(stages))
-    assert said.startswith(
-        "1f1b 10 % (micro-batches held by rank: 2), interleaved 10 % (micro-batches held by rank, each of 1/2 of its "
-        "layers: 5): idle"
-    )
 
 
 def test_what_is_at_rest_has_the_buffers_in_it():

@@ -131,7 +131,7 @@ def test_the_plan_of_stages_is_that_of_the_formulas():
     config = to_plan(WORKLOAD, 4, "ddp", **options)
     table = stages_of(config, plan_all(config))
     assert list(table["rank"]) == [0, 2] * 3
-    assert list(table["in_flight"]) == [2, 1, 6, 6, 4 + 1, 2 + 1]
+    assert list(table["in_flight"]) == [2, 1, 6, 6, (4 + 1) / 2, (2 + 1) / 2]
     assert list(table["idle"]) == pytest.approx([3 / 21] * 4 + [1.5 / 19.5] * 2)  # (p-1)(F+B) of (m+p-1)(F+B), by v
     assert list(table["messages"]) == [6] * 4 + [18] * 2  # m each way, and (2v - 1) m for v stages a rank, shared out
     assert list(table["sent_bytes"]) == [6 * 4 * 16 * 8] * 4 + [18 * 4 * 16 * 8] * 2

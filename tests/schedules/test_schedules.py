@@ -45,7 +45,7 @@ def test_idle_time_and_micro_batches_in_flight_are_those_of_the_papers():
             assert played.seconds == 3 * m * v + wanted
         for rank in range(p):
             if (wanted := in_flight(name, p, m, rank, v)) is not None:
-                assert schedule.in_flight(rank) == wanted, (name, p, m, rank)
+                assert schedule.in_flight(rank) == v * schedule.held(rank) == wanted, (name, p, m, rank)
 
 
 def test_what_has_arrived_was_needed_before_the_message_that_says_so():

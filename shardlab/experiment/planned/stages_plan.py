@@ -26,7 +26,7 @@ def stages_of(config: CompareConfig, plans: Mapping[str, Plan]) -> pd.DataFrame:
 
     Returns:
         ``strategy`` (the run), ``rank``, ``stages`` (their numbers), bytes of parameters, gradients and optimizer state
-        at rest, ``in_flight`` (the most micro-batches held at once), ``idle`` (share of the schedule's time, if stages
+        at rest, ``in_flight`` (see ``Schedule.held``), ``idle`` (share of the schedule's time, if stages
         are equal, backward takes twice as long as forward and messages take no time), ``messages`` sent to other stages
         in a step, and ``sent_bytes`` in them; missing where messages are not known.
     """
@@ -40,7 +40,7 @@ def stages_of(config: CompareConfig, plans: Mapping[str, Plan]) -> pd.DataFrame:
             own = [str(stage) for stage, of_rank in schedule.rank_of.items() if of_rank == place]
             rows.append(
                 {"strategy": run, "rank": rank, "stages": ", ".join(own), **held.loc[rank].to_dict(),
-                 "in_flight": schedule.in_flight(place), "idle": idle / played.seconds, **_sent(plan.collectives, rank)}
+                 "in_flight": schedule.held(place), "idle": idle / played.seconds, **_sent(plan.collectives, rank)}
             )  # fmt: skip
     return pd.DataFrame(rows, columns=COLUMNS).astype({"messages": "Int64", "sent_bytes": "Float64"})
 
@@ -57,9 +57,7 @@ def idle_line(stages: pd.DataFrame) -> str:
     """How much of the ranks' time each schedule leaves idle, in words."""
     found: dict[str, str] = {}
     for run, own in stages.groupby("strategy", sort=False):
-        share, held = format_percent(float(own["idle"].mean())), ", ".join(map(str, own["in_flight"]))
-        parts = 1 + int(own["stages"].str.count(",").max())
-        of = f", each of 1/{parts} of its layers" if parts > 1 else ""
-        found.setdefault(str(run).rpartition("+")[2], f"{share} (micro-batches held by rank{of}: {held})")
+        share, held = format_percent(float(own["idle"].mean())), ", ".join(map("{:g}".format, own["in_flight"]))
+        found.setdefault(str(run).rpartition("+")[2], f"{share} (micro-batches held by rank: {held})")
     said = ", ".join(f"{name} {share}" for name, share in found.items())
     return f"{said}: idle, if stages are equal, backward takes twice as long as forward, and messages no time"

@@ -28,7 +28,8 @@ def bubbles(records: Records) -> pd.DataFrame:
         By ``run``: ``bubble``, in which ranks wait for other stages, the median of the steps that count;
         ``foretold_bubble`` by the same list, from the recorded times of work and of messages; ``even_bubble``, by the
         list alone, if stages were equal, backward twice forward, and messages took no time; ``in_flight``, the most
-        micro-batches that a rank holds; ``bubble_unknown``, why the first two are missing, empty where they are not.
+        micro-batches that a rank holds, see ``Schedule.held``; ``bubble_unknown``, why the first two are missing, empty
+        where they are not.
     """
     rows = {}
     for run, manifest in records.manifests.items():
@@ -42,7 +43,7 @@ def bubbles(records: Records) -> pd.DataFrame:
             measured, foretold = medians(pipelined_steps(collectives, spans, manifest["mesh"]))
         except (ValueError, ArithmeticError) as error:  # as of a run that was cut off
             why = str(error)
-        most = max(map(schedule.in_flight, range(len(schedule.ranks))))
+        most = max(map(schedule.held, range(len(schedule.ranks))))
         rows[run] = dict(zip(COLUMNS, (measured, foretold, play(schedule, SLOTS).bubble, most, why), strict=True))
     return pd.DataFrame.from_dict(rows, orient="index", columns=COLUMNS)
 
@@ -57,14 +58,14 @@ def readable_bubbles(table: pd.DataFrame) -> pd.DataFrame:
     """The rows of ``bubbles`` for people, in percent."""
     shares = dict(zip(COLUMNS, ("waiting (%)", "foretold (%)", "by the list alone (%)"), strict=False))
     shown = {label: (100 * table[name]).round(1) for name, label in shares.items()}
-    return pd.DataFrame({"strategy": table.index, **shown, "micro-batches held": table["in_flight"].astype(int)})
+    return pd.DataFrame({"strategy": table.index, **shown, "micro-batches held": table["in_flight"].map("{:g}".format)})
 
 
 def bubble_line(table: pd.DataFrame) -> str:
     """The rows of ``bubbles`` in words; empty without any."""
     said = []
     for run, row in table.iterrows():
-        even, held = format_percent(row["even_bubble"]), f"holds {row['in_flight']:.0f} micro-batches"
+        even, held = format_percent(row["even_bubble"]), f"holds {row['in_flight']:g} micro-batches"
         alone = f"of equal stages without messages {even}; {held}"
         if row["bubble_unknown"]:
             said.append(f"{run}: not known, because of {row['bubble_unknown']} ({alone})")
