@@ -38,7 +38,7 @@ from shardlab.engines.engine import Engine
 from shardlab.pipeline.late_weights import Late, backward_of_weights, late_weights
 from shardlab.pipeline.messages import TIED, Like, loans_of
 from shardlab.pipeline.stages import Cut, cut, lend, module_of
-from shardlab.schedules.actions import LAST, Action, Kind, Schedule
+from shardlab.schedules.actions import LAST, Action, Kind, Schedule, W
 from shardlab.schedules.clock import in_time
 from shardlab.vocabulary import MeshAxis
 
@@ -201,8 +201,8 @@ class _Step:
         self._posted: dict[Action, tuple[Tensor, Pending]] = {}
         self._due = deque(pipeline._order)  # messages that this rank still has to post
         self._held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # input and output, until its backward
-        halved = [action[1:] for action in pipeline._actions if action.kind is Kind.BACKWARD_OF_WEIGHTS]
-        self._late: dict[tuple[int, int], Late] = {one: [] for one in halved}  # until the backward of weights
+        # Until the backward of weights.
+        self._late: dict[tuple[int, int], Late] = {one[1:]: [] for one in pipeline._actions if one.kind is W}
 
     def do(self, action: Action) -> None:
         """Wait for what the action needs, do it, and send what it brings."""
@@ -219,8 +219,7 @@ class _Step:
     def _forward(self, action: Action, received: Tensor | None) -> Tensor | None:
         _, stage, number = action
         given = self._inputs[number] if received is None else received.requires_grad_()
-        late = self._late.get((stage, number))
-        with contextlib.nullcontext() if late is None else late_weights(late):
+        with contextlib.nullcontext() if (late := self._late.get((stage, number))) is None else late_weights(late):
             output = self._engine(stage, given)
         if not isinstance(output, Tensor):
             raise ValueError(f"stages: stage {stage} gives {type(output).__name__}; cut where one tensor goes on")
