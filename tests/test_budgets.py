@@ -38,8 +38,8 @@ ROOMS = {
 # and several optimizers after one backward (same 45); letters, which wake no thread (comm 170);
 # what checkpoints compute again in a mode (comm 24, context 28), what a forecast is a range of (cli 20, forecast 15);
 # guards that look once at the micro-batches of a pipeline (engines 19); messages in one order (comm 5).
-# Sparse tensors that are recorded or refused (comm 5, engines 6, experiment 5, same 4, trace 10), an optimizer that steps
-# inside backward (same 5).
+# Sparse tensors that are recorded or refused (comm 5, engines 6, experiment 5, same 4, trace 10), an optimizer that
+# steps inside backward (same 5).
 WHOLE = 37_690
 
 NO_CODE = {
