@@ -151,11 +151,12 @@ def _whole_steps(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _check_same(rows: pd.DataFrame) -> None:
-    # In an all-to-all ranks may send different numbers of bytes, such as the rows of a mixture of experts.
-    sizes = rows["bytes"].mask(rows["op"] == Collective.ALL_TO_ALL, 0)
+    # In an all-to-all ranks may send different numbers of elements, such as the rows of a mixture of experts; of sparse
+    # gradients, whose elements are those of the whole, different numbers of bytes.
+    sizes = rows["numel"].fillna(rows["bytes"]).mask(rows["op"] == Collective.ALL_TO_ALL, 0)
     alike = rows.assign(sizes=sizes).groupby(SAME, sort=False)
-    found = alike.agg({"op": "nunique", "sizes": "nunique", "rank": "size", "group_size": "first"})
-    wrong = found[(found["op"] > 1) | (found["sizes"] > 1) | (found["rank"] != found["group_size"])]
+    found = alike.agg({"op": "nunique", "sizes": "nunique", "dtype": "nunique", "rank": "size", "group_size": "first"})
+    wrong = found[(found[["op", "sizes", "dtype"]] > 1).any(axis=1) | (found["rank"] != found["group_size"])]
     if len(wrong):
         key = dict(zip(SAME, wrong.index[0], strict=True))
         differing = rows[(rows[SAME] == pd.Series(key)).all(axis=1)]

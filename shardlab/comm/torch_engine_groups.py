@@ -173,11 +173,16 @@ def announce(
         sizes: of an all-to-all, rows for each rank; empty for equal parts.
         root: of the collectives that have one.
     """
+    numel = sum(map(torch.Tensor.numel, tensors)) if any(one.is_sparse for one in tensors) else None
+    if numel is not None:  # torch gathers the indices and values that each rank has, without doubles, and adds them up
+        verb = Verb(Collective.ALL_GATHER, 0, of_parts=True)
+        tensors = [part for one in tensors for part in (one.coalesce().values(), one.coalesce().indices())]
     kept = bytes_kept(tensors, sizes, group) if verb.op is Collective.ALL_TO_ALL else None
     event = group.announce(
         verb.op, tensors, tag, own_chunk_bytes=kept, transport=backend, parts=group.num_ranks if verb.of_parts else 1,
         scratch_bytes=sum(tensor.nbytes for tensor in tensors) if verb.gloo_copies and backend == "gloo" else 0,
     )  # fmt: skip
+    event.numel = event.numel if numel is None else numel  # ranks have unlike numbers of rows
     event.torch_moves = moved_bytes(
         backend, verb.op, event.num_bytes, group.num_ranks, group.rank, root, own_chunk_bytes=kept
     )

@@ -3,6 +3,7 @@
 import json
 from math import isnan
 from pathlib import Path
+from shlex import quote
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -110,8 +111,9 @@ def answer_of_record(recorded: Comparison) -> list[Line]:
     peak, last = rows["peak_bytes"].iloc[0], late(records)
     most = "no peak was traced" if pd.isna(peak) else f"at the peak {format_bytes(peak)}{steps_differ(rows)}"
     sends = f"{format_bytes(sent)} a rank and step; messages: {number:g}{_again(records)}" if sent else "nothing"
-    looks = f"shardlab trace {recorded.directory} -o timeline.json: each rank's timeline, for ui.perfetto.dev"
-    again = f"shardlab diff {recorded.directory} OTHER: what a change has changed, from a record of the changed script"
+    where = quote(str(recorded.directory))
+    looks = f"shardlab trace {where} -o timeline.json: each rank's timeline, for ui.perfetto.dev"
+    again = f"shardlab diff {where} OTHER: what a change has changed, from a record of the changed script"
     return [
         Line("MEMORY", f"{format_bytes(held)} at rest on a rank; {most}"),
         Line("TIME", took),
@@ -128,7 +130,7 @@ def _is_it_right(recorded: Comparison) -> str:
     ranks, name = int(recorded.summary["ranks"].iloc[0]), _name(recorded)
     if ranks == 1 or not name.endswith(".py"):
         return ""
-    return f"; shardlab same --ranks {ranks} {name}: are its gradients those of one process?"
+    return f"; shardlab same --ranks {ranks} {quote(name)}: are its gradients those of one process?"
 
 
 def _dead(records: Records) -> list[Line]:

@@ -129,7 +129,7 @@ class TorchCalls:
             if work is None:
                 return result
             output = next(tensors_in(args[0]), None)
-            key = 0 if output is None else output.untyped_storage()._cdata
+            key = 0 if output is None or output.is_sparse else output.untyped_storage()._cdata
             self._sent[work] = _Sent(event, observers, sender.times, key, caller.waits_in_cpp)
             self._work_of[key] = work
             return result

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from shardlab.trace.memory_by_role import PLAIN, has_storage, known_tensors
+from shardlab.trace.memory_by_role import PLAIN, known_tensors, with_storage
 from shardlab.vocabulary import Role
 
 
@@ -25,8 +25,8 @@ class ScriptTensors:
         self._buckets: dict[int, weakref.ref[Tensor]] = {}
 
     def add_buckets(self, tensors: Iterable[Tensor]) -> None:
-        """What DDP reduces: its buckets, for as long as it holds them."""
-        self._buckets |= {id(tensor): weakref.ref(tensor) for tensor in tensors}
+        """What DDP reduces: its buckets, for as long as it holds them; a sparse gradient is in none."""
+        self._buckets |= {id(tensor): weakref.ref(tensor) for tensor in tensors if not tensor.is_sparse}
 
     def live_tensors(self) -> dict[Role, list[Tensor]]:
         """Every tensor this process holds, under each role that it may have; the first role that names it counts."""
@@ -76,5 +76,5 @@ def _local(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     for tensor in tensors:
         # Private: the public to_local() makes a node of autograd, and may wait for a collective.
         local = getattr(tensor, "_local_tensor", tensor)
-        if type(local) in PLAIN and has_storage(local):
-            yield local
+        if type(local) in PLAIN:
+            yield from with_storage(local)

@@ -103,6 +103,12 @@ class Capture(Steps, TorchFunctionMode):
 
     # What a single process does otherwise.
 
+    def _before_step(self, optimizer: torch.optim.Optimizer, *rest: Any) -> None:
+        if self._is_in_backward:
+            why = "an optimizer steps inside a backward, where other gradients are still to come: what one process "
+            self.refuse(f"{why}would make of all rows is not known; call its step() after backward")
+        super()._before_step(optimizer, *rest)
+
     def begin(self, pieces: Pieces) -> None:
         """A root is called for the first time in this step."""
         self.step.weights += copies(pieces.weights())

@@ -178,8 +178,10 @@ class Steps:
         self.on_step()
 
     def _gradients(self) -> Iterator[Part]:
-        for pieces in self.pieces:
-            yield from pieces.gradients()
+        for part in (part for pieces in self.pieces for part in pieces.gradients()):
+            if part.value.is_sparse:
+                self.refuse(f"gradients of {part.name!r} are sparse, which is not compared; build it with sparse=False")
+            yield part
 
     def _look_for_cleared(self) -> None:
         """Gradients that backward has brought and that are gone, though nobody has stepped them."""
@@ -219,6 +221,8 @@ class Steps:
 
     def _name_of(self, tensor: Tensor) -> tuple[str, ...]:
         """The gradients, or parameters, that are in the memory of a message."""
+        if tensor.is_sparse:
+            return ()
         storage = tensor.untyped_storage().data_ptr()
         parts = (part for pieces in self.pieces for one in (pieces.gradients(), pieces.weights()) for part in one)
         return tuple(dict.fromkeys(part.name for part in parts if part.value.untyped_storage().data_ptr() == storage))

@@ -28,7 +28,7 @@ import torch
 from shardlab.comm.callers import callers
 from shardlab.comm.trees import tensors_in
 from shardlab.trace import memory_by_role
-from shardlab.trace.memory_by_role import PLAIN, MemoryLedger, has_storage
+from shardlab.trace.memory_by_role import PLAIN, MemoryLedger
 from shardlab.vocabulary import Role
 
 MAX_ENTRIES = 1_000_000  # of CUDA: then the oldest are lost
@@ -140,7 +140,7 @@ class _HostAllocations(MemoryLedger):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation; a view of what it was given is no allocation."""
-        given = [one for one in tensors_in((args, kwargs)) if type(one) in PLAIN and has_storage(one)]
+        given = [one for one in tensors_in((args, kwargs)) if type(one) in PLAIN]
         self._operation = ""  # which these were not made by
         self.hold({Role.OTHER: given})
         self._operation = str(func)

@@ -48,14 +48,24 @@ ByRole = dict[Role, int]
 def known_tensors() -> Iterator[Tensor]:
     """Every plain tensor with a storage that the garbage collector lists; it does not list what ``gc.freeze`` froze."""
     # In a rank, all objects from before its first call are frozen, so there are only a few thousand to search.
-    return (thing for thing in gc.get_objects() if type(thing) in PLAIN and has_storage(thing))
+    return (part for thing in gc.get_objects() if type(thing) in PLAIN for part in with_storage(thing))
 
 
-def has_storage(tensor: Tensor) -> bool:
-    """Whether the tensor lies in memory of its own; not so on the meta device, or inside ``torch.func``."""
+def with_storage(tensor: Tensor) -> tuple[Tensor, ...]:
+    """In whose memory the tensor lies: its own, that of a sparse one's indices and values, or, as of meta, in none."""
     # Private: a tensor inside torch.func.vmap or grad looks plain, and there is no public way to tell.
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return tensor.layout is torch.strided and tensor.device.type != "meta" and not is_wrapped
+    if tensor.device.type == "meta" or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return ()
+    match tensor.layout:
+        case torch.strided:
+            return (tensor,)
+        case torch.sparse_coo:  # Private: the public ones refuse a gradient that nobody has coalesced.
+            return tensor._indices(), tensor._values()
+        case torch.sparse_csr | torch.sparse_bsr:
+            return tensor.crow_indices(), tensor.col_indices(), tensor.detach().values()
+        case torch.sparse_csc | torch.sparse_bsc:
+            return tensor.ccol_indices(), tensor.row_indices(), tensor.detach().values()
+    return ()
 
 
 def with_unattributed(live: LiveTensors) -> LiveTensors:
@@ -77,10 +87,13 @@ def storages_by_role(live: LiveTensors) -> dict[int, tuple[Role, int]]:
     """Role and bytes of each storage, by its address-like key; a storage named twice has the first role."""
     found: dict[int, tuple[Role, int]] = {}
     for role, tensors in live.items():
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
+        for storage in _storages(tensors):
             found.setdefault(storage._cdata, (role, storage.nbytes()))
     return found
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+    return (part.untyped_storage() for tensor in tensors for part in with_storage(tensor))
 
 
 def bytes_by_role(live: LiveTensors) -> ByRole:
@@ -145,7 +158,7 @@ class MemoryLedger(TorchDispatchMode):
     def hold(self, live: LiveTensors) -> None:
         """Log tensors that were there before."""
         for role, tensors in live.items():
-            for storage in (tensor.untyped_storage() for tensor in tensors):
+            for storage in _storages(tensors):
                 if storage._cdata not in self._known:  # the first role that names it counts
                     self._roles[self._enter_storage(storage)] = role
 
@@ -156,8 +169,7 @@ class MemoryLedger(TorchDispatchMode):
         self.num_operations += self.phase in (Phase.FORWARD, Phase.BACKWARD)
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, list | tuple) else (result,):
-            if type(value) in PLAIN and not value.is_meta:  # (DTensor infers shapes with meta tensors)
-                storage = value.untyped_storage()
+            for storage in _storages([value] if type(value) in PLAIN else ()):
                 if storage._cdata not in self._known:
                     serial = self._enter_storage(storage)
                     if value.device.type != self._device_type:

@@ -91,8 +91,8 @@ class UnlikeSteps:
 
 
 def shapes_of(tensors: Iterable[Tensor]) -> Shapes:
-    """Their shapes."""
-    return tuple(tuple(tensor.shape) for tensor in tensors)
+    """Their shapes; of a nested tensor, which has none of numbers alone, how many elements it has."""
+    return tuple((tensor.numel(),) if tensor.is_nested else tuple(tensor.shape) for tensor in tensors)
 
 
 def within(shapes: Shapes, others: Shapes) -> bool:

@@ -79,8 +79,9 @@ class Recorded:
         self.us = float(np.median(self.base))
 
     def gains(self, changed: Steps, base: Steps | None = None) -> NDArray[np.float64]:
-        """By step, in microseconds."""
-        return (self.base if base is None else _us(base)) - _us(changed)
+        """By step, in microseconds; nothing where a changed step cannot end, as ranks would issue in other orders."""
+        before, after = self.base if base is None else _us(base), _us(changed)
+        return np.subtract(before, after, out=np.zeros_like(after), where=np.isfinite(after))
 
     def of_kind(self, *kinds: SpanKind, on_cpu: bool = False) -> Removed:
         """By rank, when spans of these kinds were open, and off the CPU in them, unless ``on_cpu``."""

@@ -86,7 +86,8 @@ def test_ranks_that_disagree_are_refused():
     first = collective(0, 0, (0, 0, 9))
     for rows, message in (
         ([first, collective(1, 0, (0, 0, 9), op="all_gather")], "did not issue the same"),
-        ([first, collective(1, 0, (0, 0, 9), bytes=4)], "rank 1 all_reduce of 4 bytes"),
+        ([first, collective(1, 0, (0, 0, 9), numel=1, bytes=4)], "rank 1 all_reduce of 4 bytes"),
+        ([first, collective(1, 0, (0, 0, 9), dtype="bfloat16", bytes=500)], "rank 1 all_reduce of 500 bytes"),
         ([first, collective(1, 0, (5e6, 5e6, 6e6))], "before rank 1 began it; the clocks"),
         ([collective(0, 0, (3, 0, 9)), collective(1, 0, (0, 0, 9))], "start_us 0 < issue_us 3; the clock ran back"),
     ):

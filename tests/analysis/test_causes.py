@@ -5,8 +5,10 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
+from shardlab.partition.step_program import Issue, Wait
 from shardlab.why.causes import BALANCED, UNKNOWN, causes
 from shardlab.why.changed_messages import ahead
+from shardlab.why.judged_steps import Recorded
 from shardlab.why.recorded_step import recorded_steps
 from tests.analysis.hand_made import NAN
 from tests.analysis.made_steps import Loop
@@ -60,6 +62,21 @@ def test_a_gather_that_is_moved_beside_compute_starts_as_late_as_others_there():
     moved = [one.dispatch_us for one in ahead(late).messages if one.op == "all_gather"]
     assert moved
     assert all(us >= 500.0 for by_rank in moved for us in by_rank.values())
+
+
+def test_a_changed_step_that_cannot_end_gains_nothing():
+    """In one of the steps each rank waits for a message before it issues the one for which the other rank waits."""
+    record = Recorded(*Loop().tables(), None)
+    one, other = record.steps[0].messages[:2]
+    stuck = record.steps[0].each(
+        lambda rank, _: (do(sent) for sent in ((one, other) if rank else (other, one)) for do in (Issue, wait))
+    )
+    faster = [step.with_work(lambda *_: 0.0) for step in record.steps[1:]]
+    assert record.gains([stuck, *faster]).tolist() == [0.0, *record.gains([*faster, faster[0]])[1:]]
+
+
+def wait(message):
+    return Wait(message, 0.0)
 
 
 def test_healthy_loops_are_balanced_and_one_rank_has_causes_too():

@@ -50,6 +50,12 @@ def expanded_buffer():
     return model
 
 
+def sparse_buffer():
+    model = two_layers()
+    model.register_buffer("graph", torch.eye(3).to_sparse())
+    return model
+
+
 def scripted():
     return nn.Sequential(torch.jit.script(nn.Linear(5, 7)), nn.Linear(7, 5))
 
@@ -59,6 +65,7 @@ MODELS = {
     rewriting_embedding: (r"model: '0' has max_norm=0\.1", KINDS),
     lambda: nn.Embedding(5, 3, sparse=True): "model: '' has sparse gradients, .*; build it with sparse=False",
     expanded_buffer: ("model: elements of buffer 'mask' share their memory", KINDS),
+    sparse_buffer: "model: buffer 'graph' is sparse, .*; register its indices and its values as buffers",
     lambda: nn.LazyLinear(3): "model: 'weight' has no shape yet; run one forward",
     nn.Tanh: "model: it has no parameters",
     **dict.fromkeys(

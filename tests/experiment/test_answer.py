@@ -295,6 +295,12 @@ def test_one_command_to_try_next():
     assert own.place is not None
     assert own.place in following(own, {"ddp"}, **of, place=own.place)
     assert "FILE.py:NAME" in following(own, {"ddp"}, **of)
+    assert " --workload 'my own/train.py:net' " in following(own, {"ddp"}, **of, place="my own/train.py:net")
+    tuned = CompareConfig(
+        ("zero2", "fsdp"), ranks=2, seed=3, bucket_mib=0.5, wrap="root", prefetch=2, replicate_below=9
+    )
+    kept = "--seed 3 --bucket-mib 0.5 --wrap root --prefetch 2 --replicate-below 9"
+    assert f"{kept} --steps 50" in following(tuned, {"fsdp"}, has_failed=False, doubt="slept"), "another run else"
     for given, ran, words in (
         (config, {"ddp"}, "fsdp"),
         (config, {"fsdp"}, "--link"),

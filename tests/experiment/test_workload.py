@@ -634,6 +634,8 @@ WRONG_FIELDS = (
 SINGLE = "dtype: 'float64', but the parameters of .* are float32; make the model double in the workload"
 WRONG_OPTIONS = (
     ({"model": lambda: 3}, {}, TypeError, "model: returned int"),
+    ({"model": lambda: nn.LazyLinear(3)}, {}, ValueError, "model: 'weight' has no shape yet; call the module once"),
+    ({"model": lambda: nn.Embedding(5, 3, sparse=True)}, {}, ValueError, "model: '' has sparse gradients"),
     ({"model": nn.Tanh}, {}, ValueError, "model: Tanh has no parameters"),
     ({}, {"model": "mlp"}, ValueError, "model: only for the built-in models; Residual says it itself"),
     ({}, {"learning_rate": 1.0}, ValueError, "learning_rate: only for the built-in models"),

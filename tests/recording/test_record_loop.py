@@ -19,6 +19,8 @@ from shardlab.recording.record import ALWAYS_WATCHED, Place, claim
 from shardlab.recording.report import answer_of_record, load_recorded
 from shardlab.records.store import load_run
 from shardlab.trace.clock import HostClock
+from shardlab.trace.memory_by_role import bytes_by_role
+from shardlab.vocabulary import Role
 
 
 class Net(nn.Module):
@@ -326,6 +328,31 @@ def test_what_belongs_to_nothing_that_trains_is_unattributed(tmp_path):
     rest = at_rest(records)
     assert rest["parameter"] == 4 * sum(param.numel() for param in model.parameters())
     assert rest["unattributed"] >= other.nbytes
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_sparse_and_nested_tensors_lie_where_their_parts_do(tmp_path):
+    """Rows of an embedding, of which two are looked up twice, and a graph, held in both ways."""
+    embedding, layer = nn.Embedding(100, 8, sparse=True), nn.Linear(8, 8)
+    graph = torch.eye(5).to_sparse()
+    graphs = [graph, graph.to_sparse_csr(), graph.to_sparse_csc()]
+    optimizer = sgd(embedding, layer)
+
+    def loop():
+        for _ in range(3):
+            optimizer.zero_grad()
+            rows = embedding(torch.tensor([1, 2, 3, 1, 2]))
+            made = layer(torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged))
+            loss = sum((one @ layer(rows)).sum() for one in graphs) + made.values().sum()
+            loss.backward()
+            optimizer.step()
+
+    held = at_rest(recorded(tmp_path, loop))
+    indices, values = 5 * 8, 5 * 8 * 4  # not coalesced
+    assert held["gradient"] == indices + values + layer.weight.nbytes + layer.bias.nbytes
+    # Rows and columns; begins and columns, with the same values; begins and rows, with values of its own.
+    of_graphs = 2 * 5 * 8 + 5 * 4, 6 * 8 + 5 * 8, 6 * 8 + 5 * 8 + 5 * 4
+    assert bytes_by_role({Role.OTHER: graphs})[Role.OTHER] == sum(of_graphs)
 
 
 def test_what_does_not_fit_is_refused(tmp_path):

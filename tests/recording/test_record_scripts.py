@@ -192,6 +192,25 @@ def test_buckets_of_a_model_that_rests_are_buckets_too(pools, tmp_path):
     assert buckets == [4 * 4 * 16] * 2 + [4 * 4 * (16 + 32)] * 2
 
 
+def train_sparse(rank, directory):
+    """Each rank looks up other rows, and some of them twice."""
+    model = nn.parallel.DistributedDataParallel(nn.Embedding(50, 4, sparse=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with record(directory, trace_memory=None):
+        for _ in range(3):
+            model(torch.tensor([[1, 2, 1], [2, 3, 4]][rank])).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_of_a_sparse_gradient_ddp_sends_the_rows_that_each_rank_has(pools, tmp_path):
+    pools(2).run(train_sparse, tmp_path)
+    sent = load_run(tmp_path).collectives.query("step == 2").sort_values("rank")
+    assert sent["op"].tolist() == ["all_gather"] * 2
+    assert sent["wire_bytes"].tolist() == [num_rows * (8 + 4 * 4) for num_rows in (2, 3)]
+    assert "72 B a rank and step; messages: 1" in reported(tmp_path)["answer"]["SENT"]
+
+
 def train_accumulating(rank, directory, wrap, syncs):
     """Two twins of two layers, each with a forward and backward of its own, in two micro-batches."""
     layers = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]

@@ -74,6 +74,11 @@ OTHERS = LOOP.format(begin="", step="").replace("model.parameters(), lr", "[torc
 OTHERS = OTHERS.replace("    optimizer.zero_grad()", "    optimizer.step()")
 
 
+SPARSE = LOOP.format(begin="", step="optimizer.step()").replace("Linear(4, 2)", "Embedding(4, 2, sparse=True)")
+SPARSE = SPARSE.replace("randn(3, 4)", "tensor([0, 1, 1])")
+IN_BACKWARD = LOOP.format(begin="", step="").replace(
+    "dist.init", "model.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())\ndist.init"
+)
 OF_RANK = LOOP.format(begin="import os", step="").replace("(4, 2)", "(4, 2 + int(os.environ['RANK']))")
 CLIPS_EACH = LOOP.format(begin="", step="if step % 2 == 0: continue\n    optimizer.step()").replace(
     "    for param", "    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n    for param"
@@ -89,6 +94,8 @@ ENDLESS = LOOP.format(begin="import time", step="time.sleep(99)")
         (NO_STEP, "no step of an optimizer was seen"),
         (RAISES, "in one process: rank 0 ends after 0 steps: AssertionError: two, please"),
         (OTHERS, "no module has that was called"),
+        (IN_BACKWARD, "an optimizer steps inside a backward, where other gradients are still to come"),
+        (SPARSE, "gradients of 'weight' are sparse, which is not compared; build it with sparse=False"),
         (CLIPS_EACH, "gradients are clipped, and then others are added"),
         ("raise ValueError('mine')", "ValueError: mine"),
     ],

@@ -273,8 +273,14 @@ def check_sparse(module: nn.Module) -> None:
     """Check that no embedding has sparse gradients, which are in no bucket and which no strategy of ours averages.
 
     Raises:
-        ValueError: one has.
+        ValueError: one has, or a buffer is sparse, which no message takes.
     """
+    for name, buffer in module.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise ValueError(
+                f"model: buffer {name!r} is sparse, and only dense ones are sent to all ranks; register its indices "
+                "and its values as buffers, and make it of them in forward"
+            )
     for name, one in module.named_modules():
         if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse and one.weight.requires_grad:
             raise ValueError(

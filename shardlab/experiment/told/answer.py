@@ -38,7 +38,8 @@ ALIKE = 0.01  # relative: what differs by less is said to be the same
 FEWEST_STEPS = 4  # of which quartiles say something
 _KEPT = (
     "accumulation", "text", "seq_len", "dtype", "learning_rate", "clip", "partition", "sharding", "layout", "precision",
-    "offload", "broadcast_buffers", "sequence_parallel", "link", "transport",
+    "offload", "broadcast_buffers", "sequence_parallel", "link", "transport", "seed", "bucket_mib", "wrap", "prefetch",
+    "replicate_below",
 )  # fmt: skip
 _FRACTIONS = {2: "half", 3: "a third", 4: "a quarter"}
 
@@ -346,7 +347,7 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
         place: of the workload, if it is known.
     """
     named = "" if config.model == CompareConfig.model else f" --model {config.model}"
-    of = named if config.workload is None else f" --workload {place or 'FILE.py:NAME'}"
+    of = named if config.workload is None else f" --workload {quote(place or 'FILE.py:NAME')}"
     stages = {config.inside(name): None for name in config.strategies}  # each may be trained under several schedules
     kept = f" --pipe {config.pipe}" if config.pipe > 1 else ""
     kept += f" --tp {config.tp}" if config.tp > 1 else ""
@@ -411,7 +412,7 @@ def answer_of_plan(
     counts = sent["messages_per_step"].to_dict() if "messages_per_step" in sent else {}
     by_axis = {} if collectives is None else sent_by_axis(collectives)
     costs = [cost(sent, counts, by_axis)] if len(sent) else []
-    costs += [f"what {listing(unknown)} sends is not known"] if unknown else []
+    costs += [f"what {listing(unknown)} {'sends' if len(unknown) == 1 else 'send'} is not known"] if unknown else []
     lines = [] if memory_bytes is None else [Line("WHAT FITS", what_fits(rows, memory_bytes, ranks))]
     lines += [Line("LEAST MEMORY", least_memory(rows)), Line("COST", "; ".join(costs))]
     if stages is not None and len(stages):

@@ -21,10 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.communicator import Communicator
+from shardlab.engines.guards.model_checks import check_sparse
 from shardlab.meta_device import InitFn, materialize, reset_parameters
 from shardlab.tensor_parallel import Plan
 from shardlab.tensor_parallel.rng import generators_seeded
@@ -151,7 +153,7 @@ class Workload:
 
         Raises:
             TypeError: ``model`` returned something else.
-            ValueError: the module has no parameters.
+            ValueError: the module has no parameters, some without a shape, or sparse gradients.
         """
         with seeded(seed):
             module = self.model()
@@ -159,6 +161,9 @@ class Workload:
             raise TypeError(f"model: returned {type(module).__name__}; it must return a torch.nn.Module")
         if next(module.parameters(), None) is None:
             raise ValueError(f"model: {type(module).__name__} has no parameters, so there is nothing to train")
+        if lazy := [name for name, param in module.named_parameters() if is_lazy(param)]:
+            raise ValueError(f"model: {lazy[0]!r} has no shape yet; call the module once in the function that makes it")
+        check_sparse(module)
         return module
 
     def on_meta(self) -> nn.Module:
