@@ -8,6 +8,7 @@ import os
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -112,7 +113,7 @@ def _calibrate_card(out: Path) -> None:
         *(("NOT MEASURED", f"{kind} launches, for which what is usual is taken: {why}") for kind, why in
           found.failed.items()),
         ("SHAPES", f"products of single shapes are up to {found.worst_product:.0%} from what they all say"),
-        ("NEXT", f"shardlab forecast --config config.json --ranks 1 --gpu {out}"),
+        ("NEXT", f"shardlab forecast --config config.json --ranks 1 --gpu {quote(str(out))}"),
     ]))  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -86,6 +87,6 @@ def _with_progress(config: "CompareConfig", directory: Path) -> "Comparison":
         console.print(f"interrupted: the ranks have ended; the records so far are in {directory}", soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None
     except (RankError, RankHang):
-        rest = f"if steps were finished, 'shardlab report {directory}' shows them"
+        rest = f"if steps were finished, shardlab report {quote(str(directory))} shows them"
         console.print(f"the ranks have failed; {rest}", soft_wrap=True)
         raise

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, NamedTuple
 
 import pandas as pd
@@ -146,7 +147,7 @@ def plan(
     else:
         found = _of_params(params, ranks, precision or "mixed", on, per_host)
         kept = f" --precision {precision}" if precision else ""
-        card = gpu if on is not None and on.peaks else "h100"
+        card = quote(gpu) if on is not None and on.peaks else "h100"
         command = f"shardlab forecast --params {params} --ranks {ranks} --gpu {card}{kept}"
         found = found._replace(time=f"not in this plan: {command} says it, the peak, what to try, and how sure that is")
     return _tell(found, ranks, on, gpu, json=json, out=out)

@@ -90,7 +90,7 @@ def machine_for(calibration: Path | None, ranks: int, strategies: Collection[str
 def what_if(
     directory: Annotated[Path, typer.Argument(help="What compare wrote.")],
     strategy: Annotated[str, typer.Option(help="Whose run.")],
-    workload: Annotated[str, typer.Option(help="Of a run of your own model: FILE.py:NAME.")] = "",
+    workload: Annotated[str, typer.Option(help="Of your own model, which has moved since: FILE.py:NAME.")] = "",
     link: Annotated[str | None, typer.Option(help="Another link, such as 10Gbps,50us.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Another number of ranks, as many rows on each.")] = None,
     bucket_mib: Annotated[float | None, typer.Option(help="Another capacity of buckets.")] = None,
@@ -108,11 +108,12 @@ def what_if(
 
     comparison, config = load_saved(directory)
     if config.workload is not None:
-        if not workload:
+        place = workload or next(iter(comparison.records.manifests.values())).get("workload", {}).get("place")
+        if not place:
             raise ValueError(f"workload: {directory} is of a model of your own, {config.workload}; give FILE.py:NAME")
-        given = workload_at(workload)
+        given = workload_at(place)
         if str(given) != str(config.workload):
-            raise ValueError(f"workload: {workload} trains {given}, and {directory} is of {config.workload}")
+            raise ValueError(f"workload: {place} trains {given}, and {directory} is of {config.workload}")
         object.__setattr__(config, "workload", given)
     asked = {
         "link": link, "ranks": ranks, "bucket_mib": bucket_mib, "prefetch": prefetch, "precision": precision,

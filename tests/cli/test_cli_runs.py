@@ -72,7 +72,8 @@ def fails(rank, *arguments):
 
 def test_a_rank_that_raises_shows_its_traceback(compared, monkeypatch):
     monkeypatch.setattr(shardlab.experiment.comparison, "run_strategy", fails)
-    code, _, stderr = compared("--out", "out")
+    code, _, stderr = compared("--out", "of mine")
+    assert "shardlab report 'of mine' shows them" in stderr
     assert code == 1
     assert "rank 1 raised KeyError: 'on purpose'" in stderr
     assert 'return broken["on purpose"]' in stderr  # the rank's own line
