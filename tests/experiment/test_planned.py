@@ -112,6 +112,27 @@ def test_a_byte_or_a_message_that_was_not_planned_is_told(pools: Pools, tmp_path
         assert not against_plan("zero1", replace(records, **changed), plan)["as_planned"]
 
 
+def hundredth(model, rows):
+    return model(rows).mean() / 100
+
+
+def test_a_step_that_the_scaler_skipped_is_told_and_not_counted(pools: Pools, tmp_path) -> None:
+    """The last one: its messages are no step's."""
+    rows = torch.ones(2, 4)
+    config = CompareConfig(
+        ("single", "zero1", "fsdp"), ranks=2, steps=3, precision="fp16", device="cpu",
+        workload=Workload(partial(nn.Linear, 4, 1), [rows, rows, 300 * rows], hundredth),
+    )  # fmt: skip
+    result = compare(config, tmp_path / "run", pool=pools(2))
+    said = dict(answer(result))
+    skipped = (
+        "steps skipped, because gradients overflowed in fp16: 1 of zero1 and 1 of fsdp · bytes and messages as planned"
+    )
+    assert skipped in said["CAN I TRUST IT"]
+    found = result.summary.set_index("strategy").loc["zero1"]
+    assert found["wire_bytes_per_step"] == found["planned_wire_bytes"]
+
+
 def test_an_error_of_the_data_is_the_plans_too() -> None:
     def unreadable(rank: int, ranks: int, seed: int) -> None:
         raise OSError("no such file")

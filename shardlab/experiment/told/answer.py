@@ -30,7 +30,7 @@ from shardlab.vocabulary import Collective, Phase
 
 from shardlab.experiment.told.summary import (  # isort: skip
     FULL, LOSS_TOLERANCE, REFERENCE, ROUNDED_LOSS_TOLERANCE, averaged_runs, counted_steps, not_finite, precision_of,
-    ranks_differ,
+    ranks_differ, skipped_steps, stepped,
 )  # fmt: skip
 
 ROLES = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer state"}
@@ -93,7 +93,7 @@ def answer_of_runs(
     return [
         Line("LEAST MEMORY", least_memory(rows)),
         Line("FASTEST", fastest(rows, times, doubt) + ("" if doubt else _alone(rows, times))),
-        Line("COST", _cost(rows, records.collectives, averaged)),
+        Line("COST", _cost(rows, stepped(records.collectives, records), averaged)),
         Line("WHY", why(causes)),
     ]
 
@@ -322,6 +322,9 @@ def _trusted(comparison: Comparison, doubt: str) -> Iterable[str]:
         too += f", within the rounding of {listing(sorted(rounded))}" if rounded and comparison.losses_equal else ""
         too += ", not compared with the single process, see below" if alone_verdict(comparison) else ""
         yield f"losses {'equal to' if comparison.losses_equal else 'NOT equal: they differ by'} {judged:.1e}{too}"
+    if skipped := skipped_steps(comparison.records):
+        each = [f"{len(steps)} of {name}" for name, steps in skipped.items()]
+        yield f"steps skipped, because gradients overflowed in fp16: {listing(each)}"
     if differ := [name for name in ranks_differ(comparison.records) if name in set(table["strategy"])]:
         yield f"ranks of {listing(differ)} differ by design, and so do the losses"
     planned = table.dropna(subset="as_planned")

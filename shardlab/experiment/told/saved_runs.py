@@ -17,7 +17,7 @@ from shardlab.experiment.directory import run_directory
 from shardlab.experiment.planned.plan import BY_ROWS, Plan
 from shardlab.experiment.told.pipelined import bubbles
 from shardlab.experiment.told.step_reasons import Reasons, reasons
-from shardlab.experiment.told.summary import COLUMNS, summarise
+from shardlab.experiment.told.summary import COLUMNS, stepped, summarise
 from shardlab.field_types import check_types
 from shardlab.records.store import Records, load_runs, run_directories, whole_steps
 from shardlab.vocabulary import Phase, Role
@@ -181,7 +181,7 @@ def against_plan(run: str, records: Records, plan: Plan | str) -> dict[str, Any]
     sent = plan.collectives.groupby("rank")["wire_bytes"].sum()
     held = _held(plan.memory) == _held(rest)
     own = records.collectives["phase"] != Phase.METRICS
-    said = _said(plan.collectives) == _said(_last(records.collectives, run, own, like=records.steps))
+    said = _said(plan.collectives) == _said(_last(records.collectives, run, own, like=stepped(records.steps, records)))
     found["planned_wire_bytes"] = float(sent.max()) if len(sent) else 0.0
     if not (held and said) and plan.by_rows:
         return found | {"not_planned": BY_ROWS}

@@ -66,8 +66,9 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     is the median over ranks of ``analysis.overlap.hidden_share``, over the same steps. Bytes are maxima over ranks, at
     rest after the last step in which they were sampled; ``peak_bytes`` is the highest moment of the traced steps (on
     CUDA of all), with ``peak_step``, ``least_peak_bytes`` and ``unlike_step`` as ``held_bytes.peaks_of_steps`` says.
-    ``wire_bytes_per_step`` is what the algorithm needs the busiest rank to send in the last step, without the reported
-    loss, or the mean over all steps where these send different bytes, as in local SGD, which sends in some steps only;
+    ``wire_bytes_per_step`` is what the algorithm needs the busiest rank to send in the last step that a scaler of
+    gradients did not skip, without the reported loss, or the mean over all steps where these send different bytes, as
+    in local SGD, which sends in some steps only;
     ``moved_bytes_per_step`` is what the transport of the busiest rank sends for it, null if not known.
     ``recorder_share`` is the time of recording over the time of the steps, on the rank where it is largest.
     ``max_loss_difference`` is against ``loss_reference``, and null without one; ``losses_equal`` judges the first
@@ -259,7 +260,7 @@ def precision_of(run: str, records: Records) -> str:
 
 def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
     steps = records.steps[records.steps["run"] == run]
-    watched = steps.dropna(subset="wire_bytes")
+    watched = stepped(steps.dropna(subset="wire_bytes"), records)
     counted = counted_steps(watched, averaged_runs(records))
     held = {str(role): int(num_bytes) for role, num_bytes in rest.loc[run].to_dict().items()}
     return {
@@ -298,6 +299,27 @@ def counted_steps(steps: pd.DataFrame, averaged: Collection[str] = ()) -> pd.Dat
     """
     last = steps["step"] == steps.groupby("run")["step"].transform("max")
     return steps[last | steps["run"].isin(list(averaged))]
+
+
+def skipped_steps(records: Records) -> dict[str, list[int]]:
+    """The steps that a scaler of gradients skipped, of the runs in fp16 with some: none of their messages is a step's.
+
+    Nothing is known of a run that has skipped all.
+    """
+    sent = records.collectives[records.collectives["step"] >= 0]
+    found = dict[str, list[int]]()
+    for run, rows in sent.groupby("run", sort=False):
+        late = {*rows["step"]} - {*(took := rows.loc[rows["phase"] == str(Phase.STEP), "step"])}
+        if late and len(took) and records.manifests[str(run)].get("config", {}).get("precision") == "fp16":
+            found[str(run)] = sorted(map(int, late))
+    return found
+
+
+def stepped(rows: pd.DataFrame, records: Records) -> pd.DataFrame:
+    """Those of ``rows``, with ``run`` and ``step``, whose step was not skipped."""
+    for run, steps in skipped_steps(records).items():
+        rows = rows[(rows["run"] != run) | ~rows["step"].isin(steps)]
+    return rows
 
 
 def _moved(records: Records, run: str, steps: "pd.Series[int]") -> float | None:
