@@ -66,6 +66,8 @@ def test_master_weights_are_no_optimizer_state():
     table = rows(ddp=DDP, zero1=(2, 4, 3, 18, 5), fsdp=(1, 1, 2, 13, 7)).assign(precision=["full", "bf16", "bf16"])
     assert "67 % of zero1's bytes of optimizer state and master weights;" in least_memory(table.drop("ddp"))
     assert f"{ALL};" in least_memory(table)
+    table = rows(ddp=(2, 2, 2, 10, 1), zero1=(1, 2, 8, 10, 1)).assign(precision=["full", "bf16"])  # stages of one rank
+    assert "each of 4 ranks keeps 25 % of zero1's bytes of optimizer" in least_memory(table), "ddp divides nothing"
 
 
 def test_what_is_at_rest_has_the_buffers_in_it():

@@ -168,7 +168,8 @@ def _kept(rows: pd.DataFrame, one: str, other: str) -> str:
         held = rows[column].astype("float64")
         share = held[one] / held[other] if held[other] else 1.0
         if share < 1 - ALIKE:
-            is_part = abs(share * ranks - 1) < 0.05  # but for padding
+            # But for padding; and against master weights, one that has none may hold less although it is whole.
+            is_part = abs(share * ranks - 1) < 0.05 and not (has_masters and rows["precision"][one] == FULL)
             whole = f"{_FRACTIONS.get(ranks, f'1/{ranks}')} of the" if is_part else ""
             fraction = whole or f"{format_percent(share)} of {other}'s bytes of"
             roles.setdefault(fraction, []).append(role)
