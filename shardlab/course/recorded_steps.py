@@ -101,8 +101,12 @@ def record_pipeline(
         def watch(action: Action) -> AbstractContextManager[None]:
             return recorder.phase(*PHASES[action.kind is Kind.FORWARD], str(action))
 
+        def waits(action: Action) -> AbstractContextManager[None]:
+            return recorder.phase(PHASES[action.kind is Kind.FORWARD][0])
+
         with recorder.step(1):
-            loss = pipeline.run(engine, loss_fn, inputs, targets, watch=watch)
+            with recorder.phase(Phase.BACKWARD):
+                loss = pipeline.run(engine, loss_fn, inputs, targets, watch=watch, waits=waits)
             with recorder.phase(Phase.STEP, SpanKind.OPTIMIZER):
                 engine.step()
         recorder.finish_step(nan if loss is None else loss.item(), nan, engine.learning_rate, len(inputs))

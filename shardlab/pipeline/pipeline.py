@@ -100,7 +100,7 @@ class Pipeline:
 
     def run(
         self, engine: Engine, loss_fn: Loss, inputs: Tensor | Sequence[Tensor], targets: Any, *,
-        keeps_gathered: bool = False, watch: Watch = contextlib.nullcontext,
+        keeps_gathered: bool = False, watch: Watch = contextlib.nullcontext, waits: Watch = contextlib.nullcontext,
     ) -> Tensor | None:  # fmt: skip
         """Forward and backward of all micro-batches; afterwards gradients are means, ready for ``engine.step()``.
 
@@ -113,6 +113,8 @@ class Pipeline:
             keeps_gathered: sharded parameters are gathered once and kept until the end, instead of gathered for each
                 forward and each backward.
             watch: called with each action, and entered while this rank computes it and hands on what it brings.
+            waits: likewise, and entered before, while this rank waits for what the action needs; with the first one,
+                also while ranks lend each other parameters.
 
         Returns:
             The mean loss over micro-batches, on the rank of the last stage; None on the others.
@@ -129,13 +131,13 @@ class Pipeline:
         elif not len(inputs) == len(targets) == number:
             raise ValueError(f"inputs: {len(inputs)} micro-batches, targets of {len(targets)}; schedule of {number}")
         before = {name: buffer._version for name, buffer in self._read_only.items()}
-        step = _Step(self, engine, loss_fn, inputs, targets, watch)
+        step = _Step(self, engine, loss_fn, inputs, targets, watch, waits)
         # The action whose backward sends gradients over the data axes. Where this rank lends a parameter it is none of
         # them: the last gradient comes in _lent(), behind all actions.
         sends = max(place for place, action in enumerate(self._actions) if action.kind in LAST)
         sends += any(loan.owner == self._comm.rank for loan in self.loans)
         kept = engine.strategy.kept_gathered() if keeps_gathered else contextlib.nullcontext()
-        with self._lent(engine, step.sent), kept:
+        with self._lent(engine, step.sent, waits), kept:
             with engine.no_sync(), engine.looked_at_once():
                 for action in self._actions[:sends]:
                     step.do(action)
@@ -143,25 +145,25 @@ class Pipeline:
                 step.do(action)
         engine.finish_gradients()  # where the last action has brought none
         wait_all([*step.sent, *step.unconfirmed.values()])
-        for name, buffer in self._read_only.items():
-            if buffer._version != before[name]:
-                raise ValueError(f"buffers: forward writes {name!r}, which several stages use; give each one its own")
+        if wrong := [name for name, buffer in self._read_only.items() if buffer._version != before[name]]:
+            raise ValueError(f"buffers: forward writes {wrong[0]!r}, which several stages use; give each one its own")
         return torch.stack(step.losses).sum() if step.losses else None
 
     @contextlib.contextmanager
-    def _lent(self, engine: Engine, sent: list[Pending]) -> Iterator[None]:
+    def _lent(self, engine: Engine, sent: list[Pending], waits: Watch) -> Iterator[None]:
         """Inside, this rank has the values of parameters that others own; at the end their owners get gradients."""
         comm, device = self._comm, self._device
         own = [loan for loan in self.loans if loan.owner == comm.rank]
         borrowed = [(loan, torch.empty_like(loan.param, device=device)) for loan in self.loans if loan.to == comm.rank]
         if own and engine.strategy.precision.compute is not None:
             raise ValueError(TIED.format(own[0].name))
-        with engine.full_params() if own else contextlib.nullcontext():
-            values = [engine.params[loan.name].detach().clone() for loan in own]
-        sent += [comm.send(value, loan.to, tag=loan.tag) for loan, value in zip(own, values, strict=True)]
-        for loan, value in borrowed:
-            comm.recv(value, loan.owner, tag=loan.tag).wait()
-            lend(self.module, loan.used_as, value.requires_grad_(loan.param.requires_grad))
+        with waits(self._actions[0]):
+            with engine.full_params() if own else contextlib.nullcontext():
+                values = [engine.params[loan.name].detach().clone() for loan in own]
+            sent += [comm.send(value, loan.to, tag=loan.tag) for loan, value in zip(own, values, strict=True)]
+            for loan, value in borrowed:
+                comm.recv(value, loan.owner, tag=loan.tag).wait()
+                lend(self.module, loan.used_as, value.requires_grad_(loan.param.requires_grad))
         yield
         for loan, value in borrowed:
             gradient = torch.zeros_like(value) if value.grad is None else value.grad
@@ -189,12 +191,12 @@ class _Step:
 
     def __init__(
         self, pipeline: Pipeline, engine: Engine, loss_fn: Loss, inputs: Sequence[Tensor], targets: Sequence[Any],
-        watch: Watch,
+        watch: Watch, waits: Watch,
     ) -> None:  # fmt: skip
         self.sent: list[Pending] = []
         self.unconfirmed: dict[Action, Pending] = {}
         self.losses: list[Tensor] = []
-        self._pipeline, self._engine, self._loss_fn, self._watch = pipeline, engine, loss_fn, watch
+        self._pipeline, self._engine, self._loss_fn, self._watch, self._waits = pipeline, engine, loss_fn, watch, waits
         self._inputs, self._targets, self._shapes = inputs, targets, [tuple(one.shape) for one in inputs]
         self._rank_of, self._last = pipeline.schedule.rank_of, pipeline.schedule.num_stages - 1
         self._mail: dict[Action, Tensor] = {}  # from another stage of this rank
@@ -207,7 +209,8 @@ class _Step:
     def do(self, action: Action) -> None:
         """Wait for what the action needs, do it, and send what it brings."""
         need = self._pipeline._needs[action]
-        received = None if need is None else self._take(need)
+        with self._waits(action):
+            received = None if need is None else self._take(need)
         with self._watch(action):
             if action.kind is Kind.BACKWARD_OF_WEIGHTS:
                 backward_of_weights(self._late.pop(action[1:]))

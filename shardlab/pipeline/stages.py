@@ -13,11 +13,11 @@ A stage has its parameters under the whole model's names, so that checkpoints an
 import copy
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import pairwise
 from math import inf
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -93,8 +93,7 @@ def _from(places: Iterable[int], names: Sequence[str]) -> Cut:
 def params_of(model: nn.Module, parts: Iterable[str]) -> list[tuple[str, nn.Parameter]]:
     """The parameters that some parts of a model use, by all of their names."""
     kept = [path for part in parts for path in parts_of(model)[part]]
-    every = model.named_parameters(remove_duplicate=False)
-    return [pair for pair in every if any(_is_in(pair[0], path) for path in kept)]
+    return [pair for pair in model.named_parameters(remove_duplicate=False) if any(_is_in(pair[0], at) for at in kept)]
 
 
 def _is_in(name: str, path: str) -> bool:
@@ -112,10 +111,11 @@ def module_of(model: nn.Module, stages: Mapping[int, Sequence[str]], borrowed: S
     parts = parts_of(model)
     kept = {path for names in stages.values() for name in names for path in parts[name]}
     module = _with_only(model, kept, borrowed, "")
-    itself = weakref.ref(module)  # or it would hold itself, and its parameters would stay until cycles are collected
+    # Or it would hold itself, and its parameters would stay until cycles are collected.
+    itself: Any = weakref.ref(module)
 
     def forward(stage: int, hidden: Any) -> Any:
-        return reduce(lambda value, name: _part(itself(), name)(value), stages[stage], hidden)
+        return reduce(lambda value, name: reduce(getattr, name.split("."), itself())(value), stages[stage], hidden)
 
     object.__setattr__(module, "forward", forward)
     return module
@@ -125,10 +125,6 @@ def lend(module: nn.Module, names: Iterable[str], value: Tensor | None) -> None:
     """Put a tensor in the places of a parameter that was left out; None takes it away."""
     for path, _, last in (name.rpartition(".") for name in names):
         vars(module.get_submodule(path))[last] = value
-
-
-def _part(module: nn.Module | None, name: str) -> Callable[[Any], Any]:
-    return cast("Callable[[Any], Any]", reduce(getattr, name.split("."), module))
 
 
 def _with_only(module: nn.Module, kept: Iterable[str], borrowed: Sequence[str], prefix: str) -> nn.Module:

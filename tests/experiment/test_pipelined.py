@@ -96,6 +96,12 @@ def test_stages_of_divided_layers_train_as_one_process(pools, tmp_path, strategy
     assert table["as_planned"].all()
     comparison, config = load_saved(tmp_path / "run")
     assert config.mesh_axes(run) == {"pipe": 2, "data": 1, "tensor": 2}
+    sent = found.records.collectives.query("run == @run and step >= 0")
+    assert "setup" not in set(sent["phase"])  # also what is posted between actions, and lent before and behind them
+    lent = sent[sent["tag"].str.contains("tied ")]
+    assert {(tag.split()[0], phase) for tag, phase in zip(lent["tag"], lent["phase"], strict=True)} == {
+        ("tied", "forward"), ("gradient", "backward"),
+    }  # fmt: skip
     assert write_report(comparison, config).stat().st_size > 10_000
 
 

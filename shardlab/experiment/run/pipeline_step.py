@@ -41,7 +41,10 @@ class PipelineStep(TrainStep):
         if len(self._shares) < self.accumulation:
             return None
         given = [given_by(self.loss, one, self._stage.module) for one, _ in self._shares]
-        mean = self._pipeline.run(self._stage, self._loss_of, given, self._shares, watch=self._watch)
+        with self._phase(Phase.BACKWARD):  # in which lent parameters' gradients come home, behind all actions
+            mean = self._pipeline.run(
+                self._stage, self._loss_of, given, self._shares, watch=self._watch, waits=self._waits,
+            )  # fmt: skip
         self._losses.append(torch.zeros((), device=self._stage.mesh.device) if mean is None else mean)
         self._shares.clear()
         return self._update()
@@ -54,6 +57,9 @@ class PipelineStep(TrainStep):
     def _loss_of(self, output: Tensor, share: tuple[Any, float]) -> Tensor:
         batch, weight = share
         return weighed(scalar(loss_of_output(self.loss, batch, self._stage.module, output)), weight)
+
+    def _waits(self, action: Action) -> AbstractContextManager[None]:
+        return self._phase(PHASES[action.kind is Kind.FORWARD][0])  # which messages have that are posted meanwhile
 
     def _watch(self, action: Action) -> AbstractContextManager[None]:
         phase, kind = PHASES[action.kind is Kind.FORWARD]
