@@ -150,7 +150,8 @@ class Engine(AnyEngine):
         move_last(self._last_hooks)  # a plain backward may show first by the hook of a parameter
         self._ask(Moment.FORWARDED)  # what the strategy has put in the place of parameters is no user's write
         for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:  # a plain backward comes here before it accumulates anything
+            # A plain backward comes here before it accumulates anything.
+            if tensor.grad_fn is not None and not (self._guards is not None and self._guards.looks_once):
                 tensor.register_hook(self._output_reached)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, gradient: Tensor | None = None) -> None:
@@ -176,7 +177,10 @@ class Engine(AnyEngine):
             raise
 
     def looked_at_once(self) -> contextlib.AbstractContextManager[None]:
-        """Inside ``no_sync()``: guards look before and behind the block, not at each forward and backward in it."""
+        """Inside ``no_sync()``: guards look before and behind the block, not at each forward and backward in it.
+
+        Of what a forward in it brings, ``backward`` is called, and never a plain one, which outputs tell of elsewhere.
+        """
         return contextlib.nullcontext() if self._guards is None else self._guards.looking_once(self)
 
     def finish_gradients(self) -> None:

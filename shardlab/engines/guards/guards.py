@@ -54,12 +54,14 @@ class Guards:
     quiet: Collection[Moment] = ()
     """When there is nothing to do for this engine."""
 
+    looks_once = False
+    """Inside ``looking_once``."""
+
     def __init__(self, model: object, mesh: object, optimizer_fn: object, strategy: object) -> None:
         check_strategy(strategy)
         model_checks.check_types(model, mesh, optimizer_fn)
         self._to_raise: Exception | None = None  # what was refused, until the next flag
         self._claim: Claim | None = None
-        self._looks_once = False
         self._optimizer: torch.optim.Optimizer | None = None  # that a step has checked
         self._placeholders: dict[str, PlaceholderGradient] = {}
         self._lost = ""  # a sharded parameter whose data was replaced while it was gathered
@@ -75,7 +77,7 @@ class Guards:
             ValueError: at ``MODEL`` and ``BUILT``: what cannot be trained.
             RuntimeError: a rule of the table, where there is one rank alone.
         """
-        if self._looks_once and moment in (Moment.FORWARD, Moment.BACKWARD):
+        if self.looks_once and moment in (Moment.FORWARD, Moment.BACKWARD):
             self.quiet = {*self.quiet, moment}
         try:
             with torch._C.DisableTorchFunctionSubclass():  # as ``unrefused``
@@ -93,13 +95,13 @@ class Guards:
         if Where.SHARDED in self._where:  # each pass gathers anew, which writes into parameters
             yield
             return
-        quiet, self._looks_once = self.quiet, True
+        quiet, self.looks_once = self.quiet, True
         self.quiet = {*quiet, Moment.FORWARDED, Moment.BACKWARD_ENDED}
         try:
             yield
         finally:
             had_backward = Moment.BACKWARD in self.quiet
-            self.quiet, self._looks_once = quiet, False
+            self.quiet, self.looks_once = quiet, False
             if had_backward and engine.gradient_state in LOCAL:
                 self.ask(Moment.BACKWARD_ENDED, engine)
 
