@@ -40,7 +40,7 @@ from shardlab.pipeline.messages import TIED, Like, loans_of
 from shardlab.pipeline.stages import Cut, cut, lend, module_of
 from shardlab.schedules.actions import LAST, Action, Kind, Schedule, W
 from shardlab.schedules.clock import in_time
-from shardlab.vocabulary import MeshAxis
+from shardlab.vocabulary import MeshAxis, class_of
 
 _DTYPES, _MAX_DIMS = (torch.float32, torch.float64, torch.bfloat16, torch.float16), 8
 Loss = Callable[[Tensor, Any], Tensor]
@@ -125,6 +125,11 @@ class Pipeline:
         """
         number = self.schedule.num_micro_batches
         if isinstance(inputs, Tensor):
+            if not isinstance(targets, Tensor):
+                raise ValueError(
+                    f"targets: {class_of(targets)} beside one tensor of inputs; give a tensor, row by row, or both by "
+                    f"micro-batch, as inputs.chunk({number}) and a list of {number} targets of any kind"
+                )
             if len(inputs) != len(targets) or len(inputs) % number:
                 raise ValueError(f"inputs: {len(inputs)} rows and {len(targets)} targets; {number} must divide both")
             inputs, targets = inputs.chunk(number), targets.chunk(number)
@@ -143,7 +148,8 @@ class Pipeline:
                     step.do(action)
             for action in self._actions[sends:]:
                 step.do(action)
-        engine.finish_gradients()  # where the last action has brought none
+        if torch.is_grad_enabled():  # else nothing has come that means could be made of
+            engine.finish_gradients()  # where the last action has brought none
         wait_all([*step.sent, *step.unconfirmed.values()])
         if wrong := [name for name, buffer in self._read_only.items() if buffer._version != before[name]]:
             raise ValueError(f"buffers: forward writes {wrong[0]!r}, which several stages use; give each one its own")
