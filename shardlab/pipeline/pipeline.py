@@ -42,6 +42,7 @@ from shardlab.schedules.actions import LAST, Action, Kind, Schedule, W
 from shardlab.schedules.clock import in_time
 from shardlab.vocabulary import MeshAxis, class_of
 
+_FROZEN = -1.0  # said of a parameter in the place of whether it was used
 _DTYPES, _MAX_DIMS = (torch.float32, torch.float64, torch.bfloat16, torch.float16), 8
 Loss = Callable[[Tensor, Any], Tensor]
 Watch = Callable[[Action], contextlib.AbstractContextManager[Any]]
@@ -173,17 +174,25 @@ class Pipeline:
         yield
         for loan, value in borrowed:
             gradient = torch.zeros_like(value) if value.grad is None else value.grad
-            gradient = torch.cat([gradient.flatten(), gradient.new_tensor([value.grad is not None])])
+            is_used = _FROZEN if not value.requires_grad else value.grad is not None
+            gradient = torch.cat([gradient.flatten(), gradient.new_tensor([is_used])])
             sent.append(comm.send(gradient, loan.owner, tag=f"gradient of {loan.tag}"))
             lend(self.module, loan.used_as, None)
         told = [torch.empty(value.numel() + 1, dtype=value.dtype, device=device) for value in values]
         for loan, gradient in zip(own, told, strict=True):
             comm.recv(gradient, loan.to, tag=f"gradient of {loan.tag}").wait()
+        trained = [one for one in zip(own, values, told, strict=True) if engine.params[one[0].name].requires_grad]
+        if frozen := [loan for loan, _, gradient in trained if gradient[-1] == _FROZEN]:
+            raise ValueError(
+                f"model: {frozen[0].name!r} trains on rank {frozen[0].owner} of the pipeline, and is frozen on rank "
+                f"{frozen[0].to}, which uses it too; call requires_grad_() on the whole model that Pipeline was given, "
+                "on all ranks"
+            )
         # What nobody used has no gradient, as in one process, and no zeros, by which an optimizer would step it.
-        due = [place for place, gradient in enumerate(told) if gradient[-1]]
-        edges = [GradientEdge(gradient_node(engine.params[own[place].name]), 0) for place in due]
+        due = [one for one in trained if one[-1][-1]]
+        edges = [GradientEdge(gradient_node(engine.params[loan.name]), 0) for loan, *_ in due]
         if due:
-            torch.autograd.backward(edges, [told[place][:-1].view_as(values[place]) for place in due])
+            torch.autograd.backward(edges, [gradient[:-1].view_as(value) for _, value, gradient in due])
 
 
 class _Step:

@@ -379,6 +379,30 @@ def scaled(rank, make):
             return scaler.step(engine), scaler.get_scale()
 
 
+def tied_gradient(_, was_frozen, is_whole):
+    """Of a weight of two stages, frozen or thawed in the whole model, or where one of them trains it alone."""
+    with Mesh({"pipe": 2, "data": 1}) as mesh:
+        model = gpt(True)
+        model.token_embedding.requires_grad_(not was_frozen)
+        pipeline = Pipeline(model, make_schedule("1f1b", 2, 2), mesh)
+        inputs, targets = (every[0] for every in rows(1, 2))
+        with build_engine(ZeRO1(), pipeline.module, sgd, mesh) as engine:
+            for name, param in (model if is_whole else pipeline.module).named_parameters():
+                param.requires_grad_(name != "token_embedding.weight" or was_frozen)
+            pipeline.run(engine, loss_fn, inputs, targets)
+            return engine.full_gradients().get("token_embedding.weight")
+
+
+def test_a_weight_of_two_stages_is_frozen_and_thawed_in_the_whole_model(pools):
+    assert pools(2).run(tied_gradient, False, True) == pools(2).run(tied_gradient, False, False) == [None, None]
+    whole = gpt(True)
+    loss_fn(whole(rows(1, 2)[0][0]), rows(1, 2)[1][0]).backward()
+    thawed = pools(2).run(tied_gradient, True, True)[0]
+    torch.testing.assert_close(thawed, whole.token_embedding.weight.grad, atol=1e-12, rtol=0)
+    with pytest.raises(RankError, match=r"trains on rank 0 of .*, and is frozen on rank 1.*requires_grad_\(\)"):
+        pools(2).run(tied_gradient, True, False)
+
+
 @pytest.mark.parametrize("make", [DDP, ZeRO2])
 def test_an_overflow_in_one_stage_makes_all_skip_the_step(pools, make):
     assert pools(2).run(scaled, make) == [(False, 2.0)] * 2
