@@ -126,13 +126,12 @@ class Pipeline:
         """
         number = self.schedule.num_micro_batches
         if isinstance(inputs, Tensor):
-            if not isinstance(targets, Tensor):
+            if not isinstance(targets, Tensor) or len(inputs) != len(targets) or len(inputs) % number:
+                found = f"{len(targets)} targets" if isinstance(targets, Tensor) else f"{class_of(targets)} of targets"
                 raise ValueError(
-                    f"targets: {class_of(targets)} beside one tensor of inputs; give a tensor, row by row, or both by "
-                    f"micro-batch, as inputs.chunk({number}) and a list of {number} targets of any kind"
+                    f"inputs: {len(inputs)} rows and {found}; give tensors, whose rows {number} divides, or both by "
+                    "micro-batch"
                 )
-            if len(inputs) != len(targets) or len(inputs) % number:
-                raise ValueError(f"inputs: {len(inputs)} rows and {len(targets)} targets; {number} must divide both")
             inputs, targets = inputs.chunk(number), targets.chunk(number)
         elif not len(inputs) == len(targets) == number:
             raise ValueError(f"inputs: {len(inputs)} micro-batches, targets of {len(targets)}; schedule of {number}")
@@ -183,10 +182,10 @@ class Pipeline:
             comm.recv(gradient, loan.to, tag=f"gradient of {loan.tag}").wait()
         trained = [one for one in zip(own, values, told, strict=True) if engine.params[one[0].name].requires_grad]
         if frozen := [loan for loan, _, gradient in trained if gradient[-1] == _FROZEN]:
+            name, _, owner, to, _ = frozen[0]
             raise ValueError(
-                f"model: {frozen[0].name!r} trains on rank {frozen[0].owner} of the pipeline, and is frozen on rank "
-                f"{frozen[0].to}, which uses it too; call requires_grad_() on the whole model that Pipeline was given, "
-                "on all ranks"
+                f"model: {name!r} trains on rank {owner} of the pipeline, and is frozen on {to}, which uses it too; "
+                "call requires_grad_() on the whole model that Pipeline was given, on all ranks"
             )
         # What nobody used has no gradient, as in one process, and no zeros, by which an optimizer would step it.
         due = [one for one in trained if one[-1][-1]]
