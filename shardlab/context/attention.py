@@ -56,6 +56,11 @@ def attention(
             f"attention: queries {tuple(q_basd.shape)} and keys {tuple(k_bgsd.shape)}; over ranks both are (batch, "
             "heads, tokens, elements of a head), of the same tokens"
         )
+    if way == "ring" and k_bgsd.shape != v_bgsd.shape:
+        raise ValueError(
+            f"attention: keys {tuple(k_bgsd.shape)} and values {tuple(v_bgsd.shape)} travel together in a ring, in one "
+            "shape; use 'gathered' or 'ulysses'"
+        )
     require_fit(
         way, comm.num_ranks, seq_len=q_basd.shape[2] * comm.num_ranks, heads=q_basd.shape[1],
         kv_heads=k_bgsd.shape[1], zigzag=zigzag,

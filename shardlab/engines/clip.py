@@ -51,7 +51,8 @@ def clip_(
     if stages is not None:  # last, and one number: other stages may be spread otherwise
         norm = _over_axes({(stages,): norm}, norm_type, device)
     # A rank that holds nothing has a norm in torch's default dtype; all ranks must return the same dtype.
-    dtypes = {tensor.dtype for tensor in everything if tensor.is_floating_point()}
+    # (Of one byte are frozen ones, which torch promotes to nothing.)
+    dtypes = {tensor.dtype for tensor in everything if tensor.is_floating_point() and tensor.itemsize > 1}
     norm = norm.to(reduce(torch.promote_types, dtypes, torch.float32))
     # All ranks scale by this one number, so what several of them hold alike stays alike.
     clip_grads_with_norm_(everything, max_norm, norm)

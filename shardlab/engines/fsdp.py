@@ -95,6 +95,7 @@ class FSDP(Sharded):
         self._missing: dict[Unit, set[int]] = {}  # whose gradients this backward has still to bring
         self._sent: set[Unit] = set()  # since the last means
         self._over: set[Unit] = set()  # of whole units: those whose gradients are there, in this backward
+        self._called: set[Unit] = set()  # in any forward
         self._reducing: list[Unit] = []  # in the order of sending
         self._is_other_graph = False  # made inside full_params(), since the last backward
 
@@ -138,6 +139,9 @@ class FSDP(Sharded):
     @contextlib.contextmanager
     def _one_pass(self) -> Iterator[None]:
         is_taped, has_ended = torch.is_grad_enabled(), False
+        # What torch.autocast cast in an earlier forward of one block is a whole weight, and brings its gradient when
+        # that forward's turn comes: behind the rest of this one, whose units are sent by then.
+        torch.clear_autocast_cache()
         this = self._pass = Pass(is_taped=is_taped, reshards=self.options.row.reshards_after_forward or not is_taped)
         if is_taped and self._is_stale:
             self._waiting, self._is_stale = [], False
@@ -176,6 +180,7 @@ class FSDP(Sharded):
             return
         self._pass.open.append(unit)
         unit.gather()
+        self._called.add(unit)
         self._pass.order.append(unit)
         if self._pass.is_taped:
             self._pass.tape.append(Act(unit, gathers=False))  # here backward will be over with it
@@ -294,7 +299,10 @@ class FSDP(Sharded):
                 "been sent; with reentrant activation checkpointing, write checkpoint(..., use_reentrant=False); where "
                 "full_params() or zero_grad() came between two forwards, call backward() for each"
             )
-        if unit.state is State.SHARDED and param.grad is not None and bool(param.grad.isnan().any()):
+        # NaN is what stubs give. A unit that was called may have NaN of its own: of a loss that is infinite, where a
+        # pipeline computes the gradients of weights when backward has passed the unit.
+        is_bypassed = unit.state is State.SHARDED and unit not in self._called
+        if is_bypassed and param.grad is not None and bool(param.grad.isnan().any()):
             raise stub_used(next(name for name, known in self.params.items() if known is param))
         self._missing[unit].discard(id(param))
         for program in self._running.values():

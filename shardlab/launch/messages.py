@@ -32,6 +32,11 @@ INSTALLED = tuple(
 )  # fmt: skip
 
 
+# Torch pickles tensors of these, and then cannot load them: an AttributeError.
+_NEW_DTYPES = ("torch.uint16", "torch.uint32", "torch.uint64", "torch.float8", "torch.float4")
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 @dataclass(frozen=True)
 class Payload:
     """A pickled object and the text of the notebook cells its functions come from, for tracebacks on the other side."""
@@ -144,9 +149,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, value: object) -> object:
         # A parameter is left to torch: it keeps class and requires_grad, and its data, a tensor, comes here too.
-        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter) and value.is_cuda:
-            host = value.detach().cpu().requires_grad_(value.requires_grad)
-            return host.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+            if value.is_cuda:
+                host = value.detach().cpu().requires_grad_(value.requires_grad)
+                return host.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            if str(value.dtype).startswith(_NEW_DTYPES):
+                return _with_dtype, (value.detach().view(_INTEGERS[value.itemsize]), value.dtype)
         if isinstance(value, CodeType):
             # Since 3.1.3 cloudpickle leaves out the file: tracebacks, and the lines of collectives, would name none.
             return _code_of_file, (value.co_filename, *self.dispatch_table[CodeType](value))
@@ -178,6 +186,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         # An entry without a modification time was put there by a notebook: no file of that name exists to read.
         if len(entry) == 4 and entry[1] is None:
             self.sources[file] = "".join(entry[2])
+
+
+def _with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.view(dtype)
 
 
 def _code_of_file(file: str, make: Callable[..., CodeType], parts: tuple[Any, ...]) -> CodeType:

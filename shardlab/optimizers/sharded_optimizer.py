@@ -188,7 +188,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _refuse_clipping(caller: FrameType) -> None:
-    """Refuse torch's clipping of the pieces, which have gradients only while the inner optimizer steps."""
+    """Refuse torch's clipping and scaling of the pieces, which have gradients only while the inner optimizer steps."""
+    if caller.f_code.co_name == "_unscale_grads_":  # torch's scaler would end in an assertion of its own
+        raise RuntimeError(
+            "scaler: it unscales what the optimizer steps, and these are this rank's pieces, which have gradients only "
+            "inside step(); train with an engine and shardlab.GradScaler, or unscale the parameters' gradients yourself"
+        )
     if is_clipping(caller):
         raise RuntimeError(
             "optimizer.param_groups: these are this rank's pieces, which have gradients only inside step(); clip the "

@@ -53,7 +53,8 @@ class late_weights(TorchFunctionMode):  # noqa: N801, used as a function: ``with
         return (self._linear if func is functional.linear else func)(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not (weight.requires_grad and weight.is_leaf):
+        # Without a backward there is nothing to leave, and in inference mode nowhere to ask where it belongs.
+        if not (weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()):
             return functional.linear(input, weight, bias)
         # Asked for now: when backward comes, the engine may have sharded the parameter, which then refuses to be used.
         edge = get_gradient_edge(weight)

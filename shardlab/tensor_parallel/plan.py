@@ -45,7 +45,8 @@ def parallelize_module(
 ) -> nn.Module:  # fmt: skip
     """Make ``model`` tensor parallel, in place; collective. Call it before an engine is built.
 
-    Torch's random generators become those of the first rank too (``rng``).
+    Torch's random generators become those of the first rank too (``rng``). Whether the divided model computes what the
+    whole one does is not tried here, but by ``check_tp_plan``.
 
     Args:
         model: on its device, or on the meta device: then it is made module after module, so that no rank ever holds all

@@ -199,6 +199,10 @@ def after_a_prefix(x):
     return functional.scaled_dot_product_attention(x, keys, keys, is_causal=True)
 
 
+def with_longer_values(x):
+    return functional.scaled_dot_product_attention(x, x, torch.cat([x, x], -1), is_causal=True)
+
+
 def by_hand(x):
     return (x @ x.mT).softmax(-1) @ x
 
@@ -215,6 +219,7 @@ def of_a_layer(x):
         (in_windows, {"way": "ulysses"}, 4, r"attention: of 2 tokens on all ranks, and part\(\) has divided \[4\]"),
         (without_a_batch, {"way": "ulysses"}, 4, r"queries \(2, 2, 2\) and keys .*; over ranks both are \(batch"),
         (after_a_prefix, {"way": "ulysses"}, 4, r"keys \(1, 2, 3, 2\); over ranks both are .*, of the same tokens"),
+        (with_longer_values, {"way": "ring"}, 4, r"values \(1, 2, 2, 4\) travel together in a ring.*'gathered'"),
         (by_hand, {"way": "ring"}, 4, "and attention written by hand, would see this rank's part alone"),
         (of_a_layer, {"way": "ring"}, 4, "nn.MultiheadAttention, and attention written by hand, would see"),
         (without_a_mask, {"way": "ulysses", "zigzag": True}, 4, "zigzag: ulysses computes whole sequences"),

@@ -73,6 +73,10 @@ def stepped(rank, story):
             for clip in (clip_grad_norm_, clip_grad_value_):
                 with pytest.raises(RuntimeError, match="clip the gradients of the parameters"):
                     clip(pieces, 0.01)
+            scaler = torch.amp.GradScaler("cpu")
+            scaler.scale(torch.ones(()))
+            with pytest.raises(RuntimeError, match=r"scaler: it unscales .* with an engine and shardlab\.GradScaler"):
+                scaler.unscale_(optimizer)
             clip_grad_norm_(model.parameters(), 0.01)
             optimizer.step()
         else:

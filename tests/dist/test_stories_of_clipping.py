@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
+from shardlab.engines.clip import clip_
 from shardlab.trace.memory_by_role import bytes_by_role
 from shardlab.vocabulary import Role
 from tests.dist import cases
@@ -186,3 +187,10 @@ def a_list_of_parameters_from_before_the_engine_is_clipped_or_cleared(user):
 
 
 test_stories = STORIES.told()
+
+
+def test_a_frozen_weight_of_8_bits_has_no_part_in_the_norm():
+    frozen, param = torch.ones(2).to(torch.float8_e4m3fn), torch.zeros(2, dtype=torch.float64)
+    param.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    norm = clip_({(): [frozen, param]}, 1.0, 2.0, torch.device("cpu"))
+    assert (norm.item(), norm.dtype) == (5.0, torch.float64)

@@ -1,5 +1,6 @@
 """Forwards between the planned moments of a step: evaluations, other depths, frozen parts, derivatives inside them."""
 
+import contextlib
 import functools
 
 import pytest
@@ -216,6 +217,26 @@ class NormTwice(Deep):
 def a_unit_is_needed_until_its_first_call_has_brought_its_gradients(user):
     user.quietly(0)
     user.train(1)
+
+
+@story(model=Deep, dtype=torch.float32, instead=None)
+def two_forwards_in_one_block_of_autocast(user):
+    """Torch keeps there what the first one has cast, which would bring gradients of units that have been sent."""
+
+    def cast(micro_batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            x, y = (part.float() for part in user.rows(0, micro_batch))
+            user.backward(cases.loss_of(user(x), y))
+
+    gradients = []
+    for block in (torch.autocast("cpu", torch.bfloat16), contextlib.nullcontext()):
+        with block:
+            with user.no_sync():
+                cast(0)
+            cast(1)
+        gradients.append(user.full_gradients())
+        user.zero_grad()
+    torch.testing.assert_close(*gradients, atol=0, rtol=0)
 
 
 class InsideAndOutside(Deep):

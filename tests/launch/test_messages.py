@@ -71,6 +71,16 @@ def test_a_module_on_a_gpu_keeps_its_parameters(monkeypatch):
     assert found.weight.grad is not None
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fn])
+def test_tensors_of_dtypes_that_torch_cannot_unpickle_travel(dtype):
+    """Tokens of a file, as 16 bits without a sign; frozen weights of 8 bits."""
+    weight = torch.nn.Parameter(torch.tensor([[1, 2]]).to(dtype), requires_grad=False)
+    for one in unpack(pack((weight, weight.data, weight.data[0, 0]), "tokens")):
+        assert one.dtype == dtype
+        assert one.flatten().tolist() == [1, 2][: one.numel()]
+    assert isinstance(unpack(pack(weight, "a weight")), torch.nn.Parameter)
+
+
 def test_source_of_a_cell_travels_for_tracebacks(monkeypatch):
     file, text = "/tmp/ipykernel_1/2.py", "def cell():\n    raise ValueError('in the cell')\n"
     monkeypatch.setitem(linecache.cache, file, (len(text), None, text.splitlines(keepends=True), file))

@@ -240,6 +240,22 @@ def test_checkpoints_are_the_whole_models_whatever_the_cut(pools, tmp_path):
             torch.testing.assert_close(one[name], value, atol=1e-12, rtol=0, msg=name)
 
 
+def refused_on_stages(rank, directory):
+    """Targets that are not cut, and options that one stage alone has."""
+    with Mesh({"pipe": 2, "data": 1}) as mesh:
+        pipeline = Pipeline(gpt(), make_schedule("1f1b", 2, 2), mesh)
+        with build_engine(DDP(), pipeline.module, lambda params: torch.optim.SGD(params, 0.1 + rank), mesh) as engine:
+            inputs, targets = (every[0] for every in rows(1, 2))
+            with pytest.raises(ValueError, match="inputs: 4 rows and a list of targets; give tensors, whose rows 2"):
+                pipeline.run(engine, loss_fn, inputs, list(targets))
+            with pytest.raises(ValueError, match=r"param_groups: 'lr' is 0.1 in a group of one stage, and 1.1 in that"):
+                engine.save(directory)
+
+
+def test_targets_that_are_not_cut_and_options_of_one_stage_are_refused(pools, tmp_path):
+    pools(2).run(refused_on_stages, tmp_path)
+
+
 def three_steps():
     with build_engine("single", gpt(True), sgd) as engine:
         inputs, targets = (part.flatten(0, 1) for part in rows(2, 4))
@@ -363,9 +379,52 @@ def scaled(rank, make):
             return scaler.step(engine), scaler.get_scale()
 
 
+def tied_gradient(_, was_frozen, is_whole):
+    """Of a weight of two stages, frozen or thawed in the whole model, or where one of them trains it alone."""
+    with Mesh({"pipe": 2, "data": 1}) as mesh:
+        model = gpt(True)
+        model.token_embedding.requires_grad_(not was_frozen)
+        pipeline = Pipeline(model, make_schedule("1f1b", 2, 2), mesh)
+        inputs, targets = (every[0] for every in rows(1, 2))
+        with build_engine(ZeRO1(), pipeline.module, sgd, mesh) as engine:
+            for name, param in (model if is_whole else pipeline.module).named_parameters():
+                param.requires_grad_(name != "token_embedding.weight" or was_frozen)
+            pipeline.run(engine, loss_fn, inputs, targets)
+            return engine.full_gradients().get("token_embedding.weight")
+
+
+def test_a_weight_of_two_stages_is_frozen_and_thawed_in_the_whole_model(pools):
+    assert pools(2).run(tied_gradient, False, True) == pools(2).run(tied_gradient, False, False) == [None, None]
+    whole = gpt(True)
+    loss_fn(whole(rows(1, 2)[0][0]), rows(1, 2)[1][0]).backward()
+    thawed = pools(2).run(tied_gradient, True, True)[0]
+    torch.testing.assert_close(thawed, whole.token_embedding.weight.grad, atol=1e-12, rtol=0)
+    with pytest.raises(RankError, match=r"trains on rank 0 of .*, and is frozen on 1.*requires_grad_\(\)"):
+        pools(2).run(tied_gradient, True, False)
+
+
 @pytest.mark.parametrize("make", [DDP, ZeRO2])
 def test_an_overflow_in_one_stage_makes_all_skip_the_step(pools, make):
     assert pools(2).run(scaled, make) == [(False, 2.0)] * 2
+
+
+def evaluated_and_infinite(_, make):
+    """A loss in inference mode, and whether the engine has stepped where the next one is infinite."""
+    with Mesh({"pipe": 2, "data": 1}) as mesh:
+        pipeline = Pipeline(gpt(), make_schedule("zb-h1", 2, 2), mesh)
+        with build_engine(make(), pipeline.module, sgd, mesh) as engine:
+            scaler = GradScaler(init_scale=4.0)
+            inputs, targets = (every[0] for every in rows(1, 2))
+            with torch.inference_mode():
+                loss = pipeline.run(engine, loss_fn, inputs, targets)
+            pipeline.run(engine, lambda *given: scaler.scale(loss_fn(*given)) * torch.inf, inputs, targets)
+            return None if loss is None else loss.item(), scaler.step(engine)
+
+
+@pytest.mark.parametrize("make", [DDP, FSDP])
+def test_weights_whose_gradients_come_late_are_evaluated_and_overflow_like_others(pools, make):
+    (_, losses), answers = one_process(1, 2, False), pools(2).run(evaluated_and_infinite, make)
+    assert answers == [(None, False), (pytest.approx(losses[0], abs=1e-12), False)]
 
 
 @pytest.mark.parametrize(("make", "how"), [(DDP, "tensors"), (ZeRO1, "tensors"), (DDP, "parameters")])

@@ -77,6 +77,13 @@ def _of_all_stages(heads: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 f"{len(head['groups'])}; make the same groups on all stages, with the parameters that each has"
             )
         for group, others in zip(whole["groups"], head["groups"], strict=True):
+            keys = group.keys() | others.keys()
+            if unlike := sorted(key for key in keys - {"params"} if group.get(key) != others.get(key)):
+                raise ValueError(
+                    f"param_groups: {unlike[0]!r} is {group.get(unlike[0])} in a group of one stage, and "
+                    f"{others.get(unlike[0])} in that of another; a group has the same options on all stages, so make "
+                    "the same groups on all, and step a scheduler by what all ranks know"
+                )
             group["params"] += others["params"]
         for key in ("parameters", "buffers", "module_state"):
             whole[key] |= head[key]
