@@ -42,7 +42,6 @@ from shardlab.schedules.actions import LAST, Action, Kind, Schedule, W
 from shardlab.schedules.clock import in_time
 from shardlab.vocabulary import MeshAxis, class_of
 
-_FROZEN = -1.0  # said of a parameter in the place of whether it was used
 _DTYPES, _MAX_DIMS = (torch.float32, torch.float64, torch.bfloat16, torch.float16), 8
 Loss = Callable[[Tensor, Any], Tensor]
 Watch = Callable[[Action], contextlib.AbstractContextManager[Any]]
@@ -127,11 +126,8 @@ class Pipeline:
         number = self.schedule.num_micro_batches
         if isinstance(inputs, Tensor):
             if not isinstance(targets, Tensor) or len(inputs) != len(targets) or len(inputs) % number:
-                found = f"{len(targets)} targets" if isinstance(targets, Tensor) else f"{class_of(targets)} of targets"
-                raise ValueError(
-                    f"inputs: {len(inputs)} rows and {found}; give tensors, whose rows {number} divides, or both by "
-                    "micro-batch"
-                )
+                sizes = f"{len(inputs)} rows, and targets: {getattr(targets, 'shape', class_of(targets))}"
+                raise ValueError(f"inputs: {sizes}; give tensors, whose rows {number} divides, or both by micro-batch")
             inputs, targets = inputs.chunk(number), targets.chunk(number)
         elif not len(inputs) == len(targets) == number:
             raise ValueError(f"inputs: {len(inputs)} micro-batches, targets of {len(targets)}; schedule of {number}")
@@ -173,22 +169,18 @@ class Pipeline:
         yield
         for loan, value in borrowed:
             gradient = torch.zeros_like(value) if value.grad is None else value.grad
-            is_used = _FROZEN if not value.requires_grad else value.grad is not None
-            gradient = torch.cat([gradient.flatten(), gradient.new_tensor([is_used])])
+            use = value.requires_grad + (value.grad is not None)  # 0 frozen, 1 not used, 2 used
+            gradient = torch.cat([gradient.flatten(), gradient.new_tensor([use])])
             sent.append(comm.send(gradient, loan.owner, tag=f"gradient of {loan.tag}"))
             lend(self.module, loan.used_as, None)
         told = [torch.empty(value.numel() + 1, dtype=value.dtype, device=device) for value in values]
         for loan, gradient in zip(own, told, strict=True):
             comm.recv(gradient, loan.to, tag=f"gradient of {loan.tag}").wait()
         trained = [one for one in zip(own, values, told, strict=True) if engine.params[one[0].name].requires_grad]
-        if frozen := [loan for loan, _, gradient in trained if gradient[-1] == _FROZEN]:
-            name, _, owner, to, _ = frozen[0]
-            raise ValueError(
-                f"model: {name!r} trains on rank {owner} of the pipeline, and is frozen on {to}, which uses it too; "
-                "call requires_grad_() on the whole model that Pipeline was given, on all ranks"
-            )
+        if frozen := [loan.name for loan, _, gradient in trained if not gradient[-1]]:
+            raise ValueError(f"model: {frozen[0]!r} trains on one rank alone; thaw it in the whole model")
         # What nobody used has no gradient, as in one process, and no zeros, by which an optimizer would step it.
-        due = [one for one in trained if one[-1][-1]]
+        due = [one for one in trained if one[-1][-1] > 1]
         edges = [GradientEdge(gradient_node(engine.params[loan.name]), 0) for loan, *_ in due]
         if due:
             torch.autograd.backward(edges, [gradient[:-1].view_as(value) for _, value, gradient in due])

@@ -246,7 +246,7 @@ def refused_on_stages(rank, directory):
         pipeline = Pipeline(gpt(), make_schedule("1f1b", 2, 2), mesh)
         with build_engine(DDP(), pipeline.module, lambda params: torch.optim.SGD(params, 0.1 + rank), mesh) as engine:
             inputs, targets = (every[0] for every in rows(1, 2))
-            with pytest.raises(ValueError, match="inputs: 4 rows and a list of targets; give tensors, whose rows 2"):
+            with pytest.raises(ValueError, match="inputs: 4 rows, and targets: a list; give tensors, whose rows 2"):
                 pipeline.run(engine, loss_fn, inputs, list(targets))
             with pytest.raises(ValueError, match=r"param_groups: 'lr' is 0.1 in a group of one stage, and 1.1 in that"):
                 engine.save(directory)
@@ -399,7 +399,7 @@ def test_a_weight_of_two_stages_is_frozen_and_thawed_in_the_whole_model(pools):
     loss_fn(whole(rows(1, 2)[0][0]), rows(1, 2)[1][0]).backward()
     thawed = pools(2).run(tied_gradient, True, True)[0]
     torch.testing.assert_close(thawed, whole.token_embedding.weight.grad, atol=1e-12, rtol=0)
-    with pytest.raises(RankError, match=r"trains on rank 0 of .*, and is frozen on 1.*requires_grad_\(\)"):
+    with pytest.raises(RankError, match="trains on one rank alone; thaw it in the whole model"):
         pools(2).run(tied_gradient, True, False)
 
 
