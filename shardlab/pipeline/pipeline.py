@@ -126,8 +126,8 @@ class Pipeline:
         number = self.schedule.num_micro_batches
         if isinstance(inputs, Tensor):
             if not isinstance(targets, Tensor) or len(inputs) != len(targets) or len(inputs) % number:
-                sizes = f"{len(inputs)} rows, and targets: {getattr(targets, 'shape', class_of(targets))}"
-                raise ValueError(f"inputs: {sizes}; give tensors, whose rows {number} divides, or both by micro-batch")
+                found = f"{len(inputs)} rows, targets: {getattr(targets, 'shape', class_of(targets))}"
+                raise ValueError(f"inputs: {found}; give tensors, whose rows {number} divides, or both by micro-batch")
             inputs, targets = inputs.chunk(number), targets.chunk(number)
         elif not len(inputs) == len(targets) == number:
             raise ValueError(f"inputs: {len(inputs)} micro-batches, targets of {len(targets)}; schedule of {number}")

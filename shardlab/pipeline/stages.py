@@ -70,10 +70,8 @@ def cut(model: nn.Module, num_stages: int, begins: Sequence[str] = (), costs: Ma
     if begins:
         places = [names.index(name) if name in names else -1 for name in begins]
         if len(places) != num_stages - 1 or places != sorted(set(places) - {-1, 0}):
-            raise ValueError(
-                f"begins: {', '.join(begins)} cannot begin stages 1 to {num_stages - 1}; give so many of "
-                f"{', '.join(names[1:])}, in this order"
-            )
+            wanted = f"{num_stages - 1} of {', '.join(names[1:])}, in this order"
+            raise ValueError(f"begins: {', '.join(begins)} cannot begin the stages behind the first; give {wanted}")
         return _from(places, names)
     if costs is None:
         costs = {name: sum(param.numel() for _, param in params_of(model, [name])) for name in names}

@@ -96,9 +96,7 @@ def interleaved(num_ranks: int, num_micro_batches: int, rank: int, stages_per_ra
         ValueError: ``num_ranks`` does not divide ``num_micro_batches``.
     """
     if num_micro_batches % num_ranks:
-        raise ValueError(
-            f"micro_batches: interleaved takes a multiple of its {num_ranks} ranks, not {num_micro_batches}; use 1f1b"
-        )
+        raise ValueError(f"micro_batches: {num_micro_batches}; interleaved takes a multiple of {num_ranks}; use 1f1b")
     rounds = range(0, num_micro_batches, num_ranks)
     stages = range(rank, num_ranks * stages_per_rank, num_ranks)
     forwards = _by_round(F, rounds, stages, num_ranks)

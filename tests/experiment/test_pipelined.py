@@ -202,7 +202,7 @@ REFUSED = [
     ({"pipe": 3}, "pipe: 3 does not divide 2 ranks"),
     ({"schedule": ("1f2b",)}, "schedule: '1f2b' is not one of gpipe, 1f1b, interleaved, zb-h1, nor a file"),
     ({"schedule": ()}, "schedule: none given; at least one is needed of gpipe, 1f1b, interleaved, zb-h1"),
-    ({"schedule": ("interleaved",), "micro_batches": 3}, "micro_batches: interleaved takes a multiple of its 2"),
+    ({"schedule": ("interleaved",), "micro_batches": 3}, "micro_batches: 3; interleaved takes a multiple of 2"),
     ({"ranks": 8, "pipe": 8}, "stages: 8 of a model with 7 parts; give 1 to 7"),
     ({"tp": 2, "ranks": 2}, "pipe: 2, with tp 2, does not divide 2 ranks; take 4 or a multiple"),
     (
@@ -216,7 +216,7 @@ REFUSED = [
     ),
     (with_loss(under_autocast), "loss: it calls the model under autocast.*take precision='bf16'"),
     ({"strategies": ("torch_ddp",)}, "strategies: pipe makes no stages of torch's own 'torch_ddp'"),
-    ({"begins": ("0",)}, "begins: 0 cannot begin stages 1 to 1; give so many of 1, 2, 3, 4, 5, 6, in this order"),
+    ({"begins": ("0",)}, "the stages behind the first; give 1 of 1, 2, 3, 4, 5, 6, in this"),
     ({"accumulation": 2}, "accumulation: 2; with pipe micro_batches says it"),
     ({"pipe": 1, "micro_batches": 4}, "micro_batches: only with stages; set pipe to 2 or more"),
     ({**of_model(two_tensors), "pipe": 4, "ranks": 4}, "have no parameters; name others in 'begins'"),

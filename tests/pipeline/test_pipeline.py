@@ -246,7 +246,7 @@ def refused_on_stages(rank, directory):
         pipeline = Pipeline(gpt(), make_schedule("1f1b", 2, 2), mesh)
         with build_engine(DDP(), pipeline.module, lambda params: torch.optim.SGD(params, 0.1 + rank), mesh) as engine:
             inputs, targets = (every[0] for every in rows(1, 2))
-            with pytest.raises(ValueError, match="inputs: 4 rows, and targets: a list; give tensors, whose rows 2"):
+            with pytest.raises(ValueError, match="inputs: 4 rows, targets: a list; give tensors, whose rows 2"):
                 pipeline.run(engine, loss_fn, inputs, list(targets))
             with pytest.raises(ValueError, match=r"param_groups: 'lr' is 0.1 in a group of one stage, and 1.1 in that"):
                 engine.save(directory)
@@ -471,8 +471,8 @@ def doubled():
     ("make", "num_stages", "begins", "told"),
     [
         (gpt, 6, (), "stages: 6 of a model with 5 parts; give 1 to 5"),
-        (gpt, 2, ("blocks.9",), "begins: blocks.9 cannot begin stages 1 to 1; give so many of blocks.0"),
-        (gpt, 3, ("blocks.1", "blocks.0"), "begins: blocks.1, blocks.0 cannot begin stages 1 to 2"),
+        (gpt, 2, ("blocks.9",), "begins: blocks.9 cannot begin the stages behind the first; give 1 of blocks.0"),
+        (gpt, 3, ("blocks.1", "blocks.0"), "begins: blocks.1, blocks.0 cannot begin the stages behind the first"),
         (lambda: nn.Linear(2, 2), 1, (), "model: Linear does not say where it may be cut"),
         (lambda: Residual(nn.Linear(2, 2), nn.Linear(2, 2)), 2, (), "model: Residual does not say where it may be cut"),
         (doubled, 2, (), "model: it has hooks of its own, and stages call its parts alone; register them on a part"),

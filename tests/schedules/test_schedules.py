@@ -134,7 +134,7 @@ def test_bad_numbers_and_names_are_refused():
         make_schedule("dapple", 2, 2)
     with pytest.raises(ValueError, match="micro_batches: 0 is too small"):
         make_schedule("1f1b", 2, 0)
-    with pytest.raises(ValueError, match="micro_batches: interleaved takes a multiple of its 4 ranks, not 6"):
+    with pytest.raises(ValueError, match="micro_batches: 6; interleaved takes a multiple of 4; use 1f1b"):
         make_schedule("interleaved", 4, 6)
     assert set(PLANS) == {"gpipe", "1f1b", "interleaved", "zb-h1"}
 
