@@ -182,7 +182,8 @@ class Recording(Observer):
         self._stack.close()
         if self._loop.num_steps == 0 and error[0] is None and self._place.rank == 0:
             warnings.warn(
-                "record: no training step was seen in this process, so there is nothing to report. Processes that a "
+                "record: no optimizer has taken a step in this process, so there is nothing to report. A step ends "
+                "with the step() of a torch.optim.Optimizer; a loop that steps by hand needs one. Processes that a "
                 "script starts itself (mp.spawn) are not seen: start it with torchrun, or call shardlab.record in them",
                 stacklevel=2,
             )

@@ -106,10 +106,13 @@ def records_of(step_us, mesh, moved):
 
 def test_which_rank_is_late():
     """As a record of a script says it; by less than a hundredth of a step is not late."""
+    rows = [collective(rank, seq, (0, 30 * rank, 40)) for rank in range(2) for seq in range(3)]
+    at_once = collectives(*rows)
     for step_us, mesh, moved, said in (
         (130.0, {"data": 2}, two_ranks()[0], COMES_LAST),
         (3001.0, {"data": 2}, two_ranks()[0], f"no rank; {COMES_LAST}"),
         (130.0, {"data": 2}, two_ranks()[0].iloc[:0], "cannot be said: no meeting of ranks was watched"),
+        (130.0, {"data": 2}, at_once, COMES_LAST),  # they wait at the same time: no longer than one
         (130.0, None, two_ranks()[0], "cannot be said: the groups of ranks are not one mesh"),
     ):
         assert late(records_of(step_us, mesh, moved)) == said

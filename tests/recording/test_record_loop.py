@@ -251,6 +251,11 @@ def test_a_closure_is_trained_inside_the_optimizer(tmp_path):
     records = recorded(tmp_path, loop)
     assert len(records.steps) == 3
     assert kinds(records, 1).count("backward") >= 2
+    (state,) = optimizer.state.values()
+    kept = [value for entry in state.values() for value in (entry if isinstance(entry, list) else [entry])]
+    assert state["old_dirs"]  # a list, as the matrices of Shampoo are
+    held = {value.untyped_storage()._cdata: value.nbytes for value in kept if isinstance(value, torch.Tensor)}
+    assert at_rest(records, step=2)["optimizer_state"] == sum(held.values())
 
 
 def test_a_second_model_that_begins_to_train_later_is_seen(tmp_path):
@@ -404,8 +409,9 @@ def test_an_engine_of_ours_is_refused_in_its_first_forward(tmp_path):
 
 
 def test_nothing_that_trains_is_said(tmp_path):
-    with pytest.warns(UserWarning, match="no training step was seen"), shardlab.record(tmp_path):
-        Net()(torch.ones(8))
+    """Also where a script trains by hand: only an optimizer tells where a step ends."""
+    with pytest.warns(UserWarning, match="no optimizer has taken a step in this process"), shardlab.record(tmp_path):
+        Net()(torch.ones(8)).sum().backward()
 
 
 def gan(begins_with_inputs, steps):
@@ -442,8 +448,9 @@ def test_the_peak_is_that_of_the_half_of_a_gan_that_needs_more(tmp_path, begins_
 
 def test_a_half_that_came_once_is_said_to_be_unknown(tmp_path):
     recorded(tmp_path, lambda: gan(False, 4))
-    said = answer_of_record(load_recorded(tmp_path / "run"))[0].text
-    assert "that of step 3, which is unlike all traced ones, is not known" in said
+    said = dict(answer_of_record(load_recorded(tmp_path / "run")))
+    assert "that of step 3, which is unlike all traced ones, is not known" in said["MEMORY"]
+    assert said["LATE"] == "no rank: there is one alone"
 
 
 def test_what_torch_compile_is_asked_for_is_compiled_although_no_step_was_traced_yet(tmp_path):
