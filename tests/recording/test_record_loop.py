@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.checkpoint import checkpoint
 
 import shardlab
 from shardlab.recording.record import ALWAYS_WATCHED, Place, claim
@@ -256,6 +257,32 @@ def test_a_closure_is_trained_inside_the_optimizer(tmp_path):
     assert state["old_dirs"]  # a list, as the matrices of Shampoo are
     held = {value.untyped_storage()._cdata: value.nbytes for value in kept if isinstance(value, torch.Tensor)}
     assert at_rest(records, step=2)["optimizer_state"] == sum(held.values())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_backward_computes_again_is_recomputation(tmp_path, reentrant):
+    """And no forward of a model of its own, which the parts look like: nothing outer is being called."""
+
+    class Checkpointed(Net):
+        def forward(self, x):
+            for part in (self.up, self.down):
+                x = checkpoint(part, x, use_reentrant=reentrant)
+            return x
+
+    model = Checkpointed()
+    inputs = torch.ones(4, 8, requires_grad=True)
+
+    def loop():
+        optimizer = sgd(model)
+        for _ in range(3):
+            model(inputs).square().mean().backward()
+            optimizer.step()
+
+    spans = recorded(tmp_path, loop).spans
+    counted = spans[spans["step"] == 1].groupby(["unit", "kind"]).size().to_dict()
+    assert counted["up", "recompute"] == counted["down", "recompute"] == 1
+    assert {unit for unit, kind in counted if kind == "forward"} == {"model", "up", "down"}
+    assert {number for (unit, kind), number in counted.items() if kind == "forward" and unit != "model"} == {1}
 
 
 def test_a_second_model_that_begins_to_train_later_is_seen(tmp_path):
