@@ -14,8 +14,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
+from typer.testing import CliRunner
 
 import shardlab
+from shardlab.cli import app
 from shardlab.recording.record import ALWAYS_WATCHED, Place, claim
 from shardlab.recording.report import answer_of_record, load_recorded
 from shardlab.records.store import load_run
@@ -86,6 +88,16 @@ def test_a_plain_loop(tmp_path):
     assert kinds(records, 3) == ["forward", "forward", "backward", "optimizer"]  # the model, then the loss
     assert set(records.spans["unit"]) == {"up", "down", "model"}
     assert records.collectives.empty
+
+
+def test_a_diff_says_that_one_record_is_longer(tmp_path):
+    for steps in (2, 3):
+        (tmp_path / str(steps)).mkdir()
+        model = Net()
+        recorded(tmp_path / str(steps), lambda: train(model, sgd(model), steps))  # noqa: B023
+    done = CliRunner().invoke(app, ["diff", *(str(tmp_path / str(steps) / "run") for steps in (2, 3))])
+    assert "steps: 2 in the first, 3 in the second" in done.stdout
+    assert "ranks:" not in done.stdout
 
 
 def test_gradient_accumulation_is_one_step_with_the_sum_of_its_losses(tmp_path):
