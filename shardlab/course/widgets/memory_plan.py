@@ -37,7 +37,8 @@ class MemoryPlan:
         model: a name from ``models.MODELS``, a number of parameters, for example 7.5e9, or a model of your own: a
             ``Workload``, or a module, for which the meta device will do.
         ranks: number of ranks.
-        precision: 'fp32', or 'mixed' as in the ZeRO paper: 16-bit parameters and gradients, fp32 master weights.
+        precision: 'fp32', 'mixed' as in the ZeRO paper (16-bit parameters and gradients, fp32 master weights),
+            'mixed-8bit' or 'pure-bf16'.
         optimizer: 'adamw', 'sgd with momentum' or 'sgd'.
         sharding: of FSDP: full_shard, shard_grad_op, no_shard or hybrid_shard.
         shard_group: ranks in a shard group of hybrid_shard; None for the largest divisor below ``ranks``.
@@ -58,7 +59,8 @@ class MemoryPlan:
         require_count("ranks", self.ranks, 1)
         if self.ranks > MAX_RANKS:
             raise ValueError(f"ranks: {self.ranks} is above {MAX_RANKS}")
-        for name, allowed in (("precision", planner.PRECISIONS), ("optimizer", OPTIMIZERS)):
+        known = {"precision": planner.PRECISIONS, "optimizer": OPTIMIZERS, "sharding": tuple(Sharding)}
+        for name, allowed in known.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(allowed)}")
         self._setup("fsdp")
