@@ -126,8 +126,8 @@ class _Process:
 
 def check_steps(trace_memory: int | None, watch_every: int) -> None:
     """Raise ValueError unless the first is the number of a step, the second a distance between two."""
-    if trace_memory is not None and (isinstance(trace_memory, bool) or trace_memory < 0):
-        raise ValueError(f"trace_memory: {trace_memory} is given; it must be the number of a step, from 0, or None")
+    if trace_memory is not None and (type(trace_memory) is not int or trace_memory < 0):
+        raise ValueError(f"trace_memory: {trace_memory!r} is given; it must be the number of a step, from 0, or None")
     if isinstance(watch_every, bool) or not isinstance(watch_every, int) or watch_every < 1:
         raise ValueError(f"watch_every: {watch_every!r} is given; it must be a whole number of steps, 1 or more")
 

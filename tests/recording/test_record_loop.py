@@ -409,6 +409,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
         spoil(directory)
         with pytest.raises(ValueError, match=message), shardlab.record(directory):
             pass
+    with pytest.raises(ValueError, match="trace_memory: 1.5 is given"), shardlab.record(tmp_path, trace_memory=1.5):
+        pass
     with pytest.raises(ValueError, match="trace_memory: -1 is given"), shardlab.record(tmp_path, trace_memory=-1):
         pass
     with pytest.raises(ValueError, match="watch_every: 0 is given"), shardlab.record(tmp_path, watch_every=0):

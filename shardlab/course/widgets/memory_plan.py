@@ -6,6 +6,7 @@ plan.by_ranks("zero2")    # table memory, one run per number of ranks
 plan.costs()              # bytes, saving and bytes sent per strategy
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,8 +60,8 @@ class MemoryPlan:
         require_count("ranks", self.ranks, 1)
         if self.ranks > MAX_RANKS:
             raise ValueError(f"ranks: {self.ranks} is above {MAX_RANKS}")
-        known = {"precision": planner.PRECISIONS, "optimizer": OPTIMIZERS, "sharding": tuple(Sharding)}
-        for name, allowed in known.items():
+        known: dict[str, Collection[str]] = {"precision": planner.PRECISIONS, "optimizer": OPTIMIZERS}
+        for name, allowed in (known | {"sharding": tuple(Sharding)}).items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(allowed)}")
         self._setup("fsdp")
