@@ -191,8 +191,11 @@ class Recording(Observer):
     def issued(self, event: CollectiveEvent) -> None:
         """Record a collective."""
         began_ns = perf_counter_ns()
-        self._axes[event.axis] = max(self._axes.get(event.axis, 0), event.group_size)
+        known = self._axes.get(event.axis, 0)
+        self._axes[event.axis] = max(known, event.group_size)
         self._backends.add(event.transport)
+        if self._axes[event.axis] > known:  # at once, for a run that is killed
+            self._write_manifest()
         self._loop.issued(event)
         self._loop.spent(began_ns)
 

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import json
 import math
 import os
 import time
@@ -18,12 +19,13 @@ from typer.testing import CliRunner
 
 import shardlab
 from shardlab.cli import app
-from shardlab.recording.record import ALWAYS_WATCHED, Place, claim
+from shardlab.comm import CollectiveEvent
+from shardlab.recording.record import ALWAYS_WATCHED, Place, Recording, claim
 from shardlab.recording.report import answer_of_record, load_recorded
 from shardlab.records.store import load_run
 from shardlab.trace.clock import HostClock
 from shardlab.trace.memory_by_role import bytes_by_role
-from shardlab.vocabulary import Role
+from shardlab.vocabulary import Collective, Role
 
 
 class Net(nn.Module):
@@ -409,7 +411,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         spoil(directory)
         with pytest.raises(ValueError, match=message), shardlab.record(directory):
             pass
-    with pytest.raises(ValueError, match="trace_memory: 1.5 is given"), shardlab.record(tmp_path, trace_memory=1.5):
+    with pytest.raises(ValueError, match=r"trace_memory: 1\.5 is given"), shardlab.record(tmp_path, trace_memory=1.5):
         pass
     with pytest.raises(ValueError, match="trace_memory: -1 is given"), shardlab.record(tmp_path, trace_memory=-1):
         pass
@@ -447,6 +449,16 @@ def test_an_engine_of_ours_is_refused_in_its_first_forward(tmp_path):
     said = pytest.raises(ValueError, match="record: shardlab's engine 'single' trains the module")
     with shardlab.build_engine("single", Net(), torch.optim.SGD) as engine, said, shardlab.record(tmp_path):
         engine(torch.ones(8))
+
+
+@pytest.mark.filterwarnings("ignore:record:UserWarning")
+def test_the_mesh_is_known_of_a_run_that_is_killed(tmp_path):
+    place = Place(0, 2)
+    claim(tmp_path / "run", place)
+    with Recording(tmp_path / "run", place, None, 16) as recording:
+        recording.issued(CollectiveEvent(0, Collective.ALL_REDUCE, "data", "", "float32", 4, 16, 2, "gloo", False))
+        manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert (manifest["mesh"], manifest["backend"]) == ({"data": 2}, "gloo")
 
 
 def test_nothing_that_trains_is_said(tmp_path):
