@@ -3,7 +3,7 @@
 import json
 from math import isnan
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -128,10 +128,10 @@ def answer_of_record(recorded: Comparison) -> list[Line]:
 
 def _is_it_right(recorded: Comparison) -> str:
     """How to know whether a script is right, which a record does not say."""
-    ranks, name = int(recorded.summary["ranks"].iloc[0]), _name(recorded)
-    if ranks == 1 or not name.endswith(".py"):
+    ranks, (manifest,) = int(recorded.summary["ranks"].iloc[0]), recorded.records.manifests.values()
+    if ranks == 1 or not _name(recorded).endswith(".py"):
         return ""
-    return f"; shardlab same --ranks {ranks} {quote(name)}: are its gradients those of one process?"
+    return f"; shardlab same --ranks {ranks} {join(manifest['recorded'])}: are its gradients those of one process?"
 
 
 def _dead(records: Records) -> list[Line]:

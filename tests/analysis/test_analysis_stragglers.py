@@ -101,7 +101,9 @@ COMES_LAST = "rank 1 comes last in 100 % of all meetings, and the others wait 30
 def records_of(step_us, mesh, moved):
     keys = {"run": "a", "source": "measured", "step": 0}
     steps = pd.DataFrame([STEP | keys | {"rank": rank, "step_us": step_us} for rank in range(2)])
-    return Records(moved, spans(), steps, steps, steps, manifests={"a": {"mesh": mesh, "recorded": ["train.py"]}})
+    return Records(
+        moved, spans(), steps, steps, steps, manifests={"a": {"mesh": mesh, "recorded": ["my/train.py", "--a b"]}}
+    )
 
 
 def test_which_rank_is_late():
@@ -146,3 +148,4 @@ def test_what_a_record_answers():
         assert said["TIME"] == f"0.13 ms a step (median){time}"
         assert sent in (None, said["SENT"])
         assert said["NEXT"].startswith(f"shardlab {next_is} out ")
+        assert "; shardlab same --ranks 2 my/train.py '--a b': are" in said["NEXT"]
