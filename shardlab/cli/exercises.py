@@ -34,6 +34,10 @@ def exercises(
     from shardlab.course import LADDER, find
     from shardlab.course.exercises.grade import exercises_in
 
+    if sheet + solutions + (grade is not None) > 1:
+        raise ValueError("sheet, solutions, grade: each prints something else; give one of them")
+    if (csv and grade is None) or json + csv + sheet + solutions > 1:
+        raise ValueError("json, csv: rows of the list or of marks; give one of them, csv with --grade FOLDER alone")
     known = [*LADDER, *(exercises_in(extra) if extra is not None else [])]
     own = {exercise.name: exercise for exercise in known}
     known = [own[name] if name in own else find(name) for name in names] if names else known

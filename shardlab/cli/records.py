@@ -150,7 +150,10 @@ def diff(
 
     if is_recorded(first) or is_recorded(second):
         one, other = (load_recorded(path) if is_recorded(path) else load_saved(path)[0] for path in (first, second))
-        lines, are_equal = ["Losses were not compared: a script was recorded, and its data are not known."], True
+        most = {name: (int(one.summary[name].max()), int(other.summary[name].max())) for name in ("ranks", "steps")}
+        lines = [f"{name}: {a} in the first, {b} in the second" for name, (a, b) in most.items() if a != b]
+        lines.append("Losses were not compared: a script was recorded, and its data are not known.")
+        are_equal = True
     else:
         saved = load_saved(first), load_saved(second)
         (one, _), (other, _) = saved

@@ -15,6 +15,7 @@ from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.coalesced import broadcast_coalesced
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.same_on_all_ranks import check_alike, number_among
+from shardlab.comm.trees import tensors_in
 from shardlab.engines.clip import Axes, clip_
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.step_tensors import OptimizerFn, StepTensors
@@ -428,8 +429,8 @@ class AnyEngine(ABC):
         spans = self.owned()
         for name, tensor in self.step_tensors().items():
             for key, value in self.optimizer.state.get(tensor, {}).items():
-                if isinstance(value, Tensor):
-                    yield of_state(key, value, name if name in spans else "", spans.get(name, (0, 0)))
+                for kept in tensors_in(value):  # Shampoo has a list: a matrix for each dim
+                    yield of_state(key, kept, name if name in spans else "", spans.get(name, (0, 0)))
 
 
 def owned_in(divisions: Iterable[Division], names: Iterable[str]) -> dict[str, tuple[int, int]]:

@@ -103,9 +103,14 @@ class Hooks:
             self._looking.remove()
             self._looking = None
 
+    @property
+    def _is_inside(self) -> bool:
+        """Whether a module that is called now is a part: of a forward, or of what backward computes again."""
+        return self._outermost is not None or self._in_backward
+
     def _found(self, module: nn.Module, args: Any) -> None:
         # First: inside torch.compile the hook is traced, and must leave nothing behind.
-        if torch.compiler.is_compiling() or self._outermost is not None or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or self._is_inside or not torch.is_grad_enabled():
             return
         if module in self._watched or not any(param.requires_grad for param in module.parameters()):
             return
@@ -136,7 +141,7 @@ class Hooks:
             self._hook_units(units)
 
     def _before_forward(self, root: nn.Module, args: Any, named: Any) -> None:
-        if torch.compiler.is_compiling() or self._outermost is not None:
+        if torch.compiler.is_compiling() or self._is_inside:
             return
         self._outermost = root
         trains = torch.is_grad_enabled()

@@ -126,8 +126,8 @@ class _Process:
 
 def check_steps(trace_memory: int | None, watch_every: int) -> None:
     """Raise ValueError unless the first is the number of a step, the second a distance between two."""
-    if trace_memory is not None and (isinstance(trace_memory, bool) or trace_memory < 0):
-        raise ValueError(f"trace_memory: {trace_memory} is given; it must be the number of a step, from 0, or None")
+    if trace_memory is not None and (type(trace_memory) is not int or trace_memory < 0):
+        raise ValueError(f"trace_memory: {trace_memory!r} is given; it must be the number of a step, from 0, or None")
     if isinstance(watch_every, bool) or not isinstance(watch_every, int) or watch_every < 1:
         raise ValueError(f"watch_every: {watch_every!r} is given; it must be a whole number of steps, 1 or more")
 
@@ -182,7 +182,8 @@ class Recording(Observer):
         self._stack.close()
         if self._loop.num_steps == 0 and error[0] is None and self._place.rank == 0:
             warnings.warn(
-                "record: no training step was seen in this process, so there is nothing to report. Processes that a "
+                "record: no optimizer has taken a step in this process, so there is nothing to report. A step ends "
+                "with the step() of a torch.optim.Optimizer; a loop that steps by hand needs one. Processes that a "
                 "script starts itself (mp.spawn) are not seen: start it with torchrun, or call shardlab.record in them",
                 stacklevel=2,
             )
@@ -190,8 +191,11 @@ class Recording(Observer):
     def issued(self, event: CollectiveEvent) -> None:
         """Record a collective."""
         began_ns = perf_counter_ns()
-        self._axes[event.axis] = max(self._axes.get(event.axis, 0), event.group_size)
+        known = self._axes.get(event.axis, 0)
+        self._axes[event.axis] = max(known, event.group_size)
         self._backends.add(event.transport)
+        if self._axes[event.axis] > known:  # at once, for a run that is killed
+            self._write_manifest()
         self._loop.issued(event)
         self._loop.spent(began_ns)
 

@@ -3,13 +3,14 @@
 import json
 from math import isnan
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from shardlab.analysis.attribution import waits
 from shardlab.analysis.held_bytes import at_rest
+from shardlab.analysis.intervals import total
 from shardlab.analysis.rows import in_timed_steps, timed_steps
 from shardlab.experiment.directory import write_page
 from shardlab.experiment.told.answer import ALIKE, ROLES, Line, messages, quartiles, steps_differ
@@ -127,10 +128,10 @@ def answer_of_record(recorded: Comparison) -> list[Line]:
 
 def _is_it_right(recorded: Comparison) -> str:
     """How to know whether a script is right, which a record does not say."""
-    ranks, name = int(recorded.summary["ranks"].iloc[0]), _name(recorded)
-    if ranks == 1 or not name.endswith(".py"):
+    ranks, (manifest,) = int(recorded.summary["ranks"].iloc[0]), recorded.records.manifests.values()
+    if ranks == 1 or not _name(recorded).endswith(".py"):
         return ""
-    return f"; shardlab same --ranks {ranks} {quote(name)}: are its gradients those of one process?"
+    return f"; shardlab same --ranks {ranks} {join(manifest['recorded'])}: are its gradients those of one process?"
 
 
 def _dead(records: Records) -> list[Line]:
@@ -153,6 +154,8 @@ def late(records: Records) -> str:
         records: of one run.
     """
     (manifest,) = records.manifests.values()
+    if manifest.get("ranks") == 1:
+        return "no rank: there is one alone"
     if manifest["mesh"] is None:
         return "cannot be said: the groups of ranks are not one mesh"
     sent, _ = in_timed_steps(records.collectives, records.spans, records.steps)
@@ -162,7 +165,10 @@ def late(records: Records) -> str:
         return "cannot be said: no meeting of ranks was watched"
     shares = met.drop_duplicates(["step", "axis", "group", "seq"])["last_rank"].value_counts(normalize=True)
     others = met[(met["last_rank"] == shares.index[0]) & (met["rank"] != shares.index[0])]
-    lost_us = others["straggler_us"].sum() / others["rank"].nunique() / met["step"].nunique()
+    others = others.assign(until_us=others["start_us"] + others["straggler_us"])
+    # Where several messages wait at once, as DDP's buckets do, that is one wait.
+    waited_us = [total(own[["start_us", "until_us"]]) for _, own in others.groupby("rank")]
+    lost_us = sum(waited_us) / len(waited_us) / met["step"].nunique()
     said = (
         f"rank {shares.index[0]} comes last in {format_percent(shares.iloc[0])} of all meetings, and the others wait "
         f"{format_us(lost_us)} a step for it"

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from shardlab.comm.trees import tensors_in
 from shardlab.trace.memory_by_role import PLAIN, known_tensors, with_storage
 from shardlab.vocabulary import Role
 
@@ -68,7 +69,8 @@ class ScriptTensors:
 def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
     for state in optimizer.state.values():
         if isinstance(state, dict):
-            yield from ((key, value) for key, value in state.items() if isinstance(value, Tensor))
+            # Some keep a list: LBFGS its history, Shampoo a matrix for each dim.
+            yield from ((key, tensor) for key, value in state.items() for tensor in tensors_in(value))
 
 
 def _local(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -88,8 +88,11 @@ def _unfit(processes: Sequence[Notes], where: str = "") -> list[Line]:
             is_of_arguments = where and one.error.startswith("AssertionError")
             advice = "give the arguments of one process by --alone, for example --alone '--tp 1'"
             return [*lines, ("NEXT", advice)] if is_of_arguments else lines
-    if any(one.steps for one in processes):
+    if any(step.backwards for one in processes for step in one.steps):
         return []
+    if any(one.steps for one in processes):
+        words = "no backward() was seen before a step, so rows and losses are not known: what torch.autograd.grad or "
+        return [(UNKNOWN, f"{where}{words}torch.func.grad return is not compared"), ("NEXT", "call backward()")]
     words = "no step of an optimizer was seen: the script has none, or starts processes itself (mp.spawn); "
     words += "let torchrun or --ranks start them"
     return [(UNKNOWN, where + next((one.error for one in processes if one.error), words))]
@@ -162,8 +165,9 @@ def _verdict(found: Found, ranks: Sequence[Notes], alone: Sequence[Notes], divid
         yield UNKNOWN, f"differences up to {found.largest:.1e} are within what {found.dtype} may round"
         yield "NEXT", "run with --float64"
     else:
-        names = {row.name for row in found.rows if row.name and row.what != "buffer"}
-        what = f"gradients and steps of {len(names)} parameters in {found.num_steps} steps, to {found.largest:.1e}"
+        names = {row.name for row in found.rows if row.what == "gradient"}
+        compared = "gradients and steps" if any(row.what == "weights after" for row in found.rows) else "gradients"
+        what = f"{compared} of {len(names)} parameters in {found.num_steps} steps, to {found.largest:.1e}"
         yield SAME, f"{what}, in {found.dtype}, as in one process on the rows of all {len(ranks)} ranks"
 
 
@@ -198,6 +202,8 @@ def _other_losses(found: Found, ranks: Sequence[Notes], alone: Sequence[Notes], 
     elif divided:
         lines = dict.fromkeys(short(one.line) for step in ranks[0].steps for one in in_forward(step))
         may += f" at {', '.join(lines)} (a bias that each of them adds counts several times)"
+    if any(one.steps[number].is_moved for one in ranks):
+        may = f"weights that the script moves between two backwards by a rank's own gradients, as SAM does, or {may}"
     times = f"{float(ratios[rank][micro]):.6g} times that of one process on the same rows"
     return f"in step {number} the loss of rank {rank} is {times}: {may}"
 

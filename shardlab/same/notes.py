@@ -187,6 +187,7 @@ class Step:
         line: of the step.
         names: of what it steps; names of what no module has are empty.
         cleared: before it.
+        is_moved: whether the script has moved weights by gradients that it then cleared, as SAM does.
         unreduced: norms of gradients that FSDP2 has added up and not reduced, by name.
         messages: before it.
         dtypes: in which modules computed.
@@ -208,6 +209,7 @@ class Step:
     line: str = ""
     names: list[str] = field(default_factory=list)
     cleared: list[Cleared] = field(default_factory=list)
+    is_moved: bool = False
     unreduced: dict[str, float] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)
     dtypes: set[str] = field(default_factory=set)

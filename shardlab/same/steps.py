@@ -116,6 +116,7 @@ class Steps:
         self.pieces: list[Pieces] = []  # of each root
         self.has_engines = False  # of ours, which show gradients at the step alone
         self.names: dict[int, list[str]] = {}
+        self._aliases: set[str] = set()  # of weights that a root before has under another name
         self.step = Step()
         self._optimizers: list[torch.optim.Optimizer] = []
         self._held = Held()
@@ -137,10 +138,13 @@ class Steps:
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping.append(optimizer)
         if len(self._stepping) > 1:
             return
+        if next(iter(args[1:]), kwargs.get("closure")) is not None:
+            why = "an optimizer is given a closure, so that gradients come inside its step() and are not seen before it"
+            self.refuse(f"{why}; call backward() before, and step() without one")
         step = self.step
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
@@ -178,15 +182,22 @@ class Steps:
         self.on_step()
 
     def _gradients(self) -> Iterator[Part]:
-        for part in (part for pieces in self.pieces for part in pieces.gradients()):
+        every = (part for pieces in self.pieces for part in pieces.gradients())
+        for part in (part for part in every if part.name not in self._aliases):
             if part.value.is_sparse:
                 self.refuse(f"gradients of {part.name!r} are sparse, which is not compared; build it with sparse=False")
             yield part
 
     def _look_for_cleared(self) -> None:
         """Gradients that backward has brought and that are gone, though nobody has stepped them."""
-        if not self.has_engines:
-            self.step.cleared += self._held.cleared(self._gradients(), self._clearing)
+        if self.has_engines or not (cleared := self._held.cleared(self._gradients(), self._clearing)):
+            return
+        before = {part.key: part.value for part in self.step.weights}
+        now = (part for pieces in self.pieces for part in pieces.weights() if part.key in before)
+        # Gradients by which a script has moved the weights are not lost: SAM steps by those at another place.
+        moved = {part.name for part in now if not part.value.cpu().equal(before[part.key])}
+        self.step.is_moved |= bool(moved)
+        self.step.cleared += [one for one in cleared if one.name not in moved]
 
     def _note_after(self, pieces: Pieces) -> None:
         names, weights = {name for names in pieces.names.values() for name in names}, list[Part]()
@@ -212,8 +223,10 @@ class Steps:
         self.has_engines |= isinstance(root, AnyEngine)
         self.pieces.append(pieces)
         # Weights that two roots share keep the name of the first.
+        self._aliases |= {name for key, names in pieces.names.items() if key in self.names for name in names}
         self.names = pieces.names | self.names
-        self.notes.trainable += [name for name in pieces.trainable if name not in self.notes.trainable]
+        known_names = self._aliases.union(self.notes.trainable)
+        self.notes.trainable += [name for name in pieces.trainable if name not in known_names]
         self.notes.shapes |= {part.name: part.shape for part in pieces.weights()}
         self.notes.tied += pieces.tied
         self.on_step()

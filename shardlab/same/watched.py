@@ -13,7 +13,7 @@ import contextlib
 import copy
 import pickle
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,7 @@ class Watched(Capture):
                 names = whole.keys() | brought.keys()
                 whole = {name: whole.get(name, zero) + brought.get(name, zero) for name in names}
             step.gradients = step.stepped = [part_of(name, value) for name, value in whole.items()]
+            step.after = []  # what one process would have made of them is not known
         return notes
 
     def _around_backward(self, plain: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -81,6 +82,10 @@ class Watched(Capture):
         elif len(self.notes.steps) > len(self._locals):
             self._locals.append(self._own)
             self._own = []
+
+    def refuse(self, why: str) -> NoReturn:
+        """In the loop's own words: it goes no further than that line."""
+        raise ValueError(f"watch: {why}")
 
     def _end_if_enough(self) -> None:
         return  # the loop goes on
@@ -106,9 +111,11 @@ def watch(model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int = 3)
         What is watched; its ``answer`` is there after the block.
 
     Raises:
-        ValueError: ranks hold pieces of parameters, or hooks stand on them, the optimizer steps others, or there is no
-            group of several ranks.
+        ValueError: ranks hold pieces of parameters, or hooks stand on them, the optimizer steps others, there is no
+            group of several ranks, or ``steps`` is below 1.
     """
+    if steps < 1:
+        raise ValueError(f"steps: {steps} is given; it must be 1 or more")
     if not dist.is_initialized() or dist.get_world_size() < 2:
         raise ValueError("watch: there is no group of two ranks or more, so nothing to compare one process with")
     pieces = Pieces(model)

@@ -96,8 +96,9 @@ def _straggler(record: Recorded) -> Iterator[Found]:
         return
     rows = matched_collectives(record.collectives, record.axes)
     meetings = rows.groupby(SAME).agg(
-        late_us=("start_us", lambda times: np.diff(np.sort(times)[-2:]).sum()), last=("last_rank", "first")
-    )
+        late_us=("start_us", lambda times: np.diff(np.sort(times)[-2:]).sum()),
+        last=("last_rank", "first"), last_us=("start_us", "max"),
+    )  # fmt: skip
     most_us = meetings.groupby("step")["late_us"].transform("max")
     meetings = meetings[meetings["late_us"] > np.maximum(NOTICED * record.us, BESIDE_MOST * most_us)].reset_index()
     if len(meetings) < len(record.steps):
@@ -108,7 +109,8 @@ def _straggler(record: Recorded) -> Iterator[Found]:
     # Also by time: of many meetings at which somebody is a little late, one rank is last by chance.
     if min(share, late_us / meetings["late_us"].sum(), own["step"].nunique() / len(record.steps)) <= SAME_RANK:
         return
-    by = late_us / len(record.steps) / 1e3
+    # Where several messages wait at once, that is one wait.
+    by = total(np.column_stack((own["last_us"] - own["late_us"], own["last_us"]))) / len(record.steps) / 1e3
     said = f"rank {rank} is last in {100 * share:.0f} % of {len(meetings)} meetings, by {by:.3g} ms a step"
     longer = _longer(record, rank)
     kind = max(longer, key=lambda kind: longer[kind])

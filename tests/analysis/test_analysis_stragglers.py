@@ -101,15 +101,20 @@ COMES_LAST = "rank 1 comes last in 100 % of all meetings, and the others wait 30
 def records_of(step_us, mesh, moved):
     keys = {"run": "a", "source": "measured", "step": 0}
     steps = pd.DataFrame([STEP | keys | {"rank": rank, "step_us": step_us} for rank in range(2)])
-    return Records(moved, spans(), steps, steps, steps, manifests={"a": {"mesh": mesh, "recorded": ["train.py"]}})
+    return Records(
+        moved, spans(), steps, steps, steps, manifests={"a": {"mesh": mesh, "recorded": ["my/train.py", "--a b"]}}
+    )
 
 
 def test_which_rank_is_late():
     """As a record of a script says it; by less than a hundredth of a step is not late."""
+    rows = [collective(rank, seq, (0, 30 * rank, 40)) for rank in range(2) for seq in range(3)]
+    at_once = collectives(*rows)
     for step_us, mesh, moved, said in (
         (130.0, {"data": 2}, two_ranks()[0], COMES_LAST),
         (3001.0, {"data": 2}, two_ranks()[0], f"no rank; {COMES_LAST}"),
         (130.0, {"data": 2}, two_ranks()[0].iloc[:0], "cannot be said: no meeting of ranks was watched"),
+        (130.0, {"data": 2}, at_once, COMES_LAST),  # they wait at the same time: no longer than one
         (130.0, None, two_ranks()[0], "cannot be said: the groups of ranks are not one mesh"),
     ):
         assert late(records_of(step_us, mesh, moved)) == said
@@ -143,3 +148,4 @@ def test_what_a_record_answers():
         assert said["TIME"] == f"0.13 ms a step (median){time}"
         assert sent in (None, said["SENT"])
         assert said["NEXT"].startswith(f"shardlab {next_is} out ")
+        assert "; shardlab same --ranks 2 my/train.py '--a b': are" in said["NEXT"]

@@ -6,6 +6,7 @@ from torch import nn
 
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
+from shardlab.vocabulary import Role
 from tests.dist import cases
 from tests.dist.every_engine import PIECES, assert_states, engine_of, one_step, step_on
 
@@ -62,6 +63,14 @@ def saved(rank, strategy, kept, directory):
         again.load(directory)
         stepped(again, rank, 1)
         return state, expected, again.full_state_dict()
+
+
+def test_tensors_in_a_container_are_optimizer_state_too():
+    model = nn.Linear(3, 1)
+    with build_engine("single", model, lambda tensors: Kept(tensors, "tensors")) as engine:
+        step_on(engine, engine(torch.ones(2, 3)).sum())
+        held = engine.live_tensors()[Role.OPTIMIZER_STATE]
+    assert sum(tensor.nbytes for tensor in held) == 2 * sum(param.nbytes for param in model.parameters())
 
 
 @pytest.mark.parametrize("strategy", PIECES)

@@ -29,6 +29,7 @@ from shardlab.experiment.trained.workload import seeded
 from shardlab.launch import RankError, current
 from shardlab.planner import Optimizer
 from shardlab.records.store import load_run
+from tests.dist.test_state_at_the_edges import Kept
 
 OURS = ("single", "ddp", "bucketed", "zero1", "zero2", "zero3", "fsdp")
 PEERS = ("torch_ddp", "torch_zero1", "torch_fsdp2")
@@ -469,6 +470,7 @@ def test_the_plan_asks_the_optimizer_what_it_keeps():
         (lambda tensors: torch.optim.Adam(tensors, amsgrad=True), Optimizer(3, 4)),
         (torch.optim.NAdam, Optimizer(2, 4, scalar_bytes=4)),
         (torch.optim.Adagrad, Optimizer(1, 4, from_start=Optimizer(1, 4))),
+        (lambda tensors: Kept(tensors, "tensors"), Optimizer(2, 0)),  # one of them in a container
     ):
         found = optimizer_of(Workload(Residual, Labelled(), keyword_loss, optimizer), Residual())
         assert found == dict.fromkeys(names, kept)

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import json
 import math
 import os
 import time
@@ -13,14 +14,18 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.checkpoint import checkpoint
+from typer.testing import CliRunner
 
 import shardlab
-from shardlab.recording.record import ALWAYS_WATCHED, Place, claim
+from shardlab.cli import app
+from shardlab.comm import CollectiveEvent
+from shardlab.recording.record import ALWAYS_WATCHED, Place, Recording, claim
 from shardlab.recording.report import answer_of_record, load_recorded
 from shardlab.records.store import load_run
 from shardlab.trace.clock import HostClock
 from shardlab.trace.memory_by_role import bytes_by_role
-from shardlab.vocabulary import Role
+from shardlab.vocabulary import Collective, Role
 
 
 class Net(nn.Module):
@@ -85,6 +90,16 @@ def test_a_plain_loop(tmp_path):
     assert kinds(records, 3) == ["forward", "forward", "backward", "optimizer"]  # the model, then the loss
     assert set(records.spans["unit"]) == {"up", "down", "model"}
     assert records.collectives.empty
+
+
+def test_a_diff_says_that_one_record_is_longer(tmp_path):
+    for steps in (2, 3):
+        (tmp_path / str(steps)).mkdir()
+        model = Net()
+        recorded(tmp_path / str(steps), lambda: train(model, sgd(model), steps))  # noqa: B023
+    done = CliRunner().invoke(app, ["diff", *(str(tmp_path / str(steps) / "run") for steps in (2, 3))])
+    assert "steps: 2 in the first, 3 in the second" in done.stdout
+    assert "ranks:" not in done.stdout
 
 
 def test_gradient_accumulation_is_one_step_with_the_sum_of_its_losses(tmp_path):
@@ -251,6 +266,37 @@ def test_a_closure_is_trained_inside_the_optimizer(tmp_path):
     records = recorded(tmp_path, loop)
     assert len(records.steps) == 3
     assert kinds(records, 1).count("backward") >= 2
+    (state,) = optimizer.state.values()
+    kept = [value for entry in state.values() for value in (entry if isinstance(entry, list) else [entry])]
+    assert state["old_dirs"]  # a list, as the matrices of Shampoo are
+    held = {value.untyped_storage()._cdata: value.nbytes for value in kept if isinstance(value, torch.Tensor)}
+    assert at_rest(records, step=2)["optimizer_state"] == sum(held.values())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_backward_computes_again_is_recomputation(tmp_path, reentrant):
+    """And no forward of a model of its own, which the parts look like: nothing outer is being called."""
+
+    class Checkpointed(Net):
+        def forward(self, x):
+            for part in (self.up, self.down):
+                x = checkpoint(part, x, use_reentrant=reentrant)
+            return x
+
+    model = Checkpointed()
+    inputs = torch.ones(4, 8, requires_grad=True)
+
+    def loop():
+        optimizer = sgd(model)
+        for _ in range(3):
+            model(inputs).square().mean().backward()
+            optimizer.step()
+
+    spans = recorded(tmp_path, loop).spans
+    counted = spans[spans["step"] == 1].groupby(["unit", "kind"]).size().to_dict()
+    assert counted["up", "recompute"] == counted["down", "recompute"] == 1
+    assert {unit for unit, kind in counted if kind == "forward"} == {"model", "up", "down"}
+    assert {number for (unit, kind), number in counted.items() if kind == "forward" and unit != "model"} == {1}
 
 
 def test_a_second_model_that_begins_to_train_later_is_seen(tmp_path):
@@ -365,6 +411,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
         spoil(directory)
         with pytest.raises(ValueError, match=message), shardlab.record(directory):
             pass
+    with pytest.raises(ValueError, match=r"trace_memory: 1\.5 is given"), shardlab.record(tmp_path, trace_memory=1.5):
+        pass
     with pytest.raises(ValueError, match="trace_memory: -1 is given"), shardlab.record(tmp_path, trace_memory=-1):
         pass
     with pytest.raises(ValueError, match="watch_every: 0 is given"), shardlab.record(tmp_path, watch_every=0):
@@ -403,9 +451,20 @@ def test_an_engine_of_ours_is_refused_in_its_first_forward(tmp_path):
         engine(torch.ones(8))
 
 
+@pytest.mark.filterwarnings("ignore:record:UserWarning")
+def test_the_mesh_is_known_of_a_run_that_is_killed(tmp_path):
+    place = Place(0, 2)
+    claim(tmp_path / "run", place)
+    with Recording(tmp_path / "run", place, None, 16) as recording:
+        recording.issued(CollectiveEvent(0, Collective.ALL_REDUCE, "data", "", "float32", 4, 16, 2, "gloo", False))
+        manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert (manifest["mesh"], manifest["backend"]) == ({"data": 2}, "gloo")
+
+
 def test_nothing_that_trains_is_said(tmp_path):
-    with pytest.warns(UserWarning, match="no training step was seen"), shardlab.record(tmp_path):
-        Net()(torch.ones(8))
+    """Also where a script trains by hand: only an optimizer tells where a step ends."""
+    with pytest.warns(UserWarning, match="no optimizer has taken a step in this process"), shardlab.record(tmp_path):
+        Net()(torch.ones(8)).sum().backward()
 
 
 def gan(begins_with_inputs, steps):
@@ -442,8 +501,9 @@ def test_the_peak_is_that_of_the_half_of_a_gan_that_needs_more(tmp_path, begins_
 
 def test_a_half_that_came_once_is_said_to_be_unknown(tmp_path):
     recorded(tmp_path, lambda: gan(False, 4))
-    said = answer_of_record(load_recorded(tmp_path / "run"))[0].text
-    assert "that of step 3, which is unlike all traced ones, is not known" in said
+    said = dict(answer_of_record(load_recorded(tmp_path / "run")))
+    assert "that of step 3, which is unlike all traced ones, is not known" in said["MEMORY"]
+    assert said["LATE"] == "no rank: there is one alone"
 
 
 def test_what_torch_compile_is_asked_for_is_compiled_although_no_step_was_traced_yet(tmp_path):

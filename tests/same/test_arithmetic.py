@@ -9,9 +9,10 @@ from shardlab.launch import RankError
 from shardlab.recording.global_hooks import replaced
 from shardlab.same import watch
 from shardlab.same.answer import answer
-from shardlab.same.capture import drops_nothing
+from shardlab.same.capture import Capture, drops_nothing
 from shardlab.same.coefficients import meaning, mixture
 from shardlab.same.notes import Backward, Cleared, Counted, Message, Notes, Part, Step, UnlikeError
+from shardlab.same.rows import Rows
 from shardlab.same.steps import Held
 from shardlab.same.union import union
 from shardlab.same.wholes import wholes
@@ -153,20 +154,29 @@ def test_nothing_is_dropped_however_torchs_functions_are_called():
         assert torch.equal(F.dropout(input=x, p=0.9, training=True), x)
 
 
-def loop(rank, divisor, sharded=False):
+def loop(rank, divisor, sharded=False, how="backward", steps=3):
     torch.manual_seed(0)
-    model = torch.nn.Linear(4, 2)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2))
     optimizer = torch.optim.SGD([torch.zeros(2)] if sharded else model.parameters(), lr=0.1)
     torch.manual_seed(1 + rank)
-    with watch(model, optimizer) as watched:
+    with watch(model, optimizer, steps=steps) as watched:
         for _ in range(5):
-            model(torch.randn(8, 4)).square().mean().backward()
+            x = torch.randn(8, 4, requires_grad=True)
+            loss = model(x).square().mean()
+            if how == "grad":
+                for param, found in zip(model.parameters(), torch.autograd.grad(loss, model.parameters()), strict=True):
+                    param.grad = found
+            elif how == "a part alone":
+                (slope,) = torch.autograd.grad(model[0](x).sum(), x, create_graph=True)
+                (loss + slope.square().sum()).backward()
+            else:
+                loss.backward()
             for param in model.parameters():
                 dist.all_reduce(param.grad)
                 param.grad /= divisor
-            optimizer.step()
+            optimizer.step(*[lambda: loss] if how == "closure" else ())  # noqa: B023
             optimizer.zero_grad()
-    return str(watched.answer), len(watched.notes.steps), float(model.weight.sum())
+    return str(watched.answer), len(watched.notes.steps), float(model[0].weight.sum())
 
 
 def test_a_loop_that_is_watched(pools):
@@ -179,6 +189,34 @@ def test_a_loop_that_is_watched(pools):
     assert "added over 2 ranks and not divided" in wrong
     with pytest.raises(RankError, match="optimizer: it steps no parameter of the model"):
         pools(2).run(loop, 1.0, True)
+    for options, said in (
+        ({"steps": 0}, "steps: 0 is given; it must be 1 or more"),
+        ({"how": "closure"}, "watch: an optimizer is given a closure"),
+    ):
+        with pytest.raises(RankError, match=said):
+            pools(2).run(loop, 2.0, **options)
+
+
+def test_what_is_said_of_a_watched_loop_is_what_was_seen(pools):
+    """Gradients, but not what steps make of them; parts that are called by themselves have the model's weights."""
+    penalised, unseen = (pools(2).run(loop, 2.0, how=how)[0][0] for how in ("a part alone", "grad"))
+    assert " ".join(penalised.split()).startswith("SAME gradients of 2 parameters in 3 steps")
+    assert "LOST" not in penalised
+    assert unseen.startswith("CANNOT BE SAID")
+    assert "what torch.autograd.grad or torch.func.grad return is not compared" in unseen
+
+
+@pytest.mark.parametrize(("moves", "lost"), [(1.0, ["bias"]), (0.0, ["weight", "bias"])])
+def test_gradients_by_which_weights_were_moved_are_not_lost_when_they_are_cleared(moves, lost):
+    """As SAM does, between two backwards of a step."""
+    model, notes = torch.nn.Linear(3, 1), Notes()
+    capture = Capture(Rows(notes, float64=False), notes, rank=0, limit=3, dropout=True)
+    with capture.listening():
+        model(torch.ones(2, 3)).sum().backward()
+        model.weight.data += moves * model.weight.grad
+        model.zero_grad()
+    assert [one.name for one in capture.step.cleared] == lost
+    assert capture.step.is_moved == bool(moves)
 
 
 def test_an_option_that_depends_on_the_number_of_ranks_is_told_though_steps_are_the_same():

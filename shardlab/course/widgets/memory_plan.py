@@ -6,6 +6,7 @@ plan.by_ranks("zero2")    # table memory, one run per number of ranks
 plan.costs()              # bytes, saving and bytes sent per strategy
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,7 +38,8 @@ class MemoryPlan:
         model: a name from ``models.MODELS``, a number of parameters, for example 7.5e9, or a model of your own: a
             ``Workload``, or a module, for which the meta device will do.
         ranks: number of ranks.
-        precision: 'fp32', or 'mixed' as in the ZeRO paper: 16-bit parameters and gradients, fp32 master weights.
+        precision: 'fp32', 'mixed' as in the ZeRO paper (16-bit parameters and gradients, fp32 master weights),
+            'mixed-8bit' or 'pure-bf16'.
         optimizer: 'adamw', 'sgd with momentum' or 'sgd'.
         sharding: of FSDP: full_shard, shard_grad_op, no_shard or hybrid_shard.
         shard_group: ranks in a shard group of hybrid_shard; None for the largest divisor below ``ranks``.
@@ -58,7 +60,8 @@ class MemoryPlan:
         require_count("ranks", self.ranks, 1)
         if self.ranks > MAX_RANKS:
             raise ValueError(f"ranks: {self.ranks} is above {MAX_RANKS}")
-        for name, allowed in (("precision", planner.PRECISIONS), ("optimizer", OPTIMIZERS)):
+        known: dict[str, Collection[str]] = {"precision": planner.PRECISIONS, "optimizer": OPTIMIZERS}
+        for name, allowed in (known | {"sharding": tuple(Sharding)}).items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(allowed)}")
         self._setup("fsdp")

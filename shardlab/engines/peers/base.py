@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.torch_engine_groups import TorchGroup, torch_group
+from shardlab.comm.trees import tensors_in
 from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.guards.model_checks import check_model, check_optimizer, check_rows, check_types
 from shardlab.engines.guards.ownership import Claim, check_free
@@ -158,8 +159,8 @@ class Peer(AnyEngine):
                 yield from self._pieces(Role.GRADIENT, param.grad, name)
         for name, param in self.params.items():
             for key, value in self._state_of(param).items():
-                if isinstance(value, Tensor):
-                    yield from self._pieces(Role.OTHER if key == "step" else Role.OPTIMIZER_STATE, value, name)
+                for kept in tensors_in(value):
+                    yield from self._pieces(Role.OTHER if key == "step" else Role.OPTIMIZER_STATE, kept, name)
         yield from (Holding(Role.OTHER, buffer) for buffer in self.module.buffers())
 
     def _pieces(self, role: Role, tensor: Tensor, name: str) -> Iterator[Holding]:

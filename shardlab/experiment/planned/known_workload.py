@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardlab.comm.trees import map_tensors
+from shardlab.comm.trees import map_tensors, tensors_in
 from shardlab.engines.any_engine import of_state
 from shardlab.engines.autograd_nodes import may_nest, nodes_below
 from shardlab.engines.step_tensors import StepTensors
@@ -123,9 +123,7 @@ def _kept_by(optimizer: torch.optim.Optimizer, tensors: StepTensors) -> dict[str
 def _kept(tensor: Tensor, state: Mapping[str, Any]) -> Optimizer | None:
     """What is kept for one tensor, counted as the engines count it; None if its size follows no rule."""
     values = counters = scalars = 0
-    for key, value in state.items():
-        if not isinstance(value, Tensor):
-            continue
+    for key, value in ((key, value) for key, kept in state.items() for value in tensors_in(kept)):
         if of_state(key, value, "", (0, 0)).role is Role.OTHER:
             counters += value.nbytes
         elif value.shape == tensor.shape and value.dtype == tensor.dtype:

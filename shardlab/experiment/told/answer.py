@@ -372,7 +372,7 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
         halves = (
             config.ranks > 2 and config.pipe == config.tp == 1 and not any(map(config.has_two_axes, config.strategies))
         )
-        fewer = f"{of} --ranks {config.ranks // 2}{kept}" if halves else f"{again} --steps 50"
+        fewer = f"{of} --ranks {max(2, config.ranks // 2)}{kept}" if halves else f"{again} --steps 50"
         return f"shardlab compare{fewer}{chosen}, with nothing beside it: so that times count"
     if config.pipe > 1:
         return f"shardlab compare{again}{_smaller_bubble(config)}"

@@ -181,6 +181,9 @@ def test_bad_input_is_said_in_a_line(tmp_path: Path, monkeypatch) -> None:
     for options, words in (
         (["--grade", "nowhere"], "grade: nowhere is no folder"),
         (["--grade", "empty"], "grade: empty holds no submission"),
+        (["--sheet", "--solutions"], "sheet, solutions, grade: each prints something else"),
+        (["--csv"], "csv with --grade FOLDER alone"),
+        (["--grade", "empty", "--csv", "--json"], "give one of them"),
         (["--with", "nowhere.py"], "with: there is no file nowhere.py"),
         (["--with", "notes.txt"], "with: there is no file notes.txt of Python"),
         (["--with", "broken.py"], "with: broken.py, line 1: SyntaxError"),
