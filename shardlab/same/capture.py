@@ -79,7 +79,7 @@ class Capture(Steps, TorchFunctionMode):
             ):  # fmt: skip
                 stack.enter_context(replaced(owner, name, around))
             stack.enter_context(contextlib.nullcontext() if self._dropout else without_dropout())
-            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_pre_hook(self._step_called).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             stack.enter_context(self._messages.calls)
             stack.enter_context(self)
@@ -103,11 +103,11 @@ class Capture(Steps, TorchFunctionMode):
 
     # What a single process does otherwise.
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *rest: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_in_backward:
             why = "an optimizer steps inside a backward, where other gradients are still to come: what one process "
             self.refuse(f"{why}would make of all rows is not known; call its step() after backward")
-        super()._before_step(optimizer, *rest)
+        super()._before_step(optimizer)
 
     def begin(self, pieces: Pieces) -> None:
         """A root is called for the first time in this step."""

@@ -138,13 +138,26 @@ class Steps:
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _step_called(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A step begins here or, where it is given a closure that brings the gradients, behind that."""
+        closure: Callable[[], Any] | None = next(iter(args[1:]), kwargs.get("closure"))
+        if closure is None:
+            self._before_step(optimizer)
+            return None
+
+        def brings() -> Any:
+            if optimizer in self._stepping:
+                self.refuse("an optimizer calls its closure several times in a step, as LBFGS does")
+            made = closure()
+            self._before_step(optimizer)
+            return made
+
+        return args[:1], {**kwargs, "closure": brings}
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._stepping.append(optimizer)
         if len(self._stepping) > 1:
             return
-        if next(iter(args[1:]), kwargs.get("closure")) is not None:
-            why = "an optimizer is given a closure, so that gradients come inside its step() and are not seen before it"
-            self.refuse(f"{why}; call backward() before, and step() without one")
         step = self.step
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)

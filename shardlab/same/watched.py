@@ -70,10 +70,10 @@ class Watched(Capture):
             self._own.append({name: one.detach().clone().cpu() for name, one in both if one is not None})
         super()._around_backward(plain, tensors, *args, **kwargs)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *rest: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._stepping and optimizer is not self._optimizers[0]:
             raise ValueError("watch: another optimizer steps inside the block; 'shardlab same' judges several")
-        super()._before_step(optimizer, *rest)
+        super()._before_step(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *rest: Any) -> None:
         super()._after_step(optimizer, *rest)

@@ -83,6 +83,21 @@ OF_RANK = LOOP.format(begin="import os", step="").replace("(4, 2)", "(4, 2 + int
 CLIPS_EACH = LOOP.format(begin="", step="if step % 2 == 0: continue\n    optimizer.step()").replace(
     "    for param", "    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n    for param"
 )
+CLOSURE = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank())
+for _ in range(3):
+    x = torch.randn(3, 4)
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+    optimizer.step(closure)
+"""
 ENDLESS = LOOP.format(begin="import time", step="time.sleep(99)")
 
 
@@ -97,6 +112,7 @@ ENDLESS = LOOP.format(begin="import time", step="time.sleep(99)")
         (IN_BACKWARD, "an optimizer steps inside a backward, where other gradients are still to come"),
         (SPARSE, "gradients of 'weight' are sparse, which is not compared; build it with sparse=False"),
         (CLIPS_EACH, "gradients are clipped, and then others are added"),
+        (CLOSURE.replace("SGD", "LBFGS"), "an optimizer calls its closure several times in a step, as LBFGS does"),
         ("raise ValueError('mine')", "ValueError: mine"),
     ],
 )
@@ -106,6 +122,11 @@ def test_what_cannot_be_judged_is_said(tmp_path, monkeypatch, text, said):
     told = judged(Job(tmp_path / "train.py"), 6 if text == ENDLESS else 60)
     assert told.word == "CANNOT BE SAID"
     assert said in str(told)
+
+
+def test_gradients_that_a_closure_brings_are_judged(tmp_path):
+    (tmp_path / "train.py").write_text(CLOSURE)
+    assert judged(Job(tmp_path / "train.py"), 60).word == "SAME"
 
 
 WITH_WORKERS = """
