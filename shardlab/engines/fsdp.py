@@ -45,7 +45,7 @@ from shardlab.engines.offload import OffloadedShards, wait_for_copies
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.engines.saved_tensors import stub_used
 from shardlab.engines.sharded_strategy import ModuleHook, Sharded
-from shardlab.engines.strategy import Given, LaidOut
+from shardlab.engines.strategy import IN_PARTS, Given, LaidOut
 from shardlab.engines.unit import State, Unit
 from shardlab.meta_device import InitFn, reset_parameters
 from shardlab.partition.chunks import parse_partition
@@ -294,11 +294,7 @@ class FSDP(Sharded):
         """
         unit = self._unit_of[id(param)]
         if unit in self._sent:
-            raise RuntimeError(
-                f"gradient of a parameter of unit {unit.name!r}: it comes in parts, and the first part has already "
-                "been sent; with reentrant activation checkpointing, write checkpoint(..., use_reentrant=False); where "
-                "full_params() or zero_grad() came between two forwards, call backward() for each"
-            )
+            raise RuntimeError(IN_PARTS.format(f"a parameter of unit {unit.name!r}"))
         # NaN is what stubs give. A unit that was called may have NaN of its own: of a loss that is infinite, where a
         # pipeline computes the gradients of weights when backward has passed the unit.
         is_bypassed = unit.state is State.SHARDED and unit not in self._called

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from torch import nn
 
 from shardlab.engines.gradient_buffer import GradientBuffer
-from shardlab.engines.strategy import Given, LaidOut, Strategy
+from shardlab.engines.strategy import IN_PARTS, Given, LaidOut, Strategy
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 
 B = TypeVar("B", bound=GradientBuffer)
@@ -61,11 +61,7 @@ class InBuckets(Strategy, Generic[B]):
                 bucket.fill(name)
             return
         if index < self._num_sent:
-            raise RuntimeError(
-                f"gradient of {name!r}: it comes in parts, and the first part has already been "
-                "sent; with reentrant activation checkpointing, write checkpoint(..., use_reentrant=False); where "
-                "full_params() came between two forwards, call backward() for each"
-            )
+            raise RuntimeError(IN_PARTS.format(repr(name)))
         if bucket.fills_on_arrival:
             bucket.fill(name)
         self._missing[index].discard(id(param))

@@ -39,6 +39,11 @@ from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.precision import Precision
 from shardlab.vocabulary import MeshAxis, Partition, Role, dtype_name
 
+IN_PARTS = (
+    "gradient of {}: it comes in parts, and the first part has already been sent; with reentrant checkpointing, write "
+    "checkpoint(..., use_reentrant=False); where full_params() or zero_grad() came in between, call backward() before"
+)
+
 
 def check_replaced(param: nn.Parameter, view: Tensor, name: str) -> None:
     """Check what the user has put in the place of ``view`` by ``.data =``.
