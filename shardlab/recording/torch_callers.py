@@ -120,8 +120,8 @@ USED = "map of used parameters"  # DDP's, with find_unused_parameters
 WORDS = {
     ("ddp", Collective.ALL_REDUCE): BUCKET, ("ddp", Collective.BROADCAST): "parameters or buffers",
     ("ddp_buckets", Collective.BROADCAST): "order of the new buckets",
-    ("ddp", Collective.ALL_GATHER): "shapes of parameters", ("fsdp", Collective.ALL_GATHER): "parameters of unit",
-    ("fsdp", Collective.REDUCE_SCATTER): "gradients of unit",
+    ("ddp", Collective.ALL_GATHER): "shapes of parameters", ("fsdp", Collective.ALL_GATHER): "parameters, gather",
+    ("fsdp", Collective.REDUCE_SCATTER): "gradients, reduction",
     ("fsdp", Collective.ALL_REDUCE): "gradients over replicas", ("zero", Collective.BROADCAST): "parameters",
 }  # fmt: skip
 REDUCTIONS = (BUCKET, WORDS["fsdp", Collective.REDUCE_SCATTER], WORDS["fsdp", Collective.ALL_REDUCE])

@@ -81,10 +81,10 @@ def test_collectives_are_named_by_what_torch_sends_them_for_and_have_their_times
     expected = {
         "ddp": [("all_reduce of the script", "all_reduce", "data"), gradients],
         "fsdp2": [
-            *[("parameters of unit", "all_gather", "forward")] * units,
-            *[("parameters of unit", "all_gather", "backward"), ("gradients of unit", "reduce_scatter", "backward")]
+            *[("parameters, gather", "all_gather", "forward")] * units,
+            *[("parameters, gather", "all_gather", "backward"), ("gradients, reduction", "reduce_scatter", "backward")]
             * 3,
-            ("gradients of unit", "reduce_scatter", "backward"),
+            ("gradients, reduction", "reduce_scatter", "backward"),
             ("all_reduce of DTensor", "all_reduce", "clip"),
         ],
         "zero": [gradients, *[("parameters", "broadcast", "step")] * 12],

@@ -35,8 +35,8 @@ class TorchFSDP2(DTensorPeer):
 
     name = "torch_fsdp2"
     sends: ClassVar[Mapping[Collective, str]] = {
-        Collective.ALL_GATHER: "parameters of unit",
-        Collective.REDUCE_SCATTER: "gradients of unit",
+        Collective.ALL_GATHER: "parameters, gather",
+        Collective.REDUCE_SCATTER: "gradients, reduction",
     }
 
     def __init__(
