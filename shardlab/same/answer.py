@@ -117,7 +117,8 @@ def _apart(ranks: Sequence[Notes]) -> list[Line]:
             why += "One process cannot be both; of stages of a pipeline, and of modules that are chosen by rank, "
             advice = "let all ranks build the same module, of which DTensor or FSDP divides each"
             return [(UNKNOWN, f"{why}nothing can be said"), ("NEXT", advice)]
-    trained = {name: [name in one.trainable for one in ranks] for name in shapes[0]}
+    called = [name for name in shapes[0] if all(name in own for own in shapes)]
+    trained = {name: [name in one.trainable for one in ranks] for name in called}
     if frozen := [name for name, on in trained.items() if any(on) and not all(on)]:
         on = ", ".join(str(rank) for rank, trains in enumerate(trained[frozen[0]]) if not trains)
         since = f"step 0, in the parameters that train: {frozen[0]} is frozen on rank {on} only"

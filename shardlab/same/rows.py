@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -60,10 +60,9 @@ class Rows:
 
     def given(self, step: Step, root: int, value: Any) -> Any:
         """What a module that trains is given."""
-        value = map_tensors(self._cast, value)
-        call = Call([None if one.requires_grad else one.detach().clone() for one in tensors_in(value)])
+        call = Call([self._cast(one).detach().clone() if _is_given(one) else None for one in tensors_in(value)])
         step.calls.setdefault(root, []).append(call)
-        return value
+        return map_tensors(self._cast, value)
 
     def again(self, value: Any) -> Any:
         """What a module is given when a backward computes its forward again."""
@@ -123,11 +122,16 @@ class RowsAgain(Rows):
         """As the base, of the rank."""
         number = len(step.calls.setdefault(root, []))
         self._call = self._noted(len(self._notes.steps), root, number)
-        tensors = list(tensors_in(value))
-        own = [None if one.requires_grad else one for one in tensors]
-        if len(own) != len(self._call.given):
-            raise UnlikeError(f"a forward takes {len(own)} tensors, and {len(self._call.given)} on the rank")
-        again = {id(one): known for one, known in zip(own, self._call.given, strict=True) if known is not None}
+        tensors, again = list(tensors_in(value)), dict[int, Tensor]()
+        if len(tensors) != len(self._call.given):
+            raise UnlikeError(f"a forward takes {len(tensors)} tensors, and {len(self._call.given)} on the rank")
+        for one, known in zip(tensors, self._call.given, strict=True):
+            if known is None or not _is_given(one):
+                continue
+            if one.requires_grad and one.shape == known.shape:  # its gradient may be asked for: it stays itself
+                one.data.copy_(known)
+            else:
+                again[id(one)] = known
         self._instead |= {id(one): (one, again[id(one)]) for one in tensors if id(one) in again}
         return super().given(step, root, map_tensors(lambda one: again.get(id(one), one), value))
 
@@ -189,6 +193,11 @@ def _joined(tensors: Sequence[Any], dim: int, num_rows: int = 1) -> Any:
     if dim and first.ndim == 1 and first.numel() % num_rows == 0:  # labels that were flattened
         return torch.cat([one.reshape(num_rows, -1) for one in tensors], 1).reshape(-1)
     return torch.cat(list(tensors), min(dim, first.ndim - 1))
+
+
+def _is_given(tensor: Tensor) -> bool:
+    """Whether a tensor that a module is given is noted: what another module has made is computed again."""
+    return not tensor.requires_grad or (tensor.is_leaf and not isinstance(tensor, nn.Parameter))
 
 
 def _is_rows(tensor: Tensor) -> bool:

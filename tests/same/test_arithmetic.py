@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from shardlab.launch import RankError
 from shardlab.recording.global_hooks import replaced
 from shardlab.same import watch
-from shardlab.same.answer import answer
+from shardlab.same.answer import answer, early
 from shardlab.same.capture import Capture, drops_nothing
 from shardlab.same.coefficients import meaning, mixture
 from shardlab.same.notes import Backward, Cleared, Counted, Message, Notes, Part, Step, UnlikeError
@@ -152,6 +152,13 @@ def test_nothing_is_dropped_however_torchs_functions_are_called():
             assert torch.allclose(made, attended)
         assert torch.equal(F.dropout(x, 0.9), x)
         assert torch.equal(F.dropout(input=x, p=0.9, training=True), x)
+
+
+def test_a_rank_that_has_ended_before_it_called_the_model_has_frozen_nothing():
+    """As where the other one was refused, and so left the group that this one wanted to join."""
+    known = Notes(shapes={"weight": (2, 4)}, trainable=["weight"], refused="gradients are sparse")
+    for ranks in ([known, Notes(error="Connection reset")], [Notes(error="Connection reset"), known]):
+        assert str(early(ranks)) == "CANNOT BE SAID  gradients are sparse"
 
 
 def loop(rank, divisor, sharded=False, how="backward", steps=3):

@@ -124,8 +124,14 @@ def test_what_cannot_be_judged_is_said(tmp_path, monkeypatch, text, said):
     assert said in str(told)
 
 
-def test_gradients_that_a_closure_brings_are_judged(tmp_path):
-    (tmp_path / "train.py").write_text(CLOSURE)
+PENALTY = CLOSURE.replace("x = torch.randn(3, 4)", "x = torch.randn(3, 4).requires_grad_()").replace(
+    "model(x).square().mean()", "torch.autograd.grad(model(x).sin().sum(), x, create_graph=True)[0].square().mean()"
+)
+
+
+@pytest.mark.parametrize("text", [CLOSURE, PENALTY])
+def test_gradients_that_a_closure_brings_and_penalties_on_those_of_rows_are_judged(tmp_path, text):
+    (tmp_path / "train.py").write_text(text)
     assert judged(Job(tmp_path / "train.py"), 60).word == "SAME"
 
 
