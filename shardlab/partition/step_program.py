@@ -333,7 +333,8 @@ def run_programs(
 def _orders(programs: Mapping[int, Program]) -> dict[int, dict[Hashable, list[Message]]]:
     """By rank the messages of each queue in the order of issue, which on all ranks is that of the first to have them.
 
-    A change may move a message by a share of each rank's work, and so past another one on one rank only.
+    A change may move a message by a share of each rank's work, and so past another one on one rank only. Only messages
+    of the same ranks keep an order: of what a rank sends to two others, each of them knows its own part alone.
     """
     places: dict[Message, int] = {}
     found: dict[int, dict[Hashable, list[Message]]] = {}
@@ -341,10 +342,12 @@ def _orders(programs: Mapping[int, Program]) -> dict[int, dict[Hashable, list[Me
         sent = [item.message for item in items if isinstance(item, Issue)]
         for message in sent:
             places.setdefault(message, len(places))
-        shared = iter(sorted((one for one in sent if len(one.transfer_us) > 1), key=places.__getitem__))
+        shared: dict[Hashable, list[Message]] = {}
+        for message in sorted(sent, key=places.__getitem__, reverse=True):
+            shared.setdefault((message.queue, *message.transfer_us), []).append(message)
         found[rank] = {}
         for message in sent:
-            one = next(shared) if len(message.transfer_us) > 1 else message
+            one = shared[message.queue, *message.transfer_us].pop() if len(message.transfer_us) > 1 else message
             found[rank].setdefault((one.queue, one.lanes.get(rank, 0)), []).append(one)
     return found
 

@@ -7,9 +7,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from shardlab.comm import BaseMesh
 from shardlab.comm.mesh import Mesh
 from shardlab.context import ContextParallel, attention, messages_of, positions_of, share_of_work
-from shardlab.engines import HFSDP, HPZ, build_engine
+from shardlab.engines import HFSDP, HPZ, Bucketed, build_engine
 from shardlab.launch import RankError
 from shardlab.models import GPT, GPTConfig
 from shardlab.models.gpt import next_token_loss
@@ -284,3 +285,9 @@ def ring(rank):
 def test_keys_travel_while_a_ring_computes(pools):
     hop = ["send", "compute", "received"]
     assert pools(3).run(ring) == [[*hop, *hop, "compute"]] * 3
+
+
+def test_a_strategy_that_names_the_axis_of_sequences_is_told_to_leave_it_out():
+    own = type("OverBoth", (Bucketed,), {"name": "over_both", "axes": ("data", "context")})()
+    with pytest.raises(ValueError, match="axes: leave 'context' out: a mesh that has it"):
+        build_engine(own, nn.Linear(2, 2), torch.optim.SGD, BaseMesh({"data": 1, "context": 1}, [0]))

@@ -227,6 +227,7 @@ REFUSED = [
     ({"schedule": ("lacks.csv",), "micro_batches": 2}, "schedule: 1B1 is missing on rank 1"),
     ({"schedule": ("twice.csv",), "micro_batches": 1}, "schedule: 0F0 stands twice on rank 0"),
     ({"schedule": ("right.csv",), "micro_batches": 4}, "micro_batches: 4, and .*right.csv is for 1; set"),
+    ({"schedule": ("no_text.csv",)}, "schedule: no_text.csv cannot be read: it is no text; name a table of actions"),
 ]
 
 
@@ -235,6 +236,7 @@ def test_what_cannot_be_is_refused_before_ranks_start(options, said, tmp_path, m
     monkeypatch.chdir(tmp_path)
     for name, text in LISTS.items():
         (tmp_path / name).write_text(text)
+    (tmp_path / "no_text.csv").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=said):
         CompareConfig(**{"workload": WORKLOAD, **BASE, "strategies": ("ddp",), **options})
 
@@ -248,7 +250,7 @@ def test_a_list_of_ones_own_is_a_schedule(tmp_path):
     assert replace(config, steps=5).micro_batches == 2
 
 
-def test_what_another_list_would_take_and_what_is_said_of_the_bubble():
+def test_what_another_list_would_take_and_what_is_said_of_the_bubble(tmp_path):
     """Of equal stages: (m + p - 1)(F + B) of as many rows, and what is around the schedule stays."""
     schedule, run = make_schedule("1f1b", 2, 4), "ddp+1f1b"
     tables = (table.assign(run=run) for table in recorded(schedule, even))
@@ -258,7 +260,10 @@ def test_what_another_list_would_take_and_what_is_said_of_the_bubble():
     config = CompareConfig(workload=WORKLOAD, **BASE, micro_batches=4)
     around = steps["step_us"].groupby(steps["step"]).median().iloc[0] - 5 * 3000  # on the median of two ranks
     halves = play(make_schedule("zb-h1", 2, 4), even).seconds
-    for changes, us in (({"micro_batches": 8}, 9 * 1500), ({"schedule": "zb-h1"}, halves)):
+    own = tmp_path / "mine.csv"
+    own.write_text(make_schedule("zb-h1", 2, 4).to_csv())
+    tried = ({"micro_batches": 8}, 9 * 1500), ({"schedule": "zb-h1"}, halves), ({"schedule": str(own)}, halves)
+    for changes, us in tried:
         found = what_if(records, config, run, **changes)
         assert found.is_reproduced
         assert 1e6 * found.changed == pytest.approx(us + around)

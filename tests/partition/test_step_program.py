@@ -61,3 +61,14 @@ def test_ranks_that_wait_for_each_other_never_end():
     a, b = message({0: 1.0, 1: 1.0}), message({0: 1.0, 1: 1.0})
     programs = {0: (Issue(a), Wait(a), Issue(b), Wait(b)), 1: (Issue(b), Wait(b), Issue(a), Wait(a))}
     assert ends(programs) == {0: inf, 1: inf}
+
+
+def test_what_a_rank_sends_to_two_others_keeps_its_order():
+    # As in a pipeline of three: rank 1 hands activations on, and later a gradient back, of which alone rank 0 knows.
+    on, back = message({1: 1.0, 2: 1.0}, axis="pipe from 1"), message({1: 2.0, 0: 2.0}, axis="pipe from 1")
+    programs = {
+        0: (Issue(back), Wait(back)),
+        1: (Issue(on), Wait(on), Issue(back), Wait(back)),
+        2: (Issue(on), Wait(on)),
+    }
+    assert ends(programs) == {0: 3, 1: 3, 2: 1}

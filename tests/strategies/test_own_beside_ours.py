@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from shardlab.comm import Pending
+from shardlab.comm.autograd_collectives import exchange
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import DDP, FSDP, Bucketed, Engine, Strategy, TorchDDP, ZeRO1, ZeRO3, build_engine
-from shardlab.experiment import CompareConfig, compare, plan
+from shardlab.experiment import CompareConfig, Workload, compare, plan
 from shardlab.experiment.told.answer import answer
 from shardlab.experiment.told.verdicts import verdicts
 from shardlab.launch import RankError
@@ -115,6 +116,33 @@ def test_its_bytes_and_messages_are_planned_where_steps_are_alike(tmp_path, pool
     assert (planned.messages_per_step > 0).all()
 
 
+class Experts(nn.Module):
+    """Each rank computes the rows of its own expert, and so uses no other."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x, comm):
+        parts = x.view(2, -1, 8)
+        if comm.num_ranks == 1:
+            return torch.stack([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+        return exchange(self.experts[comm.rank](exchange(parts, comm)), comm)
+
+
+class WholeGradients(DDP):
+    name = "whole_gradients"
+
+
+def test_what_ranks_use_together_is_planned_where_each_uses_its_own_expert():
+    def loss(model, batch, mesh):
+        return model(batch, mesh.data).square().mean()
+
+    planned = plan(Workload(Experts, [torch.ones(8, 8)] * 4, loss), 2, ["ddp", WholeGradients()]).set_index("strategy")
+    assert planned.gradient_bytes.tolist() == [2 * (64 + 8) * 4] * 2
+    assert planned.rest_bytes.nunique() == 1
+
+
 class PastAll(Bucketed):
     name = "past_all"
 
@@ -180,7 +208,8 @@ def agrees(rank):
 
 def test_ranks_that_differ_by_design_are_no_disagreement_and_bytes_are_a_mean(tmp_path, pools):
     undeclared = type("Undeclared", (LocalSGD,), {"name": "undeclared", "ranks_differ": False})()
-    config = CompareConfig(("single", "ddp", LocalSGD(), undeclared), ranks=2, steps=4, **SMALL)
+    apart = type("Apart", (Strategy,), {"name": "apart", "ranks_differ": True})()
+    config = CompareConfig(("single", "ddp", LocalSGD(), undeclared, apart), ranks=2, steps=4, **SMALL)
     comparison = compare(config, tmp_path / "run", pool=pools(2))
     rows = comparison.summary.set_index("strategy")
     sent = comparison.records.collectives.query("step == 2 and rank == 0 and run == 'ddp'")
@@ -193,8 +222,9 @@ def test_ranks_that_differ_by_design_are_no_disagreement_and_bytes_are_a_mean(tm
     assert "in undeclared after step 0" in said["CAN I TRUST IT"]
     assert "where undeclared means that, set ranks_differ = True" in said["CAN I TRUST IT"]
     assert "in local_sgd after" not in said["CAN I TRUST IT"]
-    assert "ranks of local_sgd differ by design, and so do the losses" in said["CAN I TRUST IT"]
+    assert "ranks of local_sgd and apart differ by design, and so do the losses" in said["CAN I TRUST IT"]
     assert "of local_sgd and undeclared means over all steps" in said["COST"]
+    assert "of apart" not in said["COST"]  # whose steps send alike
     assert len(set(pools(2).run(agrees))) == 2
 
 

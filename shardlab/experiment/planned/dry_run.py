@@ -78,7 +78,8 @@ def dry_run(
 
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        are_alike = not first_forward(config, config.on_meta, config.first_batch()).by_rows
+        # Where one process uses all parameters, so do ranks together, though each may use its own experts alone.
+        are_alike = bool(first_forward(config, config.on_meta, config.first_batch()).unused)
         mesh = stack.enter_context(ForetoldMesh(config.mesh_axes(strategy), rank, clock, are_alike=are_alike))
         mode = stack.enter_context(WithoutValues(ran))
         writer = RunWriter(directory, rank, strategy, "predicted")
@@ -186,7 +187,7 @@ def dry_step(config: CompareConfig, strategy: str, known: PlannedWorkload, shape
                 raise RuntimeError("which units it calls depends on values")
             return Held(watch.held, watch.gathered_bytes, engine.divisions())
 
-    return DryRun(step, config.mesh_axes(strategy), kind, shapes, alike=not known.forward.by_rows)
+    return DryRun(step, config.mesh_axes(strategy), kind, shapes, alike=bool(known.forward.unused))  # as in dry_run
 
 
 def _keeps_nothing(tensors: Any) -> torch.optim.Optimizer:

@@ -24,13 +24,13 @@ from shardlab.comm.events import CollectiveEvent
 from shardlab.comm.foretold import Costs, ToldClock, Wire
 from shardlab.engines import STRATEGIES
 from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.options import CompareOptions
 from shardlab.experiment.planned.dry_run import dry_run
 from shardlab.experiment.planned.forecast import phase_of_autograd, priced, seconds_in
-from shardlab.experiment.trained.pipelined import AND
+from shardlab.experiment.trained.pipelined import AND, schedules_of
 from shardlab.forecast.machine import Line, RankCosts
 from shardlab.partition.ring_cost import Link, ring_wire_bytes
 from shardlab.records.store import Records
-from shardlab.schedules import make_schedule
 from shardlab.vocabulary import WHOLE_MODEL, Collective, Phase, SpanKind
 from shardlab.why.pipelined import pipelined_steps
 
@@ -92,7 +92,7 @@ def what_if(records: Records, config: CompareConfig, strategy: str, **changes: A
         strategy: the name of the run.
         changes: fields of ``CompareConfig``, such as ``link``, ``ranks``, ``bucket_mib``, ``prefetch``, ``precision``,
             ``wrap``; ``strategies`` of one name for another strategy, whose operations are others and cost less surely.
-            Of a run with stages: ``schedule`` (a name) and ``micro_batches``.
+            Of a run with stages: ``schedule`` (a name or a file) and ``micro_batches``.
 
     Raises:
         ValueError: there is no such run, a change is not allowed, the record has no step whose time counts, or the
@@ -124,7 +124,9 @@ def _with_stages(records: Records, config: CompareConfig, run: str, changes: dic
     name = named if isinstance(named, str) else named[0]
     same = config.schedules[plan]
     number = changes.get("micro_batches", same.num_micro_batches)
-    other = same if name == plan and number == same.num_micro_batches else make_schedule(name, config.pipe, number)
+    other = same
+    if name != plan or number != same.num_micro_batches:
+        (other,) = schedules_of(CompareOptions(pipe=config.pipe, schedule=(name,), accumulation=number)).values()
     own, _ = _steps_of(records, run)
     collectives, spans = in_timed_steps(
         records.collectives[records.collectives["run"] == run], records.spans[records.spans["run"] == run], own

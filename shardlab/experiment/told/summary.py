@@ -284,10 +284,12 @@ def ranks_differ(records: Records) -> list[str]:
 def averaged_runs(records: Records) -> list[str]:
     """The runs of whose messages the mean over all steps counts: the reader's own, where these send unlike bytes."""
     steps = records.steps.reindex(columns=["run", "rank", "step", "wire_bytes"])  # fewer in a record of before
-    sent = steps[steps["step"] > 0].groupby(["run", "rank"])["wire_bytes"].agg(["min", "max"])
+    # Local SGD may send in the second step alone; of others the first one may send what is sent once.
+    counts = (steps["step"] > 0) | (steps["run"].isin(ranks_differ(records)) & (steps["step"] == 0))
+    sent = steps[counts].groupby(["run", "rank"])["wire_bytes"].agg(["min", "max"])
     unlike = {str(run) for run, _ in sent.index[sent["max"] > sent["min"]]} - STRATEGIES.keys()
     own = {run for run, manifest in records.manifests.items() if "recorded" not in manifest}  # of no script
-    return [run for run in records.manifests if run in unlike & own or run in ranks_differ(records)]
+    return [run for run in records.manifests if run in unlike & own]
 
 
 def counted_steps(steps: pd.DataFrame, averaged: Collection[str] = ()) -> pd.DataFrame:

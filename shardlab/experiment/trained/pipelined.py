@@ -114,8 +114,9 @@ def _made(plan: str, options: CompareOptions) -> Schedule:
 def _read(path: str, options: CompareOptions) -> Schedule:
     try:
         schedule = Schedule.from_csv(Path(path).read_text())
-    except OSError as error:
-        raise ValueError(f"schedule: {path} cannot be read: {error.strerror}; name a table of actions") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ValueError(f"schedule: {path} cannot be read: {why}; name a table of actions") from error
     wanted = {"pipe": len(schedule.ranks), "micro_batches": schedule.num_micro_batches}
     for field, number in wanted.items():
         if number != (given := options.pipe if field == "pipe" else options.accumulation):
