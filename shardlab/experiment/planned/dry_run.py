@@ -171,7 +171,7 @@ def dry_step(config: CompareConfig, strategy: str, known: PlannedWorkload, shape
             assert isinstance(engine, Engine)
             watch = _Watch(engine, log, on_gpu=place(config.ranks, config.device).device_type == "cuda")
             train_step = step_of(
-                config, engine, pipeline, loss_of(config.trained, mesh, is_divided=config.divides(strategy)),
+                config, engine, pipeline, loss_of(config.trained.apart(), mesh, is_divided=config.divides(strategy)),
                 recorder=watch, scaler=GradScaler() if config.scales_loss(strategy) else None,
             )  # fmt: skip
             called = list[str]()

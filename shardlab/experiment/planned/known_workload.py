@@ -174,7 +174,7 @@ def _tried(config: CompareConfig, module: nn.Module, batch: Any) -> tuple[tuple[
     params = dict(module.named_parameters())
     try:
         with seeded(0):
-            loss = config.trained.loss_on()(module, batch)
+            loss = config.trained.apart().loss_on()(module, batch)
             nodes = nodes_below(loss.grad_fn)
             reached = {node.variable for node in nodes if hasattr(node, "variable")}
             if any(map(may_nest, nodes)):  # the graph does not show what a backward inside the backward reaches
