@@ -740,6 +740,16 @@ def test_a_plan_leaves_what_a_loss_keeps_between_batches_alone():
     assert table["messages_per_step"].notna().all()
 
 
+def test_a_plan_leaves_a_model_alone_that_the_reader_has_already():
+    module = nn.Linear(6, 3, dtype=torch.float64)
+    before = module.weight.detach().clone()
+    for loss in (labelled_loss, lambda model, batch: labelled_loss(model, batch) * (batch["y"].max().item() + 1)):
+        plan(Workload(lambda: module, Labelled(), loss), ranks=2, batch=8)
+        assert torch.equal(module.weight, before)
+        module.weight.grad = torch.ones_like(before)
+    assert module.weight.grad is not None
+
+
 def test_a_loss_sets_attributes_of_the_module_itself_and_takes_its_entries():
     module = nn.Sequential(nn.Linear(6, 3), nn.Tanh())
     model = InPlaceOf(module, module)

@@ -134,13 +134,16 @@ class Workload:
         own, loss = BaseMesh.alone() if mesh is None else mesh, self.loss
         return lambda model, batch: loss(model, batch, own)
 
-    def apart(self) -> "Workload":
-        """The same with a loss of its own: one that keeps something between batches must not keep what a plan tried."""
+    def apart(self, *names: str) -> "Workload":
+        """The same with fields of its own, as a rank has them, for a plan that tries them in the reader's process.
+
+        A loss may keep something between batches, and what makes the model may return one that the reader has.
+        """
         try:
-            loss, tp_loss = cloudpickle.loads(cloudpickle.dumps((self.loss, self.tp_loss)))
+            own = cloudpickle.loads(cloudpickle.dumps([getattr(self, name) for name in names]))
         except Exception:  # it can be sent to no rank either, which is told elsewhere
             return self
-        return replace(self, loss=loss, tp_loss=tp_loss)
+        return replace(self, **dict(zip(names, own, strict=True)))
 
     @property
     def takes_mesh(self) -> bool:
@@ -178,11 +181,12 @@ class Workload:
 
     def on_meta(self) -> nn.Module:
         """The module without memory for its parameters, where that can be had: planning needs names and shapes only."""
+        own = self.apart("model")
         try:
             with torch.device("meta"):
-                return self.build(0)
+                return own.build(0)
         except (NotImplementedError, RuntimeError):  # its construction computes with values
-            return self.build(0)
+            return own.build(0)
 
     def initialiser(self, seed: int) -> InitFn:
         """``init_fn`` with a seed for each module, so that values do not depend on the order in which they are made."""
