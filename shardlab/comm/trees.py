@@ -34,13 +34,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(entry)
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """``value`` with ``function`` of each tensor in its place.
+def map_tensors(function: Callable[[Any], Any], value: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """``value`` with ``function`` of each tensor, and of whatever else ``is_leaf`` names, in its place.
 
     A container in which that changes nothing stays the same object; others are copied with all else that they hold, and
     no constructor of the user's is called. A tensor that is there twice is replaced by one.
     """
-    return _mapped(function, value, {})
+    return _mapped(function, value, is_leaf, {})
 
 
 def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
@@ -50,12 +50,14 @@ def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
-def _mapped(function: Callable[[Tensor], Tensor], value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
+def _mapped(
+    function: Callable[[Any], Any], value: Any, is_leaf: Callable[[Any], bool] | None, known: dict[int, tuple[Any, Any]]
+) -> Any:
     if id(value) not in known:
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) or (is_leaf is not None and is_leaf(value)):
             made = function(value)
         else:
-            made = _with_mapped_entries(value, lambda entry: _mapped(function, entry, known))
+            made = _with_mapped_entries(value, lambda entry: _mapped(function, entry, is_leaf, known))
         known[id(value)] = (value, made)  # with the value itself, so that nothing else gets its id meanwhile
     return known[id(value)][1]
 

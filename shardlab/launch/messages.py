@@ -52,6 +52,7 @@ class Task:
     call: Payload
     sys_path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
     folder: Path = field(default_factory=Path.cwd)
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
 
 @dataclass(frozen=True)

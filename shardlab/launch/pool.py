@@ -98,7 +98,8 @@ class RankPool:
         """Call ``fn(rank, *args, **kwargs)`` on every rank, inside the initialised process group.
 
         ``fn`` may be defined in a cell, be a lambda or a closure. What ranks print appears while they run, each line
-        behind ``[rank r]``. Ranks are in this process's folder. CUDA tensors are sent and returned as CPU tensors.
+        behind ``[rank r]``. Ranks have this process's folder and default dtype. CUDA tensors are sent and returned as
+        CPU tensors.
 
         Args:
             fn: the function.

@@ -229,6 +229,7 @@ def _answer(rank: int, task: Task, board: BoardWriter) -> Answer | Failure:
     # Before the call is unpacked, which may import what only the parent's path finds.
     sys.path[:] = task.sys_path
     try:
+        torch.set_default_dtype(task.default_dtype)
         os.chdir(task.folder)  # a relative path means the same here as where it was written
         return Answer(_call(rank, task.call))
     except _EndedByParent:

@@ -6,6 +6,7 @@ import threading
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import numpy as np
 import pandas as pd
@@ -25,7 +26,7 @@ from shardlab.experiment.told.losses import alone_verdict, resumed_verdict, verd
 from shardlab.experiment.told.saved_runs import load_saved
 from shardlab.experiment.told.verdicts import plan_verdict
 from shardlab.experiment.trained.batches import batches_of, check_enough, divide, rows_of
-from shardlab.experiment.trained.workload import seeded
+from shardlab.experiment.trained.workload import InPlaceOf, seeded
 from shardlab.launch import RankError, current
 from shardlab.planner import Optimizer
 from shardlab.records.store import load_run
@@ -378,6 +379,14 @@ def test_rows_of_all_ranks_are_the_batch_and_weights_make_the_mean():
         assert all(share.batch["n"] == 3 and share.batch["scale"] == 2 for share in shares)
         means = [share.weight * share.batch["x"].mean(0) for share in shares]
         torch.testing.assert_close(torch.stack(means).mean(0), batch["x"].mean(0))
+    # What a loader makes of samples that are tuples.
+    rows = {"rows": Output(torch.arange(7.0), list("abcdefg"))}
+    loaded = [torch.arange(7.0), tuple("abcdefg"), np.arange(7.0), ["a", "b"], rows]
+    shares = [divide(loaded, rank, 2).batch for rank in range(2)]
+    assert [len(entry) for entry in shares[0]] == [4, 4, 4, 2, 1]
+    assert (*shares[0][1], *shares[1][1]) == loaded[1]
+    assert [*shares[0][2], *shares[1][2]] == [*loaded[2]]
+    assert shares[1][4]["rows"].loss == list("efg")
     for call, words in (
         (lambda: rows_of((torch.zeros(3, 2), torch.zeros(4))), "data: a batch has tensors of 3 and of 4 rows"),
         (lambda: rows_of({"scale": torch.tensor(1.0)}), "data: a batch has no tensor with rows"),
@@ -385,6 +394,14 @@ def test_rows_of_all_ranks_are_the_batch_and_weights_make_the_mean():
     ):
         with pytest.raises(ValueError, match=words):
             call()
+
+
+def test_a_loader_with_a_generator_yields_the_same_wherever_it_is_read():
+    loader = DataLoader(Labelled(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3))
+    firsts = [next(batches_of(workload(data=loader), 0, 1, 0, 8)).checksum for _ in range(2)]
+    assert firsts[0] == firsts[1]
+    epoch = [share.checksum for share in islice(batches_of(workload(data=loader), 0, 1, 0, 8), 8)]
+    assert epoch[0] != epoch[4]  # the second time in one run it is shuffled anew
 
 
 class Stream(IterableDataset):
@@ -631,6 +648,7 @@ WRONG_FIELDS = (
     ({"tp_loss": lambda model, batch, axis: 0}, ValueError, "tp_loss: it is for a tp_plan of your own"),
     ({"data": "train.txt"}, TypeError, "data: 'train.txt' is neither"),
     ({"data": (x for x in ())}, ValueError, "data: an iterator can be read only once"),
+    ({"data": Dataset()}, TypeError, "data: a Dataset has no __len__"),
     ({"data": lambda rank: []}, TypeError, r"data: it takes \(rank\)"),
 )
 SINGLE = "dtype: 'float64', but the parameters of .* are float32; make the model double in the workload"
@@ -638,6 +656,7 @@ WRONG_OPTIONS = (
     ({"model": lambda: 3}, {}, TypeError, "model: returned int"),
     ({"model": lambda: nn.LazyLinear(3)}, {}, ValueError, "model: 'weight' has no shape yet; call the module once"),
     ({"model": lambda: nn.Embedding(5, 3, sparse=True)}, {}, ValueError, "model: '' has sparse gradients"),
+    ({"model": lambda: nn.Linear(6, 3, dtype=torch.cfloat)}, {}, ValueError, "model: parameters .* are complex"),
     ({"model": nn.Tanh}, {}, ValueError, "model: Tanh has no parameters"),
     ({}, {"model": "mlp"}, ValueError, "model: only for the built-in models; Residual says it itself"),
     ({}, {"learning_rate": 1.0}, ValueError, "learning_rate: only for the built-in models"),
@@ -689,11 +708,51 @@ def test_a_loss_that_is_a_sum_is_told(pools, tmp_path):
     assert "that of ddp is 1/2 of the single process's, so the loss is a sum over rows" in verdict(found)
 
 
-def test_a_loss_that_is_none_is_refused_in_the_first_step(pools, tmp_path):
-    for number, (loss, said) in enumerate((
-        (lambda model, batch: 3.0, "loss: returned float"),
-        (lambda model, batch: model(**batch).logits, r"loss: returned a tensor of shape \[4, 3\]"),
-        (lambda model, batch: model(**batch).loss.detach(), "loss: it does not depend on any parameter"),
+def test_a_loss_that_is_none_is_refused_in_the_first_step_as_are_other_fields(pools, tmp_path):
+    by_metric = torch.optim.lr_scheduler.ReduceLROnPlateau
+    for number, (changes, said) in enumerate((
+        ({"loss": lambda model, batch: 3.0}, "loss: returned float"),
+        ({"loss": lambda model, batch: model(**batch).logits}, r"loss: returned a tensor of shape \[4, 3\]"),
+        ({"loss": lambda model, batch: model(**batch).loss.detach()}, "loss: it does not depend on any parameter"),
+        ({"scheduler": by_metric}, "scheduler: ReduceLROnPlateau asks for a metric"),
+        ({"data": lambda rank, ranks, seed: None}, "data: the function returned None"),
     )):  # fmt: skip
         with pytest.raises(RuntimeError, match=said):
-            compare(workload(loss=loss), tmp_path / str(number), strategies="ddp", ranks=2, steps=2, pool=pools(2))
+            compare(workload(**changes), tmp_path / str(number), strategies="ddp", ranks=2, steps=2, pool=pools(2))
+
+
+class CarriesState:
+    """What it computed of the batch before is added to the output, as of a recurrent model."""
+
+    state = None
+
+    def __call__(self, model, batch):
+        output = model(batch["x"])
+        before, self.state = self.state, output.detach()
+        return functional.cross_entropy(output if before is None else output + before, batch["y"])
+
+
+def test_a_plan_leaves_what_a_loss_keeps_between_batches_alone():
+    """It tries the loss with other numbers of rows, without values: the runs that follow would go on from these."""
+    trained = Workload(lambda: OutOfOrder(range(4)), Labelled(), CarriesState())
+    table = plan(trained, ranks=2, batch=8)
+    assert trained.loss.state is None
+    assert table["messages_per_step"].notna().all()
+
+
+def test_a_plan_leaves_a_model_alone_that_the_reader_has_already():
+    module = nn.Linear(6, 3, dtype=torch.float64)
+    before = module.weight.detach().clone()
+    for loss in (labelled_loss, lambda model, batch: labelled_loss(model, batch) * (batch["y"].max().item() + 1)):
+        plan(Workload(lambda: module, Labelled(), loss), ranks=2, batch=8)
+        assert torch.equal(module.weight, before)
+        module.weight.grad = torch.ones_like(before)
+    assert module.weight.grad is not None
+
+
+def test_a_loss_sets_attributes_of_the_module_itself_and_takes_its_entries():
+    module = nn.Sequential(nn.Linear(6, 3), nn.Tanh())
+    model = InPlaceOf(module, module)
+    model.scale = 0.5
+    assert module.scale == model.scale == 0.5
+    assert model[0] is module[0]

@@ -102,6 +102,12 @@ def test_the_environment_is_the_parents_at_start_and_the_folder_that_of_each_cal
         for folder in (tmp_path, tmp_path.parent):
             monkeypatch.chdir(folder)
             assert pool.run(lambda rank: (os.environ["SHARDLAB_TEST"], str(Path.cwd()))) == [("now", str(folder))]
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert pool.run(lambda rank: torch.ones(1).dtype) == [torch.float64]  # as planned in this process
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert pool.run(lambda rank: torch.ones(1).dtype) == [torch.float32]
 
 
 def test_loader_with_workers_reads_what_a_cell_defines(pools):

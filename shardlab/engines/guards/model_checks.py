@@ -99,14 +99,23 @@ def _check_params(params: Mapping[str, nn.Parameter], device: torch.device) -> N
     """
     if not params:
         raise ValueError("model: it has no parameters; give a module that has some to train")
-    if complex_names := [name for name, param in params.items() if param.is_complex()]:
-        advice = "make each a real one with a last dim of 2, of which forward takes torch.view_as_complex"
-        raise ValueError(f"model: parameters {complex_names} are complex; only real ones are supported: {advice}")
+    check_real(params)
     for name, param in params.items():
         if is_lazy(param):
             raise ValueError(f"model: {name!r} has no shape yet; run one forward of the model, then build the engine")
         if not param.is_meta and param.device.type != device.type:
             raise ValueError(f"model: {name!r} is on {param.device}, the mesh on {device}; use model.to(mesh.device)")
+
+
+def check_real(params: Mapping[str, nn.Parameter]) -> None:
+    """Check that parameters are real numbers.
+
+    Raises:
+        ValueError: some are complex.
+    """
+    if complex_names := [name for name, param in params.items() if param.is_complex()]:
+        advice = "make each a real one with a last dim of 2, of which forward takes torch.view_as_complex"
+        raise ValueError(f"model: parameters {complex_names} are complex; only real ones are supported: {advice}")
 
 
 def _check_max_norm(model: nn.Module, num_ranks: int) -> None:

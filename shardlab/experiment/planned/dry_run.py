@@ -18,6 +18,7 @@ of the last step, with which a record is compared.
 import contextlib
 import tempfile
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -83,7 +84,7 @@ def dry_run(
         mesh = stack.enter_context(ForetoldMesh(config.mesh_axes(strategy), rank, clock, are_alike=are_alike))
         mode = stack.enter_context(WithoutValues(ran))
         writer = RunWriter(directory, rank, strategy, "predicted")
-        with recorded_run(config, strategy, mesh, writer, 0, clock) as run:
+        with recorded_run(_apart(config), strategy, mesh, writer, 0, clock) as run:
             run.shares = mode.with_values(run.shares)
             later = other_steps(mode.with_values(run.batches_anew()), config) if traces_memory else []
             numbers = [*range(STEPS), *later]
@@ -167,12 +168,13 @@ def dry_step(config: CompareConfig, strategy: str, known: PlannedWorkload, shape
         return stage, shapes_of[rank // config.tp] if by_rows else None, *pieces
 
     def step(mesh: BaseMesh, log: Log) -> Held:
-        its_engine, pipeline = engine_of(config, strategy, mesh, None if own else _keeps_nothing)
+        own_config = _apart(config)
+        its_engine, pipeline = engine_of(own_config, strategy, mesh, None if own else _keeps_nothing)
         with its_engine as engine:
             assert isinstance(engine, Engine)
             watch = _Watch(engine, log, on_gpu=place(config.ranks, config.device).device_type == "cuda")
             train_step = step_of(
-                config, engine, pipeline, loss_of(config.trained, mesh, is_divided=config.divides(strategy)),
+                config, engine, pipeline, loss_of(own_config.trained, mesh, is_divided=config.divides(strategy)),
                 recorder=watch, scaler=GradScaler() if config.scales_loss(strategy) else None,
             )  # fmt: skip
             called = list[str]()
@@ -188,6 +190,13 @@ def dry_step(config: CompareConfig, strategy: str, known: PlannedWorkload, shape
             return Held(watch.held, watch.gathered_bytes, engine.divisions())
 
     return DryRun(step, config.mesh_axes(strategy), kind, shapes, alike=bool(known.forward.unused))  # as in dry_run
+
+
+def _apart(config: CompareConfig) -> CompareConfig:
+    """The same with a model and a loss of its own: an engine takes the parameters of the module that it is given."""
+    own = copy(config)
+    vars(own)["trained"] = config.trained.apart("model", "loss", "tp_loss")
+    return own
 
 
 def _keeps_nothing(tensors: Any) -> torch.optim.Optimizer:

@@ -150,7 +150,7 @@ def _tried_with_values(config: CompareConfig, module: nn.Module, batch: Any) -> 
     """Try a loss that depends on values: with the first batch, and with one row of it, which may use less."""
     if sum(param.numel() for param in module.parameters()) > MAX_NUMEL:
         return FirstForward(by_rows=True, units_by_rows=True)  # there may be no memory for its values
-    workload = config.trained
+    workload = config.trained.apart("model")
     try:
         values = workload.made(workload.build(config.seed), torch.device("cpu"), config.seed)
         unused, called = _tried(config, values, batch)
@@ -174,7 +174,7 @@ def _tried(config: CompareConfig, module: nn.Module, batch: Any) -> tuple[tuple[
     params = dict(module.named_parameters())
     try:
         with seeded(0):
-            loss = config.trained.loss_on()(module, batch)
+            loss = config.trained.apart("loss").loss_on()(module, batch)
             nodes = nodes_below(loss.grad_fn)
             reached = {node.variable for node in nodes if hasattr(node, "variable")}
             if any(map(may_nest, nodes)):  # the graph does not show what a backward inside the backward reaches

@@ -190,6 +190,7 @@ def counts_of(batch: Any) -> dict[str, float]:
     for name, tensor in _tensors(batch, "batch"):
         if tensor.dim() == 0 or tensor.is_complex():
             continue
+        tensor = tensor.detach()  # inputs may ask for gradients
         found[f"len({name})"] = len(tensor)
         # A model of text leaves out the first token of a row, which nothing foretells.
         for words, part in ((name, tensor), *([(f"{name}[:, 1:]", tensor[:, 1:])] if tensor.dim() == 2 else [])):

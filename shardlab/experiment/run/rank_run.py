@@ -110,6 +110,8 @@ class RankRun:
         scheduler = None if workload.scheduler is None else workload.scheduler(engine.optimizer)
         if scheduler is not None and not hasattr(scheduler, "step"):
             raise ValueError(f"scheduler: it returned {type(scheduler).__name__}; return a learning rate scheduler")
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ValueError("scheduler: ReduceLROnPlateau asks for a metric at each step; give one that counts steps")
         scaler = GradScaler() if config.scales_loss(engine.name) else None
         self.finite = FiniteCheck(None if scaler is not None else engine.params.values())
         self.loss = WatchedLoss(loss_of(workload, engine.mesh, is_divided=config.divides(engine.name)), self.finite)

@@ -12,6 +12,7 @@ nor on how they are divided.
 import random
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import suppress
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
@@ -19,6 +20,7 @@ from math import inf, nan
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
@@ -65,9 +67,9 @@ def batches_of(workload: Workload, rank: int, ranks: int, seed: int, rows: int) 
     Raises:
         ValueError: the data has ended, a batch cannot be divided, or its weight is none.
     """
-    data: Any = workload.data
+    data: Any = _with_own_generator(workload.data)
     if not workload.divides_rows:
-        shares = _checked(Share, _apart(lambda: iter(data(rank, ranks, seed)), seed))
+        shares = _checked(Share, _apart(lambda: _returned(data(rank, ranks, seed)), seed))
     else:
         source = _batches_of_samples(data, rows, seed) if isinstance(data, Dataset) else _repeated(data)
         shares = _checked(partial(divide, rank=rank, ranks=ranks), _apart(lambda: source, seed))
@@ -125,8 +127,8 @@ _TOO_FEW = "data: a batch has {0} rows, too few for {1} data ranks; give at leas
 def divide(batch: Any, rank: int, ranks: int) -> Share:
     """The rows of a rank.
 
-    Tensors are cut along their first dim, and lists that have as many entries as there are rows; the rest is handed to
-    every rank.
+    Tensors and NumPy arrays are cut along their first dim, and lists, and tuples of strings, that have as many entries
+    as there are rows; the rest is handed to every rank.
 
     Raises:
         ValueError: tensors have different numbers of rows, or there are fewer rows than ranks.
@@ -188,12 +190,22 @@ def _counted(shares: Iterator[Share], weight: Callable[[Any], Any]) -> Iterator[
 
 
 def _cut(batch: Any, own: slice, rows: int) -> Any:
-    if isinstance(batch, list) and len(batch) == rows and not any(True for _ in tensors_in(batch)):
-        return batch[own]
-    if isinstance(batch, dict) and type(batch) is dict:
-        return {key: _cut(value, own, rows) for key, value in batch.items()}
-    # A copy, or the rows of all ranks would stay in memory.
-    return map_tensors(lambda tensor: tensor[own].clone() if tensor.dim() else tensor, batch)
+    def cut(value: Any) -> Any:
+        if isinstance(value, Tensor) and not value.dim():
+            return value
+        # A copy, or the rows of all ranks would stay in memory.
+        return value[own].clone() if isinstance(value, Tensor) else copy(value[own])
+
+    return map_tensors(cut, batch, lambda value: _has_an_entry_for_each_row(value, rows))
+
+
+def _has_an_entry_for_each_row(value: Any, rows: int) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0 and len(value) == rows
+    if isinstance(value, list):
+        return len(value) == rows and not any(True for _ in tensors_in(value))
+    # Of samples that are tuples, a collated batch has the strings in a tuple.
+    return type(value) is tuple and len(value) == rows and all(isinstance(entry, str | bytes) for entry in value)
 
 
 def _batches_of_samples(data: Dataset[Any], rows: int, seed: int) -> Iterator[Any]:
@@ -212,6 +224,22 @@ def _shuffled(data: Any, seed: str) -> Iterator[Any]:
     order = list(range(len(data)))
     random.Random(seed).shuffle(order)
     return (data[place] for place in order)
+
+
+def _with_own_generator(data: Any) -> Any:
+    """A loader begins anew wherever it is read: its generator would go on from where a plan, or a run, has left it."""
+    if not isinstance(data, DataLoader):
+        return data
+    try:
+        return deepcopy(data, {id(data.dataset): data.dataset})
+    except Exception:  # whatever a sampler of the reader's own may hold
+        return data
+
+
+def _returned(batches: Any) -> Iterator[Any]:
+    if batches is None:
+        raise TypeError("data: the function returned None; it must return the batches of a rank, or yield them")
+    return iter(batches)
 
 
 def _repeated(data: Any) -> Iterator[Any]:

@@ -13,20 +13,21 @@ cloudpickle: functions, lambdas and classes of a notebook are, open files and ge
 
 import inspect
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
 
+import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from shardlab.comm import BaseMesh
 from shardlab.comm.communicator import Communicator
-from shardlab.engines.guards.model_checks import check_sparse
+from shardlab.engines.guards.model_checks import check_real, check_sparse
 from shardlab.meta_device import InitFn, materialize, reset_parameters
 from shardlab.tensor_parallel import Plan
 from shardlab.tensor_parallel.rng import generators_seeded
@@ -133,6 +134,17 @@ class Workload:
         own, loss = BaseMesh.alone() if mesh is None else mesh, self.loss
         return lambda model, batch: loss(model, batch, own)
 
+    def apart(self, *names: str) -> "Workload":
+        """The same with fields of its own, as a rank has them, for a plan that tries them in the reader's process.
+
+        A loss may keep something between batches, and what makes the model may return one that the reader has.
+        """
+        try:
+            own = cloudpickle.loads(cloudpickle.dumps([getattr(self, name) for name in names]))
+        except Exception:  # it can be sent to no rank either, which is told elsewhere
+            return self
+        return replace(self, **dict(zip(names, own, strict=True)))
+
     @property
     def takes_mesh(self) -> bool:
         """Whether the loss asks for the mesh, to communicate over it."""
@@ -153,7 +165,7 @@ class Workload:
 
         Raises:
             TypeError: ``model`` returned something else.
-            ValueError: the module has no parameters, some without a shape, or sparse gradients.
+            ValueError: the module has no parameters, some without a shape, complex ones, or sparse gradients.
         """
         with seeded(seed):
             module = self.model()
@@ -163,16 +175,18 @@ class Workload:
             raise ValueError(f"model: {type(module).__name__} has no parameters, so there is nothing to train")
         if lazy := [name for name, param in module.named_parameters() if is_lazy(param)]:
             raise ValueError(f"model: {lazy[0]!r} has no shape yet; call the module once in the function that makes it")
+        check_real(dict(module.named_parameters()))
         check_sparse(module)
         return module
 
     def on_meta(self) -> nn.Module:
         """The module without memory for its parameters, where that can be had: planning needs names and shapes only."""
+        own = self.apart("model")
         try:
             with torch.device("meta"):
-                return self.build(0)
+                return own.build(0)
         except (NotImplementedError, RuntimeError):  # its construction computes with values
-            return self.build(0)
+            return own.build(0)
 
     def initialiser(self, seed: int) -> InitFn:
         """``init_fn`` with a seed for each module, so that values do not depend on the order in which they are made."""
@@ -203,7 +217,7 @@ class InPlaceOf:
     def __init__(
         self, module: nn.Module, function: Callable[..., Any], method: Callable[[Any], Any] = lambda own: own
     ) -> None:
-        self._module, self._function, self._method = module, function, method
+        vars(self).update(_module=module, _function=function, _method=method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
@@ -212,6 +226,12 @@ class InPlaceOf:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
         return self._method(value) if inspect.ismethod(value) else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)  # where forward reads it
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._module[key]
 
 
 @contextmanager
@@ -229,6 +249,8 @@ def _check_data(data: Any) -> None:
             f"data: {data!r:.80} is neither a Dataset, nor an iterable of batches, nor a function of (rank, ranks, "
             "seed) that returns one"
         )
+    elif isinstance(data, Dataset) and not isinstance(data, IterableDataset | Sized):
+        raise TypeError(f"data: {class_of(data)} has no __len__, without which it cannot be shuffled; give it one")
     elif hasattr(data, "__next__"):
         raise ValueError(
             "data: an iterator can be read only once, and each strategy reads it; give the function that makes it, of "
