@@ -59,8 +59,6 @@ class AnyEngine(ABC):
         self.module, self.mesh = model, BaseMesh.alone() if mesh is None else mesh
         # Ranks with other parts of a sequence have other tokens, as ranks with other rows have.
         inner = (MeshAxis.CONTEXT,) if MeshAxis.CONTEXT in self.mesh.axes else ()
-        if MeshAxis.CONTEXT in axes:
-            raise ValueError("axes: leave 'context' out: a mesh that has it counts it with the strategy's last axis")
         self.data_comms = (*(self.mesh[axis] for axis in axes[:-1]), self.mesh.flatten(axes[-1], *inner))
         self.num_data_ranks = prod(comm.num_ranks for comm in self.data_comms)  # each with its own rows
         self.data_rank = number_among(self.data_comms)[0]  # this rank's number among them, from 0

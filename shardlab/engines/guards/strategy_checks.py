@@ -15,7 +15,7 @@ from shardlab.engines.any_engine import owned_in
 from shardlab.engines.precision import Precision
 from shardlab.engines.sharded_params import Placements
 from shardlab.engines.strategy import Given, LaidOut, Strategy
-from shardlab.vocabulary import class_of
+from shardlab.vocabulary import MeshAxis, class_of
 
 _MISSPELT = 0.8  # of ``difflib``: "redcue" and "reduces" for "reduce", and not "reduce_all"
 _OF_CLASS = 0.9  # the same of what a class says of itself: "round" for "rounds"; there a reader has names of their own
@@ -34,7 +34,8 @@ def check_strategy(strategy: object) -> None:
     """Refuse what is no strategy.
 
     Raises:
-        ValueError: it is a class of strategies, something else, or its ``axes`` are one name.
+        ValueError: it is a class of strategies, something else, or its ``axes`` are one name or
+            have that of sequences.
     """
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
         raise ValueError(f"strategy: the class {strategy.__name__} was given; give one of it, {strategy.__name__}()")
@@ -43,6 +44,8 @@ def check_strategy(strategy: object) -> None:
     axes: object = strategy.axes
     if isinstance(axes, str):
         raise ValueError(f"strategy: axes of {strategy.name!r} is {axes!r}; give a tuple, axes = ('data',)")
+    if MeshAxis.CONTEXT in strategy.axes:
+        raise ValueError("axes: leave 'context' out: a mesh that has it counts it with the strategy's last axis")
 
 
 def _check_methods(kind: type[Strategy]) -> None:
