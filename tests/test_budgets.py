@@ -42,8 +42,8 @@ ROOMS = {
 # sparse tensors that are recorded or refused (comm 5, engines 6, experiment 5, same 4, trace 10), an optimizer that
 # steps inside backward (same 5); steps that a scaler skipped (experiment 15); steps that are given a closure, and SAM's
 # first gradients (same 33), parts that a checkpoint calls again, and meshes of killed runs (recording 13), what stages
-# refuse of tied weights and options (pipeline 4, engines 7), dtypes that travel to ranks (launch 7), plans that leave the
-# reader's model, loss and loader as they are, arrays and strings that are divided (experiment 47), penalties (same 7).
+# refuse of tied weights and options (pipeline 4, engines 7), dtypes that travel to ranks (launch 7), plans that leave
+# the reader's model, loss and loader as they are, arrays and strings that are cut (experiment 47), penalties (same 7).
 WHOLE = 37_925
 
 NO_CODE = {
