@@ -155,7 +155,7 @@ class ForetoldCommunicator(SilentCommunicator):
         clock, wire, keep = self._clock, self._clock.wire, sizes.pop("keep", ())
         sizes.pop("start", None)
         if tag == FLAG and buffer is not None and not self._are_alike:
-            buffer[1:].fill_(1)
+            buffer.numpy()[1:] = 1  # by NumPy: on the clock of the engine's operations other ranks' take no time
         if op == Collective.REDUCE_SCATTER and (chunk_bytes := sizes.get("own_chunk_bytes")) is not None:
             sizes["scratch_bytes"] = wire.scratch_bytes(chunk_bytes * self.num_ranks, self.num_ranks)
         event = self.announce(op, () if buffer is None else (buffer,), tag, transport=wire.transport, **sizes)
