@@ -154,6 +154,11 @@ class Recorded:
         return [one for one in self.steps[0].messages if one.tag != FLAG and rank in one.transfer_us]
 
     @cached_property
+    def link(self) -> Link | None:
+        """The emulated one, where the record names it."""
+        return link_of(self.collectives)
+
+    @cached_property
     def latency_us(self) -> Callable[[Message], float] | None:
         """Of a message; None where it cannot be told from the time of its bytes."""
         hop_us = hop_us_of(self.collectives, self.axes)
@@ -176,11 +181,16 @@ def _us(steps: Steps) -> NDArray[np.float64]:
     return np.array([step.us for step in steps])
 
 
+def link_of(collectives: pd.DataFrame) -> Link | None:
+    """See ``Recorded.link``."""
+    _, is_emulated, link = str(collectives["transport"].iloc[0]).partition(EMULATED)
+    return Link.parse(link) if is_emulated else None
+
+
 def hop_us_of(collectives: pd.DataFrame, axes: Mapping[str, int] | None) -> float | None:
     """Latency: that of the emulated link, where the record names one; else of a line through the transfers by size."""
-    transport = str(collectives["transport"].iloc[0])
-    if EMULATED in transport:
-        return Link.parse(transport.split(EMULATED)[1]).latency_us
+    if (link := link_of(collectives)) is not None:
+        return link.latency_us
     rows = matched_collectives(collectives, axes)
     rows = rows[(rows["bytes"] > 0) & (rows["group_size"] > 1)].assign(us=rows["end_us"] - rows["last_us"])
     rows = rows.groupby(["op", "bytes", "group_size"])["us"].median().reset_index()

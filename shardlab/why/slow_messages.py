@@ -34,13 +34,19 @@ def found(record: Recorded) -> Iterator[Found]:
     latency = record.latency_us
     exposed = float(np.median(record.gains(record.with_transfers(lambda *_: 0.0)))) / 1e3
     said = f"{exposed:.3g} ms of a step wait for {_by_size([one.num_bytes for one in record.messages])}"
-    known, apart = latency or _none, "latency not told apart: all of one size"
+    known, apart, link = latency or _none, "latency not told apart: all of one size", record.link
+
+    def of_bytes(one: Message, us: float) -> float:
+        """What is left of a transfer; of an emulated link no more than its bytes take, since the rest is the host's."""
+        left = us - min(us, known(one))
+        return left if link is None else min(left, link.ring_time_us(one.op, one.num_bytes, one.group_size) - known(one))
+
     if latency is not None:
         free = record.with_transfers(lambda one, us: us - min(us, latency(one)))
         yield _latency(record, latency, free, said)
         apart = f"{np.median(record.gains(free)) / 1e3:.3g} ms of it latency"
-    half = record.with_transfers(lambda one, us: (us + min(us, known(one))) / 2)
-    rest = record.with_transfers(lambda one, us: min(us, known(one)))
+    half = record.with_transfers(lambda one, us: us - of_bytes(one, us) / 2)
+    rest = record.with_transfers(lambda one, us: us - of_bytes(one, us))
     yield Found("bandwidth", half, f"{said}, {apart}", "a link of twice the bandwidth", rest, {"bandwidth": 2})
     earlier, evidence = [ahead(step) for step in record.steps], f"{said}, and gathers could travel earlier"
     yield Found(

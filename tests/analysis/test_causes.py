@@ -54,6 +54,15 @@ def test_the_cause_is_named_and_its_gain_is_that_of_the_change(name, ranks):
         assert first.gain_us == pytest.approx(loop.step_us - replace(loop, **change).step_us, rel=rel)
 
 
+def test_of_a_slow_message_over_an_emulated_link_its_bandwidth_explains_what_the_link_takes_alone():
+    moved, *others = Loop(us_per_byte=0.2).tables()
+    link = {name: moved.assign(transport=f"shared_memory as {name}") for name in ("0.04Gbps,10us", "80Gbps,10us")}
+    slow, fast = (causes(one, *others) for one in link.values())
+    assert slow[0].name == "bandwidth"
+    assert slow[0].share > 0.8
+    assert "bandwidth" not in {cause.name for cause in fast}, "its bytes take 10 us of 20 ms; the rest is the host's"
+
+
 def test_a_gather_that_is_moved_beside_compute_starts_as_late_as_others_there():
     step, *_ = recorded_steps(*replace(FSDP, prefetch=0).tables())
     late = step.with_messages(
