@@ -278,6 +278,12 @@ class CompareConfig(CompareOptions):
             name: staged(self.trained, self.on_meta, schedule, self.begins, batch, rounds=rounds, divided=layers)
             for name, schedule in self.schedules.items()
         }
+        for one in self.staged.values() if self.wrap_policy != AUTO else ():
+            for rank in range(self.pipe):
+                try:
+                    wrapped_modules(one.module_of(self.on_meta, rank), self.wrap_policy)
+                except ValueError as error:
+                    raise ValueError(f"{error}; said of the stages of rank {rank}") from error
 
     @cached_property
     def schedules(self) -> dict[str, Schedule]:
