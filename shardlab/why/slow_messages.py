@@ -38,8 +38,8 @@ def found(record: Recorded) -> Iterator[Found]:
 
     def of_bytes(one: Message, us: float) -> float:
         """What is left of a transfer; of an emulated link no more than its bytes take, since the rest is the host's."""
-        left = us - min(us, known(one))
-        return left if link is None else min(left, link.ring_time_us(one.op, one.num_bytes, one.group_size) - known(one))
+        most = us if link is None else link.ring_time_us(one.op, one.num_bytes, one.group_size)
+        return max(0.0, min(us, most) - known(one))
 
     if latency is not None:
         free = record.with_transfers(lambda one, us: us - min(us, latency(one)))
