@@ -151,7 +151,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if (stages := list(self.rank_of)) != list(range(max(1, len(stages)))):
-            raise ValueError(f"schedule: its stages are {stages}; number them 0, 1, 2, ... without a gap")
+            raise ValueError(f"schedule: its stages are {stages or 'none'}; number them 0, 1, 2, ... without a gap")
         for rank, actions in enumerate(self.ranks):
             _check_rank(rank, actions, self.num_micro_batches)
 

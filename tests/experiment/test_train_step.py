@@ -90,6 +90,15 @@ def test_without_clipping_nobody_asked_for_a_norm_and_accumulation_below_one_is_
             TrainStep(engine, mse, accumulation=0)
 
 
+def test_a_loss_that_calls_backward_is_refused():
+    def trains(model, batch):
+        (loss := mse(model, batch)).backward(retain_graph=True)  # a second backward would add the same once more
+        return loss
+
+    with engine_of(model()) as engine, pytest.raises(ValueError, match="loss: it has called backward"):
+        TrainStep(engine, trains)(rows(0))
+
+
 def test_a_loader_ends_with_its_run_and_not_with_a_cycle(tmp_path):
     """In which its workers would not hear of it, and torch waits 5 s for each."""
     loader = DataLoader(TensorDataset(*rows(0)), batch_size=2)

@@ -92,7 +92,7 @@ class TrainStep:
                 or of what the loss counts. A loss that weighs 0 may be NaN, as a mean of nothing is.
 
         Raises:
-            ValueError: the loss is not a scalar that depends on parameters.
+            ValueError: the loss is not a scalar that depends on parameters, or has called backward itself.
         """
         last = len(self._losses) == self.accumulation - 1
         with contextlib.nullcontext() if last else self.engine.no_sync():
@@ -105,8 +105,11 @@ class TrainStep:
         return self._losses
 
     def _forward_backward(self, batch: Any, weight: float) -> Tensor:
+        before = self.engine.num_backwards
         with self._phase(Phase.FORWARD, SpanKind.FORWARD):
             loss = weighed(scalar(self.loss(self._model, batch)) / self.accumulation, weight)
+        if self.engine.num_backwards > before:
+            raise ValueError("loss: it has called backward, which is called of what it returns; leave that out")
         with self._phase(Phase.BACKWARD, SpanKind.BACKWARD):
             self.engine.backward(loss if self.scaler is None else self.scaler.scale(loss))
         # Detached, or the losses would hold the graphs of all micro-batches until the step ends.
