@@ -396,6 +396,24 @@ def test_rows_of_all_ranks_are_the_batch_and_weights_make_the_mean():
             call()
 
 
+class Drawn:
+    def __init__(self):
+        self.generator, self.tokens = torch.Generator().manual_seed(3), torch.arange(99)
+
+    def __iter__(self):
+        yield from (self.tokens[torch.randint(0, 99, (4, 2), generator=self.generator)] for _ in range(5))
+
+
+class DrawnSamples(Drawn, IterableDataset):
+    pass
+
+
+@pytest.mark.parametrize("data", [Drawn(), DrawnSamples()])
+def test_rows_drawn_by_a_generator_of_the_data_are_the_same_wherever_they_are_read(data):
+    reads = [next(batches_of(workload(data=data), 0, 1, 0, 4)).batch for _ in range(2)]
+    assert torch.equal(*reads), "a plan has read the first, and a run trains on it"
+
+
 def test_a_loader_with_a_generator_yields_the_same_wherever_it_is_read():
     loader = DataLoader(Labelled(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3))
     firsts = [next(batches_of(workload(data=loader), 0, 1, 0, 8)).checksum for _ in range(2)]

@@ -67,7 +67,7 @@ def batches_of(workload: Workload, rank: int, ranks: int, seed: int, rows: int) 
     Raises:
         ValueError: the data has ended, a batch cannot be divided, or its weight is none.
     """
-    data: Any = _with_own_generator(workload.data)
+    data: Any = _from_their_beginning(workload.data)
     if not workload.divides_rows:
         shares = _checked(Share, _apart(lambda: _returned(data(rank, ranks, seed)), seed))
     else:
@@ -226,13 +226,16 @@ def _shuffled(data: Any, seed: str) -> Iterator[Any]:
     return (data[place] for place in order)
 
 
-def _with_own_generator(data: Any) -> Any:
-    """A loader begins anew wherever it is read: its generator would go on from where a plan, or a run, has left it."""
-    if not isinstance(data, DataLoader):
+def _from_their_beginning(data: Any) -> Any:
+    """Data begin anew wherever they are read: a generator would go on from where a plan, or a run, has left it."""
+    is_read_by_place = isinstance(data, Dataset) and not isinstance(data, IterableDataset)
+    if isinstance(data, list | tuple) or is_read_by_place or callable(data):
         return data
+    held = [data.dataset] if isinstance(data, DataLoader) else getattr(data, "__dict__", {}).values()
+    shared = {id(one): one for one in held if isinstance(one, Dataset | Tensor | np.ndarray)}  # as large as all rows
     try:
-        return deepcopy(data, {id(data.dataset): data.dataset})
-    except Exception:  # whatever a sampler of the reader's own may hold
+        return deepcopy(data, shared)
+    except Exception:  # whatever a reader's own may hold
         return data
 
 
