@@ -396,6 +396,22 @@ def test_rows_of_all_ranks_are_the_batch_and_weights_make_the_mean():
             call()
 
 
+def test_losses_under_the_readers_own_autocast_are_judged_as_rounded(pools, tmp_path):
+    def wide():
+        return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+
+    def rounded(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return (model(batch).float() - batch[:, :4]).square().mean()
+
+    torch.manual_seed(0)
+    found = compare(Workload(wide, list(torch.randn(4, 16, 64)), rounded), tmp_path / "run", pool=pools(2), ranks=2,
+                    strategies=("single", "zero1"), steps=4, device="cpu")  # fmt: skip
+    assert found.summary["judged_loss_difference"].max() > 1e-5, "one row fewer is rounded otherwise"
+    assert ", within the rounding of bfloat16 autocast · " in dict(answer(found))["CAN I TRUST IT"]
+    assert "master weights" not in dict(answer(found))["LEAST MEMORY"]
+
+
 class Drawn:
     def __init__(self):
         self.generator, self.tokens = torch.Generator().manual_seed(3), torch.arange(99)

@@ -51,6 +51,7 @@ def found_by(reports: list[RankReport], mesh: dict[str, int], config: CompareCon
         },
         "disagreement": next(filter(None, (_disagreement(reports, one, num_tensor_ranks) for one in by_stage)), ""),
         "drew_random_numbers": any(report.drew for report in reports),
+        "autocast": max(report.autocast for report in reports),
         "batches": of_all_ranks(
             [reports[rank].batches for rank in by_stage[0][::num_tensor_ranks]], config.trained.divides_rows
         ),

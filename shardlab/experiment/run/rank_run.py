@@ -41,8 +41,8 @@ from shardlab.trace.clock import Origins, Reading, clock_for, own_origin_ns
 from shardlab.trace.memory_by_role import LiveTensors
 from shardlab.trace.observed import Row
 from shardlab.trace.recorder import Recorder, sampled_at_rest
-from shardlab.trace.units import watch_units
-from shardlab.vocabulary import Phase, SpanKind
+from shardlab.trace.units import watch_units, watched_modules
+from shardlab.vocabulary import Phase, SpanKind, dtype_name
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class RankReport:
         not_finite: the first step in which a number of this rank's own rows was inf or NaN, by what it was.
         did: what the rank had called, and its parameters' checksum, after some of the steps.
         drew: whether a step drew random numbers, as dropout does.
+        autocast: in which dtype the model was asked to compute by an autocast that is none of the strategy's; or empty.
         batches: checksums of the first ones, see ``batches``.
         other_batch: the first of them that is not what the checkpoint it went on from was trained on; None if all are.
         buffers: checksums after the first steps, and after some of the later ones, see ``rank_checks``.
@@ -76,6 +77,7 @@ class RankReport:
     not_finite: dict[str, int]
     did: dict[int, Did]
     drew: bool
+    autocast: str = ""
     batches: list[int] = field(default_factory=list)
     other_batch: int | None = None
     buffers: dict[int, dict[str, int]] = field(default_factory=dict)
@@ -99,6 +101,8 @@ class RankRun:
         self.engine, self.recorder, self.has_loss = engine, recorder, pipeline is None or pipeline.has_loss
         self.shards: list[Row] = []
         """Who held what when memory was last read: after a step, while gradients were still there."""
+        self.autocast = ""
+        """The dtype of an autocast around the model, or in it, that is none of the strategy's; or empty."""
         self.drew = False
         """Whether a step drew random numbers. Data do not count: they draw apart from training, see ``batches``."""
         self.batches: list[int] = []  # those that were passed over too
@@ -124,6 +128,11 @@ class RankRun:
         """Of the first micro-batch; None before."""
         loss = self.loss.first
         return None if loss is None else FirstLoss(float(loss), self._first_weight, self._first_counts)
+
+    def look_at_autocast(self, *_: Any) -> None:
+        """To be called where the model computes."""
+        if torch.is_autocast_enabled(device := self.engine.mesh.device.type):
+            self.autocast = dtype_name(torch.get_autocast_dtype(device))
 
     def batches_anew(self) -> Iterator[Share]:
         """The rank's batches from the first on."""
@@ -261,6 +270,8 @@ def recorded_run(
             stack.callback(hook.remove)
         run = RankRun(config, engine, recorder, pipeline)
         stack.callback(run.finite.remove)
+        for unit in watched_modules(engine.module, config.wrap_policy).values():
+            stack.callback(unit.register_forward_pre_hook(run.look_at_autocast).remove)
         recorder.live_tensors = run.live_tensors
         yield run
 
@@ -319,8 +330,8 @@ def run_strategy(
         run.recorder.write_shards(run.shards)
         padding_bytes = sum(one.layout.padding_numel * one.element_size for one in run.engine.divisions())
         return RankReport(
-            run.recorder.cost_share, padding_bytes, run.finite.lost, known, run.drew, run.batches, run.other_batch,
-            buffers, run.first, run.has_loss,
+            run.recorder.cost_share, padding_bytes, run.finite.lost, known, run.drew, run.autocast, run.batches,
+            run.other_batch, buffers, run.first, run.has_loss,
         )  # fmt: skip
 
 

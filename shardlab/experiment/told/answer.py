@@ -30,7 +30,7 @@ from shardlab.vocabulary import Collective, Phase
 
 from shardlab.experiment.told.summary import (  # isort: skip
     FULL, LOSS_TOLERANCE, REFERENCE, ROUNDED_LOSS_TOLERANCE, averaged_runs, counted_steps, not_finite, precision_of,
-    ranks_differ, skipped_steps, stepped,
+    ranks_differ, rounding_of, skipped_steps, stepped,
 )  # fmt: skip
 
 ROLES = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer state"}
@@ -317,7 +317,7 @@ def _trusted(comparison: Comparison, doubt: str) -> Iterable[str]:
     elif not comparison.losses_equal and trained_on_others(comparison.records.manifests):
         yield "losses NOT compared: the data differ, see below"
     else:
-        rounded = {precision_of(run, comparison.records) for run in comparison.records.manifests} - {FULL}
+        rounded = {rounding_of(run, comparison.records) for run in comparison.records.manifests} - {FULL}
         hidden = judged <= (ROUNDED_LOSS_TOLERANCE if rounded else LOSS_TOLERANCE["float32"]) and norms_apart(table)
         too = ", and gradients by a factor" if hidden else ""
         too += f", within the rounding of {listing(sorted(rounded))}" if rounded and comparison.losses_equal else ""

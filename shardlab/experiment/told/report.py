@@ -23,7 +23,7 @@ from shardlab.experiment.told.losses import dead_verdict
 from shardlab.experiment.told.pipelined import BUBBLES, readable_bubbles
 from shardlab.experiment.told.saved_runs import Comparison, config_of
 from shardlab.experiment.told.step_reasons import reasons_table
-from shardlab.experiment.told.summary import FULL, PLANNED, REFERENCE, precision_of, readable_summary, reference_of
+from shardlab.experiment.told.summary import FULL, PLANNED, REFERENCE, readable_summary, reference_of, rounding_of
 from shardlab.experiment.told.verdicts import transports_of, verdicts
 from shardlab.records.store import Records
 from shardlab.vocabulary import Phase, Role
@@ -144,7 +144,7 @@ def _differs(comparison: Comparison) -> str:
     runs = comparison.records.manifests
     if not comparison.losses_equal:
         return "More than rounding differs."
-    if dead_verdict(comparison) or any(precision_of(run, comparison.records) != FULL for run in runs):
+    if dead_verdict(comparison) or any(rounding_of(run, comparison.records) != FULL for run in runs):
         return "How far losses differ."
     return "Only the order of summation differs."
 

@@ -248,7 +248,7 @@ def tolerance_of_run(run: str, records: Records, dtype: str) -> float:
     """
     described: Mapping[str, Any] = records.manifests[run].get("workload") or {}
     dtypes = [name for name in described.get("dtypes", []) if "float" in name] or [dtype]
-    if precision_of(run, records) != FULL:
+    if rounding_of(run, records) != FULL:
         return ROUNDED_LOSS_TOLERANCE
     return max(LOSS_TOLERANCE.get(name, ROUNDED_LOSS_TOLERANCE) for name in dtypes)
 
@@ -256,6 +256,12 @@ def tolerance_of_run(run: str, records: Records, dtype: str) -> float:
 def precision_of(run: str, records: Records) -> str:
     """What a run computes in, as ``CompareConfig.precision`` says it; 'full' if its strategy takes no precision."""
     return str(records.manifests[run]["config"].get("precision", FULL))
+
+
+def rounding_of(run: str, records: Records) -> str:
+    """Likewise, or the reader's own autocast, around the model or in it."""
+    own = records.manifests[run].get("autocast")
+    return f"{own} autocast" if own and precision_of(run, records) == FULL else precision_of(run, records)
 
 
 def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
