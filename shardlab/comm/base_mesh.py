@@ -99,7 +99,8 @@ class BaseMesh:
             ``data.outer`` and ``data.inner``.
 
         Raises:
-            ValueError: there is no such axis, or ``inner`` does not divide it.
+            ValueError: there is no such axis, ``inner`` does not divide it, or it has been cut into groups of another
+                size.
         """
         num_ranks = self[axis].num_ranks
         if type(inner) is not int or inner < 1 or num_ranks % inner:

@@ -152,17 +152,18 @@ class ForetoldCommunicator(SilentCommunicator):
         self.ranks, self._clock, self._are_alike = ranks, clock, are_alike
 
     def _submit(self, op: Collective, buffer: Tensor | None, job: Job | Message, tag: str, **sizes: Any) -> Pending:
-        clock, wire, keep = self._clock, self._clock.wire, sizes.pop("keep", ())
-        sizes.pop("start", None)
+        clock, wire, keep, _ = self._clock, self._clock.wire, sizes.pop("keep", ()), sizes.pop("start", None)
         if tag == FLAG and buffer is not None and not self._are_alike:
             buffer.numpy()[1:] = 1  # by NumPy: on the clock of the engine's operations other ranks' take no time
+        if op == Collective.RECV and buffer is not None and tag.startswith("gradient of tied "):
+            # Behind it stands whether the weight was used (``pipeline``): it was. Of any dtype that is 2 or more.
+            buffer.untyped_storage()[buffer.nbytes - 1] = 0x40
         if op == Collective.REDUCE_SCATTER and (chunk_bytes := sizes.get("own_chunk_bytes")) is not None:
             sizes["scratch_bytes"] = wire.scratch_bytes(chunk_bytes * self.num_ranks, self.num_ranks)
         event = self.announce(op, () if buffer is None else (buffer,), tag, transport=wire.transport, **sizes)
         event.issue_ns, event.emulated = clock.now_ns, wire.emulated
-        observers = self._observers
-        sent = clock.send(event, observers)
-        return _Foretold(lambda: clock.wait(sent), keep=keep, event=event, observers=observers, clock=clock)
+        sent = clock.send(event, self._observers)
+        return _Foretold(lambda: clock.wait(sent), keep=keep, event=event, observers=self._observers, clock=clock)
 
 
 class _Foretold(Pending):

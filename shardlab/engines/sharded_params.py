@@ -347,7 +347,7 @@ class Shards(GradientBuffer):
         ``Bucket`` multiplies). With one dtype that is done in place.
         """
         tag, replicas = f"gradients of {self.name}", self._placements.replicas
-        for number, axis in enumerate((*self._axes, *replicas)):
+        for number, axis in enumerate((*self._axes, *replicas) or (self.comm,)):  # of one rank: partial sums rest too
             if number < len(self._axes):
                 bounds, means_over = self._chunks[number].cut, self._placements.means_over
                 start, stop = bounds[axis.rank : axis.rank + 2]

@@ -80,9 +80,9 @@ def _balanced_runs(sizes: Sequence[int], num_runs: int) -> tuple[int, ...]:
         load, mean = 0, sum(sizes[item:]) / (later_runs + 1)
         while item < len(sizes) and load + sizes[item] <= limit:
             # Or when each later run would otherwise lack an item of its own.
-            enough = load + sizes[item] / 2 > mean or (item > bounds[-1] and len(sizes) - item <= later_runs)
-            # It may stop early only if the later runs can take the rest, or items would be left over.
-            if enough and _fits(sizes[item:], later_runs, limit):
+            enough = load + sizes[item] / 2 > mean or len(sizes) - item <= later_runs
+            # It may stop early, with an item of its own, only if the later runs can take the rest.
+            if enough and item > bounds[-1] and _fits(sizes[item:], later_runs, limit):
                 break
             load += sizes[item]
             item += 1

@@ -78,8 +78,7 @@ def cut(model: nn.Module, num_stages: int, begins: Sequence[str] = (), costs: Ma
     if missing := [name for name in names if not 0 <= costs.get(name, -1) < inf]:
         raise ValueError(f"costs: part {missing[0]!r} has none from 0; give one for each of {', '.join(names)}")
     unit = (max(costs.values()) or 1) / 1e9
-    # Each part counts one unit more than it costs, so that none of the stages is left without a part.
-    specs = [ParamSpec(name, (1 + round(costs[name] / unit),), 1) for name in names]
+    specs = [ParamSpec(name, (round(costs[name] / unit),), 1) for name in names]
     owners = assign_owners(specs, num_stages, Partition.CONTIGUOUS)
     return _from([bisect_left(owners, stage) for stage in range(1, num_stages)], names)
 

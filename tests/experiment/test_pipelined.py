@@ -146,6 +146,18 @@ def test_the_plan_of_stages_is_that_of_the_formulas():
     assert (table["optimizer_bytes"] == 2 * table["parameter_bytes"]).all()
 
 
+@pytest.mark.parametrize("width", [6, 512])  # numbers that a run without values computes, or memory nobody has written
+def test_a_weight_that_stages_share_is_planned_as_used_in_all_of_them(width):
+    def tied():
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
+        model[2].weight = model[0].weight
+        return model
+
+    workload = Workload(tied, [torch.ones(8, width)], lambda model, batch: model(batch).mean())
+    config = to_plan(workload, 2, "ddp", pipe=2, begins="1", micro_batches=2)
+    assert list(stages_of(config, plan_all(config))["messages"]) == [2 + 1, 2 + 1]
+
+
 def made_anew(rank, ranks, seed):
     while True:
         yield batches(2)[0]

@@ -38,6 +38,7 @@ def test_balanced_is_within_four_thirds_of_the_optimum(numels, num_ranks):
 def test_contiguous_runs_have_the_smallest_possible_largest_run(numels, num_ranks):
     owners = assign_owners(specs_of(numels), num_ranks, Partition.CONTIGUOUS)
     assert list(owners) == sorted(owners)
+    assert len(set(owners)) == min(len(numels), num_ranks)
     ordered = combinations_with_replacement(range(num_ranks), len(numels))
     assert largest_load(numels, owners, num_ranks) == min(largest_load(numels, c, num_ranks) for c in ordered)
 

@@ -438,6 +438,8 @@ def test_stages_are_balanced_and_keep_the_models_names():
     assert cut(model, 2) == (("embed", "blocks.0"), ("blocks.1", "blocks.2", "logits"))
     assert cut(model, 2, ("blocks.2",)) == (("embed", "blocks.0", "blocks.1"), ("blocks.2", "logits"))
     assert cut(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), 3) == (("0",), ("1",), ("2",))
+    large_first = nn.Sequential(nn.Linear(50, 1), nn.Linear(4, 1), nn.Linear(1, 1))  # more than twice the mean
+    assert cut(large_first, 3) == (("0",), ("1",), ("2",))
 
 
 def test_a_cut_is_balanced_by_what_parts_cost():

@@ -120,10 +120,13 @@ def test_sharded_units_over_two_axes_equal_one_process(make, models):
     assert "equal to one process" in check_strategy(make, (4,), models)
 
 
-@pytest.mark.parametrize(("make", "sizes"), [(HFSDP, (1, 3)), (lambda: zero_in_groups(2, 1), (3, 1))])
-def test_a_group_of_one_is_right(make, sizes):
+@pytest.mark.parametrize(
+    ("make", "sizes", "model"),
+    [(HFSDP, (1, 3), "Uneven"), (HFSDP, (1, 1), "Unused"), (lambda: zero_in_groups(2, 1), (3, 1), "Uneven")],
+)
+def test_a_group_of_one_is_right(make, sizes, model):
     mesh = dict(zip(("replica", "shard"), sizes, strict=True))
-    assert "equal to one process" in check_strategy(make, models=("Uneven",), mesh=mesh)
+    assert "equal to one process" in check_strategy(make, models=(model,), mesh=mesh)
 
 
 def with_a_piece_written(_, make):
