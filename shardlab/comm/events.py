@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isnan, nan
 from time import perf_counter_ns
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -77,7 +76,7 @@ class CollectiveEvent:
         return self.device_times is not None and self.device_times[1].query()
 
 
-class Observer(Protocol):
+class Observer:
     """Gets the events. Calls must be short; ``completed``, mostly ``started`` too, come from a queue's thread.
 
     Whoever inherits from it defines those that it wants to hear of.
@@ -85,19 +84,15 @@ class Observer(Protocol):
 
     def issued(self, event: CollectiveEvent) -> None:
         """The caller asked for the collective."""
-        return
 
     def started(self, event: CollectiveEvent) -> None:
         """The transport began it."""
-        return
 
     def completed(self, event: CollectiveEvent) -> None:
         """Its result is there (or it failed)."""
-        return
 
     def waited(self, event: CollectiveEvent) -> None:
         """The caller has waited for it."""
-        return
 
 
 Observers = tuple[Observer, ...]
