@@ -112,12 +112,13 @@ class Pending:
         observers: told when it has been waited for.
         mark: of the stream that computes; None on the CPU.
         dropped: gets the event where nobody has called ``wait()``, and nobody can any more.
+        now_ns: says the time.
     """
 
     def __init__(
         self, finish: Callable[[], None] | None = None, *, keep: tuple[Tensor, ...] = (),
         event: CollectiveEvent | None = None, observers: Observers = (), mark: Mark | None = None,
-        dropped: list[CollectiveEvent] | None = None,
+        dropped: list[CollectiveEvent] | None = None, now_ns: Callable[[], int] = perf_counter_ns,
     ) -> None:  # fmt: skip
         self._finish = finish
         self._keep = keep  # a buffer freed in flight would be written into after its reuse
@@ -125,7 +126,7 @@ class Pending:
         self._observers = observers
         self._mark = mark
         self._dropped = dropped
-        self._now_ns = perf_counter_ns
+        self._now_ns = now_ns
 
     def __del__(self) -> None:
         if self._dropped is not None and self._event is not None:

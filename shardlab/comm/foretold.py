@@ -162,15 +162,9 @@ class ForetoldCommunicator(SilentCommunicator):
         event.issue_ns, event.emulated = clock.now_ns, wire.emulated
         observers = self._observers
         sent = clock.send(event, observers)
-        return _Foretold(lambda: clock.wait(sent), keep=keep, event=event, observers=observers, clock=clock)
-
-
-class _Foretold(Pending):
-    """One whose waits are told by a clock."""
-
-    def __init__(self, *args: Any, clock: ToldClock, **named: Any) -> None:
-        super().__init__(*args, **named)
-        self._now_ns = lambda: clock.now_ns
+        return Pending(
+            lambda: clock.wait(sent), keep=keep, event=event, observers=observers, now_ns=lambda: clock.now_ns
+        )
 
 
 class ForetoldMesh(BaseMesh):
