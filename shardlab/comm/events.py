@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isnan, nan
 from time import perf_counter_ns
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -77,7 +76,7 @@ class CollectiveEvent:
         return self.device_times is not None and self.device_times[1].query()
 
 
-class Observer(Protocol):
+class Observer:
     """Gets the events. Calls must be short; ``completed``, mostly ``started`` too, come from a queue's thread.
 
     Whoever inherits from it defines those that it wants to hear of.
@@ -85,19 +84,15 @@ class Observer(Protocol):
 
     def issued(self, event: CollectiveEvent) -> None:
         """The caller asked for the collective."""
-        return
 
     def started(self, event: CollectiveEvent) -> None:
         """The transport began it."""
-        return
 
     def completed(self, event: CollectiveEvent) -> None:
         """Its result is there (or it failed)."""
-        return
 
     def waited(self, event: CollectiveEvent) -> None:
         """The caller has waited for it."""
-        return
 
 
 Observers = tuple[Observer, ...]
@@ -117,12 +112,13 @@ class Pending:
         observers: told when it has been waited for.
         mark: of the stream that computes; None on the CPU.
         dropped: gets the event where nobody has called ``wait()``, and nobody can any more.
+        now_ns: says the time.
     """
 
     def __init__(
         self, finish: Callable[[], None] | None = None, *, keep: tuple[Tensor, ...] = (),
         event: CollectiveEvent | None = None, observers: Observers = (), mark: Mark | None = None,
-        dropped: list[CollectiveEvent] | None = None,
+        dropped: list[CollectiveEvent] | None = None, now_ns: Callable[[], int] = perf_counter_ns,
     ) -> None:  # fmt: skip
         self._finish = finish
         self._keep = keep  # a buffer freed in flight would be written into after its reuse
@@ -130,7 +126,7 @@ class Pending:
         self._observers = observers
         self._mark = mark
         self._dropped = dropped
-        self._now_ns = perf_counter_ns
+        self._now_ns = now_ns
 
     def __del__(self) -> None:
         if self._dropped is not None and self._event is not None:

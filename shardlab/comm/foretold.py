@@ -163,15 +163,9 @@ class ForetoldCommunicator(SilentCommunicator):
         event = self.announce(op, () if buffer is None else (buffer,), tag, transport=wire.transport, **sizes)
         event.issue_ns, event.emulated = clock.now_ns, wire.emulated
         sent = clock.send(event, self._observers)
-        return _Foretold(lambda: clock.wait(sent), keep=keep, event=event, observers=self._observers, clock=clock)
-
-
-class _Foretold(Pending):
-    """One whose waits are told by a clock."""
-
-    def __init__(self, *args: Any, clock: ToldClock, **named: Any) -> None:
-        super().__init__(*args, **named)
-        self._now_ns = lambda: clock.now_ns
+        return Pending(
+            lambda: clock.wait(sent), keep=keep, event=event, observers=self._observers, now_ns=lambda: clock.now_ns
+        )
 
 
 class ForetoldMesh(BaseMesh):

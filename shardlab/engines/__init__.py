@@ -95,9 +95,6 @@ def build_engine(
         strategy = name
         check_strategy(strategy)
         if options:
-            own, takes = type(name).__name__, ", ".join(inspect.signature(type(name)).parameters)
-            raise ValueError(
-                f"options: {', '.join(options)} beside a {own} that is made already; options are given where it is "
-                f"made, and {own}(...) takes {takes or 'none'}"
-            )
+            made = f"{type(name).__name__}, which is made already and takes {inspect.signature(type(name))}"
+            raise ValueError(f"options: {', '.join(options)} beside a {made}; give them where it is made")
     return Engine(model, optimizer_fn, mesh, strategy, guards=guards, broadcast_buffers=broadcast_buffers)

@@ -10,6 +10,7 @@ When a bucket is sent is in ``in_buckets.py``; what is sent, and where the mean 
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import nn
 
 from shardlab.comm.events import Pending
@@ -17,7 +18,6 @@ from shardlab.engines.gradient_buffer import GradientBuffer
 from shardlab.engines.holdings import Division, Holding
 from shardlab.engines.in_buckets import InBuckets
 from shardlab.engines.strategy import Given, LaidOut, check_replaced
-from shardlab.engines.tensor_layout import Strides, contiguous
 from shardlab.partition.buckets import bucket_layouts
 from shardlab.partition.flat import FlatLayout
 from shardlab.vocabulary import Role
@@ -40,19 +40,10 @@ class Bucket(GradientBuffer):
     pending: Pending | None = None
 
     def __init__(self, index: int, params: Mapping[str, nn.Parameter], layout: FlatLayout, num_ranks: int) -> None:
-        strides = {name: _strides(params[name]) for name in layout.names}
+        # Those of each gradient as torch makes it: its parameter's own if that is dense, so that sums run in its order.
+        strides = {name: torch.empty_like(params[name], device="meta").stride() for name in layout.names}
         super().__init__(params, layout, 0, strides, scale=1 / num_ranks)
         self.index = index
-
-
-def _strides(param: nn.Parameter) -> Strides:
-    """Strides of its gradient: the parameter's own if it is dense, as in torch, so that sums run in the same order."""
-    expected = 1
-    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return contiguous(param.shape)
-        expected *= size
-    return param.stride()
 
 
 class Bucketed(InBuckets[Bucket]):

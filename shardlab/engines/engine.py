@@ -428,8 +428,7 @@ class Engine(AnyEngine):
 
         Such a one is still open, and autograd does not run.
         """
-        if self._is_closed:
-            self._refuse_closed()
+        self._refuse_closed()
         if self._running and torch._C._current_graph_task_id() == _OUTSIDE:
             self._fail(RuntimeError("loss.backward() raised"))
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # no public way to see every operation
 
-from shardlab.comm import CollectiveEvent
+from shardlab.comm import CollectiveEvent, Observer
 from shardlab.vocabulary import WHOLE_MODEL, Collective, MeshAxis, Phase, Role
 
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)
@@ -128,7 +128,7 @@ class _Change:
     unit: str
 
 
-class MemoryLedger(TorchDispatchMode):
+class MemoryLedger(TorchDispatchMode, Observer):
     """Logs every storage made and freed in this thread while it is entered.
 
     Args:
@@ -223,9 +223,6 @@ class MemoryLedger(TorchDispatchMode):
     def completed(self, event: CollectiveEvent) -> None:
         """A transport gives its scratch back."""
         self._note(self._scratch, -event.scratch_bytes)
-
-    def waited(self, event: CollectiveEvent) -> None:
-        """Nothing: a wait holds no memory."""
 
     def moments(self) -> list[Moment]:
         """The course of the step: the highest and the last moment of each stretch in one unit and phase, in order."""

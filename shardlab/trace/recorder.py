@@ -25,7 +25,7 @@ from time import perf_counter_ns
 import torch
 from torch import Tensor
 
-from shardlab.comm import CollectiveEvent
+from shardlab.comm import CollectiveEvent, Observer
 from shardlab.records.entries import CARRIED, CPU, Columns
 from shardlab.records.store import RunWriter
 from shardlab.records.tables import COLLECTIVES, MEMORY, SHARDS, SPANS, STEPS
@@ -51,7 +51,7 @@ def sampled_at_rest(step: int) -> bool:
     return step < ALWAYS_AT_REST or step % EVERY_AT_REST == 0
 
 
-class Recorder:
+class Recorder(Observer):
     """Turns what happens on one rank into entries of its stream.
 
         recorder = Recorder(writer, clock, origin_ns, device=device)

@@ -187,12 +187,8 @@ def test_misuse_names_the_field(pools):
 
 def test_options_beside_a_strategy_that_is_made_already_are_refused():
     for strategy, options, words in (
-        (
-            ZeRO1(),
-            {"bucket_bytes": 64, "nonsense": 3},
-            r"bucket_bytes, nonsense beside .* ZeRO1\(\.\.\.\) takes bucket_b",
-        ),
-        (DDP(), {"precision": "bf16"}, r"precision beside a DDP .* takes none$"),
+        (ZeRO1(), {"bucket_bytes": 64, "nonsense": 3}, r"bucket_bytes, nonsense beside a ZeRO1.* takes .*bucket_bytes"),
+        (DDP(), {"precision": "bf16"}, r"precision beside a DDP.* takes \(\)"),
     ):
         with pytest.raises(ValueError, match=f"^options: {words}"):
             build_engine(strategy, cases.build("MLP"), adamw, **options)
