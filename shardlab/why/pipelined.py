@@ -86,6 +86,11 @@ def _of_kind(spent: Mapping[Kind, float], kind: Kind, *, is_cut: bool) -> float:
     return every / 2 if is_cut else every
 
 
+def usual_end(played: Played) -> float:
+    """When ranks end, the median of them, as of every step."""
+    return median(played.ends[actions[-1]] for actions in played.schedule.ranks)
+
+
 def is_pipelined(spans: pd.DataFrame) -> bool:
     """Whether spans are of actions of a schedule."""
     return bool(spans["unit"].str.fullmatch(UNIT.pattern).fillna(False).any())
@@ -181,11 +186,10 @@ def _is(schedule: Schedule, plan: str) -> bool:
 
 def levelled(step: PipelinedStep) -> Callable[[Action], float]:
     """The time of each action if all ranks worked as long as they do on average."""
-    ranks = range(len(step.done.schedule.ranks))
-    spent = [step.spent(rank) for rank in ranks]
+    spent = [step.spent(rank) for rank in range(len(step.done.schedule.ranks))]
     factors = {
-        (rank, kind): float(np.mean([one[kind] for one in spent])) / spent[rank][kind]
-        for rank in ranks for kind in Kind if spent[rank][kind]
+        (rank, kind): float(np.mean([each[kind] for each in spent])) / one[kind]
+        for rank, one in enumerate(spent) for kind in Kind if one[kind]
     }  # fmt: skip
     rank_of = step.done.schedule.rank_of
     return lambda action: step.done.work[action] * factors.get((rank_of[action.stage], action.kind), 1.0)
@@ -230,8 +234,9 @@ def _bubble(record: Recorded, steps: list[PipelinedStep], base: Steps) -> Iterat
     def with_list(other: Schedule) -> Steps:
         return _again(record, steps, lambda _: other, lambda step: step.shared_out(other))
 
+    without_waits = [step.without_messages(step.messages) for step in base]
     tried = [
-        Found(BUBBLE, with_list(other), said, change, _without_waits(base), settings, base)
+        Found(BUBBLE, with_list(other), said, change, without_waits, settings, base)
         for change, settings, other in others(steps[0])
     ]
     yield from sorted(tried, key=lambda one: -float(np.median(record.gains(one.changed, base))))[:1]
@@ -271,7 +276,3 @@ def _programs(
     items = programs(schedule, work, lambda action: step.transfer_us.get(action, usual))
     ended = {rank: (Work(step.late_us[rank]), *own, Work(around_us)) for rank, own in items.items()}
     return RecordedStep(ended, 0.0, dict.fromkeys(ended, 0.0), {}, record.spans)
-
-
-def _without_waits(steps: Steps) -> Steps:
-    return [step.without_messages(step.messages) for step in steps]

@@ -17,8 +17,9 @@ from shardlab.experiment.told.pipelined import bubble_line, bubble_of, bubbles
 from shardlab.experiment.told.saved_runs import load_saved
 from shardlab.records.store import Records
 from shardlab.records.tables import MEMORY, SHARDS
-from shardlab.schedules import make_schedule, play
+from shardlab.schedules import make_schedule
 from shardlab.tensor_parallel import Column, Row
+from shardlab.why.causes import causes
 from tests.analysis.made_pipeline import AXES, even, recorded
 
 
@@ -264,22 +265,25 @@ def test_a_list_of_ones_own_is_a_schedule(tmp_path):
 
 
 def test_what_another_list_would_take_and_what_is_said_of_the_bubble(tmp_path):
-    """Of equal stages: (m + p - 1)(F + B) of as many rows, and what is around the schedule stays."""
+    """As long as a record of it, the median of two ranks of which one ends earlier; WHY says the same of it."""
     schedule, run = make_schedule("1f1b", 2, 4), "ddp+1f1b"
     tables = (table.assign(run=run) for table in recorded(schedule, even))
     collectives, spans, steps = tables
     manifest = {"schedule": schedule.to_csv(), "mesh": AXES}
     records = Records(collectives, spans, MEMORY.frame([]), SHARDS.frame([]), steps, {run: manifest})
     config = CompareConfig(workload=WORKLOAD, **BASE, micro_batches=4)
-    around = steps["step_us"].groupby(steps["step"]).median().iloc[0] - 5 * 3000  # on the median of two ranks
-    halves = play(make_schedule("zb-h1", 2, 4), even).seconds
-    own = tmp_path / "mine.csv"
-    own.write_text(make_schedule("zb-h1", 2, 4).to_csv())
-    tried = ({"micro_batches": 8}, 9 * 1500), ({"schedule": "zb-h1"}, halves), ({"schedule": str(own)}, halves)
-    for changes, us in tried:
+    own, halves = tmp_path / "mine.csv", make_schedule("zb-h1", 2, 4)
+    own.write_text(halves.to_csv())
+    twice = make_schedule("1f1b", 2, 8), lambda action: even(action) / 2
+    tried = [({"schedule": name}, halves, even) for name in ("zb-h1", str(own))]
+    for changes, other, us_of in [({"micro_batches": 8}, *twice), *tried]:
         found = what_if(records, config, run, **changes)
         assert found.is_reproduced
-        assert 1e6 * found.changed == pytest.approx(us + around)
+        of_it = recorded(other, us_of)[2]["step_us"]  # of all steps, each of two ranks
+        assert 1e6 * found.changed == pytest.approx(of_it.mean())
+    (bubble,) = (one for one in causes(collectives, spans, steps, axes=AXES) if one.name == "pipeline bubble")
+    found = what_if(records, config, run, **bubble.settings)
+    assert bubble.gain_us == pytest.approx(1e6 * (found.recorded - found.changed))
     with pytest.raises(ValueError, match="prefetch: with stages only micro_batches and schedule can be changed"):
         what_if(records, config, run, prefetch=2)
     found = bubble_of(run, bubbles(records))

@@ -32,7 +32,7 @@ from shardlab.forecast.machine import Line, RankCosts
 from shardlab.partition.ring_cost import Link, ring_wire_bytes
 from shardlab.records.store import Records
 from shardlab.vocabulary import WHOLE_MODEL, Collective, Phase, SpanKind
-from shardlab.why.pipelined import pipelined_steps
+from shardlab.why.pipelined import pipelined_steps, usual_end
 
 REPRODUCED = 0.05
 OF_STAGES = ("micro_batches", "schedule")
@@ -133,7 +133,7 @@ def _with_stages(records: Records, config: CompareConfig, run: str, changes: dic
     )
     steps = pipelined_steps(collectives, spans, config.mesh_axes(run))
     recorded = seconds_in(own)
-    times = [(one.done.seconds, one.foretold().seconds, one.foretold(other).seconds) for one in steps]
+    times = [tuple(map(usual_end, (one.done, one.foretold(), one.foretold(other)))) for one in steps]
     around, again, changed = (median(some) / 1e6 for some in zip(*times, strict=True))
     return WhatIf(recorded, recorded - around + again, recorded - around + changed)
 
