@@ -230,8 +230,9 @@ def _bubble(record: Recorded, steps: list[PipelinedStep], base: Steps) -> Iterat
     def with_list(other: Schedule) -> Steps:
         return _again(record, steps, lambda _: other, lambda step: step.shared_out(other))
 
+    free = [step.without_messages(step.messages) for step in base]
     tried = [
-        Found(BUBBLE, with_list(other), said, change, _without_waits(base), settings, base)
+        Found(BUBBLE, with_list(other), said, change, free, settings, base)
         for change, settings, other in others(steps[0])
     ]
     yield from sorted(tried, key=lambda one: -float(np.median(record.gains(one.changed, base))))[:1]
@@ -271,7 +272,3 @@ def _programs(
     items = programs(schedule, work, lambda action: step.transfer_us.get(action, usual))
     ended = {rank: (Work(step.late_us[rank]), *own, Work(around_us)) for rank, own in items.items()}
     return RecordedStep(ended, 0.0, dict.fromkeys(ended, 0.0), {}, record.spans)
-
-
-def _without_waits(steps: Steps) -> Steps:
-    return [step.without_messages(step.messages) for step in steps]
